@@ -1,0 +1,52 @@
+# Everything a newcomer needs: `make demo` and `make test` build .venv themselves.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format bench clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+demo: $(VENV)/.test  ## a short private training on simulated ECG (under a minute)
+	$(BIN)/lamina demo
+
+test: lint  ## linters, types, import order, and every test that is not marked slow
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint  ## the same with the slow tests
+	$(BIN)/python -m pytest --timeout 3600
+
+lint: $(VENV)/.test  ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.test  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.bench  ## time and memory of a private step against the plain step and Opacus
+	$(BIN)/python benchmarks/step.py
+
+clean:  ## remove the environment and every cache (keeps runs/)
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp per extra. A changed pyproject.toml or constraints.txt installs again.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("lamina needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": try make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo 'installing Lamina and its tools into $(VENV) (a few minutes, once) …'
+	$(PIP) -e '.[test,plot]'
+	@touch $@
+
+$(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo 'installing the peers to measure against …'
+	$(PIP) -e '.[test,bench]'
+	@touch $@ $(VENV)/.test

@@ -1,0 +1,59 @@
+"""One tree of exceptions. Every message names the thing, its value, the bound, and what to do."""
+
+from __future__ import annotations
+
+
+class LaminaError(Exception):
+    """Anything Lamina refuses to do.
+
+    `problem` names the thing, its value and the bound; `remedy` says what to do about it.
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"{problem}. Remedy: {remedy}" if remedy else problem)
+
+
+class EncodingError(LaminaError):
+    """Bytes that are not the one deterministic encoding of a value, or a value that has none."""
+
+
+class AccountingError(LaminaError):
+    """A privacy cost that cannot be computed, or a schedule that makes no sense."""
+
+
+class BudgetExceeded(AccountingError):
+    """A step that the privacy budget does not allow. Nothing was spent on it."""
+
+
+class PlanError(LaminaError):
+    """A plan, policy, layer stack or depth profile that is wrong or unsound."""
+
+
+class CoverageError(PlanError):
+    """A tensor of the model that would change without being clipped and noised."""
+
+
+class EngineError(LaminaError):
+    """A step that the engine will not carry out."""
+
+
+class UnsupportedLayer(EngineError):
+    """A layer whose per-contribution gradient Lamina does not know how to form."""
+
+
+class OwnershipError(EngineError):
+    """Rows of an activation that cannot be attributed to contributions."""
+
+
+class CouplingError(EngineError):
+    """Contributions that influence each other, so that clipping one does not bound it."""
+
+
+class UnclippedGradient(EngineError):
+    """A path by which a gradient would reach a covered tensor without being clipped."""
+
+
+class NoiseError(LaminaError):
+    """A noise stream that is misused: exhausted, reused, or not what the plan declares."""

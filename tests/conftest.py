@@ -1,0 +1,80 @@
+"""Rules of the whole test run: threads, seeds, and which skips are allowed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ALLOWED = Path(__file__).with_name("allowed_skips.txt")
+_skipped: list[tuple[str, str]] = []
+
+
+def allowed_reasons() -> tuple[str, ...]:
+    lines = (line.strip() for line in ALLOWED.read_text(encoding="utf-8").splitlines())
+    return tuple(line for line in lines if line and not line.startswith("#"))
+
+
+def _note(report: Any) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        _skipped.append((report.nodeid, reason.removeprefix("Skipped: ")))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _note(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    _note(report)
+
+
+def _forbidden() -> list[str]:
+    """One line for each skip that this run does not allow."""
+    if os.environ.get("LAMINA_REQUIRE_ALL") == "1":
+        return [f"{name}: {reason} (LAMINA_REQUIRE_ALL=1 allows no skip)" for name, reason in _skipped]
+    known = allowed_reasons()
+    return [
+        f"{name}: {reason} (not in tests/{ALLOWED.name})"
+        for name, reason in _skipped
+        if not reason.startswith(known or ("\0",))
+    ]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _forbidden() and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if lines := _forbidden():
+        terminalreporter.section("skips that are not allowed", red=True)
+        for line in lines:
+            terminalreporter.line(line)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _threads() -> Iterator[None]:
+    """Two threads at most, the machine that every budget in this project is stated for."""
+    torch = sys.modules.get("torch")  # collected tests have imported it, if any of them uses it
+    if torch is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Every test starts from the same global seeds; private noise never uses them."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
