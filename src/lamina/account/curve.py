@@ -1,0 +1,55 @@
+"""ε after t of T steps, cheap enough for a progress bar and never below the truth.
+
+The accountant is asked at `points` step counts only, when training reaches them, spaced like the square
+root that ε follows. ε never falls with further steps, so the value at the next point bounds every step
+before it (interpolating between points would not: ε(t) is concave and lies above its chords). At t = T the
+curve is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from lamina.account.accountant import accountant as find_accountant
+from lamina.account.event import Adjacency, Event, check_adjacency, check_delta, prefix, total_steps
+from lamina.errors import AccountingError
+
+
+class SpendCurve:
+    """An upper bound on ε(t), t = 0..T, of the prefixes of one schedule, in the order it is written."""
+
+    def __init__(
+        self,
+        schedule: Iterable[Event],
+        *,
+        delta: float,
+        accountant: str = "pld",
+        adjacency: Adjacency | str = Adjacency.ADD_REMOVE,
+        points: int = 64,
+    ) -> None:
+        if points < 1:
+            raise AccountingError(f"a curve with {points} points was asked for, must be >= 1", "e.g. 64")
+        self._schedule = tuple(schedule)
+        self._delta, self._adjacency = check_delta(delta), check_adjacency(adjacency)
+        self._accountant = find_accountant(accountant)
+        self._points = points
+        self.steps = total_steps(self._schedule)
+
+    def epsilon(self, t: int) -> float:
+        """An ε that holds after t steps."""
+        if not 0 <= t <= self.steps:
+            raise AccountingError(
+                f"step {t} lies outside the schedule's 0..{self.steps}", "make a longer schedule"
+            )
+        if t == 0:
+            return 0.0
+        upto = prefix(self._schedule, self._next(t))
+        return self._accountant.epsilon(upto, self._delta, self._adjacency)
+
+    def _next(self, t: int) -> int:
+        """The smallest point T·(j/points)², rounded up, that is not before t."""
+        j = max(1, math.floor(self._points * math.sqrt(t / self.steps)) - 1)
+        while (point := min(self.steps, -(-self.steps * j * j // self._points**2))) < t:
+            j += 1
+        return point

@@ -1,0 +1,219 @@
+"""Privacy filters: budgets that may be spent adaptively, asked before every step.
+
+A filter prices one step, adds prices exactly, and refuses a step that would pass its budget. Then, whatever
+rule chose sigma_t and q_t from earlier (noised) outputs, everything together stays within the budget:
+
+    GaussianFilter   price sigma^-2 (sampling is not credited), budget μ²: together μ-GDP
+    RenyiFilter      price RDP(α; q, sigma) at ONE order α fixed in advance: together (α, budget)-RDP
+                     (Feldman and Zrnic 2021). Choosing α afterwards is not valid.
+
+Prices are counted in whole units of budget/2^60, rounded up per step. Sums of integers do not depend on the
+order, so a schedule that was planned for the budget is admitted to its last step, and the state is a few
+plain numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import ClassVar, Protocol, Self
+
+from lamina.account import gaussian, rdp
+from lamina.account.event import Event, check_delta, grouped
+from lamina.account.renyi import ORDERS, divergence
+from lamina.errors import AccountingError, BudgetExceeded
+
+_UNITS = 2**60  # the whole budget; below 2^63, so that the state fits into CBOR integers
+
+
+class Filter(Protocol):
+    """What the engine asks before each step."""
+
+    def admits(self, sigma: float, q: float, steps: int = 1) -> bool:
+        """Whether `steps` such steps fit; asks only."""
+
+    def charge(self, sigma: float, q: float, steps: int = 1) -> None:
+        """Spends them, or raises BudgetExceeded and spends nothing."""
+
+    @property
+    def remaining(self) -> float:
+        """What is left, in the units of the price."""
+
+
+class _Meter:
+    """A budget counted in integers; subclasses say what a step costs."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, *, budget: float, limit: int = _UNITS, spent: int = 0) -> None:
+        if not 0 < budget < math.inf:
+            raise AccountingError(
+                f"{self.kind} filter has budget {budget!r}, must lie in (0, inf)", "raise epsilon"
+            )
+        if not 0 <= spent <= limit or limit < _UNITS:
+            raise AccountingError(
+                f"{self.kind} filter has spent {spent} of {limit}", "restore an intact state"
+            )
+        self.budget = float(budget)
+        self._limit, self._spent = limit, spent
+
+    def _price(self, event: Event) -> float:
+        """The cost of one step, rounded up."""
+        raise NotImplementedError
+
+    def _units(self, event: Event) -> int | None:
+        """The cost of all steps of the event in whole units, or None if it is infinite."""
+        if event.free:
+            return 0
+        price = self._price(event)
+        if not math.isfinite(price):
+            return None
+        return event.steps * math.ceil(Fraction(price) * _UNITS / Fraction(self.budget))
+
+    def _allow(self, schedule: Iterable[Event]) -> None:
+        """Lifts the limit by the rounding (1e-18 per step) of the schedule that the budget was made for."""
+        self._limit = max(self._limit, sum(self._units(event) or 0 for event in grouped(schedule)))
+
+    def admits(self, sigma: float, q: float, steps: int = 1) -> bool:
+        """Whether `steps` steps with these parameters still fit. Nothing is spent."""
+        units = self._units(Event(sigma=sigma, q=q, steps=steps))
+        return units is not None and self._spent + units <= self._limit
+
+    def charge(self, sigma: float, q: float, steps: int = 1) -> None:
+        """Spends `steps` steps; raises BudgetExceeded, and spends nothing, if they do not fit."""
+        units = self._units(Event(sigma=sigma, q=q, steps=steps))
+        if units is None or self._spent + units > self._limit:
+            raise BudgetExceeded(
+                f"{steps} step(s) at sigma={sigma:.6g}, q={q:.6g} exceed the remaining {self.remaining:.6g}"
+                f" of a {self.kind} budget of {self.budget:.6g}",
+                "stop here and keep the model, or take noisier steps",
+            )
+        self._spent += units
+
+    @property
+    def ceiling(self) -> float:
+        """The cost that can never be passed: the budget, rounding included."""
+        return (
+            self.budget
+            if self._limit == _UNITS
+            else math.nextafter(self.budget * (self._limit / _UNITS), math.inf)
+        )
+
+    @property
+    def remaining(self) -> float:
+        """What is left, in the units of the price."""
+        return self.budget * ((self._limit - self._spent) / _UNITS)
+
+    @property
+    def share_left(self) -> float:
+        """What is left as a share of the whole, 1 → 0."""
+        return (self._limit - self._spent) / self._limit
+
+    def to_state(self) -> dict[str, str | int | float]:
+        """Plain numbers for a checkpoint; `from_state` restores the filter exactly."""
+        return {"kind": self.kind, "budget": self.budget, "limit": self._limit, "spent": self._spent}
+
+    @classmethod
+    def _restore(cls, state: Mapping[str, str | int | float], *names: str) -> dict[str, float]:
+        if state.get("kind") != cls.kind or set(state) != {"kind", "budget", "limit", "spent", *names}:
+            raise AccountingError(
+                f"state {dict(state)!r} is not that of a {cls.kind} filter", "restore the right one"
+            )
+        if not isinstance(state["limit"], int) or not isinstance(state["spent"], int):
+            raise AccountingError("filter state counts in integers, found floats", "restore an intact state")
+        return {name: float(state[name]) for name in ("budget", *names)}
+
+
+class GaussianFilter(_Meter):
+    """Σ steps/sigma² ≤ budget = μ². No amplification: q counts only as zero or not."""
+
+    kind = "gaussian"
+
+    @classmethod
+    def for_target(cls, epsilon: float, *, delta: float) -> Self:
+        """The largest budget whose exact ε at `delta` is at most `epsilon`."""
+        return cls(budget=gaussian.mu_of_epsilon(epsilon, check_delta(delta)) ** 2 * (1 - 1e-15))
+
+    @classmethod
+    def for_schedule(cls, schedule: Iterable[Event]) -> Self:
+        """The budget of a planned schedule: exactly these steps fit."""
+        parts = grouped(schedule)
+        made = cls(budget=gaussian.squared_mu(parts))
+        made._allow(parts)
+        return made
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, str | int | float]) -> Self:
+        """The filter that `to_state` described."""
+        return cls(**cls._restore(state), limit=int(state["limit"]), spent=int(state["spent"]))
+
+    def _price(self, event: Event) -> float:
+        return math.nextafter(event.mu * event.mu, math.inf)
+
+    def epsilon(self, delta: float) -> float:
+        """The ε that holds whatever is charged: known before the first step."""
+        return gaussian.epsilon_of_mu(math.sqrt(self.ceiling) * (1 + 1e-15), check_delta(delta))
+
+
+class RenyiFilter(_Meter):
+    """Σ RDP(order) ≤ budget at one order; credits sampling. Add/remove adjacency."""
+
+    kind = "renyi"
+
+    def __init__(self, *, order: float, budget: float, limit: int = _UNITS, spent: int = 0) -> None:
+        if not 1.01 < order < 1e6:
+            raise AccountingError(f"Rényi order is {order!r}, must lie in (1.01, 1e6)", "use choose_order")
+        self.order = float(order)
+        super().__init__(budget=budget, limit=limit, spent=spent)
+
+    @classmethod
+    def for_target(cls, epsilon: float, *, delta: float, order: float) -> Self:
+        """The budget that converts to `epsilon` at `delta`."""
+        if not check_delta(delta) > 0:
+            raise AccountingError("delta is 0, which no Rényi budget reaches", "allow e.g. delta = 1e-5")
+        if not 1.01 < order < 1e6:
+            raise AccountingError(f"Rényi order is {order!r}, must lie in (1.01, 1e6)", "use choose_order")
+        budget = epsilon - rdp.order_offset(order, delta)
+        if budget <= 0:
+            raise AccountingError(
+                f"order {order:g} cannot show epsilon {epsilon:g} at delta {delta:g}", "choose a larger order"
+            )
+        return cls(order=order, budget=budget * (1 - 1e-12))
+
+    @classmethod
+    def for_schedule(cls, schedule: Iterable[Event], *, order: float) -> Self:
+        """The budget of a planned schedule at `order`: exactly these steps fit."""
+        parts = grouped(schedule)
+        made = cls(order=order, budget=math.fsum(e.steps * divergence(e.q, e.sigma, order) for e in parts))
+        made._allow(parts)
+        return made
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, str | int | float]) -> Self:
+        """The filter that `to_state` described."""
+        return cls(**cls._restore(state, "order"), limit=int(state["limit"]), spent=int(state["spent"]))
+
+    def to_state(self) -> dict[str, str | int | float]:
+        """Plain numbers for a checkpoint; `from_state` restores the filter exactly."""
+        return {**super().to_state(), "order": self.order}
+
+    def _price(self, event: Event) -> float:
+        return divergence(event.q, event.sigma, self.order)
+
+    def epsilon(self, delta: float) -> float:
+        """The ε that holds whatever is charged: known before the first step."""
+        return (
+            max(0.0, self.ceiling + rdp.order_offset(self.order, delta))
+            if check_delta(delta) > 0
+            else math.inf
+        )
+
+
+def choose_order(schedule: Iterable[Event], *, delta: float) -> float:
+    """The order at which the *intended* schedule converts best. It is then fixed for the whole run."""
+    costs = {
+        order: float(total) + rdp.order_offset(order, check_delta(delta))
+        for order, total in zip(ORDERS, rdp.curve(grouped(schedule)), strict=True)
+    }
+    return min(costs, key=costs.__getitem__)
