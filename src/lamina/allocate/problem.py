@@ -1,0 +1,76 @@
+"""What an allocation is asked, and what it answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lamina.errors import PlanError
+from lamina.plan import Clipping
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Choose C (K × L) and S (L), given what the classes may reach and what each is owed.
+
+    sizes[l]      d_l, numbers in layer l
+    weights[l]    m_l, loss increase per unit of noise variance in layer l; d_l where nothing better is known
+    reach[k][l]   whether class k may reach layer l
+    clip_norm[k]  c_k, the bound on a contribution's whole gradient
+    sigma[k]      the declared noise multiplier; inf marks a public class, which is owed nothing
+    """
+
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...]
+    reach: tuple[tuple[bool, ...], ...]
+    clip_norm: tuple[float, ...]
+    sigma: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        layers, classes = len(self.sizes), len(self.reach)
+        if len(self.weights) != layers or any(len(row) != layers for row in self.reach):
+            raise PlanError(
+                f"weights and reach must have one entry for each of {layers} layers", "check shapes"
+            )
+        if len(self.clip_norm) != classes or len(self.sigma) != classes:
+            raise PlanError(
+                f"clip_norm and sigma must have one entry for each of {classes} classes", "check them"
+            )
+        for what, values in (("weights", self.weights), ("clip_norm", self.clip_norm), ("sigma", self.sigma)):
+            for i, value in enumerate(values):
+                if not value > 0 or (what == "weights" and math.isinf(value)):
+                    raise PlanError(f"{what}[{i}] is {value!r}, must be > 0", "correct it")
+
+    @property
+    def private(self) -> tuple[int, ...]:
+        """The classes that are owed noise and reach something."""
+        return tuple(k for k, s in enumerate(self.sigma) if math.isfinite(s) and any(self.reach[k]))
+
+    def thresholds(self) -> tuple[tuple[float, ...], ...]:
+        """C with each class's norm spread evenly over the L_k layers it reaches: c_k/√L_k; ‖C[k]‖ = c_k."""
+        rows = []
+        for row, c, sigma in zip(self.reach, self.clip_norm, self.sigma, strict=True):
+            each = math.inf if math.isinf(sigma) else c / math.sqrt(max(sum(row), 1))
+            rows.append(tuple(each if reached else 0.0 for reached in row))
+        return tuple(rows)
+
+    def noised(self) -> tuple[bool, ...]:
+        """The layers that some private class reaches; the others have S = 0."""
+        return tuple(any(self.reach[k][i] for k in self.private) for i in range(len(self.sizes)))
+
+    def same_noise(self) -> tuple[float, ...]:
+        """One S for all layers that need noise, up to the common factor that `rescale` finds."""
+        return tuple(1.0 if needed else 0.0 for needed in self.noised())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allocation:
+    """C, S and the form of clipping they are meant for. S counts up to a common factor."""
+
+    clip: tuple[tuple[float, ...], ...]
+    noise: tuple[float, ...]
+    clipping: Clipping
+
+
+Allocate = Callable[[Problem], Allocation]

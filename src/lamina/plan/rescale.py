@@ -1,0 +1,51 @@
+"""The effective noise multiplier of a row of thresholds, and the least noise that gives every row its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lamina.errors import PlanError
+
+Row = Sequence[float]
+
+
+def radius(clip: Row, noise: Row) -> float:
+    """How far a contribution can move the step, in units of its noise: √Σ_l (C_l/S_l)², 0/0 counting as 0.
+
+    Infinite if a layer with C > 0 has S = 0: then nothing hides it.
+    """
+    if any(c > 0 and s == 0 for c, s in zip(clip, noise, strict=True)):
+        return math.inf
+    return math.hypot(*(c / s for c, s in zip(clip, noise, strict=True) if c > 0))
+
+
+def effective_sigma(clip: Row, noise: Row) -> float:
+    """sigma = (Σ_l (C_l/S_l)²)^(-1/2) (docs/theory.md, "One description of a step")."""
+    reach = radius(clip, noise)
+    if reach == 0:
+        return math.inf
+    return 1.0 / reach
+
+
+def rescale(clip: Sequence[Row], noise: Row, sigma: Row) -> tuple[float, ...]:
+    """κ·S with κ = max_k sigma_k √Σ_l (C[k,l]/S_l)²: the least noise of this shape that serves every class.
+
+    Rows with sigma = inf or with infinite thresholds are public and owed nothing. The result is on the safe
+    side in floating point: `effective_sigma` of every row is at least the declared sigma, exactly.
+    """
+    owed = [(row, s) for row, s in zip(clip, sigma, strict=True) if _is_private(row, s)]
+    kappa = max((s * radius(row, noise) for row, s in owed), default=0.0)
+    if kappa == 0:
+        return tuple(noise)
+    if not math.isfinite(kappa):
+        raise PlanError("a layer that a private class reaches has no noise", "give it S > 0, or C = 0")
+    while True:
+        scaled = tuple(kappa * s for s in noise)
+        if all(effective_sigma(row, scaled) >= s for row, s in owed):
+            return scaled
+        kappa = math.nextafter(kappa, math.inf)
+
+
+def _is_private(row: Row, sigma: float) -> bool:
+    return math.isfinite(sigma) and sigma > 0 and all(map(math.isfinite, row))

@@ -1,0 +1,246 @@
+"""The step plan: everything that decides what one private step costs, in one frozen object."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from lamina.account import Adjacency, Event, Schedule, accountant
+from lamina.errors import PlanError
+from lamina.plan import codec
+from lamina.plan.rescale import effective_sigma, radius, rescale
+from lamina.plan.step_checks import check_class, check_layer, check_plan
+from lamina.plan.table import summary, table
+
+
+class Clipping(enum.Enum):
+    """How a contribution is bounded: each layer at its own threshold, or all of its layers at once."""
+
+    BOX = "box"
+    JOINT = "joint"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedLayer:
+    """A layer as the plan knows it: `parameters` are tensor names as in `model.named_parameters()`."""
+
+    name: str
+    depth: float
+    parameters: tuple[str, ...]
+    size: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "depth", float(self.depth))
+        object.__setattr__(self, "parameters", tuple(self.parameters))
+        check_layer(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedClass:
+    """A class as the plan knows it: Poisson sampling at `sampling_rate` = b/N, N the declared population.
+
+    `delta` is the δ at which its ε is stated, `unit` what a contribution is, `profile` the depth profile in
+    words. A public class is owed no noise; its δ is 0.
+    """
+
+    name: str
+    population: int | None
+    sampling_rate: float
+    public: bool = False
+    delta: float = 0.0
+    unit: str = "contribution"
+    profile: str = "all layers"
+    purposes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sampling_rate", float(self.sampling_rate))
+        object.__setattr__(self, "delta", float(self.delta))
+        object.__setattr__(self, "purposes", tuple(self.purposes))
+        check_class(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """One private step, described before any data is seen. K classes, L layers.
+
+      clip[k][l]  C, the threshold of class k at layer l: 0 where it may not reach, inf if it is public
+      noise[l]    S, the standard deviation of the noise of layer l, in units of the clipped *sum*
+      batch       B, the public constant that divides the noised sum
+      steps       T, how often the step is taken
+
+    Each contribution of class k is sampled with rate q_k and its gradient g clipped:
+      box    ‖g_l‖ ≤ C[k,l] for every layer l
+      joint  ‖(g_l/S_l)_l‖ ≤ 1/sigma_k over the layers with C[k,l] > 0 and S_l > 0
+    The clipped gradients are summed, N(0, S_l² I) is added to each layer, the result is divided by B.
+
+    Claim. For adding or removing one contribution of class k, the step is one Poisson-subsampled Gaussian
+    mechanism with rate q_k and noise multiplier
+
+        sigma_k = ( Σ_l (C[k,l]/S_l)² )^(-1/2),       0/0 counting as 0.
+
+    S is public, so dividing layer l by S_l loses nothing; the noise becomes a unit Gaussian, and the
+    contribution shifts it by a vector no longer than 1/sigma_k. Both forms of clipping have the same
+    bound, hence the same sigma_k. T steps are T such events: what they cost is `epsilon(k)`.
+
+    It holds only if C > 0 never meets S = 0 in a private class (refused here), if C, S, q, B, T do not depend
+    on private data, and if every layer with S > 0 is noised at every step, whoever was sampled.
+    """
+
+    layers: tuple[PlannedLayer, ...]
+    classes: tuple[PlannedClass, ...]
+    clip: tuple[tuple[float, ...], ...]
+    noise: tuple[float, ...]
+    batch: float
+    steps: int
+    clipping: Clipping = Clipping.BOX
+    accountant: str = "pld"
+    allocation: str = "hand"
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("layers", tuple(self.layers))
+        put("classes", tuple(self.classes))
+        put("clip", tuple(tuple(float(c) + 0.0 for c in row) for row in self.clip))  # -0.0 becomes 0.0
+        put("noise", tuple(float(s) + 0.0 for s in self.noise))
+        put("batch", float(self.batch))
+        put("clipping", _clipping(self.clipping))
+        accountant(self.accountant)
+        check_plan(self)
+
+    # ----------------------------------------------------------------------------------- who and where
+
+    def index(self, k: str | int) -> int:
+        """The row of a class, by name (or by row, checked)."""
+        names = [entry.name for entry in self.classes]
+        if isinstance(k, str):
+            if k not in names:
+                raise PlanError(f"class {k!r} is not in the plan", f"its classes are {', '.join(names)}")
+            return names.index(k)
+        if not 0 <= k < len(names):
+            raise PlanError(f"class {k} is out of range", f"the plan has classes 0 to {len(names) - 1}")
+        return k
+
+    def reaches(self, k: str | int, layer: int) -> bool:
+        """Whether a contribution of class k may move this layer."""
+        return self.clip[self.index(k)][layer] > 0
+
+    # ----------------------------------------------------------------------------------- what it costs
+
+    def sigma(self, k: str | int, scale: float = 1.0) -> float:
+        """The effective noise multiplier of class k; sigma/scale if its row of C is scaled."""
+        row = self.index(k)
+        if not 0 < scale <= 1:
+            raise PlanError(
+                f"scale is {scale!r}, must be in (0, 1]", "a stricter bound shrinks C, never grows it"
+            )
+        if self.classes[row].public:
+            return math.inf
+        return effective_sigma(self.clip[row], self.noise) / scale
+
+    def joint(self, k: str | int, scale: float = 1.0) -> float:
+        """The radius 1/sigma_k of the joint clip; infinite for a public class."""
+        row = self.index(k)
+        return math.inf if self.classes[row].public else radius(self.clip[row], self.noise) * scale
+
+    def schedule(self, k: str | int, scale: float = 1.0) -> Schedule:
+        """What an accountant is asked about class k; empty if the class is owed nothing."""
+        sigma = self.sigma(k, scale)
+        if math.isinf(sigma):
+            return ()
+        return (Event(sigma=sigma, q=self.classes[self.index(k)].sampling_rate, steps=self.steps),)
+
+    def delta(self, k: str | int) -> float:
+        """The δ at which ε of class k is stated."""
+        return self.classes[self.index(k)].delta
+
+    def epsilon(
+        self, k: str | int, adjacency: Adjacency | str = Adjacency.ADD_REMOVE, scale: float = 1.0
+    ) -> float:
+        """ε of class k after all T steps, by the plan's accountant; 0 if it is public or reaches nothing."""
+        schedule = self.schedule(k, scale)
+        if not schedule:
+            return 0.0
+        return _priced(self.accountant, schedule, self.delta(k), Adjacency(adjacency))
+
+    def rho(self, k: str | int, scale: float = 1.0) -> float:
+        """ρ of class k after all T steps without amplification: T/(2 sigma_k²)."""
+        return self.steps * 0.5 * (1.0 / self.sigma(k, scale)) ** 2
+
+    def share(self, k: str | int) -> tuple[float, ...]:
+        """The part of class k's budget that each layer takes: (C[k,l]/S_l)² sigma_k², which sums to 1."""
+        row = self.index(k)
+        sigma = self.sigma(row)
+        if math.isinf(sigma):
+            return (0.0,) * len(self.layers)
+        return tuple(
+            (c / s * sigma) ** 2 if c > 0 else 0.0 for c, s in zip(self.clip[row], self.noise, strict=True)
+        )
+
+    def rescaled(self, sigma: Mapping[str, float]) -> StepPlan:
+        """The same plan with S scaled by the least common factor for which every sigma_k is as declared."""
+        wanted = {self.index(name): value for name, value in sigma.items()}
+        row = [wanted.get(k, math.inf) for k in range(len(self.classes))]
+        return replace(self, noise=rescale(self.clip, self.noise, row))
+
+    # ----------------------------------------------------------------------------------- how it is told
+
+    def table(self) -> str:
+        """A readable table; asks the accountant for ε, so the first call may take a second."""
+        return table(self)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `lamina plan --json` prints: figures per class and per layer."""
+        return summary(self)
+
+    def to_json(self) -> str:
+        """Strict JSON from which `from_json` makes the same plan, bit for bit."""
+        return codec.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> StepPlan:
+        """Read what `to_json` wrote."""
+        return _build(codec.from_json(text))
+
+    def to_cbor(self) -> bytes:
+        """Deterministic CBOR: equal plans, equal bytes."""
+        return codec.to_cbor(self)
+
+    @classmethod
+    def from_cbor(cls, data: bytes) -> StepPlan:
+        """Read what `to_cbor` wrote."""
+        return _build(codec.from_cbor(data))
+
+    def digest(self) -> bytes:
+        """SHA-256 of the CBOR: the plan's identity in ledgers and certificates."""
+        return hashlib.sha256(self.to_cbor()).digest()
+
+
+def _clipping(value: Clipping | str) -> Clipping:
+    try:
+        return Clipping(value)
+    except ValueError:
+        accepted = ", ".join(form.value for form in Clipping)
+        raise PlanError(f"clipping is {value!r}, which is not known", f"accepted: {accepted}") from None
+
+
+@lru_cache(maxsize=4096)
+def _priced(name: str, schedule: Schedule, delta: float, adjacency: Adjacency) -> float:
+    return accountant(name).epsilon(schedule, delta, adjacency)
+
+
+def _build(state: Mapping[str, Any]) -> StepPlan:
+    def made(kind: type[Any], rows: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+        return tuple(kind(**row) for row in rows)
+
+    layers, classes = made(PlannedLayer, state["layers"]), made(PlannedClass, state["classes"])
+    return StepPlan(**{**state, "layers": layers, "classes": classes})

@@ -1,0 +1,100 @@
+"""What makes a step plan meaningful: checked once, where it is made."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from lamina.errors import PlanError
+from lamina.plan.rescale import effective_sigma
+
+if TYPE_CHECKING:
+    from lamina.plan.step import PlannedClass, PlannedLayer, StepPlan
+
+
+def check_layer(layer: PlannedLayer) -> None:
+    """A layer has a name, a depth in [0, 1], tensors and a size."""
+    if not layer.name or not layer.parameters:
+        raise PlanError(
+            f"layer {layer.name!r} has tensors {layer.parameters!r}", "give it a name and tensors"
+        )
+    if not 0 <= layer.depth <= 1:
+        raise PlanError(
+            f"layer {layer.name!r} has depth {layer.depth!r}, must be in [0, 1]", "0 is the input"
+        )
+    if layer.size < 1:
+        raise PlanError(
+            f"layer {layer.name!r} has size {layer.size!r}, must be >= 1", "leave empty layers out"
+        )
+
+
+def check_class(entry: PlannedClass) -> None:
+    """A class has a name, a sampling rate in (0, 1] and, unless public, a δ in (0, 1)."""
+    who = f"class {entry.name!r}"
+    if not entry.name or not entry.unit:
+        raise PlanError(f"{who} has unit {entry.unit!r}", "give it a name and a unit")
+    if not 0 < entry.sampling_rate <= 1:
+        raise PlanError(
+            f"{who} has sampling rate {entry.sampling_rate!r}, must be in (0, 1]", "it is batch / population"
+        )
+    if entry.population is not None and entry.population < 1:
+        raise PlanError(f"{who} has population {entry.population!r}, must be >= 1", "declare its size")
+    if entry.public and entry.delta != 0:
+        raise PlanError(f"{who} is public with δ = {entry.delta!r}", "a public class has δ = 0")
+    if not entry.public and not 0 < entry.delta < 1:
+        raise PlanError(
+            f"{who} has δ = {entry.delta!r}, must be in (0, 1)", "choose δ well below 1/population"
+        )
+
+
+def check_plan(plan: StepPlan) -> None:
+    """Shapes, names, numbers, and no private class that moves a layer without noise."""
+    if not plan.layers or not plan.classes:
+        raise PlanError("the plan has no layers or no classes", "give it one of each at least")
+    _unique("layer", (layer.name for layer in plan.layers))
+    _unique("class", (entry.name for entry in plan.classes))
+    _unique("tensor", (name for layer in plan.layers for name in layer.parameters))
+    shape = (len(plan.classes), len(plan.layers))
+    if len(plan.clip) != shape[0] or any(len(row) != shape[1] for row in plan.clip):
+        raise PlanError(
+            f"clip has rows of {[len(row) for row in plan.clip]}", f"it must be {shape[0]} × {shape[1]}"
+        )
+    if len(plan.noise) != shape[1]:
+        raise PlanError(f"noise has {len(plan.noise)} entries, must be {shape[1]}", "give one S per layer")
+    if not (math.isfinite(plan.batch) and plan.batch > 0):
+        raise PlanError(f"batch is {plan.batch!r}, must be finite and > 0", "it divides the noised sum")
+    if isinstance(plan.steps, bool) or not isinstance(plan.steps, int) or plan.steps < 1:
+        raise PlanError(f"steps is {plan.steps!r}, must be a whole number >= 1", "say how long it trains")
+    for layer, s in zip(plan.layers, plan.noise, strict=True):
+        if not (math.isfinite(s) and s >= 0):
+            raise PlanError(f"noise of layer {layer.name!r} is {s!r}, must be finite and >= 0", "correct S")
+    for entry, row in zip(plan.classes, plan.clip, strict=True):
+        for layer, c, s in zip(plan.layers, row, plan.noise, strict=True):
+            _check_cell(entry, layer, c, s)
+        sigma = effective_sigma(row, plan.noise) if not entry.public else math.inf
+        if not sigma > 0:
+            raise PlanError(f"class {entry.name!r} has sigma {sigma!r}, must be > 0", "raise S or lower C")
+
+
+def _check_cell(entry: PlannedClass, layer: PlannedLayer, c: float, s: float) -> None:
+    where = f"clip of class {entry.name!r} at layer {layer.name!r} is {c!r}"
+    if entry.public:
+        if c != 0 and c != math.inf:
+            raise PlanError(f"{where}, but the class is public", "use inf where it reaches and 0 elsewhere")
+    elif not (math.isfinite(c) and c >= 0):
+        raise PlanError(
+            f"{where}, must be finite and >= 0", "declare the class public if it is owed no noise"
+        )
+    elif c > 0 and s == 0:
+        raise PlanError(
+            f"{where} and the layer has no noise (S = 0): its gradient would be released as it is",
+            "give the layer S > 0, or C = 0 in every private class",
+        )
+
+
+def _unique(what: str, names: Iterable[str]) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise PlanError(f"{what} {twice[0]!r} is in the plan more than once", "name it once")

@@ -1,0 +1,107 @@
+"""A step plan for people (a plain-text table) and for machines (the keys of `lamina plan --json`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lamina.plan.step import StepPlan
+
+
+def shares(plan: StepPlan) -> tuple[float, ...]:
+    """The part of the budget that each layer takes, averaged over the private classes; sums to 1."""
+    rows = [plan.share(k) for k in range(len(plan.classes)) if math.isfinite(plan.sigma(k))]
+    if not rows:
+        return (0.0,) * len(plan.layers)
+    return tuple(math.fsum(column) / len(rows) for column in zip(*rows, strict=True))
+
+
+def summary(plan: StepPlan) -> dict[str, Any]:
+    """Figures per class and per layer; an infinite sigma or threshold (a public class) is null."""
+    return {
+        "classes": {
+            entry.name: {
+                "sigma": _finite(plan.sigma(k)),
+                "epsilon": plan.epsilon(k),
+                "rho": plan.rho(k),
+                "delta": plan.delta(k),
+                "sampling_rate": entry.sampling_rate,
+                "steps": plan.steps,
+                "unit": entry.unit,
+                "public": entry.public,
+            }
+            for k, entry in enumerate(plan.classes)
+        },
+        "layers": [
+            {
+                "name": layer.name,
+                "depth": layer.depth,
+                "parameters": layer.size,
+                "noise_std": plan.noise[i],
+                "clip": {entry.name: _finite(plan.clip[k][i]) for k, entry in enumerate(plan.classes)},
+                "share": share,
+            }
+            for i, (layer, share) in enumerate(zip(plan.layers, shares(plan), strict=True))
+        ],
+        "batch": plan.batch,
+        "steps": plan.steps,
+        "clipping": plan.clipping.value,
+        "accountant": plan.accountant,
+        "allocation": plan.allocation,
+        "digest": plan.digest().hex(),
+    }
+
+
+def table(plan: StepPlan) -> str:
+    """One row per layer, then one row per class with its ε before the first step."""
+    size = sum(layer.size for layer in plan.layers)
+    head = (
+        f"{len(plan.layers)} layers, {size:,} parameters; {plan.allocation} allocation, "
+        f"{plan.clipping.value} clipping; {plan.steps:,} steps of expected batch {plan.batch:g}; "
+        f"accountant {plan.accountant}"
+    )
+    layers = [["layer", "depth", "parameters", "noise S", *(f"C {c.name}" for c in plan.classes), "share"]]
+    for i, (layer, share) in enumerate(zip(plan.layers, shares(plan), strict=True)):
+        clips = [_threshold(plan.clip[k][i]) for k in range(len(plan.classes))]
+        noise = f"{plan.noise[i]:.4g}" if plan.noise[i] else "none"
+        layers.append(
+            [layer.name, f"{layer.depth:.2f}", f"{layer.size:,}", noise, *clips, f"{100 * share:.1f} %"]
+        )
+    classes = [["class", "reaches", "population", "rate q", "sigma", "ε", "δ", "unit"]]
+    notes = []
+    for k, entry in enumerate(plan.classes):
+        population = "-" if entry.population is None else f"{entry.population:,}"
+        row = [entry.name, entry.profile, population, f"{entry.sampling_rate:.4g}"]
+        if entry.public:
+            classes.append([*row, "public", "0", "0", entry.unit])
+            continue
+        epsilon = math.ceil(plan.epsilon(k) * 1e4) / 1e4  # a printed guarantee is rounded up
+        classes.append([*row, f"{plan.sigma(k):.4g}", f"{epsilon:.4f}", f"{entry.delta:g}", entry.unit])
+        if entry.population is not None and entry.delta * entry.population >= 1:
+            notes.append(f"note: δ of class {entry.name} is not below 1/population")
+    return "\n".join([head, "", *_aligned(layers, left=1), "", *_aligned(classes, left=2), *notes])
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Columns of equal width; the first `left` flush left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _threshold(c: float) -> str:
+    if c == 0:
+        return "-"
+    return "public" if math.isinf(c) else f"{c:.4g}"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,161 @@
+"""Coverage: nothing trains, and nothing is written, that the plan does not account for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lamina.errors import CoverageError, PlanError
+from lamina.plan import LayerStack, PlannedClass, PlannedLayer, StepPlan, check_coverage
+
+
+def plan_for(model: nn.Module) -> StepPlan:
+    stack = LayerStack.from_model(model)
+    return StepPlan(
+        layers=tuple(
+            PlannedLayer(name=layer.name, depth=layer.depth, parameters=layer.parameters, size=layer.size)
+            for layer in stack
+        ),
+        classes=(PlannedClass(name="a", population=10, sampling_rate=0.5, delta=1e-5),),
+        clip=((1.0,) * len(stack),),
+        noise=(1.0,) * len(stack),
+        batch=5,
+        steps=1,
+    )
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def test_every_tensor_is_sorted() -> None:
+    model = mlp()
+    model[0].bias.requires_grad_(False)
+    model.register_buffer("scale", torch.ones(1))
+    plan = plan_for(model)
+    public = PlannedClass(name="open", population=10, sampling_rate=0.5, public=True)
+    plan = dataclasses.replace(
+        plan,
+        classes=(*plan.classes, public),
+        clip=((0.0, 0.0, 1.0), (0.0, math.inf, math.inf)),
+        noise=(0.0, 0.0, 1.0),
+    )
+    coverage = check_coverage(model, plan)
+    assert coverage.covered == ("2.weight", "2.bias")
+    assert coverage.public_only == ("1.weight", "1.bias")
+    assert coverage.unreached == ("0.weight",)
+    assert coverage.frozen == ("0.bias",)
+    assert coverage.buffers == ("scale",)
+    assert "2 tensors clipped and noised" in str(coverage)
+
+
+def test_a_tensor_outside_the_plan_is_refused() -> None:
+    model = mlp()
+    model[1].requires_grad_(False)
+    plan = plan_for(model)
+    check_coverage(model, plan)
+    model[1].weight.requires_grad_(True)
+    with pytest.raises(CoverageError, match=r"'1.weight' is trainable and in no layer"):
+        check_coverage(model, plan)
+
+
+def test_stale_plans_are_refused() -> None:
+    model = mlp()
+    plan = plan_for(model)
+    model[1].weight.requires_grad_(False)
+    with pytest.raises(CoverageError, match=r"'1.weight' of layer '1' is frozen"):
+        check_coverage(model, plan)
+    with pytest.raises(CoverageError, match=r"'2.weight' of layer '2' is not in the model"):
+        check_coverage(mlp()[:2], plan)
+    with pytest.raises(CoverageError, match=r"layer '0' has 20 parameters in the model and 16"):
+        check_coverage(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)), plan)
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = plan_for(tied)
+    tied[1].weight = tied[0].weight
+    with pytest.raises(CoverageError, match=r"'1.weight' of layer '1' is not in the model"):
+        check_coverage(tied, plan)
+
+
+def test_lazy_modules_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"'0\.weight' is lazy"):
+        check_coverage(nn.Sequential(nn.LazyLinear(3)), plan_for(mlp()))
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.BatchNorm1d(4, affine=False)],
+    ids=lambda m: repr(m)[:14],
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_batch_norm_in_training_mode_is_refused_also_when_frozen(norm: nn.Module, frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), norm.train())
+    norm.requires_grad_(not frozen)
+    plan = plan_for(model)
+    with pytest.raises(CoverageError, match=r"module '1' is \w+ in training mode.*lamina\.fix\(model\)"):
+        check_coverage(model, plan)
+    model[1].eval()
+    assert "1.running_mean" in check_coverage(model, plan).buffers
+
+
+def test_batch_norm_without_running_statistics_is_refused_in_any_mode() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval()
+    with pytest.raises(CoverageError, match="without running statistics"):
+        check_coverage(model, plan_for(model))
+
+
+def test_instance_norm_is_refused_only_if_it_writes() -> None:
+    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.InstanceNorm1d(4, track_running_stats=True))
+    with pytest.raises(CoverageError, match="'1' is InstanceNorm1d that tracks running statistics"):
+        check_coverage(model, plan_for(model))
+    check_coverage(model.eval(), plan_for(model))
+    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.InstanceNorm1d(4))
+    check_coverage(model, plan_for(model))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_write_or_count_are_refused_also_when_frozen(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind(5, 3, max_norm=1.0).requires_grad_(False), nn.Linear(3, 1))
+    with pytest.raises(CoverageError, match="max_norm=1, which rewrites its weight"):
+        check_coverage(model, plan_for(model))
+    model = nn.Sequential(kind(5, 3, scale_grad_by_freq=True), nn.Linear(3, 1))
+    with pytest.raises(CoverageError, match="scale_grad_by_freq"):
+        check_coverage(model, plan_for(model))
+
+
+class Centred(nn.Module):
+    """A norm of one's own, with a buffer under a name of the caller's choice."""
+
+    def __init__(self, buffer: str) -> None:
+        super().__init__()
+        self.name = buffer
+        self.register_buffer(buffer, torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            getattr(self, self.name).lerp_(x.mean(0), 0.1)
+        return x - getattr(self, self.name)
+
+
+def test_running_buffers_of_any_module_are_refused() -> None:
+    model = nn.Sequential(Centred("running_centre"), nn.Linear(3, 1))
+    with pytest.raises(
+        CoverageError, match=r"'0' is Centred with buffers running_centre.*get_submodule\('0'\)"
+    ):
+        check_coverage(model, plan_for(model))
+    model[0].eval()
+    check_coverage(model, plan_for(model), example=torch.ones(2, 3))
+
+
+def test_example_shows_buffers_that_no_name_gives_away() -> None:
+    model = nn.Sequential(Centred("centre"), nn.Dropout(0.5), nn.Linear(3, 1))
+    plan, state = plan_for(model), torch.get_rng_state()
+    check_coverage(model, plan)
+    with pytest.raises(CoverageError, match=r"buffer '0.centre' is written in the forward pass"):
+        check_coverage(model, plan, example=torch.ones(2, 3))
+    assert torch.equal(model[0].centre, torch.zeros(3))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training

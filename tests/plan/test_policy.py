@@ -1,0 +1,127 @@
+"""The policy file: what it accepts, what it says when it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lamina.errors import PlanError
+from lamina.plan import DepthProfile, Policy
+
+GOOD = """
+[corpus]
+origin = "example.org/ecg"
+accountant = "rdp"
+delta = 1e-5
+floors = { clip_norm = 0.5, noise_multiplier = 0.5 }
+
+[class.clinical]
+population = 20_000
+clip_norm = 2
+noise_multiplier = 1.0
+profile = { top = 0.25 }
+unit = "patient"
+purposes = ["research", "triage"]
+
+[class.open]
+public = true
+
+[noise]
+kind = "gaussian"
+injection = "per_step"
+"""
+
+
+def test_a_policy_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(GOOD)
+    policy = Policy.load(path)
+    assert policy == Policy.parse(GOOD)
+    clinical = policy.classes["clinical"]
+    assert clinical.profile == DepthProfile.top(0.25)
+    assert clinical.purposes == ("research", "triage")
+    assert clinical.clip_norm == 2.0
+    assert policy.classes["open"].public
+    assert policy.corpus.accountant == "rdp"
+
+
+def test_a_policy_cannot_be_changed() -> None:
+    policy = Policy.parse(GOOD)
+    with pytest.raises(Exception, match="frozen"):
+        policy.classes["clinical"].clip_norm = 3.0  # type: ignore[misc]
+
+
+def test_the_template_restricts_sensitive_data_to_the_top_quarter() -> None:
+    policy = Policy.template()
+    assert policy.classes["sensitive"].profile == DepthProfile.top(0.25)
+    assert policy.corpus.delta * max(entry.population or 0 for entry in policy.classes.values()) < 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("clip_norm = 2", "clip_norm = -1", ["class.clinical.clip_norm", "-1", "> 0"]),
+        ("clip_norm = 2", 'clip_norm = "2"', ["class.clinical.clip_norm", "'2'", "number"]),
+        ("clip_norm = 2", "clip_norm = inf", ["class.clinical.clip_norm", "inf", "finite"]),
+        (
+            "clip_norm = 2",
+            "clipnorm = 2",
+            ["class.clinical.clipnorm", "did you mean 'clip_norm'", "accepted"],
+        ),
+        ("clip_norm = 2", "clip_norm = 0.1", ["class.clinical.clip_norm", "0.1", "floor of 0.5"]),
+        ("noise_multiplier = 1.0", "noise_multiplier = 0.4", ["clinical.noise_multiplier", "floor of 0.5"]),
+        ("noise_multiplier = 1.0", "epsilon = 100.0", ["class.clinical.epsilon", "100", "floor"]),
+        ("noise_multiplier = 1.0", "epsilon = 0", ["class.clinical.epsilon", "0", "> 0"]),
+        ("population = 20_000", "population = 2e4", ["class.clinical.population", "whole number"]),
+        ("population = 20_000", "population = 0", ["class.clinical.population", "> 0"]),
+        ("population = 20_000", "", ["class.clinical", "population"]),
+        ("delta = 1e-5", "delta = 1.0", ["corpus.delta", "< 1"]),
+        ("delta = 1e-5", "", ["corpus.delta is missing", "[corpus]"]),
+        ('accountant = "rdp"', 'accountant = "magic"', ["corpus.accountant", "magic"]),
+        ("top = 0.25", "top = 25", ["top is 25", "(0, 1]"]),
+        ("top = 0.25", "heads = [1]", ["heads", "top = 0.25", "layers"]),
+        ("public = true", "public = true\nepsilon = 1.0", ["class.open", "public class has no epsilon"]),
+        ("public = true", "public = 1", ["class.open.public", "true or false"]),
+        ('kind = "gaussian"', 'kind = "laplace"', ["noise.kind", "laplace", "'gaussian'"]),
+        ('"per_step"', '"per_sample"', ["noise.injection", "per_sample", "'per_step'"]),
+        ("[noise]", "[nose]", ["nose is not a known key", "did you mean 'noise'"]),
+        ("[class.open]", '[class."a b"]', ["a b", "letters"]),
+        ('purposes = ["research", "triage"]', 'purposes = "research"', ["purposes", "list"]),
+        ("[corpus]", "[corpus", ["not TOML", "line"]),
+    ],
+)
+def test_errors_name_file_key_value_and_remedy(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
+    assert GOOD.count(old) == 1
+    path = tmp_path / "policy.toml"
+    path.write_text(GOOD.replace(old, new))
+    with pytest.raises(PlanError) as refused:
+        Policy.load(path)
+    assert refused.value.remedy
+    for word in [str(path), *words]:
+        assert word in str(refused.value)
+
+
+def test_all_errors_are_told_at_once() -> None:
+    text = GOOD.replace("clip_norm = 2", "clip_norm = -1").replace("delta = 1e-5", "delta = 2.0")
+    with pytest.raises(PlanError, match=r"corpus\.delta is 2\.0.*class\.clinical\.clip_norm is -1"):
+        Policy.parse(text)
+
+
+def test_missing_file_and_empty_class_table_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot be read"):
+        Policy.load(tmp_path / "none.toml")
+    with pytest.raises(PlanError, match="class is missing"):
+        Policy.parse('[corpus]\norigin = "x"\ndelta = 1e-5\n')
+
+
+def test_bound_is_the_strictest_of_what_is_declared() -> None:
+    policy = Policy.parse(GOOD)
+    exact = 4.3766  # ε of μ = 1 at δ = 1e-5, by the exact Gaussian formula (checked by quadrature)
+    assert policy.bound("clinical") == pytest.approx(exact, abs=2e-3)
+    assert policy.bound("open") == 0.0
+    assert Policy.parse(GOOD.replace("clip_norm = 2", "epsilon = 1.5")).bound("clinical") == 1.5
+    both = GOOD.replace("clip_norm = 2", "epsilon = 9.0")
+    assert Policy.parse(both).bound("clinical") == policy.bound("clinical")
+    plain = GOOD.replace("noise_multiplier = 1.0", "").replace(", noise_multiplier = 0.5", "")
+    assert Policy.parse(plain).bound("clinical") is None

@@ -1,0 +1,294 @@
+"""The step plan: its formula, its refusals, its encodings."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import cbor2
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lamina.account import Adjacency, Event, accountant
+from lamina.errors import PlanError
+from lamina.plan import Clipping, PlannedClass, PlannedLayer, StepPlan, effective_sigma, rescale
+
+
+def plan_of(
+    clip: list[list[float]], noise: list[float], *, public: tuple[int, ...] = (), **changes: Any
+) -> StepPlan:
+    layers = tuple(
+        PlannedLayer(
+            name=f"l{i}", depth=i / max(len(noise) - 1, 1), parameters=(f"l{i}.w", f"l{i}.b"), size=10 + i
+        )
+        for i in range(len(noise))
+    )
+    classes = tuple(
+        PlannedClass(
+            name=f"c{k}",
+            population=1000,
+            sampling_rate=0.1,
+            public=k in public,
+            delta=0.0 if k in public else 1e-5,
+        )
+        for k in range(len(clip))
+    )
+    fields = {"layers": layers, "classes": classes, "clip": clip, "noise": noise, "batch": 100, "steps": 50}
+    return StepPlan(**{**fields, **changes})
+
+
+numbers = st.floats(1e-6, 1e6)
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> tuple[list[list[float]], list[float]]:
+    classes, layers = draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    noise = draw(st.lists(numbers, min_size=layers, max_size=layers))
+    cell = st.one_of(st.just(0.0), numbers)
+    clip = draw(
+        st.lists(st.lists(cell, min_size=layers, max_size=layers), min_size=classes, max_size=classes)
+    )
+    return clip, noise
+
+
+@given(matrices())
+@settings(max_examples=200, deadline=None)
+def test_sigma_is_the_formula(given_: tuple[list[list[float]], list[float]]) -> None:
+    clip, noise = given_
+    plan = plan_of(clip, noise)
+    with np.errstate(divide="ignore"):
+        expected = np.square(np.array(clip) / np.array(noise)).sum(1) ** -0.5
+    for k in range(len(clip)):
+        assert plan.sigma(k) == pytest.approx(expected[k], rel=1e-12)
+        assert plan.sigma(f"c{k}", scale=0.25) == pytest.approx(4 * expected[k], rel=1e-12)
+        assert plan.rho(k) == pytest.approx(50 / (2 * expected[k] ** 2), rel=1e-12)
+        if math.isfinite(expected[k]):
+            assert plan.joint(k) == pytest.approx(1 / expected[k], rel=1e-12)
+            assert sum(plan.share(k)) == pytest.approx(1, rel=1e-9)
+
+
+@given(matrices(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_no_clipped_contribution_moves_the_step_further_than_one_over_sigma(
+    given_: tuple[list[list[float]], list[float]], data: st.DataObject
+) -> None:
+    """Brute force: random directions at the corner of the box, and at the radius of the joint clip."""
+    clip, noise = given_
+    plan = plan_of(clip, noise)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    for k, row in enumerate(clip):
+        shift = []
+        for c, s in zip(row, noise, strict=True):
+            g = rng.normal(size=7)
+            shift.append(g * min(c, 1e9) / np.linalg.norm(g) / s)
+        moved = np.linalg.norm(np.concatenate(shift))
+        assert moved <= plan.joint(k) * (1 + 1e-9)
+        assert moved >= plan.joint(k) * (1 - 1e-9)
+
+
+@given(matrices(), st.lists(st.floats(1e-3, 1e3), min_size=4, max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_rescale_gives_every_class_its_sigma_and_no_more_than_needed(
+    given_: tuple[list[list[float]], list[float]], declared: list[float]
+) -> None:
+    clip, noise = given_
+    sigma = declared[: len(clip)]
+    assume(any(any(row) for row in clip))
+    scaled = rescale(clip, noise, sigma)
+    owed = [(effective_sigma(row, scaled), s) for row, s in zip(clip, sigma, strict=True) if any(row)]
+    assert all(got >= s for got, s in owed)  # exactly, not approximately
+    assert min(got / s for got, s in owed) <= 1 + 1e-12
+    ratios = np.array(scaled) / np.array(noise)
+    assert np.ptp(ratios) <= 1e-12 * ratios.max()
+
+
+def test_rescale_leaves_public_rows_and_silent_layers_alone() -> None:
+    clip = [[1.0, 0.0], [math.inf, math.inf]]
+    assert rescale(clip, [2.0, 0.0], [3.0, math.inf]) == (3.0, 0.0)
+    assert rescale([[math.inf]], [0.0], [math.inf]) == (0.0,)
+    with pytest.raises(PlanError, match="no noise"):
+        rescale([[1.0]], [0.0], [1.0])
+
+
+def test_rescaled_plan_declares_by_name() -> None:
+    plan = plan_of([[1.0, 1.0], [0.0, 2.0]], [1.0, 1.0]).rescaled({"c0": 2.0, "c1": 5.0})
+    assert plan.sigma("c1") == pytest.approx(5.0)
+    assert plan.sigma("c0") >= 2.0
+
+
+def test_epsilon_is_the_joint_event_priced_by_the_plans_accountant() -> None:
+    plan = plan_of([[3.0, 4.0]], [5.0, 5.0], accountant="rdp")
+    assert plan.sigma(0) == pytest.approx(1.0)
+    event = (Event(sigma=plan.sigma(0), q=0.1, steps=50),)
+    assert plan.schedule(0) == event
+    assert plan.epsilon(0) == accountant("rdp").epsilon(event, 1e-5, Adjacency.ADD_REMOVE)
+    assert plan.epsilon(0, scale=0.5) < plan.epsilon(0)
+
+
+def test_public_and_unreaching_classes_cost_nothing() -> None:
+    inf = math.inf
+    plan = plan_of([[1.0, 0.0], [inf, inf], [0.0, 0.0]], [1.0, 0.0], public=(1,))
+    for k in ("c1", "c2"):
+        assert plan.sigma(k) == inf
+        assert plan.epsilon(k) == 0.0
+        assert plan.rho(k) == 0.0
+        assert plan.schedule(k) == ()
+    assert plan.delta("c1") == 0.0
+    assert plan.delta("c0") == 1e-5
+    assert plan.reaches("c1", 1)
+    assert not plan.reaches("c0", 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise": [1.0, 0.0]}, "clip of class 'c0' at layer 'l1' is 2.0 and the layer has no noise"),
+        ({"noise": [1.0, -1.0]}, "noise of layer 'l1' is -1.0"),
+        ({"noise": [1.0, math.nan]}, "noise of layer 'l1' is nan"),
+        ({"noise": [1.0, math.inf]}, "noise of layer 'l1' is inf"),
+        ({"noise": [1.0]}, "noise has 1 entries, must be 2"),
+        ({"clip": [[1.0, -2.0]]}, "class 'c0' at layer 'l1' is -2.0"),
+        ({"clip": [[1.0, math.nan]]}, "is nan"),
+        ({"clip": [[1.0, math.inf]]}, "is inf, must be finite.*declare the class public"),
+        ({"clip": [[1.0]]}, "it must be 1 × 2"),
+        ({"clip": [[1.0, 1.0]] * 2}, "it must be 1 × 2"),
+        ({"batch": 0}, "batch is 0.0"),
+        ({"batch": math.nan}, "batch is nan"),
+        ({"steps": 0}, "steps is 0"),
+        ({"steps": 1.5}, "steps is 1.5"),
+        ({"steps": True}, "steps is True"),
+        ({"clipping": "sphere"}, "clipping is 'sphere'.*box, joint"),
+        ({"layers": ()}, "no layers"),
+    ],
+)
+def test_unsound_plans_are_refused(changes: dict[str, Any], message: str) -> None:
+    plan = plan_of([[1.0, 2.0]], [1.0, 1.0])
+    with pytest.raises(PlanError, match=message):
+        dataclasses.replace(plan, **changes)
+
+
+def test_public_thresholds_are_infinite_or_zero() -> None:
+    with pytest.raises(PlanError, match=r"is 2\.0, but the class is public"):
+        plan_of([[2.0]], [1.0], public=(0,))
+
+
+def test_names_and_tensors_occur_once() -> None:
+    plan = plan_of([[1.0, 1.0]], [1.0, 1.0])
+    first, second = plan.layers
+    with pytest.raises(PlanError, match="layer 'l0'"):
+        dataclasses.replace(plan, layers=(first, dataclasses.replace(second, name="l0")))
+    with pytest.raises(PlanError, match=r"tensor 'l0\.w'"):
+        dataclasses.replace(plan, layers=(first, dataclasses.replace(second, parameters=("l0.w",))))
+    with pytest.raises(PlanError, match="class 'c0'"):
+        dataclasses.replace(plan, classes=plan.classes * 2, clip=plan.clip * 2)
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.1, 1.1, math.nan])
+def test_sampling_rates_are_probabilities(rate: float) -> None:
+    with pytest.raises(PlanError, match="class 'a' has sampling rate"):
+        PlannedClass(name="a", population=10, sampling_rate=rate, delta=1e-5)
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, math.nan])
+def test_private_classes_have_a_delta(delta: float) -> None:
+    with pytest.raises(PlanError, match="class 'a' has δ"):
+        PlannedClass(name="a", population=10, sampling_rate=0.1, delta=delta)
+
+
+def test_questions_about_unknown_classes_are_refused() -> None:
+    plan = plan_of([[1.0]], [1.0])
+    for wrong in ("clinical", 1, -1):
+        with pytest.raises(PlanError, match=r"clinical|out of range"):
+            plan.sigma(wrong)
+    for scale in (0.0, 1.5, math.nan):
+        with pytest.raises(PlanError, match="scale"):
+            plan.sigma(0, scale)
+
+
+@given(matrices(), st.sampled_from(Clipping), st.floats(1e-3, 1e6), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_round_trips_are_exact(
+    given_: tuple[list[list[float]], list[float]], clipping: Clipping, batch: float, public: bool
+) -> None:
+    clip, noise = given_
+    rows = [*clip, [math.inf] * len(noise)] if public else clip
+    plan = plan_of(rows, noise, public=(len(clip),) if public else (), clipping=clipping, batch=batch)
+    assert StepPlan.from_json(plan.to_json()) == plan
+    assert StepPlan.from_cbor(plan.to_cbor()) == plan
+    assert StepPlan.from_json(plan.to_json()).to_cbor() == plan.to_cbor()
+    assert plan.digest() == StepPlan.from_cbor(plan.to_cbor()).digest()
+    json.loads(plan.to_json(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+    assert cbor2.loads(plan.to_cbor())["batch"] == batch
+
+
+def test_equal_plans_have_equal_digests_and_others_do_not() -> None:
+    plan = plan_of([[1, 0]], [2, 1])
+    assert plan.digest() == plan_of([[1.0, -0.0]], [2.0, 1.0], batch=100.0, clipping="box").digest()
+    changed = [
+        plan_of([[1, 0]], [2, 1.0000000000000002]),
+        plan_of([[1, 0]], [2, 1], clipping="joint"),
+        plan_of([[1, 0]], [2, 1], steps=51),
+        plan_of([[1, 0]], [2, 1], accountant="rdp"),
+    ]
+    assert len({plan.digest(), *(other.digest() for other in changed)}) == 5
+
+
+def test_damaged_encodings_are_refused() -> None:
+    plan = plan_of([[1.0]], [1.0])
+    state = json.loads(plan.to_json())
+    damaged = [
+        "",
+        "[]",
+        "{}",
+        json.dumps({**state, "version": 2}),
+        json.dumps({**state, "extra": 1}),
+        json.dumps({key: value for key, value in state.items() if key != "noise"}),
+        json.dumps({**state, "noise": "1.0"}),
+        json.dumps({**state, "noise": [True]}),
+        json.dumps({**state, "noise": [math.inf]}),
+        json.dumps({**state, "steps": 50.0}),
+        json.dumps({**state, "layers": [{"name": "x"}]}),
+        json.dumps({**state, "noise": [0.0]}),
+        plan.to_json()[:-1] + ',"steps":7}',
+    ]
+    for text in damaged:
+        with pytest.raises(PlanError):
+            StepPlan.from_json(text)
+    for data in (b"", plan.to_cbor()[:-1], plan.to_cbor() + b"\0", cbor2.dumps({"kind": "other"})):
+        with pytest.raises(PlanError):
+            StepPlan.from_cbor(data)
+
+
+def test_table_and_summary_tell_the_same() -> None:
+    plan = plan_of(
+        [[1.0, 2.0, 0.0], [math.inf] * 3], [2.0, 4.0, 0.0], public=(1,), accountant="rdp", allocation="pareto"
+    )
+    text = str(plan)
+    assert text.splitlines()[0].startswith(
+        "3 layers, 33 parameters; pareto allocation, box clipping; 50 steps"
+    )
+    assert all(line == line.rstrip() for line in text.splitlines())
+    row = next(line for line in text.splitlines() if line.startswith("l1")).split()
+    assert row == ["l1", "0.50", "11", "4", "2", "public", "50.0", "%"]
+    silent = next(line for line in text.splitlines() if line.startswith("l2")).split()
+    assert silent == ["l2", "1.00", "12", "none", "-", "public", "0.0", "%"]
+    told = plan.to_dict()
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    c0 = told["classes"]["c0"]
+    assert c0["sigma"] == plan.sigma("c0")
+    assert c0["epsilon"] == plan.epsilon("c0")
+    assert set(c0) >= {"sigma", "epsilon", "rho", "delta", "sampling_rate", "steps"}
+    assert set(told["layers"][0]) >= {"name", "depth", "parameters", "noise_std", "clip", "share"}
+    assert told["layers"][1]["clip"] == {"c0": 2.0, "c1": None}
+    assert sum(layer["share"] for layer in told["layers"]) == pytest.approx(1)
+
+
+def test_table_warns_of_a_delta_above_one_over_the_population() -> None:
+    plan = plan_of([[1.0]], [1.0], accountant="rdp")
+    entry = dataclasses.replace(plan.classes[0], delta=0.01)
+    assert "δ of class c0 is not below 1/population" in str(dataclasses.replace(plan, classes=(entry,)))
+    assert "note" not in str(plan)
