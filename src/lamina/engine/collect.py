@@ -1,0 +1,128 @@
+"""Taking per-contribution gradients as they arrive, clipping them and adding them up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lamina.engine.clip import box, clip_and_add, safe, weights_for
+from lamina.engine.function import Use, hidden_backward
+from lamina.engine.graph import Graph
+from lamina.engine.layout import Layout
+from lamina.engine.unitgrad import Dense, UnitGrad, Weights, total
+
+Parts = list[tuple[UnitGrad, Tensor]]
+
+
+class Collector:
+    """Completes each layer when its last use has arrived, and adds it to the sums.
+
+    A layer of one use is clipped at once, in its own backward. A tensor used several times, or a
+    layer of several modules, waits for the rest (book-keeping).
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        layouts: Mapping[Use, Layout],
+        reached: Sequence[bool],
+        sums: Mapping[str, Tensor],
+    ) -> None:
+        self.layouts, self.reached, self.sums = layouts, reached, sums
+        self._expected = Counter(layer for use in graph.uses for layer in use.layers)
+        self._arrived: Counter[int] = Counter()
+        self._waiting: dict[int, dict[str, list[UnitGrad]]] = {}
+        short = not all(reached[layer] for layer in self._expected)
+        self._passing = graph.leads_to(lambda use: self._wanted(use)) if short else None
+
+    def _wanted(self, use: Use) -> bool:
+        return any(self.reached[layer] for layer in use.layers)
+
+    def wants_input_grad(self, use: Use) -> bool:
+        return self._passing is None or use in self._passing
+
+    def receive(self, use: Use, kept: Sequence[Tensor], g: Tensor) -> None:
+        layout = self.layouts.get(use)
+        if layout is None:
+            raise hidden_backward(use)
+        if not self._wanted(use):
+            return
+        need = [t is not None and self.reached[t.layer] for t in use.targets]
+        for target, grad in zip(use.targets, use.rule.unit_grads(kept, g, layout, need), strict=True):
+            if target is not None and grad is not None:
+                self._waiting.setdefault(target.layer, {}).setdefault(target.name, []).append(grad)
+        for layer in use.layers:
+            self._arrived[layer] += 1
+            if self._arrived[layer] == self._expected[layer] and self.reached[layer]:
+                grads = self._waiting.pop(layer)
+                self.complete(layer, [(total(uses), self.sums[name]) for name, uses in grads.items()])
+
+    def complete(self, layer: int, parts: Parts) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """After the backward pass."""
+
+
+class BoxCollector(Collector):
+    """Each layer by its own threshold: clipped and forgotten as soon as it is complete."""
+
+    def __init__(self, *args: object, bounds: Tensor, scale: float, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.bounds, self.scale = safe(bounds, scale).t().contiguous(), scale  # (L, P)
+
+    def complete(self, layer: int, parts: Parts) -> None:
+        clip_and_add(parts, box(self.bounds[layer], self.scale))
+
+
+class JointCollector(Collector):
+    """All layers by one threshold: measured as they arrive, summed once the whole norm is known."""
+
+    def __init__(
+        self,
+        *args: object,
+        reach: Tensor,
+        noise: Sequence[float],
+        radius: Tensor,
+        scale: float,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.reach, self.noise, self.radius, self.scale = reach, noise, radius, scale  # (P, L), (L,), (P,)
+        self.norm_sq = torch.zeros(len(radius), dtype=torch.float64)
+        self._kept: list[tuple[int, Parts, Tensor | None]] = []
+
+    def complete(self, layer: int, parts: Parts) -> None:
+        settled = [(_settle(grad), out) for grad, out in parts]
+        norm_sq = torch.stack([grad.norm_sq() for grad, _ in settled]).sum(0)
+        # What a contribution does not reach must not count, even where it is not finite: whether this
+        # layer is looked at depends on who else is in the batch.
+        reach = self.reach[:, layer]
+        self.norm_sq += torch.where(reach, norm_sq / (self.noise[layer] or 1.0) ** 2, 0.0)
+        unreached = ~reach & ~torch.isfinite(norm_sq)
+        self._kept.append((layer, settled, unreached if bool(unreached.any()) else None))
+
+    def finish(self) -> None:
+        weights = weights_for(self.norm_sq, safe(self.radius, self.scale), self.scale)
+        while self._kept:
+            layer, parts, unreached = self._kept.pop()
+            broken = weights.broken
+            if unreached is not None:
+                broken = unreached if broken is None else broken | unreached
+            mine = Weights(weights.factor * self.reach[:, layer], broken)
+            for grad, out in parts:
+                grad.add_to(out, mine)
+
+
+def _settle(grad: UnitGrad) -> UnitGrad:
+    """Form the gradient now if that takes no more memory than what it is made of."""
+    size = grad.units * grad.shape.numel()
+    made_of = sum(t.numel() for t in vars(grad).values() if isinstance(t, Tensor))
+    return (
+        Dense(grad.dense(0, grad.units).view(grad.units, *grad.shape))
+        if grad.formed and size <= made_of
+        else grad
+    )

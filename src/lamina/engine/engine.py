@@ -1,0 +1,257 @@
+"""`Engine`: carries out the step that a plan describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lamina.account import Filter, SpendCurve
+from lamina.engine.attach import Attachment
+from lamina.engine.batch import Batch
+from lamina.engine.budget import Budget
+from lamina.engine.collect import BoxCollector, Collector, JointCollector
+from lamina.engine.examine import Examined, examine
+from lamina.engine.function import Target
+from lamina.engine.noise import NoiseSource, SecureNoise
+from lamina.engine.open_step import OpenStep, zeros
+from lamina.engine.ownership import OwnershipCheck
+from lamina.engine.probe import probe
+from lamina.errors import EngineError, UnclippedGradient
+from lamina.plan.coverage import check_coverage
+from lamina.plan.step import Clipping, StepPlan
+
+
+class Engine:
+    """Route, clip, sum, noise: one call of `backward` is one private step.
+
+    Formal guarantee. If the batches are drawn as the plan says (Poisson, rate q_k from the declared
+    population), contributions do not influence each other in `model` and loss, and `noise` is
+    secure, then after T calls the tensors that the engine wrote are (ε_k, δ_k)-differentially
+    private for every class k of the plan, with ε_k = plan.epsilon(k): docs/theory.md.
+
+    Attaching changes nothing that a user of the model can see; `detach` (or leaving a `with` block)
+    takes every trace away.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: StepPlan,
+        *,
+        noise: NoiseSource | None = None,
+        filters: Mapping[str, Filter] | None = None,
+        rows: Mapping[str, str] | None = None,
+        per_contribution: Sequence[str] = (),
+        constant_time: bool = False,
+    ) -> None:
+        """
+        noise             where the noise comes from: a secure stream unless a test says otherwise
+        filters           by class name: asked before each step, and charged for it
+        rows              by pattern of module name: 'contiguous' or 'interleaved' rows per example
+        per_contribution  names of modules to run once per contribution
+        constant_time     do not skip arithmetic where no sampled contribution reaches
+        """
+        self.coverage = check_coverage(model, plan)
+        self.model, self.plan, self.constant_time = model, plan, constant_time
+        self.noise = SecureNoise() if noise is None else noise
+        self.budget = Budget(plan, filters or {})
+        self._trained = [any(row[i] > 0 for row in plan.clip) for i in range(len(plan.layers))]
+        layer_of = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
+        parameters = dict(model.named_parameters())
+        self._tensors = {name: parameters[name] for name, i in layer_of.items() if self._trained[i]}
+        self._layer_of = layer_of
+        self._names = {id(p): name for name, p in parameters.items()}
+        _refuse_half(parameters)
+        self._clip = torch.tensor(plan.clip, dtype=torch.float64).view(len(plan.classes), len(plan.layers))
+        self._radius = torch.tensor([plan.joint(k) for k in range(len(plan.classes))], dtype=torch.float64)
+        self._ownership = OwnershipCheck()
+        self._open: OpenStep | None = None
+        self._written: dict[str, Tensor] = {}
+        self._curves: dict[int, SpendCurve] = {}
+        targets = {name: Target(name, i) if self._trained[i] else None for name, i in layer_of.items()}
+        self._attachment = Attachment(model, targets, rows=rows, per_contribution=per_contribution)
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
+
+    # ---------------------------------------------------------------------------------------- the step
+
+    def backward(self, losses: Tensor | None, batch: Batch) -> None:
+        """One charged event: `.grad` of every trained tensor becomes (clipped sum + noise) / B.
+
+        `losses` holds one loss per example, or is None for an empty batch, which still gets its
+        noise. With `batch.split`, call it once per part: noise and `.grad` come with the last.
+        """
+        part = self._examine(losses, batch)
+        if batch.first:
+            self._open = OpenStep(self.plan, self.noise, self._tensors, self._layer_of, self.budget.charge())
+        if self._open is None:
+            raise EngineError(
+                "a later part of a split batch came without its first part",
+                "pass the parts of batch.split(k) in order",
+            )
+        try:
+            if part is not None:
+                self._accumulate(part, self._open.sums, self._open.scale)
+        except BaseException:
+            self._open = None
+            raise
+        if batch.last:
+            step, self._open = self._open, None
+            self._write(step.release())
+
+    def gradient_of(self, losses: Tensor, batch: Batch, unit: int) -> dict[str, Tensor]:
+        """The unclipped gradient of one contribution: for probes on proxy data only."""
+        part = self._examine(losses, batch)
+        sums = zeros(self._tensors)
+        if part is not None:
+            bounds = torch.zeros(part.layout.units, len(self.plan.layers), dtype=torch.float64)
+            bounds[unit] = torch.inf
+            self._run(
+                part, BoxCollector(part.graph, part.layouts, self._trained, sums, bounds=bounds, scale=1.0)
+            )
+        return sums
+
+    def clipped_sums(self, losses: Tensor | None, batch: Batch) -> dict[str, Tensor]:
+        """The routed, clipped sum without noise and without division: for tests and audits only."""
+        part = self._examine(losses, batch)
+        sums = zeros(self._tensors)
+        if part is not None:
+            self._accumulate(part, sums, 1.0)
+        return sums
+
+    def _write(self, grads: Mapping[str, Tensor]) -> None:
+        for name, p in self._tensors.items():
+            grad = grads[name].to(p.dtype)
+            if p.grad is None:
+                p.grad = grad
+            else:  # the engine's own, from an earlier step that was not zeroed
+                p.grad.add_(grad)
+            self._written[name] = p.grad
+
+    def _examine(self, losses: Tensor | None, batch: Batch) -> Examined | None:
+        """Everything that can be refused, before anything is spent."""
+        for name, p in self._tensors.items():
+            if p.grad is not None and self._written.get(name) is not p.grad:
+                raise UnclippedGradient(
+                    f"'{name}'.grad holds a gradient that the engine did not write",
+                    "call optimizer.zero_grad() first, and never loss.backward() on a covered tensor",
+                )
+            if not p.requires_grad:
+                raise EngineError(
+                    f"'{name}' was frozen after the engine was attached",
+                    "freeze first, then make stack, plan and engine",
+                )
+        part = examine(losses, batch, self.plan, self._names)
+        if part is not None and self._ownership.due(part.graph, part.layout.units):
+            with torch.autocast("cpu", enabled=False):
+                self._ownership.run(
+                    part.losses, part.layout.owner, part.layout.units, part.graph, part.layouts
+                )
+        return part
+
+    def _accumulate(self, part: Examined, sums: dict[str, Tensor], scale: float) -> None:
+        bounds = self._clip[part.classes]  # (P, L)
+        reached = [bool(r) for r in (bounds > 0).any(0)]
+        if self.constant_time:
+            reached = self._trained
+        if any(reached):
+            self._run(part, self._collector(part, bounds, reached, sums, scale))
+
+    def _run(self, part: Examined, collector: Collector) -> None:
+        inputs = [p for name, p in self._tensors.items() if collector.reached[self._layer_of[name]]]
+        desk = self._attachment.desk
+        desk.receiver = collector
+        try:
+            with torch.autocast("cpu", enabled=False):
+                torch.autograd.backward(part.losses, part.weights, inputs=inputs)
+            with torch.no_grad():
+                collector.finish()
+        finally:
+            desk.receiver = None
+
+    def _collector(
+        self, part: Examined, bounds: Tensor, reached: Sequence[bool], sums: dict[str, Tensor], scale: float
+    ) -> Collector:
+        if self.plan.clipping is Clipping.BOX:
+            return BoxCollector(part.graph, part.layouts, reached, sums, bounds=bounds, scale=scale)
+        return JointCollector(
+            part.graph,
+            part.layouts,
+            reached,
+            sums,
+            reach=bounds > 0,
+            noise=self.plan.noise,
+            radius=self._radius[part.classes],
+            scale=scale,
+        )
+
+    # ---------------------------------------------------------------------------------------- around it
+
+    @property
+    def private(self) -> bool:
+        """False where the noise came from a seed that somebody chose."""
+        return self.noise.private
+
+    def epsilon(self, k: str | int) -> float:
+        """An ε that holds for class k after the steps taken so far: cheap enough for a progress bar."""
+        row = self.plan.index(k)
+        schedule = self.plan.schedule(row)
+        if not schedule:
+            return 0.0
+        if row not in self._curves:
+            self._curves[row] = SpendCurve(
+                schedule, delta=self.plan.delta(row), accountant=self.plan.accountant
+            )
+        return self._curves[row].epsilon(self.budget.taken)
+
+    def probe(self, losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any = None) -> None:
+        """Refuse a model or loss in which examples influence each other, on proxy data: see `probe`.
+
+        `losses_of(x, y)` computes one loss per example, model included.
+        """
+        probe(self, losses_of, x, y)
+
+    def detach(self) -> None:
+        """Give the model back as it was."""
+        self._hook.remove()
+        self._attachment.detach()
+        self._open = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def _before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Closures would take several releases for the price of one; foreign gradients were never clipped."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = [(name, p) for name, p in self._tensors.items() if id(p) in held]
+        if not mine:
+            return
+        if kwargs.get("closure") is not None or any(
+            callable(a) and not isinstance(a, Optimizer) for a in args
+        ):
+            raise EngineError(
+                f"{type(optimizer).__name__}.step was given a closure, which may ask for several gradients in one step",
+                "call engine.backward once, then optimizer.step() without a closure",
+            )
+        for name, p in mine:
+            if p.grad is not None and self._written.get(name) is not p.grad:
+                raise UnclippedGradient(
+                    f"'{name}'.grad holds a gradient that the engine did not write",
+                    "use engine.backward(losses, batch) for every gradient of a covered tensor",
+                )
+
+
+def _refuse_half(parameters: Mapping[str, Tensor]) -> None:
+    for name, p in parameters.items():
+        if p.requires_grad and p.dtype == torch.float16:
+            raise EngineError(f"'{name}' is float16, whose gradients overflow", "use bfloat16 or float32")

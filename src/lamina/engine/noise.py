@@ -1,0 +1,299 @@
+"""The Gaussian noise of a private step.
+
+    source.add_many_(sums, stds, step=t)        sums[i] <- sums[i] + stds[i] · z_i,   z_i ~ N(0, I)
+
+Two sources, one construction (`stream`: AES counter mode; `normal`: Box–Muller from 64-bit words):
+
+- `SecureNoise()` is keyed by the system's generator. It draws a (step, tensor) once and refuses it a second
+  time, refuses to be copied, pickled or used in a forked child: the difference of two releases under the same
+  noise is the difference of their sums. `SecureNoise.of_journal(seed)` replays a segment whose seed a journal
+  kept.
+- `SeededNoise(seed)` is for tests: `private` is False, and so is everything derived from it.
+
+Formal guarantees. With uniform words the draws are N(0, 1) up to the floating-point error stated in `normal`,
+and cut at 9.42 standard deviations (mass 2^-64 a pair). Not hardened (the default): the sum is taken in the
+sums' own precision; which low bits can occur then depends on the sum, so a certificate lists floating point as
+not covered. `hardened=True`: normals and sum in float64, the result rounded to the public grid
+`normal.grid(std)`. docs/decisions/noise.md says what that does and does not protect against.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, NoReturn
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from lamina.engine.normal import Reals, Workspace, add_pack, add_rounded, grid, workspace
+from lamina.engine.stream import CELL, SEED_BYTES, KeyStream, Pack, Purpose, layout, step_key
+from lamina.errors import NoiseError
+
+STD_RANGE = (1e-30, 1e30)
+
+
+class NoiseSource:
+    """N(0, std²) for tensors, determined by (seed, step, rank, tensor index, element index) alone."""
+
+    private: ClassVar[bool] = False
+
+    def __init__(self, seed: bytes, *, rank: int, hardened: bool, threads: int | None) -> None:
+        self._seed = seed
+        self._rank = rank
+        self._hardened = hardened
+        self._threads = threads  # None: as many as torch may use
+        step_key(seed, step=0, rank=rank)  # refuses a bad seed or rank now
+
+    @property
+    def hardened(self) -> bool:
+        """True if sums are taken in float64 and rounded to a public grid; docs/decisions/noise.md has its limits."""
+        return self._hardened
+
+    def add_(self, total: torch.Tensor, std: float, *, step: int, tensor: int = 0) -> None:
+        """total <- total + std · z, in place."""
+        self.add_many_([total], [std], step=step, tensors=[tensor])
+
+    def fill_(self, out: torch.Tensor, std: float, *, step: int, tensor: int = 0) -> None:
+        """out <- std · z."""
+        self.fill_many_([out], [std], step=step, tensors=[tensor])
+
+    def fill_many_(
+        self,
+        outs: Sequence[torch.Tensor],
+        stds: Sequence[float],
+        *,
+        step: int,
+        tensors: Sequence[int] | None = None,
+    ) -> None:
+        """outs[i] <- stds[i] · z_i."""
+        self._apply(outs, stds, step=step, tensors=tensors, fill=True)
+
+    def add_many_(
+        self,
+        totals: Sequence[torch.Tensor],
+        stds: Sequence[float],
+        *,
+        step: int,
+        tensors: Sequence[int] | None = None,
+    ) -> None:
+        """totals[i] <- totals[i] + stds[i] · z_i, on as many threads as torch uses.
+
+        `tensors[i]` is the index that identifies the tensor in the model, by default its position. A std of 0
+        leaves its tensor as it is. Everything is checked before anything is drawn.
+        """
+        self._apply(totals, stds, step=step, tensors=tensors, fill=False)
+
+    def _apply(
+        self,
+        totals: Sequence[torch.Tensor],
+        stds: Sequence[float],
+        *,
+        step: int,
+        tensors: Sequence[int] | None,
+        fill: bool,
+    ) -> None:
+        indices = _checked(totals, stds, tensors)
+        key = step_key(self._seed, step=step, rank=self._rank, purpose=Purpose.NOISE)
+        self._claim(step, indices)
+        if fill:
+            for total in totals:
+                total.detach().zero_()
+        for dtype in (torch.float32, torch.float64):
+            live = [i for i, x in enumerate(totals) if x.dtype == dtype and stds[i] > 0 and x.numel()]
+            if live:
+                self._draw(
+                    [totals[i] for i in live], [float(stds[i]) for i in live], [indices[i] for i in live], key
+                )
+
+    def _draw(self, totals: list[torch.Tensor], stds: list[float], indices: list[int], key: bytes) -> None:
+        flat = [x if x.is_contiguous() else x.detach().contiguous() for x in totals]
+        arrays: list[Reals] = [x.detach().numpy().reshape(-1) for x in flat]
+        precise = self._hardened or arrays[0].dtype == np.float64
+        scales = np.array(stds, dtype=np.float64 if precise else np.float32)
+        spacing = [grid(std) for std in stds] if self._hardened else []
+
+        def add(slot: int, start: int, noise: Reals) -> None:
+            part = arrays[slot][start : start + noise.size]
+            np.add(part, noise, out=part)
+
+        def add_hardened(slot: int, start: int, noise: Reals) -> None:
+            add_rounded(arrays[slot][start : start + noise.size], noise, spacing[slot])
+
+        store = add_hardened if self._hardened else add
+        packs = layout(tuple(x.size for x in arrays), tuple(indices))
+        threads = torch.get_num_threads() if self._threads is None else self._threads
+
+        def work(stream: KeyStream, pack: Pack, space: Workspace) -> None:
+            add_pack(stream, pack, space, scales, precise, store)
+
+        _spread(packs, key, threads, work)
+        for total, written in zip(totals, flat, strict=True):
+            if written is not total:
+                total.detach().copy_(written)
+        torch.autograd.graph.increment_version(totals)
+
+    def _claim(self, step: int, indices: list[int]) -> None:
+        """Called once before a draw. A source that must not repeat itself refuses here."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NoiseError(
+            f"{type(self).__name__} cannot be pickled or copied: a copy would repeat its stream",
+            "make a new source where one is needed",
+        )
+
+    def __repr__(self) -> str:
+        private = "private" if self.private else "not private"
+        return f"{type(self).__name__}({private}, {'hardened' if self._hardened else 'not hardened'})"
+
+
+class SecureNoise(NoiseSource):
+    """Noise for private runs. Every (step, tensor) is drawn at most once; steps may not go back."""
+
+    private: ClassVar[bool] = True
+
+    def __init__(self, *, rank: int = 0, hardened: bool = False, threads: int | None = None) -> None:
+        self._start(os.urandom(SEED_BYTES), rank=rank, hardened=hardened, threads=threads)
+
+    @classmethod
+    def of_journal(
+        cls, seed: bytes, *, rank: int = 0, hardened: bool = False, threads: int | None = None
+    ) -> SecureNoise:
+        """The source of a journalled segment: `seed` is 32 secret bytes that its journal took from os.urandom.
+
+        A second source of the same seed replays the first: only for the same steps of the same segment.
+        """
+        if len(set(seed)) < 8:  # 32 random bytes have so few distinct values with probability below 2^-100
+            raise NoiseError("the journal's seed is not random", "draw it with os.urandom(32)")
+        source = cls.__new__(cls)
+        source._start(seed, rank=rank, hardened=hardened, threads=threads)
+        return source
+
+    def _start(self, seed: bytes, *, rank: int, hardened: bool, threads: int | None) -> None:
+        super().__init__(seed, rank=rank, hardened=hardened, threads=threads)
+        self._lineage = _lineage()
+        self._lock = threading.Lock()
+        self._step = -1
+        self._drawn: set[int] = set()
+
+    def _claim(self, step: int, indices: list[int]) -> None:
+        if self._lineage != _lineage():
+            raise NoiseError(
+                "this noise source belongs to the parent process, whose stream a child must not repeat",
+                "make a new SecureNoise in the child",
+            )
+        with self._lock:
+            if step < self._step:
+                raise NoiseError(
+                    f"noise of step {step} was asked for after step {self._step}", "never repeat a step"
+                )
+            again = self._drawn.intersection(indices) if step == self._step else ()
+            if again:
+                raise NoiseError(
+                    f"noise of step {step}, tensor {min(again)} was drawn already",
+                    "count the step up, or replay a crashed segment with SecureNoise.of_journal",
+                )
+            if step > self._step:
+                self._step, self._drawn = step, set()
+            self._drawn.update(indices)
+
+
+class SeededNoise(NoiseSource):
+    """Noise that anyone can predict: for tests and audits. It may be drawn again and again."""
+
+    def __init__(
+        self, seed: int, *, rank: int = 0, hardened: bool = False, threads: int | None = None
+    ) -> None:
+        raw = repr(int(seed)).encode()
+        derived = HKDF(algorithm=SHA256(), length=SEED_BYTES, salt=None, info=b"lamina/test seed").derive(raw)
+        super().__init__(derived, rank=rank, hardened=hardened, threads=threads)
+
+
+def _checked(
+    totals: Sequence[torch.Tensor], stds: Sequence[float], tensors: Sequence[int] | None
+) -> list[int]:
+    """The tensors' indices, once everything about the call is in order."""
+    indices = list(range(len(totals))) if tensors is None else list(tensors)
+    if not len(totals) == len(stds) == len(indices):
+        raise NoiseError(
+            f"{len(totals)} tensors, {len(stds)} stds, {len(indices)} indices", "give one of each"
+        )
+    if len(set(indices)) != len(indices) or any(i < 0 or i >= 1 << 64 for i in indices):
+        raise NoiseError("tensor indices repeat or are outside [0, 2^64)", "give every tensor its own index")
+    low, high = STD_RANGE
+    for index, std in zip(indices, stds, strict=True):
+        if not (low <= std <= high or std == 0):  # NaN fails both
+            raise NoiseError(
+                f"std of tensor {index} is {std}, must be 0 or in [{low}, {high}]", "check the plan"
+            )
+    seen: set[int] = set()
+    for index, total in zip(indices, totals, strict=True):
+        if total.dtype not in (torch.float32, torch.float64):
+            raise NoiseError(
+                f"tensor {index} is {total.dtype}, must be float32 or float64", "sum in float32 or better"
+            )
+        if not total.is_cpu or total.layout != torch.strided:
+            raise NoiseError(
+                f"tensor {index} is not a dense tensor on the CPU", "move the sum to the CPU first"
+            )
+        if not total.is_contiguous() and any(
+            s == 0 and n > 1 for s, n in zip(total.stride(), total.shape, strict=True)
+        ):
+            raise NoiseError(f"tensor {index} is expanded, so its elements share memory", "clone it first")
+        if total.numel():
+            if total.data_ptr() in seen:
+                raise NoiseError(
+                    f"tensor {index} shares its memory with another of the call", "give each tensor once"
+                )
+            seen.add(total.data_ptr())
+    return indices
+
+
+def _spread(
+    packs: tuple[Pack, ...], key: bytes, threads: int, work: Callable[[KeyStream, Pack, Workspace], None]
+) -> None:
+    """Do every pack, on several threads if there is enough to do."""
+    rest = iter(packs)
+
+    def drain() -> None:
+        stream = KeyStream(key)
+        for pack in rest:
+            work(stream, pack, workspace())
+
+    threads = min(threads, len(packs))
+    if threads < 2 or sum(pack.pairs for pack in packs) < CELL // 2:
+        drain()
+        return
+    others = [_pool().submit(drain) for _ in range(threads - 1)]
+    try:
+        drain()
+    finally:
+        for other in others:
+            other.result()
+
+
+_forks = [0]
+
+
+@functools.lru_cache(maxsize=1)
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(
+        max_workers=max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="lamina-noise"
+    )
+
+
+def _lineage() -> tuple[int, int]:
+    return os.getpid(), _forks[0]
+
+
+def _after_fork() -> None:
+    _forks[0] += 1
+    _pool.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,298 @@
+"""The walk before each backward pass: a covered tensor is entered through the engine, or the step is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import agree, losses_of, plan_of
+from torch import Tensor, nn
+
+from lamina import Batch, Engine
+from lamina.errors import EngineError, LaminaError, UnclippedGradient
+
+N = 5
+X = torch.randn(N, 4, generator=torch.Generator().manual_seed(1))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def refused(
+    model: nn.Module, losses: Callable[[nn.Module], Tensor], error: type[Exception], message: str
+) -> None:
+    """The step is refused by name, nothing is charged, nothing is written."""
+    before = [p.detach().clone() for p in model.parameters()]
+    with Engine(model, plan_of(model)) as engine:
+        for method in (engine.backward, engine.clipped_sums):
+            with pytest.raises(error, match=message):
+                method(losses(model), Batch(X))
+        assert engine.budget.taken == 0
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_weight_used_directly() -> None:
+    message = r"tensor '2\.weight' is used by .*outside the engine.*call the module that owns it"
+    refused(mlp(), lambda m: F.linear(m[:2](X), m[2].weight).square().mean(1), UnclippedGradient, message)
+
+
+def test_a_weight_used_directly_beside_its_module() -> None:
+    """The trap of engines that only replace modules: part of the gradient would be clipped, part not."""
+    message = r"tensor '2\.weight'.*would not be clipped"
+    refused(mlp(), lambda m: (m(X) + F.linear(m[:2](X), m[2].weight)).mean(1), UnclippedGradient, message)
+
+
+def test_a_penalty_inside_the_losses() -> None:
+    message = r"tensor '0\.weight'.*weight decay belongs to the optimiser"
+    refused(mlp(), lambda m: losses_of(m, X, None) + m[0].weight.square().sum(), UnclippedGradient, message)
+
+
+def test_a_module_whose_forward_is_never_called() -> None:
+    class Skips(nn.Module):
+        """Reads the weights of a list of linears, as fused kernels do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.maps = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for m in self.maps:
+                x = torch.addmm(m.bias, x, m.weight.t()).tanh()
+            return x
+
+    message = r"tensor 'maps\.[01]\.(weight|bias)'.*call the module"
+    refused(Skips(), lambda m: losses_of(m, X, None), UnclippedGradient, message)
+
+
+def test_linears_in_a_module_list_are_all_seen() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maps = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            self.named = nn.ModuleDict({"a": nn.Linear(4, 4)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            for m in self.maps:
+                x = m(x).tanh()
+            return self.named["a"](x)
+
+    agree(Listed(), X)
+
+
+def test_a_weight_that_enters_a_layer_as_its_input() -> None:
+    class Projected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.map = nn.Linear(4, N), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x) @ self.map(self.table.weight)
+
+    message = r"tensor 'table\.weight'"
+    refused(Projected(), lambda m: losses_of(m, X, None), UnclippedGradient, message)
+
+
+def test_a_leaf_that_is_not_the_models() -> None:
+    foreign = torch.randn(3, requires_grad=True)
+    message = r"shape \(3,\) that requires a gradient and is not the model's.*detach it"
+    refused(mlp(), lambda m: (m(X) * foreign).mean(1), UnclippedGradient, message)
+    assert foreign.grad is None
+
+
+def test_an_input_that_requires_a_gradient_is_left_without_one_or_refused() -> None:
+    model, x = mlp(), X.clone().requires_grad_()
+    with Engine(model, plan_of(model)) as engine:
+        try:
+            engine.backward(losses_of(model, x, None), Batch(x.detach()))
+        except UnclippedGradient as problem:
+            assert "not the model's" in str(problem)
+    assert x.grad is None
+
+
+def test_losses_without_a_graph() -> None:
+    def quiet(m: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return losses_of(m, X, None)
+
+    refused(mlp(), quiet, EngineError, r"carry no graph.*gradients enabled")
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_plain_backward_while_attached_is_refused(detached: bool) -> None:
+    model = mlp()
+    engine = Engine(model, plan_of(model))
+    loss = losses_of(model, X, None).mean()
+    if detached:
+        engine.detach()
+    with pytest.raises(EngineError, match=r"reached '2' outside Engine\.backward.*engine\.backward"):
+        loss.backward()
+    engine.detach()
+    assert all(p.grad is None for p in model.parameters())
+    losses_of(model, X, None).mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_backward_inside_the_models_forward_is_refused() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.l(x)
+            y.sum().backward(retain_graph=True)
+            return y
+
+    model = Inner()
+    with (
+        Engine(model, plan_of(model)),
+        pytest.raises(EngineError, match=r"reached 'l' outside Engine\.backward"),
+    ):
+        model(X)
+    assert model.l.weight.grad is None
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_backward_inside_a_gradient_hook_is_refused(direct: bool) -> None:
+    """A hook that runs another backward pass while the engine's is under way."""
+    model = mlp()
+
+    def hook(g: Tensor) -> None:
+        with torch.enable_grad():
+            other = F.linear(X[:, :4], model[0].weight).sum() if direct else model(X).sum()
+        other.backward()
+
+    with Engine(model, plan_of(model)) as engine:
+        out = model(X)
+        out.register_hook(hook)
+        with pytest.raises(
+            UnclippedGradient, match=r"'(0\.weight|2)'.*(do not call backward|use engine\.backward)"
+        ):
+            engine.backward(out.square().mean(1), Batch(X))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_foreign_gradient_is_refused(in_place: bool) -> None:
+    """Whether it was there first, or was accumulated on top of the engine's own."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    with Engine(model, plan_of(model)) as engine:
+        if in_place:
+            engine.backward(losses_of(model, X, None), Batch(X))
+        charged = engine.budget.taken
+        try:
+            F.linear(X, model[0].weight).sum().backward()
+        except UnclippedGradient as problem:
+            assert "0.weight" in str(problem)
+            return
+        with pytest.raises(UnclippedGradient, match=r"'0\.weight'"):
+            optimizer.step()
+        with pytest.raises(UnclippedGradient, match=r"'0\.weight'.*zero_grad"):
+            engine.backward(losses_of(model, X, None), Batch(X))
+        assert engine.budget.taken == charged
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_what_a_user_does_to_the_noised_gradient_is_post_processing() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Engine(model, plan_of(model)) as engine:
+        for set_to_none in (True, False, False):
+            engine.backward(losses_of(model, X, None), Batch(X))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def test_two_steps_before_one_optimiser_step_add_up() -> None:
+    model = mlp()
+    with Engine(model, plan_of(model, 1e-3, 1e-6)) as engine:
+        engine.backward(losses_of(model, X, None), Batch(X))
+        once = [p.grad.clone() for p in model.parameters()]
+        engine.backward(losses_of(model, X, None), Batch(X))
+        assert engine.budget.taken == 2
+    for p, g in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(p.grad, 2 * g, rtol=1e-2, atol=1e-5)
+
+
+def test_the_gradient_carries_no_graph() -> None:
+    for form in ("box", "joint"):
+        model = mlp()
+        with Engine(model, plan_of(model, clipping=form)) as engine:
+            engine.backward(losses_of(model, X, None), Batch(X))
+        assert all(p.grad.grad_fn is None and not p.grad.requires_grad for p in model.parameters())
+
+
+def test_a_parameter_replaced_after_attaching() -> None:
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine:
+        model[2].weight = nn.Parameter(torch.randn(3, 6))
+        with pytest.raises(UnclippedGradient, match=r"shape \(3, 6\)|'2\.(weight|bias)'"):
+            engine.backward(losses_of(model, X, None), Batch(X))
+        assert engine.budget.taken == 0
+
+
+def test_a_module_added_after_attaching() -> None:
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine:
+        model.append(nn.Linear(3, 2))
+        with pytest.raises(UnclippedGradient, match=r"shape \(2,( 3)?\)|'3\.(weight|bias)'"):
+            engine.backward(losses_of(model, X, None), Batch(X))
+        assert engine.budget.taken == 0
+
+
+@pytest.mark.parametrize("frozen", [("0.weight",), ("0.weight", "0.bias")], ids=str)
+def test_a_tensor_unfrozen_after_attaching_does_not_train(frozen: tuple[str, ...]) -> None:
+    model = mlp()
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    with Engine(model, plan_of(model)) as engine:
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(True)
+        try:
+            engine.backward(losses_of(model, X, None), Batch(X))
+        except (UnclippedGradient, EngineError) as problem:
+            assert any(name in str(problem) for name in frozen)
+    assert all(model.get_parameter(name).grad is None for name in frozen)
+
+
+def test_a_tensor_frozen_after_attaching_gets_noise_only_or_is_refused() -> None:
+    model = mlp()
+    with Engine(model, plan_of(model, 1e-3, 1e-9)) as engine:
+        model[0].weight.requires_grad_(False)
+        try:
+            engine.backward(losses_of(model, X, None), Batch(X))
+        except LaminaError as problem:
+            assert "'0.weight'" in str(problem)
+            assert engine.budget.taken == 0
+            return
+    assert model[0].weight.grad.norm() < 1e-6
+    assert model[0].bias.grad.norm() > 1e-6
+
+
+def test_module_hooks_of_the_user_still_run() -> None:
+    model, seen = mlp(), []
+    model[0].register_forward_hook(lambda m, a, y: seen.append("forward"))
+    model[2].register_full_backward_hook(lambda m, a, b: seen.append("backward"))
+    with Engine(model, plan_of(model)) as engine:
+        engine.backward(losses_of(model, X, None), Batch(X))
+    assert {"forward", "backward"} <= set(seen)
+
+
+def test_double_use_of_one_forward_pass() -> None:
+    """The graph is gone after a step: a second backward through it cannot happen silently."""
+    model: Any = mlp()
+    with Engine(model, plan_of(model)) as engine:
+        losses = losses_of(model, X, None)
+        engine.backward(losses, Batch(X))
+        taken = engine.budget.taken
+        with pytest.raises((RuntimeError, EngineError)):
+            engine.backward(losses, Batch(X))
+        assert engine.budget.taken >= taken

@@ -1,0 +1,153 @@
+"""Contributions that influence each other: found in the graph the first time it is seen, and by the probe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import losses_of, losses_of_output, plan_of
+from torch import Tensor, nn
+
+from lamina import Batch, Engine
+from lamina.errors import CouplingError, LaminaError, OwnershipError
+
+N = 6
+X = torch.randn(N, 5, generator=torch.Generator().manual_seed(2))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def contrastive(out: Tensor) -> Tensor:
+    z = F.normalize(out, dim=1)
+    return F.cross_entropy(z @ z.t() / 0.1, torch.arange(len(z)).roll(1), reduction="none")
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean over the batch, repeated": lambda out: losses_of_output(out).mean().expand(len(out)),
+    "contrastive": contrastive,
+    "centred by the batch": lambda out: losses_of_output(out - out.mean(0)),
+    "sorted by size": lambda out: losses_of_output(out).sort().values,
+    "softmax over the batch": lambda out: losses_of_output(out).softmax(0),
+    "differences of neighbours": lambda out: losses_of_output(out - out.roll(1, 0)),
+    "mix-up": lambda out: losses_of_output(0.7 * out + 0.3 * out.flip(0)),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_over_the_batch_are_refused(kind: str) -> None:
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine:
+        with pytest.raises(CouplingError, match=r"rows of others at '[02]'.*no loss over the batch"):
+            engine.backward(LOSSES[kind](model(X)), Batch(X))
+        assert engine.budget.taken == 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_loss_in_another_order_of_examples_is_refused() -> None:
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine, pytest.raises(CouplingError, match="rows of others"):
+        engine.backward(losses_of(model, X, None).flip(0), Batch(X))
+
+
+def test_examples_of_one_contribution_may_influence_each_other() -> None:
+    """A patient's windows are one contribution: a loss over them is allowed, a loss over patients is not."""
+    model = mlp()
+    unit = torch.tensor([0, 0, 0, 1, 1, 1])
+
+    def centred(out: Tensor) -> Tensor:
+        return losses_of_output(torch.cat([part - part.mean(0) for part in out.split(3)]))
+
+    with Engine(model, plan_of(model)) as engine:
+        engine.clipped_sums(centred(model(X)), Batch(X, unit=unit))
+    with Engine(model, plan_of(model)) as engine, pytest.raises(CouplingError):
+        engine.clipped_sums(centred(model(X)), Batch(X, unit=torch.arange(N)))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_another_loss_later_is_looked_at_again(kind: str) -> None:
+    """A second objective, a curriculum, an auxiliary loss: passing once with one loss says nothing of another."""
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine:
+        engine.backward(losses_of(model, X, None), Batch(X))
+        with pytest.raises(CouplingError, match="rows of others"):
+            engine.backward(LOSSES[kind](model(X)), Batch(X))
+        assert engine.budget.taken == 1
+
+
+class TimeFirst(nn.Module):
+    """Runs its layers on (T, N, d)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(5, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inner(x.transpose(0, 1)).tanh().transpose(0, 1))
+
+
+@pytest.mark.parametrize(("length", "error"), [(4, OwnershipError), (N, CouplingError)])
+def test_time_first_layouts_are_refused(length: int, error: type[LaminaError]) -> None:
+    model, x = TimeFirst(), torch.randn(N, length, 5)
+    with Engine(model, plan_of(model)) as engine:
+        with pytest.raises(error, match=r"'inner'.*per_contribution"):
+            engine.backward(losses_of(model, x, None), Batch(x))
+        assert engine.budget.taken == 0
+
+
+def test_a_zero_gradient_proves_nothing() -> None:
+    """Below a zero head every gradient is 0, also in the rows of others: the question must be asked again."""
+    model, x = TimeFirst(), torch.randn(N, N, 5)
+    nn.init.zeros_(model.out.weight)
+    with Engine(model, plan_of(model)) as engine:
+        engine.clipped_sums(losses_of(model, x, None), Batch(x))
+        with torch.no_grad():
+            model.out.weight.normal_()
+        with pytest.raises(CouplingError, match="'inner'"):
+            engine.backward(losses_of(model, x, None), Batch(x))
+        assert engine.budget.taken == 0
+
+
+def test_a_batch_of_one_proves_nothing() -> None:
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine:
+        engine.clipped_sums(contrastive(model(X[:1])), Batch(X[:1]))
+        with pytest.raises(CouplingError):
+            engine.clipped_sums(contrastive(model(X)), Batch(X))
+
+
+def test_it_costs_nothing_once_passed() -> None:
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine:
+        calls = []
+        run = engine._ownership.run
+        engine._ownership.run = lambda *a, **k: (calls.append(1), run(*a, **k))[1]  # type: ignore[method-assign]
+        for _ in range(4):
+            engine.clipped_sums(losses_of(model, X, None), Batch(X))
+    assert len(calls) == 1
+
+
+def test_attention_across_the_batch_is_refused() -> None:
+    class Across(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.v = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.q(x) @ x.t()).softmax(1) @ self.v(x)
+
+    model = Across()
+    with Engine(model, plan_of(model)) as engine, pytest.raises(CouplingError, match="'[qv]'"):
+        engine.backward(losses_of(model, X, None), Batch(X))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_rows_that_are_not_finite_are_no_proof_of_coupling(bad: float) -> None:
+    model, x = mlp(), X.clone()
+    x[0] = bad
+    with Engine(model, plan_of(model)) as engine:
+        sums = engine.clipped_sums(losses_of(model, x, None), Batch(x))
+    assert all(torch.isfinite(v).all() for v in sums.values())

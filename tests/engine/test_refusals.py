@@ -1,0 +1,426 @@
+"""What a private step must not do, done on purpose: each is refused by name with a remedy, or handled.
+
+The order is that of docs/theory.md, "One step", and of the traps that peers fell into. A refusal spends
+nothing: the budget, the weights and `.grad` are as before. Rules with a file of their own: ownership and
+coupling (test_ownership, test_probe), the graph walk (test_graph), layouts (test_layout), truncation,
+precision, non-finite values (test_batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import losses_of, losses_of_output, plan_of
+from torch import Tensor, nn
+
+import lamina
+from lamina import Batch, Engine, SeededNoise
+from lamina.account import GaussianFilter
+from lamina.errors import BudgetExceeded, CouplingError, CoverageError, EngineError, LaminaError, PlanError
+from lamina.plan.step import PlannedClass, PlannedLayer, StepPlan
+
+N = 6
+X = torch.randn(N, 5, generator=torch.Generator().manual_seed(5))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+@contextmanager
+def nothing_happens(model: nn.Module, engine: Engine | None = None) -> Iterator[None]:
+    """Whatever is refused inside spends nothing and changes no weight, gradient or buffer."""
+    tensors = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+    taken = engine.budget.taken if engine else 0
+    yield
+    assert all(
+        torch.equal(a, b) for a, b in zip(tensors, (*model.parameters(), *model.buffers()), strict=True)
+    )
+    assert all(p.grad is None for p in model.parameters())
+    assert engine is None or engine.budget.taken == taken
+
+
+# ----------------------------------------------------------------------------------- what the plan refuses
+
+
+def layer(**changes: Any) -> PlannedLayer:
+    return PlannedLayer(
+        **{"name": "l", "depth": 0.0, "parameters": ("weight", "bias"), "size": 18, **changes}
+    )
+
+
+def test_clipping_without_noise_is_refused() -> None:
+    private = PlannedClass(name="patients", population=100, sampling_rate=0.1, delta=1e-5)
+    with pytest.raises(
+        PlanError, match=r"class 'patients' at layer 'l'.*no noise \(S = 0\).*give the layer S > 0"
+    ):
+        StepPlan(layers=(layer(),), classes=(private,), clip=((1.0,),), noise=(0.0,), batch=1.0, steps=1)
+
+
+def test_an_infinite_threshold_of_a_private_class_is_refused() -> None:
+    private = PlannedClass(name="patients", population=100, sampling_rate=0.1, delta=1e-5)
+    with pytest.raises(PlanError, match=r"'patients'.*inf.*declare the class public"):
+        StepPlan(
+            layers=(layer(),), classes=(private,), clip=((float("inf"),),), noise=(1.0,), batch=1.0, steps=1
+        )
+
+
+def test_the_plan_is_a_public_constant() -> None:
+    """S, C, q, B and T cannot be changed by anything that happens in training."""
+    plan = plan_of(mlp())
+    for name, value in (("noise", (2.0, 2.0)), ("batch", 5.0), ("clip", ()), ("steps", 9)):
+        with pytest.raises(AttributeError):
+            setattr(plan, name, value)
+
+
+@pytest.mark.parametrize("contributions", [0, 1, N])
+def test_noise_and_divisor_do_not_depend_on_the_batch(contributions: int) -> None:
+    """The same noise and the same B whatever the realised size: grad·B − clipped sum is the same tensor."""
+    model = mlp()
+    plan = plan_of(model, 0.1, 1.5, batch=3.0)
+    noise = []
+    for size in (0, contributions):
+        model.zero_grad()
+        with Engine(model, plan, noise=SeededNoise(9)) as engine:
+            x = X[:size]
+            sums = engine.clipped_sums(losses_of(model, x, None) if size else None, Batch(x))
+            engine.backward(losses_of(model, x, None) if size else None, Batch(x))
+        noise.append({name: p.grad * 3.0 - sums[name] for name, p in model.named_parameters()})
+    for name, value in noise[0].items():
+        torch.testing.assert_close(value, noise[1][name], rtol=1e-5, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------- coverage (trap 2)
+
+
+def test_a_trainable_tensor_outside_the_plan_is_refused() -> None:
+    model = mlp()
+    plan = plan_of(model)
+    model.append(nn.Linear(3, 2))
+    with pytest.raises(CoverageError, match=r"'3\.(weight|bias)' is trainable and in no layer.*freeze it"):
+        Engine(model, plan)
+    model[3].requires_grad_(False)
+    Engine(model, plan).detach()
+
+
+def test_a_planned_tensor_that_is_frozen_or_missing_is_refused() -> None:
+    model = mlp()
+    plan = plan_of(model)
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(CoverageError, match=r"'0\.weight'.*is frozen but the plan trains it"):
+        Engine(model, plan)
+    with pytest.raises(CoverageError, match=r"'2\.weight' of layer '2' is not in the model"):
+        Engine(nn.Sequential(nn.Linear(5, 7), nn.Tanh()), plan)
+
+
+def test_a_model_of_another_size_is_refused() -> None:
+    plan = plan_of(mlp())
+    with pytest.raises(CoverageError, match=r"layer '0' has 48 parameters in the model and 42 in the plan"):
+        Engine(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)), plan)
+
+
+# ----------------------------------------------------------------------------------- batch statistics (trap 4)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_in_training_mode_is_refused(affine: bool) -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, affine=affine), nn.Linear(6, 2))
+    with (
+        nothing_happens(model),
+        pytest.raises(CoverageError, match=r"'1' is BatchNorm1d in training mode.*lamina\.fix"),
+    ):
+        Engine(model, plan_of(model))
+
+
+def test_frozen_batch_norm_in_training_mode_is_refused() -> None:
+    """Its weights do not train, but its buffers move with private data."""
+    norm = nn.BatchNorm1d(6).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(5, 6), norm, nn.Linear(6, 2))
+    with (
+        nothing_happens(model),
+        pytest.raises(CoverageError, match=r"'1' is BatchNorm1d in training mode.*lamina\.fix"),
+    ):
+        Engine(model, plan_of(model))
+
+
+@pytest.mark.parametrize("place", ["before", "between"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_batch_norm_put_back_into_training_mode_is_refused(place: str, frozen: bool) -> None:
+    """model.train() at the start of an epoch undoes an earlier .eval(): seen before the buffers move, or at the latest
+    before the step."""
+    norm = nn.BatchNorm1d(5 if place == "before" else 6).requires_grad_(not frozen)
+    model = (
+        nn.Sequential(norm, nn.Linear(5, 2)) if place == "before" else nn.Sequential(nn.Linear(5, 6), norm)
+    )
+    norm.eval()
+    x = X.unsqueeze(2) if not frozen and place == "before" else X
+    if x.dim() == 3:
+        model = nn.Sequential(norm, nn.Flatten(), nn.Linear(5, 2))
+    with Engine(model, plan_of(model)) as engine:
+        engine.clipped_sums(losses_of(model, x, None), Batch(x))
+        model.train()
+        mean = norm.running_mean.clone()
+        with pytest.raises(LaminaError, match=r"BatchNorm.*(lamina\.fix|GroupNorm)"):
+            engine.backward(losses_of(model, x, None), Batch(x))
+        assert engine.budget.taken == 0
+        assert torch.equal(mean, norm.running_mean)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_batch_norm_in_eval_mode_is_allowed() -> None:
+    from oracle import agree
+
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
+    model(torch.randn(20, 5))
+    model[1].eval()
+    buffers = [b.clone() for b in model.buffers()]
+    agree(model, X)
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+
+
+def test_functional_batch_norm_is_refused() -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(F.batch_norm(self.a(x), None, None, training=True))
+
+    model = Hidden()
+    refusal = pytest.raises(
+        CouplingError, match=r"batch normalisation in training mode.*(lamina\.fix|GroupNorm)"
+    )
+    with Engine(model, plan_of(model)) as engine, nothing_happens(model, engine), refusal:
+        engine.backward(losses_of(model, X, None), Batch(X))
+
+
+def test_functional_instance_norm_is_allowed() -> None:
+    """It is computed by the same kernel, over one example at a time."""
+    from oracle import agree
+
+    class Instance(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv1d(3, 4, 2), nn.Conv1d(4, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(F.instance_norm(self.a(x)).tanh())
+
+    agree(Instance(), torch.randn(N, 3, 6))
+
+
+def test_fix_makes_the_model_acceptable() -> None:
+    model = nn.Sequential(nn.Conv1d(3, 8, 2), nn.BatchNorm1d(8), nn.Conv1d(8, 2, 1))
+    model, _ = lamina.fix(model)
+    x = torch.randn(N, 3, 6)
+    with Engine(model, plan_of(model)) as engine:
+        engine.backward(losses_of(model, x, None), Batch(x))
+
+
+# ----------------------------------------------------------------------------------- losses
+
+
+LOSSES: dict[str, tuple[Callable[[nn.Module], Any], type[LaminaError], str]] = {
+    "mean": (
+        lambda m: losses_of(m, X, None).mean(),
+        CouplingError,
+        r"single number.*mean or sum.*reduction='none'",
+    ),
+    "sum": (lambda m: losses_of(m, X, None).sum(), CouplingError, r"single number.*one loss per example"),
+    "per token": (lambda m: m(X), EngineError, r"shape \(6, 3\), expected \(6,\).*flatten\(1\)\.mean\(1\)"),
+    "of another batch": (lambda m: losses_of(m, X[:4], None), EngineError, r"shape \(4,\), expected \(6,\)"),
+    "one column": (
+        lambda m: losses_of(m, X, None).unsqueeze(1),
+        EngineError,
+        r"shape \(6, 1\), expected \(6,\)",
+    ),
+    "none": (lambda m: None, EngineError, r"losses is None for a batch of 6.*one loss per example"),
+    "half": (lambda m: losses_of(m, X, None).half(), EngineError, r"float16.*bfloat16"),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_that_are_not_one_per_example(kind: str) -> None:
+    make, error, message = LOSSES[kind]
+    model = mlp()
+    with (
+        Engine(model, plan_of(model)) as engine,
+        nothing_happens(model, engine),
+        pytest.raises(error, match=message),
+    ):
+        engine.backward(make(model), Batch(X))
+
+
+def test_a_grad_scaler_is_refused() -> None:
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu")
+    refusal = pytest.raises(EngineError, match=r"65536, as a GradScaler does.*drop the GradScaler")
+    with Engine(model, plan_of(model)) as engine, nothing_happens(model, engine), refusal:
+        engine.backward(scaler.scale(losses_of(model, X, None)), Batch(X))
+
+
+def test_float16_is_refused() -> None:
+    half = nn.Linear(5, 2).half()
+    with pytest.raises(EngineError, match=r"'weight' is float16.*bfloat16"):
+        Engine(half, plan_of(half))
+    model = mlp()
+    with (
+        Engine(model, plan_of(model)) as engine,
+        nothing_happens(model, engine),
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(EngineError, match=r"'0' runs under float16 autocast.*bfloat16"),
+    ):
+        model(X)
+
+
+# ----------------------------------------------------------------------------------- optimisers and budgets
+
+
+def test_closures_are_refused() -> None:
+    model = mlp()
+    for make in (torch.optim.LBFGS, torch.optim.SGD, torch.optim.AdamW):
+        optimizer = make(model.parameters(), lr=0.1)
+        with Engine(model, plan_of(model)) as engine:
+
+            def closure(engine: Engine = engine) -> Tensor:
+                engine.backward(losses_of(model, X, None), Batch(X))
+                return torch.zeros(())
+
+            for call in (
+                lambda c=closure, o=optimizer: o.step(c),
+                lambda c=closure, o=optimizer: o.step(closure=c),
+            ):
+                message = rf"{make.__name__}\.step was given a closure.*without a closure"
+                with nothing_happens(model, engine), pytest.raises(EngineError, match=message):
+                    call()
+
+
+def test_steps_beyond_the_plan_are_refused() -> None:
+    model = mlp()
+    with Engine(model, plan_of(model, steps=2)) as engine:
+        for _ in range(2):
+            engine.backward(losses_of(model, X, None), Batch(X))
+            model.zero_grad()
+        with nothing_happens(model, engine):
+            for batch in (Batch(X), Batch(X[:0])):
+                losses = losses_of(model, batch.x, None) if len(batch) else None
+                with pytest.raises(BudgetExceeded, match=r"priced for 2 steps.*more steps"):
+                    engine.backward(losses, batch)
+
+
+def test_filters_are_asked_before_each_step() -> None:
+    model = mlp()
+    plan = plan_of(model, [[1.0, 1.0], [0.0, 1.0]], 2.0)
+    tight = GaussianFilter(budget=2.5 / plan.sigma("c0") ** 2)
+    loose = GaussianFilter(budget=100.0)
+    with Engine(model, plan, filters={"c1": loose, "c0": tight}) as engine:
+        for _ in range(2):
+            engine.backward(losses_of(model, X, None), Batch(X))
+            model.zero_grad()
+        left = loose.remaining
+        with (
+            nothing_happens(model, engine),
+            pytest.raises(BudgetExceeded, match=r"class 'c0' does not allow step 3"),
+        ):
+            engine.backward(losses_of(model, X, None), Batch(X))
+        assert loose.remaining == left  # refused by one is charged to none
+        engine.clipped_sums(losses_of(model, X, None), Batch(X))
+    assert engine.budget.taken == 2
+
+
+def test_filters_of_unknown_or_public_classes_are_refused() -> None:
+    model = mlp()
+    with pytest.raises(PlanError, match="'nobody'"):
+        Engine(model, plan_of(model), filters={"nobody": GaussianFilter(budget=1.0)})
+    public = plan_of(model, [[float("inf")] * 2], 0.0, public=(0,))
+    with pytest.raises(PlanError, match=r"'c0' is public.*leave it out"):
+        Engine(model, public, filters={"c0": GaussianFilter(budget=1.0)})
+    assert "forward" not in vars(model[0])
+
+
+def test_every_backward_is_one_event_and_clipped_sums_none() -> None:
+    model = mlp()
+    spent = GaussianFilter(budget=100.0)
+    plan = plan_of(model)
+    with Engine(model, plan, filters={"c0": spent}) as engine:
+        engine.clipped_sums(losses_of(model, X, None), Batch(X))
+        engine.probe(lambda x, y: losses_of(model, x, None), X)
+        assert (engine.budget.taken, spent.remaining) == (0, 100.0)
+        engine.backward(losses_of(model, X, None), Batch(X))
+        engine.backward(None, Batch(X[:0]))
+        for piece in Batch(X).split(3):
+            engine.backward(losses_of(model, piece.x, None), piece)
+        assert engine.budget.taken == 3
+        assert spent.remaining == pytest.approx(100.0 - 3 / plan.sigma(0) ** 2)
+
+
+def test_an_error_in_the_middle_of_a_step_releases_nothing() -> None:
+    """Charged means spent, but no gradient leaves."""
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            if armed:
+                raise ZeroDivisionError
+            return g
+
+    armed = False
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine:
+        engine.clipped_sums(losses_of_output(Breaks.apply(model(X))), Batch(X))
+        armed = True
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(losses_of_output(Breaks.apply(model(X))), Batch(X))
+        assert all(p.grad is None for p in model.parameters())
+        armed = False
+        engine.backward(losses_of_output(Breaks.apply(model(X))), Batch(X))
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_secure_noise_is_the_default_and_a_seed_is_not_private() -> None:
+    """Trap 5: nothing has to be installed; a seed that somebody chose says so."""
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine:
+        assert engine.private
+    grads = []
+    for _ in range(2):
+        model.zero_grad()
+        torch.manual_seed(0)
+        with Engine(model, plan_of(model)) as engine:
+            engine.backward(None, Batch(X[:0]))
+        grads.append(model[0].weight.grad.clone())
+    assert not torch.equal(*grads)  # the global seed has no say
+    with Engine(model, plan_of(model), noise=SeededNoise(0)) as engine:
+        assert not engine.private
+
+
+def test_each_layer_gets_its_own_noise_only() -> None:
+    """Trap 6: the noise of a layer does not grow with the number of layers."""
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+    with Engine(model, plan_of(model, 1.0, [1.0, 2.0, 3.0, 4.0], batch=1.0)) as engine:
+        engine.backward(None, Batch(torch.zeros(0, 40)))
+    for i, s in enumerate((1.0, 2.0, 3.0, 4.0)):
+        assert abs(float(model[i].weight.grad.std()) / s - 1) < 0.1
+
+
+# ----------------------------------------------------------------------------------- hooks of the loss path
+
+
+def test_recovering_after_a_refusal() -> None:
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine:
+        for make, error, _ in LOSSES.values():
+            with pytest.raises(error):
+                engine.backward(make(model), Batch(X))
+        engine.backward(losses_of(model, X, None), Batch(X))
+        assert engine.budget.taken == 1

@@ -1,0 +1,142 @@
+"""Layers that nobody reaches: by the plan they stay bit-identical; by the batch they still get their noise."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from oracle import FORMS, losses_of, plan_of
+from torch import Tensor, nn
+
+from lamina import Batch, Engine, SeededNoise
+
+X = torch.randn(6, 5, generator=torch.Generator().manual_seed(4))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)
+    )
+
+
+OPTIMISERS: dict[str, Any] = {
+    "momentum": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9),
+    "decay": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda ps: torch.optim.AdamW(ps, 0.1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", OPTIMISERS)
+def test_layers_outside_the_plan_stay_as_they_are_bit_for_bit(kind: str, form: str) -> None:
+    """Also when they were trained before, so that the optimiser holds momentum for them."""
+    model = mlp()
+    optimizer = OPTIMISERS[kind](model.parameters())
+    losses_of(model, X, None).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    low = [model[0].weight, model[0].bias, model[2].weight, model[2].bias]
+    weights = [p.detach().clone() for p in low]
+    state = [{k: v.clone() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)} for p in low]
+    top = model[5].weight.detach().clone()
+    plan = plan_of(model, [0.0, 0.0, 1.0, 1.0], clipping=form)
+    with Engine(model, plan) as engine:
+        for batch in (Batch(X), Batch(X[:0]), Batch(X)):
+            engine.backward(losses_of(model, batch.x, None) if len(batch) else None, batch)
+            assert all(p.grad is None for p in low)
+            assert all(p.grad is not None for p in model[5].parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, w, s in zip(low, weights, state, strict=True):
+        assert torch.equal(p, w)
+        assert all(torch.equal(optimizer.state[p][k], v) for k, v in s.items())
+    assert not torch.equal(model[5].weight, top)
+
+
+def _nodes(losses: Tensor) -> set[str]:
+    seen, stack, names = set(), [losses.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        use = getattr(node, "lamina_use", None)
+        names.add(use.where if use is not None else type(node).__name__)
+        stack.extend(child for child, _ in node.next_functions)
+    return names
+
+
+def test_the_graph_stops_above_what_no_class_reaches() -> None:
+    model = mlp()
+    with Engine(model, plan_of(model, [0.0, 0.0, 1.0, 1.0])):
+        names = _nodes(losses_of(model, X, None))
+    assert {"3", "5"} <= names
+    assert not {"0", "2"} & names
+
+
+def test_no_gradient_is_sent_below_what_the_batch_reaches() -> None:
+    """Batch truncation skips arithmetic: the lower layers' rules are not asked for anything."""
+    model = mlp()
+    plan = plan_of(model, [[1.0] * 4, [0.0, 0.0, 0.0, 1.0]])
+    asked: list[str] = []
+    with Engine(model, plan) as engine:
+        losses = losses_of(model, X, None)
+        engine.clipped_sums(losses, Batch(X))  # the ownership check is past
+        for index in (0, 2, 3, 5):
+            rule = model[index].forward.site.rule
+            own = rule.input_grad
+
+            def watch(*args: Any, index: int = index, own: Any = own) -> Tensor:
+                asked.append(str(index))
+                return own(*args)
+
+            rule.input_grad = watch
+        engine.clipped_sums(losses_of(model, X, None), Batch(X, cls=torch.ones(6, dtype=torch.long)))
+        assert asked == []
+        engine.clipped_sums(losses_of(model, X, None), Batch(X))
+        assert set(asked) == {"2", "3", "5"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cls", [[0] * 6, [1] * 6, [2] * 6, [1, 2] * 3, [0, 1, 2] * 2], ids=str)
+def test_constant_time_gives_the_same(cls: list[int], form: str) -> None:
+    """Bands at the top, at the bottom, and with a hole, in turn."""
+    model = mlp()
+    bands = [[0.1] * 4, [0.0, 0.0, 0.1, 0.1], [0.1, 0.0, 0.0, 0.1]]
+    grads = []
+    for constant_time in (True, False):
+        plan = plan_of(model, bands, 0.5, clipping=form)
+        model.zero_grad()
+        with Engine(model, plan, noise=SeededNoise(2), constant_time=constant_time) as engine:
+            engine.backward(losses_of(model, X, None), Batch(X, cls=torch.tensor(cls)))
+        assert all(p.grad is not None and p.grad.norm() > 0 for p in model.parameters())
+        grads.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_noised_layer_gets_noise_whoever_was_sampled(form: str) -> None:
+    model = mlp()
+    plan = plan_of(model, [[1.0] * 4, [0.0, 0.0, 0.0, 1.0]], 2.0, clipping=form, batch=1.0)
+    batch = Batch(X, cls=torch.ones(6, dtype=torch.long))
+    with Engine(model, plan, noise=SeededNoise(0)) as engine:
+        engine.backward(losses_of(model, X, None), batch)
+        sums = engine.clipped_sums(losses_of(model, X, None), batch)
+    for index in (0, 2):
+        assert sums[f"{index}.weight"].norm() == 0
+        assert 1.2 < float(model[index].weight.grad.std()) < 2.8
+
+
+def test_a_public_layer_without_public_contributions_gets_zero() -> None:
+    model = mlp()
+    plan = plan_of(model, [[0.0, 0.0, 1.0, 1.0], [inf] * 4], public=(1,))
+    assert plan.noise[0] == 1.0  # plan_of gives every reached layer noise; here the public ones get none
+    plan = plan_of(model, [[0.0, 0.0, 1.0, 1.0], [inf] * 4], [0.0, 0.0, 1.0, 1.0], public=(1,))
+    with Engine(model, plan) as engine:
+        engine.backward(losses_of(model, X, None), Batch(X))
+    assert model[0].weight.grad.norm() == 0
+    assert model[2].weight.grad.norm() == 0
+    assert model[5].weight.grad.norm() > 0
