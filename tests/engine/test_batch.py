@@ -539,3 +539,13 @@ def test_hand_clip_is_the_documented_formula() -> None:
     assert float(ref.sums["0.weight"]) == pytest.approx(3.0)
     assert float(ref.sums["1.weight"]) == pytest.approx(4.0)
     difference({k: v.float() for k, v in ref.sums.items()}, ref)
+
+
+def test_route_of_nobody() -> None:
+    model = nn.Sequential(nn.Linear(5, 2), nn.PReLU())
+    grads = {name: torch.zeros(0, *p.shape) for name, p in model.named_parameters()}
+    for form in FORMS:
+        plan = plan_of(model, 1.0, 2.0, clipping=form)
+        none = torch.zeros(0, dtype=torch.long)
+        assert all(v.norm() == 0 for v in route(grads, none, plan, noise=None).values())
+        assert all(v.norm() > 0 for v in route(grads, none, plan, noise=SeededNoise(0)).values())

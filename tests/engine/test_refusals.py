@@ -382,7 +382,15 @@ def test_an_error_in_the_middle_of_a_step_releases_nothing() -> None:
         with pytest.raises(ZeroDivisionError):
             engine.backward(losses_of_output(Breaks.apply(model(X))), Batch(X))
         assert all(p.grad is None for p in model.parameters())
+        first, second = Batch(X).split(2)
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(losses_of_output(Breaks.apply(model(first.x))), first)
         armed = False
+        with pytest.raises(
+            EngineError, match="without its first part"
+        ):  # the broken step is over: no half of it leaves
+            engine.backward(losses_of_output(Breaks.apply(model(second.x))), second)
+        assert all(p.grad is None for p in model.parameters())
         engine.backward(losses_of_output(Breaks.apply(model(X))), Batch(X))
         assert all(p.grad is not None for p in model.parameters())
 

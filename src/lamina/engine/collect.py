@@ -121,8 +121,6 @@ def _settle(grad: UnitGrad) -> UnitGrad:
     """Form the gradient now if that takes no more memory than what it is made of."""
     size = grad.units * grad.shape.numel()
     made_of = sum(t.numel() for t in vars(grad).values() if isinstance(t, Tensor))
-    return (
-        Dense(grad.dense(0, grad.units).view(grad.units, *grad.shape))
-        if grad.formed and size <= made_of
-        else grad
-    )
+    if not grad.formed or size > made_of:
+        return grad
+    return Dense(grad.dense(0, grad.units).view(grad.units, *grad.shape).clone())

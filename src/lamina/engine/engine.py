@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamina.account import Filter, SpendCurve
+from lamina.engine import workspace
 from lamina.engine.attach import Attachment
 from lamina.engine.batch import Batch
 from lamina.engine.budget import Budget
@@ -72,7 +74,7 @@ class Engine:
         self._radius = torch.tensor([plan.joint(k) for k in range(len(plan.classes))], dtype=torch.float64)
         self._ownership = OwnershipCheck()
         self._open: OpenStep | None = None
-        self._written: dict[str, Tensor] = {}
+        self._written: dict[str, weakref.ref[Tensor]] = {}
         self._curves: dict[int, SpendCurve] = {}
         targets = {name: Target(name, i) if self._trained[i] else None for name, i in layer_of.items()}
         self._attachment = Attachment(model, targets, rows=rows, per_contribution=per_contribution)
@@ -131,12 +133,12 @@ class Engine:
                 p.grad = grad
             else:  # the engine's own, from an earlier step that was not zeroed
                 p.grad.add_(grad)
-            self._written[name] = p.grad
+            self._written[name] = weakref.ref(p.grad)
 
     def _examine(self, losses: Tensor | None, batch: Batch) -> Examined | None:
         """Everything that can be refused, before anything is spent."""
         for name, p in self._tensors.items():
-            if p.grad is not None and self._written.get(name) is not p.grad:
+            if self._foreign(name, p):
                 raise UnclippedGradient(
                     f"'{name}'.grad holds a gradient that the engine did not write",
                     "call optimizer.zero_grad() first, and never loss.backward() on a covered tensor",
@@ -173,6 +175,7 @@ class Engine:
                 collector.finish()
         finally:
             desk.receiver = None
+            workspace.release()
 
     def _collector(
         self, part: Examined, bounds: Tensor, reached: Sequence[bool], sums: dict[str, Tensor], scale: float
@@ -230,6 +233,13 @@ class Engine:
     ) -> None:
         self.detach()
 
+    def _foreign(self, name: str, p: Tensor) -> bool:
+        """Whether a tensor holds a gradient that somebody else put there."""
+        if p.grad is None:
+            return False
+        written = self._written.get(name)
+        return written is None or written() is not p.grad
+
     def _before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Closures would take several releases for the price of one; foreign gradients were never clipped."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -244,7 +254,7 @@ class Engine:
                 "call engine.backward once, then optimizer.step() without a closure",
             )
         for name, p in mine:
-            if p.grad is not None and self._written.get(name) is not p.grad:
+            if self._foreign(name, p):
                 raise UnclippedGradient(
                     f"'{name}'.grad holds a gradient that the engine did not write",
                     "use engine.backward(losses, batch) for every gradient of a covered tensor",

@@ -11,7 +11,7 @@ Two sources, one construction (`stream`: AES counter mode; `normal`: Box–Mulle
 - `SeededNoise(seed)` is for tests: `private` is False, and so is everything derived from it.
 
 Formal guarantees. With uniform words the draws are N(0, 1) up to the floating-point error stated in `normal`,
-and cut at 9.42 standard deviations (mass 2^-64 a pair). Not hardened (the default): the sum is taken in the
+and cut at 9.35 standard deviations (mass 2^-63 a pair). Not hardened (the default): the sum is taken in the
 sums' own precision; which low bits can occur then depends on the sum, so a certificate lists floating point as
 not covered. `hardened=True`: normals and sum in float64, the result rounded to the public grid
 `normal.grid(std)`. docs/decisions/noise.md says what that does and does not protect against.
@@ -102,32 +102,48 @@ class NoiseSource:
         key = step_key(self._seed, step=step, rank=self._rank, purpose=Purpose.NOISE)
         self._claim(step, indices)
         if fill:
-            for total in totals:
-                total.detach().zero_()
+            for total, std in zip(totals, stds, strict=True):
+                if self._hardened or std == 0:
+                    total.detach().zero_()
         for dtype in (torch.float32, torch.float64):
             live = [i for i, x in enumerate(totals) if x.dtype == dtype and stds[i] > 0 and x.numel()]
             if live:
                 self._draw(
-                    [totals[i] for i in live], [float(stds[i]) for i in live], [indices[i] for i in live], key
+                    [totals[i] for i in live],
+                    [float(stds[i]) for i in live],
+                    [indices[i] for i in live],
+                    key,
+                    fill,
                 )
 
-    def _draw(self, totals: list[torch.Tensor], stds: list[float], indices: list[int], key: bytes) -> None:
+    def _draw(
+        self, totals: list[torch.Tensor], stds: list[float], indices: list[int], key: bytes, fill: bool
+    ) -> None:
         flat = [x if x.is_contiguous() else x.detach().contiguous() for x in totals]
         arrays: list[Reals] = [x.detach().numpy().reshape(-1) for x in flat]
         precise = self._hardened or arrays[0].dtype == np.float64
         scales = np.array(stds, dtype=np.float64 if precise else np.float32)
         spacing = [grid(std) for std in stds] if self._hardened else []
 
-        def add(slot: int, start: int, noise: Reals) -> None:
+        def put(slot: int, start: int, r: Reals, noise: Reals) -> None:
+            np.multiply(r, noise, out=arrays[slot][start : start + noise.size])
+
+        def add(slot: int, start: int, r: Reals, noise: Reals) -> None:
+            np.multiply(r, noise, out=noise)
             part = arrays[slot][start : start + noise.size]
             np.add(part, noise, out=part)
 
-        def add_hardened(slot: int, start: int, noise: Reals) -> None:
+        def add_hardened(slot: int, start: int, r: Reals, noise: Reals) -> None:
+            np.multiply(r, noise, out=noise)
             add_rounded(arrays[slot][start : start + noise.size], noise, spacing[slot])
 
-        store = add_hardened if self._hardened else add
+        store = add_hardened if self._hardened else put if fill else add
         packs = layout(tuple(x.size for x in arrays), tuple(indices))
         threads = torch.get_num_threads() if self._threads is None else self._threads
+        if (
+            precise
+        ):  # float64 uses torch's own threads: entered from a second one, they would outnumber the cores
+            threads = 1
 
         def work(stream: KeyStream, pack: Pack, space: Workspace) -> None:
             add_pack(stream, pack, space, scales, precise, store)

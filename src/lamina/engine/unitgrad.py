@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from lamina.engine.norms import row_norm_sq
+from lamina.engine.workspace import take
 
 # Elements of per-contribution gradient formed at a time: large enough to keep both cores busy, small
 # enough to stay in cache and to leave peak memory alone.
-CHUNK = 1 << 20
+CHUNK = 1 << 21
 _ONE = torch.ones((), dtype=torch.float64)
 _LOW, _HIGH = 1e-15, 1e15  # norms between which products in float32 lose nothing
 
@@ -60,7 +61,7 @@ class UnitGrad(ABC):
 
     @abstractmethod
     def dense(self, low: int, high: int) -> Tensor:
-        """G[low:high], formed, as (high - low, numel) in the order of the tensor."""
+        """G[low:high], formed, as (high - low, numel) in the order of the tensor. Valid until the next call."""
 
     @property
     def formed(self) -> bool:
@@ -189,7 +190,8 @@ class Product(Formed):
 
     def dense(self, low: int, high: int) -> Tensor:
         g, a = _wide(self.g[low:high]), _wide(self.a[low:high])
-        return torch.bmm(g.transpose(1, 2), a).reshape(high - low, -1)
+        grads = take("grads", (high - low, *self.shape), g.dtype)
+        return torch.bmm(g.transpose(1, 2), a, out=grads).view(high - low, -1)
 
 
 class Scatter(UnitGrad):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lamina.engine.layout import Layout
 from lamina.engine.rules.rule import Apply, Kept, Params, Rule, Site, autocast, demand_rank
 from lamina.engine.unitgrad import CHUNK, Dense, Formed, UnitGrad
+from lamina.engine.workspace import take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +59,13 @@ class Correlation(Formed):
         groups, space, units = self.geometry.groups, v.shape[3:], high - low
         columns = self._columns(u, space, groups)  # (units·groups, i·k, positions)
         rows = v.transpose(1, 2).reshape(units * groups, v.shape[2] // groups, -1)
-        return torch.bmm(rows, columns.transpose(1, 2)).view(units, -1)
+        grads = take("grads", (units * groups, rows.shape[1], columns.shape[1]), rows.dtype)
+        return torch.bmm(rows, columns.transpose(1, 2), out=grads).view(units, -1)
 
     def _columns(self, u: Tensor, space: Sequence[int], groups: int) -> Tensor:
         geo, units = self.geometry, u.shape[0]
         if any(geo.padding):
-            u = F.pad(u, [p for pad in reversed(geo.padding) for p in (pad, pad)])
+            u = _padded(u, geo.padding)
         if all(k == 1 for k in geo.kernel) and all(s == 1 for s in geo.stride):
             for axis, size in enumerate(space, 3):
                 u = u.narrow(axis, 0, size)
@@ -80,7 +82,19 @@ class Correlation(Formed):
                 *(s * d for s, d in zip(step[3:], geo.stride, strict=True)),
             ),
         )
-        return windows.reshape(units * groups, u.shape[2] // groups * prod(geo.kernel), -1)
+        columns = take("columns", tuple(windows.shape), u.dtype).copy_(windows)
+        return columns.view(units * groups, u.shape[2] // groups * prod(geo.kernel), -1)
+
+
+def _padded(u: Tensor, padding: Sequence[int]) -> Tensor:
+    """u with zeros around its space."""
+    space = [size + 2 * pad for size, pad in zip(u.shape[3:], padding, strict=True)]
+    whole = take("padded", (*u.shape[:3], *space), u.dtype).zero_()
+    inner = whole
+    for axis, (size, pad) in enumerate(zip(u.shape[3:], padding, strict=True), 3):
+        inner = inner.narrow(axis, pad, size)
+    inner.copy_(u)
+    return whole
 
 
 class Convolution(Rule):
