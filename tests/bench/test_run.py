@@ -1,0 +1,152 @@
+"""The benchmark from end to end on small models: the keys that machines read, reasons beside nulls, real steps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from lamina.bench import memory, peers, variants, workloads
+from lamina.bench.picture import draw
+from lamina.bench.run import Settings, failures, run
+from lamina.bench.workloads import WORKLOADS, Workload, squared_error
+from lamina.errors import LaminaError
+from lamina.models import MLPAutoencoder
+
+
+def tiny(name: str) -> Workload:
+    return Workload(
+        name=name,
+        batch=8,
+        about="tiny",
+        build=lambda: MLPAutoencoder((12, 8, 6, 4, 2)),
+        data=lambda n: (torch.ones(n, 12), torch.ones(n, 12)),
+        losses=squared_error,
+    )
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("resae", "cnn"):
+        monkeypatch.setitem(WORKLOADS, name, tiny(name))
+
+
+SMALL = Settings(workloads=("resae", "cnn"), rounds=2, minimum=2, memory=False)
+
+
+@pytest.mark.usefixtures("small")
+def test_keys_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "missing", lambda: "opacus is not installed here")
+    result = json.loads(json.dumps(run(SMALL), allow_nan=False))
+    assert {
+        "median_time_ratio",
+        "worst_time_ratio",
+        "worst_memory_ratio",
+        "workloads",
+        "routing",
+    } <= result.keys()
+    assert set(result["workloads"]) == {"resae", "cnn"}
+    assert {"mask_overhead", "restricted_ratio"} <= result["routing"].keys()
+    assert result["worst_time_ratio"] >= result["median_time_ratio"] > 0
+    assert result["routing"]["restricted_ratio"] > 0
+    for found in result["workloads"].values():
+        assert {"time_ratio", "memory_ratio", "peers"} <= found.keys()
+        assert found["time_ratio"] >= found["detail"]["box"]["time"]["median"]
+        assert found["peers"] == dict.fromkeys(peers.PEERS)
+        assert all(found["reasons"][peer] == "opacus is not installed here" for peer in peers.PEERS)
+    assert failures(result) == []
+
+
+@pytest.mark.usefixtures("small")
+def test_a_step_of_ours_that_fails_is_a_failure_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(workload: Workload) -> variants.Step:
+        raise LaminaError("the engine is on fire", "put it out")
+
+    monkeypatch.setitem(variants.VARIANTS, "box", broken)
+    monkeypatch.setattr(peers, "missing", lambda: "opacus is not installed here")
+    result = run(SMALL)
+    assert result["median_time_ratio"] is None
+    assert any("on fire" in line for line in failures(result))
+
+
+def test_every_variant_of_ours_trains() -> None:
+    for name, make in {**variants.LAMINA, **variants.ROUTING, "plain": variants.plain}.items():
+        step = make(tiny("cnn"))
+        step()
+        step()
+        assert name in variants.VARIANTS
+
+
+def test_restricted_leaves_the_lower_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    each, made = tiny("cnn"), []
+    monkeypatch.setattr(Workload, "model", lambda self: made.append(self.build()) or made[-1])
+    step = variants.restricted(each)
+    before = {name: p.clone() for name, p in made[-1].named_parameters()}
+    step()
+    moved = [name for name, p in made[-1].named_parameters() if not torch.equal(p, before[name])]
+    assert moved
+    assert all(name.startswith("decoder.") for name in moved)
+    assert len(moved) <= len(before) // 4
+
+
+@pytest.mark.parametrize("peer", sorted(peers.PEERS))
+def test_peers_clip_and_noise_on_a_small_model(peer: str) -> None:
+    if reason := peers.missing():
+        pytest.skip(reason)
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = peers.PEERS[peer](tiny("cnn"))
+        step()
+        step()
+
+
+def test_workloads_have_the_shapes_that_they_claim() -> None:
+    for each in WORKLOADS.values():
+        if each.missing():
+            continue
+        x, target = each.data(2)
+        losses = each.losses(each.model()(x), target)
+        assert losses.shape == (2,)
+    with pytest.raises(LaminaError, match="not known"):
+        workloads.workload("nope")
+
+
+def test_every_variant_starts_from_the_same_weights() -> None:
+    each = WORKLOADS["cnn"]
+    first, second = each.model().state_dict(), each.model().state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_state_bytes_counts_parameters_moments_and_batch() -> None:
+    each = tiny("cnn")
+    size = sum(p.numel() for p in each.build().parameters())
+    assert memory.state_bytes(each) == 4 * (3 * size + 2 * 8 * 12)
+
+
+@pytest.mark.slow
+def test_memory_sees_per_sample_gradients() -> None:
+    """A step that keeps 32 copies of the parameters must measure as that much more."""
+    found = memory.measure([("mlp_b32", "plain"), ("mlp_b32", "box"), ("mlp_b32", "nonsense")], threads=2)
+    plain, box = found["mlp_b32", "plain"], found["mlp_b32", "box"]
+    assert isinstance(plain, int)
+    assert isinstance(box, int)
+    gradients = 4 * sum(p.numel() for p in WORKLOADS["mlp_b32"].model().parameters())
+    assert gradients < plain < 4 * gradients
+    assert gradients < box < 4 * gradients
+    assert "not known" in str(found["mlp_b32", "nonsense"])
+
+
+def test_memory_stops_when_its_time_is_over() -> None:
+    found = memory.measure([("cnn", "plain")], threads=1, seconds=0.01)
+    assert "were over" in str(found["cnn", "plain"])
+
+
+@pytest.mark.usefixtures("small")
+def test_picture(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(peers, "missing", lambda: "opacus is not installed here")
+    path = draw(run(SMALL), tmp_path / "step.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
