@@ -45,10 +45,14 @@ def clip_and_add(parts: Sequence[tuple[UnitGrad, Tensor]], clip: Clip) -> None:
     What can be measured cheaply is measured first; of what must be formed to be measured, the
     largest is measured and summed in one pass.
     """
-    *rest, (last, out) = sorted(parts, key=lambda part: (part[0].formed, part[0].shape.numel()))
+    *rest, (last, out) = sorted(parts, key=_cost) if len(parts) > 1 else parts
     others: Tensor | None = None
     for grad, _ in rest:
         others = grad.norm_sq() if others is None else others + grad.norm_sq()
     weights = last.clip_and_add(out, others, clip)
     for grad, target in rest:
         grad.add_to(target, weights)
+
+
+def _cost(part: tuple[UnitGrad, Tensor]) -> tuple[bool, int]:
+    return part[0].formed, part[0].shape.numel()

@@ -37,8 +37,10 @@ class Layout:
         if self.units == 0 or self.rows % self.units or self.rows == 0:
             return 0
         m = self.rows // self.units
-        plain = torch.arange(self.units).repeat_interleave(m)
-        return m if bool(((self.owner == plain) | (self.owner < 0)).all()) else 0
+        plain = torch.arange(self.units)
+        if m > 1:
+            plain = plain.repeat_interleave(m)
+        return m if torch.equal(torch.where(self.owner < 0, plain, self.owner), plain) else 0
 
     @cached_property
     def _padding(self) -> Tensor | None:

@@ -28,7 +28,7 @@ from lamina.errors import NoiseError
 
 SEED_BYTES = 32
 BLOCK_BYTES = 16
-CELL = 1 << 17  # elements of a cell; part of the format: another value is another stream
+CELL = 1 << 16  # elements of a cell; part of the format: another value is another stream
 TINY = 1 << 14  # pieces below this are packed and drawn together; only a matter of speed
 
 Words = NDArray[np.uint64]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -141,15 +140,17 @@ class Outer(UnitGrad):
 
     def __init__(self, g: Tensor, a: Tensor) -> None:
         self.g, self.a, self.length = _wide(g), _wide(a), _ONE  # (P, o), (P, i)
+        self._norms: tuple[Tensor, Tensor] | None = None
         self.units, self.shape = g.shape[0], torch.Size((g.shape[1], a.shape[1]))
 
-    @cached_property
-    def _norms(self) -> tuple[Tensor, Tensor]:
-        """Squared norms of g and a, in float64 outright: they are vectors.
+    def _measure(self) -> tuple[Tensor, Tensor]:
+        """Squared norms of g and a, in float64 outright: they are vectors. Measured once.
 
         A row so small or large that a clip factor times it would lose bits in float32 becomes a unit vector, and
         `length` keeps its size in float64. Row by row: nobody's rounding depends on the others.
         """
+        if self._norms is not None:
+            return self._norms
         norms = torch.stack(
             [torch.linalg.vector_norm(t, dim=1, dtype=torch.float64) for t in (self.g, self.a)]
         )
@@ -160,13 +161,14 @@ class Outer(UnitGrad):
                 _unit_rows(t, odd, norm) for t, norm in zip((self.g, self.a), norms, strict=True)
             )
         g, a = norms.square_().unbind(0)
-        return g, a
+        self._norms = (g, a)
+        return self._norms
 
     def g_norm_sq(self) -> Tensor:
-        return self._norms[0]
+        return self._measure()[0]
 
     def norm_sq(self) -> Tensor:
-        g, a = self._norms
+        g, a = self._measure()
         return g * a
 
     def add_to(self, out: Tensor, weights: Weights) -> None:
