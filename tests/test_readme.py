@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -14,12 +16,9 @@ import lamina
 ROOT = Path(__file__).parents[1]
 
 
-def block(language: str) -> str:
-    found = re.search(
-        rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
-    )
-    assert found is not None
-    return found.group(1)
+def block(language: str, place: int = 0) -> str:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)[place]  # type: ignore[no-any-return]
 
 
 def test_the_five_lines_train_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +44,26 @@ def test_the_five_lines_train_a_model(tmp_path: Path, monkeypatch: pytest.Monkey
     assert plan.epsilon("clinical") <= 3.0
     assert plan.epsilon("sensitive") <= 1.0
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_the_sampling_lines_draw_a_batch() -> None:
+    plan = _two_class_plan()
+    cls = torch.tensor([0, 1]).repeat(500)
+    names = {"plan": plan, "x": torch.randn(1000, 4), "y": torch.zeros(1000), "cls": cls}
+    names |= {"torch": torch, "numpy": numpy, "os": os, "lamina": lamina}
+    exec(block("python", 1), names)
+    batch, rates = names["batch"], [c.sampling_rate for c in plan.classes]
+    assert isinstance(batch, lamina.Batch)
+    drawn = torch.bincount(batch.cls, minlength=2)
+    for count, rate in zip(drawn.tolist(), rates, strict=True):
+        assert abs(count - 500 * rate) < 6 * (500 * rate) ** 0.5 + 1
+
+
+def _two_class_plan() -> lamina.StepPlan:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    return lamina.make_plan(
+        lamina.LayerStack.from_model(model), lamina.Policy.parse(block("toml")), batch=2400, steps=10
+    )
 
 
 def test_links_lead_somewhere() -> None:

@@ -188,7 +188,7 @@ def subject_of(
 
 
 def batch_of(size: int = 4) -> Batch:
-    return Batch(torch.randn(size, 4), torch.tensor([3.0] * size))
+    return Batch(torch.randn(size, 4), torch.tensor([3.0] * size), cls=torch.zeros(size, dtype=torch.long))
 
 
 def failed(checks: tuple[Check, ...]) -> set[str]:

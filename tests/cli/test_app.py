@@ -82,7 +82,7 @@ def test_plan_prints_a_table_for_people(policy: str, capsys: pytest.CaptureFixtu
         (["--model", "builtins:dict"], "torch.nn.Module"),
         (["--batch", "1000000"], "population"),
         (["--allocate", "magic"], "magic"),
-        (["--epochs", "3"], "exactly one"),
+        (["--epochs", "3"], "one of --steps and --epochs"),
     ],
 )
 def test_a_refusal_is_one_with_a_remedy_and_no_traceback(

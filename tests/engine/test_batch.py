@@ -186,10 +186,6 @@ UNITS: dict[str, dict[str, Any]] = {
         "unit": torch.tensor([0, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 0]),
         "weight": torch.tensor([0.5, 0, 1, 2, 1, 0, 1, 0, 1, 1, 0, 3.0]),
     },
-    "an empty contribution": {
-        "unit": torch.tensor([0, 0, 2, 2, 2, 3, 3, 3, 5, 5, 5, 5]),
-        "cls": torch.zeros(7, dtype=torch.long),
-    },
     "only padding in one": {
         "unit": torch.arange(4).repeat_interleave(3),
         "weight": torch.tensor([1, 1, 1, 0, 0, 0, 1, 0, 0, 1, 1, 1.0]),
@@ -291,16 +287,33 @@ def test_a_later_part_without_its_first_is_refused() -> None:
         assert engine.budget.taken == 0
 
 
-def test_a_refused_part_closes_nothing_that_was_not_charged() -> None:
+def test_a_refused_part_gives_the_step_up() -> None:
+    """Otherwise the parts of two steps could come to share one noise."""
     model, x = mlp(), torch.randn(4, 5)
     with Engine(model, plan_of(model), noise=SeededNoise(0)) as engine:
         first, second = Batch(x).split(2)
         engine.backward(losses_of(model, first.x, None), first)
         with pytest.raises(EngineError):
             engine.backward(losses_of(model, second.x, None).sum(), second)
-        engine.backward(losses_of(model, second.x, None), second)
+        with pytest.raises(EngineError, match="without its first part"):
+            engine.backward(losses_of(model, second.x, None), second)
         assert engine.budget.taken == 1
-        assert all(p.grad is not None for p in model.parameters())
+        assert all(p.grad is None for p in model.parameters())
+        for part in Batch(x).split(2):
+            engine.backward(losses_of(model, part.x, None), part)
+        assert engine.budget.taken == 2
+
+
+def test_parts_of_two_steps_never_share_one_noise() -> None:
+    model, x = mlp(), torch.randn(4, 5)
+    with Engine(model, plan_of(model), noise=SeededNoise(0)) as engine:
+        first, second = Batch(x).split(2)
+        engine.backward(losses_of(model, first.x, None), first)
+        with pytest.raises(EngineError):
+            engine.backward(losses_of(model, first.x, None).sum(), first)  # the first part of the next step
+        with pytest.raises(EngineError, match="without its first part"):
+            engine.backward(losses_of(model, second.x, None), second)
+        assert all(p.grad is None for p in model.parameters())
 
 
 # ----------------------------------------------------------------------------------- nothing, and noise
@@ -484,7 +497,14 @@ def test_not_finite_below_its_band_still_counts_in_its_band(form: str, constant_
         ),
         ({"x": torch.zeros(3), "unit": torch.zeros(3)}, r"unit has dtype torch.float32.*integer tensor"),
         ({"x": torch.zeros(3), "unit": torch.tensor([0, -1, 1])}, r"unit contains -1.*counts from 0"),
-        ({"x": torch.zeros(3), "cls": torch.tensor([0, 1])}, r"contribution 2.*cls describes only 2"),
+        ({"x": torch.zeros(3), "cls": torch.tensor([0, 1])}, r"cls describes 2.*unit numbers 3"),
+        (
+            {"x": torch.zeros(4), "unit": torch.tensor([0, 0, 1, 1]), "cls": torch.tensor([0, 0, 1, 1])},
+            r"cls describes 4.*unit numbers 2.*not per example",
+        ),
+        ({"x": torch.zeros(3), "unit": torch.tensor([7, 900, 7])}, r"gaps.*return_inverse"),
+        ({"x": torch.zeros(2), "cls": ["a", "b"]}, r"cls is not made of integers.*plan\.index"),
+        ({"x": [1.0, 2.0]}, r"without tensors.*from_numpy"),
         ({"x": torch.zeros(2), "cls": torch.tensor([0, -1])}, r"cls contains -1"),
         (
             {"x": torch.zeros(2), "weight": torch.tensor([1.0, -1.0])},

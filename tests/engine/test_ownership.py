@@ -119,15 +119,55 @@ def test_a_batch_of_one_proves_nothing() -> None:
             engine.clipped_sums(contrastive(model(X)), Batch(X))
 
 
-def test_it_costs_nothing_once_passed() -> None:
+def test_it_comes_again_but_rarely() -> None:
     model = mlp()
     with Engine(model, plan_of(model)) as engine:
         calls = []
         run = engine._ownership.run
         engine._ownership.run = lambda *a, **k: (calls.append(1), run(*a, **k))[1]  # type: ignore[method-assign]
-        for _ in range(4):
+        for _ in range(40):
             engine.clipped_sums(losses_of(model, X, None), Batch(X))
-    assert len(calls) == 1
+    assert len(calls) == 6  # at 1, 2, 4, 8, 16, 32
+
+
+def test_coupling_that_some_data_do_not_show_is_found_later() -> None:
+    """A hinge over the batch that is not active in the first batch."""
+
+    class Hinge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.l(x)
+            return h + torch.relu(h.sum() - h - 1e3)
+
+    model = Hinge()
+    with Engine(model, plan_of(model)) as engine:
+        engine.clipped_sums(losses_of(model, X, None), Batch(X))
+        with pytest.raises(CouplingError, match="rows of others"):
+            engine.clipped_sums(losses_of(model, X * 1e5, None), Batch(X * 1e5))
+
+
+def test_coupling_between_the_middle_ones_is_found() -> None:
+    class Middle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.l(x)
+            return torch.cat([h[:1], h[1:-1] + h[1:-1].sum(0), h[-1:]])
+
+    model = Middle()
+    found = 0
+    for _ in range(20):
+        with Engine(model, plan_of(model)) as engine:
+            try:
+                engine.clipped_sums(losses_of(model, X, None), Batch(X))
+            except CouplingError:
+                found += 1
+    assert found >= 15  # a random half and its rest share the middle almost always
 
 
 def test_attention_across_the_batch_is_refused() -> None:

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 import lamina
 from lamina import Batch, Engine, SeededNoise
 from lamina.account import GaussianFilter
-from lamina.errors import BudgetExceeded, CouplingError, CoverageError, EngineError, LaminaError, PlanError
+from lamina.errors import (
+    BudgetExceeded,
+    CouplingError,
+    CoverageError,
+    EngineError,
+    LaminaError,
+    NoiseError,
+    PlanError,
+    UnclippedGradient,
+)
 from lamina.plan.step import PlannedClass, PlannedLayer, StepPlan
 
 N = 6
@@ -234,7 +243,7 @@ LOSSES: dict[str, tuple[Callable[[nn.Module], Any], type[LaminaError], str]] = {
     ),
     "sum": (lambda m: losses_of(m, X, None).sum(), CouplingError, r"single number.*one loss per example"),
     "per token": (lambda m: m(X), EngineError, r"shape \(6, 3\), expected \(6,\).*flatten\(1\)\.mean\(1\)"),
-    "of another batch": (lambda m: losses_of(m, X[:4], None), EngineError, r"shape \(4,\), expected \(6,\)"),
+    "of another batch": (lambda m: losses_of(m, X[:4], None), EngineError, r"4 losses for 6 examples"),
     "one column": (
         lambda m: losses_of(m, X, None).unsqueeze(1),
         EngineError,
@@ -321,16 +330,16 @@ def test_filters_are_asked_before_each_step() -> None:
     loose = GaussianFilter(budget=100.0)
     with Engine(model, plan, filters={"c1": loose, "c0": tight}) as engine:
         for _ in range(2):
-            engine.backward(losses_of(model, X, None), Batch(X))
+            engine.backward(losses_of(model, X, None), Batch(X, cls=torch.zeros(len(X), dtype=torch.long)))
             model.zero_grad()
         left = loose.remaining
         with (
             nothing_happens(model, engine),
             pytest.raises(BudgetExceeded, match=r"class 'c0' does not allow step 3"),
         ):
-            engine.backward(losses_of(model, X, None), Batch(X))
+            engine.backward(losses_of(model, X, None), Batch(X, cls=torch.zeros(len(X), dtype=torch.long)))
         assert loose.remaining == left  # refused by one is charged to none
-        engine.clipped_sums(losses_of(model, X, None), Batch(X))
+        engine.clipped_sums(losses_of(model, X, None), Batch(X, cls=torch.zeros(len(X), dtype=torch.long)))
     assert engine.budget.taken == 2
 
 
@@ -432,3 +441,122 @@ def test_recovering_after_a_refusal() -> None:
                 engine.backward(make(model), Batch(X))
         engine.backward(losses_of(model, X, None), Batch(X))
         assert engine.budget.taken == 1
+
+
+def test_a_batch_without_classes_is_refused_by_a_plan_of_several() -> None:
+    """Everyone would silently become class 0, with its reach and its noise."""
+    model = mlp()
+    with Engine(model, plan_of(model, [[1.0, 1.0], [0.0, 1.0]])) as engine:
+        for batch in (Batch(X), *Batch(X).split(2)):
+            losses = losses_of(model, batch.x, None)
+            with nothing_happens(model, engine), pytest.raises(EngineError, match=r"2 classes.*plan\.index"):
+                engine.backward(losses, batch)
+        engine.backward(None, Batch(X[:0]))  # nobody has no class
+
+
+def test_what_is_not_a_batch_and_what_is_not_attached() -> None:
+    model = mlp()
+    engine = Engine(model, plan_of(model))
+    with pytest.raises(EngineError, match=r"tuple.*lamina\.Batch"):
+        engine.backward(losses_of(model, X, None), (X, None))
+    engine.detach()
+    with pytest.raises(EngineError, match=r"detached.*lamina\.Engine"):
+        engine.backward(losses_of(model, X, None), Batch(X))
+    assert "0 of" in repr(engine)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_gradient_written_by_a_hook_during_backward_is_refused(keep: bool) -> None:
+    """As fused gradient accumulation does."""
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.on = nn.Linear(5, 4), nn.Linear(4, 3), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.a(x)
+            if self.on:
+                h.register_hook(lambda g: self.write(g.t() @ x))
+            return self.b(h)
+
+        def write(self, grad: torch.Tensor) -> None:
+            if self.a.weight.grad is None:
+                self.a.weight.grad = grad
+            else:
+                self.a.weight.grad.add_(grad)
+
+    model = Fused()
+    x = torch.randn(6, 5)
+    with Engine(model, plan_of(model)) as engine:
+        engine.backward(losses_of(model, x, None), Batch(x))
+        if not keep:
+            model.zero_grad()
+        model.on = True
+        engine._ownership.due = lambda *_: False  # type: ignore[method-assign]
+        with pytest.raises(UnclippedGradient, match=r"'a\.weight'\.grad during the backward"):
+            engine.backward(losses_of(model, x, None), Batch(x))
+    assert model.a.weight.grad is None
+
+
+@pytest.mark.parametrize("target", ["buffer", "frozen", "covered"])
+def test_tensors_written_in_the_forward_pass_are_refused(target: str) -> None:
+    """Codebooks, centres, queues: they would leave with the state_dict, un-noised."""
+
+    class Centre(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(5, 3)
+            self.frozen = nn.Parameter(torch.zeros(5), requires_grad=False)
+            self.register_buffer("centre", torch.zeros(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                {"buffer": self.centre, "frozen": self.frozen, "covered": self.l.weight[0]}[target].lerp_(
+                    x.mean(0), 0.1
+                )
+            return self.l(x)
+
+    model = Centre()
+    x = torch.randn(6, 5)
+    name = {"buffer": "centre", "frozen": "frozen", "covered": "l.weight"}[target]
+    with (
+        Engine(model, plan_of(model)),
+        pytest.raises(CouplingError, match=f"'{name}' was written during the forward"),
+    ):
+        model(x)
+
+
+def test_steps_taken_before_count() -> None:
+    model = mlp()
+    plan = plan_of(model, steps=3)
+    with Engine(model, plan, taken=2) as engine:
+        engine.backward(losses_of(model, X, None), Batch(X))
+        assert engine.epsilon("c0") == plan.epsilon("c0")
+        with pytest.raises(BudgetExceeded):
+            engine.backward(None, Batch(X[:0]))
+    with pytest.raises(PlanError, match="taken is 4"):
+        Engine(model, plan, taken=4)
+
+
+def test_a_step_opened_before_a_fork_is_not_released_in_the_child() -> None:
+    model = mlp()
+    with Engine(model, plan_of(model)) as engine:
+        first, second = Batch(X).split(2)
+        engine.backward(losses_of(model, first.x, None), first)
+        assert engine._open is not None
+        engine._open.process -= 1  # as the child sees it
+        with pytest.raises(NoiseError, match="parent process"):
+            engine.backward(losses_of(model, second.x, None), second)
+
+
+def test_a_bias_of_enormous_gradient_stays_inside_its_bound() -> None:
+    """The clip factor would be a denormal in float32, and read too large."""
+    model = nn.Linear(4, 3)
+    plan = plan_of(model, [[1e-3]], batch=1.0)
+    for scale in (1e20, 1e30, 1e37, 1e38):
+        with Engine(model, plan) as engine:
+            x = torch.zeros(1, 4)
+            sums = engine.clipped_sums((model(x) * scale).sum(1), Batch(x))
+        norm = sum(float(t.double().square().sum()) for t in sums.values()) ** 0.5
+        assert norm <= 1e-3

@@ -144,12 +144,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     unit = draw(st.lists(st.integers(0, examples - 1), min_size=examples, max_size=examples))
     places = {u: i for i, u in enumerate(sorted(set(unit)))}
     units = [places[u] for u in unit]
-    spare = draw(st.integers(0, 1))
-    cls = draw(
-        st.lists(
-            st.integers(0, classes - 1), min_size=max(units) + 1 + spare, max_size=max(units) + 1 + spare
-        )
-    )
+    cls = draw(st.lists(st.integers(0, classes - 1), min_size=max(units) + 1, max_size=max(units) + 1))
     weight = draw(
         st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.0, 1.0, 3.0]), min_size=examples, max_size=examples)
     )

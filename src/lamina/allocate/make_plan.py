@@ -36,6 +36,10 @@ def make_plan(
     sigma_k is calibrated to ε_k for q_k and the steps, on the safe side; then S is scaled so that every
     class has at least its sigma_k.
     """
+    if not isinstance(stack, LayerStack):
+        raise PlanError(f"stack is a {type(stack).__name__}", "use lamina.LayerStack.from_model(model)")
+    if not isinstance(policy, Policy):
+        raise PlanError(f"policy is a {type(policy).__name__}", "use lamina.Policy.load('policy.toml')")
     sizes = _batches(policy, batch)
     total, population = sum(sizes.values()), sum(_population(policy, name) for name in sizes)
     count = _steps(steps, epochs, Fraction(population) / total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -45,6 +46,8 @@ def plan(
 
     Example: lamina plan policy.toml --model mypackage.nets:build --batch 256 --epochs 20
     """
+    if (steps is None) == (epochs is None):
+        raise PlanError("the length of the training is not clear", "give one of --steps and --epochs")
     made = make_plan(
         LayerStack.from_model(load(model)),
         Policy.load(policy),
@@ -69,12 +72,14 @@ def load(name: str) -> nn.Module:
         raise PlanError(
             f"model '{name}' is not built in", f"use package.module:factory, or one of {', '.join(BUILT_IN)}"
         )
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules of the folder that the command is called in
     try:
         made = getattr(importlib.import_module(module), factory)()
     except Exception as error:  # the factory is the user's: whatever it raises is told, not traced
         raise LaminaError(
             f"model '{name}' cannot be made: {type(error).__name__}: {error}",
-            "check the module and the factory",
+            "the module must be importable from this folder, the factory callable without arguments",
         ) from error
     if not isinstance(made, nn.Module):
         raise PlanError(f"model '{name}' made a {type(made).__name__}", "return a torch.nn.Module")

@@ -14,12 +14,12 @@ from torch.utils import _pytree as pytree
 
 from lamina.engine import scope
 from lamina.engine.function import Covered, Desk, Target, Use
-from lamina.engine.hooks import BeforeForward, guard, guards, plain_forward, refuse_gradient
+from lamina.engine.hooks import AfterForward, BeforeForward, guard, guards, plain_forward, refuse_gradient
 from lamina.engine.owner import BroadcastSite, OwnerSite
 from lamina.engine.rules import Rule, Site, rule_for
 from lamina.engine.rules.embedding import EmbeddingSite
 from lamina.engine.rules.rule import NOTHING
-from lamina.errors import EngineError, LaminaError, UnsupportedLayer
+from lamina.errors import CouplingError, EngineError, LaminaError, UnsupportedLayer
 
 # Attention modules that look a bias up by relative position, without the batch axis.
 _RELATIVE_BIAS = ("T5Attention", "MT5Attention", "UMT5Attention", "LongT5Attention", "Pop2PianoAttention")
@@ -44,9 +44,12 @@ class Attachment:
         self.desk = Desk()
         self.rows = dict(rows or {})
         self.examples: int | None = None
+        self._state = [*model.named_parameters(), *model.named_buffers()]
         self.targets = {id(p): targets[name] for name, p in model.named_parameters() if name in targets}
         see = BeforeForward(self._see_batch)
         self._handles = [model.register_forward_pre_hook(see, prepend=True, with_kwargs=True)]
+        self._handles.append(model.register_forward_hook(AfterForward(self._see_writes)))
+        self._versions: dict[str, int] = {}
         for module in guards(model):
             self._handles.append(
                 module.register_forward_pre_hook(BeforeForward(guard), prepend=True, with_kwargs=True)
@@ -123,6 +126,21 @@ class Attachment:
             (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), None
         )
         self.examples = None if first is None else first.shape[0]
+        self._versions = self._written_so_far()
+
+    def _see_writes(self) -> None:
+        """A forward pass must leave every tensor of the model alone: what it writes was never noised."""
+        now = self._written_so_far()
+        for name, version in self._versions.items():
+            if now.get(name, version) != version:
+                raise CouplingError(
+                    f"'{name}' was written during the forward pass: it would carry private data without noise",
+                    "train it by the optimiser, or compute it from public data before training",
+                )
+
+    def _written_so_far(self) -> dict[str, int]:
+        """How often each tensor of the model was written in place. Integer buffers (counters) are left out."""
+        return {n: t._version for n, t in self._state if t.is_floating_point()}
 
     def example_of_row(self, name: str, x: Tensor) -> Tensor | None:
         """The row map in force for a module's input: declared in the model, or by name to the engine."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +25,7 @@ class Batch:
 
     A contribution's gradient is the weighted mean over its examples, clipped once. `len` counts
     contributions, and may be 0. `first` and `last` tell the engine where a step begins and ends.
+    `classified` is False where no class was given: a plan of several classes refuses such a batch.
     """
 
     x: Any
@@ -34,18 +35,23 @@ class Batch:
     weight: Tensor | None = None
     first: bool = True
     last: bool = True
+    classified: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
         n = self.examples
         unit = _integers("unit", self.unit, n, default=lambda: torch.arange(n))
-        units = int(unit.max()) + 1 if n else 0
-        if self.cls is not None:
-            if len(self.cls) < units:
-                raise EngineError(
-                    f"unit names contribution {units - 1}, but cls describes only {len(self.cls)}",
-                    "give one class per contribution",
-                )
-            units = len(self.cls)
+        units = len(torch.unique(unit))
+        if n and units != int(unit.max()) + 1:
+            raise EngineError(
+                f"unit numbers {units} contributions up to {int(unit.max())}: it has gaps",
+                "number them 0 … P-1: torch.unique(ids, return_inverse=True)[1]",
+            )
+        if self.cls is not None and len(self.cls) != units:
+            raise EngineError(
+                f"cls describes {len(self.cls)} contributions, unit numbers {units}",
+                "give one class per contribution, not per example",
+            )
+        object.__setattr__(self, "classified", self.cls is not None or units == 0)
         cls = _integers("cls", self.cls, units, default=lambda: torch.zeros(units, dtype=torch.long))
         weight = torch.ones(n) if self.weight is None else torch.as_tensor(self.weight, dtype=torch.float32)
         if weight.shape != (n,) or not bool(torch.isfinite(weight).all() and (weight >= 0).all()):
@@ -65,6 +71,11 @@ class Batch:
             for t in pytree.tree_leaves((self.x, self.y))
             if isinstance(t, Tensor)
         }
+        if not sizes:
+            raise EngineError(
+                f"x is a {type(self.x).__name__} without tensors",
+                "give tensors: torch.from_numpy(x) or torch.tensor(x)",
+            )
         if len(sizes) != 1 or -1 in sizes:
             raise EngineError(
                 f"the tensors of x and y have first axes {sorted(sizes)}",
@@ -93,7 +104,7 @@ class Batch:
                 _take(self.x, rows),
                 _take(self.y, rows),
                 unit=self.unit[rows] - low,
-                cls=self.cls[low:high],
+                cls=self.cls[low:high] if self.classified else None,
                 weight=self.weight[rows],
                 first=self.first and i == 0,
                 last=self.last and i == parts - 1,
@@ -107,7 +118,12 @@ def _take(tree: Any, rows: Tensor) -> Any:
 def _integers(name: str, value: Any, size: int, default: Callable[[], Tensor]) -> Tensor:
     if value is None:
         return default()
-    value = torch.as_tensor(value)
+    try:
+        value = torch.as_tensor(value)
+    except (TypeError, ValueError):
+        raise EngineError(
+            f"{name} is not made of integers", "class names become indices by plan.index('name')"
+        ) from None
     if value.dtype.is_floating_point or value.dtype == torch.bool or value.shape != (size,):
         raise EngineError(
             f"{name} has dtype {value.dtype} and shape {tuple(value.shape)}, expected {size} integers",

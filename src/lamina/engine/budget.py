@@ -15,9 +15,13 @@ class Budget:
     Charged means spent: a step that fails after it was charged is not given back.
     """
 
-    def __init__(self, plan: StepPlan, filters: Mapping[str, Filter]) -> None:
+    def __init__(self, plan: StepPlan, filters: Mapping[str, Filter], taken: int = 0) -> None:
+        if not 0 <= taken <= plan.steps:
+            raise PlanError(
+                f"taken is {taken}, the plan has {plan.steps} steps", "say how many were taken before"
+            )
         self.plan = plan
-        self.taken = 0
+        self.taken = taken
         self._filters = []
         for name, filter_ in filters.items():
             k = plan.index(name)

@@ -18,6 +18,7 @@ from lamina.engine.norms import SAFETY
 from lamina.engine.unitgrad import Clip, UnitGrad, Weights
 
 _TINY = 1e-300
+_FAINT, _NORMAL = 2.0**-100, 1e-35  # a contribution 2^100 times too large is left out
 
 
 def safe(bound: Tensor, scale: float) -> Tensor:
@@ -28,6 +29,7 @@ def safe(bound: Tensor, scale: float) -> Tensor:
 def weights_for(norm_sq: Tensor, bound: Tensor, scale: float) -> Weights:
     """scale · min(1, bound/norm), for squared norms and `safe` bounds (0: not reached, inf: public)."""
     factor = norm_sq.clamp(min=_TINY).rsqrt_().mul_(bound).clamp_(max=scale)
+    torch.threshold_(factor, max(scale * _FAINT, _NORMAL), 0.0)  # before it becomes a denormal in float32
     if math.isfinite(norm_sq.sum().item()):
         return Weights(factor, None)
     finite = torch.isfinite(norm_sq)

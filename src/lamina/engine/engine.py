@@ -24,8 +24,9 @@ from lamina.engine.noise import NoiseSource, SecureNoise
 from lamina.engine.open_step import OpenStep, zeros
 from lamina.engine.ownership import OwnershipCheck
 from lamina.engine.probe import probe
-from lamina.errors import EngineError, UnclippedGradient
+from lamina.errors import CouplingError, EngineError, UnclippedGradient
 from lamina.plan.coverage import check_coverage
+from lamina.plan.hazards import hazards
 from lamina.plan.step import Clipping, StepPlan
 
 
@@ -51,6 +52,7 @@ class Engine:
         rows: Mapping[str, str] | None = None,
         per_contribution: Sequence[str] = (),
         constant_time: bool = False,
+        taken: int = 0,
     ) -> None:
         """
         noise             where the noise comes from: a secure stream unless a test says otherwise
@@ -58,11 +60,12 @@ class Engine:
         rows              by pattern of module name: 'contiguous' or 'interleaved' rows per example
         per_contribution  names of modules to run once per contribution
         constant_time     do not skip arithmetic where no sampled contribution reaches
+        taken             steps of this plan that an earlier engine took on the same data: ε counts from there
         """
         self.coverage = check_coverage(model, plan)
         self.model, self.plan, self.constant_time = model, plan, constant_time
         self.noise = SecureNoise() if noise is None else noise
-        self.budget = Budget(plan, filters or {})
+        self.budget = Budget(plan, filters or {}, taken)
         self._trained = [any(row[i] > 0 for row in plan.clip) for i in range(len(plan.layers))]
         layer_of = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
         parameters = dict(model.named_parameters())
@@ -73,6 +76,8 @@ class Engine:
         self._clip = torch.tensor(plan.clip, dtype=torch.float64).view(len(plan.classes), len(plan.layers))
         self._radius = torch.tensor([plan.joint(k) for k in range(len(plan.classes))], dtype=torch.float64)
         self._ownership = OwnershipCheck()
+        self._detached = False
+        self.probed = False
         self._open: OpenStep | None = None
         self._written: dict[str, weakref.ref[Tensor]] = {}
         self._curves: dict[int, SpendCurve] = {}
@@ -88,20 +93,27 @@ class Engine:
         `losses` holds one loss per example, or is None for an empty batch, which still gets its
         noise. With `batch.split`, call it once per part: noise and `.grad` come with the last.
         """
+        if not isinstance(batch, Batch):
+            raise EngineError(f"the batch is a {type(batch).__name__}", "pass a lamina.Batch(x, y, cls=…)")
+        if batch.first:
+            self._open = None  # an earlier step that was not finished is given up; its charge stays
+        try:
+            self._take(losses, batch)
+        except BaseException:
+            self._open = None
+            raise
+
+    def _take(self, losses: Tensor | None, batch: Batch) -> None:
         part = self._examine(losses, batch)
         if batch.first:
             self._open = OpenStep(self.plan, self.noise, self._tensors, self._layer_of, self.budget.charge())
         if self._open is None:
             raise EngineError(
                 "a later part of a split batch came without its first part",
-                "pass the parts of batch.split(k) in order",
+                "pass the parts of batch.split(k) in order, and begin again after an error",
             )
-        try:
-            if part is not None:
-                self._accumulate(part, self._open.sums, self._open.scale)
-        except BaseException:
-            self._open = None
-            raise
+        if part is not None:
+            self._accumulate(part, self._open.sums, self._open.scale)
         if batch.last:
             step, self._open = self._open, None
             self._write(step.release())
@@ -137,6 +149,10 @@ class Engine:
 
     def _examine(self, losses: Tensor | None, batch: Batch) -> Examined | None:
         """Everything that can be refused, before anything is spent."""
+        if self._detached:
+            raise EngineError(
+                "this engine was detached from its model", "make a new one: lamina.Engine(model, plan)"
+            )
         for name, p in self._tensors.items():
             if self._foreign(name, p):
                 raise UnclippedGradient(
@@ -150,6 +166,8 @@ class Engine:
                 )
         part = examine(losses, batch, self.plan, self._names)
         if part is not None and self._ownership.due(part.graph, part.layout.units):
+            for hazard in hazards(self.model):
+                raise CouplingError(str(hazard), hazard.remedy)
             with torch.autocast("cpu", enabled=False):
                 self._ownership.run(
                     part.losses, part.layout.owner, part.layout.units, part.graph, part.layouts
@@ -165,6 +183,7 @@ class Engine:
             self._run(part, self._collector(part, bounds, reached, sums, scale))
 
     def _run(self, part: Examined, collector: Collector) -> None:
+        before = self._held()
         inputs = [p for name, p in self._tensors.items() if collector.reached[self._layer_of[name]]]
         desk = self._attachment.desk
         desk.receiver = collector
@@ -176,6 +195,18 @@ class Engine:
         finally:
             desk.receiver = None
             workspace.release()
+        for name, was, now in zip(self._tensors, before, self._held(), strict=True):
+            if was != now:
+                self._tensors[name].grad = None
+                raise UnclippedGradient(
+                    f"something wrote to '{name}'.grad during the backward pass",
+                    "no hook or custom Function may write gradients itself: fused gradient accumulation must be off",
+                )
+
+    def _held(self) -> list[tuple[int, int]]:
+        """Which gradients the tensors hold, and how often each was written."""
+        grads = (p.grad for p in self._tensors.values())
+        return [(id(g), g._version) if g is not None else (0, 0) for g in grads]
 
     def _collector(
         self, part: Examined, bounds: Tensor, reached: Sequence[bool], sums: dict[str, Tensor], scale: float
@@ -218,12 +249,19 @@ class Engine:
         `losses_of(x, y)` computes one loss per example, model included.
         """
         probe(self, losses_of, x, y)
+        self.probed = True
 
     def detach(self) -> None:
         """Give the model back as it was."""
         self._hook.remove()
         self._attachment.detach()
         self._open = None
+        self._detached = True
+
+    def __repr__(self) -> str:
+        taken, steps = self.budget.taken, self.plan.steps
+        probed = "probed" if self.probed else "not probed"
+        return f"Engine({self.coverage}; {taken} of {steps} steps taken; {probed}; {self.noise!r})"
 
     def __enter__(self) -> Self:
         return self

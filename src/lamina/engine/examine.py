@@ -31,6 +31,11 @@ class Examined:
 
 def examine(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict[int, str]) -> Examined | None:
     """None for an empty batch."""
+    if not batch.classified and len(plan.classes) > 1:
+        raise EngineError(
+            f"the batch does not say which of the plan's {len(plan.classes)} classes its contributions have",
+            "give Batch(..., cls=…): indices into plan.classes, plan.index('name')",
+        )
     n = batch.examples
     classes = cast(Tensor, batch.cls)
     if len(classes) and int(classes.max()) >= len(plan.classes):
@@ -42,7 +47,7 @@ def examine(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict[int
         if losses is not None and losses.numel():
             raise EngineError(f"{losses.numel()} losses came with an empty batch", "pass losses=None")
         return None
-    losses = _check_losses(losses, n)
+    losses = check_losses(losses, n)
     graph = walk(losses, names)
     unit, weight = cast(Tensor, batch.unit), cast(Tensor, batch.weight)
     layout = Layout(torch.where(weight > 0, unit, -1), len(batch))
@@ -58,13 +63,18 @@ def examine(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict[int
     )
 
 
-def _check_losses(losses: Tensor | None, n: int) -> Tensor:
+def check_losses(losses: Tensor | None, n: int) -> Tensor:
     if losses is None:
         raise EngineError(f"losses is None for a batch of {n} examples", "pass one loss per example")
     if losses.dim() == 0:
         raise CouplingError(
             "losses is a single number: a mean or sum over the batch mixes contributions",
             "pass one loss per example: reduction='none', then .flatten(1).mean(1)",
+        )
+    if losses.dim() == 1 and len(losses) != n:
+        raise EngineError(
+            f"there are {len(losses)} losses for {n} examples in the batch",
+            "compute them from this batch's x and y",
         )
     if losses.shape != (n,):
         raise EngineError(

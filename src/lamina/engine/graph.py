@@ -92,7 +92,7 @@ def _refuse(node: Any) -> None:
     if "BatchNorm" in name and getattr(node, "_saved_training", False) and node._saved_input.shape[0] > 1:
         raise CouplingError(
             f"{name}: batch normalisation in training mode mixes contributions",
-            "use GroupNorm, or lamina.fix(model), or put the layer in eval mode",
+            "use GroupNorm, or `model, report = lamina.fix(model)`, or put the layer in eval mode",
         )
 
 

@@ -33,6 +33,26 @@ class BeforeForward:
         return BeforeForward, ()
 
 
+class AfterForward:
+    """A forward hook of the whole model. In a copy it takes itself away, too."""
+
+    def __init__(self, call: Callable[[], None] | None = None) -> None:
+        self.call = call
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.call is not None:
+            self.call()
+            return
+        for key in [key for key, hook in module._forward_hooks.items() if hook is self]:
+            del module._forward_hooks[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AfterForward:
+        return AfterForward()
+
+    def __reduce__(self) -> Any:
+        return AfterForward, ()
+
+
 def plain_forward(module: nn.Module) -> Any:
     """The forward that a module has by its class."""
     return MethodType(type(module).forward, module)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from lamina.engine.noise import NoiseSource
+from lamina.errors import NoiseError
 from lamina.plan.step import StepPlan
 
 
@@ -27,7 +29,7 @@ class OpenStep:
         layer_of: Mapping[str, int],
         step: int,
     ) -> None:
-        self.plan, self.noise, self.step = plan, noise, step
+        self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
         self.std = [plan.noise[layer_of[name]] for name in tensors]
         if noise.hardened:
             self.sums, self.scale = zeros(tensors), 1.0
@@ -41,6 +43,11 @@ class OpenStep:
 
     def release(self) -> dict[str, Tensor]:
         """(clipped sum + noise) / B."""
+        if os.getpid() != self.process:
+            raise NoiseError(
+                "a step that was opened in a parent process is released in its child: both would use one noise",
+                "fork between steps, not within one",
+            )
         if self.noise.hardened:
             sums = list(self.sums.values())
             self.noise.add_many_(sums, self.std, step=self.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +15,13 @@ from lamina.engine.graph import Graph
 from lamina.engine.layout import Layout
 from lamina.errors import CouplingError
 
+_RHYTHM = 128
+
 Structure = tuple[str, str, bool, int]
 
 
 class OwnershipCheck:
-    """A backward pass of one contribution's loss must leave every other contribution's rows at zero.
+    """The loss of one contribution must leave the rows of all others at zero; of a random half, those of the rest.
 
     It catches what no list of layers names: a batch-mean loss, attention across the batch, a
     (time, batch) layout whose length happens to equal the batch. It runs once per structure: the
@@ -28,10 +31,19 @@ class OwnershipCheck:
 
     def __init__(self) -> None:
         self.passed: defaultdict[int, Counter[Structure]] = defaultdict(Counter)  # by signature of the graph
+        self._asked: Counter[int] = Counter()
 
     def due(self, graph: Graph, units: int) -> bool:
-        passed = self.passed[graph.signature]
-        return units > 1 and not Counter(map(_structure, graph.nodes.items())) <= passed
+        """At the first, second, fourth, … 128th step of a computation, then at every 128th, and until it is proven.
+
+        It comes again because a computation may couple contributions on some data and not on other.
+        """
+        if units < 2:
+            return False
+        self._asked[graph.signature] += 1
+        count = self._asked[graph.signature]
+        again = count % _RHYTHM == 0 or (count < _RHYTHM and count & (count - 1) == 0)
+        return again or not Counter(map(_structure, graph.nodes.items())) <= self.passed[graph.signature]
 
     def run(
         self, losses: Tensor, owner: Tensor, units: int, graph: Graph, layouts: Mapping[Use, Layout]
@@ -39,16 +51,24 @@ class OwnershipCheck:
         present = torch.unique(owner[owner >= 0])
         if len(present) < 2:
             return
-        proven: set[Use] = set()
-        for unit in (int(present[0]), int(present[-1])):
-            watch = _Watch(unit, layouts, proven)
+        chance = torch.Generator().manual_seed(secrets.randbits(60))
+        half = torch.zeros(units, dtype=torch.bool)
+        half[present[torch.randperm(len(present), generator=chance)[: (len(present) + 1) // 2]]] = True
+        alone = torch.zeros(units, dtype=torch.bool)
+        alone[present[torch.randint(len(present), (), generator=chance)]] = True
+        proven = set(graph.uses)
+        for side in (alone, half, ~half):
+            watch = _Watch(side, layouts)
             for use in graph.uses:
                 use.desk.receiver = watch
             try:
-                torch.autograd.backward(losses, (owner == unit).to(losses.dtype), retain_graph=True)
+                mine = (owner >= 0) & side[owner.clamp(min=0)]
+                torch.autograd.backward(losses, mine.to(losses.dtype), retain_graph=True)
             finally:
                 for use in graph.uses:
                     use.desk.receiver = None
+            if side is not alone:
+                proven &= watch.seen
         self.passed[graph.signature] |= Counter(
             _structure(item) for item in graph.nodes.items() if item[0] in proven
         )
@@ -60,13 +80,14 @@ def _structure(item: tuple[Use, Any]) -> Structure:
 
 
 class _Watch:
-    """Refuses a gradient in the rows of others, and notes the uses whose own rows had one.
+    """Refuses a gradient in the rows of the other half, and notes the uses whose own rows had one.
 
     Where every gradient is zero (a head that starts at zero) nothing is proven, and the check comes again.
     """
 
-    def __init__(self, unit: int, layouts: Mapping[Use, Layout], proven: set[Use]) -> None:
-        self.unit, self.layouts, self.proven = unit, layouts, proven
+    def __init__(self, side: Tensor, layouts: Mapping[Use, Layout]) -> None:
+        self.side, self.layouts = side, layouts  # side: (P,) bool
+        self.seen: set[Use] = set()
 
     def wants_input_grad(self, use: Use) -> bool:
         return True
@@ -75,10 +96,10 @@ class _Watch:
         layout = self.layouts.get(use)
         if layout is None:
             raise hidden_backward(use)
-        mine = layout.owner == self.unit
+        mine = (layout.owner >= 0) & self.side[layout.owner.clamp(min=0)]
         g = g.nan_to_num(0.0, 0.0, 0.0)
         if bool((g[mine] != 0).any()):
-            self.proven.add(use)
+            self.seen.add(use)
         if bool((g[~mine] != 0).any()):
             raise CouplingError(
                 f"the loss of one contribution has a gradient in the rows of others at '{use.where}' "

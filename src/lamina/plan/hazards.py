@@ -66,16 +66,24 @@ def running_buffers(module: nn.Module) -> list[str]:
 def _hazard(module: nn.Module) -> tuple[Break, str, str] | None:
     if isinstance(module, _BatchNorm):
         if module.training:
-            return Break.BATCH_STATISTICS, "in training mode", "use lamina.fix(model) or GroupNorm"
+            return (
+                Break.BATCH_STATISTICS,
+                "in training mode",
+                "use `model, report = lamina.fix(model)` or GroupNorm",
+            )
         if module.running_mean is None:
-            return Break.BATCH_STATISTICS, "without running statistics", "use lamina.fix(model) or GroupNorm"
+            return (
+                Break.BATCH_STATISTICS,
+                "without running statistics",
+                "use `model, report = lamina.fix(model)` or GroupNorm",
+            )
         return None
     if isinstance(module, _InstanceNorm):
         if module.training and running_buffers(module):
             return (
                 Break.RUNNING_STATISTICS,
                 "that tracks running statistics in training mode",
-                "use lamina.fix(model), or track_running_stats=False",
+                "use `model, report = lamina.fix(model)`, or track_running_stats=False",
             )
         return None
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -83,13 +91,13 @@ def _hazard(module: nn.Module) -> tuple[Break, str, str] | None:
             return (
                 Break.RENORMALISES,
                 f"with max_norm={module.max_norm:g}",
-                "use lamina.fix(model), or max_norm=None",
+                "use `model, report = lamina.fix(model)`, or max_norm=None",
             )
         if module.scale_grad_by_freq:
             return (
                 Break.COUNTS_BATCH,
                 "with scale_grad_by_freq=True",
-                "use lamina.fix(model), or scale_grad_by_freq=False",
+                "use `model, report = lamina.fix(model)`, or scale_grad_by_freq=False",
             )
         return None
     if module.training and (names := running_buffers(module)):

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from lamina.account import Adjacency, Event, Schedule, accountant
+from lamina.account.event import check_adjacency
 from lamina.errors import PlanError
 from lamina.plan import codec
 from lamina.plan.rescale import effective_sigma, radius, rescale
@@ -167,7 +168,7 @@ class StepPlan:
         schedule = self.schedule(k, scale)
         if not schedule:
             return 0.0
-        return _priced(self.accountant, schedule, self.delta(k), Adjacency(adjacency))
+        return _priced(self.accountant, schedule, self.delta(k), check_adjacency(adjacency))
 
     def rho(self, k: str | int, scale: float = 1.0) -> float:
         """ρ of class k after all T steps without amplification: T/(2 sigma_k²)."""

@@ -53,7 +53,7 @@ class EmbeddingSite(Site):
                         if name == "max_norm"
                         else "is not supported"
                     ),
-                    f"use {name}={'None' if name == 'max_norm' else 'False'}, or lamina.fix(model)",
+                    f"use {name}={'None' if name == 'max_norm' else 'False'}, or `model, report = lamina.fix(model)`",
                 )
         self.parameters = ("weight",)
         self.rule = Embedding(module.num_embeddings, module.padding_idx)

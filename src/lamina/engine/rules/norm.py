@@ -169,7 +169,7 @@ def instance_norm(module: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNor
     if module.track_running_stats:
         raise CouplingError(
             f"{type(module).__name__} with track_running_stats=True mixes contributions in its buffers",
-            "use track_running_stats=False, or lamina.fix(model)",
+            "use track_running_stats=False, or `model, report = lamina.fix(model)`",
         )
     rank = 3 + (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d).index(type(module))
     return NormSite(module, GroupNorm(module.num_features, module.eps, rank=rank))
