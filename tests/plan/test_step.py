@@ -292,3 +292,23 @@ def test_table_warns_of_a_delta_above_one_over_the_population() -> None:
     entry = dataclasses.replace(plan.classes[0], delta=0.01)
     assert "δ of class c0 is not below 1/population" in str(dataclasses.replace(plan, classes=(entry,)))
     assert "note" not in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip": [[5e-324]], "noise": [1.0]}, r"clip of class 'a' at layer 'l' is 5e-324.*1e-20"),
+        ({"clip": [[1e-20]], "noise": [1e20]}, None),
+        ({"clip": [[1.0]], "noise": [1e-300]}, r"noise of layer 'l' is 1e-300.*float32 would lose it"),
+        ({"clip": [[1.0]], "noise": [1.0], "batch": 1e30}, r"divided by batch: (1e-30|9\.99)"),
+    ],
+)
+def test_numbers_that_float32_cannot_carry_are_refused(change: dict[str, Any], message: str | None) -> None:
+    fields: dict[str, Any] = {"batch": 1.0, "steps": 1, **change}
+    fields["layers"] = (PlannedLayer(name="l", depth=0.0, parameters=("w",), size=1),)
+    fields["classes"] = (PlannedClass(name="a", population=10, sampling_rate=0.1, delta=1e-5),)
+    if message is None:
+        assert StepPlan(**fields).sigma("a") > 1e39
+    else:
+        with pytest.raises(PlanError, match=message):
+            StepPlan(**fields)

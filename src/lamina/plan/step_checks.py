@@ -49,6 +49,9 @@ def check_class(entry: PlannedClass) -> None:
         )
 
 
+LEAST, MOST = 1e-20, 1e20  # thresholds and noise that float32 sums can carry
+
+
 def check_plan(plan: StepPlan) -> None:
     """Shapes, names, numbers, and no private class that moves a layer without noise."""
     if not plan.layers or not plan.classes:
@@ -70,12 +73,23 @@ def check_plan(plan: StepPlan) -> None:
     for layer, s in zip(plan.layers, plan.noise, strict=True):
         if not (math.isfinite(s) and s >= 0):
             raise PlanError(f"noise of layer {layer.name!r} is {s!r}, must be finite and >= 0", "correct S")
+        if s > 0 and not (LEAST <= s <= MOST and LEAST <= s / plan.batch <= MOST):
+            raise PlanError(
+                f"noise of layer {layer.name!r} is {s!r} (divided by batch: {s / plan.batch!r}), "
+                f"must lie in [{LEAST}, {MOST}]: float32 would lose it",
+                "scale C and S of every layer by the same factor",
+            )
     for entry, row in zip(plan.classes, plan.clip, strict=True):
         for layer, c, s in zip(plan.layers, row, plan.noise, strict=True):
             _check_cell(entry, layer, c, s)
         sigma = effective_sigma(row, plan.noise) if not entry.public else math.inf
         if not sigma > 0:
             raise PlanError(f"class {entry.name!r} has sigma {sigma!r}, must be > 0", "raise S or lower C")
+        if math.isinf(sigma) and not entry.public and any(c > 0 for c in row):
+            raise PlanError(
+                f"class {entry.name!r} reaches layers, but its sigma is infinite: C/S underflows",
+                "lower S or raise C",
+            )
 
 
 def _check_cell(entry: PlannedClass, layer: PlannedLayer, c: float, s: float) -> None:
@@ -86,6 +100,10 @@ def _check_cell(entry: PlannedClass, layer: PlannedLayer, c: float, s: float) ->
     elif not (math.isfinite(c) and c >= 0):
         raise PlanError(
             f"{where}, must be finite and >= 0", "declare the class public if it is owed no noise"
+        )
+    elif c > 0 and not LEAST <= c <= MOST:
+        raise PlanError(
+            f"{where}, must be 0 or lie in [{LEAST}, {MOST}]", "float32 gradients cannot be clipped to it"
         )
     elif c > 0 and s == 0:
         raise PlanError(
