@@ -18,7 +18,9 @@ from lamina.errors import LaminaError
 
 
 def bench(
-    quick: Annotated[bool, typer.Option("--quick", help="under five minutes; wider limits")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="about five minutes; fewer rounds, wider limits")
+    ] = False,
     only: Annotated[
         list[str] | None, typer.Option(help=f"one of {', '.join(WORKLOADS)}; may be repeated")
     ] = None,
