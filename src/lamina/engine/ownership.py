@@ -34,7 +34,7 @@ class OwnershipCheck:
         self._asked: Counter[int] = Counter()
 
     def due(self, graph: Graph, units: int) -> bool:
-        """At the first, second, fourth, … 128th step of a computation, then at every 128th, and until it is proven.
+        """At the first two steps of a computation, then at every 128th, and until it is proven.
 
         It comes again because a computation may couple contributions on some data and not on other.
         """
@@ -42,7 +42,7 @@ class OwnershipCheck:
             return False
         self._asked[graph.signature] += 1
         count = self._asked[graph.signature]
-        again = count % _RHYTHM == 0 or (count < _RHYTHM and count & (count - 1) == 0)
+        again = count <= 2 or count % _RHYTHM == 0
         return again or not Counter(map(_structure, graph.nodes.items())) <= self.passed[graph.signature]
 
     def run(
