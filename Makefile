@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constr
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
-demo: $(VENV)/.test  ## a short private training on simulated ECG (under a minute)
+demo: $(VENV)/.test  ## a private training on simulated 12-lead ECG, end to end (under three minutes)
 	$(BIN)/lamina demo
 
 test: lint  ## linters, types, import order, and every test that is not marked slow
@@ -43,7 +43,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo 'installing Lamina and its tools into $(VENV) (a few minutes, once) …'
-	$(PIP) -e '.[test,plot]'
+	$(PIP) -e '.[test,plot,demo]'
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python

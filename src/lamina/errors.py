@@ -57,3 +57,19 @@ class UnclippedGradient(EngineError):
 
 class NoiseError(LaminaError):
     """A noise stream that is misused: exhausted, reused, or not what the plan declares."""
+
+
+class CorpusError(LaminaError):
+    """Contributions that cannot be sampled as a plan describes."""
+
+
+class RunError(LaminaError):
+    """A training run that cannot begin, go on, or be what it claims to be."""
+
+
+class StorageError(RunError):
+    """A disk that does not do what it must: full, read-only, or holding something damaged."""
+
+
+class RunInUse(RunError):
+    """A run that another process is working on."""

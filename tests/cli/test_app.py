@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lamina import __version__
+from lamina.allocate import ALLOCATIONS
 from lamina.cli import main
+from lamina.cli.app import app
+from lamina.cli.notes import plan_notes
+from lamina.errors import LaminaError
+from lamina.plan import LayerStack, Policy
+
+COMMANDS = [str(command.name) for command in app.registered_commands]
 
 POLICY = """
 [corpus]
@@ -39,19 +48,66 @@ def policy(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["demo", "--help"], ["plan", "--help"], ["bench", "--help"]]
-)
-def test_help_teaches(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of(arguments) == 0
-    assert len(capsys.readouterr().out) > 200
+# ------------------------------------------------------------------------------------ help
+
+
+def test_help_shows_the_stages_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    assert COMMANDS == ["demo", "plan", "train", "spend", "bench"]
+    assert code_of(["--help"]) == 0
+    text = capsys.readouterr().out
+    listed = text[text.index("Commands") :]
+    places = [listed.index(f"│ {name} ") for name in COMMANDS]
+    assert places == sorted(places)
+    assert "--debug" in text
+    assert "lamina train --template" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has an example, says what it spends or changes, and takes --json."""
+    assert code_of([command, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"lamina {command}" in text.partition("Example")[2]
+    assert any(word in text.lower() for word in ("spend", "spent"))
+    assert "--json" in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(["--version"]) == 0
+    assert capsys.readouterr().out == f"lamina {__version__}\n"
+
+
+def test_nothing_to_do_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of([]) == 2
+    printed = capsys.readouterr()
+    assert "Commands" in printed.out + printed.err
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["demo", "--nonsense"], ["demo", "--steps", "0"], ["plan"]]
+    "arguments",
+    [
+        ["nonsense"],
+        ["demo", "--nonsense"],
+        ["demo", "--steps", "0"],
+        ["plan"],
+        ["plan", "x.toml"],
+        ["plan", "x.toml", "--steps", "3", "--epochs", "1"],
+        ["plan", "x.toml", "--steps", "many"],
+        ["train"],
+        ["train", "a.toml", "b.toml"],
+        ["train", "a.toml", "--threads", "none"],
+        ["bench", "--rounds", "0"],
+    ],
 )
-def test_misuse_is_two(arguments: list[str]) -> None:
+def test_misuse_is_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "Usage" in printed.err
+    assert "Traceback" not in printed.err
+
+
+# ------------------------------------------------------------------------------------ plan
 
 
 def test_plan_prints_the_keys_of_the_contract(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,11 +134,11 @@ def test_plan_prints_a_table_for_people(policy: str, capsys: pytest.CaptureFixtu
     [
         (["--model", "no.such.module:thing"], "no.such.module"),
         (["--model", "nonsense"], "residual"),
-        (["--model", "math:floor"], "TypeError"),
+        (["--model", "math:floor"], "missing a required argument"),
+        (["--model", "math:pi"], "is a float"),
         (["--model", "builtins:dict"], "torch.nn.Module"),
         (["--batch", "1000000"], "population"),
         (["--allocate", "magic"], "magic"),
-        (["--epochs", "3"], "one of --steps and --epochs"),
     ],
 )
 def test_a_refusal_is_one_with_a_remedy_and_no_traceback(
@@ -101,8 +157,162 @@ def test_a_missing_policy_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "nowhere.toml" in capsys.readouterr().err
 
 
+def test_a_smaller_epsilon_is_explained(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both classes reach the top layers; the one that needs more noise there decides for both."""
+    arguments = ["plan", policy, "--model", "mlp", "--batch", "50", "--steps", "100", "--allocate", "flat"]
+    assert code_of(arguments) == 0
+    text = capsys.readouterr().out
+    assert "note: class 'clinical' is planned at ε" in text
+    assert "below the 2 that it may spend" in text
+    assert "class 'sensitive' needs more of it" in text
+    assert code_of([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["classes"]["clinical"]["epsilon"] < 1.9
+    assert found["classes"]["sensitive"]["epsilon"] == pytest.approx(1.0, rel=1e-2)
+    assert len(found["notes"]) == 1
+
+
+def test_no_note_where_nothing_needs_one(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(["plan", policy, "--model", "mlp", "--batch", "50", "--steps", "100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    bounds = {"clinical": 2.0, "sensitive": 1.0}
+    short = [name for name, figures in found["classes"].items() if figures["epsilon"] < 0.99 * bounds[name]]
+    assert len(found["notes"]) == len(short)
+
+
+def test_notes_compare_with_what_was_asked_for() -> None:
+    from torch import nn
+
+    import lamina
+
+    one = Policy.parse(POLICY.partition("[class.sensitive]")[0])
+    stack = LayerStack.from_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    plan = lamina.make_plan(stack, one, batch=50, steps=10, epsilon=0.5)
+    assert plan_notes(plan, one, 0.5) == ()
+    assert plan_notes(plan, one, {"clinical": 0.5}) == ()
+    (note,) = plan_notes(plan, one)
+    assert "below the 2 that it may spend" in note
+    assert "class '' " not in note
+
+
+def test_a_policy_to_start_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(["plan", "--template"]) == 0
+    text = capsys.readouterr().out
+    assert Policy.parse(text) == Policy.template()
+    assert code_of(["plan", "--template", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"template": text}
+
+
+# ------------------------------------------------------------------------------------ refusals and defects
+
+
+def test_json_refusals_are_objects_too(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(["plan", policy, "--model", "nonsense", "--steps", "3", "--json"]) == 1
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    assert told.keys() == {"refused", "remedy"}
+    assert "nonsense" in told["refused"]
+    assert "residual" in told["remedy"]
+    assert "refused: model 'nonsense'" in printed.err
+
+
+@pytest.mark.parametrize("words", [["--debug", "plan"], ["plan", "--debug"]])
+def test_debug_shows_the_traceback(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LaminaError, match="nowhere.toml"):
+        main([*words, "nowhere.toml", "--steps", "1"])
+    assert "refused" in capsys.readouterr().err
+
+
+def test_debug_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMINA_DEBUG", "0")
+    assert code_of(["plan", "nowhere.toml", "--steps", "1"]) == 1
+    monkeypatch.setenv("LAMINA_DEBUG", "1")
+    with pytest.raises(LaminaError):
+        main(["plan", "nowhere.toml", "--steps", "1"])
+
+
+def test_a_defect_is_one_message_too(
+    policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr("lamina.cli.plan.make_plan", broken)
+    arguments = ["plan", policy, "--model", "mlp", "--steps", "3", "--json"]
+    assert code_of(arguments) == 1
+    printed = capsys.readouterr()
+    assert f"ZeroDivisionError: by nothing (at {__file__}:" in json.loads(printed.out)["refused"]
+    assert "Traceback" not in printed.err
+    with pytest.raises(ZeroDivisionError):
+        main([*arguments, "--debug"])
+
+
+def test_a_defect_of_ours_names_our_line(
+    policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lamina.cli.plan.make_plan", lambda *_, **__: None)
+    assert code_of(["plan", policy, "--model", "mlp", "--steps", "3"]) == 1
+    told = capsys.readouterr().err
+    assert "AttributeError" in told
+    assert "lamina/cli/notes.py:" in told
+
+
+def test_a_failed_benchmark_is_one_object(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lamina.cli.bench.run", lambda settings, say: {"workloads": {}})
+    monkeypatch.setattr("lamina.cli.bench.failures", lambda result: ["mlp: no"])
+    assert code_of(["bench", "--quick", "--json"]) == 1
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    assert told.keys() == {"workloads", "refused", "remedy"}
+    assert "mlp: no" in printed.err
+
+
+# ------------------------------------------------------------------------------------ completion
+
+
+def completed(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    monkeypatch.setenv("_LAMINA_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"lamina {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" "))))
+    code_of([])
+    return capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", set(COMMANDS)),
+        ("pl", {"plan"}),
+        ("train --pl", {"--plan-only"}),
+        ("plan --model ", {"residual", "transformer", "mlp"}),
+        ("plan --model res", {"residual"}),
+        ("plan --allocate ", set(ALLOCATIONS)),
+        ("plan --clipping j", {"joint"}),
+    ],
+)
+def test_bash_completion(
+    words: str, expected: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected <= set(completed(words, monkeypatch, capsys))
+    if not words.endswith(" ") and words:
+        assert set(completed(words, monkeypatch, capsys)) == expected
+
+
 def test_the_installed_program_starts() -> None:
     program = Path(sys.executable).with_name("lamina")
     done = subprocess.run([program, "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "demo" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_completion_script_is_shown() -> None:
+    program = Path(sys.executable).with_name("lamina")
+    environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    done = subprocess.run(
+        [program, "--show-completion", "bash"], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert "_LAMINA_COMPLETE=complete_bash" in done.stdout

@@ -12,7 +12,18 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.engine.stream import CELL, TINY, KeyStream, Pack, Purpose, counter, layout, pieces, step_key
+from lamina.engine.stream import (
+    CELL,
+    MOST_BYTES,
+    TINY,
+    KeyStream,
+    Pack,
+    Purpose,
+    counter,
+    layout,
+    pieces,
+    step_key,
+)
 from lamina.errors import NoiseError
 
 SEED = bytes(range(32))
@@ -125,3 +136,9 @@ def test_packing_does_not_change_the_words() -> None:
     expected = [(p.tensor, p.block + i) for p in pack.pieces for i in range(p.pairs // 2)]
     expected += [(p.tensor, p.block + p.pairs // 2 + i) for p in pack.pieces for i in range(p.pairs // 2)]
     assert blocks_of(pack) == expected
+
+
+def test_more_than_one_call_can_give_is_refused() -> None:
+    stream = KeyStream(step_key(bytes(range(32)), step=0))
+    with pytest.raises(NoiseError, match="several calls"):
+        stream.run(0, 0, np.empty(MOST_BYTES // 8 + 2, dtype=np.uint64))

@@ -4,41 +4,96 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import typer
 
-from lamina.cli import bench, demo, plan
-from lamina.cli.output import complain
+from lamina import __version__
+from lamina.cli import bench, demo, plan, spend, train
+from lamina.cli.output import complain, folded, out, print_json, refusal
 from lamina.errors import LaminaError
+from lamina.train.blame import Withheld, last_line, place
+
+_HELP = """Layer-wise differentially private training for PyTorch, with evidence an auditor can check.
+
+First time here:
+
+  lamina demo                             a private training on simulated ECG
+
+With your own data:
+
+  lamina plan --template > policy.toml    whose data, how much ε each may lose
+  lamina plan policy.toml --epochs 20     what that costs; spends nothing
+  lamina train --template > RUN.toml      model, data, loss, …; edit it
+  lamina train RUN.toml                   the private run; again to go on
+  lamina spend                            what was spent, over all runs
+"""
 
 app = typer.Typer(
     name="lamina",
-    help="Layer-wise differentially private training for PyTorch, with evidence an auditor can check.",
-    epilog="Start with: lamina demo. Every command takes --json and prints one object for machines.",
+    epilog="Every command explains itself (lamina train --help), takes --json and prints one object for machines. "
+    "Exit codes: 0 done, 1 refused, 2 misuse. Tab completion: lamina --install-completion",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command("demo")(demo.demo)
-app.command("plan")(plan.plan)
-app.command("bench")(bench.bench)
+# In the order in which they are used.
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo.demo,
+    "plan": plan.plan,
+    "train": train.train,
+    "spend": spend.spend,
+    "bench": bench.bench,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name, help=folded(_command.__doc__))(_command)
 
 
-@app.callback()
-def _lamina() -> None:
-    """Layer-wise differentially private training for PyTorch, with evidence an auditor can check."""
+def _version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"lamina {__version__}")
+        raise typer.Exit()
+
+
+@app.callback(help=folded(_HELP))
+def _lamina(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version and exit")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="show tracebacks; also after the command, or LAMINA_DEBUG=1")
+    ] = False,
+) -> None:
+    pass
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program. A refusal is one message without a traceback; LAMINA_DEBUG=1 shows it."""
+    """Run the program. A refusal is one message without a traceback; --debug or LAMINA_DEBUG=1 shows it."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words or os.environ.get("LAMINA_DEBUG", "0") not in ("", "0")
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="lamina")
+        app(args=[word for word in words if word != "--debug"], prog_name="lamina")
     except LaminaError as error:
-        if os.environ.get("LAMINA_DEBUG"):
-            raise
-        complain(error)
+        _end(error, error, as_json="--json" in words, debug=debug)
+    except Exception as error:
+        told = LaminaError(
+            f"{type(error).__name__}: {error} (at {place(error) or last_line(error)})",
+            "if that line is not yours, it is a defect of Lamina: --debug shows the traceback to report",
+        )
+        _end(told, error, as_json="--json" in words, debug=debug)
+
+
+def _end(told: LaminaError, error: Exception, *, as_json: bool, debug: bool) -> None:
+    complain(told)
+    if as_json:
+        print_json(refusal(told))
+    if not debug:
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped\n")
-        sys.exit(130)
+    if isinstance(error, Withheld) and _is_terminal():
+        raise error from error.original
+    raise error
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()

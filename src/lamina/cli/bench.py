@@ -13,7 +13,7 @@ from lamina.bench.peers import PEERS, missing
 from lamina.bench.picture import draw
 from lamina.bench.run import Settings, failures, run
 from lamina.bench.workloads import WORKLOADS, workload
-from lamina.cli.output import err, out, print_json
+from lamina.cli.output import complain, err, out, print_json, refusal
 from lamina.errors import LaminaError
 
 
@@ -22,17 +22,27 @@ def bench(
         bool, typer.Option("--quick", help="about five minutes; fewer rounds, wider limits")
     ] = False,
     only: Annotated[
-        list[str] | None, typer.Option(help=f"one of {', '.join(WORKLOADS)}; may be repeated")
+        list[str] | None,
+        typer.Option(
+            help=f"one of {', '.join(WORKLOADS)}; may be repeated", autocompletion=lambda: list(WORKLOADS)
+        ),
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="rounds per workload, all of them measured")] = None,
     threads: Annotated[int, typer.Option(help="torch threads")] = 2,
     to: Annotated[Path | None, typer.Option("--out", help="folder for step.json and step.png")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Time and peak memory of a private step against the plain step and Opacus.
+    """Measure time and peak memory of a private step here, against the plain step and Opacus.
+
+    Spends no privacy: the data is made up. Writes only with --out.
 
     Ratios are paired within interleaved rounds. time_ratio is the upper 95 % bootstrap limit; a peer that cannot run
     is null, with its reason beside it.
+
+    Examples:
+
+      lamina bench --quick
+      lamina bench --only residual --out results
     """
     names = tuple(workload(name).name for name in only or WORKLOADS)
     settings = Settings.quick(names, threads) if quick else Settings(workloads=names, threads=threads)
@@ -46,15 +56,18 @@ def bench(
         result = run(settings, say=status.update)
     if to is not None:
         _write(result, to)
+    problems = failures(result)
+    refused = LaminaError(
+        "Lamina could not run every workload: " + "; ".join(problems), "see the reasons beside the figures"
+    )
     if as_json:
-        print_json(result)
+        print_json(result | (refusal(refused) if problems else {}))  # one object, also where it failed
     else:
         out.print(_table(result))
         out.print(_lines(result))
-    if problems := failures(result):
-        raise LaminaError(
-            "Lamina could not run every workload: " + "; ".join(problems), "see the reasons above"
-        )
+    if problems:
+        complain(refused)
+        raise typer.Exit(1)
 
 
 def main(arguments: list[str]) -> None:

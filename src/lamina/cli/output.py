@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from lamina.errors import LaminaError
 
@@ -20,10 +24,23 @@ def print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def refusal(error: LaminaError) -> dict[str, str]:
+    """A refusal as machines read it."""
+    return {"refused": error.problem, "remedy": error.remedy}
+
+
 def complain(error: LaminaError) -> None:
-    err.print(f"[bold red]refused:[/] {_plain(error.problem)}")
+    """A refusal as people read it. Lines are not broken, so that a path in them stays whole."""
+    err.print(f"[bold red]refused:[/] {escape(error.problem)}", soft_wrap=True)
     if error.remedy:
-        err.print(f"[bold]remedy:[/]  {_plain(error.remedy)}")
+        err.print(f"[bold]remedy:[/]  {escape(error.remedy)}", soft_wrap=True)
+
+
+@contextmanager
+def results_only() -> Iterator[None]:
+    """While the user's code runs, what it prints goes to standard error: standard output carries results."""
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 def round_up(value: float, digits: int = 4) -> str:
@@ -36,5 +53,24 @@ def round_up(value: float, digits: int = 4) -> str:
     return f"{math.ceil(value * scale) / scale:.{digits}f}"
 
 
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
+def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Rows with columns of equal width, the first `left` flush left, whatever the width of the screen.
+
+    >>> print(columns([["class", "ε"], ["clinical", "1.5"]]))
+    class       ε
+    clinical  1.5
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def folded(text: str | None) -> str:
+    """A docstring as help: paragraphs in one line each, for the screen to break; indented lines as they are."""
+    paragraphs = inspect.cleandoc(text or "").split("\n\n")
+    return "\n\n".join(p if p.startswith("  ") else " ".join(p.split("\n")) for p in paragraphs)

@@ -2,85 +2,87 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from torch import nn
 
-from lamina import models
 from lamina.allocate import ALLOCATIONS, make_plan
-from lamina.cli.output import out, print_json
-from lamina.errors import LaminaError, PlanError
-from lamina.plan import LayerStack, Policy
-
-BUILT_IN: dict[str, Callable[[], nn.Module]] = {
-    "residual": models.ResidualAutoencoder,
-    "transformer": lambda: models.TransformerAutoencoder(48),
-    "mlp": models.MLPAutoencoder,
-}
+from lamina.cli import named
+from lamina.cli.notes import plan_notes
+from lamina.cli.output import out, print_json, results_only
+from lamina.plan import Clipping, LayerStack, Policy
 
 
 def plan(
     policy: Annotated[
-        Path, typer.Argument(help="policy.toml: classes, populations, budgets, depth profiles")
-    ],
+        Path | None,
+        typer.Argument(metavar="policy.toml", help="classes, populations, budgets, depth profiles"),
+    ] = None,
     model: Annotated[
-        str, typer.Option(help="package.module:factory, or built in: residual, transformer, mlp")
+        str,
+        typer.Option(
+            help=f"package.module:factory, or built in: {', '.join(named.BUILT_IN)}",
+            autocompletion=lambda: list(named.BUILT_IN),
+        ),
     ] = "residual",
     batch: Annotated[int, typer.Option(help="expected contributions per step, all classes together")] = 256,
     steps: Annotated[int | None, typer.Option(help="steps; or give --epochs")] = None,
     epochs: Annotated[float | None, typer.Option(help="passes over the declared populations")] = None,
     allocate: Annotated[
-        str, typer.Option(help=f"how C and S are chosen: {', '.join(ALLOCATIONS)}")
+        str,
+        typer.Option(
+            help=f"how C and S are chosen: {', '.join(ALLOCATIONS)}", autocompletion=lambda: list(ALLOCATIONS)
+        ),
     ] = "pareto",
     clipping: Annotated[
-        str | None, typer.Option(help="box or joint; default: what the allocation prefers")
+        str | None,
+        typer.Option(
+            help="box or joint; default: what the allocation prefers",
+            autocompletion=lambda: [form.value for form in Clipping],
+        ),
     ] = None,
+    template: Annotated[
+        bool, typer.Option("--template", help="print an annotated policy.toml to start from, and exit")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Show clipping, noise, sigma and ε of every class and layer. Nothing is trained and nothing is spent.
+    """Show clipping, noise, sigma and ε of every class and layer, before the first step.
 
-    Example: lamina plan policy.toml --model mypackage.nets:build --batch 256 --epochs 20
+    Spends nothing, writes nothing and reads no data: what a plan costs follows from the policy, the shape of the
+    model, the batch and the number of steps. Try other values until ε, noise and length suit you, then train.
+
+    Examples:
+
+      lamina plan --template > policy.toml     a policy to edit
+      lamina plan policy.toml --epochs 20
+      lamina plan policy.toml --model nets:build --batch 512 --steps 2000
     """
+    if template:
+        text = Policy.template_text()
+        print_json({"template": text}) if as_json else sys.stdout.write(text)
+        return
+    if policy is None:
+        raise typer.BadParameter("give the policy, or --template to get one", param_hint="policy.toml")
     if (steps is None) == (epochs is None):
-        raise PlanError("the length of the training is not clear", "give one of --steps and --epochs")
+        raise typer.BadParameter("give one of --steps and --epochs", param_hint="--steps")
+    rules = Policy.load(policy)
+    with results_only():
+        net = named.model(model)
     made = make_plan(
-        LayerStack.from_model(load(model)),
-        Policy.load(policy),
+        LayerStack.from_model(net),
+        rules,
         batch=batch,
         steps=steps,
         epochs=epochs,
         allocate=allocate,
         clipping=clipping,
     )
+    notes = plan_notes(made, rules)
     if as_json:
-        print_json(made.to_dict())
-    else:
-        out.print(str(made), markup=False, soft_wrap=True)
-
-
-def load(name: str) -> nn.Module:
-    """A model by its built-in name or from `package.module:factory`, which is called without arguments."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]()
-    module, colon, factory = name.partition(":")
-    if not colon:
-        raise PlanError(
-            f"model '{name}' is not built in", f"use package.module:factory, or one of {', '.join(BUILT_IN)}"
-        )
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # modules of the folder that the command is called in
-    try:
-        made = getattr(importlib.import_module(module), factory)()
-    except Exception as error:  # the factory is the user's: whatever it raises is told, not traced
-        raise LaminaError(
-            f"model '{name}' cannot be made: {type(error).__name__}: {error}",
-            "the module must be importable from this folder, the factory callable without arguments",
-        ) from error
-    if not isinstance(made, nn.Module):
-        raise PlanError(f"model '{name}' made a {type(made).__name__}", "return a torch.nn.Module")
-    return made
+        print_json({**made.to_dict(), "notes": list(notes)})
+        return
+    out.print(str(made), markup=False, soft_wrap=True)
+    for note in notes:
+        out.print(f"note: {note}", markup=False, soft_wrap=True)

@@ -1,7 +1,8 @@
-"""Signals to train on. So far simulated ECG; loaders for real recordings come with the trainer."""
+"""Signals to train on. So far simulated ECG (needs `pip install lamina[demo]`); loaders for real recordings follow."""
 
 from __future__ import annotations
 
-from lamina.data.ecg import LEADS, ECGSimulator, Recordings
+from lamina.data.ecg import CLASSES, ECGSimulator, Recordings
+from lamina.data.leads import LEADS
 
-__all__ = ["ECGSimulator", "Recordings", "LEADS"]
+__all__ = ["ECGSimulator", "Recordings", "CLASSES", "LEADS"]

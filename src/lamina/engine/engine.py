@@ -243,6 +243,18 @@ class Engine:
             )
         return self._curves[row].epsilon(self.budget.taken)
 
+    def continue_at(self, step: int, noise: NoiseSource) -> None:
+        """The next step is number `step` of the plan, with noise from `noise`.
+
+        For a run that is cut into segments with a stream each: what is counted here is where the run is, what was
+        charged stands in its journal and its book.
+        """
+        if not 0 <= step <= self.plan.steps:
+            raise EngineError(f"step {step} lies outside the plan's 0 … {self.plan.steps}", "check the run")
+        self._open = None
+        self.noise = noise
+        self.budget.taken = step
+
     def probe(self, losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any = None) -> None:
         """Refuse a model or loss in which examples influence each other, on proxy data: see `probe`.
 
@@ -250,6 +262,10 @@ class Engine:
         """
         probe(self, losses_of, x, y)
         self.probed = True
+
+    @property
+    def detached(self) -> bool:
+        return self._detached
 
     def detach(self) -> None:
         """Give the model back as it was."""

@@ -31,6 +31,8 @@ BLOCK_BYTES = 16
 CELL = 1 << 16  # elements of a cell; part of the format: another value is another stream
 TINY = 1 << 14  # pieces below this are packed and drawn together; only a matter of speed
 
+MOST_BYTES = CELL // 2 * BLOCK_BYTES  # of one call
+
 Words = NDArray[np.uint64]
 
 
@@ -67,6 +69,11 @@ class KeyStream:
     def run(self, tensor: int, block: int, out: Words) -> None:
         """Write blocks `block`, `block`+1, … of `tensor` over all of `out` (two words per block)."""
         size = out.nbytes
+        if size > MOST_BYTES:
+            raise NoiseError(
+                f"{size} bytes of a stream were asked for at once, at most {MOST_BYTES}",
+                "ask in several calls",
+            )
         nonce = counter(tensor, block)
         if self._ctr is None:
             self._ctr = Cipher(self._cipher, modes.CTR(nonce)).encryptor()
@@ -95,7 +102,7 @@ def counter(tensor: int, block: int) -> bytes:
 
 @functools.lru_cache(maxsize=1)
 def _all_zeros() -> NDArray[np.uint8]:
-    return np.zeros(CELL // 2 * BLOCK_BYTES, dtype=np.uint8)
+    return np.zeros(MOST_BYTES, dtype=np.uint8)
 
 
 def _zeros(size: int) -> NDArray[np.uint8]:

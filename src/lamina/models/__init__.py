@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from lamina.models.classifier import ClassifierLoss, ResidualClassifier
 from lamina.models.mlp import MLPAutoencoder
 from lamina.models.residual import ResidualAutoencoder
 from lamina.models.transformer import TransformerAutoencoder
 
-__all__ = ["MLPAutoencoder", "ResidualAutoencoder", "TransformerAutoencoder"]
+__all__ = [
+    "MLPAutoencoder",
+    "ResidualAutoencoder",
+    "ResidualClassifier",
+    "ClassifierLoss",
+    "TransformerAutoencoder",
+]

@@ -73,6 +73,9 @@ class ResidualAutoencoder(nn.Module):
         code: Tensor = self.encoder(x)
         return code
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.decoder(self.encode(x)))
+    def decode(self, code: Tensor) -> Tensor:
+        y: Tensor = self.head(self.decoder(code))
         return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))

@@ -1,125 +1,108 @@
-"""The demo's training: two classes of simulated patients, one small autoencoder, one plan."""
+"""The demo's trainings: a start on volunteers alone, and from there three ways on.
+
+    without_sensitive   volunteers alone, as before
+    private             volunteers and sensitive patients, as the plan says
+    without_privacy     everybody in every layer, neither clipped nor noised: what privacy is measured against
+
+Steps, batches, optimiser and schedule of the three are the same, so that what differs is the privacy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.allocate import make_plan
-from lamina.cli.demo.coins import poisson_sample
-from lamina.data import ECGSimulator
-from lamina.engine import Batch, Engine
-from lamina.models import ResidualAutoencoder
+from lamina.cli.demo.parts import loss
+from lamina.cli.demo.patients import Group, Patients
+from lamina.cli.demo.sizes import Sizes
+from lamina.cli.demo.utility import measure
 from lamina.plan import LayerStack, Policy, StepPlan
+from lamina.train import Evaluation, Outcome, Trainer
 
-WINDOWS = 2  # per patient
-SCALE = 4.0  # 1 / (0.25 mV): a public constant, never a statistic of the patients
-POLICY = """
-[corpus]
-origin = "lamina demo, simulated"
-delta = 1e-5
-
-[class.clinical]
-population = 3000
-epsilon = 3.0
-unit = "patient"
-
-[class.sensitive]
-population = 1000
-epsilon = 1.0
-unit = "patient"
-profile = { top = 0.25 }
-"""
-
-Tick = Callable[[int, dict[str, float] | None], None]
+Tick = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What may be shown: ε per class, and the error on public data. No private loss, no batch sizes."""
+class Recipe:
+    """Adam under one cycle of the learning rate.
 
-    epsilon: dict[str, float]
-    error_before: float
-    error_after: float
-    private: bool
+    `eps` of the order of a noised coordinate's noise keeps Adam from stretching gradients that are smaller than it
+    to full steps.
+    """
 
+    lr: float
+    eps: float
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
-    """Everything that is ready before the first step."""
-
-    plan: StepPlan
-    model: nn.Module
-    patients: dict[str, Tensor]  # class -> (population, WINDOWS, leads, samples)
-    public: Tensor
-
-    @classmethod
-    def prepare(cls, *, steps: int) -> Demo:
-        policy = Policy.parse(POLICY, source="the demo's policy")
-        simulator = ECGSimulator(samples=128)
-        torch.manual_seed(0)
-        model = ResidualAutoencoder(12, (16, 16), kernel=5, groups=4)
-        plan = make_plan(
-            LayerStack.from_model(model), policy, batch=200, steps=steps, allocate="pareto", clipping="joint"
-        )
-        patients = {}
-        for seed, entry in enumerate(plan.classes):
-            assert entry.population is not None
-            drawn = simulator.draw(patients=entry.population, windows=WINDOWS, seed=seed)
-            patients[entry.name] = SCALE * torch.from_numpy(drawn.x).unflatten(0, (entry.population, WINDOWS))
-        public = SCALE * torch.from_numpy(simulator.draw(patients=300, windows=1, seed=1_000).x)
-        return cls(plan=plan, model=model, patients=patients, public=public)
-
-    def train(self, tick: Tick) -> Outcome:
-        """All steps of the plan. `tick` hears the number of steps done and, now and then, ε so far."""
-        before = self.error()
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=4e-3)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=self.plan.steps)
-        every = max(1, self.plan.steps // 10)
-        with Engine(self.model, self.plan) as engine:
-            self.model.train()
-            for done in range(1, self.plan.steps + 1):
-                batch = self.sample()
-                engine.backward(self.losses(batch) if len(batch) else None, batch)
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-                priced = done % every == 0 or done == self.plan.steps
-                tick(done, self.spent(engine) if priced else None)
-            spent = self.spent(engine)
-            private = engine.private
-        return Outcome(epsilon=spent, error_before=before, error_after=self.error(), private=private)
-
-    def sample(self) -> Batch:
-        """One Poisson sample of patients per class, with all windows of each."""
-        rows = {
-            e.name: poisson_sample(len(self.patients[e.name]), e.sampling_rate) for e in self.plan.classes
-        }
-        x = torch.cat([self.patients[name][torch.from_numpy(index)] for name, index in rows.items()])
-        cls = torch.from_numpy(np.repeat(np.arange(len(rows)), [len(index) for index in rows.values()]))
-        unit = torch.arange(len(x)).repeat_interleave(WINDOWS)
-        return Batch(x.flatten(0, 1), unit=unit, cls=cls)
-
-    def losses(self, batch: Batch) -> Tensor:
-        return _squared_error(self.model(batch.x), batch.x)
-
-    def spent(self, engine: Engine) -> dict[str, float]:
-        return {entry.name: engine.epsilon(entry.name) for entry in self.plan.classes}
-
-    @torch.no_grad()
-    def error(self) -> float:
-        """Unexplained fraction of the variance on public, simulated patients."""
-        self.model.eval()
-        left = _squared_error(self.model(self.public), self.public).mean()
-        total = _squared_error(self.public.mean(0, keepdim=True).expand_as(self.public), self.public).mean()
-        return float(left / total)
+    def tools(self, model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.Adam(model.parameters(), lr=self.lr, eps=self.eps)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[self.lr], total_steps=steps)
 
 
-def _squared_error(y: Tensor, target: Tensor) -> Tensor:
-    """One loss per window."""
-    return F.mse_loss(y, target, reduction="none").flatten(1).mean(1)
+START = Recipe(lr=6e-3, eps=1e-8)
+ONWARD = Recipe(lr=2e-2, eps=2e-2)
+
+
+def plan_of(model: nn.Module, policy: Policy, sizes: Sizes) -> StepPlan:
+    """What the private run will do, and cost."""
+    return make_plan(LayerStack.from_model(model), policy, batch=sizes.batch, steps=sizes.steps)
+
+
+def plainly(
+    model: nn.Module,
+    groups: Mapping[str, Group],
+    batch: Mapping[str, int],
+    *,
+    recipe: Recipe,
+    steps: int,
+    seed: int,
+    tick: Tick,
+) -> None:
+    """Ordinary training on Poisson samples of the same rates: no clipping, no noise, no routing, no privacy."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer, schedule = recipe.tools(model, steps)
+    total = sum(batch[name] for name in groups)
+    model.train()
+    for step in range(steps):
+        parts = [_sample(group, batch[name], generator) for name, group in groups.items()]
+        x, label = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        optimizer.zero_grad()
+        (loss(model(x), label).sum() / total).backward()
+        optimizer.step()
+        schedule.step()
+        tick(step + 1)
+
+
+def _sample(group: Group, expected: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Each patient with probability expected/len, and one window of each."""
+    coins = torch.rand(len(group), generator=generator) < expected / len(group)
+    patients = coins.nonzero().flatten()
+    windows = torch.randint(group.x.shape[1], patients.shape, generator=generator)
+    return group.take(patients, windows)
+
+
+def privately(model: nn.Module, patients: Patients, policy: Policy, plan: StepPlan, folder: Path) -> Outcome:
+    """The private run: `lamina.Trainer`, with the book in the demo's own folder."""
+
+    def figures(model: nn.Module) -> dict[str, float]:
+        found = measure(model, patients.test)
+        return {"auc": found.auc, "error": found.error}
+
+    optimizer, schedule = ONWARD.tools(model, plan.steps)
+    trainer = Trainer(
+        model,
+        optimizer,
+        loss,
+        patients.corpus(policy),
+        plan,
+        folder=folder / "run",
+        book=folder / "spend.db",
+        scheduler=schedule,
+        evaluate=Evaluation(function=figures, on="simulated"),
+    )
+    return trainer.fit()

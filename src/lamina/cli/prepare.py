@@ -1,0 +1,163 @@
+"""From a RUN.toml to the parts of a run: policy, plan, model, data, loss, optimiser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lamina.allocate import make_plan
+from lamina.cli import named
+from lamina.cli.losses import loss
+from lamina.cli.optimizers import optimizer, scheduler
+from lamina.cli.run_file import Data, Evaluate, RunFile
+from lamina.errors import CorpusError
+from lamina.plan import LayerStack, Policy, StepPlan
+from lamina.train import Corpus, Evaluation, Trainer
+from lamina.train.blame import user_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What a run would do and cost: known before any data is read."""
+
+    file: RunFile
+    beside: Path
+    policy: Policy
+    model: nn.Module
+    plan: StepPlan
+
+    @classmethod
+    def of(cls, file: RunFile, beside: Path) -> Planned:
+        """Read the policy, make the model, make the plan. Paths are relative to `beside`."""
+        policy = Policy.load(beside / file.policy)
+        model = named.model(file.model.factory, file.model.args, beside=beside)
+        plan = make_plan(
+            LayerStack.from_model(model),
+            policy,
+            batch=file.batch,
+            steps=file.steps,
+            epochs=file.epochs,
+            allocate=file.allocate,
+            epsilon=file.epsilon,
+            clipping=file.clipping,
+        )
+        return cls(file=file, beside=beside, policy=policy, model=model, plan=plan)
+
+    def output(self, name: str) -> Path:
+        """The folder of the run; `name` is that of the run file."""
+        return self.beside / (self.file.output or f"runs/{name}")
+
+    def book(self, output: Path) -> Path:
+        """The spend book: one for all runs beside each other."""
+        return self.beside / self.file.book if self.file.book else output.parent / "spend.db"
+
+    def trainer(self, *, folder: Path, book: Path, inside: bool) -> Trainer:
+        """Read the data and put everything together. Checks much, and spends nothing."""
+        file = self.file
+        corpus = read(file.data, self.policy, self.beside)
+        loss_fn = loss(file.loss.name, file.loss.arguments, beside=self.beside)
+        tool = optimizer(file.optimizer.name, file.optimizer.arguments, self.model)
+        schedule = file.scheduler and scheduler(
+            file.scheduler.name, file.scheduler.arguments, tool, self.plan.steps
+        )
+        return Trainer(
+            self.model,
+            tool,
+            loss_fn,
+            corpus,
+            self.plan,
+            folder=folder,
+            book=book,
+            scheduler=schedule,
+            microbatches=file.microbatches,
+            ema=file.ema,
+            evaluate=None if file.evaluate is None else evaluation(file.evaluate, self.beside),
+            segment=file.segment,
+            max_occurrences=self._caps(),
+            hardened=file.hardened,
+            inside=inside,
+        )
+
+    def _caps(self) -> Mapping[str, int] | None:
+        """Occurrences by class; one number holds for every private class."""
+        given = self.file.max_occurrences
+        if isinstance(given, int):
+            return {entry.name: given for entry in self.plan.classes if not entry.public}
+        for name in given or ():
+            self.plan.index(name)
+        return given
+
+
+def read(data: Data, policy: Policy, beside: Path) -> Corpus:
+    """The corpus that a [data] table describes, under the run's policy."""
+    common: dict[str, Any] = {"policy": policy, "cls": data.cls, "version": data.version}
+    common["examples_per_unit"] = data.examples_per_unit
+    try:
+        if data.factory is not None:
+            return _made(data.factory, data, common, beside)
+        path = beside / (data.path or "")
+        if not path.exists():
+            raise CorpusError(
+                f"path is '{data.path}', and there is no '{path}'", "paths are relative to the run file"
+            )
+        if data.kind == "folder":
+            return Corpus.of_folder(path, **common)
+        common |= {"unit": data.unit, "subject": data.subject, "y": data.y}
+        common |= {} if data.x is None else {"x": data.x}
+        if data.kind == "npz":
+            return Corpus.of_npz(path, **common)
+        return Corpus.of_csv(path, **common, delimiter=data.delimiter or ",")
+    except CorpusError as error:
+        raise CorpusError(f"data: {error.problem}", error.remedy.replace("cls=", "data.class =")) from error
+
+
+def _made(name: str, data: Data, common: Mapping[str, Any], beside: Path) -> Corpus:
+    """What the user's factory returns, as a corpus. A factory that takes `policy` gets the run's."""
+    factory = named.find(name, "data factory", beside=beside)
+    policy = {"policy": common["policy"]} if "policy" in named.parameters(factory) else {}
+    made = named.call(factory, f"data factory '{name}'", {**policy, **data.args})
+    if not isinstance(made, Corpus):
+        with user_code(f"data factory '{name}' returned a {type(made).__name__}", _RETURN):
+            return (
+                Corpus(*made, **common)
+                if isinstance(made, tuple) and len(made) == 2
+                else Corpus(made, **common)
+            )
+    for key in ("examples_per_unit", "version", "cls"):
+        if common[key] is not None:
+            raise CorpusError(
+                f"factory '{name}' returned a Corpus, and {'class' if key == 'cls' else key} is given beside it",
+                "give it to the Corpus",
+            )
+    if made.policy != common["policy"]:
+        raise CorpusError(
+            f"factory '{name}' returned a Corpus under {'no' if made.policy is None else 'another'} policy: what it "
+            "spends would be booked elsewhere",
+            "let the factory take it: def data(policy): return lamina.Corpus(x, y, unit=…, policy=policy)",
+        )
+    return made
+
+
+_RETURN = "return a lamina.Corpus, a torch Dataset, or (x, y)"
+
+
+def evaluation(table: Evaluate, beside: Path) -> Evaluation:
+    """The rule of an [evaluate] table. What its function raises is told in full: it sees no private data."""
+    function: Callable[[nn.Module], Mapping[str, float]] = named.find(
+        table.function, "evaluate.function", beside=beside
+    )
+
+    def figures(model: nn.Module) -> Mapping[str, float]:
+        with user_code(
+            f"evaluate.function '{table.function}' failed",
+            "correct the line, then go on with the same command",
+        ):
+            return function(model)
+
+    return Evaluation(
+        function=figures, on=table.on, every=table.every, best=table.best, patience=table.patience
+    )

@@ -1,0 +1,246 @@
+"""RUN.toml: everything that decides a training run, in one file that is checked before anything is read or spent."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from lamina.allocate import ALLOCATIONS
+from lamina.errors import PlanError
+from lamina.plan.grouping import suggestion
+from lamina.plan.schema_errors import explain
+
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
+_OPEN = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+def _as_table(key: str) -> BeforeValidator:
+    """`model = "nets:build"` for `model = { factory = "nets:build" }`."""
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, str):
+            return {key: value}
+        if not isinstance(value, dict | BaseModel):
+            raise ValueError(f'must be text in quotes, or a table: {{ {key} = "…" }}')
+        return value
+
+    return BeforeValidator(widen)
+
+
+def _per_class(kind: type, least: str) -> BeforeValidator:
+    """One number for all classes, or a table with one for each."""
+    word = "a whole number" if kind is int else "a number"
+
+    def check(value: Any) -> Any:
+        for item in value.values() if isinstance(value, dict) else (value,):
+            fits = isinstance(item, int if kind is int else int | float) and not isinstance(item, bool)
+            if not fits or not (item >= 0 if least == ">= 0" else item > 0):
+                raise ValueError(f"must be {word} {least}, or a table of them: {{ class = {word} }}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _known_allocation(value: Any) -> Any:
+    if isinstance(value, str) and value not in ALLOCATIONS:
+        raise ValueError(
+            f"is not known{suggestion(value, list(ALLOCATIONS))}; accepted: {', '.join(ALLOCATIONS)}"
+        )
+    return value
+
+
+def _public_figures(value: Any) -> Any:
+    if value == "private":
+        raise ValueError(
+            "a figure on private data, and early stopping or a best checkpoint by it, is a release that no budget "
+            'paid for; accepted: "public" or "simulated"'
+        )
+    return value
+
+
+def _columns(value: Any) -> Any:
+    if isinstance(value, list) and value and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    if isinstance(value, str | tuple):
+        return value
+    raise ValueError('must be a name, or a list of names: "x" or ["a", "b"]')
+
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Arguments = dict[str, Any]
+
+
+class Model(BaseModel):
+    """`package.module:factory` or a built-in name, and what it is called with."""
+
+    model_config = _STRICT
+    factory: Text
+    args: Arguments = {}
+
+
+class Data(BaseModel):
+    """Where examples come from, and whose they are.
+
+    npz, csv   `path`; x, y, unit, class and subject name arrays or columns
+    folder     `path`: one folder per contribution, and perhaps a contributions.csv
+    factory    `package.module:factory` that returns a lamina.Corpus, a torch Dataset, or (x, y)
+
+    `class` may also be the name of one class of the policy, for all.
+    """
+
+    model_config = _STRICT
+    kind: Literal["npz", "csv", "folder", "factory"]
+    path: Text | None = None
+    factory: Text | None = None
+    args: Arguments = {}
+    x: Annotated[str | tuple[str, ...] | None, BeforeValidator(_columns)] = None
+    y: Annotated[str | tuple[str, ...] | None, BeforeValidator(_columns)] = None
+    unit: Text | None = None
+    cls: Annotated[Text | None, Field(alias="class")] = None
+    subject: Text | None = None
+    delimiter: Text | None = None
+    examples_per_unit: Count | None = None
+    version: Text | None = None
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_takes(self) -> Self:
+        taken = {
+            "npz": ("path", "x", "y", "unit", "subject"),
+            "csv": ("path", "x", "y", "unit", "subject", "delimiter"),
+            "folder": ("path",),
+            "factory": ("factory", "args"),
+        }[self.kind]
+        if getattr(self, taken[0]) is None:
+            raise ValueError(f'kind = "{self.kind}" needs {taken[0]}')
+        given = {Data.model_fields[name].alias or name for name in self.model_fields_set}
+        for name in sorted(given - {"kind", "class", "examples_per_unit", "version", *taken}):
+            why = _ELSEWHERE.get(self.kind, f"it takes {', '.join(taken)}, class, examples_per_unit, version")
+            raise ValueError(f'kind = "{self.kind}" takes no {name}: {why}')
+        if self.kind == "npz" and not (isinstance(self.x, str | None) and isinstance(self.y, str | None)):
+            raise ValueError('x and y of kind = "npz" are one array each: name one')
+        return self
+
+
+_ELSEWHERE = {
+    "folder": "y, class and subject of each contribution stand in its contributions.csv",
+    "factory": "return lamina.Corpus(x, y, unit=…, subject=…)",
+}
+
+
+class Tool(BaseModel):
+    """A loss, an optimiser or a schedule: its name, and any further argument that it takes."""
+
+    model_config = _OPEN
+    name: Text
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Evaluate(BaseModel):
+    """A function of the model alone, asked between segments, on data that is not protected."""
+
+    model_config = _STRICT
+    function: Text
+    on: Annotated[Literal["public", "simulated"], BeforeValidator(_public_figures)]
+    every: Count = 1
+    best: Text | None = None
+    patience: Count | None = None
+
+    @model_validator(mode="after")
+    def _patience_needs_a_figure(self) -> Self:
+        if self.patience is not None and self.best is None:
+            raise ValueError('patience needs best: the figure to watch, as in best = "auc"')
+        return self
+
+
+class RunFile(BaseModel):
+    """The tables and keys of a RUN.toml; run_template.toml explains each. Paths are relative to the file."""
+
+    model_config = _STRICT
+    policy: Text
+    model: Annotated[Model, _as_table("factory")]
+    data: Data
+    loss: Annotated[Tool, _as_table("name")]
+    optimizer: Annotated[Tool, _as_table("name")]
+    scheduler: Annotated[Tool, _as_table("name")] | None = None
+    batch: Annotated[int | dict[str, int], _per_class(int, ">= 0")]
+    steps: Count | None = None
+    epochs: Positive | None = None
+    allocate: Annotated[Text, BeforeValidator(_known_allocation)] = "pareto"
+    clipping: Literal["box", "joint"] | None = None
+    epsilon: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None
+    segment: Count | None = None
+    microbatches: Count = 1
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    threads: Count | None = None
+    max_occurrences: Annotated[int | dict[str, int], _per_class(int, "> 0")] | None = None
+    hardened: bool = False
+    evaluate: Evaluate | None = None
+    output: Text | None = None
+    book: Text | None = None
+
+    @classmethod
+    def load(cls, path: Path) -> RunFile:
+        """Read a RUN.toml."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(
+                f"run file '{path}' cannot be read: {error}", "make one: lamina train --template > RUN.toml"
+            ) from error
+        return cls.parse(text, source=str(path))
+
+    @classmethod
+    def parse(cls, text: str, source: str = "RUN.toml") -> RunFile:
+        """Read a run file from its text; `source` names it in errors."""
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise PlanError(f"{source} is not TOML: {error}", "correct the line that it names") from error
+        _has_the_least(data, source)
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise explain(error, cls, source) from error
+
+    @staticmethod
+    def template_text() -> str:
+        """An annotated run file to copy and change."""
+        return resources.files("lamina.cli").joinpath("run_template.toml").read_text(encoding="utf-8")
+
+
+_LEAST = {
+    "policy": 'policy = "policy.toml"',
+    "model": 'model = "package.module:factory"',
+    "data": '[data] with kind = "npz" and path = "data.npz"',
+    "loss": 'loss = "cross_entropy"',
+    "optimizer": 'optimizer = { name = "adam", lr = 1e-3 }',
+    "batch": "batch = 256",
+}
+
+
+def _has_the_least(data: Mapping[str, Any], source: str) -> None:
+    """What every run file has, with an example of each; one length and not two."""
+    missing = [key for key in _LEAST if key not in data]
+    if missing:
+        tables = [key for key, value in data.items() if isinstance(value, dict)]
+        strayed = [f"[{t}]" for t in tables for key in missing if key in data[t]]
+        hint = f" (a key below {strayed[0]} belongs to that table)" if strayed else ""
+        raise PlanError(
+            f"{source}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{hint}",
+            "add " + "; ".join(_LEAST[key] for key in missing) + ", above the first [table] what is not one",
+        )
+    if ("steps" in data) == ("epochs" in data):
+        raise PlanError(
+            f"{source}: steps is {data.get('steps', 'missing')} and epochs is {data.get('epochs', 'missing')}",
+            "give exactly one of them: steps = 1000, or epochs = 20",
+        )

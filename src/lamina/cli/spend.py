@@ -1,0 +1,159 @@
+"""`lamina spend`: what the classes of a corpus have lost over all runs, and who holds the rest."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from pathlib import Path
+from shlex import quote
+from typing import Annotated, Any
+
+import typer
+
+from lamina.cli.output import columns, out, print_json, round_up
+from lamina.errors import RunError
+from lamina.train.book import Account, SpendBook
+from lamina.train.book.total import Total, called
+
+_Priced = list[tuple[Account, Total]]
+
+
+def spend(
+    book: Annotated[
+        Path, typer.Argument(help="the spend book: spend.db, beside the folders of the runs")
+    ] = Path("runs/spend.db"),
+    release: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="give back what a run has reserved and will not use; its id, the first digits of it, or its label",
+        ),
+    ] = None,
+    origin: Annotated[str | None, typer.Option(help="only this corpus")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Show ε spent by every class of every corpus, over all runs, retrainings and abandoned attempts.
+
+    A run reserves its whole plan before its first step and is charged segment by segment, before each is
+    trained. What is charged is spent for good: nothing gives it back, neither deleting a run nor --release. What
+    is reserved counts against the bound of the class too, until the run ends or is released.
+
+    ε of several runs is priced jointly, at the δ and by the accountant that the runs were planned with: as a rule
+    less than the sum of their ε. Printed figures are rounded up. The bounds are in the policy, not in the book.
+
+    Examples:
+
+      lamina spend
+      lamina spend runs/spend.db --origin cardiology
+      lamina spend --release 3f9c21aa
+    """
+    opened = SpendBook(book, create=False)
+    accounts = opened.accounts()
+    if origin is not None and origin not in {each.origin for each in accounts}:
+        known = ", ".join(repr(name) for name in sorted({each.origin for each in accounts}))
+        raise RunError(f"spend book '{book}' knows no corpus {origin!r}", f"it has {known or 'none yet'}")
+    released = None if release is None else _release(opened, release)
+    priced = [
+        (each, opened.total(each.origin, each.cls, delta=each.delta, accountant=each.accountant))
+        for each in accounts
+        if origin in (None, each.origin)
+    ]
+    if as_json:
+        print_json(
+            {"book": str(book), **({"released": released} if released else {}), "origins": _tree(priced)}
+        )
+        return
+    if released:
+        out.print(
+            f"Run {released[:8]} holds no reservation any more. What it was charged stays charged; if it still "
+            "trains, each further segment must find room under the bound.",
+            markup=False,
+        )
+    if not priced:
+        out.print(f"Nothing has been booked in {book}.", markup=False)
+    for name, group in groupby(priced, key=lambda pair: pair[0].origin):
+        out.print(_page(name, list(group)), markup=False, soft_wrap=True)
+
+
+def _release(book: SpendBook, name: str) -> str:
+    """The run of this id, beginning of an id, or label gives its reservation back; returns its id."""
+    labels = book.labels()
+    found = [name] if name in labels else [run for run, label in labels.items() if name and name == label]
+    found = found or [run for run in labels if name and run.startswith(name)]
+    if not found:
+        raise RunError(
+            f"spend book '{book.path}' knows no run {name!r}",
+            f"lamina spend {quote(str(book.path))} lists them",
+        )
+    if len(found) > 1:
+        listed = ", ".join(called(run, labels[run]) for run in found[:5])
+        raise RunError(f"{name!r} could be any of {len(found)} runs: {listed}", "give more digits of its id")
+    book.finish(found[0])
+    return found[0]
+
+
+def _tree(priced: _Priced) -> dict[str, Any]:
+    """By origin and class. The terms of the last booking come first, earlier ones are in `also`."""
+    origins: dict[str, Any] = {}
+    for account, total in priced:
+        figures = {
+            "epsilon": _finite(total.spent),
+            "committed": _finite(total.committed),
+            "delta": account.delta,
+            "accountant": account.accountant,
+        }
+        classes = origins.setdefault(account.origin, {})
+        if account.cls in classes:
+            classes[account.cls]["also"].append(figures)
+            continue
+        runs = [
+            {
+                "run": each.run,
+                "label": each.label,
+                "since": each.day,
+                "steps": each.steps,
+                "redone": each.redone,
+                "reserved": each.reserved,
+                "finished": each.finished,
+            }
+            for each in total.runs
+        ]
+        classes[account.cls] = {**figures, "runs": runs, "also": []}
+    return origins
+
+
+def _page(origin: str, priced: _Priced) -> str:
+    """One corpus: each class with its ε, a line per δ, and its runs below."""
+    lines = [f"corpus {_printable(origin)}"]
+    for cls, group in groupby(priced, key=lambda pair: pair[0].cls):
+        lines.append(f"  class {_printable(cls)}")
+        for account, total in (found := list(group)):
+            lines.append(
+                f"    ε {_epsilon(total.spent)} spent, {_epsilon(total.committed)} with what is reserved "
+                f"(δ = {account.delta:g}, {account.accountant})"
+            )
+        lines.extend(f"      {row}" for row in _runs(found[0][1]))
+    return "\n".join(lines)
+
+
+def _runs(total: Total) -> list[str]:
+    rows = [["run", "label", "state", "steps", "redone", "reserved"]]
+    for each in total.runs:
+        counts = [f"{count:,}" for count in (each.steps, each.redone, each.reserved)]
+        state = "finished" if each.finished else "open"
+        rows.append([_printable(each.run[:8]), _printable(each.label), state, *counts])
+    return columns(rows, left=3).split("\n") if total.runs else []
+
+
+def _epsilon(value: float) -> str:
+    return round_up(value) if math.isfinite(value) else "∞"
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _printable(text: str) -> str:
+    """Names are the user's: control characters in them do not reach the terminal."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

@@ -1,0 +1,180 @@
+"""`lamina train RUN.toml`: a private run that may be killed at any instant and goes on with the same command."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import torch
+import typer
+
+from lamina.cli import run_folder
+from lamina.cli.notes import plan_notes
+from lamina.cli.output import err, out, print_json, results_only
+from lamina.cli.prepare import Planned
+from lamina.cli.run_file import RunFile
+from lamina.cli.train_report import result, tell, tell_plan
+from lamina.errors import LaminaError, RunError
+from lamina.train import Outcome, Trainer
+from lamina.train.blame import layer_and_input, place
+
+
+def train(
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN.toml", help="the run: policy, model, data, loss, optimiser, length"),
+    ] = None,
+    plan_only: Annotated[
+        bool,
+        typer.Option("--plan-only", help="check everything, show plan and book, spend and write nothing"),
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="a new run in a new folder NAME-2, NAME-3, …; charged anew")
+    ] = False,
+    inside: Annotated[
+        bool, typer.Option("--inside", help="show the raw private loss in this terminal; it is never written")
+    ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="torch threads, instead of the file's; a resumed run needs the same"),
+    ] = None,
+    template: Annotated[
+        bool, typer.Option("--template", help="print an annotated RUN.toml to start from, and exit")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Train a model privately, as a RUN.toml says. Run the same command again to go on after a stop or a crash.
+
+    Spends: the ε of the plan, charged to the spend book before each stretch of steps. A run that does not fit into
+    what the policy allows over all runs is refused before it begins.
+
+    Writes: runs/NAME with the weights (model.safetensors), public figures (metrics.json), plan, journal and
+    checkpoints.
+
+    Shows: ε so far, never the loss. An un-noised loss is a release that nobody paid for: evaluate on public or
+    simulated data instead.
+
+    Examples:
+
+      lamina train --template > RUN.toml     a run file to edit
+      lamina train RUN.toml --plan-only      every check, nothing spent
+      lamina train RUN.toml                  train; again to go on
+      lamina train RUN.toml --fresh          another run, charged anew
+    """
+    if template:
+        text = RunFile.template_text()
+        print_json({"template": text}) if as_json else sys.stdout.write(text)
+        return
+    if run is None:
+        raise typer.BadParameter("give the run file, or --template to get one", param_hint="RUN.toml")
+    if inside and not _is_terminal():
+        raise RunError(
+            "--inside shows the raw private loss, and standard error is not a terminal: it would be written down",
+            "run it in a terminal, or leave --inside out and evaluate on public data",
+        )
+    file = RunFile.load(run)
+    if threads or file.threads:
+        torch.set_num_threads(threads or file.threads or 1)
+    with results_only():
+        planned = Planned.of(file, run.resolve().parent)
+    output = planned.output(run.stem)
+    book = planned.book(output)
+    notes = plan_notes(planned.plan, planned.policy, file.epsilon)
+    screen = err if as_json else out
+    for line in (str(planned.plan), *(f"note: {note}" for note in notes), ""):
+        screen.print(line, markup=False, soft_wrap=True)
+    folder = run_folder.unused(output) if fresh else run_folder.newest(output)
+    if plan_only:
+        with results_only():
+            _rehearse(planned.trainer(folder=folder, book=book, inside=False))
+        tell_plan(planned, folder, book, notes, as_json=as_json)
+        return
+    before = run_folder.figures(folder)
+    with results_only():
+        trainer = planned.trainer(folder=folder, book=book, inside=inside)
+        run_folder.sign(folder, output, file.model_dump(mode="json", by_alias=True, exclude_unset=True))
+        outcome = _fit(trainer, again=_command(run, threads), inside=inside)
+    outcome = replace(outcome, notes=(*outcome.notes, *notes))
+    if before and before.get("steps") == outcome.steps:
+        outcome = replace(outcome, notes=(*outcome.notes, _FINISHED))
+    if as_json:
+        print_json(result(outcome, planned, book))
+    else:
+        tell(outcome, planned, book)
+
+
+_FINISHED = (
+    "the run was finished before: nothing was trained or charged now; --fresh trains anew and is charged anew"
+)
+
+
+def _fit(trainer: Trainer, *, again: str, inside: bool) -> Outcome:
+    try:
+        with _discreet(inside):
+            return trainer.fit()
+    except KeyboardInterrupt:
+        err.print(
+            f"\nstopped. Nothing is lost, and nothing will be charged twice: go on with  {again}",
+            markup=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(130) from None
+    except LaminaError as error:
+        raise _located(error, trainer) from error.__cause__
+
+
+def _located(error: LaminaError, trainer: Trainer) -> LaminaError:
+    """A refusal of the rehearsal, with the layer and the line of the user's code that it comes from."""
+    cause = error.__cause__
+    if cause is None:
+        return error
+    where = place(cause)
+    found = [layer_and_input(cause, trainer.model), f"at {where}" if where else None]
+    extra = "; ".join(text for text in found if text and text not in error.problem)
+    if extra:
+        error.problem = f"{error.problem} ({extra})"
+    return error
+
+
+@contextmanager
+def _discreet(inside: bool) -> Iterator[None]:
+    """Warnings of libraries name sizes of batches: without --inside only their kind and line are shown."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        text = str(message) if inside else "text withheld: it may hold sizes of a private batch"
+        err.print(
+            f"warning: {category.__name__} at {filename}:{lineno} ({text})", markup=False, soft_wrap=True
+        )
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def _rehearse(trainer: Trainer) -> None:
+    """Every check that a run makes before it spends."""
+    try:
+        trainer.rehearse()
+    except LaminaError as error:
+        raise _located(error, trainer) from error.__cause__
+
+
+def _command(run: Path, threads: int | None) -> str:
+    """Without --fresh: that would begin another run."""
+    return f"lamina train {run}" + (f" --threads {threads}" if threads else "")
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()

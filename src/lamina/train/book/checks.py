@@ -1,0 +1,68 @@
+"""What may be booked: numbers that mean something, and texts that can be written down."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+
+from lamina.account import accountant as find_accountant
+from lamina.account.event import check_delta
+from lamina.errors import AccountingError, RunError
+from lamina.train.book.charge import Charge
+
+MOST_STEPS = 2**40  # of one charge, so that sums stay exact in SQLite; a run that long takes centuries
+
+
+def checked_charges(charges: Sequence[Charge]) -> tuple[Charge, ...]:
+    """The charges with plain numbers, or the reason why one makes no sense."""
+    return tuple(map(_plain, charges))
+
+
+def _plain(charge: Charge) -> Charge:
+    event, delta = charge.event, check_delta(charge.delta)
+    name = find_accountant(charge.accountant).name
+    if math.isinf(event.sigma):
+        raise AccountingError(
+            f"a charge of class '{charge.cls}' has sigma inf", "it costs nothing: leave it out"
+        )
+    if event.steps > MOST_STEPS:
+        raise AccountingError(
+            f"a charge of class '{charge.cls}' has {event.steps:,} steps, more than {MOST_STEPS:,}",
+            "charge shorter segments",
+        )
+    return Charge(
+        cls=checked_text(charge.cls, "class", empty=True),
+        sigma=event.sigma,
+        q=event.q + 0.0,  # -0.0 becomes 0.0, which is what the file gives back
+        steps=event.steps,
+        delta=delta + 0.0,
+        accountant=name,
+    )
+
+
+def checked_bounds(bounds: Mapping[str, float | None]) -> dict[str, float]:
+    """Bounds as floats; None and inf are no bound."""
+    for cls, bound in bounds.items():
+        if bound is not None and (
+            isinstance(bound, bool) or not isinstance(bound, int | float) or not bound >= 0
+        ):
+            raise AccountingError(f"the bound of class '{cls}' is {bound!r}, must be >= 0", "e.g. 1.0")
+    return {cls: math.inf if bound is None else float(bound) for cls, bound in bounds.items()}
+
+
+def checked_count(value: int, what: str) -> int:
+    found = operator.index(value)
+    if not 0 <= found < 2**63:
+        raise RunError(f"{what} is {value!r}, must be a whole number >= 0", "count from 0")
+    return found
+
+
+def checked_text(text: str, what: str, *, empty: bool = False) -> str:
+    """Any text will do that can be written down; a plain str, whatever kind of str was given."""
+    if not isinstance(text, str) or (not text and not empty):
+        raise RunError(f"{what} is {text!r}, must be a text", "name it")
+    try:
+        return text.encode().decode()
+    except UnicodeEncodeError:
+        raise RunError(f"{what} is {text!r}, which no encoding can write", "use Unicode text") from None

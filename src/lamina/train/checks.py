@@ -1,0 +1,92 @@
+"""What a trainer refuses before anything is spent, with messages for someone who does this for the first time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset
+
+from lamina.errors import RunError
+from lamina.plan import StepPlan
+from lamina.train.corpus import Corpus
+
+
+def check_parts(model: Any, optimizer: Any, loss_fn: Any, corpus: Any, plan: Any, scheduler: Any) -> None:
+    """Whether the things given are of the right kind."""
+    if not isinstance(model, nn.Module):
+        raise RunError(f"the model is a {type(model).__name__}", "give a torch.nn.Module")
+    if not isinstance(plan, StepPlan):
+        raise RunError(f"the plan is a {type(plan).__name__}", "make one: lamina.make_plan(stack, policy, …)")
+    _check_optimizer(model, optimizer)
+    _check_loss(loss_fn)
+    _check_corpus(corpus)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise RunError(
+            "ReduceLROnPlateau follows a loss, and the private loss is a release that no budget paid for",
+            "use a schedule that is fixed in advance (CosineAnnealingLR, OneCycleLR), stepped once per private step",
+        )
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        raise RunError(f"the scheduler is a {type(scheduler).__name__}", "give a torch.optim.lr_scheduler")
+
+
+def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise RunError(
+            f"the optimiser is a {type(optimizer).__name__}",
+            "give a torch optimiser: torch.optim.Adam(model.parameters(), lr=1e-3)",
+        )
+    if isinstance(optimizer, LBFGS):
+        raise RunError(
+            "LBFGS asks for several gradients in one step, and each of them would be a release",
+            "use an optimiser that takes one gradient per step: SGD, Adam, AdamW",
+        )
+    mine = {id(p) for p in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(id(p) in mine for p in held):
+        raise RunError(
+            "the optimiser holds none of the model's parameters",
+            "make it after the model is in its final form (after lamina.fix): Adam(model.parameters())",
+        )
+    strangers = sum(id(p) not in mine for p in held)
+    if strangers:
+        raise RunError(
+            f"the optimiser holds {strangers} tensors that are not the model's",
+            "train everything that learns as one module, so that its coverage can be checked",
+        )
+
+
+def _check_loss(loss_fn: Any) -> None:
+    if not callable(loss_fn):
+        raise RunError(f"loss_fn is a {type(loss_fn).__name__}", "give a function of (output, y)")
+    reduction = getattr(loss_fn, "reduction", "none")
+    if reduction != "none":
+        name = type(loss_fn).__name__
+        raise RunError(
+            f"{name} has reduction='{reduction}': one number for the whole batch, in which nobody can be clipped",
+            f"use {name}(reduction='none'): one loss per example",
+        )
+
+
+def _check_corpus(corpus: Any) -> None:
+    if isinstance(corpus, Corpus):
+        return
+    refuse_loader(corpus)
+    if isinstance(corpus, Dataset):
+        raise RunError(
+            f"the data is a {type(corpus).__name__}",
+            "say what a contribution is: lamina.Corpus(dataset, unit=…)",
+        )
+    raise RunError(f"the data is a {type(corpus).__name__}", "make a corpus: lamina.Corpus(x, y, unit=…)")
+
+
+def refuse_loader(data: Any) -> None:
+    """The most common mistake."""
+    if isinstance(data, DataLoader):
+        raise RunError(
+            "the data is a DataLoader, which shuffles and cuts batches of one size: that is not Poisson sampling, and "
+            "its privacy is not what the plan says",
+            "give the data itself: lamina.Corpus(loader.dataset); batches are drawn for you",
+        )

@@ -1,0 +1,248 @@
+"""`Corpus`: the contributions that a run may learn from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lamina.engine.batch import Batch
+from lamina.engine.stream import SEED_BYTES
+from lamina.errors import CorpusError
+from lamina.plan import Policy, StepPlan
+from lamina.train.corpus.classes import booked_under, check_classes, class_of_all
+from lamina.train.corpus.index import Index
+from lamina.train.corpus.keyed import keyed, put
+from lamina.train.corpus.layout import Layout
+from lamina.train.corpus.listing import folder_parts
+from lamina.train.corpus.read import csv_parts, npz_parts
+from lamina.train.corpus.sampler import Sampler
+from lamina.train.corpus.source import Source, source_of
+
+
+class Corpus:
+    """Contributions with their examples, classes, ids and subject tags.
+
+    x, y      tensors or arrays (memmaps too), tuples or dicts of them; or a map-style torch Dataset of x or (x, y);
+              or a `Source`. The first axis counts examples
+    unit      the contribution of each example: the patient of a window. Default: every example is its own. The
+              unit is what ε protects: one person in two contributions is protected half as well
+    cls       the class of each contribution: one name for all, a dict by unit or id, or a sequence by example.
+              Default: the only class of the plan
+    ids       a name for each contribution, as text; default: the unit's value
+    subject   a keyed tag of the person behind each contribution; two contributions with one tag are refused
+    examples_per_unit  at most so many examples of a contribution per step, chosen afresh at every step
+    policy    the policy that the corpus is under: its origin, its classes, its bounds
+    origin    what spending is booked under; default: the policy's, or a digest of the data
+    version   a name for this state of the data, if hashing all of it at every start takes too long. Whoever changes
+              the data and not the version has a replay that is not one
+    dtype     of x, instead of float32 for floating point and whatever it was for integers
+
+    A corpus is named and counted, never shown: its repr says neither who is in it nor how many.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        unit: Any = None,
+        cls: Any = None,
+        ids: Any = None,
+        subject: Any = None,
+        examples_per_unit: int | None = None,
+        policy: Policy | None = None,
+        origin: str | None = None,
+        version: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if policy is not None and not isinstance(policy, Policy):
+            raise CorpusError(f"policy is a {type(policy).__name__}", "use lamina.Policy.load('policy.toml')")
+        most = examples_per_unit
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise CorpusError(
+                f"examples_per_unit is {most!r}, must be a whole number >= 1",
+                "leave it out to use all examples",
+            )
+        self.source: Source = source_of(x, y, dtype=dtype)
+        self.examples_per_unit = most
+        self.policy = policy
+        self._origin = booked_under(origin, policy)
+        self._version = version
+        self._index = Index(
+            len(self.source), unit=unit, cls=class_of_all(cls, policy), ids=ids, subject=subject
+        )
+        self._digests: dict[bytes, bytes] = {}
+        self.when_withdrawn: Callable[[Sequence[str]], None] | None = None  # a run writes it down
+        if policy is not None:
+            check_classes(self.names, list(policy.classes), "policy")
+
+    # ------------------------------------------------------------------------------------ from files
+
+    @classmethod
+    def of_csv(
+        make,
+        path: str | Path,
+        *,
+        x: Sequence[str] | None = None,
+        y: str | Sequence[str] | None = None,
+        unit: Any = None,
+        cls: Any = None,
+        ids: Any = None,
+        subject: Any = None,
+        delimiter: str = ",",
+        **options: Any,
+    ) -> Self:
+        """From a table with a header, one row an example. Text in x, y, unit, cls, ids, subject names columns.
+
+        x defaults to all other columns. A `cls` that is a class of `policy` is the class of all rows.
+        """
+        parts = csv_parts(
+            path,
+            x=x,
+            y=y,
+            columns={"unit": unit, "cls": cls, "ids": ids, "subject": subject},
+            policy=options.get("policy"),
+            dtype=options.get("dtype"),
+            delimiter=delimiter,
+        )
+        return make(**parts, **options)
+
+    @classmethod
+    def of_npz(
+        make,
+        path: str | Path,
+        *,
+        x: str = "x",
+        y: str | None = "y",
+        unit: Any = None,
+        cls: Any = None,
+        ids: Any = None,
+        subject: Any = None,
+        **options: Any,
+    ) -> Self:
+        """From the arrays of an .npz file. Text in x, y, unit, cls, ids, subject names arrays; y=None: no labels."""
+        columns = {"unit": unit, "cls": cls, "ids": ids, "subject": subject}
+        return make(**npz_parts(path, x=x, y=y, columns=columns, policy=options.get("policy")), **options)
+
+    @classmethod
+    def of_folder(make, path: str | Path, *, cls: Any = None, subject: Any = None, **options: Any) -> Self:
+        """From PATH/ID/payload.npz (x with one example a row, perhaps y) or payload.csv (one example, a table).
+
+        PATH/contributions.csv, if it is there, lists id and perhaps class, subject and y of each. Contributions are
+        sorted by id. Payloads are read when they are sampled.
+        """
+        parts = folder_parts(path, cls=cls, subject=subject, dtype=options.pop("dtype", None))
+        return make(**parts, **options)
+
+    @classmethod
+    def of_dataset(make, dataset: Any, *, unit: Any = None, cls: Any = None, **options: Any) -> Self:
+        """From a map-style torch Dataset whose items are x or (x, y)."""
+        return make(dataset, unit=unit, cls=cls, **options)
+
+    # ------------------------------------------------------------------------------------ who is in it
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The classes that occur, in order of appearance; ("data",) if none was named."""
+        return self._index.names
+
+    @property
+    def layout(self) -> Layout:
+        """Where the examples of each contribution lie."""
+        return self._index.layout
+
+    @property
+    def revision(self) -> int:
+        """How many contributions were withdrawn."""
+        return self._index.revision
+
+    def __len__(self) -> int:
+        """The number of eligible contributions."""
+        return len(self._index)
+
+    def members(self, name: str) -> NDArray[np.int64]:
+        """The eligible contributions of a class, by row. Rows count contributions in order of first appearance."""
+        return self._index.members(name)
+
+    def members_of(self, plan: StepPlan) -> tuple[NDArray[np.int64], ...]:
+        """The eligible contributions of each class of a plan; none where the corpus has nobody of the class."""
+        if not self._index.named:
+            return (self.members(self.names[0]),)
+        nobody = np.empty(0, dtype=np.int64)
+        return tuple(
+            self.members(entry.name) if entry.name in self.names else nobody for entry in plan.classes
+        )
+
+    def withdraw(self, *ids: str) -> None:
+        """Never sampled again, from the next Sampler on. An unknown id is refused, and then nobody is withdrawn.
+
+        What a model learned before stays in it: a withdrawal stops further loss, it does not unlearn.
+        """
+        self._index.withdraw(ids)
+        if self.when_withdrawn is not None:
+            self.when_withdrawn(ids)
+
+    # ------------------------------------------------------------------------------------ what it is
+
+    def has(self, one: str) -> bool:
+        """Whether there is a contribution of this id, withdrawn or not."""
+        return one in self._index.ids.find([one])
+
+    def order(self, key: bytes) -> bytes:
+        """32 bytes over which contribution is which row: what occurrence counters belong to."""
+        return self._index.order(key)
+
+    def membership(self, key: bytes) -> bytes:
+        """32 bytes over ids, classes, subjects, the layout of examples and who is eligible."""
+        return self._index.digest(key, f"examples_per_unit={self.examples_per_unit}")
+
+    def digest(self, key: bytes) -> bytes:
+        """32 bytes over all data, or over `version` and the number of examples. Worked out once per key."""
+        if key not in self._digests:
+            if self._version is None:
+                self._digests[key] = self.source.digest(key)
+            else:
+                hasher = keyed(key, "lamina/version")
+                put(hasher, [self._version, len(self.source)])
+                self._digests[key] = hasher.digest()
+        return self._digests[key]
+
+    @property
+    def origin(self) -> str:
+        """What spending is booked under. Without a policy: "data-" and 16 hexadecimal digits of the data's digest."""
+        return self._origin or f"data-{self.digest(b'').hex()[:16]}"
+
+    # ------------------------------------------------------------------------------------ with a plan
+
+    def check(self, plan: StepPlan) -> None:
+        """Whether a plan can be carried out on this corpus.
+
+        Every class here is one of the plan's, and none has more members than were declared. A class of the plan
+        without members is fine: its steps are noise.
+        """
+        if not isinstance(plan, StepPlan):
+            raise CorpusError(f"plan is a {type(plan).__name__}", "use lamina.make_plan(stack, policy, …)")
+        check_classes(
+            self.names if self._index.named else None, [entry.name for entry in plan.classes], "plan"
+        )
+        for entry, members in zip(plan.classes, self.members_of(plan), strict=True):
+            if entry.population is not None and len(members) > entry.population:
+                raise CorpusError(
+                    f"class {entry.name!r} has {len(members)} contributions, above its declared population of "
+                    f"{entry.population}: batches would be larger than the plan's",
+                    f"raise population in [class.{entry.name}] and make the plan again, or leave contributions out",
+                )
+
+    def batches(self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None) -> Iterator[Batch]:
+        """The batches of all steps of a plan, with fresh secret coins: exactly `plan.steps`, some maybe empty."""
+        sampler = Sampler(self, plan, seed=os.urandom(SEED_BYTES), max_occurrences=max_occurrences)
+        return (sampler.draw(step) for step in range(plan.steps))
+
+    def __repr__(self) -> str:
+        return f"Corpus({self.source!r}, classes {', '.join(self.names)})"

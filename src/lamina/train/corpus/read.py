@@ -1,0 +1,116 @@
+"""A corpus from a file: which columns or arrays are examples, labels, contributions and classes."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lamina.errors import CorpusError
+from lamina.plan import Policy
+from lamina.train.corpus.table import read_table
+
+
+def csv_parts(
+    path: str | Path,
+    *,
+    x: Sequence[str] | None = None,
+    y: str | Sequence[str] | None = None,
+    columns: dict[str, Any],
+    policy: Policy | None,
+    dtype: torch.dtype | None,
+    delimiter: str,
+) -> dict[str, Any]:
+    """What a corpus is made of, from a flat table: one row an example.
+
+    `columns` says in which columns `unit`, `cls`, `ids` and `subject` are; what is not text is passed through.
+    """
+    if isinstance(x, str):
+        x = [x]
+    named = {what: value for what, value in columns.items() if isinstance(value, str)}
+    others = {what: value for what, value in columns.items() if not isinstance(value, str)}
+    if _is_class(named.get("cls"), policy):
+        others["cls"] = named.pop("cls")
+    table = read_table(
+        Path(path),
+        x=x,
+        y=y,
+        names=list(dict.fromkeys(named.values())),
+        delimiter=delimiter,
+        dtype=np.float32 if dtype is None else np.float64,
+    )
+    return {"x": table.x, "y": table.y, **others, **{what: table.names[name] for what, name in named.items()}}
+
+
+def npz_parts(
+    path: str | Path, *, x: str, y: str | None, columns: dict[str, Any], policy: Policy | None
+) -> dict[str, Any]:
+    """What a corpus is made of, from the arrays of an .npz file."""
+    wanted = {"x": x, "y": y, **columns}
+    if _is_class(columns.get("cls"), policy):
+        wanted.pop("cls")
+    named = {what: name for what, name in wanted.items() if isinstance(name, str)}
+    found = read_npz(Path(path), list(dict.fromkeys(named.values())))
+    return {"x": x, "y": y, **columns, **{what: found[name] for what, name in named.items()}}
+
+
+def _is_class(cls: Any, policy: Policy | None) -> bool:
+    """Text names a column or array, unless the policy has a class of that name: then it is the class of all."""
+    return isinstance(cls, str) and policy is not None and cls in policy.classes
+
+
+def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Some arrays of an .npz file. Arrays of Python objects would have to be unpickled, so they are refused."""
+    try:
+        if not zipfile.is_zipfile(path) and path.exists():
+            raise CorpusError(f"'{path}' is not an .npz file", "write it with np.savez(path, x=x, y=y)")
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            for name in names:
+                if name not in file.files:
+                    raise CorpusError(
+                        f"'{path}' has no array {name!r}; it has {', '.join(file.files)}",
+                        "name the arrays: x='…', y='…', or y=None where there are no labels",
+                    )
+            return {name: _loaded(path, file, name) for name in names}
+    except FileNotFoundError:
+        raise CorpusError(f"'{path}' is not there", "give the path of an .npz file") from None
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        raise CorpusError(
+            f"'{path}' cannot be read as .npz ({type(error).__name__})",
+            "write it with np.savez(path, x=x, y=y)",
+        ) from None
+
+
+def _loaded(path: Path, file: Any, name: str) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = file[name]
+    except ValueError as error:
+        if "pickle" not in str(error):
+            raise
+        raise CorpusError(
+            f"array {name!r} of '{path}' holds Python objects, which only pickle can read, and a pickle can run code",
+            "save numbers of one shape: np.stack(list_of_arrays), and names as an array of text",
+        ) from None
+    return array
+
+
+def npz_header(path: Path, name: str) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
+    """Shape and dtype of an array of an .npz file, without reading it; None if it is not there."""
+    with zipfile.ZipFile(path) as archive:
+        if f"{name}.npy" not in archive.namelist():
+            return None
+        with archive.open(f"{name}.npy") as file:
+            version = np.lib.format.read_magic(file)
+            read = {
+                (1, 0): np.lib.format.read_array_header_1_0,
+                (2, 0): np.lib.format.read_array_header_2_0,
+            }.get(version)
+            if read is None:
+                raise ValueError(f"npy version {version}")
+            shape, _, dtype = read(file)
+            return shape, dtype

@@ -1,0 +1,92 @@
+"""What may be looked at during a private run: figures on public or simulated data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lamina.errors import RunError
+from lamina.train.randomness import borrowed_generators
+
+_ON = ("public", "simulated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A function of the model alone, asked between segments.
+
+    function  model -> {name: number}; called with the model in evaluation mode, without gradients
+    on        "public" or "simulated": which data it looks at. A figure on private data is a release that
+              nobody paid for, and choosing by it another one, so "private" is refused
+    every     after so many segments
+    best      keep the weights with the largest value of this figure as best.safetensors; "-name" for the smallest
+    patience  stop after so many evaluations without a new best
+
+    The weights of a closed segment are private already, so whatever is computed from them and public data, early
+    stopping and best checkpoint included, is post-processing and costs nothing.
+    """
+
+    function: Callable[[nn.Module], Mapping[str, float]]
+    on: str
+    every: int = 1
+    best: str | None = None
+    patience: int | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise RunError(
+                f"the evaluation is a {type(self.function).__name__}", "give a function of the model"
+            )
+        if self.on not in _ON:
+            raise RunError(
+                f"the evaluation is on {self.on!r} data: a figure on private data, and early stopping or a best "
+                "checkpoint by it, is a release that no budget paid for",
+                'evaluate on data that is not protected and say so: on="public" or on="simulated"',
+            )
+        for name, value in (("every", self.every), ("patience", self.patience)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise RunError(f"{name} is {value!r}, must be a whole number >= 1", "correct it")
+        if self.patience is not None and self.best is None:
+            raise RunError("patience is given without best", 'name the figure to watch: best="auc"')
+
+    def due(self, segments: int, *, last: bool) -> bool:
+        return last or segments % self.every == 0
+
+    def run(self, model: nn.Module) -> dict[str, float]:
+        """The figures, checked; neither the model's mode nor the random generators are changed."""
+        modes = {module: module.training for module in model.modules()}
+        try:
+            model.eval()
+            with torch.no_grad(), borrowed_generators():
+                figures = self.function(model)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        if not isinstance(figures, Mapping) or not figures:
+            raise RunError(
+                f"the evaluation returned a {type(figures).__name__}", 'return figures by name: {"auc": 0.91}'
+            )
+        plain = {str(name): float(value) for name, value in figures.items()}
+        for name, value in plain.items():
+            if not math.isfinite(value):
+                raise RunError(f"the evaluation's figure {name!r} is {value}", "return finite numbers")
+        if self.best is not None and self.best.removeprefix("-") not in plain:
+            raise RunError(
+                f"the evaluation has no figure {self.best.removeprefix('-')!r}, which best names",
+                f"it returned {', '.join(plain)}",
+            )
+        return plain
+
+    def score(self, figures: Mapping[str, float]) -> float:
+        """Larger is better."""
+        assert self.best is not None
+        value = figures[self.best.removeprefix("-")]
+        return -value if self.best.startswith("-") else value
+
+    def stops(self, scores: list[float]) -> bool:
+        """Whether patience ran out: the best lies more than `patience` evaluations back."""
+        return self.patience is not None and len(scores) - 1 - scores.index(max(scores)) >= self.patience

@@ -1,0 +1,89 @@
+"""`make_private`: from a model and data to engine, corpus and plan in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lamina.allocate import make_plan
+from lamina.engine import Engine
+from lamina.errors import PlanError
+from lamina.plan import LayerStack, Policy, StepPlan
+from lamina.train.checks import refuse_loader
+from lamina.train.corpus import Corpus
+
+
+def make_private(
+    model: nn.Module,
+    data: Any,
+    *,
+    epsilon: float = 1.0,
+    delta: float = 1e-5,
+    batch: int,
+    epochs: float | None = None,
+    steps: int | None = None,
+    unit: Any = None,
+    allocate: str = "pareto",
+) -> tuple[Engine, Corpus, StepPlan]:
+    """One private class, every layer, ε and δ as given: the short way to a private model.
+
+        engine, corpus, plan = lamina.make_private(model, (x, y), epsilon=3.0, delta=1e-5, batch=64, epochs=10)
+        for batch in corpus.batches(plan):
+            engine.backward(loss_fn(model(batch.x), batch.y) if len(batch) else None, batch)
+            optimizer.step(); optimizer.zero_grad()
+
+    data      a Corpus, x, a pair (x, y), or a torch Dataset
+    unit      the contribution (patient, customer) of each example; default: each example is its own
+    batch     expected contributions per step
+
+    The number of contributions is taken to be public: it sets the sampling rate. Where it is secret, declare a
+    population in a policy instead. ε counts the steps of this engine; `lamina.Trainer` also adds up over runs.
+    """
+    refuse_loader(data)
+    corpus = data if isinstance(data, Corpus) else _corpus(data, unit)
+    if isinstance(data, Corpus) and unit is not None:
+        raise PlanError("unit is given beside a Corpus, which has its own", "give it to the Corpus")
+    names = corpus.names
+    if len(names) > 1:
+        raise PlanError(
+            f"the corpus has classes {', '.join(names)}: make_private knows one",
+            "write a policy with each class, and use lamina.make_plan",
+        )
+    policy = Policy.from_dict(
+        {
+            "corpus": {"origin": corpus.origin, "delta": _number("delta", delta, below=1.0)},
+            "class": {
+                names[0]: {
+                    "population": len(corpus),
+                    "epsilon": _number("epsilon", epsilon),
+                    "unit": "contribution",
+                }
+            },
+        }
+    )
+    if isinstance(batch, int) and batch > len(corpus):
+        raise PlanError(
+            f"batch is {batch}, above the {len(corpus)} contributions there are",
+            "it is the expected number of contributions per step: choose well below, for example "
+            f"{max(1, len(corpus) // 20)}",
+        )
+    plan = make_plan(
+        LayerStack.from_model(model), policy, batch=batch, epochs=epochs, steps=steps, allocate=allocate
+    )
+    return Engine(model, plan), corpus, plan
+
+
+def _corpus(data: Any, unit: Any) -> Corpus:
+    if isinstance(data, tuple) and len(data) == 2:
+        return Corpus(*data, unit=unit)
+    return Corpus(data, unit=unit)
+
+
+def _number(name: str, value: Any, below: float = float("inf")) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < below:
+        raise PlanError(
+            f"{name} is {value!r}, must be a number above 0" + (f" and below {below:g}" if below < 2 else ""),
+            "ε = 0 would allow nothing to be learned at all; common choices are ε = 1 to 8 and δ below 1/population",
+        )
+    return float(value)

@@ -1,0 +1,208 @@
+"""`Run`: the lasting side of a training run. Its folder, its journal, its checkpoints, its account in the book.
+
+runs/NAME/  plan.cbor        what every step does
+            journal          segments opened and closed; secret (mode 0600): it holds the seed of an open segment
+            checkpoint/      the newest two; secret while occurrences are counted in them
+            metrics.json     public figures
+            model.safetensors, ema.safetensors, best.safetensors   what may leave, written when a segment closed
+            lease            who is working on it
+runs/spend.db                the book, shared by all runs beside it
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from lamina.account import Event, Schedule, grouped
+from lamina.engine.stream import SEED_BYTES
+from lamina.errors import BudgetExceeded, RunError
+from lamina.plan import StepPlan
+from lamina.train.book import SpendBook
+from lamina.train.book.charge import charges
+from lamina.train.resume import Facts
+from lamina.train.store.checkpoint import Checkpoints
+from lamina.train.store.durable import write_atomically
+from lamina.train.store.journal import Journal
+from lamina.train.store.records import Close, Done, Moved, Open
+
+
+class Run:
+    """Opened under the run's lease, by one process at a time.
+
+    What was charged is written down twice: in the journal, before anything is drawn, and in the book, where it is
+    added up with other runs. Charging is idempotent in (run, segment, generation, nonce), so a crash between the
+    two is repaired by charging again what the journal says.
+    """
+
+    def __init__(self, folder: Path, *, book: SpendBook, origin: str, bounds: Mapping[str, float]) -> None:
+        self.folder, self.book, self.origin, self.bounds = folder, book, origin, dict(bounds)
+        path = folder / "journal"
+        self.fresh = not path.exists()
+        if self.fresh and (folder / "checkpoint").exists() and any((folder / "checkpoint").iterdir()):
+            raise RunError(
+                f"'{folder}' has checkpoints and no journal, so what they cost is not known",
+                "restore the journal; or begin in another folder (what was charged stays in the book)",
+            )
+        if self.fresh:
+            self.journal = Journal.create(path, run=secrets.token_hex(16), salt=os.urandom(32))
+        else:
+            self.journal = Journal.load(path)
+        self.checkpoints = Checkpoints(folder / "checkpoint")
+        self.copied = self.journal.copied
+        if not self.fresh:
+            self._recharge()
+
+    @property
+    def id(self) -> str:
+        return self.journal.start.run
+
+    @property
+    def salt(self) -> bytes:
+        """Keys the digests of data and membership, so that they mean nothing outside this run."""
+        return self.journal.start.salt
+
+    # ------------------------------------------------------------------------------------ the whole plan
+
+    def begin(self, plan: StepPlan) -> None:
+        """Ask the book for the whole plan. Refused: everything that was made for it is taken away again."""
+        try:
+            self.book.reserve(
+                self.id,
+                origin=self.origin,
+                charges=charges(plan, plan.steps),
+                bounds=self.bounds,
+                label=self.folder.name,
+            )
+        except BudgetExceeded:
+            (self.folder / "journal").unlink()
+            raise
+        write_atomically(self.folder / "plan.cbor", plan.to_cbor())
+
+    def go_on(self, plan: StepPlan, first: int) -> int:
+        """Reserve the rest of the plan, or as much of it as the bounds still allow; returns where it ends.
+
+        After a segment was redone there may be room for fewer steps than were planned.
+        """
+        steps = plan.steps - first
+        for charge in charges(plan, steps):
+            if charge.cls in self.bounds and steps:
+                bound = self.bounds[charge.cls]
+                steps = min(
+                    steps,
+                    self.book.fits(self.id, origin=self.origin, charge=charge.times(steps), bound=bound),
+                )
+        self.book.reserve(
+            self.id,
+            origin=self.origin,
+            charges=charges(plan, steps) if steps else (),
+            bounds=self.bounds,
+            label=self.folder.name,
+        )
+        write_atomically(self.folder / "plan.cbor", plan.to_cbor())
+        return first + steps
+
+    def settle_copy(self) -> None:
+        """Remember the new place of a folder that was copied."""
+        self.journal.append(Moved(place=os.stat(self.folder / "journal").st_ino))
+
+    # ------------------------------------------------------------------------------------ one segment
+
+    def open(self, *, segment: int, first: int, last: int, facts: Facts, plan: StepPlan) -> Open:
+        """Draw a seed, write it down with what the segment takes, and charge it. Only then may a coin be tossed."""
+        generation = self.generation(segment)
+        while True:
+            opened = Open(
+                segment=segment,
+                generation=generation,
+                nonce=os.urandom(16),
+                first=first,
+                last=last,
+                **asdict(facts),
+                charges=charges(plan, last - first),
+                seed=self._seed(),
+            )
+            self.journal.append(opened)
+            if self.charge(opened):
+                return opened
+            generation = max(generation + 1, self.book.next_generation(self.id, segment))
+
+    def _seed(self) -> bytes:
+        """Thirty-two bytes from the system: coins, noise and dropout of a segment."""
+        return os.urandom(SEED_BYTES)
+
+    def charge(self, opened: Open) -> bool:
+        """False if another process charged this very generation: the run was copied, and the copy was faster."""
+        return self.book.charge(
+            self.id,
+            origin=self.origin,
+            segment=opened.segment,
+            generation=opened.generation,
+            nonce=opened.nonce,
+            charges=opened.charges,
+            bounds=self.bounds,
+        )
+
+    def generation(self, segment: int) -> int:
+        """The next unused generation of a segment, here and in the book."""
+        mine = [opened.generation + 1 for opened in self.journal.opens if opened.segment == segment]
+        return max([*mine, self.book.next_generation(self.id, segment), 1 if self.copied else 0])
+
+    def close(self, opened: Open, checkpoint: bytes) -> None:
+        """The checkpoint is durable: say so, and forget the seed."""
+        self.journal.append(
+            Close(
+                segment=opened.segment,
+                generation=opened.generation,
+                nonce=opened.nonce,
+                checkpoint=checkpoint,
+            )
+        )
+
+    def finish(self, steps: int, reason: str) -> None:
+        """No further step will be taken: what is left of the reservation goes back."""
+        if self.journal.done is None:
+            self.journal.append(Done(steps=steps, reason=reason))
+        self.book.finish(self.id)
+
+    # ------------------------------------------------------------------------------------ what it cost
+
+    @property
+    def charged(self) -> dict[str, Schedule]:
+        """Every event that this run was charged for, by class: redone segments count again."""
+        events: dict[str, list[Event]] = {}
+        for opened in self.journal.opens:
+            for charge in opened.charges:
+                events.setdefault(charge.cls, []).append(charge.event)
+        return {name: grouped(rows) for name, rows in events.items()}
+
+    def redone(self, cls: str) -> Sequence[int]:
+        """Steps of the attempts that were given up, by attempt."""
+        final = {opened.segment: opened for opened in self.journal.opens}
+        return [
+            charge.steps
+            for opened in self.journal.opens
+            if final[opened.segment] is not opened
+            for charge in opened.charges
+            if charge.cls == cls
+        ]
+
+    def _recharge(self) -> None:
+        """Nothing forgotten: a book that was lost, or that a crash was faster than, gets what the journal says."""
+        for opened in self.journal.opens:
+            self.book.charge(
+                self.id,
+                origin=self.origin,
+                segment=opened.segment,
+                generation=opened.generation,
+                nonce=opened.nonce,
+                charges=opened.charges,
+                bounds={},
+            )
+
+    def write(self, name: str, data: bytes) -> None:
+        """A public file of the run."""
+        write_atomically(self.folder / name, data, mode=0o644)

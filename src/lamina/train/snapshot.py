@@ -1,0 +1,130 @@
+"""`TrainingState`: everything that training changes, and how it goes into a checkpoint and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lamina.account import Filter
+from lamina.errors import RunError
+from lamina.train.ema import MovingAverage
+from lamina.train.store.checkpoint import Snapshot
+from lamina.train.store.state import flatten, unflatten
+
+
+@dataclass(kw_only=True)
+class TrainingState:
+    """The moving parts of a run.
+
+    `segments` closed so far and `step`, the next one; `counts`, occurrences per contribution where these are
+    capped; `evaluations`, the figures on public data so far, by step.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any = None
+    ema: MovingAverage | None = None
+    filters: dict[str, Filter] = field(default_factory=dict)
+    counts: NDArray[np.uint32] | None = None
+    segments: int = 0
+    step: int = 0
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+
+    def capture(self, header: Mapping[str, Any]) -> Snapshot:
+        """Weights, optimiser, scheduler, average, filters, counters; `header` says whose they are."""
+        tensors, aliases = _weights(self.model)
+        optimizer, optimizer_plain = flatten("optimizer", self.optimizer.state_dict())
+        tensors |= optimizer
+        plain: dict[str, Any] = {
+            **header,
+            "aliases": aliases,
+            "optimizer": optimizer_plain,
+            "segments": self.segments,
+            "step": self.step,
+            "evaluations": self.evaluations,
+            "filters": {name: _state_of(f) for name, f in self.filters.items()},
+        }
+        if self.scheduler is not None:
+            scheduler, plain["scheduler"] = flatten("scheduler", self.scheduler.state_dict())
+            tensors |= scheduler
+        if self.ema is not None:
+            tensors |= {f"ema.{name}": t for name, t in self.ema.average.items()}
+        if self.counts is not None:
+            tensors["occurrences"] = torch.from_numpy(self.counts.view(np.int32))
+        return Snapshot(tensors=tensors, state=plain)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Put everything back, bit for bit."""
+        tensors, plain = snapshot.tensors, snapshot.state
+        self._fits(plain, any(name.startswith("ema.") for name in tensors))
+        weights = {name[6:]: t for name, t in tensors.items() if name.startswith("model.")}
+        weights |= {name: weights[first] for name, first in plain["aliases"].items()}
+        try:
+            self.model.load_state_dict(weights, strict=True)
+            self.optimizer.load_state_dict(unflatten("optimizer", tensors, plain["optimizer"]))
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(unflatten("scheduler", tensors, plain["scheduler"]))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise RunError(
+                f"the checkpoint does not fit the model or the optimiser: {str(error).splitlines()[0]}",
+                "give the model and optimiser that the run was begun with, or begin a new run in another folder",
+            ) from error
+        if self.ema is not None:
+            self.ema.load({name[4:]: t for name, t in tensors.items() if name.startswith("ema.")})
+        if "occurrences" in tensors:
+            self.counts = tensors["occurrences"].numpy().view(np.uint32).copy()
+        for name, state in plain["filters"].items():
+            if name in self.filters:
+                self.filters[name] = type(self.filters[name]).from_state(state)  # type: ignore[attr-defined]
+        self.segments, self.step = plain["segments"], plain["step"]
+        self.evaluations = list(plain["evaluations"])
+
+    def _fits(self, plain: Mapping[str, Any], averaged: bool) -> None:
+        for name, given, kept in (
+            ("a moving average", self.ema is not None, averaged),
+            ("a scheduler", self.scheduler is not None, "scheduler" in plain),
+            ("filters", bool(self.filters), bool(plain["filters"])),
+        ):
+            if given != kept:
+                raise RunError(
+                    f"the checkpoint was written {'with' if kept else 'without'} {name}, "
+                    f"this trainer has {'one' if given else 'none'}",
+                    "go on with what the run was begun with, or begin a new run in another folder",
+                )
+
+
+def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model's tensors by name, and the names that are second names of another one (tied weights)."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise RunError(
+                f"the model's state '{name}' is a {type(value).__name__}, not a tensor",
+                "checkpoints hold tensors only: register it as a buffer, or leave it out of the state",
+            )
+        place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() and place in seen:
+            aliases[name] = seen[place]
+        else:
+            seen[place] = name
+            tensors[f"model.{name}"] = value
+    return tensors, aliases
+
+
+def _state_of(filter_: Filter) -> dict[str, Any]:
+    if not hasattr(filter_, "to_state"):
+        raise RunError(
+            f"the filter is a {type(filter_).__name__}, which cannot be kept in a checkpoint",
+            "use lamina.account.GaussianFilter or RenyiFilter",
+        )
+    state: dict[str, Any] = filter_.to_state()
+    return state

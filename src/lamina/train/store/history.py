@@ -1,0 +1,90 @@
+"""What happened in a run, in order: the records of a journal without the disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lamina.errors import RunError
+from lamina.train.store.records import Close, Done, Moved, Open, Record, Start
+
+
+class History:
+    """Records in the order in which they may come:
+
+    one Start, first; an Open of a segment only with a higher generation than all earlier ones of that segment (a
+    lost checkpoint makes a run go back to earlier segments); a Close only for the last Open, once, with its nonce.
+    So at most one Open is pending, and every other seed is of no use to anybody but an attacker.
+    """
+
+    def __init__(self) -> None:
+        self._records: list[Record] = []
+        self._closed: set[tuple[int, int, bytes]] = set()
+        self._generations: dict[int, int] = {}  # segment → its highest generation
+
+    @property
+    def start(self) -> Start:
+        """The first record: the run's name and salt."""
+        first = self._records[0]
+        assert isinstance(first, Start)
+        return first
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        return tuple(self._records)
+
+    @property
+    def opens(self) -> tuple[Open, ...]:
+        return tuple(record for record in self._records if isinstance(record, Open))
+
+    def closed(self, record: Open) -> bool:
+        """Whether this very attempt (segment, generation, nonce) has its Close."""
+        return record.key in self._closed
+
+    @property
+    def pending(self) -> Open | None:
+        """The last Open if it has no Close; its seed is b"" if it was erased."""
+        last = self._last(Open)
+        return last if isinstance(last, Open) and not self.closed(last) else None
+
+    @property
+    def done(self) -> Done | None:
+        """The end of the run, unless it was opened again after it."""
+        last = self._last(Open, Done)
+        return last if isinstance(last, Done) else None
+
+    def _last(self, *kinds: type[Record]) -> Record | None:
+        return next((record for record in reversed(self._records) if isinstance(record, kinds)), None)
+
+    def _last_place(self) -> int:
+        last = self._last(Start, Moved)
+        assert isinstance(last, Start | Moved)
+        return last.place
+
+    def _check(self, record: Record) -> None:
+        """RunError if the record may not come now."""
+        if isinstance(record, Start) != (not self._records):
+            raise RunError("a Start is the first record of a journal, and only the first", "start a new run")
+        if isinstance(record, Open) and record.generation <= self._generations.get(record.segment, -1):
+            raise RunError(
+                f"an Open of segment {record.segment} has generation {record.generation}, "
+                f"generation {self._generations[record.segment]} was there before",
+                "count the generation up for every new attempt",
+            )
+        pending = self.pending
+        if isinstance(record, Close) and (pending is None or record.key != pending.key):
+            raise RunError(
+                f"a Close of segment {record.segment}, generation {record.generation} has no such open segment",
+                "close the last Open, once, with its nonce",
+            )
+
+    def _add(self, record: Record) -> None:
+        self._records.append(record)
+        if isinstance(record, Open):
+            self._generations[record.segment] = record.generation
+        if isinstance(record, Close):
+            self._closed.add(record.key)
+
+    def _forget_seed(self, index: int) -> None:
+        record = self._records[index]
+        assert isinstance(record, Open)
+        self._records[index] = replace(record, seed=b"")

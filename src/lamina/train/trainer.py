@@ -1,0 +1,269 @@
+"""`Trainer`: the whole job, from the first check to the final weights, in segments that survive being killed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lamina.account import Filter
+from lamina.engine import Batch, Engine, SecureNoise
+from lamina.engine.stream import Purpose
+from lamina.errors import RunError
+from lamina.plan import StepPlan
+from lamina.train.account import spent_so_far
+from lamina.train.blame import withhold
+from lamina.train.book import SpendBook
+from lamina.train.checks import check_parts
+from lamina.train.corpus import Corpus
+from lamina.train.corpus.sampler import Sampler
+from lamina.train.ema import MovingAverage
+from lamina.train.evaluation import Evaluation
+from lamina.train.outcome import Outcome
+from lamina.train.progress import Progress, screen
+from lamina.train.randomness import borrowed_generators, reseed
+from lamina.train.rehearsal import check_labels, rehearse
+from lamina.train.run import Run
+from lamina.train.segments import Segments
+from lamina.train.settings import settings
+from lamina.train.snapshot import TrainingState
+from lamina.train.store.durable import make_folder
+from lamina.train.store.lease import Lease
+from lamina.train.store.records import Open
+from lamina.train.watch import Watch
+from lamina.train.withdrawals import remembered
+
+
+class Trainer:
+    """Train `model` on `corpus` as `plan` says, and leave evidence of what it cost.
+
+    Formal guarantee. Under the conditions of `Engine`, with coins, noise and dropout from secret streams, the
+    weights that leave the process (files, callbacks, evaluations) are (ε_k, δ_k)-differentially private for every
+    class k, ε_k being the price of every step *charged* to the run: killed, resumed, redone or given up. Nothing of
+    a segment leaves before its charge is durable in journal and book, and its checkpoint is.
+
+        run = lamina.Trainer(model, optimizer, loss_fn, corpus, plan, folder="runs/first")
+        outcome = run.fit()          # again after a crash: goes on where it was
+
+    loss_fn(output, y) gives one loss per example; without y it gets x. A mapping x is passed as keywords, a tuple as
+    arguments.
+
+    folder           where the run lives; the same folder again resumes it
+    book             the spend book (or its path); default: spend.db beside the folder
+    bounds           ε that each class may spend over all runs of the book; default: the corpus's policy
+    scheduler        stepped once per private step
+    microbatches     forward and backward in so many parts: less memory, the same result
+    ema              decay of a moving average of the weights, kept beside them
+    evaluate         an `Evaluation` on public or simulated data
+    segment          steps between two checkpoints
+    max_occurrences  by class: how often one contribution may be used in all
+    filters          by class: asked for a whole segment before it begins
+    augment          x -> x, drawing from the global generators
+    on_withdrawal    "finish" the segment in which somebody withdrew, or "abandon" it; both are charged
+    hardened         float64 noise on a public grid: docs/decisions/noise.md
+    probe            check on simulated input that examples do not influence each other
+    inside           show the raw loss on the terminal; it is never written
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[[Any, Any], Tensor],
+        corpus: Corpus,
+        plan: StepPlan,
+        *,
+        folder: str | Path,
+        book: SpendBook | str | Path | None = None,
+        bounds: Mapping[str, float] | None = None,
+        engine: Engine | None = None,
+        scheduler: Any = None,
+        microbatches: int = 1,
+        ema: float | None = None,
+        evaluate: Evaluation | None = None,
+        segment: int | None = None,
+        max_occurrences: Mapping[str, int] | None = None,
+        filters: Mapping[str, Filter] | None = None,
+        augment: Callable[[Any], Any] | None = None,
+        on_withdrawal: str = "finish",
+        hardened: bool = False,
+        probe: bool = True,
+        inside: bool = False,
+        progress: bool | Progress = True,
+    ) -> None:
+        check_parts(model, optimizer, loss_fn, corpus, plan, scheduler)
+        corpus.check(plan)
+        if on_withdrawal not in ("finish", "abandon"):
+            raise RunError(f"on_withdrawal is {on_withdrawal!r}", 'use "finish" or "abandon"')
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.corpus, self.plan, self.scheduler = corpus, plan, scheduler
+        self.folder = Path(folder)
+        self._book = book if book is not None else self.folder.parent / "spend.db"
+        self.bounds = dict(bounds) if bounds is not None else _policy_bounds(corpus, plan)
+        self.microbatches = _count("microbatches", microbatches)
+        self.segment = _count("segment", segment or min(1000, math.ceil(plan.steps / 10)))
+        self.evaluate, self.augment, self.probe, self.inside = evaluate, augment, probe, inside
+        self.max_occurrences = dict(max_occurrences or {})
+        Sampler(
+            corpus, plan, seed=bytes(32), max_occurrences=self.max_occurrences or None
+        )  # refuses bad caps now
+        self.on_withdrawal, self.hardened = on_withdrawal, hardened
+        self.progress = screen(wanted=progress, inside=inside) if isinstance(progress, bool) else progress
+        average = None if ema is None else MovingAverage(model, ema)
+        self.state = TrainingState(
+            model=model, optimizer=optimizer, scheduler=scheduler, ema=average, filters=dict(filters or {})
+        )
+        self._engine = engine if engine is not None else Engine(model, plan)
+        if self._engine.model is not model or self._engine.plan.digest() != plan.digest():
+            raise RunError(
+                "the engine belongs to another model or plan", "leave engine out, or give the matching one"
+            )
+        self._settings = settings(
+            model,
+            optimizer,
+            scheduler,
+            {"loss": loss_fn, "augment": augment},
+            {
+                "microbatches": self.microbatches,
+                "ema": ema,
+                "hardened": hardened,
+                "max_occurrences": self.max_occurrences,
+                "filters": sorted(self.state.filters),
+            },
+        )
+
+    @property
+    def book(self) -> SpendBook:
+        """The spend book; made when it is first asked for."""
+        if not isinstance(self._book, SpendBook):
+            self._book = SpendBook(self._book)
+        return self._book
+
+    # ------------------------------------------------------------------------------------ the job
+
+    def fit(self) -> Outcome:
+        """Train to the end of the plan, or go on from where the folder's run was left."""
+        make_folder(self.folder)
+        withdrawn = remembered(self.corpus, self.folder / "withdrawn")
+        with Lease.take(self.folder), withdrawn, borrowed_generators():
+            self._attach()
+            try:
+                return self._fit()
+            finally:
+                self.progress.end()
+                self.optimizer.zero_grad()
+                self._engine.detach()
+
+    def _fit(self) -> Outcome:
+        self.optimizer.zero_grad()
+        self._rehearse()
+        watch = Watch(self.plan, self.evaluate, self.max_occurrences, self.progress)
+        run = Run(self.folder, book=self.book, origin=self.corpus.origin, bounds=self.bounds)
+        segments = Segments(
+            run,
+            self.state,
+            plan=self.plan,
+            corpus=self.corpus,
+            settings=self._settings,
+            length=self.segment,
+            note=watch.note,
+        )
+        segments.start()
+        self.progress.begin(self.state.step, segments.end)
+        reason = watch.look(run, self.state)
+        while reason is None and (opened := segments.open()) is not None:
+            self.progress.segment(self.state.step, spent_so_far(run, self.plan))
+            if self._carry_out(opened):
+                segments.close(opened)
+                reason = watch.look(run, self.state)
+            else:
+                segments.abandon(opened)
+        self.progress.segment(self.state.step, spent_so_far(run, self.plan))
+        reason = reason or ("complete" if self.state.step == self.plan.steps else "budget")
+        return watch.finish(run, self.state, reason=reason, private=self._engine.private)
+
+    def rehearse(self) -> None:
+        """Try everything that could fail in a step, on simulated input; nothing is spent, made or changed."""
+        self._attach()
+        try:
+            self._rehearse()
+        finally:
+            self._engine.detach()
+
+    def _attach(self) -> None:
+        if self._engine.detached:
+            self._engine = Engine(self.model, self.plan)
+
+    def _rehearse(self) -> None:
+        check_labels(self.corpus, self.loss_fn, self._output)
+        rehearse(self._engine, self._losses, self.corpus, probe=self.probe)
+
+    def _carry_out(self, opened: Open) -> bool:
+        """The steps of a segment. False if it is to be given up because somebody withdrew."""
+        seed, revision = opened.seed, self.corpus.revision
+        counts = None if self.state.counts is None else self.state.counts.copy()
+        sampler = Sampler(
+            self.corpus, self.plan, seed=seed, max_occurrences=self.max_occurrences or None, counts=counts
+        )
+        self._engine.continue_at(opened.first, SecureNoise.of_journal(seed, hardened=self.hardened))
+        self.model.train()
+        for step in range(opened.first, opened.last):
+            reseed(seed, step=step, purpose=Purpose.AUGMENT)
+            try:
+                batch = sampler.draw(step)
+                if self.augment is not None and len(batch):
+                    batch = replace(batch, x=self.augment(batch.x))
+                reseed(seed, step=step, purpose=Purpose.DROPOUT)
+                loss = self._step(batch)
+            except Exception as error:
+                if self.inside:
+                    raise
+                raise withhold(error, self.model) from None
+            self.progress.step(step + 1, loss)
+            if self.on_withdrawal == "abandon" and self.corpus.revision != revision:
+                return False
+        self.state.counts = sampler.counts
+        return True
+
+    def _step(self, batch: Batch) -> float | None:
+        """One private step. Returns the raw loss for a screen inside, and only if it was asked for."""
+        loss = None
+        for part in batch.split(self.microbatches) if self.microbatches > 1 else (batch,):
+            losses = self._losses(part.x, part.y) if len(part) else None
+            if self.inside and losses is not None:
+                loss = float(losses.detach().mean())
+            self._engine.backward(losses, part)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self.state.ema is not None:
+            self.state.ema.update()
+        return loss
+
+    def _losses(self, x: Any, y: Any) -> Tensor:
+        return self.loss_fn(self._output(x), x if y is None else y)
+
+    def _output(self, x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return self.model(**x)
+        return self.model(*x) if isinstance(x, tuple | list) else self.model(x)
+
+
+def _policy_bounds(corpus: Corpus, plan: StepPlan) -> dict[str, float]:
+    if corpus.policy is None:
+        return {}
+    names = [entry.name for entry in plan.classes if not entry.public and entry.name in corpus.policy.classes]
+    found = {name: corpus.policy.bound(name) for name in names}
+    return {name: bound for name, bound in found.items() if bound is not None}
+
+
+def _count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RunError(f"{name} is {value!r}, must be a whole number >= 1", "correct it")
+    return value

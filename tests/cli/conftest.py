@@ -1,0 +1,136 @@
+"""A user's project in a temporary folder: policy, data, module with model, loss and evaluation, run file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lamina.cli import main
+
+POLICY = """
+[corpus]
+origin = "test"
+delta = 1e-5
+[class.clinical]
+population = 60
+epsilon = 6.0
+unit = "patient"
+"""
+
+MODULE = """
+import torch
+from torch import nn
+
+PUBLIC = torch.linspace(-1, 1, 80).reshape(20, 4)
+
+def build(width=4):
+    print("the factory talks")
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+
+def evaluate(model):
+    return {"mean": float(model(PUBLIC).mean())}
+"""
+
+RUN = """
+policy = "policy.toml"
+model = "{module}:build"
+loss = "cross_entropy"
+optimizer = {{ name = "adam", lr = 1e-2 }}
+batch = 12
+steps = 6
+segment = 2
+epsilon = 2.0
+
+[data]
+kind = "npz"
+path = "data.npz"
+y = "y"
+unit = "patient"
+"""
+
+
+@dataclass
+class Project:
+    """`write` makes its files; `train` runs the command in this process and says how it ended."""
+
+    folder: Path
+    module: str
+    capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch
+    run: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.run = RUN.format(module=self.module)
+        self.write("policy.toml", POLICY)
+        self.write(f"{self.module}.py", MODULE)
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(100, 4)).astype("f4")
+        y = (x[:, 0] > 0).astype("int64")
+        patient = np.repeat(np.arange(50), 2)
+        np.savez(self.folder / "data.npz", x=x, y=y, patient=patient)
+        rows = [",".join(map(str, (*x[i].tolist(), y[i], f"p{patient[i]}"))) for i in range(100)]
+        self.write("data.csv", "\n".join(["a,b,c,d,label,patient", *rows]) + "\n")
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def call(self, *words: str) -> tuple[int, str, str]:
+        """Exit code, standard output, standard error."""
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        code = caught.value.code
+        printed = self.capsys.readouterr()
+        return code if isinstance(code, int) else 0, printed.out, printed.err
+
+    def train(self, *words: str, run: str | None = None) -> tuple[int, str, str]:
+        path = self.write("first.toml", self.run if run is None else run)
+        return self.call("train", str(path), *words)
+
+    def train_json(self, *words: str, run: str | None = None) -> dict[str, Any]:
+        code, printed, complaint = self.train("--json", *words, run=run)
+        assert code == 0, complaint
+        found = json.loads(printed)
+        assert isinstance(found, dict)
+        return found
+
+
+_count = iter(range(10_000))
+
+
+@pytest.fixture
+def project(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Project]:
+    """Its module has a name of its own, because a module is imported once per process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors this small only make threads wait for each other
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # what a power cut leaves is tested elsewhere
+    made = Project(
+        folder=tmp_path, module=f"user_module_{next(_count)}", capsys=capsys, monkeypatch=monkeypatch
+    )
+    yield made
+    sys.modules.pop(made.module, None)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def again(project: Project) -> Callable[[str], None]:
+    """Replace the user's module, as a new process would see it."""
+
+    def replace(text: str) -> None:
+        project.write(f"{project.module}.py", text)
+        sys.modules.pop(project.module, None)
+
+    return replace

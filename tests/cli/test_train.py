@@ -1,0 +1,555 @@
+"""`lamina train`: from a run file to a private model, again to go on, and nothing private on any stream."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lamina.cli import main
+from lamina.plan import Policy
+from lamina.train import SpendBook, Trainer
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+KEYS = {"run", "folder", "steps", "planned_steps", "private", "classes", "metrics", "notes", "model"}
+
+
+def weights(result: dict[str, str]) -> dict[str, torch.Tensor]:
+    return load_file(result["model"])
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ------------------------------------------------------------------------------------ the whole way
+
+
+def test_from_npz_to_a_private_model(project: Project) -> None:
+    code, out, err = project.train()
+    assert code == 0, err
+    folder = project.folder / "runs" / "first"
+    rows = out.splitlines()
+    assert rows[0].startswith("2 layers")  # the plan comes first
+    table = next(i for i, row in enumerate(rows) if row.startswith("class") and "ε of this run" in row)
+    for word in ("unit", "δ", "ε over all runs", "steps"):
+        assert word in rows[table]
+    name, unit, delta, mine, total, steps = rows[table + 1].split()
+    assert (name, unit, delta, steps) == ("clinical", "patient", "1e-05", "6")
+    assert 1.9 < float(mine) <= 2.0
+    assert mine == total
+    for path in (folder / "model.safetensors", project.folder / "runs" / "spend.db", folder / "journal"):
+        assert str(path) in out
+        assert path.exists()
+    assert "the factory talks" in err  # the user's prints are no results
+    assert "the factory talks" not in out
+    assert "step 6 of 6" in err
+
+
+def test_json_has_the_keys_of_the_contract(project: Project) -> None:
+    run = project.run + f'[evaluate]\nfunction = "{project.module}:evaluate"\non = "public"\n'
+    found = project.train_json(run=run)
+    assert found.keys() >= KEYS
+    assert found["steps"] == found["planned_steps"] == 6
+    assert found["private"] is True
+    figures = found["classes"]["clinical"]
+    assert figures.keys() == {"epsilon", "total", "delta", "unit"}
+    assert 1.9 < figures["epsilon"] == figures["total"] <= 2.0
+    assert figures["delta"] == 1e-5
+    assert figures["unit"] == "patient"
+    assert found["metrics"].keys() == {"mean"}
+    assert set(weights(found)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    book = SpendBook(found["book"], create=False)
+    assert book.total("test", "clinical", delta=1e-5).spent == pytest.approx(figures["total"])
+
+
+def everything(module: str) -> str:
+    """A run file with every key."""
+    return f"""
+policy = "policy.toml"
+model = {{ factory = "{module}:build", args = {{ width = 5 }} }}
+loss = {{ name = "cross_entropy", label_smoothing = 0.1 }}
+optimizer = {{ name = "sgd", lr = 0.1, momentum = 0.9 }}
+scheduler = {{ name = "one_cycle", max_lr = 0.2 }}
+batch = {{ clinical = 12 }}
+epochs = 1
+allocate = "flat"
+clipping = "box"
+epsilon = {{ clinical = 1.5 }}
+segment = 2
+microbatches = 2
+ema = 0.9
+threads = 1
+max_occurrences = 4
+hardened = true
+output = "elsewhere/named"
+book = "books/mine.db"
+[data]
+kind = "csv"
+path = "data.csv"
+x = ["a", "b", "c", "d"]
+y = "label"
+unit = "patient"
+class = "clinical"
+examples_per_unit = 1
+version = "1"
+[evaluate]
+function = "{module}:evaluate"
+on = "simulated"
+every = 2
+best = "-mean"
+patience = 50
+"""
+
+
+def test_from_csv_with_everything_said(project: Project) -> None:
+    run = everything(project.module)
+    (project.folder / "books").mkdir()
+    found = project.train_json(run=run)
+    folder = project.folder / "elsewhere" / "named"
+    assert found["folder"] == str(folder)
+    assert found["planned_steps"] == 5
+    assert found["classes"]["clinical"]["epsilon"] <= 1.5
+    assert {"ema.safetensors", "best.safetensors", "model.safetensors"} <= {p.name for p in folder.iterdir()}
+    assert (project.folder / "books" / "mine.db").exists()
+    assert weights(found)["0.weight"].shape == (5, 4)
+
+
+def test_a_public_class_costs_nothing(project: Project) -> None:
+    """Two classes by an array of names; the public one trains every layer, the other one the upper half."""
+    project.write(
+        "policy.toml",
+        """
+[corpus]
+origin = "test"
+delta = 1e-5
+[class.volunteers]
+public = true
+population = 25
+[class.sensitive]
+population = 30
+epsilon = 6.0
+profile = { top = 0.5 }
+""",
+    )
+    held = dict(np.load(project.folder / "data.npz"))
+    np.savez(project.folder / "data.npz", **held, kind=np.repeat(["volunteers", "sensitive"], 50))
+    run = project.run.replace("epsilon = 2.0", "").replace(
+        'unit = "patient"', 'unit = "patient"\nclass = "kind"'
+    )
+    code, out, err = project.train(run=run)
+    assert code == 0, err
+    rows = [line.split() for line in out.splitlines()]
+    assert ["volunteers", "contribution", "0", "public", "public", "6"] in rows
+    found = project.train_json(run=run)
+    assert found["classes"]["volunteers"] == {
+        "epsilon": 0.0,
+        "total": 0.0,
+        "delta": 0.0,
+        "unit": "contribution",
+    }
+    assert 5.5 < found["classes"]["sensitive"]["total"] <= 6.0
+
+
+@pytest.mark.parametrize(
+    ("function", "data"),
+    [
+        ("def data():\n    return torch.randn(50, 4), torch.zeros(50).long()\n", ""),
+        ("def data(n):\n    return torch.utils.data.TensorDataset(torch.randn(n, 4), torch.zeros(n).long())\n",
+         "args = { n = 50 }\nclass = 'clinical'\nversion = '1'\n"),
+        ("import lamina\ndef data(policy):\n    return lamina.Corpus(torch.randn(50, 4), torch.zeros(50).long(), "
+         "unit=list(range(25)) * 2, policy=policy)\n", ""),
+    ],
+)  # fmt: skip
+def test_data_from_a_factory(
+    project: Project, again: Callable[[str], None], function: str, data: str
+) -> None:
+    again((project.folder / f"{project.module}.py").read_text() + function)
+    head = project.run.partition("[data]")[0]
+    run = f'{head}[data]\nkind = "factory"\nfactory = "{project.module}:data"\n{data}'
+    assert project.train_json(run=run)["private"] is True
+
+
+def test_data_from_a_folder(project: Project) -> None:
+    rng = np.random.default_rng(1)
+    for i in range(20):
+        (project.folder / "people" / f"p{i}").mkdir(parents=True)
+        x = rng.normal(size=(2, 4)).astype("f4")
+        np.savez(project.folder / "people" / f"p{i}" / "payload.npz", x=x, y=(x[:, 0] > 0).astype(int))
+    head = project.run.partition("[data]")[0]
+    assert project.train_json(run=f'{head}[data]\nkind = "folder"\npath = "people"\n')["steps"] == 6
+
+
+def test_an_autoencoder_needs_no_labels(project: Project, again: Callable[[str], None]) -> None:
+    again("from torch import nn\ndef build():\n    return nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 4))\n")
+    run = project.run.replace('y = "y"\n', "").replace('"cross_entropy"', '"mse"')
+    assert project.train_json(run=run)["private"] is True
+
+
+# ------------------------------------------------------------------------------------ again, and anew
+
+
+def test_the_same_command_again_spends_nothing(project: Project) -> None:
+    first = project.train_json()
+    second = project.train_json()
+    assert second["run"] == first["run"]
+    assert second["classes"] == first["classes"]
+    assert same(weights(first), weights(second))
+    assert any("finished before" in note for note in second["notes"])
+    assert not any("finished before" in note for note in first["notes"])
+
+
+STOPPING = """
+import pathlib
+calls = pathlib.Path(__file__).with_name("calls")
+
+def stopping(model):
+    calls.write_text(calls.read_text() + "x" if calls.exists() else "x")
+    if len(calls.read_text()) == 3:
+        raise KeyboardInterrupt
+    return {"mean": 0.0}
+"""
+
+
+def test_stopped_by_hand_it_goes_on(project: Project, again: Callable[[str], None]) -> None:
+    """Ctrl-C between segments: the message says how to go on; nothing is charged twice."""
+    again((project.folder / f"{project.module}.py").read_text() + STOPPING)
+    run = project.run + f'[evaluate]\nfunction = "{project.module}:stopping"\non = "public"\n'
+    code, out, err = project.train(run=run)
+    assert code == 130
+    assert f"lamina train {project.folder / 'first.toml'}" in err
+    assert "Nothing is lost" in err
+    assert "Traceback" not in err
+    assert "ε of this run" not in out
+    metrics = json.loads((project.folder / "runs" / "first" / "metrics.json").read_text())
+    assert 0 < metrics["steps"] < 6
+    sys.modules.pop(project.module)
+    found = project.train_json(run=run)
+    assert found["run"] == metrics["run"]
+    assert found["steps"] == 6
+    assert 1.9 < found["classes"]["clinical"]["epsilon"] <= 2.0
+    assert not found["notes"]  # nothing was done again, nothing was finished before
+
+
+def test_fresh_is_another_run_until_the_budget_is_gone(project: Project) -> None:
+    first = project.train_json()
+    second = project.train_json("--fresh")
+    assert Path(second["folder"]).name == "first-2"
+    assert second["run"] != first["run"]
+    assert not same(weights(first), weights(second))
+    one, two = first["classes"]["clinical"], second["classes"]["clinical"]
+    assert one["epsilon"] == pytest.approx(two["epsilon"])
+    assert two["total"] > 1.2 * one["total"]
+    assert project.train_json()["run"] == second["run"]  # without --fresh: the newest goes on
+    project.write("policy.toml", (project.folder / "policy.toml").read_text().replace("6.0", "2.9"))
+    for _ in range(2):
+        code, out, err = project.train("--fresh", "--json")
+        assert code == 1
+        assert "first-2" in err  # who spent it
+        assert json.loads(out).keys() == {"refused", "remedy"}
+        assert not (project.folder / "runs" / "first-4").exists()  # a refused folder is used again
+    assert project.train_json()["run"] == second["run"]
+
+
+def test_fresh_leaves_folders_of_others_alone(project: Project) -> None:
+    project.train_json()
+    (project.folder / "runs" / "first-2").mkdir()
+    (project.folder / "runs" / "first-2" / "journal").write_text("somebody's")
+    (project.folder / "runs" / "first-2" / "run.json").write_text('{"output": "first-2"}')
+    (project.folder / "runs" / "first-02").mkdir()
+    (project.folder / "runs" / "first-night").mkdir()
+    assert Path(project.train_json()["folder"]).name == "first"
+    assert Path(project.train_json("--fresh")["folder"]).name == "first-3"
+    assert Path(project.train_json()["folder"]).name == "first-3"
+
+
+# ------------------------------------------------------------------------------------ before anything is spent
+
+
+def test_plan_only_spends_and_writes_nothing(project: Project) -> None:
+    before = sorted(project.folder.rglob("*"))
+    code, out, err = project.train("--plan-only")
+    assert code == 0, err
+    written = {p.relative_to(project.folder).parts[0] for p in set(project.folder.rglob("*")) - set(before)}
+    assert written <= {"first.toml", "__pycache__"}
+    assert "nothing was spent or written" in out
+    assert "would begin" in out
+    spent = project.train_json()["classes"]["clinical"]["total"]
+    book = (project.folder / "runs" / "spend.db").read_bytes()
+    found = project.train_json("--plan-only")
+    assert found["classes"].keys() == {"clinical"}  # the keys of `lamina plan`, and more
+    assert {"layers", "folder", "begun", "book", "notes"} <= found.keys()
+    assert found["begun"] == 6
+    assert found["book"]["clinical"]["spent"] == pytest.approx(spent)
+    assert found["book"]["clinical"]["bound"] == 6.0
+    assert (project.folder / "runs" / "spend.db").read_bytes() == book
+    _, out, _ = project.train("--plan-only", "--fresh")
+    assert "first-2: would begin" in out
+
+
+def test_plan_only_rehearses(project: Project) -> None:
+    run = project.run.replace(f'"{project.module}:build"', '{ factory = "torch.nn:Linear", args = { in_features = 5, '
+                              "out_features = 2 } }")  # fmt: skip
+    code, _, err = project.train("--plan-only", run=run)
+    assert code == 1
+    assert "cannot be multiplied" in err
+    assert not (project.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('path = "data.npz"', 'path = "gone.npz"', "path is 'gone.npz'"),
+        ('unit = "patient"', 'unit = "person"', "has no array 'person'"),
+        ('kind = "npz"', 'kind = "csv"', "data.npz"),
+        ('policy = "policy.toml"', 'policy = "gone.toml"', "gone.toml"),
+        ("batch = 12", "batch = 61", "above its population of 60"),
+        ("epsilon = 2.0", "epsilon = 7.0", "above the policy's bound of 6"),
+        ("epsilon = 2.0", "epsilon = { clinic = 1.0 }", "class 'clinic'"),
+        ("segment = 2", "max_occurrences = { clinic = 1 }", "class 'clinic' is not in the plan"),
+        ('"cross_entropy"', '"torch.nn:CrossEntropyLoss"', "reduction='mean'"),
+        ('"cross_entropy"', '"mse"', "the model gives (2,) per example, y is one number"),
+        ("segment = 2", 'scheduler = "plateau"', "release that no budget paid for"),
+        ("[data]", '[data]\nclass = "other"', "has no array 'other'"),
+        (":build", ":bild", "did you mean 'build'"),
+    ],
+)
+def test_refusals_name_the_thing_and_leave_nothing_behind(
+    project: Project, old: str, new: str, words: str
+) -> None:
+    assert old in project.run
+    code, out, err = project.train("--json", run=project.run.replace(old, new))
+    assert code == 1
+    told = json.loads(out)
+    assert words in told["refused"]
+    assert words in err
+    assert told["remedy"]
+    assert "Traceback" not in err
+    assert not (project.folder / "runs" / "spend.db").exists()
+
+
+def test_a_corpus_under_another_policy_is_refused(project: Project, again: Callable[[str], None]) -> None:
+    text = "import lamina\ndef data():\n    return lamina.Corpus(torch.randn(9, 4), torch.zeros(9).long())\n"
+    again((project.folder / f"{project.module}.py").read_text() + text)
+    head = project.run.partition("[data]")[0]
+    code, _, err = project.train(run=f'{head}[data]\nkind = "factory"\nfactory = "{project.module}:data"\n')
+    assert code == 1
+    assert "under no policy" in err
+    assert "def data(policy)" in err
+
+
+def test_an_evaluation_that_fails_is_told_in_full(project: Project, again: Callable[[str], None]) -> None:
+    """It sees public data only. The run can go on once it is corrected, without being charged again."""
+    good = (project.folder / f"{project.module}.py").read_text()
+    run = project.run + f'[evaluate]\nfunction = "{project.module}:evaluate"\non = "public"\n'
+    again(good.replace("float(model(PUBLIC).mean())", "model(PUBLIC[:, :3])"))
+    code, _, err = project.train(run=run)
+    assert code == 1
+    assert "evaluate.function" in err
+    assert "layer '0', Linear(in_features=4, out_features=4, bias=True), was given float32 (20, 3)" in err
+    assert err.count(f"{project.module}.py:") == 1
+    again(good)
+    found = project.train_json(run=run)
+    assert found["steps"] == 6
+    assert found["classes"]["clinical"]["epsilon"] <= 2.0
+
+
+def test_a_layer_that_does_not_fit_is_named(project: Project, again: Callable[[str], None]) -> None:
+    again("""
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(3, 2)
+    def forward(self, x):
+        return self.head(self.first(x))
+build = Net
+""")
+    code, _, err = project.train()
+    assert code == 1
+    assert "layer 'head', Linear(in_features=3, out_features=2, bias=True)" in err
+    assert f"{project.module}.py:8, in forward" in err
+    assert "float32 (6, 4)" in err  # the rehearsal's own size, not a batch's
+    assert not (project.folder / "runs" / "spend.db").exists()
+
+
+# ------------------------------------------------------------------------------------ nothing private on a stream
+
+LATE = """
+import warnings, torch.nn.functional as F
+calls = []
+
+def late(output, y):
+    if len(y) > 6 or (calls and calls[-1] == "real"):
+        calls.append("real")
+        {act}
+    return F.cross_entropy(output, y, reduction="none")
+"""
+
+
+def late(project: Project, again: Callable[[str], None], act: str) -> str:
+    """A run whose loss does something once it sees a real batch: the rehearsal has 6 examples."""
+    again((project.folder / f"{project.module}.py").read_text() + LATE.format(act=act))
+    return project.run.replace('"cross_entropy"', f'"{project.module}:late"')
+
+
+def test_an_error_in_training_keeps_its_text(project: Project, again: Callable[[str], None]) -> None:
+    run = late(project, again, "raise ValueError(f'hidden {len(y)} hidden')")
+    code, out, err = project.train("--json", run=run)
+    assert code == 1
+    assert "hidden" not in out + err
+    assert "ValueError" in err
+    assert f"{project.module}.py:" in json.loads(out)["refused"]
+    assert "in late" in err
+
+
+def test_debug_shows_the_lines_and_not_the_text(project: Project, again: Callable[[str], None]) -> None:
+    """Standard error is not a terminal here: what is printed there is written down."""
+    run = late(project, again, "raise ValueError(f'hidden {len(y)} hidden')")
+    path = project.write("first.toml", run)
+    with pytest.raises(Exception, match="ValueError") as caught:
+        main(["train", str(path), "--debug"])
+    shown = "".join(map(str, caught.getrepr(style="native").reprtraceback.reprentries))
+    assert "in late" in shown
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    assert "hidden" not in str(caught.value)
+
+
+def test_debug_on_a_terminal_shows_the_text(
+    project: Project, again: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = late(project, again, "raise ValueError(f'hidden {len(y)} hidden')")
+    path = project.write("first.toml", run)
+    monkeypatch.setattr("lamina.cli.app._is_terminal", lambda: True)
+    with pytest.raises(Exception, match="withheld") as caught:
+        main(["train", str(path), "--debug"])
+    assert "hidden" in str(caught.value.__cause__)
+
+
+def test_a_warning_in_training_keeps_its_text(project: Project, again: Callable[[str], None]) -> None:
+    run = late(project, again, "warnings.warn(f'hidden {len(y)}', UserWarning)")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        code, out, err = project.train(run=run)
+    assert code == 0, err
+    assert f"warning: UserWarning at {project.folder / project.module}.py:" in err
+    assert "hidden" not in out + err
+
+
+def test_inside_needs_a_terminal(project: Project) -> None:
+    code, out, err = project.train("--inside")
+    assert code == 1
+    assert "not a terminal" in err
+    assert out == ""
+    assert not (project.folder / "runs").exists()
+
+
+class Seen(Exception):
+    pass
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the trainer is given."""
+    found: dict[str, Any] = {}
+
+    def init(self: Trainer, *given: object, **options: object) -> None:
+        names = ("model", "optimizer", "loss_fn", "corpus", "plan")
+        found.update(zip(names, given, strict=True), **options)
+        raise Seen
+
+    monkeypatch.setattr(Trainer, "__init__", init)
+    return found
+
+
+def test_inside_reaches_the_trainer(
+    project: Project, seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.train()
+    assert seen["inside"] is False
+    monkeypatch.setattr("lamina.cli.train._is_terminal", lambda: True)
+    project.train("--inside")
+    assert seen["inside"] is True
+
+
+def test_every_key_reaches_the_trainer(project: Project, seen: dict[str, Any]) -> None:
+    project.train(run=everything(project.module))
+    plan, tool, rule = seen["plan"], seen["optimizer"], seen["evaluate"]
+    assert (plan.allocation, plan.clipping.value, plan.batch, plan.steps) == ("flat", "box", 12, 5)
+    assert isinstance(tool, torch.optim.SGD)
+    assert tool.defaults["momentum"] == 0.9
+    assert isinstance(seen["scheduler"], torch.optim.lr_scheduler.OneCycleLR)
+    assert seen["scheduler"].total_steps == 5
+    assert seen["loss_fn"].arguments == {"label_smoothing": 0.1}
+    assert (seen["segment"], seen["microbatches"], seen["ema"], seen["hardened"]) == (2, 2, 0.9, True)
+    assert seen["max_occurrences"] == {"clinical": 4}
+    assert (rule.on, rule.every, rule.best, rule.patience) == ("simulated", 2, "-mean", 50)
+    assert seen["corpus"].examples_per_unit == 1
+    assert len(seen["corpus"]) == 50
+    assert seen["corpus"].policy == Policy.load(project.folder / "policy.toml")
+    assert torch.get_num_threads() == 1
+
+
+def test_a_version_stands_for_the_data(project: Project, seen: dict[str, Any]) -> None:
+    project.train(run=everything(project.module))
+    before = seen["corpus"].digest(b"key")
+    table = (project.folder / "data.csv").read_text().replace(",0,p", ",1,p")
+    project.write("data.csv", table)
+    project.train(run=everything(project.module))
+    assert seen["corpus"].digest(b"key") == before
+    project.train(run=everything(project.module).replace('version = "1"', 'version = "2"'))
+    assert seen["corpus"].digest(b"key") != before
+
+
+# ------------------------------------------------------------------------------------ small things
+
+
+def test_the_template_is_printed(project: Project) -> None:
+    code, out, _ = project.call("train", "--template")
+    assert code == 0
+    assert out.startswith("# A training run")
+    code, as_json, _ = project.call("train", "--template", "--json")
+    assert json.loads(as_json) == {"template": out}
+
+
+def test_no_run_file_is_misuse(project: Project) -> None:
+    code, out, err = project.call("train")
+    assert code == 2
+    assert "--template" in err
+    assert out == ""
+
+
+def test_threads(project: Project) -> None:
+    project.train_json(run="threads = 2\n" + project.run)
+    assert torch.get_num_threads() == 2
+    project.train_json("--threads", "1", run="threads = 2\n" + project.run)
+    assert torch.get_num_threads() == 1
+    assert project.train("--threads", "0")[0] == 2
+
+
+def test_paths_are_relative_to_the_file(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert project.train_json()["folder"] == str(project.folder / "runs" / "first")
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_what_the_run_was_asked_is_written_down(project: Project) -> None:
+    found = project.train_json()
+    asked = json.loads((Path(found["folder"]) / "run.json").read_text())
+    assert asked["output"] == "first"
+    assert asked["settings"]["data"]["unit"] == "patient"
+    assert asked["settings"]["optimizer"] == {"name": "adam", "lr": 0.01}

@@ -1,0 +1,23 @@
+"""Tests of runs share one small problem (problem.py) and one way to kill it (killing.py); store/ has its disks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+for folder in (Path(__file__).parent, Path(__file__).with_name("store")):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models here are tiny: a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

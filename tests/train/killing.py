@@ -1,0 +1,142 @@
+"""A process that forks training runs and kills them: `python killing.py`, one JSON command a line.
+
+Importing torch takes seconds and a fork milliseconds, so that fifty kills fit into a test. The parent never
+computes anything: a forked child must not inherit threads.
+
+    {"folder": F, "after": seconds}     SIGKILL that long after the run began
+    {"folder": F, "call": n}            SIGKILL before the n-th call that changes something (see `calls`)
+    {"folder": F}                       let it finish; answers with what it cost and a digest of its weights
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import problem
+import torch
+
+from lamina.engine import Engine
+from lamina.train import book, run
+from lamina.train.corpus import sampler
+from lamina.train.store import journal
+from lamina.train.store.checkpoint import Checkpoints
+
+OPTIONS: dict[str, Any] = {"ema": 0.9, "max_occurrences": {"clinical": 4}}
+
+
+def calls(act: Callable[[], None]) -> None:
+    """Call `act` before everything that changes a file, the book, or the model."""
+
+    def watched(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            act()
+            result = real(*args, **kwargs)
+            act()
+            return result
+
+        setattr(owner, name, counted)
+
+    for name in ("fsync", "write", "rename", "replace", "link", "unlink", "ftruncate", "open"):
+        watched(os, name)
+    watched(journal.Journal, "append")
+    watched(journal.Journal, "_erase")
+    watched(Checkpoints, "save")
+    watched(sampler.Sampler, "draw")
+    watched(Engine, "backward")
+    for name in ("reserve", "charge", "finish"):
+        watched(book.SpendBook, name)
+
+
+def seeds() -> None:
+    """Seeds that depend on how many attempts the journal holds: a killed run can be compared with a whole one."""
+
+    def known(self: run.Run) -> bytes:
+        return hashlib.sha256(f"{len(self.journal.opens)}".encode()).digest()
+
+    run.Run._seed = known  # type: ignore[method-assign]
+
+
+def child(command: dict[str, Any], answer: int) -> None:
+    seeds()
+    count = 0
+    target = command.get("call")
+
+    def act() -> None:
+        nonlocal count
+        count += 1
+        if count == target:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if "call" in command:
+        calls(act)
+    trainer = problem.trainer(
+        Path(command["folder"]), steps=command["steps"], segment=command["segment"], **OPTIONS
+    )
+    os.write(answer, b"begun\n") if "call" not in command else None
+    began = time.perf_counter()
+    outcome = trainer.fit()
+    seconds = time.perf_counter() - began
+    digest = hashlib.sha256()
+    for name, tensor in trainer.model.state_dict().items():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    assert trainer.state.ema is not None and trainer.state.counts is not None
+    for tensor in trainer.state.ema.average.values():
+        digest.update(tensor.numpy().tobytes())
+    digest.update(trainer.state.counts.tobytes())
+    told = {
+        "epsilon": outcome.epsilon,
+        "total": outcome.total,
+        "steps": outcome.steps,
+        "notes": outcome.notes,
+        "weights": digest.hexdigest(),
+        "calls": count,
+        "seconds": seconds,
+    }
+    sys.stdout.flush()
+    with os.fdopen(os.dup(answer), "w") as stream:
+        stream.write(json.dumps(told) + "\n")
+
+
+def serve(command: dict[str, Any]) -> dict[str, Any]:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        code = 1
+        try:
+            child(command, writer)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        if "after" in command:
+            stream.readline()  # "begun": building the run is not part of it
+            time.sleep(command["after"])
+            os.kill(pid, signal.SIGKILL)
+        lines = [line for line in stream if line != "begun\n"]
+    status = os.waitpid(pid, 0)[1]
+    if os.WIFSIGNALED(status):
+        return {"killed": True}
+    if status != 0:
+        return {"killed": False, "failed": True}
+    return {"killed": False, **json.loads(lines[-1])}
+
+
+if __name__ == "__main__":
+    model = problem.net()
+    problem.plan(model, int(sys.argv[1]))  # calibrated once, before any fork
+    torch.optim.SGD(model.parameters(), lr=0.1)  # the first optimiser of a process imports half of torch
+    for line in sys.stdin:
+        print(json.dumps(serve(json.loads(line))), flush=True)

@@ -1,0 +1,114 @@
+"""Killed with SIGKILL at any instant, a run comes to the same weights at the same price."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STEPS, SEGMENT = 12, 4
+
+
+class Killer:
+    """Talks to killing.py."""
+
+    def __init__(self) -> None:
+        program = Path(__file__).with_name("killing.py")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(program), str(STEPS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def run(self, folder: Path, **command: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        told = {"folder": str(folder), "steps": STEPS, "segment": SEGMENT, **command}
+        self.process.stdin.write(json.dumps(told) + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        assert not answer.get("failed"), answer
+        return answer
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def killer() -> Iterator[Killer]:
+    made = Killer()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def whole(killer: Killer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run that nobody killed."""
+    answer = killer.run(tmp_path_factory.mktemp("whole") / "runs" / "a", call=0)
+    assert answer["steps"] == STEPS and answer["notes"] == []
+    return answer
+
+
+def agrees(answer: dict[str, Any], whole: dict[str, Any]) -> None:
+    for key in ("weights", "epsilon", "total", "steps", "notes"):
+        assert answer[key] == whole[key], key
+
+
+def kill_at_random(killer: Killer, whole: dict[str, Any], folder: Path, *, kills: int, seed: int) -> None:
+    """Kill so often, at instants of the whole run; every run is let finish in the end and compared."""
+    generator = random.Random(seed)
+    duration = killer.run(folder / "timing" / "a")["seconds"]
+    done = runs = 0
+    while done < kills:
+        runs += 1
+        assert runs < 20 * kills, "the runs end before they can be killed"
+        place = folder / f"run{runs}" / "a"
+        while generator.random() < 0.8 or done == 0:  # often more than once
+            answer = killer.run(place, after=generator.uniform(0.0, duration))
+            if not answer["killed"]:
+                break
+            done += 1
+            if done == kills:
+                break
+        agrees(killer.run(place), whole)
+
+
+def test_killed_at_five_random_instants(killer: Killer, whole: dict[str, Any], tmp_path: Path) -> None:
+    kill_at_random(killer, whole, tmp_path, kills=5, seed=1)
+
+
+@pytest.mark.slow
+def test_killed_at_fifty_random_instants(killer: Killer, whole: dict[str, Any], tmp_path: Path) -> None:
+    kill_at_random(killer, whole, tmp_path, kills=50, seed=2)
+
+
+def kill_before_calls(killer: Killer, whole: dict[str, Any], folder: Path, which: range) -> None:
+    for call in which:
+        place = folder / f"call{call}" / "a"
+        assert killer.run(place, call=call)["killed"], call
+        agrees(killer.run(place), whole)
+
+
+def test_killed_before_some_calls(killer: Killer, whole: dict[str, Any], tmp_path: Path) -> None:
+    calls = whole["calls"]
+    assert calls > 100
+    kill_before_calls(killer, whole, tmp_path, range(calls // 24, calls + 1, calls // 12))
+
+
+@pytest.mark.slow
+def test_killed_before_every_call_that_changes_something(
+    killer: Killer, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    kill_before_calls(killer, whole, tmp_path, range(1, whole["calls"] + 1))

@@ -1,0 +1,156 @@
+"""Nothing that depends on who was sampled, or on a private loss, reaches a file, a log or a screen.
+
+Two runs that differ in nothing but their secret seeds have different coins, batch sizes, losses and norms. Whatever
+they leave must be the same in both, the weights excepted, which are private. So nothing of it can tell a secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import problem
+import pytest
+import torch
+
+from lamina import Batch, Engine
+from lamina.errors import RunError
+from lamina.train.corpus.sampler import Sampler
+from lamina.train.run import Run
+from lamina.train.store.checkpoint import Checkpoints
+from lamina.train.store.journal import Journal
+
+
+class Secrets:
+    """What a run knew: collected where it arises, to be looked for where it must not be."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.losses: list[torch.Tensor] = []
+        self.seeds: list[bytes] = []
+
+
+@pytest.fixture
+def secrets(monkeypatch: pytest.MonkeyPatch) -> Secrets:
+    known = Secrets()
+    draw, backward, seed = Sampler.draw, Engine.backward, Run._seed
+
+    def drawn(self: Sampler, step: int) -> Batch:
+        batch = draw(self, step)
+        known.sizes.append(len(batch))
+        return batch
+
+    def taken(self: Engine, losses: torch.Tensor | None, batch: Batch) -> None:
+        if losses is not None:
+            known.losses.append(losses.detach().clone())
+        backward(self, losses, batch)
+
+    def seeded(self: Run) -> bytes:
+        known.seeds.append(seed(self))
+        return known.seeds[-1]
+
+    monkeypatch.setattr(Sampler, "draw", drawn)
+    monkeypatch.setattr(Engine, "backward", taken)
+    monkeypatch.setattr(Run, "_seed", seeded)
+    return known
+
+
+def left(folder: Path) -> dict[str, Any]:
+    """Everything that a run leaves but its weights, with what is random by design put aside."""
+    metrics = json.loads((folder / "metrics.json").read_text())
+    del metrics["run"]
+    journal = Journal.load(folder / "journal")
+    records = []
+    for record in journal.records:
+        fields = asdict(record)
+        for name in ("run", "salt", "place", "nonce", "seed", "checkpoint", "membership", "data"):
+            fields.pop(name, None)
+        records.append([type(record).__name__, fields])
+    states = []
+    checkpoints = Checkpoints(folder / "checkpoint")
+    for index in checkpoints.indices():
+        snapshot, _ = checkpoints.load(index)
+        state = {k: v for k, v in snapshot.state.items() if k not in ("run", "nonce", "order")}
+        states.append([state, {name: (t.dtype, t.shape) for name, t in snapshot.tensors.items()}])
+    with sqlite3.connect(folder.parent / "spend.db") as db:
+        tables = [
+            row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY 1")
+        ]
+        book = {}
+        for table in tables:
+            rows = db.execute(f"SELECT * FROM {table}").fetchall()
+            book[table] = sorted(
+                str([v for v in row if not isinstance(v, bytes) and v != journal.start.run]) for row in rows
+            )
+    db.close()
+    names = sorted((str(p.relative_to(folder)), p.stat().st_size) for p in folder.rglob("*") if p.is_file())
+    return {"metrics": metrics, "journal": records, "checkpoints": states, "book": book, "files": names}
+
+
+def test_what_two_runs_leave_does_not_depend_on_their_coins(
+    tmp_path: Path, secrets: Secrets, capfd: pytest.CaptureFixture[str]
+) -> None:
+    printed, found = [], []
+    for name in ("one", "two"):
+        problem.trainer(tmp_path / name / "a", progress=True, ema=0.9, microbatches=2).fit()
+        out, err = capfd.readouterr()
+        printed.append((out, err))
+        found.append(left(tmp_path / name / "a"))
+    assert len(set(secrets.sizes)) > 5  # there was something to hide
+    assert secrets.sizes[:24] != secrets.sizes[24:]
+    assert printed[0] == printed[1]
+    assert printed[0][0] == "" and "step 24 of 24" in printed[0][1]
+    for part in found[0]:
+        assert found[0][part] == found[1][part], part
+
+
+def test_no_seed_loss_or_name_is_found_anywhere(
+    tmp_path: Path, secrets: Secrets, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = problem.data()
+    names = [f"patient-{hashlib.sha256(bytes([i % 256, i // 256])).hexdigest()[:8]}" for i in range(400)]
+    corpus = problem.corpus(**{**data, "unit": [names[i] for i in data["unit"]]})
+    trainer = problem.trainer(tmp_path / "a", progress=True, corpus=corpus)
+    outcome = trainer.fit()
+    out, err = capfd.readouterr()
+    texts = [out.encode(), err.encode(), repr(outcome).encode(), str(outcome).encode(), repr(corpus).encode()]
+    texts += [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()]
+    everything = b"\0".join(texts)
+    assert len(secrets.seeds) == 5
+    for seed in secrets.seeds:
+        for form in (seed, seed[:12], seed.hex().encode(), seed[:12].hex().encode()):
+            assert form not in everything
+    for losses in secrets.losses:
+        for value in (losses.mean(), losses.sum(), losses.double().mean()):
+            packed = value.numpy().tobytes()
+            assert packed not in everything
+            assert f"{float(value):.4f}".encode() not in out.encode() + err.encode()
+            assert f"{float(value):.6g}".encode() not in everything
+    for name in names:
+        assert name.encode() not in everything
+
+
+def test_an_error_in_a_step_is_told_without_its_text(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        losses = problem.loss(output, y)
+        return losses if len(losses) <= 6 else losses[:1]  # right in the rehearsal, wrong later
+
+    with pytest.raises(RunError, match="text is withheld") as caught:
+        problem.trainer(tmp_path / "a", loss_fn=loss).fit()
+    assert not any(letter.isdigit() for letter in caught.value.problem.partition(" at ")[0])
+    assert "examples" not in caught.value.problem
+
+    def broken(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if len(y) > 6:
+            raise ValueError(f"{len(y)} rows, first {float(output.detach()[0, 0])}")
+        return problem.loss(output, y)
+
+    with pytest.raises(RunError, match="ValueError .*test_secrecy.py:") as caught:
+        problem.trainer(tmp_path / "b", loss_fn=broken, bounds={}).fit()
+    assert "rows, first" not in str(caught.value)

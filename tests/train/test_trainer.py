@@ -1,0 +1,603 @@
+"""The whole job: what it leaves, what it costs, and that a resumed run is the run."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import problem
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import lamina
+from lamina import Evaluation
+from lamina.account import GaussianFilter
+from lamina.errors import (
+    BudgetExceeded,
+    CorpusError,
+    CouplingError,
+    PlanError,
+    RunError,
+    RunInUse,
+    StorageError,
+)
+from lamina.train.run import Run
+from lamina.train.store.journal import Journal
+from lamina.train.store.lease import Lease
+from lamina.train.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def _known_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed of an attempt is a function of how many were opened before: two runs can be compared."""
+    monkeypatch.setattr(
+        Run, "_seed", lambda self: bytes(range(len(self.journal.opens), len(self.journal.opens) + 32))
+    )
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: t.detach().clone() for name, t in trainer.model.state_dict().items()}
+
+
+def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+class KillAt:
+    """A progress that ends everything at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.at = step
+
+    def begin(self, done: int, total: int) -> None: ...
+
+    def step(self, done: int, loss: float | None) -> None:
+        if done == self.at:
+            raise Killed
+
+    def segment(self, done: int, spent: Mapping[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def killed(folder: Path, step: int, **options: Any) -> Trainer:
+    trainer = problem.trainer(folder, progress=KillAt(step), **options)
+    with pytest.raises(Killed):
+        trainer.fit()
+    return trainer
+
+
+# ---------------------------------------------------------------------------------------- a whole run
+
+
+def test_a_run_spends_its_plan_exactly_and_leaves_its_files(tmp_path: Path) -> None:
+    trainer = problem.trainer(tmp_path / "a", ema=0.9)
+    before = weights(trainer)
+    outcome = trainer.fit()
+    plan = trainer.plan
+    assert outcome.steps == outcome.planned == plan.steps == 24
+    assert outcome.private and outcome.notes == () and outcome.certificate is None
+    for name in ("clinical", "sensitive"):
+        assert outcome.epsilon[name] == pytest.approx(plan.epsilon(name), rel=1e-12)
+        assert outcome.total[name] == outcome.epsilon[name]
+    assert outcome.epsilon["open"] == outcome.total["open"] == 0.0
+    assert not same(before, weights(trainer))
+    names = {p.name for p in (tmp_path / "a").iterdir()}
+    assert names == {
+        "plan.cbor", "journal", "checkpoint", "lease", "metrics.json", "model.safetensors", "ema.safetensors",
+    }  # fmt: skip
+    assert same(load_file(tmp_path / "a" / "model.safetensors"), weights(trainer))
+    assert not same(load_file(tmp_path / "a" / "ema.safetensors"), weights(trainer))
+    assert lamina.StepPlan.from_cbor((tmp_path / "a" / "plan.cbor").read_bytes()) == plan
+    for secret in ("journal", "checkpoint/000005.safetensors"):
+        assert stat.S_IMODE((tmp_path / "a" / secret).stat().st_mode) == 0o600
+
+
+def test_metrics_are_the_accountants(tmp_path: Path) -> None:
+    trainer = problem.trainer(tmp_path / "a", max_occurrences={"clinical": 3})
+    trainer.fit()
+    facts = json.loads((tmp_path / "a" / "metrics.json").read_text())
+    clinical = facts["classes"]["clinical"]
+    sigma = trainer.plan.sigma("clinical")
+    assert clinical["rho"] == pytest.approx(3 / (2 * sigma**2))
+    assert clinical["epsilon"] == pytest.approx(trainer.plan.epsilon("clinical"))
+    assert clinical["epsilon_replace_one"] > clinical["epsilon"]
+    assert facts["classes"]["sensitive"]["rho"] == pytest.approx(trainer.plan.rho("sensitive"))
+
+
+def test_a_second_fit_of_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    first = problem.trainer(tmp_path / "a")
+    outcome = first.fit()
+    again = problem.trainer(tmp_path / "a", seed=7)
+    assert again.fit() == outcome
+    assert same(weights(first), weights(again))
+    assert first.fit() == outcome
+
+
+@pytest.mark.parametrize("segment", [1, 7, 24, 1000])
+def test_the_length_of_a_segment_does_not_change_what_it_costs(tmp_path: Path, segment: int) -> None:
+    outcome = problem.trainer(tmp_path / "a", segment=segment).fit()
+    assert outcome.steps == 24
+    assert outcome.epsilon["clinical"] <= 4.0
+    assert len(Journal.load(tmp_path / "a" / "journal").opens) == -(-24 // segment)
+
+
+def test_microbatches_give_the_same_weights(tmp_path: Path) -> None:
+    def run(name: str, parts: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        trainer = problem.trainer(tmp_path / name / "a", model=problem.net(dropout=0.0), microbatches=parts)
+        trainer.fit()
+        return weights(trainer)
+
+    whole, parts = run("whole", 1), run("parts", 3)
+    for name in whole:
+        torch.testing.assert_close(whole[name], parts[name], rtol=1e-4, atol=1e-6)
+
+
+def test_the_users_generators_are_left_alone(tmp_path: Path) -> None:
+    trainer = problem.trainer(tmp_path / "a", steps=4)
+    torch.manual_seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    trainer.fit()
+    drawn = torch.rand(3), np.random.rand(3)  # noqa: NPY002
+    torch.manual_seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    assert torch.equal(drawn[0], torch.rand(3))
+    assert (drawn[1] == np.random.rand(3)).all()  # noqa: NPY002
+
+
+def test_augmentation_and_dropout_differ_between_steps_and_come_back_in_a_replay(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def augment(x: torch.Tensor) -> torch.Tensor:
+        seen.append(float(torch.rand(())))
+        return x + 0.01 * torch.randn_like(x)
+
+    killed(tmp_path / "a", 8, augment=augment)
+    first = seen[5:8]
+    assert len(set(seen)) == len(seen) == 8
+    problem.trainer(tmp_path / "a", augment=augment).fit()
+    assert seen[8:11] == first
+
+
+# ---------------------------------------------------------------------------------------- killed and resumed
+
+
+@pytest.mark.parametrize("options", [{}, {"ema": 0.8, "max_occurrences": {"clinical": 2}, "microbatches": 2}])
+@pytest.mark.parametrize("step", [1, 5, 6, 12, 24])
+def test_a_killed_run_resumes_to_the_same_weights_at_the_same_cost(
+    tmp_path: Path, step: int, options: dict[str, Any]
+) -> None:
+    whole = problem.trainer(tmp_path / "whole" / "a", **options)
+    expected = whole.fit()
+    killed(tmp_path / "cut" / "a", step, **options)
+    resumed = problem.trainer(tmp_path / "cut" / "a", seed=9, **options)
+    outcome = resumed.fit()
+    assert same(weights(whole), weights(resumed))
+    assert outcome.epsilon == expected.epsilon
+    assert outcome.total == expected.total
+    assert outcome.notes == ()
+    if whole.state.ema is not None and resumed.state.ema is not None:
+        assert same(whole.state.ema.average, resumed.state.ema.average)
+        assert whole.state.counts is not None and resumed.state.counts is not None
+        assert (whole.state.counts == resumed.state.counts).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"corpus": problem.corpus(**problem.data(shift=1e-6))}, "the data changed"),
+        ({"loss_fn": lambda output, y: 2.0 * problem.loss(output, y)}, "loss"),
+        ({"microbatches": 2}, "options"),
+    ],
+)
+def test_a_changed_run_is_redone_and_charged_again(tmp_path: Path, change: dict[str, Any], word: str) -> None:
+    loose = {"clinical": 9.0, "sensitive": 9.0}
+    killed(tmp_path / "a", 8, bounds=loose)
+    trainer = problem.trainer(tmp_path / "a", bounds=loose, **change)
+    outcome = trainer.fit()
+    assert any(word in note and "charged again" in note for note in outcome.notes)
+    assert outcome.steps == 24
+    charged = json.loads((tmp_path / "a" / "metrics.json").read_text())["classes"]["clinical"][
+        "steps_charged"
+    ]
+    assert charged == 24 + 5
+    assert outcome.epsilon["clinical"] > trainer.plan.epsilon("clinical")
+    assert outcome.total == outcome.epsilon
+
+
+def test_a_changed_plan_is_charged_at_its_own_price(tmp_path: Path) -> None:
+    loose = {"clinical": 9.0, "sensitive": 9.0}
+    old = killed(tmp_path / "a", 8, bounds=loose).plan
+    model = problem.net()
+    new = problem.plan(model, steps=20, batch=40)
+    outcome = problem.trainer(tmp_path / "a", model=model, plan=new, bounds=loose).fit()
+    assert any("the plan changed" in note for note in outcome.notes)
+    events = (*old.schedule("clinical"),)[0], (*new.schedule("clinical"),)[0]
+    schedule = (
+        lamina.account.Event(sigma=events[0].sigma, q=events[0].q, steps=10),
+        lamina.account.Event(sigma=events[1].sigma, q=events[1].q, steps=15),
+    )
+    assert outcome.epsilon["clinical"] == pytest.approx(
+        lamina.account.accountant("pld").epsilon(schedule, 1e-5)
+    )
+
+
+def test_a_redo_that_the_bound_has_no_room_for_shortens_the_run(tmp_path: Path) -> None:
+    killed(tmp_path / "a", 8)
+    outcome = problem.trainer(tmp_path / "a", microbatches=2).fit()
+    assert outcome.steps == 24 - 5
+    assert outcome.epsilon["clinical"] <= 4.0
+    assert any("19 of 24" in note for note in outcome.notes)
+
+
+def test_a_withdrawal_between_two_processes_is_a_mismatch(tmp_path: Path) -> None:
+    killed(tmp_path / "a", 8)
+    corpus = problem.corpus()
+    corpus.withdraw("60")
+    outcome = problem.trainer(tmp_path / "a", corpus=corpus).fit()
+    assert any("withdrawn" in note for note in outcome.notes)
+
+
+def test_who_withdrew_stays_out_after_a_restart(tmp_path: Path) -> None:
+    corpus = problem.corpus()
+
+    class WithdrawAndDie(KillAt):
+        def step(self, done: int, loss: float | None) -> None:
+            if done == 7:
+                corpus.withdraw("60", "61")
+            super().step(done, loss)
+
+    with pytest.raises(Killed):
+        problem.trainer(tmp_path / "a", corpus=corpus, progress=WithdrawAndDie(8)).fit()
+    again = problem.corpus()  # the script builds it anew, with everybody in it
+    outcome = problem.trainer(tmp_path / "a", corpus=again).fit()
+    assert any("withdrawn" in note for note in outcome.notes)
+    assert not {60, 61} & set(again.members("clinical").tolist())
+    assert len(again) == 398
+    (tmp_path / "a" / "withdrawn").write_bytes(b"nonsense")
+    with pytest.raises(StorageError, match="withdrew"):
+        problem.trainer(tmp_path / "a").fit()
+
+
+def test_counters_do_not_pass_to_other_people(tmp_path: Path) -> None:
+    caps = {"clinical": 2}
+    killed(tmp_path / "a", 8, max_occurrences=caps)
+    data = {name: values[3:] for name, values in problem.data().items()}  # the first patient is gone
+    with pytest.raises(RunError, match="another order"):
+        problem.trainer(tmp_path / "a", corpus=problem.corpus(**data), max_occurrences=caps).fit()
+
+
+@pytest.mark.parametrize("rule", ["finish", "abandon"])
+def test_a_withdrawal_inside_a_segment(tmp_path: Path, rule: str) -> None:
+    corpus = problem.corpus()
+    drawn: list[int] = []
+
+    class Withdraw(KillAt):
+        def step(self, done: int, loss: float | None) -> None:
+            drawn.append(done)
+            if done == self.at and corpus.revision == 0:
+                corpus.withdraw("60")
+
+    loose = {"clinical": 9.0, "sensitive": 9.0}
+    trainer = problem.trainer(
+        tmp_path / "a", corpus=corpus, progress=Withdraw(7), on_withdrawal=rule, bounds=loose
+    )
+    outcome = trainer.fit()
+    opens = Journal.load(tmp_path / "a" / "journal").opens
+    if rule == "finish":
+        assert drawn == list(range(1, 25)) and outcome.notes == ()
+        assert [o.generation for o in opens] == [0] * 5
+    else:
+        assert drawn == [*range(1, 8), *range(6, 25)]
+        assert [(o.segment, o.generation) for o in opens[:3]] == [(0, 0), (1, 0), (1, 1)]
+        assert outcome.epsilon["clinical"] > trainer.plan.epsilon("clinical")
+    assert opens[1].membership != opens[-1].membership
+
+
+def test_a_copied_run_is_charged_anew_in_the_same_book(tmp_path: Path) -> None:
+    import shutil
+
+    loose = {"clinical": 9.0, "sensitive": 9.0}
+    book = tmp_path / "spend.db"
+    killed(tmp_path / "a", 8, book=book, bounds=loose)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    one = problem.trainer(tmp_path / "a", book=book, bounds=loose).fit()
+    other = problem.trainer(tmp_path / "b", book=book, bounds=loose).fit()
+    assert one.notes == ()
+    assert any("copied" in note for note in other.notes)
+    plan = problem.plan(problem.net())
+    event = plan.schedule("clinical")[0]
+    # 24 steps of the first; of the copy the segment that was open, and everything after it
+    both = (lamina.account.Event(sigma=event.sigma, q=event.q, steps=24 + 19),)
+    assert other.total["clinical"] == pytest.approx(lamina.account.accountant("pld").epsilon(both, 1e-5))
+
+
+def test_a_copy_of_a_closed_checkpoint_never_shares_a_generation(tmp_path: Path) -> None:
+    import shutil
+
+    loose = {"clinical": 9.0, "sensitive": 9.0}
+    book = tmp_path / "spend.db"
+    killed(tmp_path / "a", 6, book=book, bounds=loose)  # segment 1 is open after one step
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    problem.trainer(tmp_path / "b", book=book, bounds=loose).fit()
+    problem.trainer(tmp_path / "a", book=book, bounds=loose).fit()
+    keys = [
+        (o.segment, o.generation)
+        for name in "ab"
+        for o in Journal.load(tmp_path / name / "journal").opens
+        if o.segment > 1 or name == "b"
+    ]
+    later = [key for key in keys if key[0] > 1]
+    assert len(set(later)) == len(later)
+
+
+# ---------------------------------------------------------------------------------------- faults
+
+
+def test_two_at_once_is_refused(tmp_path: Path) -> None:
+    trainer = problem.trainer(tmp_path / "a")
+    trainer.folder.mkdir()
+    with Lease.take(trainer.folder), pytest.raises(RunInUse):
+        trainer.fit()
+    assert not (tmp_path / "a" / "journal").exists()
+
+
+def test_a_damaged_checkpoint_is_named_and_can_be_removed(tmp_path: Path) -> None:
+    loose = {"clinical": 9.0, "sensitive": 9.0}
+    killed(tmp_path / "a", 13, bounds=loose)
+    path = tmp_path / "a" / "checkpoint" / "000002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    trainer = problem.trainer(tmp_path / "a", bounds=loose)
+    journal = (tmp_path / "a" / "journal").read_bytes()
+    with pytest.raises(StorageError, match="000002"):
+        trainer.fit()
+    assert (tmp_path / "a" / "journal").read_bytes() == journal
+    path.unlink()
+    outcome = trainer.fit()
+    assert outcome.steps == 24
+    assert any("charged again" in note for note in outcome.notes)
+    facts = json.loads((tmp_path / "a" / "metrics.json").read_text())
+    assert facts["classes"]["clinical"]["steps_charged"] == 24 + 5 + 5  # segments 1 and 2 twice
+
+
+def test_checkpoints_without_a_journal_are_refused(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a").fit()
+    (tmp_path / "a" / "journal").unlink()
+    with pytest.raises(RunError, match="no journal"):
+        problem.trainer(tmp_path / "a").fit()
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    loose = {"clinical": 9.0, "sensitive": 9.0}
+    problem.trainer(tmp_path / "a", bounds=loose).fit()
+    killed(tmp_path / "b", 8, bounds=loose)
+    source = tmp_path / "a" / "checkpoint" / "000005.safetensors"
+    (tmp_path / "b" / "checkpoint" / "000005.safetensors").write_bytes(source.read_bytes())
+    with pytest.raises(RunError, match="another run"):
+        problem.trainer(tmp_path / "b", bounds=loose).fit()
+
+
+def test_a_full_disk_at_a_checkpoint_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    from lamina.train.store.checkpoint import Checkpoints
+
+    whole = problem.trainer(tmp_path / "whole" / "a")
+    expected = whole.fit()
+    save = Checkpoints.save
+
+    def full(self: Checkpoints, index: int, snapshot: Any) -> bytes:
+        if index == 2:
+            raise StorageError("no space left", "free some")
+        return save(self, index, snapshot)
+
+    assert errno.ENOSPC
+    monkeypatch.setattr(Checkpoints, "save", full)
+    trainer = problem.trainer(tmp_path / "cut" / "a")
+    with pytest.raises(StorageError):
+        trainer.fit()
+    monkeypatch.setattr(Checkpoints, "save", save)
+    outcome = trainer.fit()
+    assert outcome.epsilon == expected.epsilon
+    assert same(weights(whole), weights(trainer))
+
+
+def test_a_lost_book_is_made_whole_from_the_journal(tmp_path: Path) -> None:
+    killed(tmp_path / "a", 8)
+    (tmp_path / "spend.db").unlink()
+    outcome = problem.trainer(tmp_path / "a").fit()
+    assert outcome.total == outcome.epsilon
+    assert outcome.epsilon["clinical"] == pytest.approx(problem.plan(problem.net()).epsilon("clinical"))
+
+
+# ---------------------------------------------------------------------------------------- the book
+
+
+def test_a_second_run_that_exceeds_the_bound_is_refused_before_it_begins(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a").fit()
+    with pytest.raises(BudgetExceeded, match="clinical|sensitive"):
+        problem.trainer(tmp_path / "b").fit()
+    assert not (tmp_path / "b" / "journal").exists()
+    assert not (tmp_path / "b" / "model.safetensors").exists()
+    elsewhere = problem.trainer(tmp_path / "b", bounds={}).fit()  # no bound declared: told, not refused
+    assert elsewhere.total["clinical"] > elsewhere.epsilon["clinical"]
+
+
+def test_filters_are_asked_for_whole_segments(tmp_path: Path) -> None:
+    plan = problem.plan(problem.net())
+    event = plan.schedule("clinical")[0]
+    room = (lamina.account.Event(sigma=event.sigma, q=event.q, steps=12),)
+    filter_ = GaussianFilter.for_schedule(room)
+    killed(tmp_path / "a", 8, filters={"clinical": filter_})
+    again = GaussianFilter.for_schedule(room)
+    outcome = problem.trainer(tmp_path / "a", filters={"clinical": again}).fit()
+    assert outcome.steps == 10
+    assert any("filter" in note for note in outcome.notes)
+
+
+# ---------------------------------------------------------------------------------------- evaluation
+
+
+def test_evaluation_best_and_patience(tmp_path: Path) -> None:
+    values = iter([0.1, 0.5, 0.4, 0.3, 0.2, 0.1])
+    seen: list[bool] = []
+
+    def figures(model: nn.Module) -> dict[str, float]:
+        seen.append(model.training)
+        return {"auc": next(values)}
+
+    rule = Evaluation(function=figures, on="public", best="auc", patience=2)
+    trainer = problem.trainer(tmp_path / "a", evaluate=rule)
+    outcome = trainer.fit()
+    assert outcome.steps == 15 and seen == [False] * 4
+    assert outcome.metrics == {"auc": 0.3}
+    assert outcome.epsilon["clinical"] < trainer.plan.epsilon("clinical")
+    assert not same(load_file(tmp_path / "a" / "best.safetensors"), weights(trainer))
+    facts = json.loads((tmp_path / "a" / "metrics.json").read_text())
+    assert [entry["step"] for entry in facts["evaluations"]] == [0, 5, 10, 15]
+    other = problem.trainer(tmp_path / "b", bounds={"clinical": 9.0}).book
+    assert other.total("tests", "clinical", delta=1e-5).committed == outcome.total["clinical"]
+
+
+def test_evaluations_are_the_same_after_a_resume(tmp_path: Path) -> None:
+    x = torch.randn(50, 6)
+    rule = Evaluation(function=lambda model: {"mean": float(model(x).mean())}, on="simulated", every=2)
+    whole = problem.trainer(tmp_path / "whole" / "a", evaluate=rule)
+    whole.fit()
+    killed(tmp_path / "cut" / "a", 13, evaluate=rule)
+    problem.trainer(tmp_path / "cut" / "a", evaluate=rule).fit()
+    facts = [json.loads((tmp_path / n / "a" / "metrics.json").read_text()) for n in ("whole", "cut")]
+    assert facts[0]["evaluations"] == facts[1]["evaluations"]
+    assert [entry["step"] for entry in facts[0]["evaluations"]] == [0, 10, 20, 24]
+
+
+@pytest.mark.parametrize(
+    ("rule", "word"),
+    [
+        ({"on": "private"}, "no budget paid"),
+        ({"on": "public", "every": 0}, "every"),
+        ({"on": "public", "patience": 2}, "best"),
+    ],
+)
+def test_bad_evaluations_are_refused(rule: dict[str, Any], word: str) -> None:
+    with pytest.raises(RunError, match=word):
+        Evaluation(function=lambda model: {}, **rule)
+
+
+@pytest.mark.parametrize("figures", [{}, 0.3, {"auc": float("nan")}, {"loss": 1.0}])
+def test_bad_figures_are_refused(tmp_path: Path, figures: Any) -> None:
+    rule = Evaluation(function=lambda model: figures, on="public", best="auc")
+    with pytest.raises(RunError, match="evaluation"):
+        problem.trainer(tmp_path / "a", evaluate=rule).fit()
+
+
+# ---------------------------------------------------------------------------------------- mistakes of newcomers
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"loss_fn": nn.CrossEntropyLoss()}, RunError, "reduction='none'"),
+        ({"loss_fn": lambda o, y: problem.loss(o, y).mean()}, CouplingError, "one loss per example"),
+        ({"loss_fn": lambda o, y: o}, lamina.LaminaError, "one loss per example"),
+        ({"loss_fn": lambda o, y: problem.loss(o, y.float())}, RunError, "int64"),
+        ({"loss_fn": 3}, RunError, "function"),
+        ({"corpus": torch.utils.data.DataLoader([1, 2])}, RunError, "not Poisson"),
+        ({"corpus": [1, 2]}, RunError, "lamina.Corpus"),
+        ({"optimizer": torch.optim.SGD(problem.net().parameters(), lr=1.0)}, RunError, "none of the model's"),
+        ({"microbatches": 0}, RunError, "microbatches"),
+        ({"segment": -1}, RunError, "segment"),
+        ({"ema": 1.5}, RunError, "ema"),
+        ({"on_withdrawal": "ignore"}, RunError, "finish"),
+        ({"inside": True}, RunError, "terminal"),
+        ({"max_occurrences": {"nobody": 3}}, lamina.LaminaError, "nobody"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_spent(
+    tmp_path: Path, change: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        problem.trainer(tmp_path / "a", **change).fit()
+    assert not (tmp_path / "a" / "journal").exists()
+
+
+def test_labels_out_of_range_are_found_before_anything_is_spent(tmp_path: Path) -> None:
+    data = problem.data()
+    data["y"] = data["y"] + 1
+    with pytest.raises(RunError, match="labels run from 1 to 3, the model has 3 outputs"):
+        problem.trainer(
+            tmp_path / "a", corpus=problem.corpus(**data), loss_fn=nn.CrossEntropyLoss(reduction="none")
+        ).fit()
+    assert not (tmp_path / "a" / "journal").exists()
+
+
+def test_batchnorm_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    with pytest.raises(lamina.LaminaError, match="lamina.fix"):
+        problem.trainer(tmp_path / "a", model=model)
+
+
+def test_plateau_and_lbfgs_are_refused(tmp_path: Path) -> None:
+    model = problem.net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(RunError, match="no budget paid"):
+        problem.trainer(tmp_path / "a", model=model, optimizer=optimizer, scheduler=plateau)
+    with pytest.raises(RunError, match="LBFGS"):
+        problem.trainer(
+            tmp_path / "a", model=model, optimizer=torch.optim.LBFGS(model.parameters()), scheduler=None
+        )
+
+
+def test_more_contributions_than_declared_are_refused(tmp_path: Path) -> None:
+    policy = problem.POLICY.replace("population = 300", "population = 200")
+    model = problem.net()
+    with pytest.raises(CorpusError, match="population"):
+        problem.trainer(tmp_path / "a", model=model, plan=problem.plan(model, policy=policy))
+
+
+@pytest.mark.parametrize(("name", "value"), [("epsilon", 0), ("epsilon", -1.0), ("delta", 0), ("delta", 1.0)])
+def test_make_private_teaches(name: str, value: float) -> None:
+    x, y = torch.randn(40, 6), torch.zeros(40, dtype=torch.long)
+    with pytest.raises(PlanError, match=name):
+        lamina.make_private(problem.net(), (x, y), batch=8, epochs=1, **{name: value})
+    with pytest.raises(PlanError, match="above the 40 contributions"):
+        lamina.make_private(problem.net(), (x, y), batch=50, epochs=1)
+    with pytest.raises(RunError, match="not Poisson"):
+        lamina.make_private(problem.net(), torch.utils.data.DataLoader([1]), batch=50, epochs=1)
+
+
+def test_make_private_gives_a_loop(tmp_path: Path) -> None:
+    x, y = torch.randn(40, 6), torch.randint(0, 3, (40,))
+    model = problem.net()
+    engine, corpus, plan = lamina.make_private(model, (x, y), epsilon=2.0, batch=8, epochs=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    count = 0
+    for batch in corpus.batches(plan):
+        engine.backward(problem.loss(model(batch.x), batch.y) if len(batch) else None, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        count += 1
+    assert count == plan.steps == 10
+    assert 0 < engine.epsilon(0) <= 2.0
+    engine2, corpus, plan = lamina.make_private(problem.net(), (x, y), batch=8, epochs=2)
+    trainer = Trainer(
+        engine2.model, torch.optim.SGD(engine2.model.parameters(), lr=0.1), problem.loss, corpus, plan,
+        engine=engine2, folder=tmp_path / "a", progress=False,
+    )  # fmt: skip
+    assert trainer.fit().steps == 10
