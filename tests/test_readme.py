@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
+from typing import Any
 
-import numpy
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,49 +21,52 @@ def block(language: str, place: int = 0) -> str:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)[place]  # type: ignore[no-any-return]
 
 
-def test_the_five_lines_train_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fifteen_lines_and_a_table_make_a_private_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = np.random.default_rng(0)
+    rows = [",".join([*(f"lead{i}" for i in range(12)), "label", "patient"])]
+    for patient in range(200):
+        label = patient % 2
+        for _ in range(1 + patient % 3):
+            values = generator.normal(size=12) + label
+            rows.append(",".join([*(f"{v:.4f}" for v in values), str(label), f"P{patient:03d}"]))
+    (tmp_path / "patients.csv").write_text("\n".join(rows), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    code = block("python")
+    assert len(code.strip().splitlines()) <= 15
+    names: dict[str, Any] = {}
+    exec(code, names)
+    first = capsys.readouterr().out
+    assert "ε" in first
+    assert names["plan"].epsilon(0) <= 3.0
+    exec(code, {})  # again: the run is finished, nothing is trained or charged
+    assert capsys.readouterr().out == first
+
+
+def test_the_lines_with_a_policy_train_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "policy.toml").write_text(block("toml"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     model = nn.Sequential(
         nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)
     )
     before = {name: p.clone() for name, p in model.named_parameters()}
-    cls = torch.tensor([0, 0, 1, 1, 0])
     names = {
+        "lamina": lamina,
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters()),
-        "loss_fn": nn.CrossEntropyLoss(reduction="none"),
-        "batches": [
-            lamina.Batch(torch.randn(5, 4), torch.randint(0, 3, (5,)), cls=cls),
-            lamina.Batch(torch.empty(0, 4), torch.empty(0, dtype=torch.long)),
-        ],
+        "loss": nn.CrossEntropyLoss(reduction="none"),
+        "x": torch.randn(500, 4),
+        "y": torch.randint(0, 3, (500,)),
+        "patient": torch.arange(500) // 2,
+        "group": ["clinical"] * 400 + ["sensitive"] * 100,
     }
-    exec(block("python"), names)
+    exec(block("python", 1), names)
     plan = names["plan"]
     assert isinstance(plan, lamina.StepPlan)
     assert plan.epsilon("clinical") <= 3.0
     assert plan.epsilon("sensitive") <= 1.0
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-def test_the_sampling_lines_draw_a_batch() -> None:
-    plan = _two_class_plan()
-    cls = torch.tensor([0, 1]).repeat(500)
-    names = {"plan": plan, "x": torch.randn(1000, 4), "y": torch.zeros(1000), "cls": cls}
-    names |= {"torch": torch, "numpy": numpy, "os": os, "lamina": lamina}
-    exec(block("python", 1), names)
-    batch, rates = names["batch"], [c.sampling_rate for c in plan.classes]
-    assert isinstance(batch, lamina.Batch)
-    drawn = torch.bincount(batch.cls, minlength=2)
-    for count, rate in zip(drawn.tolist(), rates, strict=True):
-        assert abs(count - 500 * rate) < 6 * (500 * rate) ** 0.5 + 1
-
-
-def _two_class_plan() -> lamina.StepPlan:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    return lamina.make_plan(
-        lamina.LayerStack.from_model(model), lamina.Policy.parse(block("toml")), batch=2400, steps=10
-    )
 
 
 def test_links_lead_somewhere() -> None:
