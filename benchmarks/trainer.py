@@ -99,6 +99,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--segment", type=int, default=None)
+    parser.add_argument("--threads", type=int, default=2)
     chosen = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(chosen.threads)
     print(json.dumps(measure(chosen.rounds, chosen.steps, chosen.batch, chosen.segment), indent=2))

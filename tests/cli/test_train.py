@@ -164,9 +164,9 @@ profile = { top = 0.5 }
 @pytest.mark.parametrize(
     ("function", "data"),
     [
-        ("def data():\n    return torch.randn(50, 4), torch.zeros(50).long()\n", ""),
+        ("def data():\n    return torch.randn(50, 4), torch.zeros(50).long()\n", "unit = 'each'\n"),
         ("def data(n):\n    return torch.utils.data.TensorDataset(torch.randn(n, 4), torch.zeros(n).long())\n",
-         "args = { n = 50 }\nclass = 'clinical'\nversion = '1'\n"),
+         "args = { n = 50 }\nclass = 'clinical'\nversion = '1'\nunit = 'each'\n"),
         ("import lamina\ndef data(policy):\n    return lamina.Corpus(torch.randn(50, 4), torch.zeros(50).long(), "
          "unit=list(range(25)) * 2, policy=policy)\n", ""),
     ],
@@ -215,7 +215,7 @@ calls = pathlib.Path(__file__).with_name("calls")
 
 def stopping(model):
     calls.write_text(calls.read_text() + "x" if calls.exists() else "x")
-    if len(calls.read_text()) == 3:
+    if len(calls.read_text()) == 4:
         raise KeyboardInterrupt
     return {"mean": 0.0}
 """

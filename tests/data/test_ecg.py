@@ -157,6 +157,7 @@ def test_progress_is_told() -> None:
     [
         {"samples": 0},
         {"rate": -1},
+        {"rate": 49},
         {"windows": 0},
         {"mix": {"martian": 1.0}},
         {"mix": {}},
@@ -176,3 +177,16 @@ def test_nonsense_is_refused_with_a_remedy(settings: dict[str, object]) -> None:
 def test_no_patients_are_refused() -> None:
     with pytest.raises(LaminaError, match="patients=0"):
         ECGSimulator().draw(patients=0, seed=0)
+
+
+def test_a_heart_that_does_not_beat_is_refused_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+
+    def flat(patient: Patient, *, beats: int, rate: int) -> np.ndarray:
+        heard.append(beats)
+        return np.zeros((3, 100 * beats))
+
+    monkeypatch.setattr(Patient, "dipole", flat)
+    with pytest.raises(LaminaError, match="R waves"):
+        ECGSimulator().draw(patients=1, seed=0)
+    assert len(heard) == 3

@@ -154,3 +154,20 @@ def test_an_error_in_a_step_is_told_without_its_text(
     with pytest.raises(RunError, match="ValueError .*test_secrecy.py:") as caught:
         problem.trainer(tmp_path / "b", loss_fn=broken, bounds={}).fit()
     assert "rows, first" not in str(caught.value)
+
+
+def test_a_warning_in_a_step_is_told_without_its_text(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    import warnings
+
+    def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        warnings.warn(f"hidden {len(y)}", UserWarning, stacklevel=1)
+        return problem.loss(output, y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        problem.trainer(tmp_path / "a", loss_fn=loss, progress=True).fit()
+    err = capfd.readouterr().err
+    assert err.count("warning: UserWarning at") == 5  # once a segment
+    assert "hidden" not in err

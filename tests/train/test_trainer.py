@@ -49,6 +49,9 @@ def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+SEEN: list[float] = []
+
+
 class Killed(BaseException):
     """Stands for the end of the process."""
 
@@ -159,10 +162,11 @@ def test_the_users_generators_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_augmentation_and_dropout_differ_between_steps_and_come_back_in_a_replay(tmp_path: Path) -> None:
-    seen: list[float] = []
+    seen = SEEN  # not a closure: that would be part of what the run was told
+    seen.clear()
 
     def augment(x: torch.Tensor) -> torch.Tensor:
-        seen.append(float(torch.rand(())))
+        SEEN.append(float(torch.rand(())))
         return x + 0.01 * torch.randn_like(x)
 
     killed(tmp_path / "a", 8, augment=augment)
@@ -344,6 +348,168 @@ def test_a_copy_of_a_closed_checkpoint_never_shares_a_generation(tmp_path: Path)
     assert len(set(later)) == len(later)
 
 
+# ---------------------------------------------------------------------------------------- what must not be replayed
+
+
+class Scaled:
+    """A loss with a state of its own."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def __call__(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self._factor * problem.loss(output, y)
+
+
+def closing_over(factor: float) -> Any:
+    return lambda output, y: factor * problem.loss(output, y)
+
+
+def weighted(a: float) -> Any:
+    return nn.CrossEntropyLoss(weight=torch.tensor([a, 1.0, 1.0]), reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"loss_fn": closing_over(1.0)}, {"loss_fn": closing_over(2.0)}),
+        ({"loss_fn": Scaled(1.0)}, {"loss_fn": Scaled(2.0)}),
+        ({"loss_fn": Scaled(1.0).__call__}, {"loss_fn": Scaled(2.0).__call__}),
+        ({"loss_fn": weighted(1.0)}, {"loss_fn": weighted(2.0)}),
+        ({"model": problem.net(dropout=0.1)}, {"model": problem.net(dropout=0.5)}),
+    ],
+)
+def test_what_decides_a_step_is_never_replayed_changed(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    killed(tmp_path / "a", 8, **before)
+    outcome = problem.trainer(tmp_path / "a", **after).fit()
+    assert any("charged again" in note for note in outcome.notes)
+    assert [o.generation for o in Journal.load(tmp_path / "a" / "journal").opens][:3] == [0, 0, 1]
+
+
+def test_data_changed_in_place_is_never_replayed(tmp_path: Path) -> None:
+    data = problem.data()
+    corpus = problem.corpus(**data)
+    trainer = killed(tmp_path / "a", 8, corpus=corpus)
+    data["x"] *= -1
+    trainer.progress = KillAt(99)
+    outcome = trainer.fit()
+    assert any("the data changed" in note for note in outcome.notes)
+
+
+def test_a_segment_that_was_given_up_is_never_taken_up_again(tmp_path: Path) -> None:
+    first = killed(tmp_path / "a", 8)
+    seed = Journal.load(tmp_path / "a" / "journal").pending
+    assert seed is not None and seed.seed in (tmp_path / "a" / "journal").read_bytes()
+    problem.trainer(tmp_path / "a", microbatches=2).fit()
+    assert seed.seed not in (tmp_path / "a" / "journal").read_bytes()
+    outcome = problem.trainer(tmp_path / "a").fit()  # the change is undone
+    assert outcome.steps == 19 and first.plan.steps == 24
+
+
+def test_a_learning_rate_that_is_given_now_is_used(tmp_path: Path) -> None:
+    def made(lr: float) -> dict[str, Any]:
+        model = problem.net()
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=lr), "scheduler": None}
+
+    killed(tmp_path / "a", 8, **made(0.1))
+    trainer = problem.trainer(tmp_path / "a", **made(0.2))
+    outcome = trainer.fit()
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.2
+    assert any("lr is 0.2 from here on, it was 0.1" in note for note in outcome.notes)
+    facts = json.loads((tmp_path / "a" / "metrics.json").read_text())
+    assert facts["notes"] == list(outcome.notes)
+    again = problem.trainer(tmp_path / "a", **made(0.2)).fit()
+    assert set(outcome.notes) <= set(again.notes)  # notes outlive the process
+
+
+def test_a_segment_that_the_book_refuses_is_never_trained(tmp_path: Path) -> None:
+    book = lamina.SpendBook(tmp_path / "spend.db")
+    trainer = killed(tmp_path / "a", 3, book=book)
+    run = Journal.load(tmp_path / "a" / "journal").start.run
+    book.finish(run)  # somebody gives its reservation away
+    bounds = {"clinical": 4.0, "sensitive": 2.0}
+    with pytest.raises(BudgetExceeded):
+        problem.trainer(tmp_path / "b", book=book, bounds=bounds).fit()
+    smaller = problem.plan(problem.net(), steps=12)
+    other = problem.trainer(tmp_path / "b", book=book, plan=problem.plan(problem.net(), steps=24), bounds={})
+    other.fit()  # takes the room, without a bound
+    assert smaller.steps < trainer.plan.steps
+    outcome = problem.trainer(tmp_path / "a", book=book, bounds=bounds).fit()
+    assert outcome.steps == 5  # the open segment was booked before; nothing after it
+    assert [o.last for o in Journal.load(tmp_path / "a" / "journal").opens] == [5]
+
+
+def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a").fit()
+    for steps in (12, 30):
+        with pytest.raises(RunError, match="is finished at step 24"):
+            problem.trainer(tmp_path / "a", steps=steps, bounds={}).fit()
+
+
+def test_a_cap_cannot_be_put_on_afterwards(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a").fit()
+    with pytest.raises(RunError, match="max_occurrences was not given"):
+        problem.trainer(tmp_path / "a", max_occurrences={"clinical": 1}).fit()
+
+
+def test_without_a_bound_a_redo_stays_within_the_plan(tmp_path: Path) -> None:
+    killed(tmp_path / "a", 8, bounds={})
+    outcome = problem.trainer(tmp_path / "a", microbatches=2, bounds={}).fit()
+    assert outcome.steps == 19
+    assert outcome.epsilon["clinical"] <= problem.plan(problem.net()).epsilon("clinical") * (1 + 1e-6)
+
+
+def test_checkpoint_and_journal_belong_together(tmp_path: Path) -> None:
+    import shutil
+
+    killed(tmp_path / "a", 8, bounds={})
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    problem.trainer(tmp_path / "b", bounds={}, book=tmp_path / "other.db").fit()
+    shutil.rmtree(tmp_path / "a" / "checkpoint")
+    shutil.copytree(tmp_path / "b" / "checkpoint", tmp_path / "a" / "checkpoint")
+    with pytest.raises(RunError, match="journal"):
+        problem.trainer(tmp_path / "a", bounds={}).fit()
+
+
+def test_an_evaluation_neither_draws_from_the_run_nor_changes_it(tmp_path: Path) -> None:
+    def drawn(model: nn.Module) -> dict[str, float]:
+        return {"u": float(torch.rand(())) + float(np.random.rand())}  # noqa: NPY002
+
+    rule = Evaluation(function=drawn, on="public")
+    problem.trainer(tmp_path / "a", evaluate=rule).fit()
+    facts = json.loads((tmp_path / "a" / "metrics.json").read_text())
+    assert len({entry["figures"]["u"] for entry in facts["evaluations"]}) == 1
+
+    def writes(model: nn.Module) -> dict[str, float]:
+        next(model.parameters()).mul_(2.0)
+        return {"u": 0.0}
+
+    with pytest.raises(RunError, match="changed the model"):
+        problem.trainer(tmp_path / "b", evaluate=Evaluation(function=writes, on="public"), bounds={}).fit()
+
+
+def test_one_account_for_a_run_whose_data_changes(tmp_path: Path) -> None:
+    def unnamed(shift: float) -> Any:
+        data = problem.data(shift=shift)
+        data["cls"] = "clinical"
+        return lamina.Corpus(**data)
+
+    model = problem.net()
+    policy = (
+        problem.POLICY.partition("[class.open]")[0] + "[class.clinical]\npopulation = 500\nepsilon = 4.0\n"
+    )
+    plan = problem.plan(model, policy=policy)
+    bound = {"clinical": plan.epsilon("clinical")}
+    killed(tmp_path / "a", 18, model=model, plan=plan, corpus=unnamed(0.0), bounds=bound)
+    outcome = problem.trainer(
+        tmp_path / "a", model=problem.net(), plan=plan, corpus=unnamed(1e-3), bounds=bound
+    ).fit()
+    assert outcome.epsilon["clinical"] <= bound["clinical"] * (1 + 1e-9)
+    assert outcome.total["clinical"] == outcome.epsilon["clinical"]
+
+
 # ---------------------------------------------------------------------------------------- faults
 
 
@@ -454,7 +620,7 @@ def test_filters_are_asked_for_whole_segments(tmp_path: Path) -> None:
 
 
 def test_evaluation_best_and_patience(tmp_path: Path) -> None:
-    values = iter([0.1, 0.5, 0.4, 0.3, 0.2, 0.1])
+    values = iter([0.0, 0.1, 0.5, 0.4, 0.3, 0.2, 0.1])  # the first is the rehearsal's
     seen: list[bool] = []
 
     def figures(model: nn.Module) -> dict[str, float]:
@@ -464,7 +630,7 @@ def test_evaluation_best_and_patience(tmp_path: Path) -> None:
     rule = Evaluation(function=figures, on="public", best="auc", patience=2)
     trainer = problem.trainer(tmp_path / "a", evaluate=rule)
     outcome = trainer.fit()
-    assert outcome.steps == 15 and seen == [False] * 4
+    assert outcome.steps == 15 and seen == [False] * 5
     assert outcome.metrics == {"auc": 0.3}
     assert outcome.epsilon["clinical"] < trainer.plan.epsilon("clinical")
     assert not same(load_file(tmp_path / "a" / "best.safetensors"), weights(trainer))
@@ -526,6 +692,11 @@ def test_bad_figures_are_refused(tmp_path: Path, figures: Any) -> None:
         ({"on_withdrawal": "ignore"}, RunError, "finish"),
         ({"inside": True}, RunError, "terminal"),
         ({"max_occurrences": {"nobody": 3}}, lamina.LaminaError, "nobody"),
+        ({"max_occurrences": 3}, RunError, "by class"),
+        ({"evaluate": lambda model: {"auc": 1.0}}, RunError, "lamina.Evaluation"),
+        ({"bounds": {"clincal": 1.0}}, RunError, "clincal"),
+        ({"segment": 0}, RunError, "segment"),
+        ({"corpus": problem.corpus(unit=None)}, lamina.LaminaError, "unit"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_spent(

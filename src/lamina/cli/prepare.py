@@ -123,9 +123,9 @@ def _made(name: str, data: Data, common: Mapping[str, Any], beside: Path) -> Cor
     if not isinstance(made, Corpus):
         with user_code(f"data factory '{name}' returned a {type(made).__name__}", _RETURN):
             return (
-                Corpus(*made, **common)
+                Corpus(*made, unit=data.unit, **common)
                 if isinstance(made, tuple) and len(made) == 2
-                else Corpus(made, **common)
+                else Corpus(made, unit=data.unit, **common)
             )
     for key in ("examples_per_unit", "version", "cls"):
         if common[key] is not None:

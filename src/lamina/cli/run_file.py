@@ -115,7 +115,7 @@ class Data(BaseModel):
             "npz": ("path", "x", "y", "unit", "subject"),
             "csv": ("path", "x", "y", "unit", "subject", "delimiter"),
             "folder": ("path",),
-            "factory": ("factory", "args"),
+            "factory": ("factory", "args", "unit"),
         }[self.kind]
         if getattr(self, taken[0]) is None:
             raise ValueError(f'kind = "{self.kind}" needs {taken[0]}')

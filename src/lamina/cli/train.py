@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import torch
 import typer
@@ -98,7 +95,7 @@ def train(
     with results_only():
         trainer = planned.trainer(folder=folder, book=book, inside=inside)
         run_folder.sign(folder, output, file.model_dump(mode="json", by_alias=True, exclude_unset=True))
-        outcome = _fit(trainer, again=_command(run, threads), inside=inside)
+        outcome = _fit(trainer, again=_command(run, threads))
     outcome = replace(outcome, notes=(*outcome.notes, *notes))
     if before and before.get("steps") == outcome.steps:
         outcome = replace(outcome, notes=(*outcome.notes, _FINISHED))
@@ -113,10 +110,9 @@ _FINISHED = (
 )
 
 
-def _fit(trainer: Trainer, *, again: str, inside: bool) -> Outcome:
+def _fit(trainer: Trainer, *, again: str) -> Outcome:
     try:
-        with _discreet(inside):
-            return trainer.fit()
+        return trainer.fit()
     except KeyboardInterrupt:
         err.print(
             f"\nstopped. Nothing is lost, and nothing will be charged twice: go on with  {again}",
@@ -139,28 +135,6 @@ def _located(error: LaminaError, trainer: Trainer) -> LaminaError:
     if extra:
         error.problem = f"{error.problem} ({extra})"
     return error
-
-
-@contextmanager
-def _discreet(inside: bool) -> Iterator[None]:
-    """Warnings of libraries name sizes of batches: without --inside only their kind and line are shown."""
-
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        text = str(message) if inside else "text withheld: it may hold sizes of a private batch"
-        err.print(
-            f"warning: {category.__name__} at {filename}:{lineno} ({text})", markup=False, soft_wrap=True
-        )
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
 
 
 def _rehearse(trainer: Trainer) -> None:

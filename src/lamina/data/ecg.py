@@ -25,6 +25,7 @@ Array = NDArray[np.float64]
 
 CLASSES = tuple(MORPHOLOGIES)
 BEFORE = 0.38  # seconds of a window that lie before the R wave: room for P
+LEAST_RATE = 50  # samples per second; NeuroKit2's rhythm may never end at a few
 SETTLED = 0.10  # seconds after which the simulation no longer shows where it began
 
 
@@ -59,10 +60,15 @@ class ECGSimulator:
     wander: float = 0.10
 
     def __post_init__(self) -> None:
-        if min(self.samples, self.rate, self.windows) < 1:
+        if min(self.samples, self.windows) < 1:
             raise LaminaError(
-                f"samples={self.samples}, rate={self.rate}, windows={self.windows}, all must be > 0",
-                "for example samples=96, rate=100, windows=3",
+                f"samples={self.samples}, windows={self.windows}, both must be > 0",
+                "for example samples=96, windows=3",
+            )
+        if self.rate < LEAST_RATE:
+            raise LaminaError(
+                f"rate={self.rate} samples per second, must be >= {LEAST_RATE}: a QRS complex is over in 0.1 s",
+                "for example rate=100",
             )
         unknown = [name for name in self.mix if name not in CLASSES]
         if unknown or not self.mix:
@@ -109,16 +115,18 @@ class ECGSimulator:
         """The patient's dipole, and where windows round the first R waves begin."""
         before, settled = (round(seconds * self.rate) for seconds in (BEFORE, SETTLED))
         after = max(1, math.ceil((self.samples / self.rate - BEFORE) * patient.pulse / 60.0))
-        beats = self.windows + after
-        while True:
-            dipole = patient.dipole(beats=beats, rate=self.rate)
+        for stretch in (1, 2, 4):  # a slow stretch of the rhythm: listen for longer
+            dipole = patient.dipole(beats=stretch * (self.windows + after), rate=self.rate)
             size = np.linalg.norm(dipole, axis=0)
             peaks, _ = find_peaks(size, height=0.5 * size.max(), distance=max(1, round(0.4 * self.rate)))
             last = dipole.shape[1] - self.samples
             starts = [int(p) - before for p in peaks if settled <= p - before <= last]
             if len(starts) >= self.windows:
                 return dipole, starts[: self.windows]
-            beats *= 2  # a slow stretch, or windows longer than beats: listen for longer
+        raise LaminaError(
+            f"fewer than {self.windows} R waves stand out from a simulated recording",
+            "look at the heights of the morphology's waves: R must be the largest",
+        )
 
     def _wander(self, samples: int, generator: np.random.Generator) -> Array:
         """(8, samples): slow wander of the baseline, of another size and phase in each lead."""

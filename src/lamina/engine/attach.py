@@ -75,7 +75,8 @@ class Attachment:
         for name, module in self.model.named_modules():
             if isinstance(getattr(module, "forward", None), Patched):
                 raise EngineError(
-                    f"module '{name}' is attached to an engine already", "call detach() on that engine first"
+                    f"module '{name}' is attached to an engine already",
+                    "give that engine on (Trainer(…, engine=engine)), or call its detach() first",
                 )
             own = any(p.requires_grad for p in module.parameters(recurse=False))
             forced = name in per_contribution or (

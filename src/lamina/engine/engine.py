@@ -62,6 +62,11 @@ class Engine:
         constant_time     do not skip arithmetic where no sampled contribution reaches
         taken             steps of this plan that an earlier engine took on the same data: ε counts from there
         """
+        self.options = {
+            "rows": dict(rows or {}),
+            "per_contribution": list(per_contribution),
+            "constant_time": constant_time,
+        }
         self.coverage = check_coverage(model, plan)
         self.model, self.plan, self.constant_time = model, plan, constant_time
         self.noise = SecureNoise() if noise is None else noise

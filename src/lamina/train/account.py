@@ -22,30 +22,38 @@ class Account:
 
 
 def spent_so_far(run: Run, plan: StepPlan) -> dict[str, float]:
-    """ε by class of everything that the run was charged for: redone segments count again."""
-    charged = run.charged
-    priced = accountant(plan.accountant)
-    return {
-        entry.name: priced.epsilon(charged.get(entry.name, ()), entry.delta) if entry.name in charged else 0.0
-        for entry in plan.classes
-    }
+    """ε by class of everything that the run was charged for: redone segments count again.
+
+    Journal and book should agree; where they do not (one of them was put back from a copy), the larger counts.
+    Classes that an earlier plan of the run charged are listed too.
+    """
+    charged, priced = run.charged, accountant(plan.accountant)
+    deltas = {c.cls: c.delta for opened in run.attempts for c in opened.charges}
+    deltas |= {entry.name: entry.delta for entry in plan.classes}
+    found = {}
+    for name, delta in deltas.items():
+        mine = priced.epsilon(charged[name], delta) if name in charged else 0.0
+        booked = run.book.spent(run.id, name, delta=delta, accountant=plan.accountant) if delta else 0.0
+        found[name] = max(mine, booked)
+    return found
 
 
 def account(run: Run, plan: StepPlan) -> Account:
-    total = {
-        entry.name: 0.0
-        if entry.public
-        else run.book.total(run.origin, entry.name, delta=entry.delta, accountant=plan.accountant).spent
-        for entry in plan.classes
-    }
-    return Account(epsilon=spent_so_far(run, plan), total=total)
+    mine = spent_so_far(run, plan)
+    deltas = {c.cls: c.delta for opened in run.attempts for c in opened.charges}
+    total = {}
+    for name, epsilon in mine.items():
+        delta = plan.delta(name) if name in {entry.name for entry in plan.classes} else deltas[name]
+        price = run.book.total(run.origin, name, delta=delta, accountant=plan.accountant) if delta else None
+        total[name] = epsilon if price is None else max(epsilon, price.spent)
+    return Account(epsilon=mine, total=total)
 
 
 def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequence[str]) -> dict[str, Any]:
     """The content of metrics.json: nothing in it depends on who was sampled, or on a private loss."""
     now = account(run, plan)
     charged = run.charged
-    classes = {
+    classes: dict[str, dict[str, Any]] = {
         entry.name: {
             "unit": entry.unit,
             "public": entry.public,
@@ -56,6 +64,8 @@ def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequen
         }
         for entry in plan.classes
     }
+    for name in now.epsilon.keys() - classes.keys():  # of an earlier plan of this run
+        classes[name] = {"epsilon": now.epsilon[name], "total": now.total[name]}
     return {
         "run": run.id,
         "origin": run.origin,
@@ -71,7 +81,7 @@ def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequen
     }
 
 
-def final_figures(run: Run, plan: StepPlan, caps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+def final_figures(run: Run, plan: StepPlan, caps: Mapping[str, int], step: int) -> dict[str, dict[str, Any]]:
     """By class, what a certificate says beside ε: the replace-one figure, and what holds without amplification.
 
     An attempt that was given up used its contributions too: each adds at most the cap, or its steps.
@@ -79,8 +89,9 @@ def final_figures(run: Run, plan: StepPlan, caps: Mapping[str, int]) -> dict[str
     found = {}
     for name, schedule in run.charged.items():
         cap = caps.get(name)
-        most = None if cap is None else cap + sum(min(cap, steps) for steps in run.redone(name))
-        figures = cost(schedule, delta=plan.delta(name), accountant=plan.accountant, occurrences=most)
+        most = None if cap is None else cap + sum(min(cap, o.last - o.first) for o in run.wasted(step))
+        delta = next(c.delta for o in run.attempts for c in o.charges if c.cls == name)
+        figures = cost(schedule, delta=delta, accountant=plan.accountant, occurrences=most)
         found[name] = {
             "epsilon_replace_one": figures.epsilon_replace_one,
             "rho": figures.rho,

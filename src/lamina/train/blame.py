@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -117,3 +118,26 @@ def first_lines(error: BaseException, most: int = 3) -> str:
     """The text of an error; torch appends pages to some of them."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return " ".join(line.strip() for line in lines[:most]) or "no message"
+
+
+@contextmanager
+def discreet(say: Callable[[str], None], *, inside: bool) -> Iterator[None]:
+    """Warnings name sizes of batches: only their kind and line are told, once each, unless the screen is inside."""
+    seen = set()
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if (category, filename, lineno) not in seen:
+            seen.add((category, filename, lineno))
+            text = str(message) if inside else "text withheld: it may hold sizes of a private batch"
+            say(f"warning: {category.__name__} at {filename}:{lineno} ({text})")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -12,12 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 from lamina.errors import RunError
 from lamina.plan import StepPlan
 from lamina.train.corpus import Corpus
+from lamina.train.evaluation import Evaluation
 
 
 def check_parts(model: Any, optimizer: Any, loss_fn: Any, corpus: Any, plan: Any, scheduler: Any) -> None:
     """Whether the things given are of the right kind."""
     if not isinstance(model, nn.Module):
-        raise RunError(f"the model is a {type(model).__name__}", "give a torch.nn.Module")
+        raise RunError(f"the model is a {_kind(model)}", "give a torch.nn.Module (of lamina.fix: its .model)")
     if not isinstance(plan, StepPlan):
         raise RunError(f"the plan is a {type(plan).__name__}", "make one: lamina.make_plan(stack, policy, …)")
     _check_optimizer(model, optimizer)
@@ -30,6 +33,19 @@ def check_parts(model: Any, optimizer: Any, loss_fn: Any, corpus: Any, plan: Any
         )
     if scheduler is not None and not hasattr(scheduler, "step"):
         raise RunError(f"the scheduler is a {type(scheduler).__name__}", "give a torch.optim.lr_scheduler")
+
+
+def check_options(folder: Any, evaluate: Any, max_occurrences: Any) -> None:
+    """Whether the options are of the right kind."""
+    if not isinstance(folder, str | os.PathLike) or not str(folder):
+        raise RunError(f"folder is {folder!r}", 'say where the run lives: folder="runs/first"')
+    if evaluate is not None and not isinstance(evaluate, Evaluation):
+        raise RunError(
+            f"evaluate is a {type(evaluate).__name__}",
+            'say which data it looks at: lamina.Evaluation(function=…, on="public")',
+        )
+    if max_occurrences is not None and not isinstance(max_occurrences, Mapping):
+        raise RunError(f"max_occurrences is {max_occurrences!r}", 'give it by class: {"clinical": 50}')
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
@@ -90,3 +106,9 @@ def refuse_loader(data: Any) -> None:
             "its privacy is not what the plan says",
             "give the data itself: lamina.Corpus(loader.dataset); batches are drawn for you",
         )
+
+
+def _kind(value: Any) -> str:
+    return (
+        f"class {value.__name__}, not an instance of it" if isinstance(value, type) else type(value).__name__
+    )

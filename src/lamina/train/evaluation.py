@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lamina.errors import RunError
-from lamina.train.randomness import borrowed_generators
+from lamina.train.randomness import borrowed_generators, seed_all
 
 _ON = ("public", "simulated")
 
@@ -61,8 +61,14 @@ class Evaluation:
         modes = {module: module.training for module in model.modules()}
         try:
             model.eval()
+            before = [(t.data_ptr(), t._version) for t in model.state_dict(keep_vars=True).values()]
             with torch.no_grad(), borrowed_generators():
+                seed_all(0)  # never where the private steps left them
                 figures = self.function(model)
+            if before != [(t.data_ptr(), t._version) for t in model.state_dict(keep_vars=True).values()]:
+                raise RunError(
+                    "the evaluation changed the model's weights", "evaluate a copy: copy.deepcopy(model)"
+                )
         finally:
             for module, mode in modes.items():
                 module.training = mode

@@ -13,6 +13,8 @@ class Outcome:
 
     epsilon   by class: what this run was charged, redone segments included
     total     by class: what all runs in the book were charged
+    unit      by class: what ε protects
+    delta     by class: the δ at which ε is stated
     private   False if anything about the run voids its guarantee
     metrics   the last evaluation on public or simulated data
     notes     everything out of the ordinary that happened, in words
@@ -24,6 +26,8 @@ class Outcome:
     planned: int
     epsilon: dict[str, float]
     total: dict[str, float]
+    unit: dict[str, str]
+    delta: dict[str, float]
     private: bool
     metrics: dict[str, float]
     notes: tuple[str, ...]
@@ -33,8 +37,12 @@ class Outcome:
         """For people: ε is rounded up."""
         lines = [f"run {self.run[:8]}: {self.steps} of {self.planned} steps, in {self.folder}"]
         for name, epsilon in self.epsilon.items():
+            if not self.delta[name]:
+                lines.append(f"  class {name}: public")
+                continue
+            whose = f"per {self.unit[name]} at δ = {self.delta[name]:g}"
             lines.append(
-                f"  class {name}: ε {_up(epsilon)} in this run, {_up(self.total[name])} over all runs in the book"
+                f"  class {name}: ε {_up(epsilon)} {whose}; {_up(self.total[name])} over all runs in the book"
             )
         if self.metrics:
             lines.append("  " + ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()))

@@ -52,12 +52,12 @@ def make_private(
         )
     policy = Policy.from_dict(
         {
-            "corpus": {"origin": corpus.origin, "delta": _number("delta", delta, below=1.0)},
+            "corpus": {"origin": corpus.origin or "local", "delta": _number("delta", delta, below=1.0)},
             "class": {
                 names[0]: {
                     "population": len(corpus),
                     "epsilon": _number("epsilon", epsilon),
-                    "unit": "contribution",
+                    "unit": corpus.unit_name,
                 }
             },
         }

@@ -24,6 +24,13 @@ def reseed(seed: bytes, *, step: int, purpose: Purpose, rank: int = 0) -> None:
     random.seed(key)
 
 
+def seed_all(seed: int) -> None:
+    """The same public seed for all three."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    random.seed(seed)
+
+
 @contextmanager
 def borrowed_generators() -> Iterator[None]:
     """Leave the caller's global generators as they were."""

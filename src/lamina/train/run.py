@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from lamina.account import Event, Schedule, grouped
+from lamina.account import Event, Schedule, accountant, grouped
 from lamina.engine.stream import SEED_BYTES
 from lamina.errors import BudgetExceeded, RunError
 from lamina.plan import StepPlan
 from lamina.train.book import SpendBook
-from lamina.train.book.charge import charges
+from lamina.train.book.charge import Charge, charges
 from lamina.train.resume import Facts
 from lamina.train.store.checkpoint import Checkpoints
-from lamina.train.store.durable import write_atomically
+from lamina.train.store.durable import sweep, write_atomically
 from lamina.train.store.journal import Journal
-from lamina.train.store.records import Close, Done, Moved, Open
+from lamina.train.store.records import Close, Done, GivenUp, Moved, Open
 
 
 class Run:
@@ -53,8 +53,7 @@ class Run:
             self.journal = Journal.load(path)
         self.checkpoints = Checkpoints(folder / "checkpoint")
         self.copied = self.journal.copied
-        if not self.fresh:
-            self._recharge()
+        sweep(folder)  # what killed writers left
 
     @property
     def id(self) -> str:
@@ -87,14 +86,14 @@ class Run:
 
         After a segment was redone there may be room for fewer steps than were planned.
         """
-        steps = plan.steps - first
+        steps = max(0, plan.steps - first)
         for charge in charges(plan, steps):
-            if charge.cls in self.bounds and steps:
+            if steps and charge.cls in self.bounds:
                 bound = self.bounds[charge.cls]
-                steps = min(
-                    steps,
-                    self.book.fits(self.id, origin=self.origin, charge=charge.times(steps), bound=bound),
-                )
+                more = charge.times(steps)
+                steps = min(steps, self.book.fits(self.id, origin=self.origin, charge=more, bound=bound))
+            elif steps:
+                steps = self._within_plan(plan, charge.times(steps))
         self.book.reserve(
             self.id,
             origin=self.origin,
@@ -104,6 +103,23 @@ class Run:
         )
         write_atomically(self.folder / "plan.cbor", plan.to_cbor())
         return first + steps
+
+    def _within_plan(self, plan: StepPlan, charge: Charge) -> int:
+        """Where no bound is declared, the run as a whole stays within what its plan promised."""
+        most, price = plan.epsilon(charge.cls), accountant(charge.accountant)
+        spent = self.charged.get(charge.cls, ())
+
+        def fits(steps: int) -> bool:
+            more = (charge.times(steps).event,) if steps else ()
+            return price.epsilon((*spent, *more), charge.delta) <= most * (1 + 1e-9)
+
+        if fits(charge.steps):
+            return charge.steps
+        low, high = 0, charge.steps
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
 
     def settle_copy(self) -> None:
         """Remember the new place of a folder that was copied."""
@@ -126,8 +142,14 @@ class Run:
                 seed=self._seed(),
             )
             self.journal.append(opened)
-            if self.charge(opened):
+            try:
+                booked = self.charge(opened)
+            except BudgetExceeded:
+                self.give_up(opened, charged=False)
+                raise
+            if booked:
                 return opened
+            self.give_up(opened, charged=False)
             generation = max(generation + 1, self.book.next_generation(self.id, segment))
 
     def _seed(self) -> bytes:
@@ -151,6 +173,11 @@ class Run:
         mine = [opened.generation + 1 for opened in self.journal.opens if opened.segment == segment]
         return max([*mine, self.book.next_generation(self.id, segment), 1 if self.copied else 0])
 
+    def give_up(self, opened: Open, *, charged: bool = True) -> None:
+        """Never finish or replay it: the seed is erased. What was charged stays charged."""
+        segment, generation, nonce = opened.key
+        self.journal.append(GivenUp(segment=segment, generation=generation, nonce=nonce, charged=charged))
+
     def close(self, opened: Open, checkpoint: bytes) -> None:
         """The checkpoint is durable: say so, and forget the seed."""
         self.journal.append(
@@ -164,6 +191,8 @@ class Run:
 
     def finish(self, steps: int, reason: str) -> None:
         """No further step will be taken: what is left of the reservation goes back."""
+        if (pending := self.journal.pending) is not None:
+            self.give_up(pending)
         if self.journal.done is None:
             self.journal.append(Done(steps=steps, reason=reason))
         self.book.finish(self.id)
@@ -171,37 +200,49 @@ class Run:
     # ------------------------------------------------------------------------------------ what it cost
 
     @property
+    def attempts(self) -> list[Open]:
+        """Every segment that was charged, finished or not."""
+        return [opened for opened in self.journal.opens if not self.journal.void(opened)]
+
+    @property
     def charged(self) -> dict[str, Schedule]:
         """Every event that this run was charged for, by class: redone segments count again."""
         events: dict[str, list[Event]] = {}
-        for opened in self.journal.opens:
+        for opened in self.attempts:
             for charge in opened.charges:
                 events.setdefault(charge.cls, []).append(charge.event)
         return {name: grouped(rows) for name, rows in events.items()}
 
-    def redone(self, cls: str) -> Sequence[int]:
-        """Steps of the attempts that were given up, by attempt."""
-        final = {opened.segment: opened for opened in self.journal.opens}
-        return [
-            charge.steps
-            for opened in self.journal.opens
-            if final[opened.segment] is not opened
-            for charge in opened.charges
-            if charge.cls == cls
-        ]
+    def wasted(self, step: int) -> list[Open]:
+        """The attempts that the weights at `step` do not come from: given up, lost, or done again since."""
+        found, need = [], step
+        for opened in reversed(self.attempts):
+            if self.journal.closed(opened) and opened.last == need and opened.first < need:
+                need = opened.first
+            else:
+                found.append(opened)
+        return found
 
-    def _recharge(self) -> None:
-        """Nothing forgotten: a book that was lost, or that a crash was faster than, gets what the journal says."""
-        for opened in self.journal.opens:
-            self.book.charge(
-                self.id,
-                origin=self.origin,
-                segment=opened.segment,
-                generation=opened.generation,
-                nonce=opened.nonce,
-                charges=opened.charges,
-                bounds={},
-            )
+    def recharge(self) -> None:
+        """Nothing forgotten: a book that was lost, or that a crash was faster than, gets what the journal says.
+
+        A pending segment that the book does not know has drawn nothing: it is booked under the bounds, and given up if
+        these refuse it.
+        """
+        pending = self.journal.pending
+        for opened in self.attempts:
+            try:
+                self.book.charge(
+                    self.id,
+                    origin=self.origin,
+                    segment=opened.segment,
+                    generation=opened.generation,
+                    nonce=opened.nonce,
+                    charges=opened.charges,
+                    bounds=self.bounds if opened is pending else {},
+                )
+            except BudgetExceeded:
+                self.give_up(opened, charged=False)
 
     def write(self, name: str, data: bytes) -> None:
         """A public file of the run."""

@@ -11,7 +11,8 @@ CLOSE is missing; the segment is open and is replayed, or redone and paid again;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -23,7 +24,8 @@ from lamina.train.resume import Action, Facts, decide
 from lamina.train.run import Run
 from lamina.train.settings import code_version
 from lamina.train.snapshot import TrainingState
-from lamina.train.store.records import Open
+from lamina.train.store.checkpoint import Snapshot
+from lamina.train.store.records import Close, Open
 
 
 class Segments:
@@ -37,22 +39,25 @@ class Segments:
         plan: StepPlan,
         corpus: Corpus,
         settings: bytes,
+        caps: Mapping[str, int],
         length: int,
         note: Callable[[str], None],
     ) -> None:
         self.run, self.state, self.plan, self.corpus = run, state, plan, corpus
-        self.settings, self.length, self.note = settings, length, note
+        self.settings, self.caps, self.length, self.note = settings, dict(caps), length, note
         self.end = plan.steps
         self._replay: Open | None = None
         self._checkpoint = bytes(32)
         self._written_by = bytes(16)  # the nonce of the segment that the checkpoint ended
         self._membership: tuple[int, bytes] | None = None
+        self.revision = corpus.revision  # of the membership that the open segment was frozen with
 
     # ------------------------------------------------------------------------------------ beginning
 
     def start(self) -> None:
         """A new run, or one that goes on."""
         if self.run.fresh or not (self.run.checkpoints.indices() or self.run.journal.opens):
+            self.run.checkpoints.room(self.state.capture(self._header(None)))  # before anything is reserved
             self.run.begin(self.plan)
             self._save(None)  # also after a kill before the first checkpoint: nothing was drawn then
         else:
@@ -61,12 +66,14 @@ class Segments:
     def _resume(self) -> None:
         run, state = self.run, self.state
         self._restore()
+        run.recharge()
+        self._refuse_another_plan()
         pending = run.journal.pending
         if run.copied:
             self.note("the run's folder was copied or restored from a copy: what follows is charged anew")
         if pending is not None:
             self._settle(pending)
-        elif lost := [opened for opened in run.journal.opens if opened.segment >= state.segments]:
+        elif lost := [opened for opened in run.attempts if opened.segment >= state.segments]:
             self.note(
                 f"the checkpoint after step {lost[-1].last} is gone: steps from {state.step} on are done again, "
                 "and charged again"
@@ -92,6 +99,19 @@ class Segments:
             self.note(
                 f"steps {self.state.step} to {pending.last - 1} were begun before; they are done again with fresh "
                 f"noise, and charged again, because {'; '.join(reasons)}"
+            )
+            self.run.give_up(pending)
+
+    def _refuse_another_plan(self) -> None:
+        """A finished run is only read; one that goes on does not go back."""
+        done, attempts = self.run.journal.done, self.run.attempts
+        other = bool(attempts) and attempts[-1].plan != self.plan.digest()
+        if (done is not None and other) or self.state.step > self.plan.steps:
+            state = "is finished" if done is not None else "has come"
+            raise RunError(
+                f"the run in '{self.run.folder}' {state} at step {self.state.step}, and the plan given now is another "
+                f"one, of {self.plan.steps} steps",
+                "give the plan that it was begun with, or another folder: what both cost is added up in the book",
             )
 
     def _go_on(self, first: int) -> None:
@@ -133,6 +153,7 @@ class Segments:
             f"a contribution was withdrawn: steps {opened.first} to {opened.last - 1} are given up, stay charged, "
             "and are done again without it"
         )
+        self.run.give_up(opened)
         self._restore()
         self._charge_filters()
         self._go_on(self.state.step)
@@ -141,7 +162,7 @@ class Segments:
 
     def _charge_filters(self) -> None:
         """What was opened after the checkpoint was charged, whatever became of it."""
-        for opened in self.run.journal.opens:
+        for opened in self.run.attempts:
             for c in opened.charges:
                 if opened.segment >= self.state.segments and c.cls in self.state.filters:
                     self.state.filters[c.cls].charge(c.sigma, c.q, c.steps)
@@ -150,6 +171,7 @@ class Segments:
         revision, key = self.corpus.revision, self.run.salt
         if self._membership is None or self._membership[0] != revision:
             self._membership = revision, self.corpus.membership(key)
+        self.revision = revision
         return Facts(
             plan=self.plan.digest(),
             settings=self.settings,
@@ -161,15 +183,20 @@ class Segments:
             code=code_version(),
         )
 
-    def _save(self, opened: Open | None) -> None:
-        header = {
+    def _header(self, opened: Open | None) -> dict[str, Any]:
+        """Whose checkpoint it is, and what may not change while the run lasts."""
+        return {
             "run": self.run.id,
+            "origin": self.run.origin,
             "generation": opened.generation if opened else 0,
             "nonce": opened.nonce if opened else bytes(16),
             "settings": self.settings,
             "order": self.corpus.order(self.run.salt),
+            "caps": self.caps,
         }
-        snapshot = self.state.capture(header)
+
+    def _save(self, opened: Open | None) -> None:
+        snapshot = self.state.capture(self._header(opened))
         self._checkpoint = self.run.checkpoints.save(self.state.segments, snapshot)
 
     def _restore(self) -> None:
@@ -180,20 +207,48 @@ class Segments:
                 "restore the checkpoint; or begin in another folder (what was charged stays in the book)",
             )
         snapshot, self._checkpoint = self.run.checkpoints.load(indices[-1])
-        if snapshot.state.get("run") != self.run.id:
+        self._check(snapshot, indices[-1])
+        self._written_by = snapshot.state["nonce"]
+        self.run.origin = snapshot.state[
+            "origin"
+        ]  # one account for the whole run, whatever became of the data
+        self.state.restore(snapshot)
+        if snapshot.state["settings"] != self.settings:
+            changes = self.state.apply_given()
+            self.note(
+                f"optimiser, scheduler, loss, model or options are not those of the checkpoint: {changes}"
+            )
+
+    def _check(self, snapshot: Snapshot, index: int) -> None:
+        """Whether a checkpoint is this run's, and the one that its journal closed."""
+        header, folder = snapshot.state, self.run.folder
+        if header.get("run") != self.run.id:
             raise RunError(
-                f"checkpoint {indices[-1]} in '{self.run.folder}' belongs to another run",
+                f"checkpoint {index} in '{folder}' belongs to another run",
                 "put the run's own checkpoint back",
             )
-        if "occurrences" in snapshot.tensors and snapshot.state["order"] != self.corpus.order(self.run.salt):
+        closes = [r for r in self.run.journal.records if isinstance(r, Close) and r.segment == index - 1]
+        pending = self.run.journal.pending
+        finished = pending is not None and pending.segment == index - 1
+        if index and not finished and (not closes or closes[-1].checkpoint != self._checkpoint):
+            raise RunError(
+                f"checkpoint {index} in '{folder}' is not the one that the journal closed",
+                "put journal and checkpoints of one and the same moment back together, or begin in another folder",
+            )
+        if header["origin"] != self.run.origin and self.corpus.origin is not None:
+            raise RunError(
+                f"the run was begun under origin {header['origin']!r}, the corpus says {self.corpus.origin!r}",
+                "keep the origin: what the run spent is booked there",
+            )
+        if header["caps"] != self.caps:
+            raise RunError(
+                f"max_occurrences was {header['caps'] or 'not given'} when the run began, and is "
+                f"{self.caps or 'not given'} now",
+                "keep it for the whole run: occurrences before were not counted under another cap",
+            )
+        if "occurrences" in snapshot.tensors and header["order"] != self.corpus.order(self.run.salt):
             raise RunError(
                 "the corpus has other contributions, or has them in another order, than when their occurrences were "
                 "counted",
                 "give the corpus as it was; whoever leaves is withdrawn by corpus.withdraw(id)",
             )
-        self._written_by = snapshot.state["nonce"]
-        if snapshot.state["settings"] != self.settings:
-            self.note(
-                "optimiser, scheduler, loss or options are not those of the checkpoint, whose state goes on"
-            )
-        self.state.restore(snapshot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ class TrainingState:
     """The moving parts of a run.
 
     `segments` closed so far and `step`, the next one; `counts`, occurrences per contribution where these are
-    capped; `evaluations`, the figures on public data so far, by step.
+    capped; `evaluations`, the figures on public data so far, by step; `notes`, what was out of the ordinary.
     """
 
     model: nn.Module
@@ -36,6 +37,28 @@ class TrainingState:
     segments: int = 0
     step: int = 0
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    given: list[dict[str, Any]] = field(init=False)  # the optimiser's settings as the caller gave them
+    given_schedule: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.given_schedule = None if self.scheduler is None else copy.deepcopy(_plain_state(self.scheduler))
+        self.given = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def apply_given(self) -> str:
+        """After a restore: the settings that the caller gives now, unless a schedule owns them. Says which."""
+        if self.scheduler is not None:
+            return "the learning rate and schedule of the checkpoint go on"
+        changes = []
+        for group, given in zip(self.optimizer.param_groups, self.given, strict=True):
+            for name, value in given.items():
+                if not isinstance(value, Tensor) and group.get(name) != value:
+                    changes.append(f"{name} is {value} from here on, it was {group.get(name)}")
+                    group[name] = value
+        return ", ".join(changes) or "what was given now is used"
 
     def capture(self, header: Mapping[str, Any]) -> Snapshot:
         """Weights, optimiser, scheduler, average, filters, counters; `header` says whose they are."""
@@ -49,6 +72,7 @@ class TrainingState:
             "segments": self.segments,
             "step": self.step,
             "evaluations": self.evaluations,
+            "notes": self.notes,
             "filters": {name: _state_of(f) for name, f in self.filters.items()},
         }
         if self.scheduler is not None:
@@ -85,6 +109,7 @@ class TrainingState:
                 self.filters[name] = type(self.filters[name]).from_state(state)  # type: ignore[attr-defined]
         self.segments, self.step = plain["segments"], plain["step"]
         self.evaluations = list(plain["evaluations"])
+        self.notes[:] = [*plain["notes"], *(note for note in self.notes if note not in plain["notes"])]
 
     def _fits(self, plain: Mapping[str, Any], averaged: bool) -> None:
         for name, given, kept in (
@@ -98,6 +123,11 @@ class TrainingState:
                     f"this trainer has {'one' if given else 'none'}",
                     "go on with what the run was begun with, or begin a new run in another folder",
                 )
+
+
+def _plain_state(scheduler: Any) -> dict[str, Any]:
+    """Without the step counters' objects: what a scheduler would save."""
+    return {name: value for name, value in scheduler.state_dict().items() if not callable(value)}
 
 
 def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,9 +18,10 @@ from lamina.engine.stream import Purpose
 from lamina.errors import RunError
 from lamina.plan import StepPlan
 from lamina.train.account import spent_so_far
-from lamina.train.blame import withhold
+from lamina.train.blame import discreet, withhold
 from lamina.train.book import SpendBook
-from lamina.train.checks import check_parts
+from lamina.train.book.key import secret_beside
+from lamina.train.checks import check_options, check_parts
 from lamina.train.corpus import Corpus
 from lamina.train.corpus.sampler import Sampler
 from lamina.train.ema import MovingAverage
@@ -97,6 +99,7 @@ class Trainer:
         progress: bool | Progress = True,
     ) -> None:
         check_parts(model, optimizer, loss_fn, corpus, plan, scheduler)
+        check_options(folder, evaluate, max_occurrences)
         corpus.check(plan)
         if on_withdrawal not in ("finish", "abandon"):
             raise RunError(f"on_withdrawal is {on_withdrawal!r}", 'use "finish" or "abandon"')
@@ -106,7 +109,9 @@ class Trainer:
         self._book = book if book is not None else self.folder.parent / "spend.db"
         self.bounds = dict(bounds) if bounds is not None else _policy_bounds(corpus, plan)
         self.microbatches = _count("microbatches", microbatches)
-        self.segment = _count("segment", segment or min(1000, math.ceil(plan.steps / 10)))
+        self.segment = _count(
+            "segment", min(1000, math.ceil(plan.steps / 10)) if segment is None else segment
+        )
         self.evaluate, self.augment, self.probe, self.inside = evaluate, augment, probe, inside
         self.max_occurrences = dict(max_occurrences or {})
         Sampler(
@@ -123,18 +128,30 @@ class Trainer:
             raise RunError(
                 "the engine belongs to another model or plan", "leave engine out, or give the matching one"
             )
-        self._settings = settings(
-            model,
-            optimizer,
-            scheduler,
-            {"loss": loss_fn, "augment": augment},
+        for name in self.bounds.keys() | self.state.filters.keys():
+            if name not in {entry.name for entry in plan.classes}:
+                raise RunError(
+                    f"bounds or filters name class {name!r}, which the plan does not have", "correct the name"
+                )
+
+    def _settings(self) -> bytes:
+        """What the outcome of a step depends on beside plan, data and seed; asked anew at every fit."""
+        return settings(
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            {"loss": self.loss_fn, "augment": self.augment},
             {
                 "microbatches": self.microbatches,
-                "ema": ema,
-                "hardened": hardened,
+                "ema": None if self.state.ema is None else self.state.ema.decay,
+                "hardened": self.hardened,
                 "max_occurrences": self.max_occurrences,
-                "filters": sorted(self.state.filters),
+                "filters": {name: getattr(f, "budget", None) for name, f in self.state.filters.items()},
+                "autocast": [torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))],
+                "engine": self._engine.options,
             },
+            given=self.state.given,
+            schedule=self.state.given_schedule,
         )
 
     @property
@@ -154,6 +171,9 @@ class Trainer:
             self._attach()
             try:
                 return self._fit()
+            except KeyboardInterrupt:
+                self.progress.note("stopped; the same again goes on where it was, at no further cost")
+                raise
             finally:
                 self.progress.end()
                 self.optimizer.zero_grad()
@@ -161,15 +181,25 @@ class Trainer:
 
     def _fit(self) -> Outcome:
         self.optimizer.zero_grad()
+        self.corpus.refresh()
         self._rehearse()
-        watch = Watch(self.plan, self.evaluate, self.max_occurrences, self.progress)
-        run = Run(self.folder, book=self.book, origin=self.corpus.origin, bounds=self.bounds)
+        self.state.notes.clear()
+        watch = Watch(
+            self.plan,
+            self.evaluate,
+            caps=self.max_occurrences,
+            progress=self.progress,
+            notes=self.state.notes,
+        )
+        origin = self.corpus.booked_under(secret_beside(self.book.path))
+        run = Run(self.folder, book=self.book, origin=origin, bounds=self.bounds)
         segments = Segments(
             run,
             self.state,
             plan=self.plan,
             corpus=self.corpus,
-            settings=self._settings,
+            settings=self._settings(),
+            caps=self.max_occurrences,
             length=self.segment,
             note=watch.note,
         )
@@ -177,13 +207,12 @@ class Trainer:
         self.progress.begin(self.state.step, segments.end)
         reason = watch.look(run, self.state)
         while reason is None and (opened := segments.open()) is not None:
-            self.progress.segment(self.state.step, spent_so_far(run, self.plan))
-            if self._carry_out(opened):
+            if self._carry_out(opened, segments.revision):
                 segments.close(opened)
                 reason = watch.look(run, self.state)
+                self.progress.segment(self.state.step, spent_so_far(run, self.plan))
             else:
                 segments.abandon(opened)
-        self.progress.segment(self.state.step, spent_so_far(run, self.plan))
         reason = reason or ("complete" if self.state.step == self.plan.steps else "budget")
         return watch.finish(run, self.state, reason=reason, private=self._engine.private)
 
@@ -200,35 +229,44 @@ class Trainer:
             self._engine = Engine(self.model, self.plan)
 
     def _rehearse(self) -> None:
+        if self.evaluate is not None:
+            self.evaluate.run(self.model)
         check_labels(self.corpus, self.loss_fn, self._output)
         rehearse(self._engine, self._losses, self.corpus, probe=self.probe)
 
-    def _carry_out(self, opened: Open) -> bool:
+    def _carry_out(self, opened: Open, revision: int) -> bool:
         """The steps of a segment. False if it is to be given up because somebody withdrew."""
-        seed, revision = opened.seed, self.corpus.revision
         counts = None if self.state.counts is None else self.state.counts.copy()
-        sampler = Sampler(
-            self.corpus, self.plan, seed=seed, max_occurrences=self.max_occurrences or None, counts=counts
-        )
-        self._engine.continue_at(opened.first, SecureNoise.of_journal(seed, hardened=self.hardened))
+        caps = self.max_occurrences or None
+        sampler = Sampler(self.corpus, self.plan, seed=opened.seed, max_occurrences=caps, counts=counts)
+        if (
+            self.corpus.revision != revision
+        ):  # between the charge and now: these are not the members that were frozen
+            return False
+        self._engine.continue_at(opened.first, SecureNoise.of_journal(opened.seed, hardened=self.hardened))
         self.model.train()
-        for step in range(opened.first, opened.last):
-            reseed(seed, step=step, purpose=Purpose.AUGMENT)
-            try:
-                batch = sampler.draw(step)
-                if self.augment is not None and len(batch):
-                    batch = replace(batch, x=self.augment(batch.x))
-                reseed(seed, step=step, purpose=Purpose.DROPOUT)
-                loss = self._step(batch)
-            except Exception as error:
-                if self.inside:
-                    raise
-                raise withhold(error, self.model) from None
-            self.progress.step(step + 1, loss)
-            if self.on_withdrawal == "abandon" and self.corpus.revision != revision:
-                return False
+        with discreet(self.progress.note, inside=self.inside):
+            for step in range(opened.first, opened.last):
+                self.progress.step(step + 1, self._guarded(sampler, opened.seed, step))
+                if self.on_withdrawal == "abandon" and self.corpus.revision != revision:
+                    return False
         self.state.counts = sampler.counts
         return True
+
+    def _guarded(self, sampler: Sampler, seed: bytes, step: int) -> float | None:
+        """One step; what goes wrong in it is told without its text."""
+        try:
+            reseed(seed, step=step, purpose=Purpose.AUGMENT)
+            batch = sampler.draw(step)
+            if self.augment is not None and len(batch):
+                batch = replace(batch, x=self.augment(batch.x))
+            reseed(seed, step=step, purpose=Purpose.DROPOUT)
+            return self._step(batch)
+        except Exception as error:
+            if self.inside:
+                raise
+            told = withhold(error, self.model)
+        raise told  # outside of the handler, which would attach the error and its text
 
     def _step(self, batch: Batch) -> float | None:
         """One private step. Returns the raw loss for a screen inside, and only if it was asked for."""

@@ -19,14 +19,20 @@ class Watch:
     """Evaluates on public data, writes the public files, keeps the notes."""
 
     def __init__(
-        self, plan: StepPlan, rule: Evaluation | None, caps: Mapping[str, int], progress: Progress
+        self,
+        plan: StepPlan,
+        rule: Evaluation | None,
+        *,
+        caps: Mapping[str, int],
+        progress: Progress,
+        notes: list[str],
     ) -> None:
-        self.plan, self.rule, self.caps, self.progress = plan, rule, caps, progress
-        self.notes: list[str] = []
+        self.plan, self.rule, self.caps, self.progress, self.notes = plan, rule, caps, progress, notes
 
     def note(self, text: str) -> None:
         """Something out of the ordinary: on the screen now, in metrics.json and the outcome later."""
-        self.notes.append(text)
+        if text not in self.notes:
+            self.notes.append(text)
         self.progress.note(text)
 
     def look(self, run: Run, state: TrainingState) -> str | None:
@@ -49,6 +55,8 @@ class Watch:
         self._publish(run, state, final=True)
         run.finish(state.step, reason)
         spent = account(run, self.plan)
+        deltas = {c.cls: c.delta for opened in run.attempts for c in opened.charges}
+        units = {entry.name: entry.unit for entry in self.plan.classes}
         return Outcome(
             run=run.id,
             folder=run.folder,
@@ -56,6 +64,8 @@ class Watch:
             planned=self.plan.steps,
             epsilon=spent.epsilon,
             total=spent.total,
+            unit={name: units.get(name, "contribution") for name in spent.epsilon},
+            delta={name: deltas.get(name, 0.0) for name in spent.epsilon},
             private=private,
             metrics=dict(state.evaluations[-1]["figures"]) if state.evaluations else {},
             notes=tuple(self.notes),
@@ -82,7 +92,7 @@ class Watch:
     def _publish(self, run: Run, state: TrainingState, *, final: bool = False) -> None:
         facts = public_figures(run, self.plan, state, self.notes)
         if final:
-            for name, figures in final_figures(run, self.plan, self.caps).items():
+            for name, figures in final_figures(run, self.plan, self.caps, state.step).items():
                 facts["classes"].get(name, {}).update(figures)
         text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False)
         run.write("metrics.json", f"{text}\n".encode())

@@ -220,11 +220,18 @@ def test_digest_is_worked_out_once_per_key() -> None:
 def test_origin() -> None:
     assert Corpus(X, policy=policy_of(a={})).origin == "ward 7"
     assert Corpus(X, origin="here").origin == "here"
-    unnamed = Corpus(X).origin
-    assert (
-        re.fullmatch("data-[0-9a-f]{16}", unnamed)
-        and Corpus(X.copy()).origin == unnamed != Corpus(X + 1).origin
-    )
+    assert Corpus(X).origin is None
+    assert Corpus(X, origin="here").booked_under(b"k") == "here"
+    unnamed = Corpus(X).booked_under(b"key")
+    assert re.fullmatch("data-[0-9a-f]{16}", unnamed)
+    assert Corpus(X.copy()).booked_under(b"key") == unnamed
+    units = np.arange(len(X)) // 2
+    for other in (
+        Corpus(X + 1).booked_under(b"key"),
+        Corpus(X).booked_under(b"other"),
+        Corpus(X, unit=units).booked_under(b"key"),
+    ):
+        assert other != unnamed
 
 
 # ------------------------------------------------------------------------------------------ refusals

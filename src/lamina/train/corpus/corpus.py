@@ -24,6 +24,9 @@ from lamina.train.corpus.read import csv_parts, npz_parts
 from lamina.train.corpus.sampler import Sampler
 from lamina.train.corpus.source import Source, source_of
 
+EACH = "each"  # every example is a contribution of its own, and that is meant
+PLAIN_UNITS = ("contribution", "example", "record", "row", "sample")
+
 
 class Corpus:
     """Contributions with their examples, classes, ids and subject tags.
@@ -31,7 +34,8 @@ class Corpus:
     x, y      tensors or arrays (memmaps too), tuples or dicts of them; or a map-style torch Dataset of x or (x, y);
               or a `Source`. The first axis counts examples
     unit      the contribution of each example: the patient of a window. Default: every example is its own. The
-              unit is what ε protects: one person in two contributions is protected half as well
+              unit is what ε protects: one person in two contributions is protected half as well. Where a policy
+              protects patients, say so even if every example is another one: unit="each"
     cls       the class of each contribution: one name for all, a dict by unit or id, or a sequence by example.
               Default: the only class of the plan
     ids       a name for each contribution, as text; default: the unit's value
@@ -42,6 +46,7 @@ class Corpus:
     version   a name for this state of the data, if hashing all of it at every start takes too long. Whoever changes
               the data and not the version has a replay that is not one
     dtype     of x, instead of float32 for floating point and whatever it was for integers
+    unit_name what a contribution is called; default: the column it came from
 
     A corpus is named and counted, never shown: its repr says neither who is in it nor how many.
     """
@@ -60,6 +65,7 @@ class Corpus:
         origin: str | None = None,
         version: str | None = None,
         dtype: torch.dtype | None = None,
+        unit_name: str | None = None,
     ) -> None:
         if policy is not None and not isinstance(policy, Policy):
             raise CorpusError(f"policy is a {type(policy).__name__}", "use lamina.Policy.load('policy.toml')")
@@ -70,6 +76,10 @@ class Corpus:
                 "leave it out to use all examples",
             )
         self.source: Source = source_of(x, y, dtype=dtype)
+        each = isinstance(unit, str) and unit == EACH
+        self._said = unit is not None or ids is not None or subject is not None
+        unit = None if each else unit
+        self.unit_name = unit_name or ("contribution" if self._said else "example")
         self.examples_per_unit = most
         self.policy = policy
         self._origin = booked_under(origin, policy)
@@ -106,12 +116,12 @@ class Corpus:
             path,
             x=x,
             y=y,
-            columns={"unit": unit, "cls": cls, "ids": ids, "subject": subject},
+            columns={"unit": None if unit == EACH else unit, "cls": cls, "ids": ids, "subject": subject},
             policy=options.get("policy"),
             dtype=options.get("dtype"),
             delimiter=delimiter,
         )
-        return make(**parts, **options)
+        return make(**_whose(parts, unit, options), **options)
 
     @classmethod
     def of_npz(
@@ -127,8 +137,9 @@ class Corpus:
         **options: Any,
     ) -> Self:
         """From the arrays of an .npz file. Text in x, y, unit, cls, ids, subject names arrays; y=None: no labels."""
-        columns = {"unit": unit, "cls": cls, "ids": ids, "subject": subject}
-        return make(**npz_parts(path, x=x, y=y, columns=columns, policy=options.get("policy")), **options)
+        columns = {"unit": None if unit == EACH else unit, "cls": cls, "ids": ids, "subject": subject}
+        parts = npz_parts(path, x=x, y=y, columns=columns, policy=options.get("policy"))
+        return make(**_whose(parts, unit, options), **options)
 
     @classmethod
     def of_folder(make, path: str | Path, *, cls: Any = None, subject: Any = None, **options: Any) -> Self:
@@ -184,9 +195,12 @@ class Corpus:
 
         What a model learned before stays in it: a withdrawal stops further loss, it does not unlearn.
         """
-        self._index.withdraw(ids)
+        rows = self._index.find(ids)
         if self.when_withdrawn is not None:
-            self.when_withdrawn(ids)
+            self.when_withdrawn(
+                [str(one) for one in ids]
+            )  # on disk first: a restart must not let them in again
+        self._index.withdraw(rows)
 
     # ------------------------------------------------------------------------------------ what it is
 
@@ -214,9 +228,26 @@ class Corpus:
         return self._digests[key]
 
     @property
-    def origin(self) -> str:
-        """What spending is booked under. Without a policy: "data-" and 16 hexadecimal digits of the data's digest."""
-        return self._origin or f"data-{self.digest(b'').hex()[:16]}"
+    def origin(self) -> str | None:
+        """The declared origin: the policy's, or the one given; None if nobody declared one."""
+        return self._origin
+
+    def booked_under(self, key: bytes) -> str:
+        """What spending is booked under: the origin; without one a digest of data and units under a secret key.
+
+        Keyed, because an unkeyed digest that leaves would let anybody check a guess of the data. With the units,
+        because ε per row and ε per patient do not add up.
+        """
+        if self._origin is not None:
+            return self._origin
+        hasher = keyed(key, "lamina/origin")
+        put(hasher, [self.digest(key)])
+        self.layout.feed(hasher)
+        return f"data-{hasher.digest().hex()[:16]}"
+
+    def refresh(self) -> None:
+        """Forget digests: the arrays may have been changed in place since."""
+        self._digests.clear()
 
     # ------------------------------------------------------------------------------------ with a plan
 
@@ -231,6 +262,12 @@ class Corpus:
         check_classes(
             self.names if self._index.named else None, [entry.name for entry in plan.classes], "plan"
         )
+        for entry in plan.classes:
+            if not (entry.public or self._said or entry.unit in PLAIN_UNITS):
+                raise CorpusError(
+                    f"class {entry.name!r} protects a {entry.unit!r}, and the corpus does not say whose an example is",
+                    f"give unit=: the {entry.unit} of each example; if every example is another one, unit='each'",
+                )
         for entry, members in zip(plan.classes, self.members_of(plan), strict=True):
             if entry.population is not None and len(members) > entry.population:
                 raise CorpusError(
@@ -246,3 +283,10 @@ class Corpus:
 
     def __repr__(self) -> str:
         return f"Corpus({self.source!r}, classes {', '.join(self.names)})"
+
+
+def _whose(parts: dict[str, Any], unit: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """A contribution is called by the column that it came from."""
+    if isinstance(unit, str):
+        options.setdefault("unit_name", "example" if unit == EACH else unit)
+    return {**parts, "unit": EACH} if isinstance(unit, str) and unit == EACH else parts

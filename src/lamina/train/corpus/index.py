@@ -62,9 +62,9 @@ class Index:
             )
         return np.flatnonzero(self._eligible & (self._classes == self.names.index(name)))
 
-    def withdraw(self, ids: Iterable[str]) -> None:
-        """Eligible no more. All of them, or none if one is unknown."""
-        wanted = list(ids)
+    def find(self, ids: Iterable[str]) -> Rows:
+        """Their rows; refused if one is unknown."""
+        wanted = [str(one) for one in ids]
         found = self.ids.find(wanted)
         for one in wanted:
             if one not in found:
@@ -72,7 +72,10 @@ class Index:
                     f"contribution {one!r} is not in the corpus, so nobody was withdrawn",
                     "ids are text: those given as ids=, or the units' values as text",
                 )
-        rows = np.array(sorted(set(found.values())), dtype=np.int64)
+        return np.array(sorted(set(found.values())), dtype=np.int64)
+
+    def withdraw(self, rows: Rows) -> None:
+        """Eligible no more."""
         self.revision += int(np.count_nonzero(self._eligible[rows]))
         self._eligible[rows] = False
 

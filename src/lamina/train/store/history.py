@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lamina.errors import RunError
-from lamina.train.store.records import Close, Done, Moved, Open, Record, Start
+from lamina.train.store.records import Close, Done, GivenUp, Moved, Open, Record, Start
 
 
 class History:
     """Records in the order in which they may come:
 
     one Start, first; an Open of a segment only with a higher generation than all earlier ones of that segment (a
-    lost checkpoint makes a run go back to earlier segments); a Close only for the last Open, once, with its nonce.
+    lost checkpoint makes a run go back to earlier segments); a Close or a GivenUp only for the last Open, once, with
+    its nonce.
     So at most one Open is pending, and every other seed is of no use to anybody but an attacker.
     """
 
     def __init__(self) -> None:
         self._records: list[Record] = []
         self._closed: set[tuple[int, int, bytes]] = set()
+        self._given_up: dict[tuple[int, int, bytes], bool] = {}  # attempt → whether it was charged
         self._generations: dict[int, int] = {}  # segment → its highest generation
 
     @property
@@ -40,11 +42,17 @@ class History:
         """Whether this very attempt (segment, generation, nonce) has its Close."""
         return record.key in self._closed
 
+    def void(self, record: Open) -> bool:
+        """Whether the attempt was given up before it was charged: nothing was drawn."""
+        return self._given_up.get(record.key) is False
+
     @property
     def pending(self) -> Open | None:
-        """The last Open if it has no Close; its seed is b"" if it was erased."""
+        """The last Open if it was neither closed nor given up; its seed is b"" if it was erased."""
         last = self._last(Open)
-        return last if isinstance(last, Open) and not self.closed(last) else None
+        if not isinstance(last, Open) or last.key in self._closed or last.key in self._given_up:
+            return None
+        return last
 
     @property
     def done(self) -> Done | None:
@@ -71,9 +79,10 @@ class History:
                 "count the generation up for every new attempt",
             )
         pending = self.pending
-        if isinstance(record, Close) and (pending is None or record.key != pending.key):
+        if isinstance(record, Close | GivenUp) and (pending is None or record.key != pending.key):
             raise RunError(
-                f"a Close of segment {record.segment}, generation {record.generation} has no such open segment",
+                f"a {type(record).__name__} of segment {record.segment}, generation {record.generation} has no such "
+                "open segment",
                 "close the last Open, once, with its nonce",
             )
 
@@ -83,6 +92,8 @@ class History:
             self._generations[record.segment] = record.generation
         if isinstance(record, Close):
             self._closed.add(record.key)
+        if isinstance(record, GivenUp):
+            self._given_up[record.key] = record.charged
 
     def _forget_seed(self, index: int) -> None:
         record = self._records[index]

@@ -57,7 +57,7 @@ class Lease:
             except BaseException as error:
                 refusal = _refusal(path, file, error)
                 os.close(file)
-                raise refusal from error
+                raise refusal from None
             return cls(folder, file)
 
     def check(self) -> None:

@@ -91,6 +91,26 @@ class Close:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GivenUp:
+    """The attempt will never be finished or replayed: its seed is erased after this.
+
+    `charged` is False if the book refused it, so that nothing was drawn.
+    """
+
+    segment: int
+    generation: int
+    nonce: bytes
+    charged: bool
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def key(self) -> tuple[int, int, bytes]:
+        return (self.segment, self.generation, self.nonce)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
     """The journal now lies at this inode: a copy was found, charged anew, and goes on from here."""
 
@@ -111,9 +131,9 @@ class Done:
         _check(self)
 
 
-Record = Start | Open | Close | Moved | Done
+Record = Start | Open | Close | Moved | Done | GivenUp
 
-KINDS: dict[int, type[Record]] = {1: Start, 2: Open, 3: Close, 4: Moved, 5: Done}
+KINDS: dict[int, type[Record]] = {1: Start, 2: Open, 3: Close, 4: Moved, 5: Done, 6: GivenUp}
 _NUMBERS = {kind: number for number, kind in KINDS.items()}
 _WIDTHS = {
     "salt": DIGEST_BYTES,
@@ -124,7 +144,7 @@ _WIDTHS = {
     "checkpoint": DIGEST_BYTES,
     "data": DIGEST_BYTES,
 }
-_TYPES: dict[str, type] = {"int": int, "bytes": bytes, "str": str, "float": float}
+_TYPES: dict[str, type] = {"int": int, "bytes": bytes, "str": str, "float": float, "bool": bool}
 
 
 def to_body(record: Record) -> tuple[int, bytes]:

@@ -1,0 +1,163 @@
+"""`Describe`: values and code in words that are the same in every process, and different if the values are."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import secrets
+from collections.abc import Mapping
+from pathlib import PurePath
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_DEEPEST = 12
+_PASSING = {"training", "forward"}  # of a module: the trainer's and the engine's, not the user's
+_PLAIN = (bool, int, str, bytes, complex, PurePath, enum.Enum, torch.dtype, torch.device, torch.Size, range)
+
+
+class Describe:
+    """Collects a text. What cannot be described (a generator, a handle) becomes random: nothing equals it again."""
+
+    def __init__(self) -> None:
+        self.values = True  # of a module's tensors, too
+        self._parts: list[str] = []
+        self._seen: dict[int, int] = {}
+        self._kept: list[Any] = []  # an id names an object only while it lives
+
+    def text(self) -> str:
+        return "\n".join(self._parts)
+
+    def feed(self, value: Any) -> None:
+        self._parts.append(self.word(value))
+
+    def word(self, value: Any, depth: int = 0) -> str:
+        if value is None or isinstance(value, _PLAIN):
+            return f"{type(value).__name__}:{value!r}"
+        if isinstance(value, float):
+            return f"float:{value.hex()}"
+        if depth > _DEEPEST:
+            return self._unknown(value)
+        if isinstance(value, Tensor):
+            return self._array(str(value.dtype), value.shape, value.detach().cpu().contiguous())
+        if isinstance(value, np.ndarray | np.generic):
+            return self._array(str(value.dtype), np.shape(value), np.ascontiguousarray(value))
+        if id(value) in self._seen:
+            return f"again:{self._seen[id(value)]}"
+        self._seen[id(value)] = len(self._seen)
+        self._kept.append(value)
+        return self._compound(value, depth + 1)
+
+    def _compound(self, value: Any, depth: int) -> str:
+        if isinstance(value, Mapping):
+            return self._join(
+                "map", (f"{self.word(k, depth)}={self.word(v, depth)}" for k, v in value.items())
+            )
+        if isinstance(value, list | tuple):
+            return self._join(type(value).__name__, (self.word(v, depth) for v in value))
+        if isinstance(value, set | frozenset):
+            return self._join("set", sorted(self.word(v, depth) for v in value))
+        if isinstance(value, nn.Module):
+            return self._module(value, depth)
+        if isinstance(value, functools.partial):
+            return self._join(
+                "partial", (self.word(v, depth) for v in (value.func, value.args, value.keywords))
+            )
+        if isinstance(value, MethodType):
+            return self._join("method", (self.word(value.__func__, depth), self.word(value.__self__, depth)))
+        if isinstance(value, FunctionType):
+            return self._function(value, depth)
+        if isinstance(value, CodeType):
+            return self._code(value, depth)
+        if isinstance(value, type):
+            return self.kind(value)
+        if isinstance(value, ModuleType | BuiltinFunctionType):
+            return f"{type(value).__name__}:{value.__name__}"
+        if hasattr(value, "__dict__") and not isinstance(value, torch.Generator | np.random.Generator):
+            return self._join("object", (self.kind(type(value)), self.word(vars(value), depth)))
+        return self._unknown(value)
+
+    def kind(self, kind: type) -> str:
+        """A class by its name and, unless it comes from a library that a version stands for, its methods' code."""
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if _of_library(kind.__module__):
+            return f"class:{name}"
+        if id(kind) in self._seen:
+            return f"class:{name}"
+        self._seen[id(kind)] = len(self._seen)
+        self._kept.append(kind)
+        bases = [self.kind(base) for base in kind.__bases__]
+        members = sorted(vars(kind).items())
+        code = [f"{n}={self.word(m, 1)}" for n, m in members if isinstance(m, FunctionType)]
+        plain = [
+            f"{n}={self.word(m, 1)}" for n, m in members if isinstance(m, (*_PLAIN, float)) and n[:2] != "__"
+        ]
+        return self._join(f"class:{name}", [*bases, *code, *plain])
+
+    def _module(self, module: nn.Module, depth: int) -> str:
+        parts = [self.kind(type(module)), module.extra_repr()]
+        skipped = set(vars(nn.Module())) | _PASSING
+        parts += [f"{n}={self.word(v, depth)}" for n, v in sorted(vars(module).items()) if n not in skipped]
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                parts.append(f"{name}:{tensor.dtype}{tuple(tensor.shape)}{tensor.requires_grad}")
+                if self.values:
+                    parts.append(self.word(tensor, depth))
+        parts += [f"{name}->{self.word(child, depth)}" for name, child in module._modules.items()]
+        return self._join("module", parts)
+
+    def _function(self, function: FunctionType, depth: int) -> str:
+        if _of_library(function.__module__):
+            return f"function:{function.__module__}.{function.__qualname__}"
+        cells = []
+        for cell in function.__closure__ or ():
+            try:
+                cells.append(self.word(cell.cell_contents, depth))
+            except ValueError:  # not filled yet
+                cells.append("empty")
+        return self._join(
+            f"function:{function.__qualname__}",
+            (
+                self._code(function.__code__, depth),
+                self.word(function.__defaults__, depth),
+                self.word(function.__kwdefaults__, depth),
+                *cells,
+                *self._globals(function, depth),
+            ),
+        )
+
+    def _globals(self, function: FunctionType, depth: int) -> list[str]:
+        """The functions and constants of its module that a function names."""
+        found = []
+        for name in function.__code__.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, (*_PLAIN, float, FunctionType, Tensor, np.ndarray)):
+                found.append(f"{name}={self.word(value, depth)}")
+        return found
+
+    def _code(self, code: CodeType, depth: int) -> str:
+        constants = [
+            self._code(c, depth + 1) if isinstance(c, CodeType) else self.word(c, depth)
+            for c in code.co_consts
+        ]
+        return self._join("code", (code.co_code.hex(), ",".join(code.co_names), *constants))
+
+    def _array(self, dtype: str, shape: Any, value: Any) -> str:
+        raw = value.view(torch.uint8).numpy().tobytes() if isinstance(value, Tensor) and value.dim() else None
+        data = raw if raw is not None else np.asarray(value).tobytes()
+        return f"array:{dtype}{tuple(shape)}{hashlib.sha256(data).hexdigest()}"
+
+    def _unknown(self, value: Any) -> str:
+        return f"unknown:{type(value).__name__}:{secrets.token_hex(8)}"
+
+    def _join(self, head: str, parts: Any) -> str:
+        return f"{head}({'|'.join(f'{len(part)}:{part}' for part in parts)})"
+
+
+def _of_library(module: str | None) -> bool:
+    """Code that its version stands for."""
+    return str(module).split(".")[0] in ("torch", "numpy", "lamina", "builtins", "functools", "collections")
