@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ def rehearse(engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Co
         )
         raise RunError(
             f"model or loss failed on {len(rows)} examples: {type(error).__name__}: {error}",
-            f"x is {shapes}; targets are {kind}. {_hint(error)}".rstrip(),
+            f"{_hint(error, x, y)}. (x is {shapes}; targets are {kind})",
         ) from error
     engine.clipped_sums(losses, Batch(x, y, cls=torch.zeros(len(rows), dtype=torch.long)))
     if probe and len(rows) >= 4:
@@ -83,18 +83,26 @@ def _simulated(value: Any) -> Any:
     return value
 
 
-def _hint(error: Exception) -> str:
+def _hint(error: Exception, x: Any, y: Any) -> str:
+    """What is usually behind it."""
     text = str(error)
-    if (
-        "expected scalar type Long" in text
-        or "not implemented for 'Float'" in text
-        or "target to be of type" in text
-    ):
-        return "Class labels must be int64 numbers 0 … C-1 for cross entropy"
-    if "same dtype" in text or "scalar type" in text or "found dtype" in text:
-        return "x and y must have the types that model and loss expect: give y as float32 for mse and bce"
     if "out of bounds" in text:
-        return "Labels must be 0 … C-1, C the number of the model's outputs"
+        return "number labels 0 … C-1, C the model's outputs: numpy.unique(labels, return_inverse=True)[1]"
+    if isinstance(x, Tensor) and not x.is_floating_point() and "dtype" in text and "mat" in text:
+        return "give x as floating point: x.astype('float32')"
+    if "Double" in text or "double" in text:
+        return "input is float32: use model.float(), or Corpus(…, dtype=torch.float64)"
+    if isinstance(y, Tensor):
+        if "expected scalar type Long" in text or "not implemented for 'Float'" in text:
+            return "class labels are whole numbers: y.astype('int64')"
+        if y.dim() == 2 and not y.is_floating_point():
+            return "give class numbers, not one-hot rows: y.argmax(1), or y[:, 0] for a single column"
+        if "target" in text.lower() and "size" in text.lower():
+            return "output and y have different shapes: y[:, None], or output.squeeze(1) in the loss"
+        if "found dtype" in text or "same dtype" in text:
+            return "mse and bce want y as floating point: y.astype('float32')"
+    if isinstance(x, Mapping) and "argument" in text:
+        return f"x is passed as keywords {', '.join(map(str, x))}: these must be the names in forward()"
     if "shape" in text or "size" in text:
-        return "The first axis counts examples; the others must be what the first layer expects"
-    return ""
+        return "the first axis counts examples; the others must be what the first layer expects"
+    return "correct the model or the loss"

@@ -42,9 +42,11 @@ class Segments:
         caps: Mapping[str, int],
         length: int,
         note: Callable[[str], None],
+        say: Callable[[str], None],
     ) -> None:
         self.run, self.state, self.plan, self.corpus = run, state, plan, corpus
         self.settings, self.caps, self.length, self.note = settings, dict(caps), length, note
+        self.say = say  # on the screen only
         self.end = plan.steps
         self._replay: Open | None = None
         self._checkpoint = bytes(32)
@@ -82,6 +84,11 @@ class Segments:
             run.settle_copy()
         self._charge_filters()
         self._go_on(self._replay.last if self._replay else state.step)
+        if run.journal.done is not None:
+            self.say(f"the run was finished before, at step {state.step}: nothing is trained or charged now")
+        else:
+            again = f"; steps up to {self._replay.last - 1} are replayed at no cost" if self._replay else ""
+            self.say(f"going on at step {state.step} of {self.plan.steps}{again}")
 
     def _settle(self, pending: Open) -> None:
         """A segment was open when the run stopped."""

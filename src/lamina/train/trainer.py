@@ -202,6 +202,7 @@ class Trainer:
             caps=self.max_occurrences,
             length=self.segment,
             note=watch.note,
+            say=self.progress.note,
         )
         segments.start()
         self.progress.begin(self.state.step, segments.end)
