@@ -83,3 +83,24 @@ def _seeded() -> None:
         torch.manual_seed(0)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)
+
+
+ONE_THREAD = {"audit", "engine", "models", "properties"}  # folders of tiny models: a second thread only waits
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One thread where models are tiny; tests of the noise use both."""
+    torch = sys.modules.get("torch")
+    folder = (
+        request.path.relative_to(Path(__file__).parent).parts[0]
+        if Path(__file__).parent in request.path.parents
+        else ""
+    )
+    if torch is None or folder not in ONE_THREAD or request.path.name.startswith("test_noise"):
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

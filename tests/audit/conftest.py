@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from lamina.plan import LayerStack
@@ -16,15 +15,6 @@ from lamina.plan.step import PlannedClass, PlannedLayer, StepPlan
 PLAIN = PlannedClass(name="plain", population=1000, sampling_rate=0.02, delta=1e-5)
 TOP = PlannedClass(name="top", population=500, sampling_rate=0.05, delta=1e-5, profile="upper half")
 OPEN = PlannedClass(name="open", population=None, sampling_rate=0.1, public=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """The models here are tiny: a second thread costs more than it does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _plan(

@@ -583,6 +583,70 @@ def test_a_full_disk_at_a_checkpoint_loses_nothing(tmp_path: Path, monkeypatch: 
     assert same(weights(whole), weights(trainer))
 
 
+@pytest.mark.parametrize("jump", [-1e9, 1e9])
+def test_a_clock_that_jumps_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    import time
+
+    whole = problem.trainer(tmp_path / "whole" / "a")
+    expected = whole.fit()
+    killed(tmp_path / "cut" / "a", 8)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + jump)
+    resumed = problem.trainer(tmp_path / "cut" / "a")
+    assert resumed.fit().epsilon == expected.epsilon
+    assert same(weights(whole), weights(resumed))
+
+
+def test_a_file_where_the_checkpoints_should_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "checkpoint").write_text("in the way")
+    with pytest.raises(StorageError, match="checkpoint"):
+        problem.trainer(tmp_path / "a").fit()
+
+
+def test_another_book_for_a_copied_run_is_refused(tmp_path: Path) -> None:
+    import shutil
+
+    killed(tmp_path / "a", 8, bounds={}, book=tmp_path / "one.db")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    problem.trainer(tmp_path / "b", bounds={}, book=tmp_path / "two.db").fit()
+    problem.trainer(tmp_path / "a", bounds={}, book=tmp_path / "one.db").fit()
+    mine = Journal.load(tmp_path / "a" / "journal").opens[-1]
+    book = lamina.SpendBook(tmp_path / "three.db")
+    run = Journal.load(tmp_path / "a" / "journal").start.run
+    assert book.charge(
+        run, origin="tests", segment=mine.segment, generation=mine.generation,
+        nonce=b"somebody else's!", charges=mine.charges, bounds={},
+    )  # fmt: skip
+    with pytest.raises(RunError, match="another attempt"):
+        problem.trainer(tmp_path / "a", bounds={}, book=book).fit()
+
+
+def test_filters_stay_as_they_were(tmp_path: Path) -> None:
+    event = problem.plan(problem.net()).schedule("clinical")[0]
+
+    def room(steps: int) -> dict[str, Any]:
+        schedule = (lamina.account.Event(sigma=event.sigma, q=event.q, steps=steps),)
+        return {"clinical": GaussianFilter.for_schedule(schedule)}
+
+    killed(tmp_path / "a", 8, filters=room(1000))
+    for other in (room(3), {}):
+        with pytest.raises(RunError, match="filters were"):
+            problem.trainer(tmp_path / "a", filters=other).fit()
+
+
+def test_a_given_engine_keeps_its_options(tmp_path: Path) -> None:
+    model = problem.net()
+    plan = problem.plan(model)
+    engine = lamina.Engine(model, plan, constant_time=True)
+    trainer = problem.trainer(tmp_path / "a", model=model, plan=plan, engine=engine)
+    trainer.fit()
+    trainer.fit()
+    assert trainer._engine is not engine and trainer._engine.constant_time
+
+
 def test_a_lost_book_is_made_whole_from_the_journal(tmp_path: Path) -> None:
     killed(tmp_path / "a", 8)
     (tmp_path / "spend.db").unlink()

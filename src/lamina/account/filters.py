@@ -15,6 +15,7 @@ plain numbers.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import ClassVar, Protocol, Self
@@ -41,7 +42,7 @@ class Filter(Protocol):
         """What is left, in the units of the price."""
 
 
-class _Meter:
+class _Meter(ABC):
     """A budget counted in integers; subclasses say what a step costs."""
 
     kind: ClassVar[str]
@@ -58,9 +59,9 @@ class _Meter:
         self.budget = float(budget)
         self._limit, self._spent = limit, spent
 
+    @abstractmethod
     def _price(self, event: Event) -> float:
         """The cost of one step, rounded up."""
-        raise NotImplementedError
 
     def _units(self, event: Event) -> int | None:
         """The cost of all steps of the event in whole units, or None if it is infinite."""

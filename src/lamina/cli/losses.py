@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from lamina.cli import named
 from lamina.errors import EngineError, PlanError
 
 
-class PerExample(nn.Module):
+class PerExample(nn.Module, ABC):
     """loss[n] = mean over all other axes of ℓ(output[n], y[n]).
 
     Sums over the batch never occur, so a contribution's loss depends on that contribution alone. Messages name
@@ -47,8 +48,9 @@ class PerExample(nn.Module):
         losses = self.elementwise(output, y)
         return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
 
+    @abstractmethod
     def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The loss before anything is averaged."""
 
     def _tensor(self, what: str, value: Any) -> Tensor:
         if isinstance(value, Tensor):

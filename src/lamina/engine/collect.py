@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +18,7 @@ from lamina.engine.unitgrad import Dense, UnitGrad, Weights, total
 Parts = list[tuple[UnitGrad, Tensor]]
 
 
-class Collector:
+class Collector(ABC):
     """Completes each layer when its last use has arrived, and adds it to the sums.
 
     A layer of one use is clipped at once, in its own backward. A tensor used several times, or a
@@ -60,10 +61,11 @@ class Collector:
                 grads = self._waiting.pop(layer)
                 self.complete(layer, [(total(uses), self.sums[name]) for name, uses in grads.items()])
 
+    @abstractmethod
     def complete(self, layer: int, parts: Parts) -> None:
-        raise NotImplementedError
+        """Everything of a layer has arrived."""
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027  (a joint clip waits for the end, a box has nothing left to do)
         """After the backward pass."""
 
 

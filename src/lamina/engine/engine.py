@@ -62,7 +62,7 @@ class Engine:
         constant_time     do not skip arithmetic where no sampled contribution reaches
         taken             steps of this plan that an earlier engine took on the same data: ε counts from there
         """
-        self.options = {
+        self.options: dict[str, Any] = {
             "rows": dict(rows or {}),
             "per_contribution": list(per_contribution),
             "constant_time": constant_time,

@@ -37,7 +37,7 @@ def check_parts(model: Any, optimizer: Any, loss_fn: Any, corpus: Any, plan: Any
 
 def check_options(folder: Any, evaluate: Any, max_occurrences: Any) -> None:
     """Whether the options are of the right kind."""
-    if not isinstance(folder, str | os.PathLike) or not str(folder):
+    if not isinstance(folder, str | os.PathLike) or not str(folder) or "\0" in str(folder):
         raise RunError(f"folder is {folder!r}", 'say where the run lives: folder="runs/first"')
     if evaluate is not None and not isinstance(evaluate, Evaluation):
         raise RunError(
@@ -46,6 +46,33 @@ def check_options(folder: Any, evaluate: Any, max_occurrences: Any) -> None:
         )
     if max_occurrences is not None and not isinstance(max_occurrences, Mapping):
         raise RunError(f"max_occurrences is {max_occurrences!r}", 'give it by class: {"clinical": 50}')
+
+
+def check_names(plan: StepPlan, **given: Mapping[str, Any]) -> None:
+    """Whether what is given by class names classes of the plan: a typo must not lift a bound."""
+    known = [entry.name for entry in plan.classes]
+    for what, values in given.items():
+        for name in values:
+            if name not in known:
+                raise RunError(
+                    f"{what} names class {name!r}, which the plan does not have",
+                    f"its classes are {', '.join(known)}",
+                )
+
+
+def policy_bounds(corpus: Corpus, plan: StepPlan) -> dict[str, float]:
+    """The ε that the corpus's policy allows each class of the plan, over all runs."""
+    if corpus.policy is None:
+        return {}
+    names = [entry.name for entry in plan.classes if not entry.public and entry.name in corpus.policy.classes]
+    found = {name: corpus.policy.bound(name) for name in names}
+    return {name: bound for name, bound in found.items() if bound is not None}
+
+
+def count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RunError(f"{name} is {value!r}, must be a whole number >= 1", "correct it")
+    return value
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:

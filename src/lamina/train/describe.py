@@ -5,8 +5,12 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import platform
 import secrets
+import sys
+import sysconfig
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_DEEPEST = 12
+_DEEPEST = 64
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _PASSING = {"training", "forward"}  # of a module: the trainer's and the engine's, not the user's
 _PLAIN = (bool, int, str, bytes, complex, PurePath, enum.Enum, torch.dtype, torch.device, torch.Size, range)
 
@@ -84,8 +89,8 @@ class Describe:
     def kind(self, kind: type) -> str:
         """A class by its name and, unless it comes from a library that a version stands for, its methods' code."""
         name = f"{kind.__module__}.{kind.__qualname__}"
-        if _of_library(kind.__module__):
-            return f"class:{name}"
+        if (release := _release(kind.__module__)) is not None:
+            return f"class:{name} of {release}"
         if id(kind) in self._seen:
             return f"class:{name}"
         self._seen[id(kind)] = len(self._seen)
@@ -111,8 +116,8 @@ class Describe:
         return self._join("module", parts)
 
     def _function(self, function: FunctionType, depth: int) -> str:
-        if _of_library(function.__module__):
-            return f"function:{function.__module__}.{function.__qualname__}"
+        if (release := _release(function.__module__)) is not None:
+            return f"function:{function.__module__}.{function.__qualname__} of {release}"
         cells = []
         for cell in function.__closure__ or ():
             try:
@@ -158,6 +163,16 @@ class Describe:
         return f"{head}({'|'.join(f'{len(part)}:{part}' for part in parts)})"
 
 
-def _of_library(module: str | None) -> bool:
-    """Code that its version stands for."""
-    return str(module).split(".")[0] in ("torch", "numpy", "lamina", "builtins", "functools", "collections")
+@functools.lru_cache
+def _release(module: str | None) -> str | None:
+    """The version that stands for code which nobody edits: of an installed package; None for the user's own."""
+    root = str(module).partition(".")[0]
+    if root in sys.builtin_module_names or root in sys.stdlib_module_names:
+        return f"python {platform.python_version()}"
+    place = getattr(sys.modules.get(root), "__file__", None) or ""
+    if root != "lamina" and not place.startswith(_INSTALLED):
+        return None
+    try:
+        return f"{root} {metadata.version(root)}"
+    except metadata.PackageNotFoundError:
+        return f"{root} {getattr(sys.modules[root], '__version__', '')}"

@@ -42,7 +42,7 @@ class Run:
         self.folder, self.book, self.origin, self.bounds = folder, book, origin, dict(bounds)
         path = folder / "journal"
         self.fresh = not path.exists()
-        if self.fresh and (folder / "checkpoint").exists() and any((folder / "checkpoint").iterdir()):
+        if self.fresh and (folder / "checkpoint").is_dir() and any((folder / "checkpoint").iterdir()):
             raise RunError(
                 f"'{folder}' has checkpoints and no journal, so what they cost is not known",
                 "restore the journal; or begin in another folder (what was charged stays in the book)",
@@ -111,7 +111,7 @@ class Run:
 
         def fits(steps: int) -> bool:
             more = (charge.times(steps).event,) if steps else ()
-            return price.epsilon((*spent, *more), charge.delta) <= most * (1 + 1e-9)
+            return price.epsilon((*spent, *more), charge.delta) <= most
 
         if fits(charge.steps):
             return charge.steps
@@ -232,7 +232,7 @@ class Run:
         pending = self.journal.pending
         for opened in self.attempts:
             try:
-                self.book.charge(
+                known = self.book.charge(
                     self.id,
                     origin=self.origin,
                     segment=opened.segment,
@@ -242,7 +242,16 @@ class Run:
                     bounds=self.bounds if opened is pending else {},
                 )
             except BudgetExceeded:
-                self.give_up(opened, charged=False)
+                known = False
+            if known:
+                continue
+            if opened is not pending:
+                raise RunError(
+                    f"the book '{self.book.path}' holds another attempt at segment {opened.segment} of this run than "
+                    "the journal",
+                    "give the book that the run was booked in",
+                )
+            self.give_up(opened, charged=False)
 
     def write(self, name: str, data: bytes) -> None:
         """A public file of the run."""

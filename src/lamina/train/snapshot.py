@@ -105,8 +105,7 @@ class TrainingState:
         if "occurrences" in tensors:
             self.counts = tensors["occurrences"].numpy().view(np.uint32).copy()
         for name, state in plain["filters"].items():
-            if name in self.filters:
-                self.filters[name] = type(self.filters[name]).from_state(state)  # type: ignore[attr-defined]
+            self.filters[name] = type(self.filters[name]).from_state(state)  # type: ignore[attr-defined]
         self.segments, self.step = plain["segments"], plain["step"]
         self.evaluations = list(plain["evaluations"])
         self.notes[:] = [*plain["notes"], *(note for note in self.notes if note not in plain["notes"])]
@@ -115,7 +114,6 @@ class TrainingState:
         for name, given, kept in (
             ("a moving average", self.ema is not None, averaged),
             ("a scheduler", self.scheduler is not None, "scheduler" in plain),
-            ("filters", bool(self.filters), bool(plain["filters"])),
         ):
             if given != kept:
                 raise RunError(
@@ -123,6 +121,18 @@ class TrainingState:
                     f"this trainer has {'one' if given else 'none'}",
                     "go on with what the run was begun with, or begin a new run in another folder",
                 )
+        allowed = {name: _terms(_state_of(f)) for name, f in self.filters.items()}
+        at_first = {name: _terms(state) for name, state in plain["filters"].items()}
+        if allowed != at_first:
+            raise RunError(
+                f"filters were {at_first or 'not given'} when the run began, and are {allowed or 'not given'} now",
+                "keep them for the whole run: another one would not know what was spent before",
+            )
+
+
+def _terms(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a filter allows, without what it has spent."""
+    return {name: value for name, value in state.items() if name != "spent"}
 
 
 def _plain_state(scheduler: Any) -> dict[str, Any]:

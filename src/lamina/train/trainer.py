@@ -21,7 +21,7 @@ from lamina.train.account import spent_so_far
 from lamina.train.blame import discreet, withhold
 from lamina.train.book import SpendBook
 from lamina.train.book.key import secret_beside
-from lamina.train.checks import check_options, check_parts
+from lamina.train.checks import check_names, check_options, check_parts, count, policy_bounds
 from lamina.train.corpus import Corpus
 from lamina.train.corpus.sampler import Sampler
 from lamina.train.ema import MovingAverage
@@ -107,11 +107,10 @@ class Trainer:
         self.corpus, self.plan, self.scheduler = corpus, plan, scheduler
         self.folder = Path(folder)
         self._book = book if book is not None else self.folder.parent / "spend.db"
-        self.bounds = dict(bounds) if bounds is not None else _policy_bounds(corpus, plan)
-        self.microbatches = _count("microbatches", microbatches)
-        self.segment = _count(
-            "segment", min(1000, math.ceil(plan.steps / 10)) if segment is None else segment
-        )
+        self.bounds = policy_bounds(corpus, plan) if bounds is None else dict(bounds)
+        check_names(plan, bounds=self.bounds, filters=filters or {})
+        self.microbatches = count("microbatches", microbatches)
+        self.segment = count("segment", min(1000, math.ceil(plan.steps / 10)) if segment is None else segment)
         self.evaluate, self.augment, self.probe, self.inside = evaluate, augment, probe, inside
         self.max_occurrences = dict(max_occurrences or {})
         Sampler(
@@ -128,11 +127,6 @@ class Trainer:
             raise RunError(
                 "the engine belongs to another model or plan", "leave engine out, or give the matching one"
             )
-        for name in self.bounds.keys() | self.state.filters.keys():
-            if name not in {entry.name for entry in plan.classes}:
-                raise RunError(
-                    f"bounds or filters name class {name!r}, which the plan does not have", "correct the name"
-                )
 
     def _settings(self) -> bytes:
         """What the outcome of a step depends on beside plan, data and seed; asked anew at every fit."""
@@ -227,7 +221,7 @@ class Trainer:
 
     def _attach(self) -> None:
         if self._engine.detached:
-            self._engine = Engine(self.model, self.plan)
+            self._engine = Engine(self.model, self.plan, **self._engine.options)
 
     def _rehearse(self) -> None:
         if self.evaluate is not None:
@@ -292,17 +286,3 @@ class Trainer:
         if isinstance(x, Mapping):
             return self.model(**x)
         return self.model(*x) if isinstance(x, tuple | list) else self.model(x)
-
-
-def _policy_bounds(corpus: Corpus, plan: StepPlan) -> dict[str, float]:
-    if corpus.policy is None:
-        return {}
-    names = [entry.name for entry in plan.classes if not entry.public and entry.name in corpus.policy.classes]
-    found = {name: corpus.policy.bound(name) for name in names}
-    return {name: bound for name, bound in found.items() if bound is not None}
-
-
-def _count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RunError(f"{name} is {value!r}, must be a whole number >= 1", "correct it")
-    return value

@@ -25,7 +25,7 @@ from lamina.errors import EncodingError, RunError, StorageError
 from lamina.train.book.charge import Charge
 from lamina.train.store import frame
 from lamina.train.store.journal import Journal
-from lamina.train.store.records import Close, Done, Moved, Open, Record, Start, from_body, to_body
+from lamina.train.store.records import Close, Done, GivenUp, Moved, Open, Record, Start, from_body, to_body
 
 RUN, SALT = "0123456789abcdef" * 2, bytes(range(32))
 
@@ -89,9 +89,13 @@ def bare(records: tuple[Record, ...]) -> list[Record]:
 
 
 def story() -> list[Record]:
-    """Two closed segments, an attempt that was given up, and one that is pending."""
+    """Two closed segments, attempts that were given up with and without a word, and one that is pending."""
     first, second, third, again = opened(0), opened(1), opened(2), opened(2, 1)
     return [first, close(first), second, close(second), third, again]
+
+
+def given_up(record: Open, *, charged: bool = True) -> GivenUp:
+    return GivenUp(segment=record.segment, generation=record.generation, nonce=record.nonce, charged=charged)
 
 
 # ---------------------------------------------------------------------------------------------------- what it says
@@ -124,6 +128,28 @@ def test_what_is_pending_and_what_is_done(tmp_path: Path) -> None:
     assert journal.done == end
     journal.append(opened(1))
     assert journal.done is None and Journal.load(journal.path).done is None
+
+
+@pytest.mark.parametrize("charged", [True, False])
+def test_an_attempt_that_was_given_up_loses_its_seed_for_good(tmp_path: Path, charged: bool) -> None:
+    first, second = opened(0), opened(0, 1, seed=bytes(range(100, 132)))
+    journal = make(tmp_path / "journal", first)
+    journal.append(given_up(first, charged=charged))
+    assert first.seed not in journal.path.read_bytes()
+    for seen in (journal, Journal.load(journal.path)):
+        assert seen.pending is None and not seen.closed(first)
+        assert seen.void(first) is not charged
+    for record in (close(first), given_up(first), given_up(second)):
+        with pytest.raises(RunError, match="no such open segment"):
+            journal.append(record)
+    journal.append(second)
+    assert Journal.load(journal.path).pending == second
+    data = bytearray(journal.path.read_bytes())
+    at = data.index(b"gcharged") + 8  # the flag that says whether it was paid
+    data[at] ^= 1
+    journal.path.write_bytes(data)
+    with pytest.raises(StorageError):
+        Journal.load(journal.path)
 
 
 def test_records_come_in_order(tmp_path: Path) -> None:
@@ -603,6 +629,7 @@ any_record = st.one_of(
     opens,
     st.builds(Start, run=names, salt=digests, place=numbers),
     st.builds(Close, segment=numbers, generation=numbers, nonce=nonces, checkpoint=digests),
+    st.builds(GivenUp, segment=numbers, generation=numbers, nonce=nonces, charged=st.booleans()),
     st.builds(Moved, place=numbers),
     st.builds(Done, steps=numbers, reason=st.text()),
 )

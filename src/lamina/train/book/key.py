@@ -6,17 +6,17 @@ import os
 from pathlib import Path
 
 from lamina.errors import StorageError
-from lamina.train.store.durable import write_atomically
+from lamina.train.store.durable import replacing, write_all
 
 _BYTES = 32
 
 
 def secret_beside(book: Path) -> bytes:
-    """32 bytes of `BOOK.key` (mode 0600), drawn once. Two that begin at the same moment agree on what is on disk."""
+    """32 bytes of `BOOK.key` (mode 0600), drawn once: of two that begin at the same moment the first one's count."""
     path = book.with_name(book.name + ".key")
     try:
         if not path.exists():
-            write_atomically(path, os.urandom(_BYTES))
+            _draw(path)
         key = path.read_bytes()
     except OSError as error:
         raise StorageError(
@@ -27,3 +27,12 @@ def secret_beside(book: Path) -> bytes:
             f"'{path}' has {len(key)} bytes, must have {_BYTES}", "restore it: it belongs to the book"
         )
     return key
+
+
+def _draw(path: Path) -> None:
+    try:
+        with replacing(path, fresh=True) as file:
+            write_all(file, os.urandom(_BYTES))
+    except StorageError:
+        if not path.exists():  # nobody was faster: it is the disk
+            raise

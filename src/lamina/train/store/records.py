@@ -74,13 +74,12 @@ class Open:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Close:
-    """The segment is done: its checkpoint, with this digest, is durable. Its seed is erased after this."""
+class _End:
+    """How an attempt ended: it is named as in its Open."""
 
     segment: int
     generation: int
     nonce: bytes
-    checkpoint: bytes
 
     def __post_init__(self) -> None:
         _check(self)
@@ -91,23 +90,20 @@ class Close:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GivenUp:
+class Close(_End):
+    """The segment is done: its checkpoint, with this digest, is durable. Its seed is erased after this."""
+
+    checkpoint: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenUp(_End):
     """The attempt will never be finished or replayed: its seed is erased after this.
 
     `charged` is False if the book refused it, so that nothing was drawn.
     """
 
-    segment: int
-    generation: int
-    nonce: bytes
     charged: bool
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    @property
-    def key(self) -> tuple[int, int, bytes]:
-        return (self.segment, self.generation, self.nonce)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
