@@ -24,13 +24,14 @@ from lamina.allocate import make_plan
 from lamina.engine import Batch, Engine, NoiseSource, SecureNoise, SeededNoise, examples, route, rows
 from lamina.errors import LaminaError
 from lamina.plan import Clipping, DepthProfile, LayerStack, Policy, StepPlan, fix
+from lamina.sensitivity import Measure, measure
 from lamina.train import Corpus, Evaluation, Outcome, SpendBook, Trainer, make_private
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LayerStack", "DepthProfile", "Policy", "fix",
-    "make_plan", "StepPlan", "Clipping",
+    "measure", "Measure", "make_plan", "StepPlan", "Clipping",
     "Engine", "Batch", "route", "rows", "examples",
     "make_private", "Corpus", "Trainer", "Evaluation", "Outcome", "SpendBook",
     "NoiseSource", "SecureNoise", "SeededNoise",

@@ -237,7 +237,7 @@ def test_a_defect_is_one_message_too(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr("lamina.cli.plan.make_plan", broken)
+    monkeypatch.setattr("lamina.cli.plan.explained_plan", broken)
     arguments = ["plan", policy, "--model", "mlp", "--steps", "3", "--json"]
     assert code_of(arguments) == 1
     printed = capsys.readouterr()
@@ -250,7 +250,7 @@ def test_a_defect_is_one_message_too(
 def test_a_defect_of_ours_names_our_line(
     policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lamina.cli.plan.make_plan", lambda *_, **__: None)
+    monkeypatch.setattr("lamina.cli.plan.explained_plan", lambda *_, **__: (None, None))
     assert code_of(["plan", policy, "--model", "mlp", "--steps", "3"]) == 1
     told = capsys.readouterr().err
     assert "AttributeError" in told

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from lamina.account.accountant import ACCOUNTANTS, Accountant, accountant
+from lamina.account.accountant import ACCOUNTANTS, Accountant, accountant, order_of
 from lamina.account.calibrate import calibrate
+from lamina.account.choice import choice_multiplier
 from lamina.account.cost import Cost, capped, cost, epsilon_of_multiplier
 from lamina.account.curve import SpendCurve
 from lamina.account.event import Adjacency, Event, Schedule, grouped, prefix, total_steps
@@ -23,10 +24,12 @@ __all__ = [
     "accountant",
     "calibrate",
     "capped",
+    "choice_multiplier",
     "choose_order",
     "cost",
     "epsilon_of_multiplier",
     "grouped",
+    "order_of",
     "prefix",
     "total_steps",
 ]

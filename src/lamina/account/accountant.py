@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 from lamina.account import gaussian, moments, pld, rdp, zcdp
@@ -91,12 +91,35 @@ ACCOUNTANTS: dict[str, Accountant] = {
 
 
 def accountant(name: str) -> Accountant:
-    """The accountant called `name`: pld, rdp, moments, zcdp or gaussian.
+    """The accountant called `name`: pld, rdp, moments, zcdp, gaussian, or rdp@ORDER.
+
+    The last is RDP at one order that is fixed in advance: looser, and the only one here that also prices steps whose
+    noise was chosen on the way, under a `RenyiFilter` of that order.
 
     >>> round(accountant("gaussian").epsilon([Event(sigma=37.3, q=1.0, steps=100)], 1e-5), 2)
     1.0
     """
     found = ACCOUNTANTS.get(name) if isinstance(name, str) else None
+    if found is None and (order := order_of(name)) is not None:
+        return _at_order(name, order)
     if found is None:
         raise AccountingError(f"accountant {name!r} is not known", f"use one of {', '.join(ACCOUNTANTS)}")
     return found
+
+
+def order_of(name: str) -> float | None:
+    """The order of an accountant `rdp@ORDER`; None for every other."""
+    if not isinstance(name, str) or not name.startswith("rdp@"):
+        return None
+    try:
+        order = float(name.removeprefix("rdp@"))
+    except ValueError:
+        order = math.nan
+    if not 1.01 < order < 1e6 or name != f"rdp@{order:g}":
+        raise AccountingError(f"accountant {name!r} has no order in (1.01, 1e6)", "e.g. rdp@32")
+    return order
+
+
+@lru_cache(maxsize=64)
+def _at_order(name: str, order: float) -> Accountant:
+    return _cached(name, True, partial(rdp.epsilon_at, order), partial(rdp.delta_at, order))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lamina.account import gaussian, mixture, zcdp
+from lamina.account.accountant import Accountant, order_of
 from lamina.account.accountant import accountant as find_accountant
 from lamina.account.event import Adjacency, Event, Schedule, check_delta, grouped
 from lamina.errors import AccountingError
@@ -52,12 +54,30 @@ def cost(
         delta=delta,
         occurrences=occurrences,
         epsilon=priced_by.epsilon(own, delta),
-        epsilon_replace_one=replacing.epsilon(own, delta, Adjacency.REPLACE_ONE),
+        epsilon_replace_one=replacing.epsilon(own, delta, Adjacency.REPLACE_ONE)
+        if order_of(replacing.name) is None
+        else _removed_and_added(replacing, own, delta),
         rho=zcdp.rho(known),
         epsilon_unamplified=exact.epsilon(known, delta),
         epsilon_unamplified_replace_one=exact.epsilon(known, delta, Adjacency.REPLACE_ONE),
         epsilon_disclosed=mixture.epsilon(parts, delta) if occurrences is None else None,
     )
+
+
+def _removed_and_added(priced_by: Accountant, schedule: Schedule, delta: float) -> float:
+    """Replace-one from add/remove: (ε, δ') twice is (2ε, (1 + e^ε)δ'), at the δ' for which that is `delta`.
+
+    For steps that are proven at one order only, no finer composition is.
+    """
+    share = 0.5 * delta
+    for _ in range(200):
+        epsilon = priced_by.epsilon(schedule, share)
+        if epsilon > 300:
+            break  # no δ' that a float can hold is small enough
+        if share * (1.0 + math.exp(epsilon)) <= delta:
+            return 2.0 * epsilon
+        share = 0.999 * delta / (1.0 + math.exp(epsilon))
+    return math.inf
 
 
 def capped(schedule: Iterable[Event], occurrences: int) -> Schedule:

@@ -9,20 +9,33 @@ curve is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from lamina.account.accountant import accountant as find_accountant
-from lamina.account.event import Adjacency, Event, check_adjacency, check_delta, prefix, total_steps
+from lamina.account.event import (
+    Adjacency,
+    Event,
+    Schedule,
+    check_adjacency,
+    check_delta,
+    prefix,
+    total_steps,
+)
 from lamina.errors import AccountingError
 
 
 class SpendCurve:
-    """An upper bound on ε(t), t = 0..T, of the prefixes of one schedule, in the order it is written."""
+    """An upper bound on ε(t), t = 0..T, of the prefixes of one schedule, in the order it is written.
+
+    Where something else is released on the way, `schedule` is a function: what the first t of `steps` steps release,
+    never less for more steps.
+    """
 
     def __init__(
         self,
-        schedule: Iterable[Event],
+        schedule: Iterable[Event] | Callable[[int], Schedule],
         *,
+        steps: int | None = None,
         delta: float,
         accountant: str = "pld",
         adjacency: Adjacency | str = Adjacency.ADD_REMOVE,
@@ -30,11 +43,17 @@ class SpendCurve:
     ) -> None:
         if points < 1:
             raise AccountingError(f"a curve with {points} points was asked for, must be >= 1", "e.g. 64")
-        self._schedule = tuple(schedule)
         self._delta, self._adjacency = check_delta(delta), check_adjacency(adjacency)
         self._accountant = find_accountant(accountant)
         self._points = points
-        self.steps = total_steps(self._schedule)
+        self._upto: Callable[[int], Schedule]
+        if callable(schedule):
+            if steps is None:
+                raise AccountingError("the schedule is a function, and steps is not given", "give both")
+            self._upto, self.steps = schedule, steps
+        else:
+            whole = tuple(schedule)
+            self._upto, self.steps = (lambda t: prefix(whole, t)), total_steps(whole)
 
     def epsilon(self, t: int) -> float:
         """An ε that holds after t steps."""
@@ -44,8 +63,7 @@ class SpendCurve:
             )
         if t == 0:
             return 0.0
-        upto = prefix(self._schedule, self._next(t))
-        return self._accountant.epsilon(upto, self._delta, self._adjacency)
+        return self._accountant.epsilon(self._upto(self._next(t)), self._delta, self._adjacency)
 
     def _next(self, t: int) -> int:
         """The smallest point T·(j/points)², rounded up, that is not before t."""

@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from lamina.account.event import Adjacency, Schedule
-from lamina.account.renyi import ORDERS, Array, divergences
+from lamina.account.renyi import ORDERS, Array, divergence, divergences
 from lamina.errors import AccountingError
 
 
@@ -64,6 +64,26 @@ def delta(schedule: Schedule, epsilon: float, adjacency: Adjacency) -> float:
     """δ of a grouped schedule with amplification."""
     _add_remove_only(adjacency, "rdp")
     return delta_of_curve(curve(schedule), epsilon)
+
+
+def total_at(schedule: Schedule, order: float) -> float:
+    """RDP of a grouped schedule at one order."""
+    return math.fsum(event.steps * divergence(event.q, event.sigma, order) for event in schedule)
+
+
+def epsilon_at(order: float, schedule: Schedule, delta: float, adjacency: Adjacency) -> float:
+    """ε by one order, fixed in advance: what a filter at that order can promise."""
+    _add_remove_only(adjacency, f"rdp@{order:g}")
+    return max(0.0, total_at(schedule, order) + order_offset(order, delta)) * (1 + 1e-12)
+
+
+def delta_at(order: float, schedule: Schedule, epsilon: float, adjacency: Adjacency) -> float:
+    """δ by one order, fixed in advance."""
+    _add_remove_only(adjacency, f"rdp@{order:g}")
+    if math.isinf(epsilon):
+        return 0.0
+    log = (order - 1) * (total_at(schedule, order) - epsilon + math.log1p(-1 / order)) - math.log(order)
+    return min(1.0, math.exp(min(0.0, log)) * (1 + 1e-12))
 
 
 def _add_remove_only(adjacency: Adjacency, name: str) -> None:

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-from lamina.account import calibrate
+from lamina.allocate.declare import declare, known, paces
 from lamina.allocate.problem import Allocate, Allocation, Problem
 from lamina.allocate.registry import allocation
 from lamina.errors import PlanError
-from lamina.plan import Clipping, LayerStack, PlannedClass, PlannedLayer, Policy, StepPlan, rescale
+from lamina.plan import (
+    Clipping,
+    FollowBudget,
+    FollowQuantile,
+    LayerStack,
+    PlannedClass,
+    PlannedLayer,
+    Policy,
+    StepPlan,
+    rescale,
+)
+
+if TYPE_CHECKING:
+    from lamina.sensitivity.measure import Measure
 
 
 def make_plan(
@@ -22,20 +37,53 @@ def make_plan(
     epochs: float | None = None,
     allocate: str | Allocate = "pareto",
     epsilon: float | Mapping[str, float] | None = None,
+    rho: float | Mapping[str, float] | None = None,
     clipping: Clipping | str | None = None,
+    measure: Measure | None = None,
 ) -> StepPlan:
     """The plan that spends at most what the policy allows, and no less than it must.
 
     batch     expected contributions per step: one number, shared out in proportion to the populations, or
               one per class (0 leaves a class out). q_k = b_k/N_k; B = Σ b_k
     steps     how many steps; or epochs: steps = ⌈epochs · ΣN_k / Σb_k⌉
-    allocate  how C and S are chosen: "flat", "uniform", "pareto", or a function of a Problem
+    allocate  how C and S are chosen: a name of `lamina.allocate.ALLOCATIONS`, a policy with options of its own
+              (`lamina.allocate.LADP(…)`), or a function of a Problem
     epsilon   ε to spend, for all private classes or by name; at most the policy's bound, which is the default
+    rho       or ρ, a zCDP budget: every step then takes ρ/T exactly, nothing is credited to sampling
     clipping  "box" or "joint", instead of the form that the allocation prefers
+    measure   what is known of the layers from proxy data (`lamina.measure`), for policies that need it
 
-    sigma_k is calibrated to ε_k for q_k and the steps, on the safe side; then S is scaled so that every
-    class has at least its sigma_k.
+    sigma_k is calibrated to ε_k for q_k and the steps, on the safe side, together with whatever else the allocation
+    releases; then S is scaled so that every class has at least its sigma_k.
     """
+    return explained_plan(
+        stack,
+        policy,
+        batch=batch,
+        steps=steps,
+        epochs=epochs,
+        allocate=allocate,
+        epsilon=epsilon,
+        rho=rho,
+        clipping=clipping,
+        measure=measure,
+    )[0]
+
+
+def explained_plan(
+    stack: LayerStack,
+    policy: Policy,
+    *,
+    batch: int | Mapping[str, int],
+    steps: int | None = None,
+    epochs: float | None = None,
+    allocate: str | Allocate = "pareto",
+    epsilon: float | Mapping[str, float] | None = None,
+    rho: float | Mapping[str, float] | None = None,
+    clipping: Clipping | str | None = None,
+    measure: Measure | None = None,
+) -> tuple[StepPlan, Allocation]:
+    """`make_plan`, and the allocation behind it with its reasons."""
     if not isinstance(stack, LayerStack):
         raise PlanError(f"stack is a {type(stack).__name__}", "use lamina.LayerStack.from_model(model)")
     if not isinstance(policy, Policy):
@@ -43,39 +91,67 @@ def make_plan(
     sizes = _batches(policy, batch)
     total, population = sum(sizes.values()), sum(_population(policy, name) for name in sizes)
     count = _steps(steps, epochs, Fraction(population) / total)
-    targets = _targets(policy, list(sizes), epsilon)
-    reach = tuple(policy.classes[name].profile.resolve(stack) for name in sizes)
+    if measure is not None:
+        measure.check(stack)
+    chooser = allocation(allocate)
     rates = {name: float(size / _population(policy, name)) for name, size in sizes.items()}
-    corpus = policy.corpus
-    sigma = tuple(
-        calibrate(targets[name], delta=corpus.delta, q=rates[name], steps=count, accountant=corpus.accountant)
-        if name in targets
-        else math.inf
-        for name in sizes
-    )
+    declared = declare(policy, rates, count, epsilon=epsilon, rho=rho, chooser=chooser)
     problem = Problem(
         sizes=tuple(layer.size for layer in stack),
         weights=tuple(float(layer.size) for layer in stack),
-        reach=reach,
+        reach=tuple(policy.classes[name].profile.resolve(stack) for name in sizes),
         clip_norm=tuple(policy.classes[name].clip_norm for name in sizes),
-        sigma=sigma,
+        sigma=declared.sigma,
+        layers=tuple(layer.name for layer in stack),
+        classes=tuple(sizes),
+        stack=stack,
+        measure=measure,
+        steps=count,
+        rates=tuple(rates.values()),
+        delta=tuple(0.0 if policy.classes[name].public else policy.corpus.delta for name in sizes),
+        targets=declared.targets,
+        batch=float(total),
+        rho=declared.rho,
     )
-    chosen = (allocation(allocate) if isinstance(allocate, str) else allocate)(problem)
+    chosen = chooser(problem)
     _respects_reach(problem, chosen, list(sizes), stack)
-    return StepPlan(
+    rules = tuple(chosen.rules)
+    if declared.order is not None:
+        pace = paces(declared, rates.values())
+        rules = tuple(_paced(r, declared.order, pace) if isinstance(r, FollowBudget) else r for r in rules)
+    form = Clipping.ELEMENTWISE if chosen.clipping is Clipping.ELEMENTWISE else clipping or chosen.clipping
+    plan = StepPlan(
         layers=tuple(
             PlannedLayer(name=layer.name, depth=layer.depth, parameters=layer.parameters, size=layer.size)
             for layer in stack
         ),
         classes=tuple(_planned(policy, name, rates[name]) for name in sizes),
         clip=chosen.clip,
-        noise=rescale(chosen.clip, chosen.noise, sigma),
-        batch=float(total),
+        noise=chosen.noise if chosen.claimed else _owed(chosen, declared.sigma),
+        batch=1.0 if form is Clipping.ELEMENTWISE else float(total) * chosen.divide,
         steps=count,
-        clipping=chosen.clipping if clipping is None else clipping,  # type: ignore[arg-type]  # the plan reads text
-        accountant=corpus.accountant,
-        allocation=allocate if isinstance(allocate, str) else getattr(allocate, "__name__", "function"),
+        clipping=form,  # type: ignore[arg-type]  # the plan reads text
+        accountant="gaussian" if chosen.claimed else declared.accountant,
+        allocation=str(getattr(chooser, "name", None) or getattr(chooser, "__name__", "function")),
+        rules=rules,
+        claimed=chosen.claimed,
     )
+    return plan, chosen
+
+
+def _paced(rule: FollowBudget, order: float, pace: tuple[float, float]) -> FollowBudget:
+    """The rule at the plan's order, within the factors at which a step costs half to twice the declared price."""
+    return replace(rule, order=order, least=max(rule.least, pace[0]), most=min(rule.most, pace[1]))
+
+
+def _owed(chosen: Allocation, sigma: tuple[float, ...]) -> tuple[float, ...]:
+    """S of the allocation's shape, so large that every class has its sigma, noised counts included."""
+    counted = next((rule for rule in chosen.rules if isinstance(rule, FollowQuantile)), None)
+    bits = [
+        0.0 if counted is None else math.sqrt(sum(c > 0 for c in row)) / (2.0 * counted.noise)
+        for row in chosen.clip
+    ]
+    return rescale(chosen.clip, chosen.noise, sigma, bits)
 
 
 def _planned(policy: Policy, name: str, rate: float) -> PlannedClass:
@@ -105,7 +181,7 @@ def _population(policy: Policy, name: str) -> int:
 def _batches(policy: Policy, batch: int | Mapping[str, int]) -> dict[str, Fraction]:
     """Expected contributions per step of each class that takes part, exactly."""
     if isinstance(batch, Mapping):
-        _known(policy, batch, "batch")
+        known(policy, batch, "batch")
         missing = [name for name in policy.classes if name not in batch]
         if missing:
             raise PlanError(
@@ -140,42 +216,6 @@ def _steps(steps: int | None, epochs: float | None, epoch: Fraction) -> int:
     return math.ceil(Fraction(epochs).limit_denominator(1_000_000) * epoch) or 1
 
 
-def _targets(
-    policy: Policy, names: list[str], epsilon: float | Mapping[str, float] | None
-) -> dict[str, float]:
-    """The ε that each private class is to spend, checked against the policy's bound."""
-    private = [name for name in names if not policy.classes[name].public]
-    asked: dict[str, float] = {}
-    if isinstance(epsilon, Mapping):
-        _known(policy, epsilon, "epsilon")
-        for name in epsilon:
-            if name not in private:
-                raise PlanError(
-                    f"epsilon is given for class {name!r}, which is public or left out", "drop it"
-                )
-        asked = dict(epsilon)
-    elif epsilon is not None:
-        asked = dict.fromkeys(private, epsilon)
-    targets = {}
-    for name in private:
-        bound, entry = policy.bound(name), policy.classes[name]
-        target = asked.get(name, bound if entry.epsilon or entry.noise_multiplier else None)
-        if target is None:
-            raise PlanError(
-                f"class {name!r} has neither epsilon nor noise_multiplier",
-                f"add one to [class.{name}], or give make_plan(epsilon={{{name!r}: 1.0}})",
-            )
-        if isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target < math.inf:
-            raise PlanError(f"epsilon of class {name!r} is {target!r}, must be finite and > 0", "correct it")
-        if bound is not None and target > bound:
-            raise PlanError(
-                f"epsilon of class {name!r} is {target:g}, above the policy's bound of {bound:.6g}",
-                "ask for less, or change the policy",
-            )
-        targets[name] = float(target)
-    return targets
-
-
 def _respects_reach(problem: Problem, chosen: Allocation, names: list[str], stack: LayerStack) -> None:
     """An allocation may shape C and S, never widen what a class reaches."""
     shape = [len(row) for row in problem.reach]
@@ -191,15 +231,6 @@ def _respects_reach(problem: Problem, chosen: Allocation, names: list[str], stac
                     "its profile excludes",
                     "use 0 where Problem.reach is False",
                 )
-
-
-def _known(policy: Policy, names: Mapping[str, float], what: str) -> None:
-    for name in names:
-        if name not in policy.classes:
-            raise PlanError(
-                f"{what} names class {name!r}, which the policy does not have",
-                f"its classes are {', '.join(policy.classes)}",
-            )
 
 
 def _whole(value: int, what: str, *, least: int) -> int:

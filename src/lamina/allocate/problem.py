@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from lamina.errors import PlanError
-from lamina.plan import Clipping
+from lamina.plan import Clipping, LayerStack, Rule
+
+if TYPE_CHECKING:
+    from lamina.sensitivity.measure import Measure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +23,12 @@ class Problem:
     reach[k][l]   whether class k may reach layer l
     clip_norm[k]  c_k, the bound on a contribution's whole gradient
     sigma[k]      the declared noise multiplier; inf marks a public class, which is owed nothing
+    layers[l], classes[k]   what they are called, for messages
+    stack         the layers themselves, for policies that look at names and depths
+    measure       what is known of the layers from proxy data, for policies that need it
+    steps, rates[k], delta[k], targets[k]   T, q_k, δ_k and the ε_k that sigma was calibrated to
+    batch         Σ b_k, the contributions that a step expects
+    rho[k]        ρ_k, if the plan was asked for by zCDP budgets
     """
 
     sizes: tuple[int, ...]
@@ -26,9 +36,23 @@ class Problem:
     reach: tuple[tuple[bool, ...], ...]
     clip_norm: tuple[float, ...]
     sigma: tuple[float, ...]
+    layers: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    stack: LayerStack | None = None
+    measure: Measure | None = None
+    steps: int = 1
+    rates: tuple[float, ...] = ()
+    delta: tuple[float, ...] = ()
+    targets: tuple[float, ...] = ()
+    batch: float = 0.0
+    rho: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         layers, classes = len(self.sizes), len(self.reach)
+        if not self.layers:
+            object.__setattr__(self, "layers", tuple(f"layer {i}" for i in range(layers)))
+        if not self.classes:
+            object.__setattr__(self, "classes", tuple(f"class {k}" for k in range(classes)))
         if len(self.weights) != layers or any(len(row) != layers for row in self.reach):
             raise PlanError(
                 f"weights and reach must have one entry for each of {layers} layers", "check shapes"
@@ -66,11 +90,43 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """C, S and the form of clipping they are meant for. S counts up to a common factor."""
+    """C, S and the form of clipping they are meant for. S counts up to a common factor.
+
+    rules    how C and S may change while training (plan/rules.py)
+    claimed  of a printed allocation: the ε that the document claims, by class. Then S is taken as it is
+    divide   what B is multiplied by: B only sets the scale of what the optimiser sees
+    why      sentences that explain the choice: `lamina plan --explain` prints them
+    """
 
     clip: tuple[tuple[float, ...], ...]
     noise: tuple[float, ...]
     clipping: Clipping
+    rules: tuple[Rule, ...] = ()
+    claimed: tuple[float, ...] = ()
+    divide: float = 1.0
+    why: tuple[str, ...] = ()
 
 
 Allocate = Callable[[Problem], Allocation]
+
+
+class Policy(Protocol):
+    """An allocation with a name and options of its own: a frozen dataclass."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, problem: Problem) -> Allocation: ...
+
+
+class Demanding(Policy, Protocol):
+    """A policy that takes something from the budget beside the steps, or prices them in its own way.
+
+    side(steps)     (noise multiplier, how often) of its other releases
+    follows_budget  whether sigma is chosen on the way: then the plan is priced at one Rényi order
+    """
+
+    def side(self, steps: int) -> tuple[tuple[float, int], ...]: ...
+
+    @property
+    def follows_budget(self) -> bool: ...

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 
+from lamina.allocate.automatic import automatic
 from lamina.allocate.flat import flat
+from lamina.allocate.ladp import LADP, ladp
+from lamina.allocate.lsab import lsab
 from lamina.allocate.pareto import pareto
-from lamina.allocate.problem import Allocate
+from lamina.allocate.printed_ladp import printed_ladp
+from lamina.allocate.printed_lsab import printed_lsab
+from lamina.allocate.problem import Allocate, Policy
+from lamina.allocate.proportional import proportional
+from lamina.allocate.quantile import quantile
 from lamina.allocate.uniform import uniform
 from lamina.errors import PlanError
 
-ALLOCATIONS = MappingProxyType({"flat": flat, "uniform": uniform, "pareto": pareto})
+_DEFAULTS: tuple[Policy, ...] = (
+    flat, uniform, proportional, pareto, lsab, ladp, LADP(mode="budget"), quantile, automatic,
+    printed_lsab, printed_ladp,
+)  # fmt: skip
+ALLOCATIONS: Mapping[str, Policy] = MappingProxyType({policy.name: policy for policy in _DEFAULTS})
+"""Every policy with its default options. The printed ones reproduce documents and are not what these claim."""
 
 
-def allocation(name: str) -> Allocate:
-    """The allocation of that name."""
+def allocation(name: str | Allocate) -> Allocate:
+    """The allocation of that name; a policy or function stands for itself."""
+    if not isinstance(name, str):
+        if not callable(name):
+            raise PlanError(f"allocate is a {type(name).__name__}", f"use one of {', '.join(ALLOCATIONS)}")
+        return name
     if name not in ALLOCATIONS:
-        raise PlanError(f"allocation {name!r} is not known", f"use one of {', '.join(ALLOCATIONS)}")
+        close = get_close_matches(name, ALLOCATIONS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise PlanError(f"allocation {name!r} is not known{hint}", f"use one of {', '.join(ALLOCATIONS)}")
     return ALLOCATIONS[name]

@@ -3,6 +3,8 @@
     D_l = B · (release with the canary − release without it)_l            the noise cancels
     realised sensitivity = ‖( D_l / S_l )_l‖   to be compared with   1/sigma_k = √Σ_l (C[k,l]/S_l)²
 
+A step that also releases noised counts moves these, too: they are further coordinates, D/σ_b against ½/σ_b each.
+
 "Without" has two forms. `slot` keeps the canary's rows with weight 0: every shape and dropout mask stays as it
 is, so that nothing but the canary can differ. `absent` takes the rows away: that is what adding or removing a
 contribution means, and it also sees steps that depend on how many were sampled; it needs a model without dropout.
@@ -20,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lamina.audit.subject import Subject
+from lamina.audit.subject import COUNTS, Subject
 from lamina.engine import Batch
 from lamina.errors import EngineError
+from lamina.plan.rules import FollowQuantile
 from lamina.plan.step import Clipping, StepPlan
 
 QUIET = 2.0**-20
@@ -44,6 +47,7 @@ class Paired:
     bound        1/sigma_k of its class
     per_layer    ‖D_l‖/S_l for every layer of the plan
     limits       what the plan allows there: C/S (box), the bound (joint), 0 outside the class's band
+    counts       how far each noised count moved, in units of its noise; empty if the step releases none
     rounding     an estimate of the floating-point error of `sensitivity`
     """
 
@@ -53,6 +57,8 @@ class Paired:
     per_layer: tuple[float, ...]
     limits: tuple[float, ...]
     rounding: float
+    counts: tuple[float, ...] = ()
+    count_limits: tuple[float, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -65,6 +71,7 @@ class Paired:
     def sound(self) -> bool:
         """Whether every layer, and all of them together, stayed within what the plan allows."""
         pairs = [(self.sensitivity, self.bound), *zip(self.per_layer, self.limits, strict=True)]
+        pairs += zip(self.counts, self.count_limits, strict=True)
         return all(found <= limit * (1 + TOLERANCE) + self.rounding for found, limit in pairs)
 
     @property
@@ -95,19 +102,20 @@ def paired_step(
     a = subject.release(batch, seed=seed, noise=noise)
     b = subject.release(other, seed=seed, noise=noise)
     plan = subject.plan
-    per_layer, floor = (
-        whitened(plan, {name: a[name] - b[name] for name in _same_names(a, b)}),
-        _rounding(subject, a, b),
-    )
+    moved = {name: a[name] - b[name] for name in _same_names(a, b)}
+    per_layer, floor = whitened(plan, moved), _rounding(subject, a, b)
+    counts, limits = _counts(plan, cls, moved)
     if subject.hardened:  # each release is rounded to a grid of at most S/2^8
-        floor = math.hypot(floor, noise * 2.0**-8 * math.sqrt(sum(layer.size for layer in plan.layers)))
+        floor = math.hypot(floor, noise * 2.0**-8 * math.sqrt(sum(layer.size + 1 for layer in plan.layers)))
     return Paired(
         cls=cls,
-        sensitivity=math.hypot(*per_layer),
-        bound=plan.joint(cls),
+        sensitivity=math.hypot(*per_layer, *counts),
+        bound=math.hypot(plan.joint(cls), plan.bits(cls)),
         per_layer=per_layer,
         limits=_limits(plan, cls),
         rounding=floor,
+        counts=counts,
+        count_limits=limits,
     )
 
 
@@ -121,6 +129,23 @@ def whitened(plan: StepPlan, moved: Mapping[str, Tensor]) -> tuple[float, ...]:
         else:
             found.append(norm / s if math.isfinite(norm) and s > 0 else math.inf)
     return tuple(found)
+
+
+def _counts(
+    plan: StepPlan, cls: int, moved: Mapping[str, Tensor]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """How far the counts moved and might: infinitely far where the plan pays for none, or they are not finite."""
+    if COUNTS not in moved:
+        return (), ()
+    rule = plan.rule(FollowQuantile)
+    std = 0.0 if rule is None else rule.noise
+    found = [abs(float(d)) for d in moved[COUNTS]]
+    limits = [
+        0.5 / std if std > 0 and c > 0 and not plan.classes[cls].public else 0.0 for c in plan.clip[cls]
+    ]
+    return tuple(0.0 if d == 0 else d / std if d < math.inf and std > 0 else math.inf for d in found), tuple(
+        limits
+    )
 
 
 def emptied(batch: Batch, unit: int) -> Batch:
@@ -167,6 +192,6 @@ def _rounding(subject: Subject, a: Mapping[str, Tensor], b: Mapping[str, Tensor]
     dtypes = {name: p.dtype for name, p in subject.model.named_parameters()}
     parts = []
     for one in (a, b):
-        scaled = {name: t * torch.finfo(dtypes[name]).eps for name, t in one.items()}
+        scaled = {name: t * torch.finfo(dtypes[name]).eps for name, t in one.items() if name in dtypes}
         parts += [w for w in whitened(subject.plan, scaled) if math.isfinite(w)]
     return math.hypot(*parts)

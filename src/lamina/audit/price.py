@@ -15,21 +15,29 @@ def epsilon_of_sensitivity(plan: StepPlan, k: str | int, sensitivity: float) -> 
 
     A canary that does so in one step can do so in all of them, and the subsampled Gaussian of multiplier
     1/sensitivity is then exactly what an observer of all steps faces. So no smaller ε is true (up to the
-    grid of the PLD, which is exact to about 1e-3), and an ε above the claim refutes the claim.
+    grid of the PLD, which is exact to about 1e-3), and an ε above the claim refutes the claim. A plan that
+    credits nothing to sampling is held to its word: the exact Gaussian, with the canary in every step.
     """
     row = plan.index(k)
     if plan.classes[row].public or sensitivity == 0:
         return 0.0
     if not math.isfinite(sensitivity):
         return math.inf
-    event = Event(sigma=1.0 / sensitivity, q=plan.classes[row].sampling_rate, steps=plan.steps)
-    return accountant("pld").epsilon((event,), plan.delta(row))
+    amplified = accountant(plan.accountant).amplified
+    q = plan.classes[row].sampling_rate if amplified else 1.0
+    event = Event(sigma=1.0 / sensitivity, q=q, steps=plan.steps)
+    return accountant("pld" if amplified else "gaussian").epsilon((event,), plan.delta(row))
 
 
-def epsilon_of_noise(plan: StepPlan, k: str | int, noise: Sequence[float]) -> float:
-    """ε of class k if its layers carry this noise instead of the plan's."""
+def epsilon_of_noise(plan: StepPlan, k: str | int, noise: Sequence[float], counts: float = 1.0) -> float:
+    """ε of class k if its layers carry this noise instead of the plan's, and its counts so many times theirs."""
     row = plan.index(k)
     if plan.classes[row].public:
         return 0.0
-    sigma = effective_sigma(plan.clip[row], noise)
+    sigma = effective_sigma(plan.clip[row], noise, plan.bits(row) / counts)
     return epsilon_of_sensitivity(plan, row, math.inf if sigma == 0 else 1.0 / sigma)
+
+
+def claim(plan: StepPlan, k: str | int) -> float:
+    """The ε that is claimed for class k: the plan's own, or what the document says that a printed plan reproduces."""
+    return plan.claimed[plan.index(k)] if plan.claimed else plan.epsilon(k)

@@ -12,12 +12,13 @@ from lamina.audit.ascent import ascend
 from lamina.audit.canary import random_canaries, variants
 from lamina.audit.check import Check, Verdict
 from lamina.audit.independence import moved_others
-from lamina.audit.noise import noise_levels
+from lamina.audit.noise import Level, noise_levels
 from lamina.audit.paired import Paired, Without, paired_step
-from lamina.audit.price import epsilon_of_noise, epsilon_of_sensitivity
+from lamina.audit.price import claim, epsilon_of_noise, epsilon_of_sensitivity
 from lamina.audit.subject import Subject
 from lamina.engine import Batch
 from lamina.errors import EngineError
+from lamina.plan.step import StepPlan
 
 _COUPLED = 1e-4
 _QUICK = (
@@ -62,12 +63,7 @@ def audit_step(
     levels = noise_levels(subject, batch, seed=seed + 1)
     for k, entry in enumerate(subject.plan.classes):
         if not entry.public:
-            worst = epsilon_of_noise(subject.plan, k, [level.high for level in levels])
-            wrong = [level.layer for level in levels if not level.as_planned]
-            detail = f"not as planned: {', '.join(wrong)}" if wrong else f"{len(levels)} layers as planned"
-            checks.append(
-                _check(f"noise/{entry.name}", worst, subject.plan.epsilon(k), not wrong, detail=detail)
-            )
+            checks.append(_noise(subject.plan, k, levels))
     return (*checks, _untouched(subject, batch), *_independence(subject, batch, unit, fixed))
 
 
@@ -93,18 +89,35 @@ def _attack(
     return found + loud
 
 
+def _noise(plan: StepPlan, k: int, levels: tuple[Level, ...]) -> Check:
+    layers, counts = levels[: len(plan.layers)], levels[len(plan.layers) :]
+    more = counts[0].high / counts[0].planned if counts and counts[0].high > 0 else 1.0
+    worst = epsilon_of_noise(plan, k, [level.high for level in layers], more)
+    wrong = [level.layer for level in levels if not level.as_planned]
+    detail = f"not as planned: {', '.join(wrong)}" if wrong else f"{len(levels)} layers as planned"
+    holds = not plan.claimed or worst <= claim(plan, k)
+    name = f"noise/{plan.classes[k].name}"
+    return _check(name, worst, claim(plan, k), not wrong and holds, detail=detail + _truth(plan, k))
+
+
+def _truth(plan: StepPlan, k: int) -> str:
+    """Of a printed plan: what is claimed, and what is so."""
+    return f"; ε = {claim(plan, k):.4g} is claimed, ε = {plan.epsilon(k):.4g} is true" if plan.claimed else ""
+
+
 def _sensitivity(subject: Subject, k: int, found: Found) -> Check:
     plan = subject.plan
-    claimed = plan.epsilon(k)
+    claimed = claim(plan, k)
     name, worst = max(found, key=lambda pair: (not pair[1].sound, pair[1].sensitivity))
-    sound = all(p.sound for _, p in found)
     bound = epsilon_of_sensitivity(plan, k, worst.sensitivity)
+    sound = all(p.sound for _, p in found) and (not plan.claimed or bound <= claimed)
     return _check(
         f"sensitivity/{plan.classes[k].name}",
         min(bound, claimed) if sound else bound,  # equal steps may differ in the PLD's last digit
         claimed,
         sound,
-        detail=f"{len(found)} canaries; '{name}' moved {worst.sensitivity:.6g} of {worst.bound:.6g} allowed",
+        detail=f"{len(found)} canaries; '{name}' moved {worst.sensitivity:.6g} of {worst.bound:.6g} allowed"
+        + _truth(plan, k),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lamina.engine import Batch, Engine, NoiseSource, SeededNoise
+from lamina.engine.printed import ReproductionWarning
+from lamina.plan.rules import Choose, FollowBudget, FollowQuantile, Rule
 from lamina.plan.step import StepPlan
 
+COUNTS = "counts/unclipped"  # no tensor of a model has such a name
 Losses = Callable[[Any, Any], Tensor]
 
 
@@ -55,12 +59,13 @@ class Subject:
 
         `noise` and `clip` scale S and C. A factor that is a power of two changes no bit of what is
         clipped, so that a step with little noise shows the same clipped sum, without the rounding.
-        Tensors without a gradient are left out.
+        Tensors without a gradient are left out. Noised counts that the step released are under `COUNTS`.
         """
         plan = replace(
             self.plan,
             noise=tuple(s * noise for s in self.plan.noise),
             clip=tuple(tuple(c * clip for c in row) for row in self.plan.clip),
+            rules=tuple(_within_a_step(self.plan.rules, noise)),
         )
         source = SeededNoise(seed, hardened=self.hardened)
         with _as_it_was(self.model):
@@ -73,12 +78,16 @@ class Subject:
             finally:
                 stepper.detach()
             grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-            return {name: grad.detach().double() * plan.batch for name, grad in grads.items()}
+            seen = {name: grad.detach().double() * plan.batch for name, grad in grads.items()}
+            counts = getattr(getattr(stepper, "adaptation", None), "counts", None)
+            return seen if counts is None else {**seen, COUNTS: torch.tensor(counts, dtype=torch.float64)}
 
     def _stepper(self, plan: StepPlan, source: NoiseSource) -> Stepper:
         if self.make is not None:
             return self.make(self.model, plan, source)
-        return Engine(self.model, plan, noise=source, **self.options)
+        with warnings.catch_warnings():  # an audit is where a printed plan belongs
+            warnings.simplefilter("ignore", ReproductionWarning)
+            return Engine(self.model, plan, noise=source, **self.options)
 
     def fixed(self, batch: Batch) -> bool:
         """Whether the step gives the same twice from different states of torch's generator (no dropout)."""
@@ -90,6 +99,15 @@ class Subject:
         finally:
             torch.set_rng_state(state)
         return all(torch.equal(first[name].nan_to_num(), second[name].nan_to_num()) for name in first)
+
+
+def _within_a_step(rules: tuple[Rule, ...], noise: float) -> Iterator[Rule]:
+    """The rules that have a part in one step. A choice is a release of its own; a filter is asked between steps."""
+    for rule in rules:
+        if isinstance(rule, FollowQuantile):
+            yield replace(rule, noise=rule.noise * noise)
+        elif not isinstance(rule, Choose | FollowBudget):
+            yield rule
 
 
 @contextmanager

@@ -22,6 +22,8 @@ BUILT_IN: dict[str, Callable[..., nn.Module]] = {
     "transformer": partial(models.TransformerAutoencoder, features=48),
     "mlp": models.MLPAutoencoder,
 }
+INPUTS: dict[str, tuple[int, ...]] = {"residual": (12, 256), "transformer": (64, 48), "mlp": (864,)}
+"""One example of each, without the batch axis."""
 
 
 def model(name: str, arguments: Mapping[str, Any] | None = None, *, beside: Path | None = None) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -14,10 +14,13 @@ from lamina.cli import named
 from lamina.cli.losses import loss
 from lamina.cli.optimizers import optimizer, scheduler
 from lamina.cli.run_file import Data, Evaluate, RunFile
-from lamina.errors import CorpusError
+from lamina.errors import CorpusError, PlanError
 from lamina.plan import LayerStack, Policy, StepPlan
 from lamina.train import Corpus, Evaluation, Trainer
 from lamina.train.blame import user_code
+
+if TYPE_CHECKING:
+    from lamina.sensitivity import Measure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +44,11 @@ class Planned:
             batch=file.batch,
             steps=file.steps,
             epochs=file.epochs,
-            allocate=file.allocate,
+            allocate=file.allocate.policy,
             epsilon=file.epsilon,
+            rho=file.rho,
             clipping=file.clipping,
+            measure=None if file.measure is None else _measured(beside / file.measure, file.measure),
         )
         return cls(file=file, beside=beside, policy=policy, model=model, plan=plan)
 
@@ -90,6 +95,18 @@ class Planned:
         for name in given or ():
             self.plan.index(name)
         return given
+
+
+def _measured(path: Path, name: str) -> Measure:
+    from lamina.sensitivity import Measure
+
+    if not path.exists():
+        raise PlanError(
+            f"measure is '{name}', and there is no '{path}'",
+            "paths are relative to the run file; make one: lamina plan policy.toml --model … --epochs … "
+            f"--proxy gaussian --save-measure {name}",
+        )
+    return Measure.load(path)
 
 
 def read(data: Data, policy: Policy, beside: Path) -> Corpus:

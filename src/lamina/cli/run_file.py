@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from lamina.allocate import ALLOCATIONS
-from lamina.errors import PlanError
-from lamina.plan.grouping import suggestion
+from lamina.allocate.problem import Policy
+from lamina.cli import allocations
+from lamina.errors import LaminaError, PlanError
 from lamina.plan.schema_errors import explain
 
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
@@ -44,14 +44,6 @@ def _per_class(kind: type, least: str) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
-
-
-def _known_allocation(value: Any) -> Any:
-    if isinstance(value, str) and value not in ALLOCATIONS:
-        raise ValueError(
-            f"is not known{suggestion(value, list(ALLOCATIONS))}; accepted: {', '.join(ALLOCATIONS)}"
-        )
-    return value
 
 
 def _public_figures(value: Any) -> Any:
@@ -145,6 +137,23 @@ class Tool(BaseModel):
         return dict(self.model_extra or {})
 
 
+class Allocate(Tool):
+    """How clipping and noise are shared out: the name of a policy, and its options."""
+
+    @model_validator(mode="after")
+    def _is_known(self) -> Self:
+        try:
+            _ = self.policy
+        except LaminaError as error:
+            raise ValueError(f"{error.problem}; {error.remedy}") from error
+        return self
+
+    @property
+    def policy(self) -> Policy:
+        """The policy with these options."""
+        return allocations.allocation_of(self.name, self.arguments)
+
+
 class Evaluate(BaseModel):
     """A function of the model alone, asked between segments, on data that is not protected."""
 
@@ -175,9 +184,11 @@ class RunFile(BaseModel):
     batch: Annotated[int | dict[str, int], _per_class(int, ">= 0")]
     steps: Count | None = None
     epochs: Positive | None = None
-    allocate: Annotated[Text, BeforeValidator(_known_allocation)] = "pareto"
+    allocate: Annotated[Allocate, _as_table("name")] = Allocate(name="pareto")
+    measure: Text | None = None
     clipping: Literal["box", "joint"] | None = None
     epsilon: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None
+    rho: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None
     segment: Count | None = None
     microbatches: Count = 1
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -243,4 +254,9 @@ def _has_the_least(data: Mapping[str, Any], source: str) -> None:
         raise PlanError(
             f"{source}: steps is {data.get('steps', 'missing')} and epochs is {data.get('epochs', 'missing')}",
             "give exactly one of them: steps = 1000, or epochs = 20",
+        )
+    if "epsilon" in data and "rho" in data:
+        raise PlanError(
+            f"{source}: epsilon is {data['epsilon']} and rho is {data['rho']}",
+            "give one of them: epsilon for the policy's accountant, rho for zCDP",
         )

@@ -11,6 +11,7 @@ import torch
 import typer
 
 from lamina.cli import run_folder
+from lamina.cli.explain.words import asked, rules_in_words
 from lamina.cli.notes import plan_notes
 from lamina.cli.output import err, out, print_json, results_only
 from lamina.cli.prepare import Planned
@@ -81,9 +82,11 @@ def train(
         planned = Planned.of(file, run.resolve().parent)
     output = planned.output(run.stem)
     book = planned.book(output)
-    notes = plan_notes(planned.plan, planned.policy, file.epsilon)
+    wanted = asked(file.epsilon, file.rho, planned.policy.corpus.delta)
+    notes = plan_notes(planned.plan, planned.policy, wanted)
     screen = err if as_json else out
-    for line in (str(planned.plan), *(f"note: {note}" for note in notes), ""):
+    rules = [f"rule: {rule}" for rule in rules_in_words(planned.plan)]
+    for line in (str(planned.plan), *rules, *(f"note: {note}" for note in notes), ""):
         screen.print(line, markup=False, soft_wrap=True)
     folder = run_folder.unused(output) if fresh else run_folder.newest(output)
     if plan_only:

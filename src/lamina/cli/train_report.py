@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.cli import run_folder
+from lamina.cli.explain.words import rules_in_words
 from lamina.cli.output import columns, out, print_json, round_up
 from lamina.cli.prepare import Planned
 from lamina.train import Outcome, SpendBook
@@ -29,6 +30,8 @@ def result(outcome: Outcome, planned: Planned, book: Path) -> dict[str, Any]:
             }
             for entry in planned.plan.classes
         },
+        "allocation": planned.plan.allocation,
+        "rules": list(rules_in_words(planned.plan)),
         "metrics": dict(outcome.metrics),
         "notes": list(outcome.notes),
         "model": str(outcome.folder / "model.safetensors"),
@@ -48,6 +51,7 @@ def tell(outcome: Outcome, planned: Planned, book: Path) -> None:
     lines = [columns(rows, left=2), ""]
     if not outcome.private:
         lines.append("NOT PRIVATE: something about this run voids its guarantee")
+    lines += [f"rule: {rule}" for rule in rules_in_words(planned.plan)]
     lines += [f"{name}: {value:.4g}" for name, value in outcome.metrics.items()]
     lines += [f"note: {note}" for note in outcome.notes]
     folder = outcome.folder

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from lamina.account import Filter
+from lamina.account import Filter, RenyiFilter, SpendCurve, choice_multiplier
 from lamina.errors import BudgetExceeded, PlanError
+from lamina.plan.rules import Choose, FollowBudget
 from lamina.plan.step import StepPlan
 
 
 class Budget:
-    """The steps that the plan priced, and the filters that a caller adds to them.
+    """The steps that the plan priced, the filters of a plan whose noise follows its budget, and a caller's.
 
-    Charged means spent: a step that fails after it was charged is not given back.
+    Charged means spent: a step or choice that fails after it was charged is not given back.
+
+    A plan that follows its budget has a filter of its own for every class: at the plan's one Rényi order, worth the
+    plan's whole schedule. `lent` says that somebody else asks such filters for this stretch of steps.
     """
 
     def __init__(self, plan: StepPlan, filters: Mapping[str, Filter], taken: int = 0) -> None:
@@ -20,32 +25,129 @@ class Budget:
             raise PlanError(
                 f"taken is {taken}, the plan has {plan.steps} steps", "say how many were taken before"
             )
-        self.plan = plan
-        self.taken = taken
-        self._filters = []
+        self.plan, self.lent = plan, False
+        self.go_to(taken)
+        self._curves: dict[int, SpendCurve] = {}
+        self._given: list[tuple[int, Filter]] = []
         for name, filter_ in filters.items():
             k = plan.index(name)
             if plan.classes[k].public:
                 raise PlanError(
                     f"class '{name}' is public and has no budget to filter", "leave it out of filters"
                 )
-            self._filters.append((name, filter_, plan.sigma(k), plan.classes[k].sampling_rate))
+            self._given.append((k, filter_))
+        self._own: dict[int, RenyiFilter] = {}
+        if (follow := plan.rule(FollowBudget)) is not None:
+            for k in range(len(plan.classes)):
+                if schedule := plan.schedule(k):
+                    self._own[k] = RenyiFilter.for_schedule(schedule, order=follow.order)
+            self._assume(follow.least)
 
-    def charge(self) -> int:
-        """Take one step's price from every class, or refuse and take nothing. Returns the step's number."""
+    def go_to(self, step: int) -> None:
+        """`step` steps were taken, and every choice that fell on them was made. Nothing is charged."""
+        choose = self.plan.rule(Choose)
+        self.taken, self._choices = step, 0 if choose is None else choose.calls(0, step)
+
+    def _assume(self, factor: float) -> None:
+        """Steps of an earlier engine whose sigma is not known here: charged as if each had been the dearest."""
+        for k, filter_ in self._own.items():
+            sigma, q = self.plan.sigma(k), self.plan.classes[k].sampling_rate
+            fits = filter_.admits(factor * sigma, q, self.taken)
+            if fits:
+                filter_.charge(factor * sigma, q, self.taken)
+            if self._choices and fits:
+                fits = filter_.admits(*self._choice(k), self._choices)
+                filter_.charge(*self._choice(k), self._choices if fits else 0)
+            if not fits:
+                raise BudgetExceeded(
+                    f"{self.taken} steps may have been taken at {factor:g} times the declared sigma, which is more "
+                    f"than class '{self.plan.classes[k].name}' has",
+                    "make the engine with taken=0 and give engine.budget.load_state(…) what to_state() said",
+                )
+
+    def charge(self, factor: float = 1.0) -> int:
+        """Take one step's price from every class, or refuse and take nothing. Returns the step's number.
+
+        `factor`: the step's sigma_k is at least so many times the declared one.
+        """
         if self.taken >= self.plan.steps:
             raise BudgetExceeded(
                 f"the plan was priced for {self.plan.steps} steps, and all are taken",
                 "make a plan with more steps: its noise, or its epsilon, will be larger",
             )
-        for name, filter_, sigma, q in self._filters:
-            if not filter_.admits(sigma, q):
-                raise BudgetExceeded(
-                    f"the budget of class '{name}' does not allow step {self.taken + 1} "
-                    f"at sigma {sigma:.4g}, q {q:.4g}",
-                    "stop here and release the model as it is",
-                )
-        for _, filter_, sigma, q in self._filters:
-            filter_.charge(sigma, q)
+        due = [(k, f, factor * self.plan.sigma(k), self._rate(k)) for k, f in self._asked()]
+        self._take(due, f"step {self.taken + 1}")
         self.taken += 1
         return self.taken - 1
+
+    def charge_choice(self) -> None:
+        """Take the price of one choice from every class, or refuse and take nothing."""
+        self._take(
+            [(k, f, *self._choice(k)) for k, f in self._asked()], f"the choice before step {self.taken + 1}"
+        )
+        self._choices += 1
+
+    def _take(self, due: list[tuple[int, Filter, float, float]], what: str) -> None:
+        for k, filter_, sigma, q in due:
+            if not filter_.admits(sigma, q):
+                raise BudgetExceeded(
+                    f"the budget of class '{self.plan.classes[k].name}' does not allow {what} "
+                    f"at sigma {sigma:.4g}, q {q:.4g}",
+                    "stop here and keep the model: release it as it is",
+                )
+        for _, filter_, sigma, q in due:
+            filter_.charge(sigma, q)
+
+    def _asked(self) -> list[tuple[int, Filter]]:
+        return [*self._given, *(() if self.lent else self._own.items())]
+
+    def _rate(self, k: int) -> float:
+        return self.plan.classes[k].sampling_rate
+
+    def _choice(self, k: int) -> tuple[float, float]:
+        choose = self.plan.rule(Choose)
+        assert choose is not None
+        return choice_multiplier(choose.epsilon), self._rate(k)
+
+    def epsilon(self, k: int) -> float:
+        """An ε that holds for class k after what was charged so far.
+
+        Where sigma follows the budget, it is the whole budget's from the first step on: what a filter has let through
+        at a moment that itself depends on the outputs is no guarantee, only its limit is.
+        """
+        plan = self.plan
+        schedule, choose = plan.schedule(k), plan.rule(Choose)
+        if not schedule or not (self.taken or self._choices):
+            return 0.0
+        if plan.rule(FollowBudget) is not None:
+            return plan.epsilon(k)
+        if k not in self._curves:
+            self._curves[k] = SpendCurve(
+                lambda steps: plan.stretch(k, 0, steps),
+                steps=plan.steps,
+                delta=plan.delta(k),
+                accountant=plan.accountant,
+            )
+        ahead = choose is not None and self._choices > choose.calls(0, self.taken)
+        return self._curves[k].epsilon(min(plan.steps, self.taken + ahead))
+
+    # ---------------------------------------------------------------------------------------- checkpoints
+
+    def to_state(self) -> dict[str, Any]:
+        """Steps, choices and the plan's own filters as plain numbers; a caller's filters are the caller's."""
+        own = {self.plan.classes[k].name: filter_.to_state() for k, filter_ in self._own.items()}
+        return {"taken": self.taken, "choices": self._choices, "filters": own}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """What `to_state` said, exactly."""
+        names = {self.plan.classes[k].name: k for k in self._own}
+        if set(state) != {"taken", "choices", "filters"} or set(state["filters"]) != set(names):
+            raise PlanError(
+                "the state of the budget is not one of this plan", "give what its to_state() said"
+            )
+        if not 0 <= state["taken"] <= self.plan.steps:
+            raise PlanError(
+                f"taken is {state['taken']}, the plan has {self.plan.steps} steps", "check the run"
+            )
+        self.taken, self._choices = int(state["taken"]), int(state["choices"])
+        self._own = {names[name]: RenyiFilter.from_state(each) for name, each in state["filters"].items()}

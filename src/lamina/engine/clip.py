@@ -41,8 +41,8 @@ def box(bound: Tensor, scale: float) -> Clip:
     return lambda norm_sq, low, high: weights_for(norm_sq, bound[low:high], scale)
 
 
-def clip_and_add(parts: Sequence[tuple[UnitGrad, Tensor]], clip: Clip) -> None:
-    """Clip a layer made of several tensors by its whole norm, and add it to their sums.
+def clip_and_add(parts: Sequence[tuple[UnitGrad, Tensor]], clip: Clip) -> Weights:
+    """Clip a layer made of several tensors by its whole norm, and add it to their sums. Returns the factors.
 
     What can be measured cheaply is measured first; of what must be formed to be measured, the
     largest is measured and summed in one pass.
@@ -54,6 +54,7 @@ def clip_and_add(parts: Sequence[tuple[UnitGrad, Tensor]], clip: Clip) -> None:
     weights = last.clip_and_add(out, others, clip)
     for grad, target in rest:
         grad.add_to(target, weights)
+    return weights
 
 
 def _cost(part: tuple[UnitGrad, Tensor]) -> tuple[bool, int]:

@@ -15,7 +15,7 @@ from lamina.engine.graph import Graph
 from lamina.engine.layout import Layout
 from lamina.engine.unitgrad import Dense, UnitGrad, Weights, total
 
-Parts = list[tuple[UnitGrad, Tensor]]
+Parts = dict[str, UnitGrad]  # the tensors of a layer
 
 
 class Collector(ABC):
@@ -59,7 +59,7 @@ class Collector(ABC):
             self._arrived[layer] += 1
             if self._arrived[layer] == self._expected[layer] and self.reached[layer]:
                 grads = self._waiting.pop(layer)
-                self.complete(layer, [(total(uses), self.sums[name]) for name, uses in grads.items()])
+                self.complete(layer, {name: total(uses) for name, uses in grads.items()})
 
     @abstractmethod
     def complete(self, layer: int, parts: Parts) -> None:
@@ -70,14 +70,40 @@ class Collector(ABC):
 
 
 class BoxCollector(Collector):
-    """Each layer by its own threshold: clipped and forgotten as soon as it is complete."""
+    """Each layer by its own threshold: clipped and forgotten as soon as it is complete.
 
-    def __init__(self, *args: object, bounds: Tensor, scale: float, **kwargs: object) -> None:
+    `counts` (L) then gains Σ (bit - ½) over the contributions that are `counted` (P, L), bit = 1 where the norm
+    is within the threshold. A layer without a gradient counts as unclipped, whoever else is in the batch.
+    """
+
+    def __init__(
+        self,
+        *args: object,
+        bounds: Tensor,
+        scale: float,
+        counts: Tensor | None = None,
+        counted: Tensor | None = None,
+        **kwargs: object,
+    ) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self.bounds, self.scale = safe(bounds, scale).t().contiguous(), scale  # (L, P)
+        self.counts, self.counted = counts, counted
+        self._factors: dict[int, Tensor] = {}
 
     def complete(self, layer: int, parts: Parts) -> None:
-        clip_and_add(parts, box(self.bounds[layer], self.scale))
+        pairs = [(grad, self.sums[name]) for name, grad in parts.items()]
+        weights = clip_and_add(pairs, box(self.bounds[layer], self.scale))
+        if self.counts is not None:
+            self._factors[layer] = weights.factor
+
+    def finish(self) -> None:
+        if self.counts is None or self.counted is None:
+            return
+        self.counts += 0.5 * self.counted.sum(0)
+        if self._factors:
+            layers = list(self._factors)
+            clipped = torch.stack([self._factors.pop(layer) for layer in layers]) < self.scale
+            self.counts[layers] -= (clipped & self.counted.t()[layers]).sum(1).double()
 
 
 class JointCollector(Collector):
@@ -95,10 +121,10 @@ class JointCollector(Collector):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self.reach, self.noise, self.radius, self.scale = reach, noise, radius, scale  # (P, L), (L,), (P,)
         self.norm_sq = torch.zeros(len(radius), dtype=torch.float64)
-        self._kept: list[tuple[int, Parts, Tensor | None]] = []
+        self._kept: list[tuple[int, list[tuple[UnitGrad, Tensor]], Tensor | None]] = []
 
     def complete(self, layer: int, parts: Parts) -> None:
-        settled = [(_settle(grad), out) for grad, out in parts]
+        settled = [(_settle(grad), self.sums[name]) for name, grad in parts.items()]
         norm_sq = torch.stack([grad.norm_sq() for grad, _ in settled]).sum(0)
         # What a contribution does not reach must not count, even where it is not finite: whether this
         # layer is looked at depends on who else is in the batch.
@@ -117,6 +143,17 @@ class JointCollector(Collector):
             mine = Weights(weights.factor * self.reach[:, layer], broken)
             for grad, out in parts:
                 grad.add_to(out, mine)
+
+
+class NormCollector(Collector):
+    """Takes the norm of every contribution at every layer, and nothing else. (P, L); 0 where nothing arrived."""
+
+    def __init__(self, *args: object, units: int, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.norms = torch.zeros(units, len(self.reached), dtype=torch.float64)
+
+    def complete(self, layer: int, parts: Parts) -> None:
+        self.norms[:, layer] = torch.stack([grad.norm_sq() for grad in parts.values()]).sum(0).sqrt_()
 
 
 def _settle(grad: UnitGrad) -> UnitGrad:

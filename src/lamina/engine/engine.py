@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lamina.account import Filter, SpendCurve
-from lamina.engine import workspace
+from lamina.account import Filter
+from lamina.engine.adapt import Adaptation
+from lamina.engine.adapt.choosing import OpenChoice
 from lamina.engine.attach import Attachment
 from lamina.engine.batch import Batch
 from lamina.engine.budget import Budget
-from lamina.engine.collect import BoxCollector, Collector, JointCollector
+from lamina.engine.collect import BoxCollector
+from lamina.engine.differentiate import Differentiator
 from lamina.engine.examine import Examined, examine
 from lamina.engine.function import Target
+from lamina.engine.gradients import Gradients, refuse_half
+from lamina.engine.limits import Limits
 from lamina.engine.noise import NoiseSource, SecureNoise
-from lamina.engine.open_step import OpenStep, zeros
+from lamina.engine.open_step import OpenStep, Sums, batch_given, out_of_order, zeros
 from lamina.engine.ownership import OwnershipCheck
+from lamina.engine.printed import PlainSums, PrintedStep, warn_if_printed
 from lamina.engine.probe import probe
-from lamina.errors import CouplingError, EngineError, UnclippedGradient
+from lamina.errors import CouplingError, EngineError
 from lamina.plan.coverage import check_coverage
 from lamina.plan.hazards import hazards
 from lamina.plan.step import Clipping, StepPlan
@@ -70,25 +73,27 @@ class Engine:
         self.coverage = check_coverage(model, plan)
         self.model, self.plan, self.constant_time = model, plan, constant_time
         self.noise = SecureNoise() if noise is None else noise
+        self.adaptation = Adaptation.of(plan)
         self.budget = Budget(plan, filters or {}, taken)
         self._trained = [any(row[i] > 0 for row in plan.clip) for i in range(len(plan.layers))]
-        layer_of = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
+        self._layer_of = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
         parameters = dict(model.named_parameters())
-        self._tensors = {name: parameters[name] for name, i in layer_of.items() if self._trained[i]}
-        self._layer_of = layer_of
+        self._tensors = {name: parameters[name] for name, i in self._layer_of.items() if self._trained[i]}
         self._names = {id(p): name for name, p in parameters.items()}
-        _refuse_half(parameters)
-        self._clip = torch.tensor(plan.clip, dtype=torch.float64).view(len(plan.classes), len(plan.layers))
-        self._radius = torch.tensor([plan.joint(k) for k in range(len(plan.classes))], dtype=torch.float64)
+        refuse_half(parameters)
+        warn_if_printed(plan)
+        self._printed = plan.clipping is Clipping.ELEMENTWISE
+        self._bounds = Limits(plan)
         self._ownership = OwnershipCheck()
+        self._gradients = Gradients(self._tensors)
         self._detached = False
         self.probed = False
         self._open: OpenStep | None = None
-        self._written: dict[str, weakref.ref[Tensor]] = {}
-        self._curves: dict[int, SpendCurve] = {}
-        targets = {name: Target(name, i) if self._trained[i] else None for name, i in layer_of.items()}
+        self._choice: OpenChoice | None = None
+        targets = {name: Target(name, i) if self._trained[i] else None for name, i in self._layer_of.items()}
         self._attachment = Attachment(model, targets, rows=rows, per_contribution=per_contribution)
-        self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
+        self._pass = Differentiator(self._gradients, self._layer_of, self._attachment.desk)
+        self._hook = register_optimizer_step_pre_hook(self._gradients.before_optimizer_step)
 
     # ---------------------------------------------------------------------------------------- the step
 
@@ -98,9 +103,7 @@ class Engine:
         `losses` holds one loss per example, or is None for an empty batch, which still gets its
         noise. With `batch.split`, call it once per part: noise and `.grad` come with the last.
         """
-        if not isinstance(batch, Batch):
-            raise EngineError(f"the batch is a {type(batch).__name__}", "pass a lamina.Batch(x, y, cls=…)")
-        if batch.first:
+        if batch_given(batch).first:
             self._open = None  # an earlier step that was not finished is given up; its charge stays
         try:
             self._take(losses, batch)
@@ -109,19 +112,67 @@ class Engine:
             raise
 
     def _take(self, losses: Tensor | None, batch: Batch) -> None:
+        if batch.first and (self.choice_due or self._choice is not None):
+            raise EngineError(
+                f"the plan chooses the shape of its noise before step {self.budget.taken}, and has not yet",
+                "draw a batch of its own and call engine.choose(losses, batch) first (losses=None if it is empty)",
+            )
         part = self._examine(losses, batch)
         if batch.first:
-            self._open = OpenStep(self.plan, self.noise, self._tensors, self._layer_of, self.budget.charge())
+            self._open = self._begin()
         if self._open is None:
-            raise EngineError(
-                "a later part of a split batch came without its first part",
-                "pass the parts of batch.split(k) in order, and begin again after an error",
-            )
+            raise out_of_order()
         if part is not None:
-            self._accumulate(part, self._open.sums, self._open.scale)
+            self._accumulate(part, self._open)
         if batch.last:
             step, self._open = self._open, None
-            self._write(step.release())
+            released = step.release()
+            self._gradients.write(released)
+            if self.adaptation is not None:
+                self.adaptation.after(step.step, released, step.counts)
+
+    def _begin(self) -> OpenStep:
+        factor = 1.0
+        if self.adaptation is not None:
+            self.adaptation.keep_pace()
+            factor = self.adaptation.factor
+        made = PrintedStep if self._printed else OpenStep
+        return made(self.applied, self.noise, self._tensors, self._layer_of, self.budget.charge(factor))
+
+    @property
+    def choice_due(self) -> bool:
+        """Whether the next step must be preceded by `choose`."""
+        taken = self.budget.taken
+        return self.adaptation is not None and taken < self.plan.steps and self.adaptation.due(taken)
+
+    def choose(self, losses: Tensor | None, batch: Batch) -> None:
+        """One charged event: an exponential mechanism picks the shape of the noise for the steps to come.
+
+        `batch` is a Poisson draw of its own, at the rates of the plan; `losses` is None if it is empty. No gradient
+        is written. Like `backward`, it may be called once for each part of `batch.split`.
+        """
+        try:
+            self._choose(losses, batch_given(batch))
+        except BaseException:
+            self._choice = None  # if it was charged, it stays charged, and S stays as it is
+            raise
+
+    def _choose(self, losses: Tensor | None, batch: Batch) -> None:
+        adaptation, step = self.adaptation, self.budget.taken
+        if adaptation is None or (batch.first and not self.choice_due):
+            raise EngineError(f"no choice is due before step {step}", "ask engine.choice_due first")
+        part = self._examine(losses, batch)
+        if batch.first:
+            self._open, choice = None, OpenChoice(self.plan, adaptation.offers())
+            self.budget.charge_choice()
+            self._choice, adaptation.chosen = choice, step
+        if self._choice is None:
+            raise out_of_order()
+        if part is not None:
+            self._choice.add(part, self._pass.norms(part, self._reached(part)))
+        if batch.last:
+            choice, self._choice = self._choice, None
+            adaptation.settle(choice.drawn(self.noise, step))
 
     def gradient_of(self, losses: Tensor, batch: Batch, unit: int) -> dict[str, Tensor]:
         """The unclipped gradient of one contribution: for probes on proxy data only."""
@@ -130,27 +181,18 @@ class Engine:
         if part is not None:
             bounds = torch.zeros(part.layout.units, len(self.plan.layers), dtype=torch.float64)
             bounds[unit] = torch.inf
-            self._run(
-                part, BoxCollector(part.graph, part.layouts, self._trained, sums, bounds=bounds, scale=1.0)
-            )
+            start = part.graph, part.layouts, self._trained, sums
+            self._pass.run(part, BoxCollector(*start, bounds=bounds, scale=1.0))
         return sums
 
     def clipped_sums(self, losses: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         """The routed, clipped sum without noise and without division: for tests and audits only."""
         part = self._examine(losses, batch)
-        sums = zeros(self._tensors)
+        plain = PlainSums(self.plan, self._tensors, self._layer_of) if self._printed else None
+        into = Sums(zeros(self._tensors)) if plain is None else plain
         if part is not None:
-            self._accumulate(part, sums, 1.0)
-        return sums
-
-    def _write(self, grads: Mapping[str, Tensor]) -> None:
-        for name, p in self._tensors.items():
-            grad = grads[name].to(p.dtype)
-            if p.grad is None:
-                p.grad = grad
-            else:  # the engine's own, from an earlier step that was not zeroed
-                p.grad.add_(grad)
-            self._written[name] = weakref.ref(p.grad)
+            self._accumulate(part, into)
+        return into.sums if plain is None else plain.mean()
 
     def _examine(self, losses: Tensor | None, batch: Batch) -> Examined | None:
         """Everything that can be refused, before anything is spent."""
@@ -158,17 +200,7 @@ class Engine:
             raise EngineError(
                 "this engine was detached from its model", "make a new one: lamina.Engine(model, plan)"
             )
-        for name, p in self._tensors.items():
-            if self._foreign(name, p):
-                raise UnclippedGradient(
-                    f"'{name}'.grad holds a gradient that the engine did not write",
-                    "call optimizer.zero_grad() first, and never loss.backward() on a covered tensor",
-                )
-            if not p.requires_grad:
-                raise EngineError(
-                    f"'{name}' was frozen after the engine was attached",
-                    "freeze first, then make stack, plan and engine",
-                )
+        self._gradients.check()
         part = examine(losses, batch, self.plan, self._names)
         if part is not None and self._ownership.due(part.graph, part.layout.units):
             for hazard in hazards(self.model):
@@ -179,55 +211,25 @@ class Engine:
                 )
         return part
 
-    def _accumulate(self, part: Examined, sums: dict[str, Tensor], scale: float) -> None:
-        bounds = self._clip[part.classes]  # (P, L)
-        reached = [bool(r) for r in (bounds > 0).any(0)]
-        if self.constant_time:
-            reached = self._trained
+    @property
+    def applied(self) -> StepPlan:
+        """The plan with C and S as the next step will use them: the plan itself unless it has rules."""
+        return self.plan if self.adaptation is None else self.adaptation.applied
+
+    @property
+    def _limits(self) -> Limits:
+        if self._bounds.plan is not self.applied:
+            self._bounds = Limits(self.applied)
+        return self._bounds
+
+    def _reached(self, part: Examined) -> list[bool]:
+        return self._trained if self.constant_time else self._limits.reached(part)
+
+    def _accumulate(self, part: Examined, into: Sums) -> None:
+        reached = self._reached(part)
         if any(reached):
-            self._run(part, self._collector(part, bounds, reached, sums, scale))
-
-    def _run(self, part: Examined, collector: Collector) -> None:
-        before = self._held()
-        inputs = [p for name, p in self._tensors.items() if collector.reached[self._layer_of[name]]]
-        desk = self._attachment.desk
-        desk.receiver = collector
-        try:
-            with torch.autocast("cpu", enabled=False):
-                torch.autograd.backward(part.losses, part.weights, inputs=inputs)
-            with torch.no_grad():
-                collector.finish()
-        finally:
-            desk.receiver = None
-            workspace.release()
-        for name, was, now in zip(self._tensors, before, self._held(), strict=True):
-            if was != now:
-                self._tensors[name].grad = None
-                raise UnclippedGradient(
-                    f"something wrote to '{name}'.grad during the backward pass",
-                    "no hook or custom Function may write gradients itself: fused gradient accumulation must be off",
-                )
-
-    def _held(self) -> list[tuple[int, int]]:
-        """Which gradients the tensors hold, and how often each was written."""
-        grads = (p.grad for p in self._tensors.values())
-        return [(id(g), g._version) if g is not None else (0, 0) for g in grads]
-
-    def _collector(
-        self, part: Examined, bounds: Tensor, reached: Sequence[bool], sums: dict[str, Tensor], scale: float
-    ) -> Collector:
-        if self.plan.clipping is Clipping.BOX:
-            return BoxCollector(part.graph, part.layouts, reached, sums, bounds=bounds, scale=scale)
-        return JointCollector(
-            part.graph,
-            part.layouts,
-            reached,
-            sums,
-            reach=bounds > 0,
-            noise=self.plan.noise,
-            radius=self._radius[part.classes],
-            scale=scale,
-        )
+            part = into.admit(part)
+            self._pass.run(part, self._limits.collector(part, into, reached))
 
     # ---------------------------------------------------------------------------------------- around it
 
@@ -237,28 +239,25 @@ class Engine:
         return self.noise.private
 
     def epsilon(self, k: str | int) -> float:
-        """An ε that holds for class k after the steps taken so far: cheap enough for a progress bar."""
-        row = self.plan.index(k)
-        schedule = self.plan.schedule(row)
-        if not schedule:
-            return 0.0
-        if row not in self._curves:
-            self._curves[row] = SpendCurve(
-                schedule, delta=self.plan.delta(row), accountant=self.plan.accountant
-            )
-        return self._curves[row].epsilon(self.budget.taken)
+        """An ε that holds for class k after the steps and choices so far: cheap enough for a progress bar."""
+        return self.budget.epsilon(self.plan.index(k))
 
-    def continue_at(self, step: int, noise: NoiseSource) -> None:
+    def continue_at(self, step: int, noise: NoiseSource, *, factor: float | None = None) -> None:
         """The next step is number `step` of the plan, with noise from `noise`.
 
         For a run that is cut into segments with a stream each: what is counted here is where the run is, what was
-        charged stands in its journal and its book.
+        charged stands in its journal and its book. `factor`: of a plan that follows its budget, how many times the
+        declared sigma the steps from here on have; whoever gives it has asked the filters, and the engine does not.
         """
         if not 0 <= step <= self.plan.steps:
             raise EngineError(f"step {step} lies outside the plan's 0 … {self.plan.steps}", "check the run")
-        self._open = None
+        if self.adaptation is not None:
+            self.budget.lent = self.adaptation.fix(factor)
+        elif factor not in (None, 1.0):
+            raise EngineError(f"factor is {factor!r}, and the plan has no rules", "leave it out")
+        self._open = self._choice = None
         self.noise = noise
-        self.budget.taken = step
+        self.budget.go_to(step)
 
     def probe(self, losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any = None) -> None:
         """Refuse a model or loss in which examples influence each other, on proxy data: see `probe`.
@@ -291,36 +290,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
-
-    def _foreign(self, name: str, p: Tensor) -> bool:
-        """Whether a tensor holds a gradient that somebody else put there."""
-        if p.grad is None:
-            return False
-        written = self._written.get(name)
-        return written is None or written() is not p.grad
-
-    def _before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Closures would take several releases for the price of one; foreign gradients were never clipped."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        mine = [(name, p) for name, p in self._tensors.items() if id(p) in held]
-        if not mine:
-            return
-        if kwargs.get("closure") is not None or any(
-            callable(a) and not isinstance(a, Optimizer) for a in args
-        ):
-            raise EngineError(
-                f"{type(optimizer).__name__}.step was given a closure, which may ask for several gradients in one step",
-                "call engine.backward once, then optimizer.step() without a closure",
-            )
-        for name, p in mine:
-            if self._foreign(name, p):
-                raise UnclippedGradient(
-                    f"'{name}'.grad holds a gradient that the engine did not write",
-                    "use engine.backward(losses, batch) for every gradient of a covered tensor",
-                )
-
-
-def _refuse_half(parameters: Mapping[str, Tensor]) -> None:
-    for name, p in parameters.items():
-        if p.requires_grad and p.dtype == torch.float16:
-            raise EngineError(f"'{name}' is float16, whose gradients overflow", "use bfloat16 or float32")

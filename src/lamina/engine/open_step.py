@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lamina.engine.batch import Batch
+from lamina.engine.examine import Examined
 from lamina.engine.noise import NoiseSource
-from lamina.errors import NoiseError
+from lamina.errors import EngineError, NoiseError
+from lamina.plan.rules import FollowQuantile
 from lamina.plan.step import StepPlan
 
+COUNTS = 1 << 62  # the counts' place in the noise stream of a step: no model has so many tensors
 
-class OpenStep:
+
+class Sums:
+    """Clipped gradients times `scale`, added up; and counts of unclipped contributions where they are asked for."""
+
+    def __init__(self, sums: dict[str, Tensor], scale: float = 1.0, counts: Tensor | None = None) -> None:
+        self.sums, self.scale, self.counts = sums, scale, counts
+
+    def admit(self, part: Examined) -> Examined:
+        """The part as it is to be differentiated."""
+        return part
+
+
+class OpenStep(Sums):
     """The running sum of a step. Nothing of it leaves before `release`.
 
     Unhardened, the sums *start* as noise S/B·z and clipped gradients are added times 1/B: no pass
     over the parameters is spent on zeroing, scaling or adding. Hardened, the exact sum is noised and
-    rounded at the end, in float64.
+    rounded at the end, in float64. Counts, where the plan has them, are one more tensor of the step.
     """
 
     def __init__(
@@ -31,29 +48,61 @@ class OpenStep:
     ) -> None:
         self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
         self.std = [plan.noise[layer_of[name]] for name in tensors]
+        counted = plan.rule(FollowQuantile)
+        counts = None if counted is None else torch.zeros(len(plan.layers), dtype=torch.float64)
+        self.extra = 0.0 if counted is None else counted.noise
+        self._ready: Tensor | None = None  # noise for the counts, added once: parts then add up exactly
         if noise.hardened:
-            self.sums, self.scale = zeros(tensors), 1.0
-        else:
-            self.sums = {
-                name: torch.empty_like(p, dtype=_wide(p.dtype), memory_format=torch.contiguous_format)
-                for name, p in tensors.items()
-            }
-            self.scale = 1.0 / plan.batch
-            noise.fill_many_(list(self.sums.values()), [s * self.scale for s in self.std], step=step)
+            super().__init__(zeros(tensors), 1.0, counts)
+            return
+        made = {
+            name: torch.empty_like(p, dtype=_wide(p.dtype), memory_format=torch.contiguous_format)
+            for name, p in tensors.items()
+        }
+        super().__init__(made, 1.0 / plan.batch, counts)
+        self._ready = None if counts is None else torch.empty_like(counts)
+        outs, stds, places = self._with(self._ready, [s * self.scale for s in self.std])
+        noise.fill_many_(outs, stds, step=step, tensors=places)
+
+    def _with(self, counts: Tensor | None, stds: list[float]) -> tuple[list[Tensor], list[float], list[int]]:
+        """Sums and, as one more tensor in a place of its own, counts."""
+        outs, places = list(self.sums.values()), list(range(len(self.sums)))
+        if counts is None:
+            return outs, stds, places
+        return [*outs, counts], [*stds, self.extra], [*places, COUNTS]
 
     def release(self) -> dict[str, Tensor]:
-        """(clipped sum + noise) / B."""
+        """(clipped sum + noise) / B. `counts` is noised, too, from here on."""
+        self._same_process()
+        if self.noise.hardened:
+            outs, stds, places = self._with(self.counts, self.std)
+            self.noise.add_many_(outs, stds, step=self.step, tensors=places)
+            for total in self.sums.values():
+                total.div_(self.plan.batch)
+        elif self.counts is not None and self._ready is not None:
+            self.counts += self._ready
+            self._ready = None
+        return self.sums
+
+    def _same_process(self) -> None:
         if os.getpid() != self.process:
             raise NoiseError(
                 "a step that was opened in a parent process is released in its child: both would use one noise",
                 "fork between steps, not within one",
             )
-        if self.noise.hardened:
-            sums = list(self.sums.values())
-            self.noise.add_many_(sums, self.std, step=self.step)
-            for total in sums:
-                total.div_(self.plan.batch)
-        return self.sums
+
+
+def batch_given(batch: Any) -> Batch:
+    if not isinstance(batch, Batch):
+        raise EngineError(f"the batch is a {type(batch).__name__}", "pass a lamina.Batch(x, y, cls=…)")
+    return batch
+
+
+def out_of_order() -> EngineError:
+    return EngineError(
+        "a later part of a split batch came without its first part",
+        "pass the parts of batch.split(k) in order, and begin again after an error",
+    )
 
 
 def zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

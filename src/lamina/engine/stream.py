@@ -43,6 +43,10 @@ class Purpose(enum.Enum):
     COINS = "coins"
     DROPOUT = "dropout"
     AUGMENT = "augment"
+    CHOICE = "choice"
+    CHOICE_COINS = "choice coins"
+    CHOICE_WINDOWS = "choice windows"
+    CHOICE_DROPOUT = "choice dropout"
 
 
 def step_key(seed: bytes, *, step: int, rank: int = 0, purpose: Purpose = Purpose.NOISE) -> bytes:

@@ -10,15 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 from lamina import cbor
 from lamina.errors import EncodingError, PlanError
+from lamina.plan import rules
 
 if TYPE_CHECKING:
     from lamina.plan.step import StepPlan
 
-KIND, VERSION = "lamina.plan", 1
+KIND, VERSION = "lamina.plan", 2
 _LARGEST = 1 << 26
 _INF = "inf"  # JSON has no infinity; CBOR has, but one form for both is easier to read and to check
 _FIELDS = {
-    "": {"layers", "classes", "clip", "noise", "batch", "steps", "clipping", "accountant", "allocation"},
+    "": {
+        "layers",
+        "classes",
+        "clip",
+        "noise",
+        "batch",
+        "steps",
+        "clipping",
+        "accountant",
+        "allocation",
+        "rules",
+        "claimed",
+    },
     "layers": {"name", "depth", "parameters", "size"},
     "classes": {
         "name",
@@ -72,6 +85,8 @@ def _state(plan: StepPlan) -> dict[str, Any]:
         "classes": [dataclasses.asdict(entry) for entry in plan.classes],
         "clip": [[_INF if math.isinf(c) else c for c in row] for row in plan.clip],
         "clipping": plan.clipping.value,
+        "rules": [rules.to_plain(rule) for rule in plan.rules],
+        "claimed": [_INF if math.isinf(e) else e for e in plan.claimed],
     }
 
 
@@ -98,6 +113,10 @@ def _fields(data: Any) -> dict[str, Any]:
         "clipping": _typed(state["clipping"], str, "clipping"),
         "accountant": _typed(state["accountant"], str, "accountant"),
         "allocation": _typed(state["allocation"], str, "allocation"),
+        "rules": tuple(rules.from_plain(rule) for rule in _list(state["rules"], "rules")),
+        "claimed": tuple(
+            math.inf if e == _INF else _number(e, "claimed") for e in _list(state["claimed"], "claimed")
+        ),
     }
 
 

@@ -8,22 +8,30 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
-from lamina.account import Adjacency, Event, Schedule, accountant
+from lamina.account import Adjacency, Event, Schedule, accountant, choice_multiplier
 from lamina.account.event import check_adjacency
 from lamina.errors import PlanError
 from lamina.plan import codec
 from lamina.plan.rescale import effective_sigma, radius, rescale
+from lamina.plan.rules import Choose, FollowQuantile, Rule
 from lamina.plan.step_checks import check_class, check_layer, check_plan
 from lamina.plan.table import summary, table
 
+R = TypeVar("R", bound=Rule)
+
 
 class Clipping(enum.Enum):
-    """How a contribution is bounded: each layer at its own threshold, or all of its layers at once."""
+    """How a contribution is bounded: each layer at its own threshold, or all of its layers at once.
+
+    ELEMENTWISE bounds the mean gradient of the batch entry by entry, as one document prints it: it exists to be
+    measured, in plans whose allocation is a printed one.
+    """
 
     BOX = "box"
     JOINT = "joint"
+    ELEMENTWISE = "elementwise"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +96,10 @@ class StepPlan:
     contribution shifts it by a vector no longer than 1/sigma_k. Both forms of clipping have the same
     bound, hence the same sigma_k. T steps are T such events: what they cost is `epsilon(k)`.
 
+    Rules (plan/rules.py) say how C and S may move while it runs. A rule that reads noised counts adds them to the
+    step: sigma_k^-2 = Σ_l (C[k,l]/S_l)² + L_k/(4σ_b²), L_k the layers that the class reaches. One that chooses by an
+    exponential mechanism adds events to the schedule.
+
     It holds only if C > 0 never meets S = 0 in a private class (refused here), if C, S, q, B, T do not depend
     on private data, and if every layer with S > 0 is noised at every step, whoever was sampled.
     """
@@ -101,6 +113,8 @@ class StepPlan:
     clipping: Clipping = Clipping.BOX
     accountant: str = "pld"
     allocation: str = "hand"
+    rules: tuple[Rule, ...] = ()
+    claimed: tuple[float, ...] = ()  # of a printed allocation: the ε that its document claims, by class
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -112,6 +126,8 @@ class StepPlan:
         put("noise", tuple(float(s) + 0.0 for s in self.noise))
         put("batch", float(self.batch))
         put("clipping", _clipping(self.clipping))
+        put("rules", tuple(self.rules))
+        put("claimed", tuple(float(e) for e in self.claimed))
         accountant(self.accountant)
         check_plan(self)
 
@@ -143,7 +159,18 @@ class StepPlan:
             )
         if self.classes[row].public:
             return math.inf
-        return effective_sigma(self.clip[row], self.noise) / scale
+        return effective_sigma(self.clip[row], self.noise, self.bits(row)) / scale
+
+    def rule(self, kind: type[R]) -> R | None:
+        """The plan's rule of that kind, if it has one."""
+        return next((rule for rule in self.rules if isinstance(rule, kind)), None)
+
+    def bits(self, k: str | int) -> float:
+        """How far the noised counts of class k move, in units of their noise: √L_k/(2σ_b); 0 without counts."""
+        counted = self.rule(FollowQuantile)
+        if counted is None:
+            return 0.0
+        return math.sqrt(sum(c > 0 for c in self.clip[self.index(k)])) / (2.0 * counted.noise)
 
     def joint(self, k: str | int, scale: float = 1.0) -> float:
         """The radius 1/sigma_k of the joint clip; infinite for a public class."""
@@ -152,10 +179,18 @@ class StepPlan:
 
     def schedule(self, k: str | int, scale: float = 1.0) -> Schedule:
         """What an accountant is asked about class k; empty if the class is owed nothing."""
-        sigma = self.sigma(k, scale)
+        return self.stretch(k, 0, self.steps, scale)
+
+    def stretch(self, k: str | int, first: int, last: int, scale: float = 1.0) -> Schedule:
+        """The part of the schedule that the steps first … last-1 take: the steps, and the choices among them."""
+        sigma, q = self.sigma(k, scale), self.classes[self.index(k)].sampling_rate
         if math.isinf(sigma):
             return ()
-        return (Event(sigma=sigma, q=self.classes[self.index(k)].sampling_rate, steps=self.steps),)
+        events = [Event(sigma=sigma, q=q, steps=last - first)]
+        if (choose := self.rule(Choose)) is not None:
+            calls = choose.calls(first, last)
+            events.append(Event(sigma=choice_multiplier(choose.epsilon), q=q, steps=calls))
+        return tuple(event for event in events if event.steps)
 
     def delta(self, k: str | int) -> float:
         """The δ at which ε of class k is stated."""
@@ -171,11 +206,11 @@ class StepPlan:
         return _priced(self.accountant, schedule, self.delta(k), check_adjacency(adjacency))
 
     def rho(self, k: str | int, scale: float = 1.0) -> float:
-        """ρ of class k after all T steps without amplification: T/(2 sigma_k²)."""
-        return self.steps * 0.5 * (1.0 / self.sigma(k, scale)) ** 2
+        """ρ of class k after all T steps without amplification: T/(2 sigma_k²), and the choices."""
+        return math.fsum(0.5 * event.steps * event.mu**2 for event in self.schedule(k, scale))
 
     def share(self, k: str | int) -> tuple[float, ...]:
-        """The part of class k's budget that each layer takes: (C[k,l]/S_l)² sigma_k², which sums to 1."""
+        """The part of class k's budget that each layer takes: (C[k,l]/S_l)² sigma_k², which sums to 1 (with counts)."""
         row = self.index(k)
         sigma = self.sigma(row)
         if math.isinf(sigma):
@@ -188,7 +223,8 @@ class StepPlan:
         """The same plan with S scaled by the least common factor for which every sigma_k is as declared."""
         wanted = {self.index(name): value for name, value in sigma.items()}
         row = [wanted.get(k, math.inf) for k in range(len(self.classes))]
-        return replace(self, noise=rescale(self.clip, self.noise, row))
+        bits = [self.bits(k) for k in range(len(self.classes))]
+        return replace(self, noise=rescale(self.clip, self.noise, row, bits))
 
     # ----------------------------------------------------------------------------------- how it is told
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lamina.errors import PlanError
-from lamina.plan.rescale import effective_sigma
+from lamina.plan.rules import Choose, FollowBudget, FollowQuantile
 
 if TYPE_CHECKING:
     from lamina.plan.step import PlannedClass, PlannedLayer, StepPlan
@@ -82,7 +82,7 @@ def check_plan(plan: StepPlan) -> None:
     for entry, row in zip(plan.classes, plan.clip, strict=True):
         for layer, c, s in zip(plan.layers, row, plan.noise, strict=True):
             _check_cell(entry, layer, c, s)
-        sigma = effective_sigma(row, plan.noise) if not entry.public else math.inf
+        sigma = plan.sigma(entry.name)
         if not sigma > 0:
             raise PlanError(f"class {entry.name!r} has sigma {sigma!r}, must be > 0", "raise S or lower C")
         if math.isinf(sigma) and not entry.public and any(c > 0 for c in row):
@@ -90,6 +90,37 @@ def check_plan(plan: StepPlan) -> None:
                 f"class {entry.name!r} reaches layers, but its sigma is infinite: C/S underflows",
                 "lower S or raise C",
             )
+
+    _check_rules(plan)
+
+
+def _check_rules(plan: StepPlan) -> None:
+    """Rules that fit the plan, and nothing that only a printed allocation may do."""
+    if len({type(rule) for rule in plan.rules}) != len(plan.rules):
+        raise PlanError("the plan has two rules of one kind", "keep one of them")
+    form, printed = plan.clipping.value, plan.allocation.startswith("printed")
+    if form == "elementwise" and (not printed or plan.batch != 1 or plan.rules):
+        raise PlanError(
+            f"elementwise clipping in a plan of allocation {plan.allocation!r}: it bounds no single contribution",
+            "use box or joint; allocate='printed-ladp' reproduces the document",
+        )
+    if plan.claimed and (not printed or len(plan.claimed) != len(plan.classes)):
+        raise PlanError(f"claimed is {plan.claimed}", "one ε per class, of a printed allocation only")
+    if plan.rule(FollowQuantile) is not None and form != "box":
+        raise PlanError(f"thresholds follow a quantile under {form} clipping", "use clipping='box'")
+    choose, budget = plan.rule(Choose), plan.rule(FollowBudget)
+    for row in choose.noise if choose is not None else ():
+        if len(row) != len(plan.layers) or any(
+            (s > 0) != (t > 0) for s, t in zip(row, plan.noise, strict=True)
+        ):
+            raise PlanError(
+                "a candidate has noise where the plan has none, or none where it has", "correct it"
+            )
+    if budget is not None and plan.accountant != budget.accountant:
+        raise PlanError(
+            f"noise that follows the budget is priced by {plan.accountant!r}, which does not hold for it",
+            f"use accountant {budget.accountant!r}",
+        )
 
 
 def _check_cell(entry: PlannedClass, layer: PlannedLayer, c: float, s: float) -> None:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lamina.plan.rules import to_plain
+
 if TYPE_CHECKING:
     from lamina.plan.step import StepPlan
 
@@ -24,13 +26,14 @@ def summary(plan: StepPlan) -> dict[str, Any]:
         "classes": {
             entry.name: {
                 "sigma": _finite(plan.sigma(k)),
-                "epsilon": plan.epsilon(k),
-                "rho": plan.rho(k),
+                "epsilon": _finite(plan.epsilon(k)),
+                "rho": _finite(plan.rho(k)),
                 "delta": plan.delta(k),
                 "sampling_rate": entry.sampling_rate,
                 "steps": plan.steps,
                 "unit": entry.unit,
                 "public": entry.public,
+                **({"claimed": _finite(plan.claimed[k])} if plan.claimed else {}),
             }
             for k, entry in enumerate(plan.classes)
         },
@@ -50,6 +53,7 @@ def summary(plan: StepPlan) -> dict[str, Any]:
         "clipping": plan.clipping.value,
         "accountant": plan.accountant,
         "allocation": plan.allocation,
+        "rules": [to_plain(rule) for rule in plan.rules],
         "digest": plan.digest().hex(),
     }
 
@@ -59,7 +63,7 @@ def table(plan: StepPlan) -> str:
     size = sum(layer.size for layer in plan.layers)
     head = (
         f"{len(plan.layers)} layers, {size:,} parameters; {plan.allocation} allocation, "
-        f"{plan.clipping.value} clipping; {plan.steps:,} steps of expected batch {plan.batch:g}; "
+        f"{plan.clipping.value} clipping; {plan.steps:,} steps of {_batch(plan)}; "
         f"accountant {plan.accountant}"
     )
     layers = [["layer", "depth", "parameters", "noise S", *(f"C {c.name}" for c in plan.classes), "share"]]
@@ -78,7 +82,20 @@ def table(plan: StepPlan) -> str:
             classes.append([*row, "public", "0", "0", entry.unit])
             continue
         epsilon = math.ceil(plan.epsilon(k) * 1e4) / 1e4  # a printed guarantee is rounded up
-        classes.append([*row, f"{plan.sigma(k):.4g}", f"{epsilon:.4f}", f"{entry.delta:g}", entry.unit])
+        classes.append(
+            [
+                *row,
+                f"{plan.sigma(k):.4g}",
+                f"{epsilon:.4f}" if epsilon < 1e6 else f"{epsilon:.4g}",
+                f"{entry.delta:g}",
+                entry.unit,
+            ]
+        )
+        if plan.claimed:
+            notes.append(
+                f"warning: a reproduction of a printed method: for class {entry.name} its document claims ε = "
+                f"{plan.claimed[k]:.4g}; the true figure is the {epsilon:.4g} above"
+            )
         if entry.population is not None and entry.delta * entry.population >= 1:
             notes.append(f"note: δ of class {entry.name} is not below 1/population")
     return "\n".join([head, "", *_aligned(layers, left=1), "", *_aligned(classes, left=2), *notes])
@@ -95,6 +112,14 @@ def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
         ]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def _batch(plan: StepPlan) -> str:
+    """How many contributions a step expects, and the divisor of the sum where that is another number."""
+    expected = math.fsum(e.sampling_rate * (e.population or math.nan) for e in plan.classes)
+    if math.isnan(expected) or math.isclose(expected, plan.batch, rel_tol=1e-9):
+        return f"expected batch {plan.batch:g}"
+    return f"expected batch {expected:g}, its sum divided by {plan.batch:g}"
 
 
 def _threshold(c: float) -> str:

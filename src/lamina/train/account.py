@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lamina.account import accountant, cost
-from lamina.plan import StepPlan
+from lamina.plan import FollowBudget, StepPlan
+from lamina.train.book.charge import follows_budget
 from lamina.train.run import Run
 from lamina.train.settings import code_version
 from lamina.train.snapshot import TrainingState
@@ -25,7 +27,8 @@ def spent_so_far(run: Run, plan: StepPlan) -> dict[str, float]:
     """ε by class of everything that the run was charged for: redone segments count again.
 
     Journal and book should agree; where they do not (one of them was put back from a copy), the larger counts.
-    Classes that an earlier plan of the run charged are listed too.
+    Classes that an earlier plan of the run charged are listed too. Noise that is chosen on the way is proven to stay
+    within its budget, not to have cost less on the way: from the first step on it counts as a whole.
     """
     charged, priced = run.charged, accountant(plan.accountant)
     deltas = {c.cls: c.delta for opened in run.attempts for c in opened.charges}
@@ -34,7 +37,8 @@ def spent_so_far(run: Run, plan: StepPlan) -> dict[str, float]:
     for name, delta in deltas.items():
         mine = priced.epsilon(charged[name], delta) if name in charged else 0.0
         booked = run.book.spent(run.id, name, delta=delta, accountant=plan.accountant) if delta else 0.0
-        found[name] = max(mine, booked)
+        whole = plan.epsilon(name) if follows_budget(plan) and (mine or booked) else 0.0
+        found[name] = max(mine, booked, whole)
     return found
 
 
@@ -91,11 +95,26 @@ def final_figures(run: Run, plan: StepPlan, caps: Mapping[str, int], step: int) 
         cap = caps.get(name)
         most = None if cap is None else cap + sum(min(cap, o.last - o.first) for o in run.wasted(step))
         delta = next(c.delta for o in run.attempts for c in o.charges if c.cls == name)
+        if (rule := plan.rule(FollowBudget)) is not None:
+            schedule = plan.schedule(name)
         figures = cost(schedule, delta=delta, accountant=plan.accountant, occurrences=most)
+        if (
+            rule is not None
+        ):  # where occurrences are known, all that is sure is the least noise, at every step
+            again = sum(o.last - o.first for o in run.wasted(step))
+            steps, *choices = schedule
+            lowest = replace(steps, sigma=steps.sigma * rule.least, steps=plan.steps + again)
+            sure = cost((lowest, *choices), delta=delta, accountant="gaussian", occurrences=most)
+            figures = replace(figures, rho=sure.rho, epsilon_unamplified=sure.epsilon_unamplified)
         found[name] = {
-            "epsilon_replace_one": figures.epsilon_replace_one,
+            "epsilon_replace_one": _finite(figures.epsilon_replace_one),
             "rho": figures.rho,
             "epsilon_unamplified": figures.epsilon_unamplified,
             "max_occurrences": cap,
         }
     return found
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity: nothing is claimed then."""
+    return value if math.isfinite(value) else None

@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from lamina.errors import RunError
-from lamina.plan import StepPlan
+from lamina.plan import Choose, StepPlan
 from lamina.train.corpus import Corpus
+from lamina.train.corpus.sampler import Sampler
 from lamina.train.evaluation import Evaluation
 
 
@@ -139,3 +140,13 @@ def _kind(value: Any) -> str:
     return (
         f"class {value.__name__}, not an instance of it" if isinstance(value, type) else type(value).__name__
     )
+
+
+def check_caps(corpus: Corpus, plan: StepPlan, caps: Mapping[str, int]) -> None:
+    """Caps that the sampler will take, and no choice beside them: it would draw without counting."""
+    Sampler(corpus, plan, seed=bytes(32), max_occurrences=caps or None)
+    if caps and plan.rule(Choose) is not None:
+        raise RunError(
+            "max_occurrences is given, and the plan chooses by an exponential mechanism, whose draws are not counted",
+            "leave out max_occurrences, or plan without choices",
+        )

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lamina.allocate import make_plan
+from lamina.allocate.make_plan import make_plan
 from lamina.engine import Engine
 from lamina.errors import PlanError
 from lamina.plan import LayerStack, Policy, StepPlan

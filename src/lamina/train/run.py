@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,12 +22,14 @@ from lamina.engine.stream import SEED_BYTES
 from lamina.errors import BudgetExceeded, RunError
 from lamina.plan import StepPlan
 from lamina.train.book import SpendBook
-from lamina.train.book.charge import Charge, charges
+from lamina.train.book.charge import Charge, charges, follows_budget
 from lamina.train.resume import Facts
 from lamina.train.store.checkpoint import Checkpoints
 from lamina.train.store.durable import sweep, write_atomically
 from lamina.train.store.journal import Journal
 from lamina.train.store.records import Close, Done, GivenUp, Moved, Open
+
+REMAINDER = 2**62  # the segment under which the rest of a budget is booked that was followed
 
 
 class Run:
@@ -52,6 +54,7 @@ class Run:
         else:
             self.journal = Journal.load(path)
         self.checkpoints = Checkpoints(folder / "checkpoint")
+        self.allowed: dict[str, int] = {}  # by class, the declared steps that the run may be charged in all
         self.copied = self.journal.copied
         sweep(folder)  # what killed writers left
 
@@ -72,13 +75,14 @@ class Run:
             self.book.reserve(
                 self.id,
                 origin=self.origin,
-                charges=charges(plan, plan.steps),
+                charges=charges(plan, 0, plan.steps),
                 bounds=self.bounds,
                 label=self.folder.name,
             )
         except BudgetExceeded:
             (self.folder / "journal").unlink()
             raise
+        self.allowed = {c.cls: c.steps for c in reversed(charges(plan, 0, plan.steps))}
         write_atomically(self.folder / "plan.cbor", plan.to_cbor())
 
     def go_on(self, plan: StepPlan, first: int) -> int:
@@ -86,28 +90,54 @@ class Run:
 
         After a segment was redone there may be room for fewer steps than were planned.
         """
+        rest = self._rest(plan, first)
         steps = max(0, plan.steps - first)
-        for charge in charges(plan, steps):
-            if steps and charge.cls in self.bounds:
-                bound = self.bounds[charge.cls]
-                more = charge.times(steps)
-                steps = min(steps, self.book.fits(self.id, origin=self.origin, charge=more, bound=bound))
-            elif steps:
-                steps = self._within_plan(plan, charge.times(steps))
+        granted: list[Charge] = []
+        for name in {charge.cls: None for charge in rest}:
+            most, *besides = [charge for charge in rest if charge.cls == name]
+            fit = self._fitting(plan, most, besides)
+            if follows_budget(plan):
+                granted += [most.times(fit), *besides]
+            else:
+                steps = min(steps, fit)
+        if not follows_budget(plan):
+            granted = list(charges(plan, first, first + steps)) if steps else []
+        self.allowed = {c.cls: c.steps + self.units(c) for c in reversed(granted)}
         self.book.reserve(
-            self.id,
-            origin=self.origin,
-            charges=charges(plan, steps) if steps else (),
-            bounds=self.bounds,
-            label=self.folder.name,
+            self.id, origin=self.origin, charges=granted, bounds=self.bounds, label=self.folder.name
         )
         write_atomically(self.folder / "plan.cbor", plan.to_cbor())
         return first + steps
 
-    def _within_plan(self, plan: StepPlan, charge: Charge) -> int:
-        """Where no bound is declared, the run as a whole stays within what its plan promised."""
+    def _rest(self, plan: StepPlan, first: int) -> tuple[Charge, ...]:
+        """What the rest of the plan may take: its steps, or what is left of a budget that is followed; choices."""
+        rest = charges(plan, first, plan.steps)
+        if not follows_budget(plan):
+            return rest
+        return (*self._left(plan), *(c for c in rest if c.sigma != plan.sigma(c.cls)))
+
+    def _left(self, plan: StepPlan) -> list[Charge]:
+        """Of a budget that is followed: the declared steps that were not charged yet, by class."""
+        whole = [c for c in charges(plan, 0, plan.steps) if c.sigma == plan.sigma(c.cls)]
+        return [c.times(max(0, c.steps - self.units(c))) for c in whole]
+
+    def units(self, charge: Charge) -> int:
+        """How many declared steps of this kind the run was charged, redone ones included."""
+        return sum(
+            event.steps
+            for event in self.charged.get(charge.cls, ())
+            if (event.sigma, event.q) == (charge.sigma, charge.q)
+        )
+
+    def _fitting(self, plan: StepPlan, charge: Charge, besides: Sequence[Charge]) -> int:
+        """How many of the steps the bound of the class allows; without one, what the plan promised as a whole."""
+        if not charge.steps:
+            return 0
+        if charge.cls in self.bounds:
+            bound = self.bounds[charge.cls]
+            return self.book.fits(self.id, origin=self.origin, charge=charge, bound=bound, besides=besides)
         most, price = plan.epsilon(charge.cls), accountant(charge.accountant)
-        spent = self.charged.get(charge.cls, ())
+        spent = (*self.charged.get(charge.cls, ()), *(each.event for each in besides))
 
         def fits(steps: int) -> bool:
             more = (charge.times(steps).event,) if steps else ()
@@ -127,7 +157,7 @@ class Run:
 
     # ------------------------------------------------------------------------------------ one segment
 
-    def open(self, *, segment: int, first: int, last: int, facts: Facts, plan: StepPlan) -> Open:
+    def open(self, *, segment: int, first: int, last: int, facts: Facts, due: Sequence[Charge]) -> Open:
         """Draw a seed, write it down with what the segment takes, and charge it. Only then may a coin be tossed."""
         generation = self.generation(segment)
         while True:
@@ -138,7 +168,7 @@ class Run:
                 first=first,
                 last=last,
                 **asdict(facts),
-                charges=charges(plan, last - first),
+                charges=tuple(due),
                 seed=self._seed(),
             )
             self.journal.append(opened)
@@ -189,12 +219,25 @@ class Run:
             )
         )
 
-    def finish(self, steps: int, reason: str) -> None:
-        """No further step will be taken: what is left of the reservation goes back."""
+    def finish(self, plan: StepPlan, steps: int, reason: str) -> None:
+        """No further step will be taken: what is left of the reservation goes back.
+
+        Noise that was chosen on the way is only proven to cost no more than the whole budget: that is booked then.
+        """
         if (pending := self.journal.pending) is not None:
             self.give_up(pending)
         if self.journal.done is None:
             self.journal.append(Done(steps=steps, reason=reason))
+        if follows_budget(plan) and self.attempts and (left := [c for c in self._left(plan) if c.steps]):
+            self.book.charge(
+                self.id,
+                origin=self.origin,
+                segment=REMAINDER,
+                generation=0,
+                nonce=bytes.fromhex(self.id),
+                charges=left,
+                bounds={},
+            )
         self.book.finish(self.id)
 
     # ------------------------------------------------------------------------------------ what it cost

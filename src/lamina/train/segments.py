@@ -18,7 +18,7 @@ import torch
 
 from lamina.errors import RunError
 from lamina.plan import StepPlan
-from lamina.train.book.charge import charges
+from lamina.train.book.charge import Charge, charges, follows_budget, in_units
 from lamina.train.corpus import Corpus
 from lamina.train.resume import Action, Facts, decide
 from lamina.train.run import Run
@@ -134,18 +134,35 @@ class Segments:
             opened, self._replay = self._replay, None
             return opened
         first, last = self.state.step, min(self.end, self.state.step + self.length)
+        last, due = self._due(first, last)
         if first >= last:
             return None
         filters = self.state.filters
-        due = [c for c in charges(self.plan, last - first) if c.cls in filters]
         for c in due:
-            if not filters[c.cls].admits(c.sigma, c.q, c.steps):
+            if c.cls in filters and not filters[c.cls].admits(c.sigma, c.q, c.steps):
                 self.note(f"the filter of class '{c.cls}' does not allow steps {first} to {last - 1}")
                 return None
         for c in due:
-            filters[c.cls].charge(c.sigma, c.q, c.steps)
+            if c.cls in filters:
+                filters[c.cls].charge(c.sigma, c.q, c.steps)
         segment = self.state.segments
-        return self.run.open(segment=segment, first=first, last=last, facts=self._facts(), plan=self.plan)
+        return self.run.open(segment=segment, first=first, last=last, facts=self._facts(), due=due)
+
+    def _due(self, first: int, last: int) -> tuple[int, tuple[Charge, ...]]:
+        """Where the segment ends, and what it takes.
+
+        Where noise follows the budget, it is fixed for a segment, and the segment ends where the budget does.
+        """
+        if not follows_budget(self.plan):
+            return last, charges(self.plan, first, last)
+        factor = self.state.factor
+        while last > first:
+            due = in_units(self.plan, first, last, factor)
+            steps = [c for c in due if c.sigma == self.plan.sigma(c.cls)]
+            if all(c.steps + self.run.units(c) <= self.run.allowed.get(c.cls, 0) for c in steps):
+                return last, due
+            last -= 1
+        return first, ()
 
     def close(self, opened: Open) -> None:
         """Everything of the segment is in `state`: make it durable, then let it out."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,13 +19,17 @@ from lamina.train.ema import MovingAverage
 from lamina.train.store.checkpoint import Snapshot
 from lamina.train.store.state import flatten, unflatten
 
+if TYPE_CHECKING:
+    from lamina.engine.adapt import Adaptation
+
 
 @dataclass(kw_only=True)
 class TrainingState:
     """The moving parts of a run.
 
     `segments` closed so far and `step`, the next one; `counts`, occurrences per contribution where these are
-    capped; `evaluations`, the figures on public data so far, by step; `notes`, what was out of the ordinary.
+    capped; `evaluations`, the figures on public data so far, by step; `notes`, what was out of the ordinary;
+    `adaptation`, what the plan's rules have learned from noised gradients.
     """
 
     model: nn.Module
@@ -38,6 +42,7 @@ class TrainingState:
     step: int = 0
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    adaptation: Adaptation | None = None
     given: list[dict[str, Any]] = field(init=False)  # the optimiser's settings as the caller gave them
     given_schedule: Any = field(init=False)
 
@@ -47,6 +52,15 @@ class TrainingState:
             {name: value for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups
         ]
+
+    @property
+    def factor(self) -> float:
+        """What the noise of the next segment is multiplied by, where it follows the budget."""
+        return 1.0 if self.adaptation is None else self.adaptation.proposed_factor
+
+    @staticmethod
+    def _adapted(adaptation: Adaptation) -> dict[str, Any]:
+        return {"plan": adaptation.declared.digest(), "state": adaptation.to_state()}
 
     def apply_given(self) -> str:
         """After a restore: the settings that the caller gives now, unless a schedule owns them. Says which."""
@@ -74,6 +88,7 @@ class TrainingState:
             "evaluations": self.evaluations,
             "notes": self.notes,
             "filters": {name: _state_of(f) for name, f in self.filters.items()},
+            "adaptation": None if self.adaptation is None else self._adapted(self.adaptation),
         }
         if self.scheduler is not None:
             scheduler, plain["scheduler"] = flatten("scheduler", self.scheduler.state_dict())
@@ -106,6 +121,11 @@ class TrainingState:
             self.counts = tensors["occurrences"].numpy().view(np.uint32).copy()
         for name, state in plain["filters"].items():
             self.filters[name] = type(self.filters[name]).from_state(state)  # type: ignore[attr-defined]
+        if self.adaptation is not None and plain["adaptation"] is not None:
+            if plain["adaptation"]["plan"] == self.adaptation.declared.digest():
+                self.adaptation.load_state(plain["adaptation"]["state"])
+            else:
+                self.notes.append("the plan is another one: what its rules had learned is forgotten")
         self.segments, self.step = plain["segments"], plain["step"]
         self.evaluations = list(plain["evaluations"])
         self.notes[:] = [*plain["notes"], *(note for note in self.notes if note not in plain["notes"])]

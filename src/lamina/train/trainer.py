@@ -21,7 +21,7 @@ from lamina.train.account import spent_so_far
 from lamina.train.blame import discreet, withhold
 from lamina.train.book import SpendBook
 from lamina.train.book.key import secret_beside
-from lamina.train.checks import check_names, check_options, check_parts, count, policy_bounds
+from lamina.train.checks import check_caps, check_names, check_options, check_parts, count, policy_bounds
 from lamina.train.corpus import Corpus
 from lamina.train.corpus.sampler import Sampler
 from lamina.train.ema import MovingAverage
@@ -113,9 +113,7 @@ class Trainer:
         self.segment = count("segment", min(1000, math.ceil(plan.steps / 10)) if segment is None else segment)
         self.evaluate, self.augment, self.probe, self.inside = evaluate, augment, probe, inside
         self.max_occurrences = dict(max_occurrences or {})
-        Sampler(
-            corpus, plan, seed=bytes(32), max_occurrences=self.max_occurrences or None
-        )  # refuses bad caps now
+        check_caps(corpus, plan, self.max_occurrences)
         self.on_withdrawal, self.hardened = on_withdrawal, hardened
         self.progress = screen(wanted=progress, inside=inside) if isinstance(progress, bool) else progress
         average = None if ema is None else MovingAverage(model, ema)
@@ -123,6 +121,7 @@ class Trainer:
             model=model, optimizer=optimizer, scheduler=scheduler, ema=average, filters=dict(filters or {})
         )
         self._engine = engine if engine is not None else Engine(model, plan)
+        self.state.adaptation = self._engine.adaptation
         if self._engine.model is not model or self._engine.plan.digest() != plan.digest():
             raise RunError(
                 "the engine belongs to another model or plan", "leave engine out, or give the matching one"
@@ -222,6 +221,7 @@ class Trainer:
     def _attach(self) -> None:
         if self._engine.detached:
             self._engine = Engine(self.model, self.plan, **self._engine.options)
+            self.state.adaptation = self._engine.adaptation
 
     def _rehearse(self) -> None:
         if self.evaluate is not None:
@@ -238,7 +238,8 @@ class Trainer:
             self.corpus.revision != revision
         ):  # between the charge and now: these are not the members that were frozen
             return False
-        self._engine.continue_at(opened.first, SecureNoise.of_journal(opened.seed, hardened=self.hardened))
+        noise = SecureNoise.of_journal(opened.seed, hardened=self.hardened)
+        self._engine.continue_at(opened.first, noise, factor=self.state.factor)
         self.model.train()
         with discreet(self.progress.note, inside=self.inside):
             for step in range(opened.first, opened.last):
@@ -251,6 +252,8 @@ class Trainer:
     def _guarded(self, sampler: Sampler, seed: bytes, step: int) -> float | None:
         """One step; what goes wrong in it is told without its text."""
         try:
+            if self._engine.choice_due:
+                self._choose(sampler, seed, step)
             reseed(seed, step=step, purpose=Purpose.AUGMENT)
             batch = sampler.draw(step)
             if self.augment is not None and len(batch):
@@ -262,6 +265,12 @@ class Trainer:
                 raise
             told = withhold(error, self.model)
         raise told  # outside of the handler, which would attach the error and its text
+
+    def _choose(self, sampler: Sampler, seed: bytes, step: int) -> None:
+        """The exponential mechanism of the plan, on a draw of its own."""
+        reseed(seed, step=step, purpose=Purpose.CHOICE_DROPOUT)
+        batch = sampler.draw_for_choice(step)
+        self._engine.choose(self._losses(batch.x, batch.y) if len(batch) else None, batch)
 
     def _step(self, batch: Batch) -> float | None:
         """One private step. Returns the raw loss for a screen inside, and only if it was asked for."""

@@ -138,8 +138,10 @@ class SpendBook:
         with self._file.read() as db:
             return Rows(db).generations(run, segment)
 
-    def fits(self, run: str, *, origin: str, charge: Charge, bound: float) -> int:
-        """How many further steps like `charge`, at most charge.steps, the run may reserve.
+    def fits(
+        self, run: str, *, origin: str, charge: Charge, bound: float, besides: Sequence[Charge] = ()
+    ) -> int:
+        """How many further steps like `charge`, at most charge.steps, the run may reserve together with `besides`.
 
         What it has reserved already does not stand in its own way. What `fits` says, `reserve` admits, unless
         another process comes between.
@@ -153,12 +155,16 @@ class SpendBook:
                 rows.reserved(account, run),
                 rows.terms(account),
             )
+            name = rows.binding(account, charge.accountant)
         event = (charge.sigma, charge.q)
-        terms = Terms(bound=bound, delta=charge.delta, accountant=charge.accountant)
-        promised = own.get(event, 0) if held is not None and held.within(terms) else 0
+        terms = Terms(bound=bound, delta=charge.delta, accountant=name)
+        others = _added(others, checked_charges(besides))
+        covered = held is not None and held.within(terms)
+        covered = covered and all(own.get((c.sigma, c.q), 0) >= c.steps for c in besides)
+        promised = own.get(event, 0) if covered else 0
 
         def admitted(steps: int) -> bool:
-            together = {**others, event: others.get(event, 0) + steps}
+            together = _added(others, [charge.times(steps)])
             return steps <= promised or price(together, delta=terms.delta, name=terms.accountant) <= bound
 
         if admitted(charge.steps):
@@ -175,15 +181,18 @@ class SpendBook:
             rows = Rows(db)
             account = rows.find(origin, cls)
             charged, committed, runs = rows.charged(account), rows.standing(account), rows.runs(account)
-        return total(charged, committed, runs, delta=delta, name=accountant)
+            name = rows.binding(account, accountant)
+        return total(charged, committed, runs, delta=delta, name=name)
 
     def spent(
         self, run: str, cls: str, *, delta: float, accountant: str = "pld", origin: str | None = None
     ) -> float:
         """ε of what one run was charged for a class, redone segments included."""
         with self._file.read() as db:
-            events = Rows(db).of_run(run, cls, origin)
-        return price(events, delta=delta, name=accountant)
+            rows = Rows(db)
+            events = rows.of_run(run, cls, origin)
+            name = rows.binding(rows.account_of(run, cls, origin), accountant)
+        return price(events, delta=delta, name=name)
 
     def accounts(self) -> tuple[Account, ...]:
         """Every account, once per δ and accountant under which it was booked; those of the last booking first."""
@@ -212,6 +221,13 @@ class SpendBook:
         )
 
 
+def _added(events: Events, charges: Sequence[Charge]) -> Events:
+    together = dict(events)
+    for c in charges:
+        together[c.sigma, c.q] = together.get((c.sigma, c.q), 0) + c.steps
+    return together
+
+
 class _Refused(Exception):
     """Ends the transaction; the words are found after the file is free again."""
 
@@ -235,7 +251,8 @@ def _admit(
         grown = any(steps > before[cls].get(event, 0) for event, steps in after.items())
         if not any(each.steps for each in mine):
             continue  # nothing is asked, so nothing can be refused
-        for delta, name in sorted({(each.delta, each.accountant) for each in mine}):
+        asked = {(each.delta, rows.binding(account, each.accountant)) for each in mine}
+        for delta, name in sorted(asked):
             terms, held = Terms(bound=bound, delta=delta, accountant=name), rows.terms(account)
             if not grown and (math.isinf(bound) or (held is not None and held.within(terms))):
                 continue

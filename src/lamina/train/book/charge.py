@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
-from lamina.account import Event
-from lamina.plan import StepPlan
+from lamina.account import Event, order_of
+from lamina.account.renyi import divergence
+from lamina.errors import RunError
+from lamina.plan import FollowBudget, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,17 +35,48 @@ class Charge:
         return replace(self, steps=steps)
 
 
-def charges(plan: StepPlan, steps: int) -> tuple[Charge, ...]:
-    """What `steps` steps of a plan take: one charge per class that is owed noise."""
+def charges(plan: StepPlan, first: int, last: int) -> tuple[Charge, ...]:
+    """What the steps first … last-1 of a plan take: per class that is owed noise, the steps, and any choices."""
     return tuple(
-        Charge(
-            cls=entry.name,
-            sigma=plan.sigma(k),
-            q=entry.sampling_rate,
-            steps=steps,
-            delta=entry.delta,
-            accountant=plan.accountant,
+        _charge(plan, k, event) for k in range(len(plan.classes)) for event in plan.stretch(k, first, last)
+    )
+
+
+def follows_budget(plan: StepPlan) -> bool:
+    """Whether sigma is chosen on the way."""
+    return plan.rule(FollowBudget) is not None
+
+
+def in_units(plan: StepPlan, first: int, last: int, factor: float) -> tuple[Charge, ...]:
+    """What these steps take at `factor` times the declared noise, counted in steps as they were declared.
+
+    At the one Rényi order of the plan, prices add: n steps at another sigma cost as much as
+    ⌈n·RDP(factor·sigma)/RDP(sigma)⌉ declared ones. A run stays within its budget if these never exceed T, however
+    the factors were chosen on the way: the filter of docs/theory.md, in whole steps.
+    """
+    order = order_of(plan.accountant)
+    if order is None:
+        raise RunError(
+            f"accountant '{plan.accountant}' has no order", "noise that follows the budget needs one"
         )
-        for k, entry in enumerate(plan.classes)
-        if plan.schedule(k)
+    found = []
+    for k in range(len(plan.classes)):
+        steps, *choices = plan.stretch(k, first, last) or (None,)
+        if steps is not None:
+            declared = Fraction(divergence(steps.q, steps.sigma, order))
+            units = math.ceil(
+                steps.steps * Fraction(divergence(steps.q, steps.sigma * factor, order)) / declared
+            )
+            found += [_charge(plan, k, replace(steps, steps=units)), *(_charge(plan, k, e) for e in choices)]
+    return tuple(found)
+
+
+def _charge(plan: StepPlan, k: int, event: Event) -> Charge:
+    return Charge(
+        cls=plan.classes[k].name,
+        sigma=event.sigma,
+        q=event.q,
+        steps=event.steps,
+        delta=plan.classes[k].delta,
+        accountant=plan.accountant,
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+from lamina.account import order_of
 from lamina.train.book.charge import Charge
 from lamina.train.book.total import Events, RunSpend, Terms
 
@@ -88,6 +89,24 @@ class Rows:
             terms.accountant,
             account,
         )
+
+    def binding(self, account: int | None, name: str) -> str:
+        """The accountant that must price an account: `name`, unless noise chosen on the way was charged there.
+
+        Such steps are proven at one Rényi order only; what holds at an order holds at every smaller one.
+        """
+        charged = self._db.execute("SELECT DISTINCT accountant FROM charged WHERE account = ?", (account,))
+        fixed = {each for (each,) in charged} | {name}
+        orders = {order: each for each in fixed if (order := order_of(each)) is not None}
+        return orders[min(orders)] if orders else name
+
+    def account_of(self, run: str, cls: str, origin: str | None) -> int | None:
+        row = self._one(
+            "SELECT account.id FROM charged JOIN account ON account.id = charged.account "
+            "WHERE run = ? AND cls = ? AND (? IS NULL OR origin = ?) LIMIT 1",
+            run, cls, origin, origin,
+        )  # fmt: skip
+        return None if row is None else int(row[0])
 
     def accounts(self) -> list[tuple[str, str, float, str]]:
         return [row[:4] for row in self._db.execute(_ACCOUNTS)]

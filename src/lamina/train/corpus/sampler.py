@@ -78,21 +78,34 @@ class Sampler:
                 f"step {step} was asked for after step {self._last}, and occurrences are counted",
                 "draw steps in order; replay from a new Sampler with the counts as they were: Sampler(…, counts=…)",
             )
-        sampled = self._sampled(step)
+        sampled = self._sampled(step, Purpose.COINS)
         units = np.concatenate(sampled)
-        rows, sizes = self._examples(step, units)
-        x, y = self._source.fetch(rows)
-        cls = np.repeat(np.arange(len(sampled)), [len(part) for part in sampled])
-        unit = np.repeat(np.arange(len(units)), sizes)
-        batch = Batch(x, y, unit=torch.from_numpy(unit), cls=torch.from_numpy(cls))
+        batch = self._batch(step, sampled, Purpose.AUGMENT)
         if self._counts is not None:  # only now: a draw that failed did not happen
             self._counts[units] += np.uint32(1)
             self._last = step
         return batch
 
-    def _sampled(self, step: int) -> list[Rows]:
+    def draw_for_choice(self, step: int) -> Batch:
+        """A draw of its own for the choice that is made before a step: other coins at the same rates."""
+        if self._counts is not None:
+            raise CorpusError(
+                "a choice draws contributions whose occurrences are capped",
+                "leave out max_occurrences, or the choice",
+            )
+        return self._batch(step, self._sampled(step, Purpose.CHOICE_COINS), Purpose.CHOICE_WINDOWS)
+
+    def _batch(self, step: int, sampled: list[Rows], purpose: Purpose) -> Batch:
+        units = np.concatenate(sampled)
+        rows, sizes = self._examples(step, units, purpose)
+        x, y = self._source.fetch(rows)
+        cls = np.repeat(np.arange(len(sampled)), [len(part) for part in sampled])
+        unit = np.repeat(np.arange(len(units)), sizes)
+        return Batch(x, y, unit=torch.from_numpy(unit), cls=torch.from_numpy(cls))
+
+    def _sampled(self, step: int, purpose: Purpose) -> list[Rows]:
         """The sampled contributions of each class."""
-        stream = KeyStream(step_key(self._seed, step=step, rank=self._rank, purpose=Purpose.COINS))
+        stream = KeyStream(step_key(self._seed, step=step, rank=self._rank, purpose=purpose))
         sampled = []
         for k, (entry, members) in enumerate(zip(self._plan.classes, self._members, strict=True)):
             drawn = members[heads(stream, k, len(members), entry.sampling_rate)]
@@ -102,12 +115,12 @@ class Sampler:
             sampled.append(drawn)
         return sampled
 
-    def _examples(self, step: int, units: Rows) -> tuple[Rows, Rows]:
+    def _examples(self, step: int, units: Rows, purpose: Purpose) -> tuple[Rows, Rows]:
         """The examples to use, contribution after contribution, and how many of each."""
         rows, sizes = self._layout.rows_of(units), self._layout.sizes(units)
         if self._most is None or not (sizes > self._most).any():
             return rows, sizes
-        stream = KeyStream(step_key(self._seed, step=step, rank=self._rank, purpose=Purpose.AUGMENT))
+        stream = KeyStream(step_key(self._seed, step=step, rank=self._rank, purpose=purpose))
         used = windows(stream, units, sizes, self._most)
         return rows[used], np.minimum(sizes, self._most)
 

@@ -1,0 +1,114 @@
+"""Utility of all allocation policies at equal ε on real data.
+
+    LAMINA_DATA=… python benchmarks/utility run [--task mnist …] [--policy flat …] [--seeds 3]
+    python benchmarks/utility report
+
+`run` measures the layers and tunes every policy on public stand-ins (digits of scikit-learn, simulated ECG), then
+trains on the real data with what was chosen there. It writes benchmarks/results/utility-<task>.json after every single
+run and goes on where it was interrupted. `report` writes benchmarks/results/utility.md from these files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from lamina import LayerStack
+from lamina.allocate import PrintedLADP, PrintedLSAB
+from lamina.sensitivity import Measure
+
+from .policies import ENTRIES, Entry, planned
+from .proxy import measured
+from .report import report
+from .store import RESULTS, Store
+from .tasks import DELTA, TASKS, Task
+from .tuning import once, tune
+
+PRINTED = (
+    Entry(name="printed-lsab", what="eq. 16 as printed", allocate=lambda t: PrintedLSAB()),
+    Entry(name="printed-ladp", what="algorithm 1 as printed", allocate=lambda t: PrintedLADP()),
+)
+
+
+def measure_task(task: Task, names: list[str], seeds: int, cache: Path, again: bool) -> None:
+    """Everything about one task; real data is opened only after the last choice is made."""
+    store = Store.of(task.name)
+    if again:
+        store.forget(names)
+    proxy = task.proxy(cache)
+    measure = measured(task, proxy, cache)
+    chosen = {name: tune(ENTRIES[name], task, proxy, measure, store) for name in names}
+    real = task.real()
+    store.about = _about(task, real.train.units, len(real.test.x), measure)
+    for entry in PRINTED:
+        plan = planned(entry, task, real.train.units, 1.0, measure)
+        store.printed[entry.name] = {"claimed": plan.claimed[0], "epsilon": plan.epsilon(0)}
+    for seed in range(seeds):
+        for name in names:
+            clip, rate = chosen[name]
+            plan = planned(ENTRIES[name], task, real.train.units, clip, measure)
+            once("runs", ENTRIES[name], task, real, plan, store, clip=clip, rate=rate, seed=seed)
+    store.save()
+
+
+def _about(task: Task, units: int, tested: int, measure: Measure) -> dict[str, object]:
+    return {
+        "task": task.title,
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "machine": f"{os.cpu_count()} vCPUs",
+        "epsilon": task.epsilon,
+        "delta": DELTA,
+        "unit": task.unit,
+        "units": units,
+        "tested": tested,
+        "batch": task.batch,
+        "steps": task.steps,
+        "saved": _saved(measure, [layer.size for layer in LayerStack.from_model(task.model())]),
+        "layers": list(measure.layers),
+        "norms": list(measure.norms),
+        "harm": list(measure.harm),
+        "tight": list(measure.tight),
+        "fisher": list(measure.fisher),
+    }
+
+
+def _saved(measure: Measure, sizes: list[int]) -> float:
+    """Noise of pareto with measured norms over that of flat:  (Σ n√d)² / (Σ n² · Σ d)."""
+    pairs = list(zip(measure.norms, sizes, strict=True))
+    cross = sum(n * d**0.5 for n, d in pairs)
+    return float(cross**2 / (sum(n * n for n, _ in pairs) * sum(sizes)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("run", "report"))
+    parser.add_argument("--task", action="append", choices=tuple(TASKS), help="default: all")
+    parser.add_argument("--policy", action="append", choices=tuple(ENTRIES), help="default: all")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--again", action="store_true", help="forget what was measured of these policies before"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "lamina-utility",
+        help="where simulated beats and measures are kept between runs",
+    )
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    if chosen.what == "run":
+        for name in chosen.task or TASKS:
+            measure_task(
+                TASKS[name], chosen.policy or list(ENTRIES), chosen.seeds, chosen.cache, chosen.again
+            )
+    else:
+        text = report()
+        (RESULTS / "utility.md").write_text(text, encoding="utf-8")
+        print(text)

@@ -1,0 +1,3 @@
+"""What `lamina plan` says beyond the table: figures per layer, reasons, pictures, policies side by side."""
+
+from __future__ import annotations

@@ -1,0 +1,137 @@
+"""Figures of a plan that follow from C, S, q and a measurement: what is kept of a gradient, signal to noise.
+
+The signal of layer l is what a step's clipped sum would be if all contributions pulled the same way,
+
+    signal_l = Σ_k b_k·n̂_kl,      b_k = q_k·N_k contributions of class k expected in a step,
+
+with n̂_kl the norm that a typical contribution has at layer l after clipping:
+
+    box          min(n_l, C[k,l])
+    joint        n_l·min(1, r_k/‖(n_j/S_j)_j‖),   r_k = ‖(C[k,j]/S_j)_j‖, over the layers that it reaches
+    elementwise  the mean gradient instead of the sum: min(n_l, c_l·√d_l), c_l = C_l/(2√d_l), and b = 1
+    no measure   C[k,l] (elementwise C_l/2): as if every contribution were at its bound
+
+n_l is the typical norm of an example's gradient on the proxy. The noise of layer l has the norm S_l·√d_l, and
+
+    signal to noise = signal_l/(S_l·√d_l):
+
+an upper figure at the first step. Gradients that disagree cancel, and they shrink as the model learns.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.plan import Clipping, StepPlan
+from lamina.plan.table import shares
+
+if TYPE_CHECKING:
+    from lamina.sensitivity import Measure
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerFigures:
+    """One row of `lamina plan --explain`. None: nothing was measured, or the layer has no noise."""
+
+    name: str
+    depth: float
+    size: int
+    clip: tuple[float, ...]
+    noise: float
+    share: float
+    tight: float | None
+    worst: float | None
+    norm: float | None
+    signal_to_noise: float | None
+
+
+def layer_figures(plan: StepPlan, measure: Measure | None) -> tuple[LayerFigures, ...]:
+    """A row for each layer, in the order of the plan."""
+    ratio = signal_to_noise(plan, measure)
+    return tuple(
+        LayerFigures(
+            name=layer.name,
+            depth=layer.depth,
+            size=layer.size,
+            clip=tuple(row[i] for row in plan.clip),
+            noise=plan.noise[i],
+            share=share,
+            tight=None if measure is None else measure.tight[i],
+            worst=None if measure is None else measure.worst[i],
+            norm=None if measure is None else measure.norms[i],
+            signal_to_noise=ratio[i],
+        )
+        for i, (layer, share) in enumerate(zip(plan.layers, shares(plan), strict=True))
+    )
+
+
+def signal_to_noise(plan: StepPlan, measure: Measure | None) -> tuple[float | None, ...]:
+    """signal_l/(S_l·√d_l) of every layer; None where there is no noise."""
+    found = zip(signal(plan, measure).tolist(), plan.noise, plan.layers, strict=True)
+    return tuple(up / (s * math.sqrt(layer.size)) if s > 0 else None for up, s, layer in found)
+
+
+def whole_signal_to_noise(plan: StepPlan, measure: Measure | None) -> float | None:
+    """‖signal‖/√(Σ_l d_l S_l²) over the layers with noise."""
+    noise, up = np.array(plan.noise), signal(plan, measure)
+    power = _power(plan)
+    return float(np.linalg.norm(up[noise > 0]) / math.sqrt(power)) if power > 0 else None
+
+
+def total_noise(plan: StepPlan) -> float:
+    """Σ_l d_l S_l², times (b/B)²: what a plan divides by another B counts as the optimiser sees it."""
+    return _power(plan) * (float(expected(plan).sum()) / plan.batch) ** 2
+
+
+def kept(plan: StepPlan, measure: Measure) -> tuple[float | None, ...]:
+    """The part of a typical contribution's norm that clipping keeps, by class; None for a class that is not clipped."""
+    found: list[float | None] = []
+    n = np.array(measure.norms)
+    for k, entry in enumerate(plan.classes):
+        reach = np.array(plan.clip[k]) > 0
+        whole = float(np.linalg.norm(n[reach]))
+        found.append(
+            None if entry.public or not whole else float(np.linalg.norm(_typical(plan, k, n)) / whole)
+        )
+    return tuple(found)
+
+
+def expected(plan: StepPlan) -> Array:
+    """b_k, the contributions of each class that a step expects."""
+    return np.array([entry.sampling_rate * (entry.population or 0) for entry in plan.classes])
+
+
+def signal(plan: StepPlan, measure: Measure | None) -> Array:
+    """Σ_k b_k·n̂_kl by layer. A public class counts only where its norms were measured."""
+    n = None if measure is None else np.array(measure.norms)
+    rows = [_typical(plan, k, n) for k in range(len(plan.classes))]
+    if plan.clipping is Clipping.ELEMENTWISE:
+        return np.asarray(np.max(rows, axis=0))
+    return np.asarray(expected(plan) @ np.array(rows))
+
+
+def _typical(plan: StepPlan, k: int, n: Array | None) -> Array:
+    """n̂_kl: the norms of a typical contribution of class k after clipping."""
+    c, s = np.array(plan.clip[k]), np.array(plan.noise)
+    reach = c > 0
+    if plan.classes[k].public:
+        return np.zeros(len(c)) if n is None else np.where(reach, n, 0.0)
+    if plan.clipping is Clipping.ELEMENTWISE:
+        c = c / 2
+    if n is None:
+        return c
+    if plan.clipping is not Clipping.JOINT:
+        return np.asarray(np.minimum(n, c))
+    length = float(np.linalg.norm(n[reach] / s[reach]))
+    return np.asarray(np.where(reach, n, 0.0) * min(1.0, plan.joint(k) / length if length else 1.0))
+
+
+def _power(plan: StepPlan) -> float:
+    return math.fsum(layer.size * s * s for layer, s in zip(plan.layers, plan.noise, strict=True))

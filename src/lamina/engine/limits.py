@@ -1,0 +1,47 @@
+"""`Limits`: the thresholds in force, as tensors, and the collector that applies them to a part of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lamina.engine.collect import BoxCollector, Collector, JointCollector
+from lamina.engine.examine import Examined
+from lamina.engine.open_step import Sums
+from lamina.plan.step import Clipping, StepPlan
+
+
+class Limits:
+    """C (K × L) and the joint radii (K) of one plan. Made again when an adaptive plan has moved."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.clip = torch.tensor(plan.clip, dtype=torch.float64).view(len(plan.classes), len(plan.layers))
+        self.radius = torch.tensor([plan.joint(k) for k in range(len(plan.classes))], dtype=torch.float64)
+        owed = torch.tensor([not entry.public for entry in plan.classes]).unsqueeze(1)
+        self.counted = (self.clip > 0) & owed
+
+    def reached(self, part: Examined) -> list[bool]:
+        """The layers that some contribution of the part may move."""
+        return [bool(r) for r in (self.clip[part.classes] > 0).any(0)]
+
+    def collector(self, part: Examined, into: Sums, reached: Sequence[bool]) -> Collector:
+        bounds, scale = self.clip[part.classes], into.scale  # (P, L)
+        start = part.graph, part.layouts, reached, into.sums
+        if self.plan.clipping is Clipping.JOINT:
+            radius = self.radius[part.classes]
+            return JointCollector(*start, reach=bounds > 0, noise=self.plan.noise, radius=radius, scale=scale)
+        if self.plan.clipping is Clipping.ELEMENTWISE:  # bounded as a whole, when it is released
+            return BoxCollector(*start, bounds=torch.where(bounds > 0, torch.inf, 0.0), scale=scale)
+        counted = None if into.counts is None else self.counted[part.classes] & present(part).unsqueeze(1)
+        return BoxCollector(*start, bounds=bounds, scale=scale, counts=into.counts, counted=counted)
+
+
+def present(part: Examined) -> Tensor:
+    """(P,) whether a contribution has any example of weight > 0: an empty slot is nobody, and counts nowhere."""
+    here = torch.zeros(part.layout.units, dtype=torch.bool)
+    owner = part.layout.owner
+    here[owner[owner >= 0]] = True
+    return here

@@ -1,0 +1,225 @@
+"""The energy of a gradient sum, read from its noised release: free of charge, and often too faint to use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.errors import PlanError
+
+Array = NDArray[np.float64]
+_LARGEST = float(np.finfo(np.float64).max)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnergyEstimate:
+    """E_l ≈ ‖Σ_i g_il‖² per layer, from releases Y_l = Σ_i g_il + N(0, S_l² I) and nothing else.
+
+    ‖Y_l‖² − d_l S_l² has the mean ‖Σ g_il‖², and variance 2 d_l S_l⁴ where there is no signal. With decay a,
+
+        energy_l ← a·energy_l + (1−a)·(‖Y_l‖² − d_l S_l²)
+        sd_l²    ← a²·sd_l²  + (1−a)²·2 d_l S_l⁴                 S_l may be another one at every step
+        mass_l   ← a·mass_l  + (1−a)
+
+    so E_l = (energy_l/mass_l)₊ is a weighted mean of all that was seen, and sd_l/mass_l is its standard deviation
+    under noise alone. For constant S it tends to √(2d)·S²·√((1−a)/(1+a)) (docs/theory.md, "Choosing C and S").
+
+    Y is already private, so whatever follows from it is post-processing. A squared norm that is not finite, or
+    negative, or so large that its average overflows is ignored for that layer: all three numbers stay as they
+    were. Observing returns a new estimate; this one does not change.
+    """
+
+    decay: float
+    energy: tuple[float, ...]
+    sd: tuple[float, ...]
+    mass: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("energy", "sd", "mass"):
+            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+        if not 0 <= self.decay < 1:
+            raise PlanError(f"decay is {self.decay!r}, must be in [0, 1)", "0.9 averages over about 20 steps")
+        layers = len(self.energy)
+        if not layers or len(self.sd) != layers or len(self.mass) != layers:
+            raise PlanError(
+                f"energy, sd and mass have {layers}, {len(self.sd)} and {len(self.mass)} entries",
+                "give one of each for every layer, at least one layer",
+            )
+        for i, (e, sd, mass) in enumerate(zip(self.energy, self.sd, self.mass, strict=True)):
+            if not (math.isfinite(e) and 0 <= sd < math.inf and 0 <= mass <= 1 + 1e-9):
+                raise PlanError(
+                    f"layer {i} has energy {e!r}, sd {sd!r}, mass {mass!r}; must be finite, sd >= 0, mass in [0, 1]",
+                    "the state is damaged: start again with EnergyEstimate.start(layers)",
+                )
+
+    @classmethod
+    def start(cls, layers: int, decay: float = 0.9) -> EnergyEstimate:
+        """Nothing seen yet."""
+        zeros = (0.0,) * layers
+        return cls(decay=float(decay), energy=zeros, sd=zeros, mass=zeros)
+
+    def __len__(self) -> int:
+        return len(self.energy)
+
+    # ----------------------------------------------------------------------------------- what was released
+
+    def observed(
+        self, squares: Sequence[float] | Array, *, noise: Sequence[float] | Array, sizes: Sequence[int]
+    ) -> EnergyEstimate:
+        """After one more release: ‖Y_l‖² of the noised *sum* (not divided by B), its S_l and d_l."""
+        s, d = self._row(noise, "noise"), _sizes(sizes, len(self))
+        for i, value in enumerate(s):
+            if not 0 <= value < math.inf:
+                raise PlanError(
+                    f"noise of layer {i} is {value!r}, must be finite and >= 0", "take S of the plan"
+                )
+        y = np.asarray(squares, dtype=np.float64)
+        if y.shape != (len(self),):
+            raise PlanError(
+                f"squares has shape {y.shape}", f"give one squared norm for each of {len(self)} layers"
+            )
+        a, keep = self.decay, 1.0 - self.decay
+        with np.errstate(all="ignore"):  # what overflows is ignored below
+            unit = s * s
+            energy = a * np.array(self.energy) + keep * (y - d * unit)
+            sd = np.hypot(
+                a * np.array(self.sd), keep * np.sqrt(2.0 * d) * unit
+            )  # no S⁴, which would overflow
+            mass = a * np.array(self.mass) + keep
+            usable = np.isfinite(y) & (y >= 0) & np.isfinite(energy) & np.isfinite(sd)
+        return EnergyEstimate(
+            decay=a,
+            energy=tuple(np.where(usable, energy, self.energy).tolist()),
+            sd=tuple(np.where(usable, sd, self.sd).tolist()),
+            mass=tuple(np.where(usable, mass, self.mass).tolist()),
+        )
+
+    # ----------------------------------------------------------------------------------- what it says
+
+    def energies(self) -> Array:
+        """E_l, free of the start-up bias, never negative; 0 where nothing was seen."""
+        return np.maximum(self._corrected(self.energy), 0.0)
+
+    def deviations(self) -> Array:
+        """The standard deviation of E_l if there is no signal; infinite where nothing was seen."""
+        seen = np.array(self.mass) > 0
+        return np.where(seen, self._corrected(self.sd), np.inf)
+
+    def signal_to_noise(self) -> Array:
+        """E_l over its standard deviation; infinite for a layer without noise that carries something."""
+        energy, sd = self.energies(), self.deviations()
+        with np.errstate(all="ignore"):
+            return np.where(energy > 0, energy / sd, 0.0)
+
+    def shares(
+        self, proxy: Sequence[float] | Array, sizes: Sequence[int], least: float = 0.1
+    ) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+        """Shares w of the budget (Σw = 1, w_l ≥ least/L), and which layers were measured rather than assumed.
+
+        Where E_l < its standard deviation the layer keeps its proxy share. The measured layers divide what is
+        left: w_l = λ_l·target_l + (1−λ_l)·proxy_l, λ_l = E_l/(E_l + sd_l), target_l ∝ √(E_l d_l), the optimum
+        for layers whose norm is √E_l (docs/theory.md). Shares below least/L are raised to it, at the expense of
+        the others in proportion.
+        """
+        base, d = self._proxy(proxy), _sizes(sizes, len(self))
+        if not 0 < least <= 1:
+            raise PlanError(
+                f"least is {least!r}, must be in (0, 1]", "0.1 keeps a tenth of an equal share everywhere"
+            )
+        energy, sd = self.energies(), self.deviations()
+        measured = (energy > 0) & (energy >= sd)
+        w = base.copy()
+        if measured.any():
+            e, left = energy[measured], base[measured].sum()
+            target = np.sqrt(e / e.max()) * np.sqrt(d[measured])
+            mix = 1.0 / (1.0 + sd[measured] / e)
+            mixed = mix * left * target / target.sum() + (1.0 - mix) * base[measured]
+            if (total := mixed.sum()) > 0:
+                w[measured] = mixed * (left / total)
+        return tuple(_raised(w, least / len(self)).tolist()), tuple(bool(m) for m in measured)
+
+    # ----------------------------------------------------------------------------------- checkpoints
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain floats; JSON or CBOR carry them exactly."""
+        return {
+            "decay": self.decay, "energy": list(self.energy), "sd": list(self.sd), "mass": list(self.mass)
+        }  # fmt: skip
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> EnergyEstimate:
+        """The estimate that `to_state` described, bit for bit."""
+        known = ["decay", "energy", "mass", "sd"]
+        if not isinstance(state, Mapping) or sorted(state) != known:
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise PlanError(f"the state of an energy estimate has {found}", f"it must have {known}")
+        try:
+            return cls(
+                decay=float(state["decay"]), energy=tuple(state["energy"]),
+                sd=tuple(state["sd"]), mass=tuple(state["mass"]),
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                f"the state of an energy estimate holds what is no number: {error}", "start again"
+            ) from error
+
+    # ----------------------------------------------------------------------------------- within
+
+    def _corrected(self, values: Sequence[float]) -> Array:
+        """values/mass, 0 where nothing was seen; at most the largest number."""
+        mass = np.array(self.mass)
+        with np.errstate(all="ignore"):
+            return np.clip(np.where(mass > 0, np.array(values) / mass, 0.0), -_LARGEST, _LARGEST)
+
+    def _row(self, values: Sequence[float] | Array, what: str) -> Array:
+        row = np.asarray(values, dtype=np.float64)
+        if row.shape != (len(self),):
+            raise PlanError(
+                f"{what} has shape {row.shape}", f"give one number for each of {len(self)} layers"
+            )
+        return row
+
+    def _proxy(self, proxy: Sequence[float] | Array) -> Array:
+        row = self._row(proxy, "proxy")
+        for i, value in enumerate(row):
+            if not 0 <= value <= 1 + 1e-9:
+                raise PlanError(
+                    f"proxy share of layer {i} is {value!r}, must be in [0, 1]", "give shares of one budget"
+                )
+        if not abs(row.sum() - 1.0) <= 1e-9:
+            raise PlanError(f"the proxy shares sum to {row.sum()!r}, must be 1", "divide them by their sum")
+        return np.asarray(row / row.sum())
+
+
+def _sizes(sizes: Sequence[int], layers: int) -> Array:
+    d = np.asarray(sizes, dtype=np.float64)
+    if d.shape != (layers,):
+        raise PlanError(f"sizes has shape {d.shape}", f"give one number for each of {layers} layers")
+    for i, value in enumerate(d):
+        if not 1 <= value < math.inf:
+            raise PlanError(
+                f"layer {i} has {value!r} parameters, must have at least 1", "leave empty layers out"
+            )
+    return d
+
+
+def _raised(w: Array, floor: float) -> Array:
+    """The shares with every one at least `floor`: those below are raised, the others shrink in proportion.
+
+    Shrinking can push another share below, so it is repeated; each round fixes one more, or ends.
+    """
+    low = np.zeros(len(w), dtype=bool)
+    while True:
+        rest, weight = 1.0 - floor * low.sum(), w[~low].sum()
+        if low.all() or not weight > 0:  # nothing to take from: equal shares are all that is left
+            return np.full(len(w), 1.0 / len(w))
+        scaled = np.where(low, floor, w * (rest / weight))
+        below = ~low & (scaled < floor)
+        if not below.any():
+            return np.asarray(np.maximum(scaled, floor))
+        low |= below

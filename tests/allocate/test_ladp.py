@@ -1,0 +1,249 @@
+"""ladp: presets, which layers are sensitive and why, its rules, and what its choices cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from lamina.account import choice_multiplier
+from lamina.allocate import LADP, Problem, explained_plan, make_plan, offers
+from lamina.allocate.candidates import candidates
+from lamina.errors import LaminaError, PlanError
+from lamina.plan import (
+    Choose,
+    Clipping,
+    DepthProfile,
+    FollowBudget,
+    FollowEnergy,
+    LayerStack,
+    Policy,
+    StepPlan,
+)
+
+Make = Callable[..., Any]
+STACK = LayerStack.from_model(nn.Sequential(*(nn.Linear(4 + i, 5 + i) for i in range(8))))
+NAMES = tuple(layer.name for layer in STACK)
+POLICY = Policy.from_dict(
+    {
+        "corpus": {"origin": "test", "delta": 1e-5, "accountant": "rdp"},
+        "class": {
+            "a": {"population": 1000, "epsilon": 2.0, "profile": {"top": 0.5}},
+            "b": {"population": 3000, "epsilon": 4.0, "clip_norm": 2.0},
+            "open": {"population": 1000, "public": True},
+        },
+    }
+)
+
+
+def plan_of(allocate: LADP, **changes: Any) -> StepPlan:
+    return make_plan(STACK, POLICY, **{"batch": 80, "steps": 200, "allocate": allocate, **changes})
+
+
+def test_presets_give_thresholds_and_shares(alone: Make) -> None:
+    stack = LayerStack.from_model(nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))))
+    asked = alone(stack=stack)
+    given = LADP(sensitive=lambda layer: layer.name in ("1", "3"))(asked)
+    shape = np.array([5.0, 1.0, 5.0, 1.0, 5.0])
+    np.testing.assert_allclose(given.clip[0], 2 * shape / np.linalg.norm(shape))
+    shares = np.square(np.array(given.clip[0]) / given.noise) * 9  # sigma is 3
+    np.testing.assert_allclose(shares, np.array([0.5, 1.0, 0.5, 1.0, 0.5]) / 3.5)
+    assert given.rules == (FollowEnergy(decay=0.9, least=0.1, every=10),)
+    assert given.clipping is Clipping.BOX
+
+
+@pytest.mark.parametrize(
+    ("sensitive", "expected", "because"),
+    [
+        (["1", "3"], {1, 3}, "the plan names them"),
+        ([-1], {7}, "the plan names them"),
+        ("2", {2}, "the plan names them"),
+        (DepthProfile.band(0.25, 0.5), {2, 3}, "the profile 'band 0.25 to 0.5' names them"),
+        (lambda layer: layer.size > 100, {6, 7}, "the rule '<lambda>' picks them"),
+        (None, {6, 7}, "the top 25 % of the depth, and nothing was measured"),
+    ],
+)
+def test_what_is_sensitive_can_be_said_in_many_ways(sensitive: Any, expected: set[int], because: str) -> None:
+    plan, given = explained_plan(STACK, POLICY, batch=80, steps=20, allocate=LADP(sensitive=sensitive))
+    row = plan.clip[plan.index("b")]
+    assert {i for i in range(8) if row[i] == min(row)} == expected
+    assert because in given.why[0]
+    assert given.why[0].startswith(
+        f"Sensitive layers: {', '.join(str(i) for i in sorted(expected))}, because"
+    )
+
+
+def test_without_a_word_the_measured_fisher_information_decides(measure: Make) -> None:
+    known = measure(NAMES, fisher=(1.0, 9.0, 1.0, 1.0, 5.0, 1.0, 1.0, 1.0))
+    plan, given = explained_plan(STACK, POLICY, batch=80, steps=20, allocate="ladp", measure=known)
+    row = plan.clip[plan.index("b")]
+    assert {i for i in range(8) if row[i] == min(row)} == {1, 4}
+    assert "most Fisher information on the proxy (made up), 70 % of all" in given.why[0]
+    wide = LADP(share=0.5)(Problem_of(known))
+    assert sum(c == min(wide.clip[0]) for c in wide.clip[0]) == 4
+
+
+def Problem_of(known: Any) -> Problem:
+    sizes = tuple(layer.size for layer in STACK)
+    return Problem(
+        sizes=sizes,
+        weights=tuple(map(float, sizes)),
+        reach=((True,) * 8,),
+        clip_norm=(1.0,),
+        sigma=(1.0,),
+        measure=known,
+        stack=STACK,
+    )
+
+
+def test_a_shallow_model_has_its_last_layer_sensitive(alone: Make) -> None:
+    given = LADP()(alone())  # no stack: ⌈5/4⌉ = 2 layers
+    assert [c == min(given.clip[0]) for c in given.clip[0]] == [False] * 3 + [True] * 2
+    two = LayerStack.from_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    plan = make_plan(
+        two,
+        Policy.from_dict({"corpus": {"origin": "t", "delta": 1e-5}, "class": {"a": {"population": 100}}}),
+        batch=10,
+        steps=5,
+        rho=1.0,
+        allocate="ladp",
+    )
+    assert plan.clip[0][0] == pytest.approx(5 * plan.clip[0][1])
+
+
+# --------------------------------------------------------------------------------------------------------- modes
+
+
+def test_the_second_mode_is_priced_at_one_order() -> None:
+    plan = plan_of(LADP(mode="budget", lower=0.9, upper=1.001))
+    rule = plan.rule(FollowBudget)
+    assert rule is not None
+    assert plan.accountant == f"rdp@{rule.order:g}"
+    assert 0.9 <= rule.least <= 1  # the plan may narrow what was asked for, never widen it
+    assert rule.most == 1.001
+    assert plan.allocation == "ladp-budget"
+    assert plan.epsilon("a") <= 2.0
+    assert plan.epsilon("b") <= 4.0
+    assert max(plan.epsilon("a") / 2, plan.epsilon("b") / 4) > 0.999
+    assert StepPlan.from_json(plan.to_json()) == plan
+
+
+def test_choices_are_paid_for() -> None:
+    """The same ε with fewer choices, or none, allows less noise; ε counts the choices."""
+    none, rare, often = (plan_of(LADP(choose_every=every)) for every in (None, 100, 10))
+    sigma = [plan.sigma("a") for plan in (none, rare, often)]
+    assert sigma[0] < sigma[1] < sigma[2]
+    for plan, calls in ((rare, 2), (often, 20)):
+        steps, choices = plan.schedule("a")
+        assert (steps.steps, choices.steps) == (200, calls)
+        assert choices.sigma == choice_multiplier(0.5)
+        assert plan.clipping is Clipping.JOINT
+        assert max(plan.epsilon("a") / 2, plan.epsilon("b") / 4) == pytest.approx(1, abs=1e-3)
+        assert StepPlan.from_cbor(plan.to_cbor()) == plan
+    assert LADP(choose_every=30).side(91) == ((choice_multiplier(0.5), 4),)
+    assert LADP().side(91) == ()
+
+
+def test_thirty_choices_in_a_long_run_cost_little() -> None:
+    """At the sigma of ε = 0.997, q = 0.0128, 30 choices at 0.5 add 0.004; as pure ε they would add 0.025."""
+    one = Policy.from_dict(
+        {
+            "corpus": {"origin": "t", "delta": 1e-5, "accountant": "pld"},
+            "class": {"a": {"population": 20_000, "epsilon": 1.0}},
+        }
+    )
+    bare = make_plan(STACK, one, batch=256, steps=7812, allocate=LADP(), epsilon=0.997)
+    choosing = make_plan(
+        STACK, one, batch=256, steps=7812, allocate=LADP(choose_every=261), epsilon=0.997
+    ).rescaled({"a": bare.sigma("a")})
+    assert len(choosing.schedule("a")) == 2
+    assert choosing.schedule("a")[1].steps == 30
+    assert bare.epsilon("a") == pytest.approx(0.997, abs=1e-3)
+    assert choosing.epsilon("a") - bare.epsilon("a") == pytest.approx(0.004, abs=0.001)
+
+
+def test_candidates_are_public_shapes_with_noise_where_it_is_needed(problem: Make) -> None:
+    asked = problem()
+    given = LADP(choose_every=10, price=3.0)(asked)
+    rule = given.rules[-1]
+    assert isinstance(rule, Choose)
+    assert rule.names == ("flat", "proportional", "pareto", "preset", "input-heavy", "output-heavy")
+    assert all([s > 0 for s in row] == [True, True, True, False, False] for row in rule.noise)
+    assert rule.noise[3] == given.noise
+    assert rule.price == 3.0
+    default = LADP(choose_every=10)(asked).rules[-1]
+    assert isinstance(default, Choose)
+    assert default.price == 16.0  # a quarter of the batch of 64
+
+
+def test_noise_falls_along_the_depth_as_the_name_says(alone: Make) -> None:
+    asked = alone(sizes=(10,) * 5, weights=(10.0,) * 5)
+    clip = asked.thresholds()
+    rows = dict(candidates(asked, clip, np.ones(5)))
+    heavy = np.square(1 / np.array(rows["input-heavy"]))
+    assert heavy[0] / heavy[-1] == pytest.approx(4.0)
+    assert rows["output-heavy"] == pytest.approx(rows["input-heavy"][::-1])
+
+
+def test_candidates_of_ones_own() -> None:
+    shapes = (("even", (1.0,) * 8), ("late", (2.0,) * 4 + (1.0,) * 4))
+    plan = plan_of(LADP(choose_every=50, candidates=shapes), batch={"a": 20, "b": 0, "open": 10})
+    rule = plan.rule(Choose)
+    assert rule is not None
+    assert rule.names == ("even", "late")
+    assert rule.noise[1] == (0.0,) * 4 + (1.0,) * 4  # no private class reaches the first four
+    assert [offer.name for offer in offers(plan)] == ["even", "late"]
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "both"}, "mode of ladp is 'both'.*shares or budget"),
+        ({"thresholds": (1.0,)}, "thresholds of ladp is"),
+        ({"thresholds": (0.0, 5.0)}, "thresholds of ladp is 0.0"),
+        ({"parts": (1.0, -0.5)}, "parts of ladp is -0.5"),
+        ({"share": 0.0}, "share of ladp is 0.0"),
+        ({"sensitive": 3}, "sensitive of ladp is 3"),
+        ({"sensitive": []}, r"sensitive of ladp is \[\]"),
+        ({"choose_every": 0}, "choose_every of ladp is 0"),
+        ({"choose_every": 1.5}, "choose_every of ladp is 1.5"),
+        ({"choose_every": 5, "choose_epsilon": 0.0}, "epsilon of a choice is 0.0"),
+        ({"candidates": (("flat", (1.0,)),)}, "never chooses.*choose_every"),
+        ({"price": -1.0}, "price of ladp is -1.0"),
+        ({"decay": 1.0}, "decay of a rule is 1.0"),
+        ({"every": 0}, "every of a rule is 0"),
+        ({"mode": "budget", "lower": 2.0}, "least of a rule is 2.0"),
+        ({"clipping": "elementwise"}, "clipping of ladp"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LaminaError, match=message):
+        LADP(**options)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ((("short", (1.0, 1.0)),), r"candidate 'short' is \(1.0, 1.0\).*each of the 8 layers"),
+        ((("zero", (0.0,) * 8),), "candidate 'zero'"),
+        ((("nan", (math.nan,) * 8),), "candidate 'nan'"),
+        ((("x", (1.0,) * 8), ("x", (2.0,) * 8)), "name of its own"),
+    ],
+)
+def test_candidates_that_do_not_fit_are_refused(shapes: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_of(LADP(choose_every=50, candidates=shapes))
+
+
+def test_names_of_layers_that_do_not_exist_are_refused(alone: Make) -> None:
+    with pytest.raises(PlanError, match="'head'"):
+        plan_of(LADP(sensitive=["head"]))
+    with pytest.raises(PlanError, match="knows no stack.*make_plan"):
+        LADP(sensitive=["1"])(alone())

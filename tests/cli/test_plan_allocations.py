@@ -1,0 +1,117 @@
+"""Allocations as people write them: names, options, lists of them, and what is said about mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.allocate import ALLOCATIONS, LADP, Pareto, flat
+from lamina.cli.allocations import allocation_of, options_of, parse, parse_several
+from lamina.cli.explain.compare import WHEN
+from lamina.errors import LaminaError
+from lamina.plan import Clipping, DepthProfile
+
+
+@pytest.mark.parametrize("name", ALLOCATIONS)
+def test_every_allocation_stands_for_itself(name: str) -> None:
+    assert parse(name) == ALLOCATIONS[name]
+    policy: Any = ALLOCATIONS[name]
+    assert set(options_of(name)) == {field.name for field in dataclasses.fields(policy)}
+    assert WHEN[name]  # the comparison says when to use it
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ladp:mode=budget,least=0.2", LADP(mode="budget", least=0.2)),
+        ("ladp-budget:least=0.2", LADP(mode="budget", least=0.2)),
+        ("ladp:sensitive=head", LADP(sensitive=("head",))),
+        ("ladp:sensitive=[head, encoder.*],every=3", LADP(sensitive=("head", "encoder.*"), every=3)),
+        ("ladp:sensitive=['0',-1]", LADP(sensitive=("0", -1))),
+        ("ladp:sensitive=-1", LADP(sensitive=(-1,))),
+        ("ladp:sensitive={top=0.5}", LADP(sensitive=DepthProfile.top(0.5))),
+        ("ladp:thresholds=[1,4],parts=[2, 1]", LADP(thresholds=(1.0, 4.0), parts=(2.0, 1.0))),
+        (
+            "ladp:choose_every=5,candidates={one=[1.0,2.0],two=[2,1]}",
+            LADP(choose_every=5, candidates=(("one", (1.0, 2.0)), ("two", (2.0, 1.0)))),
+        ),
+        ("pareto:clipping=box,shrink=1", Pareto(clipping=Clipping.BOX, shrink=1.0)),
+        ("pareto:weights='harm'", Pareto(weights="harm")),
+        (" flat ", flat),
+    ],
+)
+def test_options_are_fields(text: str, expected: object) -> None:
+    assert parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "remedy"),
+    [
+        ("lapd", "allocation 'lapd' is not known (did you mean 'ladp'?)", "flat, uniform"),
+        ("", "allocation '' is not known", "flat, uniform"),
+        ("ladp:mod=budget", "has no option 'mod'; did you mean 'mode'?", "mode = shares"),
+        ("ladp:budget", "'budget' in 'ladp:budget' is not an option", "ladp:key=value"),
+        ("ladp:", "'' in 'ladp:' is not an option", "ladp:key=value"),
+        ("ladp:mode=", "'mode=' in 'ladp:mode=' is not an option", "ladp:key=value"),
+        ("ladp:mode=fast", "mode of ladp is 'fast'", "shares or budget"),
+        ("ladp:every=2.5", "every of 'ladp' is 2.5, must be a whole number", "every="),
+        ("ladp:every=true", "every of 'ladp' is True, must be a whole number", "every="),
+        ("ladp:least=little", "least of 'ladp' is 'little', must be a number", "least="),
+        ("ladp:least=2", "least of a rule is 2, must lie in (0, 1)", "correct"),
+        ("ladp:thresholds=[1,2,3]", "thresholds of ladp is (1, 2, 3)", "two numbers"),
+        ("ladp:sensitive={topp=0.2}", "is not a known kind", "{top = 0.25}"),
+        ("ladp:least=0.1,least=0.2", "'least' is in 'ladp:least=0.1,least=0.2' twice", "once"),
+        ("flat:every=3", "allocation 'flat' has no option 'every'", "it takes none"),
+        (
+            "printed-lsab:per_step=1",
+            "per_step of 'printed-lsab' is 1, must be true or false",
+            "per_step=true",
+        ),
+    ],
+)
+def test_mistakes_are_told(text: str, problem: str, remedy: str) -> None:
+    with pytest.raises(LaminaError) as caught:
+        parse(text)
+    assert problem in caught.value.problem
+    assert remedy in caught.value.remedy
+
+
+def test_several() -> None:
+    text = "flat, ladp:mode=budget,sensitive=[a,b],least=0.2 ,uniform,pareto:shrink=0.5"
+    assert parse_several(text) == (
+        "flat",
+        "ladp:mode=budget,sensitive=[a,b],least=0.2",
+        "uniform",
+        "pareto:shrink=0.5",
+    )
+    for each in parse_several(text):
+        parse(each)
+
+
+@given(st.text(max_size=30))
+def test_no_text_is_a_crash(text: str) -> None:
+    """Whatever is written is an allocation or a refusal with a remedy."""
+    for words in (text, f"ladp:{text}", f"ladp:sensitive={text}", f"pareto:shrink={text}"):
+        try:
+            parse(words)
+        except LaminaError as error:
+            assert error.remedy
+
+
+@given(
+    st.floats(0.01, 0.99),
+    st.integers(1, 10_000),
+    st.sampled_from(["shares", "budget"]),
+    st.lists(st.from_regex(r"[a-z][a-z0-9.*]{0,8}", fullmatch=True), min_size=1, max_size=3),
+)
+def test_what_is_written_is_what_is_meant(least: float, every: int, mode: str, layers: list[str]) -> None:
+    if any(name in ("true", "false", "inf", "nan") for name in layers):
+        return  # TOML has its own idea of these words
+    text = f"ladp:least={least!r},every={every},mode={mode},sensitive=[{','.join(layers)}]"
+    assert parse(text) == LADP(least=least, every=every, mode=mode, sensitive=tuple(layers))
+    table = {"least": least, "every": every, "mode": mode, "sensitive": layers}
+    assert allocation_of("ladp", table) == parse(text)

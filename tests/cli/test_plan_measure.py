@@ -1,0 +1,204 @@
+"""`lamina plan --proxy`: measuring on inputs that are nobody's, keeping it, and refusing what makes no sense."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from lamina.cli import named
+from lamina.cli.measuring import labels, shape_of
+from lamina.errors import LaminaError
+from lamina.sensitivity import Measure
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+MODULE = """
+import torch
+from torch import nn
+
+def auto():
+    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 6))
+
+def classes():
+    return nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(40, 6, generator=generator)
+
+def labelled():
+    return data(), torch.arange(40) % 3
+"""
+QUICK = ("--passes", "40", "--batch", "12", "--steps", "6")
+
+
+@pytest.fixture
+def asked(project: Project) -> Project:
+    project.write(f"{project.module}.py", MODULE)
+    project.write(
+        "policy.toml",
+        '[corpus]\norigin = "t"\naccountant = "zcdp"\ndelta = 1e-5\n[class.a]\npopulation = 60\nepsilon = 3.0\n',
+    )
+    project.monkeypatch.chdir(project.folder)
+    return project
+
+
+def ask(project: Project, model: str, *words: str) -> tuple[int, str, str]:
+    return project.call("plan", "policy.toml", "--model", f"{project.module}:{model}", *QUICK, *words)
+
+
+def test_a_measure_is_made_kept_and_read_again(asked: Project) -> None:
+    words = ("--allocate", "lsab", "--json")
+    code, out, err = ask(
+        asked, "auto", "--proxy", "gaussian", "--input", "6", "--save-measure", "m.json", *words
+    )
+    assert code == 0, err
+    assert "measuring 2 layers" in err
+    made = json.loads(out)
+    assert made["proxy"] == "gaussian"
+    assert all(layer["delta_tight"] <= layer["delta_global"] for layer in made["layers"])
+    kept = Measure.load("m.json")
+    assert [layer["norm"] for layer in made["layers"]] == list(kept.norms)
+    code, out, err = ask(asked, "auto", "--measure", "m.json", *words)
+    assert code == 0, err
+    assert json.loads(out) == made  # the same plan, bit for bit
+
+
+def test_measuring_twice_gives_the_same_and_another_seed_another(asked: Project) -> None:
+    found = {}
+    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        code, _, err = ask(
+            asked,
+            "auto",
+            "--proxy",
+            "gaussian",
+            "--input",
+            "6",
+            "--seed",
+            seed,
+            "--save-measure",
+            f"{name}.json",
+        )
+        assert code == 0, err
+        found[name] = Measure.load(f"{name}.json")
+    assert found["a"] == found["b"]
+    assert found["a"] != found["c"]
+
+
+def test_the_seed_decides_the_weights(asked: Project) -> None:
+    """On the same public inputs the typical norms depend on nothing but the weights."""
+    norms = []
+    for seed in ("3", "4"):
+        code, out, err = ask(
+            asked, "auto", "--proxy", f"public:{asked.module}:data", "--seed", seed, "--json"
+        )
+        assert code == 0, err
+        norms.append([layer["norm"] for layer in json.loads(out)["layers"]])
+    assert norms[0] != norms[1]
+
+
+def test_a_classifier_needs_a_loss_and_gets_random_labels(asked: Project) -> None:
+    gaussian = ("--proxy", "gaussian", "--input", "6")
+    code, _, err = ask(asked, "classes", *gaussian)
+    assert code == 1
+    assert "the model gives (3,) for an input of (6,)" in err
+    assert "--loss cross_entropy" in err
+    code, out, err = ask(asked, "classes", *gaussian, "--loss", "cross_entropy", "--json")
+    assert code == 0, err
+    assert json.loads(out)["proxy"] == "simulated: Gaussian inputs, labels at random"
+
+
+def test_public_data_by_name(asked: Project) -> None:
+    code, out, err = ask(asked, "auto", "--proxy", f"public:{asked.module}:data", "--json")
+    assert code == 0, err
+    assert json.loads(out)["proxy"] == f"public: {asked.module}:data"
+    code, out, err = ask(
+        asked, "classes", "--proxy", f"simulated:{asked.module}:labelled", "--loss", "cross_entropy", "--json"
+    )
+    assert code == 0, err
+    assert json.loads(out)["proxy"].startswith("simulated: ")
+    code, _, err = ask(asked, "classes", "--proxy", f"simulated:{asked.module}:labelled")
+    assert code == 1
+    assert "no loss is given" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--proxy", "gaussian"), "has no known shape"),
+        (("--proxy", "gaussian", "--input", "6,zero"), "input is '6,zero', must be whole numbers > 0"),
+        (("--proxy", "gaussian", "--input", "0"), "must be whole numbers > 0"),
+        (("--proxy", "gaussian", "--input", "7"), "does not take an input of shape (7,)"),
+        (("--proxy", "private"), "proxy is 'private', which is not known"),
+        (("--proxy", "private:a:b"), "which is not known"),
+        (("--proxy", "public"), "which is not known"),
+        (("--proxy", "gaussian:a:b"), "which is not known"),
+        (("--proxy", "public:nowhere:data"), "no module 'nowhere'"),
+        (("--proxy", "gaussian", "--input", "6", "--radius", "0"), "radius is 0.0, must be finite and > 0"),
+        (("--proxy", "gaussian", "--input", "6", "--save-measure", "no/where.json"), "cannot be written"),
+        (("--measure", "nowhere.json"), "nowhere.json"),
+        (("--measure", "policy.toml"), "is not JSON"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(asked: Project, words: tuple[str, ...], problem: str) -> None:
+    code, out, err = ask(asked, "auto", *words)
+    assert (code, out) == (1, "")
+    assert problem in err
+    assert "remedy:" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--measure", "m.json", "--proxy", "gaussian"),
+        ("--input", "6"),
+        ("--loss", "mse"),
+        ("--save-measure", "m.json"),
+        ("--proxy", "gaussian", "--passes", "0"),
+    ],
+)
+def test_combinations_that_mean_nothing_are_misuse(asked: Project, words: tuple[str, ...]) -> None:
+    code, out, err = ask(asked, "auto", *words)
+    assert (code, out) == (2, "")
+    assert "Usage" in err
+
+
+def test_a_measure_of_another_model_is_refused(asked: Project) -> None:
+    row = (1.0, 1.0, 1.0)
+    Measure(
+        proxy="gaussian",
+        layers=("0", "2", "4"),
+        tight=row,
+        worst=row,
+        printed=row,
+        harm=row,
+        norms=row,
+        fisher=row,
+    ).save("m.json")
+    code, _, err = ask(asked, "auto", "--measure", "m.json")
+    assert code == 1
+    assert "the measure has 3 layers and the stack 2" in err
+
+
+@pytest.mark.parametrize("name", named.BUILT_IN)
+def test_built_in_models_know_their_input(name: str) -> None:
+    shape = shape_of(None, name)
+    with torch.no_grad():
+        assert named.model(name).eval()(torch.zeros(1, *shape)).shape == (1, *shape)
+    assert shape_of("3,4", name) == shape_of("3x4", name) == (3, 4)
+
+
+def test_labels_fit_the_loss() -> None:
+    generator, x = torch.Generator().manual_seed(0), torch.zeros(50, 4)
+    numbers = labels("cross_entropy", torch.zeros(2, 3, 7), x, generator)
+    assert (numbers.shape, set(numbers.flatten().tolist())) == ((50, 7), {0, 1, 2})
+    assert set(labels("bce", torch.zeros(2, 5), x, generator).flatten().tolist()) == {0.0, 1.0}
+    assert labels("mse", torch.zeros(2, 4), x, generator) is x  # an autoencoder
+    assert labels("huber", torch.zeros(2, 3), x, generator).shape == (50, 3)
+    with pytest.raises(LaminaError, match="one number per example"):
+        labels("cross_entropy", torch.zeros(2), x, generator)

@@ -1,0 +1,141 @@
+"""A RUN.toml chooses an allocation with options, a measure and a zCDP budget; `lamina train` says what moves."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lamina.cli.run_file import RunFile
+from lamina.errors import LaminaError
+from lamina.sensitivity import Measure
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+
+def saved(project: Project, *, layers: tuple[str, ...] = ("0", "2")) -> None:
+    n = len(layers)
+    row = tuple(0.1 * (i + 1) for i in range(n))
+    Measure(
+        proxy="gaussian", layers=layers, tight=row, worst=row, printed=row, harm=row, norms=row, fisher=row
+    ).save(project.folder / "measure.json")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            'allocate = "ladp"',
+            "rule: Shares follow the energy of the noised gradient: looked at every 10 steps",
+        ),
+        ('allocate = { name = "ladp", every = 2 }', "looked at every 2 steps"),
+        ('allocate = "quantile"', "rule: Thresholds follow the 0.5 quantile"),
+        (
+            'allocate = { name = "ladp", choose_every = 3, choose_epsilon = 0.1 }',
+            "rule: An exponential mechanism of ε 0.1 chooses the shape of S every 3 steps (2 times)",
+        ),
+        ('allocate = { name = "ladp", mode = "budget" }', "rule: sigma follows the budget that is left"),
+    ],
+)
+def test_train_says_which_rules_are_active(project: Project, line: str, words: str) -> None:
+    code, out, err = project.train(run=f"{line}\n{project.run}")
+    assert code == 0, err
+    plan, _, summary = out.partition("ε of this run")
+    assert words in plan
+    assert words in summary
+
+
+def test_train_says_nothing_of_rules_where_nothing_moves(project: Project) -> None:
+    code, out, _ = project.train("--plan-only")
+    assert code == 0
+    assert "rule:" not in out
+
+
+def test_the_rules_are_in_the_object_for_machines(project: Project) -> None:
+    found = project.train_json(run=f'allocate = {{ name = "ladp", every = 2 }}\n{project.run}')
+    assert found["allocation"] == "ladp"
+    (rule,) = found["rules"]
+    assert "looked at every 2 steps" in rule
+    signed = json.loads((project.folder / "runs" / "first" / "run.json").read_text(encoding="utf-8"))
+    assert signed["settings"]["allocate"] == {"name": "ladp", "every": 2}
+
+
+def test_a_measure_lies_beside_the_run_file(project: Project) -> None:
+    run = f'allocate = "lsab"\nmeasure = "measure.json"\n{project.run}'
+    code, _, err = project.train("--plan-only", run=run)
+    assert code == 1
+    assert "measure is 'measure.json', and there is no" in err
+    assert "--save-measure measure.json" in err
+    saved(project)
+    code, out, err = project.train("--plan-only", run=run)
+    assert code == 0, err
+    assert "lsab allocation, box clipping" in out
+
+
+def test_a_measure_of_another_model_is_refused(project: Project) -> None:
+    saved(project, layers=("0", "1"))
+    code, _, err = project.train("--plan-only", run=f'measure = "measure.json"\n{project.run}')
+    assert code == 1
+    assert "the measure knows the layer '1' where the stack has '2'" in err
+
+
+def test_an_allocation_without_its_measure_is_refused(project: Project) -> None:
+    code, _, err = project.train("--plan-only", run=f'allocate = "lsab"\n{project.run}')
+    assert code == 1
+    assert "lsab needs `tight`" in err
+
+
+def test_rho_is_a_budget_too(project: Project) -> None:
+    run = "rho = 0.05\n" + project.run.replace("epsilon = 2.0\n", "")
+    found = project.train_json("--plan-only", run=run)
+    assert found["accountant"] == "zcdp"
+    assert found["classes"]["clinical"]["rho"] == pytest.approx(0.05, rel=1e-11)
+    assert found["classes"]["clinical"]["rho"] <= 0.05
+    assert found["notes"] == []  # what was asked for is planned
+    code, _, err = project.train("--plan-only", run="rho = 0.05\n" + project.run)
+    assert code == 1
+    assert "epsilon is 2.0 and rho is 0.05" in err
+
+
+LEAST = (
+    'policy="p"\nmodel="a:b"\nloss="mse"\noptimizer="sgd"\nbatch=8\nsteps=10\ndata={ kind="npz", path="d" }\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('allocate = { name = "ladp", mod = "budget" }', "'ladp' has no option 'mod'; did you mean 'mode'"),
+        ('allocate = { name = "ladp", mode = "fast" }', "mode of ladp is 'fast'"),
+        ('allocate = { name = "ladp", every = "10" }', "every of 'ladp' is '10', must be a whole number"),
+        ('allocate = { name = "flat", every = 3 }', "'flat' has no option 'every'; it takes none"),
+        ('allocate = { name = "lsba" }', "did you mean 'lsab'"),
+        ("allocate = { mode = 'budget' }", "allocate.name is missing"),
+        ("allocate = 3", "must be text in quotes, or a table"),
+        ("[allocate]\nname = 'pareto'\nshrink = 2.0", "shrink of pareto is 2.0, must lie in [0, 1]"),
+        ("measure = 3", "measure is 3, must be text"),
+        ("rho = 0", "must be a number > 0"),
+        ("rho = { a = -1.0 }", "must be a number > 0"),
+    ],
+)
+def test_a_wrong_allocation_is_told(line: str, words: str) -> None:
+    with pytest.raises(LaminaError) as caught:
+        RunFile.parse(LEAST + line)
+    assert words in caught.value.problem
+    assert caught.value.remedy
+
+
+def test_an_allocation_with_options_is_the_policy_with_them() -> None:
+    run = RunFile.parse(
+        LEAST
+        + '[allocate]\nname = "ladp"\nsensitive = { top = 0.5 }\nthresholds = [1, 3]\nclipping = "joint"'
+    )
+    policy = run.allocate.policy
+    assert (policy.thresholds, policy.clipping.value) == ((1.0, 3.0), "joint")  # type: ignore[attr-defined]
+    assert str(policy.sensitive) == "top 50 %"  # type: ignore[attr-defined]
+    assert (
+        RunFile.parse(LEAST + 'allocate = "ladp"').allocate
+        == RunFile.parse(LEAST + 'allocate = { name = "ladp" }').allocate
+    )

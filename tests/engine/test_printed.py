@@ -1,0 +1,86 @@
+"""LADP as printed: the mean gradient of the batch, clamped entry by entry. It runs, and says what it is."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lamina.engine import Batch, Engine, SeededNoise
+from lamina.engine.printed import ReproductionWarning
+from lamina.errors import EngineError
+from lamina.plan import LayerStack
+from lamina.plan.step import PlannedClass, PlannedLayer, StepPlan
+
+ONE = PlannedClass(name="one", population=100, sampling_rate=0.1, delta=1e-5)
+TWO = PlannedClass(name="two", population=100, sampling_rate=0.1, delta=1e-5)
+
+
+def plan_of(model: nn.Module, bound: float, classes: tuple[PlannedClass, ...] = (ONE,)) -> StepPlan:
+    layers = tuple(
+        PlannedLayer(name=x.name, depth=x.depth, parameters=x.parameters, size=x.size)
+        for x in LayerStack.from_model(model)
+    )
+    row = tuple(2 * bound * (i + 1) * math.sqrt(x.size) for i, x in enumerate(layers))
+    return StepPlan(
+        layers=layers, classes=classes, clip=(row,) * len(classes), noise=tuple(0.1 + i for i in range(len(row))),
+        batch=1.0, steps=10, clipping="elementwise", accountant="gaussian", allocation="printed-ladp",
+        claimed=(1.0,) * len(classes),
+    )  # fmt: skip
+
+
+def losses(model: nn.Module, batch: Batch) -> Tensor:
+    return (model(batch.x) - batch.y).square().mean(1)
+
+
+def written(model: nn.Module) -> dict[str, Tensor]:
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("hardened", [False, True])
+def test_the_mean_is_clamped_and_noised(parts: int, hardened: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    plan, twin = plan_of(model, 0.05), copy.deepcopy(model)
+    weight = torch.ones(7)
+    weight[4] = 0.0
+    batch = Batch(
+        torch.randn(7, 3), torch.randn(7, 2), unit=torch.tensor([0, 0, 0, 1, 1, 2, 3]), weight=weight
+    )
+    (losses(twin, batch) * weight).sum().div(6).backward()
+    with pytest.warns(ReproductionWarning, match="ε = 1 is claimed"):
+        engine = Engine(model, plan, noise=SeededNoise(3, hardened=hardened))
+    with engine:
+        for part in batch.split(parts):
+            engine.backward(losses(model, part), part)
+        grads = written(model)
+        z = {n: torch.empty_like(p) for n, p in twin.named_parameters()}
+        SeededNoise(3).fill_many_(list(z.values()), [1.0] * len(z), step=0)
+        clamped = False
+        for i, layer in enumerate(plan.layers):
+            for name in layer.parameters:
+                raw: Any = dict(twin.named_parameters())[name].grad
+                mean = raw.clamp(-0.05 * (i + 1), 0.05 * (i + 1))
+                clamped = clamped or not torch.equal(raw, mean)
+                tolerance = plan.noise[i] / 256 if hardened else 1e-6
+                assert torch.allclose(grads[name], mean + plan.noise[i] * z[name], atol=tolerance, rtol=1e-5)
+        assert clamped
+        sums = engine.clipped_sums(losses(model, batch), batch)
+        assert all(float(sums[n].abs().max()) <= 0.1 + 1e-7 for n in sums)
+        engine.backward(None, Batch(torch.zeros(0, 3), torch.zeros(0, 2)))
+        SeededNoise(3).fill_many_(list(z.values()), [1.0] * len(z), step=1)
+        grads = written(model)
+        name = plan.layers[1].parameters[0]
+        assert torch.allclose(grads[name], plan.noise[1] * z[name], atol=plan.noise[1] / 200)
+
+
+def test_one_private_class_only() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    with pytest.raises(EngineError, match="2 private classes"):
+        Engine(model, plan_of(model, 1.0, (ONE, TWO)))

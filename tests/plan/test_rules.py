@@ -1,0 +1,164 @@
+"""Rules of a plan: what they cost, what they refuse, and that they survive both encodings."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.account import Event, accountant, choice_multiplier
+from lamina.errors import LaminaError, PlanError
+from lamina.plan import (
+    Choose,
+    Clipping,
+    FollowBudget,
+    FollowEnergy,
+    FollowQuantile,
+    PlannedClass,
+    PlannedLayer,
+    StepPlan,
+    effective_sigma,
+    rescale,
+)
+from lamina.plan.rules import KINDS, from_plain, to_plain
+
+LAYERS = tuple(
+    PlannedLayer(name=f"l{i}", depth=i / 2, parameters=(f"l{i}.weight",), size=10 * (i + 1)) for i in range(3)
+)
+PRIVATE = PlannedClass(name="a", population=1000, sampling_rate=0.02, delta=1e-5)
+TOP = PlannedClass(name="b", population=500, sampling_rate=0.04, delta=1e-5)
+
+
+def plan_of(**changes: Any) -> StepPlan:
+    base: dict[str, Any] = {
+        "layers": LAYERS,
+        "classes": (PRIVATE, TOP),
+        "clip": ((1.0, 0.5, 2.0), (0.0, 0.7, 0.7)),
+        "noise": (2.0, 1.0, 3.0),
+        "batch": 40.0,
+        "steps": 100,
+    }
+    return StepPlan(**{**base, **changes})
+
+
+CHOOSE = Choose(epsilon=0.5, every=30, names=("x", "y"), noise=((1, 1, 1), (3, 2, 1)), price=2)
+RULES = [FollowEnergy(), FollowQuantile(noise=12.0), CHOOSE, FollowBudget(order=24)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_survives_both_encodings(rule: Any) -> None:
+    accounting = "rdp@24" if isinstance(rule, FollowBudget) else "pld"
+    plan = plan_of(rules=(rule,), accountant=accounting)
+    for again in (StepPlan.from_json(plan.to_json()), StepPlan.from_cbor(plan.to_cbor())):
+        assert again == plan and again.digest() == plan.digest() and again.rules == (rule,)
+    assert plan.digest() != plan_of(accountant=accounting).digest()
+    assert from_plain(json.loads(json.dumps(to_plain(rule)))) == rule
+
+
+def test_counts_are_part_of_sigma() -> None:
+    plan, noise = plan_of(), 5.0
+    counted = replace(plan, rules=(FollowQuantile(noise=noise),))
+    for k, reached in ((0, 3), (1, 2)):
+        expected = (plan.sigma(k) ** -2 + reached / (4 * noise**2)) ** -0.5
+        assert counted.sigma(k) == pytest.approx(expected, rel=1e-14)
+        assert counted.epsilon(k) > plan.epsilon(k)
+    assert sum(counted.share(0)) < 1
+
+
+def test_choices_are_part_of_the_schedule() -> None:
+    plan = plan_of(rules=(CHOOSE,))
+    event = Event(sigma=choice_multiplier(0.5), q=0.02, steps=4)  # at steps 0, 30, 60, 90
+    assert plan.schedule(0) == (Event(sigma=plan.sigma(0), q=0.02, steps=100), event)
+    assert plan.epsilon(0) == accountant("pld").epsilon(plan.schedule(0), 1e-5) > plan_of().epsilon(0)
+    assert plan.rho("a") == pytest.approx(50 / plan.sigma(0) ** 2 + 2 / event.sigma**2, rel=1e-14)
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 60))
+def test_the_calls_of_stretches_add_up(first: int, length: int, every: int) -> None:
+    rule = replace(CHOOSE, every=every)
+    last = first + length
+    assert rule.calls(first, last) == sum(t % every == 0 for t in range(first, last))
+
+
+@given(
+    st.lists(st.floats(0.01, 100), min_size=2, max_size=5),
+    st.floats(0.3, 50),
+    st.floats(0.0, 0.999),
+)
+def test_rescaled_noise_pays_for_the_counts_exactly(row: list[float], sigma: float, part: float) -> None:
+    beside = part / sigma
+    noise = rescale([row], [1.0] * len(row), [sigma], [beside])
+    found = effective_sigma(row, noise, beside)
+    assert found >= sigma and found == pytest.approx(sigma, rel=1e-9)
+    paid = (sigma**-2 - beside**2) ** -0.5  # the multiplier that is left for the gradient
+    assert effective_sigma(row, noise) == pytest.approx(paid, rel=1e-6)
+
+
+def test_counts_that_cost_more_than_the_step_are_refused() -> None:
+    with pytest.raises(PlanError, match="noised counts alone have a multiplier of 0.5, below the 1"):
+        rescale([[1.0]], [1.0], [1.0], [2.0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"rules": (FollowEnergy(), FollowEnergy(every=3))}, "two rules of one kind"),
+        ({"rules": (FollowQuantile(noise=1.0),), "clipping": "joint"}, "under joint clipping"),
+        ({"rules": (FollowBudget(order=24),)}, "priced by 'pld'"),
+        ({"rules": (FollowBudget(order=24),), "accountant": "rdp@25"}, "priced by 'rdp@25'"),
+        ({"rules": (replace(CHOOSE, noise=((1, 1), (2, 2))),)}, "a candidate has noise"),
+        ({"rules": (replace(CHOOSE, noise=((1, 1, 1), (1, 0, 1))),)}, "a candidate has noise"),
+        (
+            {"clipping": Clipping.ELEMENTWISE, "batch": 1.0},
+            "elementwise clipping in a plan of allocation 'hand'",
+        ),
+        ({"claimed": (1.0, 1.0)}, "claimed is"),
+        ({"claimed": (1.0,), "allocation": "printed-lsab"}, "claimed is"),
+    ],
+)
+def test_rules_that_do_not_fit_the_plan_are_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        plan_of(**changes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FollowEnergy(decay=1.0),
+        lambda: FollowEnergy(least=0.0),
+        lambda: FollowEnergy(every=0),
+        lambda: FollowEnergy(decay=math.nan),
+        lambda: FollowQuantile(noise=0.0),
+        lambda: FollowQuantile(noise=math.inf),
+        lambda: FollowQuantile(noise=1.0, target=1.0),
+        lambda: Choose(epsilon=0.0, every=1, names=("x",), noise=((1.0,),)),
+        lambda: Choose(epsilon=0.1, every=1, names=("x", "x"), noise=((1.0,), (1.0,))),
+        lambda: Choose(epsilon=0.1, every=1, names=(), noise=()),
+        lambda: Choose(epsilon=0.1, every=1, names=("x",), noise=((math.nan,),)),
+        lambda: FollowBudget(order=1.0),
+        lambda: FollowBudget(order=8, least=1.5),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(make: Any) -> None:
+    with pytest.raises(LaminaError):
+        make()
+
+
+def test_damaged_rules_are_refused() -> None:
+    for rule in RULES:
+        state = to_plain(rule)
+        for damaged in (
+            {**state, "kind": "follow"},
+            {**state, "more": 1},
+            {key: value for key, value in state.items() if key != list(state)[-1]},
+            {**state, list(state)[1]: "1"},
+            {**state, list(state)[1]: True},
+        ):
+            with pytest.raises(PlanError):
+                from_plain(damaged)
+    assert set(KINDS) == {to_plain(rule)["kind"] for rule in RULES}

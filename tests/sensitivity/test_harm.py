@@ -1,0 +1,159 @@
+"""Harm against closed forms, against the exact Hessian, and against Hutchinson's estimate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+from lamina.errors import PlanError
+from lamina.models import TransformerAutoencoder
+from lamina.plan import LayerStack
+from lamina.sensitivity.harm import FLOOR, harm, hessian_trace, positive
+from lamina.sensitivity.proxy import reconstruction
+
+
+class Bowl(nn.Module):
+    """loss_i = ½ Σ_l c_l ‖θ_l‖² + 100 Σ θ: a quadratic with a large gradient, whatever the input."""
+
+    def __init__(self, curvature: dict[str, float], size: int = 50) -> None:
+        super().__init__()
+        self.curvature = curvature
+        self.parts = nn.ModuleDict({name: nn.Linear(size, 1, bias=False) for name in curvature}).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(len(x), dtype=torch.float64)
+        for name, c in self.curvature.items():
+            w = self.parts[name].weight
+            total = total + 0.5 * c * w.square().sum() + 100 * w.sum()
+        return total
+
+
+def test_a_quadratic_in_closed_form() -> None:
+    """½c‖z‖² per draw: mean ½cd, standard deviation c√(d/2); the sign pair removes the gradient exactly."""
+    d, draws = 50, 400
+    model = Bowl({"flat": 1e-3, "steep": 7.0}, d)
+    stack = LayerStack.from_model(model)
+    found = harm(model, lambda x, y: model(x), torch.zeros(3, 1), None, stack, draws=draws)
+    trace = hessian_trace(model, lambda x, y: model(x), torch.zeros(3, 1), None, stack, draws=2)
+    for i, c in enumerate((1e-3, 7.0)):
+        error = c * math.sqrt(d / 2 / draws)
+        assert found.raw[i] == pytest.approx(0.5 * c * d, abs=4 * error)
+        assert found.error[i] == pytest.approx(error, rel=0.2)
+        assert found.values[0] > 0
+        assert trace[i] == pytest.approx(c * d, rel=1e-9)  # signs are exact on a diagonal Hessian
+    assert found.floored == (True, False)  # 1e-3 is below a hundredth of the mean per parameter
+    assert found.values[0] == pytest.approx(FLOOR * 0.5 * (found.raw[0] + found.raw[1]), rel=1e-9)
+
+
+def test_least_squares_in_closed_form() -> None:
+    """Mean over outputs and examples of (Wx + b − y)²: ½ tr H = mean ‖x‖² + 1."""
+    model = nn.Linear(6, 4).double()
+    stack, x, y = LayerStack.from_model(model), torch.randn(20, 6).double(), torch.randn(20, 4).double()
+
+    def losses_of(x: Any, y: Any) -> Tensor:
+        return (model(x) - y).square().mean(1)
+
+    exact = float(x.square().sum(1).mean()) + 1
+    found = harm(model, losses_of, x, y, stack, draws=300, batch=20)
+    assert found.raw[0] == pytest.approx(exact, abs=4 * found.error[0])
+    assert found.error[0] < 0.05 * exact
+    assert found.loss == pytest.approx(float(losses_of(x, y).detach().mean()), rel=1e-9)
+    whole = harm(model, losses_of, x, y, stack, draws=300, batch=3)  # other examples for every pair
+    assert whole.raw[0] == pytest.approx(exact, abs=4 * whole.error[0])
+
+
+def test_against_the_exact_hessian_and_hutchinson() -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 4)).double()
+    stack, x = LayerStack.from_model(model), torch.randn(12, 4).double()
+    losses_of = reconstruction(model)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        return (functional_call(model, given, (x,)) - x).square().mean()
+
+    found: Any = jacrev(jacrev(loss))(parameters)
+    names = [layer.parameters for layer in stack]
+    blocks = [
+        [torch.cat([torch.cat([found[a][b].reshape(parameters[a].numel(), -1) for b in two], 1) for a in one])
+         for two in names]
+        for one in names
+    ]  # fmt: skip
+    exact = [float(blocks[i][i].trace()) for i in range(len(stack))]
+    trace = hessian_trace(model, losses_of, x, None, stack, draws=100, chunk=6)
+    # small steps: here the limit is what is being tested; the error comes from the draws
+    mine = harm(model, losses_of, x, None, stack, std=0.01, draws=200, batch=12)
+    for i in range(len(stack)):
+        # the variance of Hutchinson's estimate with signs, in closed form
+        within = 2 * (blocks[i][i].square().sum() - blocks[i][i].diag().square().sum())
+        between = sum(blocks[i][j].square().sum() for j in range(len(stack)) if j != i)
+        assert trace[i] == pytest.approx(exact[i], abs=4 * float((within + between) / 100) ** 0.5)
+        assert mine.raw[i] == pytest.approx(0.5 * exact[i], abs=4 * mine.error[i])
+        assert mine.error[i] < 0.15 * abs(exact[i])
+
+
+def test_negative_curvature_is_raised_and_told() -> None:
+    model = Bowl({"up": 2.0, "down": -2.0})
+    stack = LayerStack.from_model(model)
+    found = harm(model, lambda x, y: model(x), torch.zeros(2, 1), None, stack, draws=50)
+    assert found.raw[1] == pytest.approx(-50.0, abs=5)
+    assert found.floored == (False, True)
+    assert found.values[1] == pytest.approx(max(found.error[1], FLOOR * 50 * found.raw[0] / 100))
+    assert "parts.down" in found.report()
+    assert found.report().count("raised") == 1
+
+
+def test_the_floor_rule() -> None:
+    assert positive([8.0, 1.0, -1.0], [0.1, 2.0, 0.0], [10, 10, 10]) == (
+        (8.0, 2.0, FLOOR * 3.0),
+        (False, True, True),
+    )
+    # nothing stands out of its error: the parameter counts
+    assert positive([1.0, -4.0], [2.0, 1.0], [30, 7]) == ((30.0, 7.0), (True, True))
+
+
+def test_it_is_seeded_and_leaves_no_trace(no_trace: Any) -> None:
+    model = TransformerAutoencoder(4, 6, width=8, layers=2, heads=2, hidden=8, code=4)
+    stack, x = LayerStack.from_model(model), torch.randn(10, 6, 4)
+    with no_trace(model):
+        runs = [harm(model, reconstruction(model), x, None, stack, draws=2, seed=s) for s in (0, 0, 1)]
+        trace = hessian_trace(model, reconstruction(model), x, None, stack, draws=1)
+    assert runs[0] == runs[1] != runs[2]
+    assert all(map(math.isfinite, trace))
+
+
+def test_a_layer_of_zeros_is_perturbed_at_the_scale_of_the_model() -> None:
+    model = Bowl({"a": 2.0, "b": 2.0})
+    nn.init.zeros_(model.parts["b"].weight)
+    stack = LayerStack.from_model(model)
+    found = harm(model, lambda x, y: model(x), torch.zeros(2, 1), None, stack, std=0.1, draws=50)
+    whole = float(model.parts["a"].weight.detach().square().sum() / 100) ** 0.5
+    assert found.std[1] == pytest.approx(0.1 * whole)
+    assert found.raw[1] == pytest.approx(50.0, abs=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"std": 0.0}, "std is 0.0"), ({"draws": 1}, "draws is 1"), ({"batch": 0}, "batch is 0")],
+)
+def test_options_are_checked(options: dict[str, Any], named: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(PlanError, match=named):
+        harm(model, reconstruction(model), torch.randn(4, 2), None, LayerStack.from_model(model), **options)
+
+
+def test_weights_without_a_scale_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    stack = LayerStack.from_model(model)
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+    with pytest.raises(PlanError, match="all weights of the model are 0"):
+        harm(model, reconstruction(model), torch.randn(4, 2), None, stack)
+    with torch.no_grad():
+        model.bias.fill_(math.nan)
+    with pytest.raises(PlanError, match="not finite"):
+        harm(model, reconstruction(model), torch.randn(4, 2), None, stack)

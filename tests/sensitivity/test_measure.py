@@ -1,0 +1,241 @@
+"""Measure: kept exactly, refused when it makes no sense; measure(): everything at once, without a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lamina.errors import PlanError
+from lamina.models import ResidualAutoencoder, TransformerAutoencoder
+from lamina.plan import LayerStack
+from lamina.sensitivity import Measure, bounds, fisher, harm, measure, profile, trace
+
+ROWS = ("tight", "worst", "printed", "harm", "norms", "fisher")
+POSITIVE = st.floats(min_value=5e-324, allow_infinity=False, allow_nan=False)
+
+
+def made(**given: Any) -> Measure:
+    row = (0.1, 1.0 / 3.0)
+    return Measure(**{"proxy": "gaussian", "layers": ("a", "b"), **dict.fromkeys(ROWS, row), **given})
+
+
+@given(rows=st.lists(st.tuples(POSITIVE, POSITIVE), min_size=6, max_size=6), proxy=st.text(min_size=1))
+def test_json_gives_back_the_same_value(rows: list[tuple[float, float]], proxy: str) -> None:
+    proxy = proxy.encode("utf-8", "ignore").decode() or "x"
+    value = made(proxy=proxy, **dict(zip(ROWS, rows, strict=True)))
+    assert Measure.from_json(value.to_json()) == value
+    value = dataclasses.replace(value, worst=(1.0, math.inf))  # the one that may overflow
+    assert Measure.from_json(value.to_json()) == value
+
+
+def test_a_file_gives_back_the_same_value(tmp_path: Path) -> None:
+    value = made(notes=("β raised",))
+    value.save(tmp_path / "m.json")
+    assert Measure.load(tmp_path / "m.json") == value
+    with pytest.raises(PlanError, match="cannot be read"):
+        Measure.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("what", ROWS)
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "1", None, True])
+def test_what_is_not_a_positive_number_is_refused_with_its_layer(what: str, value: Any) -> None:
+    if what == "worst" and value == math.inf:
+        return
+    with pytest.raises(PlanError, match=rf"{what} of layer 'b' is .*Remedy: \w"):
+        made(**{what: (1.0, value)})
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"norms": (1.0,)}, "norms of the measure has 1 entries"),
+        ({"norms": 1.0}, "float entries"),
+        ({"layers": ()}, "at least one"),
+        ({"layers": ("a", "a")}, "each layer once"),
+        ({"proxy": ""}, "proxy is ''"),
+        ({"notes": "text"}, "notes of the measure"),
+    ],
+)
+def test_bad_shapes_are_refused(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(PlanError, match=named):
+        made(**given)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda t: t.replace("0.1,", "NaN,", 1),
+        lambda t: t.replace("0.1,", "Infinity,", 1),
+        lambda t: t.replace("0.1,", "1e999,", 1),
+        lambda t: t.replace("0.1,", "-0.1,", 1),
+        lambda t: t.replace('"harm"', '"harms"'),
+        lambda t: t.replace('"notes"', '"tight"'),
+        lambda t: t.replace('"version": 1', '"version": 2'),
+        lambda t: t.replace('"proxy"', '"extra": 1, "proxy"'),
+        lambda t: t[:-3],
+        lambda t: "[]",
+        lambda t: json.dumps({k: v for k, v in json.loads(t).items() if k != "fisher"}),
+    ],
+)
+def test_a_damaged_file_is_refused(damage: Any) -> None:
+    text = made().to_json()
+    assert damage(text) != text
+    with pytest.raises(PlanError, match="Remedy"):
+        Measure.from_json(damage(text))
+
+
+def test_another_stack_is_refused() -> None:
+    stack = LayerStack.from_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    made(layers=("0", "1")).check(stack)
+    made().check(("a", "b"))
+    with pytest.raises(PlanError, match="knows the layer 'a' where the stack has '0'"):
+        made().check(stack)
+    with pytest.raises(PlanError, match="2 layers and the stack 1"):
+        made().check(("a",))
+
+
+def test_the_report_and_the_ratio() -> None:
+    value = made(tight=(1.0, 1.0), worst=(2.0, 8.0), notes=("harm of 'a' was raised",))
+    assert value.ratio == (0.5, 0.125)
+    assert "note: harm of 'a' was raised" in value.report()
+    assert len(value.report().splitlines()) == 2 + 2 + 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        value.proxy = "x"  # type: ignore[misc]
+
+
+# --------------------------------------------------------------------------------------------------------- measure()
+
+QUICK: dict[str, Any] = {"passes": 50, "examples": 12, "draws": 2}
+
+
+def classifier() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def test_it_joins_the_parts_and_leaves_no_trace(no_trace: Any) -> None:
+    model = classifier()
+    stack = LayerStack.from_model(model)
+    x, y = torch.randn(40, 6), torch.randint(0, 3, (40,))
+
+    def losses_of(x: Any, y: Any) -> Tensor:
+        return F.cross_entropy(model(x), y, reduction="none")
+
+    options: dict[str, Any] = {
+        "x": x,
+        "y": y,
+        "losses_of": losses_of,
+        "proxy": "simulated: noise",
+        "radius": 3.0,
+    }
+    with no_trace(model):
+        found = measure(model, stack, seed=5, **options, **QUICK)
+        again = measure(model, stack, seed=5, **options, **QUICK)
+    assert found == again
+    found.check(stack)
+    assert found.proxy == "simulated: noise"
+    seen = profile(model, inputs=x, proxy="simulated", passes=50, radius=3.0, seed=5)
+    deltas = bounds(trace(model, x), seen, stack)
+    assert (found.tight, found.worst, found.printed) == (deltas.tight, deltas.worst, deltas.printed)
+    assert found.harm == harm(model, losses_of, x[:12], y[:12], stack, draws=2, seed=5).values
+    norms = fisher(model, losses_of, x[:12], y[:12], stack)
+    assert (found.norms, found.fisher) == (norms.norms, norms.information)
+
+
+def test_made_up_inputs_need_only_an_example(no_trace: Any) -> None:
+    model = ResidualAutoencoder(3, (8,))
+    stack, example = LayerStack.from_model(model), torch.zeros(1, 3, 16)
+    with no_trace(model):
+        found = measure(model, stack, example=example, radius=100.0, **QUICK)
+        small = measure(model, stack, example=example, radius=0.1, **QUICK)
+    assert found.proxy == "gaussian"
+    assert Measure.from_json(found.to_json()) == found
+    # the radius concerns Δ alone, and is told where it clips
+    assert found.norms == small.norms
+    assert found.tight != small.tight
+    assert not any("clips most" in note for note in found.notes)
+    assert any("radius 0.1 clips most proxy inputs" in note for note in small.notes)
+
+
+def test_attention(no_trace: Any) -> None:
+    model = TransformerAutoencoder(4, 6, width=8, layers=2, heads=2, hidden=8, code=4)
+    stack = LayerStack.from_model(model)
+    with no_trace(model):
+        measure(model, stack, example=torch.zeros(1, 6, 4), **QUICK).check(stack)
+
+
+def test_floored_harm_and_unreached_layers_are_told() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + F.relu(self.b(x) - 0.5)
+
+    model = Two()
+    found = measure(model, LayerStack.from_model(model), example=torch.zeros(1, 2), radius=10.0, **QUICK)
+    assert any("of the proxy examples reach layer 'b'" in note for note in found.notes)
+
+    class Ridge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.a(x)
+            return out
+
+    ridge = Ridge()
+    # a loss that bends downwards in the weights
+    told = measure(
+        ridge, LayerStack.from_model(ridge), example=torch.zeros(1, 2), radius=10.0,
+        losses_of=lambda x, y: -ridge(x).square().sum(1), **QUICK,
+    )  # fmt: skip
+    assert told.harm == (6.0,)  # d: nothing better is known
+    assert any(
+        note.startswith("harm was raised in 1 of 1 layers") and note.endswith("a") for note in told.notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, "given no x"),
+        ({"example": torch.zeros(1, 6), "y": torch.zeros(1)}, "given no x"),
+        ({"x": torch.zeros(4, 6)}, "private data must not be measured"),
+        ({"example": torch.zeros(1, 6), "proxy": "public"}, "x is not given"),
+        ({"example": torch.zeros(1, 6), "examples": 1}, "examples is 1"),
+        ({"example": torch.zeros(1, 6)}, "give losses_of"),  # no autoencoder
+        ({"example": torch.zeros(1, 6), "losses_of": lambda x, y: x.sum()}, "reduction='none'"),
+        (
+            {"x": torch.full((4, 6), math.nan), "proxy": "public", "losses_of": lambda x, y: x.sum(1)},
+            "not finite",
+        ),
+        ({"example": torch.zeros(1, 6), "losses_of": lambda x, y: x.sum(1)}, "gradient 0 on all"),
+    ],
+)
+def test_misuse_is_refused(options: dict[str, Any], named: str) -> None:
+    model = classifier()
+    with pytest.raises(PlanError, match=named):
+        measure(model, LayerStack.from_model(model), **{**QUICK, **options})
+
+
+@pytest.mark.slow
+def test_a_residual_autoencoder_within_a_minute() -> None:
+    model = ResidualAutoencoder()  # 12 residual and resampling blocks, 31 layers
+    stack = LayerStack.from_model(model)
+    start = time.process_time()  # one thread; not the wall clock of a busy machine
+    found = measure(model, stack, example=torch.zeros(1, 12, 256), radius=55.0)
+    assert time.process_time() - start < 60
+    found.check(stack)

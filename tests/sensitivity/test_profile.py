@@ -1,0 +1,349 @@
+"""Profiling: against hooks and scipy, in any batches, without a trace, from proxies only."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor, nn
+
+from lamina.errors import PlanError
+from lamina.models import MLPAutoencoder, ResidualAutoencoder, TransformerAutoencoder
+from lamina.sensitivity.inputs import clipped
+from lamina.sensitivity.moments import Moments, Sample, kolmogorov
+from lamina.sensitivity.profile import Profile, profile
+
+Trace = Callable[[nn.Module], AbstractContextManager[None]]
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 3), nn.ReLU(inplace=True))
+
+
+def test_moments_agree_with_hooks_on_the_clipped_inputs() -> None:
+    model, x = mlp(), torch.randn(83, 6) * torch.rand(83, 1) * 2
+    seen: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda m, i, o, name=name: seen.__setitem__(name, o.detach().clone()))
+    found = profile(model, inputs=x, proxy="public", radius=1.5)
+    model(x * (1.5 / x.norm(dim=1, keepdim=True)).clamp(max=1))
+    first, last = found.activations
+    assert first.before is not None and last.before is not None
+    for before, z in ((first.before, seen["0"]), (last.before, seen["3"])):
+        assert before.mean == pytest.approx(float(z.double().mean()), abs=1e-7)
+        assert before.variance == pytest.approx(float(z.double().var(correction=0)), rel=1e-5)
+        np.testing.assert_allclose(before.unit_means, z.double().mean(0), atol=1e-6)
+        np.testing.assert_allclose(before.unit_variances, z.double().var(0, correction=0), rtol=1e-4)
+    assert found["tanh"].std == pytest.approx(float(seen["1"].double().std(correction=0)), rel=1e-5)
+    assert found["layer_norm"].seen[0] == pytest.approx(
+        float(seen["1"].var(1, correction=0).mean()), rel=1e-5
+    )
+    assert found.passes == 83
+
+
+def test_channels_are_the_units_of_a_convolution_and_groups_those_of_a_group_norm() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 6, 3), nn.GroupNorm(3, 6), nn.ReLU())
+    x = torch.randn(40, 2, 9)
+    found = profile(model, inputs=x, proxy="simulated", radius=100.0)
+    h = model[0](x).detach()
+    np.testing.assert_allclose(
+        found["group_norm"].seen, h.reshape(40, 3, -1).var(-1, correction=0).mean(0), rtol=1e-5
+    )
+    before = found["relu"].before
+    assert before is not None
+    np.testing.assert_allclose(before.unit_means, model[1](h).detach().mean((0, 2)), atol=1e-6)
+
+
+@settings(max_examples=3)
+@given(cuts=st.lists(st.integers(1, 30), min_size=1, max_size=4), batch=st.integers(1, 70))
+def test_how_inputs_are_cut_into_batches_does_not_matter(cuts: list[int], batch: int) -> None:
+    torch.manual_seed(3)
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.ReLU()), torch.randn(61, 4)
+    whole = profile(model, inputs=x, proxy="public", batch=61)
+    pieces, start = [], 0
+    while start < len(x):
+        size = cuts[len(pieces) % len(cuts)]
+        pieces.append(x[start : start + size])
+        start += size
+    for part in (
+        profile(model, inputs=iter(pieces), proxy="public"),
+        profile(model, inputs=x, proxy="public", batch=batch),
+    ):
+        assert part.passes == 61
+        a, b = part["relu"].before, whole["relu"].before
+        assert a is not None and b is not None
+        assert (a.mean, a.variance) == pytest.approx((b.mean, b.variance), rel=1e-5, abs=1e-7)
+        assert part["relu"].variance == pytest.approx(whole["relu"].variance, rel=1e-5)
+
+
+def test_a_profile_takes_no_more_than_it_was_told_and_ends_with_its_inputs() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU())
+
+    def endless() -> Any:
+        while True:
+            yield torch.randn(8, 4)
+
+    assert profile(model, inputs=endless(), proxy="simulated: noise", passes=20).passes == 20
+    assert profile(model, inputs=torch.randn(7, 4), proxy="public", passes=20).passes == 7
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10_000), st.floats(-1e3, 1e3), st.integers(1, 40), st.integers(1, 40))
+def test_joined_moments_are_those_of_the_whole(seed: int, shift: float, n: int, m: int) -> None:
+    x = torch.randn(n + m, 3, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + shift
+    for axis in (None, 1, 2):
+        joined = Moments()
+        joined.add(x[:n], axis)
+        joined.add(x[n:], axis)
+        assert joined.mean == pytest.approx(float(x.mean()), rel=1e-12, abs=1e-12)
+        assert joined.variance == pytest.approx(float(x.var(correction=0)), rel=1e-9)
+
+
+def test_kolmogorov_agrees_with_scipy() -> None:
+    z = np.random.default_rng(0).exponential(size=500)
+    expected = stats.kstest(z, stats.norm(1.1, 0.8).cdf).statistic
+    assert kolmogorov(z, 1.1, 0.64) == pytest.approx(expected, rel=1e-12)
+    assert kolmogorov(np.zeros(4), 0.0, 0.0) == 0.5
+
+
+def test_the_sample_has_a_fixed_size_whatever_flows_through_it() -> None:
+    sample = Sample(100, 10, torch.Generator().manual_seed(0))
+    for _ in range(10):
+        sample.add(torch.randn(5000))
+    assert sum(map(len, sample._parts)) == 100
+
+
+def test_a3_is_reported_where_it_fails() -> None:
+    """Inputs of two far clusters give pre-activations of two clusters: sup distance near 0.3, no Gaussian."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(2))
+        model[0].bias.zero_()
+    side = torch.where(torch.arange(4000) % 2 == 0, 1.0, -1.0)[:, None]
+    two = profile(model, inputs=side + 0.1 * torch.randn(4000, 2), proxy="simulated", passes=4000, radius=9.0)
+    one = profile(model, inputs=torch.randn(4000, 2), proxy="simulated", passes=4000, radius=9.0)
+    assert [node.name for node in two.a3_failures()] == ["relu"] and not one.a3_failures()
+    assert two["relu"].before is not None and 0.25 < two["relu"].before.ks < 0.45
+    assert one["relu"].before is not None and one["relu"].before.ks < 0.03
+    assert "A3 fails" in two.report() and "A3 fails" not in one.report()
+    assert "simulated" in str(two)
+
+
+def test_attention_statistics_of_even_weights() -> None:
+    """Queries of zero look everywhere alike: ‖J‖ = 1/n, the printed norm (1-1/n)/n, ‖A‖ = 1."""
+    model = TransformerAutoencoder(6, 5, width=8, layers=2, heads=2, hidden=16, code=3)
+    for block in (*model.encoder, *model.decoder):
+        nn.init.zeros_(block.query.weight)
+        nn.init.zeros_(block.query.bias)
+    node = profile(model, example=torch.zeros(1, 5, 6), passes=20, batch=10)["scaled_dot_product_attention"]
+    assert node.jacobian == pytest.approx(1 / 5)
+    assert node.peak == pytest.approx(4 / 25)
+    assert node.norms[0] == pytest.approx(1.0) and node.norms[1] == 0.0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_and_the_same_by_hand_have_the_same_statistics(causal: bool) -> None:
+    class Attend(nn.Module):
+        def __init__(self, by_hand: bool) -> None:
+            super().__init__()
+            self.qkv, self.by_hand = nn.Linear(4, 12), by_hand
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).chunk(3, -1)
+            if not self.by_hand:
+                return nn.functional.scaled_dot_product_attention(q * 3, k, v, is_causal=causal)
+            logits = (q * 3) @ k.transpose(1, 2) / 2
+            if causal:
+                logits = logits.masked_fill(torch.ones(3, 3).triu(1).bool(), -math.inf)
+            return logits.softmax(-1) @ v
+
+    built, by_hand = Attend(False), Attend(True)
+    by_hand.load_state_dict(built.state_dict())
+    x = torch.randn(12, 3, 4)
+    a = profile(built, inputs=x, proxy="public", radius=9.0, batch=4)
+    b = profile(by_hand, inputs=x, proxy="public", radius=9.0, batch=4)
+    assert a["scaled_dot_product_attention"].jacobian == pytest.approx(b["softmax"].jacobian, rel=1e-5)
+    assert a["scaled_dot_product_attention"].peak == pytest.approx(b["softmax"].peak, rel=1e-5)
+    weights, *_, value = a["scaled_dot_product_attention"].norms
+    assert (weights, value) == pytest.approx(b["matmul_1"].norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("reinitialise", [False, True])
+def test_equal_arguments_give_an_equal_profile_and_no_trace(reinitialise: bool, no_trace: Trace) -> None:
+    model = nn.Sequential(
+        nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.GELU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(24, 2)
+    )
+
+    def run(seed: int) -> Profile:
+        return profile(
+            model, example=torch.zeros(1, 3, 8), passes=30, batch=10, seed=seed, reinitialise=reinitialise
+        )
+
+    with no_trace(model):
+        a = run(0)
+    torch.randn(5)  # the global generator has no say
+    assert run(0) == a != run(1)
+    assert a.initialisations == (3 if reinitialise else 0)
+
+
+def test_weights_drawn_anew_are_really_other_weights() -> None:
+    model = MLPAutoencoder((8, 6, 4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.0)
+    own = profile(model, example=torch.zeros(1, 8), passes=20, batch=5)
+    drawn = profile(model, example=torch.zeros(1, 8), passes=20, batch=1, reinitialise=True)
+    assert (
+        own["relu"].before is not None and own["relu"].before.variance == 0.0 and own["relu"].before.ks == 0.5
+    )
+    assert drawn["relu"].before is not None and drawn["relu"].before.variance > 0.001
+    assert drawn.initialisations == 20
+    assert not any(p.detach().any() for p in model.parameters())
+
+
+def test_a_module_that_cannot_be_drawn_anew_is_named() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.gain
+
+    with pytest.raises(PlanError, match="'1'.*Scaled.*reset_parameters"):
+        profile(nn.Sequential(nn.Linear(4, 4), Scaled()), example=torch.zeros(1, 4), reinitialise=True)
+
+
+def test_inputs_of_several_tensors_are_clipped_together() -> None:
+    x, y = torch.randn(5, 3) * 10, torch.randn(5, 2, 2)
+    mask = torch.ones(5, 3, dtype=torch.long)
+    a, b, same = clipped((x, y, mask), 2.0)
+    norms = (a.square().sum(1) + b.flatten(1).square().sum(1)).sqrt()
+    torch.testing.assert_close(norms, torch.full((5,), 2.0))
+    torch.testing.assert_close(a / x, (b / y).reshape(5, 4)[:, :1].expand(5, 3))
+    assert torch.equal(same, mask)
+    small = torch.full((2, 3), 0.1)
+    torch.testing.assert_close(clipped({"x": small}, 2.0)["x"], small)
+
+
+def test_token_ids_are_even_over_the_vocabulary() -> None:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, 1)
+            with torch.no_grad():
+                self.table.weight.copy_(torch.arange(7.0)[:, None])
+            self.act = nn.ReLU()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            y: Tensor = self.act(self.table(ids))
+            return y
+
+    before = profile(Tokens(), example=torch.zeros(1, 5, dtype=torch.long))["relu"].before
+    assert before is not None
+    assert before.mean == pytest.approx(3.0, abs=0.15) and before.variance == pytest.approx(4.0, abs=0.2)
+
+
+def test_saved_and_loaded_is_the_same_and_damage_is_refused(tmp_path: Path) -> None:
+    model = TransformerAutoencoder(6, 5, width=8, layers=2, heads=2, hidden=16, code=3)
+    found = profile(model, example=torch.zeros(1, 5, 6), passes=12, batch=5)
+    found.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == found
+    good = json.loads(found.to_json())
+
+    def damaged(change: Callable[[dict[str, Any]], object]) -> str:
+        state = json.loads(found.to_json())
+        change(state)
+        return json.dumps(state)
+
+    assert Profile.from_json(json.dumps(good)) == found
+    place = next(i for i, node in enumerate(good["nodes"]) if node["before"])
+
+    def node(state: dict[str, Any]) -> dict[str, Any]:
+        entry: dict[str, Any] = state["nodes"][place]
+        return entry
+
+    changes: dict[str, Callable[[dict[str, Any]], object]] = {
+        "fields": lambda s: s.update(extra=1),
+        "nodes.*fields": lambda s: node(s).update(extra=1),
+        "before.*fields": lambda s: node(s)["before"].pop("ks"),
+        "NaN is not JSON": lambda s: node(s).update(mean=math.nan),
+        "Infinity is not JSON": lambda s: s.update(radius=math.inf),
+        "mean .*type float": lambda s: node(s).update(mean="1"),
+        "list of numbers": lambda s: node(s)["before"].update(unit_means=3.0),
+        "unit means and .* unit variances": lambda s: node(s)["before"]["unit_means"].pop(),
+        "negative variance": lambda s: node(s).update(variance=-1.0),
+        "radius.*> 0": lambda s: s.update(radius=0.0),
+        "passes.*>= 1": lambda s: s.update(passes=0),
+        "passes .*type int": lambda s: s.update(passes=True),
+        "KS distance": lambda s: node(s)["before"].update(ks=1.5),
+        "no kind of operation": lambda s: node(s).update(kind="magic"),
+        "two of one name": lambda s: s["nodes"].append(s["nodes"][0]),
+        "not a lamina.profile": lambda s: s.update(version=2),
+        "type tuple": lambda s: s.update(nodes="none"),
+    }
+    for word, change in changes.items():
+        with pytest.raises(PlanError, match=f"(?s){word}.*Remedy"):
+            Profile.from_json(damaged(change))
+    for text in ("", "[]", '{"kind": 1, "kind": 1}', "nonsense"):
+        with pytest.raises(PlanError, match="Remedy"):
+            Profile.from_json(text)
+    with pytest.raises(PlanError, match="cannot be read"):
+        Profile.load(tmp_path / "none.json")
+    with pytest.raises(PlanError, match="no node 'elsewhere'"):
+        found["elsewhere"]
+
+
+def test_bad_input_is_refused_with_the_remedy() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(6, 4)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("neither example nor inputs", {}),
+        ("private data must not be profiled", {"inputs": x}),
+        ("private data must not be profiled", {"inputs": x, "proxy": "private"}),
+        ("there are no inputs", {"example": x, "proxy": "public"}),
+        ("passes is 0", {"example": x, "passes": 0}),
+        ("batch is 1.5", {"example": x, "batch": 1.5}),
+        ("radius is inf", {"example": x, "radius": math.inf}),
+        ("radius is -1", {"example": x, "radius": -1.0}),
+        ("epsilon_n is 0", {"example": x, "epsilon_n": 0.0}),
+        ("not finite", {"inputs": x * math.nan, "proxy": "public"}),
+        ("no patient", {"inputs": [], "proxy": "public"}),
+        ("inputs is a int", {"inputs": 3, "proxy": "public"}),
+        ("as many in every tensor", {"inputs": (x, x[:2]), "proxy": "public"}),
+    ]
+    for word, options in cases:
+        with pytest.raises(PlanError, match=f"{word}(?s:.*)Remedy|Remedy(?s:.*){word}"):
+            profile(model, **options)
+    with torch.no_grad():
+        model[0].weight.fill_(math.nan)
+    with pytest.raises(PlanError, match=r"linear.*not finite on the proxy"):
+        profile(model, example=x)
+
+
+def test_a_model_that_runs_differently_on_one_input_is_refused() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.relu() if x.shape[0] == 1 else x.tanh()
+
+    with pytest.raises(PlanError, match="other operations on 10 inputs than on one"):
+        profile(Odd(), example=torch.randn(1, 3), passes=10, batch=10)
+
+
+@pytest.mark.slow
+def test_a_thousand_passes_through_the_residual_autoencoder_take_less_than_a_minute() -> None:
+    model = ResidualAutoencoder()
+    started = time.process_time()
+    found = profile(model, example=torch.zeros(1, 12, 256))
+    assert time.process_time() - started < 60
+    assert found.passes == 1000 and len(found.activations) == 12
