@@ -48,7 +48,7 @@ def steps_of(load: Workload, allocate: str | Allocate) -> dict[str, Step]:
     """The same step with and without the rules of the policy's plan."""
     model = load.model()
     plan = plan_for(load, LayerStack.from_model(model), allocate)
-    bare, adaptation = replace(plan, rules=()), Adaptation(plan)
+    bare, adaptation = replace(plan, rules=(), accountant="rdp"), Adaptation(plan)
     engine = Engine(model, plan)
     engine.budget.lent = True  # a filter would stop a run that never ends
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -22,6 +22,7 @@ from lamina import LayerStack
 from lamina.allocate import PrintedLADP, PrintedLSAB
 from lamina.sensitivity import Measure
 
+from .data import Split
 from .policies import ENTRIES, Entry, planned
 from .proxy import measured
 from .report import report
@@ -53,10 +54,24 @@ def measure_task(task: Task, names: list[str], seeds: int, cache: Path, again: b
             clip, rate = chosen[name]
             plan = planned(ENTRIES[name], task, real.train.units, clip, measure)
             once("runs", ENTRIES[name], task, real, plan, store, clip=clip, rate=rate, seed=seed)
+    if "flat" in names:
+        _spread(task, real, chosen["flat"][1], seeds, measure, store)
     store.save()
 
 
+def _spread(task: Task, real: Split, rate: float, seeds: int, measure: Measure, store: Store) -> None:
+    """`flat` at every clip norm of the grid: how far apart figures lie that no policy has anything to do with.
+
+    Looked at last, and no choice rests on it.
+    """
+    for clip in task.clips:
+        plan = planned(ENTRIES["flat"], task, real.train.units, clip, measure)
+        for seed in range(seeds):
+            once("spread", ENTRIES["flat"], task, real, plan, store, clip=clip, rate=rate, seed=seed)
+
+
 def _about(task: Task, units: int, tested: int, measure: Measure) -> dict[str, object]:
+    sizes = [layer.size for layer in LayerStack.from_model(task.model())]
     return {
         "task": task.title,
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
@@ -68,8 +83,9 @@ def _about(task: Task, units: int, tested: int, measure: Measure) -> dict[str, o
         "tested": tested,
         "batch": task.batch,
         "steps": task.steps,
-        "saved": _saved(measure, [layer.size for layer in LayerStack.from_model(task.model())]),
+        "saved": _saved(measure, sizes),
         "layers": list(measure.layers),
+        "sizes": sizes,
         "norms": list(measure.norms),
         "harm": list(measure.harm),
         "tight": list(measure.tight),

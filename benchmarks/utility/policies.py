@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
 
 from lamina import Clipping, LayerStack, Policy, StepPlan, make_plan
 from lamina.allocate import LADP, LSAB, Allocate, Pareto, Proportional, Quantile, automatic, flat, uniform
+from lamina.allocate.problem import Allocation, Problem
+from lamina.allocate.shares import optimal
 from lamina.sensitivity import Measure
 
 from .tasks import DELTA, Task
 
 CHOICES = 5  # how often a run of ladp with choices asks its exponential mechanism
+
+
+@dataclass(frozen=True, kw_only=True)
+class Even:
+    """`pareto` with even thresholds. Of itself it has C ∝ √d where nothing is measured, and then is `flat`."""
+
+    name: ClassVar[str] = "pareto"
+
+    def __call__(self, problem: Problem) -> Allocation:
+        clip, m = problem.thresholds(), np.asarray(problem.weights)
+        return Allocation(clip=clip, noise=optimal(problem, clip, m), clipping=Clipping.JOINT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +47,10 @@ ENTRIES = {
         Entry(name="uniform", what="box, even C, one S", allocate=lambda t: uniform, measured=False),
         Entry(name="proportional", what="box, C ∝ n, equal shares", allocate=lambda t: Proportional()),
         Entry(
-            name="pareto", what="joint, even C, best S for m = d", allocate=lambda t: Pareto(), measured=False
+            name="pareto-even",
+            what="joint, even C, best S for m = d",
+            allocate=lambda t: Even(),
+            measured=False,
         ),
         Entry(name="pareto-n", what="joint, C ∝ n, best S for m = d (kkt)", allocate=lambda t: Pareto()),
         Entry(
@@ -43,6 +62,11 @@ ENTRIES = {
             name="pareto-n-half",
             what="as pareto-n, n shrunk half-way to √d",
             allocate=lambda t: Pareto(shrink=0.5),
+        ),
+        Entry(
+            name="pareto-harm",
+            what="joint, C ∝ n, best S for the measured harm",
+            allocate=lambda t: Pareto(weights="harm"),
         ),
         Entry(name="lsab", what="box, C ∝ Δ, best S for the measured harm", allocate=lambda t: LSAB()),
         Entry(name="ladp", what="box, presets, shares follow the released energy", allocate=lambda t: LADP()),

@@ -13,7 +13,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 @dataclass
 class Store:
-    """`tuning` and `runs`: policy → list of {clip, rate, seed, plan, figure, …}; `plan` is the digest of the plan.
+    """`tuning`, `runs`, `spread`: policy → list of {clip, rate, seed, plan, figure, …}; `plan` is the plan's digest.
 
     A figure counts only for the plan that it was measured with: if a policy changes, its runs are measured again.
     """
@@ -22,6 +22,7 @@ class Store:
     about: dict[str, Any] = field(default_factory=dict)
     tuning: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    spread: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     printed: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -30,7 +31,7 @@ class Store:
         if store.path.exists():
             held = json.loads(store.path.read_text(encoding="utf-8"))
             store.about, store.printed = held["about"], held["printed"]
-            store.tuning, store.runs = held["tuning"], held["runs"]
+            store.tuning, store.runs, store.spread = held["tuning"], held["runs"], held.get("spread", {})
         return store
 
     def find(self, table: str, policy: str, **wanted: Any) -> dict[str, Any] | None:
@@ -55,7 +56,8 @@ class Store:
         self.save()
 
     def save(self) -> None:
-        text = {"about": self.about, "tuning": self.tuning, "runs": self.runs, "printed": self.printed}
+        tables = {"tuning": self.tuning, "runs": self.runs, "spread": self.spread, "printed": self.printed}
+        text = {"about": self.about, **tables}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         scratch = self.path.with_suffix(".tmp")
         scratch.write_text(json.dumps(text, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

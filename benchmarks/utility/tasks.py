@@ -23,7 +23,8 @@ class Task:
     figure(output, part) is what is reported; `higher` says which way is better. `scale` turns it into the unit of the
     table. Batches are Poisson samples of `batch` expected contributions; learning rates in `rates` are in units of one
     clipped gradient: a step of SGD moves the weights by rate/C times the noised mean. `clips` × `rates` is the grid
-    that every policy is tuned on, `tries` how many seeds each of its points gets.
+    that every policy is tuned on, `tries` how many seeds each of its points gets. `usual` is the clip norm and rate at
+    which the layers are measured, before anything is tuned.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Task:
     clips: tuple[float, ...]
     rates: tuple[float, ...]
     tries: int
+    usual: tuple[float, float]
 
 
 # ------------------------------------------------------------------------------------------------------- models
@@ -145,6 +147,7 @@ def _beats(name: str, epsilon: float, rates: tuple[float, ...]) -> Task:
         clips=(0.1, 0.5, 2.5),
         rates=rates,
         tries=2,
+        usual=(0.5, 0.2),
     )
 
 
@@ -170,6 +173,7 @@ TASKS = {
             clips=(0.3, 1.0, 3.0),
             rates=(0.8, 1.6, 3.2, 6.4),
             tries=1,
+            usual=(1.0, 1.6),
         ),
         _beats("ptbxl3", 3.0, rates=(0.1, 0.2, 0.4, 0.8)),
         _beats("ptbxl8", 8.0, rates=(0.2, 0.4, 0.8, 1.6)),
@@ -192,6 +196,7 @@ TASKS = {
             clips=(0.02, 0.1, 0.5),
             rates=(0.0075, 0.015, 0.03, 0.06),
             tries=1,
+            usual=(0.1, 0.015),
         ),
     )
 }

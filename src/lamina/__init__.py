@@ -4,7 +4,7 @@ The public names, in the order in which a run comes to be:
 
     stack  = lamina.LayerStack.from_model(model)
     policy = lamina.Policy.load("policy.toml")
-    plan   = lamina.make_plan(stack, policy, batch=256, steps=1_000, allocate="pareto", epsilon={"clinical": 1.0})
+    plan   = lamina.make_plan(stack, policy, batch=256, steps=1_000, epsilon={"clinical": 1.0})
     corpus = lamina.Corpus(x, y, unit=patient, cls=group, policy=policy)
     outcome = lamina.Trainer(model, optimizer, loss_fn, corpus, plan, folder="runs/first").fit()
 

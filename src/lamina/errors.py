@@ -35,6 +35,10 @@ class CoverageError(PlanError):
     """A tensor of the model that would change without being clipped and noised."""
 
 
+class NoBound(PlanError):
+    """A model through which a change of its input cannot be followed, so that its layers have no Δ."""
+
+
 class EngineError(LaminaError):
     """A step that the engine will not carry out."""
 

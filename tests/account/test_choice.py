@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import mpmath
 import numpy as np
 import pytest
 from hypothesis import given
@@ -57,7 +58,19 @@ def test_thirty_calls_cost_what_they_should() -> None:
     assert alone < both < 1.01
 
 
-@pytest.mark.parametrize("epsilon", [0, -1.0, math.nan, math.inf, True, "1", 51.0])
+@pytest.mark.parametrize(
+    "epsilon",
+    [0, -1.0, 1e-17, 9.9e-7, pytest.param(10**5000, id="huge"), math.nan, math.inf, True, "1", 51.0],
+)
 def test_a_choice_that_makes_no_sense_is_refused(epsilon: object) -> None:
     with pytest.raises(AccountingError, match="epsilon of a choice"):
         choice_multiplier(epsilon)  # type: ignore[arg-type]
+
+
+def test_it_is_rounded_down_and_by_no_more_than_it_must() -> None:
+    """Against 60 digits: Φ(μ/2) = 1/(1+e^(-ε/2)), that is erf(μ/√8) = tanh(ε/4)."""
+    with mpmath.workdps(60):
+        for epsilon in [*np.logspace(-6, math.log10(50), 300).tolist(), 1e-6, 1 - 1e-16, 1.0, 50.0]:
+            mu = mpmath.sqrt(8) * mpmath.erfinv(mpmath.tanh(mpmath.mpf(epsilon) / 4))
+            found = mpmath.mpf(choice_multiplier(epsilon))
+            assert 1 - mpmath.mpf("1e-11") < found * mu < 1

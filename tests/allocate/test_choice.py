@@ -212,3 +212,11 @@ def test_misuse_is_refused() -> None:
     )
     with pytest.raises(PlanError, match="no rule Choose.*choose_every"):
         offers(bare)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_no_utility_is_told_in_a_refusal(odd: float) -> None:
+    with pytest.raises(PlanError) as refused:
+        probabilities(np.array([17.25, odd]), 0.5)
+    assert "17" not in str(refused.value)
+    assert refused.value.remedy

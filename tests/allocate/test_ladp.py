@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -247,3 +248,64 @@ def test_names_of_layers_that_do_not_exist_are_refused(alone: Make) -> None:
         plan_of(LADP(sensitive=["head"]))
     with pytest.raises(PlanError, match="knows no stack.*make_plan"):
         LADP(sensitive=["1"])(alone())
+
+
+class Unwritable:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        "abc",
+        5,
+        (),
+        {},
+        (("a", ("x", 1.0)),),
+        (("a", (None,) * 8),),
+        (("a", (True,) * 8),),
+        (("a", "12345678"),),
+        (("a", 3),),
+        (("a",),),
+        ("ab", "cd"),
+        ((5, (1.0,) * 8),),
+        (("", (1.0,) * 8),),
+        (("a", (1e200,) + (1.0,) * 7),),
+        (("a", (1e-300,) + (1.0,) * 7),),
+        (("a", (10**400,) + (1.0,) * 7),),
+        (("a", (Unwritable(),) * 8),),
+    ],
+)
+def test_candidates_that_are_none_are_refused_where_they_are_given(shapes: Any) -> None:
+    with pytest.raises(PlanError, match="Remedy: "):
+        LADP(choose_every=50, candidates=shapes)
+
+
+@pytest.mark.parametrize("clipping", [None, "box"])
+@pytest.mark.parametrize("far", [1e-17, 1e17])
+def test_candidates_that_no_step_could_take_are_refused_with_the_plan(clipping: Any, far: float) -> None:
+    """Each number is one that float32 carries; scaled to the plan's sigma, some are not."""
+    shapes = (("even", (1.0,) * 8), ("wild", (far,) + (1.0,) * 6 + (1 / far,)))
+    with pytest.raises(PlanError, match="candidate 'wild' needs thresholds or noise of"):
+        plan_of(LADP(choose_every=50, candidates=shapes, clipping=clipping))
+
+
+@pytest.mark.parametrize("clipping", [None, "box"])
+@pytest.mark.parametrize("far", [1e-8, 1e-5, 1.0, 1e5, 1e8])
+def test_every_offer_of_a_plan_can_be_taken(clipping: Any, far: float) -> None:
+    shapes = (("even", [1.0] * 8), ["wild", (far, *(1.0,) * 6, 1 / far)])
+    plan = plan_of(LADP(choose_every=50, candidates=shapes, clipping=clipping))  # type: ignore[arg-type]
+    for offer in offers(plan):
+        replace(plan, clip=offer.clip, noise=offer.noise)  # checks itself
+
+
+def test_a_rule_for_sensitive_layers_that_fails_is_refused() -> None:
+    with pytest.raises(PlanError, match="raised ZeroDivisionError at layer '0'.*returns True or False"):
+        plan_of(LADP(sensitive=lambda layer: 1 / 0 > 1))
+    for answer in ("yes", 1, None, np.ones(2)):
+        with pytest.raises(PlanError, match=f"is a {type(answer).__name__} at layer '0'"):
+            plan_of(LADP(sensitive=lambda layer, answer=answer: answer))
+    assert plan_of(LADP(sensitive=lambda layer: np.bool_(layer.depth > 0.5))) == plan_of(
+        LADP(sensitive=lambda layer: layer.depth > 0.5)
+    )

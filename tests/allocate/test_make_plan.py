@@ -41,14 +41,17 @@ def test_budgets_are_kept_and_used(allocate: str, clipping: Any, measure: Callab
     if allocate.startswith("printed") or (allocate == "quantile" and clipping is Clipping.JOINT):
         return  # test_printed.py; refused: below
     known = measure(tuple(layer.name for layer in STACK))
+    classes = (
+        {**CLASSES, "open": {"population": 4000, "epsilon": 50.0}} if allocate == "automatic" else CLASSES
+    )
     plan = make_plan(
-        STACK, policy(), batch=80, steps=200, allocate=allocate, clipping=clipping, measure=known
+        STACK, policy(**classes), batch=80, steps=200, allocate=allocate, clipping=clipping, measure=known
     )
     budget = {"clinical": 1.0, "survey": epsilon_of_multiplier(0.5, 1e-5)}
     spent = {name: plan.epsilon(name) for name in budget}
     assert all(spent[name] <= budget[name] for name in budget)
     assert max(spent[name] / budget[name] for name in budget) > 0.999
-    assert plan.epsilon("open") == 0.0
+    assert plan.epsilon("open") == 0.0 or allocate == "automatic"  # which takes no public class
     assert [plan.reaches("clinical", i) for i in range(8)] == [False] * 6 + [True] * 2
     assert all(plan.reaches("open", i) for i in range(8))
     assert plan.allocation == allocate
@@ -64,9 +67,13 @@ def test_a_quantile_needs_a_box() -> None:
 
 
 def test_automatic_divides_by_as_much_less_as_it_clips() -> None:
+    private = {name: entry for name, entry in CLASSES.items() if name != "open"}
     flat, automatic = (
-        make_plan(STACK, policy(), batch=80, steps=10, allocate=name) for name in ("flat", "automatic")
+        make_plan(STACK, policy(**private), batch=80, steps=10, allocate=name)
+        for name in ("flat", "automatic")
     )
+    with pytest.raises(PlanError, match="class 'open' is public, so not clipped: its gradient would count"):
+        make_plan(STACK, policy(), batch=80, steps=10, allocate="automatic")
     assert automatic.batch == pytest.approx(0.01 * flat.batch)
     assert [s / automatic.batch for s in automatic.noise] == pytest.approx(
         [s / flat.batch for s in flat.noise]

@@ -116,7 +116,7 @@ def test_printed_ladp_by_fisher(measure: Make) -> None:
     )
     assert plan.noise[:2] == pytest.approx((0.08 * 9 / 60, 0.08 / 60))
     assert plan.noise[2:4] == pytest.approx((0.5 * 0.08 * 9 / 60, 0.5 * 0.08 / 60))
-    with pytest.raises(PlanError, match="needs `fisher`"):
+    with pytest.raises(PlanError, match="its `fisher`"):
         make_plan(TWELVE, ONE, batch=10, steps=100, epsilon=8.0, allocate=PrintedLADP(split="fisher"))
 
 

@@ -222,7 +222,7 @@ def test_what_needs_a_measure_is_listed_with_the_reason(asked: Project) -> None:
     table, _, rest = out.partition("not compared:")
     for name in ("flat", "uniform", "proportional", "pareto", "ladp", "quantile", "automatic"):
         assert f"  {name} " in table
-    assert "lsab: lsab needs `tight` of the layers" in rest
+    assert "lsab: lsab needs a measure of the layers" in rest
     assert "printed-lsab: " in rest
     claims = table.partition("printed methods, not what they claim:")[2]
     assert "printed-ladp" in claims

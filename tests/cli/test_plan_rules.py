@@ -84,7 +84,7 @@ def test_a_measure_of_another_model_is_refused(project: Project) -> None:
 def test_an_allocation_without_its_measure_is_refused(project: Project) -> None:
     code, _, err = project.train("--plan-only", run=f'allocate = "lsab"\n{project.run}')
     assert code == 1
-    assert "lsab needs `tight`" in err
+    assert "lsab needs a measure of the layers" in err
 
 
 def test_rho_is_a_budget_too(project: Project) -> None:

@@ -297,6 +297,19 @@ def test_plan_only_spends_and_writes_nothing(project: Project) -> None:
     assert "first-2: would begin" in out
 
 
+def test_plan_only_says_that_the_book_would_refuse(project: Project) -> None:
+    """Two runs of ε = 4 do not fit into a bound of 6; the second would be refused, and is told so."""
+    project.train_json(run=project.run.replace("epsilon = 2.0", "epsilon = 4.0"))
+    code, out, _ = project.train(
+        "--plan-only", "--fresh", run=project.run.replace("epsilon = 2.0", "epsilon = 5.5")
+    )
+    assert code == 1
+    assert "would be refused: there is no room in the book for class 'clinical'" in out
+    code, _, err = project.train("--fresh", run=project.run.replace("epsilon = 2.0", "epsilon = 5.5"))
+    assert code == 1
+    assert "bound to ε ≤ 6" in err
+
+
 def test_plan_only_rehearses(project: Project) -> None:
     run = project.run.replace(f'"{project.module}:build"', '{ factory = "torch.nn:Linear", args = { in_features = 5, '
                               "out_features = 2 } }")  # fmt: skip

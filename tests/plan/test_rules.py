@@ -56,7 +56,7 @@ def test_every_rule_survives_both_encodings(rule: Any) -> None:
     plan = plan_of(rules=(rule,), accountant=accounting)
     for again in (StepPlan.from_json(plan.to_json()), StepPlan.from_cbor(plan.to_cbor())):
         assert again == plan and again.digest() == plan.digest() and again.rules == (rule,)
-    assert plan.digest() != plan_of(accountant=accounting).digest()
+    assert plan.digest() != plan_of().digest()
     assert from_plain(json.loads(json.dumps(to_plain(rule)))) == rule
 
 
@@ -162,3 +162,63 @@ def test_damaged_rules_are_refused() -> None:
             with pytest.raises(PlanError):
                 from_plain(damaged)
     assert set(KINDS) == {to_plain(rule)["kind"] for rule in RULES}
+
+
+class Unwritable:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+JUNK: list[Any] = [
+    None, True, "1", "12", 10**400, 10**5000, -1, 0, math.nan, -math.inf, [], ["a"], [[]], [["a", "b", "c"]], [None],
+    [1.0, 1.0], ["12", "13"], [[None, 1.0, 1.0]] * 2, [[10**400, 1.0, 1.0]] * 2, [["1", 1.0, 1.0]] * 2,
+    [[True] * 3] * 2, [0, 1], [[1], [2]], [{}, {}], {}, {"x": 1, "y": 2}, b"xy", Unwritable(), [[1e300, 1.0, 1.0]] * 2,
+    [[1e-30, 1.0, 1.0]] * 2, [[-1.0, 1.0, 1.0]] * 2, [[math.nan, 1.0, 1.0]] * 2, ["", "y"], ["x", "x"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_whatever_is_written_in_place_of_a_value_is_refused_as_a_plan_error(rule: Any) -> None:
+    state = to_plain(rule)
+    for key in state:
+        for junk in JUNK:
+            if key == "names" and junk == ["12", "13"]:
+                continue  # two names
+            with pytest.raises(PlanError, match="Remedy: "):
+                from_plain({**state, key: junk})
+    for junk in [*JUNK, {"kind": Unwritable()}, {1: 2, "kind": state["kind"], None: 3}, {**state, 5: 1.0}]:
+        with pytest.raises(PlanError, match="Remedy: "):
+            from_plain(junk)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"names": ("x", "")}, "not empty"),
+        ({"names": "xy"}, "names of a choice are 'xy'"),
+        ({"names": (1, 2)}, "names of a choice"),
+        ({"noise": ((1e-21, 1, 1), (1, 1, 1))}, r"noise 1e-21, must be 0 or lie in \[1e-20, 1e\+20\]"),
+        ({"noise": ((2e20, 1, 1), (1, 1, 1))}, r"noise 2e\+20"),
+        ({"noise": ((10**400, 1, 1), (1, 1, 1))}, "noise 1000"),
+        ({"noise": (("1", 1, 1), (1, 1, 1))}, "noise '1'"),
+        ({"noise": (1, 2)}, "a row of numbers"),
+        ({"epsilon": 1e-7}, "epsilon of a choice is 1e-07"),
+        ({"every": 10**40}, "every of a rule"),
+    ],
+)
+def test_a_choice_of_absurd_candidates_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        replace(CHOOSE, **changes)
+
+
+def test_the_edges_of_a_candidate_are_fine() -> None:
+    rule = replace(CHOOSE, noise=((1e-20, 1e20, 0), (1, 1, 1)))
+    assert from_plain(to_plain(rule)) == rule
+
+
+def test_an_order_is_what_the_name_of_its_accountant_says() -> None:
+    """Otherwise the filter would be at one order, and the plan priced at another that reads the same."""
+    assert FollowBudget(order=12.3456).accountant == "rdp@12.3456"
+    assert FollowBudget(order=24).accountant == "rdp@24"
+    with pytest.raises(PlanError, match="six significant digits.*round it: 8.00001"):
+        FollowBudget(order=8.000012)

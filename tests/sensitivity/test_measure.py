@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lamina.errors import PlanError
+from lamina.allocate import LSAB, make_plan
+from lamina.errors import NoBound, PlanError
 from lamina.models import ResidualAutoencoder, TransformerAutoencoder
-from lamina.plan import LayerStack
+from lamina.plan import LayerStack, Policy
 from lamina.sensitivity import Measure, bounds, fisher, harm, measure, profile, trace
 
 ROWS = ("tight", "worst", "printed", "harm", "norms", "fisher")
@@ -48,7 +49,20 @@ def test_a_file_gives_back_the_same_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ROWS)
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "1", None, True])
+@pytest.mark.parametrize(
+    "value",
+    [
+        0.0,
+        -1.0,
+        math.nan,
+        math.inf,
+        pytest.param(10**400, id="large"),
+        pytest.param(10**5000, id="huge"),
+        "1",
+        None,
+        True,
+    ],
+)
 def test_what_is_not_a_positive_number_is_refused_with_its_layer(what: str, value: Any) -> None:
     if what == "worst" and value == math.inf:
         return
@@ -65,6 +79,11 @@ def test_what_is_not_a_positive_number_is_refused_with_its_layer(what: str, valu
         ({"layers": ("a", "a")}, "each layer once"),
         ({"proxy": ""}, "proxy is ''"),
         ({"notes": "text"}, "notes of the measure"),
+        ({"notes": 5}, "notes of the measure is 5"),
+        ({"notes": {"a": 1}}, "notes of the measure"),
+        ({"layers": 5}, "layers of the measure is 5"),
+        ({"layers": {"a": 1, "b": 2}}, "layers of the measure"),
+        ({"proxy": 5}, "proxy is"),
     ],
 )
 def test_bad_shapes_are_refused(given: dict[str, Any], named: str) -> None:
@@ -79,6 +98,13 @@ def test_bad_shapes_are_refused(given: dict[str, Any], named: str) -> None:
         lambda t: t.replace("0.1,", "Infinity,", 1),
         lambda t: t.replace("0.1,", "1e999,", 1),
         lambda t: t.replace("0.1,", "-0.1,", 1),
+        lambda t: t.replace("0.1,", "1" + 400 * "0" + ",", 1),
+        lambda t: t.replace("0.1,", "1" + 5000 * "0" + ",", 1),
+        lambda t: json.dumps({**json.loads(t), "worst": [10**400, 1.0]}),
+        lambda t: json.dumps({**json.loads(t), "notes": 5}),
+        lambda t: json.dumps({**json.loads(t), "layers": 5}),
+        lambda t: json.dumps({**json.loads(t), "layers": {"a": 1, "b": 1}}),
+        lambda t: json.dumps({**json.loads(t), "worst": 5}),
         lambda t: t.replace('"harm"', '"harms"'),
         lambda t: t.replace('"notes"', '"tight"'),
         lambda t: t.replace('"version": 1', '"version": 2'),
@@ -239,3 +265,81 @@ def test_a_residual_autoencoder_within_a_minute() -> None:
     found = measure(model, stack, example=torch.zeros(1, 12, 256), radius=55.0)
     assert time.process_time() - start < 60
     found.check(stack)
+
+
+def test_a_model_that_cannot_be_followed_is_measured_without_delta() -> None:
+    """A head that begins at zero stops every change of the input; norms, harm and Fisher information are there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    nn.init.zeros_(model[2].weight)
+    model[0].requires_grad_(False)  # behind the zeros nothing would arrive
+    stack = LayerStack.from_model(model)
+    found = measure(model, stack, x=torch.randn(32, 6), proxy="simulated", passes=32, draws=4)
+    assert not found.has_bounds and found.tight == found.worst == found.printed == found.ratio == ()
+    assert any(note.startswith("no Δ, which lsab needs: layer '2' has Δ tight 0") for note in found.notes)
+    assert len(found.norms) == len(found.harm) == 1 and Measure.from_json(found.to_json()) == found
+    assert found.report().splitlines()[1].split() == ["layer", "harm", "norms", "fisher"]
+    policy = Policy.parse(
+        '[corpus]\norigin = "x"\ndelta = 1e-5\n[class.a]\npopulation = 1000\nepsilon = 1.0\n'
+    )
+    with pytest.raises(PlanError, match="the measure has none: no Δ, which lsab needs"):
+        make_plan(stack, policy, batch=50, steps=10, allocate="lsab", measure=found)
+    assert make_plan(stack, policy, batch=50, steps=10, measure=found).epsilon("a") <= 1.0
+
+
+def test_some_delta_without_the_others_is_refused() -> None:
+    row = {"proxy": "public", "layers": ("a",), "harm": (1.0,), "norms": (1.0,), "fisher": (1.0,)}
+    with pytest.raises(PlanError, match="some Δ and lacks others"):
+        Measure(**row, tight=(1.0,), worst=(), printed=(1.0,))  # type: ignore[arg-type]
+
+
+class Branching(nn.Module):
+    """Which way it goes depends on a value, so that torch.export cannot say."""
+
+    def __init__(self, tokens: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4) if tokens else None
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x if self.table is None else self.table(x))
+        if h.detach().sum().item() > 1e9:
+            h = 2 * h
+        out: Tensor = self.b(torch.tanh(h))
+        return out
+
+
+def test_made_up_inputs_for_a_model_that_cannot_be_traced(no_trace: Any) -> None:
+    torch.manual_seed(0)
+    model = Branching().double()
+    stack, example = LayerStack.from_model(model), torch.zeros(1, 4, dtype=torch.float64)
+    with no_trace(model):
+        found = measure(model, stack, example=example, **QUICK)
+        assert found == measure(model, stack, example=example, **QUICK)
+        assert found != measure(model, stack, example=example, seed=1, **QUICK)
+    assert not found.has_bounds
+    assert any("no Δ" in note and "cannot be traced" in note for note in found.notes)
+    assert len(found.harm) == len(found.norms) == 2
+    # the data are standard normal: the same as with such data given
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(1)).double()
+    assert found.norms == measure(model, stack, x=x, proxy="simulated", **QUICK).norms
+
+
+def test_token_ids_for_a_model_that_cannot_be_traced_are_refused() -> None:
+    model = Branching(tokens=True)
+    with pytest.raises(NoBound, match="cannot be traced"):
+        measure(
+            model, LayerStack.from_model(model), example=torch.zeros(1, 3, dtype=torch.long),
+            losses_of=lambda x, y: model(x).square().flatten(1).sum(1), **QUICK,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("worst", [(math.inf, math.inf), (math.inf, 1.0), (1e300, 1e-300), (1.0, 5e-324)])
+def test_a_spread_that_overflows_is_refused_without_a_warning(worst: tuple[float, float]) -> None:
+    stack = LayerStack.from_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    policy = Policy.parse(
+        '[corpus]\norigin = "x"\ndelta = 1e-5\n[class.a]\npopulation = 1000\nepsilon = 1.0\n'
+    )
+    known = made(layers=("0", "1"), worst=worst)
+    with pytest.raises(PlanError, match="spans a factor of inf"):
+        make_plan(stack, policy, batch=50, steps=10, allocate=LSAB(bound="worst"), measure=known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from problem import POLICY, corpus, net, trainer
 
 import lamina
 from lamina import LayerStack, Policy, StepPlan, make_plan
-from lamina.account import accountant
+from lamina.account import GaussianFilter, accountant
 from lamina.allocate import LADP, Quantile
 from lamina.engine import Engine
 from lamina.errors import LaminaError, RunError
 from lamina.plan import Choose, FollowBudget, FollowEnergy, FollowQuantile
 from lamina.train.book.charge import charges, follows_budget, in_units
+from lamina.train.corpus.sampler import Sampler
 from lamina.train.run import Run
 
 LAMINAS: dict[str, Any] = {
@@ -169,22 +171,112 @@ def test_noise_above_the_declared_one_still_counts_in_full(
 
 
 def test_a_later_run_is_priced_with_the_order_of_an_earlier_one(tmp_path: Path) -> None:
-    small = POLICY.replace("epsilon = 4.0", "epsilon = 9.0").replace("epsilon = 2.0", "epsilon = 9.0")
+    large = POLICY.replace("epsilon = 4.0", "epsilon = 30.0").replace("epsilon = 2.0", "epsilon = 30.0")
+    stack = LayerStack.from_model(net())
     first = make_plan(
-        LayerStack.from_model(net()),
-        Policy.parse(small),
-        batch=48,
-        steps=10,
-        epsilon=2.0,
-        allocate=LADP(mode="budget"),
+        stack, Policy.parse(large), batch=48, steps=10, epsilon=2.0, allocate=LADP(mode="budget")
     )
-    trainer(tmp_path / "one", plan=first, corpus=corpus(policy=small)).fit()
-    second = make_plan(LayerStack.from_model(net()), Policy.parse(small), batch=48, steps=10, epsilon=1.0)
-    found = trainer(tmp_path / "two", plan=second, corpus=corpus(policy=small)).fit()
+    trainer(tmp_path / "one", plan=first, corpus=corpus(policy=large)).fit()
+    second = make_plan(stack, Policy.parse(large), batch=48, steps=10, epsilon=1.0)
+    found = trainer(tmp_path / "two", plan=second, corpus=corpus(policy=large)).fit()
     both = (*first.schedule("clinical"), *second.schedule("clinical"))
     by_order = accountant(first.accountant).epsilon(both, 1e-5)
     assert found.total["clinical"] == pytest.approx(by_order, rel=1e-9)
     assert found.total["clinical"] > accountant("pld").epsilon(both, 1e-5)
+    figures = json.loads((tmp_path / "two" / "metrics.json").read_text())
+    assert figures["classes"]["clinical"]["total"] == found.total["clinical"]
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, at: int) -> Any:
+    """Stop in the `at`-th step from now; returns how to go on."""
+    real, count = Engine.backward, 0
+
+    def interrupted(self: Engine, losses: Any, batch: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise KeyboardInterrupt
+        real(self, losses, batch)
+
+    monkeypatch.setattr(Engine, "backward", interrupted)
+    return lambda: monkeypatch.setattr(Engine, "backward", real)
+
+
+def test_the_whole_budget_is_spent_when_the_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is used of it: nothing comes back, on no path."""
+    plan = plan_of("budget", steps=20)
+    interrupt(monkeypatch, 8)
+    made = trainer(tmp_path / "run", plan=plan)
+    with pytest.raises(KeyboardInterrupt):
+        made.fit()
+    for name in ("clinical", "sensitive"):
+        spent = made.book.total("tests", name, delta=1e-5).spent
+        assert spent == pytest.approx(plan.epsilon(name), rel=1e-9)
+    (run,) = made.book.labels()
+    made.book.finish(run)  # as `lamina spend --release` does
+    assert made.book.total("tests", "clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
+
+
+def test_epsilon_does_not_fall_when_the_plan_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = POLICY.replace("epsilon = 4.0", "epsilon = 30.0").replace("epsilon = 2.0", "epsilon = 30.0")
+    stack, data = LayerStack.from_model(net()), corpus(policy=large)
+    first = make_plan(
+        stack, Policy.parse(large), batch=48, steps=20, epsilon=4.0, allocate=LADP(mode="budget")
+    )
+    second = make_plan(stack, Policy.parse(large), batch=48, steps=20, epsilon=2.0)
+    go_on = interrupt(monkeypatch, 12)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "run", plan=first, corpus=data).fit()
+    go_on()
+    outcome = trainer(tmp_path / "run", plan=second, corpus=data).fit()
+    assert outcome.epsilon["clinical"] > first.epsilon("clinical")
+    figures = json.loads((tmp_path / "run" / "metrics.json").read_text())["classes"]["clinical"]
+    assert figures["epsilon"] == outcome.epsilon["clinical"]
+    assert figures["epsilon_replace_one"] is figures["rho"] is None  # nothing is proven for both together
+
+
+def test_a_lost_book_learns_the_whole_budget_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("budget", steps=20)
+    go_on = interrupt(monkeypatch, 12)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "run", plan=plan).fit()
+    go_on()
+    for path in tmp_path.glob("spend.db*"):
+        path.unlink()
+    made = trainer(tmp_path / "run", plan=plan)
+    assert made.fit().epsilon["clinical"] == pytest.approx(plan.epsilon("clinical"))
+    assert made.book.total("tests", "clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
+
+
+def test_what_is_sure_without_amplification_is_the_least_noise(tmp_path: Path) -> None:
+    plan = plan_of("budget")
+    trainer(tmp_path / "run", plan=plan).fit()
+    figures = json.loads((tmp_path / "run" / "metrics.json").read_text())["classes"]["clinical"]
+    rule = plan.rule(FollowBudget)
+    assert rule is not None and rule.least < 1
+    assert figures["rho"] == pytest.approx(plan.steps / (2 * (rule.least * plan.sigma("clinical")) ** 2))
+    assert figures["rho"] > plan.rho("clinical")
+
+
+def test_filters_of_a_caller_do_not_go_with_it(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="follows its budget under a filter of its own"):
+        trainer(tmp_path / "run", plan=plan_of("budget"), filters={"clinical": GaussianFilter(budget=5.0)})
+
+
+def test_a_choice_draws_other_coins_than_its_step() -> None:
+    """One sample for both would be one event, not two: what theory says about layers holds for choices too."""
+    plan = plan_of("choices")
+    sampler = Sampler(corpus(), plan, seed=bytes(range(32)))
+    rows = [(sampler.draw(t).x, sampler.draw_for_choice(t).x) for t in range(12)]
+    assert not any(a.shape == b.shape and torch.equal(a, b) for a, b in rows)
+    again = Sampler(corpus(), plan, seed=bytes(range(32)))
+    assert torch.equal(again.draw_for_choice(7).x, rows[7][1])  # for a replay
+    assert rows[0][1].shape != rows[7][1].shape or not torch.equal(rows[0][1], rows[7][1])
+    sizes = [len(sampler.draw_for_choice(t)) for t in range(200)]
+    expected = sum(e.sampling_rate * n for e, n in zip(plan.classes, (50, 250, 100), strict=True))
+    assert abs(sum(sizes) / 200 - expected) < 5 * math.sqrt(expected / 200)
 
 
 def test_what_rules_learned_is_forgotten_under_another_plan(

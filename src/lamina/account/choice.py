@@ -26,10 +26,16 @@ from lamina.errors import AccountingError
 def choice_multiplier(epsilon: float) -> float:
     """The noise multiplier 1/μ of the Gaussian that dominates an ε-bounded-range choice; rounded down.
 
+    ε ≥ 1e-6: with less a choice is a toss-up, and its price is below what floating point tells from nothing.
+
     >>> round(choice_multiplier(0.5), 4)
     3.1951
     """
-    if not isinstance(epsilon, int | float) or isinstance(epsilon, bool) or not 0 < epsilon <= 50:
-        raise AccountingError(f"epsilon of a choice is {epsilon!r}, must lie in (0, 50]", "e.g. 0.5")
-    mu = -2.0 * float(special.ndtri(special.expit(-0.5 * epsilon)))
-    return 1.0 / (mu * (1 + 1e-12)) if mu > 0 else math.inf
+    if not isinstance(epsilon, int | float) or isinstance(epsilon, bool) or not 1e-6 <= epsilon <= 50:
+        told = repr(epsilon) if not isinstance(epsilon, int) or abs(epsilon) < 10**20 else "a huge number"
+        raise AccountingError(f"epsilon of a choice is {told}, must lie in [1e-6, 50]", "e.g. 0.5")
+    if epsilon < 1:  # 1/(1+e^(-ε/2)) is near ½ there, which is where its digits are: 2p - 1 = tanh(ε/4)
+        mu = 2.0 * math.sqrt(2.0) * float(special.erfinv(math.tanh(0.25 * epsilon)))
+    else:
+        mu = -2.0 * float(special.ndtri(special.expit(-0.5 * epsilon)))
+    return 1.0 / (mu * (1 + 1e-12))

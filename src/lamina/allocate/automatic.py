@@ -10,6 +10,7 @@ import numpy as np
 
 from lamina.allocate.options import measured, number
 from lamina.allocate.problem import Allocation, Problem
+from lamina.errors import PlanError
 from lamina.plan import Clipping
 
 
@@ -27,7 +28,8 @@ class Automatic:
 
         f = gamma · min(1, min_k n_k/c_k),      n_k the typical norm of the class's whole gradient, if it was measured.
 
-    Dividing by f·B instead of B changes no privacy, B being public; learning rates mean what they do under `flat`.
+    Dividing by f·B instead of B changes no privacy, B being public; learning rates mean what they do under `flat`. A
+    public class is not clipped, so it cannot take part.
     """
 
     name: ClassVar[str] = "automatic"
@@ -37,6 +39,15 @@ class Automatic:
         number(self.name, "gamma", self.gamma, 0.0, 1.0)
 
     def __call__(self, problem: Problem) -> Allocation:
+        public = [
+            name for name, sigma in zip(problem.classes, problem.sigma, strict=True) if math.isinf(sigma)
+        ]
+        if public:
+            raise PlanError(
+                f"automatic divides by {self.gamma:g} of the batch, and class {public[0]!r} is public, so not clipped: "
+                "its gradient would count that many times over",
+                f"use flat or pareto, or leave the class out with batch={{{public[0]!r}: 0, …}}",
+            )
         f = self.fraction(problem)
         clip = tuple(tuple(c if math.isinf(c) else f * c for c in row) for row in problem.thresholds())
         return Allocation(

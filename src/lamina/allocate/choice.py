@@ -30,6 +30,7 @@ from lamina.errors import PlanError
 from lamina.plan import Choose, Clipping, StepPlan, radius, rescale
 
 Array = NDArray[np.float64]
+Rows = Sequence[Sequence[float]]
 _GRID = 2.0**32  # sums of 2^20 contributions are exact in float64
 _TINY = float(np.finfo(np.float64).tiny)
 
@@ -53,22 +54,35 @@ def offers(plan: StepPlan) -> tuple[Offer, ...]:
     if rule is None:
         raise PlanError("the plan chooses nothing: it has no rule Choose", "use LADP(choose_every=…)")
     classes = range(len(plan.classes))
-    sigma, bits = [plan.sigma(k) for k in classes], [plan.bits(k) for k in classes]
+    return offered(
+        rule,
+        clip=plan.clip,
+        shares=[plan.share(k) for k in classes],
+        sigma=[plan.sigma(k) for k in classes],
+        bits=[plan.bits(k) for k in classes],
+        form=plan.clipping,
+    )
+
+
+def offered(
+    rule: Choose, *, clip: Rows, shares: Rows, sigma: Sequence[float], bits: Sequence[float], form: Clipping
+) -> tuple[Offer, ...]:
+    """The same from a plan's parts: C, and for every class its shares of the budget, sigma and counts."""
     found = []
     for name, shape in zip(rule.names, rule.noise, strict=True):
-        clip = (
-            plan.clip if plan.clipping is Clipping.JOINT else tuple(_follow(plan, k, shape) for k in classes)
-        )
-        found.append(Offer(name=name, clip=clip, noise=rescale(clip, shape, sigma, bits)))
+        rows = [
+            tuple(row) if form is Clipping.JOINT else _follow(row, w, shape)
+            for row, w in zip(clip, shares, strict=True)
+        ]
+        found.append(Offer(name=name, clip=tuple(rows), noise=rescale(rows, shape, sigma, bits)))
     return tuple(found)
 
 
-def _follow(plan: StepPlan, k: int, shape: Sequence[float]) -> tuple[float, ...]:
-    """The row of C that keeps the class's shares of the budget under this shape of S."""
-    row = plan.clip[k]
-    if plan.classes[k].public or not any(row):
-        return row
-    raw = [s * math.sqrt(w) for s, w in zip(shape, plan.share(k), strict=True)]
+def _follow(row: Sequence[float], shares: Sequence[float], shape: Sequence[float]) -> tuple[float, ...]:
+    """The row of C that keeps a class's shares of the budget under this shape of S; a public one stays."""
+    if not any(row) or not all(map(math.isfinite, row)):
+        return tuple(row)
+    raw = [s * math.sqrt(w) for s, w in zip(shape, shares, strict=True)]
     scale = math.hypot(*row) / math.hypot(*raw)
     return tuple(scale * r for r in raw)
 
@@ -127,7 +141,10 @@ def utilities(
 def probabilities(u: Array, epsilon: float) -> Array:
     """p ∝ exp(ε·u)."""
     if not np.isfinite(u).all() or not 0 < epsilon < math.inf:
-        raise PlanError(f"utilities {u} at epsilon {epsilon!r}", "both must be finite, epsilon > 0")
+        raise PlanError(  # what the utilities are stays secret
+            f"the utilities of a choice at epsilon {epsilon!r} are not finite, or epsilon is not",
+            "give candidates of sizes that floating point can carry, and epsilon > 0",
+        )
     p = np.exp(epsilon * (u - u.max()))
     return np.asarray(p / p.sum())
 

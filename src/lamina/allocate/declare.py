@@ -13,6 +13,8 @@ from lamina.allocate.problem import Allocate
 from lamina.errors import AccountingError, PlanError
 from lamina.plan import Policy
 
+_POOR = 4.0  # times the noise that a class needs
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Declared:
@@ -101,7 +103,14 @@ def _order(
             f"no one Rényi order serves classes with epsilon {', '.join(f'{e:g}' for e in targets.values())}",
             "bring them closer together, or use LADP(mode='shares')",
         )
-    return min(worst, key=worst.__getitem__)
+    order = min(worst, key=worst.__getitem__)
+    if worst[order] > _POOR:
+        raise PlanError(
+            f"classes with epsilon {', '.join(f'{e:g}' for e in targets.values())} share one Rényi order so badly that "
+            f"one of them would get {worst[order]:.3g} times the noise that it needs",
+            "bring them closer together, or use LADP(mode='shares'), which needs no such order",
+        )
+    return order
 
 
 def paces(declared: Declared, rates: Iterable[float]) -> tuple[float, float]:

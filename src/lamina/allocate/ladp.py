@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lamina.account import choice_multiplier
-from lamina.allocate.candidates import candidates, check_candidates
+from lamina.allocate.candidates import candidates, check_candidates, check_offers, named_rows
 from lamina.allocate.options import form, number, one_of, whole
 from lamina.allocate.problem import Allocation, Problem
 from lamina.allocate.sensitive import Sensitive, check_sensitive, sensitive_layers
@@ -74,6 +74,8 @@ class LADP:
         if self.choose_every is not None:
             whole(who, "choose_every", self.choose_every)
             choice_multiplier(self.choose_epsilon)
+            if self.candidates is not None:
+                object.__setattr__(self, "candidates", named_rows(who, self.candidates))
         elif self.candidates is not None:
             raise PlanError("ladp has candidates but never chooses", "give choose_every, e.g. once per epoch")
         self._rules()  # its numbers are checked there
@@ -98,14 +100,16 @@ class LADP:
         picked, because = sensitive_layers(problem, self.sensitive, self.share, self.BASE)
         clip = shaped(problem, np.where(picked, *self.thresholds))
         parts = np.where(picked, *self.parts)
-        rules = self._rules() if problem.private else ()
+        rules, noise = self._rules() if problem.private else (), by_shares(problem, clip, parts)
+        clipping = self.clipping or (Clipping.JOINT if self.choose_every is not None else Clipping.BOX)
         if self.choose_every is not None and problem.private:
-            rules = (*rules, self._choice(problem, clip, parts))
-        chosen = Clipping.JOINT if self.choose_every is not None else Clipping.BOX
+            choice = self._choice(problem, clip, parts)
+            check_offers(problem, choice, clip, noise, clipping)
+            rules = (*rules, choice)
         return Allocation(
             clip=clip,
-            noise=by_shares(problem, clip, parts),
-            clipping=self.clipping or chosen,
+            noise=noise,
+            clipping=clipping,
             rules=rules,
             why=(because, *self._why(problem)),
         )
@@ -141,8 +145,8 @@ class LADP:
         ]
         if self.follows_budget:
             lines.append(
-                f"Noise follows the budget, within {self.lower:g} and {self.upper:g} times the declared, under a "
-                "filter that may stop training early."
+                "Noise follows the budget under a filter that may stop training early; a step costs at most twice the "
+                "declared price, which at small sigma leaves it little room."
             )
         if self.choose_every is not None:
             ((_, calls),) = self.side(problem.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,7 +47,9 @@ class LSAB:
 
     def __call__(self, problem: Problem) -> Allocation:
         delta = measured(problem, self.bound, self.name)
-        if not (spread := float(delta.max() / delta.min())) <= SPREAD:
+        low, high = float(delta.min()), float(delta.max())
+        spread = high / low if math.isfinite(high) else math.inf  # plain floats: a quotient may overflow
+        if not spread <= SPREAD:
             raise PlanError(
                 f"Δ ({self.bound}) of the layers spans a factor of {spread:.1e}, above {SPREAD:.0e}: the lowest "
                 "thresholds would stop their layers",

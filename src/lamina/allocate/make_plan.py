@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from lamina.allocate.declare import declare, known, paces
 from lamina.allocate.problem import Allocate, Allocation, Problem
-from lamina.allocate.registry import allocation
+from lamina.allocate.registry import DEFAULT, allocation
 from lamina.errors import PlanError
 from lamina.plan import (
     Clipping,
@@ -23,9 +22,7 @@ from lamina.plan import (
     StepPlan,
     rescale,
 )
-
-if TYPE_CHECKING:
-    from lamina.sensitivity.measure import Measure
+from lamina.sensitivity.measurement import Measure
 
 
 def make_plan(
@@ -35,7 +32,7 @@ def make_plan(
     batch: int | Mapping[str, int],
     steps: int | None = None,
     epochs: float | None = None,
-    allocate: str | Allocate = "pareto",
+    allocate: str | Allocate = DEFAULT,
     epsilon: float | Mapping[str, float] | None = None,
     rho: float | Mapping[str, float] | None = None,
     clipping: Clipping | str | None = None,
@@ -77,7 +74,7 @@ def explained_plan(
     batch: int | Mapping[str, int],
     steps: int | None = None,
     epochs: float | None = None,
-    allocate: str | Allocate = "pareto",
+    allocate: str | Allocate = DEFAULT,
     epsilon: float | Mapping[str, float] | None = None,
     rho: float | Mapping[str, float] | None = None,
     clipping: Clipping | str | None = None,
@@ -92,6 +89,11 @@ def explained_plan(
     total, population = sum(sizes.values()), sum(_population(policy, name) for name in sizes)
     count = _steps(steps, epochs, Fraction(population) / total)
     if measure is not None:
+        if not isinstance(measure, Measure):
+            raise PlanError(
+                f"measure is a {type(measure).__name__}",
+                "give lamina.Measure.load(path) or lamina.measure(model, …)",
+            )
         measure.check(stack)
     chooser = allocation(allocate)
     rates = {name: float(size / _population(policy, name)) for name, size in sizes.items()}

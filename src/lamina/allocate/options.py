@@ -46,10 +46,19 @@ def measured(problem: Problem, what: str, policy: str) -> Array:
     """A row of the measurement, one number > 0 per layer; refused if there is none, or one of another model."""
     if problem.measure is None:
         raise PlanError(
-            f"{policy} needs `{what}` of the layers, and the plan has no measurement",
-            "give make_plan(measure=lamina.measure(model, stack, …)), or `lamina plan --measure`",
+            f"{policy} needs a measure of the layers (its `{what}`), and the plan has none",
+            "`lamina plan --proxy gaussian --save-measure measure.json` makes one; give it as --measure FILE, as "
+            "`measure` in a RUN.toml, or as make_plan(measure=lamina.measure(model, stack, …))",
         )
     row = np.asarray(getattr(problem.measure, what), dtype=np.float64)
+    if not row.size:
+        why = next(
+            (note for note in problem.measure.notes if note.startswith("no Δ")), "it was measured without"
+        )
+        raise PlanError(
+            f"{policy} needs `{what}` of the layers, and the measure has none: {why}",
+            "use a policy that needs no Δ (pareto, proportional), or a model that can be followed to its last layer",
+        )
     if row.shape != (len(problem.sizes),):
         raise PlanError(
             f"the measurement has {what} for {row.size} layers, the plan has {len(problem.sizes)}",

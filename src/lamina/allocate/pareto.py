@@ -27,7 +27,8 @@ class Pareto:
 
     with several it is a small convex program. The parts of it:
 
-      C         follows the typical norms n_l of the measurement; without one it is even, c_k/√L_k
+      C         follows the typical norms n_l of the measurement; without one C_l ∝ √m_l: then one class gets `flat`,
+                exactly, and several get equal S wherever the same classes reach, each its whole budget
       weights   m_l: "sizes" (d_l, the number of parameters) or "harm" (measured on the proxy)
       shrink    s in [0, 1]: C_l ∝ n_l^(1-s)·(√m_l)^s. At 1 C_l ∝ √m_l, all S are equal and a joint clip is exactly
                 `flat`; in between it guards against a proxy that knows the norms badly
@@ -46,8 +47,7 @@ class Pareto:
 
     def __call__(self, problem: Problem) -> Allocation:
         m = harm(problem, self.weights, self.name)
-        even = problem.measure is None
-        norms = np.ones(len(m)) if even else measured(problem, "norms", self.name)
+        norms = np.sqrt(m) if problem.measure is None else measured(problem, "norms", self.name)
         shape = np.exp((1 - self.shrink) * np.log(norms) + self.shrink * 0.5 * np.log(m))
         clip = shaped(problem, shape)
         noise = optimal(problem, clip, m)
@@ -59,7 +59,7 @@ class Pareto:
         self, problem: Problem, clip: Rows, noise: tuple[float, ...], m: NDArray[np.float64]
     ) -> tuple[str, ...]:
         if problem.measure is None:
-            source = "C is even, c/√L, because nothing is known of the layers' norms (measure the model to know them)"
+            source = "nothing is known of the layers' norms, so C goes with the square root of their sizes, as in flat"
         else:
             source = f"C follows the typical norms n on the proxy ({problem.measure.proxy})"
         if self.shrink:
@@ -67,12 +67,13 @@ class Pareto:
         lines = [f"pareto: {source}; S makes Σ m·S² least, m = {_M[self.weights]}."]
         if problem.private:
             ratio = saved(problem, clip, noise, m)
+            several = (
+                " (which serves the strictest class only)" if len(problem.private) > 1 else " at the same ε"
+            )
             verdict = (
                 f"above {AS_GOOD:g}, so flat is as good" if ratio > AS_GOOD else "the rest is what it saves"
             )
-            lines.append(
-                f"Its weighted noise is {ratio:.3f} of what flat would add at the same ε: {verdict}."
-            )
+            lines.append(f"Its weighted noise is {ratio:.3f} of what flat would add{several}: {verdict}.")
         return tuple(lines)
 
 

@@ -26,10 +26,16 @@ _DEFAULTS: tuple[Policy, ...] = (
 ALLOCATIONS: Mapping[str, Policy] = MappingProxyType({policy.name: policy for policy in _DEFAULTS})
 """Every policy with its default options. The printed ones reproduce documents and are not what these claim."""
 
+DEFAULT = pareto.name
+"""What `make_plan` does unless it is told otherwise. Without a measure and with one class it is `flat`, which real data
+support (docs/policies/utility.md); with several it gives each its whole budget, which `flat` does not."""
+
 
 def allocation(name: str | Allocate) -> Allocate:
     """The allocation of that name; a policy or function stands for itself."""
     if not isinstance(name, str):
+        if isinstance(name, type):
+            raise PlanError(f"allocate is the class {name.__name__}", f"make one: {name.__name__}()")
         if not callable(name):
             raise PlanError(f"allocate is a {type(name).__name__}", f"use one of {', '.join(ALLOCATIONS)}")
         return name

@@ -61,8 +61,25 @@ def _chosen(problem: Problem, sensitive: Sensitive, policy: str) -> tuple[tuple[
         return sensitive.resolve(problem.stack), f"the profile '{sensitive}' names them"
     if callable(sensitive):
         called = getattr(sensitive, "__name__", "predicate")
-        return tuple(bool(sensitive(layer)) for layer in problem.stack), f"the rule '{called}' picks them"
+        picked = tuple(_asked(sensitive, called, layer, policy) for layer in problem.stack)
+        return picked, f"the rule '{called}' picks them"
     return DepthProfile.layers(sensitive).resolve(problem.stack), "the plan names them"
+
+
+def _asked(sensitive: Callable[[Layer], bool], called: str, layer: Layer, policy: str) -> bool:
+    remedy = "give a function that returns True or False for every Layer (its name, depth, size, …)"
+    try:
+        answer = sensitive(layer)
+    except Exception as error:
+        raise PlanError(
+            f"sensitive of {policy} ('{called}') raised {type(error).__name__} at layer {layer.name!r}: {error}",
+            remedy,
+        ) from error
+    if not isinstance(answer, bool | np.bool_):
+        raise PlanError(
+            f"sensitive of {policy} ('{called}') is a {type(answer).__name__} at layer {layer.name!r}", remedy
+        )
+    return bool(answer)
 
 
 def _deepest(problem: Problem, share: float) -> tuple[bool, ...]:

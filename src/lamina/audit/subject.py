@@ -66,6 +66,7 @@ class Subject:
             noise=tuple(s * noise for s in self.plan.noise),
             clip=tuple(tuple(c * clip for c in row) for row in self.plan.clip),
             rules=tuple(_within_a_step(self.plan.rules, noise)),
+            accountant="rdp",  # a step is taken here, not priced
         )
         source = SeededNoise(seed, hardened=self.hardened)
         with _as_it_was(self.model):

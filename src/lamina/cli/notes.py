@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lamina.account import order_of
 from lamina.cli.output import round_up
 from lamina.plan import Policy, StepPlan
 
@@ -41,6 +42,12 @@ def plan_notes(
             if others
             else "the plan has more noise than its ε asks for"
         )
+        if order_of(plan.accountant) is not None and others:
+            reason += (
+                f"; and all classes are counted at one Rényi order ({plan.accountant}), which suits some less"
+            )
+        if plan.allocation in ("flat", "uniform", "automatic") and others:
+            reason += " (pareto would let it spend the rest where that class does not reach)"
         notes.append(
             f"class '{name}' is planned at ε {round_up(planned[name])}, below the {most:g} that it may spend: {reason}"
         )

@@ -10,6 +10,7 @@ import torch
 import typer
 
 from lamina.allocate import ALLOCATIONS, explained_plan
+from lamina.allocate.registry import DEFAULT
 from lamina.cli import allocations, named
 from lamina.cli.explain.answer import Answer
 from lamina.cli.explain.compare import compare
@@ -44,7 +45,7 @@ def plan(
             help=f"how C and S are chosen: {', '.join(ALLOCATIONS)}; with options: ladp:mode=budget,least=0.2",
             autocompletion=lambda: list(ALLOCATIONS),
         ),
-    ] = "pareto",
+    ] = DEFAULT,
     clipping: Annotated[
         str | None,
         typer.Option(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from lamina.allocate.problem import Policy
+from lamina.allocate.registry import DEFAULT
 from lamina.cli import allocations
 from lamina.errors import LaminaError, PlanError
 from lamina.plan.schema_errors import explain
@@ -184,7 +185,7 @@ class RunFile(BaseModel):
     batch: Annotated[int | dict[str, int], _per_class(int, ">= 0")]
     steps: Count | None = None
     epochs: Positive | None = None
-    allocate: Annotated[Allocate, _as_table("name")] = Allocate(name="pareto")
+    allocate: Annotated[Allocate, _as_table("name")] = Allocate(name=DEFAULT)
     measure: Text | None = None
     clipping: Literal["box", "joint"] | None = None
     epsilon: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None

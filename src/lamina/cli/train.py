@@ -92,7 +92,8 @@ def train(
     if plan_only:
         with results_only():
             _rehearse(planned.trainer(folder=folder, book=book, inside=False))
-        tell_plan(planned, folder, book, notes, as_json=as_json)
+        if not tell_plan(planned, folder, book, notes, as_json=as_json):
+            raise typer.Exit(1)
         return
     before = run_folder.figures(folder)
     with results_only():

@@ -11,6 +11,7 @@ from lamina.cli.explain.words import rules_in_words
 from lamina.cli.output import columns, out, print_json, round_up
 from lamina.cli.prepare import Planned
 from lamina.train import Outcome, SpendBook
+from lamina.train.book.charge import charges
 
 
 def result(outcome: Outcome, planned: Planned, book: Path) -> dict[str, Any]:
@@ -64,8 +65,8 @@ def tell(outcome: Outcome, planned: Planned, book: Path) -> None:
     out.print("\n".join(lines), markup=False, soft_wrap=True)
 
 
-def tell_plan(planned: Planned, folder: Path, book: Path, notes: tuple[str, ...], *, as_json: bool) -> None:
-    """What would happen: which folder, and what the book says about each class."""
+def tell_plan(planned: Planned, folder: Path, book: Path, notes: tuple[str, ...], *, as_json: bool) -> bool:
+    """What would happen: which folder, and what the book says about each class. False if it would be refused."""
     begun = run_folder.figures(folder).get("steps") if (folder / "journal").exists() else None
     held = SpendBook(book, create=False) if book.exists() else None
     standing: dict[str, Any] = {}
@@ -83,17 +84,42 @@ def tell_plan(planned: Planned, folder: Path, book: Path, notes: tuple[str, ...]
                 "committed": _finite(total.committed if total else 0.0),
                 "bound": planned.policy.bound(entry.name),
             }
+    refused = [] if begun is not None or held is None else _without_room(planned, held)
     if as_json:
-        facts = {"folder": str(folder), "begun": begun, "book": standing, "notes": list(notes)}
+        facts = {
+            "folder": str(folder),
+            "begun": begun,
+            "book": standing,
+            "refused": refused,
+            "notes": list(notes),
+        }
         print_json({**planned.plan.to_dict(), **facts})
-        return
+        return not refused
     rows = [["class", "ε planned", "ε spent by all runs", "with what is reserved", "bound"]]
     for name, row in standing.items():
         bound = "none" if row["bound"] is None else f"{row['bound']:g}"
         rows.append([name, *(_told(row[key]) for key in ("planned", "spent", "committed")), bound])
     state = f"would go on at step {begun} of {planned.plan.steps}" if begun is not None else "would begin"
+    if refused:
+        state = f"would be refused: there is no room in the book for class {', '.join(map(repr, refused))}"
     lines = [columns(rows), "", f"{folder}: {state}", f"book: {book}{'' if held else ' (not there yet)'}"]
     out.print("\n".join([*lines, "nothing was spent or written"]), markup=False, soft_wrap=True)
+    return not refused
+
+
+def _without_room(planned: Planned, book: SpendBook) -> list[str]:
+    """The classes whose bound does not allow a new run of this plan, by what all runs have spent and reserved."""
+    plan, found = planned.plan, []
+    for k, entry in enumerate(plan.classes):
+        bound = planned.policy.bound(entry.name)
+        due = [c for c in charges(plan, 0, plan.steps) if c.cls == entry.name]
+        if due and bound is not None:
+            most, *besides = due
+            origin = planned.policy.corpus.origin
+            fit = book.fits("a new run", origin=origin, charge=most, bound=bound, besides=besides)
+            if fit < plan.steps or plan.epsilon(k) > bound:
+                found.append(entry.name)
+    return found
 
 
 def _finite(value: float) -> float | None:

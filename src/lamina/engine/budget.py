@@ -7,6 +7,7 @@ from typing import Any
 
 from lamina.account import Filter, RenyiFilter, SpendCurve, choice_multiplier
 from lamina.errors import BudgetExceeded, PlanError
+from lamina.plan.limits import shown
 from lamina.plan.rules import Choose, FollowBudget
 from lamina.plan.step import StepPlan
 
@@ -82,6 +83,11 @@ class Budget:
 
     def charge_choice(self) -> None:
         """Take the price of one choice from every class, or refuse and take nothing."""
+        if self.taken >= self.plan.steps:
+            raise BudgetExceeded(
+                f"the plan was priced for {self.plan.steps} steps, and all are taken: no choice is left",
+                "make a plan with more steps: its noise, or its epsilon, will be larger",
+            )
         self._take(
             [(k, f, *self._choice(k)) for k, f in self._asked()], f"the choice before step {self.taken + 1}"
         )
@@ -139,15 +145,38 @@ class Budget:
         return {"taken": self.taken, "choices": self._choices, "filters": own}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """What `to_state` said, exactly."""
+        """What `to_state` said, exactly. Refused, and nothing changes, if it is not of this plan."""
+        if not isinstance(state, Mapping) or set(state) != {"taken", "choices", "filters"}:
+            raise _not_mine("has other fields")
+        taken, choices, filters = state["taken"], state["choices"], state["filters"]
+        if type(taken) is not int or not 0 <= taken <= self.plan.steps:
+            raise _not_mine(f"says that {shown(taken)} of {self.plan.steps} steps were taken")
+        choose = self.plan.rule(Choose)
+        made = [0 if choose is None else choose.calls(0, steps) for steps in (taken, taken + 1)]
+        if type(choices) is not int or not made[0] <= choices <= made[1]:
+            raise _not_mine(f"says that {shown(choices)} choices were made in {taken} steps")
         names = {self.plan.classes[k].name: k for k in self._own}
-        if set(state) != {"taken", "choices", "filters"} or set(state["filters"]) != set(names):
-            raise PlanError(
-                "the state of the budget is not one of this plan", "give what its to_state() said"
-            )
-        if not 0 <= state["taken"] <= self.plan.steps:
-            raise PlanError(
-                f"taken is {state['taken']}, the plan has {self.plan.steps} steps", "check the run"
-            )
-        self.taken, self._choices = int(state["taken"]), int(state["choices"])
-        self._own = {names[name]: RenyiFilter.from_state(each) for name, each in state["filters"].items()}
+        if not isinstance(filters, Mapping) or set(filters) != set(names):
+            raise _not_mine("has filters of other classes")
+        own = {names[name]: self._restored(names[name], each) for name, each in filters.items()}
+        self.taken, self._choices, self._own = taken, choices, own
+
+    def _restored(self, k: int, state: Any) -> RenyiFilter:
+        """The filter of class k, worth what this plan's schedule is worth at its order, and spent as the state says."""
+        name, follow = self.plan.classes[k].name, self.plan.rule(FollowBudget)
+        assert follow is not None
+        whole = RenyiFilter.for_schedule(self.plan.schedule(k), order=follow.order).to_state()
+        if not isinstance(state, Mapping) or set(state) != set(whole):
+            raise _not_mine(f"has no filter for class '{name}'")
+        for what in ("kind", "order", "budget", "limit"):
+            if type(state[what]) is not type(whole[what]) or state[what] != whole[what]:
+                raise _not_mine(
+                    f"has a filter for class '{name}' with {what} {shown(state[what])}, not {whole[what]!r}"
+                )
+        if type(state["spent"]) is not int or not 0 <= state["spent"] <= int(whole["limit"]):
+            raise _not_mine(f"says that class '{name}' spent {shown(state['spent'])} units")
+        return RenyiFilter.from_state(state)
+
+
+def _not_mine(why: str) -> PlanError:
+    return PlanError(f"the state of the budget {why}", "give what to_state() of the same plan's budget said")

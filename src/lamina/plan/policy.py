@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from lamina.account import accountant, epsilon_of_multiplier
+from lamina.account import accountant, epsilon_of_multiplier, order_of
 from lamina.errors import AccountingError, PlanError
 from lamina.plan.profile import DepthProfile
 from lamina.plan.schema_errors import explain
@@ -39,6 +39,10 @@ def _known_accountant(name: Any) -> Any:
             accountant(name)
         except AccountingError as error:
             raise ValueError(str(error)) from error
+        if order_of(name) is not None:
+            raise ValueError(
+                f"{name!r} belongs to plans that follow their budget, which choose it themselves: use pld"
+            )
     return name
 
 

@@ -8,13 +8,13 @@ filter that was asked first (`FollowBudget`). docs/theory.md, "When the plan cha
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lamina.account import choice_multiplier
-from lamina.errors import PlanError
+from lamina.errors import AccountingError, PlanError
+from lamina.plan.limits import LEAST, MOST, shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class Choose:
 
     epsilon  ε of one call: p ∝ exp(epsilon·u); priced as a Gaussian that dominates it (account/choice.py)
     names    what the candidates are called
-    noise    S of each candidate, up to a common factor
+    noise    S of each candidate, up to a common factor: 0 or within [1e-20, 1e20]
     price    λ of  u(a) = Σ_i s_i(a) − λ·noise(a): how many kept contributions a unit of relative noise is worth
 
     s_i(a) ∈ [0, 1] is how much of contribution i the clip of candidate a would keep, over a Poisson draw of its own.
@@ -75,9 +75,12 @@ class Choose:
     price: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", tuple(self.names))
-        object.__setattr__(self, "noise", tuple(tuple(float(s) for s in row) for row in self.noise))
-        choice_multiplier(self.epsilon)
+        object.__setattr__(self, "names", _names(self.names))
+        object.__setattr__(self, "noise", _rows(self.noise))
+        try:
+            choice_multiplier(self.epsilon)
+        except AccountingError as error:
+            raise PlanError(error.problem, error.remedy) from error
         _count("every", self.every)
         _between("price", self.price, 0.0, 1e12, closed=True)
         if len(self.names) != len(self.noise) or len(set(self.names)) != len(self.names) or not self.names:
@@ -85,8 +88,6 @@ class Choose:
                 f"a choice has {len(self.names)} names for {len(self.noise)} candidates",
                 "give every candidate one name of its own",
             )
-        if any(not math.isfinite(s) or s < 0 for row in self.noise for s in row):
-            raise PlanError("a candidate of a choice has noise that is negative or not finite", "correct it")
 
     def calls(self, first: int, last: int) -> int:
         """How many choices fall on the steps first … last-1."""
@@ -107,6 +108,11 @@ class FollowBudget:
 
     def __post_init__(self) -> None:
         _between("order", self.order, 1.01, 1e6)
+        if float(f"{self.order:g}") != self.order:  # it is written into the name of the accountant
+            raise PlanError(
+                f"order of a rule is {self.order!r}, must have at most six significant digits",
+                f"round it: {self.order:g}",
+            )
         _between("least", self.least, 0.1, 1.0, closed=True)
         _between("most", self.most, 1.0, 10.0, closed=True)
 
@@ -116,6 +122,7 @@ class FollowBudget:
         return f"rdp@{self.order:g}"
 
 
+_MOST_STEPS = 2**53 - 1  # whole numbers that every codec carries
 Rule = FollowEnergy | FollowQuantile | Choose | FollowBudget
 KINDS: dict[str, type[Rule]] = {
     "follow energy": FollowEnergy,
@@ -135,24 +142,67 @@ def to_plain(rule: Rule) -> dict[str, Any]:
 
 def from_plain(state: Any) -> Rule:
     """The rule that `to_plain` described; anything else is refused."""
-    if not isinstance(state, Mapping) or state.get("kind") not in KINDS:
-        raise PlanError(f"a rule of the plan is {state!r}", f"its kind must be one of {', '.join(KINDS)}")
-    made = KINDS[state["kind"]]
+    kind = state.get("kind") if isinstance(state, Mapping) else None
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise PlanError(
+            f"a rule of the plan is {shown(state)}", f"its kind must be one of {', '.join(KINDS)}"
+        )
+    made = KINDS[kind]
     fields = {field.name: field.type for field in dataclasses.fields(made)}
     given = {name: value for name, value in state.items() if name != "kind"}
     if set(given) != set(fields):
         raise PlanError(
-            f"rule '{state['kind']}' has fields {sorted(given)}", f"it must have {sorted(fields)}"
+            f"rule '{kind}' has fields {shown(sorted(map(shown, given)))}", f"it must have {sorted(fields)}"
         )
     for name, value in given.items():
-        kind = {"int": int, "float": float}.get(str(fields[name]), list)
-        if type(value) is not kind:
-            raise PlanError(f"{name} of rule '{state['kind']}' is {value!r}", "the plan is damaged")
+        word, fits = _PLAIN[str(fields[name])]
+        if not fits(value):
+            raise PlanError(
+                f"{name} of rule '{kind}' is {shown(value)}, must be {word}",
+                "the plan is damaged: make it again",
+            )
     return made(**given)
+
+
+def _is_list_of(value: Any, each: Callable[[Any], bool]) -> bool:
+    return type(value) is list and all(map(each, value))
+
+
+_PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {  # by a field's type: what it is read from
+    "int": ("a whole number", lambda value: type(value) is int),
+    "float": ("a floating-point number", lambda value: type(value) is float),
+    "tuple[str, ...]": (
+        "a list of texts",
+        lambda value: _is_list_of(value, lambda name: type(name) is str),
+    ),
+    "tuple[tuple[float, ...], ...]": (
+        "a list of lists of floating-point numbers",
+        lambda value: _is_list_of(value, lambda row: _is_list_of(row, lambda s: type(s) is float)),
+    ),
+}
 
 
 def _lists(value: Any) -> Any:
     return [_lists(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    if not isinstance(given, tuple | list) or any(not isinstance(name, str) or not name for name in given):
+        raise PlanError(f"names of a choice are {shown(given)}", "give every candidate a name, not empty")
+    return tuple(given)
+
+
+def _rows(given: Any) -> tuple[tuple[float, ...], ...]:
+    if not isinstance(given, tuple | list) or not all(isinstance(row, tuple | list) for row in given):
+        raise PlanError(f"noise of a choice is {shown(given)}", "give a row of numbers for every candidate")
+    for s in (s for row in given for s in row):
+        number = isinstance(s, int | float) and not isinstance(s, bool)
+        if not number or not (s == 0 or LEAST <= s <= MOST):
+            raise PlanError(
+                f"a candidate of a choice has noise {shown(s)}, must be 0 or lie in [{LEAST:g}, {MOST:g}]",
+                "scale the row: only its shape matters",
+            )
+    return tuple(tuple(float(s) for s in row) for row in given)
 
 
 def _between(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
@@ -160,9 +210,11 @@ def _between(name: str, value: float, low: float, high: float, *, closed: bool =
     inside = inside and (low <= value <= high if closed else low < value < high)
     if not inside:
         edge = f"[{low:g}, {high:g}]" if closed else f"({low:g}, {high:g})"
-        raise PlanError(f"{name} of a rule is {value!r}, must lie in {edge}", "correct it")
+        raise PlanError(f"{name} of a rule is {shown(value)}, must lie in {edge}", "correct it")
 
 
 def _count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"{name} of a rule is {value!r}, must be a whole number >= 1", "correct it")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_STEPS:
+        raise PlanError(
+            f"{name} of a rule is {shown(value)}, must be a whole number >= 1 (and below 2^53)", "correct it"
+        )

@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from lamina.account import order_of
 from lamina.errors import PlanError
+from lamina.plan.limits import LEAST as LEAST
+from lamina.plan.limits import MOST as MOST
 from lamina.plan.rules import Choose, FollowBudget, FollowQuantile
 
 if TYPE_CHECKING:
@@ -47,9 +50,6 @@ def check_class(entry: PlannedClass) -> None:
         raise PlanError(
             f"{who} has δ = {entry.delta!r}, must be in (0, 1)", "choose δ well below 1/population"
         )
-
-
-LEAST, MOST = 1e-20, 1e20  # thresholds and noise that float32 sums can carry
 
 
 def check_plan(plan: StepPlan) -> None:
@@ -116,6 +116,11 @@ def _check_rules(plan: StepPlan) -> None:
             raise PlanError(
                 "a candidate has noise where the plan has none, or none where it has", "correct it"
             )
+    if budget is None and order_of(plan.accountant) is not None:
+        raise PlanError(
+            f"accountant {plan.accountant!r} is for noise that follows its budget, and the plan has no such rule",
+            "use pld or rdp",
+        )
     if budget is not None and plan.accountant != budget.accountant:
         raise PlanError(
             f"noise that follows the budget is priced by {plan.accountant!r}, which does not hold for it",

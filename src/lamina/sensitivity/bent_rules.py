@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lamina.errors import PlanError
+from lamina.errors import NoBound
 from lamina.sensitivity import gains
 from lamina.sensitivity.affine import affine_norm_constant
 from lamina.sensitivity.flow import Depth, Flow, stretched, times
@@ -45,7 +45,7 @@ _KEEP_ROWS = {"view", "reshape", "_unsafe_view", "contiguous", "clone", "to", "s
 def activation(node: Node, depth: Depth) -> Flow:
     before = depth.profile[node.name].before
     if before is None:
-        raise PlanError(f"{node} has no pre-activation in the profile", "profile the model again")
+        raise NoBound(f"{node} has no pre-activation in the profile", "profile the model again")
     mean, std = before.mean, math.sqrt(before.variance + depth.profile.epsilon_n)
     flow = depth.into(node)[0]
     if node.base in _FUNCTIONS:
@@ -75,13 +75,13 @@ def _named(node: Node) -> tuple[str, dict[str, float]]:
     if name == "hardtanh":
         low, high = given.get("min_val", given.get("min")), given.get("max_val", given.get("max"))
         if isinstance(low, Tensor) or isinstance(high, Tensor):
-            raise PlanError(f"{node} clamps to tensors", "clamp to two numbers")
+            raise NoBound(f"{node} clamps to tensors", "clamp to two numbers")
         return name, {
             "min_val": -_FAR if low is None else float(low),
             "max_val": _FAR if high is None else float(high),
         }
     if name == "elu" and not (float(given["scale"]) == float(given["input_scale"]) == 1):
-        raise PlanError(f"{node} scales its input or output", "use ELU, SELU or CELU")
+        raise NoBound(f"{node} scales its input or output", "use ELU, SELU or CELU")
     return name, {option: float(given[option]) for option in _OPTIONS.get(name, ())}
 
 
@@ -94,7 +94,7 @@ def normalisation(node: Node, depth: Depth) -> Flow:
     fixed = node.base == "batch_norm" or (node.base == "instance_norm" and not given["use_input_stats"])
     if fixed:
         if given.get("training") or not isinstance(given["running_var"], Tensor):
-            raise PlanError(
+            raise NoBound(
                 f"{node} normalises over the batch, which mixes patients", "use GroupNorm: lamina.fix(model)"
             )
         factor = affine_norm_constant(gain, given["running_var"].double(), given["eps"])
@@ -115,7 +115,7 @@ def normalisation(node: Node, depth: Depth) -> Flow:
 def softmax(node: Node, depth: Depth) -> Flow:
     seen = depth.profile[node.name]
     if seen.jacobian is None or seen.peak is None:
-        raise PlanError(f"{node} has no attention weights in the profile", "profile the model again")
+        raise NoBound(f"{node} has no attention weights in the profile", "profile the model again")
     made = stretched(depth.into(node)[0], 0.5, tight=seen.jacobian, printed=seen.peak)
     rows = math.prod(node.shape) / node.shape[node.arguments["dim"]]
     return replace(made, size=math.sqrt(rows))
@@ -129,11 +129,11 @@ def attention(node: Node, depth: Depth) -> Flow:
     """
     given, seen = node.arguments, depth.profile[node.name]
     if isinstance(given["attn_mask"], str):
-        raise PlanError(
+        raise NoBound(
             f"{node} has a mask that depends on the input", "use a mask that is the same for all inputs"
         )
     if seen.jacobian is None or seen.peak is None or len(seen.norms) != 4:
-        raise PlanError(f"{node} has no attention weights in the profile", "profile the model again")
+        raise NoBound(f"{node} has no attention weights in the profile", "profile the model again")
     q, k, v = (depth.of(given[part]) for part in ("query", "key", "value"))
     shape = depth.shape(given["query"])
     if given["enable_gqa"]:
@@ -168,7 +168,7 @@ def product(node: Node, depth: Depth) -> Flow:
         names = factors(node.base, given)
         shapes = [depth.graph[name].shape for name in names]
         if shapes[0][:-2] != shapes[1][:-2]:
-            raise PlanError(
+            raise NoBound(
                 f"{node} multiplies matrices {shapes[0]} by {shapes[1]}", "expand both to one batch first"
             )
         a, b = (depth.of(name) for name in names)

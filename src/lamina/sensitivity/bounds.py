@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lamina.errors import PlanError
+from lamina.errors import NoBound
 from lamina.plan import LayerStack
 from lamina.sensitivity.flow import Depth
 from lamina.sensitivity.graph import Graph, Node
@@ -58,7 +58,7 @@ class Bounds:
         for layer in self.layers:
             if layer.name == name:
                 return layer
-        raise PlanError(
+        raise NoBound(
             f"no layer {name!r} has a bound", f"they are {', '.join(row.name for row in self.layers)}"
         )
 
@@ -127,7 +127,7 @@ def bounds(graph: Graph, profile: Profile, stack: LayerStack) -> Bounds:
         if math.isnan(flow.worst) or not (
             0 < flow.tight < math.inf and 0 < flow.printed < math.inf and flow.worst > 0
         ):
-            raise PlanError(
+            raise NoBound(
                 f"layer {name!r} has Δ tight {flow.tight:g}, worst {flow.worst:g}, printed {flow.printed:g} "
                 f"at {node}; all must be > 0, and tight finite",
                 "a weight or gain of zero, or a dead activation, stops every input there: initialise the layer anew, "
@@ -149,7 +149,7 @@ def bounds(graph: Graph, profile: Profile, stack: LayerStack) -> Bounds:
 def _end(graph: Graph, name: str, parameters: tuple[str, ...]) -> Node:
     uses = graph.uses(parameters)
     if not uses:
-        raise PlanError(
+        raise NoBound(
             f"layer {name!r} is not used between the input and the output of {graph.model}",
             "freeze it with requires_grad_(False), or trace with an example that reaches it",
         )
@@ -169,7 +169,7 @@ def _before(graph: Graph, names: list[str]) -> list[Node]:
 
 def _same(node: Node, profile: Profile) -> None:
     if node.dtype is not None and node.floating and profile[node.name].operation != node.operation:
-        raise PlanError(
+        raise NoBound(
             f"{node} is {profile[node.name].operation} in the profile",
             f"the profile is of another model ({profile.model}): profile this one",
         )

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lamina.errors import PlanError
+from lamina.errors import NoBound
 from lamina.sensitivity import gains
 from lamina.sensitivity.flow import STILL, Depth, Flow, stretched
 from lamina.sensitivity.graph import Node
@@ -81,7 +81,7 @@ def scale(node: Node, depth: Depth) -> Flow:
     if node.base in ("mul", "div"):
         moving_first = isinstance(given["self"], str)
         if (node.base == "div" and not moving_first) or given.get("rounding_mode"):
-            raise PlanError(
+            raise NoBound(
                 f"{node} divides by a value that depends on the input, or rounds: its slope has no bound",
                 "use an operation with a bounded slope there",
             )

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lamina.errors import PlanError
+from lamina.errors import NoBound, PlanError
 from lamina.plan import LayerStack
 from lamina.sensitivity.bounds import bounds
-from lamina.sensitivity.example import first
+from lamina.sensitivity.example import arguments, first, mapped
 from lamina.sensitivity.fisher import Fisher, fisher
-from lamina.sensitivity.graph import Graph, trace
+from lamina.sensitivity.graph import trace
 from lamina.sensitivity.harm import Harm, harm
 from lamina.sensitivity.inputs import gaussian
 from lamina.sensitivity.measurement import Measure
@@ -50,7 +50,8 @@ def measure(
       proxy      where x comes from: 'public' or 'simulated', a remark may follow ("simulated: ECG")
       examples   at most so many for norms and Fisher information; harm takes its `draws` from them too
 
-    The model is measured at its present weights and left as it was. Equal arguments give an equal measure.
+    The model is measured at its present weights and left as it was. Equal arguments give an equal measure. Where no Δ
+    can be had (an operation whose slope is not known, a layer of zeros), the measure has none, and a note says why.
     Private data has no place here: whatever is read from it would have to be paid for.
     """
     tensors_of(model, stack)
@@ -63,40 +64,66 @@ def measure(
             f"proxy is {proxy!r} and x is {'not ' * (x is None)}given",
             "say proxy='public' or 'simulated' for x; private data must not be measured",
         )
-    graph = trace(model, example if x is None else x)
-    data = _made_up(model, example, graph, examples, seed) if x is None else x
+    data = _made_up(model, example, examples, seed) if x is None else x
     part_x, part_y = take((data, y), slice(min(examples, count(data))))
     losses = reconstruction(model) if losses_of is None else losses_of
     with untouched(model):
         Losses(model, losses).checked(*take((part_x, part_y), slice(2)))  # before the long part
     radius = _largest(part_x) if radius is None else radius
-    seen = profile(model, example=example, inputs=x, proxy=proxy, passes=passes, radius=radius, seed=seed)
-    found = bounds(graph, seen, stack)
+    seen = found = None
+    try:
+        graph = trace(model, example if x is None else x)
+        seen = profile(model, example=example, inputs=x, proxy=proxy, passes=passes, radius=radius, seed=seed)
+        found = bounds(graph, seen, stack)
+        missing = ""
+    except NoBound as error:
+        missing = error.problem
     harms = harm(model, losses, part_x, part_y, stack, draws=draws, seed=seed)
     norms = fisher(model, losses, part_x, part_y, stack)
     return Measure(
         proxy=proxy,
         layers=tuple(layer.name for layer in stack),
-        tight=found.tight,
-        worst=found.worst,
-        printed=found.printed,
+        tight=found.tight if found else (),
+        worst=found.worst if found else (),
+        printed=found.printed if found else (),
         harm=harms.values,
         norms=norms.norms,
         fisher=norms.information,
-        notes=_notes(seen, harms, norms, part_x, radius),
+        notes=_notes(seen, missing, harms, norms, part_x, radius),
     )
 
 
-def _made_up(model: nn.Module, example: Any, graph: Graph, examples: int, seed: int) -> Any:
-    """Gaussian inputs (even token ids) of the example's shape; not those of the profile."""
+def _made_up(model: nn.Module, example: Any, examples: int, seed: int) -> Any:
+    """Gaussian inputs (even token ids) of the example's shape; not those of the profile.
+
+    Only token ids need a trace, which tells how many there are. A model that cannot be traced gets its numbers all
+    the same.
+    """
     generator = torch.Generator().manual_seed(seed + 1)
-    return next(gaussian(example, export(model, first(example, 1)), graph, examples, examples, generator))
+    one = first(example, 1)
+    try:
+        program, graph = export(model, one), trace(model, example)
+    except NoBound:
+        args, kwargs = arguments(one)
+        if not all(t.is_floating_point() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)):
+            raise
+
+        def draw(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            made = torch.randn((examples, *value.shape[1:]), generator=generator, dtype=torch.float32)
+            return made.to(device=value.device, dtype=value.dtype)
+
+        return mapped(one, draw)
+    return next(gaussian(example, program, graph, examples, examples, generator))
 
 
-def _notes(seen: Profile, harms: Harm, norms: Fisher, x: Any, radius: float) -> tuple[str, ...]:
+def _notes(
+    seen: Profile | None, missing: str, harms: Harm, norms: Fisher, x: Any, radius: float
+) -> tuple[str, ...]:
     """What a reader of a plan should know about these numbers."""
-    notes = []
-    if failed := seen.a3_failures():
+    notes = [f"no Δ, which lsab needs: {missing}"] if missing else []
+    if seen is not None and (failed := seen.a3_failures()):
         total = len(seen.activations)
         notes.append(
             f"{len(failed)} of {total} pre-activations are not Gaussian (KS > 0.1), which the local constants assume"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 
 from lamina.errors import PlanError
 from lamina.plan import LayerStack
+from lamina.plan.limits import shown
 
 KIND, VERSION = "lamina.measure", 1
+_MAY_LACK = ("tight", "worst", "printed")
 _MAY_OVERFLOW, _INF = "worst", "inf"  # JSON has no infinity
 
 _REMEDY = {
@@ -30,7 +33,8 @@ _REMEDY = {
 class Measure:
     """Per layer of a stack, all learned from proxy data, all > 0, all finite but `worst`, which may overflow:
 
-      tight, worst, printed  Δ_l by the recursion with local constants, with global suprema, and as printed
+      tight, worst, printed  Δ_l by the recursion with local constants, with global suprema, and as printed; all three
+                             empty where no Δ can be had
       harm                   m_l, loss increase per unit of noise variance
       norms                  n_l, the typical norm of an example's gradient
       fisher                 mean squared norm of an example's gradient
@@ -51,11 +55,13 @@ class Measure:
 
     def __post_init__(self) -> None:
         if not isinstance(self.proxy, str) or not self.proxy:
-            raise PlanError(f"proxy is {self.proxy!r}", "say what the data were: 'gaussian', 'public: …'")
+            raise PlanError(
+                f"proxy is {shown(self.proxy)}", "say what the data were: 'gaussian', 'public: …'"
+            )
         for what in ("layers", "notes"):
             row = getattr(self, what)
-            if isinstance(row, str) or not all(isinstance(word, str) for word in row):
-                raise PlanError(f"{what} of the measure is {row!r}", "give a list of texts")
+            if not isinstance(row, tuple | list) or not all(isinstance(word, str) for word in row):
+                raise PlanError(f"{what} of the measure is {shown(row)}", "give a list of texts")
             object.__setattr__(self, what, tuple(row))
         if not self.layers or len(set(self.layers)) != len(self.layers):
             raise PlanError(
@@ -63,6 +69,15 @@ class Measure:
             )
         for what in _REMEDY:
             object.__setattr__(self, what, self._row(what, getattr(self, what)))
+        if len({len(self.tight), len(self.worst), len(self.printed)}) > 1:
+            raise PlanError(
+                "the measure has some Δ and lacks others", "give tight, worst and printed, or none"
+            )
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether Δ is known: not where the model has an operation whose slope is not."""
+        return bool(self.tight)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -89,12 +104,15 @@ class Measure:
 
     def report(self) -> str:
         """A table per layer, and the notes."""
-        columns = [*_REMEDY]
+        columns = [what for what in _REMEDY if getattr(self, what)]
         width = max(5, *(len(name) for name in self.layers))
         lines = [f"proxy: {self.proxy}", f"{'layer':<{width}}" + "".join(f"  {what:>9}" for what in columns)]
         for i, name in enumerate(self.layers):
             lines.append(f"{name:<{width}}" + "".join(f"  {getattr(self, what)[i]:9.3g}" for what in columns))
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def __str__(self) -> str:
+        return self.report()
 
     # ----------------------------------------------------------------------------------- keeping it
 
@@ -141,14 +159,17 @@ class Measure:
         return cls.from_json(text)
 
     def _row(self, what: str, row: Any) -> tuple[float, ...]:
+        if what in _MAY_LACK and isinstance(row, Sequence) and not len(row):
+            return ()
         if isinstance(row, str) or not isinstance(row, Sequence) or len(row) != len(self.layers):
             told = len(row) if isinstance(row, Sequence) else type(row).__name__
             raise PlanError(f"{what} of the measure has {told} entries", f"it has {len(self.layers)} layers")
         for name, value in zip(self.layers, row, strict=True):
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not value > 0 or (math.isinf(value) and what != _MAY_OVERFLOW):
+            most = math.inf if what == _MAY_OVERFLOW and isinstance(value, float) else sys.float_info.max
+            if not number or not 0 < value <= most:
                 raise PlanError(
-                    f"{what} of layer {name!r} is {value!r}, must be a finite number > 0", _REMEDY[what]
+                    f"{what} of layer {name!r} is {shown(value)}, must be a finite number > 0", _REMEDY[what]
                 )
         return tuple(float(value) for value in row)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lamina.errors import PlanError
+from lamina.errors import NoBound
 from lamina.sensitivity.example import arguments
 from lamina.sensitivity.kinds import KINDS, Kind, base
 
@@ -92,14 +93,11 @@ def export(model: nn.Module, example: Any) -> Program:
     """Trace `model` in training mode, BatchNorm in evaluation mode; the model is left as it was found."""
     args, kwargs = arguments(example)
     try:
-        with training(model), isolated(), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # what export remarks on a model's style is not the user's concern
+        with training(model), isolated(), _silent():
             exported = torch.export.export(model, args, kwargs or None)
     except Exception as error:
         first = str(error).strip().splitlines()
-        raise PlanError(
+        raise NoBound(
             f"{type(model).__name__} cannot be traced by torch.export: "
             f"{type(error).__name__}: {first[0] if first else ''}",
             "give an example that model(...) accepts (a tensor, a tuple of arguments or a dict), and write forward "
@@ -141,11 +139,24 @@ _ORIGIN = {
 }
 
 
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """What export remarks on a model's style, and the graphs that it prints when it fails, concern no user."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
 def _program(exported: ExportedProgram) -> Program:
     leaves = []
     for spec in exported.graph_signature.input_specs:
         if spec.kind.name not in _ORIGIN:
-            raise PlanError(
+            raise NoBound(
                 f"the traced model needs an input of kind {spec.kind.name}",
                 "keep effects such as printing out of forward",
             )
@@ -184,7 +195,7 @@ def _in_place(graph: fx.Graph) -> None:
         owner = memory.get(first, first)
         for other in (owner, *(view for view, of in memory.items() if of is owner)):
             if other is not first and any(order[user] > order[node] for user in other.users):
-                raise PlanError(
+                raise NoBound(
                     f"{node.target} overwrites {first.name} while {other.name}, which shares its memory, is read later",
                     "write the operation without the trailing underscore (or +=) in forward",
                 )

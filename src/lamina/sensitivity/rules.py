@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from lamina.errors import PlanError
+from lamina.errors import NoBound, PlanError
 from lamina.sensitivity import bent_rules as bent
 from lamina.sensitivity import linear_rules as straight
 from lamina.sensitivity.flow import Depth, Flow
@@ -46,7 +46,7 @@ def step(node: Node, depth: Depth) -> Flow:
     except PlanError as error:
         if node.name in error.problem:
             raise
-        raise PlanError(f"{node}: {error.problem}", error.remedy) from error
+        raise NoBound(f"{node}: {error.problem}", error.remedy) from error
 
 
 def refuse_unknown(nodes: Sequence[Node]) -> None:
@@ -54,4 +54,4 @@ def refuse_unknown(nodes: Sequence[Node]) -> None:
     bad = [node for node in nodes if node.kind not in RULES]
     if bad:
         named = ", ".join(map(str, bad[:6])) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
-        raise PlanError(f"the slope of {named} is not known", _REMEDY)
+        raise NoBound(f"the slope of {named} is not known", _REMEDY)

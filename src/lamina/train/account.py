@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lamina.account import accountant, cost
+from lamina.account import Schedule, accountant, cost
 from lamina.plan import FollowBudget, StepPlan
 from lamina.train.book.charge import follows_budget
-from lamina.train.run import Run
+from lamina.train.run import Run, follows
 from lamina.train.settings import code_version
 from lamina.train.snapshot import TrainingState
 
@@ -56,7 +56,6 @@ def account(run: Run, plan: StepPlan) -> Account:
 def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequence[str]) -> dict[str, Any]:
     """The content of metrics.json: nothing in it depends on who was sampled, or on a private loss."""
     now = account(run, plan)
-    charged = run.charged
     classes: dict[str, dict[str, Any]] = {
         entry.name: {
             "unit": entry.unit,
@@ -64,7 +63,9 @@ def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequen
             "delta": entry.delta,
             "epsilon": now.epsilon[entry.name],
             "total": now.total[entry.name],
-            "steps_charged": sum(event.steps for event in charged.get(entry.name, ())),
+            "steps_charged": sum(
+                o.last - o.first for o in run.attempts if any(c.cls == entry.name for c in o.charges)
+            ),
         }
         for entry in plan.classes
     }
@@ -90,29 +91,46 @@ def final_figures(run: Run, plan: StepPlan, caps: Mapping[str, int], step: int) 
 
     An attempt that was given up used its contributions too: each adds at most the cap, or its steps.
     """
-    found = {}
-    for name, schedule in run.charged.items():
-        cap = caps.get(name)
+    found: dict[str, dict[str, Any]] = {}
+    deltas = {c.cls: c.delta for opened in run.attempts for c in opened.charges}
+    for name, delta in deltas.items():
+        schedule, cap = run.charged.get(name, ()), caps.get(name)
         most = None if cap is None else cap + sum(min(cap, o.last - o.first) for o in run.wasted(step))
-        delta = next(c.delta for o in run.attempts for c in o.charges if c.cls == name)
-        if (rule := plan.rule(FollowBudget)) is not None:
-            schedule = plan.schedule(name)
-        figures = cost(schedule, delta=delta, accountant=plan.accountant, occurrences=most)
-        if (
-            rule is not None
-        ):  # where occurrences are known, all that is sure is the least noise, at every step
-            again = sum(o.last - o.first for o in run.wasted(step))
-            steps, *choices = schedule
-            lowest = replace(steps, sigma=steps.sigma * rule.least, steps=plan.steps + again)
-            sure = cost((lowest, *choices), delta=delta, accountant="gaussian", occurrences=most)
-            figures = replace(figures, rho=sure.rho, epsilon_unamplified=sure.epsilon_unamplified)
-        found[name] = {
-            "epsilon_replace_one": _finite(figures.epsilon_replace_one),
-            "rho": figures.rho,
-            "epsilon_unamplified": figures.epsilon_unamplified,
-            "max_occurrences": cap,
-        }
+        if any(follows(o) and any(c.cls == name for c in o.charges) for o in run.attempts):
+            found[name] = _followed(run, plan, name, schedule, delta, step)
+        else:
+            figures = cost(schedule, delta=delta, accountant=plan.accountant, occurrences=most)
+            found[name] = {
+                "epsilon_replace_one": _finite(figures.epsilon_replace_one),
+                "rho": figures.rho,
+                "epsilon_unamplified": figures.epsilon_unamplified,
+            }
+        found[name]["max_occurrences"] = cap
     return found
+
+
+def _followed(
+    run: Run, plan: StepPlan, name: str, fixed: Schedule, delta: float, step: int
+) -> dict[str, float | None]:
+    """The same where noise followed a budget. None where nothing is proven: under several plans.
+
+    Where occurrences are known, all that is sure is the least noise that the rule allows, at every step there was.
+    """
+    rule = plan.rule(FollowBudget)
+    if fixed or rule is None or any(o.plan != plan.digest() for o in run.attempts):
+        return {"epsilon_replace_one": None, "rho": None, "epsilon_unamplified": None}
+    steps, *choices = plan.schedule(name)
+    wasted = run.wasted(step)
+    again = sum(o.last - o.first for o in wasted)
+    lowest = replace(steps, sigma=steps.sigma * rule.least, steps=plan.steps + again)
+    more = [c.event for o in wasted for c in o.charges if c.cls == name and c.sigma != steps.sigma]
+    sure = cost((lowest, *choices, *more), delta=delta, accountant="gaussian")
+    figures = cost(plan.schedule(name), delta=delta, accountant=plan.accountant)
+    return {
+        "epsilon_replace_one": _finite(figures.epsilon_replace_one),
+        "rho": sure.rho,
+        "epsilon_unamplified": sure.epsilon_unamplified,
+    }
 
 
 def _finite(value: float) -> float | None:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from lamina.errors import RunError
-from lamina.plan import Choose, StepPlan
+from lamina.plan import Choose, FollowBudget, StepPlan
 from lamina.train.corpus import Corpus
 from lamina.train.corpus.sampler import Sampler
 from lamina.train.evaluation import Evaluation
@@ -140,6 +140,15 @@ def _kind(value: Any) -> str:
     return (
         f"class {value.__name__}, not an instance of it" if isinstance(value, type) else type(value).__name__
     )
+
+
+def check_filters(plan: StepPlan, filters: Mapping[str, Any]) -> None:
+    """A plan that follows its budget has a filter of its own, in its own units."""
+    if filters and plan.rule(FollowBudget) is not None:
+        raise RunError(
+            "filters are given, and the noise of the plan follows its budget under a filter of its own",
+            "leave filters out, or plan with a fixed sigma: LADP(mode='shares')",
+        )
 
 
 def check_caps(corpus: Corpus, plan: StepPlan, caps: Mapping[str, int]) -> None:

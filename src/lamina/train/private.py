@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from lamina.allocate.make_plan import make_plan
+from lamina.allocate.registry import DEFAULT
 from lamina.engine import Engine
 from lamina.errors import PlanError
 from lamina.plan import LayerStack, Policy, StepPlan
@@ -24,7 +25,7 @@ def make_private(
     epochs: float | None = None,
     steps: int | None = None,
     unit: Any = None,
-    allocate: str = "pareto",
+    allocate: str = DEFAULT,
 ) -> tuple[Engine, Corpus, StepPlan]:
     """One private class, every layer, ε and δ as given: the short way to a private model.
 

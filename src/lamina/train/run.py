@@ -11,13 +11,16 @@ runs/spend.db                the book, shared by all runs beside it
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 
-from lamina.account import Event, Schedule, accountant, grouped
+from lamina.account import Event, Schedule, accountant, grouped, order_of
+from lamina.account.renyi import divergence
 from lamina.engine.stream import SEED_BYTES
 from lamina.errors import BudgetExceeded, RunError
 from lamina.plan import StepPlan
@@ -29,7 +32,7 @@ from lamina.train.store.durable import sweep, write_atomically
 from lamina.train.store.journal import Journal
 from lamina.train.store.records import Close, Done, GivenUp, Moved, Open
 
-REMAINDER = 2**62  # the segment under which the rest of a budget is booked that was followed
+WHOLE = 2**62  # the segment under which a budget is booked that is followed
 
 
 class Run:
@@ -54,7 +57,6 @@ class Run:
         else:
             self.journal = Journal.load(path)
         self.checkpoints = Checkpoints(folder / "checkpoint")
-        self.allowed: dict[str, int] = {}  # by class, the declared steps that the run may be charged in all
         self.copied = self.journal.copied
         sweep(folder)  # what killed writers left
 
@@ -72,62 +74,78 @@ class Run:
     def begin(self, plan: StepPlan) -> None:
         """Ask the book for the whole plan. Refused: everything that was made for it is taken away again."""
         try:
-            self.book.reserve(
-                self.id,
-                origin=self.origin,
-                charges=charges(plan, 0, plan.steps),
-                bounds=self.bounds,
-                label=self.folder.name,
-            )
+            self._ask(plan, charges(plan, 0, plan.steps))
         except BudgetExceeded:
             (self.folder / "journal").unlink()
             raise
-        self.allowed = {c.cls: c.steps for c in reversed(charges(plan, 0, plan.steps))}
         write_atomically(self.folder / "plan.cbor", plan.to_cbor())
 
     def go_on(self, plan: StepPlan, first: int) -> int:
         """Reserve the rest of the plan, or as much of it as the bounds still allow; returns where it ends.
 
-        After a segment was redone there may be room for fewer steps than were planned.
+        After a segment was redone there may be room for fewer steps than were planned. A budget that is followed was
+        booked as a whole: `room` says how far it goes.
         """
-        rest = self._rest(plan, first)
-        steps = max(0, plan.steps - first)
-        granted: list[Charge] = []
-        for name in {charge.cls: None for charge in rest}:
-            most, *besides = [charge for charge in rest if charge.cls == name]
-            fit = self._fitting(plan, most, besides)
-            if follows_budget(plan):
-                granted += [most.times(fit), *besides]
-            else:
-                steps = min(steps, fit)
+        steps, rest = max(0, plan.steps - first), charges(plan, first, plan.steps)
         if not follows_budget(plan):
-            granted = list(charges(plan, first, first + steps)) if steps else []
-        self.allowed = {c.cls: c.steps + self.units(c) for c in reversed(granted)}
-        self.book.reserve(
-            self.id, origin=self.origin, charges=granted, bounds=self.bounds, label=self.folder.name
-        )
+            for name in {charge.cls: None for charge in rest}:
+                most, *besides = [charge for charge in rest if charge.cls == name]
+                steps = min(steps, self._fitting(plan, most, besides))
+            rest = charges(plan, first, first + steps) if steps else ()
+        self._ask(plan, rest)
         write_atomically(self.folder / "plan.cbor", plan.to_cbor())
         return first + steps
 
-    def _rest(self, plan: StepPlan, first: int) -> tuple[Charge, ...]:
-        """What the rest of the plan may take: its steps, or what is left of a budget that is followed; choices."""
-        rest = charges(plan, first, plan.steps)
-        if not follows_budget(plan):
-            return rest
-        return (*self._left(plan), *(c for c in rest if c.sigma != plan.sigma(c.cls)))
+    def _ask(self, plan: StepPlan, rest: Sequence[Charge]) -> None:
+        """Reserve the rest of a plan; or book the whole of one whose noise follows its budget.
 
-    def _left(self, plan: StepPlan) -> list[Charge]:
-        """Of a budget that is followed: the declared steps that were not charged yet, by class."""
-        whole = [c for c in charges(plan, 0, plan.steps) if c.sigma == plan.sigma(c.cls)]
-        return [c.times(max(0, c.steps - self.units(c))) for c in whole]
-
-    def units(self, charge: Charge) -> int:
-        """How many declared steps of this kind the run was charged, redone ones included."""
-        return sum(
-            event.steps
-            for event in self.charged.get(charge.cls, ())
-            if (event.sigma, event.q) == (charge.sigma, charge.q)
+        A filter proves that such a run never passes its budget, not that it has cost less at a moment that it chose
+        itself. So the budget is spent when the run begins, whatever becomes of it.
+        """
+        followed = follows_budget(plan)
+        self.book.reserve(
+            self.id,
+            origin=self.origin,
+            charges=() if followed else rest,
+            bounds=self.bounds,
+            label=self.folder.name,
         )
+        if followed:
+            self._book_whole(plan, self.bounds)
+
+    def _book_whole(self, plan: StepPlan, bounds: Mapping[str, float]) -> None:
+        """Once for this plan in this folder: a copy of the run is another run, and pays for itself."""
+        place = os.stat(self.folder / "journal").st_ino
+        nonce = hashlib.sha256(plan.digest() + str(place).encode()).digest()[:16]
+        generation = 0
+        while not self.book.charge(
+            self.id,
+            origin=self.origin,
+            segment=WHOLE,
+            generation=generation,
+            nonce=nonce,
+            charges=charges(plan, 0, plan.steps),
+            bounds=bounds,
+        ):
+            generation += 1
+
+    def room(self, plan: StepPlan, due: Sequence[Charge]) -> bool:
+        """Whether a budget that is followed has room for these, after all that was charged under the same plan.
+
+        The filter itself, in exact arithmetic: at the plan's one order, prices add.
+        """
+        order = order_of(plan.accountant)
+        assert order is not None
+        mine = [c for opened in self.attempts if opened.plan == plan.digest() for c in opened.charges]
+
+        def price(found: Sequence[Charge], name: str) -> Fraction:
+            return sum(
+                (c.steps * Fraction(divergence(c.q, c.sigma, order)) for c in found if c.cls == name),
+                Fraction(),
+            )
+
+        whole = charges(plan, 0, plan.steps)
+        return all(price([*mine, *due], name) <= price(whole, name) for name in {c.cls for c in whole})
 
     def _fitting(self, plan: StepPlan, charge: Charge, besides: Sequence[Charge]) -> int:
         """How many of the steps the bound of the class allows; without one, what the plan promised as a whole."""
@@ -194,7 +212,7 @@ class Run:
             segment=opened.segment,
             generation=opened.generation,
             nonce=opened.nonce,
-            charges=opened.charges,
+            charges=_booked(opened),
             bounds=self.bounds,
         )
 
@@ -219,25 +237,12 @@ class Run:
             )
         )
 
-    def finish(self, plan: StepPlan, steps: int, reason: str) -> None:
-        """No further step will be taken: what is left of the reservation goes back.
-
-        Noise that was chosen on the way is only proven to cost no more than the whole budget: that is booked then.
-        """
+    def finish(self, steps: int, reason: str) -> None:
+        """No further step will be taken: what is left of the reservation goes back."""
         if (pending := self.journal.pending) is not None:
             self.give_up(pending)
         if self.journal.done is None:
             self.journal.append(Done(steps=steps, reason=reason))
-        if follows_budget(plan) and self.attempts and (left := [c for c in self._left(plan) if c.steps]):
-            self.book.charge(
-                self.id,
-                origin=self.origin,
-                segment=REMAINDER,
-                generation=0,
-                nonce=bytes.fromhex(self.id),
-                charges=left,
-                bounds={},
-            )
         self.book.finish(self.id)
 
     # ------------------------------------------------------------------------------------ what it cost
@@ -249,10 +254,13 @@ class Run:
 
     @property
     def charged(self) -> dict[str, Schedule]:
-        """Every event that this run was charged for, by class: redone segments count again."""
+        """Every event that this run was charged for, by class: redone segments count again.
+
+        Without those under a budget that was followed: what these cost together is in the book.
+        """
         events: dict[str, list[Event]] = {}
         for opened in self.attempts:
-            for charge in opened.charges:
+            for charge in _booked(opened):
                 events.setdefault(charge.cls, []).append(charge.event)
         return {name: grouped(rows) for name, rows in events.items()}
 
@@ -273,6 +281,7 @@ class Run:
         these refuse it.
         """
         pending = self.journal.pending
+        self._rebook_whole()
         for opened in self.attempts:
             try:
                 known = self.book.charge(
@@ -281,7 +290,7 @@ class Run:
                     segment=opened.segment,
                     generation=opened.generation,
                     nonce=opened.nonce,
-                    charges=opened.charges,
+                    charges=_booked(opened),
                     bounds=self.bounds if opened is pending else {},
                 )
             except BudgetExceeded:
@@ -296,6 +305,24 @@ class Run:
                 )
             self.give_up(opened, charged=False)
 
+    def _rebook_whole(self) -> None:
+        """The budget that the run was following when it stopped, if a lost book does not know it."""
+        path = self.folder / "plan.cbor"
+        if any(follows(opened) for opened in self.attempts) and path.exists():
+            plan = StepPlan.from_cbor(path.read_bytes())
+            if follows_budget(plan) and not self.copied:
+                self._book_whole(plan, {})
+
     def write(self, name: str, data: bytes) -> None:
         """A public file of the run."""
         write_atomically(self.folder / name, data, mode=0o644)
+
+
+def follows(opened: Open) -> bool:
+    """Whether an attempt belongs to a budget that is followed: its charges count in declared steps of that budget."""
+    return any(order_of(charge.accountant) is not None for charge in opened.charges)
+
+
+def _booked(opened: Open) -> tuple[Charge, ...]:
+    """What an attempt adds to the book: nothing where the whole budget is there already."""
+    return () if follows(opened) else opened.charges

@@ -158,8 +158,7 @@ class Segments:
         factor = self.state.factor
         while last > first:
             due = in_units(self.plan, first, last, factor)
-            steps = [c for c in due if c.sigma == self.plan.sigma(c.cls)]
-            if all(c.steps + self.run.units(c) <= self.run.allowed.get(c.cls, 0) for c in steps):
+            if self.run.room(self.plan, due):
                 return last, due
             last -= 1
         return first, ()

@@ -21,7 +21,15 @@ from lamina.train.account import spent_so_far
 from lamina.train.blame import discreet, withhold
 from lamina.train.book import SpendBook
 from lamina.train.book.key import secret_beside
-from lamina.train.checks import check_caps, check_names, check_options, check_parts, count, policy_bounds
+from lamina.train.checks import (
+    check_caps,
+    check_filters,
+    check_names,
+    check_options,
+    check_parts,
+    count,
+    policy_bounds,
+)
 from lamina.train.corpus import Corpus
 from lamina.train.corpus.sampler import Sampler
 from lamina.train.ema import MovingAverage
@@ -109,6 +117,7 @@ class Trainer:
         self._book = book if book is not None else self.folder.parent / "spend.db"
         self.bounds = policy_bounds(corpus, plan) if bounds is None else dict(bounds)
         check_names(plan, bounds=self.bounds, filters=filters or {})
+        check_filters(plan, filters or {})
         self.microbatches = count("microbatches", microbatches)
         self.segment = count("segment", min(1000, math.ceil(plan.steps / 10)) if segment is None else segment)
         self.evaluate, self.augment, self.probe, self.inside = evaluate, augment, probe, inside

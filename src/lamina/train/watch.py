@@ -53,7 +53,7 @@ class Watch:
         if state.ema is not None:
             run.write("ema.safetensors", weights_file(state.model, state.ema))
         self._publish(run, state, final=True)
-        run.finish(self.plan, state.step, reason)
+        run.finish(state.step, reason)
         spent = account(run, self.plan)
         deltas = {c.cls: c.delta for opened in run.attempts for c in opened.charges}
         units = {entry.name: entry.unit for entry in self.plan.classes}

@@ -17,7 +17,7 @@ from lamina.account.renyi import divergence
 from lamina.engine import Engine, SeededNoise
 from lamina.engine.adapt import Adaptation
 from lamina.engine.budget import Budget
-from lamina.errors import BudgetExceeded
+from lamina.errors import BudgetExceeded, EngineError, PlanError
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile
 from lamina.plan.step import Clipping, StepPlan
 
@@ -51,6 +51,11 @@ def made(plan_of: Callable[..., StepPlan], kind: str, **changes: Any) -> StepPla
 
 def holds(adaptation: Adaptation) -> None:
     declared, applied = adaptation.declared, adaptation.applied
+    rule = declared.rule(FollowBudget)
+    if rule is None:
+        assert adaptation.factor == 1
+    else:
+        assert rule.least <= adaptation.factor <= rule.most
     for k in range(len(declared.classes)):
         assert applied.sigma(k) >= declared.sigma(k) * adaptation.factor
         assert [c > 0 for c in applied.clip[k]] == [c > 0 for c in declared.clip[k]]
@@ -166,3 +171,147 @@ def test_sigma_at_every_step_of_a_run(
             holds(engine.adaptation)
             moved.add(engine.applied.noise)
     assert len(moved) == 12
+
+
+# ------------------------------------------------------------------------------------------------------- states
+
+
+JUNK: list[Any] = [
+    None,
+    True,
+    "x",
+    "1",
+    5,
+    -1.0,
+    0.0,
+    math.nan,
+    math.inf,
+    10**400,
+    10**5000,
+    1e300,
+    [],
+    {},
+    [None],
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15)
+@given(shown=seen)
+def test_a_state_comes_back_or_is_refused_and_then_nothing_changed(
+    plan_of: Any, kind: str, shown: Any
+) -> None:
+    """What an adversary writes into one field of a state: an EngineError, or numbers under which all still holds."""
+    plan = made(plan_of, kind)
+    adaptation, other = Adaptation(plan), Adaptation(plan)
+    for squares, counts, _ in shown:
+        adaptation.keep_pace()
+        adaptation.update(None if squares is None else np.array(squares), counts)
+    good = adaptation.to_state()
+    other.load_state(good)
+    assert repr(other.to_state()) == repr(good)  # NaN is not equal to itself
+    for key, value in good.items():
+        size = len(value) if isinstance(value, list) else 0
+        rows = [[junk] * size for junk in JUNK] + [[[junk] * LAYERS] * size for junk in JUNK] if size else []
+        inner = [{**value, each: junk} for each in value for junk in JUNK] if isinstance(value, dict) else []
+        for junk in [*JUNK, *rows, *inner]:
+            try:
+                other.load_state({**good, key: junk})
+            except EngineError as refused:
+                assert refused.remedy
+                assert repr(other.to_state()) == repr(good)
+                continue
+            other.keep_pace()
+            holds(other)
+            other.update(np.ones(LAYERS), [0.0] * LAYERS)
+            holds(other)
+            other.load_state(good)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "problem"),
+    [
+        ("budget", {"proposed": 0.49}, r"proposed 0.49, must lie in \[0.5, 2\]"),
+        ("budget", {"proposed": 2.1}, "proposed 2.1"),
+        ("budget", {"proposed": math.nan}, "proposed nan"),
+        ("energy", {"proposed": 1.1}, r"proposed 1.1, must lie in \[1, 1\]"),
+        ("quantile", {"drift": [1.0, math.nan, 1.0]}, "drift"),
+        ("quantile", {"drift": [1.0, -1.0, 1.0]}, "drift"),
+        ("quantile", {"counts": ["x"] * 3}, "counts"),
+        ("quantile", {"counts": [1.0]}, "counts"),
+        ("energy", {"counts": [1.0] * 3}, "counts"),
+        ("choose", {"chosen": 40}, r"choice before step 40, must lie in \[-1, 39\]"),
+        ("choose", {"chosen": 3.0}, "choice before step 3.0"),
+        ("energy", {"chosen": 3}, r"must lie in \[-1, -1\]"),
+        ("choose", {"choice": "d"}, "no candidate"),
+        ("energy", {"base": [5.0, -4.0, 0.0]}, "shares"),
+        ("quantile", {"base": [0.5, 0.4, 0.0]}, "shares"),
+        ("energy", {"noise": None}, "noise None"),
+        ("energy", {"clip": [[1.0, "a", 1.0], [0.0, 1.0, 1.0]]}, "clip"),
+        ("energy", {"energy": {"decay": 0.1}}, "energy"),
+        (
+            "energy",
+            {"energy": {"decay": 0.9, "energy": [0.0] * 3, "sd": [0.0] * 3, "mass": [0.0] * 3}},
+            "decay 0.9",
+        ),
+        ("energy", {"energy": {"decay": 0.5, "energy": [0.0], "sd": [0.0], "mass": [0.0]}}, "energy"),
+        ("budget", {"pace": {"seen": 1.5, "reference": 0.0}}, "pace"),
+        ("budget", {"pace": {"seen": 1, "reference": math.nan}}, "pace"),
+    ],
+)
+def test_a_damaged_state_is_refused_with_what_is_wrong(
+    plan_of: Any, kind: str, change: dict[str, Any], problem: str
+) -> None:
+    adaptation = Adaptation(made(plan_of, kind))
+    with pytest.raises(EngineError, match=f"state of the adaptation .*{problem}"):
+        adaptation.load_state({**adaptation.to_state(), **change})
+
+
+def test_a_budget_of_another_plan_is_refused(plan_of: Any) -> None:
+    """A filter that is worth more than the plan's schedule would let steps through that nobody priced."""
+    mine = Budget(made(plan_of, "all"), {})
+    good = mine.to_state()
+    mine.load_state(good)
+    others = [made(plan_of, "all", noise=(0.4, 0.5, 0.6)), made(plan_of, "all", steps=41)]
+    for other in others:
+        with pytest.raises(PlanError, match="state of the budget has a filter .* with budget"):
+            mine.load_state(Budget(other, {}).to_state())
+    for what, value in (
+        ("order", 9.0), ("order", 8), ("budget", 1e9), ("limit", 10**40), ("limit", 0), ("spent", -1),
+        ("spent", 10**40), ("spent", 0.0), ("kind", "gaussian"), ("more", 1),
+    ):  # fmt: skip
+        filters = {**good["filters"], "all": {**good["filters"]["all"], what: value}}
+        with pytest.raises(PlanError, match="state of the budget"):
+            mine.load_state({**good, "filters": filters})
+    for key in good:
+        for junk in [*JUNK, -1, 41, 10**40]:
+            if (key, junk) == ("taken", 5) or (key == "choices" and junk in (0.0, [])):
+                continue
+            with pytest.raises(PlanError, match="state of the budget"):
+                mine.load_state({**good, key: junk})
+    for junk in JUNK:
+        with pytest.raises(PlanError, match="state of the budget"):
+            mine.load_state(junk)
+    assert mine.to_state() == good
+
+
+def test_no_choice_is_left_when_all_steps_are_taken(plan_of: Any) -> None:
+    """Nobody priced it: the schedule has the choices that fall on its steps."""
+    plan = made(plan_of, "choose", steps=3)
+    budget = Budget(plan, {})
+    for _ in range(3):
+        budget.charge_choice()
+        budget.charge()
+    assert plan.schedule(0)[1].steps == 3
+    with pytest.raises(BudgetExceeded, match="no choice is left"):
+        budget.charge_choice()
+
+
+@pytest.mark.parametrize("form", [Clipping.BOX, Clipping.JOINT])
+def test_a_candidate_that_no_step_can_take_is_refused_before_anything_is_paid(
+    plan_of: Any, form: Clipping
+) -> None:
+    wild = Choose(epsilon=0.5, every=1, names=("a", "wild"), noise=((1.0, 1.0, 1.0), (1e-20, 1.0, 1e20)))
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    with pytest.raises(PlanError, match="candidate 'wild' of the plan's choice cannot be taken"):
+        Engine(model, plan_of(model, wild, clipping=form), noise=SeededNoise(0))

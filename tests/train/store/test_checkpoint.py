@@ -454,7 +454,9 @@ def test_killed_at_any_instant_each_checkpoint_is_whole(tmp_path: Path) -> None:
     ]
     Checkpoints(tmp_path).save(0, snapshots[0])
     left = 0
-    for round_ in range(8):
+    for round_ in range(80):
+        if left and round_ >= 8:
+            break  # some of the kills hit a writer at work; on a busy machine that takes longer
         child = os.fork()
         if child == 0:
             try:
@@ -464,11 +466,11 @@ def test_killed_at_any_instant_each_checkpoint_is_whole(tmp_path: Path) -> None:
                         checkpoints.save(0, snapshot)
             finally:
                 os._exit(1)
-        time.sleep(0.004 * (round_ + 1))
+        time.sleep(0.004 * (round_ % 40 + 1))
         kill(child)
         left += len(os.listdir(tmp_path)) - 1
         checkpoints = Checkpoints(tmp_path)
         assert os.listdir(tmp_path) == ["000000.safetensors"]
         read, _ = checkpoints.load(0)
         assert same(read, snapshots[read.state["n"]])
-    assert left > 0  # some of the kills hit a writer at work
+    assert left > 0

@@ -63,8 +63,8 @@ def layer_figures(plan: StepPlan, measure: Measure | None) -> tuple[LayerFigures
             clip=tuple(row[i] for row in plan.clip),
             noise=plan.noise[i],
             share=share,
-            tight=None if measure is None else measure.tight[i],
-            worst=None if measure is None else measure.worst[i],
+            tight=measure.tight[i] if measure is not None and measure.has_bounds else None,
+            worst=measure.worst[i] if measure is not None and measure.has_bounds else None,
             norm=None if measure is None else measure.norms[i],
             signal_to_noise=ratio[i],
         )

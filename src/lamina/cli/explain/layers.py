@@ -16,7 +16,7 @@ _SPAN = 1000.0
 
 def layer_table(plan: StepPlan, rows: Sequence[LayerFigures]) -> str:
     """One row per layer: parameters, Δ tight and global, typical norm, C by class, S, share, signal to noise."""
-    measured = any(row.tight is not None for row in rows)
+    measured = any(row.norm is not None for row in rows)
     head = ["layer", "depth", "parameters"]
     head += ["Δ tight", "Δ global", "norm n"] if measured else []
     head += [f"C {entry.name}" for entry in plan.classes] + ["noise S", "share", "S/N"]

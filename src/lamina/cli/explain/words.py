@@ -105,9 +105,15 @@ def _kept(plan: StepPlan, measure: Measure) -> str:
     for entry, part in zip(plan.classes, kept(plan, measure), strict=True):
         if part is not None:
             told.append(f"{100 * part:.3g} % of it in class {entry.name}")
+    parts = [part for part in kept(plan, measure) if part is not None]
     remark = ""
-    if plan.clipping is not Clipping.ELEMENTWISE and all(p is None or p > 0.999 for p in kept(plan, measure)):
-        remark = " Nothing is clipped: a smaller clip_norm would add less noise and lose nothing yet."
+    if plan.clipping is not Clipping.ELEMENTWISE and all(part > 0.999 for part in parts):
+        remark = f" Nothing is clipped: a clip_norm of {whole:.2g} would add less noise and lose nothing yet."
+    elif any(part < 0.3 for part in parts):
+        remark = (
+            f" That is little: clip_norm (a typical gradient has {whole:.2g}) and the learning rate matter more than "
+            "any allocation; try a larger one on public data."
+        )
     return (
         f"On the proxy ({measure.proxy}) the gradient of an example has norm {whole:.3g}; clipping keeps "
         f"{' and '.join(told)}.{remark}"

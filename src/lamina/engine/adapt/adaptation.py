@@ -14,9 +14,11 @@ from lamina.engine.adapt.energy import Energy, released_squares
 from lamina.engine.adapt.frame import Array, Frame, Rows
 from lamina.engine.adapt.pace import Pace
 from lamina.engine.adapt.quantile import factors
-from lamina.errors import EngineError, LaminaError
+from lamina.engine.adapt.state import check_state, not_mine
+from lamina.errors import EngineError, LaminaError, PlanError
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile
 from lamina.plan.step import StepPlan
+from lamina.sensitivity.energy import EnergyEstimate
 
 
 class Adaptation:
@@ -47,6 +49,8 @@ class Adaptation:
         self._base = self._frame.shares(plan.clip, plan.noise) if len(self._frame.noised) else np.zeros(0)
         budget, energy = plan.rule(FollowBudget), plan.rule(FollowEnergy)
         self._follow, self._quantile, self._choose = energy, plan.rule(FollowQuantile), plan.rule(Choose)
+        if self._choose is not None:
+            _check_offers(plan)
         if budget is not None and energy is None:
             energy = FollowEnergy()
         self._energy = None if energy is None else Energy(self._frame, energy)
@@ -189,38 +193,55 @@ class Adaptation:
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """What `to_state` said. Refused if it is of another plan, or would give a class less than was declared."""
+        """What `to_state` said. Refused, and nothing changes, if it is of another plan, damaged, or would give a
+        class less than was declared.
+        """
         mine = self.to_state()
         if not isinstance(state, Mapping) or set(state) != set(mine):
-            raise _not_mine("has other fields")
-        if any(len(state[name]) != len(mine[name]) for name in ("clip", "noise", "base", "drift")):
-            raise _not_mine("has other layers or classes")
+            raise not_mine("has other fields")
+        check_state(state, mine, self.declared)
         rows = list(self.declared.clip)
         for k, row in zip(self._frame.private, state["clip"], strict=True):
             rows[k] = tuple(row)
         factor, base = float(state["factor"]), np.asarray(state["base"], dtype=np.float64)
-        rule = self.declared.rule(FollowBudget)
-        if not (factor == 1.0 if rule is None else rule.least <= factor <= rule.most):
-            raise _not_mine(f"has factor {factor!r}")
         try:
             applied = replace(self.declared, clip=tuple(rows), noise=tuple(state["noise"]))
-        except (LaminaError, TypeError, ValueError) as error:
-            raise _not_mine(f"makes no plan ({error})") from error
+        except (LaminaError, ArithmeticError, TypeError, ValueError) as error:
+            raise not_mine(f"makes no plan ({error})") from error
         if [[c > 0 for c in row] for row in applied.clip] != [
             [c > 0 for c in row] for row in self.declared.clip
         ]:
-            raise _not_mine("reaches other layers")
+            raise not_mine("reaches other layers")
         if not self._frame.keeps(applied, factor):
-            raise _not_mine("gives a class a smaller sigma than its plan declares")
+            raise not_mine("gives a class a smaller sigma than its plan declares")
         if self._energy is not None:
+            self._check_energy(state["energy"], base)
             self._energy.load_state(state["energy"], base)
         self._base, self._drift = base, tuple(float(d) for d in state["drift"])
         self.applied, self.factor, self.proposed_factor = applied, factor, float(state["proposed"])
-        self.counts = tuple(state["counts"]) or None
-        self.chosen, self.choice = int(state["chosen"]), str(state["choice"])
+        self.counts = tuple(float(count) for count in state["counts"]) or None
+        self.chosen, self.choice = state["chosen"], state["choice"]
         if self._pace is not None:
             self._pace.load_state(state["pace"])
 
+    def _check_energy(self, state: Any, base: Array) -> None:
+        assert self._energy is not None
+        try:
+            estimate = EnergyEstimate.from_state(state)
+            estimate.shares(base, self._frame.sizes, self._energy.rule.least)
+        except (LaminaError, ArithmeticError, TypeError, ValueError) as error:
+            raise not_mine(f"has an energy that makes no sense ({error})") from error
+        if estimate.decay != self._energy.rule.decay:
+            raise not_mine(f"has an energy of decay {estimate.decay!r}, not {self._energy.rule.decay!r}")
 
-def _not_mine(why: str) -> EngineError:
-    return EngineError(f"the state of the adaptation {why}", "give what to_state() of the same plan said")
+
+def _check_offers(plan: StepPlan) -> None:
+    """A candidate that no step can take would be paid for and have no effect: refused before anything is."""
+    for offer in offers(plan):
+        try:
+            replace(plan, clip=offer.clip, noise=offer.noise)
+        except PlanError as error:
+            raise PlanError(
+                f"candidate {offer.name!r} of the plan's choice cannot be taken: {error.problem}",
+                "give candidates whose numbers lie closer together",
+            ) from error

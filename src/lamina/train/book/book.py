@@ -155,12 +155,11 @@ class SpendBook:
                 rows.reserved(account, run),
                 rows.terms(account),
             )
-            name = rows.binding(account, charge.accountant)
-        event = (charge.sigma, charge.q)
-        terms = Terms(bound=bound, delta=charge.delta, accountant=name)
+        event = (charge.sigma, charge.q, 0.0)
+        terms = Terms(bound=bound, delta=charge.delta, accountant=charge.accountant)
         others = _added(others, checked_charges(besides))
         covered = held is not None and held.within(terms)
-        covered = covered and all(own.get((c.sigma, c.q), 0) >= c.steps for c in besides)
+        covered = covered and all(own.get((c.sigma, c.q, 0.0), 0) >= c.steps for c in besides)
         promised = own.get(event, 0) if covered else 0
 
         def admitted(steps: int) -> bool:
@@ -181,18 +180,15 @@ class SpendBook:
             rows = Rows(db)
             account = rows.find(origin, cls)
             charged, committed, runs = rows.charged(account), rows.standing(account), rows.runs(account)
-            name = rows.binding(account, accountant)
-        return total(charged, committed, runs, delta=delta, name=name)
+        return total(charged, committed, runs, delta=delta, name=accountant)
 
     def spent(
         self, run: str, cls: str, *, delta: float, accountant: str = "pld", origin: str | None = None
     ) -> float:
         """ε of what one run was charged for a class, redone segments included."""
         with self._file.read() as db:
-            rows = Rows(db)
-            events = rows.of_run(run, cls, origin)
-            name = rows.binding(rows.account_of(run, cls, origin), accountant)
-        return price(events, delta=delta, name=name)
+            events = Rows(db).of_run(run, cls, origin)
+        return price(events, delta=delta, name=accountant)
 
     def accounts(self) -> tuple[Account, ...]:
         """Every account, once per δ and accountant under which it was booked; those of the last booking first."""
@@ -224,7 +220,8 @@ class SpendBook:
 def _added(events: Events, charges: Sequence[Charge]) -> Events:
     together = dict(events)
     for c in charges:
-        together[c.sigma, c.q] = together.get((c.sigma, c.q), 0) + c.steps
+        kind = (c.sigma, c.q, 0.0)
+        together[kind] = together.get(kind, 0) + c.steps
     return together
 
 
@@ -251,8 +248,7 @@ def _admit(
         grown = any(steps > before[cls].get(event, 0) for event, steps in after.items())
         if not any(each.steps for each in mine):
             continue  # nothing is asked, so nothing can be refused
-        asked = {(each.delta, rows.binding(account, each.accountant)) for each in mine}
-        for delta, name in sorted(asked):
+        for delta, name in sorted({(each.delta, each.accountant) for each in mine}):
             terms, held = Terms(bound=bound, delta=delta, accountant=name), rows.terms(account)
             if not grown and (math.isinf(bound) or (held is not None and held.within(terms))):
                 continue

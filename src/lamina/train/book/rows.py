@@ -12,12 +12,14 @@ from typing import Any
 
 from lamina.account import order_of
 from lamina.train.book.charge import Charge
-from lamina.train.book.total import Events, RunSpend, Terms
+from lamina.train.book.total import Events, Kind, RunSpend, Terms
 
 Attempt = tuple[str, int, int]  # run, segment, generation
 
-_CHARGED = "SELECT sigma, q, sum(steps) FROM charged WHERE account = ? GROUP BY sigma, q"
-_RESERVED = "SELECT sigma, q, sum(steps) FROM reserved WHERE account = ? AND run {} ? GROUP BY sigma, q"
+_CHARGED = (
+    "SELECT sigma, q, accountant, sum(steps) FROM charged WHERE account = ? GROUP BY sigma, q, accountant"
+)
+_RESERVED = "SELECT sigma, q, '', sum(steps) FROM reserved WHERE account = ? AND run {} ? GROUP BY sigma, q"
 _RUNS = """
 WITH
     latest AS (SELECT run, segment, max(generation) AS generation FROM attempt GROUP BY run, segment),
@@ -90,24 +92,6 @@ class Rows:
             account,
         )
 
-    def binding(self, account: int | None, name: str) -> str:
-        """The accountant that must price an account: `name`, unless noise chosen on the way was charged there.
-
-        Such steps are proven at one Rényi order only; what holds at an order holds at every smaller one.
-        """
-        charged = self._db.execute("SELECT DISTINCT accountant FROM charged WHERE account = ?", (account,))
-        fixed = {each for (each,) in charged} | {name}
-        orders = {order: each for each in fixed if (order := order_of(each)) is not None}
-        return orders[min(orders)] if orders else name
-
-    def account_of(self, run: str, cls: str, origin: str | None) -> int | None:
-        row = self._one(
-            "SELECT account.id FROM charged JOIN account ON account.id = charged.account "
-            "WHERE run = ? AND cls = ? AND (? IS NULL OR origin = ?) LIMIT 1",
-            run, cls, origin, origin,
-        )  # fmt: skip
-        return None if row is None else int(row[0])
-
     def accounts(self) -> list[tuple[str, str, float, str]]:
         return [row[:4] for row in self._db.execute(_ACCOUNTS)]
 
@@ -128,8 +112,8 @@ class Rows:
 
     def of_run(self, run: str, cls: str, origin: str | None) -> Events:
         return self._events(
-            "SELECT sigma, q, sum(steps) FROM charged JOIN account ON account.id = charged.account "
-            "WHERE run = ? AND cls = ? AND (? IS NULL OR origin = ?) GROUP BY sigma, q",
+            "SELECT sigma, q, charged.accountant, sum(steps) FROM charged JOIN account ON account.id = charged.account "
+            "WHERE run = ? AND cls = ? AND (? IS NULL OR origin = ?) GROUP BY sigma, q, charged.accountant",
             run,
             cls,
             origin,
@@ -233,7 +217,11 @@ class Rows:
         return self._db.execute(query, values).fetchone()
 
     def _events(self, query: str, *values: Any) -> Events:
-        return {(sigma, q): steps for sigma, q, steps in self._db.execute(query, values)}
+        found: dict[Kind, int] = {}
+        for sigma, q, name, steps in self._db.execute(query, values):
+            kind = (sigma, q, order_of(name) or 0.0)
+            found[kind] = found.get(kind, 0) + steps
+        return found
 
 
 def _seal(attempt: Sequence[Any], entries: Iterable[tuple[Any, ...]]) -> bytes:
