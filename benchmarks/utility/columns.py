@@ -21,7 +21,16 @@ class Column:
     store: Store
 
     def figures(self, policy: str) -> dict[int, float]:
-        """By seed, with what tuning chose; a run that diverged is not a number."""
+        """By seed, with what tuning chose, over the seeds that every policy has; a run that diverged is not a number."""
+        held = self._held(policy)
+        return {seed: figure for seed, figure in held.items() if seed in self.seeds}
+
+    @property
+    def seeds(self) -> set[int]:
+        """The seeds that every policy of the column was run with."""
+        return set.intersection(*(set(self._held(policy)) for policy in self.store.runs))
+
+    def _held(self, policy: str) -> dict[int, float]:
         rows = self.store.runs.get(policy, [])
         if not rows or policy not in self.store.tuning:
             return {}

@@ -47,21 +47,21 @@ def report() -> str:
 
 def _head(columns: list[Column]) -> str:
     about = columns[0].store.about
-    seeds = {len(column.figures("flat")) for column in columns}
     lines = [
         f"Measured {max(c.store.about['date'] for c in columns)} on {about['machine']}, one thread per run; "
-        f"δ = {about['delta']:g}; {' or '.join(map(str, sorted(seeds)))} seeds, each the same initial weights and the "
-        "same Poisson samples for all policies. Noise from a seed: measurements, not releases. "
+        f"δ = {about['delta']:g}. A seed has the same initial weights and the same Poisson samples for all policies. Noise "
+        "comes from the seed too: these are measurements, not releases. "
         "`python benchmarks/utility` measures it again.",
         "",
-        "| task | figure | private unit | units | tested on | batch | steps | noise of pareto-n over flat's |",
-        "|---|---|---|---|---|---|---|---|",
+        "| task | figure | private unit | units | tested on | batch | steps | seeds | noise of pareto-n over flat's |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for column in columns:
         a = column.store.about
         lines.append(
             f"| {a['task']} | {column.task.metric}{'' if column.task.higher else ' (lower is better)'} | {a['unit']} | "
-            f"{a['units']:,} | {a['tested']:,} | {a['batch']} | {a['steps']} | {a['saved']:.2f} |"
+            f"{a['units']:,} | {a['tested']:,} | {a['batch']} | {a['steps']} | {len(column.seeds)} | "
+            f"{a['saved']:.2f} |"
         )
     return "\n".join(lines)
 
