@@ -21,7 +21,7 @@ class Column:
     store: Store
 
     def figures(self, policy: str) -> dict[int, float]:
-        """By seed, with what tuning chose, over the seeds that every policy has; a run that diverged is not a number."""
+        """By seed, with what tuning chose, over the seeds that every policy has; a run that diverged is NaN."""
         held = self._held(policy)
         return {seed: figure for seed, figure in held.items() if seed in self.seeds}
 
