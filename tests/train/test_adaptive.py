@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from problem import POLICY, corpus, net, trainer
 import lamina
 from lamina import LayerStack, Policy, StepPlan, make_plan
 from lamina.account import GaussianFilter, accountant
+from lamina.account.zcdp import classical_epsilon, epsilon_of_rho
 from lamina.allocate import LADP, Quantile
 from lamina.engine import Engine
-from lamina.errors import LaminaError, RunError
+from lamina.errors import BudgetExceeded, LaminaError, RunError
 from lamina.plan import Choose, FollowBudget, FollowEnergy, FollowQuantile
 from lamina.train.book.charge import charges, follows_budget, in_units
 from lamina.train.corpus.sampler import Sampler
@@ -248,6 +250,57 @@ def test_a_lost_book_learns_the_whole_budget_again(tmp_path: Path, monkeypatch: 
     made = trainer(tmp_path / "run", plan=plan)
     assert made.fit().epsilon["clinical"] == pytest.approx(plan.epsilon("clinical"))
     assert made.book.total("tests", "clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
+
+
+def test_a_copy_of_the_run_pays_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two folders that both go on would be two budgets: the copy is booked, or refused."""
+    large = POLICY.replace("epsilon = 4.0", "epsilon = 30.0").replace("epsilon = 2.0", "epsilon = 30.0")
+    plan = make_plan(
+        LayerStack.from_model(net()),
+        Policy.parse(large),
+        batch=48,
+        steps=20,
+        epsilon=2.0,
+        allocate=LADP(mode="budget"),
+    )
+    go_on = interrupt(monkeypatch, 12)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "run", plan=plan, corpus=corpus(policy=large)).fit()
+    go_on()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    trainer(tmp_path / "run", plan=plan, corpus=corpus(policy=large)).fit()
+    made = trainer(tmp_path / "copy", plan=plan, corpus=corpus(policy=large))
+    made.fit()
+    both = (*plan.schedule("clinical"), *plan.schedule("clinical"))
+    spent = made.book.total("tests", "clinical", delta=1e-5).spent
+    assert spent == pytest.approx(accountant(plan.accountant).epsilon(both, 1e-5), rel=1e-9)
+    shutil.copytree(tmp_path / "run", tmp_path / "third")
+    (tmp_path / "third" / "journal").write_bytes((tmp_path / "third" / "journal").read_bytes())
+    refused = trainer(
+        tmp_path / "third",
+        plan=plan,
+        corpus=corpus(policy=large),
+        bounds={"clinical": spent, "sensitive": 30.0},
+    )
+    with pytest.raises(BudgetExceeded):
+        refused.fit()
+
+
+def test_a_zcdp_budget_from_plan_to_book(tmp_path: Path) -> None:
+    """ρ/T at every step, ρ in all, and its ε by the tight conversion wherever the run tells it."""
+    plan = make_plan(LayerStack.from_model(net()), Policy.parse(POLICY), batch=48, steps=24, rho=0.05)
+    made = trainer(tmp_path / "run", plan=plan)
+    outcome = made.fit()
+    figures = json.loads((tmp_path / "run" / "metrics.json").read_text())["classes"]
+    assert (
+        0.05 * (1 - 1e-12) <= max(plan.rho("clinical"), plan.rho("sensitive")) <= 0.05
+    )  # the one that decides S
+    for name in ("clinical", "sensitive"):
+        assert figures[name]["rho"] == pytest.approx(plan.rho(name), rel=1e-12)
+        tight = epsilon_of_rho(plan.rho(name), 1e-5)
+        assert outcome.epsilon[name] == pytest.approx(tight, rel=1e-12)
+        assert tight < classical_epsilon(plan.rho(name), 1e-5)
+        assert made.book.total("tests", name, delta=1e-5, accountant="zcdp").spent == pytest.approx(tight)
 
 
 def test_what_is_sure_without_amplification_is_the_least_noise(tmp_path: Path) -> None:
