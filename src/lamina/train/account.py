@@ -10,7 +10,8 @@ from typing import Any
 from lamina.account import Schedule, accountant, cost
 from lamina.plan import FollowBudget, StepPlan
 from lamina.train.book.charge import follows_budget
-from lamina.train.run import Run, follows
+from lamina.train.followed import belongs
+from lamina.train.run import Run
 from lamina.train.settings import code_version
 from lamina.train.snapshot import TrainingState
 
@@ -96,7 +97,7 @@ def final_figures(run: Run, plan: StepPlan, caps: Mapping[str, int], step: int) 
     for name, delta in deltas.items():
         schedule, cap = run.charged.get(name, ()), caps.get(name)
         most = None if cap is None else cap + sum(min(cap, o.last - o.first) for o in run.wasted(step))
-        if any(follows(o) and any(c.cls == name for c in o.charges) for o in run.attempts):
+        if any(belongs(o) and any(c.cls == name for c in o.charges) for o in run.attempts):
             found[name] = _followed(run, plan, name, schedule, delta, step)
         else:
             figures = cost(schedule, delta=delta, accountant=plan.accountant, occurrences=most)

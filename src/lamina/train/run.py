@@ -11,19 +11,17 @@ runs/spend.db                the book, shared by all runs beside it
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from fractions import Fraction
 from pathlib import Path
 
-from lamina.account import Event, Schedule, accountant, grouped, order_of
-from lamina.account.renyi import divergence
+from lamina.account import Event, Schedule, accountant, grouped
 from lamina.engine.stream import SEED_BYTES
 from lamina.errors import BudgetExceeded, RunError
 from lamina.plan import StepPlan
+from lamina.train import followed
 from lamina.train.book import SpendBook
 from lamina.train.book.charge import Charge, charges, follows_budget
 from lamina.train.resume import Facts
@@ -31,8 +29,6 @@ from lamina.train.store.checkpoint import Checkpoints
 from lamina.train.store.durable import sweep, write_atomically
 from lamina.train.store.journal import Journal
 from lamina.train.store.records import Close, Done, GivenUp, Moved, Open
-
-WHOLE = 2**62  # the segment under which a budget is booked that is followed
 
 
 class Run:
@@ -84,7 +80,7 @@ class Run:
         """Reserve the rest of the plan, or as much of it as the bounds still allow; returns where it ends.
 
         After a segment was redone there may be room for fewer steps than were planned. A budget that is followed was
-        booked as a whole: `room` says how far it goes.
+        booked as a whole: `followed.room` says how far it goes.
         """
         steps, rest = max(0, plan.steps - first), charges(plan, first, plan.steps)
         if not follows_budget(plan):
@@ -102,50 +98,30 @@ class Run:
         A filter proves that such a run never passes its budget, not that it has cost less at a moment that it chose
         itself. So the budget is spent when the run begins, whatever becomes of it.
         """
-        followed = follows_budget(plan)
+        whole = follows_budget(plan)
         self.book.reserve(
             self.id,
             origin=self.origin,
-            charges=() if followed else rest,
+            charges=() if whole else rest,
             bounds=self.bounds,
             label=self.folder.name,
         )
-        if followed:
+        if whole:
             self._book_whole(plan, self.bounds)
 
     def _book_whole(self, plan: StepPlan, bounds: Mapping[str, float]) -> None:
         """Once for this plan in this folder: a copy of the run is another run, and pays for itself."""
-        place = os.stat(self.folder / "journal").st_ino
-        nonce = hashlib.sha256(plan.digest() + str(place).encode()).digest()[:16]
-        generation = 0
+        nonce, generation = followed.nonce(plan, os.stat(self.folder / "journal").st_ino), 0
         while not self.book.charge(
             self.id,
             origin=self.origin,
-            segment=WHOLE,
+            segment=followed.WHOLE,
             generation=generation,
             nonce=nonce,
             charges=charges(plan, 0, plan.steps),
             bounds=bounds,
         ):
             generation += 1
-
-    def room(self, plan: StepPlan, due: Sequence[Charge]) -> bool:
-        """Whether a budget that is followed has room for these, after all that was charged under the same plan.
-
-        The filter itself, in exact arithmetic: at the plan's one order, prices add.
-        """
-        order = order_of(plan.accountant)
-        assert order is not None
-        mine = [c for opened in self.attempts if opened.plan == plan.digest() for c in opened.charges]
-
-        def price(found: Sequence[Charge], name: str) -> Fraction:
-            return sum(
-                (c.steps * Fraction(divergence(c.q, c.sigma, order)) for c in found if c.cls == name),
-                Fraction(),
-            )
-
-        whole = charges(plan, 0, plan.steps)
-        return all(price([*mine, *due], name) <= price(whole, name) for name in {c.cls for c in whole})
 
     def _fitting(self, plan: StepPlan, charge: Charge, besides: Sequence[Charge]) -> int:
         """How many of the steps the bound of the class allows; without one, what the plan promised as a whole."""
@@ -212,7 +188,7 @@ class Run:
             segment=opened.segment,
             generation=opened.generation,
             nonce=opened.nonce,
-            charges=_booked(opened),
+            charges=followed.booked(opened),
             bounds=self.bounds,
         )
 
@@ -260,7 +236,7 @@ class Run:
         """
         events: dict[str, list[Event]] = {}
         for opened in self.attempts:
-            for charge in _booked(opened):
+            for charge in followed.booked(opened):
                 events.setdefault(charge.cls, []).append(charge.event)
         return {name: grouped(rows) for name, rows in events.items()}
 
@@ -290,7 +266,7 @@ class Run:
                     segment=opened.segment,
                     generation=opened.generation,
                     nonce=opened.nonce,
-                    charges=_booked(opened),
+                    charges=followed.booked(opened),
                     bounds=self.bounds if opened is pending else {},
                 )
             except BudgetExceeded:
@@ -308,7 +284,7 @@ class Run:
     def _rebook_whole(self) -> None:
         """The budget that the run was following when it stopped, if a lost book does not know it."""
         path = self.folder / "plan.cbor"
-        if any(follows(opened) for opened in self.attempts) and path.exists():
+        if any(followed.belongs(opened) for opened in self.attempts) and path.exists():
             plan = StepPlan.from_cbor(path.read_bytes())
             if follows_budget(plan) and not self.copied:
                 self._book_whole(plan, {})
@@ -316,13 +292,3 @@ class Run:
     def write(self, name: str, data: bytes) -> None:
         """A public file of the run."""
         write_atomically(self.folder / name, data, mode=0o644)
-
-
-def follows(opened: Open) -> bool:
-    """Whether an attempt belongs to a budget that is followed: its charges count in declared steps of that budget."""
-    return any(order_of(charge.accountant) is not None for charge in opened.charges)
-
-
-def _booked(opened: Open) -> tuple[Charge, ...]:
-    """What an attempt adds to the book: nothing where the whole budget is there already."""
-    return () if follows(opened) else opened.charges

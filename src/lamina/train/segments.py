@@ -20,6 +20,7 @@ from lamina.errors import RunError
 from lamina.plan import StepPlan
 from lamina.train.book.charge import Charge, charges, follows_budget, in_units
 from lamina.train.corpus import Corpus
+from lamina.train.followed import room
 from lamina.train.resume import Action, Facts, decide
 from lamina.train.run import Run
 from lamina.train.settings import code_version
@@ -158,7 +159,7 @@ class Segments:
         factor = self.state.factor
         while last > first:
             due = in_units(self.plan, first, last, factor)
-            if self.run.room(self.plan, due):
+            if room(self.plan, self.run.attempts, due):
                 return last, due
             last -= 1
         return first, ()
