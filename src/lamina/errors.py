@@ -63,6 +63,14 @@ class NoiseError(LaminaError):
     """A noise stream that is misused: exhausted, reused, or not what the plan declares."""
 
 
+class AdmissionError(LaminaError):
+    """A contribution, or a batch of them, that cannot be admitted as it is."""
+
+
+class BadKey(AdmissionError):
+    """A key that is damaged, weak, of the wrong kind, or not opened by its passphrase."""
+
+
 class CorpusError(LaminaError):
     """Contributions that cannot be sampled as a plan describes."""
 

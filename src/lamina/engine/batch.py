@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,6 +23,8 @@ class Batch:
     `unit[n]`  the contribution (0 … P-1) of example n; default: every example is its own
     `cls[u]`   the index of contribution u's class in the plan; default: class 0
     `weight[n]` the weight of example n inside its contribution; 0 marks padding
+    `scale[u]` in (0, 1]: thresholds of contribution u are its class's times this; default: 1
+    `ceiling[u]` > 0: the largest norm that contribution u's clipped gradient may have; default: no limit of its own
 
     A contribution's gradient is the weighted mean over its examples, clipped once. `len` counts
     contributions, and may be 0. `first` and `last` tell the engine where a step begins and ends.
@@ -33,6 +36,8 @@ class Batch:
     unit: Tensor | None = None
     cls: Tensor | None = None
     weight: Tensor | None = None
+    scale: Tensor | None = None
+    ceiling: Tensor | None = None
     first: bool = True
     last: bool = True
     classified: bool = field(init=False, default=True)
@@ -59,6 +64,10 @@ class Batch:
                 f"weight has shape {tuple(weight.shape)} for {n} examples, or a value that is negative or not finite",
                 "give one weight >= 0 per example; 0 marks padding",
             )
+        if self.scale is not None:
+            object.__setattr__(self, "scale", _limits("scale", self.scale, units, most=1.0))
+        if self.ceiling is not None:
+            object.__setattr__(self, "ceiling", _limits("ceiling", self.ceiling, units, most=math.inf))
         object.__setattr__(self, "unit", unit)
         object.__setattr__(self, "cls", cls)
         object.__setattr__(self, "weight", weight)
@@ -106,9 +115,21 @@ class Batch:
                 unit=self.unit[rows] - low,
                 cls=self.cls[low:high] if self.classified else None,
                 weight=self.weight[rows],
+                scale=None if self.scale is None else self.scale[low:high],
+                ceiling=None if self.ceiling is None else self.ceiling[low:high],
                 first=self.first and i == 0,
                 last=self.last and i == parts - 1,
             )
+
+
+def _limits(name: str, value: Any, size: int, *, most: float) -> Tensor:
+    given = torch.as_tensor(value, dtype=torch.float64)
+    if given.shape != (size,) or not bool(((given > 0) & (given <= most)).all()):
+        raise EngineError(
+            f"{name} has shape {tuple(given.shape)} for {size} contributions, or a value outside (0, {most:g}]",
+            "give one per contribution; a stricter contribution has smaller thresholds, never none",
+        )
+    return given
 
 
 def _take(tree: Any, rows: Tensor) -> Any:

@@ -24,6 +24,8 @@ class Examined:
     losses: Tensor
     weights: Tensor  # (n,) of each example inside its contribution: they sum to 1 there
     classes: Tensor  # (P,)
+    scale: Tensor | None  # (P,) of the thresholds, where some contribution is stricter than its class
+    ceiling: Tensor | None  # (P,) of the whole clipped gradient, where one is signed
     layout: Layout
     layouts: Mapping[Use, Layout]
     graph: Graph
@@ -57,6 +59,8 @@ def examine(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict[int
         losses=losses,
         weights=share.to(losses.dtype),
         classes=classes,
+        scale=batch.scale,
+        ceiling=batch.ceiling,
         layout=layout,
         layouts={use: _layout(use, node.lamina_rows, n, layout) for use, node in graph.nodes.items()},
         graph=graph,

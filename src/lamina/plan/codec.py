@@ -15,7 +15,7 @@ from lamina.plan import rules
 if TYPE_CHECKING:
     from lamina.plan.step import StepPlan
 
-KIND, VERSION = "lamina.plan", 2
+KIND, VERSION = "lamina.plan", 3
 _LARGEST = 1 << 26
 _INF = "inf"  # JSON has no infinity; CBOR has, but one form for both is easier to read and to check
 _FIELDS = {
@@ -30,8 +30,12 @@ _FIELDS = {
         "accountant",
         "allocation",
         "rules",
+        "injection",
+        "slices",
         "claimed",
     },
+    "injection": {"form", "parts", "occurrences"},
+    "slices": {"cls", "tensor", "axis", "length", "ranges"},
     "layers": {"name", "depth", "parameters", "size"},
     "classes": {
         "name",
@@ -86,6 +90,11 @@ def _state(plan: StepPlan) -> dict[str, Any]:
         "clip": [[_INF if math.isinf(c) else c for c in row] for row in plan.clip],
         "clipping": plan.clipping.value,
         "rules": [rules.to_plain(rule) for rule in plan.rules],
+        "injection": {**dataclasses.asdict(plan.injection), "form": plan.injection.form.value},
+        "slices": [
+            {**dataclasses.asdict(part), "ranges": [list(places) for places in part.ranges]}
+            for part in plan.slices
+        ],
         "claimed": [_INF if math.isinf(e) else e for e in plan.claimed],
     }
 
@@ -96,7 +105,8 @@ def _fields(data: Any) -> dict[str, Any]:
         raise PlanError(f"this is not a {KIND} of version {VERSION}", "give a plan that this version wrote")
     state = {key: value for key, value in data.items() if key not in ("kind", "version")}
     _exactly(state, "", "plan")
-    for part in ("layers", "classes"):
+    _exactly(state["injection"], "injection", "injection")
+    for part in ("layers", "classes", "slices"):
         for row in _list(state[part], part):
             _exactly(row, part, part)
     return {
@@ -114,6 +124,8 @@ def _fields(data: Any) -> dict[str, Any]:
         "accountant": _typed(state["accountant"], str, "accountant"),
         "allocation": _typed(state["allocation"], str, "allocation"),
         "rules": tuple(rules.from_plain(rule) for rule in _list(state["rules"], "rules")),
+        "injection": _injection(state["injection"]),
+        "slices": [_slice(row) for row in state["slices"]],
         "claimed": tuple(
             math.inf if e == _INF else _number(e, "claimed") for e in _list(state["claimed"], "claimed")
         ),
@@ -140,6 +152,30 @@ def _class(row: Mapping[str, Any]) -> dict[str, Any]:
         "unit": _typed(row["unit"], str, "classes.unit"),
         "profile": _typed(row["profile"], str, "classes.profile"),
         "purposes": _words(row["purposes"], "classes.purposes"),
+    }
+
+
+def _injection(row: Mapping[str, Any]) -> dict[str, Any]:
+    cap = row["occurrences"]
+    return {
+        "form": _typed(row["form"], str, "injection.form"),
+        "parts": _typed(row["parts"], int, "injection.parts"),
+        "occurrences": None if cap is None else _typed(cap, int, "injection.occurrences"),
+    }
+
+
+def _slice(row: Mapping[str, Any]) -> dict[str, Any]:
+    places = [_list(places, "slices.ranges") for places in _list(row["ranges"], "slices.ranges")]
+    if any(len(pair) != 2 for pair in places):
+        raise PlanError(f"slices.ranges of the plan is {row['ranges']!r}", "the plan is damaged")
+    return {
+        "cls": _typed(row["cls"], str, "slices.cls"),
+        "tensor": _typed(row["tensor"], str, "slices.tensor"),
+        "axis": _typed(row["axis"], int, "slices.axis"),
+        "length": _typed(row["length"], int, "slices.length"),
+        "ranges": tuple(
+            (_typed(a, int, "slices.ranges"), _typed(b, int, "slices.ranges")) for a, b in places
+        ),
     }
 
 

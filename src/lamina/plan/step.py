@@ -14,8 +14,10 @@ from lamina.account import Adjacency, Event, Schedule, accountant, choice_multip
 from lamina.account.event import check_adjacency
 from lamina.errors import PlanError
 from lamina.plan import codec
+from lamina.plan.injection import PER_STEP, Injection
 from lamina.plan.rescale import effective_sigma, radius, rescale
 from lamina.plan.rules import Choose, FollowQuantile, Rule
+from lamina.plan.slices import Range, Slice, by_place, joined
 from lamina.plan.step_checks import check_class, check_layer, check_plan
 from lamina.plan.table import summary, table
 
@@ -100,6 +102,9 @@ class StepPlan:
     step: sigma_k^-2 = Σ_l (C[k,l]/S_l)² + L_k/(4σ_b²), L_k the layers that the class reaches. One that chooses by an
     exponential mechanism adds events to the schedule.
 
+    Slices (plan/slices.py) narrow what a class moves within a layer: its gradient is 0 elsewhere before it is clipped,
+    and what no class reaches gets no noise. `injection` says where the noise enters.
+
     It holds only if C > 0 never meets S = 0 in a private class (refused here), if C, S, q, B, T do not depend
     on private data, and if every layer with S > 0 is noised at every step, whoever was sampled.
     """
@@ -114,6 +119,8 @@ class StepPlan:
     accountant: str = "pld"
     allocation: str = "hand"
     rules: tuple[Rule, ...] = ()
+    injection: Injection = PER_STEP
+    slices: tuple[Slice, ...] = ()
     claimed: tuple[float, ...] = ()  # of a printed allocation: the ε that its document claims, by class
 
     def __post_init__(self) -> None:
@@ -127,6 +134,7 @@ class StepPlan:
         put("batch", float(self.batch))
         put("clipping", _clipping(self.clipping))
         put("rules", tuple(self.rules))
+        put("slices", tuple(self.slices))
         put("claimed", tuple(float(e) for e in self.claimed))
         accountant(self.accountant)
         check_plan(self)
@@ -148,10 +156,24 @@ class StepPlan:
         """Whether a contribution of class k may move this layer."""
         return self.clip[self.index(k)][layer] > 0
 
+    def slice(self, k: str | int, tensor: str) -> Slice | None:
+        """What class k may move of a tensor, if not all of it."""
+        return by_place(self.slices).get((self.classes[self.index(k)].name, tensor)) if self.slices else None
+
+    def open_ranges(self, tensor: str) -> tuple[int, tuple[Range, ...]] | None:
+        """The axis of a tensor and the places along it that some class may move; None if that is all of it."""
+        layer = next(i for i, layer in enumerate(self.layers) if tensor in layer.parameters)
+        parts = [self.slice(k, tensor) for k in range(len(self.classes)) if self.clip[k][layer] > 0]
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts) or not found:
+            return None
+        ranges = joined(places for part in found for places in part.ranges)
+        return None if ranges == ((0, found[0].length),) else (found[0].axis, ranges)
+
     # ----------------------------------------------------------------------------------- what it costs
 
     def sigma(self, k: str | int, scale: float = 1.0) -> float:
-        """The effective noise multiplier of class k; sigma/scale if its row of C is scaled."""
+        """The effective noise multiplier of class k, and of its contributions whose thresholds are scaled."""
         row = self.index(k)
         if not 0 < scale <= 1:
             raise PlanError(
@@ -159,7 +181,7 @@ class StepPlan:
             )
         if self.classes[row].public:
             return math.inf
-        return effective_sigma(self.clip[row], self.noise, self.bits(row)) / scale
+        return effective_sigma([c * scale for c in self.clip[row]], self.noise, self.bits(row))
 
     def rule(self, kind: type[R]) -> R | None:
         """The plan's rule of that kind, if it has one."""
@@ -176,6 +198,19 @@ class StepPlan:
         """The radius 1/sigma_k of the joint clip; infinite for a public class."""
         row = self.index(k)
         return math.inf if self.classes[row].public else radius(self.clip[row], self.noise) * scale
+
+    def norm(self, k: str | int) -> float:
+        """The largest norm that a clipped contribution of class k can have: what a signed clip norm is held against.
+
+        box: ‖C[k]‖.  joint: the radius 1/sigma_k, all of it spent on the layer with the largest S.
+        """
+        row = self.index(k)
+        if self.classes[row].public:
+            return math.inf
+        if self.clipping is Clipping.JOINT:
+            reached = (s for c, s in zip(self.clip[row], self.noise, strict=True) if c > 0)
+            return self.joint(row) * max(reached, default=0.0)
+        return math.sqrt(math.fsum(c * c for c in self.clip[row]))
 
     def schedule(self, k: str | int, scale: float = 1.0) -> Schedule:
         """What an accountant is asked about class k; empty if the class is owed nothing."""
@@ -280,4 +315,12 @@ def _build(state: Mapping[str, Any]) -> StepPlan:
         return tuple(kind(**row) for row in rows)
 
     layers, classes = made(PlannedLayer, state["layers"]), made(PlannedClass, state["classes"])
-    return StepPlan(**{**state, "layers": layers, "classes": classes})
+    return StepPlan(
+        **{
+            **state,
+            "layers": layers,
+            "classes": classes,
+            "injection": Injection(**state["injection"]),
+            "slices": made(Slice, state["slices"]),
+        }
+    )

@@ -92,6 +92,7 @@ def check_plan(plan: StepPlan) -> None:
             )
 
     _check_rules(plan)
+    _check_slices(plan)
 
 
 def _check_rules(plan: StepPlan) -> None:
@@ -126,6 +127,34 @@ def _check_rules(plan: StepPlan) -> None:
             f"noise that follows the budget is priced by {plan.accountant!r}, which does not hold for it",
             f"use accountant {budget.accountant!r}",
         )
+
+
+def _check_slices(plan: StepPlan) -> None:
+    """Each narrows a tensor of a layer that its class reaches, once, along one axis for all classes."""
+    layer_of = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
+    names = {entry.name: k for k, entry in enumerate(plan.classes)}
+    axes: dict[str, tuple[int, int]] = {}
+    _unique("slice", (f"{part.cls} {part.tensor}" for part in plan.slices))
+    for part in plan.slices:
+        where = f"slice of {part.tensor!r} for class {part.cls!r}"
+        if part.cls not in names or part.tensor not in layer_of:
+            raise PlanError(f"{where}: the plan has no such class or tensor", "correct the name")
+        if not plan.clip[names[part.cls]][layer_of[part.tensor]] > 0:
+            raise PlanError(
+                f"{where}: the class does not reach its layer", "leave the slice out, or let it reach"
+            )
+        if axes.setdefault(part.tensor, (part.axis, part.length)) != (part.axis, part.length):
+            raise PlanError(
+                f"{where} has axis {part.axis}, another class's has {axes[part.tensor][0]}", "use one axis"
+            )
+    for k, entry in enumerate(plan.classes):
+        for i, layer in enumerate(plan.layers):
+            parts = [plan.slice(k, name) for name in layer.parameters] if plan.clip[k][i] > 0 else []
+            if parts and all(part is not None and not part.ranges for part in parts):
+                raise PlanError(
+                    f"class {entry.name!r} reaches layer {layer.name!r}, and its slices leave nothing of it",
+                    "set its threshold to 0 there",
+                )
 
 
 def _check_cell(entry: PlannedClass, layer: PlannedLayer, c: float, s: float) -> None:

@@ -1,0 +1,68 @@
+"""`Injection`: where the noise of a step enters, which decides who is credited with it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from lamina.errors import PlanError
+
+
+class Form(enum.Enum):
+    """per step, per microbatch, per sample by shares, or per sample as the document has it."""
+
+    STEP = "per_step"
+    MICROBATCH = "per_microbatch"
+    SHARES = "per_sample"
+    RAW = "per_sample_raw"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Injection:
+    """
+      per_step        N(0, S²) once
+      per_microbatch  `parts` fixed bins, each N(0, S²/parts), also when a bin is empty: in sum N(0, S²)
+      per_sample      `parts` slots, each N(0, S²/parts), unused ones topped up; contributions beyond carry no share
+      per_sample_raw  every contribution brings N(0, S²) of its own and nobody else's noise counts: zero-out
+                      adjacency, no amplification; `occurrences` caps how often one takes part (None: every step)
+
+    The first three have the same law, and the same price.
+    """
+
+    form: Form = Form.STEP
+    parts: int = 1
+    occurrences: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.form, Form):
+            object.__setattr__(self, "form", _form(self.form))
+        if isinstance(self.parts, bool) or not isinstance(self.parts, int) or not 1 <= self.parts <= 1 << 16:
+            raise PlanError(
+                f"noise enters in {self.parts!r} parts, must be 1 to 65536", "correct bins or slots"
+            )
+        if self.form in (Form.STEP, Form.RAW) and self.parts != 1:
+            raise PlanError(f"{self.form.value} noise has {self.parts} parts", "leave out bins and slots")
+        cap = self.occurrences
+        if cap is not None and (
+            self.form is not Form.RAW or isinstance(cap, bool) or not isinstance(cap, int) or cap < 1
+        ):
+            raise PlanError(
+                f"occurrences is {cap!r} under {self.form.value} noise",
+                "a number >= 1, under per_sample_raw only",
+            )
+
+    @property
+    def raw(self) -> bool:
+        """Whether a contribution is credited with its own noise only."""
+        return self.form is Form.RAW
+
+
+PER_STEP = Injection()
+
+
+def _form(value: object) -> Form:
+    try:
+        return Form(value)
+    except ValueError:
+        accepted = ", ".join(form.value for form in Form)
+        raise PlanError(f"injection is {value!r}, which is not known", f"accepted: {accepted}") from None
