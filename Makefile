@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PEER   := .venv-pycose
+NODE   := tests/interop/node_modules
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench clean
+.PHONY: help demo test test-all lint format bench interop clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -13,10 +15,10 @@ help:  ## this list
 demo: $(VENV)/.test  ## a private training on simulated 12-lead ECG, end to end (under three minutes)
 	$(BIN)/lamina demo
 
-test: lint  ## linters, types, import order, and every test that is not marked slow
+test: lint interop  ## linters, types, import order, and every test that is not marked slow
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: lint  ## the same with the slow tests
+test-all: lint interop  ## the same with the slow tests
 	$(BIN)/python -m pytest --timeout 3600
 
 lint: $(VENV)/.test  ## ruff, mypy --strict, import-linter
@@ -32,8 +34,10 @@ format: $(VENV)/.test  ## let ruff rewrite what it can
 bench: $(VENV)/.bench  ## time and memory of a private step against the plain step and Opacus
 	$(BIN)/python benchmarks/step.py
 
+interop: $(PEER)/.done $(NODE)/.done $(VENV)/.go  ## other people's COSE and Go's transparency log, to check ours against
+
 clean:  ## remove the environment and every cache (keeps runs/)
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf $(VENV) $(PEER) $(NODE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per extra. A changed pyproject.toml or constraints.txt installs again.
@@ -50,3 +54,28 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo 'installing the peers to measure against …'
 	$(PIP) -e '.[test,bench]'
 	@touch $@ $(VENV)/.test
+
+# Peers for the interop tests. Where one cannot be installed its tests are skipped, or fail with LAMINA_REQUIRE_ALL=1.
+$(PEER)/.done: tests/interop/pycose.txt
+	@echo 'installing pycose into $(PEER) …'
+	@$(PYTHON) -m venv $(PEER) \
+	  && $(PEER)/bin/python -m pip install -qq --disable-pip-version-check -r $< \
+	  && touch $@ || echo 'pycose could not be installed: its tests will be skipped'
+
+$(NODE)/.done: tests/interop/package.json tests/interop/package-lock.json
+	@echo 'installing @auth0/cose into $(NODE) …'
+	@cd tests/interop && npm ci --silent --ignore-scripts --omit=optional --no-audit --no-fund \
+	  && touch node_modules/.done || echo '@auth0/cose could not be installed: its tests will be skipped'
+
+# Go's own notes and trees (Debian packages golang-go, golang-golang-x-mod-dev) for tests/ledger/test_go.py.
+$(VENV)/.go: | $(VENV)/bin/python
+	@if ! command -v go >/dev/null || [ ! -d /usr/share/gocode/src/golang.org/x/mod/sumdb ]; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo 'installing Go and golang.org/x/mod from Debian …'; \
+	    export DEBIAN_FRONTEND=noninteractive; \
+	    apt-get install -qq -y --no-install-recommends golang-go golang-golang-x-mod-dev >/dev/null 2>&1 \
+	    || { apt-get update -qq && apt-get install -qq -y --no-install-recommends golang-go golang-golang-x-mod-dev >/dev/null; }; \
+	  fi; \
+	fi; \
+	command -v go >/dev/null && [ -d /usr/share/gocode/src/golang.org/x/mod/sumdb ] && touch $@ \
+	|| echo 'Go is not installed (apt-get install golang-go golang-golang-x-mod-dev): its tests will be skipped'

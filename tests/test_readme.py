@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 import lamina
+from lamina.cli import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,6 +70,44 @@ def test_the_lines_with_a_policy_train_every_layer(tmp_path: Path, monkeypatch: 
     assert plan.epsilon("clinical") <= 3.0
     assert plan.epsilon("sensitive") <= 1.0
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_stranger_signs_admits_and_trains_a_folder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands as they are printed, on a folder, a policy and a model of their own."""
+    policy, run = block("toml"), block("toml", 1)
+    (tmp_path / "policy.toml").write_text(policy, encoding="utf-8")
+    (tmp_path / "RUN.toml").write_text(run, encoding="utf-8")
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\ndef build():\n    return nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 2))\n"
+    )
+    generator = np.random.default_rng(0)
+    for i in range(30):
+        folder = tmp_path / "contributions" / f"P{i:03d}"
+        folder.mkdir(parents=True)
+        np.savez(folder / "payload.npz", x=generator.normal(size=(3, 12)) + i % 2, y=np.full(3, i % 2))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setenv("LAMINA_PASSPHRASE", "correct horse")
+    commands = [shlex.split(line, comments=True) for line in block("sh").splitlines()]
+    assert [words[:2] for words in commands] == [
+        ["lamina", "keys"], ["lamina", "attest"], ["lamina", "keys"], ["lamina", "admit"], ["lamina", "train"],
+        ["lamina", "train"],
+    ]  # fmt: skip
+    try:
+        for words in commands:
+            with pytest.raises(SystemExit) as caught:
+                main(words[1:])
+            printed = capsys.readouterr()
+            assert caught.value.code in (0, None), printed.err
+    finally:
+        sys.modules.pop("nets", None)
+    assert "admitted by signature: 30; refused: 0" in printed.out
+    assert "not admitted by signature" not in printed.out
+    assert "sensitive@c=1" in printed.out
+    assert (tmp_path / "runs" / "RUN" / "model.safetensors").exists()
+    assert b"ENCRYPTED PRIVATE KEY" in (tmp_path / "hospital.key").read_bytes()
 
 
 def test_links_lead_somewhere() -> None:

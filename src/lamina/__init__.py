@@ -5,7 +5,7 @@ The public names, in the order in which a run comes to be:
     stack  = lamina.LayerStack.from_model(model)
     policy = lamina.Policy.load("policy.toml")
     plan   = lamina.make_plan(stack, policy, batch=256, steps=1_000, epsilon={"clinical": 1.0})
-    corpus = lamina.Corpus(x, y, unit=patient, cls=group, policy=policy)
+    corpus = lamina.Gate(policy, "keys.json").admit("contributions")     # or lamina.Corpus(x, y, unit=patient, …)
     outcome = lamina.Trainer(model, optimizer, loss_fn, corpus, plan, folder="runs/first").fit()
 
 or, with a loop of one's own:
@@ -20,12 +20,20 @@ Whoever understands `StepPlan` (plan/step.py) can find everything else: docs/arc
 
 from __future__ import annotations
 
-from lamina.allocate import make_plan
-from lamina.engine import Batch, Engine, NoiseSource, SecureNoise, SeededNoise, examples, route, rows
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from lamina.errors import LaminaError
-from lamina.plan import Clipping, DepthProfile, LayerStack, Policy, StepPlan, fix
-from lamina.sensitivity import Measure, measure
-from lamina.train import Corpus, Evaluation, Outcome, SpendBook, Trainer, make_private
+
+if TYPE_CHECKING:
+    from lamina.admit import KeyRing, PrivateKey, PublicKey
+    from lamina.allocate.make_plan import make_plan
+    from lamina.engine import Batch, Engine, NoiseSource, SecureNoise, SeededNoise, examples, rows
+    from lamina.engine.route import route
+    from lamina.plan import Clipping, DepthProfile, LayerStack, Policy, StepPlan
+    from lamina.plan.fix import fix
+    from lamina.sensitivity.measure import Measure, measure
+    from lamina.train import Corpus, Evaluation, Gate, Outcome, SpendBook, Trainer, make_private
 
 __version__ = "0.1.0"
 
@@ -33,7 +41,32 @@ __all__ = [
     "LayerStack", "DepthProfile", "Policy", "fix",
     "measure", "Measure", "make_plan", "StepPlan", "Clipping",
     "Engine", "Batch", "route", "rows", "examples",
+    "PrivateKey", "PublicKey", "KeyRing", "Gate",
     "make_private", "Corpus", "Trainer", "Evaluation", "Outcome", "SpendBook",
     "NoiseSource", "SecureNoise", "SeededNoise",
     "LaminaError",
 ]  # fmt: skip
+
+# Where each name lives. They are imported when first asked for: `import lamina.ledger` must not wait for torch.
+_HOME = {
+    "lamina.plan": ("LayerStack", "DepthProfile", "Policy", "StepPlan", "Clipping"),
+    "lamina.plan.fix": ("fix",),
+    "lamina.sensitivity": ("measure", "Measure"),
+    "lamina.allocate": ("make_plan",),
+    "lamina.admit": ("PrivateKey", "PublicKey", "KeyRing"),
+    "lamina.engine": (
+        "Engine", "Batch", "route", "rows", "examples", "NoiseSource", "SecureNoise", "SeededNoise",
+    ),
+    "lamina.train": ("Gate", "make_private", "Corpus", "Trainer", "Evaluation", "Outcome", "SpendBook"),
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOME.items():
+        if name in names:
+            return globals().setdefault(name, getattr(import_module(home), name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -71,6 +71,14 @@ class BadKey(AdmissionError):
     """A key that is damaged, weak, of the wrong kind, or not opened by its passphrase."""
 
 
+class UnknownSchema(AdmissionError):
+    """A descriptor of a version that this program does not know."""
+
+
+class WrongAlgorithm(AdmissionError):
+    """A signature under an algorithm that is not allowed."""
+
+
 class CorpusError(LaminaError):
     """Contributions that cannot be sampled as a plan describes."""
 

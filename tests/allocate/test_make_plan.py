@@ -319,3 +319,24 @@ def test_own_allocations_are_taken_but_may_not_widen_reach() -> None:
         make_plan(STACK, policy(), batch=80, steps=10, allocate=greedy)
     with pytest.raises(PlanError, match="no noise"):
         make_plan(STACK, policy(), batch=80, steps=10, allocate=silent)
+
+
+@pytest.mark.parametrize("allocate", ["pareto", "flat", "automatic"])
+def test_no_clipped_gradient_of_a_joint_plan_is_longer_than_the_clip_norm_of_its_class(allocate: str) -> None:
+    stack = LayerStack.from_model(nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)), nn.Linear(32, 4)))
+    policy = Policy.from_dict(
+        {
+            "corpus": {"origin": "test", "delta": 1e-5},
+            "class": {
+                "deep": {"population": 5_000, "epsilon": 4.0, "clip_norm": 0.7},
+                "top": {"population": 1_000, "epsilon": 1.0, "profile": {"top": 0.25}},
+            },
+        }
+    )
+    plan = make_plan(stack, policy, batch=64, steps=100, allocate=allocate)
+    assert plan.clipping is Clipping.JOINT
+    for name, most in (("deep", 0.7), ("top", 1.0)):
+        assert plan.norm(name) <= most * (1 + 1e-12)
+        assert plan.epsilon(name) <= policy.bound(name)
+    if allocate == "pareto":  # as long as it may be: one class has its clip norm
+        assert max(plan.norm("deep") / 0.7, plan.norm("top")) == pytest.approx(1.0)

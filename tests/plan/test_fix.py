@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from lamina.errors import PlanError
-from lamina.plan import fix, hazards
-from lamina.plan.fix import group_count
+from lamina.plan.fix import fix, group_count
+from lamina.plan.hazards import hazards
 
 
 class Net(nn.Module):

@@ -36,10 +36,21 @@ def declare(
     rho: float | Mapping[str, float] | None,
     chooser: Allocate,
 ) -> Declared:
-    """sigma_k by class. `rates` names the classes that take part, with their q."""
+    """sigma_k by class. `rates` names the classes that take part, with their q.
+
+    Raw noise credits nothing to sampling: it is calibrated for as many unsampled steps as a contribution takes part in.
+    """
     if epsilon is not None and rho is not None:
         raise PlanError(f"epsilon is {epsilon!r} and rho is {rho!r}", "give one of them")
     side = getattr(chooser, "side", lambda _: ())(steps)
+    if policy.noise.enters.raw:
+        if side or getattr(chooser, "follows_budget", False):
+            raise PlanError(
+                "noise enters per_sample_raw, and the allocation releases or follows something that is priced with "
+                "sampling",
+                "use injection per_step, or an allocation that is fixed before the first step",
+            )
+        rates, steps = dict.fromkeys(rates, 1.0), policy.noise.enters.events(0, steps)
     besides = {
         name: tuple(Event(sigma=sigma, q=q, steps=calls) for sigma, calls in side)
         for name, q in rates.items()

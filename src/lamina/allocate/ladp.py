@@ -104,7 +104,7 @@ class LADP:
         clipping = self.clipping or (Clipping.JOINT if self.choose_every is not None else Clipping.BOX)
         if self.choose_every is not None and problem.private:
             choice = self._choice(problem, clip, parts)
-            check_offers(problem, choice, clip, noise, clipping)
+            check_offers(problem, choice, problem.weighed(clip), noise, clipping)
             rules = (*rules, choice)
         return Allocation(
             clip=clip,

@@ -22,6 +22,8 @@ from lamina.plan import (
     StepPlan,
     rescale,
 )
+from lamina.plan.opened import opened_sizes
+from lamina.plan.reach import Reach
 from lamina.sensitivity.measurement import Measure
 
 
@@ -98,10 +100,13 @@ def explained_plan(
     chooser = allocation(allocate)
     rates = {name: float(size / _population(policy, name)) for name, size in sizes.items()}
     declared = declare(policy, rates, count, epsilon=epsilon, rho=rho, chooser=chooser)
+    reaches = {name: _reach(policy, name, stack) for name in sizes}
+    slices = tuple(part for name, reach in reaches.items() for part in reach.slices(name))
+    numbers = opened_sizes(stack, {name: r.layers for name, r in reaches.items()}, slices, stack.shapes)
     problem = Problem(
-        sizes=tuple(layer.size for layer in stack),
-        weights=tuple(float(layer.size) for layer in stack),
-        reach=tuple(policy.classes[name].profile.resolve(stack) for name in sizes),
+        sizes=numbers,
+        weights=tuple(map(float, numbers)),
+        reach=tuple(reach.layers for reach in reaches.values()),
         clip_norm=tuple(policy.classes[name].clip_norm for name in sizes),
         sigma=declared.sigma,
         layers=tuple(layer.name for layer in stack),
@@ -114,20 +119,23 @@ def explained_plan(
         targets=declared.targets,
         batch=float(total),
         rho=declared.rho,
+        factors=tuple(reach.factors for reach in reaches.values()),
     )
     chosen = chooser(problem)
     _respects_reach(problem, chosen, list(sizes), stack)
+    chosen = replace(chosen, clip=problem.weighed(chosen.clip))
     rules = tuple(chosen.rules)
     if declared.order is not None:
         pace = paces(declared, rates.values())
         rules = tuple(_paced(r, declared.order, pace) if isinstance(r, FollowBudget) else r for r in rules)
     form = Clipping.ELEMENTWISE if chosen.clipping is Clipping.ELEMENTWISE else clipping or chosen.clipping
+    _fits_profiles(reaches, chosen, form)
     plan = StepPlan(
         layers=tuple(
             PlannedLayer(name=layer.name, depth=layer.depth, parameters=layer.parameters, size=layer.size)
             for layer in stack
         ),
-        classes=tuple(_planned(policy, name, rates[name]) for name in sizes),
+        classes=tuple(_planned(policy, name, rates[name], reaches[name]) for name in sizes),
         clip=chosen.clip,
         noise=chosen.noise if chosen.claimed else _owed(chosen, declared.sigma),
         batch=1.0 if form is Clipping.ELEMENTWISE else float(total) * chosen.divide,
@@ -136,9 +144,58 @@ def explained_plan(
         accountant="gaussian" if chosen.claimed else declared.accountant,
         allocation=str(getattr(chooser, "name", None) or getattr(chooser, "__name__", "function")),
         rules=rules,
+        injection=policy.noise.enters,
+        slices=slices,
         claimed=chosen.claimed,
     )
-    return plan, chosen
+    return _within_norms(plan, problem), chosen
+
+
+def _within_norms(plan: StepPlan, problem: Problem) -> StepPlan:
+    """C and S times the factor for which no clipped gradient is longer than its class's clip norm; sigma stays.
+
+    A joint clip bounds (g_l/S_l)_l: where S differs between layers, all of it may fall on the layer with the largest S,
+    which is more than ‖C[k]‖. Whoever signed the clip norm of the class would be scaled for it, under the same noise.
+    With rules S moves, and the engine holds every contribution to its own ceiling.
+    """
+    if plan.clipping is not Clipping.JOINT or plan.claimed or plan.rules:
+        return plan
+    factor = min((problem.clip_norm[k] / plan.norm(k) for k in problem.private), default=1.0)
+    if factor >= 1 - 1e-9:
+        return plan
+    clip = tuple(tuple(c * factor for c in row) for row in plan.clip)
+    noise = rescale(clip, [s * factor for s in plan.noise], problem.sigma)
+    return replace(plan, clip=clip, noise=noise)
+
+
+def _reach(policy: Policy, name: str, stack: LayerStack) -> Reach:
+    """What the class reaches; a refusal names the class."""
+    try:
+        return policy.classes[name].profile.reach(stack)
+    except PlanError as error:
+        raise PlanError(f"class {name!r}: {error.problem}", error.remedy) from error
+
+
+def _fits_profiles(reaches: Mapping[str, Reach], chosen: Allocation, form: Clipping | str) -> None:
+    """Refuse weights that clipping would not keep to, and slices in what a document does not know them in."""
+    for (name, reach), row in zip(reaches.items(), chosen.clip, strict=True):
+        weighed = any(factor != 1 for factor in reach.factors)
+        if weighed and any(map(math.isinf, row)):
+            raise PlanError(
+                f"the profile of class {name!r} weighs its layers, and the class is public, so not clipped",
+                "leave the weights out, or the layers",
+            )
+        if weighed and form in (Clipping.JOINT, Clipping.JOINT.value):
+            raise PlanError(
+                f"the profile of class {name!r} weighs its layers, and joint clipping bounds them together: a layer "
+                "could take what another leaves",
+                "use clipping='box' (--clipping box)",
+            )
+        if chosen.claimed and (weighed or reach.openings):
+            raise PlanError(
+                f"the profile of class {name!r} has weights, or parts of layers, which a printed method does not know",
+                "use whole layers, or another allocation",
+            )
 
 
 def _paced(rule: FollowBudget, order: float, pace: tuple[float, float]) -> FollowBudget:
@@ -156,7 +213,7 @@ def _owed(chosen: Allocation, sigma: tuple[float, ...]) -> tuple[float, ...]:
     return rescale(chosen.clip, chosen.noise, sigma, bits)
 
 
-def _planned(policy: Policy, name: str, rate: float) -> PlannedClass:
+def _planned(policy: Policy, name: str, rate: float, reach: Reach) -> PlannedClass:
     entry = policy.classes[name]
     return PlannedClass(
         name=name,
@@ -165,7 +222,7 @@ def _planned(policy: Policy, name: str, rate: float) -> PlannedClass:
         public=entry.public,
         delta=0.0 if entry.public else policy.corpus.delta,
         unit=entry.unit,
-        profile=str(entry.profile),
+        profile=reach.words,
         purposes=entry.purposes,
     )
 

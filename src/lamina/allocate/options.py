@@ -12,6 +12,7 @@ from lamina.errors import PlanError
 from lamina.plan import Clipping
 
 Array = NDArray[np.float64]
+_SHRINKS = {"norms": 0.5, "harm": 1.0, "fisher": 1.0}
 
 
 def number(policy: str, option: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
@@ -43,7 +44,11 @@ def form(policy: str, value: Clipping | str) -> Clipping:
 
 
 def measured(problem: Problem, what: str, policy: str) -> Array:
-    """A row of the measurement, one number > 0 per layer; refused if there is none, or one of another model."""
+    """A row of the measurement, one number > 0 per layer; refused if there is none, or one of another model.
+
+    It was measured on whole layers: where slices leave a part of one out, norms shrink with its root, harm and Fisher
+    information with it, as if all of its numbers were alike.
+    """
     if problem.measure is None:
         raise PlanError(
             f"{policy} needs a measure of the layers (its `{what}`), and the plan has none",
@@ -64,7 +69,7 @@ def measured(problem: Problem, what: str, policy: str) -> Array:
             f"the measurement has {what} for {row.size} layers, the plan has {len(problem.sizes)}",
             "measure the model that the plan is for",
         )
-    return row
+    return row * np.asarray(problem.opened) ** _SHRINKS.get(what, 0.0)
 
 
 def harm(problem: Problem, kind: str, policy: str) -> Array:

@@ -85,8 +85,8 @@ def saved(problem: Problem, clip: Rows, noise: tuple[float, ...], m: NDArray[np.
 
     With one class that reaches all layers:  (Σ n_l √m_l)² / (Σ n_l² · Σ m_l),  n the shape of C; at most 1.
     """
-    ours = rescale(clip, noise, problem.sigma)
-    flat = rescale(problem.thresholds(), problem.same_noise(), problem.sigma)
+    ours = rescale(problem.weighed(clip), noise, problem.sigma)
+    flat = rescale(problem.weighed(problem.thresholds()), problem.same_noise(), problem.sigma)
     return float(m @ np.square(ours) / (m @ np.square(flat)))
 
 

@@ -13,14 +13,16 @@ from lamina.plan import Clipping, LayerStack, Rule
 if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure
 
+Rows = tuple[tuple[float, ...], ...]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """Choose C (K × L) and S (L), given what the classes may reach and what each is owed.
 
-    sizes[l]      d_l, numbers in layer l
+    sizes[l]      d_l, numbers in layer l that some class reaches
     weights[l]    m_l, loss increase per unit of noise variance in layer l; d_l where nothing better is known
-    reach[k][l]   whether class k may reach layer l
+    reach[k][l]   whether class k may reach layer l, or a part of it
     clip_norm[k]  c_k, the bound on a contribution's whole gradient
     sigma[k]      the declared noise multiplier; inf marks a public class, which is owed nothing
     layers[l], classes[k]   what they are called, for messages
@@ -29,6 +31,8 @@ class Problem:
     steps, rates[k], delta[k], targets[k]   T, q_k, δ_k and the ε_k that sigma was calibrated to
     batch         Σ b_k, the contributions that a step expects
     rho[k]        ρ_k, if the plan was asked for by zCDP budgets
+    factors[k][l] by what the class's profile weighs its threshold there: `make_plan` multiplies C by it, so an
+                  allocation answers with C as if there were none. What it takes S from is `weighed(C)`
     """
 
     sizes: tuple[int, ...]
@@ -46,6 +50,7 @@ class Problem:
     targets: tuple[float, ...] = ()
     batch: float = 0.0
     rho: tuple[float, ...] = ()
+    factors: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         layers, classes = len(self.sizes), len(self.reach)
@@ -57,6 +62,8 @@ class Problem:
             raise PlanError(
                 f"weights and reach must have one entry for each of {layers} layers", "check shapes"
             )
+        if self.factors and [len(row) for row in self.factors] != [layers] * classes:
+            raise PlanError(f"factors must be {classes} × {layers}", "leave them out, or check their shape")
         if len(self.clip_norm) != classes or len(self.sigma) != classes:
             raise PlanError(
                 f"clip_norm and sigma must have one entry for each of {classes} classes", "check them"
@@ -70,6 +77,22 @@ class Problem:
     def private(self) -> tuple[int, ...]:
         """The classes that are owed noise and reach something."""
         return tuple(k for k, s in enumerate(self.sigma) if math.isfinite(s) and any(self.reach[k]))
+
+    @property
+    def opened(self) -> tuple[float, ...]:
+        """The part of each layer's numbers that some class reaches."""
+        if self.stack is None:
+            return (1.0,) * len(self.sizes)
+        return tuple(size / layer.size for size, layer in zip(self.sizes, self.stack, strict=True))
+
+    def weighed(self, clip: Rows) -> Rows:
+        """C times the factors of the profiles: what a step is clipped to."""
+        if not self.factors:
+            return clip
+        return tuple(
+            tuple(c * f if c else c for c, f in zip(row, factors, strict=True))
+            for row, factors in zip(clip, self.factors, strict=True)
+        )
 
     def thresholds(self) -> tuple[tuple[float, ...], ...]:
         """C with each class's norm spread evenly over the L_k layers it reaches: c_k/√L_k; ‖C[k]‖ = c_k."""

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from lamina.allocate.optimum import least_noise
 from lamina.allocate.problem import Problem
+from lamina.allocate.problem import Rows as Rows
 from lamina.errors import PlanError
 
 Array = NDArray[np.float64]
-Rows = tuple[tuple[float, ...], ...]
 
 
 def shaped(problem: Problem, shape: Array) -> Rows:
@@ -40,7 +40,7 @@ def by_shares(problem: Problem, clip: Rows, parts: Array) -> tuple[float, ...]:
     With several classes each has its own w, `parts` over what it reaches, and S_l is the largest that any asks for:
     no class is served worse than declared.
     """
-    noise = np.zeros(len(problem.sizes))
+    noise, clip = np.zeros(len(problem.sizes)), problem.weighed(clip)
     for k in problem.private:
         reach = np.asarray(problem.reach[k])
         w = parts[reach] / parts[reach].sum()
@@ -51,7 +51,7 @@ def by_shares(problem: Problem, clip: Rows, parts: Array) -> tuple[float, ...]:
 
 def optimal(problem: Problem, clip: Rows, weights: Array) -> tuple[float, ...]:
     """S that minimises Σ m_l S_l² such that every private class has its sigma (allocate/optimum.py)."""
-    private, noised = problem.private, np.array(problem.noised())
+    private, noised, clip = problem.private, np.array(problem.noised()), problem.weighed(clip)
     noise = np.zeros(len(problem.sizes))
     if private:
         thresholds = np.array([clip[k] for k in private])[:, noised]

@@ -90,7 +90,7 @@ def _state(plan: StepPlan) -> dict[str, Any]:
         "clip": [[_INF if math.isinf(c) else c for c in row] for row in plan.clip],
         "clipping": plan.clipping.value,
         "rules": [rules.to_plain(rule) for rule in plan.rules],
-        "injection": {**dataclasses.asdict(plan.injection), "form": plan.injection.form.value},
+        "injection": plan.injection.to_plain(),
         "slices": [
             {**dataclasses.asdict(part), "ranges": [list(places) for places in part.ranges]}
             for part in plan.slices

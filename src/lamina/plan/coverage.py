@@ -10,7 +10,9 @@ from torch import nn
 
 from lamina.errors import CoverageError
 from lamina.plan.hazards import hazards
+from lamina.plan.slices import outside
 from lamina.plan.step import StepPlan
+from lamina.plan.table import places
 from lamina.plan.tensors import Tensors
 from lamina.plan.trace import call
 
@@ -22,6 +24,7 @@ class Coverage:
     covered      noised at every step, and clipped in every private class that reaches it
     public_only  trained without noise, by public classes alone
     unreached    trainable, but no class reaches it: gets no gradient and stays as it is
+    closed       likewise, of a tensor that is reached elsewhere: 'block.out.weight[:, 8:16]'
     frozen       not trainable
     buffers      not trained; checked for modules that write them
     """
@@ -31,11 +34,13 @@ class Coverage:
     unreached: tuple[str, ...]
     frozen: tuple[str, ...]
     buffers: tuple[str, ...]
+    closed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        parts = f" and parts of {len(self.closed)}" if self.closed else ""
         return (
             f"{len(self.covered)} tensors clipped and noised, {len(self.public_only)} trained by public "
-            f"classes only, {len(self.unreached)} not reached, {len(self.frozen)} frozen, "
+            f"classes only, {len(self.unreached)}{parts} not reached, {len(self.frozen)} frozen, "
             f"{len(self.buffers)} buffers"
         )
 
@@ -72,6 +77,14 @@ def check_coverage(model: nn.Module, plan: StepPlan, example: Any = None) -> Cov
                 f"layer {layer.name!r} has {size} parameters in the model and {layer.size} in the plan",
                 "make stack and plan again from this model",
             )
+    for part in plan.slices:
+        shape = tuple(model.get_parameter(part.tensor).shape) or (1,)
+        if part.axis >= len(shape) or shape[part.axis] != part.length:
+            raise CoverageError(
+                f"the slice of {part.tensor!r} for class {part.cls!r} is along axis {part.axis} of {part.length}, the "
+                f"tensor is {' × '.join(map(str, shape))}",
+                "make stack and plan again from this model",
+            )
     for hazard in hazards(model):
         raise CoverageError(str(hazard), hazard.remedy)
     if example is not None:
@@ -102,16 +115,28 @@ def _same(now: torch.Tensor | None, then: torch.Tensor) -> bool:
 
 def _sort(model: nn.Module, plan: StepPlan, tensors: Tensors) -> Coverage:
     found: dict[str, list[str]] = {"covered": [], "public_only": [], "unreached": []}
+    closed: list[str] = []
     for i, layer in enumerate(plan.layers):
         if plan.noise[i] > 0:
             place = "covered"
         else:
             place = "public_only" if any(row[i] > 0 for row in plan.clip) else "unreached"
-        found[place].extend(layer.parameters)
+        for name in layer.parameters:
+            opened = plan.open_ranges(name)
+            if opened is None or place == "unreached":
+                found[place].append(name)
+            elif not opened[1]:
+                found["unreached"].append(name)
+            else:
+                found[place].append(name)
+                axis, ranges = opened
+                length = next(part.length for part in plan.slices if part.tensor == name)
+                closed.append(f"{name}{places(axis, outside(ranges, length))}")
     return Coverage(
         covered=tuple(found["covered"]),
         public_only=tuple(found["public_only"]),
         unreached=tuple(found["unreached"]),
         frozen=tensors.frozen,
         buffers=tuple(name for name, _ in model.named_buffers()),
+        closed=tuple(closed),
     )

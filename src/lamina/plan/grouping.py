@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 
 from lamina.errors import PlanError
 from lamina.plan.blocks import Blocks, owner
+from lamina.plan.naming import above, matches, suggestion
 from lamina.plan.tensors import Tensors
 
 Keys = Mapping[str, tuple[str, ...]]
@@ -61,21 +60,8 @@ def keys_by_hand(groups: Mapping[str, Sequence[str]], tensors: Tensors) -> Keys:
     return keys
 
 
-def above(name: str) -> Iterator[str]:
-    """A dotted name and every prefix of it."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-
-
-def suggestion(name: str, known: Sequence[str]) -> str:
-    """'; did you mean …?' for a name that is not among the known ones, or nothing."""
-    close = get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-
-
 def _matches(pattern: str, uses: Sequence[str]) -> bool:
-    return any(fnmatchcase(part, pattern) for use in uses for part in above(use))
+    return any(matches(pattern, use) for use in uses)
 
 
 def _nothing(group: str, pattern: str, tensors: Tensors) -> str:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from lamina.account import accountant, epsilon_of_multiplier, order_of
 from lamina.errors import AccountingError, PlanError
+from lamina.plan.injection import MOST_PARTS, Form, Injection
 from lamina.plan.profile import DepthProfile
 from lamina.plan.schema_errors import explain
 
@@ -61,13 +62,32 @@ class Floors(BaseModel):
 
 
 class Corpus(BaseModel):
-    """What holds for all classes: who answers for the corpus, how privacy is counted, and δ."""
+    """What holds for all classes: who answers for the corpus, how privacy is counted, and δ.
+
+    floors          the least that a class, and a contribution, may declare
+    earlier_floors  those that were in force before: what was signed under them is still admitted, if it meets `floors`
+    epoch           seconds for which a verified signature is relied on before it is verified again
+    """
 
     model_config = _STRICT
     origin: Annotated[str, Field(min_length=1)]
     delta: Annotated[float, Field(gt=0, lt=1)]
     accountant: Annotated[str, BeforeValidator(_known_accountant)] = "pld"
     floors: Floors = Floors()
+    earlier_floors: Annotated[tuple[Floors, ...], BeforeValidator(_as_tuple)] = ()
+    epoch: Annotated[int, Field(gt=0)] = 86_400
+
+    @model_validator(mode="after")
+    def _floors_only_rise(self) -> Self:
+        for earlier in self.earlier_floors:
+            for key in Floors.model_fields:
+                before, now = getattr(earlier, key), getattr(self.floors, key)
+                if before is not None and (now is None or before > now):
+                    stands = "none" if now is None else f"{now:g}"
+                    raise ValueError(
+                        f"an earlier floor of {key} is {before:g}, the one in force is {stands}: floors only rise"
+                    )
+        return self
 
 
 class ClassPolicy(BaseModel):
@@ -106,11 +126,40 @@ class ClassPolicy(BaseModel):
 
 
 class Noise(BaseModel):
-    """Which noise, and where it enters."""
+    """Which noise, and where it enters (plan/injection.py).
+
+    injection    per_step, per_microbatch, per_sample (by shares) or per_sample_raw
+    bins         of per_microbatch: how many fixed parts
+    slots        of per_sample: how many contributions of a batch carry a share
+    occurrences  of per_sample_raw: how often one contribution takes part, at most; else it is priced for every step
+    """
 
     model_config = _STRICT
     kind: Literal["gaussian"] = "gaussian"
-    injection: Literal["per_step"] = "per_step"
+    injection: Literal["per_step", "per_microbatch", "per_sample", "per_sample_raw"] = "per_step"
+    bins: Annotated[int, Field(ge=1, le=MOST_PARTS)] | None = None
+    slots: Annotated[int, Field(ge=1, le=MOST_PARTS)] | None = None
+    occurrences: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_form(self) -> Self:
+        form, needs = self.injection, {"per_microbatch": "bins", "per_sample": "slots"}
+        if (need := needs.get(form)) is not None and getattr(self, need) is None:
+            raise ValueError(f"injection {form!r} needs {need}: how many parts the noise of a step has")
+        for key, owner in {
+            "bins": "per_microbatch",
+            "slots": "per_sample",
+            "occurrences": "per_sample_raw",
+        }.items():
+            if getattr(self, key) is not None and form != owner:
+                raise ValueError(f"{key} belongs to injection {owner!r}, not to {form!r}: remove it")
+        return self
+
+    @property
+    def enters(self) -> Injection:
+        """As a plan has it."""
+        parts = self.bins or self.slots or 1
+        return Injection(form=Form(self.injection), parts=parts, occurrences=self.occurrences)
 
 
 class Policy(BaseModel):

@@ -1,74 +1,128 @@
-"""How deep a class may reach: a depth profile, resolved against the layers of a model."""
+"""Depth profiles: which part of a model a class may reach."""
 
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lamina.errors import PlanError
-from lamina.plan.naming import layers_named
-from lamina.plan.stack import Layer, LayerStack
+from lamina.plan.mask import Mask
+
+if TYPE_CHECKING:
+    from lamina.plan.reach import Reach
+    from lamina.plan.stack import LayerStack
+
+PROFILE_SCHEMA = 1
+"""The version of what a profile may say and of what it means; ledgers record it."""
 
 
 class Kind(enum.Enum):
-    """What a profile counts in."""
+    """What a profile counts in: its place."""
 
     ALL = "all"
     TOP = "top"
     BAND = "band"
     BLOCKS = "blocks"
     LAYERS = "layers"
+    ADAPTER = "adapter"
 
 
-_KINDS = {kind.value for kind in Kind}
-_EXAMPLES = (
-    "{all = true}, {top = 0.25}, {band = [0.5, 1.0]}, {blocks = [4, 7]} or {layers = ['decoder.*', -1]}"
+EXAMPLES = (
+    "{all = true}, {top = 0.25}, {band = [0.5, 1.0]}, {blocks = [4, 7]}, {layers = ['decoder.*', -1]} or "
+    "{adapter = 'default'}"
 )
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_SHORT = re.compile(r" \(([0-9a-f]{12})[,)]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DepthProfile:
-    """The part of a model that a class's gradient may enter; elsewhere its row of C is 0.
+    """The part of a model that a class's gradient may enter; elsewhere it is zero before it is measured.
 
+    One place:
       all             every layer
       top(p)          the last p of the depth: the band [1-p, 1]
       band(a, b)      the part of the depth between the fractions a and b
       blocks(i, j)    blocks i to j, both included, counted from 0; -1 is the last
       layers(names)   layers by name, pattern or index
+      adapter(name)   the adapter's own tensors and nothing else; `config` pins its configuration by SHA-256, `scope`
+                      says where it may be deployed
+    and within it:
+      heads, experts  only these, by number (`Mask`); what others share with them is out
+      others          with heads or experts: also what has no such parts, like an MLP or a norm
+      weights         factors in (0, 1] on the class's thresholds, by pattern of layers; 0 takes a layer out
 
     Depth is counted in blocks: block b of n takes up [b/n, (b+1)/n]. A layer belongs to a band only if all
     of its uses lie inside: one that straddles the edge is out, and so is a tied tensor with a use outside.
     Fractions are compared exactly, so that the top 0.1 of ten blocks is one block.
     """
 
-    kind: Kind
+    kind: Kind = Kind.ALL
     bounds: tuple[float, ...] = ()
     names: tuple[str | int, ...] = ()
+    name: str | None = None
+    config: str | None = None
+    scope: str | None = None
+    heads: Mask | None = None
+    experts: Mask | None = None
+    others: bool = False
+    weights: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind is Kind.LAYERS:
-            if not self.names or not all(_is_name(name) for name in self.names):
-                raise PlanError(
-                    f"profile layers is {list(self.names)!r}, must hold names, patterns or indices",
-                    "write {layers = ['decoder.*', -1]}",
-                )
+            self._check_names()
         elif self.kind is Kind.BLOCKS:
             if len(self.bounds) != 2 or not all(_is_index(bound) for bound in self.bounds):
                 raise PlanError(
                     f"profile blocks is {list(self.bounds)!r}, must be the first and the last block",
                     "write {blocks = [4, 7]}; -1 is the last block",
                 )
+        elif self.kind is Kind.ADAPTER:
+            self._check_adapter()
         elif self.kind is not Kind.ALL:
             self._check_fractions()
+        if self.kind is not Kind.ADAPTER and (self.name, self.config, self.scope) != (None, None, None):
+            raise PlanError(
+                "profile has the name, config or scope of an adapter, and no adapter", "use an adapter"
+            )
+        if self.others not in (True, False) or (self.others and not self.masked):
+            raise PlanError(
+                f"profile others is {self.others!r}{'' if self.masked else ' without heads or experts'}",
+                "others = true is for profiles with heads or experts; without them nothing is left out",
+            )
+        object.__setattr__(self, "weights", _weights(self.weights))
+
+    def _check_names(self) -> None:
+        if not self.names or not all(_is_name(name) for name in self.names):
+            raise PlanError(
+                f"profile layers is {list(self.names)!r}, must hold names, patterns or indices",
+                "write {layers = ['decoder.*', -1]}",
+            )
+        ordered = sorted(set(self.names), key=lambda name: (isinstance(name, int), name))
+        object.__setattr__(self, "names", tuple(ordered))
+
+    def _check_adapter(self) -> None:
+        for what, text in (("name", self.name), ("scope", self.scope)):
+            if (text is None and what == "name") or (text is not None and not _is_text(text)):
+                raise PlanError(
+                    f"profile adapter has the {what} {text!r}, must be text",
+                    'write {adapter = "default"} or {adapter = {name = "default", config = "…", scope = "ward-7/ecg"}}',
+                )
+        if self.config is not None and not (isinstance(self.config, str) and _DIGEST.fullmatch(self.config)):
+            raise PlanError(
+                f"profile adapter has the config {self.config!r}, must be a SHA-256 in 64 hex digits",
+                "LayerStack.from_model(model).adapters shows it",
+            )
 
     def _check_fractions(self) -> None:
         if len(self.bounds) != 2 or not all(_is_number(bound) for bound in self.bounds):
             raise PlanError(
                 f"profile {self.kind.value} is {list(self.bounds)!r}, must be fractions of the depth",
-                f"write one of {_EXAMPLES}",
+                f"write one of {EXAMPLES}",
             )
         low, high = self.bounds
         if not 0 <= low < high <= 1:
@@ -78,18 +132,21 @@ class DepthProfile:
                 f"profile {shown}, must be {bound}",
                 "give fractions of the depth (0.25: a quarter) or {blocks = [first, last]} for block numbers",
             )
+        object.__setattr__(self, "bounds", (float(low), float(high)))
+
+    # --------------------------------------------------------------------------------------- how it is made
 
     @classmethod
     def all(cls) -> DepthProfile:
         """Every layer."""
-        return cls(kind=Kind.ALL)
+        return cls()
 
     @classmethod
     def top(cls, share: float) -> DepthProfile:
         """The last `share` of the depth, in (0, 1]."""
         if not _is_number(share):
             raise PlanError(f"profile top is {share!r}, must be a number in (0, 1]", "write {top = 0.25}")
-        return cls(kind=Kind.TOP, bounds=(float(1 - _exact(share)), 1.0))
+        return cls(kind=Kind.TOP, bounds=(float(1 - exact(share)), 1.0))
 
     @classmethod
     def band(cls, low: float, high: float) -> DepthProfile:
@@ -107,83 +164,149 @@ class DepthProfile:
         return cls(kind=Kind.LAYERS, names=(names,) if isinstance(names, str) else tuple(names))
 
     @classmethod
+    def adapter(cls, name: str, *, config: str | None = None, scope: str | None = None) -> DepthProfile:
+        """The tensors of an adapter; refused on a model whose adapter has another configuration than `config`."""
+        return cls(kind=Kind.ADAPTER, name=name, config=config, scope=scope)
+
+    def only(
+        self,
+        *,
+        heads: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+        experts: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+        others: bool = False,
+    ) -> DepthProfile:
+        """The same place, of it only these heads and experts; with `others`, also what has none.
+
+        >>> str(DepthProfile.top(0.25).only(heads=[0, 1]))
+        'top 25 %, heads 0, 1'
+        """
+        made = {
+            what: None if given is None else Mask.parse(given, what)
+            for what, given in (("heads", heads), ("experts", experts))
+        }
+        return replace(self, heads=made["heads"], experts=made["experts"], others=others)
+
+    def weighted(self, weights: Mapping[str, float]) -> DepthProfile:
+        """The same reach, with the class's thresholds times these factors, by pattern of layers."""
+        return replace(self, weights=tuple(weights.items()))
+
+    @classmethod
     def parse(cls, value: Mapping[str, Any] | str) -> DepthProfile:
-        """From the form of policy.toml: a table with one key, or the word "all"."""
-        if value == "all":
-            return cls.all()
-        if not isinstance(value, Mapping) or len(value) != 1 or not set(value) <= _KINDS:
-            shown = dict(value) if isinstance(value, Mapping) else value
-            raise PlanError(f"profile is {shown!r}, which is not a known kind", f"write one of {_EXAMPLES}")
-        ((key, given),) = value.items()
-        kind = Kind(key)
-        if kind is Kind.TOP:
-            return cls.top(given)
-        if kind is Kind.ALL:
-            if given is not True:
-                raise PlanError(
-                    f"profile all is {given!r}, must be true", "leave the profile out, or restrict it"
-                )
-            return cls.all()
-        if not isinstance(given, list | tuple):
-            raise PlanError(f"profile {key} is {given!r}, must be a list", f"write one of {_EXAMPLES}")
-        if kind is Kind.LAYERS:
-            return cls.layers(given)
-        return cls(kind=kind, bounds=tuple(given))
+        """From the form of policy.toml: a table, or the word "all"."""
+        from lamina.plan.profile_form import parse
+
+        return parse(value)
+
+    @classmethod
+    def from_text(cls, text: str) -> DepthProfile:
+        """From the canonical text; anything else is refused."""
+        from lamina.plan.profile_form import from_text
+
+        return from_text(text)
+
+    # -------------------------------------------------------------------------------------- how it is told
+
+    @property
+    def masked(self) -> bool:
+        """Whether it names heads or experts."""
+        return self.heads is not None or self.experts is not None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it reaches everything, at full weight."""
+        return self.kind is Kind.ALL and not self.masked and not self.weights
 
     def to_dict(self) -> dict[str, Any]:
         """The form of policy.toml; `parse` reads it back."""
-        if self.kind is Kind.ALL:
-            return {"all": True}
-        if self.kind is Kind.TOP:
-            return {"top": float(1 - _exact(self.bounds[0]))}
-        return {self.kind.value: list(self.names if self.kind is Kind.LAYERS else self.bounds)}
+        from lamina.plan.profile_form import to_dict
+
+        return to_dict(self)
+
+    def text(self) -> str:
+        """The canonical text: equal profiles, equal texts. This is what a contributor signs.
+
+        >>> DepthProfile.top(0.25).only(heads=[1, 0]).text()
+        'top=0.25;heads=0,1'
+        """
+        from lamina.plan.profile_form import to_text
+
+        return to_text(self)
 
     def __str__(self) -> str:
+        return self.words()
+
+    def words(self, config: str | None = None) -> str:
+        """For people; `config`: of the adapter, as the model has it."""
+        told = [self._place(config or self.config)]
+        if self.heads is not None:
+            told.append(f"heads {self.heads}")
+        if self.experts is not None:
+            told.append(f"experts {self.experts}")
+        if self.others:
+            told.append("and what has none")
+        if self.weights:
+            told.append(
+                "weights " + ", ".join(f"{factor:g} of {pattern}" for pattern, factor in self.weights)
+            )
+        return ", ".join(told)
+
+    def told_by(self, words: str) -> bool:
+        """Whether these are the words of this profile on some model: an adapter's identity is not in the policy."""
+        found = _SHORT.search(words) if self.kind is Kind.ADAPTER and self.config is None else None
+        return words == self.words(found[1] if found is not None else None)
+
+    def _place(self, config: str | None) -> str:
         if self.kind is Kind.ALL:
             return "all layers"
         if self.kind is Kind.TOP:
-            return f"top {float(100 * (1 - _exact(self.bounds[0]))):g} %"
+            return f"top {float(100 * (1 - exact(self.bounds[0]))):g} %"
         if self.kind is Kind.LAYERS:
             return f"layers {', '.join(map(str, self.names))}"
+        if self.kind is Kind.ADAPTER:
+            known = [config[:12]] if config else []
+            known += [f"for {self.scope}"] if self.scope else []
+            return f"adapter {self.name}" + (f" ({', '.join(known)})" if known else "")
         return f"{self.kind.value} {self.bounds[0]:g} to {self.bounds[1]:g}"
 
+    # ------------------------------------------------------------------------------------ what it comes to
+
+    def within(self, other: DepthProfile) -> bool:
+        """Whether this profile reaches nothing that `other` does not, on any model.
+
+        Decided without a model, on the safe side: False where it depends on the model, or is too hard to tell.
+        """
+        from lamina.plan.within import within
+
+        return within(self, other)
+
+    def reach(self, stack: LayerStack, *, allow_empty: bool = False) -> Reach:
+        """What it comes to on a model: layers, parts of tensors, factors."""
+        from lamina.plan.reach import reach
+
+        return reach(self, stack, allow_empty=allow_empty)
+
     def resolve(self, stack: LayerStack, *, allow_empty: bool = False) -> tuple[bool, ...]:
-        """Which layers of `stack` are reached, in order."""
-        if self.kind is Kind.ALL:
-            return (True,) * len(stack)
-        if self.kind is Kind.LAYERS:
-            return layers_named(self.names, stack)
-        low, high = self._edges(len(stack.blocks))
-        reached = tuple(_inside(layer, low, high) for layer in stack)
-        if not any(reached) and not allow_empty:
-            raise PlanError(
-                f"profile {str(self)!r} reaches no trainable layer of {len(stack.blocks)} blocks "
-                f"(it spans blocks {float(low):g} to {float(high):g})",
-                "widen it: only layers that lie wholly inside are reached",
-            )
-        return reached
-
-    def _edges(self, blocks: int) -> tuple[Fraction, Fraction]:
-        """The band in units of blocks."""
-        first, last = self.bounds
-        if self.kind is not Kind.BLOCKS:
-            return _exact(first) * blocks, _exact(last) * blocks
-        low, high = (int(b) + blocks if b < 0 else int(b) for b in (first, last))
-        if not 0 <= low <= high < blocks:
-            raise PlanError(
-                f"profile {str(self)!r} is out of range: the model has blocks 0 to {blocks - 1}",
-                "give the first and the last block; -1 is the last",
-            )
-        return Fraction(low), Fraction(high + 1)
+        """Which layers of `stack` are reached, wholly or in part, in order."""
+        return self.reach(stack, allow_empty=allow_empty).layers
 
 
-def _inside(layer: Layer, low: Fraction, high: Fraction) -> bool:
-    return all(low <= first and stop <= high for first, stop in layer.spans)
-
-
-def _exact(share: float) -> Fraction:
+def exact(share: float) -> Fraction:
     """The fraction that was meant: 0.1 is 1/10, 0.3333333333 is 1/3."""
     return Fraction(share).limit_denominator(1_000_000)
+
+
+def _weights(given: Any) -> tuple[tuple[str, float], ...]:
+    example = 'write weights = { "decoder.*" = 0.5 }: factors on thresholds, 1 where nothing is said'
+    made: dict[str, float] = {}
+    for pattern, factor in given:
+        if not _is_text(pattern):
+            raise PlanError(f"profile weights has the pattern {pattern!r}, must be text", example)
+        if not _is_number(factor) or not 0 <= factor <= 1:
+            raise PlanError(f"profile weights has {factor!r} for {pattern!r}, must be in [0, 1]", example)
+        if pattern in made:
+            raise PlanError(f"profile weights has {pattern!r} twice", example)
+        made[pattern] = float(factor) + 0.0
+    return tuple(sorted(made.items()))
 
 
 def _is_number(value: object) -> bool:
@@ -194,5 +317,9 @@ def _is_index(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != "" and value.isprintable()
+
+
 def _is_name(value: object) -> bool:
-    return _is_index(value) or (isinstance(value, str) and value != "")
+    return _is_index(value) or _is_text(value)

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from lamina.errors import PlanError
-from lamina.plan.grouping import suggestion
+from lamina.plan.naming import suggestion
 
 _BOUNDS = {
     "greater_than": "must be > {gt}",

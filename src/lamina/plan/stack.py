@@ -10,13 +10,15 @@ from typing import Any
 from torch import nn
 
 from lamina.errors import PlanError
+from lamina.plan.adapters import Adapter, find_adapters
 from lamina.plan.blocks import Blocks, owner
+from lamina.plan.experts import find_experts
 from lamina.plan.grouping import Keys, keys_by_hand, keys_by_place
+from lamina.plan.heads import Heads, find_heads
+from lamina.plan.naming import ROOT as ROOT
+from lamina.plan.parts import Part, PartKind, Unread, settled
 from lamina.plan.tensors import Tensors
 from lamina.plan.trace import Trace
-
-ROOT = "(root)"
-"""The name of the layer, or block, of tensors that the model itself owns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +32,7 @@ class Layer:
       parameters  names of its tensors, as in `model.named_parameters()`
       aliases     other names under which the model knows some of them
       size        how many numbers they hold, d_l
+      shapes      of its tensors, in their order
     """
 
     name: str
@@ -39,6 +42,7 @@ class Layer:
     size: int
     spans: tuple[tuple[int, int], ...]
     aliases: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +51,18 @@ class LayerStack:
 
     Every trainable tensor is in exactly one layer; `frozen` names the others; `blocks` are the units
     in which depth is counted, frozen ones included.
+
+      parts     how tensors are shared out among attention heads and experts
+      adapters  which tensors belong to which adapter, and which adapter it is
+      unread    modules that look as if they had heads or experts, and do not say which
     """
 
     layers: tuple[Layer, ...]
     blocks: tuple[str, ...]
     frozen: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+    unread: tuple[Unread, ...] = ()
 
     @classmethod
     def from_model(
@@ -59,6 +70,8 @@ class LayerStack:
         model: nn.Module,
         group: str | Mapping[str, Sequence[str]] = "module",
         example: Any = None,
+        heads: Mapping[str, int | Heads] | None = None,
+        experts: Mapping[str, int] | None = None,
     ) -> LayerStack:
         """Read the layers of `model`.
 
@@ -67,6 +80,8 @@ class LayerStack:
                  a module's name above them, matches a pattern (`fnmatch`) are a layer, the rest by module
         example  a public or made-up input (tensor, tuple of arguments, dict of keywords); if given, layers
                  come in the order in which they first run, otherwise in the order of registration
+        heads    of attention modules that are not known by themselves: {pattern: how many, or `Heads`}; 0: it has none
+        experts  of modules that hold experts and are not known: {pattern: how many}
 
         Modules that share a tensor are one layer, used wherever any of them is.
         """
@@ -76,10 +91,18 @@ class LayerStack:
             keys = keys_by_place(group, tensors, blocks)
         else:
             keys = keys_by_hand(group, tensors)
+        uses = {name: tensors.uses[name] for name in tensors.trainable}
+        held = dict(model.named_parameters())
+        shapes = {name: tuple(held[name].shape) for name in tensors.trainable}
+        attention, strange = find_heads(model, heads or {})
+        mixtures, unknown = find_experts(model, experts or {})
         return cls(
-            layers=_layers(tensors, blocks, keys),
+            layers=_layers(tensors, blocks, keys, shapes),
             blocks=tuple(name or ROOT for name in blocks.names),
             frozen=tensors.frozen,
+            parts=settled([*attention, *mixtures], uses, shapes),
+            adapters=find_adapters(model, uses),
+            unread=(*strange, *unknown),
         )
 
     def __len__(self) -> int:
@@ -93,6 +116,15 @@ class LayerStack:
         """How many numbers are trained."""
         return sum(layer.size for layer in self.layers)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the trainable tensors, by name."""
+        return {
+            name: shape
+            for layer in self.layers
+            for name, shape in zip(layer.parameters, layer.shapes, strict=False)
+        }
+
     def __str__(self) -> str:
         width = max(len("layer"), *(len(layer.name) for layer in self.layers))
         lines = [f"{'layer':<{width}}  depth  block  parameters"]
@@ -103,10 +135,21 @@ class LayerStack:
             )
         if self.frozen:
             lines.append(f"frozen: {len(self.frozen)} tensors")
+        for kind in PartKind:
+            counts = {part.group: part.count for part in self.parts if part.kind is kind}
+            told = ", ".join(f"{group} {count}" for group, count in list(counts.items())[:4])
+            more = f" and {len(counts) - 4} more" if len(counts) > 4 else ""
+            lines += [f"{kind.value}: {told}{more}"] if counts else []
+        for adapter in self.adapters:
+            lines.append(
+                f"adapter {adapter.name}: {adapter.kind}, config {adapter.config[:12]}, {len(adapter.tensors)} tensors"
+            )
         return "\n".join(lines)
 
 
-def _layers(tensors: Tensors, blocks: Blocks, keys: Keys) -> tuple[Layer, ...]:
+def _layers(
+    tensors: Tensors, blocks: Blocks, keys: Keys, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Layer, ...]:
     """Join tensors of equal key, and keys that share a tensor, into layers in order."""
     parent = {key: key for found in keys.values() for key in found}
 
@@ -143,6 +186,7 @@ def _layers(tensors: Tensors, blocks: Blocks, keys: Keys) -> tuple[Layer, ...]:
             size=sum(tensors.sizes[name] for name in names),
             spans=_runs(places),
             aliases=tuple(use for name in names for use in tensors.uses[name][1:]),
+            shapes=tuple(shapes[name] for name in names),
         )
         made.append(((places[0], min(rank(name) for name in names)), layer))
     made.sort(key=lambda item: item[0])

@@ -16,7 +16,7 @@ from lamina.errors import PlanError
 from lamina.plan import codec
 from lamina.plan.injection import PER_STEP, Injection
 from lamina.plan.rescale import effective_sigma, radius, rescale
-from lamina.plan.rules import Choose, FollowQuantile, Rule
+from lamina.plan.rules import Choose, FollowBudget, FollowQuantile, Rule
 from lamina.plan.slices import Range, Slice, by_place, joined
 from lamina.plan.step_checks import check_class, check_layer, check_plan
 from lamina.plan.table import summary, table
@@ -103,7 +103,8 @@ class StepPlan:
     exponential mechanism adds events to the schedule.
 
     Slices (plan/slices.py) narrow what a class moves within a layer: its gradient is 0 elsewhere before it is clipped,
-    and what no class reaches gets no noise. `injection` says where the noise enters.
+    and what no class reaches gets no noise. `injection` (plan/injection.py) says where the noise enters: once per step,
+    as above, or in parts of the same sum at the same price; or per contribution, raw, which is another claim.
 
     It holds only if C > 0 never meets S = 0 in a private class (refused here), if C, S, q, B, T do not depend
     on private data, and if every layer with S > 0 is noised at every step, whoever was sampled.
@@ -217,15 +218,36 @@ class StepPlan:
         return self.stretch(k, 0, self.steps, scale)
 
     def stretch(self, k: str | int, first: int, last: int, scale: float = 1.0) -> Schedule:
-        """The part of the schedule that the steps first … last-1 take: the steps, and the choices among them."""
+        """The part of the schedule that the steps first … last-1 take: the steps, and the choices among them.
+
+        Raw noise hides its own contribution alone, whoever was sampled: one unsampled event per occurrence.
+        """
         sigma, q = self.sigma(k, scale), self.classes[self.index(k)].sampling_rate
         if math.isinf(sigma):
             return ()
-        events = [Event(sigma=sigma, q=q, steps=last - first)]
+        sigma = sigma if self.scales else self.sigma(k)
+        if self.injection.raw:
+            events = [Event(sigma=sigma, q=1.0, steps=self.injection.events(first, last))]
+        else:
+            events = [Event(sigma=sigma, q=q, steps=last - first)]
         if (choose := self.rule(Choose)) is not None:
             calls = choose.calls(first, last)
             events.append(Event(sigma=choice_multiplier(choose.epsilon), q=q, steps=calls))
         return tuple(event for event in events if event.steps)
+
+    @property
+    def scales(self) -> bool:
+        """Whether a contribution with smaller thresholds has a smaller price of its own.
+
+        Not where sigma follows the budget: the filter proves a price for the class, and its contributions share it. Not
+        under the printed clamp, which bounds nobody.
+        """
+        return self.rule(FollowBudget) is None and self.clipping is not Clipping.ELEMENTWISE
+
+    @property
+    def adjacency(self) -> str:
+        """What ε compares, in words: a contribution there or not; of raw noise, its content or zero in its place."""
+        return "zero-out, no amplification" if self.injection.raw else "add/remove"
 
     def delta(self, k: str | int) -> float:
         """The δ at which ε of class k is stated."""
@@ -234,14 +256,23 @@ class StepPlan:
     def epsilon(
         self, k: str | int, adjacency: Adjacency | str = Adjacency.ADD_REMOVE, scale: float = 1.0
     ) -> float:
-        """ε of class k after all T steps, by the plan's accountant; 0 if it is public or reaches nothing."""
-        schedule = self.schedule(k, scale)
+        """ε of class k after all T steps, by the plan's accountant; 0 if it is public or reaches nothing.
+
+        Of raw noise it is zero-out (`adjacency`), and replace-one costs twice the distance of it, exactly.
+        """
+        schedule, relation = self.schedule(k, scale), check_adjacency(adjacency)
         if not schedule:
             return 0.0
-        return _priced(self.accountant, schedule, self.delta(k), check_adjacency(adjacency))
+        name = self.accountant
+        if self.injection.raw and relation is Adjacency.REPLACE_ONE:
+            name = "gaussian"  # nothing is sampled: exact, and every accountant's figure lies above it
+        return _priced(name, schedule, self.delta(k), relation)
 
     def rho(self, k: str | int, scale: float = 1.0) -> float:
-        """ρ of class k after all T steps without amplification: T/(2 sigma_k²), and the choices."""
+        """ρ of class k after all T steps without amplification: T/(2 sigma_k²), and the choices.
+
+        Of raw noise with a cap N on occurrences: N/(2 sigma_k²).
+        """
         return math.fsum(0.5 * event.steps * event.mu**2 for event in self.schedule(k, scale))
 
     def share(self, k: str | int) -> tuple[float, ...]:

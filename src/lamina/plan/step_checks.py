@@ -38,6 +38,8 @@ def check_class(entry: PlannedClass) -> None:
     who = f"class {entry.name!r}"
     if not entry.name or not entry.unit:
         raise PlanError(f"{who} has unit {entry.unit!r}", "give it a name and a unit")
+    if "@" in entry.name:
+        raise PlanError(f"{who} has '@' in its name", "'@' names a signed bound of a class: CLASS@BOUND")
     if not 0 < entry.sampling_rate <= 1:
         raise PlanError(
             f"{who} has sampling rate {entry.sampling_rate!r}, must be in (0, 1]", "it is batch / population"
@@ -92,6 +94,7 @@ def check_plan(plan: StepPlan) -> None:
             )
 
     _check_rules(plan)
+    _check_injection(plan)
     _check_slices(plan)
 
 
@@ -127,6 +130,24 @@ def _check_rules(plan: StepPlan) -> None:
             f"noise that follows the budget is priced by {plan.accountant!r}, which does not hold for it",
             f"use accountant {budget.accountant!r}",
         )
+
+
+def _check_injection(plan: StepPlan) -> None:
+    """Where the noise enters fits what else the plan does."""
+    form = plan.injection.form.value
+    if (plan.claimed or plan.clipping.value == "elementwise") and form != "per_step":
+        raise PlanError(
+            f"{form} noise under allocation {plan.allocation!r}, whose document adds it once per step",
+            "use injection per_step",
+        )
+    if plan.injection.raw and plan.rules:
+        raise PlanError(
+            f"{form} noise in a plan with the rule {type(plan.rules[0]).__name__}: its size tells who was sampled, and "
+            "a rule is priced, or reads the noise, as if it did not",
+            "use per_step, per_microbatch or per_sample; or an allocation without rules",
+        )
+    if plan.injection.raw and order_of(plan.accountant) is not None:
+        raise PlanError(f"{form} noise is priced by {plan.accountant!r}", "use pld, zcdp or gaussian")
 
 
 def _check_slices(plan: StepPlan) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lamina.plan.injection import PER_STEP
 from lamina.plan.rules import to_plain
+from lamina.plan.slices import Range
 
 if TYPE_CHECKING:
     from lamina.plan.step import StepPlan
@@ -32,7 +35,9 @@ def summary(plan: StepPlan) -> dict[str, Any]:
                 "sampling_rate": entry.sampling_rate,
                 "steps": plan.steps,
                 "unit": entry.unit,
+                "adjacency": plan.adjacency,
                 "public": entry.public,
+                "profile": entry.profile,
                 **({"claimed": _finite(plan.claimed[k])} if plan.claimed else {}),
             }
             for k, entry in enumerate(plan.classes)
@@ -54,6 +59,17 @@ def summary(plan: StepPlan) -> dict[str, Any]:
         "accountant": plan.accountant,
         "allocation": plan.allocation,
         "rules": [to_plain(rule) for rule in plan.rules],
+        "injection": plan.injection.to_plain(),
+        "slices": [
+            {
+                "class": part.cls,
+                "tensor": part.tensor,
+                "axis": part.axis,
+                "length": part.length,
+                "ranges": [list(places) for places in part.ranges],
+            }
+            for part in plan.slices
+        ],
         "digest": plan.digest().hex(),
     }
 
@@ -64,17 +80,23 @@ def table(plan: StepPlan) -> str:
     head = (
         f"{len(plan.layers)} layers, {size:,} parameters; {plan.allocation} allocation, "
         f"{plan.clipping.value} clipping; {plan.steps:,} steps of {_batch(plan)}; "
-        f"accountant {plan.accountant}"
+        f"accountant {plan.accountant}{_entering(plan)}"
     )
     layers = [["layer", "depth", "parameters", "noise S", *(f"C {c.name}" for c in plan.classes), "share"]]
     for i, (layer, share) in enumerate(zip(plan.layers, shares(plan), strict=True)):
-        clips = [_threshold(plan.clip[k][i]) for k in range(len(plan.classes))]
+        clips = [threshold(plan, k, i) for k in range(len(plan.classes))]
         noise = f"{plan.noise[i]:.4g}" if plan.noise[i] else "none"
         layers.append(
             [layer.name, f"{layer.depth:.2f}", f"{layer.size:,}", noise, *clips, f"{100 * share:.1f} %"]
         )
     classes = [["class", "reaches", "population", "rate q", "sigma", "ε", "δ", "unit"]]
     notes = []
+    if plan.injection.raw:
+        count = plan.injection.events(0, plan.steps)
+        notes.append(
+            f"note: ε is {plan.adjacency}: what {count:,} occurrences of a contribution cost, covered by its own noise "
+            "alone"
+        )
     for k, entry in enumerate(plan.classes):
         population = "-" if entry.population is None else f"{entry.population:,}"
         row = [entry.name, entry.profile, population, f"{entry.sampling_rate:.4g}"]
@@ -98,7 +120,29 @@ def table(plan: StepPlan) -> str:
             )
         if entry.population is not None and entry.delta * entry.population >= 1:
             notes.append(f"note: δ of class {entry.name} is not below 1/population")
-    return "\n".join([head, "", *_aligned(layers, left=1), "", *_aligned(classes, left=2), *notes])
+    parts = ["", *slice_lines(plan)] if plan.slices else []
+    return "\n".join([head, "", *_aligned(layers, left=1), "", *_aligned(classes, left=2), *notes, *parts])
+
+
+def slice_lines(plan: StepPlan) -> list[str]:
+    """What classes reach of tensors that they do not reach whole; modules that differ only by numbers in one line."""
+    found: dict[tuple[object, ...], dict[str, list[str]]] = {}
+    for part in plan.slices:
+        owner, _, name = part.tensor.rpartition(".")
+        alike = (part.cls, re.sub(r"[0-9]+", "#", owner), part.axis, part.length, part.ranges)
+        found.setdefault(alike, {}).setdefault(owner, []).append(name)
+    rows = [["* reached in part by", "tensor", "places", "of", ""]]
+    for (cls, _, axis, length, ranges), owners in found.items():
+        owner, names = next(iter(owners.items()))
+        told = places(axis, ranges) if ranges else "none"  # type: ignore[arg-type]
+        more = f"and {len(owners) - 1} like it" if len(owners) > 1 else ""
+        rows.append([str(cls), f"{owner}.{', '.join(names)}".lstrip("."), told, str(length), more])
+    return _aligned(rows, left=3)
+
+
+def places(axis: int, ranges: Sequence[Range]) -> str:
+    """Places along an axis as an index would have them: '[:, 0:8, 16:24]'."""
+    return "[" + ":, " * axis + ", ".join(f"{first}:{stop}" for first, stop in ranges) + "]"
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
@@ -120,6 +164,17 @@ def _batch(plan: StepPlan) -> str:
     if math.isnan(expected) or math.isclose(expected, plan.batch, rel_tol=1e-9):
         return f"expected batch {plan.batch:g}"
     return f"expected batch {expected:g}, its sum divided by {plan.batch:g}"
+
+
+def _entering(plan: StepPlan) -> str:
+    return "" if plan.injection == PER_STEP else f"; noise {plan.injection}"
+
+
+def threshold(plan: StepPlan, k: int, layer: int) -> str:
+    """C of a class at a layer for a table; with a star where it reaches the layer in part."""
+    c = plan.clip[k][layer]
+    star = "*" if c > 0 and any(plan.slice(k, name) for name in plan.layers[layer].parameters) else ""
+    return f"{_threshold(c)}{star}"
 
 
 def _threshold(c: float) -> str:

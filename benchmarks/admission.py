@@ -1,0 +1,195 @@
+"""What admission costs: contributions per second in one and two processes, a cached check, memory of a million.
+
+    python benchmarks/admission.py [--contributions 20000] [--million 1000000] [--rounds 3] [--folder] [--json]
+
+Contributions are signed by one key and made beforehand; making them is not counted. `review` is the whole gate: strict
+parsing, signature, claims, policy, payload, replays. `folder` is the same from disk, in the page cache. `recheck` is
+`Admission.recheck` within an epoch over all rows, `cached check` is `Gate.check` of one contribution after the other.
+`peak` is the largest resident set of a process of its own that imports torch, admits `--million` contributions from a
+generator, rechecks them and tells how many there are; `rows` is what the admission holds. Rates are per second of the
+clock and the best of the rounds, which is the figure to read on a busy machine; memory is in MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lamina.admit.attestation import Attestation, attest, to_be_signed, token_id
+from lamina.admit.descriptor import Descriptor
+from lamina.admit.gate import Gate
+from lamina.admit.key import PrivateKey
+from lamina.admit.keyring import KeyRing
+from lamina.admit.source import Contribution
+from lamina.admit.terms import Terms
+from lamina.plan.policy import Policy
+
+NOW = 1_800_000_000
+
+
+class Mint:
+    """Signs many contributions that differ in nonce, payload and id, from one template."""
+
+    def __init__(self) -> None:
+        self.key, self.keys = PrivateKey.generate(), KeyRing()
+        self.keys.add(self.key.public, label="mint")
+        classes = {"clinical": {"population": 10**7, "epsilon": 1.0, "profile": {"top": 0.25}}}
+        corpus = {"origin": "example.org/benchmark", "delta": 1e-8}
+        self.policy = Policy.from_dict({"corpus": corpus, "class": classes})
+        terms = Terms.make(self.policy, "clinical", not_before=NOW - 60, expires=NOW + 10**7)
+        self._nonce, self._commitment = os.urandom(16), os.urandom(32)
+        made = terms.descriptor(
+            contributor=self.key.public.id, nonce=self._nonce, commitment=self._commitment, items=1
+        )
+        signed = attest(made, self.key, issued_at=NOW)
+        self._descriptor, self._attestation = made.encode(), signed
+        self._protected = Attestation.decode(signed).protected
+
+    def one(self, number: int) -> Contribution:
+        nonce, payload = os.urandom(16), b"the record of patient %d" % number
+        commitment = hashlib.sha256(nonce + payload).digest()
+        descriptor = self._descriptor.replace(self._nonce, nonce).replace(self._commitment, commitment)
+        digest = hashlib.sha256(descriptor).digest()
+        old = hashlib.sha256(self._descriptor).hexdigest().encode()
+        protected = self._protected.replace(token_id(self._nonce), token_id(nonce))
+        protected = protected.replace(old, digest.hex().encode())
+        signature = self.key.sign(to_be_signed(protected, digest))
+        attestation = self._attestation.replace(self._protected, protected)[:-64] + signature
+        return Contribution(f"patient-{number:09d}", descriptor, attestation, payload)
+
+    def many(self, count: int) -> Iterator[Contribution]:
+        return map(self.one, range(count))
+
+    def gate(self, processes: int = 1) -> Gate:
+        return Gate(self.policy, self.keys, clock=lambda: NOW, processes=processes)
+
+
+def best(rounds: int, count: int, work: Callable[[], Any]) -> float:
+    """Contributions per second in the fastest round."""
+    taken = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return round(count / min(taken))
+
+
+def rates(mint: Mint, count: int, rounds: int) -> dict[str, Any]:
+    offered = list(mint.many(count))
+    assert Descriptor.decode(offered[0].descriptor or b"").items == 1
+    result: dict[str, Any] = {"contributions": count}
+    for processes in (1, 2):
+        gate = mint.gate(processes)
+        admission = gate.review(offered)
+        assert len(admission) == count and not admission.refused
+        result[f"review, {processes} process{'es' if processes > 1 else ''}"] = best(
+            rounds,
+            count,
+            lambda gate=gate: gate.review(offered),  # type: ignore[misc]
+        )
+    result["recheck"] = best(10 * rounds, count, admission.recheck)
+    few = offered[:10_000]
+    for given in few:
+        assert gate.check(given) is None
+    check = gate.check
+    result["cached check"] = best(3 * rounds, len(few), lambda: [check(given) for given in few])
+    return result
+
+
+def from_folder(mint: Mint, count: int, rounds: int) -> dict[str, Any]:
+    result = {}
+    with tempfile.TemporaryDirectory() as name:
+        for given in mint.many(count):
+            place = Path(name) / given.id
+            place.mkdir()
+            (place / "descriptor.cbor").write_bytes(given.descriptor or b"")
+            (place / "attestation.cose").write_bytes(given.attestation or b"")
+            assert isinstance(given.payload, bytes)
+            (place / "payload.bin").write_bytes(given.payload)
+        for processes in (1, 2):
+            gate = mint.gate(processes)
+            assert len(gate.review(name)) == count
+            result[f"folder, {processes} process{'es' if processes > 1 else ''}"] = best(
+                rounds,
+                count,
+                lambda gate=gate: gate.review(name),  # type: ignore[misc]
+            )
+    return result
+
+
+def peak(count: int, processes: int) -> dict[str, Any]:
+    """In a process of its own."""
+    import torch
+
+    def resident(whose: int = resource.RUSAGE_SELF) -> float:
+        return round(resource.getrusage(whose).ru_maxrss / 1e3, 1)  # kilobytes on Linux
+
+    mint, before = Mint(), resident()
+    assert torch.get_num_threads() > 0
+    start = time.perf_counter()
+    admission = mint.gate(processes).review(mint.many(count))
+    seconds = time.perf_counter() - start
+    assert len(admission) == count
+    start = time.perf_counter()
+    assert len(admission.recheck()) == 0
+    rechecked = time.perf_counter() - start
+    assert len(admission.bounds) == 1
+    return {
+        "contributions": count,
+        "imported": before,
+        "peak": resident(),
+        "peak of a worker": resident(resource.RUSAGE_CHILDREN),
+        "rows": round(admission.nbytes / 1e6, 1),
+        "seconds, signing included": round(seconds, 1),
+        "recheck": round(count / rechecked),
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    mint = Mint()
+    result: dict[str, Any] = {"rates": rates(mint, options.contributions, options.rounds)}
+    if options.folder:
+        result["rates"] |= from_folder(mint, options.contributions // 4, options.rounds)
+    if options.million:
+        command = [sys.executable, __file__, "--peak", "--million", str(options.million)]
+        command += ["--processes", str(options.processes)]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        result["memory"] = json.loads(told)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Rates and memory of admission.")
+    parser.add_argument("--contributions", type=int, default=20_000)
+    parser.add_argument("--million", type=int, default=1_000_000, help="for the memory; 0 leaves it out")
+    parser.add_argument("--processes", type=int, default=1, help="of the memory run")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", action="store_true", help="also from disk")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peak:
+        json.dump(peak(options.million, options.processes), sys.stdout)
+        return
+    result = measure(options)
+    if options.json:
+        json.dump(result, sys.stdout, indent=2)
+        return
+    for part, figures in result.items():
+        print(part)
+        for name, figure in figures.items():
+            print(f"  {name:28} {figure:>14,}")
+
+
+if __name__ == "__main__":
+    main()

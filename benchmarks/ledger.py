@@ -1,0 +1,252 @@
+"""What a ledger costs: appends, proofs, replay, memory, disk, and what pruning gives back.
+
+    python benchmarks/ledger.py [--leaves 1000000] [--batch 1000] [--postgres URL | --no-postgres] [--out FILE]
+
+Stores take turns, block by block, in one run, with two floors beside them: `disk` appends the same bytes to a file and
+syncs after each batch, `rows` inserts the same leaves into a bare SQLite table with the same durability. A rate counts
+the time inside `append`; `with_making` counts making the records as well. Without a URL the server of the tests is
+started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import apsw
+
+from lamina.admit.key import PrivateKey
+from lamina.ledger.frontier import Frontier
+from lamina.ledger.hashing import leaf_hashes
+from lamina.ledger.leaf import decode, encode
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.records import Admitted, Floors, Header, Key, Preset, Record, Role, Terms
+from lamina.ledger.retention import Retention
+
+ORIGIN = "benchmark.example/ledger"
+START = 1_800_000_000
+TERMS = Terms("clinical", "ecg", 1_000_000, 4_310_000, "top 0.25")
+BLOCK = 10  # batches of one store before the next has its turn
+
+
+class Appender:
+    """One store: seconds, records, and the rate over the last tenth."""
+
+    def __init__(self, name: str, append: Callable[[list[Record]], object]) -> None:
+        self.name, self._append = name, append
+        self.seconds, self.making, self.records = 0.0, 0.0, 0
+        self.recent: list[tuple[int, float]] = []
+
+    def block(self, batch: int) -> None:
+        began = time.perf_counter()
+        batches = [made(batch) for _ in range(BLOCK)]
+        ready = time.perf_counter()
+        for records in batches:
+            self._append(records)
+        ended = time.perf_counter()
+        self.making += ready - began
+        self.seconds += ended - ready
+        self.records += batch * BLOCK
+        self.recent.append((batch * BLOCK, ended - ready))
+
+    def figures(self) -> dict[str, float]:
+        last = self.recent[-max(1, len(self.recent) // 10) :]
+        best = max(records / seconds for records, seconds in self.recent)
+        return {
+            "per_second": self.records / self.seconds,
+            "per_second_last_tenth": sum(n for n, _ in last) / sum(s for _, s in last),
+            "per_second_best_block": best,
+            "with_making": self.records / (self.seconds + self.making),
+        }
+
+
+def made(count: int) -> list[Record]:
+    found: list[Record] = []
+    for _ in range(count):
+        some = os.urandom(96)
+        found.append(
+            Admitted(
+                descriptor=some[:32],
+                attestation=some[32:64],
+                key=some[64:],
+                not_before=START - 1,
+                expires=START + 10,
+                terms=TERMS,
+            )
+        )
+    return found
+
+
+def header(key: PrivateKey) -> Header:
+    return Header(
+        origin=ORIGIN,
+        accountant="pld",
+        version="benchmark",
+        delta=1e-5,
+        floors=Floors(),
+        presets=(
+            Preset(cls="clinical", clip_norm=1_000_000, noise_multiplier=1_000_000, profile="top 0.25"),
+        ),
+        policy=bytes(32),
+        retention=100,
+        keys=(Key(name=ORIGIN, x=key.public.x, role=Role.LEDGER),),
+    )
+
+
+def disk_floor(path: Path) -> Callable[[list[Record]], object]:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+
+    def append(records: list[Record]) -> None:
+        os.write(file, b"".join(encode(record, 70_000, START, 1) for record in records))
+        os.fsync(file)
+
+    return append
+
+
+def rows_floor(path: Path) -> Callable[[list[Record]], object]:
+    db = apsw.Connection(str(path))
+    db.pragma("journal_mode", "wal")
+    db.pragma("synchronous", "FULL")
+    db.execute("CREATE TABLE leaf (seq INTEGER PRIMARY KEY, kind INTEGER, data BLOB)")
+    at = 0
+
+    def append(records: list[Record]) -> None:
+        nonlocal at
+        with db:
+            rows = [(at + n, 2, encode(record, at + n, START, 1)) for n, record in enumerate(records)]
+            db.executemany("INSERT INTO leaf VALUES (?, ?, ?)", rows)
+        at += len(records)
+
+    return append
+
+
+def reading(ledger: Ledger) -> dict[str, float]:
+    """Proofs from cold and from warm tiles, and a replay without signatures."""
+    size, coin = ledger.size, random.Random(1)
+    places = [coin.randrange(size) for _ in range(300)]
+    found: dict[str, float] = {}
+    for name in ("prove_cold_ms", "prove_warm_ms"):
+        began = time.perf_counter()
+        for seq in places:
+            ledger.prove(seq, size)
+        found[name] = (time.perf_counter() - began) / len(places) * 1e3
+    began = time.perf_counter()
+    for seq in places:
+        ledger.consistent(seq, size)
+    found["consistency_ms"] = (time.perf_counter() - began) / len(places) * 1e3
+    found["proof_hashes"] = len(ledger.prove(places[0], size))
+    began, frontier, part = time.perf_counter(), Frontier(), []
+    for _, data in ledger.raws():
+        decode(data)
+        part.append(data)
+        if len(part) == 4096:
+            frontier.extend(leaf_hashes(part))
+            part.clear()
+    frontier.extend(leaf_hashes(part))
+    found["replay_per_second"] = size / (time.perf_counter() - began)
+    assert frontier.root() == ledger.root
+    return found
+
+
+def pruning(ledger: Ledger, clock: list[float]) -> dict[str, float]:
+    clock[0] += 10_000
+    retention = Retention(ledger)
+    began = time.perf_counter()
+    aggregate = retention.propose()
+    assert aggregate is not None
+    proposed = time.perf_counter()
+    retention.prune(aggregate)
+    pruned = time.perf_counter()
+    ledger.store.compact()
+    return {
+        "propose_seconds": proposed - began,
+        "prune_seconds": pruned - proposed,
+        "mb_after": ledger.store.size_on_disk() / 1e6,
+    }
+
+
+@contextmanager
+def server(url: str | None, wanted: bool) -> Iterator[str | None]:
+    if url is not None or not wanted:
+        yield url
+        return
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ledger"))
+    postgres = importlib.import_module("postgres")
+    bin = postgres.binaries()
+    if bin is None:
+        yield None
+        return
+    started = postgres.Server(bin, on_disk=True)
+    started.start()
+    try:
+        yield started.url(f"bench_{os.getpid()}")
+    finally:
+        started.stop("immediate")
+        started.remove()
+
+
+def measure(leaves: int, batch: int, url: str | None, folder: Path) -> dict[str, Any]:
+    key, clock = PrivateKey.generate(), [float(START)]
+    ledgers = {"sqlite": Ledger.create(str(folder / "ledger.db"), header(key), key, clock=lambda: clock[0])}
+    if url is not None:
+        ledgers["postgres"] = Ledger.create(url, header(key), key, clock=lambda: clock[0])
+    turns = [Appender(name, ledger.append) for name, ledger in ledgers.items()]
+    turns += [Appender("rows", rows_floor(folder / "rows.db")), Appender("disk", disk_floor(folder / "disk"))]
+    memory: dict[int, float] = {}
+    sizes: dict[int, dict[str, float]] = {}
+    marks = [10**n for n in range(3, 9)]
+    while turns[0].records < leaves:
+        for each in turns:
+            each.block(batch)
+        if marks and turns[0].records >= marks[0]:
+            mark = marks.pop(0)
+            memory[mark] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            sizes[mark] = {name: ledger.store.size_on_disk() / 1e6 for name, ledger in ledgers.items()}
+            shown = ", ".join(f"{each.name} {each.records / each.seconds:,.0f}/s" for each in turns)
+            print(f"{turns[0].records:>10,}: {shown}; {memory[mark]:.0f} MB", file=sys.stderr)
+    result: dict[str, Any] = {
+        "leaves": leaves,
+        "batch": batch,
+        "append": {each.name: each.figures() for each in turns},
+        "peak_memory_mb": memory,
+        "size_mb": sizes,
+    }
+    gc.collect()
+    for name, ledger in ledgers.items():
+        began = time.perf_counter()
+        ledger.checkpoint()
+        result[name] = {"checkpoint_ms": (time.perf_counter() - began) * 1e3, **reading(ledger)}
+        result[name] |= pruning(ledger, clock)
+        ledger.close()
+    return result
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    options.add_argument("--leaves", type=int, default=1_000_000)
+    options.add_argument("--batch", type=int, default=1000)
+    options.add_argument("--postgres", default=None)
+    options.add_argument("--no-postgres", action="store_true")
+    options.add_argument("--out", type=Path, default=None)
+    given = options.parse_args()
+    with tempfile.TemporaryDirectory() as folder, server(given.postgres, not given.no_postgres) as url:
+        text = json.dumps(measure(given.leaves, given.batch, url, Path(folder)), indent=2)
+    print(text)
+    if given.out is not None:
+        given.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Whose signatures count, in which role, and from when to when."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lamina import cbor
+from lamina.admit import files
+from lamina.admit.key import ALGORITHMS, PublicKey
+from lamina.admit.key_entry import ROLES, KeyEntry, Standing
+from lamina.admit.times import instant, shown
+from lamina.errors import AdmissionError, BadKey, LaminaError
+
+__all__ = ["ROLES", "KeyEntry", "KeyRing", "Standing"]
+
+SCHEMA = 1
+
+_FIELDS = {"id", "x", "label", "role", "valid_from", "algorithms"}
+_OPTIONAL = {"retired_from", "revoked_from", "replaced_by"}
+
+
+class KeyRing:
+    """The public keys that a verifier trusts, by id. On disk: readable JSON, beside what it is used to verify.
+
+    Entries are added, rotated and revoked, never taken out: what was signed must stay attributable. `version` is a
+    digest of the content; whoever caches a verification keys it by that.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[bytes, KeyEntry] = {}
+        self._version: bytes | None = None
+
+    # ----------------------------------------------------------------------------------- questions
+
+    @property
+    def entries(self) -> tuple[KeyEntry, ...]:
+        """In the order in which they were added."""
+        return tuple(self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[KeyEntry]:
+        return iter(self._entries.values())
+
+    def get(self, kid: bytes) -> KeyEntry | None:
+        """The entry of this id."""
+        return self._entries.get(kid)
+
+    def usable(self, kid: bytes, at: int, issued_at: int | None = None) -> bool:
+        """Whether the ring knows the key and it may be relied on: see KeyEntry.standing."""
+        entry = self._entries.get(kid)
+        return entry is not None and entry.standing(at, issued_at) is Standing.USABLE
+
+    def find(self, name: str) -> KeyEntry:
+        """By the beginning of an id (4 digits at least), or by label."""
+        found = [each for each in self if each.label == name]
+        if not found and len(name) >= 4:
+            found = [each for each in self if each.key.name.startswith(name.lower())]
+        if len(found) != 1:
+            known = "several keys" if found else "no key"
+            raise BadKey(f"the key ring has {known} {name!r}", "lamina keys list shows ids and labels")
+        return found[0]
+
+    @property
+    def version(self) -> bytes:
+        """SHA-256 of the content: it changes with every key event, and not otherwise."""
+        if self._version is None:
+            rows = [_row(self._entries[kid]) for kid in sorted(self._entries)]
+            self._version = hashlib.sha256(cbor.encode(rows, max_size=files.MAX_FILE)).digest()
+        return self._version
+
+    # ----------------------------------------------------------------------------------- key events
+
+    def add(
+        self,
+        key: PublicKey,
+        *,
+        label: str,
+        role: str = "contributor",
+        valid_from: int = 0,
+        algorithms: tuple[int, ...] = ALGORITHMS,
+    ) -> KeyEntry:
+        """Trust a key. One key has one role: a signature made for one purpose must be worth nothing for another."""
+        entry = KeyEntry(key=key, label=label, role=role, valid_from=valid_from, algorithms=tuple(algorithms))
+        self._put_new(entry)
+        return entry
+
+    def rotate(self, old: bytes, new: PublicKey, *, at: int, label: str | None = None) -> KeyEntry:
+        """`new` takes over from `old` at the instant `at`; what `old` signed before stays good."""
+        entry = self._known(old)
+        if entry.revoked_from is not None or entry.retired_from is not None:
+            state = "revoked" if entry.revoked_from is not None else "replaced"
+            raise BadKey(f"key {entry.label!r} was {state} already", "add the new key as one of its own")
+        if at <= entry.valid_from:
+            raise BadKey(
+                f"key {entry.label!r} is valid from {shown(entry.valid_from)}, it cannot retire at {shown(at)}",
+                "give a later instant",
+            )
+        added = KeyEntry(
+            key=new, label=label or entry.label, role=entry.role, valid_from=at, algorithms=entry.algorithms
+        )
+        retired = replace(entry, retired_from=at, replaced_by=new.id)
+        self._put_new(added)
+        self._entries[old] = retired
+        return added
+
+    def revoke(self, kid: bytes, *, at: int) -> KeyEntry:
+        """From `at` on nothing that the key signed counts. A revocation can be moved to earlier, never to later."""
+        entry = self._known(kid)
+        if entry.revoked_from is not None and at > entry.revoked_from:
+            raise BadKey(
+                f"key {entry.label!r} is revoked from {shown(entry.revoked_from)}, {shown(at)} would be later",
+                "a revocation is not undone: add a new key",
+            )
+        self._entries[kid] = revoked = replace(entry, revoked_from=at)
+        self._version = None
+        return revoked
+
+    def _known(self, kid: bytes) -> KeyEntry:
+        if (entry := self._entries.get(kid)) is None:
+            raise BadKey(f"the key ring has no key {kid.hex()}", "lamina keys list shows ids and labels")
+        return entry
+
+    def _put_new(self, entry: KeyEntry) -> None:
+        if (known := self._entries.get(entry.id)) is not None:
+            raise BadKey(
+                f"the key ring has {entry.key.name} already, as {known.label!r} in role {known.role!r}",
+                "use another key for another role; rotate or revoke this one",
+            )
+        self._entries[entry.id] = entry
+        self._version = None
+
+    # ----------------------------------------------------------------------------------- on disk
+
+    @classmethod
+    def load(cls, path: str | Path) -> KeyRing:
+        """Read a ring. Anything that is not what `save` writes is refused."""
+        data = files.read_small(Path(path), "the key ring")
+        try:
+            content = json.loads(data, object_pairs_hook=_no_duplicates)
+            if not isinstance(content, dict) or content.keys() != {"schema", "keys"}:
+                raise BadKey("it must have the fields schema and keys, and no others")
+            if type(content["schema"]) is not int or content["schema"] != SCHEMA:
+                raise BadKey(f"its schema is {content['schema']!r}, this program reads {SCHEMA}")
+            if not isinstance(content["keys"], list):
+                raise BadKey("keys must be a list")
+            ring = cls()
+            for number, row in enumerate(content["keys"]):
+                ring._put_new(_entry(row, number))
+        except (ValueError, RecursionError):  # JSON, UTF-8
+            raise BadKey(f"the key ring '{path}' is not JSON", "restore it from a copy") from None
+        except LaminaError as error:
+            raise BadKey(
+                f"the key ring '{path}' is not valid: {error.problem}", "restore it from a copy"
+            ) from None
+        return ring
+
+    def save(self, path: str | Path) -> None:
+        """Write it, whole or not at all."""
+        rows = [_row(entry) for entry in self]
+        text = json.dumps({"schema": SCHEMA, "keys": rows}, indent=2, ensure_ascii=False)
+        files.replace(Path(path), (text + "\n").encode("utf-8"), "the key ring", mode=0o644)
+
+    @classmethod
+    @contextmanager
+    def editing(cls, path: str | Path, *, create: bool = False) -> Iterator[KeyRing]:
+        """The ring, to be changed and saved when the block ends without an error; one editor at a time."""
+        path = Path(path)
+        with files.locked(path.parent):
+            ring = cls() if create and not path.exists() else cls.load(path)
+            yield ring
+            ring.save(path)
+
+    def __repr__(self) -> str:
+        return f"KeyRing({len(self)} keys, version {self.version.hex()[:16]})"
+
+
+def _row(entry: KeyEntry) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "id": entry.key.name,
+        "x": entry.key.x.hex(),
+        "label": entry.label,
+        "role": entry.role,
+        "algorithms": list(entry.algorithms),
+        "valid_from": shown(entry.valid_from),
+    }
+    if entry.retired_from is not None:
+        row["retired_from"] = shown(entry.retired_from)
+    if entry.replaced_by is not None:
+        row["replaced_by"] = entry.replaced_by.hex()
+    if entry.revoked_from is not None:
+        row["revoked_from"] = shown(entry.revoked_from)
+    return row
+
+
+def _entry(row: Any, number: int) -> KeyEntry:
+    if not isinstance(row, dict) or not row.keys() >= _FIELDS or not row.keys() <= _FIELDS | _OPTIONAL:
+        raise BadKey(f"entry {number} must have {', '.join(sorted(_FIELDS))}, and nothing unknown")
+    if not isinstance(row["algorithms"], list) or any(type(each) is not int for each in row["algorithms"]):
+        raise BadKey(f"algorithms of entry {number} must be a list of numbers")
+    texts = {name: value for name, value in row.items() if name != "algorithms"}
+    if wrong := next((name for name, value in texts.items() if not isinstance(value, str)), None):
+        raise BadKey(f"{wrong} of entry {number} must be text")
+    entry = KeyEntry(
+        key=PublicKey(_hex(row["x"], "x", number)),
+        label=row["label"],
+        role=row["role"],
+        valid_from=instant(row["valid_from"]),
+        revoked_from=instant(row["revoked_from"]) if "revoked_from" in row else None,
+        replaced_by=_hex(row["replaced_by"], "replaced_by", number) if "replaced_by" in row else None,
+        retired_from=instant(row["retired_from"]) if "retired_from" in row else None,
+        algorithms=tuple(row["algorithms"]),
+    )
+    if entry.key.name != row["id"]:
+        raise BadKey(f"entry {number} says id {row['id']!r}, the thumbprint of its key is {entry.key.name}")
+    return entry
+
+
+def _hex(text: str, field: str, number: int) -> bytes:
+    try:
+        value = bytes.fromhex(text)
+    except ValueError:
+        value = b""
+    if value.hex() != text or len(value) != 32:
+        raise BadKey(f"{field} of entry {number} must be 64 hexadecimal digits")
+    return value
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise AdmissionError("a field is there twice")
+    return result

@@ -1,0 +1,162 @@
+"""Where contributions come from: any iterable of `Contribution`, or a folder with one folder for each."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from lamina.admit.attestation import MAX_ATTESTATION
+from lamina.admit.descriptor import MAX_DESCRIPTOR
+from lamina.admit.packed import Packed
+from lamina.admit.reason import Reason
+from lamina.admit.refusal import Refused, plain
+from lamina.errors import AdmissionError
+
+DESCRIPTOR, ATTESTATION, PAYLOAD = "descriptor.cbor", "attestation.cose", "payload"
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What somebody offers. Nothing about it is believed yet.
+
+    A payload is its bytes, or the path of a file. `trouble` is what kept the source from reading it.
+    """
+
+    id: str
+    descriptor: bytes | None = field(default=None, repr=False)
+    attestation: bytes | None = field(default=None, repr=False)
+    payload: bytes | Path | None = field(default=None, repr=False)
+    trouble: tuple[Reason, str] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str):
+            raise AdmissionError(f"the id of a contribution is a {type(self.id).__name__}", "give text")
+        for name, kinds in _KINDS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                raise AdmissionError(
+                    f"the {name} of contribution {plain(self.id)!r} is a {type(value).__name__}", "give bytes"
+                )
+
+
+_KINDS = (("descriptor", bytes), ("attestation", bytes), ("payload", (bytes, Path)))
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Contributions that can be named first and fetched later, by any process and as often as asked."""
+
+    def names(self) -> Packed:
+        """All ids, in their order; UTF-8, with surrogates for what is none."""
+        ...
+
+    def get(self, id: str) -> Contribution:
+        """One of them. What cannot be read is told in `trouble`."""
+        ...
+
+
+class FolderContributions:
+    """ID/descriptor.cbor, ID/attestation.cose, ID/payload.* for each contribution, in the order of the ids.
+
+    Links are not followed, devices and pipes not opened. Plain files beside the folders and hidden names are nobody's.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._listed()
+
+    def names(self) -> Packed:
+        """The ids that are there now."""
+        return Packed(name.encode("utf-8", "surrogateescape") for name in sorted(self._listed()))
+
+    def _listed(self) -> list[str]:
+        try:
+            with os.scandir(self.path) as entries:
+                return [
+                    entry.name
+                    for entry in entries
+                    if not entry.name.startswith(".") and not entry.is_file(follow_symlinks=False)
+                ]
+        except OSError as error:
+            raise AdmissionError(
+                f"the contributions in '{self.path}' cannot be listed: {error.strerror}",
+                "give the folder that holds one folder for each contribution",
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self._listed())
+
+    def __iter__(self) -> Iterator[Contribution]:
+        names = self.names()
+        return (self.get(names[row].decode("utf-8", "surrogateescape")) for row in range(len(names)))
+
+    def get(self, id: str) -> Contribution:
+        """What the folder `id` holds."""
+        try:
+            if id in ("", ".", "..") or "/" in id or "\0" in id:
+                raise Refused(Reason.BAD_ID, "not the name of a folder")
+            payload = None
+            for name in _names_in(self.path / id):
+                if name.split(".", 1)[0] == PAYLOAD:
+                    if payload is not None:
+                        raise Refused(Reason.UNREADABLE, f"several payloads: {payload.name}, {name}")
+                    payload = self.path / id / name
+            return Contribution(
+                id,
+                _small(self.path / id / DESCRIPTOR, MAX_DESCRIPTOR),
+                _small(self.path / id / ATTESTATION, MAX_ATTESTATION),
+                payload,
+            )
+        except Refused as refused:
+            return Contribution(id, trouble=(refused.reason, refused.detail))
+
+    def __repr__(self) -> str:
+        return f"FolderContributions({str(self.path)!r})"
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            raise Refused(Reason.UNREADABLE, "not a folder of its own")
+        return sorted(os.listdir(folder))
+    except (OSError, ValueError) as error:
+        raise Refused(Reason.UNREADABLE, _why(error)) from None
+
+
+def _small(path: Path, most: int) -> bytes | None:
+    """The bytes of a small file, one more than `most` if it is larger; None if it is not there."""
+    try:
+        file = open_plain(path)
+    except FileNotFoundError:
+        return None
+    try:
+        return os.read(file, most + 1)
+    except OSError as error:
+        raise Refused(Reason.UNREADABLE, f"{path.name}: {_why(error)}") from None
+    finally:
+        os.close(file)
+
+
+def open_plain(path: Path) -> int:
+    """Open a plain file for reading, and nothing else: not what a link points to, not a pipe that never ends."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise Refused(Reason.UNREADABLE, f"{plain(path.name)}: {_why(error)}") from None
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise Refused(Reason.UNREADABLE, f"{plain(path.name)}: not a plain file")
+    return file
+
+
+def _why(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError):
+        return "a link" if error.errno == errno.ELOOP else error.strerror or type(error).__name__
+    return "its name cannot be opened"

@@ -1,0 +1,261 @@
+"""Several processes: the same answer as one, and no hanging when one of them dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.admit import pool
+from lamina.admit.key import PrivateKey
+from lamina.admit.packed import Packed
+from lamina.admit.reason import Reason
+from lamina.admit.rows import PACK
+from lamina.admit.source import Contribution, FolderContributions
+from lamina.errors import AdmissionError
+
+
+def mixed(desk: Any) -> list[Contribution]:
+    """Good ones, bad ones, and some that exclude each other across the parts."""
+    stranger = PrivateKey.generate()
+    offered = []
+    for i in range(60):
+        good = desk.offer(f"{i:03d}", "standard" if i % 3 else "clinical", tag=f"{i % 50:064x}")
+        offered.append(good)
+        if i % 7 == 0:
+            offered.append(replace(good, id=f"{i:03d} copy"))
+        if i % 9 == 0:
+            offered.append(replace(good, id=f"{i:03d} damaged", payload=b"x" * i))
+        if i % 11 == 0:
+            offered.append(desk.offer(f"{i:03d} stranger", key=stranger))
+        if i % 13 == 0:
+            offered.append(replace(good, id=f"{i:03d} \x1b\ud800", attestation=None))
+    return offered
+
+
+def told(admission: Any) -> Any:
+    return admission.to_dict(), list(admission.ids), admission.columns.tobytes()
+
+
+@pytest.mark.parametrize("part", [1, 7, 128])
+def test_the_number_of_processes_changes_nothing(
+    desk: Any, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    monkeypatch.setattr(pool, "AT_ONCE", part)
+    desk.policy = desk.policy_with(standard={"population": 30})
+    offered = mixed(desk)
+    alone = desk.gate().review(offered)
+    assert alone.refused.counts().keys() >= {
+        Reason.REPLAYED, Reason.PAYLOAD_MISMATCH, Reason.UNKNOWN_KEY, Reason.BAD_ID, Reason.DUPLICATE_SUBJECT,
+        Reason.CLASS_FULL,
+    }  # fmt: skip
+    for processes in (2, 3):
+        assert told(desk.gate(processes=processes).review(iter(offered))) == told(alone)
+
+
+def test_folders_are_read_by_the_workers(desk: Any, tmp_path: Path) -> None:
+    for given_one in mixed(desk):
+        if given_one.id.isprintable():
+            desk.write(tmp_path, given_one)
+    (tmp_path / "link").symlink_to(tmp_path / "000")
+    os.mkdir(os.fsencode(tmp_path) + b"/\xff\xfe")
+    alone = desk.gate().review(FolderContributions(tmp_path))
+    assert {Reason.UNREADABLE, Reason.BAD_ID} <= alone.refused.counts().keys()
+    assert told(desk.gate(processes=2).review(tmp_path)) == told(alone)
+
+
+def test_parts_are_bounded_in_bytes(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "AT_MOST", 1000)
+    offered = [desk.offer(f"{i}", payload=bytes(400)) for i in range(10)]
+    assert [len(part) for part in pool._parts(offered)] == [3, 3, 3, 1]
+    large = [desk.offer(f"large {i}", payload=bytes(1 << 20)) for i in range(5)]
+    assert len(desk.gate(processes=2).review(large)) == 5
+
+
+class Deadly:
+    """A source that ends whatever process reads the contribution `deadly`."""
+
+    def __init__(self, given: list[Contribution], how: int) -> None:
+        self.given = {each.id: each for each in given}
+        self.how = how
+
+    def names(self) -> Packed:
+        return Packed(name.encode() for name in [*self.given, "deadly"])
+
+    def get(self, id: str) -> Contribution:
+        if id == "deadly":
+            if self.how:
+                os.kill(os.getpid(), self.how)
+                time.sleep(60)
+            os._exit(3)
+        return self.given[id]
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("how", "words"), [(signal.SIGKILL, "by SIGKILL"), (0, "with code 3")])
+def test_a_worker_that_dies_is_named_and_nobody_waits(desk: Any, how: int, words: str) -> None:
+    source = Deadly([desk.offer(f"{i}") for i in range(5)], how)
+    with pytest.raises(AdmissionError, match=f"was ended {words}; nothing was admitted"):
+        desk.gate(processes=2).review(source)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.timeout(60)
+def test_workers_end_with_the_review_that_fails(desk: Any) -> None:
+    def broken() -> Any:
+        for i in range(500):
+            yield desk.offer(f"{i}") if i < 3 else Contribution(f"{i}")
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        desk.gate(processes=2).review(broken())
+    assert not multiprocessing.active_children()
+
+
+def test_workers_that_are_not_needed_any_more_are_ended(desk: Any) -> None:
+    gate = desk.gate(processes=2)
+    verdicts = gate.verdicts((Contribution(f"{i}") for i in range(10**6)), gate.examiner(), desk.NOW)
+    assert next(verdicts)[0] == "0"
+    assert len(multiprocessing.active_children()) == 2
+    verdicts.close()
+    assert not multiprocessing.active_children()
+
+
+ORPHANS = """
+import multiprocessing, os, signal, sys, time
+from lamina.admit.gate import Gate
+from lamina.admit.keyring import KeyRing
+from lamina.admit.source import Contribution
+from lamina.plan.policy import Policy
+
+gate = Gate(Policy.template(), KeyRing(), processes=2)
+verdicts = gate.verdicts((Contribution(f"{i}") for i in range(10**9)), gate.examiner(), 0)
+next(verdicts)
+print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+for _ in verdicts:
+    pass
+"""
+
+
+@pytest.mark.timeout(120)
+def test_workers_do_not_outlive_a_gate_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        children = [int(word) for word in process.stdout.readline().split()]
+        assert len(children) == 2
+        process.send_signal(signal.SIGKILL)
+    for _ in range(200):
+        if not any(running(child) for child in children):
+            return
+        time.sleep(0.05)
+    raise AssertionError("a worker is still there")
+
+
+def running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+class Failing:
+    """A source that cannot give one of its contributions."""
+
+    def names(self) -> Packed:
+        return Packed([b"a", b"b"])
+
+    def get(self, id: str) -> Contribution:
+        if id == "a":
+            raise RuntimeError("a fault of the source")
+        return Contribution(id)
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_source_that_fails_for_one_stops_no_other(desk: Any, processes: int) -> None:
+    refused = desk.gate(processes=processes).review(Failing()).refused
+    assert [(r.id, r.reason) for r in refused] == [("a", Reason.CHECK_FAILED), ("b", Reason.NO_ATTESTATION)]
+
+
+def test_a_slow_part_does_not_let_the_others_pile_up(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "AT_ONCE", 1)
+    monkeypatch.setattr(pool, "AHEAD", 4)
+    taken = 0
+
+    class Slow:
+        def names(self) -> Packed:
+            return Packed(f"{i}".encode() for i in range(200))
+
+        def get(self, id: str) -> Contribution:
+            time.sleep(0.4 if id == "0" else 0)
+            return Contribution(id)
+
+        def __iter__(self) -> Any:
+            raise NotImplementedError
+
+    counted = pool._parts
+
+    def counting(contributions: Any) -> Any:
+        nonlocal taken
+        for each in counted(contributions):
+            taken += 1
+            yield each
+
+    monkeypatch.setattr(pool, "_parts", counting)
+    gate = desk.gate(processes=2)
+    verdicts = gate.verdicts(Slow(), gate.examiner(), desk.NOW)  # type: ignore[arg-type]
+    assert next(verdicts)[0] == "0"
+    assert taken <= 10
+    assert [id for id, _ in verdicts] == [f"{i}" for i in range(1, 200)]
+
+
+# ------------------------------------------------------------------------------------------- what goes over a line
+
+data = st.none() | st.binary(max_size=40)
+ids = st.text(st.characters(), max_size=10)
+offers = st.builds(
+    Contribution,
+    ids,
+    data,
+    data,
+    data
+    | st.builds(Path, st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)),
+    st.none() | st.tuples(st.sampled_from(Reason), ids),
+)
+
+
+@settings(max_examples=200)
+@given(st.lists(offers, max_size=5))
+def test_what_is_sent_arrives(part: list[Contribution]) -> None:
+    assert pool._read_part(pool._write_part(part)) == part
+
+
+@given(st.lists(st.binary(max_size=20).map(lambda raw: raw.decode("utf-8", "surrogateescape")), max_size=5))
+def test_names_arrive(part: list[str]) -> None:
+    assert pool._read_part(pool._write_part(part)) == part
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(Reason), ids) | st.binary(min_size=PACK.size, max_size=PACK.size),
+        max_size=5,
+    )
+)
+def test_verdicts_arrive(verdicts: list[Any]) -> None:
+    assert pool._read_verdicts(pool._write_verdicts(verdicts), len(verdicts)) == verdicts

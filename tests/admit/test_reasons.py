@@ -1,0 +1,435 @@
+"""Every refusal by its name: one bad contribution for each, between good ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamina.admit.attestation import MAX_ATTESTATION, attest
+from lamina.admit.descriptor import MAX_DESCRIPTOR
+from lamina.admit.gate import Gate
+from lamina.admit.key import PrivateKey
+from lamina.admit.reason import Reason
+from lamina.admit.register import MemoryRegister
+from lamina.admit.source import Contribution
+
+Case = Callable[[Any], Contribution | list[Contribution] | tuple[Gate, list[Contribution]]]
+CASES: dict[Reason, list[Case]] = {}
+LATER = {
+    Reason.GONE,
+    Reason.CHANGED,
+    Reason.NOT_REPEATED,
+    Reason.OUT_OF_REACH,
+}  # tests/admit/test_admission.py
+
+DOCS = Path(__file__).parents[2] / "docs" / "admission.md"
+
+
+def case(reason: Reason) -> Callable[[Case], Case]:
+    def note(function: Case) -> Case:
+        CASES.setdefault(reason, []).append(function)
+        return function
+
+    return note
+
+
+# ------------------------------------------------------------------------------------------- one bad one for each
+
+
+@case(Reason.BAD_ID)
+def empty_id(desk: Any) -> Contribution:
+    return desk.offer("")
+
+
+@case(Reason.BAD_ID)
+def control_characters(desk: Any) -> Contribution:
+    return desk.offer("a\x1b[2J\nb")
+
+
+@case(Reason.BAD_ID)
+def endless_id(desk: Any) -> Contribution:
+    return desk.offer("é" * 128)
+
+
+@case(Reason.BAD_ID)
+def not_text(desk: Any) -> Contribution:
+    return desk.offer("\udcff")
+
+
+@case(Reason.UNREADABLE)
+def payload_is_a_folder(desk: Any) -> Contribution:
+    return replace(desk.offer("bad"), payload=Path("/"))
+
+
+@case(Reason.UNREADABLE)
+def payload_is_a_device(desk: Any) -> Contribution:
+    return replace(desk.offer("bad"), payload=Path("/dev/zero"))
+
+
+@case(Reason.TOO_LARGE)
+def large_descriptor(desk: Any) -> Contribution:
+    return replace(desk.offer("bad"), descriptor=bytes(MAX_DESCRIPTOR + 1))
+
+
+@case(Reason.TOO_LARGE)
+def large_attestation(desk: Any) -> Contribution:
+    return replace(desk.offer("bad"), attestation=bytes(MAX_ATTESTATION + 1))
+
+
+@case(Reason.TOO_LARGE)
+def large_payload(desk: Any) -> tuple[Gate, list[Contribution]]:
+    return desk.gate(max_payload=64), [desk.offer("bad", payload=bytes(65))]
+
+
+@case(Reason.NO_ATTESTATION)
+def unsigned(desk: Any) -> Contribution:
+    return replace(desk.offer("bad"), attestation=None)
+
+
+@case(Reason.NO_ATTESTATION)
+def nothing_but_data(desk: Any) -> Contribution:
+    return Contribution("bad", payload=b"data")
+
+
+@case(Reason.NO_DESCRIPTOR)
+def nothing_was_signed(desk: Any) -> Contribution:
+    return replace(desk.offer("bad"), descriptor=None)
+
+
+@case(Reason.NO_PAYLOAD)
+def no_data(desk: Any) -> Contribution:
+    return replace(desk.offer("bad"), payload=None)
+
+
+@case(Reason.NO_PAYLOAD)
+def data_that_went_away(desk: Any) -> Contribution:
+    return replace(desk.offer("bad"), payload=Path("/nowhere/payload.bin"))
+
+
+@case(Reason.MALFORMED)
+def trailing_byte(desk: Any) -> Contribution:
+    given = desk.offer("bad")
+    return replace(given, descriptor=given.descriptor + b"\0")
+
+
+@case(Reason.MALFORMED)
+def not_cbor(desk: Any) -> Contribution:
+    return replace(desk.offer("bad"), attestation=b"\xff" * 100)
+
+
+@case(Reason.MALFORMED)
+def for_another_purpose(desk: Any) -> Contribution:
+    """A signature of the right key that was made for something else."""
+    return desk.resigned(desk.offer("bad"), lambda header: header.__setitem__(16, "application/other"))
+
+
+@case(Reason.MALFORMED)
+def critical_label(desk: Any) -> Contribution:
+    return desk.resigned(desk.offer("bad"), lambda header: header.__setitem__(2, [258]))
+
+
+@case(Reason.UNKNOWN_SCHEMA)
+def schema_of_the_future(desk: Any) -> Contribution:
+    given = desk.offer("bad")
+    assert given.descriptor[:3] == b"\xae\x01\x01"
+    return replace(given, descriptor=b"\xae\x01\x02" + given.descriptor[3:])
+
+
+@case(Reason.WRONG_ALGORITHM)
+def es256(desk: Any) -> Contribution:
+    return desk.resigned(desk.offer("bad"), lambda header: header.__setitem__(1, -7))
+
+
+@case(Reason.WRONG_ALGORITHM)
+def hmac(desk: Any) -> Contribution:
+    return desk.resigned(desk.offer("bad"), lambda header: header.__setitem__(1, 5))
+
+
+@case(Reason.WRONG_ALGORITHM)
+def not_for_this_key(desk: Any) -> Contribution:
+    key = PrivateKey.generate()
+    desk.keys.add(key.public, label="new name only", algorithms=(-19,))
+    return desk.offer("bad", key=key)
+
+
+@case(Reason.UNKNOWN_KEY)
+def stranger(desk: Any) -> Contribution:
+    return desk.offer("bad", key=PrivateKey.generate())
+
+
+@case(Reason.WRONG_ROLE)
+def ledger_key(desk: Any) -> Contribution:
+    key = PrivateKey.generate()
+    desk.keys.add(key.public, label="ledger", role="ledger")
+    return desk.offer("bad", key=key)
+
+
+@case(Reason.REVOKED_KEY)
+def revoked(desk: Any) -> Contribution:
+    key = PrivateKey.generate()
+    desk.keys.add(key.public, label="stolen")
+    desk.keys.revoke(key.public.id, at=desk.NOW)
+    return desk.offer("bad", key=key, issued_at=desk.NOW - 5 * desk.HOUR)  # a thief can write any date
+
+
+@case(Reason.RETIRED_KEY)
+def retired(desk: Any) -> Contribution:
+    old, new = PrivateKey.generate(), PrivateKey.generate()
+    desk.keys.add(old.public, label="old")
+    desk.keys.rotate(old.public.id, new.public, at=desk.NOW - 2 * desk.HOUR)
+    return desk.offer("bad", key=old, issued_at=desk.NOW - desk.HOUR)
+
+
+@case(Reason.EARLY_KEY)
+def key_of_tomorrow(desk: Any) -> Contribution:
+    key = PrivateKey.generate()
+    desk.keys.add(key.public, label="tomorrow", valid_from=desk.NOW + 1)
+    return desk.offer("bad", key=key)
+
+
+@case(Reason.BAD_SIGNATURE)
+def another_descriptor(desk: Any) -> Contribution:
+    return replace(desk.offer("bad"), attestation=desk.offer("other").attestation)
+
+
+@case(Reason.BAD_SIGNATURE)
+def malleable(desk: Any) -> Contribution:
+    """S + L: the same equation, another encoding."""
+    given = desk.offer("bad")
+    order = 2**252 + 27742317777372353535851937790883648493
+    s = int.from_bytes(given.attestation[-32:], "little") + order
+    return replace(given, attestation=given.attestation[:-32] + s.to_bytes(32, "little"))
+
+
+@case(Reason.MISMATCH)
+def longer_than_signed(desk: Any) -> Contribution:
+    return desk.resigned(desk.offer("bad"), lambda header: header[15].__setitem__(4, desk.NOW + 10**6))
+
+
+@case(Reason.MISMATCH)
+def another_token(desk: Any) -> Contribution:
+    """A fresh cti for an old descriptor, by the key's own owner: it would pass as new."""
+    return desk.resigned(desk.offer("bad"), lambda header: header[15].__setitem__(7, bytes(16)))
+
+
+@case(Reason.MISMATCH)
+def signed_for_somebody_else(desk: Any) -> Contribution:
+    return desk.resigned(
+        desk.offer("bad", contributor=desk.key.public.id),
+        lambda header: header[15].__setitem__(2, "contribution:" + "0" * 64),
+    )
+
+
+@case(Reason.WRONG_AUDIENCE)
+def another_corpus(desk: Any) -> Contribution:
+    return desk.offer("bad", audience="example.org/other")
+
+
+@case(Reason.NOT_YET_VALID)
+def tomorrow(desk: Any) -> Contribution:
+    return desk.offer("bad", not_before=desk.NOW + 121)
+
+
+@case(Reason.NOT_YET_VALID)
+def signed_tomorrow(desk: Any) -> Contribution:
+    return desk.offer("bad", issued_at=desk.NOW + 121)
+
+
+@case(Reason.EXPIRED)
+def expired(desk: Any) -> Contribution:
+    return desk.offer("bad", expires=desk.NOW)
+
+
+@case(Reason.POLICY_MISMATCH)
+def other_floors(desk: Any) -> Contribution:
+    return desk.offer("bad", policy=hashlib.sha256(b"lower floors").digest())
+
+
+@case(Reason.UNKNOWN_CLASS)
+def invented_class(desk: Any) -> Contribution:
+    return desk.offer("bad", admissibility="invented")
+
+
+@case(Reason.UNBOUNDED_CLASS)
+def class_without_a_bound(desk: Any) -> tuple[Gate, list[Contribution]]:
+    policy = desk.policy_with(floors={}, standard={"noise_multiplier": None})
+    desk.policy = policy
+    return desk.gate(), [desk.offer("bad", admissibility="standard")]
+
+
+@case(Reason.PUBLIC_BOUND)
+def bounded_in_public(desk: Any) -> Contribution:
+    return desk.offer("bad", admissibility="open")
+
+
+@case(Reason.CLIP_BELOW_FLOOR)
+def too_small_a_norm(desk: Any) -> Contribution:
+    return desk.offer("bad", clip_norm=99_999)
+
+
+@case(Reason.CLIP_BELOW_FLOOR)
+def nothing_signed_in_a_private_class(desk: Any) -> Contribution:
+    return desk.offer("bad", clip_norm=0, noise_multiplier=0)
+
+
+@case(Reason.NOISE_BELOW_FLOOR)
+def too_little_noise(desk: Any) -> Contribution:
+    return desk.offer("bad", noise_multiplier=499_999)
+
+
+@case(Reason.CLIP_ABOVE_CLASS)
+def too_large_a_norm(desk: Any) -> Contribution:
+    return desk.offer("bad", clip_norm=2_000_001)
+
+
+@case(Reason.NOISE_BELOW_CLASS)
+def less_noise_than_the_class(desk: Any) -> Contribution:
+    return desk.offer("bad", "standard", noise_multiplier=1_999_999)
+
+
+@case(Reason.NOISE_BELOW_CLASS)
+def bound_of_another_class(desk: Any) -> Contribution:
+    """Signed for the weaker class, offered to the stricter one."""
+    return desk.offer("bad", "standard", admissibility="clinical")
+
+
+@case(Reason.PROFILE_MISMATCH)
+def shallower_than_the_class(desk: Any) -> Contribution:
+    return desk.offer("bad", profile='{"top":0.125}')
+
+
+@case(Reason.PROFILE_MISMATCH)
+def unknown_profile(desk: Any) -> Contribution:
+    return desk.offer("bad", profile="whatever you like")
+
+
+@case(Reason.PROFILE_MISMATCH)
+def ambiguous_profile(desk: Any) -> Contribution:
+    return desk.offer("bad", profile='{"top":0.1,"top":1.0}')
+
+
+@case(Reason.PROFILE_MISMATCH)
+def endless_number(desk: Any) -> Contribution:
+    return desk.offer("bad", profile='{"top":' + "9" * 900 + "}")
+
+
+@case(Reason.PROFILE_MISMATCH)
+def deep_json(desk: Any) -> Contribution:
+    return desk.offer("bad", profile="[" * 1000)
+
+
+@case(Reason.PAYLOAD_MISMATCH)
+def exchanged_data(desk: Any) -> Contribution:
+    return replace(desk.offer("bad"), payload=b"other data")
+
+
+@case(Reason.CHECK_FAILED)
+def a_check_that_breaks(desk: Any) -> tuple[Gate, list[Contribution]]:
+    return _broken(desk.gate()), [desk.offer("bad", "standard")]
+
+
+def _broken(gate: Gate) -> Gate:
+    check = gate.demands.check
+
+    def breaks(descriptor: Any) -> Any:
+        if descriptor.admissibility == "standard":
+            raise ZeroDivisionError("a fault of ours")
+        return check(descriptor)
+
+    gate.demands.check = breaks  # type: ignore[method-assign]
+    return gate
+
+
+@case(Reason.REPLAYED)
+def the_same_again(desk: Any) -> list[Contribution]:
+    given = desk.offer("first")
+    return [given, replace(given, id="bad")]
+
+
+@case(Reason.REPLAYED)
+def the_same_descriptor_signed_twice(desk: Any) -> list[Contribution]:
+    descriptor = desk.descriptor(b"x")
+    first = Contribution("first", descriptor.encode(), attest(descriptor, desk.key, issued_at=desk.NOW), b"x")
+    again = attest(descriptor, desk.key, issued_at=desk.NOW - 1, subject_tag="ab" * 32)
+    return [first, Contribution("bad", descriptor.encode(), again, b"x")]
+
+
+@case(Reason.REPLAYED)
+def the_same_nonce_for_other_data(desk: Any) -> list[Contribution]:
+    nonce = os.urandom(16)
+    return [desk.offer("first", nonce=nonce), desk.offer("bad", nonce=nonce)]
+
+
+@case(Reason.REPLAYED)
+def admitted_before(desk: Any) -> tuple[Gate, list[Contribution]]:
+    given = desk.offer("bad")
+    gate = desk.gate(register=MemoryRegister())
+    assert len(gate.review([given])) == 1
+    return gate, [given]
+
+
+@case(Reason.DUPLICATE_ID)
+def two_of_one_name(desk: Any) -> list[Contribution]:
+    return [desk.offer("bad"), desk.offer("bad")]
+
+
+@case(Reason.DUPLICATE_SUBJECT)
+def one_person_twice(desk: Any) -> list[Contribution]:
+    return [desk.offer("first", tag="cd" * 32), desk.offer("bad", "standard", tag="cd" * 32)]
+
+
+@case(Reason.DUPLICATE_SUBJECT)
+def one_person_in_two_reviews(desk: Any) -> tuple[Gate, list[Contribution]]:
+    gate = desk.gate(register=MemoryRegister())
+    assert len(gate.review([desk.offer("first", tag="cd" * 32)])) == 1
+    return gate, [desk.offer("bad", tag="cd" * 32)]
+
+
+@case(Reason.CLASS_FULL)
+def no_place_left(desk: Any) -> tuple[Gate, list[Contribution]]:
+    desk.policy = desk.policy_with(standard={"population": 2})
+    return desk.gate(), [desk.offer(f"{i}", "standard") for i in range(2)] + [desk.offer("bad", "standard")]
+
+
+@case(Reason.CLASS_FULL)
+def places_taken_before(desk: Any) -> tuple[Gate, list[Contribution]]:
+    desk.policy = desk.policy_with(standard={"population": 2})
+    gate = desk.gate(register=MemoryRegister())
+    assert len(gate.review([desk.offer(f"{i}", "standard") for i in range(2)])) == 2
+    return gate, [desk.offer("bad", "standard")]
+
+
+FLAT = [(reason, function) for reason, functions in CASES.items() for function in functions]
+
+
+@pytest.mark.parametrize(("reason", "function"), FLAT, ids=[f"{r}-{f.__name__}" for r, f in FLAT])
+def test_each_refusal_has_its_reason_and_stops_nobody(reason: Reason, function: Case, desk: Any) -> None:
+    made = function(desk)
+    gate, offered = made if isinstance(made, tuple) else (desk.gate(), made)
+    offered = offered if isinstance(offered, list) else [offered]
+    # The bad one is the last of those that belong together; good ones stand before and behind it.
+    before, after = desk.offer("good before"), desk.offer("good after", "clinical")
+    admission = gate.review([before, *offered, after])
+    assert [refusal.reason for refusal in admission.refused] == [reason]
+    assert list(admission.ids) == ["good before", *(each.id for each in offered[:-1]), "good after"]
+    told = json.loads(json.dumps(admission.to_dict()))
+    assert told["admitted"] == len(offered) + 1
+    assert [each["reason"] for each in told["refused"]] == [reason.value]
+
+
+def test_every_reason_is_produced_by_a_test() -> None:
+    assert set(CASES) | LATER == set(Reason)
+
+
+def test_the_docs_list_every_reason_with_its_meaning() -> None:
+    section = DOCS.read_text(encoding="utf-8").split("## Refusals")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `([a-z-]+)` \| ([^|]+?) \| [^|]+ \|$", section, flags=re.MULTILINE))
+    assert rows == {reason.value: reason.meaning for reason in Reason}

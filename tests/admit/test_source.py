@@ -1,0 +1,159 @@
+"""Contributions on disk: what is read, and what is not even opened."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamina.admit.attestation import MAX_ATTESTATION
+from lamina.admit.descriptor import MAX_DESCRIPTOR
+from lamina.admit.reason import Reason
+from lamina.admit.source import Contribution, FolderContributions, Source
+from lamina.errors import AdmissionError
+
+
+def reasons(admission: Any) -> dict[str, Reason]:
+    return {refusal.id: refusal.reason for refusal in admission.refused}
+
+
+def test_a_folder_is_sized_sorted_and_can_be_read_again(desk: Any, tmp_path: Path) -> None:
+    for name in ("b", "a", "c d", "é"):
+        desk.write(tmp_path, desk.offer(name))
+    source = FolderContributions(tmp_path)
+    assert isinstance(source, Source)
+    assert len(source) == 4
+    for _ in range(2):
+        assert [each.id for each in source] == ["a", "b", "c d", "é"]
+    assert source.get("a").payload == tmp_path / "a" / "payload.bin"
+    assert len(desk.gate().review(source)) == 4
+    desk.write(tmp_path, desk.offer("later"))
+    assert len(source) == 5
+
+
+@pytest.mark.parametrize("suffix", ["", ".npz", ".csv", ".tar.gz"])
+def test_any_payload_is_a_payload(desk: Any, tmp_path: Path, suffix: str) -> None:
+    desk.write(tmp_path, desk.offer("a"), suffix=suffix)
+    assert len(desk.gate().review(tmp_path)) == 1
+
+
+def test_what_lies_beside_is_nobodys(desk: Any, tmp_path: Path) -> None:
+    desk.write(tmp_path, desk.offer("a"))
+    (tmp_path / "policy.toml").write_text("…")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "a" / "notes.txt").write_text("…")
+    admission = desk.gate().review(tmp_path)
+    assert len(admission) == 1 and not admission.refused
+
+
+def test_incomplete_folders(desk: Any, tmp_path: Path) -> None:
+    for missing in ("descriptor.cbor", "attestation.cose", "payload.bin"):
+        (desk.write(tmp_path, desk.offer(f"without {missing}")) / missing).unlink()
+    (tmp_path / "empty").mkdir()
+    assert reasons(desk.gate().review(tmp_path)) == {
+        "empty": Reason.NO_ATTESTATION,
+        "without attestation.cose": Reason.NO_ATTESTATION,
+        "without descriptor.cbor": Reason.NO_DESCRIPTOR,
+        "without payload.bin": Reason.NO_PAYLOAD,
+    }
+
+
+def test_links_are_not_followed(desk: Any, tmp_path: Path) -> None:
+    outside, inside = tmp_path / "outside", tmp_path / "inside"
+    real = desk.write(outside, desk.offer("real"))
+    inside.mkdir()
+    (inside / "folder").symlink_to(real)
+    (inside / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("descriptor.cbor", "attestation.cose", "payload.bin"):
+        place = desk.write(inside, desk.offer(name))
+        (place / name).unlink()
+        (place / name).symlink_to(real / name)
+    loop = desk.write(inside, desk.offer("loop")) / "payload.bin"
+    loop.unlink()
+    loop.symlink_to(loop)
+    found = reasons(desk.gate().review(inside))
+    assert set(found.values()) == {Reason.UNREADABLE}
+    assert set(found) == {"folder", "dangling", "descriptor.cbor", "attestation.cose", "payload.bin", "loop"}
+
+
+@pytest.mark.timeout(30)
+def test_pipes_and_folders_are_not_read(desk: Any, tmp_path: Path) -> None:
+    for name in ("descriptor.cbor", "attestation.cose", "payload.bin"):
+        place = desk.write(tmp_path, desk.offer(f"pipe {name}"))
+        (place / name).unlink()
+        os.mkfifo(place / name)
+        place = desk.write(tmp_path, desk.offer(f"folder {name}"))
+        (place / name).unlink()
+        (place / name).mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    found = reasons(desk.gate().review(tmp_path))
+    assert len(found) == 7 and set(found.values()) == {Reason.UNREADABLE}
+
+
+def test_several_payloads_are_refused(desk: Any, tmp_path: Path) -> None:
+    (desk.write(tmp_path, desk.offer("a")) / "payload.npz").write_bytes(b"which?")
+    (refusal,) = desk.gate().review(tmp_path).refused
+    assert refusal.reason is Reason.UNREADABLE
+    assert "payload.bin" in refusal.detail and "payload.npz" in refusal.detail
+
+
+def test_strange_names(desk: Any, tmp_path: Path) -> None:
+    root = os.fsencode(tmp_path)
+    for name in (b"\xff\xfe", b"new\nline", b"\x1b[31m", b"a" * 255, b" ", b"-rf", b"..."):
+        os.mkdir(root + b"/" + name)
+    found = reasons(desk.gate().review(tmp_path))
+    assert found.pop("a" * 255) is Reason.NO_ATTESTATION  # a long name, but a name
+    assert found.pop(" ") is Reason.NO_ATTESTATION and found.pop("-rf") is Reason.NO_ATTESTATION
+    assert set(found.values()) == {Reason.BAD_ID} and len(found) == 3  # "..." is hidden
+    assert all(id.isprintable() for id in found)
+
+
+@pytest.mark.parametrize("id", ["", ".", "..", "../a", "a/../../b", "/etc", "a\0b"])
+def test_nothing_outside_the_folder_is_reached(desk: Any, tmp_path: Path, id: str) -> None:
+    desk.write(tmp_path, desk.offer("a"))
+    (tmp_path / "in").mkdir()
+    assert FolderContributions(tmp_path / "in").get(id).trouble[0] is Reason.BAD_ID  # type: ignore[index]
+
+
+def test_large_files_are_not_read(desk: Any, tmp_path: Path) -> None:
+    for name in ("descriptor.cbor", "attestation.cose", "payload.bin"):
+        with open(desk.write(tmp_path, desk.offer(name)) / name, "r+b") as file:
+            file.truncate(1 << 40)
+    source = FolderContributions(tmp_path)
+    assert len(source.get("descriptor.cbor").descriptor or b"") == MAX_DESCRIPTOR + 1
+    assert len(source.get("attestation.cose").attestation or b"") == MAX_ATTESTATION + 1
+    found = reasons(desk.gate().review(source))
+    assert len(found) == 3 and set(found.values()) == {Reason.TOO_LARGE}
+
+
+def test_a_payload_that_grows_while_it_is_read(desk: Any, tmp_path: Path) -> None:
+    """/proc files have size 0 and content; so has a file that is being written."""
+    given = desk.offer("a")
+    gate = desk.gate(max_payload=16)
+    path = Path("/proc/self/status")
+    refusal = gate.check(Contribution("a", given.descriptor, given.attestation, path))
+    assert refusal.reason is Reason.TOO_LARGE and "grew" in refusal.detail  # type: ignore[union-attr]
+
+
+def test_a_folder_that_vanishes_during_the_review(desk: Any, tmp_path: Path) -> None:
+    source = FolderContributions(tmp_path)
+    assert source.get("nobody").trouble == (Reason.UNREADABLE, "No such file or directory")
+
+
+def test_a_file_is_no_folder_of_contributions(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for path in (tmp_path / "file", tmp_path / "nowhere"):
+        with pytest.raises(AdmissionError, match="cannot be listed"):
+            FolderContributions(path)
+
+
+def test_no_descriptor_of_a_file_is_left_open(desk: Any, tmp_path: Path) -> None:
+    for i in range(20):
+        desk.write(tmp_path, desk.offer(f"{i}"))
+    (tmp_path / "3" / "payload.bin").write_bytes(b"x")
+    before = len(os.listdir("/proc/self/fd"))
+    desk.gate().review(tmp_path)
+    desk.gate(processes=2).review(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,34 @@
+"""The public names: there when asked for, and no sooner."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import lamina
+import lamina.plan
+
+
+@pytest.mark.parametrize("module", [lamina, lamina.plan])
+def test_every_name_that_is_promised_is_there(module: object) -> None:
+    for name in module.__all__:  # type: ignore[attr-defined]
+        assert getattr(module, name) is not None
+    assert set(lamina.__all__) <= set(dir(lamina))
+
+
+def test_names_are_what_they_say_and_not_modules() -> None:
+    assert lamina.fix.__module__ == "lamina.plan.fix"
+    assert lamina.measure.__module__ == "lamina.sensitivity.measure"
+    assert lamina.LayerStack is lamina.plan.LayerStack
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Opacus'"):
+        _ = lamina.Opacus  # type: ignore[attr-defined]
+
+
+def test_importing_lamina_does_not_wait_for_torch() -> None:
+    code = "import sys, lamina; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
