@@ -52,7 +52,7 @@ def policy(tmp_path: Path) -> str:
 
 
 def test_help_shows_the_stages_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    assert COMMANDS == ["demo", "plan", "train", "spend", "bench"]
+    assert COMMANDS == ["demo", "attest", "admit", "plan", "train", "spend", "bench"]
     assert code_of(["--help"]) == 0
     text = capsys.readouterr().out
     listed = text[text.index("Commands") :]
@@ -254,7 +254,7 @@ def test_a_defect_of_ours_names_our_line(
     assert code_of(["plan", policy, "--model", "mlp", "--steps", "3"]) == 1
     told = capsys.readouterr().err
     assert "AttributeError" in told
-    assert "lamina/cli/notes.py:" in told
+    assert "lamina/plan/opened.py:" in told
 
 
 def test_a_failed_benchmark_is_one_object(

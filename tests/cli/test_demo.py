@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
@@ -18,9 +19,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lamina.admit.keyring import KeyRing
+from lamina.admit.reason import Reason
 from lamina.cli import main
 from lamina.cli.demo import patients as patients_module
 from lamina.cli.demo.folder import fresh
+from lamina.cli.demo.hospitals import STRICT
 from lamina.cli.demo.patients import Group, Patients
 from lamina.cli.demo.picture import bars
 from lamina.cli.demo.result import WORDS, Result
@@ -32,7 +36,7 @@ from lamina.cli.run_file import RunFile
 from lamina.data.neurokit import neurokit
 from lamina.errors import LaminaError
 from lamina.plan import Policy, StepPlan
-from lamina.train import Outcome
+from lamina.train import Gate, Outcome, SpendBook
 
 TRAININGS = {"without_sensitive", "private", "without_privacy"}
 
@@ -80,6 +84,46 @@ def test_what_machines_read(ran: Ran) -> None:
     assert all(value > 0 for value in result["error"].values())
 
 
+REFUSED = {
+    "sensitive-changed": "payload-mismatch",
+    "sensitive-copied": "replayed",
+    "sensitive-expired": "expired",
+    "sensitive-permissive": "noise-below-class",
+    "sensitive-stranger": "unknown-key",
+    "sensitive-unsigned": "no-attestation",
+}
+
+
+def test_the_hospitals_sign_and_the_gate_refuses_what_is_wrong(ran: Ran) -> None:
+    assert ran.result["admitted"] == QUICK.volunteers + QUICK.sensitive
+    assert {each["id"]: each["reason"] for each in ran.result["refused"]} == REFUSED
+    ring = KeyRing.load(ran.folder / "keys.json")
+    assert [entry.label for entry in ring] == ["hospital north", "hospital south"]
+    kids = Counter(
+        each.kid
+        for each in Gate(Policy.load(ran.folder / "policy.toml"), ring).review(ran.folder / "contributions")
+    )
+    assert kids == {entry.id: (QUICK.volunteers + QUICK.sensitive) // 2 for entry in ring}
+    assert not [
+        path for path in ran.folder.rglob("*") if path.is_file() and b"PRIVATE KEY" in path.read_bytes()
+    ]
+
+
+def test_who_signed_for_less_is_scaled_and_has_an_account(ran: Ran) -> None:
+    public, asked, strict = ran.result["bounds"]
+    assert (public["class"], public["epsilon"]) == ("volunteer", 0.0)
+    assert asked["scale"] == pytest.approx(1.0)
+    assert strict["noise_multiplier"] == round(STRICT * 1e6)
+    assert 0 < strict["scale"] < 1
+    assert strict["epsilon"] <= strict["epsilon_signed"] < asked["epsilon"] <= 3.0
+    booked = {each.cls for each in SpendBook(ran.folder / "spend.db", create=False).accounts()}
+    assert booked == {
+        "sensitive",
+        "sensitive@c=1,z=2.5",
+        f"sensitive@c=1,z={asked['noise_multiplier'] / 1e6}",
+    }
+
+
 def test_the_plan_routes_the_sensitive_to_the_top_only(ran: Ran) -> None:
     plan = StepPlan.from_cbor((ran.folder / "run" / "plan.cbor").read_bytes())
     assert [entry.name for entry in plan.classes] == ["volunteer", "sensitive"]
@@ -91,7 +135,10 @@ def test_the_plan_routes_the_sensitive_to_the_top_only(ran: Ran) -> None:
 
 
 def test_the_screen_shows_phases_and_epsilon_and_no_loss(ran: Ran) -> None:
-    for words in ("simulating patients", "start: volunteers alone", "ε so far", "without privacy"):
+    for words in (
+        "simulating patients", "hospitals sign", "checking signatures", "start: volunteers alone", "ε so far",
+        "without privacy",
+    ):  # fmt: skip
         assert words in ran.screen
     assert "loss" not in ran.screen
     assert "Warning" not in ran.screen
@@ -117,12 +164,27 @@ def test_people_get_a_table_and_where_to_look(ran: Ran) -> None:
         for i, name in enumerate(WORDS)
     }
     test = Group(x=torch.zeros(3, 1, 12, 96), label=torch.zeros(3, dtype=torch.long))
-    found = Result(plan=plan, outcome=outcome, utility=utility, model=nn.Identity(), test=test, seconds=93.4)
+    policy = Policy.load(ran.folder / "policy.toml")
+    corpus = Gate(policy, ran.folder / "keys.json").admit(ran.folder / "contributions")
+    found = Result(
+        plan=plan,
+        outcome=outcome,
+        admission=corpus.admission,
+        resolution=corpus.resolution(plan),
+        utility=utility,
+        model=nn.Identity(),
+        test=test,
+        seconds=93.4,
+    )
     lines = found.table(ran.folder, ran.folder / "report.html").splitlines()
     assert "sensitive  top 25 %    3.0000  1e-05  patient" in lines  # rounded up
     assert "volunteer  all layers  public      –  patient" in lines
     rows = [" ".join(line.split()) for line in lines]
     assert "without the sensitive patients 0.700 0.600 0.900 0.200" in rows
+    assert f"admitted by signature: {QUICK.volunteers + QUICK.sensitive}; refused: {len(REFUSED)}" in rows
+    for name, reason in REFUSED.items():
+        assert any(row.startswith(f"{name} ") and row.endswith(f" {reason}") for row in rows)
+    assert any(row.startswith("sensitive 4 1 2.5 ") for row in rows)
     assert "private 0.800 0.600 0.900 0.200" in rows
     assert "without privacy 0.900 0.600 0.900 0.200" in rows
     assert "note: something happened" in lines
@@ -137,6 +199,8 @@ def test_the_report_has_the_figures(ran: Ran) -> None:
     text = (ran.folder / "report.html").read_text(encoding="utf-8")
     for words in (*WORDS.values(), "top 25 %", "all layers", "volunteer", "sensitive"):
         assert words in text
+    for name, reason in REFUSED.items():
+        assert f"<td>{name}</td><td>{Reason(reason).meaning}</td><td>{reason}</td>" in text
     for value in (*ran.result["auc"].values(), *ran.result["error"].values()):
         assert f"<td>{value:.3f}</td>" in text
 
@@ -323,15 +387,14 @@ def test_groups_share_nobody_and_volunteers_are_mostly_well(patients: Patients) 
 def test_the_corpus_is_patients_of_two_classes(patients: Patients, ran: Ran) -> None:
     policy = Policy.load(ran.folder / "policy.toml")
     assert policy.bound("sensitive") == 3.0
-    corpus = patients.corpus(policy)
+    corpus = Gate(policy, ran.folder / "keys.json").admit(ran.folder / "contributions", examples_per_unit=1)
     assert set(corpus.names) == {"volunteer", "sensitive"}
     assert len(corpus.members("sensitive")) == QUICK.sensitive
-    arrays = patients.arrays()
-    first = arrays["patient"] == "sensitive-000"
-    assert first.sum() == 3
-    assert set(arrays["class"][first]) == {"sensitive"}
-    assert np.array_equal(arrays["x"][first], patients.sensitive.x[0].numpy())
-    assert set(arrays["y"][first]) == {int(patients.sensitive.label[0])}
+    assert len(corpus.members("volunteer")) == QUICK.volunteers
+    first = list(corpus.ids).index("sensitive-000")
+    x, y = corpus.source.fetch(np.arange(3 * first, 3 * first + 3))
+    assert torch.equal(x, patients.sensitive.x[0])
+    assert set(y.tolist()) == {int(patients.sensitive.label[0])}
 
 
 def test_plain_samples_have_the_rates_of_the_plan(patients: Patients) -> None:
@@ -364,21 +427,29 @@ def test_the_full_demo(tmp_path: Path) -> None:
     assert result["seconds"] < 180
     assert result["private"] is True
     assert 2.5 < result["epsilon"]["sensitive"] <= 3.0
+    assert result["admitted"] == 560 and len(result["refused"]) == 6
     assert 0.85 <= score["without_privacy"] <= 0.97
     assert score["without_sensitive"] + 0.05 < score["private"] < score["without_privacy"]
     assert score["private"] > 0.82
     assert result["error"]["private"] < 0.3
 
-    with np.load(
-        found.folder / "patients.npz"
-    ) as train:  # an independent classifier finds the same difficulty
-        x, y = train["x"].reshape(len(train["x"]), -1), train["y"]
+    x, y = windows(found.folder)  # an independent classifier finds the same difficulty
     test = patients_module.load(found.folder / "test.npz")
     model = LogisticRegression(C=1e-3, max_iter=300).fit(x, y)
-    windows = model.predict_log_proba(test.x.flatten(0, 1).flatten(1).numpy())
-    mean = windows.reshape(len(test), -1, 4).mean(axis=1)
+    scores = model.predict_log_proba(test.x.flatten(0, 1).flatten(1).numpy())
+    mean = scores.reshape(len(test), -1, 4).mean(axis=1)
     other = np.mean([roc_auc_score(test.label == k, mean[:, k]) for k in range(4)])
     assert 0.85 <= other <= 0.97
+
+
+def windows(folder: Path) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Every window of those who were admitted, and its label."""
+    x, y = [], []
+    for path in sorted((folder / "contributions").glob("*-[0-9]*/payload.npz")):
+        with np.load(path) as payload:
+            x.append(payload["x"].reshape(len(payload["x"]), -1))
+            y.append(payload["y"])
+    return np.concatenate(x), np.concatenate(y)
 
 
 class Balanced(HTMLParser):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lamina.cli.notes import NOT_SIGNED
 from lamina.plan import StepPlan
 from lamina.train.store.journal import Journal
 
@@ -62,5 +63,5 @@ def test_a_killed_command_goes_on_and_costs_what_was_planned(project: Any) -> No
     assert again.returncode == 0, again.stderr
     found = json.loads(again.stdout)
     plan = StepPlan.from_cbor((project.folder / "runs" / "first" / "plan.cbor").read_bytes())
-    assert found["steps"] == 300 and found["notes"] == []
+    assert found["steps"] == 300 and found["notes"] == [NOT_SIGNED]
     assert found["classes"]["clinical"]["epsilon"] == pytest.approx(plan.epsilon("clinical"), rel=1e-12)

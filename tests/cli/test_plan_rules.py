@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lamina.cli.notes import NOT_SIGNED
 from lamina.cli.run_file import RunFile
 from lamina.errors import LaminaError
 from lamina.sensitivity import Measure
@@ -93,7 +94,7 @@ def test_rho_is_a_budget_too(project: Project) -> None:
     assert found["accountant"] == "zcdp"
     assert found["classes"]["clinical"]["rho"] == pytest.approx(0.05, rel=1e-11)
     assert found["classes"]["clinical"]["rho"] <= 0.05
-    assert found["notes"] == []  # what was asked for is planned
+    assert found["notes"] == [NOT_SIGNED]  # what was asked for is planned
     code, _, err = project.train("--plan-only", run="rho = 0.05\n" + project.run)
     assert code == 1
     assert "epsilon is 2.0 and rho is 0.05" in err

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lamina.cli.run_file import Data, Evaluate, Model, RunFile, Tool
+from lamina.cli.run_file import Admit, Data, Evaluate, Model, RunFile, Tool
 from lamina.errors import LaminaError
 
 LEAST = """
@@ -206,7 +206,7 @@ def test_the_template_is_a_run_file() -> None:
 
 def test_the_template_shows_every_key() -> None:
     text = RunFile.template_text()
-    for schema in (RunFile, Data, Evaluate, Model):
+    for schema in (RunFile, Data, Admit, Evaluate, Model):
         for name, entry in schema.model_fields.items():
             key = entry.alias or name
             assert re.search(rf"\b{key} = |\[{key}\]", text), f"{schema.__name__}.{key}"
@@ -230,6 +230,8 @@ def test_what_the_template_shows_is_valid(table: str, line: str) -> None:
     value = tomllib.loads(line)
     if table == "evaluate":
         value = {"evaluate": {"function": "a:b", "on": "public", "best": "auc"} | value}
+    elif table == "admit":
+        value = {"data": {"kind": "folder", "path": "d"}, "admit": {"keys": "keys.json"} | value}
     elif table == "data":
         kind = {"delimiter": "csv", "factory": "factory", "args": "factory"}.get(next(iter(value)), "npz")
         base = {"factory": "a:b"} if kind == "factory" else {"path": "d"}

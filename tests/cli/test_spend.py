@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,31 @@ def test_people_see_the_same_rounded_up(path: Path, capsys: pytest.CaptureFixtur
     assert figures == pytest.approx([spent, committed], abs=1.01e-4)
     assert figures[0] >= spent and figures[1] >= committed
     assert path.read_bytes() == before
+
+
+def test_signed_bounds_stand_below_their_class(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bound = replace(CLINICAL, cls="clinical@c=0.5,z=2.25", sigma=3.0)
+    SpendBook(path).reserve(SECOND, origin="cardiology", charges=[CLINICAL, bound], bounds={bound.cls: 5.0})
+    SpendBook(path).charge(
+        SECOND,
+        origin="cardiology",
+        segment=0,
+        generation=0,
+        nonce=b"m",
+        charges=[CLINICAL.times(10), bound.times(10)],
+        bounds={bound.cls: 5.0},
+    )
+    assert run(path, "--json", "--origin", "cardiology") == 0
+    found = tree(capsys)["origins"]["cardiology"]
+    assert set(found) == {"clinical", "sensitive"}
+    (name,) = found["clinical"]["bounds"]
+    assert name == bound.cls
+    row = found["clinical"]["bounds"][name]
+    assert row["epsilon"] == epsilon(bound, 10) and row["committed"] == epsilon(bound, 1_000)
+    assert [each["steps"] for each in row["runs"]] == [10]
+    assert "bounds" not in found["sensitive"]
+    assert run(path, "--origin", "cardiology") == 0
+    assert "class clinical, signed bound c=0.5,z=2.25" in capsys.readouterr().out
 
 
 def test_one_corpus_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

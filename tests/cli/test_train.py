@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from lamina.cli import main
+from lamina.cli.notes import NOT_SIGNED
 from lamina.plan import Policy
 from lamina.train import SpendBook, Trainer
 
@@ -238,7 +239,7 @@ def test_stopped_by_hand_it_goes_on(project: Project, again: Callable[[str], Non
     assert found["run"] == metrics["run"]
     assert found["steps"] == 6
     assert 1.9 < found["classes"]["clinical"]["epsilon"] <= 2.0
-    assert not found["notes"]  # nothing was done again, nothing was finished before
+    assert found["notes"] == [NOT_SIGNED]  # nothing was done again, nothing was finished before
 
 
 def test_fresh_is_another_run_until_the_budget_is_gone(project: Project) -> None:

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from lamina import Batch, Engine, LayerStack, route
+from lamina.plan.slices import Slice
 from lamina.plan.step import Clipping, PlannedClass, PlannedLayer, StepPlan
 
 FORMS = ("box", "joint")
@@ -71,6 +72,7 @@ def plan_of(
     steps: int = 100,
     batch: float = 4.0,
     rate: float = 0.01,
+    slices: Sequence[Slice] = (),
 ) -> StepPlan:
     """A plan by hand. `clip` is a number, a row, or a matrix; `noise` a number or a row."""
     layers = layers_of(model, group)
@@ -94,6 +96,7 @@ def plan_of(
         batch=batch,
         steps=steps,
         clipping=Clipping(clipping),
+        slices=tuple(slices),
     )
 
 
@@ -175,6 +178,20 @@ def unit_grads(examples: Grads, batch: Batch) -> Grads:
 # ----------------------------------------------------------------------------------- clipping by hand
 
 
+def masked_by_hand(grads: Mapping[str, Tensor], classes: Sequence[int], plan: StepPlan) -> Grads:
+    """Every contribution's gradients with 0 at the places that the slices of its class leave out, one by one."""
+    out = {name: g.clone() for name, g in grads.items()}
+    for part in plan.slices:
+        k = [entry.name for entry in plan.classes].index(part.cls)
+        open_ = [i for first, stop in part.ranges for i in range(first, stop)]
+        shut = [i for i in range(part.length) if i not in open_]
+        for u, cls in enumerate(classes):
+            if int(cls) == k and part.tensor in out:
+                mine = out[part.tensor][u]
+                (mine if mine.dim() else mine.view(1))[(slice(None),) * part.axis + (shut,)] = 0.0
+    return out
+
+
 @dataclass(frozen=True)
 class Reference:
     """The clipped sums, the size of what was summed per tensor's layer, and each contribution's factors."""
@@ -184,12 +201,23 @@ class Reference:
     factors: list[list[float]]  # contribution × layer
 
 
-def clip_by_hand(grads: Mapping[str, Tensor], classes: Sequence[int], plan: StepPlan) -> Reference:
-    """One contribution and one layer at a time, in float64."""
+def clip_by_hand(
+    grads: Mapping[str, Tensor],
+    classes: Sequence[int],
+    plan: StepPlan,
+    scale: Sequence[float] | None = None,
+    ceiling: Sequence[float] | None = None,
+) -> Reference:
+    """One contribution and one layer at a time, in float64. A tensor that no class may move at all is left out."""
     trained = [any(row[i] > 0 for row in plan.clip) for i in range(len(plan.layers))]
     names = [
-        name for layer, used in zip(plan.layers, trained, strict=True) if used for name in layer.parameters
+        name
+        for i, (layer, used) in enumerate(zip(plan.layers, trained, strict=True))
+        if used
+        for name in layer.parameters
+        if not _closed(plan, i, name)
     ]
+    grads = masked_by_hand(grads, classes, plan)
     sums = {name: torch.zeros_like(grads[name][0] if len(classes) else grads[name].sum(0)) for name in names}
     sizes: dict[str, float] = dict.fromkeys(names, 0.0)
     factors: list[list[float]] = []
@@ -198,19 +226,32 @@ def clip_by_hand(grads: Mapping[str, Tensor], classes: Sequence[int], plan: Step
             sqrt(sum(float(grads[name][u].square().sum()) for name in layer.parameters)) if used else 0.0
             for layer, used in zip(plan.layers, trained, strict=True)
         ]
-        factors.append(_factors(norms, int(k), plan))
+        by = 1.0 if scale is None else float(scale[u])
+        factors.append(_factors(norms, int(k), plan, by, inf if ceiling is None else float(ceiling[u])))
         for layer, norm, factor in zip(plan.layers, norms, factors[-1], strict=True):
             if factor == 0.0:
                 continue
-            for name in layer.parameters:
+            for name in set(layer.parameters) & set(names):
                 sums[name] = sums[name] + grads[name][u] * factor
                 sizes[name] += norm * factor
     return Reference(sums, sizes, factors)
 
 
-def _factors(norms: Sequence[float], k: int, plan: StepPlan) -> list[float]:
+def _closed(plan: StepPlan, layer: int, name: str) -> bool:
+    """Whether every class that reaches the layer has an empty slice of the tensor."""
+    reach = {entry.name for entry, row in zip(plan.classes, plan.clip, strict=True) if row[layer] > 0}
+    return reach <= {part.cls for part in plan.slices if part.tensor == name and not part.ranges}
+
+
+def _factors(
+    norms: Sequence[float], k: int, plan: StepPlan, scale: float = 1.0, ceiling: float = inf
+) -> list[float]:
     row = plan.clip[k]
+    if plan.classes[k].public:
+        scale, ceiling = 1.0, inf
     if plan.clipping is Clipping.BOX:
+        scale = min(scale, ceiling / sqrt(sum(c * c for c in row))) if ceiling < inf else scale
+        row = tuple(c * scale for c in row)
         return [
             0.0 if c == 0 or not norm < inf else 1.0 if norm <= c else c / norm
             for c, norm in zip(row, norms, strict=True)
@@ -221,6 +262,8 @@ def _factors(norms: Sequence[float], k: int, plan: StepPlan) -> list[float]:
     else:
         whole = sqrt(sum((norms[i] / plan.noise[i]) ** 2 for i in reached))
         radius = sqrt(sum((row[i] / plan.noise[i]) ** 2 for i in reached))
+        largest = radius * max(plan.noise[i] for i in reached)
+        radius *= min(scale, ceiling / largest)
     factor = 0.0 if not whole < inf else 1.0 if whole <= radius else radius / whole
     return [factor if i in reached else 0.0 for i in range(len(row))]
 
@@ -246,9 +289,15 @@ def difference(
     return worst
 
 
-def thresholds(grads: Mapping[str, Tensor], plan: StepPlan, spread: Sequence[float] = (1.0,)) -> StepPlan:
+def thresholds(
+    grads: Mapping[str, Tensor],
+    plan: StepPlan,
+    spread: Sequence[float] = (1.0,),
+    classes: Sequence[int] | None = None,
+) -> StepPlan:
     """The plan with C at the median norm of each layer, so that some contributions are clipped and some are not."""
     middle: list[float | None] = []  # of the contributions that reach the layer with a gradient
+    grads = grads if classes is None else masked_by_hand(grads, classes, plan)
     for layer in plan.layers:
         norms = sum(
             grads[name].reshape(len(grads[name]), -1).square().sum(1) for name in layer.parameters
@@ -266,15 +315,7 @@ def thresholds(grads: Mapping[str, Tensor], plan: StepPlan, spread: Sequence[flo
     for i, s in enumerate(plan.noise):
         private = [row[i] for row in clip if 0 < row[i] < inf]
         noise.append(s if not private else 1.0 if middle[i] is None else max(private) * (0.5 + 0.4 * (i % 3)))
-    return StepPlan(
-        layers=plan.layers,
-        classes=plan.classes,
-        clip=tuple(clip),
-        noise=tuple(noise),
-        batch=plan.batch,
-        steps=plan.steps,
-        clipping=plan.clipping,
-    )
+    return replace(plan, clip=tuple(clip), noise=tuple(noise))
 
 
 def agree(
@@ -292,6 +333,7 @@ def agree(
     batch: Mapping[str, Any] | None = None,
     engine: Mapping[str, Any] | None = None,
     relative: float = RELATIVE,
+    slices: Sequence[Slice] = (),
 ) -> None:
     """Engine, `lamina.route` and the oracle give the same clipped sums; the attached forward is the model's own."""
     made = Batch(x, y, **(batch or {}))
@@ -299,15 +341,16 @@ def agree(
     with torch.no_grad():
         plain = losses(model, x, y)
     for form in forms:
-        plan = plan_of(model, clip, clipping=form, public=public, group=group)
-        plan = thresholds(grads, plan, spread)
-        ref = clip_by_hand(grads, made.cls.tolist(), plan)
+        plan = plan_of(model, clip, clipping=form, public=public, group=group, slices=slices)
+        plan = thresholds(grads, plan, spread, made.cls.tolist())
+        limits = {"scale": made.scale, "ceiling": made.ceiling}
+        ref = clip_by_hand(grads, made.cls.tolist(), plan, **limits)
         if must_clip:
             assert any(0 < f < 1 for row in ref.factors for f in row), "the thresholds clip nothing"
             whole = form == "joint" or any(f == 1 for row in ref.factors for f in row)
             assert whole, "the thresholds clip everything"
         mine = {name: grads[name] for name in ref.sums}
-        difference(route(mine, made.cls, plan, noise=None), ref, relative=1e-12, absolute=1e-12)
+        difference(route(mine, made.cls, plan, noise=None, **limits), ref, relative=1e-12, absolute=1e-12)
         with Engine(model, plan, **(engine or {})) as attached:
             attached_losses = losses(model, x, y)
             torch.testing.assert_close(attached_losses.detach(), plain, rtol=1e-4, atol=1e-5, equal_nan=True)

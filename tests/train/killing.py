@@ -25,12 +25,21 @@ import problem
 import torch
 
 from lamina.engine import Engine
+from lamina.plan import StepPlan
 from lamina.train import book, run
 from lamina.train.corpus import sampler
 from lamina.train.store import journal
 from lamina.train.store.checkpoint import Checkpoints
 
 OPTIONS: dict[str, Any] = {"ema": 0.9, "max_occurrences": {"clinical": 4}}
+STRICT = "clinical@c=1,z=9"
+SCALE = 0.5
+
+
+def accounts(plan: StepPlan) -> list[book.Account]:
+    """A signed bound that the whole run meets exactly: a step charged twice would not fit."""
+    epsilon = plan.epsilon("clinical", scale=SCALE)
+    return [book.Account(name=STRICT, cls="clinical", scale=SCALE, epsilon=epsilon)]
 
 
 def calls(act: Callable[[], None]) -> None:
@@ -80,8 +89,9 @@ def child(command: dict[str, Any], answer: int) -> None:
 
     if "call" in command:
         calls(act)
+    plan = problem.plan(problem.net(), command["steps"])
     trainer = problem.trainer(
-        Path(command["folder"]), steps=command["steps"], segment=command["segment"], **OPTIONS
+        Path(command["folder"]), plan=plan, segment=command["segment"], accounts=accounts(plan), **OPTIONS
     )
     os.write(answer, b"begun\n") if "call" not in command else None
     began = time.perf_counter()
@@ -99,6 +109,7 @@ def child(command: dict[str, Any], answer: int) -> None:
         "total": outcome.total,
         "steps": outcome.steps,
         "notes": outcome.notes,
+        "bounds": json.loads((outcome.folder / "metrics.json").read_text())["bounds"],
         "weights": digest.hexdigest(),
         "calls": count,
         "seconds": seconds,
@@ -136,7 +147,7 @@ def serve(command: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     model = problem.net()
-    problem.plan(model, int(sys.argv[1]))  # calibrated once, before any fork
+    accounts(problem.plan(model, int(sys.argv[1])))  # calibrated and priced once, before any fork
     torch.optim.SGD(model.parameters(), lr=0.1)  # the first optimiser of a process imports half of torch
     for line in sys.stdin:
         print(json.dumps(serve(json.loads(line))), flush=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lamina.audit.regions import within
 from lamina.audit.subject import Subject
 from lamina.engine import Batch
 from lamina.plan.step import Clipping, StepPlan
@@ -45,7 +47,7 @@ def ascend(subject: Subject, batch: Batch, unit: int, *, steps: int = 40, rate: 
     changed = pytree.tree_map(
         lambda t, new: t.index_put((mine,), new) if isinstance(t, Tensor) else t, batch.x, found
     )
-    return Batch(changed, batch.y, unit=batch.unit, cls=batch.cls, weight=batch.weight)
+    return replace(batch, x=changed)
 
 
 def _climb(goal: Tensor, values: list[Tensor], rate: float) -> None:
@@ -65,7 +67,11 @@ def _goal(plan: StepPlan, k: int, grads: dict[str, Tensor | None]) -> Tensor:
     """Below 0 while some bound is not pressed against by a factor of two."""
     short, squares = [], []
     for layer, c, s in zip(plan.layers, plan.clip[k], plan.noise, strict=True):
-        parts = [g.double().square().sum() for n in layer.parameters if (g := grads.get(n)) is not None]
+        parts = [
+            within(plan, k, n, g.double()).square().sum()
+            for n in layer.parameters
+            if (g := grads.get(n)) is not None
+        ]
         if c > 0 and parts:
             norm_sq = torch.stack(parts).sum()
             short.append((0.5 * torch.log(norm_sq + 1e-60) - torch.log(torch.tensor(2 * c))).clamp(max=0.0))

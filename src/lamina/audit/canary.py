@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -94,8 +95,7 @@ def apply(batch: Batch, unit: int, side: str, real: Change | None, whole: Change
     tree = pytree.tree_map(change, batch.x if side == "x" else batch.y)
     if not touched:
         return None
-    x, y = (tree, batch.y) if side == "x" else (batch.x, tree)
-    return Batch(x, y, unit=batch.unit, cls=batch.cls, weight=batch.weight)
+    return replace(batch, x=tree) if side == "x" else replace(batch, y=tree)
 
 
 def _one_hot(t: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
     realised sensitivity = ‖( D_l / S_l )_l‖   to be compared with   1/sigma_k = √Σ_l (C[k,l]/S_l)²
 
 A step that also releases noised counts moves these, too: they are further coordinates, D/σ_b against ½/σ_b each.
+Where the canary is stricter than its class, C is its class's times min(scale, ceiling/‖C[k]‖).
 
 "Without" has two forms. `slot` keeps the canary's rows with weight 0: every shape and dropout mask stays as it
 is, so that nothing but the canary can differ. `absent` takes the rows away: that is what adding or removing a
@@ -15,16 +16,18 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lamina.audit.regions import outside
 from lamina.audit.subject import COUNTS, Subject
 from lamina.engine import Batch
 from lamina.errors import EngineError
+from lamina.plan.opened import planned_sizes
 from lamina.plan.rules import FollowQuantile
 from lamina.plan.step import Clipping, StepPlan
 
@@ -44,9 +47,12 @@ class Paired:
     """What one contribution of class `cls` moved, in units of the noise.
 
     sensitivity  ‖(D_l/S_l)_l‖, infinite where something not finite or not noised was released
-    bound        1/sigma_k of its class
+    bound        1/sigma_k of its class, at its scale
+    scale        what the class's thresholds are multiplied by for this contribution
     per_layer    ‖D_l‖/S_l for every layer of the plan
     limits       what the plan allows there: C/S (box), the bound (joint), 0 outside the class's band
+    outside      ‖D_l‖/S_l at the places of a layer that are outside the class's slices: 0 in a sound step
+    norm         ‖D‖, to be compared with `most`, the largest norm that the contribution may have
     counts       how far each noised count moved, in units of its noise; empty if the step releases none
     rounding     an estimate of the floating-point error of `sensitivity`
     """
@@ -59,6 +65,11 @@ class Paired:
     rounding: float
     counts: tuple[float, ...] = ()
     count_limits: tuple[float, ...] = ()
+    outside: tuple[float, ...] = ()
+    scale: float = 1.0
+    norm: float = 0.0
+    most: float = math.inf
+    norm_rounding: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -72,16 +83,26 @@ class Paired:
         """Whether every layer, and all of them together, stayed within what the plan allows."""
         pairs = [(self.sensitivity, self.bound), *zip(self.per_layer, self.limits, strict=True)]
         pairs += zip(self.counts, self.count_limits, strict=True)
-        return all(found <= limit * (1 + TOLERANCE) + self.rounding for found, limit in pairs)
+        pairs += [(found, 0.0) for found in self.outside]
+        within = all(found <= limit * (1 + TOLERANCE) + self.rounding for found, limit in pairs)
+        return within and self.norm <= self.most * (1 + TOLERANCE) + self.norm_rounding
 
     @property
     def strays(self) -> tuple[int, ...]:
-        """Layers outside the class's band that moved by more than rounding: none in a sound step.
+        """Layers that moved, by more than rounding, outside the class's band or slices: none in a sound step.
 
         Rounding, because the sums of others are float32. Beside empty slots nothing moves to the last bit.
         """
-        pairs = zip(self.per_layer, self.limits, strict=True)
-        return tuple(i for i, (found, limit) in enumerate(pairs) if limit == 0 and found > self.rounding)
+        return tuple(i for i, found in enumerate(self.astray) if found > self.rounding)
+
+    @property
+    def astray(self) -> tuple[float, ...]:
+        """By layer, how far it moved where the class may not move it, in units of the noise."""
+        beside = self.outside or (0.0,) * len(self.per_layer)
+        return tuple(
+            found if limit == 0 else part
+            for found, limit, part in zip(self.per_layer, self.limits, beside, strict=True)
+        )
 
 
 def paired_step(
@@ -105,18 +126,36 @@ def paired_step(
     moved = {name: a[name] - b[name] for name in _same_names(a, b)}
     per_layer, floor = whitened(plan, moved), _rounding(subject, a, b)
     counts, limits = _counts(plan, cls, moved)
+    scale = scale_of(batch, unit, plan)
     if subject.hardened:  # each release is rounded to a grid of at most S/2^8
-        floor = math.hypot(floor, noise * 2.0**-8 * math.sqrt(sum(layer.size + 1 for layer in plan.layers)))
+        shapes = {name: p.shape for name, p in subject.model.named_parameters()}
+        numbers = sum(planned_sizes(plan, shapes)) + len(plan.layers)
+        floor = math.hypot(floor, noise * 2.0**-8 * math.sqrt(numbers))
     return Paired(
         cls=cls,
         sensitivity=math.hypot(*per_layer, *counts),
-        bound=math.hypot(plan.joint(cls), plan.bits(cls)),
+        bound=math.hypot(plan.joint(cls, scale), plan.bits(cls)),
         per_layer=per_layer,
-        limits=_limits(plan, cls),
+        limits=tuple(limit * scale for limit in _limits(plan, cls)),
         rounding=floor,
         counts=counts,
         count_limits=limits,
+        outside=whitened(plan, outside(plan, cls, moved)),
+        scale=scale,
+        norm=math.hypot(*(float(moved[name].norm()) for name in moved if name != COUNTS), 0.0),
+        most=plan.norm(cls) * scale,
+        norm_rounding=floor * max(plan.noise),
     )
+
+
+def scale_of(batch: Batch, unit: int, plan: StepPlan) -> float:
+    """min(scale, ceiling/‖C[k]‖) of a contribution: what its class's thresholds are multiplied by."""
+    cls = int(cast(Tensor, batch.cls)[unit])
+    if plan.classes[cls].public:
+        return 1.0
+    ceiling = math.inf if batch.ceiling is None else float(batch.ceiling[unit])
+    scale = 1.0 if batch.scale is None else float(batch.scale[unit])
+    return min(scale, ceiling / plan.norm(cls)) if plan.norm(cls) > 0 else scale
 
 
 def whitened(plan: StepPlan, moved: Mapping[str, Tensor]) -> tuple[float, ...]:
@@ -151,23 +190,27 @@ def _counts(
 def emptied(batch: Batch, unit: int) -> Batch:
     """The batch with the contribution's rows kept as a slot of weight 0."""
     weight = torch.where(cast(Tensor, batch.unit) == unit, 0.0, cast(Tensor, batch.weight))
-    return Batch(batch.x, batch.y, unit=batch.unit, cls=batch.cls, weight=weight)
+    return replace(batch, weight=weight)
 
 
 def alone(batch: Batch, unit: int) -> Batch:
     """The batch with every other contribution turned into a slot of weight 0."""
     weight = torch.where(cast(Tensor, batch.unit) == unit, cast(Tensor, batch.weight), 0.0)
-    return Batch(batch.x, batch.y, unit=batch.unit, cls=batch.cls, weight=weight)
+    return replace(batch, weight=weight)
 
 
 def removed(batch: Batch, unit: int) -> Batch:
     """The batch without the contribution."""
-    owner, cls, weight = (cast(Tensor, t) for t in (batch.unit, batch.cls, batch.weight))
+    owner, weight = cast(Tensor, batch.unit), cast(Tensor, batch.weight)
     rows = (owner != unit).nonzero().flatten()
     left = owner[rows]
     x, y = pytree.tree_map(lambda t: t[rows] if isinstance(t, Tensor) else t, (batch.x, batch.y))
-    others = torch.cat([cls[:unit], cls[unit + 1 :]])
-    return Batch(x, y, unit=left - (left > unit).long(), cls=others, weight=weight[rows])
+    cls, scale, ceiling = (
+        None if t is None else torch.cat([t[:unit], t[unit + 1 :]])
+        for t in (batch.cls, batch.scale, batch.ceiling)
+    )
+    unit_of = left - (left > unit).long()
+    return Batch(x, y, unit=unit_of, cls=cls, weight=weight[rows], scale=scale, ceiling=ceiling)
 
 
 def _same_names(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:

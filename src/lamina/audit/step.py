@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -15,6 +16,7 @@ from lamina.audit.independence import moved_others
 from lamina.audit.noise import Level, noise_levels
 from lamina.audit.paired import Paired, Without, paired_step
 from lamina.audit.price import claim, epsilon_of_noise, epsilon_of_sensitivity
+from lamina.audit.regions import regions
 from lamina.audit.subject import Subject
 from lamina.engine import Batch
 from lamina.errors import EngineError
@@ -44,11 +46,13 @@ def audit_step(
     ones of `variants` (eight of them if `quick`), `tries` random ones, and one found by gradient ascent. Per
     private class:
 
-      sensitivity  the farthest a canary moved the step, priced over the plan's steps, against the claimed ε
-      routing      how far a layer outside the class's band moved: must be 0, up to rounding
+      sensitivity  the farthest a canary moved the step, priced over the plan's steps, against the claimed ε (of a
+                   contribution stricter than its class: at its scale)
+      routing      how far a layer outside the class's band, or a part outside its slices, moved: must be 0, up to
+                   rounding
     and for the step:
       noise        ε with the noise that was seen (its upper confidence limit), against the claimed ε
-      untouched    layers that no class reaches got no gradient
+      untouched    layers, and places of layers, that no class reaches got no gradient and no noise
       independence how far the others' parts move when the canary appears: must be 0 up to rounding
     """
     if len(batch) < 2:
@@ -75,7 +79,9 @@ def _attack(
         yield from random_canaries(batch, unit, count=tries, seed=seed)
         yield "ascent", ascend(subject, batch, unit)
 
-    forms = [Without.SLOT, Without.ABSENT] if fixed else [Without.SLOT]
+    # Raw noise goes with its contribution: what is claimed is a gradient of 0 in its place.
+    absent = fixed and not subject.plan.injection.raw
+    forms = [Without.SLOT, Without.ABSENT] if absent else [Without.SLOT]
     found = [
         (f"{name}, {form.value}", paired_step(subject, b, unit, without=form, seed=seed))
         for name, b in canaries()
@@ -90,9 +96,13 @@ def _attack(
 
 
 def _noise(plan: StepPlan, k: int, levels: tuple[Level, ...]) -> Check:
-    layers, counts = levels[: len(plan.layers)], levels[len(plan.layers) :]
+    counts = [level for level in levels if level.index is None]
+    highs = [
+        min((level.high for level in levels if level.index == i and k in level.classes), default=s)
+        for i, s in enumerate(plan.noise)
+    ]
     more = counts[0].high / counts[0].planned if counts and counts[0].high > 0 else 1.0
-    worst = epsilon_of_noise(plan, k, [level.high for level in layers], more)
+    worst = epsilon_of_noise(plan, k, highs, more)
     wrong = [level.layer for level in levels if not level.as_planned]
     detail = f"not as planned: {', '.join(wrong)}" if wrong else f"{len(levels)} layers as planned"
     holds = not plan.claimed or worst <= claim(plan, k)
@@ -107,7 +117,7 @@ def _truth(plan: StepPlan, k: int) -> str:
 
 def _sensitivity(subject: Subject, k: int, found: Found) -> Check:
     plan = subject.plan
-    claimed = claim(plan, k)
+    claimed = claim(plan, k, found[0][1].scale)
     name, worst = max(found, key=lambda pair: (not pair[1].sound, pair[1].sensitivity))
     bound = epsilon_of_sensitivity(plan, k, worst.sensitivity)
     sound = all(p.sound for _, p in found) and (not plan.claimed or bound <= claimed)
@@ -124,18 +134,16 @@ def _sensitivity(subject: Subject, k: int, found: Found) -> Check:
 def _routing(subject: Subject, k: int, found: Found) -> Check:
     slots = [p for name, p in found if name.endswith(Without.SLOT.value)]
     worst, layer = max(
-        ((p.per_layer[i], subject.plan.layers[i].name) for p in slots for i in p.strays), default=(0.0, "")
+        ((p.astray[i], subject.plan.layers[i].name) for p in slots for i in p.strays), default=(0.0, "")
     )
-    detail = f"layer '{layer}' is outside the band" if layer else ""
+    detail = f"layer '{layer}' is outside the band, or a part of it outside the slices" if layer else ""
     return _check(f"routing/{subject.plan.classes[k].name}", worst, 0.0, worst == 0, "noise std", detail)
 
 
 def _untouched(subject: Subject, batch: Batch) -> Check:
     grads = subject.release(batch)
-    idle = [i for i in range(len(subject.plan.layers)) if not any(row[i] > 0 for row in subject.plan.clip)]
-    moved = [
-        n for i in idle for n in subject.plan.layers[i].parameters if n in grads and bool(grads[n].any())
-    ]
+    idle = (r for r in regions(subject.plan, dict(subject.model.named_parameters())) if not r.classes)
+    moved = [part.name for part in idle if part.moved(grads)]
     return _check("untouched", float(len(moved)), 0.0, not moved, "tensors", ", ".join(moved))
 
 
@@ -154,7 +162,7 @@ def _independence(subject: Subject, batch: Batch, unit: int, fixed: bool) -> Ite
 def _as_class(batch: Batch, unit: int, k: int) -> Batch:
     cls = cast(Tensor, batch.cls).clone()
     cls[unit] = torch.tensor(k)
-    return Batch(batch.x, batch.y, unit=batch.unit, cls=cls, weight=batch.weight)
+    return replace(batch, cls=cls)
 
 
 def _check(

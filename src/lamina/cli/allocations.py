@@ -12,7 +12,7 @@ from lamina.allocate import ALLOCATIONS, allocation
 from lamina.allocate.problem import Policy
 from lamina.errors import PlanError
 from lamina.plan import DepthProfile
-from lamina.plan.grouping import suggestion
+from lamina.plan.naming import suggestion
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
 _PAIRS = {"(": ")", "[": "]", "{": "}"}

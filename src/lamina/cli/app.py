@@ -5,15 +5,30 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from lamina import __version__
-from lamina.cli import bench, demo, plan, spend, train
+from lamina.cli import admit, attest, bench, demo, keys, ledger, plan, spend, train
 from lamina.cli.output import complain, folded, out, print_json, refusal
 from lamina.errors import LaminaError
 from lamina.train.blame import Withheld, last_line, place
+
+# In the order in which they are used.
+_ORDER = (
+    "demo", "keys", "attest", "admit", "plan", "train", "spend", "certify", "ledger", "release", "report", "serve",
+    "audit", "study", "bench", "doctor",
+)  # fmt: skip
+
+
+class _InOrder(TyperGroup):
+    """Commands and groups of commands, listed in the order of their use."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=_ORDER.index)
+
 
 _HELP = """Layer-wise differentially private training for PyTorch, with evidence an auditor can check.
 
@@ -24,6 +39,9 @@ First time here:
 With your own data:
 
   lamina plan --template > policy.toml    whose data, how much ε each may lose
+  lamina keys new alice.key               a key of whoever contributes data
+  lamina attest policy.toml data/ …       sign what is contributed
+  lamina admit policy.toml data/          who may be learned from, and who not
   lamina plan policy.toml --epochs 20     what that costs; spends nothing
   lamina train --template > RUN.toml      model, data, loss, …; edit it
   lamina train RUN.toml                   the private run; again to go on
@@ -32,15 +50,17 @@ With your own data:
 
 app = typer.Typer(
     name="lamina",
+    cls=_InOrder,
     epilog="Every command explains itself (lamina train --help), takes --json and prints one object for machines. "
     "Exit codes: 0 done, 1 refused, 2 misuse. Tab completion: lamina --install-completion",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-# In the order in which they are used.
 _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.demo,
+    "attest": attest.attest,
+    "admit": admit.admit,
     "plan": plan.plan,
     "train": train.train,
     "spend": spend.spend,
@@ -48,6 +68,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name, help=folded(_command.__doc__))(_command)
+app.add_typer(keys.app, name="keys")
+app.add_typer(ledger.app, name="ledger")
 
 
 def _version(wanted: bool) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from lamina import models
 from lamina.errors import LaminaError, PlanError
-from lamina.plan.grouping import suggestion
+from lamina.plan.naming import suggestion
 from lamina.train.blame import user_code
 
 BUILT_IN: dict[str, Callable[..., nn.Module]] = {

@@ -7,8 +7,20 @@ from collections.abc import Mapping
 from lamina.account import order_of
 from lamina.cli.output import round_up
 from lamina.plan import Policy, StepPlan
+from lamina.train import Corpus
 
 _NEARLY = 0.99  # calibration lands a little on the safe side
+
+
+NOT_SIGNED = (
+    "the data was not admitted by signature: who contributed what, and under which bound, is on the word of whoever "
+    "runs this ([admit] in the run file, lamina attest)"
+)
+
+
+def admission_notes(corpus: Corpus) -> tuple[str, ...]:
+    """What a run says about how its data got in."""
+    return () if corpus.admission is not None else (NOT_SIGNED,)
 
 
 def plan_notes(

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 from lamina.cli.named import check_arguments
 from lamina.errors import PlanError
-from lamina.plan.grouping import suggestion
+from lamina.plan.naming import suggestion
 from lamina.train.blame import user_code
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {

@@ -20,6 +20,7 @@ from lamina.cli.measuring import Wanted
 from lamina.cli.notes import plan_notes
 from lamina.cli.output import out, print_json, results_only
 from lamina.plan import Clipping, LayerStack, Policy
+from lamina.plan.opened import planned_sizes
 
 _EXPLAIN, _MEASURE = "Explaining", "Measuring the layers (never on private data)"
 
@@ -179,15 +180,19 @@ def plan(
         "batch": batch, "steps": steps, "epochs": epochs, "clipping": clipping, "rho": rho, "measure": known,
     }  # fmt: skip
     made, allocation = explained_plan(stack, rules, allocate=chosen, **common)
+    sizes = planned_sizes(made, stack.shapes)
     notes = plan_notes(made, rules, asked(None, rho, rules.corpus.delta))
     rows = None
     if compare_all or among is not None:
         names = (
             allocations.parse_several(among) if among is not None else dict.fromkeys((*ALLOCATIONS, allocate))
         )
-        rows = compare(lambda each: explained_plan(stack, rules, allocate=each, **common), names, known)
+        rows = compare(
+            lambda each: explained_plan(stack, rules, allocate=each, **common), names, known, sizes
+        )
     answer = Answer(
-        plan=made, allocation=allocation, measure=known, notes=notes, compared=rows, chosen=allocate, full=explain
+        plan=made, allocation=allocation, measure=known, notes=notes, compared=rows, chosen=allocate, full=explain,
+        sizes=sizes,
     )  # fmt: skip
     if picture is not None:
         draw(made, answer.layers, answer.why, picture)

@@ -11,12 +11,13 @@ from torch import nn
 
 from lamina.allocate import make_plan
 from lamina.cli import named
+from lamina.cli.bars import bar
 from lamina.cli.losses import loss
 from lamina.cli.optimizers import optimizer, scheduler
-from lamina.cli.run_file import Data, Evaluate, RunFile
-from lamina.errors import CorpusError, PlanError
+from lamina.cli.run_file import Admit, Data, Evaluate, RunFile
+from lamina.errors import AdmissionError, CorpusError, PlanError
 from lamina.plan import LayerStack, Policy, StepPlan
-from lamina.train import Corpus, Evaluation, Trainer
+from lamina.train import Corpus, Evaluation, Gate, Trainer
 from lamina.train.blame import user_code
 
 if TYPE_CHECKING:
@@ -60,10 +61,16 @@ class Planned:
         """The spend book: one for all runs beside each other."""
         return self.beside / self.file.book if self.file.book else output.parent / "spend.db"
 
+    def corpus(self) -> Corpus:
+        """The contributions of the run: admitted by signature if the file says so."""
+        if self.file.admit is None:
+            return read(self.file.data, self.policy, self.beside)
+        return admitted(self.file.data, self.file.admit, self.policy, self.beside)
+
     def trainer(self, *, folder: Path, book: Path, inside: bool) -> Trainer:
         """Read the data and put everything together. Checks much, and spends nothing."""
         file = self.file
-        corpus = read(file.data, self.policy, self.beside)
+        corpus = self.corpus()
         loss_fn = loss(file.loss.name, file.loss.arguments, beside=self.beside)
         tool = optimizer(file.optimizer.name, file.optimizer.arguments, self.model)
         schedule = file.scheduler and scheduler(
@@ -130,6 +137,21 @@ def read(data: Data, policy: Policy, beside: Path) -> Corpus:
         return Corpus.of_csv(path, **common, delimiter=data.delimiter or ",")
     except CorpusError as error:
         raise CorpusError(f"data: {error.problem}", error.remedy.replace("cls=", "data.class =")) from error
+
+
+def admitted(data: Data, table: Admit, policy: Policy, beside: Path) -> Corpus:
+    """What the gate lets in of a folder. A key ring that is revoked from later on is read again at every segment."""
+    path = beside / (data.path or "")
+    if not (beside / table.keys).exists():
+        raise AdmissionError(
+            f"admit.keys is '{table.keys}', and there is no '{beside / table.keys}'",
+            "paths are relative to the run file; lamina keys add makes a ring",
+        )
+    gate = Gate(policy, beside / table.keys, processes=table.processes)
+    with bar("checking signatures") as tick:
+        return gate.admit(
+            path, on_refusal=table.on_refusal, examples_per_unit=data.examples_per_unit, progress=tick
+        )
 
 
 def _made(name: str, data: Data, common: Mapping[str, Any], beside: Path) -> Corpus:

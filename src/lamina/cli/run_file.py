@@ -127,6 +127,20 @@ _ELSEWHERE = {
 }
 
 
+class Admit(BaseModel):
+    """Only what was signed gets in: `lamina.Gate` stands before the folder of contributions.
+
+    keys        the key ring: whose signatures count
+    processes   how many check signatures at once
+    on_refusal  "skip" whoever is refused, or "stop" before anything is spent
+    """
+
+    model_config = _STRICT
+    keys: Text
+    processes: Count = 1
+    on_refusal: Literal["skip", "stop"] = "skip"
+
+
 class Tool(BaseModel):
     """A loss, an optimiser or a schedule: its name, and any further argument that it takes."""
 
@@ -179,6 +193,7 @@ class RunFile(BaseModel):
     policy: Text
     model: Annotated[Model, _as_table("factory")]
     data: Data
+    admit: Admit | None = None
     loss: Annotated[Tool, _as_table("name")]
     optimizer: Annotated[Tool, _as_table("name")]
     scheduler: Annotated[Tool, _as_table("name")] | None = None
@@ -219,6 +234,7 @@ class RunFile(BaseModel):
         except tomllib.TOMLDecodeError as error:
             raise PlanError(f"{source} is not TOML: {error}", "correct the line that it names") from error
         _has_the_least(data, source)
+        _admits_a_folder(data, source)
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -261,3 +277,23 @@ def _has_the_least(data: Mapping[str, Any], source: str) -> None:
             f"{source}: epsilon is {data['epsilon']} and rho is {data['rho']}",
             "give one of them: epsilon for the policy's accountant, rho for zCDP",
         )
+
+
+def _admits_a_folder(data: Mapping[str, Any], source: str) -> None:
+    """[admit] reads a signature beside each payload, and the class that was signed."""
+    table = data["data"]
+    if "admit" not in data or not isinstance(table, dict):
+        return
+    if (kind := table.get("kind")) != "folder":
+        raise PlanError(
+            f"{source}: [admit] is given, and data.kind is {kind!r}: only a folder has a signature beside each payload",
+            'use kind = "folder" with ID/payload.npz, signed by lamina attest; or remove [admit]',
+        )
+    for key, why in (
+        ("class", "the class of each is the one that was signed"),
+        ("version", "signed commitments say which data it is"),
+    ):
+        if key in table:
+            raise PlanError(
+                f"{source}: data.{key} is {table[key]!r}, and with [admit] {why}", f"remove data.{key}"
+            )

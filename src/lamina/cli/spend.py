@@ -12,10 +12,11 @@ import typer
 
 from lamina.cli.output import columns, out, print_json, round_up
 from lamina.errors import RunError
-from lamina.train.book import Account, SpendBook
+from lamina.train.book import Booked, SpendBook
+from lamina.train.book.account import MARK, is_bound
 from lamina.train.book.total import Total, called
 
-_Priced = list[tuple[Account, Total]]
+_Priced = list[tuple[Booked, Total]]
 
 
 def spend(
@@ -93,7 +94,10 @@ def _release(book: SpendBook, name: str) -> str:
 
 
 def _tree(priced: _Priced) -> dict[str, Any]:
-    """By origin and class. The terms of the last booking come first, earlier ones are in `also`."""
+    """By origin and class. The terms of the last booking come first, earlier ones are in `also`.
+
+    Signed bounds that are stricter than their class are in its `bounds`.
+    """
     origins: dict[str, Any] = {}
     for account, total in priced:
         figures = {
@@ -103,6 +107,9 @@ def _tree(priced: _Priced) -> dict[str, Any]:
             "accountant": account.accountant,
         }
         classes = origins.setdefault(account.origin, {})
+        if is_bound(account.cls):
+            owner = classes.setdefault(account.cls.partition(MARK)[0], {"also": [], "bounds": {}})
+            classes = owner.setdefault("bounds", {})
         if account.cls in classes:
             classes[account.cls]["also"].append(figures)
             continue
@@ -126,7 +133,8 @@ def _page(origin: str, priced: _Priced) -> str:
     """One corpus: each class with its ε, a line per δ, and its runs below."""
     lines = [f"corpus {_printable(origin)}"]
     for cls, group in groupby(priced, key=lambda pair: pair[0].cls):
-        lines.append(f"  class {_printable(cls)}")
+        name, mark, label = cls.partition(MARK)
+        lines.append(f"  class {_printable(name)}" + (f", signed bound {_printable(label)}" if mark else ""))
         for account, total in (found := list(group)):
             lines.append(
                 f"    ε {_epsilon(total.spent)} spent, {_epsilon(total.committed)} with what is reserved "

@@ -16,7 +16,7 @@ from lamina.cli.notes import plan_notes
 from lamina.cli.output import err, out, print_json, results_only
 from lamina.cli.prepare import Planned
 from lamina.cli.run_file import RunFile
-from lamina.cli.train_report import result, tell, tell_plan
+from lamina.cli.train_report import result, tell, tell_admission, tell_plan
 from lamina.errors import LaminaError, RunError
 from lamina.train import Outcome, Trainer
 from lamina.train.blame import layer_and_input, place
@@ -53,6 +53,9 @@ def train(
 
     Writes: runs/NAME with the weights (model.safetensors), public figures (metrics.json), plan, journal and
     checkpoints.
+
+    Admits: with an [admit] table only contributions that were signed (lamina keys, lamina attest), each under the bound
+    that it signed. Windows and keys are looked at again at every segment.
 
     Shows: ε so far, never the loss. An un-noised loss is a release that nobody paid for: evaluate on public or
     simulated data instead.
@@ -91,22 +94,26 @@ def train(
     folder = run_folder.unused(output) if fresh else run_folder.newest(output)
     if plan_only:
         with results_only():
-            _rehearse(planned.trainer(folder=folder, book=book, inside=False))
-        if not tell_plan(planned, folder, book, notes, as_json=as_json):
+            trainer = planned.trainer(folder=folder, book=book, inside=False)
+            _rehearse(trainer)
+        notes = (*notes, *tell_admission(trainer, screen))
+        if not tell_plan(planned, trainer, folder, book, notes, as_json=as_json):
             raise typer.Exit(1)
         return
     before = run_folder.figures(folder)
     with results_only():
         trainer = planned.trainer(folder=folder, book=book, inside=inside)
+    notes = (*notes, *tell_admission(trainer, screen))
+    with results_only():
         run_folder.sign(folder, output, file.model_dump(mode="json", by_alias=True, exclude_unset=True))
         outcome = _fit(trainer, again=_command(run, threads))
     outcome = replace(outcome, notes=(*outcome.notes, *notes))
     if before and before.get("steps") == outcome.steps:
         outcome = replace(outcome, notes=(*outcome.notes, _FINISHED))
     if as_json:
-        print_json(result(outcome, planned, book))
+        print_json(result(outcome, planned, trainer.corpus, book))
     else:
-        tell(outcome, planned, book)
+        tell(outcome, planned, trainer.corpus, book)
 
 
 _FINISHED = (

@@ -6,16 +6,34 @@ import math
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from lamina.cli import run_folder
+from lamina.cli.admit import page
 from lamina.cli.explain.words import rules_in_words
+from lamina.cli.notes import admission_notes
 from lamina.cli.output import columns, out, print_json, round_up
 from lamina.cli.prepare import Planned
-from lamina.train import Outcome, SpendBook
+from lamina.train import Corpus, Outcome, SpendBook, Trainer
+from lamina.train.book.account import is_bound, told
 from lamina.train.book.charge import charges
+from lamina.train.corpus.signed import AdmittedCorpus
+
+_SHOWN = 20  # bounds in the table
 
 
-def result(outcome: Outcome, planned: Planned, book: Path) -> dict[str, Any]:
+def tell_admission(trainer: Trainer, screen: Console) -> tuple[str, ...]:
+    """Who was let in, who was not, and what their bounds come to under the plan; returns what is to be noted."""
+    corpus = trainer.corpus
+    if isinstance(corpus, AdmittedCorpus):
+        found = page(corpus.admission, corpus.resolution(trainer.plan, trainer.max_occurrences))
+        screen.print(f"{found}\n", markup=False, soft_wrap=True)
+    return admission_notes(corpus)
+
+
+def result(outcome: Outcome, planned: Planned, corpus: Corpus, book: Path) -> dict[str, Any]:
     """Keys that machines read."""
+    admission = corpus.admission
     return {
         "run": outcome.run,
         "folder": str(outcome.folder),
@@ -33,6 +51,8 @@ def result(outcome: Outcome, planned: Planned, book: Path) -> dict[str, Any]:
         },
         "allocation": planned.plan.allocation,
         "rules": list(rules_in_words(planned.plan)),
+        "admission": None if admission is None else admission.to_dict(),
+        "bounds": run_folder.figures(outcome.folder).get("bounds", {}),
         "metrics": dict(outcome.metrics),
         "notes": list(outcome.notes),
         "model": str(outcome.folder / "model.safetensors"),
@@ -40,7 +60,7 @@ def result(outcome: Outcome, planned: Planned, book: Path) -> dict[str, Any]:
     }
 
 
-def tell(outcome: Outcome, planned: Planned, book: Path) -> None:
+def tell(outcome: Outcome, planned: Planned, corpus: Corpus, book: Path) -> None:
     rows = [["class", "unit", "δ", "ε of this run", "ε over all runs", "steps"]]
     for entry in planned.plan.classes:
         name = entry.name
@@ -49,7 +69,9 @@ def tell(outcome: Outcome, planned: Planned, book: Path) -> None:
             continue
         spent, total = (_told(_finite(found.get(name, 0.0))) for found in (outcome.epsilon, outcome.total))
         rows.append([name, entry.unit, f"{entry.delta:g}", spent, total, f"{outcome.steps:,}"])
-    lines = [columns(rows, left=2), ""]
+    lines = [columns(rows, left=2), "", *_told_bounds(outcome)]
+    if (admission := corpus.admission) is not None:
+        lines.append(f"admitted by signature: {len(admission):,}; refused: {len(admission.refused):,}")
     if not outcome.private:
         lines.append("NOT PRIVATE: something about this run voids its guarantee")
     lines += [f"rule: {rule}" for rule in rules_in_words(planned.plan)]
@@ -65,7 +87,31 @@ def tell(outcome: Outcome, planned: Planned, book: Path) -> None:
     out.print("\n".join(lines), markup=False, soft_wrap=True)
 
 
-def tell_plan(planned: Planned, folder: Path, book: Path, notes: tuple[str, ...], *, as_json: bool) -> bool:
+def _told_bounds(outcome: Outcome) -> list[str]:
+    """What was signed, and what was spent on it."""
+    bounds = run_folder.figures(outcome.folder).get("bounds", {})
+    if not bounds:
+        return []
+    rows = [["signed bound", "δ", "ε signed", "ε of this run", "ε over all runs", "scale"]]
+    for name, row in list(bounds.items())[:_SHOWN]:
+        signed, scale = row.get("signed"), row.get("scale")
+        figures = [_told(_finite(row[key])) for key in ("epsilon", "total")]
+        rows.append(
+            [
+                name,
+                f"{row['delta']:g}",
+                "–" if signed is None else f"{signed:.4f}",
+                *figures,
+                "–" if scale is None else f"{scale:.4g}",
+            ]
+        )
+    more = [f"… and {len(bounds) - _SHOWN} more, in metrics.json"] if len(bounds) > _SHOWN else []
+    return [columns(rows), *more, ""]
+
+
+def tell_plan(
+    planned: Planned, trainer: Trainer, folder: Path, book: Path, notes: tuple[str, ...], *, as_json: bool
+) -> bool:
     """What would happen: which folder, and what the book says about each class. False if it would be refused."""
     begun = run_folder.figures(folder).get("steps") if (folder / "journal").exists() else None
     held = SpendBook(book, create=False) if book.exists() else None
@@ -84,13 +130,14 @@ def tell_plan(planned: Planned, folder: Path, book: Path, notes: tuple[str, ...]
                 "committed": _finite(total.committed if total else 0.0),
                 "bound": planned.policy.bound(entry.name),
             }
-    refused = [] if begun is not None or held is None else _without_room(planned, held)
+    refused = [] if begun is not None or held is None else _without_room(planned, trainer, held)
     if as_json:
         facts = {
             "folder": str(folder),
             "begun": begun,
             "book": standing,
             "refused": refused,
+            "admission": None if trainer.corpus.admission is None else trainer.corpus.admission.to_dict(),
             "notes": list(notes),
         }
         print_json({**planned.plan.to_dict(), **facts})
@@ -101,24 +148,27 @@ def tell_plan(planned: Planned, folder: Path, book: Path, notes: tuple[str, ...]
         rows.append([name, *(_told(row[key]) for key in ("planned", "spent", "committed")), bound])
     state = f"would go on at step {begun} of {planned.plan.steps}" if begun is not None else "would begin"
     if refused:
-        state = f"would be refused: there is no room in the book for class {', '.join(map(repr, refused))}"
+        state = f"would be refused: there is no room in the book for {', '.join(map(told, refused))}"
     lines = [columns(rows), "", f"{folder}: {state}", f"book: {book}{'' if held else ' (not there yet)'}"]
     out.print("\n".join([*lines, "nothing was spent or written"]), markup=False, soft_wrap=True)
     return not refused
 
 
-def _without_room(planned: Planned, book: SpendBook) -> list[str]:
-    """The classes whose bound does not allow a new run of this plan, by what all runs have spent and reserved."""
+def _without_room(planned: Planned, trainer: Trainer, book: SpendBook) -> list[str]:
+    """The classes and signed bounds that do not allow a new run of this plan, by what all have spent and reserved."""
     plan, found = planned.plan, []
-    for k, entry in enumerate(plan.classes):
-        bound = planned.policy.bound(entry.name)
-        due = [c for c in charges(plan, 0, plan.steps) if c.cls == entry.name]
+    bounds = {entry.name: planned.policy.bound(entry.name) for entry in plan.classes}
+    bounds |= {each.name: each.epsilon for each in trainer.accounts}
+    every = charges(plan, 0, plan.steps, trainer.accounts)
+    for name, bound in bounds.items():
+        due = [c for c in every if c.cls == name]
         if due and bound is not None:
             most, *besides = due
             origin = planned.policy.corpus.origin
             fit = book.fits("a new run", origin=origin, charge=most, bound=bound, besides=besides)
-            if fit < plan.steps or plan.epsilon(k) > bound:
-                found.append(entry.name)
+            whole = plan.epsilon(name) if not is_bound(name) else 0.0
+            if fit < most.steps or whole > bound:
+                found.append(name)
     return found
 
 

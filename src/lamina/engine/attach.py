@@ -13,11 +13,14 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from lamina.engine import scope
+from lamina.engine.adapters import EveryPrompt, adapters_of, holds_loose, refuse_merged
+from lamina.engine.flattened import FlattenedSite
 from lamina.engine.function import Covered, Desk, Target, Use
 from lamina.engine.hooks import AfterForward, BeforeForward, guard, guards, plain_forward, refuse_gradient
 from lamina.engine.owner import BroadcastSite, OwnerSite
 from lamina.engine.rules import Rule, Site, rule_for
 from lamina.engine.rules.embedding import EmbeddingSite
+from lamina.engine.rules.experts import ExpertsSite, blocks_of
 from lamina.engine.rules.rule import NOTHING
 from lamina.errors import CouplingError, EngineError, LaminaError, UnsupportedLayer
 
@@ -44,6 +47,9 @@ class Attachment:
         self.desk = Desk()
         self.rows = dict(rows or {})
         self.examples: int | None = None
+        self._flat = blocks_of(model)
+        self._adapters = adapters_of(model)
+        refuse_merged(self._adapters)
         self._state = [*model.named_parameters(), *model.named_buffers()]
         self.targets = {id(p): targets[name] for name, p in model.named_parameters() if name in targets}
         see = BeforeForward(self._see_batch)
@@ -58,7 +64,7 @@ class Attachment:
         for name, p in model.named_parameters():
             if name in targets:
                 self._handles.append(p.register_hook(refuse_gradient(name)))
-        self._patched: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        self._patched: list[tuple[nn.Module, str, Any]] = []
         try:
             self._attach(per_contribution)
         except BaseException:
@@ -79,10 +85,16 @@ class Attachment:
                     "give that engine on (Trainer(…, engine=engine)), or call its detach() first",
                 )
             own = any(p.requires_grad for p in module.parameters(recurse=False))
-            forced = name in per_contribution or (
-                type(module).__name__ in _RELATIVE_BIAS
-                and bool(getattr(module, "has_relative_attention_bias", False))
+            forced = (
+                name in per_contribution
+                or holds_loose(module)
+                or (
+                    type(module).__name__ in _RELATIVE_BIAS
+                    and bool(getattr(module, "has_relative_attention_bias", False))
+                )
             )
+            if EveryPrompt.suits(module):
+                self._stand_in(module, "get_prompt", EveryPrompt(module))
             if own or forced or hasattr(module, "parametrizations"):
                 self._patch(name, module, forced)
 
@@ -93,15 +105,23 @@ class Attachment:
             site = None if forced else rule_for(module)
         except LaminaError as problem:
             raise type(problem)(f"module '{name}': {problem.problem}", problem.remedy) from None
+        if site is None and not forced and ExpertsSite.suits(module):
+            site = ExpertsSite(name, module, original, lambda x: self._token_rows(name, x))
         if site is None:
-            broadcast = not forced and not hasattr(module, "parametrizations") and BroadcastSite.suits(module)
-            site = (BroadcastSite if broadcast else OwnerSite)(
-                name, module, original, lambda: self.examples_now
-            )
+            plain = not forced and not hasattr(module, "parametrizations")
+            kind: type[FlattenedSite] | type[BroadcastSite] | type[OwnerSite] = OwnerSite
+            if plain and name in self._flat:
+                kind = FlattenedSite
+            elif plain and BroadcastSite.suits(module):
+                kind = BroadcastSite
+            site = kind(name, module, original, lambda: self.examples_now)
         if not site.parameters:
             return
-        self._patched.append((module, vars(module).get("forward")))
-        module.forward = Patched(self, name, module, original, site)
+        self._stand_in(module, "forward", Patched(self, name, module, original, site))
+
+    def _stand_in(self, module: nn.Module, method: str, call: Callable[..., Any]) -> None:
+        self._patched.append((module, method, vars(module).get(method)))
+        setattr(module, method, call)
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -109,11 +129,11 @@ class Attachment:
         for p in self._watched:
             if not p._backward_hooks:
                 p._backward_hooks = None
-        for module, before in reversed(self._patched):
+        for module, method, before in reversed(self._patched):
             if before is None:
-                vars(module).pop("forward", None)
+                vars(module).pop(method, None)
             else:
-                module.forward = before
+                setattr(module, method, before)
         self._patched.clear()
 
     @property
@@ -127,6 +147,7 @@ class Attachment:
             (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), None
         )
         self.examples = None if first is None else first.shape[0]
+        refuse_merged(self._adapters)
         self._versions = self._written_so_far()
 
     def _see_writes(self) -> None:
@@ -151,7 +172,14 @@ class Attachment:
         for pattern, order in self.rows.items():
             if fnmatchcase(name, pattern):
                 return _row_map(name, x.shape[0], order, self.examples_now)
+        if name in self._flat and x.dim() == 2:
+            return _row_map(name, x.shape[0], "contiguous", self.examples_now)
         return None
+
+    def _token_rows(self, name: str, x: Tensor) -> Tensor:
+        """Whose tokens stacked experts were given: by default as many of each example, in order."""
+        said = self.example_of_row(name, x)
+        return _row_map(name, x.shape[0], "contiguous", self.examples_now) if said is None else said
 
 
 Found = tuple[tuple[nn.Parameter, ...], tuple[Target | None, ...], tuple[int, ...]]

@@ -99,8 +99,8 @@ class Batch:
     def split(self, parts: int) -> Iterator[Batch]:
         """Cut into at most `parts` microbatches. A contribution is never cut in two.
 
-        How a batch is cut changes neither the clipped sum nor the noise: that is added once, at the
-        part whose `last` is true.
+        How a batch is cut changes neither the clipped sum nor the noise: nothing is released before the
+        part whose `last` is true, and by then all of it is there.
         """
         if parts < 1:
             raise EngineError(f"split({parts})", "ask for one part or more")

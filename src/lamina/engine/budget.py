@@ -77,7 +77,8 @@ class Budget:
                 "make a plan with more steps: its noise, or its epsilon, will be larger",
             )
         due = [(k, f, factor * self.plan.sigma(k), self._rate(k)) for k, f in self._asked()]
-        self._take(due, f"step {self.taken + 1}")
+        free = self.plan.injection.raw and not self.plan.injection.events(self.taken, self.taken + 1)
+        self._take([] if free else due, f"step {self.taken + 1}")
         self.taken += 1
         return self.taken - 1
 
@@ -108,7 +109,8 @@ class Budget:
         return [*self._given, *(() if self.lent else self._own.items())]
 
     def _rate(self, k: int) -> float:
-        return self.plan.classes[k].sampling_rate
+        """At which a step is priced: raw noise credits nothing to sampling."""
+        return 1.0 if self.plan.injection.raw else self.plan.classes[k].sampling_rate
 
     def _choice(self, k: int) -> tuple[float, float]:
         choose = self.plan.rule(Choose)

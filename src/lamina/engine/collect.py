@@ -13,7 +13,9 @@ from lamina.engine.clip import box, clip_and_add, safe, weights_for
 from lamina.engine.function import Use, hidden_backward
 from lamina.engine.graph import Graph
 from lamina.engine.layout import Layout
-from lamina.engine.unitgrad import Dense, UnitGrad, Weights, total
+from lamina.engine.masks import ALL_OPEN, Openings
+from lamina.engine.parts import Picked, total
+from lamina.engine.unitgrad import Dense, Masked, UnitGrad, Weights
 
 Parts = dict[str, UnitGrad]  # the tensors of a layer
 
@@ -22,7 +24,8 @@ class Collector(ABC):
     """Completes each layer when its last use has arrived, and adds it to the sums.
 
     A layer of one use is clipped at once, in its own backward. A tensor used several times, or a
-    layer of several modules, waits for the rest (book-keeping).
+    layer of several modules, waits for the rest (book-keeping). `openings` name the tensors of which
+    some contribution may move a part only: whoever completes a layer sees 0 elsewhere.
     """
 
     def __init__(
@@ -31,8 +34,9 @@ class Collector(ABC):
         layouts: Mapping[Use, Layout],
         reached: Sequence[bool],
         sums: Mapping[str, Tensor],
+        openings: Openings = ALL_OPEN,
     ) -> None:
-        self.layouts, self.reached, self.sums = layouts, reached, sums
+        self.layouts, self.reached, self.sums, self.openings = layouts, reached, sums, openings
         self._expected = Counter(layer for use in graph.uses for layer in use.layers)
         self._arrived: Counter[int] = Counter()
         self._waiting: dict[int, dict[str, list[UnitGrad]]] = {}
@@ -51,15 +55,25 @@ class Collector(ABC):
             raise hidden_backward(use)
         if not self._wanted(use):
             return
-        need = [t is not None and self.reached[t.layer] for t in use.targets]
-        for target, grad in zip(use.targets, use.rule.unit_grads(kept, g, layout, need), strict=True):
-            if target is not None and grad is not None:
+        need = [t is not None and self.reached[t.layer] and not self._shut(t.name) for t in use.targets]
+        grads = use.rule.unit_grads(kept, g, layout, need) if any(need) else [None] * len(need)
+        for target, grad, needed in zip(use.targets, grads, need, strict=True):
+            if target is not None and grad is not None and needed:
                 self._waiting.setdefault(target.layer, {}).setdefault(target.name, []).append(grad)
         for layer in use.layers:
             self._arrived[layer] += 1
             if self._arrived[layer] == self._expected[layer] and self.reached[layer]:
-                grads = self._waiting.pop(layer)
-                self.complete(layer, {name: total(uses) for name, uses in grads.items()})
+                arrived = self._waiting.pop(layer, {})
+                if arrived:
+                    self.complete(layer, {name: self._opened(name, uses) for name, uses in arrived.items()})
+
+    def _shut(self, name: str) -> bool:
+        return name in self.openings and self.openings[name].shut
+
+    def _opened(self, name: str, uses: Sequence[UnitGrad]) -> UnitGrad:
+        """The gradient of a tensor over all its uses, 0 where a contribution may not move it."""
+        grad = total(uses)
+        return self.openings[name].of(grad) if name in self.openings else grad
 
     @abstractmethod
     def complete(self, layer: int, parts: Parts) -> None:
@@ -158,8 +172,11 @@ class NormCollector(Collector):
 
 def _settle(grad: UnitGrad) -> UnitGrad:
     """Form the gradient now if that takes no more memory than what it is made of."""
+    if isinstance(grad, Picked):
+        return Picked(_settle(grad.inner), grad.places, grad.shape)
     size = grad.units * grad.shape.numel()
-    made_of = sum(t.numel() for t in vars(grad).values() if isinstance(t, Tensor))
+    stuff = vars(grad.inner if isinstance(grad, Masked) else grad).values()
+    made_of = sum(t.numel() for t in stuff if isinstance(t, Tensor))
     if not grad.formed or size > made_of:
         return grad
     return Dense(grad.dense(0, grad.units).view(grad.units, *grad.shape).clone())

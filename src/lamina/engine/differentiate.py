@@ -12,6 +12,7 @@ from lamina.engine.collect import Collector, NormCollector
 from lamina.engine.examine import Examined
 from lamina.engine.function import Desk
 from lamina.engine.gradients import Gradients
+from lamina.engine.masks import ALL_OPEN, Openings
 
 
 class Differentiator:
@@ -35,9 +36,9 @@ class Differentiator:
             workspace.release()
         self.gradients.unchanged(before)
 
-    def norms(self, part: Examined, reached: list[bool]) -> Tensor:
+    def norms(self, part: Examined, reached: list[bool], openings: Openings = ALL_OPEN) -> Tensor:
         """(P, L) norms of every contribution at every layer that is reached: secret."""
-        collector = NormCollector(part.graph, part.layouts, reached, {}, units=part.layout.units)
+        collector = NormCollector(part.graph, part.layouts, reached, {}, openings, units=part.layout.units)
         if any(reached):
             self.run(part, collector)
         return collector.norms

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lamina.account import Filter
 from lamina.engine.adapt import Adaptation
@@ -22,11 +22,13 @@ from lamina.engine.examine import Examined, examine
 from lamina.engine.function import Target
 from lamina.engine.gradients import Gradients, refuse_half
 from lamina.engine.limits import Limits
+from lamina.engine.masks import ALL_OPEN, Masks, Openings, trained
 from lamina.engine.noise import NoiseSource, SecureNoise
 from lamina.engine.open_step import OpenStep, Sums, batch_given, out_of_order, zeros
 from lamina.engine.ownership import OwnershipCheck
 from lamina.engine.printed import PlainSums, PrintedStep, warn_if_printed
 from lamina.engine.probe import probe
+from lamina.engine.restore import Restore
 from lamina.errors import CouplingError, EngineError
 from lamina.plan.coverage import check_coverage
 from lamina.plan.hazards import hazards
@@ -73,13 +75,14 @@ class Engine:
         self.coverage = check_coverage(model, plan)
         self.model, self.plan, self.constant_time = model, plan, constant_time
         self.noise = SecureNoise() if noise is None else noise
-        self.adaptation = Adaptation.of(plan)
         self.budget = Budget(plan, filters or {}, taken)
         self._trained = [any(row[i] > 0 for row in plan.clip) for i in range(len(plan.layers))]
         self._layer_of = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
         parameters = dict(model.named_parameters())
-        self._tensors = {name: parameters[name] for name, i in self._layer_of.items() if self._trained[i]}
+        self._tensors = {name: parameters[name] for name in trained(plan)}
         self._names = {id(p): name for name, p in parameters.items()}
+        self._masks = Masks(plan, parameters)
+        self.adaptation = Adaptation.of(plan, self._masks.sizes)
         refuse_half(parameters)
         warn_if_printed(plan)
         self._printed = plan.clipping is Clipping.ELEMENTWISE
@@ -90,10 +93,17 @@ class Engine:
         self.probed = False
         self._open: OpenStep | None = None
         self._choice: OpenChoice | None = None
-        targets = {name: Target(name, i) if self._trained[i] else None for name, i in self._layer_of.items()}
+        targets = {
+            name: Target(name, i) if name in self._tensors else None for name, i in self._layer_of.items()
+        }
         self._attachment = Attachment(model, targets, rows=rows, per_contribution=per_contribution)
         self._pass = Differentiator(self._gradients, self._layer_of, self._attachment.desk)
-        self._hook = register_optimizer_step_pre_hook(self._gradients.before_optimizer_step)
+        restore = Restore(self._tensors, self._masks.closed)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._gradients.before_optimizer_step),
+            register_optimizer_step_pre_hook(restore.before),
+            register_optimizer_step_post_hook(restore.after),
+        ]
 
     # ---------------------------------------------------------------------------------------- the step
 
@@ -127,6 +137,7 @@ class Engine:
         if batch.last:
             step, self._open = self._open, None
             released = step.release()
+            self._masks.silence_all(released)
             self._gradients.write(released)
             if self.adaptation is not None:
                 self.adaptation.after(step.step, released, step.counts)
@@ -163,25 +174,32 @@ class Engine:
             raise EngineError(f"no choice is due before step {step}", "ask engine.choice_due first")
         part = self._examine(losses, batch)
         if batch.first:
-            self._open, choice = None, OpenChoice(self.plan, adaptation.offers())
+            self._open, choice = None, OpenChoice(self.plan, adaptation.offers(), self._masks.sizes)
             self.budget.charge_choice()
             self._choice, adaptation.chosen = choice, step
         if self._choice is None:
             raise out_of_order()
         if part is not None:
-            self._choice.add(part, self._pass.norms(part, self._reached(part)))
+            self._choice.add(part, self._pass.norms(part, self._reached(part), self._openings(part)))
         if batch.last:
             choice, self._choice = self._choice, None
             adaptation.settle(choice.drawn(self.noise, step))
 
-    def gradient_of(self, losses: Tensor, batch: Batch, unit: int) -> dict[str, Tensor]:
-        """The unclipped gradient of one contribution: for probes on proxy data only."""
+    def gradient_of(
+        self, losses: Tensor, batch: Batch, unit: int, *, routed: bool = True
+    ) -> dict[str, Tensor]:
+        """The unclipped gradient of one contribution: for probes on proxy data only.
+
+        `routed`: 0 where its class may not move a tensor or a part of it.
+        """
         part = self._examine(losses, batch)
         sums = zeros(self._tensors)
         if part is not None:
             bounds = torch.zeros(part.layout.units, len(self.plan.layers), dtype=torch.float64)
-            bounds[unit] = torch.inf
-            start = part.graph, part.layouts, self._trained, sums
+            reach = self._limits.clip[part.classes[unit]] > 0
+            bounds[unit] = torch.where(reach, torch.inf, 0.0) if routed else torch.inf
+            openings = self._openings(part) if routed else ALL_OPEN
+            start = part.graph, part.layouts, self._trained, sums, openings
             self._pass.run(part, BoxCollector(*start, bounds=bounds, scale=1.0))
         return sums
 
@@ -225,11 +243,14 @@ class Engine:
     def _reached(self, part: Examined) -> list[bool]:
         return self._trained if self.constant_time else self._limits.reached(part)
 
+    def _openings(self, part: Examined) -> Openings:
+        return self._masks.openings(part.classes, narrow=not self.constant_time)
+
     def _accumulate(self, part: Examined, into: Sums) -> None:
         reached = self._reached(part)
         if any(reached):
             part = into.admit(part)
-            self._pass.run(part, self._limits.collector(part, into, reached))
+            self._pass.run(part, self._limits.collector(part, into, reached, self._openings(part)))
 
     # ---------------------------------------------------------------------------------------- around it
 
@@ -273,7 +294,8 @@ class Engine:
 
     def detach(self) -> None:
         """Give the model back as it was."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._attachment.detach()
         self._open = None
         self._detached = True

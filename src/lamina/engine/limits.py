@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lamina.engine.collect import BoxCollector, Collector, JointCollector
 from lamina.engine.examine import Examined
+from lamina.engine.masks import ALL_OPEN, Openings
 from lamina.engine.open_step import Sums
 from lamina.plan.step import Clipping, StepPlan
 
@@ -28,10 +29,12 @@ class Limits:
         """The layers that some contribution of the part may move."""
         return [bool(r) for r in (self.clip[part.classes] > 0).any(0)]
 
-    def collector(self, part: Examined, into: Sums, reached: Sequence[bool]) -> Collector:
+    def collector(
+        self, part: Examined, into: Sums, reached: Sequence[bool], openings: Openings = ALL_OPEN
+    ) -> Collector:
         bounds, scale = self.clip[part.classes], into.scale  # (P, L)
         stricter = self._stricter(part)
-        start = part.graph, part.layouts, reached, into.sums
+        start = part.graph, part.layouts, reached, into.sums, openings
         if self.plan.clipping is Clipping.JOINT:
             radius = self.radius[part.classes]
             radius = radius if stricter is None else radius * stricter

@@ -39,7 +39,10 @@ STD_RANGE = (1e-30, 1e30)
 
 
 class NoiseSource:
-    """N(0, std²) for tensors, determined by (seed, step, rank, tensor index, element index) alone."""
+    """N(0, std²) for tensors, determined by (seed, step, rank, part, tensor index, element index) alone.
+
+    `part` numbers independent draws for one step and tensor: the bins, slots or contributions of plan/injection.py.
+    """
 
     private: ClassVar[bool] = False
 
@@ -70,9 +73,10 @@ class NoiseSource:
         *,
         step: int,
         tensors: Sequence[int] | None = None,
+        part: int = 0,
     ) -> None:
         """outs[i] <- stds[i] · z_i."""
-        self._apply(outs, stds, step=step, tensors=tensors, fill=True)
+        self._apply(outs, stds, step=step, tensors=tensors, part=part, fill=True, rounded=self._hardened)
 
     def add_many_(
         self,
@@ -81,13 +85,21 @@ class NoiseSource:
         *,
         step: int,
         tensors: Sequence[int] | None = None,
+        part: int = 0,
+        rounded: bool = True,
     ) -> None:
         """totals[i] <- totals[i] + stds[i] · z_i, on as many threads as torch uses.
 
         `tensors[i]` is the index that identifies the tensor in the model, by default its position. A std of 0
         leaves its tensor as it is. Everything is checked before anything is drawn.
+
+        rounded=False leaves out the grid of a hardened source, for noise that is gathered in float64 and rounded
+        once, with the sum (`add_rounded_many_`): the grid belongs to the std of the whole.
         """
-        self._apply(totals, stds, step=step, tensors=tensors, fill=False)
+        if self._hardened and not rounded and any(total.dtype != torch.float64 for total in totals):
+            raise NoiseError("hardened noise is gathered in a tensor that is not float64", "use float64")
+        rounded = rounded and self._hardened
+        self._apply(totals, stds, step=step, tensors=tensors, part=part, fill=False, rounded=rounded)
 
     def _apply(
         self,
@@ -96,14 +108,16 @@ class NoiseSource:
         *,
         step: int,
         tensors: Sequence[int] | None,
+        part: int,
         fill: bool,
+        rounded: bool,
     ) -> None:
         indices = _checked(totals, stds, tensors)
-        key = step_key(self._seed, step=step, rank=self._rank, purpose=Purpose.NOISE)
-        self._claim(step, indices)
+        key = step_key(self._seed, step=step, rank=self._rank, purpose=Purpose.NOISE, part=part)
+        self._claim(step, [(part << 64) + index for index in indices])
         if fill:
             for total, std in zip(totals, stds, strict=True):
-                if self._hardened or std == 0:
+                if rounded or std == 0:
                     total.detach().zero_()
         for dtype in (torch.float32, torch.float64):
             live = [i for i, x in enumerate(totals) if x.dtype == dtype and stds[i] > 0 and x.numel()]
@@ -114,16 +128,23 @@ class NoiseSource:
                     [indices[i] for i in live],
                     key,
                     fill,
+                    rounded,
                 )
 
     def _draw(
-        self, totals: list[torch.Tensor], stds: list[float], indices: list[int], key: bytes, fill: bool
+        self,
+        totals: list[torch.Tensor],
+        stds: list[float],
+        indices: list[int],
+        key: bytes,
+        fill: bool,
+        rounded: bool,
     ) -> None:
         flat = [x if x.is_contiguous() else x.detach().contiguous() for x in totals]
         arrays: list[Reals] = [x.detach().numpy().reshape(-1) for x in flat]
         precise = self._hardened or arrays[0].dtype == np.float64
         scales = np.array(stds, dtype=np.float64 if precise else np.float32)
-        spacing = [grid(std) for std in stds] if self._hardened else []
+        spacing = [grid(std) for std in stds] if rounded else []
 
         def put(slot: int, start: int, r: Reals, noise: Reals) -> None:
             np.multiply(r, noise, out=arrays[slot][start : start + noise.size])
@@ -137,7 +158,7 @@ class NoiseSource:
             np.multiply(r, noise, out=noise)
             add_rounded(arrays[slot][start : start + noise.size], noise, spacing[slot])
 
-        store = add_hardened if self._hardened else put if fill else add
+        store = add_hardened if rounded else put if fill else add
         packs = layout(tuple(x.size for x in arrays), tuple(indices))
         threads = torch.get_num_threads() if self._threads is None else self._threads
         if (
@@ -155,7 +176,7 @@ class NoiseSource:
         torch.autograd.graph.increment_version(totals)
 
     def _claim(self, step: int, indices: list[int]) -> None:
-        """Called once before a draw. A source that must not repeat itself refuses here."""
+        """Called once before a draw, with part · 2^64 + tensor. A source that must not repeat itself refuses here."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NoiseError(
@@ -169,7 +190,7 @@ class NoiseSource:
 
 
 class SecureNoise(NoiseSource):
-    """Noise for private runs. Every (step, tensor) is drawn at most once; steps may not go back."""
+    """Noise for private runs. Every (step, part, tensor) is drawn at most once; steps may not go back."""
 
     private: ClassVar[bool] = True
 
@@ -211,7 +232,7 @@ class SecureNoise(NoiseSource):
             again = self._drawn.intersection(indices) if step == self._step else ()
             if again:
                 raise NoiseError(
-                    f"noise of step {step}, tensor {min(again)} was drawn already",
+                    f"noise of step {step}, tensor {min(again) % (1 << 64)} was drawn already",
                     "count the step up, or replay a crashed segment with SecureNoise.of_journal",
                 )
             if step > self._step:
@@ -228,6 +249,23 @@ class SeededNoise(NoiseSource):
         raw = repr(int(seed)).encode()
         derived = HKDF(algorithm=SHA256(), length=SEED_BYTES, salt=None, info=b"lamina/test seed").derive(raw)
         super().__init__(derived, rank=rank, hardened=hardened, threads=threads)
+
+
+def add_rounded_many_(
+    totals: Sequence[torch.Tensor], noises: Sequence[torch.Tensor], stds: Sequence[float]
+) -> None:
+    """totals[i] <- the multiple of grid(stds[i]) nearest to totals[i] + noises[i]: a hardened sum of gathered noise.
+
+    `noises` are float64 and overwritten. A std of 0 leaves its tensor as it is.
+    """
+    for total, noise, std in zip(totals, noises, stds, strict=True):
+        if std > 0:
+            whole = total.detach()
+            flat = whole.contiguous()
+            add_rounded(flat.numpy().reshape(-1), noise.numpy().reshape(-1), grid(std))
+            if flat is not whole:
+                whole.copy_(flat)
+    torch.autograd.graph.increment_version(list(totals))
 
 
 def _checked(

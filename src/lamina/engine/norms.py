@@ -27,9 +27,9 @@ def row_norm_sq(t: Tensor) -> Tensor:
     width = t.shape[1]
     if width <= _BLOCK:
         return _square(torch.linalg.vector_norm(t, dim=1))
-    block = _block(width)
-    whole = width - width % block
-    blocks = t.view(t.shape[0], -1, block) if whole == width else t[:, :whole].unflatten(1, (-1, block))
+    size = block(width)
+    whole = width - width % size
+    blocks = t.view(t.shape[0], -1, size) if whole == width else t[:, :whole].unflatten(1, (-1, size))
     total = _square(torch.linalg.vector_norm(blocks, dim=2)).sum(1)
     if whole < width:
         total += _square(torch.linalg.vector_norm(t[:, whole:].contiguous(), dim=1))
@@ -41,6 +41,6 @@ def _square(norm: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _block(width: int) -> int:
+def block(width: int) -> int:
     """A block length that divides the width if a long one does, so that no rest is left."""
     return next((b for b in range(_BLOCK, 23, -1) if width % b == 0), _BLOCK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from lamina.engine.batch import Batch
 from lamina.engine.examine import Examined
+from lamina.engine.inject import Injected, Raw, Shared
 from lamina.engine.noise import NoiseSource
 from lamina.errors import EngineError, NoiseError
+from lamina.plan.injection import Form
 from lamina.plan.rules import FollowQuantile
 from lamina.plan.step import StepPlan
 
@@ -36,6 +39,8 @@ class OpenStep(Sums):
     Unhardened, the sums *start* as noise S/B·z and clipped gradients are added times 1/B: no pass
     over the parameters is spent on zeroing, scaling or adding. Hardened, the exact sum is noised and
     rounded at the end, in float64. Counts, where the plan has them, are one more tensor of the step.
+
+    Noise that the plan lets in by parts comes with whom `bring` names (inject.py), the counts' once as ever.
     """
 
     def __init__(
@@ -52,17 +57,22 @@ class OpenStep(Sums):
         counts = None if counted is None else torch.zeros(len(plan.layers), dtype=torch.float64)
         self.extra = 0.0 if counted is None else counted.noise
         self._ready: Tensor | None = None  # noise for the counts, added once: parts then add up exactly
-        if noise.hardened:
-            super().__init__(zeros(tensors), 1.0, counts)
-            return
-        made = {
-            name: torch.empty_like(p, dtype=_wide(p.dtype), memory_format=torch.contiguous_format)
-            for name, p in tensors.items()
-        }
-        super().__init__(made, 1.0 / plan.batch, counts)
-        self._ready = None if counts is None else torch.empty_like(counts)
-        outs, stds, places = self._with(self._ready, [s * self.scale for s in self.std])
-        noise.fill_many_(outs, stds, step=step, tensors=places)
+        form, parts = plan.injection.form, plan.injection.parts
+        filled = not noise.hardened and form is not Form.RAW
+        scale = 1.0 if noise.hardened else 1.0 / plan.batch
+        super().__init__(_empty(tensors) if filled else zeros(tensors), scale, counts)
+        if filled:
+            self._ready = None if counts is None else torch.empty_like(counts)
+            share = scale / math.sqrt(parts)
+            outs, stds, places = self._with(self._ready, [s * share for s in self.std])
+            noise.fill_many_(outs, stds, step=step, tensors=places)
+        self._injected: Injected | None = None
+        if form is Form.RAW:
+            self._injected = Raw(plan, noise, self.sums, self.std, step=step, scale=scale, layer_of=layer_of)
+        elif form is not Form.STEP:
+            self._injected = Shared(
+                plan, noise, self.sums, self.std, step=step, scale=scale, taken=int(filled)
+            )
 
     def _with(self, counts: Tensor | None, stds: list[float]) -> tuple[list[Tensor], list[float], list[int]]:
         """Sums and, as one more tensor in a place of its own, counts."""
@@ -71,12 +81,24 @@ class OpenStep(Sums):
             return outs, stds, places
         return [*outs, counts], [*stds, self.extra], [*places, COUNTS]
 
+    def bring(self, classes: Tensor) -> None:
+        """Contributions of these classes are added next: noise that comes with them enters now."""
+        if self._injected is not None:
+            self._injected.bring(classes)
+
+    def admit(self, part: Examined) -> Examined:
+        self.bring(part.classes)
+        return part
+
     def release(self) -> dict[str, Tensor]:
         """(clipped sum + noise) / B. `counts` is noised, too, from here on."""
         self._same_process()
+        if self._injected is not None:
+            self._injected.finish()
         if self.noise.hardened:
             outs, stds, places = self._with(self.counts, self.std)
-            self.noise.add_many_(outs, stds, step=self.step, tensors=places)
+            late = 0 if self._injected is None else len(self.sums)  # those of the sums are in already
+            self.noise.add_many_(outs[late:], stds[late:], step=self.step, tensors=places[late:])
             for total in self.sums.values():
                 total.div_(self.plan.batch)
         elif self.counts is not None and self._ready is not None:
@@ -108,6 +130,13 @@ def out_of_order() -> EngineError:
 def zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: torch.zeros_like(p, dtype=_wide(p.dtype), memory_format=torch.contiguous_format)
+        for name, p in tensors.items()
+    }
+
+
+def _empty(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: torch.empty_like(p, dtype=_wide(p.dtype), memory_format=torch.contiguous_format)
         for name, p in tensors.items()
     }
 

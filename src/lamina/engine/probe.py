@@ -60,7 +60,7 @@ def _alone(
     batch = Batch(x, y)
     check_losses(losses, batch.examples)
     batch = Batch(x, y, cls=torch.zeros(len(batch), dtype=torch.long))
-    return {"loss": losses.detach()[place].double(), **engine.gradient_of(losses, batch, place)}
+    return {"loss": losses.detach()[place].double(), **engine.gradient_of(losses, batch, place, routed=False)}
 
 
 def _compare(reference: dict[str, Tensor], other: dict[str, Tensor], what: str) -> None:

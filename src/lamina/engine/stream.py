@@ -2,7 +2,7 @@
 
 One AES-128 key per (seed, step, rank, purpose), by HKDF-SHA256:
 
-    key = HKDF(seed, info = "lamina/stream/1" | purpose | step | rank)
+    key = HKDF(seed, info = "lamina/stream/1" | purpose | step | rank)           and | part, for parts of a step's noise
 
 Under that key the stream is counter mode: block b of tensor t is AES_key(t | b), with t and b the 64-bit
 halves of the counter, big-endian. t | b is injective and AES a permutation, so two tensors (or two blocks)
@@ -49,16 +49,24 @@ class Purpose(enum.Enum):
     CHOICE_DROPOUT = "choice dropout"
 
 
-def step_key(seed: bytes, *, step: int, rank: int = 0, purpose: Purpose = Purpose.NOISE) -> bytes:
-    """The AES key of one step: HKDF(seed, purpose | step | rank). The info is injective in its fields."""
+def step_key(
+    seed: bytes, *, step: int, rank: int = 0, purpose: Purpose = Purpose.NOISE, part: int = 0
+) -> bytes:
+    """The AES key of one step: HKDF(seed, purpose | step | rank), and | part after part 0.
+
+    The info is injective in its fields: those before `part` have fixed lengths, so its presence shows.
+    """
     if len(seed) != SEED_BYTES:
         raise NoiseError(f"seed has {len(seed)} bytes, must have {SEED_BYTES}", "use os.urandom(32)")
     if not 0 <= step < 1 << 64:
         raise NoiseError(f"step is {step}, must be in [0, 2^64)", "number the steps from 0")
     if not 0 <= rank < 1 << 32:
         raise NoiseError(f"rank is {rank}, must be in [0, 2^32)", "use the rank of the process group")
+    if not 0 <= part < 1 << 32:
+        raise NoiseError(f"part is {part}, must be in [0, 2^32)", "number the parts of a step from 0")
     info = b"lamina/stream/1" + purpose.value.encode().ljust(16, b"\0")
     info += step.to_bytes(8, "big") + rank.to_bytes(4, "big")
+    info += part.to_bytes(4, "big") if part else b""
     return HKDF(algorithm=SHA256(), length=16, salt=None, info=info).derive(seed)
 
 

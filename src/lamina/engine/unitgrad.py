@@ -8,19 +8,22 @@ A native kernel for a layer kind is a new subclass with its own `clip_and_add`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lamina.engine.may import May
 from lamina.engine.norms import row_norm_sq
+from lamina.engine.places import Places
 from lamina.engine.workspace import take
 
 # Elements of per-contribution gradient formed at a time: large enough to keep both cores busy, small
 # enough to stay in cache and to leave peak memory alone.
 CHUNK = 1 << 21
 _ONE = torch.ones((), dtype=torch.float64)
+_FEW = 8  # a matrix of so many numbers per position is masked before it is formed
 _LOW, _HIGH = 1e-15, 1e15  # norms between which products in float32 lose nothing
 
 
@@ -74,6 +77,14 @@ class UnitGrad(ABC):
         self.add_to(out, weights)
         return weights
 
+    def where(self, axis: int, may: May) -> UnitGrad:
+        """The same, but 0 at the places along `axis` that a contribution may not move."""
+        return Masked(self, axis, may)
+
+    def pick(self, places: Places) -> UnitGrad | None:
+        """Only these places, of every contribution; None where that saves nothing, or would be measured otherwise."""
+        return None
+
 
 class Dense(UnitGrad):
     """G itself: (P, *shape). For what is small: biases, norm layers, expanded tensors.
@@ -97,6 +108,9 @@ class Dense(UnitGrad):
 
     def dense(self, low: int, high: int) -> Tensor:
         return self.grads[low:high].reshape(high - low, -1)
+
+    def where(self, axis: int, may: May) -> UnitGrad:
+        return Dense(may.kept(self.grads, axis + 1))
 
 
 class Formed(UnitGrad):
@@ -135,11 +149,30 @@ class Formed(UnitGrad):
         return Weights(torch.cat(factors), bad if bool(bad.any()) else None)
 
 
+class Masked(Formed):
+    """A gradient with 0 where a contribution may not move it, written over what is formed.
+
+    Kinds that keep what `dense` gives, or can mask what they are made of for less, have a `where` of their own.
+    """
+
+    def __init__(self, inner: UnitGrad, axis: int, may: May) -> None:
+        self.inner, self.axis, self.may = inner, axis, may
+        self.units, self.shape = inner.units, inner.shape
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        return self.inner.chunks() if isinstance(self.inner, Formed) else super().chunks()
+
+    def dense(self, low: int, high: int) -> Tensor:
+        grads = self.inner.dense(low, high)  # formed for this call, so that it may be written to
+        self.may.clear_(grads.view(high - low, *self.shape), self.axis + 1, low)
+        return grads
+
+
 class Outer(UnitGrad):
     """G[p] = g[p] ⊗ a[p], one position per contribution: ‖G‖ = ‖g‖·‖a‖, nearly free."""
 
     def __init__(self, g: Tensor, a: Tensor) -> None:
-        self.g, self.a, self.length = _wide(g), _wide(a), _ONE  # (P, o), (P, i)
+        self.g, self.a, self.length = wide(g), wide(a), _ONE  # (P, o), (P, i)
         self._norms: tuple[Tensor, Tensor] | None = None
         self.units, self.shape = g.shape[0], torch.Size((g.shape[1], a.shape[1]))
 
@@ -182,6 +215,13 @@ class Outer(UnitGrad):
             product = product * self.length[low:high].view(-1, 1, 1).to(product.dtype)
         return product.reshape(high - low, -1)
 
+    def where(self, axis: int, may: May) -> UnitGrad:
+        return Outer(*_factors(self.g, self.a, axis, may))
+
+    def pick(self, places: Places) -> UnitGrad | None:
+        g, a = self.g, self.a
+        return Outer(places.of(g, 1), a) if places.axis == 0 else Outer(g, places.of(a, 1))
+
 
 class Product(Formed):
     """G[p] = Σ_t g[p,t] ⊗ a[p,t]: a linear map applied at T positions."""
@@ -191,86 +231,20 @@ class Product(Formed):
         self.units, self.shape = g.shape[0], torch.Size((g.shape[2], a.shape[2]))
 
     def dense(self, low: int, high: int) -> Tensor:
-        g, a = _wide(self.g[low:high]), _wide(self.a[low:high])
+        g, a = wide(self.g[low:high]), wide(self.a[low:high])
         grads = take("grads", (high - low, *self.shape), g.dtype)
         return torch.bmm(g.transpose(1, 2), a, out=grads).view(high - low, -1)
 
+    def where(self, axis: int, may: May) -> UnitGrad:
+        if self.shape[1 - axis] < _FEW * self.g.shape[1]:
+            return super().where(axis, may)  # what was formed is cleared, some rows or columns of it
+        return Product(*_factors(self.g, self.a, axis, may))
 
-class Scatter(UnitGrad):
-    """G[p][id] = Σ over positions with that id of g: an embedding. Sorted and summed, never one-hot."""
-
-    def __init__(self, ids: Tensor, g: Tensor, rows: int, skip: int | None) -> None:
-        self.units, self.shape = ids.shape[0], torch.Size((rows, g.shape[2]))
-        key = (ids + torch.arange(self.units).unsqueeze(1) * rows).flatten()
-        g = _wide(g.reshape(-1, g.shape[2]))
-        if skip is not None:
-            keep = (ids != skip).flatten()
-            key, g = key[keep], g[keep]
-        unique, segment = torch.unique(key, return_inverse=True)
-        self.grads = g.new_zeros(len(unique), g.shape[1]).index_add_(0, segment, g)
-        self.owner = torch.div(unique, rows, rounding_mode="floor")
-        self.row = unique - self.owner * rows
-
-    def norm_sq(self) -> Tensor:
-        total = torch.zeros(self.units, dtype=torch.float64)
-        return total.index_add_(0, self.owner, row_norm_sq(self.grads))
-
-    def add_to(self, out: Tensor, weights: Weights) -> None:
-        factor = weights.factor[self.owner].to(self.grads.dtype)
-        grads = self.grads
-        if weights.broken is not None:
-            grads = grads.masked_fill(weights.broken[self.owner].unsqueeze(1), 0)
-        out.index_add_(0, self.row, grads * factor.unsqueeze(1))
-
-    def dense(self, low: int, high: int) -> Tensor:
-        mine = (self.owner >= low) & (self.owner < high)
-        flat = self.grads.new_zeros((high - low) * self.shape[0], self.shape[1])
-        flat[(self.owner[mine] - low) * self.shape[0] + self.row[mine]] = self.grads[mine]
-        return flat.view(high - low, -1)
-
-
-class RowBand(Formed):
-    """The gradient of a tensor of which only rows start … start+len were used: zero elsewhere."""
-
-    def __init__(self, inner: UnitGrad, start: int, shape: torch.Size) -> None:
-        self.inner, self.start, self.shape, self.units = inner, start, shape, inner.units
-
-    @property
-    def formed(self) -> bool:
-        return self.inner.formed
-
-    def norm_sq(self) -> Tensor:
-        return self.inner.norm_sq()
-
-    def add_to(self, out: Tensor, weights: Weights) -> None:
-        self.inner.add_to(out.narrow(0, self.start, self.inner.shape[0]), weights)
-
-    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: Clip) -> Weights:
-        return self.inner.clip_and_add(out.narrow(0, self.start, self.inner.shape[0]), others, clip)
-
-    def dense(self, low: int, high: int) -> Tensor:
-        inner = self.inner.dense(low, high)
-        whole = inner.new_zeros(high - low, *self.shape)
-        whole.narrow(1, self.start, self.inner.shape[0]).copy_(inner.view(high - low, *self.inner.shape))
-        return whole.view(high - low, -1)
-
-
-class Total(Formed):
-    """A tensor used several times: its gradient is the sum over the uses, clipped once."""
-
-    def __init__(self, parts: Sequence[UnitGrad]) -> None:
-        self.parts, self.units, self.shape = tuple(parts), parts[0].units, parts[0].shape
-
-    def dense(self, low: int, high: int) -> Tensor:
-        total = self.parts[0].dense(low, high).clone()
-        for part in self.parts[1:]:
-            total += part.dense(low, high)
-        return total
-
-
-def total(parts: Sequence[UnitGrad]) -> UnitGrad:
-    """The gradient of a tensor over all its uses."""
-    return parts[0] if len(parts) == 1 else Total(parts)
+    def pick(self, places: Places) -> UnitGrad | None:
+        if not places.keeps_blocks(self.shape):
+            return None
+        g, a = self.g, self.a
+        return Product(places.of(g, 2), a) if places.axis == 0 else Product(g, places.of(a, 2))
 
 
 def _well_scaled(norms: Tensor) -> bool:
@@ -283,9 +257,16 @@ def _unit_rows(t: Tensor, rows: Tensor, norm: Tensor) -> Tensor:
     return torch.where(rows.unsqueeze(1), t / norm.clamp(min=1e-300).unsqueeze(1), t).to(t.dtype)
 
 
-def _wide(t: Tensor) -> Tensor:
+def wide(t: Tensor) -> Tensor:
     """float32 or better: sums of clipped gradients are never kept in bfloat16."""
     return t if t.dtype in (torch.float32, torch.float64) else t.float()
+
+
+def _factors(g: Tensor, a: Tensor, axis: int, may: May) -> tuple[Tensor, Tensor]:
+    """The factors of a product g ⊗ a of which a contribution may move some rows (axis 0) or columns."""
+    if axis == 0:
+        return may.kept(g, g.dim() - 1), may.emptied(a)
+    return may.emptied(g), may.kept(a, a.dim() - 1)
 
 
 def _add_weighted(out: Tensor, grads: Tensor, factor: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lamina.account import Schedule, accountant, cost
 from lamina.plan import FollowBudget, StepPlan
+from lamina.train.book.account import is_bound
 from lamina.train.book.charge import follows_budget
 from lamina.train.followed import belongs
 from lamina.train.run import Run
@@ -31,27 +32,52 @@ def spent_so_far(run: Run, plan: StepPlan) -> dict[str, float]:
     Classes that an earlier plan of the run charged are listed too. Noise that is chosen on the way is proven to stay
     within its budget, not to have cost less on the way: from the first step on it counts as a whole.
     """
-    charged, priced = run.charged, accountant(plan.accountant)
-    deltas = {c.cls: c.delta for opened in run.attempts for c in opened.charges}
-    deltas |= {entry.name: entry.delta for entry in plan.classes}
-    found = {}
-    for name, delta in deltas.items():
-        mine = priced.epsilon(charged[name], delta) if name in charged else 0.0
-        booked = run.book.spent(run.id, name, delta=delta, accountant=plan.accountant) if delta else 0.0
-        whole = plan.epsilon(name) if follows_budget(plan) and (mine or booked) else 0.0
-        found[name] = max(mine, booked, whole)
-    return found
+    deltas = _deltas(run) | {entry.name: entry.delta for entry in plan.classes}
+    return {name: _spent(run, plan, name, delta) for name, delta in deltas.items() if not is_bound(name)}
+
+
+def _deltas(run: Run) -> dict[str, float]:
+    """Everything that the run was charged under, with its δ."""
+    return {c.cls: c.delta for opened in run.attempts for c in opened.charges}
+
+
+def _spent(run: Run, plan: StepPlan, name: str, delta: float) -> float:
+    charged = run.charged.get(name, ())
+    mine = accountant(plan.accountant).epsilon(charged, delta) if charged else 0.0
+    booked = run.book.spent(run.id, name, delta=delta, accountant=plan.accountant) if delta else 0.0
+    followed = follows_budget(plan) and (mine or booked) and not is_bound(name)
+    return max(mine, booked, plan.epsilon(name) if followed else 0.0)
+
+
+def _total(run: Run, plan: StepPlan, name: str, delta: float, epsilon: float) -> float:
+    """ε of every run in the book, and never less than that of this one."""
+    if not delta:
+        return epsilon
+    return max(epsilon, run.book.total(run.origin, name, delta=delta, accountant=plan.accountant).spent)
 
 
 def account(run: Run, plan: StepPlan) -> Account:
-    mine = spent_so_far(run, plan)
-    deltas = {c.cls: c.delta for opened in run.attempts for c in opened.charges}
-    total = {}
-    for name, epsilon in mine.items():
-        delta = plan.delta(name) if name in {entry.name for entry in plan.classes} else deltas[name]
-        price = run.book.total(run.origin, name, delta=delta, accountant=plan.accountant) if delta else None
-        total[name] = epsilon if price is None else max(epsilon, price.spent)
-    return Account(epsilon=mine, total=total)
+    mine, deltas = spent_so_far(run, plan), _deltas(run) | {e.name: e.delta for e in plan.classes}
+    return Account(
+        epsilon=mine,
+        total={name: _total(run, plan, name, deltas[name], epsilon) for name, epsilon in mine.items()},
+    )
+
+
+def signed_figures(run: Run, plan: StepPlan) -> dict[str, dict[str, Any]]:
+    """By signed bound: ε that was signed, of this run, and of all runs. Without `scale`: of an earlier start.
+
+    Worked out at the end of a run: there may be thousands, and after each segment every price would be another one.
+    """
+    deltas = {name: delta for name, delta in _deltas(run).items() if is_bound(name)}
+    deltas |= {each.name: plan.delta(each.cls) for each in run.accounts}
+    found: dict[str, dict[str, Any]] = {}
+    for name, delta in deltas.items():
+        epsilon = _spent(run, plan, name, delta)
+        found[name] = {"delta": delta, "epsilon": epsilon, "total": _total(run, plan, name, delta, epsilon)}
+    for each in run.accounts:
+        found[each.name] |= {"class": each.cls, "scale": each.scale, "signed": each.epsilon}
+    return found
 
 
 def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequence[str]) -> dict[str, Any]:
@@ -61,6 +87,7 @@ def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequen
         entry.name: {
             "unit": entry.unit,
             "public": entry.public,
+            "adjacency": plan.adjacency,
             "delta": entry.delta,
             "epsilon": now.epsilon[entry.name],
             "total": now.total[entry.name],
@@ -93,8 +120,9 @@ def final_figures(run: Run, plan: StepPlan, caps: Mapping[str, int], step: int) 
     An attempt that was given up used its contributions too: each adds at most the cap, or its steps.
     """
     found: dict[str, dict[str, Any]] = {}
-    deltas = {c.cls: c.delta for opened in run.attempts for c in opened.charges}
-    for name, delta in deltas.items():
+    for name, delta in _deltas(run).items():
+        if is_bound(name):
+            continue
         schedule, cap = run.charged.get(name, ()), caps.get(name)
         most = None if cap is None else cap + sum(min(cap, o.last - o.first) for o in run.wasted(step))
         if any(belongs(o) and any(c.cls == name for c in o.charges) for o in run.attempts):

@@ -13,15 +13,25 @@ from fractions import Fraction
 from lamina.account import order_of
 from lamina.account.renyi import divergence
 from lamina.plan import StepPlan
-from lamina.train.book.charge import Charge, charges
+from lamina.train.book.account import Account
+from lamina.train.book.charge import Charge, bound_charges, charges
 from lamina.train.store.records import Open
 
-WHOLE = 2**62  # the segment under which such a budget is booked
+WHOLE = 2**62  # the segment under which such a budget is booked; those of signed bounds lie above
 
 
 def nonce(plan: StepPlan, place: int) -> bytes:
     """Names the booking: one for a plan in a place, so that a copy of the run has its own."""
     return hashlib.sha256(plan.digest() + str(place).encode()).digest()[:16]
+
+
+def parts(plan: StepPlan, accounts: Sequence[Account]) -> dict[int, tuple[Charge, ...]]:
+    """What is booked together, by segment: all classes, and every signed bound by itself, since bounds come and go."""
+    found = {WHOLE: charges(plan, 0, plan.steps)}
+    for each in accounts:
+        number = int.from_bytes(hashlib.sha256(each.name.encode()).digest()[:8], "big") >> 3
+        found[WHOLE + 1 + number] = bound_charges(plan, 0, plan.steps, [each])
+    return found
 
 
 def belongs(opened: Open) -> bool:

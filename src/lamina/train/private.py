@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from lamina.admit.key import PrivateKey
 from lamina.allocate.make_plan import make_plan
 from lamina.allocate.registry import DEFAULT
 from lamina.engine import Engine
@@ -13,6 +15,7 @@ from lamina.errors import PlanError
 from lamina.plan import LayerStack, Policy, StepPlan
 from lamina.train.checks import refuse_loader
 from lamina.train.corpus import Corpus
+from lamina.train.local import signed
 
 
 def make_private(
@@ -26,6 +29,7 @@ def make_private(
     steps: int | None = None,
     unit: Any = None,
     allocate: str = DEFAULT,
+    key: PrivateKey | None = None,
 ) -> tuple[Engine, Corpus, StepPlan]:
     """One private class, every layer, ε and δ as given: the short way to a private model.
 
@@ -37,6 +41,10 @@ def make_private(
     data      a Corpus, x, a pair (x, y), or a torch Dataset
     unit      the contribution (patient, customer) of each example; default: each example is its own
     batch     expected contributions per step
+    key       signs for the data; default: one that is made for this call and forgotten
+
+    One attestation covers all of the data (`corpus.admission`): what it was, how many contributions, under which ε. A
+    Dataset without a version is signed when that is first asked for, because all of its examples have to be made.
 
     The number of contributions is taken to be public: it sets the sampling rate. Where it is secret, declare a
     population in a policy instead. ε counts the steps of this engine; `lamina.Trainer` also adds up over runs.
@@ -72,7 +80,12 @@ def make_private(
     plan = make_plan(
         LayerStack.from_model(model), policy, batch=batch, epochs=epochs, steps=steps, allocate=allocate
     )
-    return Engine(model, plan), corpus, plan
+    engine = Engine(model, plan)
+    if corpus.walked:
+        corpus.admitted_by(partial(signed, corpus, policy, names[0], key))
+    elif corpus.admission is None:
+        corpus.admitted_by(signed(corpus, policy, names[0], key))
+    return engine, corpus, plan
 
 
 def _corpus(data: Any, unit: Any) -> Corpus:

@@ -22,8 +22,9 @@ from lamina.engine.stream import SEED_BYTES
 from lamina.errors import BudgetExceeded, RunError
 from lamina.plan import StepPlan
 from lamina.train import followed
-from lamina.train.book import SpendBook
+from lamina.train.book import Account, SpendBook
 from lamina.train.book.charge import Charge, charges, follows_budget
+from lamina.train.occurrences import events_due
 from lamina.train.resume import Facts
 from lamina.train.store.checkpoint import Checkpoints
 from lamina.train.store.durable import sweep, write_atomically
@@ -39,8 +40,17 @@ class Run:
     two is repaired by charging again what the journal says.
     """
 
-    def __init__(self, folder: Path, *, book: SpendBook, origin: str, bounds: Mapping[str, float]) -> None:
-        self.folder, self.book, self.origin, self.bounds = folder, book, origin, dict(bounds)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        book: SpendBook,
+        origin: str,
+        bounds: Mapping[str, float],
+        accounts: Sequence[Account] = (),
+    ) -> None:
+        self.folder, self.book, self.origin, self.accounts = folder, book, origin, tuple(accounts)
+        self.bounds = {**bounds, **{each.name: each.epsilon for each in accounts}}
         path = folder / "journal"
         self.fresh = not path.exists()
         if self.fresh and (folder / "checkpoint").is_dir() and any((folder / "checkpoint").iterdir()):
@@ -70,7 +80,7 @@ class Run:
     def begin(self, plan: StepPlan) -> None:
         """Ask the book for the whole plan. Refused: everything that was made for it is taken away again."""
         try:
-            self._ask(plan, charges(plan, 0, plan.steps))
+            self._ask(plan, charges(plan, 0, plan.steps, self.accounts))
         except BudgetExceeded:
             (self.folder / "journal").unlink()
             raise
@@ -82,15 +92,35 @@ class Run:
         After a segment was redone there may be room for fewer steps than were planned. A budget that is followed was
         booked as a whole: `followed.room` says how far it goes.
         """
-        steps, rest = max(0, plan.steps - first), charges(plan, first, plan.steps)
+        steps, rest = max(0, plan.steps - first), self.due(plan, first, plan.steps)
         if not follows_budget(plan):
             for name in {charge.cls: None for charge in rest}:
                 most, *besides = [charge for charge in rest if charge.cls == name]
-                steps = min(steps, self._fitting(plan, most, besides))
-            rest = charges(plan, first, first + steps) if steps else ()
+                events = self._fitting(plan, most, besides)
+                steps = min(steps, self._taking(plan, first, events, name) if events < most.steps else steps)
+            rest = self.due(plan, first, first + steps) if steps else ()
         self._ask(plan, rest)
         write_atomically(self.folder / "plan.cbor", plan.to_cbor())
         return first + steps
+
+    def due(self, plan: StepPlan, first: int, last: int) -> tuple[Charge, ...]:
+        """What the steps first … last-1 take, by class and signed bound, after all that the run has tried so far."""
+        if plan.injection.occurrences is None:
+            return charges(plan, first, last, self.accounts)
+        once = charges(plan, 0, 1, self.accounts)
+        due = (each.times(events_due(self, plan, first, last, each.cls)) for each in once)
+        return tuple(each for each in due if each.steps)
+
+    def _taking(self, plan: StepPlan, first: int, events: int, name: str) -> int:
+        """How many steps from `first` on take at most so many events of a class or bound."""
+        if plan.injection.occurrences is None:
+            return events
+        low, high = 0, plan.steps - first + 1  # `low` steps do, `high` do not
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = events_due(self, plan, first, first + middle, name) <= events
+            low, high = (middle, high) if fits else (low, middle)
+        return low
 
     def _ask(self, plan: StepPlan, rest: Sequence[Charge]) -> None:
         """Reserve the rest of a plan; or book the whole of one whose noise follows its budget.
@@ -99,10 +129,13 @@ class Run:
         itself. So the budget is spent when the run begins, whatever becomes of it.
         """
         whole = follows_budget(plan)
+        if whole and self.accounts:  # several bookings: all of them fit, or none is made
+            parts = followed.parts(plan, self.accounts).items()
+            rest = [c for part, due in parts for c in due if not self.book.next_generation(self.id, part)]
         self.book.reserve(
             self.id,
             origin=self.origin,
-            charges=() if whole else rest,
+            charges=() if whole and not self.accounts else rest,
             bounds=self.bounds,
             label=self.folder.name,
         )
@@ -111,20 +144,22 @@ class Run:
 
     def _book_whole(self, plan: StepPlan, bounds: Mapping[str, float]) -> None:
         """Once for this plan in this folder: a copy of the run is another run, and pays for itself."""
-        nonce, generation = followed.nonce(plan, os.stat(self.folder / "journal").st_ino), 0
-        while not self.book.charge(
-            self.id,
-            origin=self.origin,
-            segment=followed.WHOLE,
-            generation=generation,
-            nonce=nonce,
-            charges=charges(plan, 0, plan.steps),
-            bounds=bounds,
-        ):
-            generation += 1
+        nonce = followed.nonce(plan, os.stat(self.folder / "journal").st_ino)
+        for segment, due in followed.parts(plan, self.accounts).items():
+            generation = 0
+            while not self.book.charge(
+                self.id,
+                origin=self.origin,
+                segment=segment,
+                generation=generation,
+                nonce=nonce,
+                charges=due,
+                bounds=bounds,
+            ):
+                generation += 1
 
     def _fitting(self, plan: StepPlan, charge: Charge, besides: Sequence[Charge]) -> int:
-        """How many of the steps the bound of the class allows; without one, what the plan promised as a whole."""
+        """How many events of the charge the bound of the class allows; without one, what the whole plan promised."""
         if not charge.steps:
             return 0
         if charge.cls in self.bounds:

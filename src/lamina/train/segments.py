@@ -18,7 +18,7 @@ import torch
 
 from lamina.errors import RunError
 from lamina.plan import StepPlan
-from lamina.train.book.charge import Charge, charges, follows_budget, in_units
+from lamina.train.book.charge import Charge, follows_budget, in_units
 from lamina.train.corpus import Corpus
 from lamina.train.followed import room
 from lamina.train.resume import Action, Facts, decide
@@ -155,7 +155,7 @@ class Segments:
         Where noise follows the budget, it is fixed for a segment, and the segment ends where the budget does.
         """
         if not follows_budget(self.plan):
-            return last, charges(self.plan, first, last)
+            return last, self.run.due(self.plan, first, last)
         factor = self.state.factor
         while last > first:
             due = in_units(self.plan, first, last, factor)
@@ -270,7 +270,9 @@ class Segments:
                 f"{self.caps or 'not given'} now",
                 "keep it for the whole run: occurrences before were not counted under another cap",
             )
-        if "occurrences" in snapshot.tensors and header["order"] != self.corpus.order(self.run.salt):
+        named = "occurrences_of" in snapshot.tensors and self.state.names is not None
+        moved = header["order"] != self.corpus.order(self.run.salt)
+        if "occurrences" in snapshot.tensors and moved and not named:
             raise RunError(
                 "the corpus has other contributions, or has them in another order, than when their occurrences were "
                 "counted",

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lamina.account import Filter
 from lamina.errors import RunError
+from lamina.train.corpus.text import Texts
 from lamina.train.ema import MovingAverage
 from lamina.train.store.checkpoint import Snapshot
 from lamina.train.store.state import flatten, unflatten
@@ -43,6 +44,7 @@ class TrainingState:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     adaptation: Adaptation | None = None
+    names: Texts | None = None  # whose occurrences are counted, where rows may be others after a resume
     given: list[dict[str, Any]] = field(init=False)  # the optimiser's settings as the caller gave them
     given_schedule: Any = field(init=False)
 
@@ -97,6 +99,9 @@ class TrainingState:
             tensors |= {f"ema.{name}": t for name, t in self.ema.average.items()}
         if self.counts is not None:
             tensors["occurrences"] = torch.from_numpy(self.counts.view(np.int32))
+            if self.names is not None:
+                tensors["occurrences_of"] = torch.from_numpy(np.frombuffer(self.names.data, np.uint8).copy())
+                tensors["occurrences_at"] = torch.from_numpy(self.names.starts)
         return Snapshot(tensors=tensors, state=plain)
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -118,7 +123,7 @@ class TrainingState:
         if self.ema is not None:
             self.ema.load({name[4:]: t for name, t in tensors.items() if name.startswith("ema.")})
         if "occurrences" in tensors:
-            self.counts = tensors["occurrences"].numpy().view(np.uint32).copy()
+            self.counts = self._counted(tensors)
         for name, state in plain["filters"].items():
             self.filters[name] = type(self.filters[name]).from_state(state)  # type: ignore[attr-defined]
         if self.adaptation is not None and plain["adaptation"] is not None:
@@ -129,6 +134,17 @@ class TrainingState:
         self.segments, self.step = plain["segments"], plain["step"]
         self.evaluations = list(plain["evaluations"])
         self.notes[:] = [*plain["notes"], *(note for note in self.notes if note not in plain["notes"])]
+
+    def _counted(self, tensors: Mapping[str, Tensor]) -> NDArray[np.uint32]:
+        """Occurrences by row. Admitted again, contributions may have other rows: they are found by name."""
+        counts = tensors["occurrences"].numpy().view(np.uint32).copy()
+        if self.names is None or "occurrences_of" not in tensors:
+            return counts
+        before = Texts.packed(tensors["occurrences_of"].numpy().tobytes(), tensors["occurrences_at"].numpy())
+        if (before.data, before.starts.tolist()) == (self.names.data, self.names.starts.tolist()):
+            return counts
+        rows = before.find(self.names)
+        return np.array([counts[rows[one]] if one in rows else 0 for one in self.names], dtype=np.uint32)
 
     def _fits(self, plain: Mapping[str, Any], averaged: bool) -> None:
         for name, given, kept in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from lamina.errors import RunError
 from lamina.plan import StepPlan
 from lamina.train.account import spent_so_far
 from lamina.train.blame import discreet, withhold
-from lamina.train.book import SpendBook
+from lamina.train.book import Account, SpendBook
+from lamina.train.book.account import check_accounts
 from lamina.train.book.key import secret_beside
 from lamina.train.checks import (
     check_caps,
@@ -31,13 +32,15 @@ from lamina.train.checks import (
     policy_bounds,
 )
 from lamina.train.corpus import Corpus
-from lamina.train.corpus.sampler import Sampler
+from lamina.train.corpus.payloads import PayloadChanged
+from lamina.train.corpus.sampler import Sampler, caps_of
 from lamina.train.ema import MovingAverage
 from lamina.train.evaluation import Evaluation
 from lamina.train.outcome import Outcome
 from lamina.train.progress import Progress, screen
 from lamina.train.randomness import borrowed_generators, reseed
 from lamina.train.rehearsal import check_labels, rehearse
+from lamina.train.renewal import Renewal
 from lamina.train.run import Run
 from lamina.train.segments import Segments
 from lamina.train.settings import settings
@@ -66,6 +69,7 @@ class Trainer:
     folder           where the run lives; the same folder again resumes it
     book             the spend book (or its path); default: spend.db beside the folder
     bounds           ε that each class may spend over all runs of the book; default: the corpus's policy
+    accounts         signed bounds, each held to over all runs by itself; default: what the corpus was admitted with
     scheduler        stepped once per private step
     microbatches     forward and backward in so many parts: less memory, the same result
     ema              decay of a moving average of the weights, kept beside them
@@ -91,6 +95,7 @@ class Trainer:
         folder: str | Path,
         book: SpendBook | str | Path | None = None,
         bounds: Mapping[str, float] | None = None,
+        accounts: Sequence[Account] | None = None,
         engine: Engine | None = None,
         scheduler: Any = None,
         microbatches: int = 1,
@@ -121,7 +126,9 @@ class Trainer:
         self.microbatches = count("microbatches", microbatches)
         self.segment = count("segment", min(1000, math.ceil(plan.steps / 10)) if segment is None else segment)
         self.evaluate, self.augment, self.probe, self.inside = evaluate, augment, probe, inside
-        self.max_occurrences = dict(max_occurrences or {})
+        self.max_occurrences = dict(caps_of(plan, max_occurrences) or {})
+        signed = corpus.accounts(plan, self.max_occurrences) if accounts is None else accounts
+        self.accounts = check_accounts(plan, signed)
         check_caps(corpus, plan, self.max_occurrences)
         self.on_withdrawal, self.hardened = on_withdrawal, hardened
         self.progress = screen(wanted=progress, inside=inside) if isinstance(progress, bool) else progress
@@ -131,6 +138,8 @@ class Trainer:
         )
         self._engine = engine if engine is not None else Engine(model, plan)
         self.state.adaptation = self._engine.adaptation
+        self._renewal = Renewal(corpus, plan, self.folder / "admitted")
+        self.state.names = self._renewal.names
         if self._engine.model is not model or self._engine.plan.digest() != plan.digest():
             raise RunError(
                 "the engine belongs to another model or plan", "leave engine out, or give the matching one"
@@ -193,8 +202,9 @@ class Trainer:
             progress=self.progress,
             notes=self.state.notes,
         )
+        self._renewal.begin(watch.note)
         origin = self.corpus.booked_under(secret_beside(self.book.path))
-        run = Run(self.folder, book=self.book, origin=origin, bounds=self.bounds)
+        run = Run(self.folder, book=self.book, origin=origin, bounds=self.bounds, accounts=self.accounts)
         segments = Segments(
             run,
             self.state,
@@ -207,9 +217,10 @@ class Trainer:
             say=self.progress.note,
         )
         segments.start()
+        self._renewal.begun()
         self.progress.begin(self.state.step, segments.end)
         reason = watch.look(run, self.state)
-        while reason is None and (opened := segments.open()) is not None:
+        while reason is None and (opened := self._next(segments, watch)) is not None:
             if self._carry_out(opened, segments.revision):
                 segments.close(opened)
                 reason = watch.look(run, self.state)
@@ -218,6 +229,11 @@ class Trainer:
                 segments.abandon(opened)
         reason = reason or ("complete" if self.state.step == self.plan.steps else "budget")
         return watch.finish(run, self.state, reason=reason, private=self._engine.private)
+
+    def _next(self, segments: Segments, watch: Watch) -> Open | None:
+        """The next segment, among those who may still be learned from when it begins."""
+        self._renewal.again(watch.note, self.state.step)
+        return segments.open()
 
     def rehearse(self) -> None:
         """Try everything that could fail in a step, on simulated input; nothing is spent, made or changed."""
@@ -269,6 +285,8 @@ class Trainer:
                 batch = replace(batch, x=self.augment(batch.x))
             reseed(seed, step=step, purpose=Purpose.DROPOUT)
             return self._step(batch)
+        except PayloadChanged:  # its text names nobody and holds no size
+            raise
         except Exception as error:
             if self.inside:
                 raise

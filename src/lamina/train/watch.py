@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from lamina.plan import StepPlan
-from lamina.train.account import account, final_figures, public_figures
+from lamina.train.account import account, final_figures, public_figures, signed_figures
 from lamina.train.evaluation import Evaluation
 from lamina.train.outcome import Outcome
 from lamina.train.progress import Progress
@@ -92,6 +92,7 @@ class Watch:
     def _publish(self, run: Run, state: TrainingState, *, final: bool = False) -> None:
         facts = public_figures(run, self.plan, state, self.notes)
         if final:
+            facts["bounds"] = signed_figures(run, self.plan)
             for name, figures in final_figures(run, self.plan, self.caps, state.step).items():
                 facts["classes"].get(name, {}).update(figures)
         text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False)

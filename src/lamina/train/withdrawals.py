@@ -14,19 +14,19 @@ from lamina.errors import EncodingError, StorageError
 from lamina.train.corpus import Corpus
 from lamina.train.store.durable import write_atomically
 
-_LARGEST = 1 << 28
+LARGEST = 1 << 28
 
 
 @contextmanager
 def remembered(corpus: Corpus, path: Path) -> Iterator[None]:
     """Withdraw who withdrew before; write down who withdraws inside, before `corpus.withdraw` returns."""
-    known = _read(path)
-    if present := [one for one in known if corpus.has(one)]:
+    known = dict.fromkeys(ids_in(path))
+    if known and (present := corpus.those(*known)):
         corpus.withdraw(*present)
 
     def write(ids: Sequence[str]) -> None:
-        known.extend(one for one in ids if one not in known)
-        write_atomically(path, cbor.encode(known, max_size=_LARGEST))
+        known.update(dict.fromkeys(ids))
+        write_atomically(path, cbor.encode(list(known), max_size=LARGEST))
 
     before, corpus.when_withdrawn = corpus.when_withdrawn, write
     try:
@@ -35,15 +35,17 @@ def remembered(corpus: Corpus, path: Path) -> Iterator[None]:
         corpus.when_withdrawn = before
 
 
-def _read(path: Path) -> list[str]:
+def ids_in(path: Path) -> list[str]:
+    """The ids that a file of the run lists; none if it is not there."""
     if not path.exists():
         return []
     try:
-        ids = cbor.decode(path.read_bytes(), max_size=_LARGEST)
+        ids = cbor.decode(path.read_bytes(), max_size=LARGEST)
     except (OSError, EncodingError) as error:
         raise StorageError(
-            f"'{path}' cannot be read: {error}", "restore it: it says who withdrew and must not be used again"
+            f"'{path}' cannot be read: {error}",
+            "restore it: it says who is in the run, or withdrew and must not be used again",
         ) from error
     if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
-        raise StorageError(f"'{path}' is not a list of ids", "restore it: it says who withdrew")
+        raise StorageError(f"'{path}' is not a list of ids", "restore it")
     return ids

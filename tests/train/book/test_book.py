@@ -520,6 +520,24 @@ def test_a_refusal_teaches(tmp_path: Path) -> None:
         assert f"{math.ceil(figure * 1e4) / 1e4:.4f}" in text
 
 
+def test_a_refusal_names_a_signed_bound_and_leaves_it_as_it_is(book: SpendBook) -> None:
+    name = "clinical@c=1,z=4"
+    hold(book, "a", owed(100), owed(100, sigma=20.0, cls=name))
+    bound = exact((20.0, 150)) * (1 + 1e-9)
+    with pytest.raises(BudgetExceeded) as refused:
+        book.reserve(
+            "b", origin="o", charges=[owed(100), owed(100, sigma=20.0, cls=name)], bounds={name: bound}
+        )
+    told = str(refused.value)
+    assert told.startswith(
+        f"signed bound 'c=1,z=4' of class 'clinical' of corpus 'o' is bound to ε ≤ {bound:.6g}"
+    )
+    assert "leave out those who signed it, for whom this is final" in told
+    assert "a new bound in the policy" not in told
+    most = owed(100, sigma=20.0, cls=name)
+    assert book.fits("b", origin="o", charge=most, bound=bound) == 50
+
+
 def test_a_refusal_stays_short_and_names_no_run_to_release_if_none_holds_anything(book: SpendBook) -> None:
     for number in range(12):
         pay(book, f"{number:032x}", 0, owed(10 + number), origin="o")

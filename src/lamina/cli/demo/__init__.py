@@ -11,9 +11,10 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lamina.cli.bars import bar
 from lamina.cli.demo import folder as folders
+from lamina.cli.demo.hospitals import contribute
 from lamina.cli.demo.page import write_page
 from lamina.cli.demo.parts import untrained
 from lamina.cli.demo.patients import Patients, prevalence
@@ -24,6 +25,7 @@ from lamina.cli.demo.utility import measure
 from lamina.cli.output import err, out, print_json
 from lamina.data.neurokit import neurokit
 from lamina.plan import Policy
+from lamina.train import Gate
 
 
 def demo(
@@ -33,11 +35,13 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", hidden=True)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Train on simulated ECG under differential privacy, and show what it cost and what it was good for.
+    """Sign, admit and train on simulated ECG under differential privacy; show what it cost and what it was good for.
 
-    Sixty volunteers gave their recordings to the public: they train every layer of a residual autoencoder with a
-    classifier. Five hundred sensitive patients may reach only the top quarter of its layers, at ε = 3 each. The end is
-    a table: the private model against one without these patients, and against one without privacy.
+    Two hospitals sign for their patients. Sixty volunteers gave their recordings to the public: they train every layer
+    of a residual autoencoder with a classifier. Five hundred sensitive patients may reach only the top quarter of its
+    layers, at ε = 3 each; fifty of them signed for less and count for less. Six contributions that are expired,
+    changed, copied, unsigned, too permissive or signed by a stranger are refused. The end is a table: the private
+    model against one without these patients, and against one without privacy.
 
     Spends: nothing real, the patients are simulated. Every call makes new folders, with a spend book in each.
 
@@ -65,29 +69,36 @@ def demo(
 
 
 def _run(place: Path, sizes: Sizes, say: Callable[[str], None]) -> Result:
-    with _bar("simulating patients", sizes.volunteers + sizes.sensitive + sizes.test) as tick:
+    with bar("simulating patients", sizes.volunteers + sizes.sensitive + sizes.test) as tick:
         patients = Patients.simulated(sizes, tick)
     say(f"volunteers, public: {prevalence(patients.volunteer)}")
     policy = Policy.parse(folders.policy_text(sizes), source="the demo's policy")
-    volunteers = {"volunteer": patients.volunteer}
-    everybody = {**volunteers, "sensitive": patients.sensitive}
+    contributing = patients.contributing()
+    with bar("hospitals sign", sum(map(len, contributing.values()))) as tick:
+        ring = contribute(place / "contributions", patients, policy, sizes, tick)
+    with bar("checking signatures") as tick:
+        corpus = Gate(policy, ring).admit(place / "contributions", examples_per_unit=1, progress=tick)
+    say(f"{corpus.admission!r}")
 
     start = untrained()
-    with _bar("start: volunteers alone", sizes.start) as tick:
+    volunteers = {"volunteer": patients.volunteer}
+    with bar("start: volunteers alone", sizes.start) as tick:
         plainly(start, volunteers, sizes.batch, recipe=START, steps=sizes.start, seed=1, tick=tick)
     plan = plan_of(start, policy, sizes)
-    folders.write_inputs(place, sizes, patients, start, plan)
-    say(f"\n{plan}\n")
+    folders.write_inputs(place, sizes, patients, ring, start, plan)
+    say(f"\n{plan}\n\n{corpus.resolution(plan)}\n")
 
     private = copy.deepcopy(start)
-    outcome = privately(private, patients, policy, plan, place)
+    outcome = privately(private, patients.test, corpus, plan, place)
     without_sensitive, without_privacy = copy.deepcopy(start), copy.deepcopy(start)
-    with _bar("for comparison: without the sensitive", sizes.steps) as tick:
+    with bar("for comparison: without the sensitive", sizes.steps) as tick:
         plainly(
             without_sensitive, volunteers, sizes.batch, recipe=ONWARD, steps=sizes.steps, seed=2, tick=tick
         )
-    with _bar("for comparison: without privacy", sizes.steps) as tick:
-        plainly(without_privacy, everybody, sizes.batch, recipe=ONWARD, steps=sizes.steps, seed=2, tick=tick)
+    with bar("for comparison: without privacy", sizes.steps) as tick:
+        plainly(
+            without_privacy, contributing, sizes.batch, recipe=ONWARD, steps=sizes.steps, seed=2, tick=tick
+        )
     models = {
         "without_sensitive": without_sensitive,
         "private": private,
@@ -96,19 +107,12 @@ def _run(place: Path, sizes: Sizes, say: Callable[[str], None]) -> Result:
     return Result(
         plan=plan,
         outcome=outcome,
+        admission=corpus.admission,
+        resolution=corpus.resolution(plan),
         utility={name: measure(model, patients.test) for name, model in models.items()},
         model=private,
         test=patients.test,
     )
-
-
-@contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error; yields what tells it how much is done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
 
 
 @contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 from safetensors.torch import save_file
 from torch import nn
 
+from lamina.admit.keyring import KeyRing
 from lamina.cli.demo.parts import loss
 from lamina.cli.demo.patients import Patients, save
 from lamina.cli.demo.sizes import Sizes
@@ -39,7 +39,8 @@ unit = "patient"
 
 _RUN = """\
 # The demo's private run, to do again:   cd {folder} && lamina train RUN.toml
-# It starts a book of its own. With book = "spend.db" it is refused: these patients' ε is spent.
+# It checks every signature again, and starts a book of its own. With book = "spend.db" it is refused: these patients'
+# ε is spent.
 
 policy = "policy.toml"
 model = {{ factory = "lamina.cli.demo.parts:started", args = {{ weights = "start.safetensors" }} }}
@@ -53,13 +54,12 @@ output = "again"
 book = "again.db"
 
 [data]
-kind = "npz"
-path = "patients.npz"
-x = "x"
-y = "y"
-unit = "patient"
-class = "class"
+kind = "folder"
+path = "contributions"
 examples_per_unit = 1             # one window of each sampled patient, drawn afresh at every step
+
+[admit]
+keys = "keys.json"                # public keys of the two hospitals; the private ones were forgotten
 
 [evaluate]
 function = "lamina.cli.demo.parts:evaluate"
@@ -99,11 +99,13 @@ def fresh(wanted: Path) -> Path:
     return folder
 
 
-def write_inputs(folder: Path, sizes: Sizes, patients: Patients, start: nn.Module, plan: StepPlan) -> None:
+def write_inputs(
+    folder: Path, sizes: Sizes, patients: Patients, ring: KeyRing, start: nn.Module, plan: StepPlan
+) -> None:
     """Everything that RUN.toml names, and the plan to read."""
     (folder / "policy.toml").write_text(policy_text(sizes), encoding="utf-8")
     (folder / "RUN.toml").write_text(run_text(sizes, folder), encoding="utf-8")
     (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
-    np.savez_compressed(folder / "patients.npz", **patients.arrays())  # type: ignore[arg-type]  # no key is allow_pickle
+    ring.save(folder / "keys.json")
     save(patients.test, folder / "test.npz")
     save_file({name: t.contiguous() for name, t in start.state_dict().items()}, folder / "start.safetensors")

@@ -25,6 +25,14 @@ pre {{ background: #f5f5f2; padding: 1rem; overflow-x: auto; font-size: .8rem }}
 mostly healthy, gave their recordings to the public and train every layer. {sensitive} sensitive patients reach only the
 top quarter of the layers, the classifier, and each loses at most ε = {epsilon}.</p>
 
+<h2>Who was let in</h2>
+<p>Two hospitals signed for their patients: who contributes, which data, for which class, under which bound, until when.
+{admitted} contributions were admitted. The gate refused these, and let none of them near a batch:</p>
+{refused}
+<p>Some sensitive patients signed a stricter bound than their class asks for. Their gradients count for less (scale),
+the noise is the same for everybody, and each bound has an account of its own:</p>
+{bounds}
+
 <h2>What it was good for</h2>
 <p>Measured on {test} other simulated patients, whom no training saw. All three went on from the same start on
 volunteers alone, with the same steps, batches and optimiser.</p>
@@ -50,10 +58,11 @@ alone: the sensitive class does not reach it.</p>
 <pre>{plan}</pre>
 
 <h2>What is here, and what is not</h2>
-<p>Beside this page: <code>policy.toml</code>, <code>plan.json</code>, <code>RUN.toml</code> (the private run, to do
-again with <code>lamina train</code>), the simulated patients, <code>spend.db</code> (what was spent), and
-<code>run/</code> with the private model and its public figures. <code>run/journal</code> and
-<code>run/checkpoint/</code> would be secret if the patients were real.</p>
+<p>Beside this page: <code>policy.toml</code>, <code>contributions/</code> (a payload, what was signed about it and the
+signature of each patient), <code>keys.json</code> (the hospitals' public keys; the private ones were forgotten),
+<code>plan.json</code>, <code>RUN.toml</code> (the private run, to do again with <code>lamina train</code>),
+<code>spend.db</code> (what was spent), and <code>run/</code> with the private model and its public figures.
+<code>run/journal</code> and <code>run/checkpoint/</code> would be secret if the patients were real.</p>
 <p>No private loss, batch size or gradient norm is in this report: none of them was paid for. The beats are simulated:
 no person's data is in them, and no diagnosis may rest on them. {seconds:.0f} seconds.</p>
 </body></html>
@@ -69,6 +78,9 @@ def write_page(folder: Path, result: Result) -> Path:
         sensitive=population["sensitive"],
         epsilon=spent["sensitive"],
         test=len(result.test),
+        admitted=len(result.admission),
+        refused=_table(result.refusal_rows()),
+        bounds=_table(result.bound_rows()),
         utility=_table(result.utility_rows()),
         legend=legend(WORDS),
         bars=bars(result.utility, WORDS),

@@ -8,13 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lamina.cli.demo.sizes import Sizes
 from lamina.data import CLASSES, ECGSimulator
-from lamina.plan import Policy
-from lamina.train import Corpus
 
 SCALE = 2.0  # 1 / (0.5 mV): a public constant, never a statistic of the patients
 SEEDS = {"volunteer": 101, "sensitive": 102, "test": 103}
@@ -68,30 +65,9 @@ class Patients:
             test=group("test", sizes.test, ECGSimulator()),
         )
 
-    def arrays(self) -> dict[str, NDArray[np.generic]]:
-        """Volunteers and sensitive patients, a row for each window: what a user's own file would hold."""
-        groups = {"volunteer": self.volunteer, "sensitive": self.sensitive}
-        windows = self.volunteer.x.shape[1]
-        patient = [f"{name}-{i:03d}" for name, group in groups.items() for i in range(len(group))]
-        label = torch.cat([group.label for group in groups.values()]).numpy()
-        return {
-            "x": torch.cat([group.x.flatten(0, 1) for group in groups.values()]).numpy(),
-            "y": np.repeat(label, windows),
-            "patient": np.repeat(np.array(patient), windows),
-            "class": np.repeat([name.partition("-")[0] for name in patient], windows),
-        }
-
-    def corpus(self, policy: Policy) -> Corpus:
-        """A contribution is a patient; each step sees one window, drawn afresh, of everyone it samples."""
-        arrays = self.arrays()
-        return Corpus(
-            arrays["x"],
-            arrays["y"],
-            unit=arrays["patient"],
-            cls=arrays["class"],
-            examples_per_unit=1,
-            policy=policy,
-        )
+    def contributing(self) -> dict[str, Group]:
+        """Those who contribute, by class."""
+        return {"volunteer": self.volunteer, "sensitive": self.sensitive}
 
 
 def save(group: Group, path: Path) -> None:

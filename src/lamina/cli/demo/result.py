@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
+from lamina.admit.admission import Admission
+from lamina.admit.resolution import Resolution
 from lamina.cli.demo.patients import Group
 from lamina.cli.demo.utility import Utility
 from lamina.cli.output import columns, round_up
@@ -27,6 +30,8 @@ class Result:
 
     plan: StepPlan
     outcome: Outcome
+    admission: Admission
+    resolution: Resolution
     utility: dict[str, Utility]
     model: nn.Module
     test: Group
@@ -42,6 +47,32 @@ class Result:
             spent = "public" if entry.public else round_up(self.outcome.epsilon[entry.name])
             delta = "–" if entry.public else f"{entry.delta:g}"
             rows.append([entry.name, entry.profile, spent, delta, entry.unit])
+        return rows
+
+    def refusal_rows(self) -> list[list[str]]:
+        """Who was not let in, and why."""
+        rows = [["contribution", "refused because", "reason"]]
+        return rows + [[each.id, each.reason.meaning, str(each.reason)] for each in self.admission.refused]
+
+    def bound_rows(self) -> list[list[str]]:
+        """What was signed, by how many, and what it came to."""
+        rows = [["class", "signed by", "clip norm", "noise multiplier", "ε signed", "ε spent", "scale"]]
+        for which, count in enumerate(np.bincount(self.admission.bound).tolist()):
+            found = self.resolution[which]
+            if not found.bound.noise_multiplier:
+                rows.append([found.bound.cls, str(count), "public", "–", "–", "–", "–"])
+                continue
+            rows.append(
+                [
+                    found.bound.cls,
+                    str(count),
+                    f"{found.bound.c:g}",
+                    f"{found.bound.z:.4g}",
+                    f"{found.epsilon_signed:.4f}",
+                    round_up(found.epsilon),
+                    f"{found.scale:.4g}",
+                ]
+            )
         return rows
 
     def utility_rows(self) -> list[list[str]]:
@@ -62,7 +93,12 @@ class Result:
                 f"plan: {self.plan.steps} steps, expected batch {self.plan.batch:g}, {self.plan.allocation} "
                 f"allocation, {self.plan.clipping.value} clipping, noise {noise}",
                 "",
+                f"admitted by signature: {len(self.admission)}; refused: {len(self.admission.refused)}",
+                columns(self.refusal_rows(), left=3),
+                "",
                 columns(self.cost_rows(), left=2),
+                "",
+                columns(self.bound_rows()),
                 "",
                 f"on {len(self.test)} fresh simulated patients (AUC: mean of the classes, each against the rest; "
                 "error: fraction of the variance):",
@@ -87,6 +123,8 @@ class Result:
             "report": str(report),
             "release": None,
             "private": self.outcome.private,
+            **{key: self.admission.to_dict()[key] for key in ("admitted", "refused")},
+            "bounds": [self.resolution[row].to_dict() for row in range(len(self.admission.bounds))],
             "epsilon": self.outcome.epsilon,
             "delta": {entry.name: entry.delta for entry in self.plan.classes},
             "auc": {name: found.auc for name, found in self.utility.items()},

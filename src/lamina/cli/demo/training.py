@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from lamina.allocate import make_plan
 from lamina.cli.demo.parts import loss
-from lamina.cli.demo.patients import Group, Patients
+from lamina.cli.demo.patients import Group
 from lamina.cli.demo.sizes import Sizes
 from lamina.cli.demo.utility import measure
 from lamina.plan import LayerStack, Policy, StepPlan
-from lamina.train import Evaluation, Outcome, Trainer
+from lamina.train import Corpus, Evaluation, Outcome, Trainer
 
 Tick = Callable[[int], None]
 
@@ -86,11 +86,11 @@ def _sample(group: Group, expected: int, generator: torch.Generator) -> tuple[Te
     return group.take(patients, windows)
 
 
-def privately(model: nn.Module, patients: Patients, policy: Policy, plan: StepPlan, folder: Path) -> Outcome:
+def privately(model: nn.Module, test: Group, corpus: Corpus, plan: StepPlan, folder: Path) -> Outcome:
     """The private run: `lamina.Trainer`, with the book in the demo's own folder."""
 
     def figures(model: nn.Module) -> dict[str, float]:
-        found = measure(model, patients.test)
+        found = measure(model, test)
         return {"auc": found.auc, "error": found.error}
 
     optimizer, schedule = ONWARD.tools(model, plan.steps)
@@ -98,7 +98,7 @@ def privately(model: nn.Module, patients: Patients, policy: Policy, plan: StepPl
         model,
         optimizer,
         loss,
-        patients.corpus(policy),
+        corpus,
         plan,
         folder=folder / "run",
         book=folder / "spend.db",

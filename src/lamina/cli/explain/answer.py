@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A plan, the allocation behind it, and what else was asked: reasons (`full`), other policies (`compared`)."""
+    """A plan, the allocation behind it, and what else was asked: reasons (`full`), other policies (`compared`).
+
+    `sizes`: how many numbers of each layer are reached; all of them if it is left out.
+    """
 
     plan: StepPlan
     allocation: Allocation
@@ -28,14 +31,15 @@ class Answer:
     compared: Sequence[Row] | None
     chosen: str
     full: bool
+    sizes: Sequence[int] | None = None
 
     @property
     def layers(self) -> tuple[LayerFigures, ...]:
-        return layer_figures(self.plan, self.measure)
+        return layer_figures(self.plan, self.measure, self.sizes)
 
     @property
     def why(self) -> tuple[str, ...]:
-        return why(self.plan, self.allocation, self.measure)
+        return why(self.plan, self.allocation, self.measure, self.sizes)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures of the plan, and beside them what follows from a measure; null where there is none."""
@@ -46,10 +50,11 @@ class Answer:
                 "delta_global": row.worst,
                 "norm": row.norm,
                 "signal_to_noise": row.signal_to_noise,
+                "reached": row.reached if any(c > 0 for c in row.clip) else 0,
             }
         told |= {
-            "total_noise": total_noise(self.plan),
-            "signal_to_noise": whole_signal_to_noise(self.plan, self.measure),
+            "total_noise": total_noise(self.plan, self.sizes),
+            "signal_to_noise": whole_signal_to_noise(self.plan, self.measure, self.sizes),
             "proxy": None if self.measure is None else self.measure.proxy,
             "why": list(self.why),
             "notes": [*self.notes, *(self.measure.notes if self.measure is not None else ())],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lamina.allocate import Allocation, flat
+from lamina.allocate import Allocation, flat, uniform
 from lamina.allocate.problem import Policy
 from lamina.cli import allocations
 from lamina.cli.explain.figures import kept, signal_to_noise, total_noise, whole_signal_to_noise
@@ -88,11 +88,16 @@ class Row:
         }
 
 
-def compare(make: Make, among: Iterable[str], measure: Measure | None) -> tuple[Row, ...]:
+def compare(
+    make: Make, among: Iterable[str], measure: Measure | None, sizes: Sequence[int] | None = None
+) -> tuple[Row, ...]:
     """A row for each; `make` makes the plan of a policy, or refuses. Names are checked first."""
     policies = {text: allocations.parse(text) for text in among}
-    reference = total_noise(make(flat)[0])
-    return tuple(_row(text, policy, make, reference, measure) for text, policy in policies.items())
+    try:
+        reference = total_noise(make(flat)[0], sizes)
+    except PlanError:  # profiles with weights need a box, which flat is not
+        reference = total_noise(make(uniform)[0], sizes)
+    return tuple(_row(text, policy, make, reference, measure, sizes) for text, policy in policies.items())
 
 
 def comparison(rows: Sequence[Row], chosen: str, measure: Measure | None) -> str:
@@ -111,18 +116,25 @@ def comparison(rows: Sequence[Row], chosen: str, measure: Measure | None) -> str
     return "\n\n".join(parts)
 
 
-def _row(text: str, policy: Policy, make: Make, reference: float, measure: Measure | None) -> Row:
+def _row(
+    text: str,
+    policy: Policy,
+    make: Make,
+    reference: float,
+    measure: Measure | None,
+    sizes: Sequence[int] | None,
+) -> Row:
     when = WHEN.get(policy.name, "")
     try:
         plan, _ = make(policy)
     except (PlanError, AccountingError) as error:
         return Row(policy=text, when=when, problem=error.problem, remedy=error.remedy)
-    noise = total_noise(plan)
-    ratios = zip(plan.layers, signal_to_noise(plan, measure), strict=True)
+    noise = total_noise(plan, sizes)
+    ratios = zip(plan.layers, signal_to_noise(plan, measure, sizes), strict=True)
     worst = min(
         ((layer.name, r) for layer, r in ratios if r is not None), key=lambda found: found[1], default=None
     )
-    parts = [p for p in kept(plan, measure) if p is not None] if measure is not None else []
+    parts = [p for p in kept(plan, measure, sizes) if p is not None] if measure is not None else []
     return Row(
         policy=text,
         when=when,
@@ -131,7 +143,7 @@ def _row(text: str, policy: Policy, make: Make, reference: float, measure: Measu
         against_flat=noise / reference if reference else 1.0,
         kept=min(parts, default=None),
         worst=worst,
-        whole=whole_signal_to_noise(plan, measure),
+        whole=whole_signal_to_noise(plan, measure, sizes),
     )
 
 

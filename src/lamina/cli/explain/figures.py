@@ -16,11 +16,15 @@ n_l is the typical norm of an example's gradient on the proxy. The noise of laye
     signal to noise = signal_l/(S_l·√d_l):
 
 an upper figure at the first step. Gradients that disagree cancel, and they shrink as the model learns.
+
+`sizes` are the d_l that count: the numbers that some class reaches (plan/opened.py), where slices leave others out.
+Norms were measured on whole layers, and are taken to shrink by √(d_l/size).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from lamina.sensitivity import Measure
 
 Array = NDArray[np.float64]
+Sizes = Sequence[int] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +48,7 @@ class LayerFigures:
     name: str
     depth: float
     size: int
+    reached: int
     clip: tuple[float, ...]
     noise: float
     share: float
@@ -52,14 +58,15 @@ class LayerFigures:
     signal_to_noise: float | None
 
 
-def layer_figures(plan: StepPlan, measure: Measure | None) -> tuple[LayerFigures, ...]:
+def layer_figures(plan: StepPlan, measure: Measure | None, sizes: Sizes = None) -> tuple[LayerFigures, ...]:
     """A row for each layer, in the order of the plan."""
-    ratio = signal_to_noise(plan, measure)
+    ratio, numbers = signal_to_noise(plan, measure, sizes), _numbers(plan, sizes)
     return tuple(
         LayerFigures(
             name=layer.name,
             depth=layer.depth,
             size=layer.size,
+            reached=numbers[i],
             clip=tuple(row[i] for row in plan.clip),
             noise=plan.noise[i],
             share=share,
@@ -72,28 +79,28 @@ def layer_figures(plan: StepPlan, measure: Measure | None) -> tuple[LayerFigures
     )
 
 
-def signal_to_noise(plan: StepPlan, measure: Measure | None) -> tuple[float | None, ...]:
+def signal_to_noise(plan: StepPlan, measure: Measure | None, sizes: Sizes = None) -> tuple[float | None, ...]:
     """signal_l/(S_l·√d_l) of every layer; None where there is no noise."""
-    found = zip(signal(plan, measure).tolist(), plan.noise, plan.layers, strict=True)
-    return tuple(up / (s * math.sqrt(layer.size)) if s > 0 else None for up, s, layer in found)
+    found = zip(signal(plan, measure, sizes).tolist(), plan.noise, _numbers(plan, sizes), strict=True)
+    return tuple(up / (s * math.sqrt(d)) if s > 0 else None for up, s, d in found)
 
 
-def whole_signal_to_noise(plan: StepPlan, measure: Measure | None) -> float | None:
+def whole_signal_to_noise(plan: StepPlan, measure: Measure | None, sizes: Sizes = None) -> float | None:
     """‖signal‖/√(Σ_l d_l S_l²) over the layers with noise."""
-    noise, up = np.array(plan.noise), signal(plan, measure)
-    power = _power(plan)
+    noise, up = np.array(plan.noise), signal(plan, measure, sizes)
+    power = _power(plan, sizes)
     return float(np.linalg.norm(up[noise > 0]) / math.sqrt(power)) if power > 0 else None
 
 
-def total_noise(plan: StepPlan) -> float:
+def total_noise(plan: StepPlan, sizes: Sizes = None) -> float:
     """Σ_l d_l S_l², times (b/B)²: what a plan divides by another B counts as the optimiser sees it."""
-    return _power(plan) * (float(expected(plan).sum()) / plan.batch) ** 2
+    return _power(plan, sizes) * (float(expected(plan).sum()) / plan.batch) ** 2
 
 
-def kept(plan: StepPlan, measure: Measure) -> tuple[float | None, ...]:
+def kept(plan: StepPlan, measure: Measure, sizes: Sizes = None) -> tuple[float | None, ...]:
     """The part of a typical contribution's norm that clipping keeps, by class; None for a class that is not clipped."""
     found: list[float | None] = []
-    n = np.array(measure.norms)
+    n = _norms(plan, measure, sizes)
     for k, entry in enumerate(plan.classes):
         reach = np.array(plan.clip[k]) > 0
         whole = float(np.linalg.norm(n[reach]))
@@ -108,9 +115,9 @@ def expected(plan: StepPlan) -> Array:
     return np.array([entry.sampling_rate * (entry.population or 0) for entry in plan.classes])
 
 
-def signal(plan: StepPlan, measure: Measure | None) -> Array:
+def signal(plan: StepPlan, measure: Measure | None, sizes: Sizes = None) -> Array:
     """Σ_k b_k·n̂_kl by layer. A public class counts only where its norms were measured."""
-    n = None if measure is None else np.array(measure.norms)
+    n = None if measure is None else _norms(plan, measure, sizes)
     rows = [_typical(plan, k, n) for k in range(len(plan.classes))]
     if plan.clipping is Clipping.ELEMENTWISE:
         return np.asarray(np.max(rows, axis=0))
@@ -133,5 +140,14 @@ def _typical(plan: StepPlan, k: int, n: Array | None) -> Array:
     return np.asarray(np.where(reach, n, 0.0) * min(1.0, plan.joint(k) / length if length else 1.0))
 
 
-def _power(plan: StepPlan) -> float:
-    return math.fsum(layer.size * s * s for layer, s in zip(plan.layers, plan.noise, strict=True))
+def _power(plan: StepPlan, sizes: Sizes) -> float:
+    return math.fsum(d * s * s for d, s in zip(_numbers(plan, sizes), plan.noise, strict=True))
+
+
+def _numbers(plan: StepPlan, sizes: Sizes) -> tuple[int, ...]:
+    return tuple(layer.size for layer in plan.layers) if sizes is None else tuple(sizes)
+
+
+def _norms(plan: StepPlan, measure: Measure, sizes: Sizes) -> Array:
+    part = np.array(_numbers(plan, sizes)) / np.array([layer.size for layer in plan.layers])
+    return np.asarray(np.array(measure.norms) * np.sqrt(part))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lamina.cli.explain.figures import LayerFigures
 from lamina.cli.output import columns
 from lamina.plan import StepPlan
+from lamina.plan.table import threshold
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _WIDE = 14
@@ -21,10 +22,11 @@ def layer_table(plan: StepPlan, rows: Sequence[LayerFigures]) -> str:
     head += ["Δ tight", "Δ global", "norm n"] if measured else []
     head += [f"C {entry.name}" for entry in plan.classes] + ["noise S", "share", "S/N"]
     lines = [head]
-    for row in rows:
-        cells = [row.name, f"{row.depth:.2f}", f"{row.size:,}"]
+    for i, row in enumerate(rows):
+        reached = f"{row.reached:,} of " if row.reached != row.size else ""
+        cells = [row.name, f"{row.depth:.2f}", f"{reached}{row.size:,}"]
         cells += [number(row.tight), number(row.worst), number(row.norm)] if measured else []
-        cells += [_threshold(c) for c in row.clip]
+        cells += [threshold(plan, k, i) for k in range(len(plan.classes))]
         cells += [
             f"{row.noise:.4g}" if row.noise else "none",
             percent(row.share),
@@ -89,9 +91,3 @@ def number(value: float | None) -> str:
 def percent(share: float) -> str:
     """A share of the budget."""
     return f"{100 * share:.1f} %"
-
-
-def _threshold(c: float) -> str:
-    if c == 0:
-        return "-"
-    return "public" if math.isinf(c) else f"{c:.4g}"

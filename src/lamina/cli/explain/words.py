@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lamina.account.zcdp import epsilon_of_rho
@@ -33,13 +33,15 @@ def rules_in_words(plan: StepPlan) -> tuple[str, ...]:
     return tuple(_rule(rule, plan) for rule in plan.rules)
 
 
-def why(plan: StepPlan, allocation: Allocation, measure: Measure | None) -> tuple[str, ...]:
+def why(
+    plan: StepPlan, allocation: Allocation, measure: Measure | None, sizes: Sequence[int] | None = None
+) -> tuple[str, ...]:
     """Why this plan: the allocation's reasons, what the accountant said, what clipping keeps, rules, warning."""
     return (
         *allocation.why,
         *(_priced(plan, k) for k, entry in enumerate(plan.classes) if not entry.public),
         *(
-            (_kept(plan, measure),)
+            (_kept(plan, measure, sizes),)
             if measure is not None and any(math.isfinite(plan.sigma(k)) for k in _all(plan))
             else ()
         ),
@@ -87,6 +89,13 @@ def _priced(plan: StepPlan, k: int) -> str:
     entry, sigma = plan.classes[k], plan.sigma(k)
     if math.isinf(sigma):
         return f"Class {entry.name} reaches no layer: it is owed nothing."
+    if plan.injection.raw:
+        count = plan.injection.events(0, plan.steps)
+        return (
+            f"Class {entry.name}: sigma {sigma:.4g} in each of {count:,} occurrences, every {entry.unit} under its own "
+            f"noise alone ({plan.adjacency}), is ε = {figure(plan.epsilon(k))} at δ = {entry.delta:g} by "
+            f"{plan.accountant}, ρ = {plan.rho(k):.4g}."
+        )
     sampled = (
         f"each {entry.unit} sampled with rate {entry.sampling_rate:.4g}"
         if plan.accountant not in ("zcdp", "gaussian")
@@ -99,13 +108,13 @@ def _priced(plan: StepPlan, k: int) -> str:
     )
 
 
-def _kept(plan: StepPlan, measure: Measure) -> str:
+def _kept(plan: StepPlan, measure: Measure, sizes: Sequence[int] | None) -> str:
     told = []
     whole = math.hypot(*measure.norms)
-    for entry, part in zip(plan.classes, kept(plan, measure), strict=True):
+    for entry, part in zip(plan.classes, kept(plan, measure, sizes), strict=True):
         if part is not None:
             told.append(f"{100 * part:.3g} % of it in class {entry.name}")
-    parts = [part for part in kept(plan, measure) if part is not None]
+    parts = [part for part in kept(plan, measure, sizes) if part is not None]
     remark = ""
     if plan.clipping is not Clipping.ELEMENTWISE and all(part > 0.999 for part in parts):
         remark = f" Nothing is clipped: a clip_norm of {whole:.2g} would add less noise and lose nothing yet."

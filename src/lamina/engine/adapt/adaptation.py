@@ -37,7 +37,7 @@ class Adaptation:
       measured         of the layers that are noised: whether their share was measured, or is the plan's own
     """
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, sizes: Sequence[int] | None = None) -> None:
         self.declared = self.applied = plan
         self.factor = self.proposed_factor = 1.0
         self.fixed = False  # whether somebody else decides the factor
@@ -45,7 +45,7 @@ class Adaptation:
         self.chosen = -1  # the last step that a choice was made for
         self.choice = ""  # what it chose
         self._drift = (1.0,) * len(plan.layers)  # by which the counts have moved C
-        self._frame = Frame(plan)
+        self._frame = Frame(plan, sizes)
         self._base = self._frame.shares(plan.clip, plan.noise) if len(self._frame.noised) else np.zeros(0)
         budget, energy = plan.rule(FollowBudget), plan.rule(FollowEnergy)
         self._follow, self._quantile, self._choose = energy, plan.rule(FollowQuantile), plan.rule(Choose)
@@ -59,9 +59,9 @@ class Adaptation:
             self._pace = Pace(self._frame, budget, self._energy.rule.decay)
 
     @classmethod
-    def of(cls, plan: StepPlan) -> Adaptation | None:
-        """None for a plan without rules, which never changes."""
-        return cls(plan) if plan.rules else None
+    def of(cls, plan: StepPlan, sizes: Sequence[int] | None = None) -> Adaptation | None:
+        """None for a plan without rules, which never changes. `sizes`: how many numbers of each layer are noised."""
+        return cls(plan, sizes) if plan.rules else None
 
     @property
     def measured(self) -> tuple[bool, ...]:

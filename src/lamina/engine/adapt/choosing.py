@@ -26,11 +26,13 @@ class OpenChoice:
     What it holds is secret until `drawn`: one name, drawn with p(a) ∝ exp(ε·u(a)), is all that leaves.
     """
 
-    def __init__(self, plan: StepPlan, offers: Sequence[Offer]) -> None:
+    def __init__(
+        self, plan: StepPlan, offers: Sequence[Offer], sizes: Sequence[int] | None = None
+    ) -> None:
         rule = plan.rule(Choose)
         assert rule is not None
         self.plan, self.rule, self.offers = plan, rule, offers
-        self.sizes = tuple(layer.size for layer in plan.layers)
+        self.sizes = tuple(layer.size for layer in plan.layers) if sizes is None else tuple(sizes)
         self._kept = np.zeros(len(self.offers))
 
     def add(self, part: Examined, norms: Tensor) -> None:

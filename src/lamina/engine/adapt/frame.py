@@ -25,10 +25,10 @@ class Frame:
         S_l = κ·h_l/√w_l,      κ the least factor for which sigma_k ≥ declared for every class.
 
     With one class, w_l is the part of its budget that layer l takes, whatever w is. Layers that no private class
-    reaches keep the S they have.
+    reaches keep the S they have. `sizes` are the numbers of a layer that are noised, all of them unless said otherwise.
     """
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, sizes: Sequence[int] | None = None) -> None:
         self.plan = plan
         classes = range(len(plan.classes))
         self.private = tuple(
@@ -37,7 +37,8 @@ class Frame:
         self.sigma = tuple(plan.sigma(k) for k in classes)
         self.bits = tuple(plan.bits(k) for k in classes)
         self.noised = np.flatnonzero(self.heights(plan.clip) > 0)
-        self.sizes = tuple(plan.layers[i].size for i in self.noised)
+        every = [layer.size for layer in plan.layers] if sizes is None else sizes
+        self.sizes = tuple(every[i] for i in self.noised.tolist())
 
     def heights(self, clip: Rows) -> Array:
         """h of every layer; 0 where no private class reaches."""

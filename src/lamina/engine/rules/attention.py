@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.engine.layout import Layout
+from lamina.engine.parts import RowBand
 from lamina.engine.rules.linear import Linear
 from lamina.engine.rules.rule import Apply, Kept, Params, Rule, Site, demand_rank
-from lamina.engine.unitgrad import RowBand, UnitGrad
+from lamina.engine.unitgrad import UnitGrad
 
 
 class BandedLinear(Rule):

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.engine.layout import Layout
+from lamina.engine.parts import Scatter
 from lamina.engine.rules.rule import Apply, Kept, Params, Rule, Site
-from lamina.engine.unitgrad import Scatter, UnitGrad
+from lamina.engine.unitgrad import UnitGrad
 from lamina.errors import UnsupportedLayer
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lamina.train.book.book import Account, SpendBook
+from lamina.train.book.account import Account
+from lamina.train.book.book import Booked, SpendBook
 from lamina.train.book.charge import Charge, charges
 
-__all__ = ["Account", "Charge", "SpendBook", "charges"]
+__all__ = ["Account", "Booked", "Charge", "SpendBook", "charges"]

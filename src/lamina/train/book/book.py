@@ -16,8 +16,8 @@ from lamina.train.book.total import Events, Terms, Total, price, refusal, total
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Account:
-    """What is kept apart: one class of one corpus, and a δ and accountant under which it was charged."""
+class Booked:
+    """What is kept apart: one class, or signed bound, of one corpus, and a δ and accountant of its charges."""
 
     origin: str
     cls: str
@@ -27,6 +27,9 @@ class Account:
 
 class SpendBook:
     """Charges of all runs by (origin, class), in one SQLite file that several processes may use.
+
+    A signed bound that is stricter than its class (account.py) is an account like a class, under its own name: a run
+    charges both, and is refused by either.
 
     Promise. Let C be all that was ever charged to an account, over runs, redone generations and abandoned
     attempts, and R what runs have reserved. A booking under a bound at (δ, accountant) succeeds only if
@@ -190,11 +193,11 @@ class SpendBook:
             events = Rows(db).of_run(run, cls, origin)
         return price(events, delta=delta, name=accountant)
 
-    def accounts(self) -> tuple[Account, ...]:
+    def accounts(self) -> tuple[Booked, ...]:
         """Every account, once per δ and accountant under which it was booked; those of the last booking first."""
         with self._file.read() as db:
             found = Rows(db).accounts()
-        return tuple(Account(origin=o, cls=c, delta=delta, accountant=name) for o, c, delta, name in found)
+        return tuple(Booked(origin=o, cls=c, delta=delta, accountant=name) for o, c, delta, name in found)
 
     def labels(self) -> dict[str, str]:
         """Every run that ever reserved or was charged, with its label."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -10,11 +11,14 @@ from lamina.account import Event, order_of
 from lamina.account.renyi import divergence
 from lamina.errors import RunError
 from lamina.plan import FollowBudget, StepPlan
+from lamina.train.book.account import Account
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Charge:
     """`steps` Poisson-subsampled Gaussian events with multiplier `sigma` and rate `q`, owed by class `cls`.
+
+    `cls` may also name a signed bound (account.py), which is booked beside its class.
 
     `delta` and `accountant` say at which δ, and by whom, the run that it belongs to is priced.
     """
@@ -35,10 +39,23 @@ class Charge:
         return replace(self, steps=steps)
 
 
-def charges(plan: StepPlan, first: int, last: int) -> tuple[Charge, ...]:
-    """What the steps first … last-1 of a plan take: per class that is owed noise, the steps, and any choices."""
-    return tuple(
+def charges(plan: StepPlan, first: int, last: int, accounts: Sequence[Account] = ()) -> tuple[Charge, ...]:
+    """What the steps first … last-1 of a plan take: per class that is owed noise, the steps, and any choices.
+
+    And from the signed bounds among them.
+    """
+    classes = [
         _charge(plan, k, event) for k in range(len(plan.classes)) for event in plan.stretch(k, first, last)
+    ]
+    return (*classes, *bound_charges(plan, first, last, accounts))
+
+
+def bound_charges(plan: StepPlan, first: int, last: int, accounts: Sequence[Account]) -> tuple[Charge, ...]:
+    """What they take from signed bounds, each at the sigma that its scale gives it."""
+    return tuple(
+        replace(_charge(plan, plan.index(each.cls), event), cls=each.name)
+        for each in accounts
+        for event in plan.stretch(each.cls, first, last, each.scale)
     )
 
 

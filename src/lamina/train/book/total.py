@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from lamina.account import Event, accountant, grouped, rdp
 from lamina.account.renyi import divergence
 from lamina.errors import BudgetExceeded
+from lamina.train.book import account
 
 Kind = tuple[
     float, float, float
@@ -109,7 +110,7 @@ def refusal(
     """Why a booking was refused: the bound, who spent and reserved what, what was asked, and the ways out."""
     label = label or next((each.label for each in now.runs if each.run == run), "")
     problem = (
-        f"class {cls!r} of corpus {origin!r} is bound to ε ≤ {terms.bound:.6g} at δ = {terms.delta:g} over all "
+        f"{account.told(cls)} of corpus {origin!r} is bound to ε ≤ {terms.bound:.6g} at δ = {terms.delta:g} over all "
         f"runs; ε {_up(now.spent)} is spent, {_up(now.committed)} with what is reserved{_told(now.runs, run)}; "
         f"run {called(run, label)} asks for {_steps(asked)}, which would make it {_up(epsilon)} "
         f"(accountant {terms.accountant})"
@@ -119,8 +120,12 @@ def refusal(
     return BudgetExceeded(
         problem,
         (f"give up a run that holds a reservation ({release}), or " if holding else "")
-        + "plan with a smaller epsilon or fewer steps; a new bound in the policy is a decision of whoever "
-        "answers for the corpus",
+        + "plan with a smaller epsilon or fewer steps; "
+        + (
+            "or leave out those who signed it, for whom this is final"
+            if account.is_bound(cls)
+            else "a new bound in the policy is a decision of whoever answers for the corpus"
+        ),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lamina.errors import CorpusError
-from lamina.train.corpus.keyed import keyed, put
+from lamina.train.corpus.keyed import Hasher, keyed, put
 from lamina.train.corpus.leaves import Rows, feed, leaves, map_leaves, plain, settle, take
 
 
@@ -60,11 +60,15 @@ class ArraySource:
     def digest(self, key: bytes) -> bytes:
         """Over names, dtypes, shapes and all bytes, and over the dtype that they are converted to."""
         hasher = keyed(key, "lamina/arrays")
+        self.feed(hasher)
+        return hasher.digest()
+
+    def feed(self, hasher: Hasher) -> None:
+        """All of it into a digest."""
         every = self._leaves()
         put(hasher, [str(self._dtype), len(every)])
         for name, leaf in every:
             feed(hasher, name, leaf)
-        return hasher.digest()
 
     def __repr__(self) -> str:
         return f"ArraySource({', '.join(name for name, _ in self._leaves())})"

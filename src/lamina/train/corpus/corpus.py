@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,11 +12,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lamina.admit.admission import Admission
 from lamina.engine.batch import Batch
 from lamina.engine.stream import SEED_BYTES
 from lamina.errors import CorpusError
-from lamina.plan import Policy, StepPlan
+from lamina.plan import Clipping, Policy, StepPlan
+from lamina.train.book.account import Account
+from lamina.train.corpus.arrays import ArraySource
 from lamina.train.corpus.classes import booked_under, check_classes, class_of_all
+from lamina.train.corpus.dataset import DatasetSource
 from lamina.train.corpus.index import Index
 from lamina.train.corpus.keyed import keyed, put
 from lamina.train.corpus.layout import Layout
@@ -24,6 +29,7 @@ from lamina.train.corpus.read import csv_parts, npz_parts
 from lamina.train.corpus.sampler import Sampler
 from lamina.train.corpus.source import Source, source_of
 
+Limits = Callable[[NDArray[np.int64]], tuple[torch.Tensor | None, torch.Tensor | None]]
 EACH = "each"  # every example is a contribution of its own, and that is meant
 PLAIN_UNITS = ("contribution", "example", "record", "row", "sample")
 
@@ -40,6 +46,8 @@ class Corpus:
               Default: the only class of the plan
     ids       a name for each contribution, as text; default: the unit's value
     subject   a keyed tag of the person behind each contribution; two contributions with one tag are refused
+    scale     in (0, 1], by contribution as `cls`: its thresholds are its class's times this (`lamina.plan.signed`)
+    ceiling   > 0, by contribution: the largest norm that its clipped gradient may have, in plain units
     examples_per_unit  at most so many examples of a contribution per step, chosen afresh at every step
     policy    the policy that the corpus is under: its origin, its classes, its bounds
     origin    what spending is booked under; default: the policy's, or a digest of the data
@@ -60,6 +68,8 @@ class Corpus:
         cls: Any = None,
         ids: Any = None,
         subject: Any = None,
+        scale: Any = None,
+        ceiling: Any = None,
         examples_per_unit: int | None = None,
         policy: Policy | None = None,
         origin: str | None = None,
@@ -85,9 +95,16 @@ class Corpus:
         self._origin = booked_under(origin, policy)
         self._version = version
         self._index = Index(
-            len(self.source), unit=unit, cls=class_of_all(cls, policy), ids=ids, subject=subject
+            len(self.source),
+            unit=unit,
+            cls=class_of_all(cls, policy),
+            ids=ids,
+            subject=subject,
+            scale=scale,
+            ceiling=ceiling,
         )
         self._digests: dict[bytes, bytes] = {}
+        self._admission: Admission | Callable[[], Admission] | None = None
         self.when_withdrawn: Callable[[Sequence[str]], None] | None = None  # a run writes it down
         if policy is not None:
             check_classes(self.names, list(policy.classes), "policy")
@@ -190,6 +207,35 @@ class Corpus:
             self.members(entry.name) if entry.name in self.names else nobody for entry in plan.classes
         )
 
+    def limits(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Scale and ceiling of these contributions, as a `Batch` takes them; None where nobody has one."""
+        scale, ceiling = self._index.scale, self._index.ceiling
+        return (
+            None if scale is None else torch.from_numpy(scale[rows]),
+            None if ceiling is None else torch.from_numpy(ceiling[rows]),
+        )
+
+    def limits_of(self, plan: StepPlan, max_occurrences: Mapping[str, int] | None = None) -> Limits:
+        """`limits` as a plan has them: here they are given, and the same for every plan."""
+        return self.limits
+
+    def accounts(
+        self, plan: StepPlan, max_occurrences: Mapping[str, int] | None = None
+    ) -> tuple[Account, ...]:
+        """Bounds that contributions signed, each held to over all runs; none where nobody signed."""
+        return ()
+
+    @property
+    def admission(self) -> Admission | None:
+        """The gate's report where contributions were admitted by signature, None where nobody signed."""
+        if callable(self._admission):
+            self._admission = self._admission()
+        return self._admission
+
+    def admitted_by(self, admission: Admission | Callable[[], Admission]) -> None:
+        """The evidence under which this data is used; a function is asked for it when it is first wanted."""
+        self._admission = admission
+
     def withdraw(self, *ids: str) -> None:
         """Never sampled again, from the next Sampler on. An unknown id is refused, and then nobody is withdrawn.
 
@@ -206,14 +252,18 @@ class Corpus:
 
     def has(self, one: str) -> bool:
         """Whether there is a contribution of this id, withdrawn or not."""
-        return one in self._index.ids.find([one])
+        return bool(self.those(one))
+
+    def those(self, *ids: str) -> list[str]:
+        """Which of these ids are contributions of this corpus, withdrawn or not."""
+        return list(self._index.ids.find(ids))
 
     def order(self, key: bytes) -> bytes:
         """32 bytes over which contribution is which row: what occurrence counters belong to."""
         return self._index.order(key)
 
     def membership(self, key: bytes) -> bytes:
-        """32 bytes over ids, classes, subjects, the layout of examples and who is eligible."""
+        """32 bytes over ids, classes, subjects, scales and ceilings, the layout of examples and who is eligible."""
         return self._index.digest(key, f"examples_per_unit={self.examples_per_unit}")
 
     def digest(self, key: bytes) -> bytes:
@@ -226,6 +276,21 @@ class Corpus:
                 put(hasher, [self._version, len(self.source)])
                 self._digests[key] = hasher.digest()
         return self._digests[key]
+
+    def fingerprint(self) -> bytes:
+        """SHA-256 over all data, or its `version`: for whoever signs it under a nonce. It must not leave by itself."""
+        hasher = hashlib.sha256()
+        if self._version is None and isinstance(self.source, ArraySource):
+            self.source.feed(hasher)
+        else:
+            put(hasher, [self.digest(b"lamina/fingerprint")])
+        self.layout.feed(hasher)
+        return hasher.digest()
+
+    @property
+    def walked(self) -> bool:
+        """Whether a digest has to make every example: a Dataset without a version."""
+        return self._version is None and isinstance(self.source, DatasetSource)
 
     @property
     def origin(self) -> str | None:
@@ -268,6 +333,13 @@ class Corpus:
                     f"class {entry.name!r} protects a {entry.unit!r}, and the corpus does not say whose an example is",
                     f"give unit=: the {entry.unit} of each example; if every example is another one, unit='each'",
                 )
+        strict = self._index.scale is not None or self._index.ceiling is not None
+        if strict and plan.clipping is Clipping.ELEMENTWISE:
+            raise CorpusError(
+                "contributions have a scale or ceiling of their own, and the plan clamps the mean of the batch, which "
+                "bounds nobody",
+                "use a plan with box or joint clipping",
+            )
         for entry, members in zip(plan.classes, self.members_of(plan), strict=True):
             if entry.population is not None and len(members) > entry.population:
                 raise CorpusError(

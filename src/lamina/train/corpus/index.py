@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,11 +20,20 @@ from lamina.train.corpus.text import Texts
 class Index:
     """One row per contribution. Rows never change; a withdrawal only takes away eligibility.
 
-    Held: two texts, two to ten bytes of class and eligibility, 4 bytes of layout a contribution; nothing else.
+    Held: two texts, two to ten bytes of class and eligibility, 4 bytes of layout a contribution, and 8 each for a scale
+    and a ceiling of their own where there are such; nothing else.
     """
 
     def __init__(
-        self, examples: int, *, unit: Any = None, cls: Any = None, ids: Any = None, subject: Any = None
+        self,
+        examples: int,
+        *,
+        unit: Any = None,
+        cls: Any = None,
+        ids: Any = None,
+        subject: Any = None,
+        scale: Any = None,
+        ceiling: Any = None,
     ) -> None:
         if not examples:
             raise CorpusError("the corpus has no examples", "give at least one; an empty *batch* is fine")
@@ -33,6 +43,8 @@ class Index:
         self._check_subjects()
         self.named = cls is not None
         self.names, self._classes = _classes(grouping, DEFAULT if cls is None else cls)
+        self.scale = _limits(grouping, "scale", scale, most=1.0)
+        self.ceiling = _limits(grouping, "ceiling", ceiling, most=math.inf)
         self._eligible = np.ones(len(self.layout), dtype=np.bool_)
         self.revision = 0
 
@@ -86,12 +98,14 @@ class Index:
         return hasher.digest()
 
     def digest(self, key: bytes, *extra: str) -> bytes:
-        """Over ids, classes, subjects, layout and eligibility."""
+        """Over ids, classes, subjects, scales and ceilings, layout and eligibility."""
         hasher = keyed(key, "lamina/members")
         put(hasher, [*extra, len(self.names), *self.names])
         for texts in (self.ids, self.subjects):
             put(hasher, ["none"] if texts is None else [texts.data, texts.starts.astype("<i8").tobytes()])
         put(hasher, [self._classes.astype("<u2").tobytes(), np.packbits(self._eligible).tobytes()])
+        for limits in (self.scale, self.ceiling):
+            put(hasher, ["none"] if limits is None else [limits.astype("<f8").tobytes()])
         self.layout.feed(hasher)
         return hasher.digest()
 
@@ -114,6 +128,24 @@ def _classes(grouping: Grouping, cls: Any) -> tuple[tuple[str, ...], NDArray[np.
             f"cls names {len(known)} classes", "a class is a group with one policy, not a person"
         )
     return tuple(known), codes.astype(np.uint16)
+
+
+def _limits(grouping: Grouping, what: str, given: Any, *, most: float) -> NDArray[np.float64] | None:
+    """One per contribution, in (0, most]; None where nobody has a limit of its own."""
+    if given is None:
+        return None
+    try:
+        values = np.array(list(each(grouping.spread(what, given))), dtype=np.float64)
+    except (TypeError, ValueError):
+        raise CorpusError(f"{what} is not made of numbers", "give one per contribution") from None
+    wrong = np.flatnonzero(~((values > 0) & (values <= most)))
+    if len(wrong):
+        row = int(wrong[0])
+        raise CorpusError(
+            f"{what} of contribution {grouping.ids[row]!r} is {float(values[row])!r}, must lie in (0, {most:g}]",
+            "a stricter contribution has smaller thresholds, never none",
+        )
+    return values
 
 
 def _check_name(name: Any) -> None:

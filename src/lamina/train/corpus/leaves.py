@@ -147,8 +147,8 @@ def feed(hasher: Hasher, name: str, leaf: Any) -> None:
         hasher.update(_bytes(leaf[start : start + step]))
 
 
-def _bytes(part: Any) -> bytes:
+def _bytes(part: Any) -> memoryview:
     if isinstance(part, Tensor):
         part = part.cpu().contiguous().view(torch.uint8).numpy()  # bfloat16 has no numpy type, bytes have
     little = part.dtype.newbyteorder("<")
-    return np.ascontiguousarray(part, dtype=little).tobytes()
+    return np.ascontiguousarray(part, dtype=little).reshape(-1).view(np.uint8).data

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from lamina.errors import CorpusError
 from lamina.train.corpus.folder import FolderSource
+from lamina.train.corpus.payloads import Files
 from lamina.train.corpus.table import Labels, Names, header_of, lines_of, opened
 
 COLUMNS = ("id", "class", "subject", "y")
@@ -96,7 +97,7 @@ def folder_parts(path: str | Path, *, cls: Any, subject: Any, dtype: torch.dtype
             raise CorpusError(
                 f"{what} is given, and '{root / LISTING}' has it too", "keep it in one of the two places"
             )
-    source = FolderSource(root, listing.ids, listing.y, dtype=dtype)
+    source = FolderSource(Files(root, listing.ids), listing.y, dtype=dtype)
     return {
         "x": source,
         "unit": np.repeat(np.arange(len(listing.ids)), source.sizes),

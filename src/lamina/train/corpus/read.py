@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -64,12 +65,15 @@ def _is_class(cls: Any, policy: Policy | None) -> bool:
     return isinstance(cls, str) and policy is not None and cls in policy.classes
 
 
-def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """Some arrays of an .npz file. Arrays of Python objects would have to be unpickled, so they are refused."""
+def read_npz(path: Path, names: Sequence[str], held: bytes | None = None) -> dict[str, NDArray[Any]]:
+    """Some arrays of an .npz file. Arrays of Python objects would have to be unpickled, so they are refused.
+
+    `held` is what the file holds, where it was read already; `path` then only names it.
+    """
     try:
-        if not zipfile.is_zipfile(path) and path.exists():
+        if not zipfile.is_zipfile(path if held is None else io.BytesIO(held)) and (held or path.exists()):
             raise CorpusError(f"'{path}' is not an .npz file", "write it with np.savez(path, x=x, y=y)")
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+        with _binary(path, held) as raw, np.load(raw, allow_pickle=False) as file:
             for name in names:
                 if name not in file.files:
                     raise CorpusError(
@@ -86,6 +90,10 @@ def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         ) from None
 
 
+def _binary(path: Path, held: bytes | None) -> BinaryIO:
+    return path.open("rb") if held is None else io.BytesIO(held)
+
+
 def _loaded(path: Path, file: Any, name: str) -> NDArray[Any]:
     try:
         array: NDArray[Any] = file[name]
@@ -99,9 +107,11 @@ def _loaded(path: Path, file: Any, name: str) -> NDArray[Any]:
     return array
 
 
-def npz_header(path: Path, name: str) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
+def npz_header(
+    path: Path, name: str, held: bytes | None = None
+) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
     """Shape and dtype of an array of an .npz file, without reading it; None if it is not there."""
-    with zipfile.ZipFile(path) as archive:
+    with _binary(path, held) as raw, zipfile.ZipFile(raw) as archive:
         if f"{name}.npy" not in archive.namelist():
             return None
         with archive.open(f"{name}.npy") as file:

@@ -38,7 +38,8 @@ class Sampler:
     eligible any more. Given everything that happened before, it is then sampled with probability q_k or 0, never
     more than q_k; a subsampled Gaussian with a smaller rate is dominated by the one with q_k, so the amplified
     ε of the schedule stays valid by adaptive composition. What the cap buys is the figure that holds even when all
-    occurrences become known: `account.capped(sampler.schedule(k), cap)`. The counts are as secret as the coins.
+    occurrences become known: `account.capped(sampler.schedule(k), cap)`. The counts are as secret as the coins. A plan
+    whose price counts occurrences (raw noise) brings its own cap for every private class.
 
     `corpus.examples_per_unit` limits the examples of a contribution per step; `coins.windows` chooses them.
     """
@@ -58,7 +59,8 @@ class Sampler:
         self._seed, self._rank, self._plan = seed, rank, plan
         self._source, self._layout, self._most = corpus.source, corpus.layout, corpus.examples_per_unit
         self._members = corpus.members_of(plan)
-        self._caps = _caps(max_occurrences, plan)
+        self._limits = corpus.limits_of(plan, max_occurrences)
+        self._caps = _caps(caps_of(plan, max_occurrences), plan)
         self._counts = _counts(counts, len(corpus.layout), capped=self._caps is not None)
         self._last = -1
 
@@ -101,7 +103,10 @@ class Sampler:
         x, y = self._source.fetch(rows)
         cls = np.repeat(np.arange(len(sampled)), [len(part) for part in sampled])
         unit = np.repeat(np.arange(len(units)), sizes)
-        return Batch(x, y, unit=torch.from_numpy(unit), cls=torch.from_numpy(cls))
+        scale, ceiling = self._limits(units)
+        return Batch(
+            x, y, unit=torch.from_numpy(unit), cls=torch.from_numpy(cls), scale=scale, ceiling=ceiling
+        )
 
     def _sampled(self, step: int, purpose: Purpose) -> list[Rows]:
         """The sampled contributions of each class."""
@@ -127,6 +132,20 @@ class Sampler:
     def __repr__(self) -> str:
         names = ", ".join(entry.name for entry in self._plan.classes)
         return f"Sampler({names})"
+
+
+def caps_of(plan: StepPlan, given: Mapping[str, int] | None) -> Mapping[str, int] | None:
+    """How often a contribution of a class may be used: as given, and never more than the plan is priced for."""
+    most, private = plan.injection.occurrences, [entry.name for entry in plan.classes if not entry.public]
+    if most is None or not isinstance(given, Mapping | None):
+        return given
+    for name, cap in (given or {}).items():
+        if name in private and isinstance(cap, int) and cap > most:
+            raise CorpusError(
+                f"max_occurrences of class {name!r} is {cap}, and the plan is priced for {most}",
+                "leave it out, or plan with more occurrences under [noise]",
+            )
+    return {**dict.fromkeys(private, most), **(given or {})}
 
 
 def _caps(given: Mapping[str, int] | None, plan: StepPlan) -> dict[int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -67,9 +68,14 @@ def read_table(
     )
 
 
-def read_matrix(path: Path) -> tuple[tuple[str, ...] | None, NDArray[np.float32]]:
-    """A CSV file that is one example: (its header or None, the table rows × columns)."""
-    with opened(path) as file:
+def read_matrix(path: Path, held: bytes | None = None) -> tuple[tuple[str, ...] | None, NDArray[np.float32]]:
+    """A CSV file that is one example: (its header or None, the table rows × columns).
+
+    `held` is what the file holds, where it was read already; `path` then only names it.
+    """
+    with (
+        opened(path) if held is None else io.TextIOWrapper(io.BytesIO(held), "utf-8-sig", newline="") as file
+    ):
         lines = list(lines_of(path, csv.reader(file, strict=True)))
     if not lines:
         raise CorpusError(f"'{path}' is empty", "give a table of numbers")

@@ -32,6 +32,13 @@ class Texts:
         self.data = bytes(data)
         self.starts = np.concatenate([np.zeros(1, dtype=np.int64), *lengths]).cumsum()
 
+    @classmethod
+    def packed(cls, data: bytes, starts: NDArray[np.int64]) -> Texts:
+        """From `data` and `starts` as they were."""
+        made = cls(())
+        made.data, made.starts = data, starts
+        return made
+
     def __len__(self) -> int:
         return len(self.starts) - 1
 

@@ -1,0 +1,53 @@
+"""`lamina ledger`: read, check and keep the record of what was admitted, spent, withdrawn and released."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import typer
+
+from lamina.cli.ledger.checkpoint import checkpoint
+from lamina.cli.ledger.prove import prove
+from lamina.cli.ledger.prune import prune
+from lamina.cli.ledger.receipt import receipt
+from lamina.cli.ledger.show import show
+from lamina.cli.ledger.trace import trace
+from lamina.cli.ledger.verify import verify
+from lamina.cli.ledger.withdraw import withdraw
+from lamina.cli.output import folded
+
+_HELP = """The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.
+
+A ledger is one file (ledger.db) or a PostgreSQL database. It holds no data of anybody: digests, bounds, plans and ε. It
+never says who was sampled when.
+
+Who checks one:
+
+  lamina ledger verify ledger.db --trust keys.json    is it what it claims
+  lamina ledger show ledger.db --kind epoch           what does it say
+  lamina ledger trace ledger.db DIGEST                one contribution
+
+Who contributed:
+
+  lamina ledger receipt ledger.db DIGEST -o mine      a proof to keep
+  lamina ledger withdraw ledger.db DIGEST --reason consent
+
+Who keeps one:
+
+  lamina ledger checkpoint ledger.db --key ledger.key sign what is there
+  lamina ledger prune ledger.db --key ledger.key      sum up what is old
+"""
+
+app = typer.Typer(no_args_is_help=True, help=folded(_HELP))
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "show": show,
+    "verify": verify,
+    "prove": prove,
+    "receipt": receipt,
+    "trace": trace,
+    "withdraw": withdraw,
+    "prune": prune,
+    "checkpoint": checkpoint,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name, help=folded(_command.__doc__))(_command)

@@ -1,0 +1,18 @@
+"""`python -m lamina.cli.ledger verify …`: the commands of a ledger by themselves."""
+
+from __future__ import annotations
+
+import sys
+
+from lamina.cli.ledger import app
+from lamina.cli.output import complain, print_json, refusal
+from lamina.errors import LaminaError
+
+if __name__ == "__main__":
+    try:
+        app(prog_name="lamina ledger")
+    except LaminaError as error:
+        complain(error)
+        if "--json" in sys.argv:
+            print_json(refusal(error))
+        sys.exit(1)

@@ -1,0 +1,43 @@
+"""What the commands of a ledger share: where it is, and with which key it is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lamina.cli.output import out
+from lamina.cli.passphrase import open_key
+from lamina.ledger.ledger import Ledger
+
+_URLS = ("postgresql://", "postgres://")
+
+Where = Annotated[str, typer.Argument(metavar="LEDGER", help="ledger.db, or postgresql://…/database#schema")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option("--key", metavar="FILE", help="the private key that signs; asks for its passphrase"),
+]
+Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="write it there")]
+
+
+def check_there(where: str) -> None:
+    """Misuse, if the path of a ledger is none."""
+    if not where.startswith(_URLS) and not Path(where).is_file():
+        raise typer.BadParameter(f"there is no ledger '{where}'", param_hint="LEDGER")
+
+
+@contextmanager
+def opened(where: str, key: Path | None = None, passphrase_file: Path | None = None) -> Iterator[Ledger]:
+    """The ledger, to be read; with a key also to be signed."""
+    check_there(where)
+    with Ledger.open(where, None if key is None else open_key(key, passphrase_file)) as ledger:
+        yield ledger
+
+
+def say(text: str) -> None:
+    """A line as it is: never wrapped, never marked up."""
+    out.print(text, markup=False, soft_wrap=True)

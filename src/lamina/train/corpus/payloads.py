@@ -1,0 +1,95 @@
+"""The payloads of contributions: where their bytes lie, and that they are the right ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.errors import CorpusError
+from lamina.train.corpus.keyed import Hasher, put
+from lamina.train.corpus.leaves import CHUNK_BYTES
+from lamina.train.corpus.text import Texts
+
+KINDS = ("npz", "csv")
+_NONE, _TWO = len(KINDS), len(KINDS) + 1
+
+
+class PayloadChanged(CorpusError):
+    """A payload that is not the one that was opened, or signed. The text names nobody: it was sampled."""
+
+
+class Payloads(Protocol):
+    """One payload per contribution, by row.
+
+    `path` names it in messages; `look` and `read` give its bytes, or None where they are simply what the file of that
+    name holds; `read` is asked for what is trained on, and raises PayloadChanged rather than give something else.
+    """
+
+    where: str
+    ids: Texts
+    frozen: bool  # what was read once would be the same again, or refused
+
+    def __len__(self) -> int: ...
+
+    def path(self, row: int) -> Path: ...
+
+    def look(self, row: int) -> bytes | None: ...
+
+    def read(self, row: int) -> bytes | None: ...
+
+    def take(self, rows: NDArray[np.int64]) -> Self: ...
+
+    def feed(self, hasher: Hasher) -> None: ...
+
+
+class Files:
+    """ROOT/ID/payload.npz or ROOT/ID/payload.csv."""
+
+    frozen = False
+
+    def __init__(self, root: Path, ids: Sequence[str], kinds: NDArray[np.uint8] | None = None) -> None:
+        self._root, self.where, self.ids = root, f"under '{root}'", Texts(ids)
+        found = (_kind_in(root / name) for name in ids)
+        self._kinds = np.fromiter(found, dtype=np.uint8, count=len(ids)) if kinds is None else kinds
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def path(self, row: int) -> Path:
+        """CorpusError: there is none, or there are two."""
+        folder = self._root / self.ids[row]
+        if self._kinds[row] >= _NONE:
+            have = "no payload" if self._kinds[row] == _NONE else "two payloads"
+            raise CorpusError(f"'{folder}' has {have}", "put one payload.npz or one payload.csv there")
+        return folder / f"payload.{KINDS[self._kinds[row]]}"
+
+    def look(self, row: int) -> bytes | None:
+        return None
+
+    def read(self, row: int) -> bytes | None:
+        return None
+
+    def take(self, rows: NDArray[np.int64]) -> Files:
+        return Files(self._root, [self.ids[row] for row in rows.tolist()], self._kinds[rows])
+
+    def feed(self, hasher: Hasher) -> None:
+        """Ids and every byte of every file."""
+        for row in range(len(self)):
+            path = self.path(row)
+            put(hasher, [self.ids[row], path.suffix, path.stat().st_size])
+            with path.open("rb") as file:
+                while part := file.read(CHUNK_BYTES):
+                    hasher.update(part)
+
+    def __repr__(self) -> str:
+        return f"'{self._root}'"
+
+
+def _kind_in(folder: Path) -> int:
+    """Which of KINDS lies in the folder of a contribution."""
+    found = [i for i, kind in enumerate(KINDS) if (folder / f"payload.{kind}").is_file()]
+    return found[0] if len(found) == 1 else _TWO if found else _NONE

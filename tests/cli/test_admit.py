@@ -1,0 +1,430 @@
+"""`lamina admit` and `lamina train` with [admit]: signed by the program, admitted by the program, trained by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lamina.admit.keyring import KeyRing
+from lamina.admit.reason import Reason
+from lamina.cli.notes import NOT_SIGNED
+from lamina.cli.remedies import REMEDIES
+from lamina.train import SpendBook
+from lamina.train.store.journal import Journal
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+POLICY = """
+[corpus]
+origin = "test"
+delta = 1e-5
+[class.clinical]
+population = 30
+epsilon = 6.0
+unit = "patient"
+"""
+MODULE = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(3)
+    layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)]
+    return nn.Sequential(*layers)
+"""
+RUN = """
+policy = "policy.toml"
+model = "{module}:build"
+loss = "cross_entropy"
+optimizer = {{ name = "sgd", lr = 0.1, momentum = 0.9, weight_decay = 0.01 }}
+batch = 10
+steps = 6
+segment = 2
+epsilon = 2.0
+[data]
+kind = "folder"
+path = "people"
+"""
+ADMIT = '[admit]\nkeys = "keys.json"\n'
+
+
+@dataclass
+class Clinic:
+    """A project whose contributions are signed with the program itself."""
+
+    project: Project
+
+    @property
+    def folder(self) -> Path:
+        return self.project.folder
+
+    @property
+    def run(self) -> str:
+        return RUN.format(module=self.project.module) + ADMIT
+
+    def ok(self, *words: str) -> str:
+        code, printed, complaint = self.project.call(*words)
+        assert code == 0, complaint
+        return printed
+
+    def json(self, *words: str, code: int = 0) -> dict[str, Any]:
+        found, printed, complaint = self.project.call(*words, "--json")
+        assert found == code, complaint
+        answer = json.loads(printed)
+        assert isinstance(answer, dict)
+        return answer
+
+    def key(self, name: str) -> str:
+        """A new key that the ring trusts; returns its path."""
+        path = self.folder / f"{name}.key"
+        self.ok("keys", "new", str(path), "--no-passphrase")
+        self.ok("keys", "add", str(path.with_suffix(".pub")), "--keys", str(self.folder / "keys.json"))
+        return str(path)
+
+    def write(self, name: str, seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        x = generator.normal(size=(2, 4)).astype("f4")
+        (self.folder / "people" / name).mkdir(parents=True, exist_ok=True)
+        np.savez(self.folder / "people" / name / "payload.npz", x=x, y=(x[:, 0] > 0).astype("int64"))
+
+    def attest(self, key: str, *words: str, where: str = "people", code: int = 0) -> dict[str, Any]:
+        place, policy = str(self.folder / where), str(self.folder / "policy.toml")
+        return self.json("attest", policy, place, "--key", key, *words, code=code)
+
+    def admit(self, *words: str, code: int = 0) -> dict[str, Any]:
+        return self.json("admit", *self.where, *words, code=code)
+
+    @property
+    def where(self) -> tuple[str, ...]:
+        keys = ("--keys", str(self.folder / "keys.json"))
+        return str(self.folder / "policy.toml"), str(self.folder / "people"), *keys
+
+
+@pytest.fixture
+def clinic(project: Project) -> Iterator[Clinic]:
+    """Twenty patients, signed for a year."""
+    made = Clinic(project)
+    project.write("policy.toml", POLICY)
+    project.write(f"{project.module}.py", MODULE)
+    for i in range(20):
+        made.write(f"p{i:02d}", i)
+    made.key("ann")
+    assert made.attest(str(project.folder / "ann.key"), "--class", "clinical")["signed"] == 20
+    return made
+
+
+def reasons(found: dict[str, Any]) -> dict[str, str]:
+    return {each["id"]: each["reason"] for each in found["refused"]}
+
+
+# ------------------------------------------------------------------------------------------------ lamina admit
+
+
+def test_all_are_admitted(clinic: Clinic) -> None:
+    found = clinic.admit()
+    assert found["admitted"] == 20 and found["refused"] == []
+    assert found["resolution"] is None
+    code, out, err = clinic.project.call("admit", *clinic.where)
+    assert code == 0
+    assert out.startswith("20 admitted, 0 refused")
+    assert "checking signatures" in err  # progress is no result
+
+
+def spoil(clinic: Clinic) -> dict[str, str]:
+    """Five that must stay outside, and why."""
+    people = clinic.folder / "people"
+    clinic.write("p00", 100)
+    (people / "p01" / "attestation.cose").unlink()
+    bob = str(clinic.folder / "bob.key")
+    clinic.ok("keys", "new", bob, "--no-passphrase")
+    clinic.attest(bob, "--class", "clinical", where="people/p02")
+    ann = str(clinic.folder / "ann.key")
+    clinic.attest(
+        ann,
+        "--class",
+        "clinical",
+        "--valid-from",
+        "2001-01-01",
+        "--expires",
+        "2002-01-01",
+        where="people/p03",
+    )
+    shutil.copytree(people / "p04", people / "p04-again")
+    return {
+        "p00": "payload-mismatch",
+        "p01": "no-attestation",
+        "p02": "unknown-key",
+        "p03": "expired",
+        "p04-again": "replayed",
+    }
+
+
+def test_each_refusal_has_its_reason_and_what_to_do(clinic: Clinic) -> None:
+    expected = spoil(clinic)
+    found = clinic.admit(code=1)
+    assert found["admitted"] == 16 and reasons(found) == expected
+    assert found["remedies"].keys() == set(expected.values())
+    code, out, _ = clinic.project.call("admit", *clinic.where)
+    assert code == 1
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert rows[0] == "16 admitted, 5 refused"
+    for name, reason in expected.items():
+        assert any(row.startswith(f"{name} {reason}") for row in rows)
+        assert f"{reason} {REMEDIES[Reason(reason)]}" in rows
+    several = clinic.admit("--processes", "2", code=1)
+    assert several == found
+
+
+def test_there_is_something_to_do_about_every_reason() -> None:
+    assert REMEDIES.keys() == set(Reason)
+    assert all(REMEDIES.values())
+
+
+def test_what_bounds_come_to_in_a_run(clinic: Clinic) -> None:
+    ann = str(clinic.folder / "ann.key")
+    for i in range(3):
+        clinic.attest(ann, "--class", "clinical", "--noise-multiplier", "4", where=f"people/p{i:02d}")
+    run = clinic.project.write("RUN.toml", clinic.run)
+    found = clinic.admit("--plan", str(run))["resolution"]
+    plain, strict = found["bounds"]
+    assert plain["class"] == "clinical" and plain["scale"] == pytest.approx(1.0)
+    assert strict["noise_multiplier"] == 4_000_000
+    assert 0 < strict["scale"] < 1
+    assert strict["epsilon"] <= strict["epsilon_signed"] < 1.0 < plain["epsilon"] <= 2.0
+    for row in (plain, strict):
+        assert row["variance_floor"] <= row["variance"] * (1 + 1e-3)
+        assert row["variance_floor"] <= row["variance_ceiling"]
+    assert found["depth"]["clinical"] == {"profile": "all layers", "layers": ["0", "2", "4", "6"]}
+    by_hand = clinic.admit("--batch", "10", "--steps", "6", "--model", "mlp")["resolution"]
+    assert len(by_hand["bounds"]) == 2
+    code, out, _ = clinic.project.call("admit", *clinic.where, "--plan", str(run))
+    assert code == 0 and "ε signed" in out and "all layers" in out
+
+
+def test_misuse_and_what_cannot_be_checked(clinic: Clinic) -> None:
+    run = str(clinic.project.write("RUN.toml", clinic.run))
+    for words in (
+        ("--plan", run, "--batch", "10"),
+        ("--batch", "10"),
+        ("--steps", "10"),
+        ("--batch", "10", "--steps", "3", "--epochs", "2"),
+        ("--processes", "0"),
+    ):
+        assert clinic.project.call("admit", *clinic.where, *words)[0] == 2, words
+    assert clinic.project.call("admit")[0] == 2
+    code, out, err = clinic.project.call("admit", *clinic.where[:2], "--keys", "nowhere.json", "--json")
+    assert code == 1 and "nowhere.json" in json.loads(out)["refused"]
+    code, _, err = clinic.project.call(
+        "admit", clinic.where[0], str(clinic.folder / "none"), *clinic.where[2:]
+    )
+    assert code == 1 and "cannot be listed" in err
+    other = clinic.project.write("other.toml", POLICY.replace("6.0", "5.0"))
+    code, _, err = clinic.project.call("admit", str(other), *clinic.where[1:], "--plan", run)
+    assert code == 1 and "another policy" in err
+
+
+def test_help_says_how_and_what_it_costs(clinic: Clinic) -> None:
+    text = " ".join(clinic.ok("admit", "--help").split())
+    for words in (
+        "Spends and writes nothing",
+        "Exit code 0 if nothing was refused",
+        "lamina admit policy.toml",
+    ):
+        assert words in text
+
+
+# ------------------------------------------------------------------------------------------------ lamina train
+
+
+def test_a_run_on_admitted_contributions(clinic: Clinic) -> None:
+    spoil(clinic)
+    ann = str(clinic.folder / "ann.key")
+    for i in (5, 6, 7):
+        clinic.attest(ann, "--class", "clinical", "--noise-multiplier", "4", where=f"people/p{i:02d}")
+    code, out, err = clinic.project.train(run=clinic.run)
+    assert code == 0, err
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert "16 admitted, 5 refused" in rows
+    assert "admitted by signature: 16; refused: 5" in rows
+    assert any(row.startswith("clinical@c=1,z=4 1e-05") for row in rows)
+    assert not any("not admitted by signature" in row for row in rows)
+    found = clinic.project.train_json(run=clinic.run)  # the same run, read again
+    assert found["admission"]["admitted"] == 16 and len(found["admission"]["refused"]) == 5
+    bounds = found["bounds"]
+    assert len(bounds) == 2
+    for row in bounds.values():
+        assert 0 < row["epsilon"] <= row["total"] <= row["signed"]
+    book = SpendBook(found["book"], create=False)
+    spent = book.total("test", "clinical@c=1,z=4", delta=1e-5).spent
+    assert spent == pytest.approx(bounds["clinical@c=1,z=4"]["total"])
+    public = (clinic.folder / "runs" / "first" / "metrics.json").read_text()
+    assert '"p05"' not in public
+    code, out, _ = clinic.project.call("spend", found["book"])
+    assert code == 0 and "signed bound c=1,z=4" in out
+
+
+def test_without_signatures_the_run_says_so(clinic: Clinic) -> None:
+    unsigned = clinic.run.replace(ADMIT, "")
+    found = clinic.project.train_json(run=unsigned)
+    assert found["admission"] is None and NOT_SIGNED in found["notes"]
+    clinic.project.write("second.toml", clinic.run)
+    signed = clinic.json("train", str(clinic.folder / "second.toml"))
+    assert NOT_SIGNED not in signed["notes"]
+
+
+def test_stop_means_that_nothing_begins(clinic: Clinic) -> None:
+    spoil(clinic)
+    code, _, err = clinic.project.train(run=clinic.run + 'on_refusal = "stop"\n')
+    assert code == 1
+    assert "5 of 21 refused" in err and "payload-mismatch 1" in err
+    assert not (clinic.folder / "runs").exists()
+
+
+def test_plan_only_admits_and_writes_nothing(clinic: Clinic) -> None:
+    found = clinic.project.train_json("--plan-only", run=clinic.run)
+    assert found["admission"]["admitted"] == 20 and found["refused"] == []
+    assert not (clinic.folder / "runs").exists()
+
+
+def test_a_run_that_would_pass_a_signed_bound_is_refused_by_name(clinic: Clinic) -> None:
+    ann = str(clinic.folder / "ann.key")
+    clinic.attest(ann, "--class", "clinical", "--noise-multiplier", "4", where="people/p00")
+    clinic.project.train_json(run=clinic.run)
+    name = "clinical@c=1,z=4"
+    looked = clinic.project.call(
+        "train", str(clinic.folder / "first.toml"), "--fresh", "--plan-only", "--json"
+    )
+    assert looked[0] == 1 and json.loads(looked[1])["refused"] == [name]
+    code, _, err = clinic.project.train("--fresh", run=clinic.run)
+    assert code == 1
+    assert "signed bound 'c=1,z=4' of class 'clinical'" in err and "leave out those who signed it" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (('kind = "folder"', 'kind = "npz"'), "only a folder has a signature beside each payload"),
+        (('path = "people"', 'path = "people"\nclass = "clinical"'), "the one that was signed"),
+        (('path = "people"', 'path = "people"\nversion = "1"'), "signed commitments say which data it is"),
+        (('"keys.json"', '"nowhere.json"'), "admit.keys is 'nowhere.json'"),
+        (("[admit]\n", '[admit]\non_refusal = "ask"\n'), "admit.on_refusal is 'ask'"),
+        (("[admit]\n", "[admit]\nprocesses = 0\n"), "admit.processes is 0"),
+        (('[admit]\nkeys = "keys.json"\n', "[admit]\n"), "admit.keys is missing"),
+    ],
+)
+def test_what_an_admit_table_may_not_say(clinic: Clinic, change: tuple[str, str], words: str) -> None:
+    assert change[0] in clinic.run
+    code, _, err = clinic.project.train(run=clinic.run.replace(*change))
+    assert code == 1 and words in err
+    assert not (clinic.folder / "runs").exists()
+
+
+# ------------------------------------------------------------------------------------------------ later
+
+
+def first_weights() -> dict[str, torch.Tensor]:
+    space: dict[str, Any] = {}
+    exec(MODULE, space)
+    model: torch.nn.Module = space["build"]()
+    return dict(model.state_dict())
+
+
+def moved(found: dict[str, Any]) -> set[str]:
+    """The layers that are not as they began."""
+    before, after = first_weights(), load_file(found["model"])
+    return {name.partition(".")[0] for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_a_corpus_that_only_attests_adopts_routing_by_its_policy_alone(clinic: Clinic) -> None:
+    """Nobody signs anything again."""
+    signatures = {
+        path: path.read_bytes()
+        for path in sorted((clinic.folder / "people").glob("*/*"))
+        if path.suffix != ".npz"
+    }
+    assert len(signatures) == 40
+    whole = clinic.project.train_json(run=clinic.run)
+    assert moved(whole) == {"0", "2", "4", "6"}
+    assert clinic.admit()["classes"] == {"clinical": 20}
+    clinic.project.write("policy.toml", POLICY + "profile = { top = 0.25 }\n")
+    code, out, _ = clinic.project.call("admit", *clinic.where)
+    assert code == 0 and "top 25 %" in out
+    routed = clinic.project.train_json("--fresh", run=clinic.run)
+    assert routed["admission"]["admitted"] == 20 and routed["admission"]["refused"] == []
+    assert moved(routed) == {"6"}  # the others are what they were, to the last bit
+    for path, data in signatures.items():
+        assert path.read_bytes() == data
+
+
+def test_whoever_signed_a_depth_is_not_taken_deeper(clinic: Clinic) -> None:
+    clinic.project.write("policy.toml", POLICY + "profile = { top = 0.5 }\n")
+    ann = str(clinic.folder / "ann.key")
+    assert clinic.attest(ann, "--class", "clinical", "--force")["signed"] == 20
+    clinic.project.write("policy.toml", POLICY + "profile = { top = 0.25 }\n")
+    assert clinic.admit()["admitted"] == 20  # less deep than was signed
+    clinic.project.write("policy.toml", POLICY)
+    found = clinic.admit(code=1)
+    assert found["admitted"] == 0 and found["reasons"] == {"profile-mismatch": 20}
+
+
+@pytest.mark.slow
+def test_killed_from_outside_and_a_key_revoked_before_it_goes_on(clinic: Clinic) -> None:
+    """SIGKILL in the middle of a segment, a revocation, and the same command again."""
+    bob = clinic.key("bob")
+    for i in range(4):
+        clinic.attest(bob, "--class", "clinical", "--force", where=f"people/p{i:02d}")
+    run = clinic.run.replace("steps = 6", "steps = 300").replace("segment = 2", "segment = 60")
+    path = clinic.project.write("first.toml", run)
+    command = [sys.executable, "-c", "import sys; from lamina.cli import main; main(sys.argv[1:])"]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": clinic.folder}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first = subprocess.Popen([*command, "train", str(path)], env=environment, **quiet)
+    journal = clinic.folder / "runs" / "first" / "journal"
+    try:
+        for _ in range(6000):
+            if journal.exists() and _opened(journal):
+                break
+            assert first.poll() is None
+            time.sleep(0.01)
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    clinic.ok("keys", "revoke", "bob", "--keys", str(clinic.folder / "keys.json"))
+    assert KeyRing.load(clinic.folder / "keys.json").find("bob").revoked_from is not None
+    again = subprocess.run(
+        [*command, "train", str(path), "--json"],
+        env=environment,
+        cwd=clinic.folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    found = json.loads(again.stdout)
+    assert found["admission"]["reasons"] == {"revoked-key": 4}
+    assert any("4 (revoked-key 4)" in note for note in found["notes"])
+    assert any("contributions were added or withdrawn" in note for note in found["notes"])
+    generations = [(each.segment, each.generation) for each in Journal.load(journal).opens]
+    assert generations[:2] == [(0, 0), (0, 1)]
+
+
+def _opened(journal: Path) -> bool:
+    try:
+        return bool(Journal.load(journal).opens)
+    except Exception:  # the other process is writing it at this moment
+        return False

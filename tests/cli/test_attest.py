@@ -1,0 +1,227 @@
+"""`lamina attest`: signs a folder, says what was promised, and does not sign twice."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+from lamina.account import epsilon_of_multiplier
+from lamina.admit import Attestation, Descriptor, PrivateKey, subject_tag
+from lamina.admit.times import when
+from lamina.cli import main
+from lamina.cli.app import app as program
+
+Call = Callable[..., tuple[int, str, str]]
+BUILT = typer.main.get_command(program)  # once, not at every call
+POLICY = """
+[corpus]
+origin = "example.org/corpus"
+delta = 1e-6
+[class.sensitive]
+population = 100
+epsilon = 1.0
+profile = { top = 0.25 }
+[class.standard]
+population = 100
+epsilon = 4.0
+[class.open]
+public = true
+"""
+
+
+@pytest.fixture
+def call(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """`lamina attest policy.toml …` in a folder with a policy, a key and three contributions."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LAMINA_PASSPHRASE", raising=False)
+    monkeypatch.setattr("lamina.cli.passphrase._is_terminal", lambda: False)
+    monkeypatch.setattr(sys.modules["lamina.cli.app"], "app", BUILT)
+    Path("policy.toml").write_text(POLICY, encoding="utf-8")
+    PrivateKey.generate().save("alice.key", None)
+    for name in ("p0", "p1", "p2"):
+        Path("data", name).mkdir(parents=True)
+        np.savez(Path("data", name, "payload.npz"), x=np.zeros((2, 3), dtype=np.float32))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(["attest", "policy.toml", *words])
+        printed = capsys.readouterr()
+        code = caught.value.code
+        return code if isinstance(code, int) else 0, printed.out, printed.err
+
+    return run
+
+
+SIGN = ("data", "--key", "alice.key", "--class", "sensitive")
+
+
+def answer(result: tuple[int, str, str]) -> dict[str, Any]:
+    assert result[0] == 0, result[2]
+    found = json.loads(result[1])
+    assert isinstance(found, dict)
+    return found
+
+
+def read(name: str) -> tuple[Descriptor, Attestation]:
+    described = Descriptor.decode(Path("data", name, "descriptor.cbor").read_bytes())
+    return described, Attestation.decode(Path("data", name, "attestation.cose").read_bytes())
+
+
+def test_a_folder_is_signed_once(call: Call) -> None:
+    key = PrivateKey.load("alice.key", None)
+    found = answer(call(*SIGN, "--json"))
+    assert (found["signed"], found["kept"], found["refused"]) == (3, 0, [])
+    assert (found["contributor"], found["audience"]) == (key.public.name, "example.org/corpus")
+    for name in ("p0", "p1", "p2"):
+        described, claims = read(name)
+        assert claims.signed_by(key.public, described.digest())
+        assert claims.agrees(described) is None
+        assert (described.items, described.profile) == (2, "top=0.25")
+    figures = found["classes"]["sensitive"]
+    described = read("p0")[0]
+    assert figures["noise_multiplier"] * 1e6 == described.noise_multiplier
+    assert figures["epsilon"] == epsilon_of_multiplier(figures["noise_multiplier"], 1e-6) <= 1.0
+    again = answer(call(*SIGN, "--json"))
+    assert (again["signed"], again["kept"]) == (0, 3)
+    forced = answer(call(*SIGN, "--force", "--json"))
+    assert (forced["signed"], forced["kept"]) == (3, 0)
+
+
+def test_what_people_read(call: Call) -> None:
+    code, printed, _ = call(*SIGN)
+    assert code == 0
+    assert "3 signed, 0 kept, 0 refused" in printed
+    for word in ("example.org/corpus", "sensitive", "4.22468", "1.0000", "top=0.25"):
+        assert word in printed
+
+
+def test_one_contribution_and_options(call: Call) -> None:
+    found = answer(
+        call(
+            "data/p1", "--key", "alice.key", "--class", "standard", "--data-class", "ecg", "--clip-norm", "0.5",
+            "--noise-multiplier", "3", "--valid-from", "2026-01-01", "--expires", "2027-01-01", "--anchor", "ab" * 32,
+            "--json",
+        )
+    )  # fmt: skip
+    assert found["signed"] == 1
+    described, _ = read("p1")
+    assert (described.admissibility, described.data_class) == ("standard", "ecg")
+    assert (described.clip_norm, described.noise_multiplier) == (500_000, 3_000_000)
+    assert (described.not_before, described.expires) == (when("2026-01-01"), when("2027-01-01"))
+    assert described.anchor == b"\xab" * 32
+    assert described.profile is None
+    assert not Path("data/p0/descriptor.cbor").exists()
+
+
+def test_classes_and_subjects_from_the_list(call: Call) -> None:
+    Path("data/contributions.csv").write_text(
+        "id,class,subject\np0,sensitive,ann\np1,open,bob\np2,standard,cid\n", encoding="utf-8"
+    )
+    Path("subject.key").write_text("07" * 32 + "\n", encoding="ascii")
+    found = answer(call("data", "--key", "alice.key", "--subject-key", "subject.key", "--json"))
+    assert found["signed"] == 3
+    assert set(found["classes"]) == {"sensitive", "open", "standard"}
+    assert found["classes"]["open"]["epsilon"] is None
+    assert read("p1")[0].noise_multiplier == 0
+    assert read("p2")[1].tag == subject_tag(b"\x07" * 32, "cid")
+    code, _, complaint = call("data", "--key", "alice.key", "--json")
+    assert code == 0
+    assert "without --subject-key" in complaint
+    code, _, complaint = call(*SIGN)
+    assert code == 1
+    assert "one of the two places" in complaint
+
+
+def test_anchors_from_a_table(call: Call) -> None:
+    rows = "".join(f"p{i},{bytes([i]).hex() * 32}\n" for i in range(3))
+    Path("anchors.csv").write_text("id,anchor\n" + rows, encoding="utf-8")
+    assert answer(call(*SIGN, "--anchor", "anchors.csv", "--json"))["signed"] == 3
+    assert read("p2")[0].anchor == b"\x02" * 32
+    for words in ("zz" * 32, "ab" * 32, "ab"):  # one digest for three contributions, or none at all
+        assert call(*SIGN, "--anchor", words)[0] == 1
+    Path("anchors.csv").write_text("id,anchor\np0,12\n", encoding="utf-8")
+    code, _, complaint = call(*SIGN, "--anchor", "anchors.csv")
+    assert code == 1
+    assert "64 hexadecimal digits" in complaint
+
+
+def test_one_that_fails_is_one_and_makes_the_code_1(call: Call) -> None:
+    Path("data/p1/payload.npz").write_bytes(b"broken")
+    code, printed, _ = call(*SIGN, "--json")
+    found = json.loads(printed)
+    assert code == 1
+    assert (found["signed"], [each["id"] for each in found["refused"]]) == (2, ["p1"])
+    assert "npz" in found["refused"][0]["reason"]
+    code, printed, _ = call(*SIGN)
+    assert code == 1
+    assert "p1: " in printed
+
+
+def test_a_dry_run_signs_nothing_and_needs_no_key(call: Call) -> None:
+    found = answer(call("data", "--class", "sensitive", "--dry-run", "--json"))
+    assert (found["contributor"], found["signed"]) == (None, 0)
+    assert found["classes"]["sensitive"]["clip_norm"] == 1.0
+    assert "nothing was signed" in call("data", "--class", "sensitive", "--dry-run")[1]
+    assert not Path("data/p0/descriptor.cbor").exists()
+
+
+def test_a_sealed_key_is_opened(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamina.admit.pkcs8.ROUNDS", 70_000)
+    PrivateKey.generate().save("bob.key", b"correct horse")
+    words = ("data", "--key", "bob.key", "--class", "sensitive")
+    code, _, complaint = call(*words)
+    assert code == 1
+    assert "LAMINA_PASSPHRASE" in complaint
+    Path("pass").write_text("correct horse\n", encoding="ascii")
+    assert call(*words, "--passphrase-file", "pass")[0] == 0
+    monkeypatch.setenv("LAMINA_PASSPHRASE", "wrong")
+    code, printed, complaint = call(*words)
+    assert code == 1
+    assert "not opened" in complaint
+    monkeypatch.setenv("LAMINA_PASSPHRASE", "correct horse")
+    code, printed, complaint = call(*words, "--json")
+    assert json.loads(printed)["kept"] == 3
+    assert "correct horse" not in printed + complaint
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("data", "--key", "alice.key", "--class", "nobody"), "no class"),
+        ((*SIGN, "--clip-norm", "5"), "above"),
+        ((*SIGN, "--expires", "2001-01-01"), "window"),
+        ((*SIGN, "--expires", "soon"), "not a time"),
+        ((*SIGN, "--subject-key", "alice.key"), "no column `subject`"),
+        (("none", "--key", "alice.key", "--class", "sensitive"), "cannot be listed"),
+        (("data", "--key", "none.key", "--class", "sensitive"), "cannot be read"),
+    ],
+)
+def test_refusals_sign_nothing(words: tuple[str, ...], told: str, call: Call) -> None:
+    code, printed, complaint = call(*words, "--json")
+    assert code == 1
+    assert told in json.loads(printed)["refused"]
+    assert told in complaint
+    assert not list(Path("data").rglob("*.cbor"))
+
+
+@pytest.mark.parametrize("words", [("data", "--class", "sensitive"), ("data", "--key", "alice.key"), ()])
+def test_misuse_is_two(words: tuple[str, ...], call: Call) -> None:
+    code, printed, complaint = call(*words)
+    assert code == 2
+    assert printed == ""
+    assert "Usage" in complaint
+
+
+def test_control_characters_in_a_name_do_not_reach_the_screen(call: Call) -> None:
+    Path("data", "p\x1b[2J").mkdir()
+    code, printed, _ = call(*SIGN)
+    assert code == 1
+    assert "\x1b" not in printed
+    assert r"p\x1b[2J" in printed

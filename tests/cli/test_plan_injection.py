@@ -1,0 +1,59 @@
+"""What the command line says of plans whose noise enters otherwise, and that it trains them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+RAW = '\n[noise]\ninjection = "per_sample_raw"\noccurrences = 4\n'
+
+
+def policy(project: Project, noise: str) -> str:
+    return str(project.write("policy.toml", (project.folder / "policy.toml").read_text() + noise))
+
+
+def asked(project: Project, path: str, *words: str) -> tuple[int, str, str]:
+    project.monkeypatch.chdir(project.folder)
+    given = (path, "--model", f"{project.module}:build", "--batch", "12", "--steps", "6")
+    return project.call("plan", *given, *words)
+
+
+def test_a_raw_plan_says_what_its_figures_are(project: Project) -> None:
+    path = policy(project, RAW)
+    code, out, err = asked(project, path, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["injection"] == {"form": "per_sample_raw", "parts": 1, "occurrences": 4}
+    clinical = found["classes"]["clinical"]
+    assert clinical["adjacency"] == "zero-out, no amplification"
+    assert clinical["rho"] == pytest.approx(4 / (2 * clinical["sigma"] ** 2))
+    assert 5.9 < clinical["epsilon"] <= 6.0
+    code, out, _ = asked(project, path)
+    assert code == 0
+    assert "noise per_sample_raw, at most 4 occurrences" in out
+    assert "zero-out, no amplification" in out
+    code, out, _ = asked(project, path, "--explain")
+    assert code == 0
+    told = " ".join(out.split())
+    assert "in each of 4 occurrences" in told and "sampled with rate" not in told
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        RAW,
+        '\n[noise]\ninjection = "per_microbatch"\nbins = 3\n',
+        '\n[noise]\ninjection = "per_sample"\nslots = 9\n',
+    ],
+)
+def test_every_form_trains(project: Project, noise: str) -> None:
+    policy(project, noise)
+    found = project.train_json()
+    assert found["steps"] == 6 and found["private"]
+    assert 0 < found["classes"]["clinical"]["epsilon"] <= 2.0
+    assert project.train("--plan-only", run=project.run)[0] == 0

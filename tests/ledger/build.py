@@ -1,0 +1,342 @@
+"""A ledger as a clinic would have it: several runs, redone and given up attempts, a withdrawal, keys that come and go,
+a stricter policy, an aggregate, releases. Everything in it is real: signed, planned and priced."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from making import AUDITOR, LEDGER, ORIGIN, START, WITNESS, Clock, digest, key
+
+from lamina.admit.attestation import attest
+from lamina.admit.commitment import subject_tag
+from lamina.admit.descriptor import Descriptor
+from lamina.admit.key import PrivateKey
+from lamina.ledger import checkpoint
+from lamina.ledger.amounts import nano
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.records import (
+    Account,
+    Admitted,
+    Change,
+    Charge,
+    Effect,
+    Epoch,
+    Floors,
+    Header,
+    Key,
+    KeyEvent,
+    Outcome,
+    PolicyChange,
+    Preset,
+    Reason,
+    Release,
+    Role,
+    Segment,
+    Signed,
+    Terms,
+    Withdrawal,
+)
+from lamina.ledger.retention import Retention
+from lamina.ledger.spend import Spending, due
+from lamina.plan.step import PlannedClass, PlannedLayer, StepPlan
+
+HOUR = 3600
+YEAR = 365 * 24 * HOUR
+RUNS = (digest("run one")[:16], digest("run two")[:16])
+ALICE, BOB, BOBBY, CAROL = (key(name) for name in ("alice", "bob", "bobby", "carol"))
+FLOORS = Floors(clip_norm=100_000, noise_multiplier=500_000)
+PRESETS = (
+    Preset(
+        cls="clinical", clip_norm=1_000_000, noise_multiplier=1_000_000, profile="top=0.5", population=1000
+    ),
+    Preset(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all"),
+)
+USUAL = Terms("clinical", "ecg", 1_000_000, 1_000_000, "top=0.5")
+STRICT = Terms("clinical", "ecg", 500_000, 4_000_000, "top=0.5")
+OPEN = Terms("open", "ecg", 0, 0)
+
+
+def plan(steps: int = 100, **changes: Any) -> StepPlan:
+    """Four layers; the class of patients reaches the upper two, with sigma 4."""
+    given: dict[str, Any] = {
+        "layers": tuple(
+            PlannedLayer(name=f"layer.{i}", depth=(i + 0.5) / 4, parameters=(f"layer.{i}.weight",), size=64)
+            for i in range(4)
+        ),
+        "classes": (
+            PlannedClass(
+                name="clinical",
+                population=1000,
+                sampling_rate=0.02,
+                delta=1e-5,
+                unit="patient",
+                profile="top 50 %",
+            ),
+            PlannedClass(name="open", population=None, sampling_rate=0.1, public=True, profile="all layers"),
+        ),
+        "clip": ((0.0, 0.0, 0.8, 0.6), (float("inf"),) * 4),
+        "noise": (0.0, 0.0, 4.0, 4.0),
+        "batch": 20.0,
+        "steps": steps,
+    }
+    return StepPlan(**{**given, **changes})
+
+
+def header(**changes: Any) -> Header:
+    given: dict[str, Any] = {
+        "origin": ORIGIN,
+        "accountant": "rdp",
+        "version": "lamina 0.1.0; dp-accounting 0.6.0",
+        "delta": 1e-5,
+        "floors": FLOORS,
+        "presets": PRESETS,
+        "policy": digest("policy"),
+        "granularity": 4,
+        "retention": YEAR,
+        "epoch_clock": HOUR,
+        "keys": (
+            Key(name=ORIGIN, x=LEDGER.public.x, role=Role.LEDGER),
+            Key(name="auditor.example", x=AUDITOR.public.x, role=Role.AUDITOR),
+            Key(name="witness.example", x=WITNESS.public.x, role=Role.WITNESS),
+        ),
+    }
+    return Header(**{**given, **changes})
+
+
+@dataclass
+class Made:
+    """A contribution: what was signed, and what becomes of it in a ledger."""
+
+    descriptor: Descriptor
+    attestation: bytes
+    record: Admitted
+
+
+def contribution(
+    number: int,
+    who: PrivateKey = ALICE,
+    terms: Terms = USUAL,
+    *,
+    at: int = START,
+    expires: int | None = None,
+    anchor: bytes | None = None,
+    subject: str | None = None,
+    origin: str = ORIGIN,
+    **changes: Any,
+) -> Made:
+    """Signed by `who` an hour before `at`; `changes` are made to the record, not to what was signed."""
+    descriptor = Descriptor(
+        contributor=who.public.id,
+        data_class=terms.data_class,
+        admissibility=terms.cls,
+        clip_norm=terms.clip_norm,
+        noise_multiplier=terms.noise_multiplier,
+        not_before=at - HOUR,
+        expires=at + YEAR // 2 if expires is None else expires,
+        profile=terms.profile,
+        commitment=digest("payload", number),
+        items=1,
+        nonce=digest("nonce", number)[:16],
+        policy=digest("policy"),
+        audience=origin,
+        anchor=anchor,
+    )
+    tag = None if subject is None else subject_tag(digest("subject key"), subject)
+    signed = attest(descriptor, who, issued_at=at - HOUR, subject_tag=tag)
+    record = Admitted(
+        descriptor=descriptor.digest(),
+        attestation=__import__("hashlib").sha256(signed).digest(),
+        key=who.public.id,
+        not_before=descriptor.not_before,
+        expires=descriptor.expires,
+        terms=terms,
+        anchor=anchor,
+        subject=None if tag is None else bytes.fromhex(tag),
+    )
+    return Made(descriptor, signed, dataclasses.replace(record, **changes))
+
+
+@dataclass
+class Story:
+    """Writes a ledger as its gate, trainer and keeper would. `at` are the leaves that tests look for."""
+
+    ledger: Ledger
+    clock: Clock
+    at: dict[str, int] = field(default_factory=dict)
+    spending: Spending = field(init=False)
+    signed: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.spending = Spending(self.ledger.header)
+
+    def later(self, seconds: int) -> None:
+        self.clock.now += seconds
+
+    def sign(self) -> str:
+        self.signed.append(self.ledger.checkpoint())
+        return self.signed[-1]
+
+    def keys(self, *keys: PrivateKey) -> None:
+        """Contributors whose signatures count from now on."""
+        self.ledger.append(
+            [
+                KeyEvent(
+                    change=Change.ADD,
+                    key=Key(name=f"contributor-{one.public.name[:8]}", x=one.public.x, role=Role.CONTRIBUTOR),
+                    effective=int(self.clock.now),
+                )
+                for one in keys
+            ]
+        )
+
+    def admit(self, made: Iterable[Made]) -> list[int]:
+        made = list(made)
+        return self.ledger.append([one.record for one in made], [one.attestation for one in made])
+
+    def epoch(
+        self,
+        run: bytes,
+        segments: Sequence[Segment],
+        of: StepPlan | None = None,
+        scales: dict[Terms, float] | None = None,
+        change: Callable[[Epoch], Epoch] = lambda made: made,
+    ) -> int:
+        """Close an epoch, with what it really spends."""
+        used = plan() if of is None else of
+        accounts = []
+        for terms, scale in sorted(
+            (scales or {USUAL: 1.0, STRICT: 0.5}).items(), key=lambda pair: pair[0].bound
+        ):
+            charges = due(used, terms.cls, scale, segments)
+            self.spending.charge(terms.bound, charges)
+            accounts.append(account(terms, scale, charges, self.spending.spend(terms.bound)))
+        made = Epoch(
+            run=run,
+            segments=tuple(segments),
+            plan=used.digest(),
+            variance=tuple(s * s for s in used.noise),
+            accounts=tuple(accounts),
+            state=self.spending.state(),
+        )
+        return self.ledger.append([change(made)], [used.to_cbor()])[0]
+
+
+def account(terms: Terms, scale: float, charges: tuple[Charge, ...], spend: int) -> Account:
+    return Account(
+        cls=terms.cls,
+        clip_norm=terms.clip_norm,
+        noise_multiplier=terms.noise_multiplier,
+        scale=scale,
+        charges=charges,
+        spend=spend,
+    )
+
+
+def segment(
+    index: int, generation: int = 0, *, read: int, outcome: Outcome = Outcome.CLOSED, length: int = 10
+) -> Segment:
+    return Segment(
+        index=index,
+        generation=generation,
+        nonce=digest("segment", index, generation)[:16],
+        first=length * index,
+        last=length * (index + 1),
+        eligibility=read,
+        outcome=outcome,
+    )
+
+
+def signed_by(record: Any, *keys: PrivateKey, origin: str = ORIGIN) -> Any:
+    """A policy change or an aggregate with the signatures of these keys."""
+    message = record.message(origin)
+    found = tuple(Signed(key=one.public.id, signature=one.sign(message)) for one in keys)
+    return dataclasses.replace(record, signatures=found)
+
+
+def begin(where: str, **changes: Any) -> Story:
+    """A ledger with a header and the keys of contributors."""
+    clock = Clock()
+    story = Story(Ledger.create(where, header(**changes), LEDGER, clock=clock), clock)
+    story.keys(ALICE, BOB, CAROL)
+    return story
+
+
+def build(where: str, *, prune: bool = True, **changes: Any) -> Story:
+    """The whole story."""
+    story = begin(where, **changes)
+    ledger, at = story.ledger, story.at
+    made = [contribution(n, (ALICE, BOB, CAROL)[n % 3], STRICT if n % 4 == 0 else USUAL) for n in range(30)]
+    made += [
+        contribution(n, BOB, OPEN, subject=f"patient {n}", anchor=digest("anchor", n)) for n in range(30, 36)
+    ]
+    made.append(contribution(36, CAROL, STRICT, anchor=digest("anchor", 30)))
+    at["first"], *_, at["last"] = story.admit(made)
+    at["strict"] = at["first"]
+    story.sign()
+    story.later(2 * HOUR)
+    at["epoch"] = story.epoch(RUNS[0], [segment(0, read=ledger.size)])
+    story.sign()
+    (at["withdrawal"],) = ledger.append(
+        [
+            Withdrawal(
+                target=at["first"] + 5, reason=Reason.CONSENT, effect=Effect.ABANDON, run=RUNS[0], segment=2
+            )
+        ]
+    )
+    story.later(HOUR)
+    read = at["withdrawal"]
+    at["redone"] = story.epoch(
+        RUNS[0],
+        [
+            segment(1, 0, read=read, outcome=Outcome.ABANDONED),
+            segment(1, 1, read=read + 1),
+            segment(2, read=read + 1),
+        ],
+    )
+    story.sign()
+    (at["policy"],) = ledger.append(
+        [
+            PolicyChange(
+                floors=Floors(clip_norm=200_000, noise_multiplier=500_000),
+                presets=PRESETS,
+                policy=digest("policy", 2),
+            )
+        ]
+    )
+    at["rotation"], at["revocation"] = ledger.append(
+        [
+            KeyEvent(
+                change=Change.ROTATE,
+                key=Key(name="contributor-bobby", x=BOBBY.public.x, role=Role.CONTRIBUTOR),
+                target=BOB.public.id,
+                effective=int(story.clock.now),
+            ),
+            KeyEvent(change=Change.REVOKE, target=CAROL.public.id, effective=int(story.clock.now)),
+        ]
+    )
+    story.later(HOUR)
+    now = int(story.clock.now)
+    at["second"], *_ = story.admit(
+        contribution(n, BOBBY, at=now, expires=now + 3 * YEAR) for n in range(40, 45)
+    )
+    at["run two"] = story.epoch(
+        RUNS[1], [segment(0, read=ledger.size)], of=plan(50, noise=(0.0, 0.0, 5.0, 5.0))
+    )
+    (at["release"],) = ledger.append([Release(manifest=digest("manifest"), runs=RUNS, not_after=now + YEAR)])
+    cosigned = checkpoint.cosign(story.sign(), WITNESS, now, "witness.example")
+    ledger.cosigned(cosigned)
+    story.later(2 * YEAR)
+    (at["late"],) = story.admit([contribution(50, ALICE, at=int(story.clock.now))])
+    if prune:
+        proposal = Retention(ledger).propose()
+        assert proposal is not None
+        at["aggregate"] = Retention(ledger).prune(signed_by(proposal, AUDITOR))
+    story.sign()
+    return story
+
+
+def nanos(epsilon: float) -> int:
+    return nano(epsilon)

@@ -1,0 +1,139 @@
+"""A hand that writes into the store of a ledger behind its back: clumsy, or with the ledger's own key."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import apsw
+from making import LEDGER
+
+from lamina.admit.key import PrivateKey
+from lamina.ledger import leaf as leaves
+from lamina.ledger import tiles
+from lamina.ledger.appending import reader
+from lamina.ledger.checkpoint import Checkpoint
+from lamina.ledger.frontier import Frontier
+from lamina.ledger.hashing import leaf_hashes
+from lamina.ledger.leaf import Leaf
+from lamina.ledger.ledger import digest_of
+from lamina.ledger.receipt import Seal
+from lamina.ledger.records import NUMBERS, Epoch, Header, Record, Withdrawal
+from lamina.ledger.store import SqliteStore
+from lamina.ledger.store.base import Attempt, Head, Signed, Writer
+
+
+def sql(path: str, statement: str, *values: Any) -> list[Any]:
+    """One statement, with the library that the store uses."""
+    db = apsw.Connection(path)
+    db.pragma("synchronous", "OFF")
+    try:
+        return list(db.execute(statement, values))
+    finally:
+        db.close()
+
+
+def leaf(path: str, seq: int) -> bytes:
+    return bytes(sql(path, "SELECT data FROM leaf WHERE seq = ?", seq)[0][0])
+
+
+def all_leaves(path: str) -> list[bytes]:
+    return [bytes(data) for (data,) in sql(path, "SELECT data FROM leaf ORDER BY seq")]
+
+
+def changed(data: bytes, **changes: Any) -> bytes:
+    """The leaf with other fields of its record; seq, time and epoch of the leaf itself by these names."""
+    old = leaves.decode(data)
+    place = {name: changes.pop(name, getattr(old, name)) for name in ("seq", "time", "epoch")}
+    return leaves.encode(dataclasses.replace(old.record, **changes), **place)
+
+
+Change = Callable[[list[bytes]], list[bytes]]
+
+
+def rewritten(path: str, change: Change, key: PrivateKey | None = LEDGER, *, chained: bool = True) -> None:
+    """Replace the leaves, and make everything else fit them: tree, tiles, head and indexes.
+
+    With a key, every checkpoint is signed anew and epochs name the new ones: what an operator can do who has the key
+    and no scruples. Without one the old checkpoints stay.
+    """
+    kept = [Signed(*row) for row in sql(path, "SELECT size, text, seal FROM checkpoint ORDER BY size")]
+    data = change(all_leaves(path))
+    for table in ("leaf", "tile", "head", "attempt", "withdrawn", *(["checkpoint"] if key else [])):
+        sql(path, f"DELETE FROM {table}")
+    origin = next(one.record.origin for one in map(read, data) if one and isinstance(one.record, Header))
+    store = SqliteStore(path)
+    with store.write() as rows:
+        frontier, previous = Frontier(), None
+        for size in sorted({*(one.size for one in kept if one.size <= len(data)), len(data)}):
+            first = frontier.size
+            if key is not None and chained:
+                data[first:size] = [_chained(one, previous) for one in data[first:size]]
+            rows.put_tiles(tiles.grow(frontier, leaf_hashes(data[first:size]), reader(rows)))
+            if key is not None:
+                tree = Checkpoint(origin, size, frontier.root())
+                seal = Seal.sign(tree, key)
+                rows.put_checkpoint(Signed(size, tree.signed(key), seal.kid + seal.signature))
+                previous = digest_of(tree.signed(key))
+        _fill(rows, data, frontier)
+    store.close()
+
+
+def _chained(data: bytes, previous: bytes | None) -> bytes:
+    found = read(data)
+    return changed(data, previous=previous) if found is not None and found.kind is Epoch else data
+
+
+def _fill(rows: Writer, data: list[bytes], frontier: Frontier) -> None:
+    """Leaves, what the store lists of them, and the head."""
+    found = [read(one) for one in data]
+    rows.add_leaves([(seq, NUMBERS[one.kind] if one else 2, data[seq]) for seq, one in enumerate(found)])
+    attempts: dict[tuple[bytes, int, int], int] = {}
+    withdrawn: dict[int, int] = {}
+    for seq, one in enumerate(found):
+        if one is not None and isinstance(one.record, Epoch):
+            attempts = {**dict.fromkeys(one.record.attempts, seq), **attempts}
+        if one is not None and isinstance(one.record, Withdrawal):
+            withdrawn.setdefault(one.record.target, seq)
+    rows.add_attempts([Attempt(*attempt, seq) for attempt, seq in attempts.items()])
+    rows.add_withdrawals(list(withdrawn.items()))
+    last = next(one for one in reversed(found) if one is not None)
+    epochs = sum(one is not None and one.kind is Epoch for one in found)
+    rows.put_head(Head(len(data), last.time, epochs, 0, frontier.encode()))
+
+
+def read(data: bytes) -> Leaf | None:
+    try:
+        return leaves.decode(data)
+    except Exception:
+        return None
+
+
+def replacing(seq: int, **changes: Any) -> Change:
+    """Another content of one leaf."""
+
+    def change(data: list[bytes]) -> list[bytes]:
+        return [changed(one, **changes) if at == seq else one for at, one in enumerate(data)]
+
+    return change
+
+
+def relinked(data: list[bytes]) -> list[bytes]:
+    """Numbers of leaves as they come, and the count of epochs."""
+    made, epochs = [], 0
+    for seq, one in enumerate(data):
+        made.append(changed(one, seq=seq, epoch=epochs))
+        epochs += leaves.decode(one).kind is Epoch
+    return made
+
+
+def appended(record: Record, seq: int | None = None) -> Change:
+    """One more leaf, at the end or before `seq`, with everything after it moved on."""
+
+    def change(data: list[bytes]) -> list[bytes]:
+        at = len(data) if seq is None else seq
+        time = leaves.decode(data[at - 1]).time
+        return relinked([*data[:at], leaves.encode(record, at, time, 0), *data[at:]])
+
+    return change

@@ -1,0 +1,143 @@
+"""Records and ledgers for tests: plain, deterministic, and as varied as a test needs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from lamina.admit.key import PrivateKey
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.records import (
+    Account,
+    Admitted,
+    Charge,
+    Epoch,
+    Floors,
+    Header,
+    Key,
+    Outcome,
+    Preset,
+    Role,
+    Segment,
+    Terms,
+)
+
+ORIGIN = "clinic.example/ledger"
+START = 1_800_000_000
+RUN = bytes(range(16))
+TERMS = Terms("clinical", "ecg", 1_000_000, 4_000_000, "top 0.25")
+
+
+def key(name: str) -> PrivateKey:
+    """A key that is the same in every run and process."""
+    return PrivateKey(Ed25519PrivateKey.from_private_bytes(digest("key", name)))
+
+
+def digest(*parts: object) -> bytes:
+    return hashlib.sha256(repr(parts).encode()).digest()
+
+
+LEDGER, AUDITOR, WITNESS, OTHER = (key(name) for name in ("ledger", "auditor", "witness", "other"))
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self, now: float = START) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def header(**changes: Any) -> Header:
+    given: dict[str, Any] = {
+        "origin": ORIGIN,
+        "accountant": "pld",
+        "version": "lamina 0.1.0; dp-accounting 0.6.0",
+        "delta": 1e-5,
+        "floors": Floors(clip_norm=100_000, noise_multiplier=500_000),
+        "presets": (
+            Preset(
+                cls="clinical",
+                clip_norm=1_000_000,
+                noise_multiplier=1_000_000,
+                profile="top 0.25",
+                population=1000,
+            ),
+            Preset(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all layers"),
+        ),
+        "policy": digest("policy"),
+        "retention": 1000,
+        "keys": (
+            Key(name=ORIGIN, x=LEDGER.public.x, role=Role.LEDGER),
+            Key(name="auditor.example", x=AUDITOR.public.x, role=Role.AUDITOR),
+            Key(name="witness.example", x=WITNESS.public.x, role=Role.WITNESS),
+        ),
+    }
+    return Header(**{**given, **changes})
+
+
+def admitted(number: int, **changes: Any) -> Admitted:
+    given: dict[str, Any] = {
+        "descriptor": digest("descriptor", number),
+        "attestation": hashlib.sha256(attestation(number)).digest(),
+        "key": digest("contributor", number % 7),
+        "not_before": START - 1000,
+        "expires": START + 500,
+        "terms": TERMS,
+    }
+    return Admitted(**{**given, **changes})
+
+
+def attestation(number: int) -> bytes:
+    return b"attestation %d" % number
+
+
+def segment(index: int = 0, generation: int = 0, **changes: Any) -> Segment:
+    given: dict[str, Any] = {
+        "index": index,
+        "generation": generation,
+        "nonce": digest("nonce", index, generation)[:16],
+        "first": 10 * index,
+        "last": 10 * index + 10,
+        "eligibility": 1,
+        "outcome": Outcome.CLOSED,
+    }
+    return Segment(**{**given, **changes})
+
+
+def epoch(index: int = 0, generation: int = 0, **changes: Any) -> Epoch:
+    given: dict[str, Any] = {
+        "run": RUN,
+        "segments": (segment(index, generation),),
+        "plan": hashlib.sha256(b"plan").digest(),
+        "variance": (0.1, 1.0, 1e-300),
+        "accounts": (
+            Account(
+                cls="clinical",
+                clip_norm=1_000_000,
+                noise_multiplier=4_000_000,
+                charges=(Charge(sigma=4.31, rate=0.0128, steps=10),),
+                spend=1000 * (index + 1),
+            ),
+        ),
+        "state": digest("state", index),
+    }
+    return Epoch(**{**given, **changes})
+
+
+def create(where: str, clock: Callable[[], float] | None = None, **changes: Any) -> Ledger:
+    return Ledger.create(where, header(**changes), LEDGER, clock=clock or Clock())
+
+
+def reopen(where: str, clock: Callable[[], float] | None = None) -> Ledger:
+    return Ledger.open(where, LEDGER, clock=clock or Clock())
+
+
+def batches(first: int, stop: int, size: int) -> Iterator[list[Admitted]]:
+    for at in range(first, stop, size):
+        yield [admitted(n) for n in range(at, min(at + size, stop))]

@@ -1,0 +1,1049 @@
+"""An auditor's attacks: each is carried out on the store of a real ledger, and named by what it is.
+
+By hands of three kinds: who can write the file and no more; who also makes the tree fit again; and who has the key of
+the ledger and signs everything anew. What the last one may do without being found out in the ledger itself is found out
+by whoever has seen a checkpoint before, or knows the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from build import (
+    ALICE,
+    BOB,
+    CAROL,
+    HOUR,
+    PRESETS,
+    RUNS,
+    STRICT,
+    USUAL,
+    YEAR,
+    Story,
+    begin,
+    build,
+    contribution,
+    plan,
+    segment,
+    signed_by,
+)
+from forge import all_leaves, appended, changed, leaf, relinked, replacing, rewritten, sql
+from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, Clock, digest, key
+
+from lamina import cbor
+from lamina.ledger import leaf as leaves
+from lamina.ledger.check import Problem, Seen, Trust, Verification, verify
+from lamina.ledger.checkpoint import Checkpoint
+from lamina.ledger.hashing import leaf_hash
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.note import NoteKey
+from lamina.ledger.records import (
+    Aggregate,
+    Change,
+    ClassTotal,
+    Epoch,
+    Floors,
+    Key,
+    KeyEvent,
+    PolicyChange,
+    Reason,
+    Role,
+    Segment,
+    Span,
+    Terms,
+    Withdrawal,
+)
+
+MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """A ledger that was built once, and copies of it."""
+
+    path: Path
+    at: dict[str, int]
+    signed: list[str]
+    size: int
+
+    def copy(self, folder: Path) -> str:
+        return str(shutil.copy(self.path, folder / "ledger.db"))
+
+
+def template(folder: Path, **options: bool) -> Template:
+    story = build(str(folder / "template.db"), **options)
+    story.ledger.close()
+    return Template(folder / "template.db", story.at, story.signed, int(story.signed[-1].split("\n")[1]))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Template:
+    """Nothing is pruned yet."""
+    return template(tmp_path_factory.mktemp("whole"), prune=False)
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> Template:
+    return template(tmp_path_factory.mktemp("pruned"), prune=True)
+
+
+@pytest.fixture
+def path(whole: Template, tmp_path: Path) -> str:
+    return whole.copy(tmp_path)
+
+
+def problem(path: str, **options: object) -> Problem:
+    """What is wrong with it; something must be."""
+    found: Verification = verify(path, **options)  # type: ignore[arg-type]
+    assert not found.verified
+    assert not found.trusted
+    assert found.problem is not None
+    return found.problem
+
+
+def named(path: str, index: int | None, kind: str, reason: str, **options: object) -> None:
+    found = problem(path, **options)
+    assert (found.index, found.kind) == (index, kind), found
+    assert reason in found.reason, found
+
+
+def test_what_nobody_touched_verifies(whole: Template, pruned: Template, tmp_path: Path) -> None:
+    for each in (whole, pruned):
+        path = each.copy(tmp_path)
+        found = verify(path, trust=MINE, seen=each.signed)
+        assert found.problem is None
+        assert found.verified
+        assert found.trusted
+        assert (found.size, found.signed) == (each.size, each.size)
+        rewritten(path, lambda data: data) if each is whole else None
+        assert (
+            verify(path, trust=MINE, seen=each.signed).problem is None
+        )  # the forger's own tools change nothing
+
+
+# ------------------------------------------------------------------------------ who can write the file
+
+
+def test_edited(path: str, whole: Template) -> None:
+    data = bytearray(leaf(path, 9))
+    data[40] ^= 1
+    sql(path, "UPDATE leaf SET data = ? WHERE seq = 9", bytes(data))
+    named(path, 9, "contribution", "edited")
+    sql(path, "UPDATE leaf SET data = ? WHERE seq = 9", changed(leaf(path, 10), seq=9))
+    named(path, 9, "contribution", "edited", signatures=False)
+
+
+@pytest.mark.parametrize("kind", ["epoch", "withdrawal", "policy", "revocation", "release", "late"])
+def test_edited_whatever_it_is(path: str, whole: Template, kind: str) -> None:
+    seq = whole.at[kind]
+    old = leaves.decode(leaf(path, seq))
+    sql(path, "UPDATE leaf SET data = ? WHERE seq = ?", changed(leaf(path, seq), time=old.time + 1), seq)
+    assert problem(path).index == seq
+
+
+def test_edited_header(path: str) -> None:
+    sql(path, "UPDATE leaf SET data = ? WHERE seq = 0", changed(leaf(path, 0), accountant="zcdp"))
+    named(path, 0, "header", "edited")
+
+
+@pytest.mark.parametrize("seq", [1, 12, 41, 54])
+def test_deleted(path: str, seq: int) -> None:
+    sql(path, "DELETE FROM leaf WHERE seq = ?", seq)
+    named(path, seq, "leaf", "deleted")
+
+
+def test_deleted_header(path: str) -> None:
+    sql(path, "DELETE FROM leaf WHERE seq = 0")
+    named(path, 0, "leaf", "deleted")
+
+
+def test_deleted_and_closed_up(path: str) -> None:
+    sql(path, "DELETE FROM leaf WHERE seq = 12")
+    sql(path, "UPDATE leaf SET seq = -seq WHERE seq > 12")
+    sql(path, "UPDATE leaf SET seq = -seq - 1 WHERE seq < 0")
+    assert problem(path).index == 12
+    sql(path, "UPDATE head SET size = size - 1")
+    assert problem(path).index == 12
+
+
+def test_inserted(path: str) -> None:
+    sql(path, "UPDATE leaf SET seq = -seq WHERE seq >= 12")
+    sql(path, "UPDATE leaf SET seq = -seq + 1 WHERE seq < 0")
+    sql(path, "INSERT INTO leaf SELECT 12, kind, data FROM leaf WHERE seq = 11")
+    sql(path, "UPDATE head SET size = size + 1")
+    assert problem(path).index == 12
+
+
+def test_inserted_at_the_end(path: str, whole: Template) -> None:
+    sql(path, "INSERT INTO leaf VALUES (?, 2, ?)", whole.size, changed(leaf(path, 11), seq=whole.size))
+    named(path, whole.size, "leaf", "beyond")
+
+
+def test_reordered(path: str) -> None:
+    one, two = leaf(path, 11), leaf(path, 12)
+    sql(path, "UPDATE leaf SET data = ? WHERE seq = 12", one)
+    sql(path, "UPDATE leaf SET data = ? WHERE seq = 11", two)
+    assert problem(path).index == 11
+
+
+def test_truncated(path: str, whole: Template) -> None:
+    sql(path, "DELETE FROM leaf WHERE seq >= 50")
+    named(path, 50, "leaf", "deleted")
+    rewritten(path, lambda data: data[:50], None)
+    named(path, 50, "checkpoint", "the rest was cut off")
+    sql(path, "DELETE FROM checkpoint WHERE size > 50")
+    assert verify(path).signed == 44  # nothing in here tells, but whoever saw more does
+    named(path, 50, "seen", "rolled back", seen=whole.signed[-1:])
+    named(path, 44, "trust", "nobody has signed them", trust=MINE)
+
+
+# ------------------------------------------------------------------------------ who makes the tree fit again
+
+
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        (replacing(9, descriptor=digest("another")), 1),
+        (lambda data: relinked([*data[:20], data[21], data[20], *data[22:]]), 1),
+        (lambda data: [changed(one, time=START + 5) if at == 40 else one for at, one in enumerate(data)], 1),
+        (replacing(53, manifest=digest("another")), 44),
+    ],
+)  # fmt: skip
+def test_the_tree_was_made_to_fit(
+    path: str, change: Callable[[list[bytes]], list[bytes]], first: int
+) -> None:
+    """The tree, its tiles and the head are those of other leaves. What was signed is not."""
+    rewritten(path, change, None)
+    named(path, first, "checkpoint", "another root than was signed", signatures=False)
+
+
+def test_the_tree_was_made_to_fit_fewer_or_more(path: str) -> None:
+    original = all_leaves(path)
+    rewritten(path, lambda data: relinked(data[:30] + data[31:]), None)
+    named(path, 40, "epoch", "read its members after", signatures=False)
+    rewritten(path, lambda data: relinked([*original[:30], original[29], *original[30:]]), None)
+    named(path, 1, "checkpoint", "another root than was signed", signatures=False)
+
+
+def test_tiles_are_checked_too(path: str) -> None:
+    ((data,),) = sql(path, "SELECT data FROM tile WHERE id = 0")
+    sql(path, "UPDATE tile SET data = ? WHERE id = 0", data[: 32 * 7] + bytes(32) + data[32 * 8 :])
+    assert problem(path).index == 7
+    sql(path, "DELETE FROM tile WHERE id = 0")
+    assert problem(path).kind == "tile"
+
+
+def test_the_head_is_checked_too(path: str, whole: Template) -> None:
+    for column, value in (("time", 5), ("epoch", 9), ("frontier", b"\x00"), ("frontier", b"\x82\x00\x80")):
+        ((old,),) = sql(path, f"SELECT {column} FROM head")
+        sql(path, f"UPDATE head SET {column} = ?", value)
+        named(path, whole.size - 1, "store", "head")
+        sql(path, f"UPDATE head SET {column} = ?", old)
+    assert verify(path).verified
+    sql(path, "DELETE FROM head")
+    named(path, None, "store", "no head")
+
+
+def test_what_the_store_lists_is_checked_too(path: str, whole: Template) -> None:
+    """A withdrawal that is in the leaves, and that nobody finds, would let a model be served."""
+    at = whole.at
+    sql(path, "DELETE FROM withdrawn")
+    named(path, at["withdrawal"], "store", "was withdrawn")
+    sql(path, "INSERT INTO withdrawn VALUES (?, ?)", at["first"] + 5, at["withdrawal"])
+    assert verify(path).verified
+    sql(path, "UPDATE leaf SET kind = 2 WHERE seq = ?", at["revocation"])
+    named(path, at["revocation"], "store", "not as key")
+    sql(path, "UPDATE leaf SET kind = 5 WHERE seq = ?", at["revocation"])
+    sql(path, "UPDATE attempt SET seq = 3 WHERE seq = ?", at["epoch"])
+    named(path, at["epoch"], "store", "segment 0")
+
+
+def test_a_value_of_another_type_is_named_too(path: str) -> None:
+    sql(path, "UPDATE leaf SET data = 'text' WHERE seq = 9")
+    assert problem(path).kind == "store"
+
+
+def test_a_file_that_is_damaged(path: str) -> None:
+    with open(path, "r+b") as file:
+        file.seek(8192)
+        file.write(b"\xff" * 20_000)
+    assert problem(path).kind == "store"
+
+
+# ------------------------------------------------------------------------------ checkpoints
+
+
+def test_a_checkpoint_of_another_ledger(path: str, whole: Template) -> None:
+    strange = Checkpoint("other.example", whole.size, digest("root")).signed(OTHER)
+    sql(path, "UPDATE checkpoint SET text = ? WHERE size = ?", strange, whole.size)
+    named(path, 53 + 1, "checkpoint", "another ledger")
+    named(path, 54, "checkpoint", "another ledger", seen=whole.signed)
+
+
+def test_a_checkpoint_that_was_seen_of_another_ledger(path: str, whole: Template, tmp_path: Path) -> None:
+    strange = Checkpoint("other.example", 1, digest("root")).signed(LEDGER)
+    named(path, None, "seen", "another ledger", seen=[strange])
+
+
+def test_a_checkpoint_signed_by_nobody_that_counts(path: str, whole: Template) -> None:
+    root = Ledger.open(path).root
+    for strange in (OTHER, AUDITOR):
+        text = Checkpoint(ORIGIN, whole.size, root).signed(strange)
+        sql(path, "UPDATE checkpoint SET text = ? WHERE size = ?", text, whole.size)
+        named(path, 54, "checkpoint", "no key of the ledger")
+
+
+def test_a_signature_that_was_bent(path: str, whole: Template) -> None:
+    ((text,),) = sql(path, "SELECT text FROM checkpoint WHERE size = ?", whole.size)
+    bent = text[:-10] + ("A" if text[-10] != "A" else "B") + text[-9:]
+    sql(path, "UPDATE checkpoint SET text = ? WHERE size = ?", bent, whole.size)
+    named(path, 54, "checkpoint", "not one of its text")
+    sql(path, "UPDATE checkpoint SET text = 'nonsense' WHERE size = ?", whole.size)
+    named(path, 54, "checkpoint", "cannot be read")
+
+
+def test_a_seal_of_somebody_else(path: str, whole: Template) -> None:
+    sql(path, "UPDATE checkpoint SET seal = ? WHERE size = ?", bytes(96), whole.size)
+    named(path, 54, "checkpoint", "seal")
+
+
+def test_a_checkpoint_under_another_size(path: str, whole: Template) -> None:
+    sql(path, "UPDATE checkpoint SET size = 30 WHERE size = ?", whole.size)
+    named(path, 1, "checkpoint", "is of 55")
+
+
+# ------------------------------------------------------------------------------ who has the key
+
+
+def test_rolled_back(whole: Template, tmp_path: Path) -> None:
+    """An old copy of the file is a good ledger; only who saw a later one knows."""
+    story = begin(str(tmp_path / "a.db"))
+    story.admit([contribution(1)])
+    story.sign()
+    story.ledger.close()
+    shutil.copy(tmp_path / "a.db", tmp_path / "old.db")
+    later = Story(Ledger.open(str(tmp_path / "a.db"), LEDGER, clock=Clock()), Clock())
+    later.admit([contribution(2)])
+    seen = later.sign()
+    later.ledger.close()
+    assert verify(tmp_path / "a.db", trust=MINE, seen=[seen]).verified
+    assert verify(tmp_path / "old.db", trust=MINE).verified
+    named(str(tmp_path / "old.db"), 5, "seen", "rolled back", trust=MINE, seen=[seen])
+
+
+def test_forked(path: str, whole: Template) -> None:
+    """Signed by the ledger's own key, and not what was seen."""
+    rewritten(path, replacing(whole.at["release"], manifest=digest("another")))
+    assert verify(path, trust=MINE).verified
+    named(path, 44, "seen", "forked", trust=MINE, seen=whole.signed)
+    named(path, 0, "seen", "forked", seen=[Seen.parse(whole.signed[-1])])
+    assert verify(path, trust=MINE, seen=whole.signed[:3]).verified  # up to there it is the same
+
+
+def test_signed_anew_by_another_key(path: str, whole: Template) -> None:
+    mine = Key(name=ORIGIN, x=OTHER.public.x, role=Role.LEDGER)
+    keys = (mine, *leaves.decode(leaf(path, 0)).record.keys[1:])  # type: ignore[union-attr]
+    rewritten(path, replacing(0, keys=keys), OTHER)
+    assert verify(path).verified  # consistent in itself: it names its own key
+    assert not verify(path).trusted
+    named(path, 0, "trust", "signed anew", trust=MINE)
+    named(path, None, "seen", "signed anew", seen=whole.signed)
+    named(path, 0, "seen", "forked", trust=MINE, seen=whole.signed)
+
+
+def test_signed_by_a_key_that_the_header_does_not_name(path: str) -> None:
+    rewritten(path, lambda data: data, OTHER)
+    named(path, 0, "checkpoint", "no key of the ledger")
+
+
+def test_replayed_contribution(path: str, whole: Template) -> None:
+    again = leaves.decode(leaf(path, 47)).record
+    rewritten(path, appended(again))
+    named(path, whole.size, "contribution", "as leaf 47: it was replayed", signatures=False)
+    assert problem(path).index == whole.size
+
+
+def test_replayed_attestation_under_another_name(path: str, whole: Template) -> None:
+    again = dataclasses.replace(leaves.decode(leaf(path, 47)).record, descriptor=digest("another"))  # type: ignore[type-var]
+    rewritten(path, appended(again))
+    named(path, whole.size, "contribution", "the attestation is in the ledger already", signatures=False)
+
+
+def test_the_same_person_twice(path: str, whole: Template) -> None:
+    found = leaves.decode(leaf(path, 34)).record
+    twice = dataclasses.replace(  # type: ignore[type-var]
+        found, descriptor=digest("another"), attestation=digest("other"), expires=START + 9 * YEAR
+    )
+    rewritten(path, appended(twice))
+    named(path, whole.size, "contribution", "whoever it is about", signatures=False)
+
+
+def test_replayed_epoch(path: str, whole: Template) -> None:
+    rewritten(path, appended(leaves.decode(leaf(path, whole.at["epoch"])).record))
+    named(path, whole.size, "epoch", "replayed")
+
+
+def test_replayed_from_another_ledger(tmp_path: Path) -> None:
+    story = begin(str(tmp_path / "a.db"))
+    (seq,) = story.admit([contribution(1, origin="other.example")])
+    story.sign()
+    named(str(tmp_path / "a.db"), seq, "contribution", "signed for 'other.example'")
+
+
+def test_the_same_token_twice(tmp_path: Path) -> None:
+    """One nonce under two descriptors."""
+    story = begin(str(tmp_path / "a.db"))
+    story.admit([contribution(1)])
+    _, seq = story.admit([contribution(2), contribution(1, terms=STRICT)])
+    story.sign()
+    named(str(tmp_path / "a.db"), seq, "contribution", "token of leaf 4")
+
+
+def test_back_dated(path: str, whole: Template) -> None:
+    seq = whole.at["late"]
+    rewritten(path, replacing(seq, time=START))
+    named(path, seq, "contribution", "back-dated")
+
+
+def test_back_dated_before_it_was_signed(tmp_path: Path) -> None:
+    """The time of the leaf fits its neighbours, and is before its attestation was made."""
+    path = str(tmp_path / "a.db")
+    story = begin(path)
+    story.admit([contribution(1)])
+    story.later(YEAR // 4)
+    (seq,) = story.admit([contribution(2, at=int(story.clock.now))])
+    story.sign()
+    story.ledger.close()
+    assert verify(path).verified
+    rewritten(path, replacing(seq, time=START))
+    named(path, seq, "contribution", "valid from")
+    rewritten(path, replacing(seq, not_before=START - HOUR))
+    named(path, seq, "contribution", "the leaf was back-dated")
+
+
+def test_wrong_accountant_in_the_header(path: str, whole: Template) -> None:
+    rewritten(path, replacing(0, accountant="zcdp"))
+    named(path, whole.at["epoch"], "epoch", "zcdp finds")
+
+
+def test_wrong_accountant_in_the_records(tmp_path: Path) -> None:
+    """The header says pld, whoever wrote the epochs asked rdp."""
+    story = begin(str(tmp_path / "a.db"), accountant="pld")
+    story.admit([contribution(1), contribution(2, terms=STRICT)])
+    story.spending.accountant = "rdp"
+    seq = story.epoch(RUNS[0], [segment(0, read=5)])
+    story.sign()
+    named(str(tmp_path / "a.db"), seq, "epoch", "pld finds")
+
+
+def _account(path: str, seq: int, which: int, **changes: object) -> tuple[object, ...]:
+    record = leaves.decode(leaf(path, seq)).record
+    assert isinstance(record, Epoch)
+    accounts = list(record.accounts)
+    accounts[which] = dataclasses.replace(accounts[which], **changes)  # type: ignore[arg-type]
+    return tuple(accounts)
+
+
+@pytest.mark.parametrize("part", [0.9999, 0.999, 1.001])
+def test_misreported_spend(path: str, whole: Template, part: float) -> None:
+    seq = whole.at["run two"]
+    spend = leaves.decode(leaf(path, seq)).record.accounts[1].spend  # type: ignore[union-attr]
+    rewritten(path, replacing(seq, accounts=_account(path, seq, 1, spend=round(spend * part))))
+    named(path, seq, "epoch", "under-reported" if part < 1 else "over-reported")
+
+
+def test_spend_that_falls(path: str, whole: Template) -> None:
+    seq = whole.at["run two"]
+    rewritten(path, replacing(seq, accounts=_account(path, seq, 1, spend=1)))
+    named(path, seq, "epoch", "lost less than an earlier epoch states")
+
+
+def test_under_reported_steps(path: str, whole: Template) -> None:
+    """The charges say less than the plan takes, and the spend fits the charges."""
+    seq = whole.at["redone"]
+    record = leaves.decode(leaf(path, seq)).record
+    assert isinstance(record, Epoch)
+    fewer = tuple(dataclasses.replace(each, steps=each.steps - 10) for each in record.accounts[1].charges)
+    rewritten(path, replacing(seq, accounts=_account(path, seq, 1, charges=fewer)))
+    named(path, seq, "epoch", "charges 20 steps")
+    rewritten(path, replacing(seq, accounts=_account(path, seq, 1, charges=())))
+    named(path, seq, "epoch", "charges 0 steps")
+
+
+def test_an_attempt_that_was_given_up_is_hidden(path: str, whole: Template) -> None:
+    """Its steps were taken, its noise was seen: charged means spent. Without it the numbers do not fit."""
+    seq = whole.at["redone"]
+    record = leaves.decode(leaf(path, seq)).record
+    assert isinstance(record, Epoch)
+    rewritten(path, replacing(seq, segments=record.segments[1:]))
+    named(path, seq, "epoch", "charges 30 steps at multiplier")
+
+
+def test_a_smaller_scale_hides_spend(path: str, whole: Template) -> None:
+    seq = whole.at["epoch"]
+    rewritten(path, replacing(seq, accounts=_account(path, seq, 1, scale=0.25)))
+    named(path, seq, "epoch", "charges")
+
+
+def test_a_larger_scale_breaks_the_signed_clip_norm(path: str, whole: Template) -> None:
+    seq = whole.at["epoch"]
+    rewritten(path, replacing(seq, accounts=_account(path, seq, 0, scale=0.75)))
+    named(path, seq, "epoch", "above what was signed")
+
+
+def test_an_account_is_left_out(path: str, whole: Template) -> None:
+    seq = whole.at["redone"]
+    rewritten(path, replacing(seq, accounts=_account(path, seq, 0)[1:]))
+    named(path, seq, "epoch", "charges nothing to bound clinical/500000/4000000")
+    rewritten(path, replacing(seq, accounts=()))
+    assert problem(path).index == seq
+
+
+def test_another_plan(path: str, whole: Template) -> None:
+    seq = whole.at["run two"]
+    quiet = plan(noise=(0.0, 0.0, 50.0, 50.0))
+    sql(path, "INSERT INTO blob VALUES (?, ?)", quiet.digest(), quiet.to_cbor())
+    rewritten(path, replacing(seq, plan=quiet.digest()))
+    named(path, seq, "epoch", "the variance of layer")
+    rewritten(path, replacing(seq, plan=digest("none")))
+    named(path, seq, "epoch", "is not there")
+    sql(path, "UPDATE blob SET data = ?", b"nonsense")
+    assert "is another one" in problem(path).reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"population": 10_000, "sampling_rate": 0.002}, "population"),
+        ({"public": True, "delta": 0.0}, "private in the policy"),
+        ({"profile": "all layers"}, "reaches all layers"),
+        ({"name": "strangers"}, "not one of the policy"),
+    ],
+)
+def test_a_plan_that_the_policy_does_not_allow(
+    tmp_path: Path, changes: dict[str, object], reason: str
+) -> None:
+    story = begin(str(tmp_path / "a.db"))
+    story.admit([contribution(1)])
+    base = plan()
+    odd = dataclasses.replace(base.classes[0], **changes)  # type: ignore[arg-type]
+    clip = ((float("inf"),) * 4, base.clip[1]) if odd.public else base.clip
+    made = plan(classes=(odd, base.classes[1]), clip=clip)
+    scales = {dataclasses.replace(USUAL, cls=odd.name): 1.0} if not odd.public else {USUAL: 1.0}
+    seq = story.epoch(RUNS[0], [segment(0, read=5)], of=made, scales=scales)
+    story.sign()
+    named(str(tmp_path / "a.db"), seq, "epoch", reason)
+
+
+def test_more_than_was_signed(tmp_path: Path) -> None:
+    """Every number is right, and the sum over runs is above a signed bound."""
+    story = begin(str(tmp_path / "a.db"))
+    loud = plan(1000, noise=(0.0, 0.0, 1.0, 1.0))
+    story.admit([contribution(1)])
+    first = story.epoch(RUNS[0], [segment(0, read=5, length=300)], of=loud, scales={USUAL: 1.0})
+    story.sign()
+    assert verify(str(tmp_path / "a.db")).verified
+    second = story.epoch(RUNS[1], [segment(0, read=first, length=900)], of=loud, scales={USUAL: 1.0})
+    story.sign()
+    named(str(tmp_path / "a.db"), second, "epoch", "more than the")
+
+
+def test_floor_lowered(path: str, whole: Template) -> None:
+    lower = PolicyChange(
+        floors=Floors(clip_norm=1, noise_multiplier=1), presets=PRESETS, policy=digest("low")
+    )
+    rewritten(path, appended(lower))
+    named(path, whole.size, "policy", "the floor of the clip norm falls, and 0 of two")
+    rewritten(path, replacing(whole.size, signatures=signed_by(lower, LEDGER).signatures))
+    named(path, whole.size, "policy", "1 of two")
+    rewritten(path, replacing(whole.size, signatures=signed_by(lower, LEDGER, LEDGER).signatures))
+    named(path, whole.size, "policy", "1 of two")
+    rewritten(path, replacing(whole.size, signatures=signed_by(lower, LEDGER, OTHER).signatures))
+    named(path, whole.size, "policy", "does not count")
+    rewritten(path, replacing(whole.size, signatures=signed_by(lower, LEDGER, AUDITOR).signatures))
+    assert verify(path).verified
+
+
+@pytest.mark.parametrize(
+    ("terms", "reason"),
+    [
+        (Terms("clinical", "ecg", 50_000, 2_000_000), "below the floor of 0.1"),
+        (Terms("clinical", "ecg", 1_000_000, 400_000), "below the floor of 0.5"),
+        (Terms("clinical", "ecg", 2_000_000, 2_000_000), "above the 1 of class"),
+        (Terms("clinical", "ecg", 1_000_000, 900_000), "below the 1 of class"),
+        (Terms("clinical", "ecg", 1_000_000, 2_000_000, "top=0.25"), "reaches top=0.5"),
+        (Terms("clinical", "ecg", 1_000_000, 2_000_000, "sideways"), "not known"),
+        (Terms("clinical", "ecg", 0, 0), "signed no bound"),
+        (Terms("open", "ecg", 1_000_000, 2_000_000), "is public"),
+        (Terms("unheard-of", "ecg", 1_000_000, 2_000_000), "not one of the policy"),
+    ],
+)
+def test_a_bound_that_the_policy_does_not_allow(tmp_path: Path, terms: Terms, reason: str) -> None:
+    story = begin(str(tmp_path / "a.db"))
+    many = [contribution(n, BOB) for n in range(40)]
+    *_, seq = story.admit([*many, contribution(99, terms=terms)])
+    story.admit(contribution(n, terms=terms) for n in range(100, 140))  # as a column, too
+    story.sign()
+    named(str(tmp_path / "a.db"), seq, "contribution", reason)
+
+
+def test_key_revoked(path: str, whole: Template) -> None:
+    made = contribution(77, CAROL, at=int(leaves.decode(leaf(path, whole.size - 1)).time))
+    rewritten(path, appended(made.record))
+    named(path, whole.size, "contribution", "is revoked from", signatures=False)
+    sql(path, "INSERT INTO evidence VALUES (?, ?)", whole.size, made.attestation)
+    named(path, whole.size, "contribution", "is revoked from")
+
+
+def test_key_replaced(path: str, whole: Template) -> None:
+    """What it signed before stays good; what it claims to have signed later does not."""
+    now = leaves.decode(leaf(path, whole.size - 1)).time
+    old = contribution(77, BOB, at=START, expires=now + YEAR)
+    rewritten(path, appended(old.record))
+    sql(path, "INSERT INTO evidence VALUES (?, ?)", whole.size, old.attestation)
+    assert verify(path).verified
+    new = contribution(78, BOB, at=now)
+    rewritten(path, appended(new.record))
+    sql(path, "INSERT INTO evidence VALUES (?, ?)", whole.size + 1, new.attestation)
+    named(path, whole.size + 1, "contribution", "was replaced at")
+
+
+def test_a_key_that_nobody_named(tmp_path: Path) -> None:
+    story = begin(str(tmp_path / "a.db"))
+    (seq,) = story.admit([contribution(1, key("stranger"))])
+    story.sign()
+    named(str(tmp_path / "a.db"), seq, "contribution", "not known to the ledger")
+
+
+def test_a_key_in_another_role(tmp_path: Path) -> None:
+    story = begin(str(tmp_path / "a.db"))
+    (seq,) = story.admit([contribution(1, AUDITOR)])
+    story.sign()
+    named(str(tmp_path / "a.db"), seq, "contribution", "is for auditor", signatures=False)
+    named(str(tmp_path / "a.db"), seq, "contribution", "is for auditor")
+
+
+def test_an_attestation_that_was_bent(path: str) -> None:
+    ((data,),) = sql(path, "SELECT data FROM evidence WHERE seq = 9")
+    sql(path, "UPDATE evidence SET data = ? WHERE seq = 9", data[:-1] + bytes([data[-1] ^ 1]))
+    named(path, 9, "contribution", "another one than it names")
+    assert verify(path, signatures=False).verified
+    sql(path, "DELETE FROM evidence WHERE seq = 9")
+    named(path, 9, "contribution", "is not there")
+
+
+def test_an_attestation_of_something_else(path: str) -> None:
+    ((data,),) = sql(path, "SELECT data FROM evidence WHERE seq = 12")
+    record = leaves.decode(leaf(path, 12)).record
+    sql(path, "UPDATE evidence SET data = ? WHERE seq = 9", data)
+    rewritten(path, replacing(9, attestation=record.attestation, key=record.key))  # type: ignore[union-attr]
+    found = problem(path)
+    assert (found.index, found.kind) == (9, "contribution")
+    assert "signature of its attestation" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("seq", "changes", "reason"),
+    [
+        (9, {"expires": START + 9 * YEAR}, "another window"),
+        (34, {"subject": digest("another")}, "another subject"),
+        (34, {"subject": None}, "another subject"),
+        (9, {"key": BOB.public.id}, "is by key"),
+    ],
+)
+def test_a_leaf_that_says_something_else_than_was_signed(
+    path: str, seq: int, changes: dict[str, object], reason: str
+) -> None:
+    rewritten(path, replacing(seq, **changes))
+    named(path, seq, "contribution", reason)
+
+
+def test_a_leaf_that_is_not_canonical(path: str) -> None:
+    """The same record in another encoding, in a tree that fits, signed by the ledger."""
+    forms = {
+        "a longer number": lambda data: data.replace(b"\x02\x09\x03", b"\x02\x18\x09\x03", 1),
+        "an unknown key": lambda data: b"\xa6" + data[1:] + b"\x06\x00",
+        "something behind": lambda data: data + b"\x00",
+        "an unknown kind": lambda data: b"\xa5\x01\x09" + data[3:],
+        "nothing at all": lambda data: b"",
+        "a list": lambda data: cbor.encode([1, 2, 3]),
+    }
+    original = all_leaves(path)
+    for name, form in forms.items():
+        bent = form(original[9])
+        assert bent != original[9], name
+        rewritten(path, lambda data, bent=bent: [bent if at == 9 else one for at, one in enumerate(original)])  # type: ignore[misc]
+        found = problem(path, signatures=False)
+        assert (found.index, found.kind) == (9, "leaf"), (name, found)
+
+
+def test_a_second_header(path: str, whole: Template) -> None:
+    rewritten(path, appended(leaves.decode(leaf(path, 0)).record))
+    named(path, whole.size, "header", "first and once")
+
+
+def test_a_ledger_without_a_header(path: str) -> None:
+    data = leaves.decode(leaf(path, 9))
+    sql(path, "UPDATE leaf SET data = ? WHERE seq = 0", leaves.encode(data.record, 0, data.time, 0))
+    named(path, 0, "contribution", "begins with its header")
+
+
+def test_an_unknown_schema_of_profiles(path: str) -> None:
+    rewritten(path, replacing(0, profile_schema=99))
+    named(path, 0, "header", "schema 99")
+
+
+def test_a_hidden_epoch(path: str, whole: Template) -> None:
+    """Taken out with everything that points to it; the leaves after it have counted it."""
+    seq = whole.at["run two"]
+    rewritten(
+        path,
+        lambda data: [*data[:seq], *(changed(one, seq=at) for at, one in enumerate(data[seq + 1 :], seq))],
+    )
+    named(path, seq, "release", "comes after 3 epochs by its own count")
+
+
+# ------------------------------------------------------------------------------ segments and withdrawals
+
+
+def test_an_epoch_too_precise_in_time(path: str, whole: Template) -> None:
+    seq = whole.at["redone"]
+    time = leaves.decode(leaf(path, seq)).time
+    rewritten(path, lambda data: [changed(one, time=max(leaves.decode(one).time, time + 7)) if at >= seq else one
+                                  for at, one in enumerate(data)])  # fmt: skip
+    named(path, seq, "epoch", "finer than 3600 s")
+
+
+def test_more_segments_than_the_header_allows(path: str, whole: Template) -> None:
+    rewritten(path, replacing(0, granularity=2))
+    named(path, whole.at["redone"], "epoch", "closes 3 segments")
+
+
+def _segments(path: str, seq: int, which: int, **changes: object) -> tuple[Segment, ...]:
+    record = leaves.decode(leaf(path, seq)).record
+    assert isinstance(record, Epoch)
+    found = list(record.segments)
+    found[which] = dataclasses.replace(found[which], **changes)  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def test_a_withdrawal_that_was_not_heeded(path: str, whole: Template) -> None:
+    seq = whole.at["redone"]
+    rewritten(path, replacing(seq, segments=_segments(path, seq, 2, eligibility=whole.at["withdrawal"])))
+    named(path, seq, "epoch", "was to be without leaf 9")
+
+
+def test_members_from_the_future(path: str, whole: Template) -> None:
+    seq = whole.at["epoch"]
+    rewritten(path, replacing(seq, segments=_segments(path, seq, 0, eligibility=seq + 1)))
+    named(path, seq, "epoch", "read its members after")
+
+
+def test_more_steps_than_the_plan(path: str, whole: Template) -> None:
+    seq = whole.at["redone"]
+    rewritten(path, replacing(seq, segments=_segments(path, seq, 2, last=200)))
+    named(path, seq, "epoch", "its plan has 100")
+
+
+def test_an_epoch_that_names_a_strange_checkpoint(path: str, whole: Template) -> None:
+    seq = whole.at["run two"]
+    rewritten(path, replacing(seq, previous=digest("strange")), chained=False)
+    named(path, seq, "epoch", "not one of this ledger")
+    first = leaves.decode(leaf(path, whole.at["epoch"])).record
+    assert isinstance(first, Epoch)
+
+
+def test_an_epoch_that_forgets_a_checkpoint(path: str, whole: Template) -> None:
+    seq = whole.at["run two"]
+    rewritten(path, replacing(seq, previous=None), chained=False)
+    named(path, seq, "epoch", "older checkpoint")
+
+
+def test_another_state_of_the_accountant(path: str, whole: Template) -> None:
+    rewritten(path, replacing(whole.at["epoch"], state=digest("state")))
+    named(path, whole.at["epoch"], "epoch", "accountant's state")
+
+
+@pytest.mark.parametrize("target", [0, 1, 41, 10**6])
+def test_a_withdrawal_of_something_else(path: str, whole: Template, target: int) -> None:
+    rewritten(path, appended(Withdrawal(target=target, reason=Reason.DATA)))
+    named(path, whole.size, "withdrawal", "no contribution")
+
+
+def test_withdrawn_twice(path: str, whole: Template) -> None:
+    rewritten(path, appended(Withdrawal(target=9, reason=Reason.DATA)))
+    named(path, whole.size, "withdrawal", "withdrawn already, in leaf 42")
+
+
+def test_a_release_of_a_run_that_is_not_there(path: str, whole: Template) -> None:
+    rewritten(path, replacing(whole.at["release"], runs=(digest("ghost")[:16],)))
+    named(path, whole.at["release"], "release", "no epoch of it")
+    rewritten(path, replacing(whole.at["release"], runs=RUNS, not_after=5))
+    named(path, whole.at["release"], "release", "may be served until")
+    rewritten(path, replacing(whole.at["release"], not_after=None, runs=(RUNS[0], RUNS[0])))
+    named(path, whole.at["release"], "release", "twice")
+
+
+def test_a_manifest_that_was_changed(path: str, whole: Template) -> None:
+    sql(path, "INSERT INTO blob VALUES (?, ?)", digest("manifest"), b"another")
+    named(path, whole.at["release"], "release", "manifest")
+
+
+# ------------------------------------------------------------------------------ keys of the ledger
+
+
+def _new_key(change: Change, effective: int, name: str = ORIGIN, role: Role = Role.LEDGER) -> KeyEvent:
+    new = Key(name=name, x=OTHER.public.x, role=role)
+    return KeyEvent(change=change, key=new, target=LEDGER.public.id if change is Change.ROTATE else None,
+                    effective=effective)  # fmt: skip
+
+
+def test_a_key_that_makes_itself_the_ledgers(path: str, whole: Template) -> None:
+    """Whoever can write, and has no key, names one, and signs with it."""
+    for change in (Change.ADD, Change.ROTATE):
+        shutil.copy(whole.path, path)
+        with Ledger.open(path, OTHER, clock=Clock(START + 4 * YEAR)) as ledger:
+            ledger.append([_new_key(change, START)])
+            ledger.checkpoint()
+        named(path, whole.size, "checkpoint", "no checkpoint of an earlier key vouches for")
+
+
+def test_a_key_of_the_ledger_that_was_rotated(path: str, whole: Template) -> None:
+    clock = Clock(START + 4 * YEAR)
+    with Ledger.open(path, LEDGER, clock=clock) as ledger:
+        ledger.append([_new_key(Change.ROTATE, START + 4 * YEAR + HOUR)])
+        ledger.checkpoint()
+    clock.now += 2 * HOUR
+    with Ledger.open(path, OTHER, clock=clock) as ledger:
+        ledger.append([Withdrawal(target=10, reason=Reason.REQUEST)])
+        ledger.checkpoint()
+    assert verify(path, trust=MINE, seen=whole.signed).trusted  # a trusted key vouched for the new one
+    assert verify(
+        path, trust=Trust(plain=(OTHER.public,))
+    ).trusted  # who knows the new one need not know the old
+    assert problem(path, trust=Trust(plain=(AUDITOR.public,))).kind == "trust"
+    # The old key goes on signing: what it signs now does not count.
+    rewritten(path, lambda data: data, LEDGER)
+    named(path, whole.size + 1, "checkpoint", "was replaced at")
+
+
+def test_a_key_of_the_ledger_that_was_revoked(path: str, whole: Template) -> None:
+    now = leaves.decode(leaf(path, whole.size - 1)).time
+    rewritten(path, appended(KeyEvent(change=Change.REVOKE, target=LEDGER.public.id, effective=now)))
+    named(path, whole.size, "checkpoint", "is revoked from")
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (KeyEvent(change=Change.REVOKE, target=digest("ghost"), effective=START), "not one of the ledger"),
+        (_new_key(Change.ADD, START, name="another.example"), "is named 'another.example'"),
+        (_new_key(Change.ROTATE, START, role=Role.AUDITOR), "takes over from one for ledger"),
+        (
+            KeyEvent(
+                change=Change.ADD,
+                key=Key(name="x", x=ALICE.public.x, role=Role.AUDITOR),
+                effective=START,
+            ),
+            "one role a key",
+        ),
+        (
+            KeyEvent(
+                change=Change.ROTATE,
+                key=Key(name="x", x=ALICE.public.x, role=Role.CONTRIBUTOR),
+                target=CAROL.public.id,
+                effective=START,
+            ),
+            "is one of the ledger already",
+        ),
+    ],
+)
+def test_key_events_that_make_no_sense(path: str, whole: Template, event: KeyEvent, reason: str) -> None:
+    rewritten(path, appended(event))
+    named(path, whole.size, "key", reason)
+
+
+# ------------------------------------------------------------------------------ witnesses
+
+
+def test_a_cosignature_that_was_bent(path: str, whole: Template) -> None:
+    ((text,),) = sql(path, "SELECT text FROM checkpoint WHERE size = 54")
+    assert "witness.example" in text
+    sql(path, "UPDATE checkpoint SET text = ? WHERE size = 54", text[:-12] + "AAAA" + text[-8:])
+    assert "cosignature" in problem(path).reason
+
+
+def test_fewer_witnesses_than_the_header_asks_for(tmp_path: Path) -> None:
+    story = begin(str(tmp_path / "a.db"), witnesses=1)
+    story.admit([contribution(1)])
+    story.sign()
+    named(str(tmp_path / "a.db"), 1, "checkpoint", "0 witnesses cosigned")
+
+
+def test_leaves_after_a_witness_saw_them(path: str) -> None:
+    """A witness saw the checkpoint long before its last leaf claims to have been written."""
+    from making import WITNESS
+
+    from lamina.ledger import checkpoint
+
+    ((text,),) = sql(path, "SELECT text FROM checkpoint WHERE size = 55")
+    early = checkpoint.cosign(text, WITNESS, START, "witness.example")
+    sql(path, "UPDATE checkpoint SET text = ? WHERE size = 55", early)
+    named(path, 54, "checkpoint", "before its last leaf")
+
+
+# ------------------------------------------------------------------------------ pruning
+
+
+def test_pruned_without_an_aggregate(path: str) -> None:
+    sql(path, "DELETE FROM leaf WHERE seq BETWEEN 10 AND 20")
+    named(path, 10, "leaf", "no aggregate stands for it")
+
+
+def _aggregate(path: str, first: int, stop: int, horizon: int, **changes: object) -> Aggregate:
+    data = all_leaves(path)[first:stop]
+    classes: dict[str, int] = {}
+    for one in data:
+        cls = leaves.decode(one).record.terms.cls  # type: ignore[union-attr]
+        classes[cls] = classes.get(cls, 0) + 1
+    spent = {"clinical": max(account.spend for account in _last_epoch(path).accounts)}
+    hashes = b"".join(map(leaf_hash, data))
+    given = {
+        "spans": (Span(first=first, stop=stop),),
+        "horizon": horizon,
+        "classes": tuple(
+            ClassTotal(
+                cls=cls,
+                count=count,
+                withdrawn=int(first <= 9 < stop and cls == "clinical"),
+                spend=spent.get(cls, 0),
+            )
+            for cls, count in sorted(classes.items())
+        ),
+        "digest": __import__("hashlib").sha256(hashes).digest(),
+    }
+    return Aggregate(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def _last_epoch(path: str) -> Epoch:
+    found = [one.record for one in map(leaves.decode, all_leaves(path)) if one.kind is Epoch]
+    assert isinstance(found[-1], Epoch)
+    return found[-1]
+
+
+def test_an_aggregate_made_by_hand_is_good(path: str, whole: Template) -> None:
+    """The oracle of the tests below: the same aggregate, as the forger makes it, passes."""
+    rewritten(path, appended(_aggregate(path, 4, 41, START + HOUR)))
+    assert verify(path).problem is None
+    sql(path, "DELETE FROM leaf WHERE seq BETWEEN 4 AND 40")
+    sql(path, "DELETE FROM evidence WHERE seq BETWEEN 4 AND 40")
+    found = verify(path)
+    assert found.problem is None
+    assert found.counts["pruned"] == 37
+
+
+def test_pruned_beyond_the_horizon(path: str, whole: Template) -> None:
+    now = leaves.decode(leaf(path, whole.size - 1)).time
+    rewritten(path, appended(_aggregate(path, 4, 41, now)))
+    named(path, whole.size, "aggregate", "pruned beyond the horizon")
+    rewritten(path, lambda data: data[:-1])
+    # The horizon is right, and what is summed up is younger.
+    rewritten(path, appended(_aggregate(path, 4, 41, START)))
+    named(path, whole.size, "aggregate", "pruned beyond the horizon")
+    sql(path, "DELETE FROM leaf WHERE seq BETWEEN 4 AND 40")
+    named(path, whole.size, "aggregate", "pruned beyond the horizon")
+
+
+def test_an_aggregate_over_what_has_not_expired(path: str, whole: Template) -> None:
+    rewritten(path, appended(_aggregate(path, 47, 52, START + YEAR)))
+    named(path, whole.size, "aggregate", "expires at")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"digest": digest("other")}, "its digest"),
+        ({"classes": (ClassTotal(cls="clinical", count=37, withdrawn=1, spend=0),)}, "of class"),
+        (
+            {
+                "classes": (
+                    ClassTotal(cls="clinical", count=31, withdrawn=0, spend=0),
+                    ClassTotal(cls="open", count=6, withdrawn=0, spend=0),
+                )
+            },
+            "0 withdrawn",
+        ),
+        (
+            {
+                "classes": (
+                    ClassTotal(cls="clinical", count=31, withdrawn=1, spend=5),
+                    ClassTotal(cls="open", count=6, withdrawn=0, spend=0),
+                )
+            },
+            "lost 5",
+        ),
+    ],
+)
+def test_an_aggregate_that_says_something_else(
+    path: str, whole: Template, changes: dict[str, object], reason: str
+) -> None:
+    rewritten(path, appended(_aggregate(path, 4, 41, START + HOUR, **changes)))
+    named(path, whole.size, "aggregate", reason)
+
+
+def test_an_aggregate_over_other_records(path: str, whole: Template) -> None:
+    made = _aggregate(path, 4, 41, START + HOUR)
+    spans = (Span(first=5, stop=42),)
+    rewritten(path, appended(dataclasses.replace(made, spans=spans)))
+    assert problem(path).kind == "aggregate"
+    later = (Span(first=whole.size - 10, stop=whole.size + 27),)
+    rewritten(path, replacing(whole.size, spans=later))
+    named(path, whole.size, "aggregate", "come after it")
+
+
+def test_summed_up_twice(path: str, whole: Template) -> None:
+    made = _aggregate(path, 4, 41, START + HOUR)
+    rewritten(path, appended(made))
+    rewritten(path, appended(made))
+    named(path, whole.size + 1, "aggregate", "summed up before")
+
+
+def test_a_countersignature_of_somebody_else(path: str, whole: Template) -> None:
+    made = _aggregate(path, 4, 41, START + HOUR)
+    rewritten(path, appended(signed_by(made, AUDITOR)))
+    assert not any("countersigned" in note for note in verify(path).notes)
+    rewritten(path, replacing(whole.size, signatures=signed_by(made, AUDITOR, OTHER).signatures))
+    named(path, whole.size, "aggregate", "does not count")
+    rewritten(
+        path, replacing(whole.size, signatures=signed_by(made, AUDITOR, origin="other.example").signatures)
+    )
+    named(path, whole.size, "aggregate", "not one of it")
+    rewritten(path, replacing(whole.size, signatures=()))
+    assert any("countersigned by nobody" in note for note in verify(path).notes)
+
+
+def test_bodies_that_went_before_the_aggregate_was_signed(path: str, whole: Template) -> None:
+    rewritten(path, appended(_aggregate(path, 4, 41, START + HOUR)))
+    sql(path, "DELETE FROM checkpoint WHERE size > ?", whole.size)
+    assert verify(path).verified
+    sql(path, "DELETE FROM leaf WHERE seq BETWEEN 4 AND 40")
+    named(path, whole.size, "aggregate", "no checkpoint covers it")
+
+
+def test_more_is_gone_than_was_pruned(pruned: Template, tmp_path: Path) -> None:
+    path = pruned.copy(tmp_path)
+    sql(path, "DELETE FROM leaf WHERE seq = 47")
+    named(path, 47, "leaf", "deleted")
+
+
+def test_hashes_of_what_is_gone_are_held_to_the_checkpoints(pruned: Template, tmp_path: Path) -> None:
+    path = pruned.copy(tmp_path)
+    ((data,),) = sql(path, "SELECT data FROM tile WHERE id = 0")
+    sql(path, "UPDATE tile SET data = ? WHERE id = 0", data[: 32 * 7] + bytes(32) + data[32 * 8 :])
+    named(path, 1, "checkpoint", "another root")
+    sql(path, "DELETE FROM tile WHERE id = 0")
+    assert problem(path).kind == "tile"

@@ -1,0 +1,232 @@
+"""Checkpoints: what is signed, what is read, and when one is believed."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.admit.key import PrivateKey
+from lamina.errors import EncodingError, LaminaError
+from lamina.ledger import note
+from lamina.ledger.checkpoint import Checkpoint, cosign, joined, parse, verify
+from lamina.ledger.errors import LedgerError, NotVerified
+from lamina.ledger.note import Note, NoteKey
+from lamina.ledger.tree import EMPTY, Frontier, consistency, leaf_hash, node_hash
+from lamina.ledger.witness import WitnessKey, WitnessPolicy
+
+ORIGIN = "example.org/ledger"
+ROOT = leaf_hash(b"only")
+
+
+def private(seed: int) -> PrivateKey:
+    return PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32))
+
+
+KEY, OTHER, WITNESS = private(1), private(2), private(3)
+LEDGER = NoteKey(ORIGIN, KEY.public)
+ONE = Checkpoint(ORIGIN, 1, ROOT)
+SIGNED = ONE.signed(KEY)
+
+
+def test_a_checkpoint_is_what_the_specification_says() -> None:
+    assert ONE.text() == f"{ORIGIN}\n1\n{base64.b64encode(ROOT).decode()}\n"
+    assert SIGNED.startswith(ONE.text() + f"\n— {ORIGIN} ")
+    assert parse(SIGNED) == (ONE, Note.parse(SIGNED)) == parse(SIGNED.encode())
+    assert verify(SIGNED, [LEDGER]) == ONE == verify(SIGNED, [LEDGER], origin=ORIGIN)
+
+
+def test_the_example_of_the_c2sp_page_is_read() -> None:
+    text = (
+        "example.com/behind-the-sofa\n"
+        "20852163\n"
+        "CsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2I=\n"
+        "\n"
+        "— example.com/behind-the-sofa Az3grlgtzPICa5OS8npVmf1Myq/5IZniMp+ZJurmRDeOoRDe4URYN7u5/Zhcyv2q1gGzGku9nTo+"
+        "zyWE+xeMcTOAYQ8=\n"
+    )
+    head, found = parse(text)
+    assert (head.origin, head.size, head.root.hex()[:8]) == (
+        "example.com/behind-the-sofa",
+        20852163,
+        "0ac5186a",
+    )
+    assert found.encode() == text and head.text() == found.text
+
+
+def test_lines_of_other_ledgers_are_read_and_kept() -> None:
+    more = Checkpoint(ORIGIN, 1, ROOT, ("first extension", "second"))
+    assert parse(more.signed(KEY))[0] == more
+    assert verify(more.signed(KEY), [LEDGER]).extensions == ("first extension", "second")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\n",
+        f"{ORIGIN}\n1\n",
+        f"{ORIGIN}\n\n{base64.b64encode(ROOT).decode()}\n",
+        f"\n1\n{base64.b64encode(ROOT).decode()}\n",
+        f"{ORIGIN}\n01\n{base64.b64encode(ROOT).decode()}\n",
+        f"{ORIGIN}\n+1\n{base64.b64encode(ROOT).decode()}\n",
+        f"{ORIGIN}\n-1\n{base64.b64encode(ROOT).decode()}\n",
+        f"{ORIGIN}\n1.0\n{base64.b64encode(ROOT).decode()}\n",
+        f"{ORIGIN}\n1 \n{base64.b64encode(ROOT).decode()}\n",
+        f"{ORIGIN}\n\u0661\n{base64.b64encode(ROOT).decode()}\n",
+        f"{ORIGIN}\n9223372036854775808\n{base64.b64encode(ROOT).decode()}\n",
+        f"{ORIGIN}\n{'9' * 100}\n{base64.b64encode(ROOT).decode()}\n",
+        f"{ORIGIN}\n1\n{base64.b64encode(ROOT).decode()}",
+        f"{ORIGIN}\n1\n{base64.b64encode(ROOT).decode()}\n\n",
+        f"{ORIGIN}\n1\n{base64.b64encode(ROOT).decode()}\n\nextension\n",
+        f"{ORIGIN}\n1\n{base64.b64encode(ROOT[:31]).decode()}\n",
+        f"{ORIGIN}\n1\n{base64.b64encode(ROOT + b'x').decode()}\n",
+        f"{ORIGIN}\n1\n{base64.urlsafe_b64encode(b'>>>???' + ROOT[6:]).decode()}\n",
+        f"{ORIGIN}\n1\n{base64.b64encode(ROOT).decode().rstrip('=')}\n",
+        f"{ORIGIN}\n1\n{ROOT.hex()}\n",
+        f"{ORIGIN}\n0\n{base64.b64encode(ROOT).decode()}\n",
+        f"{ORIGIN}\r\n1\r\n{base64.b64encode(ROOT).decode()}\r\n",
+    ],
+)
+def test_anything_else_is_no_checkpoint(text: str) -> None:
+    with pytest.raises(EncodingError):
+        Checkpoint.of_text(text)
+    line = SIGNED.rpartition("\n\n")[2]
+    with pytest.raises(EncodingError):
+        parse(text + "\n" + line)
+
+
+@given(st.integers(0, len(SIGNED) - 1), st.characters(codec="utf-8"))
+def test_no_single_changed_character_is_believed(at: int, char: str) -> None:
+    changed = SIGNED[:at] + char + SIGNED[at + 1 :]
+    if changed == SIGNED:
+        assert verify(changed, [LEDGER]) == ONE
+        return
+    with pytest.raises((EncodingError, NotVerified)):
+        verify(changed, [LEDGER])
+
+
+@given(st.binary(max_size=60) | st.text(max_size=60))
+def test_garbage_is_refused_as_such(data: Any) -> None:
+    with pytest.raises(EncodingError):
+        parse(data)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Checkpoint(ORIGIN, -1, ROOT),
+        lambda: Checkpoint(ORIGIN, 2**63, ROOT),
+        lambda: Checkpoint(ORIGIN, True, ROOT),
+        lambda: Checkpoint(ORIGIN, 1, ROOT[:31]),
+        lambda: Checkpoint(ORIGIN, 0, ROOT),
+        lambda: Checkpoint("", 1, ROOT),
+        lambda: Checkpoint("a\nb", 1, ROOT),
+        lambda: Checkpoint("a\tb", 1, ROOT),
+        lambda: Checkpoint(ORIGIN, 1, ROOT, ("",)),
+        lambda: Checkpoint("with blank", 1, ROOT).signed(KEY),
+        lambda: Checkpoint("with+plus", 1, ROOT).signed(KEY),
+        lambda: ONE.signed(KEY, "with blank"),
+    ],
+)
+def test_what_makes_no_sense_is_not_signed(build: Any) -> None:
+    with pytest.raises(LedgerError):
+        build()
+
+
+def test_an_empty_ledger_has_a_checkpoint() -> None:
+    empty = Checkpoint(ORIGIN, 0, EMPTY)
+    assert verify(empty.signed(KEY), [LEDGER]) == empty
+
+
+# ------------------------------------------------------------------------------------------------------- attacks
+
+
+def test_a_checkpoint_of_another_ledger_is_not_believed() -> None:
+    other = Checkpoint("example.org/other", 1, ROOT)
+    with pytest.raises(NotVerified, match="is of 'example.org/other'"):
+        verify(other.signed(KEY, ORIGIN), [LEDGER])
+    with pytest.raises(NotVerified, match="is of 'example.org/other'"):
+        verify(other.signed(KEY), [NoteKey("example.org/other", KEY.public)], origin=ORIGIN)
+
+
+def test_a_checkpoint_signed_by_another_key_is_not_believed() -> None:
+    with pytest.raises(NotVerified, match="is not signed by"):
+        verify(ONE.signed(OTHER), [LEDGER])
+    with pytest.raises(NotVerified):
+        verify(ONE.signed(KEY), [])
+    stolen = parse(SIGNED)[1].signatures
+    two = Checkpoint(ORIGIN, 2, node_hash(ROOT, ROOT))
+    with pytest.raises(NotVerified, match="is not one of this text"):
+        verify(Note(two.text(), stolen).encode(), [LEDGER])
+
+
+def test_a_rotated_key_signs_on() -> None:
+    both = Note.parse(SIGNED).adding(*note.sign(ONE.text(), ORIGIN, OTHER).signatures).encode()
+    for keys in ([LEDGER], [NoteKey(ORIGIN, OTHER.public)], [LEDGER, NoteKey(ORIGIN, OTHER.public)]):
+        assert verify(both, keys) == ONE
+
+
+def test_a_witness_is_no_ledger_and_a_ledger_no_witness() -> None:
+    cosigned = cosign(SIGNED, WITNESS, 1_700_000_000, "witness.example")
+    policy = WitnessPolicy(1, (WitnessKey("witness.example", WITNESS.public),))
+    assert verify(cosigned, [LEDGER], policy=policy) == ONE
+    with pytest.raises(NotVerified, match="0 of 1 witnesses"):
+        verify(SIGNED, [LEDGER], policy=policy)
+    only = Note(ONE.text(), parse(cosigned)[1].signatures[1:]).encode()
+    with pytest.raises(NotVerified, match="is not signed by"):
+        verify(only, [LEDGER], policy=policy)
+    own = WitnessPolicy(1, (WitnessKey(ORIGIN, KEY.public),))
+    with pytest.raises(NotVerified, match="the ledger's own key"):
+        verify(cosign(SIGNED, KEY, 1_700_000_000, ORIGIN), [LEDGER], policy=own)
+
+
+def test_cosignatures_that_come_one_by_one_are_joined() -> None:
+    copies = [cosign(SIGNED, private(seed), 1_700_000_000, f"w{seed}") for seed in (3, 4, 5)]
+    whole = joined(*copies, SIGNED)
+    policy = WitnessPolicy(3, tuple(WitnessKey(f"w{seed}", private(seed).public) for seed in (3, 4, 5)))
+    assert verify(whole, [LEDGER], policy=policy) == ONE
+    assert len(parse(whole)[1].signatures) == 4
+    with pytest.raises(LedgerError, match="different checkpoints"):
+        joined(SIGNED, Checkpoint(ORIGIN, 0, EMPTY).signed(KEY))
+
+
+# ------------------------------------------------------------------------------------------------ one tree or two
+
+
+class Rows:
+    def __init__(self, leaves: list[bytes]) -> None:
+        self.rows = [[leaf_hash(leaf) for leaf in leaves]]
+        while len(self.rows[-1]) > 1:
+            row = self.rows[-1]
+            self.rows.append([node_hash(*row[at : at + 2]) for at in range(0, len(row) - 1, 2)])
+
+    def node(self, level: int, index: int) -> bytes:
+        return self.rows[level][index]
+
+    def head(self, size: int) -> Checkpoint:
+        frontier = Frontier()
+        frontier.extend(self.rows[0][:size])
+        return Checkpoint(ORIGIN, size, frontier.root())
+
+
+def test_checkpoints_extend_and_fork() -> None:
+    honest, forked = Rows([b"a", b"b", b"c", b"d"]), Rows([b"a", b"x", b"c", b"d"])
+    two, four = honest.head(2), honest.head(4)
+    assert four.extends(two, consistency(honest, 2, 4))
+    assert not two.extends(four, consistency(honest, 2, 4))
+    assert not forked.head(4).extends(two, consistency(forked, 2, 4))
+    assert not four.extends(Checkpoint("example.org/other", 2, two.root), consistency(honest, 2, 4))
+    assert forked.head(2).forks(two) and forked.head(4).forks(four)
+    assert not two.forks(two) and not two.forks(four)
+    assert not Checkpoint("example.org/other", 2, forked.head(2).root).forks(two)
+
+
+def test_every_refusal_is_one_of_ours() -> None:
+    for data in (b"", SIGNED[:-5], SIGNED.encode()[5:], SIGNED + SIGNED, SIGNED.replace("1", "2")):
+        with pytest.raises(LaminaError):
+            verify(data, [LEDGER])

@@ -1,0 +1,512 @@
+"""The ledger: places, time, repeats, checkpoints, proofs; on both stores."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from making import (
+    AUDITOR,
+    LEDGER,
+    ORIGIN,
+    OTHER,
+    RUN,
+    START,
+    WITNESS,
+    Clock,
+    admitted,
+    attestation,
+    batches,
+    create,
+    digest,
+    epoch,
+    header,
+    reopen,
+    segment,
+)
+
+from lamina.ledger import appending, checkpoint, leaf, receipt
+from lamina.ledger.clock import SKEW, epoch_time, next_time
+from lamina.ledger.errors import LedgerError
+from lamina.ledger.hashing import EMPTY, leaf_hash, node_hash
+from lamina.ledger.ledger import Ledger, digest_of
+from lamina.ledger.note import NoteKey
+from lamina.ledger.proof import verify_consistency, verify_inclusion
+from lamina.ledger.proof_text import ProofText
+from lamina.ledger.records import (
+    Admitted,
+    Aggregate,
+    Change,
+    ClassTotal,
+    Epoch,
+    Floors,
+    Header,
+    Key,
+    KeyEvent,
+    Outcome,
+    PolicyChange,
+    Reason,
+    Release,
+    Role,
+    Signed,
+    Span,
+    Withdrawal,
+)
+from lamina.ledger.store.errors import Damaged
+from lamina.ledger.view import View
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ledger(where: str, clock: Clock) -> Iterator[Ledger]:
+    with create(where, clock) as made:
+        yield made
+
+
+def root_of(leaves: list[bytes]) -> bytes:
+    """RFC 6962 §2.1, as it is written there."""
+    if not leaves:
+        return EMPTY
+    if len(leaves) == 1:
+        return leaf_hash(leaves[0])
+    k = 1
+    while 2 * k < len(leaves):
+        k *= 2
+    return node_hash(root_of(leaves[:k]), root_of(leaves[k:]))
+
+
+# ----------------------------------------------------------------------------------- places and time
+
+
+def test_a_new_ledger_is_its_header_signed(ledger: Ledger, where: str) -> None:
+    assert ledger.size == 1
+    first = ledger.leaf(0)
+    assert first == leaf.Leaf(Header, 0, START, 0, header())
+    assert ledger.root == leaf_hash(ledger.raw(0))
+    signed = ledger.latest()
+    assert signed is not None
+    found = checkpoint.verify(signed, [NoteKey(ORIGIN, LEDGER.public)])
+    assert (found.origin, found.size, found.root) == (ORIGIN, 1, ledger.root)
+    with pytest.raises(LedgerError, match="already"):
+        Ledger.create(where, header(), LEDGER, clock=Clock())
+    with reopen(where) as again:
+        assert again.header == header()
+        assert again.tree() == ledger.tree()
+
+
+def test_records_get_their_index_time_and_epoch(ledger: Ledger, clock: Clock) -> None:
+    clock.now = START + 10.9
+    assert ledger.append([admitted(1), admitted(2)]) == [1, 2]
+    clock.now = START + 7300
+    assert ledger.append([admitted(3), epoch(0), epoch(1), admitted(4)]) == [3, 4, 5, 6]
+    clock.now = START + 7200 + 3599
+    assert ledger.append([epoch(2)]) == [7]
+    places = [(each.seq, each.time - START, each.epoch) for each in ledger.leaves()]
+    # An epoch is of the full hour before it, but never before the leaf before it.
+    assert places == [
+        (0, 0, 0), (1, 10, 0), (2, 10, 0), (3, 7300, 0), (4, 7300, 0), (5, 7300, 1), (6, 7300, 2), (7, 7300, 2),
+    ]  # fmt: skip
+    clock.now = START + 3 * 3600 + 1800
+    ledger.append([epoch(3)])
+    assert ledger.leaf(8).time == START + 3 * 3600
+    assert START % 3600 == 0
+
+
+def test_the_root_is_the_root_of_the_leaves(ledger: Ledger) -> None:
+    for stop in (2, 3, 4, 9, 30, 300, 301, 700):
+        ledger.append([admitted(n) for n in range(ledger.size, stop)])
+        data = [raw for _, raw in ledger.raws()]
+        assert len(data) == ledger.size == stop
+        assert ledger.root == root_of(data)
+    assert ledger.root_at(300) == root_of(data[:300])
+
+
+def test_a_clock_a_little_behind_is_the_last_time_and_further_behind_is_refused(
+    ledger: Ledger, clock: Clock
+) -> None:
+    clock.now = START + 1000
+    ledger.append([admitted(1)])
+    clock.now = START + 1000 - SKEW
+    ledger.append([admitted(2)])
+    assert [each.time - START for each in ledger.leaves(1)] == [1000, 1000]
+    clock.now = START + 1000 - SKEW - 1
+    with pytest.raises(LedgerError, match="set the clock"):
+        ledger.append([admitted(3)])
+    clock.now = float("nan")
+    with pytest.raises(LedgerError, match="the clock says"):
+        ledger.append([admitted(3)])
+    assert ledger.size == 3
+
+
+def test_time_by_itself() -> None:
+    assert next_time(0, 5.9) == 5
+    assert next_time(100, 50) == 100
+    assert epoch_time(0, 86_399, 86_400) == 0
+    assert epoch_time(7, 7, 1) == 7
+
+
+# ----------------------------------------------------------------------------------- all or nothing, once or refused
+
+
+def test_a_batch_with_one_bad_record_is_not_appended(ledger: Ledger) -> None:
+    before = ledger.tree()
+    for bad in (
+        header(),
+        "text",
+        Withdrawal(target=7, reason=Reason.DATA),
+        Withdrawal(target=0, reason=Reason.DATA),
+    ):
+        with pytest.raises(LedgerError):
+            ledger.append([admitted(1), bad])  # type: ignore[list-item]
+    assert ledger.append([]) == []
+    assert ledger.tree() == before
+    assert ledger.find(admitted(1).descriptor) == []
+
+
+def test_an_aggregate_is_only_written_by_pruning(ledger: Ledger) -> None:
+    total = ClassTotal(cls="clinical", count=1, withdrawn=0, spend=0)
+    with pytest.raises(LedgerError, match="prune"):
+        ledger.append(
+            [Aggregate(spans=(Span(first=1, stop=2),), horizon=1, classes=(total,), digest=bytes(32))]
+        )
+
+
+def test_a_contribution_is_in_a_ledger_once(ledger: Ledger, where: str) -> None:
+    assert ledger.append([admitted(1), admitted(2)]) == [1, 2]
+    with reopen(where) as other:
+        assert other.append([admitted(3), admitted(1), admitted(4)]) == [
+            3,
+            1,
+            4,
+        ]  # the same again is found again
+    assert ledger.size == 5
+    with pytest.raises(LedgerError, match="in the ledger already, as leaf 1"):
+        ledger.append([admitted(5), admitted(1, expires=START + 9999)])
+    with pytest.raises(LedgerError, match="in the ledger already, as leaf 4"):
+        ledger.append([admitted(4, attestation=bytes(32))])
+    with pytest.raises(LedgerError, match="records 0 and 1 of the batch"):
+        ledger.append([admitted(6), admitted(6)])
+    assert ledger.size == 5
+    assert ledger.known([admitted(n).descriptor for n in range(8)]) == {
+        admitted(n).descriptor: n for n in (1, 2, 3, 4)
+    }
+
+
+def test_a_subject_is_in_a_ledger_once_and_an_anchor_often(ledger: Ledger) -> None:
+    subject, anchor = digest("subject"), digest("anchor")
+    one = admitted(1, subject=subject, anchor=anchor)
+    assert ledger.append([one, admitted(2, anchor=anchor)]) == [1, 2]
+    assert ledger.append([one]) == [1]
+    with pytest.raises(
+        LedgerError, match="the subject of record 0 of the batch is in the ledger already, as leaf 1"
+    ):
+        ledger.append([admitted(3, subject=subject)])
+    with pytest.raises(LedgerError, match="records 0 and 1"):
+        ledger.append([admitted(3, subject=digest(1)), admitted(4, subject=digest(1))])
+    assert ledger.append([admitted(5, anchor=anchor)]) == [3]
+    assert ledger.find(anchor) == [1, 2, 3]
+    assert ledger.find(subject) == [1]
+    assert ledger.find(digest("nobody")) == []
+
+
+def test_keys_are_found_before_and_after_they_are_indexed(
+    where: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(appending, "STEP", 50)
+    anchor = digest("anchor")
+    with create(where, clock) as one, reopen(where, clock) as two:
+        for number, batch in enumerate(batches(1, 201, 10)):
+            writer = (one, two)[number % 2]
+            writer.append([dataclasses.replace(each, anchor=anchor) for each in batch])
+            for reader in (one, two):
+                for n in (1, 10 * number + 1, 10 * number + 10):
+                    assert reader.find(admitted(n).descriptor) == [n]
+                assert reader.find(anchor) == list(range(1, reader.size))
+        with pytest.raises(LedgerError, match="as leaf 77"):
+            one.append([admitted(77, anchor=None)])
+        with reopen(where, clock) as three, three.store.read() as rows:
+            head = rows.head()
+            assert head is not None
+            assert head.indexed == 201
+            assert len(three.find(anchor)) == 200
+
+
+def test_an_epoch_closes_as_many_segments_as_the_header_says(where: str) -> None:
+    with create(where, granularity=2) as ledger:
+        lost = segment(1, outcome=Outcome.ABANDONED)
+        ledger.append([epoch(0, segments=(segment(0), lost, segment(1, 1)))])
+        with pytest.raises(LedgerError, match="closes 3 segments, the header allows 2"):
+            ledger.append([epoch(2, segments=(segment(2), segment(3), segment(4)))])
+
+
+def test_what_a_ledger_remembers_is_bounded(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appending, "STEP", 100)
+    with create(where) as ledger:
+        most = 0
+        for batch in batches(1, 1001, 40):
+            ledger.append(batch)
+            most = max(most, len(ledger._tail._once))
+        assert most < 140
+        assert vars(ledger).keys() == {
+            "store", "header", "_nodes", "_tail", "_turn", "_key", "_clock", "_patience", "_id"
+        }  # fmt: skip
+
+
+def test_a_segment_is_closed_once(ledger: Ledger, where: str, clock: Clock) -> None:
+    assert ledger.append([epoch(0), epoch(1)]) == [1, 2]
+    ledger.checkpoint()
+    clock.now += 5000
+    assert ledger.append([epoch(1)]) == [2]  # also after a checkpoint, which a new one would name
+    with reopen(where, clock) as other:
+        assert other.append([epoch(0), epoch(2)]) == [1, 3]
+    nonce = segment(1, nonce=bytes(16))
+    for changed in (
+        epoch(1, segments=(nonce,)),  # a copy of the run
+        epoch(1, state=digest("other")),
+        epoch(1, segments=(segment(1, outcome=Outcome.ABANDONED),)),
+        epoch(1, segments=(segment(1), segment(5, outcome=Outcome.ABANDONED))),
+        epoch(0, segments=(segment(0), segment(1, outcome=Outcome.ABANDONED))),
+    ):
+        with pytest.raises(LedgerError, match="a segment of run 00010203 is in the ledger already"):
+            ledger.append([changed])
+    assert ledger.append([epoch(1, 1), epoch(1, run=bytes(16))]) == [4, 5]  # another generation, another run
+    assert ledger.attempt(RUN, 1, 1) == 4
+    assert ledger.attempt(RUN, 9, 0) is None
+
+
+def test_a_withdrawal_is_of_a_contribution_that_is_there_and_once(ledger: Ledger) -> None:
+    ledger.append([admitted(1), admitted(2), epoch(0)])
+    asked = Withdrawal(target=2, reason=Reason.REQUEST, request=hashlib.sha256(b"letter").digest())
+    assert ledger.append([asked], [b"letter"]) == [4]
+    assert ledger.evidence(4) == b"letter"
+    assert ledger.append([asked]) == [4]
+    with pytest.raises(LedgerError, match="withdrawn already, in leaf 4"):
+        ledger.append([Withdrawal(target=2, reason=Reason.DATA)])
+    for target in (0, 3, 4, 5, 2**50):
+        with pytest.raises(LedgerError, match="cannot be withdrawn"):
+            ledger.append([Withdrawal(target=target, reason=Reason.DATA)])
+    assert (ledger.withdrawn(2), ledger.withdrawn(1)) == (4, None)
+    assert ledger.withdrawals() == {2: 4}
+    assert isinstance(ledger.leaf(2).record, Admitted)  # nothing is erased
+
+
+# ----------------------------------------------------------------------------------- bytes beside the leaves
+
+
+def test_bytes_are_kept_by_their_digest(ledger: Ledger) -> None:
+    manifest = Release(manifest=hashlib.sha256(b"manifest").digest(), runs=(RUN,))
+    ledger.append(
+        [admitted(1), admitted(2), epoch(0), manifest], [attestation(1), attestation(2), b"plan", b"manifest"]
+    )
+    assert [ledger.evidence(seq) for seq in range(5)] == [None, attestation(1), attestation(2), None, None]
+    assert list(ledger.evidences()) == [(1, attestation(1)), (2, attestation(2))]
+    assert ledger.blob(epoch().plan) == b"plan"
+    assert ledger.blob(manifest.manifest) == b"manifest"
+    with pytest.raises(LedgerError, match="which no record of the batch holds"):
+        ledger.append([admitted(3)], [b"something else"])
+    ledger.append([epoch(1)], [b"plan"])  # the same plan again
+    assert ledger.size == 6
+
+
+def test_leaves_are_found_by_kind(ledger: Ledger) -> None:
+    ledger.append([admitted(1), epoch(0), admitted(2), epoch(1)])
+    assert [each.seq for each in ledger.of_kind(Epoch)] == [2, 4]
+    assert [each.seq for each in ledger.of_kind(Admitted)] == [1, 3]
+    assert [each.seq for each in ledger.of_kind(Admitted, 2, 4)] == [3]
+    assert [each.seq for each in ledger.leaves(1, 3)] == [1, 2]
+    for seq in (-1, 5, 2**63):
+        with pytest.raises(LedgerError, match="there is no leaf"):
+            ledger.leaf(seq)
+
+
+# ----------------------------------------------------------------------------------- checkpoints and proofs
+
+
+def test_a_checkpoint_is_of_what_is_committed_and_of_each_size_one(ledger: Ledger, where: str) -> None:
+    ledger.append([admitted(1)])
+    one = ledger.checkpoint()
+    assert ledger.checkpoint() == one == ledger.latest()
+    with reopen(where) as other:
+        assert other.checkpoint() == one
+        other.append([admitted(2)])
+    two = ledger.checkpoint()
+    sizes = [checkpoint.parse(text)[0].size for text in ledger.checkpoints()]
+    assert sizes == [1, 2, 3]
+    assert checkpoint.verify(two, [NoteKey(ORIGIN, LEDGER.public)]).root == ledger.root
+
+
+def test_an_epoch_names_the_checkpoint_before_it(ledger: Ledger) -> None:
+    first = ledger.latest()
+    ledger.append([epoch(0), epoch(1)])
+    second = ledger.checkpoint()
+    ledger.append([epoch(2)])
+    assert first is not None
+    named = [each.record.previous for each in ledger.of_kind(Epoch) if isinstance(each.record, Epoch)]
+    assert named == [digest_of(first), digest_of(first), digest_of(second)]
+    with pytest.raises(LedgerError, match="another checkpoint"):
+        ledger.append([epoch(3, previous=bytes(32))])
+    # Cosignatures come later, and change nothing of what was named.
+    assert digest_of(checkpoint.cosign(second, WITNESS, START, "witness.example")) == digest_of(second)
+
+
+def test_cosignatures_are_kept(ledger: Ledger) -> None:
+    signed = ledger.checkpoint()
+    copy = checkpoint.cosign(signed, WITNESS, START + 5, "witness.example")
+    assert ledger.cosigned(copy) == ledger.latest() == copy
+    assert ledger.checkpoint() == copy
+    strange = checkpoint.Checkpoint(ORIGIN, 1, digest("fork")).signed(LEDGER)
+    with pytest.raises(LedgerError):
+        ledger.cosigned(strange)
+    with pytest.raises(LedgerError, match="no checkpoint of 9 leaves"):
+        ledger.cosigned(checkpoint.Checkpoint(ORIGIN, 9, digest("fork")).signed(LEDGER))
+
+
+def test_a_ledger_is_not_made_with_another_key(where: str) -> None:
+    with pytest.raises(LedgerError, match="no key of the ledger"):
+        Ledger.create(where, header(), OTHER, clock=Clock())
+    with pytest.raises(LedgerError, match="there is no ledger"):
+        reopen(where)
+
+
+def test_an_auditor_reads_without_being_able_to_write(ledger: Ledger, where: str) -> None:
+    ledger.append([admitted(1)])
+    ledger.checkpoint()
+    with View.read_only(where) as view:
+        assert view.tree() == ledger.tree()
+        assert view.find(admitted(1).descriptor) == [1]
+        assert view.receipt(1) == ledger.receipt(1)
+        with pytest.raises(LedgerError, match="opened for reading"):
+            Ledger(view.store, LEDGER, clock=Clock()).append([admitted(2)])
+
+
+def test_another_key_signs_nothing(ledger: Ledger, where: str) -> None:
+    ledger.append([admitted(1)])
+    for key in (OTHER, AUDITOR):
+        with (
+            Ledger.open(where, key, clock=Clock()) as other,
+            pytest.raises(LedgerError, match="no key of the ledger"),
+        ):
+            other.checkpoint()
+    with Ledger.open(where, clock=Clock()) as other:
+        assert not other.signs
+        with pytest.raises(LedgerError, match="without its key"):
+            other.checkpoint()
+        assert other.append([admitted(2)]) == [2]
+
+
+def test_keys_are_added_rotated_and_revoked(ledger: Ledger, where: str, clock: Clock) -> None:
+    new = Key(name=ORIGIN, x=OTHER.public.x, role=Role.LEDGER)
+    ledger.append([KeyEvent(change=Change.ROTATE, key=new, target=LEDGER.public.id, effective=START + 100)])
+    ledger.checkpoint()
+    with Ledger.open(where, OTHER, clock=clock) as other:
+        other.append([admitted(1)])
+        with pytest.raises(LedgerError, match="no key of the ledger"):
+            other.checkpoint()  # too early
+        clock.now = START + 100
+        other.append([admitted(2)])
+        other.checkpoint()
+        ledger.append([admitted(3)])
+        with pytest.raises(LedgerError, match="no key of the ledger"):
+            ledger.checkpoint()
+        parties = other.parties()
+        assert parties.usable(LEDGER.public.id, Role.LEDGER, START + 99) is not None
+        assert parties.usable(LEDGER.public.id, Role.LEDGER, START + 100) is None
+        assert other.parties(1).usable(OTHER.public.id, Role.LEDGER, START + 100) is None
+        other.append([KeyEvent(change=Change.REVOKE, target=AUDITOR.public.id, effective=START)])
+        assert other.parties().usable(AUDITOR.public.id, Role.AUDITOR, START) is None
+        other.append([KeyEvent(change=Change.ADD, key=header().keys[1], effective=START + 200)])
+        assert other.parties().usable(AUDITOR.public.id, Role.AUDITOR, START + 199) is None
+        assert other.parties().usable(AUDITOR.public.id, Role.AUDITOR, START + 200) is not None
+        assert other.parties().usable(AUDITOR.public.id, Role.LEDGER, START + 200) is None
+
+
+def test_a_looser_policy_needs_two_signatures(ledger: Ledger) -> None:
+    stricter = PolicyChange(floors=Floors(clip_norm=200_000, noise_multiplier=500_000), presets=header().presets,
+                            policy=digest("stricter"))  # fmt: skip
+    ledger.append([stricter])
+    looser = dataclasses.replace(stricter, floors=header().floors, policy=digest("looser"))
+    message = looser.message(ORIGIN)
+    good = [Signed(key=each.public.id, signature=each.sign(message)) for each in (LEDGER, AUDITOR)]
+    stranger = Signed(key=OTHER.public.id, signature=OTHER.sign(message))
+    elsewhere = Signed(key=AUDITOR.public.id, signature=AUDITOR.sign(looser.message("other.example")))
+    for signatures in ([], good[:1], [good[0], good[0]], [good[0], stranger], [good[0], elsewhere]):
+        with pytest.raises(LedgerError, match="protect less: the floor of the clip norm falls"):
+            ledger.append([dataclasses.replace(looser, signatures=tuple(signatures))])
+    assert ledger.append([dataclasses.replace(looser, signatures=tuple(good))]) == [2]
+    assert ledger.append([looser]) == [3]  # now it changes nothing
+
+
+def test_proofs_and_receipts_hold(ledger: Ledger) -> None:
+    for batch in batches(1, 600, 100):
+        ledger.append(batch)
+        ledger.checkpoint()
+    trees = [checkpoint.parse(text)[0] for text in ledger.checkpoints()]
+    head = ledger.tree()
+    for old in trees:
+        assert ledger.root_at(old.size) == old.root
+        assert verify_consistency(old.size, head.size, ledger.consistent(old.size), old.root, head.root)
+    for seq in (0, 1, 255, 256, 599):
+        data = ledger.raw(seq)
+        assert verify_inclusion(leaf_hash(data), seq, head.size, ledger.prove(seq), head.root)
+        assert receipt.verify(ledger.receipt(seq), data, LEDGER.public, ORIGIN)
+        assert not receipt.verify(ledger.receipt(seq), data + b"x", LEDGER.public, ORIGIN)
+        proof = ProofText.parse(ledger.proof_text(seq))
+        assert proof.verify(data, [NoteKey(ORIGIN, LEDGER.public)]) == head
+    assert verify_inclusion(leaf_hash(ledger.raw(1)), 1, 101, ledger.prove(1, 101), trees[1].root)
+    ledger.append([admitted(600)])
+    with pytest.raises(LedgerError, match="no checkpoint covers leaf 600"):
+        ledger.receipt(600)
+    with pytest.raises(LedgerError, match="601 leaves, not 602"):
+        ledger.prove(1, 602)
+
+
+# ----------------------------------------------------------------------------------- what opening notices
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DELETE FROM leaf WHERE seq = 5",
+        "DELETE FROM head",
+        "DELETE FROM leaf WHERE seq = 0",
+        "DELETE FROM tile",
+        "UPDATE head SET size = 5",
+        "UPDATE head SET size = 7",
+        "UPDATE head SET time = 5",
+        "INSERT INTO leaf SELECT 6, kind, data FROM leaf WHERE seq = 5",
+        "UPDATE leaf SET data = (SELECT data FROM leaf WHERE seq = 4) WHERE seq = 5",
+        "UPDATE tile SET data = (SELECT frontier FROM head)",
+    ],
+)
+def test_opening_notices_a_head_that_does_not_fit(where: str, damage: str) -> None:
+    with create(where) as ledger:
+        ledger.append([admitted(n) for n in range(1, 6)])
+        with ledger.store.write() as rows:
+            rows._db.rows(damage)  # type: ignore[attr-defined]
+    with pytest.raises(LedgerError):
+        reopen(where)
+
+
+def test_damage_below_is_noticed_by_the_append_that_meets_it(where: str) -> None:
+    with create(where) as ledger:
+        ledger.append([admitted(n) for n in range(1, 6)])
+        with ledger.store.write() as rows:
+            rows._db.rows("DELETE FROM tile")  # type: ignore[attr-defined]
+        with pytest.raises(Damaged, match="tile/0/000"):
+            ledger.append([admitted(6)])
+        assert ledger.size == 6
+
+
+def test_an_empty_store_is_no_ledger(tmp_path: Path) -> None:
+    (tmp_path / "x.db").touch()
+    with pytest.raises(LedgerError):
+        reopen(str(tmp_path / "x.db"))
+    with create(str(tmp_path / "x.db")) as ledger:
+        assert ledger.size == 1

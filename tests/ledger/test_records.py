@@ -1,0 +1,453 @@
+"""Every record has one encoding, and nothing else is read. cbor2 is the second opinion about the bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import cbor2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from making import AUDITOR, LEDGER, ORIGIN, RUN, TERMS, admitted, digest, epoch, header, segment
+
+from lamina import cbor
+from lamina.admit.times import LAST
+from lamina.errors import EncodingError, LaminaError
+from lamina.ledger import leaf
+from lamina.ledger.amounts import UNBOUNDED, epsilon, exact_float, exact_text, nano
+from lamina.ledger.errors import LedgerError
+from lamina.ledger.records import (
+    KINDS,
+    NUMBERS,
+    WORDS,
+    Account,
+    Admitted,
+    Aggregate,
+    Change,
+    Charge,
+    ClassTotal,
+    Effect,
+    Epoch,
+    Floors,
+    Header,
+    Key,
+    KeyEvent,
+    Outcome,
+    Parent,
+    PolicyChange,
+    Preset,
+    Reason,
+    Record,
+    Release,
+    Role,
+    Segment,
+    Signed,
+    Span,
+    Terms,
+    Withdrawal,
+    loosened,
+)
+from lamina.ledger.records.fields import schema
+
+AGGREGATE = Aggregate(
+    spans=(Span(first=1, stop=5), Span(first=6, stop=7)),
+    horizon=1_800_000_000,
+    classes=(ClassTotal(cls="clinical", count=5, withdrawn=1, spend=7),),
+    digest=digest("pruned"),
+)
+CHANGE = PolicyChange(floors=Floors(clip_norm=1), presets=header().presets, policy=digest("new"))
+SAMPLES: list[Record] = [
+    header(),
+    header(
+        parent=Parent(origin="old.example/ledger", size=7, root=digest("root")), witnesses=1, cose_alg=-19
+    ),
+    admitted(1),
+    admitted(2, anchor=digest("anchor")),
+    admitted(3, subject=digest("subject")),
+    admitted(4, anchor=digest("anchor"), subject=digest("subject")),
+    admitted(5, not_before=3, expires=LAST),
+    epoch(),
+    epoch(3, previous=digest("checkpoint"), accounts=()),
+    Withdrawal(target=1, reason=Reason.CONSENT),
+    Withdrawal(
+        target=2**40, reason=Reason.KEY, effect=Effect.ABANDON, run=RUN, segment=4, request=digest("asked")
+    ),
+    KeyEvent(
+        change=Change.ADD, key=Key(name="x.example", x=AUDITOR.public.x, role=Role.AUDITOR), effective=5
+    ),
+    KeyEvent(change=Change.REVOKE, target=AUDITOR.public.id, effective=6),
+    KeyEvent(
+        change=Change.ROTATE,
+        key=Key(name=ORIGIN, x=AUDITOR.public.x, role=Role.LEDGER, valid_from=1, valid_until=9),
+        target=LEDGER.public.id,
+        effective=7,
+    ),
+    AGGREGATE,
+    dataclasses.replace(AGGREGATE, signatures=(Signed(key=AUDITOR.public.id, signature=bytes(64)),)),
+    CHANGE,
+    Release(manifest=digest("manifest"), runs=(RUN,), not_after=1_900_000_000),
+    Release(manifest=digest("manifest"), runs=()),
+]
+
+
+@pytest.mark.parametrize("record", SAMPLES, ids=lambda record: type(record).__name__)
+def test_a_leaf_reads_back_and_has_the_one_deterministic_encoding(record: Record) -> None:
+    data = leaf.encode(record, 70_000, 1_800_000_000, 3)
+    assert leaf.decode(data) == leaf.Leaf(type(record), 70_000, 1_800_000_000, 3, record)
+    plain = cbor2.loads(data)
+    assert (plain[1], plain[2], plain[3], plain[4]) == (NUMBERS[type(record)], 70_000, 1_800_000_000, 3)
+    assert cbor2.dumps(plain, canonical=True) == data
+    assert "float" not in repr(list(_types(plain)))
+
+
+def _types(plain: Any) -> Any:
+    yield type(plain).__name__
+    for each in plain.values() if isinstance(plain, dict) else plain if isinstance(plain, list) else ():
+        yield from _types(each)
+
+
+def test_every_kind_has_a_number_a_word_and_a_sample() -> None:
+    assert {type(record) for record in SAMPLES} == set(KINDS.values()) == set(WORDS)
+    assert sorted(KINDS) == list(range(1, 9))
+
+
+def test_the_wire_format_is_frozen() -> None:
+    """Leaves that exist must be readable for ever: a change here is a new schema version, not a new digest."""
+    total = hashlib.sha256()
+    for seq, record in enumerate(SAMPLES):
+        total.update(leaf.encode(record, seq, 1_800_000_000 + seq, seq // 4))
+    assert total.hexdigest() == FROZEN
+
+
+FROZEN = "a537cdd5990cbad340d933a946762164026ce30738609567ecec7143237574b9"
+
+
+numbers = st.integers(0, 2**32) | st.sampled_from(
+    [0, 23, 24, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, LAST]
+)
+digests = st.binary(min_size=32, max_size=32)
+
+
+@st.composite
+def contributions(draw: st.DrawFn) -> Admitted:
+    start, end = sorted(
+        draw(st.lists(numbers.filter(lambda n: n <= LAST), min_size=2, max_size=2, unique=True))
+    )
+    bound = draw(st.sampled_from([(0, 0), (1, 1), (10**15, 10**15), (1_000_000, 4_310_000)]))
+    terms = Terms(
+        draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True)),
+        draw(st.from_regex(r"[a-z0-9-]{1,64}", fullmatch=True)),
+        *bound,
+        draw(st.none() | st.text(min_size=1, max_size=40).filter(str.isprintable)),
+    )
+    return Admitted(
+        descriptor=draw(digests),
+        attestation=draw(digests),
+        key=draw(digests),
+        not_before=start,
+        expires=end,
+        terms=terms,
+        anchor=draw(st.none() | digests),
+        subject=draw(st.none() | digests),
+    )
+
+
+@given(contributions(), numbers, numbers.filter(lambda n: n <= LAST), numbers)
+def test_the_fast_way_writes_and_reads_what_the_general_one_does(
+    record: Admitted, seq: int, time: int, number: int
+) -> None:
+    data = leaf.encode(record, seq, time, number)
+    assert data == cbor.encode({1: 2, 2: seq, 3: time, 4: number, 5: schema(Admitted).plain(record)})
+    assert leaf.decode(data) == leaf.Leaf(Admitted, seq, time, number, record)
+    assert schema(Admitted).value(cbor.decode(data)[5]) == record
+
+
+@given(st.sampled_from(SAMPLES), st.data())
+def test_changed_bytes_are_refused_or_are_another_canonical_leaf(record: Record, data: st.DataObject) -> None:
+    good = bytearray(leaf.encode(record, 9, 1_800_000_000, 1))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(good) - 1))
+        good[at] ^= data.draw(st.integers(1, 255))
+    _reads_canonically(bytes(good))
+
+
+@given(st.binary(max_size=300))
+def test_bytes_that_are_no_leaf_are_refused(data: bytes) -> None:
+    _reads_canonically(data)
+
+
+@given(contributions(), st.data())
+def test_the_fast_way_never_reads_what_the_strict_one_refuses(record: Admitted, data: st.DataObject) -> None:
+    good = bytearray(leaf.encode(record, 70_000, 1_800_000_000, 3))
+    kind = data.draw(st.sampled_from(["flip", "cut", "grow", "swap"]))
+    at = data.draw(st.integers(0, len(good) - 1))
+    if kind == "flip":
+        good[at] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "cut":
+        del good[at]
+    elif kind == "grow":
+        good.insert(at, data.draw(st.integers(0, 255)))
+    else:
+        other = data.draw(st.integers(0, len(good) - 1))
+        good[at], good[other] = good[other], good[at]
+    try:
+        plain = cbor.decode(bytes(good))
+        strict = schema(KINDS[plain[1]]).value(plain[5])
+    except (EncodingError, KeyError, TypeError, IndexError):
+        with pytest.raises(EncodingError):
+            leaf.decode(bytes(good))
+        return
+    try:
+        assert leaf.decode(bytes(good)).record == strict
+    except EncodingError:  # the place of the leaf, which the strict reader above does not look at
+        assert plain.keys() != {1, 2, 3, 4, 5} or not plain[3] <= LAST or max(plain[2], plain[4]) >= 2**63
+
+
+def _reads_canonically(data: bytes) -> None:
+    try:
+        found = leaf.decode(data)
+    except EncodingError:
+        return
+    assert leaf.encode(found.record, found.seq, found.time, found.epoch) == data
+
+
+@pytest.mark.parametrize("record", SAMPLES, ids=lambda record: type(record).__name__)
+def test_unknown_missing_and_mistyped_fields_are_refused(record: Record) -> None:
+    plain = cbor.decode(leaf.encode(record, 1, 1, 1), max_size=1 << 20)
+    body = plain[5]
+    for other in (
+        {**plain, 6: 1},
+        {key: value for key, value in plain.items() if key != 4},
+        {**plain, 1: 9},
+        {**plain, 1: True},
+        {**plain, 2: -1},
+        {**plain, 3: LAST + 1},
+        {**plain, 5: []},
+        {**plain, 5: {**body, 99: 1}},
+        {**plain, 5: {**body, "x": 1}},
+        {**plain, 5: {key: value for key, value in body.items() if key != 1}},
+        {**plain, 5: {**body, 1: True}},
+    ):
+        with pytest.raises(EncodingError):
+            leaf.decode(cbor.encode(other, max_size=1 << 20))
+
+
+def test_a_float_is_no_part_of_any_leaf() -> None:
+    plain = cbor.decode(leaf.encode(epoch(), 1, 1, 1))
+    plain[5][4] = [0.1]
+    with pytest.raises(EncodingError, match="float"):
+        leaf.decode(cbor.encode(plain, floats=True))
+    plain[5][4] = ["0.10"]
+    with pytest.raises(EncodingError, match="exact text"):
+        leaf.decode(cbor.encode(plain))
+
+
+BAD: list[tuple[Any, dict[str, Any]]] = [
+    (header, {"origin": "has space"}),
+    (header, {"origin": "has+plus"}),
+    (header, {"origin": "x" * 256}),
+    (header, {"accountant": "guess"}),
+    (header, {"delta": 0.0}),
+    (header, {"delta": 1}),
+    (header, {"delta": math.nan}),
+    (header, {"schema": 2}),
+    (header, {"cose_alg": -7}),
+    (header, {"epoch_clock": 0}),
+    (header, {"granularity": 0}),
+    (header, {"keys": ()}),
+    (header, {"witnesses": 2}),
+    (header, {"presets": header().presets * 2}),
+    (header, {"keys": (*header().keys, header().keys[0])}),
+    (header, {"keys": header().keys[1:]}),
+    (admitted, {"number": 1, "descriptor": bytes(31)}),
+    (admitted, {"number": 1, "attestation": "x" * 32}),
+    (admitted, {"number": 1, "key": bytearray(32)}),
+    (admitted, {"number": 1, "not_before": 5, "expires": 5}),
+    (admitted, {"number": 1, "expires": LAST + 1}),
+    (admitted, {"number": 1, "not_before": True}),
+    (admitted, {"number": 1, "anchor": bytes(31)}),
+    (admitted, {"number": 1, "subject": bytes(33)}),
+    (admitted, {"number": 1, "terms": None}),
+    (epoch, {"run": bytes(15)}),
+    (epoch, {"segments": ()}),
+    (epoch, {"segments": (segment(1), segment(0))}),
+    (epoch, {"segments": (segment(1), segment(1))}),
+    (epoch, {"variance": ()}),
+    (epoch, {"variance": (-1.0,)}),
+    (epoch, {"variance": (math.inf,)}),
+    (epoch, {"variance": (1,)}),
+    (epoch, {"variance": (-0.0,)}),
+    (epoch, {"accounts": epoch().accounts * 2}),
+    (epoch, {"state": b""}),
+    (segment, {"first": 10, "last": 10}),
+    (segment, {"eligibility": -1}),
+    (segment, {"outcome": 1}),
+    (segment, {"nonce": bytes(15)}),
+]
+
+
+@pytest.mark.parametrize(("make", "changes"), BAD)
+def test_a_record_that_makes_no_sense_is_not_made(make: Any, changes: dict[str, Any]) -> None:
+    with pytest.raises(LedgerError):
+        make(**changes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Terms("a b", "ecg", 1, 1),
+        lambda: Terms("clinical", "ECG", 1, 1),
+        lambda: Terms("clinical", "ecg", 0, 1),
+        lambda: Terms("clinical", "ecg", 1, 10**15 + 1),
+        lambda: Terms("clinical", "ecg", 1, 1, "line\nbreak"),
+        lambda: Terms("clinical", "ecg", 1, 1, "\udc80"),
+        lambda: Charge(sigma=0.0, rate=0.5, steps=1),
+        lambda: Charge(sigma=1.0, rate=1.5, steps=1),
+        lambda: Charge(sigma=1.0, rate=0.5, steps=-1),
+        lambda: Charge(sigma=1.0, rate=0.5, steps=1, order=0.5),
+        lambda: Account(cls="a", charges=(), spend=-1),
+        lambda: Account(cls="a", charges=(), spend=UNBOUNDED + 1),
+        lambda: Account(cls="a", charges=(), spend=0, scale=1.5),
+        lambda: Withdrawal(target=-1, reason=Reason.DATA),
+        lambda: Withdrawal(target=1, reason="because"),
+        lambda: Withdrawal(target=1, reason=Reason.DATA, run=RUN),
+        lambda: KeyEvent(change=Change.ADD, effective=1),
+        lambda: KeyEvent(change=Change.REVOKE, effective=1),
+        lambda: KeyEvent(change=Change.REVOKE, key=header().keys[0], target=bytes(32), effective=1),
+        lambda: Key(name="x", x=bytes(32), role=Role.LEDGER),
+        lambda: Key(name="x", x=LEDGER.public.x, role=Role.LEDGER, valid_from=5, valid_until=5),
+        lambda: Span(first=3, stop=3),
+        lambda: dataclasses.replace(AGGREGATE, spans=(Span(first=1, stop=5), Span(first=5, stop=6))),
+        lambda: dataclasses.replace(AGGREGATE, spans=(Span(first=6, stop=7), Span(first=1, stop=5))),
+        lambda: dataclasses.replace(AGGREGATE, classes=(ClassTotal(cls="a", count=4, withdrawn=0, spend=0),)),
+        lambda: ClassTotal(cls="a", count=1, withdrawn=2, spend=0),
+        lambda: Release(manifest=b"", runs=()),
+    ],
+)
+def test_a_part_that_makes_no_sense_is_not_made(make: Any) -> None:
+    with pytest.raises(LedgerError):
+        make()
+
+
+def test_what_is_no_record_is_not_written() -> None:
+    with pytest.raises(LedgerError, match="no record"):
+        leaf.encode("text", 0, 0, 0)  # type: ignore[arg-type]
+    with pytest.raises(LedgerError, match="seq"):
+        leaf.encode(admitted(1), -1, 0, 0)
+    with pytest.raises(LedgerError, match="split it"):
+        leaf.body(epoch(variance=(0.1234567890123456,) * 16_384, accounts=tuple(_accounts())))
+
+
+def _accounts() -> Any:
+    charge = Charge(sigma=1.2345678901234567, rate=0.12345678901234567, steps=2**50)
+    for number in range(1024):
+        yield Account(cls=f"c{number:06}", charges=(charge,) * 40, spend=1)
+
+
+@given(st.floats(0, 1.8e10))
+def test_a_spend_is_never_recorded_below_what_it_is(value: float) -> None:
+    spend = nano(value)
+    assert Fraction(spend, 10**9) >= Fraction(value) > Fraction(spend - 1, 10**9)
+    assert Fraction(epsilon(spend)) >= Fraction(spend, 10**9)
+
+
+def test_a_spend_without_a_figure_stays_without_one() -> None:
+    assert nano(math.inf) == nano(1e11) == UNBOUNDED
+    assert epsilon(UNBOUNDED) == math.inf
+    for wrong in (-1.0, math.nan, True, "1"):
+        with pytest.raises(LedgerError):
+            nano(wrong)  # type: ignore[arg-type]
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_float_survives_as_text(value: float) -> None:
+    found = exact_float(exact_text(value))
+    assert found is not None
+    assert (found, math.copysign(1, found)) == (value, math.copysign(1, value))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "nan", "inf", "-inf", "1", "+1.0", "1.00", " 1.0", "1e5", "0x1p0", "1_0.0", 1.0]
+)
+def test_another_text_of_a_float_is_refused(text: object) -> None:
+    assert exact_float(text) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, []),
+        ({"noise_multiplier": 2_000_000}, []),
+        ({"clip_norm": 900_000}, []),
+        ({"noise_multiplier": 999_999}, ["noise multiplier"]),
+        ({"clip_norm": 1_000_001}, ["clip norm"]),
+        ({"public": True}, ["public"]),
+        ({"profile": "all layers"}, ["depth profile"]),
+    ],
+)
+def test_a_policy_that_protects_less_is_noticed(change: dict[str, Any], told: list[str]) -> None:
+    old = header()
+    presets = (dataclasses.replace(old.presets[0], **change), *old.presets[1:])
+    found = loosened(old.floors, old.presets, old.floors, presets)
+    assert len(found) == len(told)
+    assert all(word in text for word, text in zip(told, found, strict=True))
+    assert len(loosened(old.floors, old.presets, Floors(), old.presets)) == 2
+
+
+def test_signed_messages_are_of_one_ledger_and_one_content() -> None:
+    signed = dataclasses.replace(AGGREGATE, signatures=(Signed(key=bytes(32), signature=bytes(64)),))
+    assert signed.message("a") == AGGREGATE.message("a") != AGGREGATE.message("b")
+    assert dataclasses.replace(AGGREGATE, horizon=1).message("a") != AGGREGATE.message("a")
+    assert CHANGE.message("a") != AGGREGATE.message("a")
+    assert dataclasses.replace(CHANGE, signatures=signed.signatures).message("a") == CHANGE.message("a")
+
+
+def test_an_epoch_has_no_field_for_what_is_secret() -> None:
+    """Who was sampled, batch sizes, seeds, drawn noise, norms, losses, durations: there is no place for them."""
+    names = {kind: {each.name for each in schema(kind).fields} for kind in (Epoch, Segment, Account, Charge)}
+    assert names == {
+        Epoch: {"run", "segments", "plan", "variance", "accounts", "state", "previous"},
+        Segment: {"index", "generation", "nonce", "first", "last", "eligibility", "outcome"},
+        Account: {"cls", "clip_norm", "noise_multiplier", "scale", "charges", "spend"},
+        Charge: {"sigma", "rate", "steps", "order"},
+    }
+
+
+CDDL = {
+    "header": Header, "parent": Parent, "floors": Floors, "preset": Preset, "key": Key,
+    "contribution": Admitted, "terms": Terms,
+    "epoch": Epoch, "segment": Segment, "account": Account, "charge": Charge,
+    "withdrawal": Withdrawal, "key-event": KeyEvent,
+    "aggregate": Aggregate, "span": Span, "class-total": ClassTotal,
+    "policy-change": PolicyChange, "signed": Signed, "release": Release,
+}  # fmt: skip
+
+
+def test_the_documented_schema_is_the_schema() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "ledger.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```cddl\n(.*?)```", text, re.DOTALL)
+    block = re.sub(r";.*", "", block)
+    rules = dict(re.findall(r"^([a-z-]+) = \{(.*?)\}", block, re.DOTALL | re.MULTILINE))
+    for name, kind in CDDL.items():
+        keys = [(bool(mark), int(key)) for mark, key in re.findall(r"(\?)?\s*\b([0-9]+) =>", rules[name])]
+        assert keys == [(each.optional, each.key) for each in schema(kind).fields], name
+    assert set(rules) == {*CDDL, "leaf"}
+
+
+def test_terms_and_enumerations_have_their_documented_numbers() -> None:
+    assert [each.value for each in (*Outcome, *Effect)] == [1, 2, 1, 2]
+    assert [each.name for each in Role] == ["LEDGER", "CONTRIBUTOR", "AUDITOR", "WITNESS", "RELEASE"]
+    assert [each.value for each in Reason] == list(range(1, 8))
+    assert TERMS.bound == ("clinical", 1_000_000, 4_000_000) == admitted(1).bound
+    assert epoch().accounts[0].bound == TERMS.bound
+    assert epoch().accounts[0].name == "clinical/1000000/4000000"
+
+
+def test_errors_are_ours() -> None:
+    assert issubclass(LedgerError, LaminaError)

@@ -1,0 +1,350 @@
+"""Pruning: bodies go, proofs stay, an auditor may look first, and a kill in between changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+
+import pytest
+from making import (
+    AUDITOR,
+    LEDGER,
+    ORIGIN,
+    OTHER,
+    START,
+    Clock,
+    admitted,
+    attestation,
+    batches,
+    create,
+    digest,
+    epoch,
+    reopen,
+)
+
+from lamina.ledger import appending, checkpoint, receipt, retention
+from lamina.ledger.errors import LedgerError
+from lamina.ledger.hashing import leaf_hash
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.proof import verify_consistency, verify_inclusion
+from lamina.ledger.records import Admitted, Aggregate, ClassTotal, Reason, Signed, Span, Terms, Withdrawal
+from lamina.ledger.retention import Retention
+from lamina.ledger.store.errors import Pruned
+
+LATER = (
+    START + 5000
+)  # contributions of the tests expire at START + 500, the header keeps them for 1000 seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ledger(where: str, clock: Clock) -> Iterator[Ledger]:
+    """Leaves 1–299 and 301–700 are old contributions, 300 an epoch, 701 a withdrawal of 7, 702–705 are new."""
+    with create(where, clock) as made:
+        for batch in batches(1, 300, 100):
+            made.append(batch, [attestation(n) for n in range(made.size, made.size + len(batch))])
+        made.append([epoch(0)])
+        made.checkpoint()
+        for batch in batches(301, 701, 150):
+            made.append(batch)
+            made.checkpoint()
+        made.append([Withdrawal(target=7, reason=Reason.CONSENT)])
+        clock.now = LATER
+        made.append([admitted(n, expires=LATER + 9) for n in range(702, 706)])
+        made.checkpoint()
+        yield made
+
+
+def signed(aggregate: Aggregate, *keys: object, origin: str = ORIGIN) -> Aggregate:
+    message = aggregate.message(origin)
+    found = tuple(Signed(key=key.public.id, signature=key.sign(message)) for key in keys)  # type: ignore[attr-defined]
+    return dataclasses.replace(aggregate, signatures=found)
+
+
+def proposed(ledger: Ledger) -> Aggregate:
+    found = Retention(ledger).propose()
+    assert found is not None
+    return found
+
+
+def tiles(ledger: Ledger) -> set[int]:
+    with ledger.store.read() as rows:
+        return {index for index in range(10) if rows.tile(0, index) is not None}
+
+
+def test_the_proposal_sums_up_what_is_old_and_expired(ledger: Ledger) -> None:
+    old = [data for seq, data in ledger.raws() if seq in {*range(1, 300), *range(301, 701)}]
+    assert proposed(ledger) == Aggregate(
+        spans=(Span(first=1, stop=300), Span(first=301, stop=701)),
+        horizon=LATER - 1000,
+        classes=(ClassTotal(cls="clinical", count=699, withdrawn=1, spend=1000),),
+        digest=hashlib.sha256(b"".join(map(leaf_hash, old))).digest(),
+    )
+    assert ledger.size == 706  # nothing was changed
+
+
+def test_pruned_bodies_are_gone_and_every_proof_still_holds(ledger: Ledger, where: str, clock: Clock) -> None:
+    trees = [checkpoint.parse(text)[0] for text in ledger.checkpoints()]
+    bodies = dict(ledger.raws())
+    receipts = dict(Retention(ledger).receipts(proposed(ledger)))
+    assert receipts.keys() == {*range(1, 300), *range(301, 701)}
+    seq = Retention(ledger).prune(proposed(ledger))
+    assert seq == 706
+    for each in (ledger, reopen(where, clock)):
+        assert [found.seq for found in each.leaves()] == [0, 300, *range(701, 707)]
+        assert list(each.evidences()) == []
+        for gone in (1, 299, 301, 700):
+            with pytest.raises(Pruned, match=f"leaf {gone} was summed up"):
+                each.leaf(gone)
+            assert each.find(admitted(gone).descriptor) == []
+        assert each.find(admitted(702).descriptor) == [702]
+        head = each.tree()
+        for old in [*trees, checkpoint.parse(each.latest() or "")[0]]:
+            assert each.root_at(old.size) == old.root
+            for new in trees:
+                if old.size <= new.size:
+                    proof = each.consistent(old.size, new.size)
+                    assert verify_consistency(old.size, new.size, proof, old.root, new.root)
+            assert verify_consistency(old.size, head.size, each.consistent(old.size), old.root, head.root)
+        for kept in (0, 300, 701, 706):
+            assert verify_inclusion(leaf_hash(each.raw(kept)), kept, head.size, each.prove(kept), head.root)
+        for gone in (1, 255, 256, 299, 301, 700):
+            assert receipt.verify(receipts[gone], bodies[gone], LEDGER.public, ORIGIN)
+        each.close()
+
+
+def test_only_tiles_that_nothing_needs_are_dropped(where: str, clock: Clock) -> None:
+    """Tiles 0–9 are full. Stay: 0 (the header), 3 (a checkpoint at 900), 5 (an epoch at 1300), 9 (the edge)."""
+    with create(where, clock) as ledger:
+        for stop in (900, 1024, 1300):
+            ledger.append([admitted(n) for n in range(ledger.size, stop)])
+            ledger.checkpoint()
+        ledger.append([epoch(0)])
+        ledger.append([admitted(n) for n in range(1301, 2500)])
+        clock.now = LATER
+        assert tiles(ledger) == set(range(10))
+        Retention(ledger).prune(proposed(ledger))
+        assert tiles(ledger) == {0, 3, 5, 9}
+        with pytest.raises(Pruned, match="tile/0/001"):
+            ledger.prove(300)
+        with pytest.raises(Pruned):
+            ledger.root_at(1600)  # no checkpoint is there
+        for text in ledger.checkpoints():
+            old = checkpoint.parse(text)[0]
+            assert ledger.root_at(old.size) == old.root
+        # A ledger that goes on and is pruned again.
+        ledger.append([admitted(n, expires=LATER + 9) for n in range(ledger.size, 2700)])
+        ledger.checkpoint()
+        clock.now = LATER + 5000
+        again = proposed(ledger)
+        assert again.spans == (Span(first=2501, stop=2700),)
+        Retention(ledger).prune(again)
+        assert [found.seq for found in ledger.leaves()] == [0, 1300, 2500, 2700]
+        for text in ledger.checkpoints():
+            old = checkpoint.parse(text)[0]
+            assert ledger.root_at(old.size) == old.root
+
+
+def test_what_has_not_expired_stays_also_in_between(where: str, clock: Clock) -> None:
+    with create(where, clock) as ledger:
+        ledger.append([admitted(n, expires=LATER + 9 if n % 3 == 0 else START + 1) for n in range(1, 10)])
+        clock.now = LATER
+        first = proposed(ledger)
+        assert first.spans == (Span(first=1, stop=3), Span(first=4, stop=6), Span(first=7, stop=9))
+        Retention(ledger).prune(first)
+        assert Retention(ledger).propose() is None
+        with pytest.raises(LedgerError, match="in the ledger already, as leaf 3"):
+            ledger.append([admitted(3, expires=LATER + 10)])  # an attestation that is still good is found
+        clock.now = LATER + 9
+        second = proposed(ledger)
+        assert second.spans == (Span(first=3, stop=4), Span(first=6, stop=7), Span(first=9, stop=10))
+        Retention(ledger).prune(second)
+        assert [found.seq for found in ledger.leaves()] == [0, 10, 11]
+
+
+def test_classes_are_summed_apart(where: str, clock: Clock) -> None:
+    with create(where, clock) as ledger:
+        free = Terms("open", "ecg", 0, 0)
+        ledger.append([admitted(1), admitted(2, terms=free), admitted(3), epoch(0), epoch(4), epoch(1)])
+        clock.now = LATER
+        assert proposed(ledger).classes == (
+            ClassTotal(cls="clinical", count=2, withdrawn=0, spend=5000),
+            ClassTotal(cls="open", count=1, withdrawn=0, spend=0),
+        )
+
+
+def test_many_spans_take_several_aggregates(
+    where: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "MOST_SPANS", 2)
+    with create(where, clock) as ledger:
+        ledger.append([admitted(n, expires=LATER + 9 if n % 2 else START + 1) for n in range(1, 8)])
+        clock.now = LATER
+        rounds = []
+        while (aggregate := Retention(ledger).propose()) is not None:
+            rounds.append([span.first for span in aggregate.spans])
+            Retention(ledger).prune(aggregate)
+        assert rounds == [[2, 4], [6]]
+
+
+# ----------------------------------------------------------------------------------- who may prune what, and when
+
+
+def test_nothing_is_pruned_before_its_time(where: str, clock: Clock) -> None:
+    with create(where, clock) as ledger:
+        ledger.append([admitted(1), admitted(2, expires=START + 3000)])
+        assert Retention(ledger).propose() is None
+        clock.now = START + 1000
+        assert Retention(ledger).propose() is None  # admitted at the horizon, not before it
+        clock.now = START + 1001
+        assert proposed(ledger).spans == (Span(first=1, stop=2),)
+        with pytest.raises(LedgerError, match="is later than"):
+            Retention(ledger).propose(before=START + 2)
+        assert Retention(ledger).propose(before=START) is None
+        early = dataclasses.replace(proposed(ledger), horizon=START + 2)
+        with pytest.raises(LedgerError, match="not reached yet"):
+            Retention(ledger).prune(early)
+
+
+def test_a_pruned_subject_does_not_come_back(where: str, clock: Clock) -> None:
+    subject = digest("subject")
+    with create(where, clock) as ledger:
+        ledger.append([admitted(1, subject=subject)])
+        clock.now = LATER
+        Retention(ledger).prune(proposed(ledger))
+        with pytest.raises(
+            LedgerError, match="the subject of record 0 of the batch is in the ledger already"
+        ):
+            ledger.append([admitted(2, subject=subject, expires=LATER + 9)])
+        with pytest.raises(LedgerError, match="cannot be withdrawn: it is pruned"):
+            ledger.append([Withdrawal(target=1, reason=Reason.DATA)])
+    with reopen(where, clock) as ledger, pytest.raises(LedgerError, match="the subject"):
+        ledger.append([admitted(2, subject=subject, expires=LATER + 9)])
+
+
+def test_an_auditor_countersigns_what_is_then_pruned(ledger: Ledger) -> None:
+    aggregate = signed(proposed(ledger), AUDITOR)
+    seq = Retention(ledger).prune(aggregate)
+    assert ledger.leaf(seq).record == aggregate
+
+
+def test_signatures_that_do_not_count_are_refused(ledger: Ledger) -> None:
+    aggregate = proposed(ledger)
+    for bad in (
+        signed(aggregate, OTHER),
+        signed(aggregate, LEDGER),
+        signed(aggregate, AUDITOR, AUDITOR),
+        signed(aggregate, AUDITOR, OTHER),
+        signed(aggregate, AUDITOR, origin="other.example"),
+        dataclasses.replace(
+            aggregate, signatures=signed(dataclasses.replace(aggregate, horizon=1), AUDITOR).signatures
+        ),
+    ):
+        with pytest.raises(LedgerError, match="signatures under the aggregate"):
+            Retention(ledger).prune(bad)
+    assert ledger.size == 706
+    assert isinstance(ledger.leaf(1).record, Admitted)
+
+
+def test_an_aggregate_that_is_not_true_is_refused(ledger: Ledger) -> None:
+    aggregate = proposed(ledger)
+    (total,) = aggregate.classes
+    for wrong in (
+        dataclasses.replace(aggregate, digest=bytes(32)),
+        dataclasses.replace(aggregate, classes=(dataclasses.replace(total, spend=999),)),
+        dataclasses.replace(aggregate, classes=(dataclasses.replace(total, withdrawn=0),)),
+        dataclasses.replace(aggregate, horizon=aggregate.horizon - 4000),
+        Aggregate(
+            spans=(Span(first=1, stop=2),),
+            horizon=aggregate.horizon,
+            classes=(dataclasses.replace(total, count=1),),
+            digest=aggregate.digest,
+        ),
+    ):
+        with pytest.raises(LedgerError, match="has changed since"):
+            Retention(ledger).prune(wrong)
+    ledger.append([Withdrawal(target=8, reason=Reason.DATA)])
+    with pytest.raises(LedgerError, match="has changed since"):
+        Retention(ledger).prune(aggregate)
+    assert isinstance(ledger.leaf(1).record, Admitted)
+
+
+def test_a_ledger_that_grows_while_it_is_pruned_is_not_pruned(
+    ledger: Ledger, where: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aggregate = proposed(ledger)
+    whole = ledger.append_aggregate
+
+    def after_somebody_else(*arguments: object) -> list[int]:
+        with reopen(where, clock) as other:
+            other.append([epoch(1)])
+        return whole(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ledger, "append_aggregate", after_somebody_else)
+    with pytest.raises(LedgerError, match="grew while it was being pruned"):
+        Retention(ledger).prune(aggregate)
+    assert [type(found.record).__name__ for found in ledger.leaves(705)] == ["Admitted", "Epoch"]
+    assert isinstance(ledger.leaf(1).record, Admitted)
+
+
+def test_pruning_needs_the_key(ledger: Ledger, where: str, clock: Clock) -> None:
+    with Ledger.open(where, clock=clock) as other, pytest.raises(LedgerError, match="without its key"):
+        Retention(other)
+
+
+# ----------------------------------------------------------------------------------- a stop in the middle
+
+
+class Stop(Exception):
+    """The process ends here, as far as the test goes."""
+
+
+@pytest.mark.parametrize("at", range(1, 10))
+def test_a_pruning_that_stopped_goes_on(
+    where: str, clock: Clock, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before each of its transactions: in between the ledger is whole, and the end is the same."""
+    monkeypatch.setattr(retention, "_CHUNK", 300)
+    monkeypatch.setattr(appending, "STEP", 200)
+    with create(where, clock) as ledger:
+        ledger.append([admitted(n) for n in range(1, 700)])
+        clock.now = LATER
+        aggregate, roots = proposed(ledger), [checkpoint.parse(text)[0] for text in ledger.checkpoints()]
+        through, count = ledger.transact, 0
+
+        def counted(work: object) -> object:
+            nonlocal count
+            count += 1
+            if count == at:
+                raise Stop
+            return through(work)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(ledger, "transact", counted)
+        try:
+            Retention(ledger).prune(aggregate)
+            assert at == 9, "there are fewer transactions than the test thinks"
+        except Stop:
+            assert at < 9
+    with reopen(where, clock) as again:
+        left = {found.seq for found in again.leaves()}
+        there = again.size == 701
+        assert there == (at > 1)
+        if not there:
+            assert left == set(range(700))
+            return
+        latest = checkpoint.parse(again.latest() or "")[0]
+        assert latest.size == 701 or left == set(range(701))  # nothing goes before the aggregate is signed
+        for old in roots:
+            assert again.root_at(old.size) == old.root
+        assert Retention(again).propose() is None  # what is summed up already is not summed up again
+        Retention(again).resume()
+        assert {found.seq for found in again.leaves()} == {0, 700}
+        assert tiles(again) == {0, 2}
+        assert again.find(admitted(5).descriptor) == []
+        again.store.compact()
+        assert again.size == 701

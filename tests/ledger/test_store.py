@@ -1,0 +1,442 @@
+"""What a store promises, on SQLite and on a real PostgreSQL server."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import postgres
+import pytest
+
+from lamina.ledger.errors import LedgerError
+from lamina.ledger.store import (
+    Damaged,
+    SqliteStore,
+    Store,
+    StoreBusy,
+    StoreError,
+    make_store,
+    migrations,
+    sqlite,
+)
+from lamina.ledger.store import postgres as postgres_store
+from lamina.ledger.store.base import Attempt, Head, LastBatch, Pruning, Signed
+from lamina.ledger.tiles import Tile
+
+HEAD = Head(3, 100, 1, 0, b"edge")
+
+
+@pytest.fixture
+def store(where: str) -> Iterator[Store]:
+    made = make_store(where, create=True)
+    yield made
+    made.close()
+
+
+def test_what_is_written_is_read(store: Store, where: str) -> None:
+    with store.write() as rows:
+        assert rows.head() is None
+        rows.add_leaves([(0, 1, b"header"), (1, 2, b"one"), (2, 3, b"epoch")])
+        rows.add_evidence([(1, b"attestation")])
+        rows.add_keys([(b"k" * 16, 1), (b"l" * 16, 1), (b"l" * 16, 2)])
+        rows.add_attempts([Attempt(bytes(16), 4, 1, 2)])
+        rows.add_withdrawals([(1, 2)])
+        rows.put_tiles([Tile(0, 0, b"h" * 96), Tile(1, 7, b"i" * 32)])
+        rows.put_head(HEAD)
+        rows.put_checkpoint(Signed(2, "two", b"seal"))
+        rows.put_checkpoint(Signed(3, "three", b"other"))
+        rows.put_blob(b"d" * 32, b"plan")
+        rows.put_blob(b"d" * 32, b"never again")
+        rows.put_pruning(Pruning(2, False))
+        rows.put_batch(b"w" * 16, LastBatch(b"t" * 16, b"seqs"), 100)
+        rows.put_meta("name", b"\x00value")
+    other = make_store(where)
+    for each in (store, other):
+        with each.read() as rows:
+            assert rows.head() == HEAD
+            assert (rows.leaf(1), rows.leaf(3)) == (b"one", None)
+            assert list(rows.leaves(0, 2)) == [(0, b"header"), (1, b"one")]
+            assert list(rows.of_kind(2, 0, 9)) == [(1, b"one")]
+            assert list(rows.of_kind(3, 0, 9)) == [(2, b"epoch")]
+            assert list(rows.of_kind(3, 0, 2)) == []
+            assert (rows.evidence(1), rows.evidence(0)) == (b"attestation", None)
+            assert list(rows.evidences(0, 9)) == [(1, b"attestation")]
+            assert sorted(rows.find([b"l" * 16, b"m" * 16])) == [(b"l" * 16, 1), (b"l" * 16, 2)]
+            assert list(rows.find([])) == []
+            assert (rows.attempt(bytes(16), 4, 1), rows.attempt(bytes(16), 4, 2)) == (2, None)
+            assert (rows.withdrawn(1), rows.withdrawn(2)) == (2, None)
+            assert list(rows.withdrawals()) == [(1, 2)]
+            assert (rows.tile(0, 0), rows.tile(1, 7), rows.tile(1, 0)) == (b"h" * 96, b"i" * 32, None)
+            assert rows.checkpoint() == rows.checkpoint(3) == Signed(3, "three", b"other")
+            assert rows.checkpoint(1) is None
+            assert [signed.size for signed in rows.checkpoints()] == [2, 3]
+            assert (rows.blob(b"d" * 32), rows.blob(bytes(32))) == (b"plan", None)
+            assert rows.prunings() == [Pruning(2, False)]
+            assert rows.batch(b"w" * 16) == LastBatch(b"t" * 16, b"seqs")
+            assert rows.batch(bytes(16)) is None
+            assert rows.meta("name") == b"\x00value"
+        assert each.size_on_disk() > 1000
+        each.close()
+
+
+def test_rows_are_replaced_and_dropped(store: Store) -> None:
+    with store.write() as rows:
+        rows.add_leaves([(seq, 2, b"%d" % seq) for seq in range(10)])
+        rows.add_evidence([(seq, b"e%d" % seq) for seq in range(10)])
+        rows.add_keys([(bytes([seq]) * 16, seq) for seq in range(10)])
+        rows.put_tiles([Tile(0, index, b"t" * 32) for index in range(4)])
+        rows.put_head(HEAD)
+        rows.put_checkpoint(Signed(2, "two", b"seal"))
+        rows.put_pruning(Pruning(2, False))
+        rows.put_batch(b"w" * 16, LastBatch(b"t" * 16, b"1"), 10)
+    with store.write() as rows:
+        rows.drop_leaves(2, 5)
+        rows.drop_keys([(bytes([2]) * 16, 2), (bytes([3]) * 16, 9)])
+        rows.drop_tiles(0, [1, 3, 9])
+        rows.put_tiles([Tile(0, 0, b"u" * 64)])
+        rows.put_head(HEAD._replace(size=4))
+        rows.put_checkpoint(Signed(2, "two, cosigned", b"ignored"))
+        rows.put_pruning(Pruning(2, True))
+        rows.put_batch(b"w" * 16, LastBatch(b"u" * 16, b"2"), 11)
+        rows.put_batch(b"v" * 16, LastBatch(b"u" * 16, b"2"), 14)
+        rows.forget_writers(12)
+        rows.put_blob(b"d" * 32, b"plan")
+        rows.drop_blob(b"d" * 32)
+    with store.read() as rows:
+        assert [seq for seq, _ in rows.leaves(0, 10)] == [0, 1, 5, 6, 7, 8, 9]
+        assert [seq for seq, _ in rows.evidences(0, 10)] == [0, 1, 5, 6, 7, 8, 9]
+        assert [seq for _, seq in rows.find([bytes([2]) * 16, bytes([3]) * 16])] == [3]
+        assert [rows.tile(0, index) for index in range(4)] == [b"u" * 64, None, b"t" * 32, None]
+        assert rows.head() == HEAD._replace(size=4)
+        assert rows.checkpoint() == Signed(2, "two, cosigned", b"seal")
+        assert rows.prunings() == [Pruning(2, True)]
+        assert rows.batch(b"w" * 16) is None  # a writer that was silent for days
+        assert rows.batch(b"v" * 16) == LastBatch(b"u" * 16, b"2")
+        assert rows.blob(b"d" * 32) is None
+    store.compact()
+    with store.read() as rows:
+        assert rows.leaf(5) == b"5"
+
+
+def test_long_ranges_come_whole_and_in_order(store: Store) -> None:
+    seqs = [seq for seq in range(5000) if seq % 7]
+    with store.write() as rows:
+        rows.add_leaves([(seq, 2 + seq % 2, b"%d" % seq) for seq in seqs])
+        rows.add_withdrawals([(seq, seq) for seq in seqs])
+        rows.add_keys([(b"%016d" % seq, seq) for seq in seqs])
+    with store.read() as rows:
+        assert [seq for seq, _ in rows.leaves(1, 4999)] == [seq for seq in seqs if 1 <= seq < 4999]
+        assert [seq for seq, _ in rows.of_kind(3, 0, 5000)] == [seq for seq in seqs if seq % 2]
+        assert [target for target, _ in rows.withdrawals()] == seqs
+        assert sorted(seq for _, seq in rows.find([b"%016d" % seq for seq in range(5000)])) == seqs
+
+
+def test_a_transaction_is_all_or_nothing(store: Store) -> None:
+    with store.write() as rows:
+        rows.put_head(HEAD)
+
+    def stops() -> None:
+        with store.write() as rows:
+            rows.add_leaves([(0, 1, b"x")])
+            rows.put_head(HEAD._replace(size=9))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        stops()
+    with store.read() as rows:
+        assert rows.head() == HEAD
+        assert rows.leaf(0) is None
+    with store.write() as rows:  # and the store can go on
+        rows.put_head(HEAD._replace(size=5))
+    with store.read() as rows:
+        assert rows.head() == HEAD._replace(size=5)
+
+
+def test_a_row_twice_is_damage(store: Store) -> None:
+    with store.write() as rows:
+        rows.add_leaves([(0, 1, b"x")])
+    with pytest.raises(Damaged, match="should not be there"), store.write() as rows:
+        rows.add_leaves([(0, 1, b"y")])
+    with store.read() as rows:
+        assert rows.leaf(0) == b"x"
+
+
+def test_a_view_does_not_change_while_others_write(store: Store, where: str) -> None:
+    with store.write() as rows:
+        rows.add_leaves([(0, 1, b"x")])
+        rows.put_head(HEAD)
+    other = make_store(where)
+    with store.read() as rows:
+        assert rows.head() == HEAD
+        with other.write() as more:
+            more.add_leaves([(1, 1, b"y")])
+            more.put_head(HEAD._replace(size=4))
+        with store.write() as own:  # a writer beside the view, in the same process
+            own.put_head(HEAD._replace(size=6))
+        with store.read() as inner:  # a view inside a view is the same view
+            assert inner.head() == HEAD
+        assert rows.head() == HEAD
+        assert rows.leaf(1) is None
+    with store.read() as rows:
+        assert rows.head() == HEAD._replace(size=6)
+        assert rows.leaf(1) == b"y"
+    other.close()
+
+
+def test_writers_take_turns(store: Store, where: str) -> None:
+    with store.write() as rows:
+        rows.put_head(HEAD._replace(size=0))
+
+    def count(own: Store) -> None:
+        for _ in range(20):
+            with own.write() as rows:
+                head = rows.head()
+                assert head is not None
+                rows.put_head(head._replace(size=head.size + 1))
+
+    stores = [make_store(where) for _ in range(3)]
+    threads = [threading.Thread(target=count, args=(each,)) for each in (*stores, stores[0])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with store.read() as rows:
+        assert rows.head() == HEAD._replace(size=80)
+    for each in stores:
+        each.close()
+
+
+def test_whoever_waits_too_long_is_told(where: str) -> None:
+    first = make_store(where, create=True)
+    with first.write() as rows:
+        rows.put_head(HEAD)
+    second = type(first)(where, patience=0.2)  # type: ignore[call-arg]
+    with first.write() as rows:
+        rows.put_head(HEAD._replace(size=4))
+        with pytest.raises(StoreBusy, match="another process holds"), second.write():
+            pass
+    with second.write() as rows:
+        assert rows.head() == HEAD._replace(size=4)
+    first.close()
+    second.close()
+
+
+def test_a_store_does_not_survive_a_fork(store: Store) -> None:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            store.read().__enter__()
+        except LedgerError as error:
+            status = 0 if "fork" in error.problem else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    with store.read() as rows:
+        assert rows.head() is None
+
+
+# ----------------------------------------------------------------------------------- versions
+
+
+def test_tables_of_an_older_version_are_brought_up_to_date(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(where, create=True)
+    with store.write() as rows:
+        rows.put_head(HEAD)
+    store.close()
+    more = (*migrations.STEPS, ("CREATE TABLE later (id {number} PRIMARY KEY)",))
+    monkeypatch.setattr(migrations, "STEPS", more)
+    monkeypatch.setattr(migrations, "VERSION", len(more))
+    for _ in range(2):  # the second time there is nothing to do
+        store = make_store(where)
+        with store.write() as rows:
+            assert rows.head() == HEAD
+            rows._db.rows("INSERT INTO later VALUES (?) ON CONFLICT DO NOTHING", 1)
+        store.close()
+    monkeypatch.undo()
+    with pytest.raises(LedgerError, match="tables of version 2, this program knows 1"):
+        make_store(where)
+
+
+def test_a_migration_that_fails_changes_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_store(where, create=True).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            migrations, "STEPS", (*migrations.STEPS, ("CREATE TABLE later (id {number})", "CREATE nonsense"))
+        )
+        patch.setattr(migrations, "VERSION", 2)
+        with pytest.raises(StoreError):
+            make_store(where)
+    make_store(where).close()
+
+
+def test_what_is_not_there_is_not_opened(where: str) -> None:
+    with pytest.raises(LedgerError, match="there is no ledger"):
+        make_store(where)
+
+
+def test_who_reads_changes_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LedgerError, match="there is no ledger"):
+        make_store(where, readonly=True)
+    store = make_store(where, create=True)
+    with store.write() as rows:
+        rows.put_head(HEAD)
+    reader = make_store(where, readonly=True)
+    with reader.read() as rows:
+        assert rows.head() == HEAD
+    with store.write() as rows:
+        rows.put_head(HEAD._replace(size=4))
+    with reader.read() as rows:
+        assert rows.head() == HEAD._replace(size=4)
+    with pytest.raises(LedgerError, match="opened for reading"), reader.write():
+        pass
+    reader.close()
+    store.close()
+    for module in (migrations, sqlite, postgres_store):
+        monkeypatch.setattr(module, "VERSION", 2)
+    with pytest.raises(LedgerError, match="tables of version 1, to be brought up to 2"):
+        make_store(where, readonly=True)
+
+
+# ----------------------------------------------------------------------------------- SQLite alone
+
+
+def test_a_copy_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SqliteStore(tmp_path / "a b?c%.db", create=True)
+    with store.write() as rows:
+        rows.put_head(HEAD)
+    store.close()
+    before = set(tmp_path.iterdir())
+    monkeypatch.setattr(sqlite.os, "access", lambda path, mode: False)  # root may write everywhere
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite.apsw, "SQLITE_OPEN_READWRITE", 0)  # would fail
+        store = SqliteStore(tmp_path / "a b?c%.db", readonly=True)
+    with store.read() as rows:
+        assert rows.head() == HEAD
+        assert set(tmp_path.iterdir()) == before
+    store.close()
+
+
+def test_a_library_with_the_reset_bug_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite.apsw, "sqlite_lib_version", lambda: "3.51.2")
+    with pytest.raises(StoreError, match="may lose committed rows"):
+        SqliteStore(tmp_path / "x.db", create=True)
+    assert not (tmp_path / "x.db").exists()
+
+
+def test_the_file_is_private_durable_and_marked(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "x.db", create=True)
+    assert stat.S_IMODE((tmp_path / "x.db").stat().st_mode) == 0o600
+    for purpose in ("read", "write"):
+        db = store._connection(purpose)
+        assert (db.pragma("journal_mode"), db.pragma("synchronous")) == ("wal", 2)
+        assert db.pragma("secure_delete") == 1
+    store.close()
+    data = (tmp_path / "x.db").read_bytes()
+    assert data[68:72] == b"LmLg"
+
+
+def test_other_files_are_not_taken_for_ledgers(tmp_path: Path) -> None:
+    other = sqlite3.connect(tmp_path / "other.db")
+    other.execute("CREATE TABLE t (x)")
+    other.close()
+    (tmp_path / "text").write_text("no database at all, but long enough to be taken for one" * 20)
+    for name in ("other.db", "text"):
+        before = (tmp_path / name).read_bytes()
+        for create in (False, True):
+            with pytest.raises((LedgerError, Damaged)):
+                SqliteStore(tmp_path / name, create=create)
+        if name == "text":
+            assert (tmp_path / name).read_bytes() == before
+    (tmp_path / "link").symlink_to(tmp_path / "other.db")
+    with pytest.raises(StoreError):
+        SqliteStore(tmp_path / "link")
+    with pytest.raises(StoreError, match="cannot make"):
+        SqliteStore(tmp_path / "missing" / "x.db", create=True)
+
+
+def test_what_a_killed_creator_left_is_used(tmp_path: Path) -> None:
+    (tmp_path / "x.db").touch()
+    store = SqliteStore(tmp_path / "x.db", create=True)
+    with store.read() as rows:
+        assert rows.head() is None
+    store.close()
+
+
+def test_pruned_bytes_are_gone_from_the_file(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "x.db", create=True)
+    with store.write() as rows:
+        rows.add_leaves([(seq, 2, b"a body that must go %d" % seq * 5) for seq in range(200)])
+    with store.write() as rows:
+        rows.drop_leaves(0, 200)
+    store.compact()
+    store.close()
+    assert not any(b"a body that must go" in each.read_bytes() for each in tmp_path.iterdir())
+
+
+# ----------------------------------------------------------------------------------- PostgreSQL alone
+
+
+def test_a_server_that_forgets_is_refused(server: postgres.Server) -> None:
+    import psycopg
+
+    with psycopg.connect(server.url(), autocommit=True) as admin:
+        for name in ("fsync", "full_page_writes"):
+            admin.execute(f"ALTER SYSTEM SET {name} = off")
+            admin.execute("SELECT pg_reload_conf()")
+            try:
+                with pytest.raises(StoreError, match=f"{name} = off"):
+                    _until_seen(server.url("forgets"), name)
+            finally:
+                admin.execute(f"ALTER SYSTEM RESET {name}")
+                admin.execute("SELECT pg_reload_conf()")
+
+
+def _until_seen(url: str, name: str) -> None:
+    """The server reads its settings a moment later."""
+    import time
+
+    for _ in range(100):
+        make_store(url, create=True).close()
+        time.sleep(0.05)
+
+
+def test_a_session_that_would_not_wait_for_the_disk_is_made_to(server: postgres.Server) -> None:
+    where = server.url("waits").replace("#", "&options=-csynchronous_commit%3Doff#")
+    store = make_store(where, create=True)
+    with store.write() as rows:
+        assert rows._db.rows("SHOW synchronous_commit") == [("on",)]
+    store.close()
+
+
+def test_names_of_schemas_are_plain_and_passwords_stay_secret(server: postgres.Server) -> None:
+    with pytest.raises(LedgerError, match="no plain name"):
+        make_store(server.url("x; drop"))
+    with pytest.raises(StoreError) as refused:
+        make_store("postgresql://user:secret@127.0.0.1:1/nowhere")
+    assert "secret" not in str(refused.value)
+
+
+def test_without_psycopg_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "lamina.ledger.store.postgres")
+    monkeypatch.delitem(sys.modules, "lamina.ledger.store.pgdatabase")
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(StoreError, match="psycopg is not installed"):
+        make_store("postgresql://somewhere/database")
+
+
+def test_two_ledgers_of_one_database_do_not_meet(server: postgres.Server) -> None:
+    one, two = (make_store(server.url(name), create=True) for name in ("left", "right"))
+    with one.write() as rows:
+        rows.put_head(HEAD)
+    with two.write() as rows:
+        assert rows.head() is None
+    one.close()
+    two.close()

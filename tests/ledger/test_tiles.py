@@ -1,0 +1,278 @@
+"""Tiles against the C2SP layout written out, and proofs from tiles against proofs from the whole tree."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.ledger.errors import LedgerError
+from lamina.ledger.tiles import WIDTH, Place, TileNodes, edge, grow, path
+from lamina.ledger.tree import (
+    Frontier,
+    consistency,
+    inclusion,
+    leaf_hashes,
+    root_at,
+    verify_consistency,
+    verify_inclusion,
+)
+
+SIZE = 70_000  # the example of the C2SP page: three levels of tiles
+HASHES = leaf_hashes(n.to_bytes(4, "big") for n in range(SIZE))
+
+
+class Rows:
+    """Every complete subtree of the tree, level by level: the oracle."""
+
+    def __init__(self, leaves: list[bytes]) -> None:
+        self.rows = [leaves]
+        while len(self.rows[-1]) > 1:
+            row = self.rows[-1]
+            self.rows.append(
+                [hashlib.sha256(b"\x01" + row[at] + row[at + 1]).digest() for at in range(0, len(row) - 1, 2)]
+            )
+
+    def node(self, level: int, index: int) -> bytes:
+        return self.rows[level][index]
+
+    def tiles(self, size: int) -> dict[tuple[int, int], bytes]:
+        """MTH(D[(n·256 + i)·256^L : (n·256 + i + 1)·256^L]) for i = 0 … 255, as far as the tree goes."""
+        found = {}
+        level = 0
+        while whole := size >> 8 * level:
+            for index in range(-(-whole // 256)):
+                row = self.rows[8 * level][256 * index : min(256 * index + 256, whole)]
+                found[level, index] = b"".join(row)
+            level += 1
+        return found
+
+
+ORACLE = Rows(HASHES)
+
+
+class Shelf:
+    """Tiles in a dictionary, as a store would keep them."""
+
+    def __init__(self, tiles: dict[tuple[int, int], bytes] | None = None) -> None:
+        self.tiles = dict(tiles or {})
+        self.asked: list[Place] = []
+
+    def read(self, level: int, index: int, width: int) -> bytes:
+        self.asked.append(Place(level, index, width))
+        if (level, index) not in self.tiles:
+            raise LedgerError(f"tile {level}/{index} was pruned", "ask for a later one")
+        return self.tiles[level, index]
+
+    def append(self, frontier: Frontier, leaves: list[bytes]) -> None:
+        for tile in grow(frontier, leaves, self.read):
+            assert 1 <= tile.place.width <= WIDTH
+            self.tiles[tile.level, tile.index] = tile.data
+
+
+FULL = Shelf(ORACLE.tiles(SIZE))
+
+
+# ---------------------------------------------------------------------------------------------------------- layout
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ((0, 0, 256), "tile/0/000"),
+        ((0, 999, 256), "tile/0/999"),
+        ((0, 1000, 256), "tile/0/x001/000"),
+        ((0, 1234067, 256), "tile/0/x001/x234/067"),
+        ((1, 3, 17), "tile/1/003.p/17"),
+        ((63, 123456, 1), "tile/63/x123/456.p/1"),
+    ],
+)
+def test_paths_are_those_of_c2sp(place: tuple[int, int, int], expected: str) -> None:
+    assert path(*place) == Place(*place).path == expected
+
+
+@pytest.mark.parametrize("place", [(-1, 0, 1), (64, 0, 1), (0, -1, 1), (0, 0, 0), (0, 0, 257), (0, 2**63, 1)])
+def test_there_are_no_other_tiles(place: tuple[int, int, int]) -> None:
+    with pytest.raises(LedgerError, match="there is no tile"):
+        path(*place)
+
+
+def test_the_example_of_the_c2sp_page() -> None:
+    tiles = ORACLE.tiles(70_000)
+    assert sum(level == 0 and len(data) == 8192 for (level, _), data in tiles.items()) == 273
+    assert edge(70_000) == [Place(0, 273, 112), Place(1, 1, 17), Place(2, 0, 1)]
+    assert edge(256) == [Place(1, 0, 1)] and edge(0) == [] and edge(1) == [Place(0, 0, 1)]
+    with pytest.raises(LedgerError, match="must lie in"):
+        edge(-1)
+
+
+# --------------------------------------------------------------------------------------------------------- growing
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from([0, 1, 2, 100, 255, 256, 257, 1000, 5000]), max_size=12))
+def test_growing_by_any_batches_gives_the_tiles_of_the_tree(batches: list[int]) -> None:
+    shelf, frontier, size = Shelf(), Frontier(), 0
+    for count in batches:
+        shelf.append(frontier, HASHES[size : size + count])
+        size += count
+    assert shelf.tiles == ORACLE.tiles(size)
+    assert frontier.root() == root_at(ORACLE, size)
+    assert all(place in edge(size) or place.width < WIDTH for place in shelf.asked), (
+        "only tiles that go on are read"
+    )
+
+
+def test_growing_past_the_third_level() -> None:
+    shelf, frontier = Shelf(), Frontier()
+    for first in range(0, SIZE, 9973):
+        shelf.append(frontier, HASHES[first : first + 9973])
+    assert shelf.tiles == FULL.tiles
+    assert frontier.root() == root_at(ORACLE, SIZE)
+
+
+def test_a_tile_that_cannot_be_read_leaves_the_edge_as_it_was() -> None:
+    shelf, frontier = Shelf(), Frontier()
+    shelf.append(frontier, HASHES[:100])
+    before = frontier.copy()
+    for broken in ({}, {(0, 0): b"short"}, {(0, 0): bytes(99 * 32)}, {(0, 0): bytes(257 * 32)}):
+        shelf.tiles = dict(broken)
+        with pytest.raises(LedgerError):
+            shelf.append(frontier, HASHES[100:300])
+        assert frontier == before
+
+
+def test_a_longer_tile_than_the_tree_is_cut_to_it() -> None:
+    """A crash between tiles and head leaves tiles that are ahead: what is beyond the head is written anew."""
+    shelf, frontier = Shelf(), Frontier()
+    shelf.append(frontier, HASHES[:100])
+    shelf.tiles[0, 0] += b"\xff" * 64
+    shelf.append(frontier, HASHES[100:120])
+    assert shelf.tiles == ORACLE.tiles(120)
+
+
+# ---------------------------------------------------------------------------------------------------------- proofs
+
+
+@given(st.data())
+def test_proofs_from_tiles_are_those_of_the_tree(data: st.DataObject) -> None:
+    nodes = TileNodes(FULL.read, cached=data.draw(st.integers(1, 5)))
+    size = data.draw(st.integers(1, SIZE))
+    index = data.draw(st.integers(0, size - 1))
+    old = data.draw(st.integers(0, size))
+    assert root_at(nodes, size) == root_at(ORACLE, size)
+    assert inclusion(nodes, index, size) == inclusion(ORACLE, index, size)
+    assert consistency(nodes, old, size) == consistency(ORACLE, old, size)
+
+
+def test_every_node_of_a_tree() -> None:
+    nodes = TileNodes(FULL.read)
+    for level, row in enumerate(ORACLE.rows):
+        for index in {0, len(row) // 3, len(row) // 2, len(row) - 1}:
+            assert nodes.node(level, index) == row[index]
+
+
+def test_a_folder_of_c2sp_tiles_is_asked_for_the_widths_of_its_tree() -> None:
+    size = 70_000
+    shelf = Shelf(ORACLE.tiles(size))
+    nodes = TileNodes(shelf.read, size=size)
+    for index in range(0, size, 1777):
+        inclusion(nodes, index, size)
+        consistency(nodes, index, size)
+    assert {place.path for place in shelf.asked if place.width < 256} == {place.path for place in edge(size)}
+    with pytest.raises(LedgerError, match="112 hashes in a tree of 70000 leaves, 113 are needed"):
+        nodes.node(0, 70_000)
+    with pytest.raises(LedgerError, match="has 0 hashes"):
+        nodes.node(0, 80_000)
+
+
+def test_tiles_are_read_once_and_the_oldest_are_forgotten() -> None:
+    shelf = Shelf(FULL.tiles)
+    nodes = TileNodes(shelf.read, cached=2)
+    for index in (0, 300, 1, 301, 2):
+        nodes.node(0, index)
+    assert len(shelf.asked) == 2
+    nodes.node(0, 600)  # pushes out tile 1, used before tile 0
+    nodes.node(0, 3)
+    assert len(shelf.asked) == 3
+    nodes.node(0, 302)
+    assert len(shelf.asked) == 4
+
+
+def test_a_tile_that_grew_is_read_again() -> None:
+    shelf, frontier = Shelf(), Frontier()
+    shelf.append(frontier, HASHES[:10])
+    nodes = TileNodes(shelf.read)
+    assert root_at(nodes, 10) == root_at(ORACLE, 10)
+    shelf.append(frontier, HASHES[10:300])
+    assert root_at(nodes, 300) == root_at(ORACLE, 300)
+    assert root_at(nodes, 10) == root_at(ORACLE, 10)
+
+
+def test_what_was_undone_can_be_forgotten() -> None:
+    shelf, frontier = Shelf(), Frontier()
+    shelf.append(frontier, HASHES[:10])
+    undone = frontier.copy()
+    nodes = TileNodes(shelf.read)
+    shelf.append(undone, [b"\xff" * 32] * 10)
+    root_at(nodes, 20)
+    shelf.append(frontier, HASHES[10:20])
+    nodes.forget()
+    assert root_at(nodes, 20) == root_at(ORACLE, 20)
+
+
+def test_threads_share_the_tiles() -> None:
+    nodes = TileNodes(FULL.read, cached=3)
+    indices = [n * 6971 % SIZE for n in range(400)]
+    with ThreadPoolExecutor(8) as pool:
+        proofs = list(pool.map(lambda index: inclusion(nodes, index, SIZE), indices))
+    assert proofs == [inclusion(ORACLE, index, SIZE) for index in indices]
+
+
+@pytest.mark.parametrize("data", [b"", b"x", bytes(31), bytes(32 * 3), bytes(32 * 257), bytes(32 * 5 + 1)])
+def test_a_damaged_tile_is_named(data: bytes) -> None:
+    nodes = TileNodes(lambda level, index, width: data)
+    with pytest.raises(LedgerError, match=r"tile/0/000.p/5 has \d+ bytes"):
+        nodes.node(0, 4)
+
+
+def test_a_changed_tile_never_yields_a_proof_of_the_signed_root() -> None:
+    root = root_at(ORACLE, SIZE)
+    places = [place for place, data in FULL.tiles.items() if len(data) > 32]
+    for level, tile in places[::25] + places[-2:]:
+        changed = Shelf(FULL.tiles)
+        data = changed.tiles[level, tile]
+        changed.tiles[level, tile] = bytes((data[0] ^ 1,)) + data[1:]
+        index = (256 * tile + 1) << 8 * level  # the first leaf under the sibling of the changed hash
+        proof = inclusion(TileNodes(changed.read), index, SIZE)
+        assert not verify_inclusion(HASHES[index], index, SIZE, proof, root)
+        assert verify_inclusion(HASHES[index], index, SIZE, inclusion(ORACLE, index, SIZE), root)
+
+
+@pytest.mark.parametrize(("cached", "size"), [(0, None), (1, -1)])
+def test_a_cache_of_nothing_is_refused(cached: int, size: Any) -> None:
+    with pytest.raises(LedgerError, match="no such tree"):
+        TileNodes(FULL.read, cached=cached, size=size)
+
+
+# --------------------------------------------------------------------------------------------------------- pruning
+
+
+def test_with_level_0_dropped_but_at_checkpoints_every_checkpoint_is_still_consistent_with_the_head() -> None:
+    checkpoints = [2, 100, 256, 257, 1000, 4096, 65_535, 65_536, 65_537, 69_999, SIZE]
+    kept = {(place.level, place.index) for size in checkpoints for place in edge(size)}
+    pruned = Shelf({place: data for place, data in FULL.tiles.items() if place[0] > 0 or place in kept})
+    assert len(pruned.tiles) < 20 < len(FULL.tiles)
+    nodes = TileNodes(pruned.read)
+    for old in checkpoints:
+        assert root_at(nodes, old) == root_at(ORACLE, old)
+        for new in checkpoints:
+            if old <= new:
+                proof = consistency(nodes, old, new)
+                assert verify_consistency(old, new, proof, root_at(ORACLE, old), root_at(ORACLE, new))
+    with pytest.raises(LedgerError, match="pruned"):
+        inclusion(nodes, 30_000, SIZE)

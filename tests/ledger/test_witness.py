@@ -1,0 +1,254 @@
+"""Witnesses: cosignatures as C2SP writes them, quorums, and an observer who is shown two trees."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.admit.key import PrivateKey
+from lamina.errors import EncodingError
+from lamina.ledger.checkpoint import Checkpoint, parse
+from lamina.ledger.errors import LedgerError, NotVerified
+from lamina.ledger.note import Note, NoteKey, Signature, sign
+from lamina.ledger.observer import Observer
+from lamina.ledger.tree import Frontier, consistency, leaf_hash, node_hash
+from lamina.ledger.witness import SKEW, WitnessKey, WitnessPolicy, cosign, cosigned_at
+
+ORIGIN = "example.org/ledger"
+TIME = 1_700_000_000
+
+
+def private(seed: int) -> PrivateKey:
+    return PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32))
+
+
+KEY = private(1)
+WITNESSES = [private(seed) for seed in (11, 12, 13)]
+KEYS = tuple(WitnessKey(f"w{n}.example", key.public) for n, key in enumerate(WITNESSES))
+TEXT = Checkpoint(ORIGIN, 1, leaf_hash(b"only")).text()
+NOTE = sign(TEXT, ORIGIN, KEY)
+
+
+def signature(n: int, text: str = TEXT, time: int = TIME) -> Signature:
+    return cosign(text, KEYS[n].name, WITNESSES[n], time)
+
+
+def test_a_cosignature_is_what_the_specification_says() -> None:
+    found = signature(0)
+    x = WITNESSES[0].public.x
+    assert found.key_id == KEYS[0].id == hashlib.sha256(b"w0.example\n\x04" + x).digest()[:4]
+    assert found.value[:8] == TIME.to_bytes(8, "big") and len(found.value) == 72
+    message = f"cosignature/v1\ntime {TIME}\n{TEXT}".encode()
+    Ed25519PublicKey.from_public_bytes(x).verify(found.value[8:], message)
+    assert cosigned_at(found) == TIME
+    assert base64.b64decode(KEYS[0].text.split("+", 2)[2]) == b"\x04" + x
+    assert WitnessKey.parse(KEYS[0].text) == KEYS[0]
+
+
+def test_the_example_of_the_c2sp_page_is_read() -> None:
+    line = (
+        "— witness.example.com/w1 jWbPPwAAAABkGFDLEZMHwSRaJNiIDoe9DYn/zXcrtPHeolMI5OWXEhZCB9dlrDJsX3b2oyin1nPZqhf5nNo0"
+        "xUe+mbIUBkBIfZ+qnA==\n"
+    )
+    (found,) = Note.parse("text\n\n" + line).signatures
+    assert cosigned_at(found) == 1679315147 and len(found.value) == 72
+
+
+def test_a_key_for_one_kind_is_none_for_the_other() -> None:
+    key = WITNESSES[0].public
+    assert NoteKey("w0.example", key).id != KEYS[0].id
+    with pytest.raises(EncodingError, match="kind 0x04"):
+        WitnessKey.parse(NoteKey("w0.example", key).text)
+    with pytest.raises(EncodingError, match="kind 0x01"):
+        NoteKey.parse(KEYS[0].text)
+    plain = sign(TEXT, "w0.example", WITNESSES[0]).signatures[0]
+    assert not KEYS[0].holds(TEXT, plain.value)
+    assert not NoteKey("w0.example", key).holds(TEXT, signature(0).value)
+    assert not NoteKey("w0.example", key).holds(TEXT, signature(0).value[8:])
+
+
+@pytest.mark.parametrize("time", [-1, 2**63, 1.5, True, None])
+def test_times_that_are_none_are_not_signed(time: Any) -> None:
+    with pytest.raises(LedgerError, match="seconds since 1970"):
+        cosign(TEXT, "w0.example", WITNESSES[0], time)
+
+
+def test_a_time_beyond_all_times_is_not_believed() -> None:
+    time = 2**63
+    value = time.to_bytes(8, "big") + WITNESSES[0].sign(f"cosignature/v1\ntime {time}\n{TEXT}".encode())
+    assert not KEYS[0].holds(TEXT, value)
+
+
+# --------------------------------------------------------------------------------------------------------- quorum
+
+
+@given(st.sets(st.sampled_from([0, 1, 2])), st.integers(0, 3))
+def test_k_of_n(signed: set[int], quorum: int) -> None:
+    note = NOTE.adding(*(signature(n, time=TIME + n) for n in signed))
+    policy = WitnessPolicy(quorum, KEYS)
+    expected = {f"w{n}.example": TIME + n for n in signed}
+    assert policy.cosigned(note) == expected
+    if len(signed) >= quorum:
+        assert policy.check(note) == expected
+    else:
+        with pytest.raises(
+            NotVerified, match=f"{len(signed)} of 3 witnesses cosigned this checkpoint, {quorum} must"
+        ):
+            policy.check(note)
+
+
+def test_one_witness_counts_once_with_its_latest_time() -> None:
+    twice = Note(
+        TEXT, (*NOTE.signatures, signature(0), signature(0, time=TIME + 9), signature(0, time=TIME + 5))
+    )
+    assert WitnessPolicy(1, KEYS).cosigned(twice) == {"w0.example": TIME + 9}
+    with pytest.raises(NotVerified, match="1 of 3"):
+        WitnessPolicy(2, KEYS).check(twice)
+
+
+def test_unknown_witnesses_are_passed_over_and_wrong_cosignatures_are_not() -> None:
+    stranger = cosign(TEXT, "w9.example", private(99), TIME)
+    pretender = cosign(TEXT, "w1.example", private(99), TIME)  # the name of a witness, the key of somebody
+    note = NOTE.adding(signature(0), stranger, pretender)
+    assert WitnessPolicy(1, KEYS).check(note) == {"w0.example": TIME}
+    for value in (
+        signature(1, text=TEXT.replace("1", "2")).value,
+        (TIME + 1).to_bytes(8, "big") + signature(1).value[8:],
+        signature(1).value[:-1],
+        signature(1).value + b"x",
+        b"x",
+    ):
+        wrong = NOTE.adding(signature(0), Signature("w1.example", KEYS[1].id, value))
+        with pytest.raises(NotVerified, match="'w1.example' is not one of this checkpoint"):
+            WitnessPolicy(1, KEYS).check(wrong)
+
+
+def test_a_cosignature_from_the_future_is_not_believed() -> None:
+    note = NOTE.adding(signature(0))
+    policy = WitnessPolicy(1, KEYS)
+    assert policy.check(note, now=TIME - SKEW) and policy.check(note, now=TIME + 10**9)
+    with pytest.raises(NotVerified, match="set the clocks right"):
+        policy.check(note, now=TIME - SKEW - 1)
+
+
+def test_a_policy_is_written_as_lines_and_read_back() -> None:
+    policy = WitnessPolicy(2, KEYS)
+    assert WitnessPolicy.of(2, policy.keys) == policy
+    assert WitnessPolicy() == WitnessPolicy.of(0, ()) and WitnessPolicy().check(NOTE) == {}
+
+
+@pytest.mark.parametrize("quorum", [-1, 4, True, 1.0, None])
+def test_quorums_that_cannot_be_met_are_refused(quorum: Any) -> None:
+    with pytest.raises(LedgerError, match="quorum"):
+        WitnessPolicy(quorum, KEYS)
+
+
+def test_one_key_under_two_names_is_one_witness() -> None:
+    with pytest.raises(LedgerError, match="same public key"):
+        WitnessPolicy(2, (KEYS[0], WitnessKey("alias.example", KEYS[0].key)))
+
+
+# ------------------------------------------------------------------------------------------------------- observer
+
+
+class Rows:
+    def __init__(self, leaves: list[bytes]) -> None:
+        self.rows = [[leaf_hash(leaf) for leaf in leaves]]
+        while len(self.rows[-1]) > 1:
+            row = self.rows[-1]
+            self.rows.append([node_hash(*row[at : at + 2]) for at in range(0, len(row) - 1, 2)])
+
+    def node(self, level: int, index: int) -> bytes:
+        return self.rows[level][index]
+
+    def signed(self, size: int, key: PrivateKey = KEY) -> str:
+        frontier = Frontier()
+        frontier.extend(self.rows[0][:size])
+        return Checkpoint(ORIGIN, size, frontier.root()).signed(key)
+
+
+HONEST = Rows([b"%d" % n for n in range(20)])
+FORKED = Rows([b"%d" % n if n != 5 else b"another" for n in range(20)])
+
+
+def observer() -> Observer:
+    return Observer("w0.example", WITNESSES[0], {ORIGIN: [NoteKey(ORIGIN, KEY.public)]})
+
+
+def test_an_observer_follows_a_ledger_that_grows() -> None:
+    watch, last = observer(), 0
+    for size in (2, 3, 3, 10, 20):
+        signed = HONEST.signed(size)
+        found = watch.observe(signed, consistency(HONEST, last, size), TIME + size)
+        assert watch.verifier == KEYS[0] and KEYS[0].holds(parse(signed)[1].text, found.value)
+        assert cosigned_at(found) == TIME + size
+        assert watch.last(ORIGIN).size == size
+        last = size
+    assert parse(watch.seen[ORIGIN])[0].size == 20
+
+
+def test_an_observer_cosigns_no_fork_no_rollback_and_no_gap() -> None:
+    watch = observer()
+    watch.observe(HONEST.signed(10), [], TIME)
+    before = dict(watch.seen)
+    for signed, proof, problem in (
+        (FORKED.signed(10), [], "is not shown to go on"),
+        (FORKED.signed(20), consistency(FORKED, 10, 20), "forked"),
+        (FORKED.signed(20), consistency(HONEST, 10, 20), "forked"),
+        (HONEST.signed(20), [], "prove consistency from 10"),
+        (HONEST.signed(20), consistency(HONEST, 9, 20), "prove consistency from 10"),
+        (HONEST.signed(8), consistency(HONEST, 8, 10), "rolled back"),
+        (HONEST.signed(20, private(2)), consistency(HONEST, 10, 20), "is not signed by"),
+        (
+            HONEST.signed(20).replace(ORIGIN, "example.org/other"),
+            consistency(HONEST, 10, 20),
+            "no ledger that this witness knows",
+        ),
+    ):
+        with pytest.raises(NotVerified, match=problem):
+            watch.observe(signed, proof, TIME)
+        assert watch.seen == before
+    assert watch.observe(HONEST.signed(20), consistency(HONEST, 10, 20), TIME)
+
+
+def test_a_ledger_with_two_faces_does_not_reach_a_quorum_twice() -> None:
+    watches = [
+        Observer(key.name, private_key, {ORIGIN: [NoteKey(ORIGIN, KEY.public)]})
+        for key, private_key in zip(KEYS, WITNESSES, strict=True)
+    ]
+    faces = [HONEST.signed(10), FORKED.signed(10)]
+    notes = [parse(face)[1] for face in faces]
+    for watch, shown in zip(watches, (0, 0, 1), strict=True):
+        for face in (shown, 1 - shown):
+            try:
+                notes[face] = notes[face].adding(watch.observe(faces[face], [], TIME))
+            except NotVerified:
+                assert face != shown
+    policy = WitnessPolicy(2, KEYS)
+    assert len(policy.check(notes[0])) == 2
+    with pytest.raises(NotVerified, match="1 of 3"):
+        policy.check(notes[1])
+
+
+def test_nothing_is_remembered_if_nothing_can_be_signed() -> None:
+    watch = observer()
+    with pytest.raises(LedgerError):
+        watch.observe(HONEST.signed(10), [], -5)
+    assert not watch.seen
+
+
+def test_a_memory_that_fails_gives_no_cosignature() -> None:
+    class Full(dict[str, str]):
+        def __setitem__(self, key: str, value: str) -> None:
+            raise OSError("no space left on device")
+
+    watch = observer()
+    watch.seen = Full()
+    with pytest.raises(OSError, match="no space"):
+        watch.observe(HONEST.signed(10), [], TIME)

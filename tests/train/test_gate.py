@@ -1,0 +1,441 @@
+"""`lamina.Gate.admit`: only what was signed is in the corpus, as it was signed, and nothing else is ever read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hospital import NOW, Hospital, net, npz, usual
+
+import lamina
+from lamina.account import accountant, epsilon_of_multiplier
+from lamina.admit.contribute import YEAR
+from lamina.admit.reason import Reason
+from lamina.admit.register import MemoryRegister
+from lamina.admit.source import Contribution
+from lamina.errors import AdmissionError, BudgetExceeded, CorpusError
+from lamina.train.corpus.payloads import PayloadChanged
+from lamina.train.corpus.sampler import Sampler
+from lamina.train.corpus.signed import account_name
+
+
+@pytest.fixture
+def hospital(tmp_path: Path) -> Hospital:
+    return usual(tmp_path)
+
+
+def refused(corpus: lamina.Corpus) -> dict[str, str]:
+    assert corpus.admission is not None
+    return {each.id: each.reason.value for each in corpus.admission.refused}
+
+
+# ------------------------------------------------------------------------------------------------ who is in
+
+
+def test_everybody_who_signed_is_in_with_the_class_that_they_signed(hospital: Hospital) -> None:
+    corpus = hospital.admit()
+    assert len(corpus) == 57
+    assert not corpus.admission.refused
+    for name, letter, count in (("open", "o", 12), ("clinical", "c", 30), ("sensitive", "s", 15)):
+        rows = corpus.members(name)
+        assert [corpus.ids[row][0] for row in rows.tolist()] == [letter] * count
+    x, y = corpus.source.fetch(np.arange(len(corpus.source)))
+    assert x.shape == (114, 6) and y.shape == (114,)
+    with np.load(hospital.people / "c00" / "payload.npz") as first:
+        assert torch.equal(x[:2], torch.from_numpy(first["x"]))  # sorted by id
+    assert corpus.origin == "ward 7"
+
+
+def test_who_is_refused_is_not_in_and_stops_nobody(hospital: Hospital) -> None:
+    (hospital.people / "c00" / "attestation.cose").unlink()
+    hospital.write("c01", 99)  # other data than was signed
+    hospital.sign({"c02": "clinical"}, key=lamina.PrivateKey.generate())
+    hospital.sign({"c03": "clinical"}, not_before=NOW - 9, expires=NOW - 1, now=NOW - 9)
+    shutil.copytree(hospital.people / "s00", hospital.people / "t00")
+    corpus = hospital.admit()
+    assert refused(corpus) == {
+        "c00": "no-attestation",
+        "c01": "payload-mismatch",
+        "c02": "unknown-key",
+        "c03": "expired",
+        "t00": "replayed",
+    }
+    assert len(corpus) == 53
+    assert not {"c00", "c01", "c02", "c03", "t00"} & set(corpus.ids)
+    drawn = {tuple(row) for row in corpus.source.fetch(np.arange(len(corpus.source)))[0].tolist()}
+    with np.load(hospital.people / "c01" / "payload.npz") as other:
+        assert not drawn & {tuple(row) for row in other["x"].tolist()}
+
+
+def test_a_corpus_says_neither_who_nor_how_many(hospital: Hospital) -> None:
+    corpus = hospital.admit()
+    for text in (repr(corpus), repr(corpus.source), str(corpus)):
+        assert not any(one in text for one in corpus.ids)
+        assert "57" not in text and "114" not in text
+
+
+def test_contributions_in_memory_are_admitted_alike(hospital: Hospital) -> None:
+    there, here = hospital.admit(), hospital.gate().admit(iter(hospital.contributions()))
+    assert list(here.ids) == list(there.ids)
+    rows = np.arange(len(there.source))
+    for one, other in zip(there.source.fetch(rows), here.source.fetch(rows), strict=True):
+        assert torch.equal(one, other)
+    assert here.membership(b"k") == there.membership(b"k")
+    given = hospital.contributions()
+    given[3] = Contribution(given[3].id, given[3].descriptor, given[3].attestation, npz(x=np.zeros((2, 6))))
+    assert refused(hospital.gate().admit(given)) == {given[3].id: "payload-mismatch"}
+
+
+def test_a_ledger_lets_nothing_in_twice(hospital: Hospital) -> None:
+    ledger = MemoryRegister()
+    assert len(hospital.gate().admit(hospital.people, ledger)) == 57
+    with pytest.raises(AdmissionError, match=r"nobody is admitted: 57 of 57 refused \(replayed 57\)"):
+        hospital.gate().admit(hospital.people, ledger)
+
+
+def test_stop_and_nobody(hospital: Hospital, tmp_path: Path) -> None:
+    (hospital.people / "c00" / "attestation.cose").unlink()
+    with pytest.raises(AdmissionError, match=r"1 of 57 refused \(no-attestation 1\)") as caught:
+        hospital.admit(on_refusal="stop")
+    assert "lamina admit" in caught.value.remedy
+    with pytest.raises(AdmissionError, match="on_refusal is 'ask'"):
+        hospital.admit(on_refusal="ask")
+    nobody = Hospital(tmp_path / "else")
+    nobody.trust(lamina.PrivateKey.generate())
+    with pytest.raises(AdmissionError, match=r"no-attestation 1, unknown-key 56"):
+        nobody.gate().admit(hospital.people)
+    with pytest.raises(AdmissionError, match="policy is a str"):
+        lamina.Gate("policy.toml", hospital.keys)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ contributions.csv
+
+
+def listing(hospital: Hospital, columns: str, *lines: str) -> None:
+    (hospital.people / "contributions.csv").write_text("\n".join([columns, *lines]) + "\n")
+
+
+def test_labels_may_stand_in_a_list_and_another_class_may_not(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path)
+    hospital.trust()
+    for i in range(6):
+        hospital.write(f"p{i}", i, label=False)
+    hospital.sign({f"p{i}": "clinical" for i in range(6)})
+    rows = [f"p{i},{'clinical' if i != 4 else 'open'},{i % 2}" for i in range(5)]
+    listing(hospital, "id,class,y", *rows, "nobody,clinical,1")
+    corpus = hospital.admit()
+    assert refused(corpus) == {"p4": "mismatch", "p5": "unreadable"}
+    details = {each.id: each.detail for each in corpus.admission.refused}
+    assert details == {
+        "p4": "contributions.csv says class 'open', 'clinical' was signed",
+        "p5": "contributions.csv does not list it",
+    }
+    assert corpus.source.fetch(np.arange(8))[1].tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_a_subject_in_the_list_is_in_one_contribution(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path)
+    hospital.trust()
+    for i in range(3):
+        hospital.write(f"p{i}", i)
+    hospital.sign({f"p{i}": "clinical" for i in range(3)})
+    listing(hospital, "id,subject", "p0,ann", "p1,bob", "p2,ann")
+    with pytest.raises(CorpusError, match="same subject tag"):
+        hospital.admit()
+
+
+# ------------------------------------------------------------------------------------------------ what can be opened
+
+
+def test_what_cannot_be_opened_is_refused_and_stops_nobody(hospital: Hospital) -> None:
+    bad = {"c00": b"not an archive", "c01": npz(y=np.zeros(2)), "c02": npz(x=np.zeros((2, 6)), y=np.zeros(3))}
+    for name, data in bad.items():
+        (hospital.people / name / "payload.npz").write_bytes(data)
+    (hospital.people / "c03" / "payload.npz").rename(hospital.people / "c03" / "payload.wfdb")
+    hospital.write("c04", 4, width=5)
+    hospital.write("c05", 5, label=False)
+    wrong = dict.fromkeys(("c02", "c03", "c04", "c05"), "clinical")
+    hospital.sign(wrong)
+    signed_anyway(hospital, "c00", "c01")
+    corpus = hospital.admit()
+    assert refused(corpus) == dict.fromkeys(sorted([*wrong, "c00", "c01"]), "unreadable")
+    details = {each.id: each.detail for each in corpus.admission.refused}
+    assert "cannot be read as .npz" in details["c00"]
+    assert "no array 'x'" in details["c01"]
+    assert "2 examples in x and y of shape (3,)" in details["c02"]
+    assert "no payload" in details["c03"]
+    assert (
+        details["c04"].startswith("it has x (5,) torch.float32")
+        and "the others have x (6,)" in details["c04"]
+    )
+    assert "no y" in details["c05"]
+    assert len(corpus) == 51
+    corpus.source.fetch(np.arange(len(corpus.source)))
+
+
+def signed_anyway(hospital: Hospital, *names: str, items: int = 2) -> None:
+    """With somebody else's program: ours would not sign what it cannot read."""
+    from lamina.admit.attestation import attest
+    from lamina.admit.commitment import commit
+    from lamina.admit.terms import Terms
+
+    terms = Terms.make(hospital.policy, "clinical", not_before=NOW, expires=NOW + YEAR)
+    for name in names:
+        folder, nonce = hospital.people / name, os.urandom(16)
+        descriptor = terms.descriptor(
+            contributor=hospital.key.public.id,
+            nonce=nonce,
+            commitment=commit(nonce, folder / "payload.npz"),
+            items=items,
+        )
+        (folder / "descriptor.cbor").write_bytes(descriptor.encode())
+        (folder / "attestation.cose").write_bytes(attest(descriptor, hospital.key, issued_at=NOW))
+
+
+def test_as_many_items_as_were_signed(hospital: Hospital) -> None:
+    signed_anyway(hospital, "c07", items=3)
+    corpus = hospital.admit()
+    assert refused(corpus) == {"c07": "mismatch"}
+    assert corpus.admission.refused[0].detail == "3 items were signed, the payload has 2"
+
+
+def test_one_contribution_does_not_decide_which_form_is_right(tmp_path: Path) -> None:
+    """Otherwise adding a person could exclude all others."""
+    hospital = Hospital(tmp_path)
+    hospital.trust()
+    for i in range(5):
+        hospital.write(f"p{i}", i, width=6 if i < 3 else 5)
+    hospital.sign({f"p{i}": "clinical" for i in range(5)})
+    with pytest.raises(CorpusError, match=r"have x \(6,\).* as many have x \(5,\)"):
+        hospital.admit()
+    hospital.write("p5", 5)
+    hospital.sign({"p5": "clinical"})
+    assert refused(hospital.admit()) == {"p3": "unreadable", "p4": "unreadable"}
+
+
+def test_tables_of_other_columns_are_refused(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path)
+    hospital.trust()
+    for i, header in enumerate(["a,b"] * 4 + ["b,a"]):
+        (hospital.people / f"p{i}").mkdir(parents=True)
+        (hospital.people / f"p{i}" / "payload.csv").write_text(f"{header}\n1,2\n3,{i}\n")
+    hospital.sign({f"p{i}": "clinical" for i in range(5)})
+    corpus = hospital.admit()
+    assert refused(corpus) == {"p4": "unreadable"}
+    x, y = corpus.source.fetch(np.arange(4))
+    assert x[:, 1, 1].tolist() == [0, 1, 2, 3] and y is None
+
+
+# ------------------------------------------------------------------------------------------------ what is read
+
+
+@pytest.mark.parametrize("how", ["other data", "a link", "gone", "one byte"])
+def test_a_payload_that_was_swapped_after_admission_is_never_learned_from(
+    hospital: Hospital, how: str, tmp_path: Path
+) -> None:
+    corpus = hospital.admit()
+    path = hospital.people / "c05" / "payload.npz"
+    held = path.read_bytes()
+    if how == "other data":
+        hospital.write("c05", 1234)
+    elif how == "a link":
+        (tmp_path / "copy.npz").write_bytes(held)
+        path.unlink()
+        path.symlink_to(tmp_path / "copy.npz")
+    elif how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(held[:200] + bytes([held[200] ^ 1]) + held[201:])
+    row = list(corpus.ids).index("c05")
+    others = np.setdiff1d(np.arange(len(corpus.source)), [2 * row, 2 * row + 1])
+    corpus.source.fetch(others)
+    with pytest.raises(PayloadChanged) as caught:
+        corpus.source.fetch(np.array([0, 2 * row]))
+    assert "c05" not in str(caught.value) and "not the one that was signed" in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_what_was_read_and_checked_once_may_be_kept(hospital: Hospital) -> None:
+    corpus = hospital.admit()
+    first = corpus.source.fetch(np.array([0, 1]))[0].clone()
+    hospital.write("c00", 77)
+    assert torch.equal(
+        corpus.source.fetch(np.array([0, 1]))[0], first
+    )  # the bytes that were signed, not the file's
+
+
+def test_the_digest_of_the_data_is_over_what_was_signed(hospital: Hospital) -> None:
+    before = hospital.admit()
+    again = hospital.admit()
+    assert before.digest(b"k") == again.digest(b"k") != before.digest(b"l")
+    hospital.sign({"c00": "clinical"})  # a new nonce, a new identity
+    other = hospital.admit()
+    assert other.digest(b"k") != before.digest(b"k")
+    assert other.membership(b"k") != before.membership(b"k")
+
+
+# ------------------------------------------------------------------------------------------------ what was signed
+
+
+@pytest.fixture
+def strict(hospital: Hospital) -> Hospital:
+    """Five clinical patients sign more noise, three a smaller clip norm, one of them both."""
+    hospital.sign({f"c{i:02d}": "clinical" for i in range(5)}, noise_multiplier=3.0)
+    hospital.sign({f"c{i:02d}": "clinical" for i in (5, 6)}, clip_norm=0.25)
+    hospital.sign({"c07": "clinical"}, clip_norm=0.25, noise_multiplier=3.0)
+    return hospital
+
+
+def test_batches_carry_the_limits_of_those_who_are_in_them(strict: Hospital) -> None:
+    corpus, model = strict.admit(), net()
+    plan = strict.plan(model)
+    limits = {}
+    k = plan.index("clinical")
+    norm = plan.norm(k)
+    sampler = Sampler(corpus, plan, seed=bytes(32))
+    for step in range(plan.steps):
+        batch = sampler.draw(step)
+        assert batch.scale is not None and batch.ceiling is not None and batch.cls is not None
+        for cls, scale, ceiling in zip(
+            batch.cls.tolist(), batch.scale.tolist(), batch.ceiling.tolist(), strict=True
+        ):
+            limits.setdefault(plan.classes[cls].name, set()).add((round(scale, 6), ceiling))
+    assert limits["open"] == {(1.0, float("inf"))}
+    assert limits["sensitive"] == {(1.0, 1.0)}  # what the class asks for
+    found = limits["clinical"]
+    assert {ceiling for _, ceiling in found} == {1.0, 0.25}
+    by_clip = round(0.25 / norm, 6)
+    assert (by_clip, 0.25) in found
+    (by_noise,) = [scale for scale, ceiling in found if ceiling == 1.0 and scale < 0.99]
+    # An accountant of its own, asked by hand: what is spent is what was signed, and not much less.
+    events = plan.schedule("clinical", scale=by_noise)
+    spent, signed = accountant("pld").epsilon(events, 1e-5), epsilon_of_multiplier(3.0, 1e-5)
+    assert 0.999 * signed < spent <= signed
+
+
+def test_who_signed_what_the_class_asks_for_is_not_scaled(hospital: Hospital) -> None:
+    plan = hospital.plan(net())
+    found = Sampler(hospital.admit(), plan, seed=bytes(32)).draw(0)
+    assert len(found)
+    assert found.scale is None or bool((found.scale > 1 - 1e-12).all())
+
+
+def test_a_bound_that_no_scale_keeps_is_never_sampled(hospital: Hospital) -> None:
+    """Noised counts cost by themselves; whoever signed for less stays out, and the others do not notice."""
+    hospital.sign({"s00": "sensitive", "s01": "sensitive"}, noise_multiplier=400.0)
+    corpus, model = hospital.admit(), net()
+    stack = lamina.LayerStack.from_model(model)
+    plan = lamina.make_plan(stack, hospital.policy, batch=30, steps=12, allocate="quantile")
+    assert corpus.out_of_reach(plan) == 2
+    rows = corpus.members_of(plan)[plan.index("sensitive")]
+    assert [corpus.ids[row] for row in rows.tolist()] == [f"s{i:02d}" for i in range(2, 15)]
+    names = {each.name for each in corpus.accounts(plan)}
+    assert not any("z=400" in name for name in names)
+    outcome = hospital.trainer(corpus=corpus, model=model, plan=plan).fit()
+    assert any(
+        note.startswith("2 admitted contributions signed a bound that no scale keeps")
+        for note in outcome.notes
+    )
+
+
+def test_one_account_per_distinct_bound_and_a_second_run_is_refused_by_name(strict: Hospital) -> None:
+    first, second = {"clinical": 3.0, "sensitive": 1.5}, {"clinical": 1.0, "sensitive": 0.3}
+    trainer = strict.trainer("first", plan=strict.plan(net(), epsilon=first))
+    accounts = {each.name: each for each in trainer.accounts}
+    assert {name.split(",")[0] for name in accounts} == {"clinical@c=1", "clinical@c=0.25", "sensitive@c=1"}
+    assert len(accounts) == 5  # of the class, stricter noise, stricter norm, both; and of the sensitive
+    strictest = accounts["clinical@c=1,z=3"]
+    assert strictest.epsilon == pytest.approx(epsilon_of_multiplier(3.0, 1e-5), rel=1e-12)
+    assert 0 < strictest.scale < 1
+    outcome = trainer.fit()
+    assert outcome.epsilon["clinical"] <= 3.0
+    bounds = strict.figures("first")["bounds"]
+    assert bounds.keys() == accounts.keys()
+    for name, row in bounds.items():
+        assert row["epsilon"] <= row["signed"] == pytest.approx(accounts[name].epsilon)
+    # The classes have something left. Those who signed for less have nothing left.
+    assert bounds["clinical@c=1,z=3"]["epsilon"] == pytest.approx(strictest.epsilon, rel=1e-3)
+    with pytest.raises(BudgetExceeded, match=r"signed bound 'c=1,z=3' of class 'clinical'") as caught:
+        strict.trainer("second", plan=strict.plan(net(), epsilon=second)).fit()
+    assert "leave out those who signed it" in caught.value.remedy
+    for one in (0, 1, 2, 3, 4, 7):
+        shutil.rmtree(strict.people / f"c{one:02d}")
+    assert strict.trainer("third", plan=strict.plan(net(), epsilon=second)).fit().steps == 12
+
+
+def test_names_of_accounts_are_exact() -> None:
+    from lamina.admit.bound import Bound
+
+    assert account_name(Bound("a", 1, 1_000_001)) == "a@c=0.000001,z=1.000001"
+    assert account_name(Bound("a", 10_000_000, 20_500_000)) == "a@c=10,z=20.5"
+
+
+# ------------------------------------------------------------------------------------------------ later
+
+
+def test_windows_and_keys_are_looked_at_again(hospital: Hospital) -> None:
+    other = lamina.PrivateKey.generate()
+    hospital.trust(other)
+    hospital.sign({"c00": "clinical", "c01": "clinical"}, expires=NOW + 100)
+    hospital.sign({"s00": "sensitive"}, key=other)
+    corpus = hospital.admit()
+    assert corpus.renew() == {}
+    hospital.clock.now = NOW + 100
+    assert corpus.renew() == {Reason.EXPIRED: 2}
+    assert corpus.renew() == {}  # told once
+    assert len(corpus) == 55 and corpus.revision == 2
+    with lamina.KeyRing.editing(hospital.keys) as ring:
+        ring.revoke(other.public.id, at=NOW + 150)
+    assert corpus.renew() == {}  # not yet
+    hospital.clock.now = NOW + 150
+    assert corpus.renew() == {Reason.REVOKED_KEY: 1}
+    assert len(corpus) == 54
+
+
+def test_a_ring_in_memory_is_asked_as_it_is(hospital: Hospital) -> None:
+    ring = lamina.KeyRing.load(hospital.keys)
+    corpus = lamina.Gate(hospital.policy, ring, clock=hospital.clock).admit(hospital.people)
+    ring.revoke(hospital.key.public.id, at=NOW)
+    assert corpus.renew() == {Reason.REVOKED_KEY: 57}
+
+
+def test_after_an_epoch_signatures_are_verified_again(hospital: Hospital) -> None:
+    corpus = hospital.admit()
+    (hospital.people / "c00" / "attestation.cose").unlink()
+    shutil.rmtree(hospital.people / "c01")
+    hospital.write("c02", 222)
+    hospital.clock.now = NOW + hospital.policy.corpus.epoch - 1
+    assert corpus.renew() == {}  # within the epoch the gate relies on what it verified
+    hospital.clock.now = NOW + hospital.policy.corpus.epoch
+    assert corpus.renew() == {Reason.NO_ATTESTATION: 1, Reason.GONE: 1, Reason.PAYLOAD_MISMATCH: 1}
+    assert len(corpus) == 54
+
+
+def test_a_loop_of_ones_own_looks_again_at_each_pass(hospital: Hospital) -> None:
+    hospital.sign({f"s{i:02d}": "sensitive" for i in range(15)}, expires=NOW + 100)
+    corpus, plan = hospital.admit(), hospital.plan(net(), steps=40)
+    k = plan.index("sensitive")
+    length = round(1 / max(entry.sampling_rate for entry in plan.classes))
+    seen = []
+    for step, batch in enumerate(corpus.batches(plan)):
+        if step == 10:
+            hospital.clock.now = NOW + 100
+        assert batch.cls is not None
+        seen.append(int((batch.cls == k).sum()))
+    assert len(seen) == plan.steps
+    assert sum(seen[:10]) > 0 and sum(seen[10 + length :]) == 0
+
+
+def test_occurrences_are_counted_over_all_passes(hospital: Hospital) -> None:
+    corpus, plan = hospital.admit(), hospital.plan(net(), steps=60)
+    k = plan.index("sensitive")
+    used = sum(
+        int((batch.cls == k).sum())  # type: ignore[operator]
+        for batch in corpus.batches(plan, max_occurrences={"sensitive": 2})
+    )
+    assert 15 < used <= 30

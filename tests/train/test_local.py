@@ -1,0 +1,125 @@
+"""`make_private` signs with a local key: one attestation for all of the data, verified by the gate."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import lamina
+from lamina.account import epsilon_of_multiplier
+from lamina.train import local, private
+
+X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(60) % 2
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def made(data: Any = (X, Y), **options: Any) -> tuple[lamina.Engine, lamina.Corpus, lamina.StepPlan]:
+    return lamina.make_private(
+        net(), data, **{"epsilon": 3.0, "delta": 1e-5, "batch": 10, "steps": 5, **options}
+    )
+
+
+def test_one_attestation_says_what_the_data_is_allowed_to_lose() -> None:
+    key = lamina.PrivateKey.generate()
+    _, corpus, plan = made(unit=np.arange(60) // 3, key=key)
+    admission = corpus.admission
+    assert admission is not None and len(admission) == 1 and not admission.refused
+    found = admission[0]
+    assert found.kid == key.public.id
+    assert found.items == 20  # contributions, not rows
+    assert found.bound.cls == plan.classes[0].name == "data"
+    assert 2.9999 < epsilon_of_multiplier(found.bound.z, 1e-5) <= 3.0
+    assert found.bound.c == 1.0
+    assert found.expires > time.time()
+
+
+def test_the_commitment_is_to_all_data_and_to_whose_it_is() -> None:
+    commitments = set()
+    for x, unit in ((X, None), (X.clone(), None), (X + 1, None), (X, np.arange(60) // 3)):
+        corpus = lamina.Corpus(x, Y, unit=unit)
+        commitments.add(corpus.fingerprint())
+    assert len(commitments) == 3
+    _, corpus, _ = made()
+    _, again, _ = made()
+    assert corpus.admission is not None and again.admission is not None
+    assert corpus.admission.holds(0, corpus.fingerprint())
+    assert not corpus.admission.holds(0, lamina.Corpus(X + 1, Y).fingerprint())
+    # Under a nonce: the same data twice does not show that it is the same.
+    one, other = (bytes(each.admission.columns["commitment"][0]) for each in (corpus, again))  # type: ignore[union-attr]
+    assert one != other
+
+
+def test_a_version_stands_for_the_data() -> None:
+    one, other = (lamina.Corpus(x, Y, version="2024-03") for x in (X, X + 1))
+    assert one.fingerprint() == other.fingerprint() != lamina.Corpus(X, Y, version="2024-04").fingerprint()
+
+
+class Walked(Dataset[Any]):
+    """Counts how often an example is made."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, i: int) -> Any:
+        self.made += 1
+        return X[i], Y[i]
+
+
+def test_a_dataset_is_walked_only_when_its_evidence_is_asked_for() -> None:
+    dataset = Walked()
+    _, corpus, _ = made(dataset)
+    assert dataset.made < 10
+    first = corpus.admission
+    assert first is not None and dataset.made > 60
+    assert corpus.admission is first and first[0].items == 60
+    versioned = Walked()
+    _, told, _ = made(lamina.Corpus(versioned, version="1"))
+    assert told.admission is not None and versioned.made < 10
+
+
+def test_a_corpus_that_was_admitted_keeps_its_evidence() -> None:
+    _, corpus, _ = made()
+    first = corpus.admission
+    _, again, _ = made(corpus)
+    assert again is corpus and corpus.admission is first
+
+
+def test_a_run_takes_it_as_it_is(tmp_path: Any) -> None:
+    model = net()
+    engine, corpus, plan = lamina.make_private(model, (X, Y), epsilon=3.0, batch=10, steps=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = nn.CrossEntropyLoss(reduction="none")
+    run = lamina.Trainer(
+        model, optimizer, loss, corpus, plan, engine=engine, folder=tmp_path / "a", progress=False
+    )
+    assert run.fit().epsilon["data"] <= 3.0
+
+
+def test_signing_is_a_small_part_of_starting_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is some 4 seconds, nearly all of it the import of torch."""
+    spent = []
+    real = local.signed
+
+    def timed(*args: Any) -> Any:
+        began = time.process_time()
+        found = real(*args)
+        spent.append(time.process_time() - began)
+        return found
+
+    monkeypatch.setattr(private, "signed", timed)
+    x = torch.randn(5_000, 100)
+    lamina.make_private(nn.Linear(100, 2), (x, torch.zeros(5_000).long()), epsilon=2.5, batch=100, epochs=5)
+    assert spent[0] < 0.2
