@@ -1,0 +1,184 @@
+"""Epochs: every spend, computed again from the plans, over all runs and generations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lamina.admit.times import shown
+from lamina.ledger.amounts import NANO, UNBOUNDED, nano
+from lamina.ledger.check.charges import Charges
+from lamina.ledger.check.plans import Plans
+from lamina.ledger.check.policy import PolicyInForce
+from lamina.ledger.check.problem import Problem, bad
+from lamina.ledger.check.withdrawals import Withdrawals
+from lamina.ledger.leaf import Leaf
+from lamina.ledger.records import WORDS, Account, Epoch, Header
+from lamina.ledger.spend import Bound, Events, Spending, price, signed_spend
+from lamina.plan.step import StepPlan
+
+_NEAR = 1e-12  # relative: a multiplier that is computed twice on two machines
+_SAME = 1e-7  # relative: an ε that is; accountants sum many small numbers
+_CLASS = 1e-6  # relative: a class's own bound is kept in 1e-6
+
+Eligible = Callable[
+    [Bound, int], bool
+]  # whether somebody with this bound, or of this class, is in the leaves before
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A spend that an epoch states, and all that was charged until then: to be priced."""
+
+    seq: int
+    account: Account
+    events: Events
+    most: int | None  # what was signed
+
+    def problem(self, header: Header) -> Problem | None:
+        """What is wrong with it."""
+        found = nano(price(self.events, delta=header.delta, name=header.accountant))
+        stated, name = self.account.spend, f"account {self.account.name}"
+        if abs(stated - found) > 1 + _SAME * found and stated != found:
+            word = "under-reported" if stated < found else "over-reported"
+            reason = (
+                f"{name} states ε = {_epsilon(stated)}, {header.accountant} finds {_epsilon(found)}: {word}"
+            )
+            return Problem(self.seq, WORDS[Epoch], reason)
+        if self.most is not None and found > self.most:
+            reason = (
+                f"{name} has lost ε = {_epsilon(found)}, more than the {_epsilon(self.most)} that was signed"
+            )
+            return Problem(self.seq, WORDS[Epoch], reason)
+        return None
+
+
+class Epochs:
+    """Epochs as they come. What they state is collected in `claims`, to be priced when the leaves are read."""
+
+    def __init__(self, header: Header, plans: Plans, policy: PolicyInForce, withdrawals: Withdrawals) -> None:
+        self._header, self._plans, self._policy = header, plans, policy
+        self._withdrawals = withdrawals
+        self.spending = Spending(header)
+        self.claims: list[Claim] = []
+        self.attempts: dict[tuple[bytes, int, int], int] = {}
+        self.runs: dict[bytes, set[Bound]] = {}  # → what the last epoch of each charged
+        self.spent: dict[str, int] = {}  # by class, the most that an account of it is stated to have lost
+        self._stated: dict[Bound, int] = {}
+        self._charges = Charges()
+        self._previous = -1
+        self.count = 0
+
+    def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int], eligible: Eligible) -> None:
+        """`time` is that of the leaf before, `digests` are of the checkpoints before."""
+        record = leaf.record
+        assert isinstance(record, Epoch)
+        self._check_form(leaf, record, time)
+        self._check_chain(leaf.seq, record, digests)
+        plan = self._plans.of(leaf.seq, record)
+        self._charges.begin(record, plan)
+        for account in record.accounts:
+            self._check_account(leaf.seq, record, plan, account)
+        self._check_missing(leaf.seq, record, plan, eligible)
+        if self.spending.state() != record.state:
+            bad(leaf.seq, Epoch, "its digest of the accountant's state is not of what was charged until then")
+        self.runs[record.run] = {account.bound for account in record.accounts}
+        self.count += 1
+
+    def _check_form(self, leaf: Leaf, record: Epoch, time: int) -> None:
+        seq = leaf.seq
+        if len(record.segments) > self._header.granularity:
+            bad(
+                seq,
+                Epoch,
+                f"it closes {len(record.segments)} segments, the header allows {self._header.granularity}",
+            )
+        if leaf.time % self._header.epoch_clock and leaf.time != time:
+            clock = self._header.epoch_clock
+            bad(
+                seq,
+                Epoch,
+                f"its time {shown(leaf.time)} is finer than {clock} s, and tells how long steps took",
+            )
+        for segment in record.segments:
+            attempt = (record.run, segment.index, segment.generation)
+            if (before := self.attempts.setdefault(attempt, seq)) != seq:
+                name = (
+                    f"segment {segment.index}, generation {segment.generation} of run {record.run.hex()[:8]}"
+                )
+                bad(seq, Epoch, f"{name} is in the ledger already, as leaf {before}: it was replayed")
+            if not 1 <= segment.eligibility <= seq:
+                bad(
+                    seq, Epoch, f"segment {segment.index} read its members after {segment.eligibility} leaves"
+                )
+            self._withdrawals.heeded(seq, record.run, segment)
+
+    def _check_chain(self, seq: int, record: Epoch, digests: Mapping[bytes, int]) -> None:
+        size = -1 if record.previous is None else digests.get(record.previous)
+        if size is None:
+            bad(seq, Epoch, "it names a checkpoint before it that is not one of this ledger")
+        if size < self._previous:
+            bad(seq, Epoch, "it names an older checkpoint than the epoch before it")
+        self._previous = size
+
+    # ----------------------------------------------------------------------------------- accounts
+
+    def _check_account(self, seq: int, record: Epoch, plan: StepPlan, account: Account) -> None:
+        entry = next((each for each in plan.classes if each.name == account.cls), None)
+        if entry is None:
+            bad(seq, Epoch, f"account {account.name} is of a class that its plan does not have")
+        norm = 0.0 if entry.public else account.scale * plan.norm(account.cls)
+        if account.clip_norm and norm > account.clip_norm / 1e6 * (1 + _NEAR):
+            bad(seq, Epoch, f"account {account.name} is clipped at {norm:.9g}, above what was signed")
+        counted = self._charges.counted(record, plan, account)
+        if isinstance(counted, str):
+            bad(seq, Epoch, f"account {account.name} {counted}")
+        self.spending.charge(account.bound, counted)
+        if account.spend < self._stated.get(account.bound, 0):
+            bad(seq, Epoch, f"account {account.name} has lost less than an earlier epoch states")
+        self._stated[account.bound] = account.spend
+        self.spent[account.cls] = max(account.spend, self.spent.get(account.cls, 0))
+        self.claims.append(Claim(seq, account, self.spending.events(account.bound), self._most(account)))
+
+    def _most(self, account: Account) -> int | None:
+        """What may be lost: what was signed, or what the class promises those who signed nothing."""
+        if account.noise_multiplier:
+            return signed_spend(account.noise_multiplier, self._header.delta)
+        preset = self._policy.presets.get(account.cls)
+        if preset is None or not preset.noise_multiplier:
+            return None
+        most = signed_spend(preset.noise_multiplier, self._header.delta)
+        return most if most == UNBOUNDED else math.ceil(most * (1 + _CLASS))
+
+    def _check_missing(self, seq: int, record: Epoch, plan: StepPlan, eligible: Eligible) -> None:
+        """Nobody is left out of whom it is known that they took part.
+
+        A bound whose members are eligible and that a run never charged may have stayed out of it: no scale kept it, or
+        they are not in its corpus. But a run that has charged a bound goes on charging it, and a class that has members
+        and is trained on charges somebody.
+        """
+        trained, here = _trained(plan, record), {account.bound for account in record.accounts}
+        first = min(segment.eligibility for segment in record.segments)
+        for bound in sorted(self.runs.get(record.run, set()) - here):
+            if bound[0] in trained and eligible(bound, first):
+                reason = f"it charges nothing to bound {_name(bound)}, as its run did before"
+                bad(seq, Epoch, f"{reason}, and somebody who has it is eligible")
+        for cls in trained - {bound[0] for bound in here}:
+            if not here or eligible((cls, 0, 0), first):
+                bad(seq, Epoch, f"it trains on class {cls!r} and charges nobody of it")
+
+
+def _trained(plan: StepPlan, record: Epoch) -> set[str]:
+    """The classes that its steps take something from."""
+    return {
+        e.name for e in plan.classes if any(plan.stretch(e.name, s.first, s.last) for s in record.segments)
+    }
+
+
+def _name(bound: Bound) -> str:
+    return "/".join(map(str, bound))
+
+
+def _epsilon(spend: int) -> str:
+    return "∞" if spend == UNBOUNDED else f"{spend / NANO:.9f}"

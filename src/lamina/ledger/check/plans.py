@@ -1,0 +1,97 @@
+"""Plans: what an epoch says was applied is what its plan says, and the plan is one that the policy allows."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import lru_cache
+
+from lamina.errors import LaminaError
+from lamina.ledger.check.policy import PolicyInForce, read_profile
+from lamina.ledger.check.problem import bad
+from lamina.ledger.records import Epoch, Preset
+from lamina.ledger.store.base import Reader
+from lamina.plan.rescale import effective_sigma
+from lamina.plan.rules import FollowBudget, FollowQuantile
+from lamina.plan.step import Clipping, PlannedClass, StepPlan
+
+_NEAR = 1e-9  # relative: what is computed twice on two machines
+_ADAPTED = 1e-6  # the same of noise that moved during a run, in single precision
+
+
+class Plans:
+    """The plans of a ledger, read once each."""
+
+    def __init__(self, rows: Reader, policy: PolicyInForce) -> None:
+        self._rows, self._policy = rows, policy
+        self._read = lru_cache(maxsize=64)(self._load)
+
+    def of(self, seq: int, epoch: Epoch) -> StepPlan:
+        """The plan of an epoch, with all that can be said of it without its accounts."""
+        plan = self._read(epoch.plan)
+        if isinstance(plan, str):
+            bad(seq, Epoch, plan)
+        for segment in epoch.segments:
+            if segment.last > plan.steps:
+                bad(
+                    seq,
+                    Epoch,
+                    f"segment {segment.index} ends at step {segment.last}, its plan has {plan.steps}",
+                )
+        for entry in plan.classes:
+            if (wrong := self._class(entry)) is not None:
+                bad(seq, Epoch, wrong)
+        if (wrong := _variance(plan, epoch.variance)) is not None:
+            bad(seq, Epoch, wrong)
+        return plan
+
+    def _load(self, digest: bytes) -> StepPlan | str:
+        data = self._rows.blob(digest)
+        if data is None:
+            return f"its plan {digest.hex()[:16]} is not there, and the spend cannot be computed without it"
+        if hashlib.sha256(data).digest() != digest:
+            return f"the plan that is kept as {digest.hex()[:16]} is another one"
+        try:
+            return StepPlan.from_cbor(data)
+        except LaminaError as error:
+            return f"its plan {digest.hex()[:16]} cannot be read: {error.problem}"
+
+    def _class(self, entry: PlannedClass) -> str | None:
+        """A class means in the plan what it meant in the policy, now or earlier."""
+        presets = self._policy.ever.get(entry.name)
+        if presets is None:
+            return f"class {entry.name!r} of its plan is not one of the policy"
+        wrongs = [_differs(entry, preset) for preset in presets]
+        return None if None in wrongs else wrongs[-1]
+
+
+def _differs(entry: PlannedClass, preset: Preset) -> str | None:
+    if entry.public and not preset.public:
+        return f"class {entry.name!r} is public in its plan, and private in the policy"
+    if None not in (entry.population, preset.population) and entry.population != preset.population:
+        numbers = f"{entry.population} in its plan, {preset.population} in the policy"
+        return f"class {entry.name!r} has a population of {numbers}"
+    if entry.profile != preset.profile and not preset.profile.startswith("sha256:"):
+        try:
+            told = read_profile(preset.profile).told_by(entry.profile)
+        except (LaminaError, ValueError):
+            return f"the profile {preset.profile[:80]!r} of class {entry.name!r} is of a schema that is not known"
+        if not told:
+            return f"class {entry.name!r} reaches {entry.profile[:80]} in its plan, {preset.profile[:80]} in the policy"
+    return None
+
+
+def _variance(plan: StepPlan, variance: tuple[float, ...]) -> str | None:
+    """S² per layer is the plan's; where a rule moves S, it leaves every class the multiplier that was declared."""
+    if len(variance) != len(plan.noise):
+        return f"it has variances of {len(variance)} layers, its plan has {len(plan.noise)}"
+    for layer, s, v in zip(plan.layers, plan.noise, variance, strict=True):
+        if (s == 0) != (v == 0) or (not plan.rules and not math.isclose(v, s * s, rel_tol=_NEAR)):
+            return f"the variance of layer {layer.name!r} is {v:.9g}, its plan has {s * s:.9g}"
+    if plan.rules and plan.clipping is Clipping.BOX and plan.rule(FollowQuantile) is None:
+        budget, applied = plan.rule(FollowBudget), [math.sqrt(v) for v in variance]
+        for k, entry in enumerate(plan.classes):
+            least = plan.sigma(k) * (1.0 if budget is None else budget.least)
+            if not entry.public and effective_sigma(plan.clip[k], applied) < least * (1 - _ADAPTED):
+                return f"with these variances class {entry.name!r} has less noise than its plan declares"
+    return None

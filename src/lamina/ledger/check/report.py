@@ -1,0 +1,52 @@
+"""`Verification`: what an audit of a ledger came to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lamina.ledger.check.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What was found.
+
+    verified     everything that could be checked is as it must be
+    trusted      all of it is signed by keys that came from outside the ledger
+    size, root   of the tree that the leaves make; of what the head claims if they could not all be read
+    signed       leaves that a checkpoint covers
+    problem      the first thing that is wrong
+    counts       leaves by kind; `pruned` are gone
+    notes        what was not, or could not be, checked
+    """
+
+    verified: bool
+    trusted: bool
+    origin: str | None
+    size: int
+    root: bytes | None
+    signed: int
+    checkpoints: int
+    attestations: int
+    spends: int
+    problem: Problem | None
+    counts: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "verified": self.verified,
+            "trusted": self.trusted,
+            "origin": self.origin,
+            "size": self.size,
+            "root": None if self.root is None else self.root.hex(),
+            "signed": self.signed,
+            "checkpoints": self.checkpoints,
+            "attestations": self.attestations,
+            "spends": self.spends,
+            "counts": self.counts,
+            "notes": list(self.notes),
+            "problem": None if self.problem is None else self.problem.to_dict(),
+        }

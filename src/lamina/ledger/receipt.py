@@ -1,0 +1,167 @@
+"""The receipt that a contributor keeps: a signed proof that a leaf is in the tree (RFC 9942, COSE receipts).
+
+    18([ h'protected', {396: {-1: [ h'proof' ]}}, nil, h'signature' ])
+
+    protected   {1: alg, 4: kid, 15: {1: origin, 2: "tree:size"}, 16: typ, 395: 1}    395: RFC9162_SHA256
+    proof       [tree size, leaf index, [hash, …]]
+    signed      ["Signature1", protected, h'', root]                                  RFC 9052 §4.4
+
+The root is not in the receipt: whoever checks it computes the root from the leaf, and only the right leaf gives what
+was signed. A root does not tell the size of its tree, so the size is signed beside it; the index follows from size and
+path. Nothing that is signed is about one leaf: a ledger signs one `Seal` for a tree, and receipts of all its leaves are
+made from it without the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lamina import cbor
+from lamina.admit.attestation import to_be_signed
+from lamina.admit.key import ALGORITHMS, EDDSA, PrivateKey, PublicKey
+from lamina.errors import EncodingError
+from lamina.ledger.checkpoint import Checkpoint
+from lamina.ledger.errors import LedgerError
+from lamina.ledger.hashing import is_hash, is_size, leaf_hash
+from lamina.ledger.proof import root_from_inclusion, verify_inclusion
+
+TYPE = "application/lamina-receipt+cose"
+MAX_RECEIPT = 4096  # a path has 63 hashes at most
+
+_TAG = 18
+_ALG, _KID, _CLAIMS, _TYP, _VDS, _VDP = 1, 4, 15, 16, 395, 396
+_ISS, _SUB = 1, 2
+_RFC9162_SHA256 = 1
+_INCLUSION = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The signature of a ledger under a tree of its: what all receipts from that tree have in common."""
+
+    origin: str
+    size: int
+    root: bytes
+    kid: bytes
+    signature: bytes
+    alg: int = EDDSA
+
+    @classmethod
+    def sign(cls, checkpoint: Checkpoint, key: PrivateKey) -> Seal:
+        """Sign the tree of a checkpoint for receipts."""
+        protected = _protected(EDDSA, key.public.id, checkpoint.origin, checkpoint.size)
+        signature = key.sign(to_be_signed(protected, checkpoint.root))
+        return cls(checkpoint.origin, checkpoint.size, checkpoint.root, key.public.id, signature)
+
+    def holds(self, key: PublicKey) -> bool:
+        """Whether `key` made this seal."""
+        protected = _protected(self.alg, self.kid, self.origin, self.size)
+        return self.kid == key.id and key.verify(to_be_signed(protected, self.root), self.signature)
+
+    def receipt(self, leaf: bytes, index: int, path: Sequence[bytes]) -> bytes:
+        """The receipt of the leaf with hash `leaf` at `index`, with its inclusion proof in the sealed tree."""
+        if self.size < 2:
+            raise LedgerError(
+                f"the tree has {self.size} leaf, a receipt needs a path of one hash at least (RFC 9942 §5.2)",
+                "close the epoch at two leaves or more",
+            )
+        if not verify_inclusion(leaf, index, self.size, path, self.root):
+            raise LedgerError(
+                f"leaf {index!r} is not shown to be in the tree of {self.size} leaves that was sealed",
+                "make the proof at the size of the seal",
+            )
+        proof = cbor.encode([self.size, index, list(path)])
+        protected = _protected(self.alg, self.kid, self.origin, self.size)
+        message = [protected, {_VDP: {_INCLUSION: [proof]}}, None, self.signature]
+        return cbor.encode(cbor.Tag(number=_TAG, value=message), null=True, tags=(_TAG,))
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """A receipt as it was received. It says something only if `proves` holds."""
+
+    alg: int
+    kid: bytes
+    origin: str
+    size: int
+    index: int
+    path: tuple[bytes, ...]
+    protected: bytes
+    signature: bytes
+
+    @classmethod
+    def decode(cls, data: bytes) -> Receipt:
+        """Read received bytes strictly; EncodingError for anything that is no receipt. Nothing is verified yet."""
+        outer = cbor.decode(data, null=True, tags=(_TAG,), max_depth=5, max_size=MAX_RECEIPT)
+        if type(outer) is not cbor.Tag or type(outer.value) is not list or len(outer.value) != 4:
+            raise _malformed("it is no COSE_Sign1 message (tag 18 of four items)")
+        protected, unprotected, payload, signature = outer.value
+        if type(protected) is not bytes or type(signature) is not bytes or len(signature) != 64:
+            raise _malformed("protected header and a signature of 64 bytes must be byte strings")
+        if payload is not None:
+            raise _malformed("the payload must be detached (nil): the root is computed, not told")
+        alg, kid, origin, size = _read_protected(protected)
+        index, path = _read_proof(unprotected, size)
+        return cls(alg, kid, origin, size, index, path, protected, signature)
+
+    def proves(self, leaf: bytes, key: PublicKey) -> bool:
+        """Whether `key` signed a tree with this leaf (the leaf itself, not its hash) where the receipt says it is."""
+        root = root_from_inclusion(leaf_hash(leaf), self.index, self.size, self.path)
+        return (
+            root is not None
+            and self.kid == key.id
+            and key.verify(to_be_signed(self.protected, root), self.signature)
+        )
+
+
+def verify(data: bytes, leaf: bytes, key: PublicKey, origin: str) -> bool:
+    """Whether `data` is a receipt of the ledger `origin`, signed by its `key`, for this leaf. Never raises."""
+    try:
+        receipt = Receipt.decode(data)
+    except EncodingError:
+        return False
+    return receipt.origin == origin and isinstance(leaf, bytes) and receipt.proves(leaf, key)
+
+
+def _protected(alg: int, kid: bytes, origin: str, size: int) -> bytes:
+    claims = {_ISS: origin, _SUB: f"tree:{size}"}
+    return cbor.encode({_ALG: alg, _KID: kid, _CLAIMS: claims, _TYP: TYPE, _VDS: _RFC9162_SHA256})
+
+
+def _read_protected(data: bytes) -> tuple[int, bytes, str, int]:
+    header = cbor.decode(data, max_depth=2)
+    if type(header) is not dict or header.keys() != {_ALG, _KID, _CLAIMS, _TYP, _VDS}:
+        raise _malformed("the protected labels must be 1, 4, 15, 16 and 395")
+    alg, kid, claims = header[_ALG], header[_KID], header[_CLAIMS]
+    if type(alg) is not int or alg not in ALGORITHMS:
+        raise _malformed(f"algorithm {alg!r} is not allowed, {' and '.join(map(str, ALGORITHMS))} are")
+    if type(claims) is not dict or claims.keys() != {_ISS, _SUB} or type(claims[_ISS]) is not str:
+        raise _malformed("the claims must be iss and sub")
+    tree, _, digits = str(claims[_SUB]).partition(":")
+    size = int(digits) if tree == "tree" and digits.isdecimal() and len(digits) < 20 else 0
+    # Made anew from what was read, the header must be the same, byte for byte.
+    if not is_hash(kid) or not is_size(size) or data != _protected(alg, kid, claims[_ISS], size):
+        raise _malformed(
+            f"kid must be 32 bytes, sub tree:SIZE, typ {TYPE}, and 395 must be {_RFC9162_SHA256}"
+        )
+    return alg, kid, claims[_ISS], size
+
+
+def _read_proof(unprotected: object, size: int) -> tuple[int, tuple[bytes, ...]]:
+    match unprotected:
+        case {396: {-1: [bytes(blob)], **other}, **more} if not other and not more:
+            proof = cbor.decode(blob, max_depth=2)
+        case _:
+            raise _malformed("the unprotected header must be one inclusion proof, {396: {-1: [proof]}}")
+    match proof:
+        case [int(claimed), int(index), [_, *_] as path] if claimed == size and all(map(is_hash, path)):
+            if type(claimed) is int and is_size(index):
+                return index, tuple(path)
+    raise _malformed(
+        f"the proof must be [{size}, index, path], with the size that is signed and a path of hashes"
+    )
+
+
+def _malformed(problem: str) -> EncodingError:
+    return EncodingError(f"malformed receipt: {problem}", "ask the ledger for the receipt again")

@@ -1,0 +1,260 @@
+"""`Retention`: after the horizon, contributions are summed up and their bodies go. What was proven stays proven.
+
+In two steps, so that an auditor can look in between:
+
+    propose   what would be summed up: leaves, totals per class, a digest over what goes
+    prune     the aggregate, with the countersignatures that it got, becomes a leaf; a checkpoint covers it; then the
+              bodies go, with their attestations and keys, and the lowest tiles over them
+
+A contribution is old enough when it was admitted before the horizon and its attestation has expired: an attestation
+that could still be presented must be found, or it would be admitted twice. Receipts are to be handed out before: a leaf
+that is gone can be proven only by who kept one. A kill on the way leaves a ledger that is whole, and `resume` goes on.
+
+Tiles of level 0 stay where a checkpoint cuts through them, or a leaf under them stays. The others are needed for proofs
+about pruned leaves only: with what stays, every checkpoint is still proven to be the beginning of every later one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from lamina.ledger.errors import LedgerError
+from lamina.ledger.hashing import leaf_hash
+from lamina.ledger.leaf import decode
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.lookup import keys_of, lasting
+from lamina.ledger.records import (
+    MOST_SPANS,
+    NUMBERS,
+    Admitted,
+    Aggregate,
+    ClassTotal,
+    Epoch,
+    Role,
+    Span,
+    Withdrawal,
+)
+from lamina.ledger.store.base import Pruning, Reader, Writer
+from lamina.ledger.tiles import WIDTH
+from lamina.ledger.view import head_of
+
+_CHUNK = 4096  # leaves that go in one transaction
+_MOVING = (
+    NUMBERS[Epoch],
+    NUMBERS[Withdrawal],
+    NUMBERS[Aggregate],
+)  # kinds that change what an aggregate says
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What is left of a class."""
+
+    count: int = 0
+    withdrawn: int = 0
+
+
+class Retention:
+    """Pruning of one ledger, opened with its key."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        if not ledger.signs:
+            raise LedgerError(
+                "the ledger was opened without its key", "open it with the key: pruning is signed"
+            )
+        self._ledger, self._store = ledger, ledger.store
+
+    def horizon(self) -> int:
+        """Seconds before which contributions may be summed up now, by the header's retention."""
+        return max(0, self._ledger.now() - self._ledger.header.retention)
+
+    def propose(self, before: int | None = None) -> Aggregate | None:
+        """The aggregate over every contribution that is old enough; None if none is.
+
+        `before` is an earlier horizon than the header asks for; a later one is refused.
+        """
+        latest, now = self.horizon(), self._ledger.now()
+        horizon = latest if before is None else before
+        if not 0 <= horizon <= latest:
+            raise LedgerError(
+                f"the horizon {horizon} is later than {latest}, which the header's retention of "
+                f"{self._ledger.header.retention} s allows",
+                "prune less",
+            )
+        with self._store.read() as rows:
+            return _summed(rows, horizon, now)
+
+    def receipts(self, aggregate: Aggregate) -> Iterator[tuple[int, bytes]]:
+        """(leaf, COSE receipt) of everything that would go, under the newest checkpoint: to be handed out before."""
+        for span in aggregate.spans:
+            for seq in range(span.first, span.stop):
+                yield seq, self._ledger.receipt(seq)
+
+    def prune(self, aggregate: Aggregate) -> int:
+        """Make the aggregate a leaf, sign, and let the bodies go; the leaf.
+
+        It must be what `propose` says now, but for its signatures, and these must all be of auditors of the ledger.
+        """
+        self.resume()
+        with self._store.read() as rows:
+            size = head_of(rows).size
+            fresh = _summed(rows, aggregate.horizon, self._ledger.now())
+        if aggregate.horizon > self.horizon():
+            raise LedgerError(f"the horizon {aggregate.horizon} is not reached yet", "wait, or propose again")
+        if fresh != replace(aggregate, signatures=()):
+            raise LedgerError(
+                "the ledger has changed since the aggregate was proposed",
+                "propose again, and have it signed anew",
+            )
+        self._check_signatures(aggregate)
+
+        def mark(rows: Writer, seqs: list[int]) -> None:
+            for kind in _MOVING:
+                if next(rows.of_kind(kind, size, seqs[0]), None) is not None:
+                    raise LedgerError("the ledger grew while it was being pruned", "propose again")
+            rows.put_pruning(Pruning(seqs[0], False))
+
+        (seq,) = self._ledger.append_aggregate(aggregate, mark)
+        self.resume()
+        return seq
+
+    def resume(self) -> None:
+        """Finish what was begun: bodies of aggregates that are in the ledger go."""
+        with self._store.read() as rows:
+            unfinished = [pruning.seq for pruning in rows.prunings() if not pruning.done]
+        for seq in unfinished:
+            self._ledger.checkpoint()  # nothing goes before what stands for it is signed
+            aggregate = self._ledger.leaf(seq).record
+            assert isinstance(aggregate, Aggregate)
+            for span in aggregate.spans:
+                for first in range(span.first, span.stop, _CHUNK):
+                    self._drop(first, min(first + _CHUNK, span.stop))
+            self._drop_tiles(aggregate)
+            self._ledger.transact(partial(_done, seq))
+
+    # ----------------------------------------------------------------------------------- inside
+
+    def _check_signatures(self, aggregate: Aggregate) -> None:
+        message, now = aggregate.message(self._ledger.origin), self._ledger.now()
+        good = self._ledger.parties().signers(message, aggregate.signatures, (Role.AUDITOR,), now)
+        if len(good) != len(aggregate.signatures):
+            raise LedgerError(
+                f"{len(aggregate.signatures) - len(good)} of the {len(aggregate.signatures)} signatures under the "
+                "aggregate are not by an auditor of this ledger, or not of this aggregate",
+                "leave them out, or have it signed again",
+            )
+
+    def _drop(self, first: int, stop: int) -> None:
+        def drop(rows: Writer) -> None:
+            gone = []
+            for seq, data in rows.leaves(first, stop):
+                record = decode(data).record
+                if not isinstance(record, Admitted):
+                    raise LedgerError(
+                        f"leaf {seq} is no contribution, and is not pruned", "the aggregate is wrong"
+                    )
+                gone += [(key, seq) for key in keys_of(record) if not lasting(key)]
+            rows.drop_keys(gone)
+            rows.drop_leaves(first, stop)
+
+        self._ledger.transact(drop)
+
+    def _drop_tiles(self, aggregate: Aggregate) -> None:
+        with self._store.read() as rows:
+            spans = _joined(span for pruned in _aggregates(rows) for span in pruned.spans)
+            cut = {signed.size // WIDTH for signed in rows.checkpoints() if signed.size % WIDTH}
+        asked = {
+            index for span in aggregate.spans for index in range(span.first // WIDTH, -(-span.stop // WIDTH))
+        }
+        whole = (range(-(-first // WIDTH), stop // WIDTH) for first, stop in spans)
+        gone = [index for tiles in whole for index in tiles if index in asked and index not in cut]
+        for at in range(0, len(gone), _CHUNK):
+            self._ledger.transact(partial(_without_tiles, gone[at : at + _CHUNK]))
+
+
+def _done(seq: int, rows: Writer) -> None:
+    rows.put_pruning(Pruning(seq, True))
+
+
+def _without_tiles(indices: Sequence[int], rows: Writer) -> None:
+    rows.drop_tiles(0, indices)
+
+
+def _summed(rows: Reader, horizon: int, now: int) -> Aggregate | None:
+    size = head_of(rows).size
+    going = _going(rows)
+    withdrawn = dict(rows.withdrawals())
+    sums: dict[str, _Sum] = {}
+    spans: list[list[int]] = []
+    digest = hashlib.sha256()
+    for seq, data in rows.of_kind(NUMBERS[Admitted], 0, size):
+        leaf = decode(data)
+        assert isinstance(leaf.record, Admitted)
+        if leaf.time >= horizon:
+            break  # time never falls
+        if leaf.record.expires > now or seq in going:
+            continue
+        if not spans or spans[-1][1] != seq:
+            if len(spans) == MOST_SPANS:
+                break  # the rest is for another aggregate
+            spans.append([seq, seq])
+        spans[-1][1] = seq + 1
+        digest.update(leaf_hash(data))
+        total = sums.setdefault(leaf.record.terms.cls, _Sum())
+        total.count += 1
+        total.withdrawn += seq in withdrawn
+    if not spans:
+        return None
+    spent = _spent(rows, size)
+    return Aggregate(
+        spans=tuple(Span(first=first, stop=stop) for first, stop in spans),
+        horizon=horizon,
+        classes=tuple(
+            ClassTotal(cls=cls, count=each.count, withdrawn=each.withdrawn, spend=spent.get(cls, 0))
+            for cls, each in sorted(sums.items())
+        ),
+        digest=digest.digest(),
+    )
+
+
+def _going(rows: Reader) -> set[int]:
+    """Leaves that are summed up already, by an aggregate that was stopped before their bodies were gone."""
+    found: set[int] = set()
+    for pruning in rows.prunings():
+        if not pruning.done and (data := rows.leaf(pruning.seq)) is not None:
+            record = decode(data).record
+            assert isinstance(record, Aggregate)
+            found.update(*(range(span.first, span.stop) for span in record.spans))
+    return found
+
+
+def _spent(rows: Reader, size: int) -> dict[str, int]:
+    """By class the largest spend that an epoch has recorded: spend never falls."""
+    found: dict[str, int] = {}
+    for _, data in rows.of_kind(NUMBERS[Epoch], 0, size):
+        record = decode(data).record
+        assert isinstance(record, Epoch)
+        for account in record.accounts:
+            found[account.cls] = max(account.spend, found.get(account.cls, 0))
+    return found
+
+
+def _aggregates(rows: Reader) -> Iterator[Aggregate]:
+    for _, data in rows.of_kind(NUMBERS[Aggregate], 0, head_of(rows).size):
+        record = decode(data).record
+        assert isinstance(record, Aggregate)
+        yield record
+
+
+def _joined(spans: Iterator[Span]) -> Sequence[tuple[int, int]]:
+    """The same leaves in spans that do not touch, in order."""
+    found: list[tuple[int, int]] = []
+    for span in sorted(spans, key=lambda each: each.first):
+        if found and found[-1][1] == span.first:
+            found[-1] = (found[-1][0], span.stop)
+        else:
+            found.append((span.first, span.stop))
+    return found

@@ -1,0 +1,148 @@
+"""What contributions have lost: from charges to ε, over all runs and generations of a ledger.
+
+An epoch says what was charged; what that comes to is computed here, the same way by who writes and by who verifies. A
+charge is never taken back: an attempt that was given up has drawn its noise, and an attempt that was redone was paid
+twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from lamina import cbor
+from lamina.account import Event, accountant, epsilon_of_multiplier, grouped, order_of, rdp
+from lamina.account.renyi import divergence
+from lamina.ledger.amounts import exact_text, nano
+from lamina.ledger.records import Account, Charge, Epoch, Header, Segment
+from lamina.plan.rules import FollowBudget
+from lamina.plan.step import StepPlan
+
+Bound = tuple[str, int, int]  # class, clip norm, noise multiplier: what names an account
+Kind = tuple[
+    float, float, float
+]  # sigma, rate, and the Rényi order of noise that followed its budget; 0 otherwise
+Events = Mapping[Kind, int]  # → steps
+
+_UNIT = 1_000_000
+_CONTEXT = b"lamina/spending/1\n"
+
+
+def price(events: Events, *, delta: float, name: str) -> float:
+    """ε of all events together, by the accountant called `name`: composed, not ε added to ε.
+
+    Noise that followed its budget is proven at its own order α alone: D_α ≤ steps·RDP_α. At the smallest such order
+    α* of all, D_α* ≤ D_α, so these bounds and the others' RDP at α* add up. An accountant that credits no sampling
+    has no figure for it.
+    """
+    fixed = [Event(sigma=sigma, q=q, steps=n) for (sigma, q, order), n in events.items() if not order]
+    followed = {kind: n for kind, n in events.items() if kind[2] and n}
+    asked = accountant(name)
+    if not followed:
+        return asked.epsilon(fixed, delta)
+    if not asked.amplified or delta == 0:
+        return math.inf
+    least = min(order for _, _, order in followed)
+    whole = math.fsum(n * divergence(q, sigma, order) for (sigma, q, order), n in followed.items())
+    others = rdp.total_at(grouped(fixed), least)
+    return max(0.0, whole + others + rdp.order_offset(least, delta)) * (1 + 1e-12)
+
+
+def signed_spend(noise_multiplier: int, delta: float) -> int:
+    """The most that a contribution may lose that signed this multiplier, in 1e-9: exact, μ = 1/z."""
+    return nano(epsilon_of_multiplier(noise_multiplier / _UNIT, delta))
+
+
+def followed_order(plan: StepPlan) -> float | None:
+    """The Rényi order at which a plan follows its budget; None for any other plan."""
+    return order_of(plan.accountant) if plan.rule(FollowBudget) is not None else None
+
+
+def due(plan: StepPlan, cls: str, scale: float, segments: Iterable[Segment]) -> tuple[Charge, ...]:
+    """What the steps of these attempts take, by the plan, from a contribution whose thresholds are scaled.
+
+    Where noise follows a budget this is no upper bound: the whole budget is charged when its run begins.
+    """
+    order = followed_order(plan)
+    schedule = [event for each in segments for event in plan.stretch(cls, each.first, each.last, scale)]
+    return tuple(
+        Charge(sigma=event.sigma, rate=event.q, steps=event.steps, order=order) for event in grouped(schedule)
+    )
+
+
+def whole(plan: StepPlan, cls: str, scale: float) -> tuple[Charge, ...]:
+    """The price of a whole plan: what a run that follows its budget is charged at once."""
+    order, schedule = followed_order(plan), grouped(plan.schedule(cls, scale))
+    return tuple(Charge(sigma=e.sigma, rate=e.q, steps=e.steps, order=order) for e in schedule)
+
+
+def summed(charges: Iterable[Charge]) -> dict[Kind, int]:
+    """Charges by their kind; those without steps are left out."""
+    found: dict[Kind, int] = {}
+    for each in charges:
+        if each.steps:
+            kind = (each.sigma, each.rate, each.order or 0.0)
+            found[kind] = found.get(kind, 0) + each.steps
+    return found
+
+
+class Spending:
+    """What every bound was charged so far, and what that comes to at the header's δ by the header's accountant."""
+
+    def __init__(self, header: Header) -> None:
+        self.accountant, self.delta = header.accountant, header.delta
+        self._events: dict[Bound, dict[Kind, int]] = {}
+
+    @classmethod
+    def of(cls, header: Header, epochs: Iterable[Epoch]) -> Spending:
+        """After these epochs, as they were recorded."""
+        made = cls(header)
+        for epoch in epochs:
+            made.add(epoch.accounts)
+        return made
+
+    def add(self, accounts: Iterable[Account]) -> None:
+        """Charge what an epoch charges."""
+        for account in accounts:
+            self.charge(account.bound, account.charges)
+
+    def charge(self, bound: Bound, charges: Iterable[Charge]) -> None:
+        """Charge one account."""
+        events = self._events.setdefault(bound, {})
+        for kind, steps in summed(charges).items():
+            events[kind] = events.get(kind, 0) + steps
+
+    def bounds(self) -> Sequence[Bound]:
+        """Every account that there is."""
+        return sorted(self._events)
+
+    def events(self, bound: Bound) -> Events:
+        """All that one account was charged."""
+        return dict(self._events.get(bound, {}))
+
+    def epsilon(self, bound: Bound, more: Iterable[Charge] = ()) -> float:
+        """ε of an account, or what it would be after `more`."""
+        events = dict(self.events(bound))
+        for kind, steps in summed(more).items():
+            events[kind] = events.get(kind, 0) + steps
+        return price(events, delta=self.delta, name=self.accountant)
+
+    def spend(self, bound: Bound) -> int:
+        """The same as a ledger writes it, in 1e-9, rounded up."""
+        return nano(self.epsilon(bound))
+
+    def state(self) -> bytes:
+        """Digest of all charges: what `Epoch.state` holds. Two who agree on it agree on every ε that follows."""
+        rows = [
+            [*bound, [[*map(exact_text, kind), steps] for kind, steps in sorted(events.items())]]
+            for bound, events in sorted(self._events.items())
+        ]
+        return hashlib.sha256(_CONTEXT + cbor.encode(rows, max_size=1 << 28)).digest()
+
+    def copy(self) -> Spending:
+        """To try a charge on."""
+        made = object.__new__(Spending)
+        made.accountant, made.delta = self.accountant, self.delta
+        made._events = {bound: dict(events) for bound, events in self._events.items()}
+        return made

@@ -1,0 +1,165 @@
+"""What a ledger asks of its store: one narrow interface, for SQLite and PostgreSQL.
+
+A store keeps rows and promises three things. A transaction is all or nothing. Once `write` has ended without an error
+it is durable: a kill or a power cut after that loses nothing of it. And writers take turns, over threads, processes
+and (PostgreSQL) machines: between the beginning of `write` and its end nobody else changes anything, so the head that
+was read in it is the head. What rows *mean* is the ledger's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+from lamina.ledger.tiles import Tile
+
+LeafRow = tuple[int, int, bytes]  # a leaf: its index, the number of its kind, its bytes
+
+
+class Head(NamedTuple):
+    """Where the ledger stands: leaves, time of the last one, epochs closed, and the encoded right edge of the tree.
+
+    `indexed` is the number of leaves whose keys are in the index; those of the last ones are found by reading them.
+    """
+
+    size: int
+    time: int
+    epoch: int
+    indexed: int
+    frontier: bytes
+
+
+class Attempt(NamedTuple):
+    """An attempt of a run, and the leaf of the epoch that closed it."""
+
+    run: bytes
+    segment: int
+    generation: int
+    seq: int
+
+
+class Pruning(NamedTuple):
+    """An aggregate that was appended, and whether what it stands for is gone already."""
+
+    seq: int
+    done: bool
+
+
+class Signed(NamedTuple):
+    """A checkpoint as it was published, and the seal (key id, signature) of the same tree for receipts."""
+
+    size: int
+    text: str
+    seal: bytes
+
+
+class LastBatch(NamedTuple):
+    """The last batch of a writer: what it was called, and the leaves that it became."""
+
+    token: bytes
+    seqs: bytes
+
+
+class Reader(Protocol):
+    """One consistent view."""
+
+    def head(self) -> Head | None:
+        """None in a store that is still empty."""
+
+    def leaf(self, seq: int) -> bytes | None:
+        """A leaf; None if it is not there (not yet, or not any more)."""
+
+    def leaves(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        """(seq, leaf) of those in [first, stop) that are there, in order, in bounded memory."""
+
+    def of_kind(self, kind: int, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        """The same of one kind. Quick for every kind but contributions."""
+
+    def tile(self, level: int, index: int) -> bytes | None:
+        """A tile as far as it is filled."""
+
+    def checkpoint(self, size: int | None = None) -> Signed | None:
+        """The checkpoint of that size; without a size the newest."""
+
+    def checkpoints(self) -> Iterator[Signed]:
+        """Every checkpoint that was ever signed, by size."""
+
+    def evidence(self, seq: int) -> bytes | None:
+        """The bytes whose digest stands in that leaf (an attestation, a request)."""
+
+    def evidences(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        """(seq, bytes) of those in [first, stop) that are there, in order, in bounded memory."""
+
+    def blob(self, digest: bytes) -> bytes | None:
+        """Bytes by their SHA-256 (a plan, a manifest)."""
+
+    def find(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
+        """(key, seq) of every indexed leaf that has one of these keys."""
+
+    def attempt(self, run: bytes, segment: int, generation: int) -> int | None:
+        """The leaf of the epoch that closed an attempt."""
+
+    def withdrawn(self, target: int) -> int | None:
+        """The leaf of the withdrawal of a contribution."""
+
+    def withdrawals(self) -> Iterator[tuple[int, int]]:
+        """(target, leaf of its withdrawal) of every contribution that was withdrawn, by target."""
+
+    def prunings(self) -> list[Pruning]:
+        """The aggregates, in order."""
+
+    def batch(self, writer: bytes) -> LastBatch | None:
+        """The last batch of a writer."""
+
+    def meta(self, name: str) -> bytes | None:
+        """A small thing by its name."""
+
+
+class Writer(Reader, Protocol):
+    """A transaction. What it read stays true until it ends."""
+
+    def add_leaves(self, rows: Sequence[LeafRow]) -> None: ...
+    def add_evidence(self, rows: Sequence[tuple[int, bytes]]) -> None: ...
+    def add_keys(self, rows: Sequence[tuple[bytes, int]]) -> None: ...
+    def add_attempts(self, rows: Sequence[Attempt]) -> None: ...
+    def add_withdrawals(self, rows: Sequence[tuple[int, int]]) -> None: ...
+    def put_tiles(self, tiles: Iterable[Tile]) -> None: ...
+    def put_head(self, head: Head) -> None: ...
+    def put_checkpoint(self, signed: Signed) -> None: ...
+    def put_blob(self, digest: bytes, data: bytes) -> None: ...
+    def put_pruning(self, pruning: Pruning) -> None: ...
+    def put_batch(self, writer: bytes, batch: LastBatch, day: int) -> None:
+        """The day is all that is kept of when."""
+
+    def forget_writers(self, day: int) -> None:
+        """Those who were silent since before that day."""
+
+    def put_meta(self, name: str, value: bytes) -> None: ...
+    def drop_leaves(self, first: int, stop: int) -> None:
+        """Delete leaves [first, stop) and what belongs to them alone."""
+
+    def drop_keys(self, rows: Sequence[tuple[bytes, int]]) -> None: ...
+    def drop_tiles(self, level: int, indices: Sequence[int]) -> None: ...
+    def drop_blob(self, digest: bytes) -> None: ...
+
+
+class Store(Protocol):
+    """Rows that last."""
+
+    name: str  # for messages; without passwords
+    remote: bool  # whether the answer to a commit can get lost on the way
+
+    def read(self) -> AbstractContextManager[Reader]:
+        """A view of what is committed."""
+
+    def write(self) -> AbstractContextManager[Writer]:
+        """A transaction; StoreBusy if the others do not let go."""
+
+    def compact(self) -> None:
+        """Give space back that dropped rows took, and leave nothing of them in free pages."""
+
+    def size_on_disk(self) -> int:
+        """Bytes."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,106 @@
+"""PostgreSQL's side of `Rows`: statements, COPY, and its refusals in our words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from psycopg import errors
+
+from lamina.ledger.store.errors import Damaged, StoreBusy, StoreError, StoreLost
+
+_TYPES = {
+    "leaf": ("int8", "int4", "bytea"),
+    "evidence": ("int8", "bytea"),
+    "known": ("bytea", "int8"),
+    "attempt": ("bytea", "int8", "int8", "int8"),
+    "withdrawn": ("int8", "int8"),
+}
+_FULL = (errors.DiskFull, errors.OutOfMemory, errors.InsufficientResources)
+_AGAIN = (
+    psycopg.InterfaceError,
+    errors.SerializationFailure,
+    errors.DeadlockDetected,
+    errors.TooManyConnections,
+    errors.IdleInTransactionSessionTimeout,
+)
+
+
+class PgDatabase:
+    """PostgreSQL's side of `Rows`."""
+
+    def __init__(self, db: psycopg.Connection) -> None:
+        self._db = db
+
+    def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        text = query.replace("?", "%s")
+        cursor = self._db.execute(text, values or None, binary=True)
+        return cursor.fetchall() if cursor.description else []
+
+    def insert(self, table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        text = f"COPY {table} ({', '.join(columns)}) FROM STDIN (FORMAT BINARY)"
+        with self._db.cursor() as cursor, cursor.copy(text) as copy:
+            copy.set_types(_TYPES[table])
+            for row in rows:
+                copy.write_row(row)
+
+    def many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
+        with self._db.cursor() as cursor:
+            cursor.executemany(statement.replace("?", "%b"), rows)
+
+    def find(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        query = "SELECT key, seq FROM known WHERE key = ANY(%b)"
+        found: list[Any] = self._db.execute(query, [sorted(keys)], binary=True).fetchall() if keys else []
+        return found
+
+    def discard(self, rows: Sequence[tuple[bytes, int]]) -> None:
+        if rows:
+            self._db.execute(
+                "DELETE FROM known USING unnest(%b::bytea[], %b::int8[]) AS gone (key, seq) "
+                "WHERE known.key = gone.key AND known.seq = gone.seq",
+                ([key for key, _ in rows], [seq for _, seq in rows]),
+            )
+
+
+@contextmanager
+def pg_errors(name: str) -> Iterator[None]:
+    """PostgreSQL's refusals in our words."""
+    try:
+        yield
+    except (errors.LockNotAvailable, errors.QueryCanceled) as error:
+        raise StoreBusy(
+            f"another process holds the ledger '{name}'", "wait until it is done, or stop it, then try again"
+        ) from error
+    except _AGAIN as error:
+        raise StoreLost(
+            f"the server of {name} went away: {_told(error)}", "start it, then try again"
+        ) from error
+    except psycopg.IntegrityError as error:
+        raise Damaged(
+            f"the ledger '{name}' holds a row that should not be there: {_told(error)}",
+            "restore it from a copy",
+        ) from error
+    except _FULL as error:
+        raise StoreError(
+            f"no space left for the ledger '{name}'; what was acknowledged is there",
+            "free space, then try again",
+        ) from error
+    except psycopg.OperationalError as error:
+        if error.sqlstate is None or error.sqlstate[:2] in ("08", "57"):
+            raise StoreLost(
+                f"the server of {name} went away: {_told(error)}", "start it, then try again"
+            ) from error
+        raise StoreError(
+            f"the ledger '{name}' cannot be used: {_told(error)}", "repair what it reports"
+        ) from error
+    except psycopg.Error as error:
+        raise StoreError(
+            f"the ledger '{name}' cannot be used: {_told(error)}", "repair what it reports"
+        ) from error
+
+
+def _told(error: psycopg.Error) -> str:
+    """The first line; what follows may repeat whole rows."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,239 @@
+"""The rows of a ledger in SQL that SQLite and PostgreSQL both speak; a `Database` adds what they do not share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from lamina.ledger.store.base import Attempt, Head, LastBatch, LeafRow, Pruning, Signed
+from lamina.ledger.tiles import Tile
+
+_CHUNK = 2048  # rows that are in memory at a time
+
+
+class Database(Protocol):
+    """One connection inside a transaction. Questions marks stand for values in both dialects."""
+
+    def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """All rows of a query or statement."""
+
+    def insert(self, table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Many new rows, as fast as it goes."""
+
+    def many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
+        """A statement for each of these rows."""
+
+    def find(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """(key, seq) of the rows of `known` with one of these keys."""
+
+    def discard(self, rows: Sequence[tuple[bytes, int]]) -> None:
+        """Delete these rows of `known`."""
+
+
+class Rows:
+    """A `Reader` and `Writer` over a database. Thin and literal: what is allowed is decided in the ledger."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    # ----------------------------------------------------------------------------------- reading
+
+    def head(self) -> Head | None:
+        found = self._db.rows("SELECT size, time, epoch, indexed, frontier FROM head")
+        if not found:
+            return None
+        size, time, epoch, indexed, frontier = found[0]
+        return Head(size, time, epoch, indexed, bytes(frontier))
+
+    def leaf(self, seq: int) -> bytes | None:
+        return self._bytes("SELECT data FROM leaf WHERE seq = ?", seq)
+
+    def leaves(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        return self._range(
+            "SELECT seq, data FROM leaf WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?", first, stop
+        )
+
+    def of_kind(self, kind: int, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        # The number is written out, so that the partial index over all kinds but contributions is used.
+        query = (
+            f"SELECT seq, data FROM leaf WHERE kind = {int(kind)} AND kind <> 2"
+            if kind != 2
+            else ("SELECT seq, data FROM leaf WHERE kind = 2")
+        )
+        return self._range(f"{query} AND seq >= ? AND seq < ? ORDER BY seq LIMIT ?", first, stop)
+
+    def tile(self, level: int, index: int) -> bytes | None:
+        return self._bytes("SELECT data FROM tile WHERE id = ?", _tile_id(level, index))
+
+    def checkpoint(self, size: int | None = None) -> Signed | None:
+        query = "SELECT size, text, seal FROM checkpoint "
+        if size is None:
+            found = self._db.rows(query + "ORDER BY size DESC LIMIT 1")
+        else:
+            found = self._db.rows(query + "WHERE size = ?", size)
+        return _signed(found[0]) if found else None
+
+    def checkpoints(self) -> Iterator[Signed]:
+        query, last = "SELECT size, text, seal FROM checkpoint WHERE size > ? ORDER BY size LIMIT ?", -1
+        while found := self._db.rows(query, last, _CHUNK):
+            yield from map(_signed, found)
+            last = found[-1][0]
+
+    def evidence(self, seq: int) -> bytes | None:
+        return self._bytes("SELECT data FROM evidence WHERE seq = ?", seq)
+
+    def evidences(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        return self._range(
+            "SELECT seq, data FROM evidence WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?", first, stop
+        )
+
+    def blob(self, digest: bytes) -> bytes | None:
+        return self._bytes("SELECT data FROM blob WHERE digest = ?", digest)
+
+    def find(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
+        for at in range(0, len(keys), _CHUNK):
+            yield from self._db.find(keys[at : at + _CHUNK])
+
+    def attempt(self, run: bytes, segment: int, generation: int) -> int | None:
+        return self._number(
+            "SELECT seq FROM attempt WHERE run = ? AND segment = ? AND generation = ?",
+            run,
+            segment,
+            generation,
+        )
+
+    def withdrawn(self, target: int) -> int | None:
+        return self._number("SELECT seq FROM withdrawn WHERE target = ?", target)
+
+    def withdrawals(self) -> Iterator[tuple[int, int]]:
+        last = -1
+        while found := self._db.rows(
+            "SELECT target, seq FROM withdrawn WHERE target > ? ORDER BY target LIMIT ?", last, _CHUNK
+        ):
+            yield from ((target, seq) for target, seq in found)
+            last = found[-1][0]
+
+    def prunings(self) -> list[Pruning]:
+        return [
+            Pruning(seq, bool(done))
+            for seq, done in self._db.rows("SELECT seq, done FROM pruning ORDER BY seq")
+        ]
+
+    def batch(self, writer: bytes) -> LastBatch | None:
+        found = self._db.rows("SELECT token, seqs FROM writer WHERE id = ?", writer)
+        return LastBatch(bytes(found[0][0]), bytes(found[0][1])) if found else None
+
+    def meta(self, name: str) -> bytes | None:
+        return self._bytes("SELECT value FROM meta WHERE name = ?", name)
+
+    # ----------------------------------------------------------------------------------- writing
+
+    def add_leaves(self, rows: Sequence[LeafRow]) -> None:
+        self._db.insert("leaf", ("seq", "kind", "data"), rows)
+
+    def add_evidence(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        if rows:
+            self._db.insert("evidence", ("seq", "data"), rows)
+
+    def add_keys(self, rows: Sequence[tuple[bytes, int]]) -> None:
+        if rows:
+            self._db.insert("known", ("key", "seq"), rows)
+
+    def add_attempts(self, rows: Sequence[Attempt]) -> None:
+        if rows:
+            self._db.insert("attempt", ("run", "segment", "generation", "seq"), rows)
+
+    def add_withdrawals(self, rows: Sequence[tuple[int, int]]) -> None:
+        if rows:
+            self._db.insert("withdrawn", ("target", "seq"), rows)
+
+    def put_tiles(self, tiles: Iterable[Tile]) -> None:
+        self._db.many(
+            "INSERT INTO tile (id, data) VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET data = excluded.data",
+            [(_tile_id(tile.level, tile.index), tile.data) for tile in tiles],
+        )
+
+    def put_head(self, head: Head) -> None:
+        self._db.rows(
+            "INSERT INTO head (id, size, time, epoch, indexed, frontier) VALUES (1, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (id) DO UPDATE SET size = excluded.size, time = excluded.time, epoch = excluded.epoch, "
+            "indexed = excluded.indexed, frontier = excluded.frontier",
+            *head,
+        )
+
+    def put_checkpoint(self, signed: Signed) -> None:
+        self._db.rows(
+            "INSERT INTO checkpoint (size, text, seal) VALUES (?, ?, ?) "
+            "ON CONFLICT (size) DO UPDATE SET text = excluded.text",
+            *signed,
+        )
+
+    def put_blob(self, digest: bytes, data: bytes) -> None:
+        self._db.rows(
+            "INSERT INTO blob (digest, data) VALUES (?, ?) ON CONFLICT (digest) DO NOTHING", digest, data
+        )
+
+    def put_pruning(self, pruning: Pruning) -> None:
+        self._db.rows(
+            "INSERT INTO pruning (seq, done) VALUES (?, ?) ON CONFLICT (seq) DO UPDATE SET done = excluded.done",
+            pruning.seq,
+            int(pruning.done),
+        )
+
+    def put_batch(self, writer: bytes, batch: LastBatch, day: int) -> None:
+        self._db.rows(
+            "INSERT INTO writer (id, token, seqs, day) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE "
+            "SET token = excluded.token, seqs = excluded.seqs, day = excluded.day",
+            writer,
+            batch.token,
+            batch.seqs,
+            day,
+        )
+
+    def forget_writers(self, day: int) -> None:
+        self._db.rows("DELETE FROM writer WHERE day < ?", day)
+
+    def put_meta(self, name: str, value: bytes) -> None:
+        self._db.rows(
+            "INSERT INTO meta (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+            name,
+            value,
+        )
+
+    def drop_leaves(self, first: int, stop: int) -> None:
+        self._db.rows("DELETE FROM leaf WHERE seq >= ? AND seq < ?", first, stop)
+        self._db.rows("DELETE FROM evidence WHERE seq >= ? AND seq < ?", first, stop)
+
+    def drop_keys(self, rows: Sequence[tuple[bytes, int]]) -> None:
+        self._db.discard(rows)
+
+    def drop_tiles(self, level: int, indices: Sequence[int]) -> None:
+        self._db.many("DELETE FROM tile WHERE id = ?", [(_tile_id(level, index),) for index in indices])
+
+    def drop_blob(self, digest: bytes) -> None:
+        self._db.rows("DELETE FROM blob WHERE digest = ?", digest)
+
+    # ----------------------------------------------------------------------------------- inside
+
+    def _bytes(self, query: str, value: Any) -> bytes | None:
+        found = self._db.rows(query, value)
+        return bytes(found[0][0]) if found else None
+
+    def _number(self, query: str, *values: Any) -> int | None:
+        found = self._db.rows(query, *values)
+        return int(found[0][0]) if found else None
+
+    def _range(self, query: str, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        while first < stop and (found := self._db.rows(query, first, stop, _CHUNK)):
+            for seq, data in found:
+                yield seq, bytes(data)
+            first = found[-1][0] + 1
+
+
+def _signed(row: tuple[Any, ...]) -> Signed:
+    size, text, seal = row
+    return Signed(size, text, bytes(seal))
+
+
+def _tile_id(level: int, index: int) -> int:
+    return level << 56 | index

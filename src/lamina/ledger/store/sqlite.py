@@ -1,0 +1,276 @@
+"""A ledger in one SQLite file: the default, for one machine.
+
+WAL with synchronous = FULL: a commit returns after its frames are on the disk, and readers are never in the way.
+`BEGIN IMMEDIATE` is the one writer's lock; the system gives it back when its holder dies, however that happens.
+
+The library is the one inside apsw, not the one of Python's sqlite3: that one is whatever the system has, and SQLite
+before 3.51.3 can lose a commit when a WAL is reset while another process checkpoints it. For the same reason the file
+must not be opened with another SQLite library in the same process: POSIX locks of a file are per process, and whoever
+closes it first gives back the other's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import apsw
+
+from lamina.ledger.errors import LedgerError
+from lamina.ledger.store.errors import Damaged, StoreBusy, StoreError
+from lamina.ledger.store.migrations import VERSION, migrate
+from lamina.ledger.store.rows import Rows
+
+SAFE = (3, 51, 3)  # the first version without the WAL-reset bug
+APPLICATION = 0x4C6D4C67  # "LmLg", in the header of the file
+_WORDS = {"number": "INTEGER", "bytes": "BLOB", "sorted": "WITHOUT ROWID"}
+_FLAGS = apsw.SQLITE_OPEN_NOFOLLOW | apsw.SQLITE_OPEN_URI
+_CACHE = -32 * 1024  # KiB of pages in memory
+_CHECKPOINT = 4096  # pages of WAL after which it is copied into the file: 16 MB
+
+
+class SqliteStore:
+    """`create` makes a new file, mode 0600, unless there is one; without it there must be one.
+
+    `readonly` changes nothing, not even the version of the tables; it also opens a copy on a medium that cannot be
+    written.
+    """
+
+    remote = False
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        readonly: bool = False,
+        patience: float = 30.0,
+        vfs: str | None = None,
+    ) -> None:
+        if _version() < SAFE:
+            raise StoreError(
+                f"SQLite {apsw.sqlite_lib_version()} may lose committed rows (WAL reset), {'.'.join(map(str, SAFE))} "
+                "does not",
+                "install a newer apsw",
+            )
+        self.path = Path(os.path.abspath(path))
+        self.name = str(self.path)
+        self._patience, self._vfs, self._pid, self._readonly = patience, vfs, os.getpid(), readonly
+        self._locks = {"read": threading.RLock(), "write": threading.RLock()}
+        self._open: dict[str, apsw.Connection] = {}
+        if create:
+            self._make_file()
+        elif not self.path.is_file():
+            raise LedgerError(f"there is no ledger '{self.path}'", "give the path of one, or create it")
+        with _errors(self.name):
+            self._prepare(create)
+
+    # ----------------------------------------------------------------------------------- transactions
+
+    @contextmanager
+    def read(self) -> Iterator[Rows]:
+        with self._transaction("read", "BEGIN") as rows:
+            yield rows
+
+    @contextmanager
+    def write(self) -> Iterator[Rows]:
+        if self._readonly:
+            raise LedgerError(f"the ledger '{self.name}' was opened for reading", "open it for writing")
+        with self._transaction("write", "BEGIN IMMEDIATE") as rows:
+            yield rows
+
+    @contextmanager
+    def _transaction(self, purpose: str, begin: str) -> Iterator[Rows]:
+        if self._pid != os.getpid():
+            raise LedgerError(
+                f"the ledger '{self.name}' was opened before a fork", "open it in the process that uses it"
+            )
+        with self._locks[purpose], _errors(self.name):
+            db = self._connection(purpose)
+            rows = Rows(_Database(db))
+            if db.in_transaction and purpose == "read":  # a view inside a view is the same view
+                yield rows
+                return
+            db.execute(begin)
+            try:
+                yield rows
+                db.execute("COMMIT")
+            except BaseException:
+                self._undo(purpose, db)
+                raise
+
+    def _undo(self, purpose: str, db: apsw.Connection) -> None:
+        """Back to what is committed. A connection that cannot even do that is not used again."""
+        try:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+        except apsw.Error:
+            self._open.pop(purpose).close(True)
+
+    # ----------------------------------------------------------------------------------- the file
+
+    def compact(self) -> None:
+        with self._locks["write"], _errors(self.name):
+            db = self._connection("write")
+            db.execute("VACUUM")
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def size_on_disk(self) -> int:
+        """The file and its WAL."""
+        files = (self.path, Path(f"{self.path}-wal"))
+        return sum(each.stat().st_size for each in files if each.exists())
+
+    def close(self) -> None:
+        for purpose in ("read", "write"):
+            with self._locks[purpose]:
+                if (db := self._open.pop(purpose, None)) is not None and self._pid == os.getpid():
+                    db.close(True)
+
+    def _make_file(self) -> None:
+        try:
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except FileExistsError:
+            pass  # perhaps one that a killed process left empty; whether it is, is seen inside a transaction
+        except OSError as error:
+            raise StoreError(
+                f"cannot make the ledger '{self.path}': {error.strerror}", "give a folder that can be written"
+            ) from error
+
+    def _prepare(self, create: bool) -> None:
+        purpose = "read" if self._readonly else "write"
+        db = self._connection(purpose)
+        db.execute("BEGIN IMMEDIATE" if create else "BEGIN")
+        try:
+            application, version = db.pragma("application_id"), db.pragma("user_version")
+            if (
+                create
+                and (application, version) == (0, 0)
+                and not db.execute("SELECT 1 FROM sqlite_schema").fetchall()
+            ):
+                db.pragma("application_id", APPLICATION)
+            elif application != APPLICATION:
+                raise LedgerError(f"'{self.path}' is no ledger", "give the path of one")
+            if self._readonly and version < VERSION:
+                raise LedgerError(
+                    f"'{self.path}' has tables of version {version}, to be brought up to {VERSION}",
+                    "open it for writing once",
+                )
+            current = migrate(_Database(db), version, _WORDS)
+            if current != version:
+                db.pragma("user_version", current)
+            db.execute("COMMIT")
+        except BaseException:
+            self._undo(purpose, db)
+            raise
+
+    def _connection(self, purpose: str) -> apsw.Connection:
+        if (db := self._open.get(purpose)) is not None:
+            return db
+        flags = apsw.SQLITE_OPEN_READONLY if self._readonly else apsw.SQLITE_OPEN_READWRITE
+        db = apsw.Connection(self._address(), flags=flags | _FLAGS, vfs=self._vfs)
+        try:
+            db.set_busy_timeout(int(self._patience * 1000))
+            if not self._readonly and db.pragma("journal_mode", "wal") != "wal":
+                raise StoreError(
+                    f"the file system of '{self.path}' has no shared memory for SQLite's WAL",
+                    "put the ledger on a local disk, or use PostgreSQL",
+                )
+            for name, value in (
+                ("synchronous", "FULL"),
+                ("wal_autocheckpoint", _CHECKPOINT),
+                ("cache_size", _CACHE),
+                ("secure_delete", "ON"),  # what is pruned is overwritten
+                ("trusted_schema", "OFF"),
+                ("cell_size_check", "ON"),
+            ):
+                db.pragma(name, value)
+            if db.pragma("synchronous") != 2:
+                raise StoreError(
+                    f"SQLite does not take synchronous = FULL for '{self.path}'", "install another apsw"
+                )
+        except BaseException:
+            db.close(True)
+            raise
+        self._open[purpose] = db
+        return db
+
+    def _address(self) -> str:
+        """The file; as one that nobody can change, where there is no room for the files that readers share."""
+        fixed = (
+            self._readonly
+            and not os.access(self.path.parent, os.W_OK)
+            and not Path(f"{self.path}-wal").exists()
+        )
+        return f"file:{quote(str(self.path))}{'?immutable=1' if fixed else ''}"
+
+
+class _Database:
+    """SQLite's side of `Rows`."""
+
+    def __init__(self, db: apsw.Connection) -> None:
+        self._db = db
+
+    def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        return self._db.execute(query, values).fetchall()
+
+    def insert(self, table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        marks = ", ".join("?" * len(columns))
+        self._db.executemany(f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})", rows)
+
+    def many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
+        self._db.executemany(statement, rows)
+
+    def find(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        query = "SELECT key, seq FROM known WHERE key IN carray(?)"
+        found: list[Any] = (
+            self._db.execute(query, (apsw.carray(tuple(sorted(keys))),)).fetchall() if keys else []
+        )
+        return found
+
+    def discard(self, rows: Sequence[tuple[bytes, int]]) -> None:
+        self._db.executemany("DELETE FROM known WHERE key = ? AND seq = ?", rows)
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in apsw.sqlite_lib_version().split("."))
+
+
+@contextmanager
+def _errors(name: str) -> Iterator[None]:
+    """SQLite's refusals in our words."""
+    try:
+        yield
+    except (apsw.BusyError, apsw.LockedError) as error:
+        raise StoreBusy(
+            f"another process holds the ledger '{name}'", "wait until it is done, or stop it, then try again"
+        ) from error
+    except (apsw.CorruptError, apsw.NotADBError) as error:
+        raise Damaged(f"the ledger '{name}' is damaged: {error}", "restore it from a copy") from error
+    except apsw.FullError as error:
+        raise StoreError(
+            f"no space left for the ledger '{name}'; what was acknowledged is there",
+            "free space, then try again",
+        ) from error
+    except (apsw.ReadOnlyError, apsw.PermissionsError, apsw.AuthError) as error:
+        raise StoreError(
+            f"the ledger '{name}' cannot be written: {error}", "make it writable for this user"
+        ) from error
+    except apsw.ConstraintError as error:
+        raise Damaged(
+            f"the ledger '{name}' holds a row that should not be there: {error}", "restore it from a copy"
+        ) from error
+    except apsw.Error as error:
+        raise StoreError(
+            f"the ledger '{name}' cannot be read or written: {error}; what was acknowledged is there",
+            "repair what the system reports, then try again",
+        ) from error

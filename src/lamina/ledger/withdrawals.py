@@ -1,0 +1,104 @@
+"""Withdrawals: how a contribution leaves. A record is appended; nothing is erased.
+
+From the next segment on it is in no batch of any run. What it has lost stays lost, and is reconciled here: a withdrawal
+stops further loss, it does not unlearn. Whoever serves a model asks the ledger, and the record is what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lamina.admit.times import shown
+from lamina.ledger.errors import LedgerError
+from lamina.ledger.find import find
+from lamina.ledger.leaf import Leaf
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.records import Admitted, Effect, Reason, Withdrawal
+from lamina.ledger.trace import Trace, plain, trace
+
+REASONS = {reason.name.lower(): reason for reason in Reason}
+EFFECTS = {effect.name.lower(): effect for effect in Effect}
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """A contribution that is out: the leaf that says so, and what it had lost until then.
+
+    `again` is whether it was out before, and nothing was appended.
+    """
+
+    seq: int
+    trace: Trace
+    again: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        found = self.trace
+        assert found.withdrawal is not None and isinstance(found.withdrawal.record, Withdrawal)
+        return {
+            "index": self.seq,
+            "target": found.leaf.seq,
+            "descriptor": found.record.descriptor.hex(),
+            "class": found.record.terms.cls,
+            "reason": found.withdrawal.record.reason.name.lower(),
+            "effect": found.withdrawal.record.effect.name.lower(),
+            "time": shown(found.withdrawal.time),
+            "again": self.again,
+            "epsilon": plain(found.spend),
+            "epsilon_signed": None if found.signed is None else plain(found.signed),
+            "epochs": len(found.epochs),
+            "releases": [each.seq for each in found.releases],
+        }
+
+
+def withdraw(
+    ledger: Ledger,
+    name: str,
+    reason: Reason,
+    *,
+    effect: Effect = Effect.FINISH,
+    run: bytes | None = None,
+    segment: int | None = None,
+    request: bytes | None = None,
+) -> list[Withdrawn]:
+    """Withdraw the contributions of a descriptor digest or content anchor (64 hex digits), or of a leaf.
+
+    All or none; whoever is out already stays out, for the reason that was given first. `request` is the digest of a
+    signed request. With the ledger's key, a checkpoint covers it at once.
+    """
+    leaves = find(ledger, name)
+    new = [leaf for leaf in leaves if ledger.withdrawn(leaf.seq) is None]
+    records = [
+        Withdrawal(target=leaf.seq, reason=reason, effect=effect, run=run, segment=segment, request=request)
+        for leaf in new
+    ]
+    try:
+        ledger.append(records)
+    except LedgerError:
+        if any(ledger.withdrawn(leaf.seq) is None for leaf in new):
+            raise  # otherwise another process was quicker
+    if ledger.signs:
+        ledger.checkpoint()
+    return [_withdrawn(ledger, leaf, new) for leaf in leaves]
+
+
+def _withdrawn(ledger: Ledger, leaf: Leaf, new: Iterable[Leaf]) -> Withdrawn:
+    seq = ledger.withdrawn(leaf.seq)
+    assert seq is not None and isinstance(leaf.record, Admitted)
+    return Withdrawn(seq, trace(ledger, leaf), leaf not in new)
+
+
+def reason_of(word: str) -> Reason:
+    """A reason by its name."""
+    if word not in REASONS:
+        raise LedgerError(f"{word!r} is no reason to withdraw", f"reasons are {', '.join(REASONS)}")
+    return REASONS[word]
+
+
+def effect_of(word: str) -> Effect:
+    """An effect by its name."""
+    if word not in EFFECTS:
+        raise LedgerError(f"{word!r} is no effect of a withdrawal", f"effects are {', '.join(EFFECTS)}")
+    return EFFECTS[word]
