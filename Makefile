@@ -34,7 +34,7 @@ format: $(VENV)/.test  ## let ruff rewrite what it can
 bench: $(VENV)/.bench  ## time and memory of a private step against the plain step and Opacus
 	$(BIN)/python benchmarks/step.py
 
-interop: $(PEER)/.done $(NODE)/.done $(VENV)/.go  ## other people's COSE and Go's transparency log, to check ours against
+interop: $(PEER)/.done $(NODE)/.done $(VENV)/.go $(VENV)/.postgres  ## other people's COSE, Go's transparency log, a database server
 
 clean:  ## remove the environment and every cache (keeps runs/)
 	rm -rf $(VENV) $(PEER) $(NODE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info
@@ -64,18 +64,22 @@ $(PEER)/.done: tests/interop/pycose.txt
 
 $(NODE)/.done: tests/interop/package.json tests/interop/package-lock.json
 	@echo 'installing @auth0/cose into $(NODE) …'
-	@cd tests/interop && npm ci --silent --ignore-scripts --omit=optional --no-audit --no-fund \
+	@command -v npm >/dev/null || { $(call debian,nodejs npm); }; cd tests/interop && npm ci --silent --ignore-scripts --omit=optional --no-audit --no-fund \
 	  && touch node_modules/.done || echo '@auth0/cose could not be installed: its tests will be skipped'
 
-# Go's own notes and trees (Debian packages golang-go, golang-golang-x-mod-dev) for tests/ledger/test_go.py.
+# What the tests need from the distribution: installed if we may, otherwise their tests are skipped (or fail, see above).
+debian = [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && export DEBIAN_FRONTEND=noninteractive \
+  && { apt-get install -qq -y --no-install-recommends $(1) >/dev/null 2>&1 \
+       || { apt-get update -qq && apt-get install -qq -y --no-install-recommends $(1) >/dev/null; }; }
+
+# Go's own notes and trees, for tests/ledger/test_go.py.
+has_go = command -v go >/dev/null && [ -d /usr/share/gocode/src/golang.org/x/mod/sumdb ]
 $(VENV)/.go: | $(VENV)/bin/python
-	@if ! command -v go >/dev/null || [ ! -d /usr/share/gocode/src/golang.org/x/mod/sumdb ]; then \
-	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    echo 'installing Go and golang.org/x/mod from Debian …'; \
-	    export DEBIAN_FRONTEND=noninteractive; \
-	    apt-get install -qq -y --no-install-recommends golang-go golang-golang-x-mod-dev >/dev/null 2>&1 \
-	    || { apt-get update -qq && apt-get install -qq -y --no-install-recommends golang-go golang-golang-x-mod-dev >/dev/null; }; \
-	  fi; \
-	fi; \
-	command -v go >/dev/null && [ -d /usr/share/gocode/src/golang.org/x/mod/sumdb ] && touch $@ \
-	|| echo 'Go is not installed (apt-get install golang-go golang-golang-x-mod-dev): its tests will be skipped'
+	@$(has_go) || { echo 'installing Go and golang.org/x/mod …'; $(call debian,golang-go golang-golang-x-mod-dev); }; \
+	$(has_go) && touch $@ || echo 'Go is not installed (golang-go, golang-golang-x-mod-dev): its tests will be skipped'
+
+# A PostgreSQL server, for the ledger's second store.
+has_postgres = command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1
+$(VENV)/.postgres: | $(VENV)/bin/python
+	@$(has_postgres) || { echo 'installing PostgreSQL …'; $(call debian,postgresql); }; \
+	$(has_postgres) && touch $@ || echo 'PostgreSQL is not installed: its tests will be skipped'

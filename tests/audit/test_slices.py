@@ -88,7 +88,7 @@ def failed(checks: tuple[Check, ...]) -> set[str]:
     return {check.name for check in checks if not check.passed}
 
 
-@pytest.mark.parametrize("clipping", ["box", "joint"])
+@pytest.mark.parametrize("clipping", ["box", pytest.param("joint", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "hardened", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "hardened"]
 )
@@ -285,6 +285,7 @@ def test_the_audit_flags_what_is_broken(make: type[Reference], flagged: set[str]
         assert [level.layer for level in levels if not level.as_planned] == ["0.bias[1:2, axis 0]"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_never_heard_of_slices() -> None:
     def make(model: nn.Module, plan: StepPlan, noise: NoiseSource) -> Engine:
         return Engine(model, replace(plan, slices=()), noise=noise)
@@ -297,7 +298,7 @@ def test_an_engine_that_never_heard_of_slices() -> None:
 # ------------------------------------------------------------------------------- stricter contributions
 
 
-@pytest.mark.parametrize("clipping", ["box", "joint"])
+@pytest.mark.parametrize("clipping", ["joint", pytest.param("box", marks=pytest.mark.slow)])
 def test_scaled_contributions_pass_at_their_own_price(clipping: str) -> None:
     checks = audit_step(subject_of(clipping=clipping), limited(), tries=2, quick=True)
     assert not failed(checks)

@@ -428,3 +428,19 @@ def _opened(journal: Path) -> bool:
         return bool(Journal.load(journal).opens)
     except Exception:  # the other process is writing it at this moment
         return False
+
+
+def test_a_folder_without_contributions_is_no_success(clinic: Clinic) -> None:
+    (clinic.folder / "empty").mkdir()
+    policy = str(clinic.folder / "policy.toml")
+    for place in ("empty", "people/p00"):
+        code, _, complaint = clinic.project.call(
+            "admit", policy, str(clinic.folder / place), "--keys", str(clinic.folder / "keys.json")
+        )
+        assert code == 1 and "holds no contributions" in complaint
+
+
+@pytest.mark.parametrize("command", ["admit", "train"])
+def test_brackets_in_help_are_text(command: str, project: Project) -> None:
+    code, printed, _ = project.call(command, "--help")
+    assert code == 0 and "[admit]" in printed

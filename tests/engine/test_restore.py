@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import cut
-from oracle import FORMS, layers_of, losses_of, plan_of
+from oracle import layers_of, losses_of, plan_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -125,7 +125,7 @@ def check(make: Make, steps: int, form: str, warmed: bool) -> None:
             assert torch.equal(parts(value, open_.get(name))[1], parts(was, open_.get(name))[1]), (name, key)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["box", pytest.param("joint", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("warmed", [False, True], ids=["fresh", "trained before"])
 @pytest.mark.parametrize(
     "make",

@@ -363,6 +363,30 @@ def test_a_commit_that_was_never_answered_is_asked_about_once(
         assert ledger.size == 3
 
 
+def test_what_somebody_else_appended_before_the_second_attempt_is_found(
+    server: servers.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt is cut before its commit; meanwhile another writer appends the same, and more."""
+    import psycopg
+
+    where = server.url("overtaken")
+    with create(where) as ledger, Ledger.open(where, LEDGER, clock=Clock()) as other:
+        commit, done = psycopg.Connection.commit, []
+
+        def commits(self: Any) -> None:
+            if not done:
+                done.append(True)
+                self.pgconn.finish()
+                other.append([admitted(9), admitted(2), admitted(1)])
+            commit(self)
+
+        monkeypatch.setattr(psycopg.Connection, "commit", commits)
+        assert ledger.append([admitted(1), admitted(2)]) == [3, 2]
+        for each in (ledger, other):
+            assert [each.find(admitted(n).descriptor) for n in (9, 2, 1)] == [[1], [2], [3]]
+            assert each.size == 4
+
+
 def test_a_full_disk_says_so(base: Path, disk: disks.Faults) -> None:
     ledger = opened(base, disk.name)
     disk.arm(1, stays=True, kind="full")

@@ -238,6 +238,21 @@ def test_keys_are_found_before_and_after_they_are_indexed(
             assert len(three.find(anchor)) == 200
 
 
+def test_a_batch_says_nothing_twice(ledger: Ledger) -> None:
+    ledger.append([admitted(1)])
+    out = Withdrawal(target=1, reason=Reason.DATA)
+    for twice in ([epoch(0), epoch(0)], [epoch(0), epoch(0, state=digest("other"))], [out, out]):
+        with pytest.raises(LedgerError, match="records 0 and 1 of the batch are about the same"):
+            ledger.append(twice)
+    assert ledger.size == 2
+
+
+def test_an_epoch_is_of_leaves_that_are_there(ledger: Ledger) -> None:
+    ledger.append([epoch(0)])
+    with pytest.raises(LedgerError, match="opened after 3 leaves, the ledger has 2"):
+        ledger.append([epoch(1, segments=(segment(1, eligibility=3),))])
+
+
 def test_an_epoch_closes_as_many_segments_as_the_header_says(where: str) -> None:
     with create(where, granularity=2) as ledger:
         lost = segment(1, outcome=Outcome.ABANDONED)
@@ -441,6 +456,10 @@ def test_a_looser_policy_needs_two_signatures(ledger: Ledger) -> None:
             ledger.append([dataclasses.replace(looser, signatures=tuple(signatures))])
     assert ledger.append([dataclasses.replace(looser, signatures=tuple(good))]) == [2]
     assert ledger.append([looser]) == [3]  # now it changes nothing
+    with pytest.raises(
+        LedgerError, match="protect less"
+    ):  # each is held against the one before, in a batch as well
+        ledger.append([stricter, looser])
 
 
 def test_proofs_and_receipts_hold(ledger: Ledger) -> None:

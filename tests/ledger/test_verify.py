@@ -16,8 +16,10 @@ import pytest
 from build import (
     ALICE,
     BOB,
+    FLOORS,
     HOUR,
     OPEN,
+    PRESETS,
     RUNS,
     STRICT,
     USUAL,
@@ -44,7 +46,6 @@ from making import (
     admitted,
     attestation,
     digest,
-    header,
 )
 from making import create as create_plain
 
@@ -624,13 +625,8 @@ def test_a_stricter_policy_binds_whoever_comes_later(tmp_path: Path) -> None:
     path = str(tmp_path / "a.db")
     story = begin(path)
     story.admit([contribution(1), contribution(2, terms=STRICT)])
-    stricter = tuple(
-        dataclasses.replace(each, noise_multiplier=2 * each.noise_multiplier) for each in header().presets
-    )
-    story.ledger.append(
-        [PolicyChange(floors=story.ledger.header.floors, presets=(*_doubled(),), policy=digest("p"))]
-    )
-    assert stricter
+    doubled = tuple(dataclasses.replace(each, noise_multiplier=2 * each.noise_multiplier) for each in PRESETS)
+    story.ledger.append([PolicyChange(floors=FLOORS, presets=doubled, policy=digest("p"))])
     story.admit([contribution(3, terms=STRICT)])
     story.sign()
     assert verify(path).verified

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 from lamina.errors import PlanError
 from lamina.models.transformer import TransformerAutoencoder
@@ -337,12 +338,37 @@ def test_fused_projections_are_cut_in_columns() -> None:
 def test_others_are_what_has_no_heads() -> None:
     stack = LayerStack.from_model(bert())
     reach = DepthProfile.all().only(heads=[1], others=True).reach(stack)
-    assert all(reach.layers)
+    out = [layer.name for layer, kept in zip(stack, reach.layers, strict=True) if not kept]
+    assert out and all(
+        name.endswith("attention.output.LayerNorm") for name in out
+    )  # inside, and all heads share it
     assert {o.tensor.rpartition(".")[2] for o in reach.openings if not o.ranges} == {"bias"}
     assert all(
         ".attention.self." in o.tensor or ".attention.output.dense." in o.tensor for o in reach.openings
     )
     assert len(reach.openings) == 16
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_what_may_serve_single_heads_inside_an_attention_is_no_other(others: bool) -> None:
+    config = T5Config(d_model=16, d_kv=4, num_heads=4, num_layers=1, d_ff=24, vocab_size=20)
+    stack = LayerStack.from_model(T5ForConditionalGeneration(config))
+    reach = DepthProfile.all().only(heads=[1], others=others).reach(stack)
+    reached = {layer.name for layer, kept in zip(stack, reach.layers, strict=True) if kept}
+    assert not [name for name in reached if "relative_attention_bias" in name]
+    assert others == any("DenseReluDense" in name for name in reached)
+
+
+def test_what_a_block_holds_beside_its_heads_is_no_other_but_its_mlp_is() -> None:
+    model = TransformerAutoencoder(4, tokens=4, width=8, layers=2, heads=4, hidden=12, code=3)
+    block = model.get_submodule("encoder.0")
+    block.sinks = nn.Parameter(torch.zeros(3))
+    block.tilt = nn.Linear(4, 3)
+    stack = LayerStack.from_model(model)
+    reach = DepthProfile.all().only(heads=[1], others=True).reach(stack)
+    reached = {layer.name for layer, kept in zip(stack, reach.layers, strict=True) if kept}
+    assert {"encoder.0.up", "encoder.0.down", "encoder.0.norm1", "decoder.0.up"} <= reached
+    assert not {"encoder.0", "encoder.0.tilt"} & reached
 
 
 def test_heads_by_pattern() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hospital import NOW, Hospital, usual
+from hospital import NOW, Hospital, net, usual
 
 import lamina
 from lamina import cbor
@@ -20,6 +21,7 @@ from lamina.engine import Engine
 from lamina.errors import AdmissionError, BudgetExceeded
 from lamina.train.corpus.payloads import PayloadChanged
 from lamina.train.corpus.sampler import Sampler
+from lamina.train.corpus.signed import AdmittedCorpus
 from lamina.train.progress import Silent
 from lamina.train.run import Run
 from lamina.train.store.journal import Journal
@@ -74,8 +76,10 @@ def opens(hospital: Hospital, name: str) -> tuple[Open, ...]:
 
 
 def ids_in(hospital: Hospital, name: str, file: str) -> list[str]:
-    found: list[str] = cbor.decode((hospital.root / "runs" / name / file).read_bytes(), max_size=1 << 20)
-    return found
+    folder = hospital.root / "runs" / name
+    marks: list[str] = cbor.decode((folder / file).read_bytes(), max_size=1 << 20)
+    admitted: dict[str, str] = cbor.decode((folder / "admitted").read_bytes(), max_size=1 << 20)
+    return [admitted[mark] for mark in marks]
 
 
 class At(Silent):
@@ -373,8 +377,8 @@ def _stop() -> None:
 # ------------------------------------------------------------------------------------------------ payloads
 
 
-def test_a_payload_that_is_swapped_stops_the_run_and_put_back_it_goes_on_as_if_nothing_had_been(
-    hospital: Hospital, whole: dict[str, torch.Tensor]
+def test_a_payload_that_is_swapped_stops_the_run_before_anything_is_drawn(
+    hospital: Hospital,
 ) -> None:
     trainer = hospital.trainer("a")
     held = {path: path.read_bytes() for path in sorted(hospital.people.glob("*/payload.npz"))}
@@ -387,9 +391,24 @@ def test_a_payload_that_is_swapped_stops_the_run_and_put_back_it_goes_on_as_if_n
     assert not (hospital.root / "runs" / "a" / "model.safetensors").exists()
     for path, data in held.items():
         path.write_bytes(data)
-    again = hospital.trainer("a")
-    outcome = again.fit()
-    assert outcome.notes == () and same(weights(again), whole)
+    assert hospital.trainer("a").fit().notes == ()  # nothing was drawn yet
+
+
+def test_a_payload_that_is_swapped_inside_a_segment_ends_its_coins(hospital: Hospital) -> None:
+    held = {path: path.read_bytes() for path in sorted(hospital.people.glob("*/payload.npz"))}
+
+    def swap() -> None:
+        for path in held:
+            path.write_bytes(b"PK\x03\x04 something else")
+
+    with pytest.raises(PayloadChanged):
+        hospital.trainer("a", progress=At({3: swap})).fit()
+    for path, data in held.items():
+        path.write_bytes(data)
+    outcome = hospital.trainer("a").fit()  # at which step it stopped said who was sampled: never replayed
+    first, second = [each for each in opens(hospital, "a") if each.segment == 1]
+    assert first.generation < second.generation and first.nonce != second.nonce
+    assert "charged again" in told(outcome.notes, "done again")
 
 
 def test_rows_do_not_depend_on_where_a_corpus_was_admitted_from(hospital: Hospital) -> None:
@@ -399,3 +418,60 @@ def test_rows_do_not_depend_on_where_a_corpus_was_admitted_from(hospital: Hospit
     assert there.membership(key) == here.membership(key)
     assert there.digest(key) == here.digest(key)
     assert np.array_equal(there.admission.bound, here.admission.bound)
+
+
+# ------------------------------------------------------------------------------------------------ under another name
+
+
+class Stop(Exception):
+    pass
+
+
+def stop() -> None:
+    raise Stop
+
+
+def renamed(hospital: Hospital) -> None:
+    """The same descriptors and attestations, in folders of other names."""
+    for path in sorted(hospital.people.iterdir()):
+        if path.is_dir():
+            path.rename(path.with_name(f"x{path.name}"))
+
+
+def test_who_withdrew_does_not_come_back_under_another_name(hospital: Hospital) -> None:
+    corpus = hospital.admit()
+    leave = At({3: lambda: corpus.withdraw("c05"), 6: stop})
+    with pytest.raises(Stop):
+        hospital.trainer(corpus=corpus, progress=leave).fit()
+    renamed(hospital)
+    again = hospital.admit()
+    assert again.has("xc05")
+    hospital.trainer(corpus=again).fit()
+    assert "xc05" not in [again.ids[row] for name in again.names for row in again.members(name).tolist()]
+
+
+def test_occurrences_are_counted_on_under_another_name(
+    hospital: Hospital, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: Counter[str] = Counter()
+    corpora: list[AdmittedCorpus] = []
+    sampled = Sampler._sampled
+
+    def counting(self: Sampler, *args: Any) -> list[Any]:
+        found = sampled(self, *args)
+        drawn.update(corpora[-1].digests[row] for rows in found for row in rows.tolist())
+        return found
+
+    def trainer(**options: Any) -> lamina.Trainer:
+        corpora.append(hospital.admit())
+        plan = hospital.plan(net(), batch=60)
+        return hospital.trainer(corpus=corpora[-1], plan=plan, max_occurrences={"clinical": 2}, **options)
+
+    monkeypatch.setattr(Sampler, "_sampled", counting)
+    with pytest.raises(Stop):
+        trainer(progress=At({6: stop})).fit()
+    clinical = {corpora[0].digests[row] for row in corpora[0].members("clinical").tolist()}
+    assert max(drawn[one] for one in clinical) == 2
+    renamed(hospital)
+    trainer().fit()
+    assert max(drawn[one] for one in clinical) == 2

@@ -65,7 +65,7 @@ class Demands:
         else:
             self._check_floors(descriptor)
             check_class(demand, descriptor)
-        if descriptor.profile is not None and not self._allows(descriptor.profile, descriptor.admissibility):
+        if descriptor.profile is not None and not self.allows(descriptor.profile, descriptor.admissibility):
             raise Refused(
                 Reason.PROFILE_MISMATCH, f"signed {descriptor.profile}, the class reaches {demand.profile}"
             )
@@ -77,7 +77,7 @@ class Demands:
         if descriptor.noise_multiplier < self.noise_floor:
             raise Refused(Reason.NOISE_BELOW_FLOOR, _compared(descriptor.noise_multiplier, self.noise_floor))
 
-    def _allows(self, signed: str, cls: str) -> bool:
+    def allows(self, signed: str, cls: str) -> bool:
         """Whether all that the class reaches lies inside the profile that was signed."""
         known = self._profiles.get((cls, signed))
         if known is None:

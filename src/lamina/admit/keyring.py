@@ -140,9 +140,9 @@ class KeyRing:
     # ----------------------------------------------------------------------------------- on disk
 
     @classmethod
-    def load(cls, path: str | Path) -> KeyRing:
-        """Read a ring. Anything that is not what `save` writes is refused."""
-        data = files.read_small(Path(path), "the key ring")
+    def load(cls, path: str | Path, held: bytes | None = None) -> KeyRing:
+        """Read a ring, or what its file held. Anything that is not what `save` writes is refused."""
+        data = files.read_small(Path(path), "the key ring") if held is None else held
         try:
             content = json.loads(data, object_pairs_hook=_no_duplicates)
             if not isinstance(content, dict) or content.keys() != {"schema", "keys"}:

@@ -77,6 +77,10 @@ def admit(
     gate = Gate(opened, KeyRing.load(keys), processes=processes)
     with bar("checking signatures") as tick:
         found = gate.review(folder, progress=tick)
+    if not len(found) and not found.refused:
+        raise AdmissionError(
+            f"'{folder}' holds no contributions", "give the folder that holds one folder per contribution: ID/payload.npz"
+        )
     resolution = None if planned is None else found.resolve(planned[0], max_occurrences=planned[1])
     if as_json:
         print_json(as_object(found, resolution))

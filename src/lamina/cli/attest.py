@@ -9,12 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.admit.contribute import Outcome, State, Window, attest_folder, ids_in
-from lamina.admit.refusal import plain
+from lamina.admit.contribute import Window, attest_folder, ids_in
 from lamina.admit.terms import Terms
-from lamina.admit.times import when
+from lamina.admit.times import shown, when
 from lamina.cli.attest_inputs import anchors_of, class_of, subjects_of
-from lamina.cli.attest_table import figures, page, tell
+from lamina.cli.attest_table import Tally, figures, page, tell
 from lamina.cli.bars import bar
 from lamina.cli.output import out, print_json
 from lamina.cli.passphrase import PassphraseFile, open_key
@@ -80,9 +79,14 @@ def attest(
             rich_help_panel=_ABOUT,
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="sign again what is signed and unchanged")] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="sign all as asked, also what is stricter, signed by another key, or unchanged"
+        ),
+    ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="show what would be signed, and sign nothing")
+        bool, typer.Option("--dry-run", help="say what would be signed, kept and refused; write nothing")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
@@ -94,7 +98,8 @@ def attest(
     decided by the runs that you let in.
 
     Running it again signs what is new or has changed and keeps the rest, so an interrupted run is simply repeated.
-    Exit code 1 if any contribution could not be signed; the others are.
+    What was signed stricter than is asked now stays so, and what another key signed is left alone; both are named.
+    Only --force replaces them. Exit code 1 if any contribution could not be signed; the others are.
 
     Examples:
 
@@ -114,6 +119,12 @@ def attest(
         expires=None if expires is None else when(expires),
         now=int(time.time()),
     )
+    if window.past and not force:
+        raise typer.BadParameter(
+            f"the window ended at {shown(window.end)}, so what is signed would never be admitted: give a later end "
+            "(--force signs it all the same)",
+            param_hint="--expires",
+        )
     bound: dict[str, Any] = {
         "data_class": data_class,
         "clip_norm": clip_norm,
@@ -125,46 +136,41 @@ def attest(
         name: Terms.make(opened, name, not_before=window.begin, expires=window.end, **bound)
         for name in sorted(names)
     }
-    counts: Counter[State] = Counter()
-    refused: list[Outcome] = []
-    signer = None
-    if not dry_run and key is not None:
-        anchors = None if anchor is None else anchors_of(anchor, ids)
-        subjects, secret = subjects_of(subject_key, listing, root)
-        signer = open_key(key, passphrase_file)
-        outcomes = attest_folder(
-            path,
-            signer,
-            opened,
-            classes,
-            not_before=window.not_before,
-            expires=window.expires,
-            subjects=subjects,
-            subject_key=secret,
-            anchors=anchors,
-            force=force,
-            now=window.now,
-            **bound,
-        )
-        with bar("signing", len(ids)) as tick:
-            for number, outcome in enumerate(outcomes, start=1):
-                counts[outcome.state] += 1
-                if outcome.state is State.REFUSED:
-                    refused.append(outcome)
-                tick(number)
+    anchors = None if anchor is None else anchors_of(anchor, ids)
+    subjects, secret = subjects_of(subject_key, listing, root)
+    signer = None if key is None else open_key(key, passphrase_file)
+    outcomes = attest_folder(
+        path,
+        signer,
+        opened,
+        classes,
+        not_before=window.not_before,
+        expires=window.expires,
+        subjects=subjects,
+        subject_key=secret,
+        anchors=anchors,
+        force=force,
+        dry_run=dry_run,
+        now=window.now,
+        **bound,
+    )
+    tally = Tally()
+    with bar("looking" if dry_run else "signing", len(ids)) as tick:
+        for number, outcome in enumerate(outcomes, start=1):
+            tally.add(outcome)
+            tick(number)
     if as_json:
         print_json(
             {
                 "contributor": None if signer is None else signer.public.name,
                 "audience": opened.corpus.origin,
-                "signed": counts[State.SIGNED],
-                "kept": counts[State.KEPT],
-                "refused": [{"id": plain(each.id), "reason": each.problem} for each in refused],
+                "dry_run": dry_run,
+                **tally.to_dict(),
                 "classes": {name: figures(opened, made) for name, made in terms.items()},
             }
         )
     else:
         out.print(page(opened, terms, names), markup=False, soft_wrap=True)
-        tell(counts, refused, len(ids), dry_run)
-    if refused:
+        tell(tally, force=force, dry_run=dry_run, keyless=signer is None)
+    if tally.refused:
         raise typer.Exit(1)

@@ -16,7 +16,7 @@ from lamina.train.corpus.table import Names, check_column, header_of, lines_of, 
 
 
 def class_of(cls: str | None, listing: Listing | None, ids: list[str], root: Path) -> str | dict[str, str]:
-    """The class of all, or of each by id, from the one place that says it."""
+    """The class of all, or of each by id. Where both --class and the list say it, they must agree."""
     listed = None if listing is None else listing.classes
     if listing is None or listed is None:
         if cls is None:
@@ -24,12 +24,17 @@ def class_of(cls: str | None, listing: Listing | None, ids: list[str], root: Pat
                 f"give the class of all, or a column `class` in {LISTING}", param_hint="--class"
             )
         return cls
-    if cls is not None:
-        raise AdmissionError(
-            f"--class is given, and '{root / LISTING}' has it too", "keep it in one of the two places"
-        )
     wanted = set(ids)
-    return {id: name for id, name in zip(listing.ids, listed, strict=True) if id in wanted}
+    found = {id: name for id, name in zip(listing.ids, listed, strict=True) if id in wanted}
+    if cls is None:
+        return found
+    for id, name in found.items():
+        if name != cls:
+            raise AdmissionError(
+                f"--class is {plain(cls)!r}, and '{root / LISTING}' says {plain(name)!r} of {plain(id)!r}",
+                "leave --class out",
+            )
+    return cls
 
 
 def subjects_of(

@@ -14,6 +14,8 @@ from lamina.cli.output import columns, out, round_up
 from lamina.plan import Policy
 
 _SHOWN = 20
+_NAMED = 5  # ids of what was left alone
+_ALWAYS = (State.SIGNED, State.KEPT, State.REFUSED)
 
 
 def figures(policy: Policy, terms: Terms) -> dict[str, Any]:
@@ -64,14 +66,79 @@ def page(policy: Policy, all_terms: dict[str, Terms], counts: Counter[str]) -> s
     return f"{plain(title)}\n{columns(rows)}"
 
 
-def tell(counts: Counter[State], refused: list[Outcome], total: int, dry_run: bool) -> None:
-    """How it went."""
-    if dry_run:
-        out.print(f"nothing was signed: {total:,} would be looked at", markup=False)
-        return
-    told = ", ".join(f"{counts[state]:,} {state.value}" for state in State)
-    out.print(told, markup=False)
-    for each in refused[:_SHOWN]:
-        out.print(f"  {plain(each.id)}: {each.problem}", markup=False, soft_wrap=True)
-    if len(refused) > _SHOWN:
-        out.print(f"  … and {len(refused) - _SHOWN:,} more: --json names them all", markup=False)
+class Tally:
+    """What became of all, and whom to name."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[State] = Counter()
+        self.replaced: Counter[State] = Counter()
+        self.carried = 0
+        self.told: dict[State, list[Outcome]] = {
+            state: [] for state in (State.STRICTER, State.ANOTHER, State.REFUSED)
+        }
+
+    def add(self, outcome: Outcome) -> None:
+        self.counts[outcome.state] += 1
+        self.carried += outcome.carried
+        if outcome.replaced is not None:
+            self.replaced[outcome.replaced] += 1
+        if outcome.state in self.told:
+            self.told[outcome.state].append(outcome)
+
+    @property
+    def refused(self) -> list[Outcome]:
+        return self.told[State.REFUSED]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines. `kept` are those that are as asked; the others that were left alone are named."""
+        return {
+            "signed": self.counts[State.SIGNED],
+            "kept": self.counts[State.KEPT],
+            "stricter": [plain(each.id) for each in self.told[State.STRICTER]],
+            "another_key": [plain(each.id) for each in self.told[State.ANOTHER]],
+            "carried": self.carried,
+            "replaced": {
+                "another_key": self.replaced[State.ANOTHER],
+                "stricter": self.replaced[State.STRICTER],
+            },
+            "refused": [{"id": plain(each.id), "reason": each.problem} for each in self.refused],
+        }
+
+
+def tell(tally: Tally, *, force: bool, dry_run: bool, keyless: bool) -> None:
+    """How it went, or would go."""
+    counts = tally.counts
+    told = ", ".join(
+        f"{counts[state]:,} {state.value}" for state in State if state in _ALWAYS or counts[state]
+    )
+    _say(f"nothing was signed; without --dry-run: {told}" if dry_run else told)
+    if force:
+        lost = tally.replaced
+        _say(
+            f"replaced: {lost[State.ANOTHER]:,} of another key, {lost[State.STRICTER]:,} stricter than asked"
+        )
+    if tally.carried:
+        _say(f"{tally.carried:,} of the signed keep the stricter bound or depth that they had")
+    for state in (State.STRICTER, State.ANOTHER):
+        if left := tally.told[state]:
+            _say(f"{state.value} (--force replaces them): {_named(left)}")
+    if keyless and counts[State.ANOTHER]:
+        _say("whose they are is not looked at without --key: with it, what it signed itself is told apart")
+    for each in tally.refused[:_SHOWN]:
+        _say(f"  {plain(each.id)}: {each.problem}")
+    if len(tally.refused) > _SHOWN:
+        _say(f"  … and {len(tally.refused) - _SHOWN:,} more: --json names them all")
+
+
+def _named(left: list[Outcome]) -> str:
+    names = [
+        plain(each.id) if each.problem is None else f"{plain(each.id)} ({each.problem})"
+        for each in left[:_NAMED]
+    ]
+    if len(left) > _NAMED:
+        names.append(f"… and {len(left) - _NAMED:,} more")
+    return ", ".join(names)
+
+
+def _say(line: str) -> None:
+    out.print(line, markup=False, soft_wrap=True)

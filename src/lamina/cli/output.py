@@ -71,6 +71,9 @@ def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
 
 
 def folded(text: str | None) -> str:
-    """A docstring as help: paragraphs in one line each, for the screen to break; indented lines as they are."""
-    paragraphs = inspect.cleandoc(text or "").split("\n\n")
+    """A docstring as help: paragraphs in one line each, for the screen to break; indented lines as they are.
+
+    What stands in brackets is text, and no mark-up.
+    """
+    paragraphs = escape(inspect.cleandoc(text or "")).split("\n\n")
     return "\n\n".join(p if p.startswith("  ") else " ".join(p.split("\n")) for p in paragraphs)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from lamina.ledger import leaf, repeats, tiles
 from lamina.ledger.clock import epoch_time
@@ -42,28 +43,28 @@ class Batch:
         self.bodies = [leaf.body(record) for record in self.records]  # refuses what is no record
         self._once: dict[bytes, int] = {}  # keys that may be in a ledger once → position
         self._anchors: list[tuple[bytes, int]] = []
+        others: dict[Any, int] = {}  # attempts and targets
         for at, record in enumerate(self.records):
             if type(record) is Admitted:
                 self._name(at, record)
+            elif isinstance(record, Epoch):
+                _claim(others, record.attempts, at)
+            elif isinstance(record, Withdrawal):
+                _claim(others, (record.target,), at)
         self._blobs = {hashlib.sha256(data).digest(): data for data in blobs}
         self._refuse_strays()
         self.grown: list[tuple[bytes, int]] = []
         self.stop = 0
 
     def _name(self, at: int, record: Admitted) -> None:
-        keys = [descriptor_key(record.descriptor)]
-        if record.subject is not None:
-            keys.append(subject_key(record.subject))
+        key = descriptor_key(record.descriptor)
+        _claim(self._once, (key,) if record.subject is None else (key, subject_key(record.subject)), at)
         if record.anchor is not None:
             self._anchors.append((anchor_key(record.anchor), at))
-        for key in keys:
-            if self._once.setdefault(key, at) != at:
-                raise LedgerError(
-                    f"records {self._once[key]} and {at} of the batch are about the same", "append each once"
-                )
 
     def write(self, rows: Writer, stand: Stand) -> list[int]:
         """Append what is not there yet; the leaf of every record, in order."""
+        self.grown, self.stop = [], 0  # of an attempt that was not committed
         head, there = stand.head, self._there(rows, stand)
         new = (
             [at for at in range(len(self.records)) if at not in there] if there else range(len(self.records))
@@ -165,6 +166,14 @@ class Batch:
 
 
 _HEADS = {kind: b"\xa5\x01" + uint(kind) + b"\x02" for kind in NUMBERS.values()}
+
+
+def _claim(names: dict[Any, int], asked: Iterable[Any], at: int) -> None:
+    for name in asked:
+        if names.setdefault(name, at) != at:
+            raise LedgerError(
+                f"records {names[name]} and {at} of the batch are about the same", "append each once"
+            )
 
 
 def _stamp(time: int, epoch: int) -> bytes:

@@ -24,8 +24,10 @@ from typing import Any
 from lamina.admit import files
 from lamina.errors import LaminaError
 from lamina.ledger.errors import LedgerError
+from lamina.ledger.find import find
 from lamina.ledger.ledger import Ledger
-from lamina.ledger.store.errors import StoreBusy, StoreError
+from lamina.ledger.records import Effect, Reason
+from lamina.ledger.store.errors import Damaged, StoreBusy, StoreError
 from lamina.ledger.withdrawals import Withdrawn, effect_of, reason_of, withdraw
 
 MOST = 16 * 1024  # bytes of one file
@@ -71,25 +73,21 @@ class Inbox:
 
     def _take(self, path: Path) -> Taken | None:
         try:
-            taken = Taken(path.name, tuple(self._withdrawn(path)))
+            asked = _Asked.read(path)
+            find(self._ledger, asked.name)
         except _Unfinished:
             return None
-        except (StoreError, StoreBusy):
-            raise  # nothing was wrong with the file
+        except (StoreError, StoreBusy, Damaged):
+            raise  # nothing is wrong with the file
         except LaminaError as error:
             taken = Taken(path.name, refused=error.problem)
+        else:
+            found = withdraw(
+                self._ledger, asked.name, asked.reason, effect=asked.effect, request=asked.request
+            )
+            taken = Taken(path.name, tuple(found))
         self._put_away(path, REFUSED if taken.refused else DONE, taken)
         return taken
-
-    def _withdrawn(self, path: Path) -> list[Withdrawn]:
-        asked = _read(path)
-        return withdraw(
-            self._ledger,
-            asked["withdraw"],
-            reason_of(asked["reason"]),
-            effect=effect_of(asked.get("effect", "finish")),
-            request=bytes.fromhex(asked["request"]) if "request" in asked else None,
-        )
 
     def _put_away(self, path: Path, where: str, taken: Taken) -> None:
         place = self.folder / where / path.name
@@ -106,7 +104,30 @@ class _Unfinished(Exception):
     """Somebody is still writing it."""
 
 
-def _read(path: Path) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a file asks for."""
+
+    name: str
+    reason: Reason
+    effect: Effect
+    request: bytes | None
+
+    @classmethod
+    def read(cls, path: Path) -> _Asked:
+        found = _object(path)
+        for name in ("withdraw", "request"):
+            if name in found and not _is_digest(found[name]):
+                raise _refusal(path, f"has {name}, which is not 64 hex digits")
+        return cls(
+            found["withdraw"],
+            reason_of(found["reason"]),
+            effect_of(found.get("effect", "finish")),
+            bytes.fromhex(found["request"]) if "request" in found else None,
+        )
+
+
+def _object(path: Path) -> dict[str, str]:
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise _refusal(path, "is no plain file")
@@ -123,9 +144,6 @@ def _read(path: Path) -> dict[str, str]:
         raise _refusal(path, "must have the fields withdraw and reason, and may have effect and request")
     if not all(isinstance(value, str) for value in found.values()):
         raise _refusal(path, "has a field that is no text")
-    for name in ("withdraw", "request"):
-        if name in found and not _is_digest(found[name]):
-            raise _refusal(path, f"has {name}, which is not 64 hex digits")
     return found
 
 

@@ -10,31 +10,19 @@ from typing import TypeVar
 
 from lamina import cbor
 from lamina.admit.key import PrivateKey
+from lamina.ledger import allowed
 from lamina.ledger import checkpoint as notes
 from lamina.ledger.appending import Batch, Stand
 from lamina.ledger.checkpoint import Checkpoint
 from lamina.ledger.clock import next_time
 from lamina.ledger.errors import LedgerError
 from lamina.ledger.frontier import Frontier
-from lamina.ledger.leaf import decode
 from lamina.ledger.lookup import Tail
 from lamina.ledger.parties import Parties
 from lamina.ledger.receipt import Seal
-from lamina.ledger.records import (
-    NUMBERS,
-    Aggregate,
-    Epoch,
-    Floors,
-    Header,
-    Outcome,
-    PolicyChange,
-    Preset,
-    Record,
-    Role,
-    loosened,
-)
+from lamina.ledger.records import Aggregate, Header, Record, Role
 from lamina.ledger.store import make_store
-from lamina.ledger.store.base import Head, LastBatch, Reader, Signed, Store, Writer
+from lamina.ledger.store.base import Head, LastBatch, Signed, Store, Writer
 from lamina.ledger.store.errors import Damaged, StoreLost
 from lamina.ledger.view import View, head_of
 
@@ -121,12 +109,7 @@ class Ledger(View):
         contribution, segment or withdrawal that is in the ledger already, with the same content, is not appended again:
         its leaf is the one that it has. With another content it is refused.
         """
-        for record in records:
-            if isinstance(record, Header | Aggregate):
-                raise LedgerError(
-                    f"{type(record).__name__} is not appended like others",
-                    "a header comes first and once; prune writes aggregates",
-                )
+        allowed.refuse_reserved(records)
         return self._append(records, blobs)
 
     def append_aggregate(self, record: Aggregate, more: Callable[[Writer, list[int]], None]) -> list[int]:
@@ -154,7 +137,9 @@ class Ledger(View):
                 return list(cbor.decode(last.seqs, max_size=1 << 30))  # committed, and the answer was lost
             head = head_of(rows)
             now = next_time(head.time, self._clock())
-            self._check(rows, records, head, now)
+            allowed.check(
+                rows, batch.records, self.header, head.size, now, lambda: self._parties(rows, head.size)
+            )
             signed = rows.checkpoint()
             previous = None if signed is None else digest_of(signed.text)
             seqs = batch.write(rows, Stand(head, now, self.header.epoch_clock, previous, self._tail))
@@ -166,32 +151,13 @@ class Ledger(View):
                 rows.put_batch(self._id, LastBatch(token, cbor.encode(seqs, max_size=1 << 30)), now // DAY)
             return seqs
 
-        if not records:
+        if not batch.records:
             return []
         with self._turn:
             seqs = self.transact(work)
             if batch.grown:
                 self._tail.grow(batch.grown, batch.stop)
         return seqs
-
-    def _check(self, rows: Writer, records: Sequence[Record], head: Head, now: int) -> None:
-        """What a record may say depends on what was said before."""
-        for record in records:
-            if isinstance(record, Epoch):
-                closed = sum(each.outcome is Outcome.CLOSED for each in record.segments)
-                if closed > self.header.granularity:
-                    raise LedgerError(
-                        f"an epoch closes {closed} segments, the header allows {self.header.granularity}",
-                        "split it",
-                    )
-            if not isinstance(record, PolicyChange):
-                continue
-            floors, presets = self._policy(rows, head.size)
-            looser = loosened(floors, presets, record.floors, record.presets)
-            if looser and not self._parties(rows, head.size).allow(record, self.origin, now):
-                raise LedgerError(
-                    f"the policy would protect less: {looser[0]}", "have it signed by two parties"
-                )
 
     def _index(self, rows: Writer) -> None:
         """Put the keys of all leaves into the store's index: the leaves that have them may go."""
@@ -260,15 +226,6 @@ class Ledger(View):
         """The time that a leaf would get."""
         with self.store.read() as rows:
             return next_time(head_of(rows).time, self._clock())
-
-    def _policy(self, rows: Reader, size: int) -> tuple[Floors, tuple[Preset, ...]]:
-        """What is in force."""
-        last: Header | PolicyChange = self.header
-        for _, data in rows.of_kind(NUMBERS[PolicyChange], 0, size):
-            record = decode(data).record
-            assert isinstance(record, PolicyChange)
-            last = record
-        return last.floors, last.presets
 
     def transact(self, work: Callable[[Writer], T]) -> T:
         """One transaction; again, if the server went away in the middle, until patience ends."""

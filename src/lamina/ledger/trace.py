@@ -11,13 +11,12 @@ Eligible is not sampled: who took part in which step is known to nobody, and sta
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from lamina.admit.times import shown
 from lamina.errors import LaminaError
-from lamina.ledger.amounts import NANO, UNBOUNDED, nano
+from lamina.ledger.amounts import nano
 from lamina.ledger.leaf import Leaf
 from lamina.ledger.records import (
     Account,
@@ -29,7 +28,6 @@ from lamina.ledger.records import (
     Outcome,
     Release,
     Segment,
-    Withdrawal,
 )
 from lamina.ledger.spend import Bound, Events, due, followed_order, price, signed_spend, summed
 from lamina.ledger.view import View
@@ -81,95 +79,107 @@ class Trace:
 
     def to_dict(self) -> dict[str, Any]:
         """For machines; ε as plain numbers, null where it is infinite."""
-        record = self.record
-        return {
-            "index": self.leaf.seq,
-            "admitted": shown(self.leaf.time),
-            "descriptor": record.descriptor.hex(),
-            "anchor": None if record.anchor is None else record.anchor.hex(),
-            "attestation": record.attestation.hex(),
-            "key": record.key.hex(),
-            "class": record.terms.cls,
-            "data_class": record.terms.data_class,
-            "clip_norm": record.terms.clip_norm / 1e6,
-            "noise_multiplier": record.terms.noise_multiplier / 1e6,
-            "profile": record.terms.profile,
-            "expires": shown(record.expires),
-            "epsilon": plain(self.spend),
-            "epsilon_signed": None if self.signed is None else plain(self.signed),
-            "epochs": [_epoch(each) for each in self.epochs],
-            "not_used_in": self.unused,
-            "withdrawn": None if self.withdrawal is None else _withdrawal(self.withdrawal),
-            "releases": [_release(each) for each in self.releases],
-        }
+        from lamina.ledger.trace_form import as_object
+
+        return as_object(self)
 
 
 def trace(ledger: View, leaf: Leaf) -> Trace:
     """The trace of the contribution in a leaf."""
-    record = leaf.record
-    assert isinstance(record, Admitted)
-    story = _Story(ledger, leaf)
-    epochs, unused = story.exposures()
-    private = record.terms.noise_multiplier
+    story, epochs = _Story(ledger, leaf), []
+    events: dict[tuple[float, float, float], int] = {}
+    for each in story.epochs():
+        for kind, steps in summed(each.charges).items():
+            events[kind] = events.get(kind, 0) + steps
+        epochs.append(
+            Exposure(
+                leaf=each.leaf,
+                segments=each.segments,
+                variance=_variance(each.plan, each.epoch, story.record.terms.cls),
+                multiplier=min((one.sigma for one in each.charges), default=math.inf),
+                spend=_priced(ledger, events),
+                account=0 if each.account is None else each.account.spend,
+            )
+        )
     return Trace(
         leaf=leaf,
         epochs=tuple(epochs),
         withdrawal=story.withdrawal,
         releases=story.releases(),
-        signed=signed_spend(private, ledger.header.delta) if private else None,
-        unused=unused,
+        signed=story.signed(),
+        unused=story.unused,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What a contribution has lost so far, in 1e-9, of what it signed; in how many epochs; and its releases."""
+
+    spend: int
+    signed: int | None
+    epochs: int
+    releases: tuple[Leaf, ...]
+
+
+def lost(ledger: View, leaf: Leaf) -> Lost:
+    """The sum of a trace: an accountant is asked once."""
+    story = _Story(ledger, leaf)
+    epochs = list(story.epochs())
+    events = summed(charge for each in epochs for charge in each.charges)
+    return Lost(_priced(ledger, events), story.signed(), len(epochs), story.releases())
+
+
+class _Eligible(NamedTuple):
+    """An epoch in which it was eligible, and what it was charged itself."""
+
+    leaf: Leaf
+    epoch: Epoch
+    segments: tuple[Segment, ...]
+    plan: StepPlan | None
+    account: Account | None
+    charges: tuple[Charge, ...]
 
 
 class _Story:
     def __init__(self, ledger: View, leaf: Leaf) -> None:
         self._ledger, self._leaf = ledger, leaf
         assert isinstance(leaf.record, Admitted)
-        self._record = leaf.record
+        self.record = leaf.record
         withdrawn = ledger.withdrawn(leaf.seq)
         self.withdrawal = None if withdrawn is None else ledger.leaf(withdrawn)
+        self.unused = 0
         self._revoked = [
             (event.seq, event.record.effective)
             for event in ledger.of_kind(KeyEvent, leaf.seq)
             if isinstance(event.record, KeyEvent)
             and event.record.change is Change.REVOKE
-            and event.record.target == self._record.key
+            and event.record.target == self.record.key
         ]
         self._closed: list[tuple[bytes, int]] = []  # (run, leaf) of epochs that put it into a model
 
-    def exposures(self) -> tuple[list[Exposure], int]:
-        """The epochs in which it was eligible and charged; and how many others it was eligible in."""
-        found, unused, events = [], 0, dict[tuple[float, float, float], int]()
+    def signed(self) -> int | None:
+        """The most that it may lose."""
+        z = self.record.terms.noise_multiplier
+        return signed_spend(z, self._ledger.header.delta) if z else None
+
+    def epochs(self) -> Iterator[_Eligible]:
+        """The epochs in which it was eligible, and charged if it is private; the others are counted."""
         for leaf in self._ledger.of_kind(Epoch, self._leaf.seq):
             epoch = leaf.record
             assert isinstance(epoch, Epoch)
             segments = tuple(each for each in epoch.segments if self._eligible(each))
-            if not segments:
-                continue
-            plan = self._plan(epoch)
-            account = account_of(epoch.accounts, self._record.bound)
-            if account is None and self._record.terms.noise_multiplier:
-                unused += 1
-                continue
-            charges = () if account is None else _own(plan, account, segments)
-            for kind, steps in summed(charges).items():
-                events[kind] = events.get(kind, 0) + steps
-            if any(each.outcome is Outcome.CLOSED for each in segments):
-                self._closed.append((epoch.run, leaf.seq))
-            found.append(
-                Exposure(
-                    leaf=leaf,
-                    segments=segments,
-                    variance=_variance(plan, epoch, self._record.terms.cls),
-                    multiplier=min((each.sigma for each in charges), default=math.inf),
-                    spend=self._priced(events),
-                    account=0 if account is None else account.spend,
-                )
-            )
-        return found, unused
+            account = account_of(epoch.accounts, self.record.bound)
+            if segments and account is None and self.record.terms.noise_multiplier:
+                self.unused += 1
+            elif segments:
+                plan = self._plan(epoch)
+                charges = () if account is None else _own(plan, account, segments)
+                if any(each.outcome is Outcome.CLOSED for each in segments):
+                    self._closed.append((epoch.run, leaf.seq))
+                yield _Eligible(leaf, epoch, segments, plan, account, charges)
 
     def releases(self) -> tuple[Leaf, ...]:
-        """The releases of runs that trained while it was eligible."""
+        """The releases of runs that trained while it was eligible; after `epochs` was read."""
         return tuple(
             leaf
             for leaf in self._ledger.of_kind(Release, self._leaf.seq)
@@ -187,15 +197,15 @@ class _Story:
         except LaminaError:  # that leaf is pruned
             return True
         gone = any(seq < before and effective <= time for seq, effective in self._revoked)
-        return not gone and time < self._record.expires
+        return not gone and time < self.record.expires
 
     def _plan(self, epoch: Epoch) -> StepPlan | None:
         data = self._ledger.blob(epoch.plan)
         return None if data is None else StepPlan.from_cbor(data)
 
-    def _priced(self, events: Events) -> int:
-        header = self._ledger.header
-        return nano(price(events, delta=header.delta, name=header.accountant))
+
+def _priced(ledger: View, events: Events) -> int:
+    return nano(price(events, delta=ledger.header.delta, name=ledger.header.accountant))
 
 
 def account_of(accounts: Sequence[Account], bound: Bound) -> Account | None:
@@ -226,57 +236,4 @@ def _variance(plan: StepPlan | None, epoch: Epoch, cls: str) -> dict[str, float]
         layer.name: value
         for layer, value, clip in zip(plan.layers, epoch.variance, reached, strict=False)
         if clip > 0
-    }
-
-
-# ----------------------------------------------------------------------------------- for machines
-
-
-def plain(spend: int) -> float | None:
-    """ε as a number."""
-    return None if spend == UNBOUNDED else spend / NANO
-
-
-def _epoch(each: Exposure) -> dict[str, Any]:
-    epoch = each.leaf.record
-    assert isinstance(epoch, Epoch)
-    return {
-        "index": each.leaf.seq,
-        "time": shown(each.leaf.time),
-        "run": epoch.run.hex(),
-        "plan": epoch.plan.hex(),
-        "segments": [
-            {"segment": one.index, "generation": one.generation, "steps": [one.first, one.last],
-             "outcome": one.outcome.name.lower()}
-            for one in each.segments
-        ],
-        "variance": each.variance,
-        "multiplier": each.multiplier if math.isfinite(each.multiplier) else None,
-        "steps": each.steps,
-        "epsilon": plain(each.spend),
-        "epsilon_account": plain(each.account),
-    }  # fmt: skip
-
-
-def _withdrawal(leaf: Leaf) -> dict[str, Any]:
-    record = leaf.record
-    assert isinstance(record, Withdrawal)
-    return {
-        "index": leaf.seq,
-        "time": shown(leaf.time),
-        "reason": record.reason.name.lower(),
-        "effect": record.effect.name.lower(),
-        "request": None if record.request is None else record.request.hex(),
-    }
-
-
-def _release(leaf: Leaf) -> dict[str, Any]:
-    record = leaf.record
-    assert isinstance(record, Release)
-    return {
-        "index": leaf.seq,
-        "time": shown(leaf.time),
-        "manifest": record.manifest.hex(),
-        "runs": [run.hex() for run in record.runs],
-        "not_after": None if record.not_after is None else shown(record.not_after),
     }

@@ -16,7 +16,8 @@ from lamina.ledger.find import find
 from lamina.ledger.leaf import Leaf
 from lamina.ledger.ledger import Ledger
 from lamina.ledger.records import Admitted, Effect, Reason, Withdrawal
-from lamina.ledger.trace import Trace, plain, trace
+from lamina.ledger.trace import Lost, lost
+from lamina.ledger.trace_form import plain
 
 REASONS = {reason.name.lower(): reason for reason in Reason}
 EFFECTS = {effect.name.lower(): effect for effect in Effect}
@@ -24,32 +25,33 @@ EFFECTS = {effect.name.lower(): effect for effect in Effect}
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """A contribution that is out: the leaf that says so, and what it had lost until then.
+    """A contribution that is out: the leaf that says so, the contribution, and what it had lost until then.
 
     `again` is whether it was out before, and nothing was appended.
     """
 
-    seq: int
-    trace: Trace
+    leaf: Leaf
+    target: Leaf
+    lost: Lost
     again: bool
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""
-        found = self.trace
-        assert found.withdrawal is not None and isinstance(found.withdrawal.record, Withdrawal)
+        record, of, lost = self.leaf.record, self.target.record, self.lost
+        assert isinstance(record, Withdrawal) and isinstance(of, Admitted)
         return {
-            "index": self.seq,
-            "target": found.leaf.seq,
-            "descriptor": found.record.descriptor.hex(),
-            "class": found.record.terms.cls,
-            "reason": found.withdrawal.record.reason.name.lower(),
-            "effect": found.withdrawal.record.effect.name.lower(),
-            "time": shown(found.withdrawal.time),
+            "index": self.leaf.seq,
+            "target": self.target.seq,
+            "descriptor": of.descriptor.hex(),
+            "class": of.terms.cls,
+            "reason": record.reason.name.lower(),
+            "effect": record.effect.name.lower(),
+            "time": shown(self.leaf.time),
             "again": self.again,
-            "epsilon": plain(found.spend),
-            "epsilon_signed": None if found.signed is None else plain(found.signed),
-            "epochs": len(found.epochs),
-            "releases": [each.seq for each in found.releases],
+            "epsilon": plain(lost.spend),
+            "epsilon_signed": None if lost.signed is None else plain(lost.signed),
+            "epochs": lost.epochs,
+            "releases": [each.seq for each in lost.releases],
         }
 
 
@@ -86,8 +88,8 @@ def withdraw(
 
 def _withdrawn(ledger: Ledger, leaf: Leaf, new: Iterable[Leaf]) -> Withdrawn:
     seq = ledger.withdrawn(leaf.seq)
-    assert seq is not None and isinstance(leaf.record, Admitted)
-    return Withdrawn(seq, trace(ledger, leaf), leaf not in new)
+    assert seq is not None
+    return Withdrawn(ledger.leaf(seq), leaf, lost(ledger, leaf), leaf not in new)
 
 
 def reason_of(word: str) -> Reason:

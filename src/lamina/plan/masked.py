@@ -29,6 +29,14 @@ class Masked:
         self.modules = {
             part.tensor.rpartition(".")[0] for part in stack.parts if part.kind in self.chosen
         }  # what has parts: nothing of it counts as other
+        self.attentions = (
+            {part.group: part.count for part in stack.parts if part.kind is PartKind.HEADS}
+            if PartKind.HEADS in self.chosen
+            else {}
+        )
+        self.shaped = {  # modules with a tensor that has an axis for something, by its length
+            (name.rpartition(".")[0], length) for name, shape in stack.shapes.items() for length in shape
+        }
         for entry in stack.unread if self.others else ():
             if entry.kind in self.chosen and any(_inside(entry.module, name) for name in names):
                 raise PlanError(
@@ -38,11 +46,28 @@ class Masked:
                     "has none; or leave it out of the place",
                 )
 
+    def _beside(self, tensor: str) -> bool:
+        """Whether a tensor without parts may still serve single heads, or experts: then it counts as no other.
+
+        Tensors of a module that has parts; all that lies below an attention (tables of positions, sinks, norms of
+        queries and keys). Where a whole block is what attends, its MLP and norms lie below it too: there, what the
+        block itself holds, and every module with an axis as long as there are heads.
+        """
+        owner = tensor.rpartition(".")[0]
+        if owner in self.modules:
+            return True
+        for group, count in self.attentions.items():
+            if _inside(group, tensor) and (
+                "att" in group.rpartition(".")[2].lower() or owner == group or (owner, count) in self.shaped
+            ):
+                return True
+        return False
+
     def ranges(self, tensor: str, parts: list[Part]) -> tuple[Range, ...] | None:
         """The places of a tensor that are reached; None if all of them are."""
         mine = [part for part in parts if part.kind in self.chosen]
         if not mine:
-            return None if self.others and tensor.rpartition(".")[0] not in self.modules else ()
+            return None if self.others and not self._beside(tensor) else ()
         found: tuple[Range, ...] = ((0, mine[0].length),)
         for part in mine:
             found = common(found, part.open_to(self.chosen[part.kind].get(part.group, frozenset())))

@@ -57,21 +57,28 @@ class Gate(gate.Gate):
                 f"the policy is a {type(policy).__name__}", "use lamina.Policy.load('policy.toml')"
             )
         self._path = None if isinstance(keys, KeyRing) else Path(keys)
-        self._seen = None if self._path is None else _digest(self._path)
-        ring = keys if isinstance(keys, KeyRing) else KeyRing.load(keys)
+        self._seen: bytes | None = None  # digest of the file that was loaded
+        ring = keys
+        if not isinstance(ring, KeyRing):
+            self._seen, held = _file(Path(ring))
+            ring = KeyRing.load(ring, held)
         super().__init__(
             policy, ring, clock=clock, register=register, processes=processes, max_payload=max_payload
         )
 
     def reread(self) -> KeyRing | None:
-        """The ring as its file has it now; None if it came from none, or the file is as it was."""
+        """Rely on the ring as its file has it now; None if it came from none, or the file is as it was.
+
+        A file that cannot be read is refused each time it is asked for: it may have said that a key is revoked.
+        """
         if self._path is None:
             return None
-        found = _digest(self._path)
-        if found == self._seen:
+        digest, held = _file(self._path)
+        if digest == self._seen:
             return None
-        self._seen = found
-        return KeyRing.load(self._path)
+        self.keys = KeyRing.load(self._path, held)
+        self._seen = digest  # not before: what cannot be loaded was not seen
+        return self.keys
 
     def admit(
         self,
@@ -98,6 +105,7 @@ class Gate(gate.Gate):
             raise AdmissionError(f"on_refusal is {on_refusal!r}", f'use "{SKIP}" or "{STOP}"')
         if ledger is not None:
             self.register = ledger
+        self.reread()
         folder = Path(contributions) if isinstance(contributions, str | Path) else None
         source: Iterable[Contribution] = (
             FolderContributions(contributions)
@@ -124,8 +132,10 @@ class Gate(gate.Gate):
         )
 
 
-def _digest(path: Path) -> bytes:
-    return hashlib.sha256(read_small(path, "the key ring")).digest()
+def _file(path: Path) -> tuple[bytes, bytes]:
+    """Digest and bytes of a key ring."""
+    held = read_small(path, "the key ring")
+    return hashlib.sha256(held).digest(), held
 
 
 _REMEDY = "corpus.admission.table(), or lamina admit, says who was refused and why"

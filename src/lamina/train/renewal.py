@@ -1,23 +1,26 @@
 """Whether those who were admitted may still be learned from: asked when a run begins or goes on, and at each segment.
 
-runs/NAME/admitted      ids of all who were ever admitted to the run, CBOR, mode 0600
+runs/NAME/admitted      digest of the descriptor of each who was ever admitted to the run, and its id; CBOR, mode 0600
+
+A contribution is known by the digest of its descriptor: whoever gives its folder another name finds its occurrences and
+its withdrawal where they were.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lamina import cbor
 from lamina.admit.reason import Reason
-from lamina.errors import AdmissionError
+from lamina.errors import AdmissionError, StorageError
 from lamina.plan import StepPlan
 from lamina.train.corpus import Corpus
 from lamina.train.corpus.signed import AdmittedCorpus, in_words
 from lamina.train.corpus.text import Texts
 from lamina.train.store.durable import write_atomically
-from lamina.train.withdrawals import LARGEST, ids_in
+from lamina.train.withdrawals import LARGEST, marks_in, read_texts
 
 Note = Callable[[str], None]
 
@@ -33,20 +36,22 @@ class Renewal:
     def __init__(self, corpus: Corpus, plan: StepPlan, path: Path) -> None:
         self._corpus = corpus if isinstance(corpus, AdmittedCorpus) else None
         self._plan, self._path = plan, path
-        self._before: list[str] = []
+        self._before: dict[str, str] = {}  # mark: id
 
     @property
     def names(self) -> Texts | None:
         """Who is which row: after another admission the rows may be others."""
-        return None if self._corpus is None else self._corpus.ids
+        return None if self._corpus is None else self._corpus.digests
 
     def begin(self, note: Note) -> None:
         """Before a run begins or goes on: hold who is admitted now against who was before."""
         if self._corpus is None:
             return
-        self._before = ids_in(self._path) if self._path.with_name("journal").exists() else []
-        here = set(self._corpus.ids)
-        if gone := [one for one in self._before if one not in here]:
+        self._before = read_texts(self._path, {}) if self._path.with_name("journal").exists() else {}
+        if not isinstance(self._before, dict):
+            raise StorageError(f"'{self._path}' does not say who was admitted", "restore it")
+        here = set(self._corpus.digests)
+        if gone := {mark: one for mark, one in self._before.items() if mark not in here}:
             self._leave(gone, note)
         if out := self._corpus.out_of_reach(self._plan):
             note(
@@ -58,9 +63,9 @@ class Renewal:
         """The run is there, and nothing of it is drawn yet: write down who is in it."""
         if self._corpus is None:
             return
-        ever = dict.fromkeys([*self._before, *self._corpus.ids])
+        ever = {**dict(zip(self._corpus.digests, self._corpus.ids, strict=True)), **self._before}
         if len(ever) > len(self._before):
-            write_atomically(self._path, cbor.encode(list(ever), max_size=LARGEST))
+            write_atomically(self._path, cbor.encode(ever, max_size=LARGEST))
 
     def again(self, note: Note, step: int | None = None) -> None:
         """Before a segment is opened: windows, keys, and signatures once an epoch is over."""
@@ -77,16 +82,16 @@ class Renewal:
                 "the weights so far are kept; let contributors sign again, and begin a run in another folder",
             )
 
-    def _leave(self, gone: list[str], note: Note) -> None:
+    def _leave(self, gone: Mapping[str, str], note: Note) -> None:
         """Refused now, or not offered any more."""
         assert self._corpus is not None and self._corpus.admission is not None
-        known = set(ids_in(self._path.with_name("withdrawn")))
-        if not (new := [one for one in gone if one not in known]):
+        known = set(marks_in(self._path.with_name("withdrawn")))
+        if not (new := {mark: one for mark, one in gone.items() if mark not in known}):
             return
         refused = {each.id: each.reason for each in self._corpus.admission.refused}
-        reasons = Counter(refused.get(one, Reason.GONE) for one in new)
+        reasons = Counter(refused.get(one, Reason.GONE) for one in new.values())
         if self._corpus.when_withdrawn is not None:
-            self._corpus.when_withdrawn(new)  # on disk, so that they stay out
+            self._corpus.when_withdrawn(list(new))  # on disk, so that they stay out
         note(
             f"contributions that took part before are not admitted now, and are withdrawn: {in_words(reasons)}"
         )

@@ -34,6 +34,7 @@ from lamina.train.checks import (
 from lamina.train.corpus import Corpus
 from lamina.train.corpus.payloads import PayloadChanged
 from lamina.train.corpus.sampler import Sampler, caps_of
+from lamina.train.depth import check_depth
 from lamina.train.ema import MovingAverage
 from lamina.train.evaluation import Evaluation
 from lamina.train.outcome import Outcome
@@ -69,7 +70,7 @@ class Trainer:
     folder           where the run lives; the same folder again resumes it
     book             the spend book (or its path); default: spend.db beside the folder
     bounds           ε that each class may spend over all runs of the book; default: the corpus's policy
-    accounts         signed bounds, each held to over all runs by itself; default: what the corpus was admitted with
+    accounts         further bounds, each held to over all runs by itself, beside what the corpus was admitted with
     scheduler        stepped once per private step
     microbatches     forward and backward in so many parts: less memory, the same result
     ema              decay of a moving average of the weights, kept beside them
@@ -114,6 +115,7 @@ class Trainer:
         check_parts(model, optimizer, loss_fn, corpus, plan, scheduler)
         check_options(folder, evaluate, max_occurrences)
         corpus.check(plan)
+        self._depth = check_depth(model, corpus.policy, plan)
         if on_withdrawal not in ("finish", "abandon"):
             raise RunError(f"on_withdrawal is {on_withdrawal!r}", 'use "finish" or "abandon"')
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
@@ -127,8 +129,8 @@ class Trainer:
         self.segment = count("segment", min(1000, math.ceil(plan.steps / 10)) if segment is None else segment)
         self.evaluate, self.augment, self.probe, self.inside = evaluate, augment, probe, inside
         self.max_occurrences = dict(caps_of(plan, max_occurrences) or {})
-        signed = corpus.accounts(plan, self.max_occurrences) if accounts is None else accounts
-        self.accounts = check_accounts(plan, signed)
+        signed = corpus.accounts(plan, self.max_occurrences)
+        self.accounts = check_accounts(plan, (*signed, *(accounts or ())))
         check_caps(corpus, plan, self.max_occurrences)
         self.on_withdrawal, self.hardened = on_withdrawal, hardened
         self.progress = screen(wanted=progress, inside=inside) if isinstance(progress, bool) else progress
@@ -194,7 +196,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.corpus.refresh()
         self._rehearse()
-        self.state.notes.clear()
+        self.state.notes[:] = [] if self._depth is None else [self._depth]
         watch = Watch(
             self.plan,
             self.evaluate,
@@ -221,7 +223,7 @@ class Trainer:
         self.progress.begin(self.state.step, segments.end)
         reason = watch.look(run, self.state)
         while reason is None and (opened := self._next(segments, watch)) is not None:
-            if self._carry_out(opened, segments.revision):
+            if self._carried_out(opened, segments):
                 segments.close(opened)
                 reason = watch.look(run, self.state)
                 self.progress.segment(self.state.step, spent_so_far(run, self.plan))
@@ -253,6 +255,14 @@ class Trainer:
             self.evaluate.run(self.model)
         check_labels(self.corpus, self.loss_fn, self._output)
         rehearse(self._engine, self._losses, self.corpus, probe=self.probe)
+
+    def _carried_out(self, opened: Open, segments: Segments) -> bool:
+        """As `_carry_out`. A payload that was changed shows when somebody was sampled: these coins are over."""
+        try:
+            return self._carry_out(opened, segments.revision)
+        except PayloadChanged:
+            segments.run.give_up(opened)
+            raise
 
     def _carry_out(self, opened: Open, revision: int) -> bool:
         """The steps of a segment. False if it is to be given up because somebody withdrew."""

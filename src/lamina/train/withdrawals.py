@@ -1,6 +1,6 @@
 """Who withdrew while a run was under way: kept in its folder, so that a restart does not let them in again.
 
-runs/NAME/withdrawn      ids, CBOR, mode 0600
+runs/NAME/withdrawn      marks, CBOR, mode 0600: ids, or digests of descriptors where contributions are signed
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lamina import cbor
 from lamina.errors import EncodingError, StorageError
@@ -20,12 +21,12 @@ LARGEST = 1 << 28
 @contextmanager
 def remembered(corpus: Corpus, path: Path) -> Iterator[None]:
     """Withdraw who withdrew before; write down who withdraws inside, before `corpus.withdraw` returns."""
-    known = dict.fromkeys(ids_in(path))
-    if known and (present := corpus.those(*known)):
+    known = dict.fromkeys(marks_in(path))
+    if known and (present := corpus.marked(*known)):
         corpus.withdraw(*present)
 
-    def write(ids: Sequence[str]) -> None:
-        known.update(dict.fromkeys(ids))
+    def write(marks: Sequence[str]) -> None:
+        known.update(dict.fromkeys(marks))
         write_atomically(path, cbor.encode(list(known), max_size=LARGEST))
 
     before, corpus.when_withdrawn = corpus.when_withdrawn, write
@@ -35,17 +36,26 @@ def remembered(corpus: Corpus, path: Path) -> Iterator[None]:
         corpus.when_withdrawn = before
 
 
-def ids_in(path: Path) -> list[str]:
-    """The ids that a file of the run lists; none if it is not there."""
+def marks_in(path: Path) -> list[str]:
+    """The marks that a file of the run lists; none if it is not there."""
+    marks = read_texts(path, [])
+    if not isinstance(marks, list):
+        raise StorageError(f"'{path}' is not a list of texts", "restore it")
+    return marks
+
+
+def read_texts(path: Path, default: Any) -> Any:
+    """A list of texts, or a map from text to text."""
     if not path.exists():
-        return []
+        return default
     try:
-        ids = cbor.decode(path.read_bytes(), max_size=LARGEST)
+        read = cbor.decode(path.read_bytes(), max_size=LARGEST)
     except (OSError, EncodingError) as error:
         raise StorageError(
             f"'{path}' cannot be read: {error}",
             "restore it: it says who is in the run, or withdrew and must not be used again",
         ) from error
-    if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
-        raise StorageError(f"'{path}' is not a list of ids", "restore it")
-    return ids
+    texts = [*read, *read.values()] if isinstance(read, dict) else read
+    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+        raise StorageError(f"'{path}' does not hold texts", "restore it")
+    return read

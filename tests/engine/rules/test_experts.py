@@ -168,10 +168,22 @@ def gpt_oss() -> nn.Module:
     )  # fmt: skip
 
 
+def deepseek() -> nn.Module:
+    """A router that flattens the tokens itself, shared experts, groups of experts."""
+    return transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            vocab_size=V, hidden_size=16, intermediate_size=12, moe_intermediate_size=8, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+            topk_group=1, n_shared_experts=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8,
+            qk_rope_head_dim=4, v_head_dim=8, qk_nope_head_dim=8, use_cache=False,
+        )
+    )  # fmt: skip
+
+
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:There is a performance"
 )
-@pytest.mark.parametrize("make", [qwen, olmoe, gpt_oss], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [qwen, olmoe, gpt_oss, deepseek], ids=lambda f: f.__name__)
 def test_other_mixtures(make: Any) -> None:
     torch.manual_seed(3)
     model = make().train()

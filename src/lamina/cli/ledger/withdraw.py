@@ -90,13 +90,13 @@ def withdraw(
 
 def _told(found: Withdrawn) -> str:
     again = "was out already: " if found.again else ""
-    known, signed = found.trace, found.trace.signed
+    known, signed = found.lost, found.lost.signed
     lost = f"ε {epsilon(known.spend)}" + (
         "" if signed is None else f" of the {epsilon(signed)} that was signed"
     )
     lines = [
-        f"{again}leaf {known.leaf.seq} ({known.record.terms.cls}) is withdrawn, in leaf {found.seq}",
-        f"  lost so far  {lost}, in {len(known.epochs)} epochs",
+        f"{again}leaf {found.target.seq} is withdrawn, in leaf {found.leaf.seq}",
+        f"  lost so far  {lost}, in {known.epochs} epochs",
     ]
     for release in known.releases:
         lines.append(f"  is in        the release of leaf {release.seq}")
@@ -110,7 +110,7 @@ def _take(inbox: Inbox, ledger: str, watch: float | None, as_json: bool) -> None
             for each in inbox.take():
                 taken.append(each)
                 if not as_json:
-                    leaves = ", ".join(str(one.seq) for one in each.withdrawn)
+                    leaves = ", ".join(str(one.leaf.seq) for one in each.withdrawn)
                     say(
                         f"{each.name}: {f'refused: {each.refused}' if each.refused else f'withdrawn in leaf {leaves}'}"
                     )

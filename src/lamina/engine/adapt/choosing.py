@@ -26,9 +26,7 @@ class OpenChoice:
     What it holds is secret until `drawn`: one name, drawn with p(a) ∝ exp(ε·u(a)), is all that leaves.
     """
 
-    def __init__(
-        self, plan: StepPlan, offers: Sequence[Offer], sizes: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, plan: StepPlan, offers: Sequence[Offer], sizes: Sequence[int] | None = None) -> None:
         rule = plan.rule(Choose)
         assert rule is not None
         self.plan, self.rule, self.offers = plan, rule, offers

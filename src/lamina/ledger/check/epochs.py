@@ -14,7 +14,7 @@ from lamina.ledger.check.policy import PolicyInForce
 from lamina.ledger.check.problem import Problem, bad
 from lamina.ledger.check.withdrawals import Withdrawals
 from lamina.ledger.leaf import Leaf
-from lamina.ledger.records import WORDS, Account, Epoch, Header
+from lamina.ledger.records import WORDS, Account, Epoch, Header, Outcome
 from lamina.ledger.spend import Bound, Events, Spending, price, signed_spend
 from lamina.plan.step import StepPlan
 
@@ -88,12 +88,9 @@ class Epochs:
 
     def _check_form(self, leaf: Leaf, record: Epoch, time: int) -> None:
         seq = leaf.seq
-        if len(record.segments) > self._header.granularity:
-            bad(
-                seq,
-                Epoch,
-                f"it closes {len(record.segments)} segments, the header allows {self._header.granularity}",
-            )
+        closed = sum(each.outcome is Outcome.CLOSED for each in record.segments)
+        if closed > self._header.granularity:
+            bad(seq, Epoch, f"it closes {closed} segments, the header allows {self._header.granularity}")
         if leaf.time % self._header.epoch_clock and leaf.time != time:
             clock = self._header.epoch_clock
             bad(

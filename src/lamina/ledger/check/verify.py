@@ -38,7 +38,7 @@ def verify(
     if not isinstance(where, str | os.PathLike):
         return _opened(where, trust, found, signatures, now, progress)
     try:
-        store = make_store(where)
+        store = make_store(where, readonly=True)
     except Damaged as error:
         return _refused(Problem(None, STORE, error.problem), 0)
     try:

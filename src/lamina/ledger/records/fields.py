@@ -35,9 +35,6 @@ class Shape(Protocol):
 class _Same:
     """A shape that CBOR carries as it is."""
 
-    def wrong(self, value: Any) -> str | None:
-        raise NotImplementedError
-
     def plain(self, value: Any) -> Any:
         return value
 

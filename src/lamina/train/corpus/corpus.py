@@ -243,9 +243,7 @@ class Corpus:
         """
         rows = self._index.find(ids)
         if self.when_withdrawn is not None:
-            self.when_withdrawn(
-                [str(one) for one in ids]
-            )  # on disk first: a restart must not let them in again
+            self.when_withdrawn(self.marks(ids))  # on disk first: a restart must not let them in again
         self._index.withdraw(rows)
 
     # ------------------------------------------------------------------------------------ what it is
@@ -257,6 +255,14 @@ class Corpus:
     def those(self, *ids: str) -> list[str]:
         """Which of these ids are contributions of this corpus, withdrawn or not."""
         return list(self._index.ids.find(ids))
+
+    def marks(self, ids: Sequence[str]) -> list[str]:
+        """What these contributions are known by in the files of a run: here their ids."""
+        return [str(one) for one in ids]
+
+    def marked(self, *marks: str) -> list[str]:
+        """The ids of those who are known by these marks, as far as they are in this corpus."""
+        return self.those(*marks)
 
     def order(self, key: bytes) -> bytes:
         """32 bytes over which contribution is which row: what occurrence counters belong to."""

@@ -12,7 +12,7 @@ from lamina.errors import CorpusError
 from lamina.train.corpus.keyed import keyed, put
 from lamina.train.corpus.leaves import Rows, feed, settle, take
 from lamina.train.corpus.payloads import PayloadChanged, Payloads
-from lamina.train.corpus.read import read_npz
+from lamina.train.corpus.read import payload_arrays
 from lamina.train.corpus.survey import Look, Survey, strict
 from lamina.train.corpus.table import read_matrix
 
@@ -74,7 +74,7 @@ class FolderSource:
         path, held = self._payloads.path(row), self._payloads.read(row)
         wants_y = self._form.y is not None and self._labels is None
         if path.suffix == ".npz":
-            found = read_npz(path, ["x", "y"] if wants_y else ["x"], held)
+            found = payload_arrays(path, ["x", "y"] if wants_y else ["x"], held)
             x, y = found["x"], found.get("y")
         else:
             x, y = read_matrix(path, held)[1][None], None

@@ -12,9 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lamina.admit.npz import BadArray, Header, arrays, headers
 from lamina.errors import CorpusError
 from lamina.plan import Policy
 from lamina.train.corpus.table import read_table
+
+_WRITE = "write it with np.savez(path, x=x, y=y)"
 
 
 def csv_parts(
@@ -72,7 +75,7 @@ def read_npz(path: Path, names: Sequence[str], held: bytes | None = None) -> dic
     """
     try:
         if not zipfile.is_zipfile(path if held is None else io.BytesIO(held)) and (held or path.exists()):
-            raise CorpusError(f"'{path}' is not an .npz file", "write it with np.savez(path, x=x, y=y)")
+            raise CorpusError(f"'{path}' is not an .npz file", _WRITE)
         with _binary(path, held) as raw, np.load(raw, allow_pickle=False) as file:
             for name in names:
                 if name not in file.files:
@@ -83,11 +86,10 @@ def read_npz(path: Path, names: Sequence[str], held: bytes | None = None) -> dic
             return {name: _loaded(path, file, name) for name in names}
     except FileNotFoundError:
         raise CorpusError(f"'{path}' is not there", "give the path of an .npz file") from None
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise CorpusError(
-            f"'{path}' cannot be read as .npz ({type(error).__name__})",
-            "write it with np.savez(path, x=x, y=y)",
-        ) from None
+    except CorpusError:
+        raise
+    except Exception as error:
+        raise _unreadable(path, error) from None
 
 
 def _binary(path: Path, held: bytes | None) -> BinaryIO:
@@ -107,20 +109,31 @@ def _loaded(path: Path, file: Any, name: str) -> NDArray[Any]:
     return array
 
 
-def npz_header(
-    path: Path, name: str, held: bytes | None = None
-) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
-    """Shape and dtype of an array of an .npz file, without reading it; None if it is not there."""
-    with _binary(path, held) as raw, zipfile.ZipFile(raw) as archive:
-        if f"{name}.npy" not in archive.namelist():
-            return None
-        with archive.open(f"{name}.npy") as file:
-            version = np.lib.format.read_magic(file)
-            read = {
-                (1, 0): np.lib.format.read_array_header_1_0,
-                (2, 0): np.lib.format.read_array_header_2_0,
-            }.get(version)
-            if read is None:
-                raise ValueError(f"npy version {version}")
-            shape, _, dtype = read(file)
-            return shape, dtype
+# ------------------------------------------------------------------------------------------ payloads
+
+
+def payload_headers(path: Path, held: bytes | None = None) -> dict[str, Header]:
+    """What the arrays x and y of a payload say of themselves, as far as they are there and can be read."""
+    try:
+        with _binary(path, held) as raw:
+            return headers(raw, ("x", "y"))
+    except Exception as error:
+        raise _unreadable(path, error) from None
+
+
+def payload_arrays(path: Path, names: Sequence[str], held: bytes | None = None) -> dict[str, NDArray[Any]]:
+    """These arrays of a payload. Bytes that are `held` were held against a commitment: no checksum adds to that."""
+    try:
+        with _binary(path, held) as raw:
+            found = arrays(raw, names, crc=held is None)
+    except Exception as error:
+        raise _unreadable(path, error) from None
+    if missing := next((name for name in names if name not in found), None):
+        raise CorpusError(f"'{path}' has no array {missing!r}", _WRITE)
+    return found
+
+
+def _unreadable(path: Path, error: Exception) -> CorpusError:
+    """Of what numpy, zipfile and zlib say only the kind is told: their words may quote the file."""
+    why = str(error) if isinstance(error, BadArray) else type(error).__name__
+    return CorpusError(f"'{path}' cannot be read as .npz ({why})", _WRITE)

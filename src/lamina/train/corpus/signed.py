@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,17 @@ class AdmittedCorpus(Corpus):
     def ids(self) -> Texts:
         """What contributions are called, by row."""
         return self._index.ids
+
+    @cached_property
+    def digests(self) -> Texts:
+        """What contributions are, by row: the digest of the signed descriptor, whatever its folder is called."""
+        return Texts(digest.tobytes().hex() for digest in self._signed.columns["descriptor"])
+
+    def marks(self, ids: Sequence[str]) -> list[str]:
+        return [self.digests[row] for row in self._index.find(ids).tolist()]
+
+    def marked(self, *marks: str) -> list[str]:
+        return [self.ids[row] for row in self.digests.find(marks).values()]
 
     # ------------------------------------------------------------------------------------ what each signed
 

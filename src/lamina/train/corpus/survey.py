@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lamina.admit.npz import Header
 from lamina.errors import CorpusError
 from lamina.train.corpus.leaves import plain, settle, take
 from lamina.train.corpus.payloads import Payloads
-from lamina.train.corpus.read import npz_header
+from lamina.train.corpus.read import payload_headers
 from lamina.train.corpus.table import read_matrix
 
 SHAPES = "cut or pad every example to one public shape, and label all or none"
@@ -52,23 +52,34 @@ class Look:
         self._labels, self._dtype = labels, dtype
 
     def __call__(self, path: Path, held: bytes | None) -> tuple[int, Form]:
-        """The number of examples of a payload, and its form."""
+        """The number of examples of a payload, and its form. Whatever is wrong with it is a CorpusError."""
+        try:
+            return self._looked(path, held)
+        except CorpusError:
+            raise
+        except Exception as error:  # the payload was written by anybody
+            raise CorpusError(
+                f"'{path}' cannot be read ({type(error).__name__})", "write it with np.savez(path, x=x, y=y)"
+            ) from None
+
+    def _looked(self, path: Path, held: bytes | None) -> tuple[int, Form]:
         header, y = None, None
         if path.suffix == ".csv":
             header, table = read_matrix(path, held)
             count, x = 1, _none_of(table.shape, table.dtype)
         else:
-            shape, kind = _array(path, "x", held, required=True)
-            count, x = shape[0], _none_of(shape[1:], kind)
-            if (found := _array(path, "y", held, required=False)) is not None:
-                if found[0][:1] != (count,):
+            found = payload_headers(path, held)
+            if "x" not in found:
+                raise CorpusError(f"'{path}' has no array 'x'", "write it with np.savez(path, x=x, y=y)")
+            count, x = _column(path, "x", found["x"])
+            if "y" in found:
+                labels, y = _column(path, "y", found["y"])
+                if labels != count:
                     raise CorpusError(
-                        f"'{path}' has {count} examples in x and y of shape {found[0]}",
+                        f"'{path}' has {count} examples in x and y of shape {found['y'].shape}",
                         "give one label per example",
                     )
-                y = settle(_none_of(found[0][1:], found[1]), label=True, dtype=self._dtype)
-        if count == 0:
-            raise CorpusError(f"'{path}' has no examples", "leave the contribution out")
+                y = settle(y, label=True, dtype=self._dtype)
         if self._labels is not None:
             if y is not None:
                 raise CorpusError(
@@ -130,24 +141,20 @@ def _none_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
     return take(plain("x", np.empty((0, *shape), dtype=dtype)), np.empty(0, np.int64))
 
 
-def _array(path: Path, name: str, held: bytes | None, *, required: bool) -> Any:
-    try:
-        found = npz_header(path, name, held)
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise CorpusError(
-            f"'{path}' cannot be read as .npz ({type(error).__name__})",
-            "write it with np.savez(path, x=x, y=y)",
-        ) from None
-    if found is None and required:
-        raise CorpusError(f"'{path}' has no array {name!r}", "write it with np.savez(path, x=x, y=y)")
-    if found is not None and found[1].hasobject:
+def _column(path: Path, name: str, header: Header) -> tuple[int, Tensor]:
+    """How many rows an array has, and one of its kind without any."""
+    if header.dtype.hasobject:
         raise CorpusError(
             f"array {name!r} of '{path}' holds Python objects, which only pickle can read, and a pickle can run code",
             "save numbers of one shape: np.stack(list_of_arrays)",
         )
-    if found is not None and not found[0]:
+    if not header.shape:
         raise CorpusError(f"array {name!r} of '{path}' is a single number", "its first axis counts examples")
-    return found
+    if not header.shape[0]:
+        raise CorpusError(f"array {name!r} of '{path}' has no examples", "leave the contribution out")
+    if 0 in header.shape:
+        raise CorpusError(f"an example in {name!r} of '{path}' has no numbers", "leave the contribution out")
+    return header.shape[0], _none_of(header.shape[1:], header.dtype)
 
 
 def _check_form(name: str, found: Form, first_name: str, first: Form) -> None:

@@ -1,0 +1,205 @@
+"""`admit/npz.py`: what is said of an array before it is read holds when it is read, and costs little to find out."""
+
+from __future__ import annotations
+
+import io
+import struct
+import tracemalloc
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lamina.admit.items import count_items
+from lamina.admit.npz import MAX_ARRAY, MAX_HEADER, BadArray, arrays, headers
+from lamina.errors import AdmissionError
+
+
+def packed(how: int = zipfile.ZIP_STORED, **entries: bytes) -> bytes:
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w", how) as archive:
+        for name, data in entries.items():
+            archive.writestr(f"{name}.npy", data)
+    return held.getvalue()
+
+
+def npy(shape: str, data: bytes = b"", *, descr: str = "'<f4'", order: str = "False", pad: int = 0) -> bytes:
+    text = f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}{' ' * pad}\n".encode()
+    return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(text)) + text + data
+
+
+def saved(compressed: bool, **found: Any) -> bytes:
+    held = io.BytesIO()
+    (np.savez_compressed if compressed else np.savez)(held, **found)
+    return held.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------ what is right
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("dtype", ["<f4", ">f8", "<f2", "|u1", "|b1", "<i8", "<c8", "<f16", "<U3"])
+def test_the_same_as_numpy_reads(compressed: bool, dtype: str) -> None:
+    x = np.random.default_rng(0).integers(0, 2, (3, 4, 5)).astype(dtype)
+    held = saved(compressed, x=x, y=np.asfortranarray(x), z=x[0, 0, 0])
+    with np.load(io.BytesIO(held)) as there:
+        for crc in (True, False):
+            found = arrays(io.BytesIO(held), ["x", "y", "z"], crc=crc)
+            for name, array in found.items():
+                assert array.dtype == there[name].dtype and array.shape == there[name].shape
+                assert np.array_equal(array, there[name])
+    said = headers(io.BytesIO(held), ["y", "nobody", "x"])
+    assert said.keys() == {"x", "y"}
+    for each in said.values():
+        assert (each.shape, each.dtype, each.nbytes) == (x.shape, x.dtype, x.nbytes)
+
+
+def test_of_two_entries_of_one_name_the_same_is_looked_at_and_read() -> None:
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w") as archive:
+        archive.writestr("x", npy("(9, 9)", bytes(4 * 81)))  # numpy would take this for x
+        archive.writestr("x.npy", npy("(1,)", bytes(4)))
+        with pytest.warns(UserWarning, match="Duplicate"):
+            archive.writestr("x.npy", npy("(2, 3)", bytes(24)))
+    assert headers(held, ["x"])["x"].shape == arrays(held, ["x"])["x"].shape == (2, 3)
+
+
+# ------------------------------------------------------------------------------------------------ what is wrong
+
+
+GOOD = {
+    how: saved(how, x=np.arange(6, dtype=np.float32).reshape(2, 3), y=np.arange(2)) for how in (False, True)
+}
+
+
+@given(
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 800), st.integers(0, 255)), max_size=4),
+    st.one_of(st.none(), st.integers(0, 800)),
+)
+@example(False, [(150, 255)], None)  # data that no longer has its checksum
+def test_what_passes_can_be_read(compressed: bool, edits: list[tuple[int, int]], cut: int | None) -> None:
+    """Whatever is done to an archive: it is refused at once, or it can be read and is what it said."""
+    spoiled = bytearray(GOOD[compressed])
+    for place, value in edits:
+        spoiled[place % len(spoiled)] = value
+    raw = io.BytesIO(bytes(spoiled[:cut]))
+    try:
+        said = headers(raw, ["x", "y"])
+    except Exception:
+        return
+    if any(each.dtype.hasobject or not each.nbytes for each in said.values()):
+        return  # the caller refuses these by what they say
+    found = arrays(raw, ["x", "y"], crc=False)
+    assert {name: (array.shape, array.dtype) for name, array in found.items()} == {
+        name: (each.shape, each.dtype) for name, each in said.items()
+    }
+
+
+LIES: dict[str, tuple[bytes, str]] = {
+    "too few numbers": (npy("(2, 3)", bytes(20)), "more or fewer numbers"),
+    "too many numbers": (npy("(2, 3)", bytes(28)), "more or fewer numbers"),
+    "no numbers": (npy(f"(1, {2**62}, 8)"), "more or fewer numbers"),
+    "many axes": (npy("(1," + "1," * 32 + ")", bytes(4)), "33 axes"),
+    "less than none": (npy("(2, -3)"), "a shape that is none"),
+    "less than none twice": (npy("(-2, -3)", bytes(24)), "a shape that is none"),
+    "truth for a number": (npy("(True, 6)", bytes(24)), "a shape that is none"),
+    "a list for a shape": (npy("[2, 3]", bytes(24)), "a shape that is none"),
+    "elements with axes": (npy("(1,)", bytes(24), descr="('<f4', (6,))"), "arrays for elements"),
+    "a number for truth": (npy("(2, 3)", bytes(24), order="1"), "other fields"),
+    "a long header": (npy("(2, 3)", bytes(24), pad=MAX_HEADER), "the most is 10000"),
+    "no header": (b"PK", "not of the .npy format"),
+    "a later format": (
+        npy("(2, 3)", bytes(24)).replace(b"\x02\x00", b"\x04\x00", 1),
+        "not of the .npy format",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("what", LIES)
+def test_arrays_that_are_not_what_they_say(what: str, how: int, tmp_path: Path) -> None:
+    data, problem = LIES[what]
+    held = packed(how, x=data)
+    with pytest.raises(BadArray, match=problem):
+        headers(io.BytesIO(held), ["x"])
+    path = tmp_path / "payload.npz"
+    path.write_bytes(held)
+    with pytest.raises(AdmissionError, match=rf"cannot be read as .npz \(array 'x' .*{problem}"):
+        count_items(path)
+
+
+@pytest.mark.parametrize(
+    "what", ["-" * 9000 + "1", "(" * 9000, "(1,1" * 2000, "{'shape': (1L,)}", "\0", "", "1" * 9000]
+)
+def test_headers_that_python_cannot_read_are_one_refusal(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "payload.npz"
+    path.write_bytes(packed(x=b"\x93NUMPY\x01\x00" + struct.pack("<H", len(what)) + what.encode()))
+    with pytest.raises(AdmissionError, match=r"cannot be read as .npz \(\w+\)"):
+        count_items(path)
+
+
+def test_a_checksum_counts_where_nothing_else_does() -> None:
+    held = packed(x=npy("(2, 3)", b"\x01" * 24))
+    spoiled = held.replace(b"\x01" * 24, b"\x02" * 24)
+    assert arrays(io.BytesIO(spoiled), ["x"], crc=False)["x"].shape == (2, 3)
+    with pytest.raises(BadArray, match="damaged"):
+        arrays(io.BytesIO(spoiled), ["x"])
+
+
+def test_an_entry_that_reaches_beyond_the_file() -> None:
+    """By its directory it is all there."""
+    held = bytearray(packed(x=npy("(100, 100)", bytes(40_000))))
+    del held[1000:39_000]
+    place = held.index(b"PK\x01\x02")
+    end = held.index(b"PK\x05\x06")
+    held[end + 16 : end + 20] = struct.pack("<I", place)
+    with pytest.raises(BadArray, match="cut off"):
+        headers(io.BytesIO(bytes(held)), ["x"])
+
+
+# ------------------------------------------------------------------------------------------------ what it costs
+
+
+def peak(held: bytes, problem: str) -> int:
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadArray, match=problem):
+            headers(io.BytesIO(held), ["x"])
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_that_says_it_is_long_is_not_read() -> None:
+    long = 100 << 20
+    bomb = packed(zipfile.ZIP_DEFLATED, x=b"\x93NUMPY\x02\x00" + struct.pack("<I", long) + b" " * long)
+    assert len(bomb) < 200_000
+    assert peak(bomb, "header of 104857600 bytes") < 4 << 20
+
+
+def test_an_array_larger_than_any_is_not_unpacked() -> None:
+    held = bytearray(packed(zipfile.ZIP_DEFLATED, x=npy(f"({1 << 28}, 4)", bytes(1 << 20))))
+    place = held.index(b"PK\x01\x02")
+    held[place + 24 : place + 28] = struct.pack("<I", MAX_ARRAY + 1)
+    assert peak(bytes(held), "the most is 1073741824") < 4 << 20
+
+
+def test_an_array_is_unpacked_piece_by_piece() -> None:
+    size = 64 << 20
+    held = packed(zipfile.ZIP_DEFLATED, x=npy(f"({size // 4},)", bytes(size)))
+    tracemalloc.start()
+    try:
+        assert headers(io.BytesIO(held), ["x"])["x"].nbytes == size
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_directory_is_not_read() -> None:
+    held = packed(**{f"{i:0200d}": b"" for i in range(5000)})
+    assert peak(held, "directory has more than") < 4 << 20

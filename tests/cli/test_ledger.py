@@ -1,0 +1,427 @@
+"""`lamina ledger`: what an auditor, a contributor and a keeper type, and what they get."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "ledger"))
+
+from build import ALICE, BOB, CAROL, HOUR, YEAR, Story, begin, build, contribution
+from forge import sql
+from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, WITNESS, Clock, digest
+
+from lamina.admit import PrivateKey
+from lamina.cli import main
+from lamina.cli.app import app as program
+from lamina.ledger import checkpoint
+from lamina.ledger.check import verify
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.note import NoteKey
+from lamina.ledger.proof import verify_consistency, verify_inclusion
+from lamina.ledger.proof_text import ProofText
+from lamina.ledger.retention import Retention
+
+NOW = START + 4 * YEAR
+Call = Callable[..., tuple[int, str, str]]
+BUILT = typer.main.get_command(program)  # once, not at every call
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Story]:
+    folder = tmp_path_factory.mktemp("template")
+    story = build(str(folder / "ledger.db"), prune=False)
+    story.ledger.close()
+    return folder / "ledger.db", story
+
+
+@pytest.fixture
+def story(template: tuple[Path, Story], tmp_path: Path) -> Story:
+    """ledger.db, the keys of its keeper and auditor, and keys to trust, in the folder of the command."""
+    shutil.copy(template[0], tmp_path / "ledger.db")
+    for name, key in (("ledger", LEDGER), ("auditor", AUDITOR), ("other", OTHER)):
+        key.save(tmp_path / f"{name}.key", None)
+    (tmp_path / "trusted.txt").write_text(NoteKey(ORIGIN, LEDGER.public).text + "\n")
+    (tmp_path / "last.checkpoint").write_text(template[1].signed[-1])
+    return template[1]
+
+
+@pytest.fixture
+def call(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """`lamina ledger …` in that folder, at a time after all that is in the ledger."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Ledger, "open", partial(Ledger.open, clock=Clock(NOW)))
+    monkeypatch.setattr(sys.modules["lamina.cli.app"], "app", BUILT)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(["ledger", *words])
+        printed = capsys.readouterr()
+        code = caught.value.code
+        return code if isinstance(code, int) else 0, printed.out, printed.err
+
+    return run
+
+
+def answer(result: tuple[int, str, str], code: int = 0) -> dict[str, Any]:
+    assert result[0] == code, result
+    found = json.loads(result[1])
+    assert isinstance(found, dict)
+    return found
+
+
+def test_help_teaches(call: Call) -> None:
+    code, printed, _ = call()
+    assert code == 2
+    for word in ("show", "verify", "prove", "receipt", "trace", "withdraw", "prune", "checkpoint"):
+        assert word in printed
+        code, help, _ = call(word, "--help")
+        assert code == 0
+        assert "Examples" in help or "Example" in help
+
+
+# ------------------------------------------------------------------------------ verify
+
+
+def test_verify(call: Call, story: Story) -> None:
+    found = answer(call("verify", "ledger.db", "--json"))
+    assert {key: found[key] for key in ("verified", "trusted", "size", "problem")} == {
+        "verified": True, "trusted": False, "size": 55, "problem": None,
+    }  # fmt: skip
+    assert len(found["root"]) == 64
+    found = answer(
+        call("verify", "ledger.db", "--trust", "trusted.txt", "--seen", "last.checkpoint", "--json")
+    )
+    assert (found["verified"], found["trusted"]) == (True, True)
+    code, printed, _ = call("verify", "ledger.db", "--trust", "trusted.txt")
+    assert code == 0
+    assert "ledger.db: verified and trusted" in printed
+    assert "43 contributions, 3 epochs, 1 withdrawal, 5 keys, 1 policy, 1 release" in printed
+    assert answer(call("verify", "ledger.db", "--no-signatures", "--json"))["attestations"] == 0
+
+
+def test_verify_names_what_is_wrong(call: Call, story: Story) -> None:
+    sql("ledger.db", "UPDATE leaf SET data = (SELECT data FROM leaf WHERE seq = 10) WHERE seq = 9")
+    found = answer(call("verify", "ledger.db", "--json"), code=1)
+    assert (found["verified"], found["trusted"]) == (False, False)
+    assert found["problem"]["index"] == 9
+    assert found["problem"]["kind"] == "contribution"
+    code, printed, told = call("verify", "ledger.db")
+    assert code == 1
+    assert "not verified" in printed
+    assert "leaf 9 (contribution)" in told
+
+
+def test_verify_against_what_is_known_from_elsewhere(call: Call, story: Story, tmp_path: Path) -> None:
+    (tmp_path / "others.txt").write_text(NoteKey(ORIGIN, OTHER.public).text)
+    found = answer(call("verify", "ledger.db", "--trust", "others.txt", "--json"), code=1)
+    assert found["problem"]["kind"] == "trust"
+    story_again = begin("short.db")
+    story_again.sign()
+    story_again.ledger.close()
+    found = answer(call("verify", "short.db", "--seen", "last.checkpoint", "--json"), code=1)
+    assert "rolled back" in found["problem"]["reason"]
+    sizes = ["--seen", "last.checkpoint", "--seen", "first.checkpoint"]
+    (tmp_path / "first.checkpoint").write_text(story.signed[0])
+    assert answer(call("verify", "ledger.db", *sizes, "--json"))["verified"]
+
+
+def test_misuse(call: Call, story: Story, tmp_path: Path) -> None:
+    assert call("verify", "nowhere.db", "--json")[0] == 2
+    assert call("verify")[0] == 2
+    assert call("show", "nowhere.db")[0] == 2
+    assert call("prove", "ledger.db")[0] == 2
+    assert call("prove", "ledger.db", "3", "--from", "4")[0] == 2
+    assert call("withdraw", "ledger.db")[0] == 2
+    assert call("withdraw", "ledger.db", "9")[0] == 2
+    assert call("withdraw", "ledger.db", "9", "--reason", "because")[0] == 2
+    assert call("withdraw", "ledger.db", "9", "--reason", "data", "--effect", "erase")[0] == 2
+    assert call("prune", "ledger.db")[0] == 2
+    assert call("receipt", "ledger.db")[0] == 2
+    assert call("receipt", "--check", "mine")[0] == 2
+    (tmp_path / "nonsense").write_text("nonsense")
+    assert call("verify", "ledger.db", "--trust", "nonsense")[0] == 1
+    assert call("verify", "ledger.db", "--seen", "nonsense")[0] == 1
+    assert answer(call("verify", "nonsense", "--json"), code=1)["verified"] is False
+
+
+def test_verify_an_empty_database(call: Call, tmp_path: Path) -> None:
+    import apsw
+
+    apsw.Connection(str(tmp_path / "empty.db")).execute("CREATE TABLE x (y)")
+    code, printed, told = call("verify", "empty.db", "--json")
+    assert code == 1
+    assert "is no ledger" in told
+    assert "refused" in json.loads(printed)
+
+
+# ------------------------------------------------------------------------------ show and trace
+
+
+def test_show(call: Call, story: Story) -> None:
+    code, printed, _ = call("show", "ledger.db")
+    assert code == 0
+    assert "clinic.example/ledger, 55 leaves" in printed
+    assert "(5 earlier ones are not shown" in printed
+    assert "revoke" in printed
+    found = answer(call("show", "ledger.db", "--kind", "epoch", "--kind", "withdrawal", "--json"))
+    assert [each["index"] for each in found["records"]] == [41, 42, 43, 52]
+    assert found["records"][1]["reason"] == "consent"
+    assert found["records"][0]["accounts"][0]["class"] == "clinical"
+    found = answer(
+        call("show", "ledger.db", "--since", "2027-01-15T11:00Z", "--until", "2027-01-15T12:00Z", "--json")
+    )
+    assert [each["index"] for each in found["records"]] == [43, 44, 45, 46]
+    assert len(answer(call("show", "ledger.db", "--limit", "3", "--json"))["records"]) == 3
+    assert len(answer(call("show", "ledger.db", "--json"))["records"]) == 55
+    assert "no record fits" in call("show", "ledger.db", "--class", "nobody")[1]
+    assert call("show", "ledger.db", "--kind", "nonsense")[0] == 1
+
+
+def test_trace(call: Call, story: Story) -> None:
+    name = contribution(5, _who(5)).record.descriptor.hex()
+    found = answer(call("trace", "ledger.db", name, "--json"))["contributions"]
+    assert [each["index"] for each in found] == [9]
+    assert found[0]["withdrawn"]["index"] == 42
+    assert [each["index"] for each in found[0]["epochs"]] == [41, 43]
+    assert found[0]["epochs"][0]["variance"] == {"layer.2": 16.0, "layer.3": 16.0}
+    code, printed, _ = call("trace", "ledger.db", name)
+    assert code == 0
+    for word in (name, "leaf 9", "consent", "class clinical", "top=0.5", "leaf 53"):
+        assert word in printed
+    assert len(answer(call("trace", "ledger.db", digest("anchor", 30).hex(), "--json"))["contributions"]) == 2
+    assert "in no model" in call("trace", "ledger.db", "54")[1]
+    code, _, told = call("trace", "ledger.db", "ab" * 32)
+    assert code == 1
+    assert "no contribution abab" in told
+
+
+def _who(number: int) -> PrivateKey:
+    return (ALICE, BOB, CAROL)[number % 3]
+
+
+# ------------------------------------------------------------------------------ proofs
+
+
+def test_prove_inclusion(call: Call, story: Story, tmp_path: Path) -> None:
+    found = answer(call("prove", "ledger.db", "9", "--json"))
+    path = [bytes.fromhex(each) for each in found["path"]]
+    leaf, root = bytes.fromhex(found["leaf_hash"]), bytes.fromhex(found["root"])
+    assert verify_inclusion(leaf, 9, found["size"], path, root)
+    code, printed, _ = call("prove", "ledger.db", "9")
+    assert (code, printed) == (0, found["text"])
+    with Ledger.open(tmp_path / "ledger.db") as ledger:
+        raw = ledger.raw(9)
+    assert ProofText.parse(printed).verify(raw, [NoteKey(ORIGIN, LEDGER.public)], origin=ORIGIN).size == 55
+    assert call("prove", "ledger.db", "9", "-o", "nine.tlog-proof")[0] == 0
+    assert (tmp_path / "nine.tlog-proof").read_text() == printed
+    assert answer(call("prove", "ledger.db", "9", "--size", "44", "--json"))["size"] == 44
+    assert call("prove", "ledger.db", "50", "--size", "44")[0] == 1
+    assert call("prove", "ledger.db", "9", "--size", "45")[0] == 1
+    assert call("prove", "ledger.db", "99")[0] == 1
+
+
+def test_prove_consistency(call: Call, story: Story) -> None:
+    found = answer(call("prove", "ledger.db", "--from", "44", "--json"))
+    old = checkpoint.parse(story.signed[2])[0]
+    path = [bytes.fromhex(each) for each in found["path"]]
+    assert verify_consistency(44, 55, path, old.root, bytes.fromhex(found["root"]))
+    first, *_ = found["text"].split("\n")
+    assert first == "old 44"
+    assert found["text"].endswith(call("checkpoint", "ledger.db")[1])
+    assert answer(call("prove", "ledger.db", "--from", "0", "--json"))["path"] == []
+    assert call("prove", "ledger.db", "--from", "56")[0] == 1
+
+
+def test_receipt(call: Call, story: Story, tmp_path: Path) -> None:
+    name = contribution(5, _who(5)).record.descriptor.hex()
+    found = answer(call("receipt", "ledger.db", name, "-o", "mine", "--json"))
+    assert (found["index"], found["size"]) == (9, 55)
+    assert sorted(path.name for path in tmp_path.glob("mine.*")) == [
+        "mine.cose",
+        "mine.leaf",
+        "mine.tlog-proof",
+    ]
+    found = answer(call("receipt", "--check", "mine", "--trust", "trusted.txt", "--json"))
+    assert found == {"verified": True, "origin": ORIGIN, "index": 9, "size": 55}
+    code, printed, _ = call("receipt", "--check", "mine", "--trust", "trusted.txt")
+    assert code == 0
+    assert "clinical" in printed
+    # Never over another, and not for another key, leaf or proof.
+    assert call("receipt", "ledger.db", name, "-o", "mine")[0] == 1
+    (tmp_path / "others.txt").write_text(NoteKey(ORIGIN, OTHER.public).text)
+    assert call("receipt", "--check", "mine", "--trust", "others.txt")[0] == 1
+    assert call("receipt", "ledger.db", "10", "-o", "other")[0] == 0
+    for suffix in (".leaf", ".cose", ".tlog-proof"):
+        shutil.copy(tmp_path / f"other{suffix}", tmp_path / f"mixed{suffix}")
+    for suffix, code in ((".leaf", 1), (".cose", 1), (".tlog-proof", 0)):  # they belong together, all three
+        shutil.copy(tmp_path / f"mine{suffix}", tmp_path / f"mixed{suffix}")
+        assert call("receipt", "--check", "mixed", "--trust", "trusted.txt")[0] == code
+    (tmp_path / "mine.cose").write_bytes(b"nonsense")
+    code, _, told = call("receipt", "--check", "mine", "--trust", "trusted.txt")
+    assert code == 1
+    assert "is no receipt" in told
+
+
+def test_checkpoint(call: Call, story: Story, tmp_path: Path) -> None:
+    found = answer(call("checkpoint", "ledger.db", "--json"))
+    assert (found["size"], found["unsigned"], found["signers"]) == (55, 0, [ORIGIN])
+    assert call("checkpoint", "ledger.db")[1] == found["checkpoint"] == story.signed[-1]
+    assert answer(call("checkpoint", "ledger.db", "--size", "54", "--json"))["signers"] == [
+        ORIGIN,
+        "witness.example",
+    ]
+    assert call("checkpoint", "ledger.db", "--size", "53")[0] == 1
+    with Ledger.open(tmp_path / "ledger.db") as ledger:
+        ledger.append([contribution(99, at=NOW).record])
+    assert answer(call("checkpoint", "ledger.db", "--json"))["unsigned"] == 1
+    assert call("checkpoint", "ledger.db", "--key", "other.key")[0] == 1
+    found = answer(
+        call("checkpoint", "ledger.db", "--key", "ledger.key", "--output", "new.checkpoint", "--json")
+    )
+    assert (found["size"], found["unsigned"]) == (56, 0)
+    copy = checkpoint.cosign((tmp_path / "new.checkpoint").read_text(), WITNESS, NOW, "witness.example")
+    (tmp_path / "back.txt").write_text(copy)
+    found = answer(call("checkpoint", "ledger.db", "--cosigned", "back.txt", "--json"))
+    assert found["signers"] == [ORIGIN, "witness.example"]
+    assert "56 leaves" in call("checkpoint", "ledger.db", "-o", "again.checkpoint")[1]
+
+
+# ------------------------------------------------------------------------------ withdrawals
+
+
+def test_withdraw(call: Call, story: Story, tmp_path: Path) -> None:
+    name = contribution(7, _who(7)).record.descriptor.hex()
+    (tmp_path / "letter.pdf").write_bytes(b"please")
+    words = ("withdraw", "ledger.db", name, "--reason", "consent", "--request", "letter.pdf")
+    found = answer(call(*words, "--key", "ledger.key", "--json"))
+    assert found["signed"]
+    (out,) = found["withdrawn"]
+    assert (out["index"], out["target"], out["again"], out["reason"]) == (55, 11, False, "consent")
+    assert out["epsilon"] > 0
+    assert out["releases"] == [53]
+    assert answer(call("show", "ledger.db", "--kind", "withdrawal", "--json"))["records"][1]["request"] == (
+        hashlib.sha256(b"please").hexdigest()
+    )
+    assert answer(call("verify", "ledger.db", "--trust", "trusted.txt", "--json"))["trusted"]
+    code, printed, _ = call(*words)
+    assert code == 0
+    assert "was out already" in printed
+    assert "not signed yet" in printed
+    assert call("withdraw", "ledger.db", "ab" * 32, "--reason", "data")[0] == 1
+
+
+def test_withdraw_from_a_folder(call: Call, story: Story, tmp_path: Path) -> None:
+    (tmp_path / "inbox").mkdir()
+    good = contribution(7, _who(7)).record.descriptor.hex()
+    (tmp_path / "inbox" / "good.json").write_text(json.dumps({"withdraw": good, "reason": "legal"}))
+    found = answer(call("withdraw", "ledger.db", "--folder", "inbox", "--json"))
+    assert [each["file"] for each in found["files"]] == ["good.json"]
+    (tmp_path / "inbox" / "bad.json").write_text(json.dumps({"withdraw": "ab" * 32, "reason": "legal"}))
+    code, printed, _ = call("withdraw", "ledger.db", "--folder", "inbox")
+    assert code == 1
+    assert "bad.json: refused: no contribution" in printed
+    assert call("withdraw", "ledger.db", "--folder", "inbox") == (0, "", "")
+
+
+def test_watching_ends_when_it_is_told_to(
+    call: Call, story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inbox").mkdir()
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+        name = contribution(len(looks), _who(len(looks))).record.descriptor.hex()
+        (tmp_path / "inbox" / f"{len(looks)}.json").write_text(
+            json.dumps({"withdraw": name, "reason": "data"})
+        )
+
+    monkeypatch.setattr(sys.modules["lamina.cli.ledger.withdraw"].time, "sleep", sleep)
+    found = answer(call("withdraw", "ledger.db", "--folder", "inbox", "--watch", "7", "--json"))
+    assert [each["file"] for each in found["files"]] == ["1.json", "2.json"]
+    assert looks == [7.0, 7.0, 7.0]
+
+
+# ------------------------------------------------------------------------------ pruning
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> str:
+    """A ledger whose contributions are old enough now."""
+    path = str(tmp_path / "old.db")
+    story = begin(path)
+    story.admit(contribution(n, _who(n), expires=START + HOUR) for n in range(20))
+    story.sign()
+    story.ledger.close()
+    return path
+
+
+def test_prune_shows_first_and_asks(call: Call, story: Story, old: str) -> None:
+    code, printed, _ = call("prune", "old.db", "--key", "ledger.key")
+    assert code == 0
+    assert "20 contributions" in printed
+    assert "would be summed up" in printed
+    assert "--yes does it" in printed
+    assert verify(old).counts["contribution"] == 20
+    found = answer(call("prune", "old.db", "--key", "ledger.key", "--yes", "--json"))
+    assert found["pruned"]
+    assert found["proposal"]["classes"]["clinical"]["count"] == 20
+    after = verify(old)
+    assert after.verified
+    assert (after.counts["pruned"], after.counts["aggregate"]) == (20, 1)
+    assert "nothing is old enough" in call("prune", "old.db", "--key", "ledger.key", "--yes")[1]
+    assert call("prune", "old.db", "--key", "ledger.key", "--before", "2100-01-01")[0] == 1
+
+
+def test_an_auditor_countersigns(call: Call, story: Story, old: str, tmp_path: Path) -> None:
+    assert call("prune", "old.db", "--key", "ledger.key", "--save", "proposal.cbor")[0] == 0
+    found = answer(
+        call("prune", "old.db", "--key", "auditor.key", "--countersign", "proposal.cbor", "--json")
+    )
+    assert found["proposal"]["countersigned"] == [AUDITOR.public.name]
+    assert not found["pruned"]
+    found = answer(
+        call("prune", "old.db", "--key", "ledger.key", "--apply", "proposal.cbor", "--yes", "--json")
+    )
+    assert found["proposal"]["countersigned"] == [AUDITOR.public.name]
+    after = verify(old)
+    assert after.verified
+    assert not any("countersigned" in note for note in after.notes)
+    with Ledger.open(old, LEDGER) as ledger:
+        assert Retention(ledger).propose() is None
+
+
+def test_a_proposal_that_is_not_what_the_ledger_comes_to(
+    call: Call, story: Story, old: str, tmp_path: Path
+) -> None:
+    call("prune", "old.db", "--key", "ledger.key", "--save", "proposal.cbor")
+    data = (tmp_path / "proposal.cbor").read_bytes()
+    (tmp_path / "bent.cbor").write_bytes(data.replace(digest_in(old), bytes(32)))
+    for words in (("--countersign", "bent.cbor"), ("--apply", "bent.cbor", "--yes")):
+        code, _, told = call(
+            "prune", "old.db", "--key", "auditor.key" if "sign" in words[0] else "ledger.key", *words
+        )
+        assert code == 1, told
+    (tmp_path / "nonsense.cbor").write_bytes(b"nonsense")
+    code, _, told = call("prune", "old.db", "--key", "ledger.key", "--apply", "nonsense.cbor", "--yes")
+    assert code == 1
+    assert "is no proposal" in told
+
+
+def digest_in(path: str) -> bytes:
+    with Ledger.open(path, LEDGER) as ledger:
+        found = Retention(ledger).propose()
+    assert found is not None
+    return found.digest

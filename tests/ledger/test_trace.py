@@ -1,0 +1,247 @@
+"""Trace: what a ledger tells of one contribution is what happened to it, counted by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from build import (
+    BOB,
+    CAROL,
+    HOUR,
+    OPEN,
+    RUNS,
+    STRICT,
+    USUAL,
+    Story,
+    begin,
+    build,
+    contribution,
+    segment,
+)
+from forge import sql
+from making import LEDGER, Clock, digest
+
+from lamina.account import Event, accountant
+from lamina.ledger.amounts import nano
+from lamina.ledger.errors import LedgerError
+from lamina.ledger.find import find
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.records import (
+    Account,
+    Admitted,
+    Outcome,
+    Reason,
+    Release,
+    Withdrawal,
+)
+from lamina.ledger.store.errors import Pruned
+from lamina.ledger.trace import Trace, account_of, lost, trace
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Iterator[Story]:
+    made = build(str(tmp_path / "a.db"), prune=False)
+    yield made
+    made.ledger.close()
+
+
+def of(story: Story, seq: int) -> Trace:
+    return trace(story.ledger, story.ledger.leaf(seq))
+
+
+def spent(*stretches: tuple[float, int]) -> int:
+    """(sigma, steps) of class clinical, by the accountant of the header."""
+    events = [Event(sigma=sigma, q=0.02, steps=steps) for sigma, steps in stretches]
+    return nano(accountant("rdp").epsilon(events, 1e-5))
+
+
+def test_a_contribution_from_the_beginning(story: Story) -> None:
+    """Segment 0; segment 1 twice and 2; and the second run: 10, 30 and 10 steps."""
+    found = of(story, story.at["first"] + 1)
+    assert found.record.terms == USUAL
+    assert [each.leaf.seq for each in found.epochs] == [
+        story.at[name] for name in ("epoch", "redone", "run two")
+    ]
+    assert [each.steps for each in found.epochs] == [10, 30, 10]
+    assert [each.multiplier for each in found.epochs] == [4.0, 4.0, 5.0]
+    assert [each.spend for each in found.epochs] == [
+        spent((4.0, 10)), spent((4.0, 40)), spent((4.0, 40), (5.0, 10)),
+    ]  # fmt: skip
+    assert [each.account for each in found.epochs] == [each.spend for each in found.epochs]
+    assert found.epochs[0].variance == {"layer.2": 16.0, "layer.3": 16.0}  # where its class reaches
+    assert found.epochs[2].variance == {"layer.2": 25.0, "layer.3": 25.0}
+    assert found.spend == found.epochs[-1].spend
+    summed = lost(story.ledger, found.leaf)
+    assert (summed.spend, summed.signed, summed.epochs) == (found.spend, found.signed, 3)
+    assert summed.releases == found.releases
+    assert found.withdrawal is None
+    assert [each.seq for each in found.releases] == [story.at["release"]]
+
+
+def test_a_stricter_bound_loses_less(story: Story) -> None:
+    found = of(story, story.at["strict"])
+    assert found.record.terms == STRICT
+    assert [each.multiplier for each in found.epochs] == [8.0, 8.0, 10.0]
+    assert found.spend == spent((8.0, 40), (10.0, 10))
+    assert found.signed is not None
+    assert found.spend < found.signed
+
+
+def test_who_withdrew_loses_nothing_more(story: Story) -> None:
+    """Withdrawn between the epochs: of the second it was in the attempt that was frozen before, and given up."""
+    found = of(story, story.at["first"] + 5)
+    assert [(each.leaf.seq, each.steps) for each in found.epochs] == [
+        (story.at["epoch"], 10),
+        (story.at["redone"], 10),
+    ]
+    assert [one.outcome for one in found.epochs[1].segments] == [Outcome.ABANDONED]
+    assert found.spend == spent((4.0, 20))
+    assert found.epochs[1].account == spent((4.0, 40))  # what the account lost is more
+    assert found.withdrawal is not None
+    assert found.withdrawal.seq == story.at["withdrawal"]
+    assert [each.seq for each in found.releases] == [story.at["release"]]  # it was in segment 0
+
+
+def test_who_came_late_lost_less_than_the_account(story: Story) -> None:
+    found = of(story, story.at["second"])
+    assert [each.steps for each in found.epochs] == [10]
+    assert found.spend == spent((5.0, 10))
+    assert found.epochs[0].account == spent((4.0, 40), (5.0, 10))
+    assert of(story, story.at["late"]).epochs == ()
+    assert of(story, story.at["late"]).releases == ()
+
+
+def test_whose_key_was_revoked_is_out(story: Story) -> None:
+    seq = story.at["first"] + 2  # by carol, whose key was revoked before the second run
+    assert story.ledger.leaf(seq).record.key == CAROL.public.id  # type: ignore[union-attr]
+    assert [each.leaf.seq for each in of(story, seq).epochs] == [story.at["epoch"], story.at["redone"]]
+
+
+def test_who_expired_is_out(tmp_path: Path) -> None:
+    story = begin(str(tmp_path / "a.db"))
+    seq, _ = story.admit([contribution(1, expires=int(story.clock.now) + HOUR), contribution(2)])
+    story.epoch(RUNS[0], [segment(0, read=6)], scales={USUAL: 1.0})
+    story.later(2 * HOUR)
+    story.admit([contribution(3, at=int(story.clock.now))])
+    story.epoch(RUNS[0], [segment(1, read=8)], scales={USUAL: 1.0})
+    assert [each.steps for each in of(story, seq).epochs] == [10]
+    assert [each.steps for each in of(story, seq + 1).epochs] == [10, 10]
+
+
+def test_a_public_contribution_loses_nothing(story: Story) -> None:
+    found = of(story, 34)
+    assert found.record.terms == OPEN
+    assert (found.spend, found.signed) == (0, None)
+    assert len(found.epochs) == 3
+    assert found.epochs[0].variance == {f"layer.{i}": s for i, s in enumerate((0.0, 0.0, 16.0, 16.0))}
+    assert found.to_dict()["epochs"][0]["multiplier"] is None
+
+
+def test_who_stayed_out_of_a_run(tmp_path: Path) -> None:
+    """Eligible, and nobody with its bound was charged."""
+    story = begin(str(tmp_path / "a.db"))
+    seq, _ = story.admit([contribution(1, terms=STRICT), contribution(2)])
+    story.epoch(RUNS[0], [segment(0, read=6)], scales={USUAL: 1.0})
+    found = of(story, seq)
+    assert (found.epochs, found.unused, found.spend) == ((), 1, 0)
+
+
+def test_releases_of_runs_that_it_was_given_up_in(tmp_path: Path) -> None:
+    """An attempt that was given up is charged, and is in no model."""
+    story = begin(str(tmp_path / "a.db"))
+    (seq,) = story.admit([contribution(1)])
+    story.epoch(RUNS[0], [segment(0, read=5, outcome=Outcome.ABANDONED)], scales={USUAL: 1.0})
+    story.ledger.append([Withdrawal(target=seq, reason=Reason.REQUEST)])
+    story.epoch(RUNS[0], [segment(0, 1, read=7)], scales={USUAL: 1.0})
+    story.ledger.append([Release(manifest=digest("m"), runs=(RUNS[0],))])
+    found = of(story, seq)
+    assert [each.steps for each in found.epochs] == [10]
+    assert found.releases == ()
+
+
+def test_a_plan_that_is_gone(story: Story, tmp_path: Path) -> None:
+    story.ledger.close()
+    sql(str(tmp_path / "a.db"), "DELETE FROM blob")
+    with Ledger.open(str(tmp_path / "a.db"), LEDGER, clock=Clock()) as ledger:
+        found = trace(ledger, ledger.leaf(story.at["first"] + 1))
+    assert found.spend == spent((4.0, 40), (5.0, 10))
+    assert found.epochs[0].variance == {"layer 0": 0.0, "layer 1": 0.0, "layer 2": 16.0, "layer 3": 16.0}
+
+
+def test_the_account_of_a_bound() -> None:
+    def account(clip: int, noise: int) -> Account:
+        return Account(cls="clinical", clip_norm=clip, noise_multiplier=noise, charges=(), spend=0)
+
+    whole, own, grid, far = account(0, 0), account(500, 4000), account(400, 4100), account(100, 9000)
+    bound = ("clinical", 500, 4000)
+    assert account_of([whole, grid, own], bound) == own
+    assert account_of([whole, far, grid], bound) == grid
+    assert account_of([whole, account(600, 4000), account(500, 3999)], bound) == whole
+    assert account_of([account(600, 4000)], bound) is None
+    assert account_of([own], ("open", 0, 0)) is None
+
+
+# ------------------------------------------------------------------------------ finding it
+
+
+def test_by_descriptor_anchor_subject_or_leaf(story: Story) -> None:
+    ledger = story.ledger
+    record = ledger.leaf(34).record
+    assert isinstance(record, Admitted)
+    assert record.anchor is not None
+    assert record.subject is not None
+    for name in (record.descriptor.hex(), record.subject.hex().upper(), "34"):
+        assert [leaf.seq for leaf in find(ledger, name)] == [34]
+    assert [leaf.seq for leaf in find(ledger, record.anchor.hex())] == [34, 40]  # two with one anchor
+    for name in (
+        "",
+        "0",
+        "41",
+        "xyz",
+        "ab" * 31,
+        "99999999999999999999999",
+        digest("nobody").hex(),
+        "-1",
+        "١",
+    ):
+        with pytest.raises(LedgerError):
+            find(ledger, name)
+
+
+def test_an_index_that_says_nothing_hides_nobody(story: Story, tmp_path: Path) -> None:
+    record = story.ledger.leaf(34).record
+    assert isinstance(record, Admitted)
+    story.ledger.close()
+    path = str(tmp_path / "a.db")
+    sql(path, "DELETE FROM known")
+    sql(path, "UPDATE head SET indexed = size")
+    with Ledger.open(path) as ledger:
+        assert ledger.find(record.descriptor) == []
+        assert [leaf.seq for leaf in find(ledger, record.descriptor.hex())] == [34]
+
+
+def test_what_was_pruned_is_not_found(tmp_path: Path) -> None:
+    story = build(str(tmp_path / "a.db"))
+    with pytest.raises(Pruned):
+        find(story.ledger, "34")
+    with pytest.raises(LedgerError, match="no contribution"):
+        find(story.ledger, contribution(1, BOB).record.descriptor.hex())
+
+
+def test_the_answer_for_machines(story: Story) -> None:
+    found = of(story, story.at["first"] + 5).to_dict()
+    assert found["descriptor"] == contribution(5, CAROL).record.descriptor.hex()
+    assert found["class"] == "clinical"
+    assert found["profile"] == "top=0.5"
+    assert found["withdrawn"]["reason"] == "consent"
+    assert found["withdrawn"]["effect"] == "abandon"
+    assert found["epsilon"] == spent((4.0, 20)) / 1e9
+    assert found["epsilon_signed"] > 4
+    assert [each["epsilon"] for each in found["epochs"]] == sorted(
+        each["epsilon"] for each in found["epochs"]
+    )
+    assert found["epochs"][1]["segments"][0]["outcome"] == "abandoned"
+    assert found["releases"][0]["index"] == story.at["release"]
+    assert found["expires"] == "2027-07-16T20:00:00Z"

@@ -1,0 +1,75 @@
+"""A plan that reaches deeper than the policy, held against model and policy by what it does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from lamina.allocate import make_plan
+from lamina.errors import RunError
+from lamina.models.transformer import TransformerAutoencoder
+from lamina.plan import LayerStack, Policy, Slice, StepPlan
+from lamina.train.depth import NOT_COMPARED, check_depth
+
+
+def policy(profile: dict[str, object]) -> Policy:
+    table = {"population": 500, "epsilon": 2.0}
+    return Policy.from_dict(
+        {
+            "corpus": {"origin": "test", "delta": 1e-5, "accountant": "gaussian"},
+            "class": {"all": table, "few": {**table, "profile": profile}},
+        }
+    )
+
+
+def planned(model: nn.Module, under: Policy, **options: object) -> StepPlan:
+    stack = LayerStack.from_model(model, **options)  # type: ignore[arg-type]
+    return make_plan(stack, under, batch=20, steps=5, allocate="uniform")
+
+
+def stacked() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+
+def test_a_plan_of_this_policy_passes() -> None:
+    model, under = stacked(), policy({"top": 0.5})
+    assert check_depth(model, under, planned(model, under)) is None
+    assert check_depth(model, None, planned(model, under)) is None
+    assert check_depth(model, under, planned(model, under, group="block")) is None
+
+
+def test_thresholds_outside_of_the_profile_are_refused_whatever_the_words_say() -> None:
+    model, under = stacked(), policy({"top": 0.5})
+    plan = planned(model, under)
+    k = plan.index("few")
+    deep = replace(plan, clip=tuple(row if i != k else (0.1,) * 4 for i, row in enumerate(plan.clip)))
+    assert deep.classes[k].profile == plan.classes[k].profile
+    with pytest.raises(RunError, match=r"class 'few' moves '0.weight' in the plan, outside"):
+        check_depth(model, under, deep)
+
+
+def test_heads_outside_of_the_mask_are_refused() -> None:
+    model = TransformerAutoencoder(4, tokens=4, width=8, layers=2, heads=4, hidden=8, code=4)
+    under = policy({"heads": [1]})
+    plan = planned(model, under)
+    assert plan.slices and check_depth(model, under, plan) is None
+    with pytest.raises(RunError, match=r"class 'few' moves .* outside of its profile"):
+        check_depth(model, under, replace(plan, slices=()))
+    part = next(part for part in plan.slices if part.ranges)
+    wider = Slice(
+        cls=part.cls, tensor=part.tensor, axis=part.axis, length=part.length, ranges=((0, part.length),)
+    )
+    others = tuple(each for each in plan.slices if each is not part)
+    with pytest.raises(RunError, match=f"moves '{part.tensor}'"):
+        check_depth(model, under, replace(plan, slices=(*others, wider)))
+
+
+def test_what_cannot_be_compared_is_said() -> None:
+    model, under = stacked(), policy({"top": 0.5})
+    plan = planned(model, under)
+    turned = replace(
+        plan, layers=tuple(replace(layer, depth=1 - layer.depth) for layer in plan.layers)
+    )  # as an example may order them
+    assert check_depth(model, under, turned) == NOT_COMPARED
