@@ -113,10 +113,20 @@ def test_the_report_counts(desk: Any) -> None:
     assert [each["id"] for each in told["refused"]] == ["unsigned", *(f"copy {i}" for i in range(30))]
     assert told["untagged"] == admission.untagged == 4
     text = admission.table()
+    assert "4 without a subject tag" in text and "lamina attest --subject-key" in text
     assert "4 admitted, 31 refused" in text
     assert "nobody signed it" in text and "… and 11 more" in text
     assert admission.refused[-1].id == "copy 29" and admission.refused[1:3][0].id == "copy 0"
     assert repr(admission) == "Admission(4 admitted, 31 refused)"
+
+
+def test_only_who_is_protected_needs_a_subject_tag(desk: Any) -> None:
+    admission = desk.gate().review([desk.offer("a"), desk.offer("b", "open"), desk.offer("c", tag="ab" * 32)])
+    assert (len(admission), admission.untagged) == (3, 1)
+    public = desk.gate().review([desk.offer("d", "open")])
+    assert (len(public), public.untagged) == (1, 0)
+    assert "subject tag" not in public.table()
+    assert desk.gate().review([]).untagged == 0
 
 
 # ------------------------------------------------------------------------------------------- who has to leave

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lamina.plan import Policy
 KEY = PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 NOW = 1_767_225_600
 POLICY = Policy.template()
+STRICTER = State.STRICTER.value
 
 
 @pytest.fixture
@@ -143,28 +145,143 @@ def test_what_has_changed_is_signed_again(folder: Path, change: Callable[[Path],
     assert described.commitment == commit(described.nonce, folder / "p1" / "payload.npz")
 
 
+SUBJECTS = {"subjects": {f"p{i}": str(i) for i in range(4)}, "subject_key": bytes(32)}
+ANCHORS = {"anchors": {f"p{i}": bytes([i]) * 32 for i in range(4)}}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "after"),
     [
-        {"cls": "standard"},
-        {"data_class": "ecg"},
-        {"clip_norm": 0.5},
-        {"noise_multiplier": 9.0},
-        {"profile": False},
-        {"expires": NOW + 5},
-        {"not_before": NOW - 5},
-        {"subjects": {f"p{i}": str(i) for i in range(4)}, "subject_key": bytes(32)},
-        {"anchors": {f"p{i}": bytes([i]) * 32 for i in range(4)}},
+        ({"data_class": "ecg"}, "kept"),
+        ({"clip_norm": 0.5}, STRICTER),
+        ({"noise_multiplier": 9.0}, STRICTER),
+        ({"expires": NOW + 5}, "kept"),
+        ({"not_before": NOW - 5}, "kept"),
+        ({"not_before": NOW + 5}, "kept"),
+        (SUBJECTS, "kept"),
+        (ANCHORS, "kept"),
     ],
-    ids=lambda options: next(iter(options)),
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else None,
 )
-def test_other_terms_are_signed_again_and_then_kept(folder: Path, options: dict[str, Any]) -> None:
+def test_other_terms_are_signed_anew_and_then_kept(folder: Path, options: dict[str, Any], after: str) -> None:
     signed(folder)
     assert set(states(signed(folder, **options)).values()) == {"signed"}
+    before = contents(folder)
     assert set(states(signed(folder, **options)).values()) == {"kept"}
-    assert set(states(signed(folder)).values()) == (
-        {"kept"} if set(options) <= {"expires", "not_before"} else {"signed"}
+    assert set(states(signed(folder)).values()) == {after}  # not asking for it takes nothing back
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"noise_multiplier": 9.0}, {}),
+        ({"noise_multiplier": 9.0}, {"noise_multiplier": 8.0}),
+        ({"clip_norm": 0.25, "noise_multiplier": 9.0}, {"clip_norm": 0.5}),
+        ({}, {"profile": False}),
+        ({}, {"cls": "standard"}),
+        ({}, {"cls": "open"}),
+    ],
+)
+def test_what_is_stricter_is_loosened_by_force_only(
+    folder: Path, first: dict[str, Any], then: dict[str, Any]
+) -> None:
+    signed(folder / "p1", **first)
+    before = contents(folder / "p1")
+    for _ in range(2):
+        found = signed(folder, **then)
+        assert found["p1"].state is State.STRICTER
+        assert contents(folder / "p1") == before
+    assert {id: each.replaced for id, each in found.items() if each.replaced} == {}
+    forced = signed(folder, force=True, **then)
+    assert set(states(forced).values()) == {"signed"}
+    assert {id: each.replaced for id, each in forced.items() if each.replaced} == {"p1": State.STRICTER}
+    assert set(states(signed(folder, **then)).values()) == {"kept"}
+
+
+def test_a_stricter_bound_survives_whatever_else_makes_it_be_signed_anew(folder: Path) -> None:
+    kept = {"clip_norm": 0.25, "noise_multiplier": 9.0, "data_class": "ecg", **SUBJECTS}
+    for change in ("payload", "window", "tail", "torn", "expired", "noise"):
+        signed(folder / "p1", force=True, **kept)
+        options: dict[str, Any] = {}
+        now = NOW
+        if change == "payload":
+            _other_payload(folder)
+        elif change == "window":
+            options = {"expires": NOW + 50}
+        elif change == "tail":
+            options = {"anchors": ANCHORS["anchors"]}
+        elif change == "torn":
+            _torn(folder)
+        elif change == "expired":
+            now = NOW + 366 * 86_400
+        else:
+            options = {"noise_multiplier": 10.0}
+        (found,) = attest_folder(folder / "p1", KEY, POLICY, "sensitive", now=now, **options)
+        assert (found.state, found.carried) == (State.SIGNED, True), change
+        described, claims = read(folder / "p1")
+        z = 10_000_000 if change == "noise" else 9_000_000
+        assert (described.clip_norm, described.noise_multiplier) == (250_000, z)
+        assert described.data_class == "ecg"
+        assert (claims.tag is not None) == (change != "torn")  # a tag is believed only if it is signed
+        assert claims.signed_by(KEY.public, described.digest())
+
+
+def _policy(profile: str, *, epsilon: float = 1.0, floors: str = "", earlier: str = "") -> Policy:
+    text = f"""
+[corpus]
+origin = "example.org/corpus"
+delta = 1e-6
+{floors}
+{earlier}
+[class.sensitive]
+population = 100
+epsilon = {epsilon}
+{profile}
+"""
+    return Policy.model_validate(tomllib.loads(text))
+
+
+def _attested(folder: Path, policy: Policy, **options: Any) -> set[str]:
+    made = attest_folder(folder, KEY, policy, "sensitive", now=NOW, **options)
+    return {each.state.value for each in made}
+
+
+def test_what_was_signed_before_the_policy_gained_a_profile_is_kept(folder: Path) -> None:
+    whole, half, quarter = (
+        _policy(text) for text in ("", "profile = { top = 0.5 }", "profile = { top = 0.25 }")
     )
+    assert _attested(folder, whole) == {"signed"}
+    before = contents(folder)
+    assert _attested(folder, half) == {"kept"}
+    assert contents(folder) == before
+    assert _attested(folder, half, force=True) == {"signed"}
+    assert read(folder / "p0")[0].profile == "top=0.5"
+    assert _attested(folder, quarter) == {"kept"}  # the class reaches less than was signed
+
+
+def test_more_depth_than_was_signed_is_signed_by_force_only(folder: Path) -> None:
+    half, quarter = (_policy(f"profile = {{ top = {share} }}") for share in (0.5, 0.25))
+    _attested(folder, quarter)
+    before = contents(folder)
+    (first, *_) = attest_folder(folder, KEY, half, "sensitive", now=NOW)
+    assert first.state is State.REFUSED  # the gate refuses it, and signing would take something back
+    assert "top=0.25" in str(first.problem)
+    assert "force" in str(first.problem)
+    assert contents(folder) == before
+    assert {each.replaced for each in attest_folder(folder, KEY, half, "sensitive", now=NOW, force=True)} == {
+        State.STRICTER
+    }
+
+
+def test_what_the_policy_no_longer_admits_is_signed_anew(folder: Path) -> None:
+    floors, old = "floors = { noise_multiplier = 0.5 }", "earlier_floors = [{}]"
+    _attested(folder, _policy("", epsilon=2.0))
+    assert _attested(folder, _policy("", epsilon=2.0, floors=floors, earlier=old)) == {"kept"}
+    assert _attested(folder, _policy("", epsilon=2.0, floors=floors)) == {"signed"}  # other floors
+    assert _attested(folder, _policy("", epsilon=1.0, floors=floors)) == {"signed"}  # a stricter class
+    assert _attested(folder, _policy("", epsilon=2.0, floors=floors)) == {STRICTER}
+    assert _attested(folder, POLICY) == {"signed"}  # another corpus
 
 
 def test_what_has_expired_is_signed_again(folder: Path) -> None:
@@ -173,14 +290,77 @@ def test_what_has_expired_is_signed_again(folder: Path) -> None:
     assert later == [State.SIGNED] * 4
 
 
-def test_another_key_signs_for_itself(folder: Path) -> None:
-    signed(folder)
+def test_what_another_key_signed_is_replaced_by_force_only(folder: Path) -> None:
     other = PrivateKey.generate()
-    assert [each.state for each in attest_folder(folder, other, POLICY, "sensitive", now=NOW)] == [
-        State.SIGNED
-    ] * 4
-    described, claims = read(folder / "p0")
+    signed(folder / "p1")
+    signed(folder / "p2", noise_multiplier=9.0)
+    _other_payload(folder)  # whatever is wrong with it, it is theirs to mend
+    before = contents(folder / "p1") | contents(folder / "p2")
+
+    def run(**options: Any) -> dict[str, Outcome]:
+        made = attest_folder(folder, other, POLICY, "sensitive", now=NOW, **options)
+        return {each.id: each for each in made}
+
+    another = State.ANOTHER.value
+    assert states(run()) == {"p0": "signed", "p1": another, "p2": another, "p3": "signed"}
+    assert states(run()) == {"p0": "kept", "p1": another, "p2": another, "p3": "kept"}
+    assert contents(folder).items() >= before.items()
+    forced = run(force=True)
+    assert set(states(forced).values()) == {"signed"}
+    assert {id: each.replaced for id, each in forced.items() if each.replaced} == {
+        "p1": State.ANOTHER,
+        "p2": State.ANOTHER,
+    }
+    described, claims = read(folder / "p1")
     assert described.contributor == claims.kid == other.public.id
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [(_damaged, State.ANOTHER), (_no_descriptor, State.ANOTHER), (_no_attestation, State.SIGNED)],
+)
+def test_what_is_left_of_another_key(
+    folder: Path, change: Callable[[Path], dict[str, Any]], state: State
+) -> None:
+    """Without an attestation nobody signed it; with half of one it is still theirs."""
+    signed(folder)
+    change(folder)
+    (found,) = attest_folder(folder / "p1", PrivateKey.generate(), POLICY, "sensitive", now=NOW)
+    assert found.state is state
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_dry_run_says_the_same_and_writes_nothing(folder: Path, force: bool) -> None:
+    signed(folder / "p0")
+    signed(folder / "p1", clip_norm=0.5)
+    list(attest_folder(folder / "p2", PrivateKey.generate(), POLICY, "sensitive", now=NOW))
+    (folder / "empty").mkdir()
+    before = contents(folder)
+    told = signed(folder, dry_run=True, force=force)
+    assert contents(folder) == before
+    done = signed(folder, force=force)
+
+    def figures(found: dict[str, Outcome]) -> list[Any]:
+        return [(each.id, each.state, each.problem, each.replaced, each.carried) for each in found.values()]
+
+    assert figures(told) == figures(done)
+    assert len(set(states(done).values())) == (2 if force else 5)
+
+
+def test_without_a_key_only_a_dry_run(folder: Path) -> None:
+    signed(folder / "p0")
+    made = attest_folder(folder, None, POLICY, "sensitive", now=NOW, dry_run=True)
+    assert [each.state for each in made] == [State.ANOTHER, *[State.SIGNED] * 3]
+    with pytest.raises(AdmissionError, match="no key"):
+        attest_folder(folder, None, POLICY, "sensitive", now=NOW)
+
+
+def test_a_window_in_the_past_is_signed_by_force_only(folder: Path) -> None:
+    past = {"not_before": NOW - 100, "expires": NOW}
+    with pytest.raises(AdmissionError, match="window ended"):
+        signed(folder, **past)
+    assert not (folder / "p0" / "descriptor.cbor").exists()
+    assert set(states(signed(folder, force=True, **past)).values()) == {"signed"}
 
 
 def test_classes_subjects_and_anchors_by_id(folder: Path) -> None:

@@ -152,7 +152,7 @@ def spoil(clinic: Clinic) -> dict[str, str]:
     (people / "p01" / "attestation.cose").unlink()
     bob = str(clinic.folder / "bob.key")
     clinic.ok("keys", "new", bob, "--no-passphrase")
-    clinic.attest(bob, "--class", "clinical", where="people/p02")
+    clinic.attest(bob, "--class", "clinical", "--force", where="people/p02")
     ann = str(clinic.folder / "ann.key")
     clinic.attest(
         ann,
@@ -162,6 +162,7 @@ def spoil(clinic: Clinic) -> dict[str, str]:
         "2001-01-01",
         "--expires",
         "2002-01-01",
+        "--force",
         where="people/p03",
     )
     shutil.copytree(people / "p04", people / "p04-again")

@@ -134,9 +134,6 @@ def test_classes_and_subjects_from_the_list(call: Call) -> None:
     code, _, complaint = call("data", "--key", "alice.key", "--json")
     assert code == 0
     assert "without --subject-key" in complaint
-    code, _, complaint = call(*SIGN)
-    assert code == 1
-    assert "one of the two places" in complaint
 
 
 def test_anchors_from_a_table(call: Call) -> None:
@@ -166,10 +163,118 @@ def test_one_that_fails_is_one_and_makes_the_code_1(call: Call) -> None:
 
 def test_a_dry_run_signs_nothing_and_needs_no_key(call: Call) -> None:
     found = answer(call("data", "--class", "sensitive", "--dry-run", "--json"))
-    assert (found["contributor"], found["signed"]) == (None, 0)
+    assert (found["contributor"], found["dry_run"], found["signed"]) == (None, True, 3)
     assert found["classes"]["sensitive"]["clip_norm"] == 1.0
     assert "nothing was signed" in call("data", "--class", "sensitive", "--dry-run")[1]
     assert not Path("data/p0/descriptor.cbor").exists()
+    answer(call(*SIGN, "--json"))
+    printed = call("data", "--class", "sensitive", "--dry-run")[1]
+    assert "3 kept: signed by another key" in printed
+    assert "not looked at without --key" in printed
+
+
+def contents() -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(Path("data").rglob("*")) if path.is_file()}
+
+
+def mixed(call: Call) -> None:
+    """p0 as asked, p1 stricter, p2 of another key, p3 new, p4 without a payload."""
+    PrivateKey.generate().save("bob.key", None)
+    for name in ("p3", "p4"):
+        Path("data", name).mkdir()
+    np.savez("data/p3/payload.npz", x=np.zeros((2, 3), dtype=np.float32))
+    rest = ("--class", "sensitive", "--json")
+    answer(call("data/p0", "--key", "alice.key", *rest))
+    answer(call("data/p1", "--key", "alice.key", "--noise-multiplier", "9", *rest))
+    answer(call("data/p2", "--key", "bob.key", *rest))
+
+
+def test_what_is_stricter_or_of_another_key_is_kept_and_named(call: Call) -> None:
+    mixed(call)
+    before = contents()
+    code, printed, _ = call(*SIGN)
+    assert code == 1  # p4
+    told = "1 signed, 1 kept, 1 kept: stricter than asked, 1 kept: signed by another key, 1 refused"
+    assert told in printed
+    assert "kept: stricter than asked (--force replaces them): p1" in printed
+    assert "kept: signed by another key (--force replaces them): p2" in printed
+    assert contents().items() >= before.items()
+    assert read("p1")[0].noise_multiplier == 9_000_000
+    found = json.loads(call(*SIGN, "--json")[1])
+    assert (found["signed"], found["kept"], found["stricter"], found["another_key"]) == (0, 2, ["p1"], ["p2"])
+    assert found["replaced"] == {"another_key": 0, "stricter": 0}
+
+
+def test_force_says_what_it_replaced(call: Call) -> None:
+    mixed(call)
+    code, printed, _ = call(*SIGN, "--force", "--dry-run")
+    assert "replaced: 1 of another key, 1 stricter than asked" in printed
+    code, printed, _ = call(*SIGN, "--force")
+    assert code == 1
+    assert "4 signed, 0 kept, 1 refused" in printed
+    assert "replaced: 1 of another key, 1 stricter than asked" in printed
+    found = json.loads(call(*SIGN, "--force", "--json")[1])
+    assert found["replaced"] == {"another_key": 0, "stricter": 0}
+
+
+@pytest.mark.parametrize("words", [(), ("--force",), ("--clip-norm", "0.5"), ("--no-profile",)])
+def test_a_dry_run_has_the_figures_of_the_real_one(words: tuple[str, ...], call: Call) -> None:
+    mixed(call)
+    before = contents()
+    code, printed, _ = call(*SIGN, *words, "--dry-run", "--json")
+    assert contents() == before
+    told = json.loads(printed)
+    done_code, printed, _ = call(*SIGN, *words, "--json")
+    done = json.loads(printed)
+    assert (told.pop("dry_run"), done.pop("dry_run")) == (True, False)
+    for each in (told, done):  # a second may have passed
+        each["classes"]["sensitive"] |= {"not_before": "", "expires": ""}
+    assert (told, code) == (done, done_code)
+    assert contents() != before
+
+
+def test_many_are_not_all_named(call: Call) -> None:
+    PrivateKey.generate().save("bob.key", None)
+    for number in range(3, 9):
+        Path("data", f"p{number}").mkdir()
+        Path("data", f"p{number}", "payload.csv").write_text("1\n", encoding="ascii")
+    answer(call(*SIGN, "--json"))
+    printed = call("data", "--key", "bob.key", "--class", "sensitive")[1]
+    assert "9 kept: signed by another key" in printed
+    assert "p4, … and 4 more" in printed
+    assert "p5" not in printed
+
+
+def test_signing_anew_keeps_a_stricter_bound_and_says_so(call: Call) -> None:
+    mixed(call)
+    np.savez("data/p1/payload.npz", x=np.ones((4, 3), dtype=np.float32))
+    _, printed, _ = call(*SIGN)
+    assert "2 signed, 1 kept, 1 kept: signed by another key" in printed
+    assert "1 of the signed keep the stricter bound or depth" in printed
+    assert (read("p1")[0].noise_multiplier, read("p1")[0].items) == (9_000_000, 4)
+
+
+def test_a_window_in_the_past_is_misuse_unless_forced(call: Call) -> None:
+    past = ("--valid-from", "2025-01-01", "--expires", "2025-06-01")
+    code, printed, complaint = call(*SIGN, *past)
+    assert (code, printed) == (2, "")
+    assert "2025-06-01" in complaint
+    assert not Path("data/p0/descriptor.cbor").exists()
+    assert answer(call(*SIGN, *past, "--force", "--json"))["signed"] == 3
+    assert read("p0")[0].expires == when("2025-06-01")
+
+
+def test_a_class_may_be_said_twice_if_it_is_the_same(call: Call) -> None:
+    Path("data/contributions.csv").write_text(
+        "id,class\np0,sensitive\np1,open\np2,standard\n", encoding="utf-8"
+    )
+    assert answer(call("data/p0", *SIGN[1:], "--json"))["signed"] == 1
+    for path in ("data/p1", "data"):
+        code, _, complaint = call(path, *SIGN[1:])
+        assert code == 1
+        assert "says 'open' of 'p1'" in complaint
+        assert "leave --class out" in complaint
+    assert not Path("data/p1/descriptor.cbor").exists()
 
 
 def test_a_sealed_key_is_opened(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

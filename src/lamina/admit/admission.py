@@ -149,8 +149,9 @@ class Admission:
 
     @property
     def untagged(self) -> int:
-        """How many carry no subject tag: of these nobody can tell whether two are about one person."""
-        return int(np.count_nonzero((self.columns["flags"] & TAGGED) == 0))
+        """How many of private classes carry no subject tag: nobody can tell whether two are about one person."""
+        private = np.array([not each.public for each in self._gate.demands.classes.values()], dtype=np.bool_)
+        return int(np.count_nonzero(private[self.cls] & ((self.columns["flags"] & TAGGED) == 0)))
 
     def profile(self, name: str) -> str:
         """How deep a class may reach, in words: the same for all its contributions."""

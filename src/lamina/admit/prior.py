@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from lamina.admit.attestation import Attestation
@@ -24,14 +25,10 @@ class Prior:
     @classmethod
     def of(cls, given: Contribution) -> Prior:
         descriptor = claims = None
-        try:
+        with suppress(EncodingError, AdmissionError):
             descriptor = None if given.descriptor is None else Descriptor.decode(given.descriptor)
-        except (EncodingError, AdmissionError):
-            pass
-        try:
+        with suppress(EncodingError, AdmissionError):
             claims = None if given.attestation is None else Attestation.decode(given.attestation)
-        except (EncodingError, AdmissionError):
-            pass
         return cls(descriptor=descriptor, claims=claims, attested=given.attestation is not None)
 
     def of_another(self, kid: bytes | None) -> bool:

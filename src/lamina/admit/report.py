@@ -45,7 +45,8 @@ def table(admission: Admission) -> str:
     lines = [f"{len(admission):,} admitted, {len(refused):,} refused", "", *aligned(classes, left=2)]
     if admission.untagged:
         lines.append(
-            f"{admission.untagged:,} without a subject tag: what is protected is the descriptor, not a person"
+            f"{admission.untagged:,} without a subject tag: what is protected is the descriptor, not a person "
+            "(lamina attest --subject-key signs one)"
         )
     if refused:
         reasons = [["refused for", "", "how many"]]

@@ -79,7 +79,8 @@ def admit(
         found = gate.review(folder, progress=tick)
     if not len(found) and not found.refused:
         raise AdmissionError(
-            f"'{folder}' holds no contributions", "give the folder that holds one folder per contribution: ID/payload.npz"
+            f"'{folder}' holds no contributions",
+            "give the folder that holds one folder per contribution: ID/payload.npz",
         )
     resolution = None if planned is None else found.resolve(planned[0], max_occurrences=planned[1])
     if as_json:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from lamina.admit.reason import Reason
 
 _SIGN = "sign it: lamina attest"
-_AGAIN = "sign it again: lamina attest --force"
+_AGAIN = "sign it again: lamina attest"
 _KEYS = "lamina keys list shows what the ring says of it"
 
 REMEDIES: dict[Reason, str] = {
@@ -21,9 +21,9 @@ REMEDIES: dict[Reason, str] = {
     Reason.UNKNOWN_SCHEMA: "use a version of Lamina that knows it",
     Reason.WRONG_ALGORITHM: "sign with Ed25519: lamina attest",
     Reason.UNKNOWN_KEY: "make sure whose key it is, then lamina keys add; or leave it out",
-    Reason.WRONG_ROLE: f"sign with a key for contributors; {_KEYS}",
-    Reason.REVOKED_KEY: "let its owner sign it again with a new key",
-    Reason.RETIRED_KEY: "let its owner sign it again with the key that took over",
+    Reason.WRONG_ROLE: f"sign with a key for contributors: lamina attest --force; {_KEYS}",
+    Reason.REVOKED_KEY: "let its owner sign it again with a new key: lamina attest --force",
+    Reason.RETIRED_KEY: "let its owner sign it again with the key that took over: lamina attest --force",
     Reason.EARLY_KEY: f"wait, or correct valid_from in the ring; {_KEYS}",
     Reason.BAD_SIGNATURE: f"it was changed, or never signed by that key: {_AGAIN}",
     Reason.MISMATCH: f"let all places say the same, or {_AGAIN}",
