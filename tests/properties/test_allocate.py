@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -105,6 +105,8 @@ def owed(plan: StepPlan, rho: dict[str, float]) -> dict[str, float]:
 @settings(max_examples=250)
 def test_no_policy_undercuts_the_declared_sigma(asked: Any, policy: Any, steps: int) -> None:
     stack, rules, measure, rho = asked
+    public = any(entry.public for entry in rules.classes.values())
+    assume(not (public and getattr(policy, "name", policy) == "automatic"))  # refused where it divides by less
     plan = make_plan(stack, rules, batch=20, steps=steps, rho=rho, allocate=policy, measure=measure)
     declared = owed(plan, rho)
     ratios = [plan.sigma(name) / declared[name] for name in rho]
