@@ -117,7 +117,9 @@ def test_explain_says_why(asked: Project) -> None:
     assert "by gaussian" in why
     assert "the gradient of an example has norm 0.922" in why  # what clipping keeps
     assert "Nothing moves" in why  # the rules
-    assert "clipping keeps 96.9 % of it in class clinical" in why  # its clip norm holds in the worst direction too
+    assert (
+        "clipping keeps 96.9 % of it in class clinical" in why
+    )  # its clip norm holds in the worst direction too
 
 
 def test_explain_without_a_measure_says_what_stands_for_it(asked: Project) -> None:

@@ -106,7 +106,9 @@ def owed(plan: StepPlan, rho: dict[str, float]) -> dict[str, float]:
 def test_no_policy_undercuts_the_declared_sigma(asked: Any, policy: Any, steps: int) -> None:
     stack, rules, measure, rho = asked
     public = any(entry.public for entry in rules.classes.values())
-    assume(not (public and getattr(policy, "name", policy) == "automatic"))  # refused where it divides by less
+    assume(
+        not (public and getattr(policy, "name", policy) == "automatic")
+    )  # refused where it divides by less
     plan = make_plan(stack, rules, batch=20, steps=steps, rho=rho, allocate=policy, measure=measure)
     declared = owed(plan, rho)
     ratios = [plan.sigma(name) / declared[name] for name in rho]
