@@ -32,3 +32,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_importing_lamina_does_not_wait_for_torch() -> None:
     code = "import sys, lamina; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "module", ["lamina.ledger.check", "lamina.admit", "lamina.cli.keys", "lamina.cli.ledger"]
+)
+def test_what_checks_and_signs_needs_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

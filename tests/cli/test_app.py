@@ -13,12 +13,12 @@ import pytest
 from lamina import __version__
 from lamina.allocate import ALLOCATIONS
 from lamina.cli import main
-from lamina.cli.app import app
+from lamina.cli.app import HOMES
 from lamina.cli.notes import plan_notes
 from lamina.errors import LaminaError
 from lamina.plan import LayerStack, Policy
 
-COMMANDS = [str(command.name) for command in app.registered_commands]
+COMMANDS = [name for name, home in HOMES.items() if not home.endswith(":app")]
 
 POLICY = """
 [corpus]

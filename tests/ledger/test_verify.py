@@ -49,6 +49,7 @@ from making import (
 )
 from making import create as create_plain
 
+from lamina.account.pooled import pooled
 from lamina.account.renyi import ORDERS
 from lamina.admit.keyring import KeyRing
 from lamina.errors import LaminaError
@@ -78,7 +79,7 @@ from lamina.ledger.records import (
     Withdrawal,
 )
 from lamina.ledger.retention import Retention
-from lamina.ledger.spend import Spending, due, price, signed_spend, whole
+from lamina.ledger.spend import Spending, due, signed_spend, whole
 from lamina.plan.injection import Form, Injection
 from lamina.plan.rules import FollowBudget, FollowEnergy
 from lamina.plan.step import StepPlan
@@ -610,12 +611,12 @@ def test_a_class_account_is_held_to_the_class(tmp_path: Path) -> None:
 def test_several_charges_have_one_price() -> None:
     """Composed, not added: however a schedule was cut, it costs the same."""
     cut = {(4.0, 0.02, 0.0): 30}
-    assert price(cut, delta=1e-5, name="rdp") < 3 * price({(4.0, 0.02, 0.0): 10}, delta=1e-5, name="rdp")
-    assert price({(4.0, 0.02, 16.0): 30}, delta=1e-5, name="zcdp") == math.inf
-    assert price({(4.0, 0.02, 16.0): 30}, delta=1e-5, name="rdp@16") == pytest.approx(
-        price(cut, delta=1e-5, name="rdp@16"), rel=1e-9
+    assert pooled(cut, delta=1e-5, name="rdp") < 3 * pooled({(4.0, 0.02, 0.0): 10}, delta=1e-5, name="rdp")
+    assert pooled({(4.0, 0.02, 16.0): 30}, delta=1e-5, name="zcdp") == math.inf
+    assert pooled({(4.0, 0.02, 16.0): 30}, delta=1e-5, name="rdp@16") == pytest.approx(
+        pooled(cut, delta=1e-5, name="rdp@16"), rel=1e-9
     )
-    assert price({}, delta=1e-5, name="pld") == 0
+    assert pooled({}, delta=1e-5, name="pld") == 0
 
 
 # ------------------------------------------------------------------------------ the rest

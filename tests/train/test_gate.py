@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import lamina
 from lamina.account import accountant, epsilon_of_multiplier
 from lamina.admit.contribute import YEAR
 from lamina.admit.reason import Reason
-from lamina.admit.register import MemoryRegister
+from lamina.admit.register import Entry, MemoryRegister
 from lamina.admit.source import Contribution
 from lamina.errors import AdmissionError, BudgetExceeded, CorpusError
 from lamina.train.corpus.payloads import PayloadChanged
@@ -439,3 +440,22 @@ def test_occurrences_are_counted_over_all_passes(hospital: Hospital) -> None:
         for batch in corpus.batches(plan, max_occurrences={"sensitive": 2})
     )
     assert 15 < used <= 30
+
+
+def test_who_was_admitted_elsewhere_meanwhile_is_left_out_and_the_rest_is_in(hospital: Hospital) -> None:
+    """Another gate admits the first of them between our question and our entry."""
+
+    class Raced(MemoryRegister):
+        raced = False
+
+        def enter(self, entries: Sequence[Entry]) -> Sequence[bool]:
+            if not self.raced:
+                self.raced = True
+                super().enter(entries[:1])
+            return super().enter(entries)
+
+    corpus, everybody = hospital.gate().admit(hospital.people, Raced()), hospital.admit()
+    assert len(corpus) == len(everybody) - 1
+    assert [each.reason for each in corpus.admission.refused] == [Reason.REPLAYED]
+    assert len(corpus.source) == len(everybody.source) - 2  # two windows each
+    corpus.source.fetch(np.arange(len(corpus.source)))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lamina.admit.layout import aligned
+from lamina.plan.table import aligned
 
 if TYPE_CHECKING:
     from lamina.admit.admission import Admission

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.admit.bound import Bound
-from lamina.admit.layout import aligned
+from lamina.plan.table import aligned
 
 SHOWN = 40  # entries in the table
 

@@ -10,18 +10,14 @@ import typer
 from lamina.admit.admission import Admission
 from lamina.admit.gate import Gate
 from lamina.admit.keyring import KeyRing
-from lamina.admit.layout import aligned
 from lamina.admit.resolution import Resolution
 from lamina.admit.resolver import Caps
-from lamina.allocate import make_plan
-from lamina.cli import named
 from lamina.cli.bars import bar
 from lamina.cli.output import out, print_json, results_only
-from lamina.cli.prepare import Planned
 from lamina.cli.remedies import remedies
-from lamina.cli.run_file import RunFile
 from lamina.errors import AdmissionError
-from lamina.plan import LayerStack, Policy, StepPlan
+from lamina.plan import Policy, StepPlan
+from lamina.plan.table import aligned
 
 _PLAN = "What signed bounds come to in a run (nothing is trained)"
 
@@ -123,11 +119,14 @@ def _planned(
     steps: int | None,
     epochs: float | None,
 ) -> tuple[StepPlan, Caps] | None:
-    """The plan to resolve bounds under, and the caps on occurrences, if one is asked for."""
+    """The plan to resolve bounds under, and the caps on occurrences, if one is asked for. That takes torch."""
     by_hand = [value is not None for value in (batch, steps, epochs)]
     if run is not None:
         if any(by_hand):
             raise typer.BadParameter("give --plan, or --batch with --steps or --epochs", param_hint="--plan")
+        from lamina.cli.prepare import Planned
+        from lamina.cli.run_file import RunFile
+
         with results_only():
             planned = Planned.of(RunFile.load(run), run.resolve().parent)
         if planned.policy != policy:
@@ -140,6 +139,10 @@ def _planned(
         return None
     if batch is None or (steps is None) == (epochs is None):
         raise typer.BadParameter("give --batch, and one of --steps and --epochs", param_hint="--batch")
+    from lamina.allocate import make_plan
+    from lamina.cli import named
+    from lamina.plan import LayerStack
+
     with results_only():
         stack = LayerStack.from_model(named.model(model))
     return make_plan(stack, policy, batch=batch, steps=steps, epochs=epochs), None

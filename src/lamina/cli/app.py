@@ -4,30 +4,57 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from lamina import __version__
-from lamina.cli import admit, attest, bench, demo, keys, ledger, plan, spend, train
 from lamina.cli.output import complain, folded, out, print_json, refusal
 from lamina.errors import LaminaError
-from lamina.train.blame import Withheld, last_line, place
 
-# In the order in which they are used.
-_ORDER = (
-    "demo", "keys", "attest", "admit", "plan", "train", "spend", "certify", "ledger", "release", "report", "serve",
-    "audit", "study", "bench", "doctor",
-)  # fmt: skip
+# In the order in which they are used: a function, or a program of commands of its own.
+HOMES = {
+    "demo": "lamina.cli.demo:demo",
+    "keys": "lamina.cli.keys:app",
+    "attest": "lamina.cli.attest:attest",
+    "admit": "lamina.cli.admit:admit",
+    "plan": "lamina.cli.plan:plan",
+    "train": "lamina.cli.train:train",
+    "spend": "lamina.cli.spend:spend",
+    "ledger": "lamina.cli.ledger:app",
+    "bench": "lamina.cli.bench:bench",
+}
 
 
-class _InOrder(TyperGroup):
-    """Commands and groups of commands, listed in the order of their use."""
+class _OnDemand(TyperGroup):
+    """Commands, imported when they are asked for: whoever makes a key, or checks a ledger, need not wait for torch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.commands = dict.fromkeys(HOMES)  # type: ignore[assignment]  # names to suggest; `get_command` makes them
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(super().list_commands(ctx), key=_ORDER.index)
+        return list(HOMES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _command(cmd_name) if cmd_name in HOMES else None
+
+
+@cache
+def _command(name: str) -> Any:
+    home, _, attribute = HOMES[name].partition(":")
+    found = getattr(import_module(home), attribute)
+    if not isinstance(found, typer.Typer):
+        only = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+        only.command(name, help=folded(found.__doc__))(found)
+        found = only
+    command = typer.main.get_command(found)
+    command.name = name
+    return command
 
 
 _HELP = """Layer-wise differentially private training for PyTorch, with evidence an auditor can check.
@@ -50,26 +77,13 @@ With your own data:
 
 app = typer.Typer(
     name="lamina",
-    cls=_InOrder,
+    cls=_OnDemand,
     epilog="Every command explains itself (lamina train --help), takes --json and prints one object for machines. "
     "Exit codes: 0 done, 1 refused, 2 misuse. Tab completion: lamina --install-completion",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": demo.demo,
-    "attest": attest.attest,
-    "admit": admit.admit,
-    "plan": plan.plan,
-    "train": train.train,
-    "spend": spend.spend,
-    "bench": bench.bench,
-}
-for _name, _command in _COMMANDS.items():
-    app.command(_name, help=folded(_command.__doc__))(_command)
-app.add_typer(keys.app, name="keys")
-app.add_typer(ledger.app, name="ledger")
 
 
 def _version(wanted: bool) -> None:
@@ -99,6 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except LaminaError as error:
         _end(error, error, as_json="--json" in words, debug=debug)
     except Exception as error:
+        from lamina.train.blame import last_line, place
+
         told = LaminaError(
             f"{type(error).__name__}: {error} (at {place(error) or last_line(error)})",
             "if that line is not yours, it is a defect of Lamina: --debug shows the traceback to report",
@@ -112,8 +128,9 @@ def _end(told: LaminaError, error: Exception, *, as_json: bool, debug: bool) -> 
         print_json(refusal(told))
     if not debug:
         sys.exit(1)
-    if isinstance(error, Withheld) and _is_terminal():
-        raise error from error.original
+    original = getattr(error, "original", None)  # of an error whose text was withheld
+    if isinstance(original, BaseException) and _is_terminal():
+        raise error from original
     raise error
 
 

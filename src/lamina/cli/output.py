@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lamina.errors import LaminaError
+from lamina.plan.table import aligned
 
 err = Console(stderr=True, highlight=False)
 out = Console(highlight=False)
@@ -60,14 +61,7 @@ def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     class       ε
     clinical  1.5
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join(aligned(rows, left))
 
 
 def folded(text: str | None) -> str:

@@ -8,45 +8,20 @@ twice.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from lamina import cbor
-from lamina.account import Event, accountant, epsilon_of_multiplier, grouped, order_of, rdp
-from lamina.account.renyi import divergence
+from lamina.account import epsilon_of_multiplier, grouped, order_of
+from lamina.account.pooled import Events, Kind, pooled
 from lamina.ledger.amounts import exact_text, nano
 from lamina.ledger.records import Account, Charge, Epoch, Header, Segment
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step import StepPlan
 
 Bound = tuple[str, int, int]  # class, clip norm, noise multiplier: what names an account
-Kind = tuple[
-    float, float, float
-]  # sigma, rate, and the Rényi order of noise that followed its budget; 0 otherwise
-Events = Mapping[Kind, int]  # → steps
 
 _UNIT = 1_000_000
 _CONTEXT = b"lamina/spending/1\n"
-
-
-def price(events: Events, *, delta: float, name: str) -> float:
-    """ε of all events together, by the accountant called `name`: composed, not ε added to ε.
-
-    Noise that followed its budget is proven at its own order α alone: D_α ≤ steps·RDP_α. At the smallest such order
-    α* of all, D_α* ≤ D_α, so these bounds and the others' RDP at α* add up. An accountant that credits no sampling
-    has no figure for it.
-    """
-    fixed = [Event(sigma=sigma, q=q, steps=n) for (sigma, q, order), n in events.items() if not order]
-    followed = {kind: n for kind, n in events.items() if kind[2] and n}
-    asked = accountant(name)
-    if not followed:
-        return asked.epsilon(fixed, delta)
-    if not asked.amplified or delta == 0:
-        return math.inf
-    least = min(order for _, _, order in followed)
-    whole = math.fsum(n * divergence(q, sigma, order) for (sigma, q, order), n in followed.items())
-    others = rdp.total_at(grouped(fixed), least)
-    return max(0.0, whole + others + rdp.order_offset(least, delta)) * (1 + 1e-12)
 
 
 def signed_spend(noise_multiplier: int, delta: float) -> int:
@@ -126,7 +101,7 @@ class Spending:
         events = dict(self.events(bound))
         for kind, steps in summed(more).items():
             events[kind] = events.get(kind, 0) + steps
-        return price(events, delta=self.delta, name=self.accountant)
+        return pooled(events, delta=self.delta, name=self.accountant)
 
     def spend(self, bound: Bound) -> int:
         """The same as a ledger writes it, in 1e-9, rounded up."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lamina.account.pooled import Events, pooled
 from lamina.errors import LaminaError
 from lamina.ledger.amounts import nano
 from lamina.ledger.leaf import Leaf
@@ -29,7 +30,7 @@ from lamina.ledger.records import (
     Release,
     Segment,
 )
-from lamina.ledger.spend import Bound, Events, due, followed_order, price, signed_spend, summed
+from lamina.ledger.spend import Bound, due, followed_order, signed_spend, summed
 from lamina.ledger.view import View
 from lamina.plan.step import StepPlan
 
@@ -205,7 +206,7 @@ class _Story:
 
 
 def _priced(ledger: View, events: Events) -> int:
-    return nano(price(events, delta=ledger.header.delta, name=ledger.header.accountant))
+    return nano(pooled(events, delta=ledger.header.delta, name=ledger.header.accountant))
 
 
 def account_of(accounts: Sequence[Account], bound: Bound) -> Account | None:

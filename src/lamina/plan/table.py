@@ -121,7 +121,7 @@ def table(plan: StepPlan) -> str:
         if entry.population is not None and entry.delta * entry.population >= 1:
             notes.append(f"note: δ of class {entry.name} is not below 1/population")
     parts = ["", *slice_lines(plan)] if plan.slices else []
-    return "\n".join([head, "", *_aligned(layers, left=1), "", *_aligned(classes, left=2), *notes, *parts])
+    return "\n".join([head, "", *aligned(layers, left=1), "", *aligned(classes, left=2), *notes, *parts])
 
 
 def slice_lines(plan: StepPlan) -> list[str]:
@@ -137,7 +137,7 @@ def slice_lines(plan: StepPlan) -> list[str]:
         told = places(axis, ranges) if ranges else "none"  # type: ignore[arg-type]
         more = f"and {len(owners) - 1} like it" if len(owners) > 1 else ""
         rows.append([str(cls), f"{owner}.{', '.join(names)}".lstrip("."), told, str(length), more])
-    return _aligned(rows, left=3)
+    return aligned(rows, left=3)
 
 
 def places(axis: int, ranges: Sequence[Range]) -> str:
@@ -145,7 +145,7 @@ def places(axis: int, ranges: Sequence[Range]) -> str:
     return "[" + ":, " * axis + ", ".join(f"{first}:{stop}" for first, stop in ranges) + "]"
 
 
-def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Columns of equal width; the first `left` flush left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -117,10 +117,12 @@ class Gate(gate.Gate):
         data = _Data.of(admission, folder, listing, dtype)
         if on_refusal == STOP and admission.refused:
             raise AdmissionError(f"{_told(admission)}, and on_refusal is {STOP!r}", _REMEDY)
+        if (
+            data is not None and admission.enter()
+        ):  # some were admitted elsewhere meanwhile: go on without them
+            data = _Data.of(admission, folder, listing, dtype)
         if data is None:
             raise AdmissionError(f"nobody is admitted: {_told(admission)}", _REMEDY)
-        if lost := admission.enter():
-            raise AdmissionError(f"{lost} contributions were admitted elsewhere meanwhile", "admit again")
         return AdmittedCorpus(
             data.source,
             admission,

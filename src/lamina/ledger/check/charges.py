@@ -13,8 +13,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from lamina.account.pooled import Events, Kind
 from lamina.ledger.records import Account, Charge, Epoch, Outcome, Segment
-from lamina.ledger.spend import Bound, Events, Kind, due, followed_order, summed, whole
+from lamina.ledger.spend import Bound, due, followed_order, summed, whole
 from lamina.plan.step import StepPlan
 
 _NEAR = 1e-12  # relative: a multiplier that is computed twice on two machines

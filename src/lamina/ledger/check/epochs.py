@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from lamina.account.pooled import Events, pooled
 from lamina.admit.times import shown
 from lamina.ledger.amounts import NANO, UNBOUNDED, nano
 from lamina.ledger.check.charges import Charges
@@ -15,7 +16,7 @@ from lamina.ledger.check.problem import Problem, bad
 from lamina.ledger.check.withdrawals import Withdrawals
 from lamina.ledger.leaf import Leaf
 from lamina.ledger.records import WORDS, Account, Epoch, Header, Outcome
-from lamina.ledger.spend import Bound, Events, Spending, price, signed_spend
+from lamina.ledger.spend import Bound, Spending, signed_spend
 from lamina.plan.step import StepPlan
 
 _NEAR = 1e-12  # relative: a multiplier that is computed twice on two machines
@@ -38,7 +39,7 @@ class Claim:
 
     def problem(self, header: Header) -> Problem | None:
         """What is wrong with it."""
-        found = nano(price(self.events, delta=header.delta, name=header.accountant))
+        found = nano(pooled(self.events, delta=header.delta, name=header.accountant))
         stated, name = self.account.spend, f"account {self.account.name}"
         if abs(stated - found) > 1 + _SAME * found and stated != found:
             word = "under-reported" if stated < found else "over-reported"

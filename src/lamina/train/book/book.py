@@ -7,12 +7,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lamina.account.pooled import Events, pooled
 from lamina.errors import RunError
 from lamina.train.book.charge import Charge
 from lamina.train.book.checks import checked_bounds, checked_charges, checked_count, checked_text
 from lamina.train.book.file import BookFile
 from lamina.train.book.rows import Rows
-from lamina.train.book.total import Events, Terms, Total, price, refusal, total
+from lamina.train.book.total import Terms, Total, refusal, total
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +168,7 @@ class SpendBook:
 
         def admitted(steps: int) -> bool:
             together = _added(others, [charge.times(steps)])
-            return steps <= promised or price(together, delta=terms.delta, name=terms.accountant) <= bound
+            return steps <= promised or pooled(together, delta=terms.delta, name=terms.accountant) <= bound
 
         if admitted(charge.steps):
             return charge.steps
@@ -191,7 +192,7 @@ class SpendBook:
         """ε of what one run was charged for a class, redone segments included."""
         with self._file.read() as db:
             events = Rows(db).of_run(run, cls, origin)
-        return price(events, delta=delta, name=accountant)
+        return pooled(events, delta=delta, name=accountant)
 
     def accounts(self) -> tuple[Booked, ...]:
         """Every account, once per δ and accountant under which it was booked; those of the last booking first."""
@@ -255,7 +256,7 @@ def _admit(
             terms, held = Terms(bound=bound, delta=delta, accountant=name), rows.terms(account)
             if not grown and (math.isinf(bound) or (held is not None and held.within(terms))):
                 continue
-            epsilon = 0.0 if math.isinf(bound) else price(after, delta=delta, name=name)
+            epsilon = 0.0 if math.isinf(bound) else pooled(after, delta=delta, name=name)
             if not epsilon <= bound:
                 raise _Refused(origin, cls, terms, sum(each.steps for each in mine), epsilon)
             rows.set_terms(account, terms)

@@ -11,8 +11,9 @@ from itertools import groupby
 from typing import Any
 
 from lamina.account import order_of
+from lamina.account.pooled import Events, Kind
 from lamina.train.book.charge import Charge
-from lamina.train.book.total import Events, Kind, RunSpend, Terms
+from lamina.train.book.total import RunSpend, Terms
 
 Attempt = tuple[str, int, int]  # run, segment, generation
 

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lamina.account import Event, accountant, grouped, rdp
-from lamina.account.renyi import divergence
+from lamina.account.pooled import Events, pooled
 from lamina.errors import BudgetExceeded
 from lamina.train.book import account
-
-Kind = tuple[
-    float, float, float
-]  # sigma, q, and the Rényi order of noise that followed its budget; 0 for any other
-Events = Mapping[Kind, int]  # → steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,34 +46,12 @@ def called(run: str, label: str = "") -> str:
     return f"{label!r} ({run[:8]})" if label else run[:8]
 
 
-def price(events: Events, *, delta: float, name: str) -> float:
-    """ε of all events together: one schedule, equal steps merged, composed (not ε added to ε).
-
-    Whole numbers of steps add exactly, so a schedule costs the same however it was cut into segments.
-
-    Noise that followed its budget is proven at its own order α alone: D_α ≤ steps·RDP_α. At the smallest such order
-    α* of all, D_α* ≤ D_α, so these bounds and the others' RDP at α* add up. An accountant that credits no sampling
-    has no figure for it.
-    """
-    fixed = [Event(sigma=sigma, q=q, steps=n) for (sigma, q, order), n in events.items() if not order]
-    followed = {kind: n for kind, n in events.items() if kind[2] and n}
-    asked = accountant(name)
-    if not followed:
-        return asked.epsilon(fixed, delta)
-    if not asked.amplified or delta == 0:
-        return math.inf
-    least = min(order for _, _, order in followed)
-    whole = math.fsum(n * divergence(q, sigma, order) for (sigma, q, order), n in followed.items())
-    others = rdp.total_at(grouped(fixed), least)
-    return max(0.0, whole + others + rdp.order_offset(least, delta)) * (1 + 1e-12)
-
-
 def total(
     charged: Events, committed: Events, runs: tuple[RunSpend, ...], *, delta: float, name: str
 ) -> Total:
     """Both figures. What was charged is part of what is committed, so the larger price bounds it too."""
-    most = price(committed, delta=delta, name=name)
-    return Total(spent=min(most, price(charged, delta=delta, name=name)), committed=most, runs=runs)
+    most = pooled(committed, delta=delta, name=name)
+    return Total(spent=min(most, pooled(charged, delta=delta, name=name)), committed=most, runs=runs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

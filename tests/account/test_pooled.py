@@ -7,9 +7,9 @@ import math
 import pytest
 
 from lamina.account import Event, accountant
+from lamina.account.pooled import pooled
 from lamina.account.rdp import order_offset
 from lamina.account.renyi import divergence
-from lamina.train.book.total import price
 
 FIXED = {(1.5, 0.01, 0.0): 100, (2.0, 0.02, 0.0): 50}
 
@@ -17,7 +17,7 @@ FIXED = {(1.5, 0.01, 0.0): 100, (2.0, 0.02, 0.0): 50}
 def test_without_such_noise_it_is_what_the_accountant_says() -> None:
     events = [Event(sigma=1.5, q=0.01, steps=100), Event(sigma=2.0, q=0.02, steps=50)]
     for name in ("pld", "rdp", "zcdp", "gaussian"):
-        assert price(FIXED, delta=1e-5, name=name) == accountant(name).epsilon(events, 1e-5)
+        assert pooled(FIXED, delta=1e-5, name=name) == accountant(name).epsilon(events, 1e-5)
 
 
 def test_each_budget_counts_at_its_own_order_and_the_rest_at_the_smallest() -> None:
@@ -26,7 +26,7 @@ def test_each_budget_counts_at_its_own_order_and_the_rest_at_the_smallest() -> N
     others = 100 * divergence(0.01, 1.5, 8.0) + 50 * divergence(0.02, 2.0, 8.0)
     expected = whole + others + order_offset(8.0, 1e-5)
     for name in ("pld", "rdp", "rdp@20", "rdp@8"):
-        assert price(events, delta=1e-5, name=name) == pytest.approx(expected, rel=1e-9)
+        assert pooled(events, delta=1e-5, name=name) == pytest.approx(expected, rel=1e-9)
     at_the_smaller = 30 * divergence(0.01, 1.2, 8.0) - 30 * divergence(0.01, 1.2, 20.0)
     assert at_the_smaller < 0  # pricing the first at 8 would be too little: it is proven at 20 only
 
@@ -34,5 +34,5 @@ def test_each_budget_counts_at_its_own_order_and_the_rest_at_the_smallest() -> N
 def test_no_figure_without_amplification() -> None:
     events = {**FIXED, (1.2, 0.01, 20.0): 1}
     for name in ("zcdp", "gaussian"):
-        assert price(events, delta=1e-5, name=name) == math.inf
-    assert price({**FIXED, (1.2, 0.01, 20.0): 0}, delta=1e-5, name="zcdp") < math.inf
+        assert pooled(events, delta=1e-5, name=name) == math.inf
+    assert pooled({**FIXED, (1.2, 0.01, 20.0): 0}, delta=1e-5, name="zcdp") < math.inf
