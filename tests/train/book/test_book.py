@@ -383,7 +383,7 @@ def test_a_charge_within_its_reservation_asks_no_accountant(
     def never(*_: Any, **__: Any) -> float:
         raise AssertionError("priced")
 
-    monkeypatch.setattr("lamina.train.book.book.price", never)
+    monkeypatch.setattr("lamina.train.book.book.pooled", never)
     assert pay(book, FIRST, 0, owed(20), bound=5.0)
     assert pay(book, FIRST, 1, owed(20), bound=6.0)
     assert book.fits(FIRST, origin="o", charge=owed(10), bound=5.0) == 10

@@ -365,7 +365,7 @@ def test_an_exception_inside_a_booking_undoes_it(path: Path, monkeypatch: pytest
     def stop(*_: Any, **__: Any) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lamina.train.book.book.price", stop)
+    monkeypatch.setattr("lamina.train.book.book.pooled", stop)
     with pytest.raises(KeyboardInterrupt):
         book.charge(
             RUN,
