@@ -93,19 +93,23 @@ def test_a_stranger_signs_admits_and_trains_a_folder_of_their_own(
     commands = [shlex.split(line, comments=True) for line in block("sh").splitlines()]
     assert [words[:2] for words in commands] == [
         ["lamina", "keys"], ["lamina", "attest"], ["lamina", "keys"], ["lamina", "admit"], ["lamina", "train"],
-        ["lamina", "train"],
+        ["lamina", "train"], ["lamina", "ledger"],
     ]  # fmt: skip
+    told = {}
     try:
         for words in commands:
             with pytest.raises(SystemExit) as caught:
                 main(words[1:])
             printed = capsys.readouterr()
             assert caught.value.code in (0, None), printed.err
+            told[words[1]] = printed.out
     finally:
         sys.modules.pop("nets", None)
-    assert "admitted by signature: 30; refused: 0" in printed.out
-    assert "not admitted by signature" not in printed.out
-    assert "sensitive@c=1" in printed.out
+    assert "admitted by signature: 30; refused: 0" in told["train"]
+    assert "not admitted by signature" not in told["train"]
+    assert "sensitive@c=1" in told["train"]
+    assert ".ledger.db: verified" in told["ledger"]
+    assert "30 attestations" in told["ledger"]
     assert (tmp_path / "runs" / "RUN" / "model.safetensors").exists()
     assert b"ENCRYPTED PRIVATE KEY" in (tmp_path / "hospital.key").read_bytes()
 

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from lamina.allocate.make_plan import make_plan
     from lamina.engine import Batch, Engine, NoiseSource, SecureNoise, SeededNoise, examples, rows
     from lamina.engine.route import route
+    from lamina.ledger.ledger import Ledger
     from lamina.plan import Clipping, DepthProfile, LayerStack, Policy, StepPlan
     from lamina.plan.fix import fix
     from lamina.sensitivity.measure import Measure, measure
-    from lamina.train import Corpus, Evaluation, Gate, Outcome, SpendBook, Trainer, make_private
+    from lamina.train import Corpus, Evaluation, Gate, Outcome, Trainer, make_private
 
 __version__ = "0.1.0"
 
@@ -42,7 +43,7 @@ __all__ = [
     "measure", "Measure", "make_plan", "StepPlan", "Clipping",
     "Engine", "Batch", "route", "rows", "examples",
     "PrivateKey", "PublicKey", "KeyRing", "Gate",
-    "make_private", "Corpus", "Trainer", "Evaluation", "Outcome", "SpendBook",
+    "make_private", "Corpus", "Trainer", "Evaluation", "Outcome", "Ledger",
     "NoiseSource", "SecureNoise", "SeededNoise",
     "LaminaError",
 ]  # fmt: skip
@@ -57,7 +58,8 @@ _HOME = {
     "lamina.engine": (
         "Engine", "Batch", "route", "rows", "examples", "NoiseSource", "SecureNoise", "SeededNoise",
     ),
-    "lamina.train": ("Gate", "make_private", "Corpus", "Trainer", "Evaluation", "Outcome", "SpendBook"),
+    "lamina.ledger.ledger": ("Ledger",),
+    "lamina.train": ("Gate", "make_private", "Corpus", "Trainer", "Evaluation", "Outcome"),
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from lamina.admit.descriptor import MAX_DESCRIPTOR
 from lamina.admit.gate import Gate
 from lamina.admit.key import PrivateKey
 from lamina.admit.reason import Reason
-from lamina.admit.register import MemoryRegister
+from lamina.admit.register import Entry, Known, MemoryRegister
 from lamina.admit.source import Contribution
 
 Case = Callable[[Any], Contribution | list[Contribution] | tuple[Gate, list[Contribution]]]
@@ -369,11 +369,39 @@ def the_same_nonce_for_other_data(desk: Any) -> list[Contribution]:
 
 
 @case(Reason.REPLAYED)
-def admitted_before(desk: Any) -> tuple[Gate, list[Contribution]]:
-    given = desk.offer("bad")
+def admitted_before_by_another_attestation(desk: Any) -> tuple[Gate, list[Contribution]]:
+    descriptor = desk.descriptor(b"x")
+    first, again = (attest(descriptor, desk.key, issued_at=desk.NOW - late) for late in (2, 1))
     gate = desk.gate(register=MemoryRegister())
-    assert len(gate.review([given])) == 1
-    return gate, [given]
+    assert len(gate.review([Contribution("first", descriptor.encode(), first, b"x")])) == 1
+    return gate, [Contribution("bad", descriptor.encode(), again, b"x")]
+
+
+@case(Reason.REPLAYED)
+def the_same_nonce_as_in_another_review(desk: Any) -> tuple[Gate, list[Contribution]]:
+    nonce, gate = os.urandom(16), desk.gate(register=MemoryRegister())
+    assert len(gate.review([desk.offer("first", nonce=nonce)])) == 1
+    return gate, [desk.offer("bad", nonce=nonce)]
+
+
+class _Remembers(MemoryRegister):
+    """One contribution was withdrawn. What a ledger says of that is in tests/ledger/test_register.py."""
+
+    def __init__(self, gone: Contribution) -> None:
+        super().__init__()
+        self.gone = hashlib.sha256(gone.descriptor or b"").digest()
+
+    def look(self, entries: Sequence[Entry]) -> Sequence[Known]:
+        found = super().look(entries)
+        return [
+            Known.WITHDRAWN if e.descriptor == self.gone else k for e, k in zip(entries, found, strict=True)
+        ]
+
+
+@case(Reason.WITHDRAWN)
+def withdrawn_before(desk: Any) -> tuple[Gate, list[Contribution]]:
+    given = desk.offer("bad")
+    return desk.gate(register=_Remembers(given)), [given]
 
 
 @case(Reason.DUPLICATE_ID)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 from lamina.admit.reason import Reason
-from lamina.admit.register import Entry, MemoryRegister
+from lamina.admit.refusal import Refused
+from lamina.admit.register import Beside, Entry, Evidence, Known, Lost, MemoryRegister
 
 
 def test_only_who_is_admitted_is_entered(desk: Any) -> None:
@@ -20,39 +23,99 @@ def test_only_who_is_admitted_is_entered(desk: Any) -> None:
     assert register.members("standard") == 1
     roomier = desk.policy_with(standard={"population": 2})
     assert len(desk.gate(register=register, policy=roomier).review([second])) == 1
-    refused = desk.gate(register=register, policy=roomier).review([first, second]).refused
-    assert [r.reason for r in refused] == [Reason.REPLAYED] * 2
+    assert len(desk.gate(register=register, policy=roomier).review([first, second])) == 2
+    assert register.members("standard") == 2
+
+
+def test_the_same_again_stands_and_takes_no_place(desk: Any) -> None:
+    """Also in a class that is full. Twice in one review it is a replay all the same."""
+    desk.policy = desk.policy_with(standard={"population": 2})
+    gate = desk.gate(register=MemoryRegister())
+    given = [desk.offer("a", "standard"), desk.offer("b", "standard", tag="07" * 32)]
+    for _ in range(2):
+        again = gate.review(given)
+        assert list(again.ids) == ["a", "b"] and not again.refused
+    late = gate.review([desk.offer("c", "standard"), *given])
+    assert list(late.ids) == ["a", "b"]
+    assert [r.reason for r in late.refused] == [Reason.CLASS_FULL]
+    assert [r.reason for r in gate.review([*given, given[0]]).refused] == [Reason.REPLAYED]
+    assert gate.register.members("standard") == 2
 
 
 def test_a_register_is_told_the_identity_of_each(desk: Any) -> None:
     told: list[Entry] = []
 
     class Listening(MemoryRegister):
-        def enter(self, entries: Sequence[Entry]) -> Sequence[bool]:
+        def enter(self, entries: Iterable[Entry], beside: Beside) -> Lost:
             told.extend(entries)
-            return super().enter(entries)
+            self.beside = beside
+            return super().enter(told, beside)
 
-    admission = desk.gate(register=Listening()).review(
-        [desk.offer("a"), desk.offer("b", "open", tag="07" * 32)]
-    )
+    given = [desk.offer("a"), desk.offer("b", "open", tag="07" * 32)]
+    register = Listening()
+    admission = desk.gate(register=register).review(given)
+    issued = admission.columns["issued"].tolist()
     assert told == [
-        Entry(each.kid, each.cti, each.descriptor, each.tag, each.bound.cls) for each in admission
+        Entry(
+            each.row,
+            each.kid,
+            each.cti,
+            each.descriptor,
+            each.attestation,
+            each.tag,
+            each.bound.cls,
+            issued[each.row],
+            each.expires,
+        )
+        for each in admission
     ]
     assert told[1].tag == b"\7" * 32 and told[0].tag is None
+    assert register.beside.places == {"clinical": 1000, "standard": 1000, "open": None}
+    assert register.beside.keys is desk.keys
+    assert register.beside.evidence(told[1]) == Evidence(given[1].descriptor, given[1].attestation)
+
+
+def test_evidence_is_what_was_examined(desk: Any) -> None:
+    given = [desk.offer("a"), desk.offer("b")]
+    admission = desk.gate().review(given)
+    found: list[Reason] = []
+
+    class Asking(MemoryRegister):
+        def enter(self, entries: Iterable[Entry], beside: Beside) -> Lost:
+            for entry in entries:
+                with pytest.raises(Refused) as caught:
+                    beside.evidence(entry)
+                found.append(caught.value.reason)
+            return {}
+
+    given[0] = desk.offer("a")  # another one by now
+    given.pop()
+    admission.enter_into(Asking())
+    assert found == [Reason.CHANGED, Reason.GONE]
 
 
 def test_who_loses_a_race_is_refused(desk: Any) -> None:
-    """Another gate admits the same contribution after this one asked, and before it entered it."""
-    given = desk.offer("a")
+    """Another gate admits somebody after this one asked, and before it entered: the person, the last place."""
+    desk.policy = desk.policy_with(standard={"population": 1})
+    other = desk.gate()
+    theirs = [desk.offer("x", tag="07" * 32), desk.offer("y", "standard")]
 
     class Raced(MemoryRegister):
-        def enter(self, entries: Sequence[Entry]) -> Sequence[bool]:
-            super().enter(entries)
-            return super().enter(entries)
+        raced = False
 
-    admission = desk.gate(register=Raced()).review([given])
-    assert len(admission) == 0
-    assert [r.reason for r in admission.refused] == [Reason.REPLAYED]
+        def enter(self, entries: Iterable[Entry], beside: Beside) -> Lost:
+            if not self.raced:
+                self.raced, other.register = True, self
+                assert len(other.review(theirs)) == 2
+            return super().enter(entries, beside)
+
+    ours = [desk.offer("a", tag="07" * 32), desk.offer("b", "standard"), desk.offer("c")]
+    admission = desk.gate(register=Raced()).review(ours)
+    assert list(admission.ids) == ["c"]
+    assert [(r.reason, r.detail) for r in admission.refused] == [
+        (Reason.DUPLICATE_SUBJECT, "admitted elsewhere meanwhile"),
+        (Reason.CLASS_FULL, "class 'standard' has 1 places"),
+    ]
 
 
 def test_a_register_may_be_told_later(desk: Any) -> None:
@@ -66,7 +129,17 @@ def test_a_register_may_be_told_later(desk: Any) -> None:
     assert register.members("clinical") == 1
     raced = gate.review([desk.offer("c")], enter=False)
     assert gate.review([*raced.source, desk.offer("d")]).to_dict()["admitted"] == 2
-    assert raced.enter() == 1 and len(raced) == 0
+    assert raced.enter() == 0 and len(raced) == 1  # by the very same attestation: it stands
+    assert register.members("clinical") == 3
+
+
+def test_who_has_left_is_not_entered(desk: Any) -> None:
+    register = MemoryRegister()
+    admission = desk.gate().review([desk.offer("a", expires=desk.NOW + 10), desk.offer("b")])
+    desk.now += 10
+    admission.recheck()
+    assert admission.enter_into(register) == {}
+    assert register.members("clinical") == 1
 
 
 def test_without_a_register_a_review_can_be_repeated(desk: Any) -> None:
@@ -76,7 +149,17 @@ def test_without_a_register_a_review_can_be_repeated(desk: Any) -> None:
 
 def test_a_register_is_asked_in_parts(desk: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("lamina.admit.rows.AT_ONCE", 2)
-    register = MemoryRegister()
+    asked: list[list[Known]] = []
+
+    class Asked(MemoryRegister):
+        def look(self, entries: Any) -> Any:
+            asked.append(list(super().look(entries)))
+            return asked[-1]
+
+    register = Asked()
     offered = [desk.offer(f"{i}") for i in range(5)]
     assert len(desk.gate(register=register).review(offered[:3])) == 3
-    assert list(desk.gate(register=register).review(offered).ids) == ["3", "4"]
+    asked.clear()
+    assert len(desk.gate(register=register).review(offered)) == 5
+    assert asked == [[Known.SAME] * 2, [Known.SAME, Known.NEW], [Known.NEW]]
+    assert register.members("clinical") == 5

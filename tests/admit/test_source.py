@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from lamina.admit.attestation import MAX_ATTESTATION
 from lamina.admit.descriptor import MAX_DESCRIPTOR
+from lamina.admit.packed import Packed
 from lamina.admit.reason import Reason
-from lamina.admit.source import Contribution, FolderContributions, Source
+from lamina.admit.refusal import Refused
+from lamina.admit.source import Contribution, FolderContributions, Reader, Source
 from lamina.errors import AdmissionError
 
 
@@ -157,3 +160,60 @@ def test_no_descriptor_of_a_file_is_left_open(desk: Any, tmp_path: Path) -> None
     desk.gate().review(tmp_path)
     desk.gate(processes=2).review(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_source_is_read_again_without_payloads(desk: Any, tmp_path: Path) -> None:
+    given = [desk.offer(name) for name in ("a", "b", "c")]
+    for each in given:
+        desk.write(tmp_path, each)
+    (tmp_path / "a" / "payload.bin").unlink()
+    (tmp_path / "b" / "attestation.cose").unlink()
+    (tmp_path / "c" / "descriptor.cbor").unlink()
+    (tmp_path / "c" / "descriptor.cbor").symlink_to(tmp_path / "a" / "descriptor.cbor")
+    folder = Reader(FolderContributions(tmp_path))
+    assert folder.read("a", 0) == (given[0].descriptor, given[0].attestation)
+    for name, reason in (("b", Reason.GONE), ("c", Reason.UNREADABLE), ("d", Reason.GONE)):
+        with pytest.raises(Refused) as caught:
+            folder.read(name, 0)
+        assert caught.value.reason is reason
+
+
+class _Named:
+    def __init__(self, given: list[Contribution]) -> None:
+        self.given = {each.id: each for each in given}
+
+    def names(self) -> Packed:
+        return Packed(name.encode() for name in self.given)
+
+    def get(self, id: str) -> Contribution:
+        return self.given[id]
+
+    def __iter__(self) -> Iterator[Contribution]:
+        raise AssertionError("it is asked by name")
+
+
+class _Passed:
+    passes = 0
+
+    def __init__(self, given: list[Contribution]) -> None:
+        self.given = given
+
+    def __iter__(self) -> Iterator[Contribution]:
+        self.passes += 1
+        return iter(self.given)
+
+
+def test_any_source_is_read_again(desk: Any) -> None:
+    given = [desk.offer(f"{i}") for i in range(6)]
+    passed = _Passed(given)
+    for source in (_Named(given), given, passed):
+        reader = Reader(source)
+        for place in (0, 2, 5):
+            assert reader.read(f"{place}", place) == (given[place].descriptor, given[place].attestation)
+        for name, place in (("9", 9), ("x", 1)):
+            with pytest.raises(Refused) as caught:
+                reader.read(name, place)
+            assert caught.value.reason is Reason.GONE
+    assert passed.passes <= 3  # forwards it is one pass
+    with pytest.raises(AdmissionError, match="once only"):
+        Reader(iter(given)).read("0", 0)

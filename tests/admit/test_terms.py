@@ -158,8 +158,9 @@ def test_a_stricter_bound_may_be_signed_and_a_looser_one_not() -> None:
 
 
 def test_what_no_descriptor_could_hold_is_refused_at_once() -> None:
+    corpus = policy().corpus.model_copy(update={"origin": "o" * 256})  # which no policy that is read may have
     with pytest.raises(AdmissionError, match="audience"):
-        Terms.make(policy(origin="o" * 256), "sensitive", **WINDOW)
+        Terms.make(policy().model_copy(update={"corpus": corpus}), "sensitive", **WINDOW)
     with pytest.raises(AdmissionError, match="not before"):
         Terms.make(policy(), "sensitive", not_before=5, expires=5)
     with pytest.raises(AdmissionError, match="data_class"):

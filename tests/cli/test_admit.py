@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,10 @@ from lamina.admit.keyring import KeyRing
 from lamina.admit.reason import Reason
 from lamina.cli.notes import NOT_SIGNED
 from lamina.cli.remedies import REMEDIES
-from lamina.train import SpendBook
+from lamina.ledger.check.verify import verify
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.records import Admitted, Header, KeyEvent
+from lamina.train.book import Book
 from lamina.train.store.journal import Journal
 
 if TYPE_CHECKING:
@@ -196,6 +200,64 @@ def test_there_is_something_to_do_about_every_reason() -> None:
     assert all(REMEDIES.values())
 
 
+def test_without_a_ledger_nothing_is_written(clinic: Clinic) -> None:
+    def there() -> list[str]:
+        return sorted(str(path) for path in clinic.folder.rglob("*") if "__pycache__" not in path.parts)
+
+    before = there()
+    clinic.admit()
+    assert there() == before
+
+
+def test_with_a_ledger_those_who_are_admitted_are_entered_once(clinic: Clinic) -> None:
+    expected = spoil(clinic)
+    where = clinic.folder / "test.ledger.db"
+    plain = clinic.admit(code=1)
+    for _ in range(2):
+        assert (
+            clinic.admit("--ledger", str(where), code=1) == plain
+        )  # the answer says the same with and without
+    with Ledger.open(where) as ledger:
+        kinds = Counter(leaf.kind for leaf in ledger.leaves())
+        first = next(leaf.record for leaf in ledger.of_kind(Admitted))
+    assert kinds == {Header: 1, KeyEvent: 1, Admitted: 16}
+    found = verify(where)
+    assert found.verified and found.signed == found.size == 18
+    beside = clinic.folder / "test.ledger.pem"
+    assert beside.stat().st_mode & 0o777 == where.stat().st_mode & 0o777 == 0o600
+    assert isinstance(first, Admitted)
+    clinic.ok(
+        "ledger", "withdraw", str(where), first.descriptor.hex(), "--reason", "consent", "--key", str(beside)
+    )
+    assert reasons(clinic.admit("--ledger", str(where), code=1)) == {**expected, "p04": "withdrawn"}
+    code, out, _ = clinic.project.call("admit", *clinic.where, "--ledger", str(where))
+    assert code == 1 and REMEDIES[Reason.WITHDRAWN] in out
+
+
+def test_a_ledger_that_promised_more_is_not_made_to_promise_less(clinic: Clinic) -> None:
+    where = str(clinic.folder / "test.ledger.db")
+    clinic.admit("--ledger", where)
+    clinic.project.write("policy.toml", POLICY.replace("epsilon = 6.0", "epsilon = 7.0"))
+    code, _, err = clinic.project.call("admit", *clinic.where, "--ledger", where)
+    assert code == 1
+    assert "the noise multiplier of class 'clinical' falls" in err and "lamina ledger policy" in err
+
+
+def test_the_key_of_a_ledger_may_be_ones_own(clinic: Clinic) -> None:
+    key, where = str(clinic.folder / "mine.key"), clinic.folder / "test.ledger.db"
+    clinic.ok("keys", "new", key, "--no-passphrase")
+    code, _, err = clinic.project.call("admit", *clinic.where, "--ledger-key", key)
+    assert code == 2 and "--ledger" in err
+    clinic.admit("--ledger", str(where), "--ledger-key", key)
+    assert not where.with_suffix(".pem").exists()
+    found = verify(where)
+    assert found.verified and found.signed == found.size
+    other = str(clinic.folder / "other.key")
+    clinic.ok("keys", "new", other, "--no-passphrase")
+    code, _, err = clinic.project.call("admit", *clinic.where, "--ledger", str(where), "--ledger-key", other)
+    assert code == 1 and "is no key of the ledger" in err
+
+
 def test_what_bounds_come_to_in_a_run(clinic: Clinic) -> None:
     ann = str(clinic.folder / "ann.key")
     for i in range(3):
@@ -242,7 +304,10 @@ def test_misuse_and_what_cannot_be_checked(clinic: Clinic) -> None:
 def test_help_says_how_and_what_it_costs(clinic: Clinic) -> None:
     text = " ".join(clinic.ok("admit", "--help").split())
     for words in (
-        "Spends and writes nothing",
+        "Spends nothing",
+        "Without --ledger nothing is written",
+        "whoever was withdrawn is refused",
+        "--ledger corpus.ledger.db",
         "Exit code 0 if nothing was refused",
         "lamina admit policy.toml",
     ):
@@ -270,12 +335,12 @@ def test_a_run_on_admitted_contributions(clinic: Clinic) -> None:
     assert len(bounds) == 2
     for row in bounds.values():
         assert 0 < row["epsilon"] <= row["total"] <= row["signed"]
-    book = SpendBook(found["book"], create=False)
-    spent = book.total("test", "clinical@c=1,z=4", delta=1e-5).spent
+    with Ledger.open(found["ledger"]) as ledger:
+        spent = Book(ledger).total("clinical@c=1,z=4", delta=1e-5).spent
     assert spent == pytest.approx(bounds["clinical@c=1,z=4"]["total"])
     public = (clinic.folder / "runs" / "first" / "metrics.json").read_text()
     assert '"p05"' not in public
-    code, out, _ = clinic.project.call("spend", found["book"])
+    code, out, _ = clinic.project.call("spend", found["ledger"])
     assert code == 0 and "signed bound c=1,z=4" in out
 
 

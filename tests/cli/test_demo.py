@@ -23,6 +23,7 @@ from lamina.admit.keyring import KeyRing
 from lamina.admit.reason import Reason
 from lamina.cli import main
 from lamina.cli.demo import patients as patients_module
+from lamina.cli.demo.evidence import Evidence
 from lamina.cli.demo.folder import fresh
 from lamina.cli.demo.hospitals import STRICT
 from lamina.cli.demo.patients import Group, Patients
@@ -35,8 +36,10 @@ from lamina.cli.prepare import Planned
 from lamina.cli.run_file import RunFile
 from lamina.data.neurokit import neurokit
 from lamina.errors import LaminaError
+from lamina.ledger.ledger import Ledger
 from lamina.plan import Policy, StepPlan
-from lamina.train import Gate, Outcome, SpendBook
+from lamina.train import Gate, Outcome
+from lamina.train.book import Book
 
 TRAININGS = {"without_sensitive", "private", "without_privacy"}
 
@@ -74,7 +77,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 def test_what_machines_read(ran: Ran) -> None:
     result = ran.result
     assert {"folder", "seconds", "ledger", "certificate", "report", "release"} <= result.keys()
-    assert result["ledger"] is result["certificate"] is result["release"] is None
+    assert result["certificate"] is result["release"] is None
+    assert result["ledger"] == str(ran.folder / "ledger.db")
     assert result["private"] is True
     assert result["epsilon"]["volunteer"] == 0
     assert 0 < result["epsilon"]["sensitive"] <= 3.0
@@ -104,9 +108,8 @@ def test_the_hospitals_sign_and_the_gate_refuses_what_is_wrong(ran: Ran) -> None
         for each in Gate(Policy.load(ran.folder / "policy.toml"), ring).review(ran.folder / "contributions")
     )
     assert kids == {entry.id: (QUICK.volunteers + QUICK.sensitive) // 2 for entry in ring}
-    assert not [
-        path for path in ran.folder.rglob("*") if path.is_file() and b"PRIVATE KEY" in path.read_bytes()
-    ]
+    keys = [path for path in ran.folder.rglob("*") if path.is_file() and b"PRIVATE KEY" in path.read_bytes()]
+    assert keys == [ran.folder / "ledger.pem"]  # the ledger's own; those of the hospitals are forgotten
 
 
 def test_who_signed_for_less_is_scaled_and_has_an_account(ran: Ran) -> None:
@@ -116,12 +119,33 @@ def test_who_signed_for_less_is_scaled_and_has_an_account(ran: Ran) -> None:
     assert strict["noise_multiplier"] == round(STRICT * 1e6)
     assert 0 < strict["scale"] < 1
     assert strict["epsilon"] <= strict["epsilon_signed"] < asked["epsilon"] <= 3.0
-    booked = {each.cls for each in SpendBook(ran.folder / "spend.db", create=False).accounts()}
+    with Ledger.open(ran.folder / "ledger.db") as ledger:
+        booked = {each.cls for each in Book(ledger).accounts()}
     assert booked == {
         "sensitive",
         "sensitive@c=1,z=2.5",
         f"sensitive@c=1,z={asked['noise_multiplier'] / 1e6}",
     }
+
+
+def test_the_ledger_was_verified_and_can_be_again(ran: Ran, capsys: pytest.CaptureFixture[str]) -> None:
+    where, told = str(ran.folder / "ledger.db"), ran.result["verification"]
+    assert told["verified"] is True and told["problem"] is None and told["signed"] == told["size"]
+    assert told["attestations"] == told["counts"]["contribution"] == QUICK.volunteers + QUICK.sensitive
+    assert told["spends"] > 0
+    assert 0 < told["seconds"] < ran.result["seconds"]
+    with pytest.raises(SystemExit) as caught:
+        main(["ledger", "verify", where, "--json"])
+    assert caught.value.code in (0, None)
+    again = json.loads(capsys.readouterr().out)
+    assert {key: again[key] for key in ("verified", "size", "root")} == {
+        key: told[key] for key in ("verified", "size", "root")
+    }
+    with pytest.raises(SystemExit) as caught:
+        main(["ledger", "trace", where, told["contribution"], "--json"])
+    assert caught.value.code in (0, None)
+    (traced,) = json.loads(capsys.readouterr().out)["contributions"]
+    assert sum(epoch["steps"] for epoch in traced["epochs"]) == QUICK.steps
 
 
 def test_the_plan_routes_the_sensitive_to_the_top_only(ran: Ran) -> None:
@@ -166,6 +190,7 @@ def test_people_get_a_table_and_where_to_look(ran: Ran) -> None:
     test = Group(x=torch.zeros(3, 1, 12, 96), label=torch.zeros(3, dtype=torch.long))
     policy = Policy.load(ran.folder / "policy.toml")
     corpus = Gate(policy, ran.folder / "keys.json").admit(ran.folder / "contributions")
+    evidence = Evidence.gather(ran.folder / "ledger.db", corpus.admission)
     found = Result(
         plan=plan,
         outcome=outcome,
@@ -174,6 +199,7 @@ def test_people_get_a_table_and_where_to_look(ran: Ran) -> None:
         utility=utility,
         model=nn.Identity(),
         test=test,
+        evidence=evidence,
         seconds=93.4,
     )
     lines = found.table(ran.folder, ran.folder / "report.html").splitlines()
@@ -188,8 +214,10 @@ def test_people_get_a_table_and_where_to_look(ran: Ran) -> None:
     assert "private 0.800 0.600 0.900 0.200" in rows
     assert "without privacy 0.900 0.600 0.900 0.200" in rows
     assert "note: something happened" in lines
-    for place in ("report.html", "run/model.safetensors", "spend.db", "RUN.toml"):
+    for place in ("report.html", "run/model.safetensors", "RUN.toml", *evidence.commands()):
         assert place in "\n".join(lines)
+    assert f"lamina spend {ran.folder / 'ledger.db'}" in "\n".join(lines)
+    assert any(line.startswith("ledger verified in ") for line in lines)
     assert not found.table(ran.folder, ran.folder).count("NOT PRIVATE")
     seeded = replace(found, outcome=replace(outcome, private=False))
     assert "NOT PRIVATE" in seeded.table(ran.folder, ran.folder)
@@ -199,6 +227,9 @@ def test_the_report_has_the_figures(ran: Ran) -> None:
     text = (ran.folder / "report.html").read_text(encoding="utf-8")
     for words in (*WORDS.values(), "top 25 %", "all layers", "volunteer", "sensitive"):
         assert words in text
+    digest = ran.result["verification"]["contribution"]
+    assert f"lamina ledger trace {ran.folder / 'ledger.db'} {digest}" in text
+    assert f"lamina ledger verify {ran.folder / 'ledger.db'}\n" in text
     for name, reason in REFUSED.items():
         assert f"<td>{name}</td><td>{Reason(reason).meaning}</td><td>{reason}</td>" in text
     for value in (*ran.result["auc"].values(), *ran.result["error"].values()):
@@ -230,7 +261,10 @@ def test_the_run_file_describes_the_private_run(ran: Ran, monkeypatch: pytest.Mo
     monkeypatch.chdir(ran.folder)
     planned = Planned.of(RunFile.load(Path("RUN.toml")), ran.folder)
     assert planned.plan.to_cbor() == (ran.folder / "run" / "plan.cbor").read_bytes()
-    trainer = planned.trainer(folder=ran.folder / "never", book=ran.folder / "never.db", inside=False)
+    trainer = planned.trainer(
+        folder=ran.folder / "never", ledger=str(ran.folder / "never.ledger.db"), inside=False, look=True
+    )
+    assert not (ran.folder / "never.ledger.db").exists()
     assert len(trainer.corpus) == QUICK.volunteers + QUICK.sensitive
     assert trainer.corpus.examples_per_unit == 1
     group = trainer.optimizer.param_groups[0]
@@ -243,7 +277,9 @@ def test_the_run_can_be_done_again_but_not_on_the_same_budget(
     monkeypatch.chdir(ran.folder)
     text = Path("RUN.toml").read_text(encoding="utf-8")
     again = ran.folder / "MORE.toml"
-    again.write_text(text.replace('book = "again.db"', 'book = "spend.db"').replace('"again"', '"more"'))
+    again.write_text(
+        text.replace('ledger = "again.ledger.db"', 'ledger = "ledger.db"').replace('"again"', '"more"')
+    )
     with pytest.raises(SystemExit) as caught:
         main(["train", str(again)])
     assert caught.value.code == 1

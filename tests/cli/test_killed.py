@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 from lamina.cli.notes import NOT_SIGNED
+from lamina.ledger.check import verify
+from lamina.ledger.records import Epoch
+from lamina.ledger.view import View
 from lamina.plan import StepPlan
 from lamina.train.store.journal import Journal
 
@@ -65,3 +68,10 @@ def test_a_killed_command_goes_on_and_costs_what_was_planned(project: Any) -> No
     plan = StepPlan.from_cbor((project.folder / "runs" / "first" / "plan.cbor").read_bytes())
     assert found["steps"] == 300 and found["notes"] == [NOT_SIGNED]
     assert found["classes"]["clinical"]["epsilon"] == pytest.approx(plan.epsilon("clinical"), rel=1e-12)
+    checked = verify(found["ledger"])
+    assert checked.problem is None and checked.signed == checked.size
+    with View.read_only(found["ledger"]) as ledger:
+        segments = [each for leaf in ledger.of_kind(Epoch) for each in leaf.record.segments]
+        assert [(each.first, each.last) for each in segments] == [(i, i + 60) for i in range(0, 300, 60)]
+        with ledger.store.read() as rows:
+            assert rows.holds() == []  # nothing is reserved or open any more

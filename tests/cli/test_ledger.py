@@ -16,7 +16,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ledger"))
 
-from build import ALICE, BOB, CAROL, HOUR, YEAR, Story, begin, build, contribution
+from build import ALICE, BOB, CAROL, HOUR, YEAR, Story, begin, build, contribution, segment
 from forge import sql
 from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, WITNESS, Clock, digest
 
@@ -29,7 +29,9 @@ from lamina.ledger.ledger import Ledger
 from lamina.ledger.note import NoteKey
 from lamina.ledger.proof import verify_consistency, verify_inclusion
 from lamina.ledger.proof_text import ProofText
+from lamina.ledger.records import Outcome, Terms
 from lamina.ledger.retention import Retention
+from lamina.ledger.store.base import Hold, RunRow
 
 NOW = START + 4 * YEAR
 Call = Callable[..., tuple[int, str, str]]
@@ -82,11 +84,50 @@ def answer(result: tuple[int, str, str], code: int = 0) -> dict[str, Any]:
 def test_help_teaches(call: Call) -> None:
     code, printed, _ = call()
     assert code == 2
-    for word in ("show", "verify", "prove", "receipt", "trace", "withdraw", "prune", "checkpoint"):
+    for word in (
+        "show",
+        "verify",
+        "prove",
+        "receipt",
+        "trace",
+        "withdraw",
+        "prune",
+        "checkpoint",
+        "policy",
+        "key",
+    ):
         assert word in printed
         code, help, _ = call(word, "--help")
         assert code == 0
         assert "Examples" in help or "Example" in help
+
+
+def test_what_trainers_write(call: Call, tmp_path: Path) -> None:
+    """A class as a whole, an attempt that was given up, and one that is still open."""
+    made = begin("trained.db")
+    (seq,) = made.admit([contribution(1)])
+    made.later(HOUR)
+    given_up = segment(0, read=made.ledger.size, outcome=Outcome.ABANDONED)
+    made.epoch(digest("run")[:16], [given_up], scales={Terms("clinical", "ecg", 0, 0): 1.0})
+    made.sign()
+    with made.ledger.store.write() as rows:
+        rows.put_run(RunRow(digest("run")[:16], "[bold]first", 0, False))
+        rows.put_hold(Hold(digest("run")[:16], 1, 0, bytes(16), None, b""))
+    made.ledger.close()
+    code, printed, _ = call("trace", "trained.db", str(seq))
+    assert code == 0
+    assert "1 (1 given up)" in printed
+    assert "1 epochs have no account for its bound: counted with its class" in printed
+    assert "ε at most" in printed
+    code, printed, _ = call("show", "trained.db", "--kind", "epoch")
+    assert "given up: clinical ε" in printed
+    code, printed, _ = call("verify", "trained.db")
+    assert code == 0
+    assert "1 attempts are held open and 0 plans reserved" in printed
+    assert "'[bold]first' (1 attempt)" in printed
+    assert answer(call("verify", "trained.db", "--json"))["held"] == [
+        {"run": digest("run")[:16].hex(), "label": "[bold]first", "attempts": 1, "reserved": False}
+    ]
 
 
 # ------------------------------------------------------------------------------ verify

@@ -120,7 +120,8 @@ def test_one_length(length: str, words: str) -> None:
         ("max_occurrences = 0", "max_occurrences is 0"),
         ('hardened = "yes"', "hardened is 'yes', must be true or false"),
         ("output = 3", "output is 3"),
-        ("book = []", "book is []"),
+        ("ledger = []", "ledger is []"),
+        ("ledger_key = 3", "ledger_key is 3"),
         ("evaluate = { function = 'a:b', on = 'private' }", "a release that no budget"),
         ("evaluate = { function = 'a:b', on = 'train' }", "evaluate.on is 'train'"),
         ("evaluate = { on = 'public' }", "evaluate.function is missing"),
@@ -162,6 +163,26 @@ def test_what_is_wrong_with_the_data(lines: str, words: str) -> None:
     assert words in refused(data=lines).problem
 
 
+@pytest.mark.parametrize("book", ['"runs/spend.db"', "3"])
+def test_a_spend_book_is_told_what_to_write_instead(book: str) -> None:
+    error = refused(f"book = {book}")
+    assert "no spend books any more" in error.problem
+    assert 'ledger = "NAME.ledger.db"' in error.remedy
+
+
+def test_what_is_kept_of_a_file_has_no_password() -> None:
+    for written, kept in {
+        "postgresql://me:pw@host:5432/db#ward": "postgresql://me@host:5432/db#ward",
+        "postgres://me:p@w/d@host/db": "postgres://me@host/db",
+        "postgresql://me@host/db": "postgresql://me@host/db",
+        "postgresql:///db?host=/run&password=pw&port=1": "postgresql:///db?host=/run&port=1",
+        "postgresql://host/db?PASSWORD=pw#ward": "postgresql://host/db#ward",
+        "me:pw@x.db": "me:pw@x.db",
+    }.items():
+        assert parse(f'ledger = "{written}"').asked()["ledger"] == kept
+    assert "ledger" not in parse().asked()
+
+
 @given(
     st.sampled_from(["", "data", "evaluate", "model"]),
     st.from_regex(r"[a-z]{1,12}", fullmatch=True),
@@ -169,7 +190,7 @@ def test_what_is_wrong_with_the_data(lines: str, words: str) -> None:
 def test_no_unknown_key_passes(table: str, key: str) -> None:
     schema: dict[str, type[BaseModel]] = {"": RunFile, "data": Data, "evaluate": Evaluate, "model": Model}
     known = {field.alias or name for name, field in schema[table].model_fields.items()}
-    if key in known | {"cls"}:
+    if key in known | {"cls", "book"}:
         return
     text = LEAST.replace('model = "nets:build"', 'model = { factory = "nets:build" }')
     text += '[evaluate]\nfunction = "a:b"\non = "public"\n'

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,23 @@ import pytest
 
 from lamina.account import Event, accountant
 from lamina.cli import main
-from lamina.train.book import SpendBook
+from lamina.ledger.opening import Contract, open_or_create
+from lamina.plan import Policy
+from lamina.train.book import Book
 from lamina.train.book.charge import Charge
 
 FIRST, SECOND = "3f9c21aa" * 4, "3f9c0000" * 4
 CLINICAL = Charge(cls="clinical", sigma=1.5, q=0.01, steps=1_000, delta=1e-5, accountant="pld")
-SENSITIVE = Charge(cls="sensitive", sigma=3.5, q=0.01, steps=1_000, delta=1e-5, accountant="rdp")
+SENSITIVE = Charge(cls="sensitive", sigma=3.5, q=0.01, steps=1_000, delta=1e-5, accountant="pld")
+POLICY = """
+[corpus]
+origin = "{origin}"
+delta = 1e-5
+[class.clinical]
+population = 10_000
+[class.sensitive]
+population = 10_000
+"""
 
 
 def run(*arguments: object) -> int:
@@ -31,16 +44,31 @@ def epsilon(charge: Charge, steps: int) -> float:
     )
 
 
+def made(path: Path, origin: str) -> Book:
+    contract = Contract.of_policy(Policy.parse(POLICY.format(origin=origin)))
+    return Book(open_or_create(path, contract))
+
+
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    book = SpendBook(tmp_path / "spend.db")
-    both = [CLINICAL, SENSITIVE]
-    book.reserve(FIRST, origin="cardiology", charges=both, bounds={}, label="first [red]")
+def folder(tmp_path: Path) -> Path:
+    """Two ledgers, side by side, as runs on two corpora leave them."""
+    runs, both = tmp_path / "runs", [CLINICAL, SENSITIVE]
+    runs.mkdir()
+    book = made(runs / "cardiology.ledger.db", "cardiology")
+    book.reserve(FIRST, charges=both, bounds={}, label="first [red]")
     for generation in range(2):
-        given: dict[str, Any] = {"segment": 0, "generation": generation, "nonce": b"n", "bounds": {}}
-        book.charge(FIRST, origin="cardiology", charges=[each.times(100) for each in both], **given)
-    book.reserve(SECOND, origin="registry", charges=[CLINICAL], bounds={}, label="second")
-    return book.path
+        given: dict[str, Any] = {"segment": 0, "generation": generation, "nonce": b"n" * 16, "bounds": {}}
+        book.charge(FIRST, charges=[each.times(100) for each in both], **given)
+    book.ledger.close()
+    book = made(runs / "registry.ledger.db", "registry")
+    book.reserve(SECOND, charges=[CLINICAL], bounds={}, label="second")
+    book.ledger.close()
+    return runs
+
+
+@pytest.fixture
+def path(folder: Path) -> Path:
+    return folder / "cardiology.ledger.db"
 
 
 def tree(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -51,13 +79,22 @@ def tree(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
-def test_the_keys_of_the_contract(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(path, "--json") == 0
+def contents(folder: Path) -> dict[str, bytes]:
+    """What the ledgers hold; a reader may leave an empty log and an index of it beside them."""
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.suffix != ".db-shm" and path.stat().st_size
+    }
+
+
+def test_the_keys_of_the_contract(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "--json") == 0
     found = tree(capsys)
-    assert found.keys() == {"book", "origins"}
-    assert found["book"] == str(path)
+    assert found.keys() == {"ledger", "origins"}
+    assert found["ledger"] == str(folder)
     clinical, sensitive = (found["origins"]["cardiology"][name] for name in ("clinical", "sensitive"))
-    assert (clinical["delta"], clinical["accountant"], sensitive["accountant"]) == (1e-5, "pld", "rdp")
+    assert (clinical["delta"], clinical["accountant"], sensitive["accountant"]) == (1e-5, "pld", "pld")
     assert clinical["epsilon"] == epsilon(CLINICAL, 200)
     assert clinical["committed"] == epsilon(CLINICAL, 1_000)
     assert sensitive["epsilon"] == epsilon(SENSITIVE, 200)
@@ -75,9 +112,29 @@ def test_the_keys_of_the_contract(path: Path, capsys: pytest.CaptureFixture[str]
     assert (waiting["epsilon"], waiting["committed"]) == (0.0, epsilon(CLINICAL, 1_000))
 
 
-def test_people_see_the_same_rounded_up(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = path.read_bytes()
-    assert run(path) == 0
+def test_a_ledger_a_folder_and_a_link_in_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whichever is given; the default is the folder `runs`."""
+    assert run(folder / "registry.ledger.db", "--json") == 0
+    alone = tree(capsys)["origins"]
+    assert alone.keys() == {"registry"}
+    (folder / "second").mkdir()
+    (folder / "second" / "ledger.db").symlink_to("../registry.ledger.db")
+    for place in (folder / "second", folder / "second" / "ledger.db"):
+        assert run(place, "--json") == 0
+        assert tree(capsys)["origins"] == alone
+
+
+def test_the_default_is_the_folder_of_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert run("--json") == 0
+    assert tree(capsys)["origins"].keys() == {"cardiology", "registry"}
+
+
+def test_people_see_the_same_rounded_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(folder)
+    assert run(folder) == 0
     text = capsys.readouterr().out
     for part in ("cardiology", "registry", "clinical", "sensitive", "first [red]", FIRST[:8], "open", "800"):
         assert part in text
@@ -86,22 +143,24 @@ def test_people_see_the_same_rounded_up(path: Path, capsys: pytest.CaptureFixtur
     figures = [float(shown[1]), float(shown[3])]
     assert figures == pytest.approx([spent, committed], abs=1.01e-4)
     assert figures[0] >= spent and figures[1] >= committed
-    assert path.read_bytes() == before
+    assert contents(folder) == before
 
 
 def test_signed_bounds_stand_below_their_class(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bound = replace(CLINICAL, cls="clinical@c=0.5,z=2.25", sigma=3.0)
-    SpendBook(path).reserve(SECOND, origin="cardiology", charges=[CLINICAL, bound], bounds={bound.cls: 5.0})
-    SpendBook(path).charge(
+    book = made(path, "cardiology")
+    book.reserve(SECOND, charges=[CLINICAL, bound], bounds={bound.cls: 5.0})
+    book.charge(
         SECOND,
-        origin="cardiology",
         segment=0,
         generation=0,
-        nonce=b"m",
+        nonce=b"m" * 16,
         charges=[CLINICAL.times(10), bound.times(10)],
         bounds={bound.cls: 5.0},
+        scales={bound.cls: 0.5},
     )
-    assert run(path, "--json", "--origin", "cardiology") == 0
+    book.ledger.close()
+    assert run(path, "--json") == 0
     found = tree(capsys)["origins"]["cardiology"]
     assert set(found) == {"clinical", "sensitive"}
     (name,) = found["clinical"]["bounds"]
@@ -110,34 +169,44 @@ def test_signed_bounds_stand_below_their_class(path: Path, capsys: pytest.Captur
     assert row["epsilon"] == epsilon(bound, 10) and row["committed"] == epsilon(bound, 1_000)
     assert [each["steps"] for each in row["runs"]] == [10]
     assert "bounds" not in found["sensitive"]
-    assert run(path, "--origin", "cardiology") == 0
+    assert run(path) == 0
     assert "class clinical, signed bound c=0.5,z=2.25" in capsys.readouterr().out
 
 
-def test_one_corpus_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(path, "--origin", "registry", "--json") == 0
+def test_one_corpus_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "--origin", "registry", "--json") == 0
     assert tree(capsys)["origins"].keys() == {"registry"}
-    assert run(path, "--origin", "nowhere") == 1
+    assert run(folder, "--origin", "nowhere") == 1
     assert "'cardiology', 'registry'" in capsys.readouterr().err
-    before = path.read_bytes()
-    assert run(path, "--origin", "nowhere", "--release", FIRST) == 1
-    assert path.read_bytes() == before
+    before = contents(folder)
+    assert run(folder, "--origin", "nowhere", "--release", FIRST) == 1
+    assert run(folder, "--origin", "registry", "--release", FIRST) == 1
+    assert contents(folder) == before
+
+
+def test_two_ledgers_of_one_corpus_are_not_added_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(folder / "second.ledger.db", "cardiology").ledger.close()
+    assert run(folder) == 1
+    told = capsys.readouterr().err
+    assert "are both of corpus 'cardiology'" in told and "second.ledger.db" in told
+    assert run(folder, "--origin", "registry", "--json") == 0
+    assert tree(capsys)["origins"].keys() == {"registry"}
 
 
 def test_several_deltas_are_several_lines(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = Charge(cls="clinical", sigma=2.0, q=0.01, steps=5, delta=1e-7, accountant="rdp")
-    SpendBook(path).charge(
-        SECOND, origin="cardiology", segment=0, generation=0, nonce=b"n", charges=[other], bounds={}
-    )
-    assert run(path, "--origin", "cardiology", "--json") == 0
+    book = made(path, "cardiology")
+    book.charge(SECOND, segment=0, generation=0, nonce=b"n" * 16, charges=[other], bounds={})
+    book.ledger.close()
+    assert run(path, "--json") == 0
     clinical = tree(capsys)["origins"]["cardiology"]["clinical"]
-    assert (clinical["delta"], clinical["accountant"]) == (1e-7, "rdp")
     together = [Event(sigma=1.5, q=0.01, steps=200), Event(sigma=2.0, q=0.01, steps=5)]
-    assert clinical["epsilon"] == accountant("rdp").epsilon(together, 1e-7)
-    (also,) = clinical["also"]
-    assert (also["delta"], also["accountant"]) == (1e-5, "pld")
-    assert also["epsilon"] == accountant("pld").epsilon(together, 1e-5)
-    assert run(path, "--origin", "cardiology") == 0
+    lines = {(each["delta"], each["accountant"]): each["epsilon"] for each in (clinical, *clinical["also"])}
+    assert lines == {
+        (1e-7, "rdp"): accountant("rdp").epsilon(together, 1e-7),
+        (1e-5, "pld"): accountant("pld").epsilon(together, 1e-5),
+    }
+    assert run(path) == 0
     text = capsys.readouterr().out
     assert "δ = 1e-07, rdp" in text and "δ = 1e-05, pld" in text
     assert text.count(f"{FIRST[:8]} ") == 2  # once per class, not per δ
@@ -145,13 +214,13 @@ def test_several_deltas_are_several_lines(path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("name", [FIRST, FIRST[:8], "first [red]"])
 def test_a_reservation_is_given_back_and_charges_stay(
-    path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(path, "--release", name) == 0
+    assert run(folder, "--release", name) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert f"{FIRST[:8]} holds no reservation any more" in text
     assert "stays charged" in text
-    assert run(path, "--json", "--release", FIRST) == 0  # again: nothing left to give back
+    assert run(folder, "--json", "--release", FIRST) == 0  # again: nothing left to give back
     found = tree(capsys)
     clinical = found["origins"]["cardiology"]["clinical"]
     assert found["released"] == FIRST
@@ -161,55 +230,86 @@ def test_a_reservation_is_given_back_and_charges_stay(
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("nobody", "knows no run"), ("", "knows no run"), ("3f9c", "2 runs")]
+    ("name", "words"), [("nobody", "no run 'nobody'"), ("", "no run ''"), ("3f9c", "2 runs")]
 )
 def test_a_run_that_is_not_known_or_not_clear_is_refused(
-    path: Path, name: str, words: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, name: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = path.read_bytes()
-    assert run(path, "--release", name) == 1
+    before = contents(folder)
+    assert run(folder, "--release", name) == 1
     printed = capsys.readouterr()
     assert words in printed.err.replace("\n", " ")
     assert printed.out == ""
-    assert path.read_bytes() == before
+    assert contents(folder) == before
 
 
-def test_a_book_that_is_not_there_is_refused_and_not_made(
+def test_a_ledger_that_is_not_there_is_refused_and_not_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run() == 1
-    assert "runs/spend.db" in capsys.readouterr().err.replace("\n", "")
+    assert "there is no ledger 'runs'" in capsys.readouterr().err.replace("\n", "")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs").mkdir()
+    assert run() == 1
+    assert "there is no ledger in 'runs'" in capsys.readouterr().err.replace("\n", "")
+    (tmp_path / "runs" / "spend.db").write_bytes(b"")
+    assert run() == 1
+    assert "spend book (spend.db) of an earlier version" in capsys.readouterr().err.replace("\n", "")
 
 
-def test_a_book_without_charges_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    SpendBook(tmp_path / "spend.db")
-    assert run(tmp_path / "spend.db") == 0
-    assert "Nothing has been booked" in capsys.readouterr().out
-    assert run(tmp_path / "spend.db", "--json") == 0
-    assert tree(capsys)["origins"] == {}
+def test_something_else_than_a_ledger_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.ledger.db").write_bytes(b"something else" * 100)
+    assert run(tmp_path) == 1
+    assert "x.ledger.db" in capsys.readouterr().err
+
+
+def test_a_ledger_without_charges_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path / "new.ledger.db", "new").ledger.close()
+    assert run(tmp_path) == 0
+    assert capsys.readouterr().out == "corpus new\n  nothing is spent or reserved\n"
+    assert run(tmp_path, "--json") == 0
+    assert tree(capsys)["origins"] == {"new": {}}
 
 
 def test_names_reach_the_terminal_as_text_and_infinity_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    book = SpendBook(tmp_path / "spend.db")
-    charge = Charge(cls="[bold]x\x1b[31m", sigma=1e-300, q=1.0, steps=1, delta=1e-5, accountant="pld")
-    book.reserve(FIRST, origin="[/]\n", charges=[charge], bounds={}, label="[link=x]")
-    book.charge(FIRST, origin="[/]\n", segment=0, generation=0, nonce=b"n", charges=[charge], bounds={})
-    assert run(book.path) == 0
+    book = made(tmp_path / "x.ledger.db", "[/]")
+    charge = replace(CLINICAL, sigma=1e-300, q=1.0, steps=1)
+    book.reserve(FIRST, charges=[charge], bounds={}, label="[link=x]\x1b[31m")
+    book.charge(FIRST, segment=0, generation=0, nonce=b"n" * 16, charges=[charge], bounds={})
+    book.ledger.close()
+    assert run(tmp_path) == 0
     text = capsys.readouterr().out
     assert "\x1b" not in text
-    assert "[bold]x\\x1b[31m" in text and "corpus [/]\\n" in text and "[link=x]" in text
+    assert "[link=x]\\x1b[31m" in text and "corpus [/]" in text
     assert "∞" in text
-    assert run(book.path, "--json") == 0
-    (figures,) = tree(capsys)["origins"]["[/]\n"].values()
+    assert run(tmp_path, "--json") == 0
+    (figures,) = tree(capsys)["origins"]["[/]"].values()
     assert figures["epsilon"] is None
+
+
+def test_a_password_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("postgresql://me:secret@127.0.0.1:1/nowhere") == 1
+    printed = capsys.readouterr()
+    assert "secret" not in printed.out + printed.err
+
+
+def test_torch_is_not_needed(folder: Path) -> None:
+    script = (
+        "import sys; from lamina.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", script, "spend", str(folder), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["origins"].keys() == {"cardiology", "registry"}
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("spent for good", "--release", "priced jointly", "rounded up"):
+    for part in ("spent for good", "--release", "priced jointly", "rounded up", "lamina ledger verify"):
         assert part in text

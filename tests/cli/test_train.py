@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,10 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lamina.admit.key import PrivateKey
 from lamina.cli import main
 from lamina.cli.notes import NOT_SIGNED
+from lamina.ledger.ledger import Ledger
 from lamina.plan import Policy
-from lamina.train import SpendBook, Trainer
+from lamina.train import Trainer
+from lamina.train.book import Book
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -49,9 +53,11 @@ def test_from_npz_to_a_private_model(project: Project) -> None:
     assert (name, unit, delta, steps) == ("clinical", "patient", "1e-05", "6")
     assert 1.9 < float(mine) <= 2.0
     assert mine == total
-    for path in (folder / "model.safetensors", project.folder / "runs" / "spend.db", folder / "journal"):
+    ledger = project.folder / "runs" / "test.ledger.db"
+    for path in (folder / "model.safetensors", ledger, ledger.with_suffix(".pem"), folder / "journal"):
         assert str(path) in out
         assert path.exists()
+    assert f"lamina ledger verify {ledger}" in out
     assert "the factory talks" in err  # the user's prints are no results
     assert "the factory talks" not in out
     assert "step 6 of 6" in err
@@ -70,8 +76,67 @@ def test_json_has_the_keys_of_the_contract(project: Project) -> None:
     assert figures["unit"] == "patient"
     assert found["metrics"].keys() == {"mean"}
     assert set(weights(found)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    book = SpendBook(found["book"], create=False)
-    assert book.total("test", "clinical", delta=1e-5).spent == pytest.approx(figures["total"])
+    assert found["ledger"] == str(project.folder / "runs" / "test.ledger.db")
+    with Ledger.open(found["ledger"]) as ledger:
+        assert Book(ledger).total("clinical", delta=1e-5).spent == pytest.approx(figures["total"])
+
+
+def test_the_ledger_says_what_the_run_did_and_verifies(project: Project) -> None:
+    found = project.train_json()
+    where = Path(found["ledger"])
+    key = where.with_name("test.ledger.pem")
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    link = Path(found["folder"]) / "ledger.db"
+    assert link.is_symlink() and link.resolve() == where.resolve()
+    code, out, err = project.call("ledger", "verify", str(link), "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    assert told["verified"] and told["origin"] == "test"
+    assert told["signed"] == told["size"]  # nothing is left unsigned
+    code, out, err = project.call("ledger", "show", str(where), "--kind", "epoch", "--json")
+    epochs = json.loads(out)["records"]
+    assert {epoch["run"] for epoch in epochs} == {found["run"]}
+    steps = [(s["first"], s["last"]) for epoch in epochs for s in epoch["segments"]]
+    assert steps == [(0, 2), (2, 4), (4, 6)]
+
+
+def test_a_key_and_a_ledger_of_ones_own(project: Project) -> None:
+    PrivateKey.generate().save(project.folder / "own.key", None)
+    run = 'ledger = "own.ledger.db"\nledger_key = "own.key"\n' + project.run
+    found = project.train_json(run=run)
+    assert found["ledger"] == str(project.folder / "own.ledger.db")
+    assert not (project.folder / "own.ledger.pem").exists()
+    with Ledger.open(found["ledger"]) as ledger:
+        assert ledger.header.keys[0].x == PrivateKey.load(project.folder / "own.key", None).public.x
+    code, _, err = project.train(run=run.replace("own.key", "gone.key"))
+    assert code == 1
+    assert "ledger_key is 'gone.key'" in err and "lamina keys new" in err
+
+
+def test_a_run_file_of_the_spend_book_says_what_to_write(project: Project) -> None:
+    code, _, err = project.train(run='book = "runs/spend.db"\n' + project.run)
+    assert code == 1
+    assert "book is 'runs/spend.db'" in err and 'write ledger = "NAME.ledger.db" instead' in err
+    assert not (project.folder / "runs").exists()
+
+
+def test_an_origin_that_cannot_name_a_ledger_is_refused_with_one_that_can(project: Project) -> None:
+    policy = (project.folder / "policy.toml").read_text()
+    project.write("policy.toml", policy.replace('"test"', '"ward 7, north"'))
+    for words in ((), ("--plan-only",)):
+        code, _, err = project.train(*words)
+        assert code == 1
+        assert "corpus.origin is 'ward 7, north'" in err and "for example 'ward-7" in err
+    assert not (project.folder / "runs").exists()
+
+
+def test_a_password_is_not_written_down(project: Project) -> None:
+    address = "postgresql://me:secret@127.0.0.1:1/nowhere"
+    code, out, err = project.train(run=f'ledger = "{address}"\n{project.run}')
+    assert code == 1
+    assert "secret" not in out + err
+    asked = project.folder / "runs" / "first" / "run.json"
+    assert "postgresql://me@127.0.0.1:1/nowhere" in asked.read_text() and "secret" not in asked.read_text()
 
 
 def everything(module: str) -> str:
@@ -94,7 +159,7 @@ threads = 1
 max_occurrences = 4
 hardened = true
 output = "elsewhere/named"
-book = "books/mine.db"
+ledger = "ledgers/mine.db"
 [data]
 kind = "csv"
 path = "data.csv"
@@ -115,14 +180,14 @@ patience = 50
 
 def test_from_csv_with_everything_said(project: Project) -> None:
     run = everything(project.module)
-    (project.folder / "books").mkdir()
+    (project.folder / "ledgers").mkdir()
     found = project.train_json(run=run)
     folder = project.folder / "elsewhere" / "named"
     assert found["folder"] == str(folder)
     assert found["planned_steps"] == 5
     assert found["classes"]["clinical"]["epsilon"] <= 1.5
     assert {"ema.safetensors", "best.safetensors", "model.safetensors"} <= {p.name for p in folder.iterdir()}
-    assert (project.folder / "books" / "mine.db").exists()
+    assert {"mine.db", "mine.pem"} <= {p.name for p in (project.folder / "ledgers").iterdir()}
     assert weights(found)["0.weight"].shape == (5, 4)
 
 
@@ -286,29 +351,46 @@ def test_plan_only_spends_and_writes_nothing(project: Project) -> None:
     assert "nothing was spent or written" in out
     assert "would begin" in out
     spent = project.train_json()["classes"]["clinical"]["total"]
-    book = (project.folder / "runs" / "spend.db").read_bytes()
+    ledger = (project.folder / "runs" / "test.ledger.db").read_bytes()
     found = project.train_json("--plan-only")
     assert found["classes"].keys() == {"clinical"}  # the keys of `lamina plan`, and more
-    assert {"layers", "folder", "begun", "book", "notes"} <= found.keys()
+    assert {"layers", "folder", "begun", "ledger", "standing", "notes"} <= found.keys()
+    assert found["ledger"] == str(project.folder / "runs" / "test.ledger.db")
     assert found["begun"] == 6
-    assert found["book"]["clinical"]["spent"] == pytest.approx(spent)
-    assert found["book"]["clinical"]["bound"] == 6.0
-    assert (project.folder / "runs" / "spend.db").read_bytes() == book
+    assert found["standing"]["clinical"]["spent"] == pytest.approx(spent)
+    assert found["standing"]["clinical"]["bound"] == 6.0
+    assert (project.folder / "runs" / "test.ledger.db").read_bytes() == ledger
     _, out, _ = project.train("--plan-only", "--fresh")
     assert "first-2: would begin" in out
 
 
-def test_plan_only_says_that_the_book_would_refuse(project: Project) -> None:
+def test_plan_only_says_that_the_ledger_would_refuse(project: Project) -> None:
     """Two runs of ε = 4 do not fit into a bound of 6; the second would be refused, and is told so."""
     project.train_json(run=project.run.replace("epsilon = 2.0", "epsilon = 4.0"))
     code, out, _ = project.train(
         "--plan-only", "--fresh", run=project.run.replace("epsilon = 2.0", "epsilon = 5.5")
     )
     assert code == 1
-    assert "would be refused: there is no room in the book for class 'clinical'" in out
+    assert "would be refused: there is no room in the ledger for class 'clinical'" in out
     code, _, err = project.train("--fresh", run=project.run.replace("epsilon = 2.0", "epsilon = 5.5"))
     assert code == 1
     assert "bound to ε ≤ 6" in err
+
+
+def test_plan_only_says_that_the_ledger_would_not_follow_the_policy(project: Project) -> None:
+    """One that protects less than was promised, and one of another δ."""
+    project.train_json()
+    policy = (project.folder / "policy.toml").read_text()
+    for old, new, words in (
+        ("epsilon = 6.0", "epsilon = 9.0", "protect"),
+        ("1e-5", "1e-6", "counts by pld at δ = 1e-05 for good"),
+    ):
+        project.write("policy.toml", policy.replace(old, new))
+        for words_too in (("--plan-only", "--fresh"), ("--fresh",)):
+            code, _, err = project.train(*words_too)
+            assert code == 1
+            assert words in err and "test.ledger.db" in err
+    assert not (project.folder / "runs" / "first-2" / "journal").exists()
 
 
 def test_plan_only_rehearses(project: Project) -> None:
@@ -349,7 +431,7 @@ def test_refusals_name_the_thing_and_leave_nothing_behind(
     assert words in err
     assert told["remedy"]
     assert "Traceback" not in err
-    assert not (project.folder / "runs" / "spend.db").exists()
+    assert not list((project.folder / "runs").glob("*ledger*"))
 
 
 def test_a_corpus_under_another_policy_is_refused(project: Project, again: Callable[[str], None]) -> None:
@@ -394,7 +476,7 @@ build = Net
     assert "layer 'head', Linear(in_features=3, out_features=2, bias=True)" in err
     assert f"{project.module}.py:8, in forward" in err
     assert "float32 (6, 4)" in err  # the rehearsal's own size, not a batch's
-    assert not (project.folder / "runs" / "spend.db").exists()
+    assert not list((project.folder / "runs").glob("*ledger*"))
 
 
 # ------------------------------------------------------------------------------------ nothing private on a stream

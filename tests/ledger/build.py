@@ -38,6 +38,7 @@ from lamina.ledger.records import (
     Signed,
     Terms,
     Withdrawal,
+    in_force,
 )
 from lamina.ledger.retention import Retention
 from lamina.ledger.spend import Spending, due
@@ -303,6 +304,7 @@ def build(where: str, *, prune: bool = True, **changes: Any) -> Story:
                 floors=Floors(clip_norm=200_000, noise_multiplier=500_000),
                 presets=PRESETS,
                 policy=digest("policy", 2),
+                previous=in_force(ledger.header),
             )
         ]
     )

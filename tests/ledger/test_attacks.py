@@ -31,7 +31,7 @@ from build import (
     segment,
     signed_by,
 )
-from forge import all_leaves, appended, changed, leaf, relinked, replacing, rewritten, sql
+from forge import all_leaves, appended, changed, leaf, relinked, replacing, rewritten, sealed, sql
 from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, Clock, digest, key
 
 from lamina import cbor
@@ -56,6 +56,7 @@ from lamina.ledger.records import (
     Span,
     Terms,
     Withdrawal,
+    in_force,
 )
 
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
@@ -348,6 +349,9 @@ def test_signed_anew_by_another_key(path: str, whole: Template) -> None:
     mine = Key(name=ORIGIN, x=OTHER.public.x, role=Role.LEDGER)
     keys = (mine, *leaves.decode(leaf(path, 0)).record.keys[1:])  # type: ignore[union-attr]
     rewritten(path, replacing(0, keys=keys), OTHER)
+    named(path, whole.at["policy"], "policy", "replaces another policy")  # it hangs together
+    forged = in_force(leaves.decode(leaf(path, 0)).record)
+    rewritten(path, replacing(whole.at["policy"], previous=forged), OTHER)
     assert verify(path).verified  # consistent in itself: it names its own key
     assert not verify(path).trusted
     named(path, 0, "trust", "signed anew", trust=MINE)
@@ -554,8 +558,9 @@ def test_more_than_was_signed(tmp_path: Path) -> None:
 
 def test_floor_lowered(path: str, whole: Template) -> None:
     lower = PolicyChange(
-        floors=Floors(clip_norm=1, noise_multiplier=1), presets=PRESETS, policy=digest("low")
-    )
+        floors=Floors(clip_norm=1, noise_multiplier=1), presets=PRESETS, policy=digest("low"),
+        previous=in_force(leaves.decode(leaf(path, whole.at["policy"])).record),
+    )  # fmt: skip
     rewritten(path, appended(lower))
     named(path, whole.size, "policy", "the floor of the clip norm falls, and 0 of two")
     rewritten(path, replacing(whole.size, signatures=signed_by(lower, LEDGER).signatures))
@@ -566,6 +571,25 @@ def test_floor_lowered(path: str, whole: Template) -> None:
     named(path, whole.size, "policy", "does not count")
     rewritten(path, replacing(whole.size, signatures=signed_by(lower, LEDGER, AUDITOR).signatures))
     assert verify(path).verified
+
+
+def test_a_looser_policy_that_was_taken_back_is_not_adopted_again(path: str, whole: Template) -> None:
+    """Two signed for it once; whoever keeps the ledger has their signatures still."""
+    before = leaves.decode(leaf(path, whole.at["policy"])).record
+    assert isinstance(before, PolicyChange)
+    lower = PolicyChange(
+        floors=Floors(clip_norm=1, noise_multiplier=1),
+        presets=PRESETS,
+        policy=digest("low"),
+        previous=in_force(before),
+    )
+    signed = signed_by(lower, LEDGER, AUDITOR)
+    back = dataclasses.replace(before, previous=in_force(signed))
+    rewritten(path, appended(signed))
+    rewritten(path, appended(back))
+    assert verify(path).verified
+    rewritten(path, appended(signed))
+    named(path, whole.size + 2, "policy", "replaces another policy")
 
 
 @pytest.mark.parametrize(
@@ -589,6 +613,32 @@ def test_a_bound_that_the_policy_does_not_allow(tmp_path: Path, terms: Terms, re
     story.admit(contribution(n, terms=terms) for n in range(100, 140))  # as a column, too
     story.sign()
     named(str(tmp_path / "a.db"), seq, "contribution", reason)
+
+
+def test_a_threshold_outside_the_profile(tmp_path: Path) -> None:
+    """The plan says that the class reaches the top half, and gives it a threshold for a layer below."""
+    story, deep = (
+        begin(str(tmp_path / "a.db")),
+        plan(clip=((0.0, 0.1, 0.7, 0.5), (float("inf"),) * 4), noise=(0.0, 4.0, 4.0, 4.0)),
+    )
+    story.admit(contribution(n) for n in range(3))
+    story.later(2 * HOUR)
+    seq = story.epoch(RUNS[0], [segment(0, read=story.ledger.size)], of=deep, scales={USUAL: 1.0})
+    story.sign()
+    named(str(tmp_path / "a.db"), seq, "epoch", "class 'clinical' has a threshold for layer 'layer.1'")
+
+
+def test_a_public_class_outside_its_profile(tmp_path: Path) -> None:
+    upper = dataclasses.replace(PRESETS[1], profile="top=0.5")
+    story = begin(str(tmp_path / "a.db"), presets=(PRESETS[0], upper))
+    story.admit(contribution(n) for n in range(3))
+    story.later(2 * HOUR)
+    classes = (plan().classes[0], dataclasses.replace(plan().classes[1], profile="top 50 %"))
+    seq = story.epoch(
+        RUNS[0], [segment(0, read=story.ledger.size)], of=plan(classes=classes), scales={USUAL: 1.0}
+    )
+    story.sign()
+    named(str(tmp_path / "a.db"), seq, "epoch", "class 'open' has a threshold for layer 'layer.0'")
 
 
 def test_key_revoked(path: str, whole: Template) -> None:
@@ -808,8 +858,46 @@ def test_a_key_that_makes_itself_the_ledgers(path: str, whole: Template) -> None
         shutil.copy(whole.path, path)
         with Ledger.open(path, OTHER, clock=Clock(START + 4 * YEAR)) as ledger:
             ledger.append([_new_key(change, START)])
-            ledger.checkpoint()
+        sealed(path, OTHER)
         named(path, whole.size, "checkpoint", "no checkpoint of an earlier key vouches for")
+
+
+@pytest.mark.parametrize("change", [Change.ROTATE, Change.REVOKE])
+def test_a_key_that_was_put_out_lets_itself_in_again(path: str, whole: Template, change: Change) -> None:
+    """Its thief writes that it was added again, and signs that with it."""
+    clock = Clock(START + 4 * YEAR)
+    with Ledger.open(path, LEDGER, clock=clock) as ledger:
+        ledger.append([_new_key(Change.ROTATE if change is Change.ROTATE else Change.ADD, START)])
+        ledger.checkpoint()
+    again = KeyEvent(
+        change=Change.ADD, key=Key(name=ORIGIN, x=LEDGER.public.x, role=Role.LEDGER), effective=START
+    )
+    with Ledger.open(path, OTHER, clock=clock) as ledger:
+        if change is Change.REVOKE:
+            ledger.append([KeyEvent(change=change, target=LEDGER.public.id, effective=int(clock.now))])
+        ledger.append([Withdrawal(target=10, reason=Reason.REQUEST)])
+        ledger.checkpoint()
+        size = ledger.size
+        ledger.append([again])
+    assert verify(path, trust=MINE).problem is not None  # nobody has signed that yet
+    sealed(path, LEDGER)
+    named(path, size, "checkpoint", "no checkpoint of an earlier key vouches for")
+    sealed(path, OTHER)  # who keeps the ledger now may let it in
+    assert verify(path, trust=MINE).verified
+
+
+def test_a_seal_by_a_key_that_was_revoked(path: str, whole: Template) -> None:
+    """The checkpoint is signed as it must be; receipts would be by a key that counts no more."""
+    clock = Clock(START + 4 * YEAR)
+    with Ledger.open(path, LEDGER, clock=clock) as ledger:
+        ledger.append([_new_key(Change.ADD, START)])
+        ledger.checkpoint()
+    with Ledger.open(path, OTHER, clock=clock) as ledger:
+        ledger.append([KeyEvent(change=Change.REVOKE, target=LEDGER.public.id, effective=int(clock.now))])
+    sealed(path, OTHER, seal=LEDGER)
+    named(path, whole.size + 1, "checkpoint", "seal")
+    sealed(path, OTHER)
+    assert verify(path).verified
 
 
 def test_a_key_of_the_ledger_that_was_rotated(path: str, whole: Template) -> None:
@@ -826,6 +914,7 @@ def test_a_key_of_the_ledger_that_was_rotated(path: str, whole: Template) -> Non
         path, trust=Trust(plain=(OTHER.public,))
     ).trusted  # who knows the new one need not know the old
     assert problem(path, trust=Trust(plain=(AUDITOR.public,))).kind == "trust"
+    named(path, 0, "trust", "none of the trusted keys is for a ledger", trust=Trust())
     # The old key goes on signing: what it signs now does not count.
     rewritten(path, lambda data: data, LEDGER)
     named(path, whole.size + 1, "checkpoint", "was replaced at")

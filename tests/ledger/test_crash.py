@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-import killing
+import cuts
 import postgres
 import pytest
 from making import START, Clock, admitted, create, header, reopen
@@ -25,9 +25,9 @@ def test_killed_in_the_middle_of_append_checkpoint_and_prune(where: str, tmp_pat
     for number in range(kills):
         # Between a commit and several rounds; often short, since a short time ends in a different place each time.
         pause = coin.choice([0.002, 0.02, 0.2]) * coin.random()
-        killing.kill_after(pause, lambda seed=number: killing.work(where, acknowledged, seed), acknowledged)
+        cuts.kill_after(pause, lambda seed=number: cuts.work(where, acknowledged, seed), acknowledged)
         with reopen(where, Clock(START + 10**6)) as ledger:
-            killing.check(ledger, acknowledged)
+            cuts.check(ledger, acknowledged)
     words = {line.split()[0] for line in acknowledged.read_text().splitlines()}
     assert words >= {"appended"}
     if kills == 100:
@@ -49,7 +49,7 @@ def test_killed_while_it_is_made(where: str, tmp_path: Path) -> None:
 
     for number in range(4):
         place = f"{where}_{number}"
-        killing.kill_after(0.04 * coin.random(), lambda place=place: make(place), ready)
+        cuts.kill_after(0.04 * coin.random(), lambda place=place: make(place), ready)
         ready.unlink()
         try:
             ledger = create(place)

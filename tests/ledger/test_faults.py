@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import disks
-import killing
+import cuts
 import postgres as servers
 import pytest
 from making import LEDGER, START, Clock, admitted, attestation, create, epoch
@@ -127,7 +127,7 @@ def test_every_write_and_sync_may_fail(
         disk.disarm()
         ledger.close()
         with opened(trial) as again:
-            killing.check(again, silent)
+            cuts.check(again, silent)
             assert not done or _is_done(again, deed)
             if deed is prune:
                 Retention(again).resume()
@@ -202,7 +202,7 @@ def test_a_power_cut_takes_back_nothing_that_was_acknowledged_or_signed(
             for tree in signed:
                 assert again.size >= tree.size, f"signed {tree.size} leaves, {again.size} are left"
                 assert again.root_at(tree.size) == tree.root
-            killing.check(again, silent)
+            cuts.check(again, silent)
             again.append([admitted(5000, expires=LATER + 9)])
             again.checkpoint()
         if ended:
@@ -330,7 +330,7 @@ def test_every_statement_and_commit_may_lose_its_connection(
             except StoreLost:
                 assert deed is prune  # which also reads, and reads are not repeated
             whole, at = count < trial, 0
-            killing.check(ledger, silent)
+            cuts.check(ledger, silent)
             if deed is append:
                 assert ledger.size == size + 55
         if whole:

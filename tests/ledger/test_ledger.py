@@ -54,6 +54,7 @@ from lamina.ledger.records import (
     Signed,
     Span,
     Withdrawal,
+    in_force,
 )
 from lamina.ledger.store.errors import Damaged
 from lamina.ledger.view import View
@@ -444,9 +445,11 @@ def test_keys_are_added_rotated_and_revoked(ledger: Ledger, where: str, clock: C
 
 def test_a_looser_policy_needs_two_signatures(ledger: Ledger) -> None:
     stricter = PolicyChange(floors=Floors(clip_norm=200_000, noise_multiplier=500_000), presets=header().presets,
-                            policy=digest("stricter"))  # fmt: skip
+                            policy=digest("stricter"), previous=in_force(ledger.header))  # fmt: skip
     ledger.append([stricter])
-    looser = dataclasses.replace(stricter, floors=header().floors, policy=digest("looser"))
+    looser = dataclasses.replace(
+        stricter, floors=header().floors, policy=digest("looser"), previous=in_force(stricter)
+    )
     message = looser.message(ORIGIN)
     good = [Signed(key=each.public.id, signature=each.sign(message)) for each in (LEDGER, AUDITOR)]
     stranger = Signed(key=OTHER.public.id, signature=OTHER.sign(message))
@@ -455,11 +458,17 @@ def test_a_looser_policy_needs_two_signatures(ledger: Ledger) -> None:
         with pytest.raises(LedgerError, match="protect less: the floor of the clip norm falls"):
             ledger.append([dataclasses.replace(looser, signatures=tuple(signatures))])
     assert ledger.append([dataclasses.replace(looser, signatures=tuple(good))]) == [2]
-    assert ledger.append([looser]) == [3]  # now it changes nothing
+    with pytest.raises(LedgerError, match="another policy than the one in force"):
+        ledger.append([dataclasses.replace(looser, signatures=tuple(good))])  # not a second time
+    same = dataclasses.replace(looser, previous=in_force(dataclasses.replace(looser, signatures=tuple(good))))
+    assert ledger.append([same]) == [3]  # it changes nothing
+    stricter = dataclasses.replace(stricter, previous=in_force(same))
+    looser = dataclasses.replace(looser, previous=in_force(stricter))
     with pytest.raises(
         LedgerError, match="protect less"
     ):  # each is held against the one before, in a batch as well
         ledger.append([stricter, looser])
+    assert ledger.size == 4
 
 
 def test_proofs_and_receipts_hold(ledger: Ledger) -> None:

@@ -61,7 +61,9 @@ AGGREGATE = Aggregate(
     classes=(ClassTotal(cls="clinical", count=5, withdrawn=1, spend=7),),
     digest=digest("pruned"),
 )
-CHANGE = PolicyChange(floors=Floors(clip_norm=1), presets=header().presets, policy=digest("new"))
+CHANGE = PolicyChange(
+    floors=Floors(clip_norm=1), presets=header().presets, policy=digest("new"), previous=digest("old")
+)
 SAMPLES: list[Record] = [
     header(),
     header(
@@ -125,7 +127,7 @@ def test_the_wire_format_is_frozen() -> None:
     assert total.hexdigest() == FROZEN
 
 
-FROZEN = "a537cdd5990cbad340d933a946762164026ce30738609567ecec7143237574b9"
+FROZEN = "16502d31eec51a1358e8660c06aa361b7d8a37b9595b1fd7c525ef4b0bd6c6ad"
 
 
 numbers = st.integers(0, 2**32) | st.sampled_from(

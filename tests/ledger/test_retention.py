@@ -297,6 +297,14 @@ def test_pruning_needs_the_key(ledger: Ledger, where: str, clock: Clock) -> None
         Retention(other)
 
 
+def test_a_key_that_may_not_sign_prunes_nothing(ledger: Ledger, where: str, clock: Clock) -> None:
+    aggregate, size = proposed(ledger), ledger.size
+    with Ledger.open(where, AUDITOR, clock=clock) as other:
+        with pytest.raises(LedgerError, match="not one that signs"):
+            Retention(other).prune(aggregate)
+        assert other.size == size
+
+
 # ----------------------------------------------------------------------------------- a stop in the middle
 
 

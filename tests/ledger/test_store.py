@@ -261,7 +261,9 @@ def test_tables_of_an_older_version_are_brought_up_to_date(
             rows._db.rows("INSERT INTO later VALUES (?) ON CONFLICT DO NOTHING", 1)
         store.close()
     monkeypatch.undo()
-    with pytest.raises(LedgerError, match="tables of version 2, this program knows 1"):
+    with pytest.raises(
+        LedgerError, match=f"tables of version {len(more)}, this program knows {migrations.VERSION}"
+    ):
         make_store(where)
 
 
@@ -271,7 +273,7 @@ def test_a_migration_that_fails_changes_nothing(where: str, monkeypatch: pytest.
         patch.setattr(
             migrations, "STEPS", (*migrations.STEPS, ("CREATE TABLE later (id {number})", "CREATE nonsense"))
         )
-        patch.setattr(migrations, "VERSION", 2)
+        patch.setattr(migrations, "VERSION", migrations.VERSION + 1)
         with pytest.raises(StoreError):
             make_store(where)
     make_store(where).close()
@@ -299,9 +301,10 @@ def test_who_reads_changes_nothing(where: str, monkeypatch: pytest.MonkeyPatch) 
         pass
     reader.close()
     store.close()
+    there = migrations.VERSION
     for module in (migrations, sqlite, postgres_store):
-        monkeypatch.setattr(module, "VERSION", 2)
-    with pytest.raises(LedgerError, match="tables of version 1, to be brought up to 2"):
+        monkeypatch.setattr(module, "VERSION", there + 1)
+    with pytest.raises(LedgerError, match=f"tables of version {there}, to be brought up to {there + 1}"):
         make_store(where, readonly=True)
 
 
@@ -356,10 +359,25 @@ def test_other_files_are_not_taken_for_ledgers(tmp_path: Path) -> None:
         if name == "text":
             assert (tmp_path / name).read_bytes() == before
     (tmp_path / "link").symlink_to(tmp_path / "other.db")
-    with pytest.raises(StoreError):
+    with pytest.raises(LedgerError):
         SqliteStore(tmp_path / "link")
     with pytest.raises(StoreError, match="cannot make"):
         SqliteStore(tmp_path / "missing" / "x.db", create=True)
+
+
+def test_a_link_leads_to_the_ledger_and_what_lies_beside_it(tmp_path: Path) -> None:
+    SqliteStore(tmp_path / "x.db", create=True).close()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ledger.db").symlink_to("../x.db")
+    first, second = SqliteStore(tmp_path / "x.db"), SqliteStore(tmp_path / "run" / "ledger.db")
+    assert first.name == second.name
+    with first.write() as rows:
+        rows.put_head(HEAD)
+    with second.read() as rows:
+        assert rows.head() == HEAD
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["ledger.db"]
+    first.close()
+    second.close()
 
 
 def test_what_a_killed_creator_left_is_used(tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ def test_the_account_of_a_bound() -> None:
     whole, own, grid, far = account(0, 0), account(500, 4000), account(400, 4100), account(100, 9000)
     bound = ("clinical", 500, 4000)
     assert account_of([whole, grid, own], bound) == own
-    assert account_of([whole, far, grid], bound) == grid
+    assert account_of([whole, far, grid], bound) == whole  # never told too small
+    assert account_of([far, grid], bound) == grid
     assert account_of([whole, account(600, 4000), account(500, 3999)], bound) == whole
     assert account_of([account(600, 4000)], bound) is None
     assert account_of([own], ("open", 0, 0)) is None

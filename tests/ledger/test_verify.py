@@ -77,6 +77,7 @@ from lamina.ledger.records import (
     Reason,
     Terms,
     Withdrawal,
+    in_force,
 )
 from lamina.ledger.retention import Retention
 from lamina.ledger.spend import Spending, due, signed_spend, whole
@@ -539,7 +540,7 @@ def _epoch(story: Story, used: StepPlan, index: int, charges: tuple[Charge, ...]
 
 
 def test_raw_noise_with_a_cap_is_charged_for_every_attempt(tmp_path: Path) -> None:
-    """min(N, steps) along the weights, and min(N, steps) again for what was given up."""
+    """min(N, steps) along the weights, and min(N, steps) again for what was given up and is done again."""
     path = str(tmp_path / "a.db")
     story = begin(path, accountant="gaussian", presets=_loose())
     story.admit([contribution(1)])
@@ -550,7 +551,8 @@ def test_raw_noise_with_a_cap_is_charged_for_every_attempt(tmp_path: Path) -> No
 
     _epoch(story, used, 0, events(10))
     _epoch(story, used, 1, events(5))  # the cap is reached
-    third = _epoch(story, used, 2, events(10), outcome=Outcome.ABANDONED)
+    _epoch(story, used, 2, (), outcome=Outcome.ABANDONED)  # whoever was in it was counted on
+    third = _epoch(story, used, 2, events(10), generation=1)
     story.sign()
     story.ledger.close()
     assert verify(path).problem is None
@@ -627,7 +629,8 @@ def test_a_stricter_policy_binds_whoever_comes_later(tmp_path: Path) -> None:
     story = begin(path)
     story.admit([contribution(1), contribution(2, terms=STRICT)])
     doubled = tuple(dataclasses.replace(each, noise_multiplier=2 * each.noise_multiplier) for each in PRESETS)
-    story.ledger.append([PolicyChange(floors=FLOORS, presets=doubled, policy=digest("p"))])
+    previous = in_force(story.ledger.header)
+    story.ledger.append([PolicyChange(floors=FLOORS, presets=doubled, policy=digest("p"), previous=previous)])
     story.admit([contribution(3, terms=STRICT)])
     story.sign()
     assert verify(path).verified

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +21,10 @@ from lamina.admit.contribute import YEAR, State, attest_folder
 from lamina.admit.source import Contribution
 from lamina.train.corpus.signed import AdmittedCorpus
 
-NOW = 1_800_000_000  # when everything is signed, unless a test says otherwise
+NOW = int(time.time())  # when everything is signed, unless a test says otherwise
 POLICY = """
 [corpus]
-origin = "ward 7"
+origin = "ward-7"
 delta = 1e-5
 [class.open]
 public = true

@@ -58,6 +58,11 @@ def corpus(**changes: Any) -> Corpus:
     return Corpus(**{**data(), **changes}, policy=policy)
 
 
+def unpromised(**changes: Any) -> Corpus:
+    """The same data under no policy: nothing is promised but what a trainer is told."""
+    return Corpus(**{**data(), **changes}, origin="tests")
+
+
 def plan(model: nn.Module, steps: int = 24, policy: str = POLICY, batch: int = 48) -> StepPlan:
     return _plan(LayerStack.from_model(model), steps, policy, batch)
 
@@ -76,7 +81,7 @@ def trainer(folder: Path, *, steps: int = 24, segment: int = 5, seed: int = 0, *
     optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if "scheduler" not in options:
         options["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, made.steps)
-    data = options.pop("corpus", None) or corpus()
+    data = options.pop("corpus", None) or (corpus() if options.get("bounds") is None else unpromised())
     options = {"progress": False, "segment": segment, **options}
     return lamina.Trainer(
         model, optimizer, options.pop("loss_fn", loss), data, made, folder=folder, **options

@@ -15,8 +15,9 @@ import lamina
 from lamina.account import Event, accountant
 from lamina.allocate import LADP
 from lamina.errors import BudgetExceeded, RunError
+from lamina.ledger.ledger import Ledger
 from lamina.plan.signed import scale_for, signed_epsilon
-from lamina.train.book import Account, Charge, SpendBook, charges
+from lamina.train.book import Account, Book, Charge, charges
 from lamina.train.store.journal import Journal
 
 known_seeds = _known_seeds
@@ -26,8 +27,9 @@ STRICT = "clinical@c=9,z=2.25"
 
 def account(plan: Any, z: float = 2.25, c: float = 9.0, epsilon: float | None = None) -> Account:
     """As a resolver makes it: the scale that this plan needs, the ε that was signed."""
+    named = z if epsilon is None else 0.1  # what is signed is held to as well
     return Account(
-        name=f"clinical@c={c:g},z={z:g}",
+        name=f"clinical@c={c:g},z={named:g}",
         cls="clinical",
         scale=scale_for(plan, "clinical", c, z),
         epsilon=signed_epsilon(plan, "clinical", z) if epsilon is None else epsilon,
@@ -78,7 +80,7 @@ def test_a_run_books_class_and_bounds(tmp_path: Path) -> None:
         assert found["epsilon"] == pytest.approx(plan.epsilon("clinical", scale=each.scale))
         assert found["epsilon"] <= each.epsilon == found["signed"]
         assert (found["class"], found["scale"], found["delta"]) == ("clinical", each.scale, 1e-5)
-        total = run.book.total("tests", each.name, delta=1e-5)
+        total = run.book.total(each.name, delta=1e-5)
         assert total.spent == found["total"] == found["epsilon"]
         assert [row.steps for row in total.runs] == [24]
     metrics = json.loads((tmp_path / "a" / "metrics.json").read_text())
@@ -124,15 +126,17 @@ def test_another_run_may_need_another_scale_and_both_are_added_up(tmp_path: Path
         ],
         1e-5,
     )
-    assert bounds(tmp_path / "1")[STRICT]["total"] == pytest.approx(together)
+    assert bounds(tmp_path / "1")[made[0].name]["total"] == pytest.approx(together)
 
 
 def test_a_bound_at_the_scale_of_its_class_is_held_to_as_well(tmp_path: Path) -> None:
     """A plan that spends little needs no scaling for it; two such plans may still be too much."""
     plan = problem.plan(problem.net())
-    made = Account(name="clinical@z=1", cls="clinical", scale=1.0, epsilon=plan.epsilon("clinical") * 1.05)
+    made = Account(
+        name="clinical@c=9,z=0.1", cls="clinical", scale=1.0, epsilon=plan.epsilon("clinical") * 1.05
+    )
     problem.trainer(tmp_path / "a", accounts=[made], bounds=LOOSE).fit()
-    with pytest.raises(BudgetExceeded, match="signed bound 'z=1'"):
+    with pytest.raises(BudgetExceeded, match="signed bound 'c=9,z=0.1'"):
         problem.trainer(tmp_path / "b", accounts=[made], bounds=LOOSE).fit()
 
 
@@ -162,7 +166,7 @@ def test_what_is_redone_is_charged_to_the_bound_again(tmp_path: Path) -> None:
     made = account(plan, epsilon=9.0)
     killed(tmp_path / "a", 8, accounts=[made], bounds=LOOSE)
     problem.trainer(tmp_path / "a", accounts=[made], bounds=LOOSE, microbatches=2).fit()
-    assert bounds(tmp_path / "a")[STRICT]["epsilon"] == pytest.approx(priced(plan, made, 24 + 5))
+    assert bounds(tmp_path / "a")[made.name]["epsilon"] == pytest.approx(priced(plan, made, 24 + 5))
 
 
 def test_a_redo_that_a_bound_has_no_room_for_shortens_the_run(tmp_path: Path) -> None:
@@ -179,9 +183,10 @@ def test_a_lost_book_is_made_whole(tmp_path: Path) -> None:
     plan = problem.plan(problem.net())
     made = account(plan)
     killed(tmp_path / "a", 8, accounts=[made])
-    (tmp_path / "spend.db").unlink()
+    for path in tmp_path.glob("tests.ledger.*"):
+        path.unlink()
     problem.trainer(tmp_path / "a", accounts=[made]).fit()
-    found = SpendBook(tmp_path / "spend.db").total("tests", STRICT, delta=1e-5)
+    found = Book(Ledger.open(tmp_path / "tests.ledger.db")).total(STRICT, delta=1e-5)
     assert found.spent == pytest.approx(plan.epsilon("clinical", scale=made.scale))
     assert found.runs[0].redone == 0
 
@@ -213,34 +218,37 @@ def bound_of(name: str, epsilon: float) -> Account:
 
 def test_where_sigma_follows_the_budget_a_bound_pays_what_its_class_pays(tmp_path: Path) -> None:
     plan = followed()
-    made = bound_of("z=1", plan.epsilon("clinical"))
-    problem.trainer(tmp_path / "a", plan=plan, accounts=[made]).fit()
+    made = bound_of("c=9,z=0.1", plan.epsilon("clinical"))
+    problem.trainer(tmp_path / "a", plan=plan, accounts=[made], bounds={}).fit()
     found = bounds(tmp_path / "a")[made.name]
     assert found["epsilon"] == pytest.approx(plan.epsilon("clinical"))
-    with pytest.raises(BudgetExceeded, match="signed bound 'z=1'"):
+    with pytest.raises(BudgetExceeded, match="signed bound 'c=9,z=0.1'"):
         problem.trainer(tmp_path / "b", plan=plan, accounts=[made], bounds={}).fit()
 
 
 def test_a_followed_budget_that_a_bound_has_no_room_for_is_not_booked_at_all(tmp_path: Path) -> None:
     plan = followed()
-    good, bad = bound_of("z=1", plan.epsilon("clinical")), bound_of("z=2", 0.5 * plan.epsilon("clinical"))
-    with pytest.raises(BudgetExceeded, match="signed bound 'z=2'"):
+    good, bad = (
+        bound_of("c=9,z=0.1", plan.epsilon("clinical")),
+        bound_of("c=9,z=0.2", 0.5 * plan.epsilon("clinical")),
+    )
+    with pytest.raises(BudgetExceeded, match="signed bound 'c=9,z=0.2'"):
         problem.trainer(tmp_path / "a", plan=plan, accounts=[good, bad]).fit()
-    book = SpendBook(tmp_path / "spend.db")
+    book = Book(Ledger.open(tmp_path / "tests.ledger.db"))
     for name in ("clinical", good.name, bad.name):
-        assert book.total("tests", name, delta=1e-5, accountant=plan.accountant).committed == 0
+        assert book.total(name, delta=1e-5, accountant=plan.accountant).committed == 0
 
 
 def test_bounds_come_and_go_under_a_followed_budget(tmp_path: Path) -> None:
     """Each is booked once, in full, when it first takes part; the class is not booked again for it."""
     plan = followed()
-    first, later = bound_of("z=1", 9.0), bound_of("z=2", 9.0)
+    first, later = bound_of("c=9,z=0.1", 9.0), bound_of("c=9,z=0.2", 9.0)
     killed(tmp_path / "a", 4, plan=plan, accounts=[first], segment=2)
     for _ in range(2):
         problem.trainer(tmp_path / "a", plan=plan, accounts=[later], segment=2).fit()
-    book = SpendBook(tmp_path / "spend.db")
+    book = Book(Ledger.open(tmp_path / "tests.ledger.db"))
     for name in ("clinical", first.name, later.name):
-        total = book.total("tests", name, delta=1e-5, accountant=plan.accountant)
+        total = book.total(name, delta=1e-5, accountant=plan.accountant)
         assert total.spent == pytest.approx(plan.epsilon("clinical")) == total.committed
 
 
@@ -274,9 +282,12 @@ def test_a_bound_that_comes_into_a_run_of_raw_noise_later_pays_too(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"name": "clinical"}, "not named after it"),
-        ({"name": "clinical@"}, "not named after it"),
-        ({"name": "sensitive@z=2"}, "not named after it"),
+        ({"name": "clinical"}, "does not name its class"),
+        ({"name": "clinical@"}, "does not name its class"),
+        ({"name": "clinical@z=2"}, "does not name its class"),
+        ({"name": "clinical@c=0.50,z=2"}, "does not name its class"),
+        ({"name": "clinical@c=0,z=2"}, "does not name its class"),
+        ({"name": "sensitive@c=1,z=2"}, "does not name its class"),
         ({"scale": 0.0}, "scale of account"),
         ({"scale": 1.5}, "scale of account"),
         ({"scale": True}, "scale of account"),
@@ -293,8 +304,8 @@ def test_accounts_that_mean_nothing(change: dict[str, Any], word: str) -> None:
 
 def test_accounts_that_do_not_fit_the_plan(tmp_path: Path) -> None:
     made = Account(name=STRICT, cls="clinical", scale=0.5, epsilon=1.0)
-    public = Account(name="open@z=1", cls="open", scale=0.5, epsilon=1.0)
-    other = Account(name="else@z=1", cls="else", scale=0.5, epsilon=1.0)
+    public = Account(name="open@c=1,z=1", cls="open", scale=0.5, epsilon=1.0)
+    other = Account(name="else@c=1,z=1", cls="else", scale=0.5, epsilon=1.0)
     for wrong, word in (([made, made], "twice"), ([public], "public"), ([other], "not in the plan")):
         with pytest.raises(RunError, match=word):
             problem.trainer(tmp_path / "a", accounts=wrong)

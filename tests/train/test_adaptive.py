@@ -149,7 +149,7 @@ def test_noise_below_the_declared_one_ends_the_run_early_and_keeps_the_model(
     for name in ("clinical", "sensitive"):
         assert outcome.epsilon[name] == pytest.approx(plan.epsilon(name), rel=1e-12)
         assert outcome.total[name] <= plan.epsilon(name) * (1 + 1e-9)
-        booked = made.book.total("tests", name, delta=1e-5, accountant="pld")
+        booked = made.book.total(name, delta=1e-5, accountant="pld")
         assert booked.spent == pytest.approx(
             plan.epsilon(name), rel=1e-9
         )  # never the smaller figure of a PLD
@@ -214,11 +214,11 @@ def test_the_whole_budget_is_spent_when_the_run_begins(
     with pytest.raises(KeyboardInterrupt):
         made.fit()
     for name in ("clinical", "sensitive"):
-        spent = made.book.total("tests", name, delta=1e-5).spent
+        spent = made.book.total(name, delta=1e-5).spent
         assert spent == pytest.approx(plan.epsilon(name), rel=1e-9)
     (run,) = made.book.labels()
     made.book.finish(run)  # as `lamina spend --release` does
-    assert made.book.total("tests", "clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
+    assert made.book.total("clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
 
 
 def test_epsilon_does_not_fall_when_the_plan_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,11 +245,11 @@ def test_a_lost_book_learns_the_whole_budget_again(tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path / "run", plan=plan).fit()
     go_on()
-    for path in tmp_path.glob("spend.db*"):
+    for path in tmp_path.glob("tests.ledger.*"):
         path.unlink()
     made = trainer(tmp_path / "run", plan=plan)
     assert made.fit().epsilon["clinical"] == pytest.approx(plan.epsilon("clinical"))
-    assert made.book.total("tests", "clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
+    assert made.book.total("clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
 
 
 def test_a_copy_of_the_run_pays_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,14 +267,14 @@ def test_a_copy_of_the_run_pays_for_itself(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path / "run", plan=plan, corpus=corpus(policy=large)).fit()
     go_on()
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
     trainer(tmp_path / "run", plan=plan, corpus=corpus(policy=large)).fit()
     made = trainer(tmp_path / "copy", plan=plan, corpus=corpus(policy=large))
     made.fit()
     both = (*plan.schedule("clinical"), *plan.schedule("clinical"))
-    spent = made.book.total("tests", "clinical", delta=1e-5).spent
+    spent = made.book.total("clinical", delta=1e-5).spent
     assert spent == pytest.approx(accountant(plan.accountant).epsilon(both, 1e-5), rel=1e-9)
-    shutil.copytree(tmp_path / "run", tmp_path / "third")
+    shutil.copytree(tmp_path / "run", tmp_path / "third", symlinks=True)
     (tmp_path / "third" / "journal").write_bytes((tmp_path / "third" / "journal").read_bytes())
     refused = trainer(
         tmp_path / "third",
@@ -300,7 +300,7 @@ def test_a_zcdp_budget_from_plan_to_book(tmp_path: Path) -> None:
         tight = epsilon_of_rho(plan.rho(name), 1e-5)
         assert outcome.epsilon[name] == pytest.approx(tight, rel=1e-12)
         assert tight < classical_epsilon(plan.rho(name), 1e-5)
-        assert made.book.total("tests", name, delta=1e-5, accountant="zcdp").spent == pytest.approx(tight)
+        assert made.book.total(name, delta=1e-5, accountant="zcdp").spent == pytest.approx(tight)
 
 
 def test_what_is_sure_without_amplification_is_the_least_noise(tmp_path: Path) -> None:

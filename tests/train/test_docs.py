@@ -50,7 +50,7 @@ def test_the_quickstart_runs(
     (toml,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "policy.toml").write_text(toml, encoding="utf-8")
     blocks = re.findall(r"```(python|sh)\n(.*?)```", text, re.DOTALL)
-    assert [language for language, _ in blocks] == ["python", "python", "sh", "python", "python"]
+    assert [language for language, _ in blocks] == ["python", "python", "sh", "python", "sh", "python"]
     names: dict[str, Any] = {}
     for language, body in blocks:
         if language == "python":
@@ -68,3 +68,7 @@ def test_the_quickstart_runs(
     assert (tmp_path / "runs" / "second" / "model.safetensors").exists()
     assert (tmp_path / "runs" / "third" / "model.safetensors").exists()
     assert "60 admitted, 0 refused" in printed
+    assert "third.ledger.db: verified" in printed
+    assert {path.name for path in (tmp_path / "runs").glob("*.ledger.db")} > {
+        "elsewhere.example-cardiology.ledger.db"
+    }

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hospital import NOW, Hospital, net, npz, usual
+from hospital import NOW, POLICY, Hospital, net, npz, usual
 
 import lamina
 from lamina.account import accountant, epsilon_of_multiplier
 from lamina.admit.contribute import YEAR
 from lamina.admit.reason import Reason
-from lamina.admit.register import Entry, MemoryRegister
+from lamina.admit.register import Beside, Entry, Lost, MemoryRegister
 from lamina.admit.source import Contribution
 from lamina.errors import AdmissionError, BudgetExceeded, CorpusError
+from lamina.ledger.check.verify import verify
+from lamina.ledger.errors import LedgerError
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.opening import Contract, open_or_create
+from lamina.ledger.records import Admitted, Header, KeyEvent
+from lamina.ledger.records import Reason as WithdrawnFor
+from lamina.ledger.register import LedgerRegister
+from lamina.ledger.withdrawals import withdraw
 from lamina.train.corpus.payloads import PayloadChanged
 from lamina.train.corpus.sampler import Sampler
-from lamina.train.corpus.signed import account_name
 
 
 @pytest.fixture
@@ -48,7 +56,7 @@ def test_everybody_who_signed_is_in_with_the_class_that_they_signed(hospital: Ho
     assert x.shape == (114, 6) and y.shape == (114,)
     with np.load(hospital.people / "c00" / "payload.npz") as first:
         assert torch.equal(x[:2], torch.from_numpy(first["x"]))  # sorted by id
-    assert corpus.origin == "ward 7"
+    assert corpus.origin == "ward-7"
 
 
 def test_who_is_refused_is_not_in_and_stops_nobody(hospital: Hospital) -> None:
@@ -91,11 +99,92 @@ def test_contributions_in_memory_are_admitted_alike(hospital: Hospital) -> None:
     assert refused(hospital.gate().admit(given)) == {given[3].id: "payload-mismatch"}
 
 
-def test_a_ledger_lets_nothing_in_twice(hospital: Hospital) -> None:
-    ledger = MemoryRegister()
-    assert len(hospital.gate().admit(hospital.people, ledger)) == 57
-    with pytest.raises(AdmissionError, match=r"nobody is admitted: 57 of 57 refused \(replayed 57\)"):
-        hospital.gate().admit(hospital.people, ledger)
+def test_a_register_takes_everybody_once(hospital: Hospital) -> None:
+    register = MemoryRegister()
+    for _ in range(2):
+        assert len(hospital.gate().admit(hospital.people, register)) == 57
+    assert register.members("clinical") == 30
+    hospital.sign({"c00": "clinical"}, not_before=NOW - 1)  # signed anew: a new descriptor, nonce and token
+    assert len(hospital.gate().admit(hospital.people, register)) == 57
+    assert register.members("clinical") == 31
+
+
+# ------------------------------------------------------------------------------------------------ ledgers
+
+
+def test_a_ledger_is_made_and_everybody_is_in_it_once(hospital: Hospital, tmp_path: Path) -> None:
+    where = tmp_path / "ward-7.ledger.db"
+    first = hospital.gate().admit(hospital.people, ledger=where)
+    with Ledger.open(where) as ledger:
+        size = ledger.size
+        kinds = Counter(leaf.kind for leaf in ledger.leaves())
+    assert kinds == {Header: 1, KeyEvent: 1, Admitted: 57}
+    again = hospital.gate().admit(hospital.people, ledger=str(where))
+    assert list(again.ids) == list(first.ids) and not again.admission.refused
+    assert again.membership(b"k") == first.membership(b"k")
+    found = verify(where)
+    assert found.verified and found.size == found.signed == size
+    assert (tmp_path / "ward-7.ledger.pem").stat().st_mode & 0o777 == 0o600
+    gate = hospital.gate()
+    with Ledger.open(where) as ledger:
+        assert len(gate.admit(hospital.people, ledger)) == 57
+        assert ledger.size == size  # and it is still open
+    assert gate.register is None
+
+
+def test_who_was_withdrawn_is_refused_and_the_rest_is_in(hospital: Hospital, tmp_path: Path) -> None:
+    where = tmp_path / "ledger.db"
+    corpus = hospital.gate().admit(hospital.people, ledger=where)
+    row = corpus.admission.row_of("c07")
+    assert row is not None
+    with Ledger.open(where) as ledger:
+        withdraw(ledger, corpus.admission[row].descriptor.hex(), WithdrawnFor.CONSENT)
+    later = hospital.gate().admit(hospital.people, ledger=where)
+    assert refused(later) == {"c07": "withdrawn"} and len(later) == 56
+    assert "withdrawn" in later.admission.table()
+    with pytest.raises(AdmissionError, match=r"1 of 57 refused \(withdrawn 1\)"):
+        hospital.gate().admit(hospital.people, ledger=where, on_refusal="stop")
+
+
+def test_stop_enters_nobody(hospital: Hospital, tmp_path: Path) -> None:
+    (hospital.people / "c00" / "attestation.cose").unlink()
+    with pytest.raises(AdmissionError, match="on_refusal is 'stop'"):
+        hospital.gate().admit(hospital.people, ledger=tmp_path / "ledger.db", on_refusal="stop")
+    with Ledger.open(tmp_path / "ledger.db") as ledger:
+        assert ledger.size == 1
+
+
+def test_whose_data_cannot_be_opened_is_not_entered(hospital: Hospital, tmp_path: Path) -> None:
+    hospital.write("c05", 5, width=7)
+    hospital.sign({"c05": "clinical"})
+    corpus = hospital.gate().admit(hospital.people, ledger=tmp_path / "ledger.db")
+    assert refused(corpus) == {"c05": "unreadable"}
+    with Ledger.open(tmp_path / "ledger.db") as ledger:
+        assert sum(leaf.kind is Admitted for leaf in ledger.leaves()) == 56
+
+
+def test_a_ledger_of_another_corpus_or_a_promise_that_is_broken(hospital: Hospital, tmp_path: Path) -> None:
+    where = tmp_path / "ledger.db"
+    hospital.gate().admit(hospital.people, ledger=where)
+    for change, words in (
+        (("ward-7", "ward-8"), "is of 'ward-7', not of 'ward-8'"),
+        (("epsilon = 4.0", "epsilon = 5.0"), "the noise multiplier of class 'clinical' falls"),
+    ):
+        other = lamina.Policy.parse(POLICY.replace(*change))
+        with pytest.raises(LedgerError, match=words):
+            lamina.Gate(other, hospital.keys, clock=hospital.clock).admit(hospital.people, ledger=where)
+
+
+def test_an_admission_is_entered_into_the_ledger_of_a_run_too(hospital: Hospital, tmp_path: Path) -> None:
+    corpus = hospital.gate().admit(hospital.people, ledger=tmp_path / "gate.db")
+    contract = Contract.of_policy(hospital.policy)
+    with open_or_create(tmp_path / "run.db", contract, clock=hospital.clock) as ledger:
+        assert corpus.admission.enter_into(LedgerRegister(ledger)) == {}
+        size = ledger.size
+        withdraw(ledger, corpus.admission[3].descriptor.hex(), WithdrawnFor.REQUEST)
+        assert corpus.admission.enter_into(LedgerRegister(ledger)) == {3: (Reason.WITHDRAWN, "")}
+        assert ledger.size == size + 1
+        assert len(corpus.admission) == 57  # the corpus still has its rows
 
 
 def test_stop_and_nobody(hospital: Hospital, tmp_path: Path) -> None:
@@ -369,13 +458,6 @@ def test_one_account_per_distinct_bound_and_a_second_run_is_refused_by_name(stri
     assert strict.trainer("third", plan=strict.plan(net(), epsilon=second)).fit().steps == 12
 
 
-def test_names_of_accounts_are_exact() -> None:
-    from lamina.admit.bound import Bound
-
-    assert account_name(Bound("a", 1, 1_000_001)) == "a@c=0.000001,z=1.000001"
-    assert account_name(Bound("a", 10_000_000, 20_500_000)) == "a@c=10,z=20.5"
-
-
 # ------------------------------------------------------------------------------------------------ later
 
 
@@ -448,11 +530,12 @@ def test_who_was_admitted_elsewhere_meanwhile_is_left_out_and_the_rest_is_in(hos
     class Raced(MemoryRegister):
         raced = False
 
-        def enter(self, entries: Sequence[Entry]) -> Sequence[bool]:
+        def enter(self, entries: Iterable[Entry], beside: Beside) -> Lost:
+            first, *rest = entries
             if not self.raced:
                 self.raced = True
-                super().enter(entries[:1])
-            return super().enter(entries)
+                super().enter([first._replace(attestation=bytes(32))], beside)
+            return super().enter([first, *rest], beside)
 
     corpus, everybody = hospital.gate().admit(hospital.people, Raced()), hospital.admit()
     assert len(corpus) == len(everybody) - 1

@@ -135,15 +135,18 @@ def test_batches_of_a_corpus_keep_to_the_cap() -> None:
     assert total == 2 * len(ones.members("clinical"))
 
 
+def unpromised() -> dict[str, Any]:
+    """With room for more than the plan: nothing but these bounds is promised."""
+    return {**parts("capped"), "corpus": problem.unpromised(), "bounds": LOOSE}
+
+
 # ---------------------------------------------------------------------------------------- what was tried beside
 
 
 def test_what_is_redone_is_paid_again(tmp_path: Path) -> None:
     """The cap was reached long before, for the weights as they are. Who was not used by then may be used twice now."""
-    run = killed(tmp_path / "a", 13, **parts("capped"), bounds=LOOSE)
-    outcome = problem.trainer(
-        tmp_path / "a", **parts("capped"), bounds=LOOSE, augment=lambda x: x + 0.0
-    ).fit()
+    run = killed(tmp_path / "a", 13, **unpromised())
+    outcome = problem.trainer(tmp_path / "a", **unpromised(), augment=lambda x: x + 0.0).fit()
     assert any("charged again" in note for note in outcome.notes)
     assert outcome.steps == 24
     opens = Journal.load(tmp_path / "a" / "journal").opens
@@ -168,21 +171,21 @@ def test_some_of_it_may_fit(tmp_path: Path) -> None:
 
 
 def test_a_lost_checkpoint_is_paid_again(tmp_path: Path) -> None:
-    run = killed(tmp_path / "a", 16, **parts("capped"), bounds=LOOSE)
+    run = killed(tmp_path / "a", 16, **unpromised())
     newest = max((tmp_path / "a" / "checkpoint").iterdir())
     shutil.rmtree(newest) if newest.is_dir() else newest.unlink()
-    outcome = problem.trainer(tmp_path / "a", **parts("capped"), bounds=LOOSE).fit()
+    outcome = problem.trainer(tmp_path / "a", **unpromised()).fit()
     assert outcome.steps == 24
     # the segment whose checkpoint is gone, and the one that was open, both done again: two occurrences each
     assert outcome.epsilon["clinical"] == pytest.approx(events(run.plan, 2 + 2 + 2))
 
 
 def test_a_copy_pays_for_what_it_uses(tmp_path: Path) -> None:
-    book = tmp_path / "spend.db"
-    run = killed(tmp_path / "a", 8, **parts("capped"), book=book, bounds=LOOSE)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    one = problem.trainer(tmp_path / "a", **parts("capped"), book=book, bounds=LOOSE).fit()
-    other = problem.trainer(tmp_path / "b", **parts("capped"), book=book, bounds=LOOSE).fit()
+    book = tmp_path / "tests.ledger.db"
+    run = killed(tmp_path / "a", 8, **unpromised(), ledger=book)
+    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+    one = problem.trainer(tmp_path / "a", **unpromised(), ledger=book).fit()
+    other = problem.trainer(tmp_path / "b", **unpromised(), ledger=book).fit()
     assert one.epsilon["clinical"] == pytest.approx(events(run.plan, 2))
     # the copy's own: the segment that was open, and all that comes after it beside the first
     assert other.total["clinical"] == pytest.approx(events(run.plan, 2 + 2 + 2))
@@ -243,6 +246,7 @@ class _Line:
             threads=1,
             code="x",
             charges=tuple(_charges(self.plan, due)),
+            eligibility=1,
             seed=bytes(32),
         )
         self.journal._add(made)

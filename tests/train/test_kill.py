@@ -58,13 +58,15 @@ def whole(killer: Killer, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     """The run that nobody killed."""
     answer = killer.run(tmp_path_factory.mktemp("whole") / "runs" / "a", call=0)
     assert answer["steps"] == STEPS and answer["notes"] == []
+    segments = STEPS // SEGMENT
+    assert answer["ledger"] == {"problem": "None", "size": 1 + segments, "signed": 1 + segments, "held": 0}
     (bound,) = answer["bounds"].values()
     assert 0 < bound["epsilon"] <= bound["signed"] and bound["total"] == bound["epsilon"]
     return answer
 
 
 def agrees(answer: dict[str, Any], whole: dict[str, Any]) -> None:
-    for key in ("weights", "epsilon", "total", "bounds", "steps", "notes"):
+    for key in ("weights", "epsilon", "total", "bounds", "steps", "notes", "ledger"):
         assert answer[key] == whole[key], key
 
 

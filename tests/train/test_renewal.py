@@ -201,14 +201,14 @@ def test_each_withdrawal_is_noted_with_its_step(hospital: Hospital) -> None:
 
 def test_a_run_that_never_began_withdraws_nobody(hospital: Hospital) -> None:
     """Refused by the book, its folder holds no run; another admission there is a first one."""
-    book = hospital.root / "spend.db"
-    hospital.trainer("first", book=book).fit()
+    book = hospital.root / "tests.ledger.db"
+    hospital.trainer("first", ledger=book).fit()
     with pytest.raises(BudgetExceeded):
-        hospital.trainer("second", book=book).fit()
+        hospital.trainer("second", ledger=book).fit()
     for path in (hospital.people / "c00").iterdir():
         path.unlink()
     (hospital.people / "c00").rmdir()
-    outcome = hospital.trainer("second", book=hospital.root / "other.db").fit()
+    outcome = hospital.trainer("second", ledger=hospital.root / "other.db").fit()
     assert outcome.notes == ()
 
 
@@ -218,7 +218,7 @@ def test_a_run_that_never_began_withdraws_nobody(hospital: Hospital) -> None:
 @pytest.fixture
 def whole(hospital: Hospital) -> dict[str, torch.Tensor]:
     """The weights of a run that nobody killed, with a book of its own."""
-    trainer = hospital.trainer("whole", book=hospital.root / "whole.db")
+    trainer = hospital.trainer("whole", ledger=hospital.root / "whole.db")
     assert trainer.fit().notes == ()
     return weights(trainer)
 

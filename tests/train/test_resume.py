@@ -34,6 +34,7 @@ PENDING = Open(
     threads=2,
     code="lamina 1",
     charges=(),
+    eligibility=1,
     seed=bytes(range(32)),
 )
 

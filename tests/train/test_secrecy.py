@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ import torch
 
 from lamina import Batch, Engine
 from lamina.errors import RunError
+from lamina.ledger.records import Epoch
+from lamina.ledger.view import View
 from lamina.train.corpus.sampler import Sampler
 from lamina.train.run import Run
 from lamina.train.store.checkpoint import Checkpoints
@@ -59,6 +60,28 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> Secrets:
     return known
 
 
+def leaves(folder: Path) -> list[Any]:
+    """Every leaf of the ledger, and what its store keeps beside the leaves; what is random by design is put aside."""
+    with View.read_only(folder / "ledger.db") as view:
+        found = []
+        for leaf in view.leaves():
+            fields = asdict(leaf.record)
+            for name in ("run", "previous", "keys"):
+                fields.pop(name, None)
+            for segment in fields.get("segments", ()):
+                segment.pop("nonce")
+            clock = view.header.epoch_clock if leaf.kind is Epoch else 1
+            assert (
+                leaf.time % clock == 0 or leaf.time == view.leaf(0).time
+            )  # an hour at best, never how long it took
+            found.append([leaf.kind.__name__, leaf.seq, leaf.epoch, fields])
+        with view.store.read() as rows:
+            found += [[run.label, run.finished] for run in rows.runs()]
+            assert rows.holds() == []
+            found.append(sorted(rows.terms()))
+    return found
+
+
 def left(folder: Path) -> dict[str, Any]:
     """Everything that a run leaves but its weights, with what is random by design put aside."""
     metrics = json.loads((folder / "metrics.json").read_text())
@@ -76,19 +99,14 @@ def left(folder: Path) -> dict[str, Any]:
         snapshot, _ = checkpoints.load(index)
         state = {k: v for k, v in snapshot.state.items() if k not in ("run", "nonce", "order")}
         states.append([state, {name: (t.dtype, t.shape) for name, t in snapshot.tensors.items()}])
-    with sqlite3.connect(folder.parent / "spend.db") as db:
-        tables = [
-            row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY 1")
-        ]
-        book = {}
-        for table in tables:
-            rows = db.execute(f"SELECT * FROM {table}").fetchall()
-            book[table] = sorted(
-                str([v for v in row if not isinstance(v, bytes) and v != journal.start.run]) for row in rows
-            )
-    db.close()
     names = sorted((str(p.relative_to(folder)), p.stat().st_size) for p in folder.rglob("*") if p.is_file())
-    return {"metrics": metrics, "journal": records, "checkpoints": states, "book": book, "files": names}
+    return {
+        "metrics": metrics,
+        "journal": records,
+        "checkpoints": states,
+        "ledger": leaves(folder),
+        "files": names,
+    }
 
 
 def test_what_two_runs_leave_does_not_depend_on_their_coins(
@@ -152,7 +170,7 @@ def test_an_error_in_a_step_is_told_without_its_text(
         return problem.loss(output, y)
 
     with pytest.raises(RunError, match="ValueError .*test_secrecy.py:") as caught:
-        problem.trainer(tmp_path / "b", loss_fn=broken, bounds={}).fit()
+        problem.trainer(tmp_path / "other" / "b", loss_fn=broken).fit()
     assert "rows, first" not in str(caught.value)
 
 

@@ -27,6 +27,7 @@ from lamina.errors import (
     RunInUse,
     StorageError,
 )
+from lamina.train.book import Book
 from lamina.train.run import Run
 from lamina.train.store.journal import Journal
 from lamina.train.store.lease import Lease
@@ -100,6 +101,7 @@ def test_a_run_spends_its_plan_exactly_and_leaves_its_files(tmp_path: Path) -> N
     names = {p.name for p in (tmp_path / "a").iterdir()}
     assert names == {
         "plan.cbor", "journal", "checkpoint", "lease", "metrics.json", "model.safetensors", "ema.safetensors",
+        "ledger.db",
     }  # fmt: skip
     assert same(load_file(tmp_path / "a" / "model.safetensors"), weights(trainer))
     assert not same(load_file(tmp_path / "a" / "ema.safetensors"), weights(trainer))
@@ -202,7 +204,7 @@ def test_a_killed_run_resumes_to_the_same_weights_at_the_same_cost(
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"corpus": problem.corpus(**problem.data(shift=1e-6))}, "the data changed"),
+        ({"corpus": problem.unpromised(**problem.data(shift=1e-6))}, "the data changed"),
         ({"loss_fn": lambda output, y: 2.0 * problem.loss(output, y)}, "loss"),
         ({"microbatches": 2}, "options"),
     ],
@@ -286,7 +288,7 @@ def test_counters_do_not_pass_to_other_people(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", ["finish", "abandon"])
 def test_a_withdrawal_inside_a_segment(tmp_path: Path, rule: str) -> None:
-    corpus = problem.corpus()
+    corpus = problem.unpromised()
     drawn: list[int] = []
 
     class Withdraw(KillAt):
@@ -315,11 +317,11 @@ def test_a_copied_run_is_charged_anew_in_the_same_book(tmp_path: Path) -> None:
     import shutil
 
     loose = {"clinical": 9.0, "sensitive": 9.0}
-    book = tmp_path / "spend.db"
-    killed(tmp_path / "a", 8, book=book, bounds=loose)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    one = problem.trainer(tmp_path / "a", book=book, bounds=loose).fit()
-    other = problem.trainer(tmp_path / "b", book=book, bounds=loose).fit()
+    book = tmp_path / "tests.ledger.db"
+    killed(tmp_path / "a", 8, ledger=book, bounds=loose)
+    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+    one = problem.trainer(tmp_path / "a", ledger=book, bounds=loose).fit()
+    other = problem.trainer(tmp_path / "b", ledger=book, bounds=loose).fit()
     assert one.notes == ()
     assert any("copied" in note for note in other.notes)
     plan = problem.plan(problem.net())
@@ -333,11 +335,11 @@ def test_a_copy_of_a_closed_checkpoint_never_shares_a_generation(tmp_path: Path)
     import shutil
 
     loose = {"clinical": 9.0, "sensitive": 9.0}
-    book = tmp_path / "spend.db"
-    killed(tmp_path / "a", 6, book=book, bounds=loose)  # segment 1 is open after one step
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    problem.trainer(tmp_path / "b", book=book, bounds=loose).fit()
-    problem.trainer(tmp_path / "a", book=book, bounds=loose).fit()
+    book = tmp_path / "tests.ledger.db"
+    killed(tmp_path / "a", 6, ledger=book, bounds=loose)  # segment 1 is open after one step
+    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+    problem.trainer(tmp_path / "b", ledger=book, bounds=loose).fit()
+    problem.trainer(tmp_path / "a", ledger=book, bounds=loose).fit()
     keys = [
         (o.segment, o.generation)
         for name in "ab"
@@ -425,18 +427,18 @@ def test_a_learning_rate_that_is_given_now_is_used(tmp_path: Path) -> None:
 
 
 def test_a_segment_that_the_book_refuses_is_never_trained(tmp_path: Path) -> None:
-    book = lamina.SpendBook(tmp_path / "spend.db")
-    trainer = killed(tmp_path / "a", 3, book=book)
+    bounds = {"clinical": 4.0, "sensitive": 2.0}
+    trainer = killed(tmp_path / "a", 3, bounds=bounds)
+    book = Book(trainer.ledger)
     run = Journal.load(tmp_path / "a" / "journal").start.run
     book.finish(run)  # somebody gives its reservation away
-    bounds = {"clinical": 4.0, "sensitive": 2.0}
     with pytest.raises(BudgetExceeded):
-        problem.trainer(tmp_path / "b", book=book, bounds=bounds).fit()
+        problem.trainer(tmp_path / "b", bounds=bounds).fit()
     smaller = problem.plan(problem.net(), steps=12)
-    other = problem.trainer(tmp_path / "b", book=book, plan=problem.plan(problem.net(), steps=24), bounds={})
+    other = problem.trainer(tmp_path / "b", plan=problem.plan(problem.net(), steps=24), bounds={})
     other.fit()  # takes the room, without a bound
     assert smaller.steps < trainer.plan.steps
-    outcome = problem.trainer(tmp_path / "a", book=book, bounds=bounds).fit()
+    outcome = problem.trainer(tmp_path / "a", bounds=bounds).fit()
     assert outcome.steps == 5  # the open segment was booked before; nothing after it
     assert [o.last for o in Journal.load(tmp_path / "a" / "journal").opens] == [5]
 
@@ -445,7 +447,7 @@ def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
     problem.trainer(tmp_path / "a").fit()
     for steps in (12, 30):
         with pytest.raises(RunError, match="is finished at step 24"):
-            problem.trainer(tmp_path / "a", steps=steps, bounds={}).fit()
+            problem.trainer(tmp_path / "a", steps=steps).fit()
 
 
 def test_a_cap_cannot_be_put_on_afterwards(tmp_path: Path) -> None:
@@ -465,8 +467,8 @@ def test_checkpoint_and_journal_belong_together(tmp_path: Path) -> None:
     import shutil
 
     killed(tmp_path / "a", 8, bounds={})
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    problem.trainer(tmp_path / "b", bounds={}, book=tmp_path / "other.db").fit()
+    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+    problem.trainer(tmp_path / "b", bounds={}, ledger=tmp_path / "other.db").fit()
     shutil.rmtree(tmp_path / "a" / "checkpoint")
     shutil.copytree(tmp_path / "b" / "checkpoint", tmp_path / "a" / "checkpoint")
     with pytest.raises(RunError, match="journal"):
@@ -609,19 +611,20 @@ def test_a_file_where_the_checkpoints_should_be_is_refused(tmp_path: Path) -> No
 def test_another_book_for_a_copied_run_is_refused(tmp_path: Path) -> None:
     import shutil
 
-    killed(tmp_path / "a", 8, bounds={}, book=tmp_path / "one.db")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    problem.trainer(tmp_path / "b", bounds={}, book=tmp_path / "two.db").fit()
-    problem.trainer(tmp_path / "a", bounds={}, book=tmp_path / "one.db").fit()
+    killed(tmp_path / "a", 8, bounds={}, ledger=tmp_path / "one.db")
+    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+    problem.trainer(tmp_path / "b", bounds={}, ledger=tmp_path / "two.db").fit()
+    problem.trainer(tmp_path / "a", bounds={}, ledger=tmp_path / "one.db").fit()
     mine = Journal.load(tmp_path / "a" / "journal").opens[-1]
-    book = lamina.SpendBook(tmp_path / "three.db")
+    three = problem.trainer(tmp_path / "c", bounds={}, ledger=tmp_path / "three.db").ledger
+    book = Book(three)
     run = Journal.load(tmp_path / "a" / "journal").start.run
     assert book.charge(
-        run, origin="tests", segment=mine.segment, generation=mine.generation,
+        run, segment=mine.segment, generation=mine.generation,
         nonce=b"somebody else's!", charges=mine.charges, bounds={},
     )  # fmt: skip
     with pytest.raises(RunError, match="another attempt"):
-        problem.trainer(tmp_path / "a", bounds={}, book=book).fit()
+        problem.trainer(tmp_path / "a", bounds={}, ledger=three).fit()
 
 
 def test_filters_stay_as_they_were(tmp_path: Path) -> None:
@@ -649,7 +652,8 @@ def test_a_given_engine_keeps_its_options(tmp_path: Path) -> None:
 
 def test_a_lost_book_is_made_whole_from_the_journal(tmp_path: Path) -> None:
     killed(tmp_path / "a", 8)
-    (tmp_path / "spend.db").unlink()
+    for path in tmp_path.glob("tests.ledger.*"):
+        path.unlink()
     outcome = problem.trainer(tmp_path / "a").fit()
     assert outcome.total == outcome.epsilon
     assert outcome.epsilon["clinical"] == pytest.approx(problem.plan(problem.net()).epsilon("clinical"))
@@ -664,8 +668,14 @@ def test_a_second_run_that_exceeds_the_bound_is_refused_before_it_begins(tmp_pat
         problem.trainer(tmp_path / "b").fit()
     assert not (tmp_path / "b" / "journal").exists()
     assert not (tmp_path / "b" / "model.safetensors").exists()
-    elsewhere = problem.trainer(tmp_path / "b", bounds={}).fit()  # no bound declared: told, not refused
-    assert elsewhere.total["clinical"] > elsewhere.epsilon["clinical"]
+    with pytest.raises(BudgetExceeded):  # what was promised holds, whatever a trainer is told
+        problem.trainer(tmp_path / "b", corpus=problem.corpus(), bounds={}).fit()
+
+
+def test_without_a_bound_what_runs_spend_is_told_and_not_refused(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a", bounds={}).fit()
+    second = problem.trainer(tmp_path / "b", bounds={}).fit()
+    assert second.total["clinical"] > second.epsilon["clinical"]
 
 
 def test_filters_are_asked_for_whole_segments(tmp_path: Path) -> None:
@@ -700,8 +710,8 @@ def test_evaluation_best_and_patience(tmp_path: Path) -> None:
     assert not same(load_file(tmp_path / "a" / "best.safetensors"), weights(trainer))
     facts = json.loads((tmp_path / "a" / "metrics.json").read_text())
     assert [entry["step"] for entry in facts["evaluations"]] == [0, 5, 10, 15]
-    other = problem.trainer(tmp_path / "b", bounds={"clinical": 9.0}).book
-    assert other.total("tests", "clinical", delta=1e-5).committed == outcome.total["clinical"]
+    other = problem.trainer(tmp_path / "b").book
+    assert other.total("clinical", delta=1e-5).committed == outcome.total["clinical"]
 
 
 def test_evaluations_are_the_same_after_a_resume(tmp_path: Path) -> None:

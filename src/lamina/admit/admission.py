@@ -7,7 +7,7 @@ import hmac
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from lamina.admit.bound import Bound, Bounds
 from lamina.admit.keyring import KeyRing
 from lamina.admit.lapse import STANDS, Codes, Lapse, Standings
-from lamina.admit.packed import Packed
 from lamina.admit.reason import CODES, REASONS, Reason
 from lamina.admit.refusal import Refusal, Refusals
+from lamina.admit.register import Beside, Lost, Register
 from lamina.admit.report import summary, table
 from lamina.admit.resolution import Resolution
 from lamina.admit.resolver import Caps, resolve
-from lamina.admit.rows import PROFILED, TAGGED, Rows, name_of, unpack
-from lamina.admit.source import Contribution
+from lamina.admit.rows import PROFILED, TAGGED, Ids, Rows, name_of, unpack
+from lamina.admit.source import Contribution, Reader
 from lamina.plan.step import StepPlan
 
 if TYPE_CHECKING:
@@ -48,28 +48,6 @@ class Admitted:
     not_before: int
     expires: int
     items: int
-
-
-class Ids(Sequence[str]):
-    """The ids of all rows."""
-
-    def __init__(self, packed: Packed) -> None:
-        self._packed = packed
-
-    def __len__(self) -> int:
-        return len(self._packed)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(len(self)))]
-        return self._packed[index].decode()
-
-    def __iter__(self) -> Iterator[str]:
-        return (self[row] for row in range(len(self)))
 
 
 class Admission:
@@ -268,14 +246,23 @@ class Admission:
             self.__dict__.pop(name, None)
 
     def enter(self) -> int:
-        """Tell the gate's register who is admitted. Whom another gate admitted meanwhile is refused: how many."""
-        lost: dict[int, tuple[Reason, str]] = {}
-        if (register := self._gate.register) is not None:
-            for rows, entries in self._rows.entries(np.arange(len(self)), self.kids, self.classes):
-                new = np.asarray(register.enter(entries), dtype=np.bool_)
-                lost |= dict.fromkeys(rows[~new].tolist(), (Reason.REPLAYED, "admitted elsewhere meanwhile"))
+        """Tell the gate's register who is admitted. Who may not enter after all is refused: how many."""
+        lost = {} if (register := self._gate.register) is None else self.enter_into(register)
         self.refuse(lost)
         return len(lost)
+
+    def enter_into(self, register: Register) -> Lost:
+        """Tell a register who is admitted and has not left; the rows that may not enter, and why.
+
+        They stay rows of this admission: leave them out. May be repeated at any time, and changes nothing then.
+        """
+        gate, reader = self._gate, Reader(self.source)
+        places = {name: demand.population for name, demand in gate.demands.classes.items()}
+        beside = Beside(
+            lambda row: reader.read(self.ids[row], int(self._rows.places[row])), gate.keys, places
+        )
+        parts = self._rows.entries(np.flatnonzero(self.standing), self.kids, self.classes)
+        return register.enter((entry for _, entries in parts for entry in entries), beside)
 
     def dismiss(self, rows: NDArray[np.int64], reason: Reason) -> None:
         """Let these rows leave, e.g. because a plan cannot keep what they signed."""

@@ -50,6 +50,7 @@ class Reason(enum.Enum):
     PAYLOAD_MISMATCH = "payload-mismatch", "the data is not what was committed to"
     CHECK_FAILED = "check-failed", "the check itself could not be finished; nothing enters on half a check"
     REPLAYED = "replayed", "the same attestation or descriptor was admitted before"
+    WITHDRAWN = "withdrawn", "it was withdrawn, which the ledger remembers for good"
     DUPLICATE_ID = "duplicate-id", "another contribution has the same id"
     DUPLICATE_SUBJECT = "duplicate-subject", "another contribution is about the same person"
     CLASS_FULL = "class-full", "its class holds as many contributions as were declared"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,11 +115,34 @@ class Rows:
         """What a register is asked and told about these rows, a part of them after the other."""
         for start in range(0, len(rows), AT_ONCE):
             part = rows[start : start + AT_ONCE]
-            yield part, [_entry(row, kids, classes) for row in self.table[part]]
+            found = zip(part.tolist(), self.table[part], strict=True)
+            yield part, [_entry(row, each, kids, classes) for row, each in found]
 
     @property
     def nbytes(self) -> int:
         return len(self._data) + len(self._places) + self.ids.nbytes
+
+
+class Ids(Sequence[str]):
+    """The ids of all rows."""
+
+    def __init__(self, packed: Packed) -> None:
+        self._packed = packed
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        return self._packed[index].decode()
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[row] for row in range(len(self)))
 
 
 def unpack(row: bytes) -> np.void:
@@ -127,13 +150,17 @@ def unpack(row: bytes) -> np.void:
     return np.frombuffer(row, dtype=ROW)[0]  # type: ignore[no-any-return]
 
 
-def _entry(row: np.void, kids: Sequence[bytes], classes: Sequence[str]) -> Entry:
+def _entry(row: int, found: np.void, kids: Sequence[bytes], classes: Sequence[str]) -> Entry:
     return Entry(
-        kid=kids[int(row["key"])],
-        cti=row["cti"].tobytes(),
-        descriptor=row["descriptor"].tobytes(),
-        tag=row["tag"].tobytes() if row["flags"] & TAGGED else None,
-        cls=classes[int(row["cls"])],
+        row=row,
+        kid=kids[int(found["key"])],
+        cti=found["cti"].tobytes(),
+        descriptor=found["descriptor"].tobytes(),
+        attestation=found["attestation"].tobytes(),
+        tag=found["tag"].tobytes() if found["flags"] & TAGGED else None,
+        cls=classes[int(found["cls"])],
+        issued=int(found["issued"]),
+        expires=int(found["expires"]),
     )
 
 

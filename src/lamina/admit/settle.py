@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from lamina.admit.demands import Demands
 from lamina.admit.lapse import STANDS
 from lamina.admit.reason import REASONS, Reason
 from lamina.admit.refusal import Refusals
-from lamina.admit.register import Entry, Register
+from lamina.admit.register import REFUSED, Known, Register, full
 from lamina.admit.rows import TAGGED, Rows, repeated
 
 Mask = NDArray[np.bool_]
@@ -30,6 +30,7 @@ class Settlement:
         self._names = list(demands.classes)
         self._places = [demand.population for demand in demands.classes.values()]
         self._stays: Mask = np.ones(len(rows), dtype=np.bool_)
+        self._known = np.full(len(rows), _KNOWN[Known.NEW], dtype=np.uint8)
 
     def settle(self, lapsed: NDArray[np.uint8], register: Register | None) -> None:
         """Drop from the rows who may not enter. `lapsed` says who ran out while the others were examined."""
@@ -38,11 +39,12 @@ class Settlement:
         self._drop_repeated(("key", "cti"), Reason.REPLAYED)
         self._drop_repeated(("descriptor",), Reason.REPLAYED)
         if register is not None:
-            self._ask(register.replayed, Reason.REPLAYED)
+            self._ask(register)
+        self._drop_known(Known.WITHDRAWN)
+        self._drop_known(Known.REPLAYED)
         self._drop_repeated(("name",), Reason.DUPLICATE_ID)
         self._drop_repeated(("tag",), Reason.DUPLICATE_SUBJECT, (self._rows.table["flags"] & TAGGED) > 0)
-        if register is not None:
-            self._ask(register.represented, Reason.DUPLICATE_SUBJECT)
+        self._drop_known(Known.REPRESENTED)
         self._fill(register)
         self._rows.keep(self._stays)
 
@@ -59,15 +61,24 @@ class Settlement:
             keys[name] = table[name][rows]
         self._drop(rows[repeated(keys)], reason)
 
+    def _ask(self, register: Register) -> None:
+        for rows, entries in self._rows.entries(np.flatnonzero(self._stays), self._kids, self._names):
+            self._known[rows] = [_KNOWN[each] for each in register.look(entries)]
+
+    def _drop_known(self, known: Known) -> None:
+        self._drop(np.flatnonzero(self._stays & (self._known == _KNOWN[known])), REFUSED[known])
+
     def _fill(self, register: Register | None) -> None:
-        """The first so many of each class, counting those of earlier reviews."""
+        """The first so many of each class. Who stands already keeps his place; the others take those that are left."""
         for row, (name, places) in enumerate(zip(self._names, self._places, strict=True)):
             if places is None:
                 continue
-            left = max(0, places - (0 if register is None else register.members(name)))
-            members = np.flatnonzero(self._stays & (self._rows.table["cls"] == row))
-            self._drop(members[left:], Reason.CLASS_FULL, f"class {name!r} has {places} places")
+            ours = self._stays & (self._rows.table["cls"] == row)
+            same = np.flatnonzero(ours & (self._known == _KNOWN[Known.SAME]))
+            new = np.flatnonzero(ours & (self._known == _KNOWN[Known.NEW]))
+            before = register.members(name) if register is not None and len(new) else 0
+            for late in (same[places:], new[max(0, places - before) :]):
+                self._drop(late, *full(name, places))
 
-    def _ask(self, question: Callable[[Sequence[Entry]], Sequence[bool]], reason: Reason) -> None:
-        for rows, entries in self._rows.entries(np.flatnonzero(self._stays), self._kids, self._names):
-            self._drop(rows[np.asarray(question(entries), dtype=np.bool_)], reason)
+
+_KNOWN = {known: code for code, known in enumerate(Known)}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -15,6 +16,7 @@ from lamina.admit.descriptor import MAX_DESCRIPTOR
 from lamina.admit.packed import Packed
 from lamina.admit.reason import Reason
 from lamina.admit.refusal import Refused, plain
+from lamina.admit.register import Evidence
 from lamina.errors import AdmissionError
 
 DESCRIPTOR, ATTESTATION, PAYLOAD = "descriptor.cbor", "attestation.cose", "payload"
@@ -115,8 +117,61 @@ class FolderContributions:
         except Refused as refused:
             return Contribution(id, trouble=(refused.reason, refused.detail))
 
+    def signed(self, id: str) -> Contribution:
+        """The same without the payload."""
+        try:
+            place = self.path / id
+            return Contribution(
+                id, _small(place / DESCRIPTOR, MAX_DESCRIPTOR), _small(place / ATTESTATION, MAX_ATTESTATION)
+            )
+        except Refused as refused:
+            return Contribution(id, trouble=(refused.reason, refused.detail))
+
     def __repr__(self) -> str:
         return f"FolderContributions({str(self.path)!r})"
+
+
+class Reader:
+    """Descriptors and attestations of a source once more, without payloads."""
+
+    def __init__(self, source: Iterable[Contribution]) -> None:
+        self._source = source
+        self._next = 0  # place of a source that can only be passed over, and what follows there
+        self._rest: Iterator[Contribution] = iter(())
+        self._given: Callable[[str, int], Contribution] = self._passed
+        if isinstance(source, FolderContributions):
+            folder = source
+            self._given = lambda id, place: folder.signed(id)
+        elif isinstance(source, Source):
+            named = source
+            self._given = lambda id, place: named.get(id)
+        elif isinstance(source, Sequence):
+            listed: Sequence[Contribution] = source
+            self._given = lambda id, place: listed[place]
+
+    def read(self, id: str, place: int) -> Evidence:
+        """Of the contribution `id`, which was at `place`. Refused if it is not there any more."""
+        try:
+            found = self._given(id, place)
+        except (LookupError, StopIteration):
+            raise Refused(Reason.GONE) from None
+        if found.trouble is not None:
+            raise Refused(*found.trouble)
+        if found.id != id or found.descriptor is None or found.attestation is None:
+            raise Refused(Reason.GONE)
+        return Evidence(found.descriptor, found.attestation)
+
+    def _passed(self, id: str, place: int) -> Contribution:
+        if isinstance(self._source, Iterator):
+            raise AdmissionError(
+                "the contributions can be read once only, and the ledger keeps what was signed",
+                "give a list of them, or their folder",
+            )
+        if self._next == 0 or self._next > place:
+            self._next, self._rest = 0, iter(self._source)
+        found = next(islice(self._rest, place - self._next, None))
+        self._next = place + 1
+        return found
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +15,13 @@ from lamina.admit.resolution import Resolution
 from lamina.admit.resolver import Caps
 from lamina.cli.bars import bar
 from lamina.cli.output import out, print_json, results_only
+from lamina.cli.passphrase import open_key
 from lamina.cli.remedies import remedies
 from lamina.errors import AdmissionError
 from lamina.plan import Policy, StepPlan
 from lamina.plan.table import aligned
 
+_LEDGER = "Where admissions are recorded, and withdrawals remembered"
 _PLAN = "What signed bounds come to in a run (nothing is trained)"
 
 
@@ -30,6 +33,22 @@ def admit(
     keys: Annotated[Path, typer.Option(metavar="FILE", help="the key ring: whose signatures count")] = Path(
         "keys.json"
     ),
+    ledger: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHERE",
+            help="enter them: a path, made if there is none, or postgresql://…/database#schema",
+            rich_help_panel=_LEDGER,
+        ),
+    ] = None,
+    ledger_key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="the private key that signs it; default: WHERE.pem beside WHERE.db",
+            rich_help_panel=_LEDGER,
+        ),
+    ] = None,
     processes: Annotated[int, typer.Option(min=1, help="how many check signatures at once")] = 1,
     run: Annotated[
         Path | None,
@@ -54,7 +73,12 @@ def admit(
 
     A contribution is admitted if it was signed by a key of the ring, for this corpus and a class of the policy, under a
     bound that keeps to floors and class, is inside its window, is there once, and its data is what was signed. One that
-    is refused stops no other. Spends and writes nothing; lamina train with [admit] checks again.
+    is refused stops no other. Spends nothing; lamina train with [admit] checks again.
+
+    With --ledger those who are admitted are entered into the ledger of the corpus, which is made if there is none, with
+    the key that signs it beside it. Whoever stands in it already is admitted again, and nothing is written; whoever was
+    withdrawn is refused. The ledger follows the policy, unless that would protect less than before. Without --ledger
+    nothing is written at all.
 
     With --plan, or --batch and --epochs, it also shows what each signed bound comes to in a run: by how much the
     thresholds of a stricter contribution are scaled, between which variances its noise lies, and the ε that it spends.
@@ -64,15 +88,14 @@ def admit(
     Examples:
 
       lamina admit policy.toml contributions
+      lamina admit policy.toml contributions --ledger corpus.ledger.db
       lamina admit policy.toml contributions --keys trusted.json --processes 2
       lamina admit policy.toml contributions --plan RUN.toml
       lamina admit policy.toml contributions --batch 256 --epochs 20 --json
     """
     opened = Policy.load(policy)
     planned = _planned(opened, policy, run, model, batch, steps, epochs)
-    gate = Gate(opened, KeyRing.load(keys), processes=processes)
-    with bar("checking signatures") as tick:
-        found = gate.review(folder, progress=tick)
+    found = _reviewed(opened, folder, keys, processes, ledger, ledger_key)
     if not len(found) and not found.refused:
         raise AdmissionError(
             f"'{folder}' holds no contributions",
@@ -85,6 +108,22 @@ def admit(
         out.print(page(found, resolution), markup=False, soft_wrap=True)
     if found.refused:
         raise typer.Exit(1)
+
+
+def _reviewed(
+    policy: Policy, folder: Path, keys: Path, processes: int, ledger: str | None, ledger_key: Path | None
+) -> Admission:
+    gate = Gate(policy, KeyRing.load(keys), processes=processes)
+    with ExitStack() as stack:
+        if ledger is not None:
+            from lamina.ledger.register import registered
+
+            key = None if ledger_key is None else open_key(ledger_key, None)
+            gate.register = stack.enter_context(registered(ledger, policy, key=key, clock=gate.clock.now))
+        elif ledger_key is not None:
+            raise typer.BadParameter("give --ledger with it", param_hint="--ledger-key")
+        tick = stack.enter_context(bar("checking signatures"))
+        return gate.review(folder, progress=tick)
 
 
 def as_object(found: Admission, resolution: Resolution | None = None) -> dict[str, Any]:

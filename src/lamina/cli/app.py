@@ -73,6 +73,7 @@ With your own data:
   lamina train --template > RUN.toml      model, data, loss, …; edit it
   lamina train RUN.toml                   the private run; again to go on
   lamina spend                            what was spent, over all runs
+  lamina ledger verify runs/….ledger.db   whether the record of it holds
 """
 
 app = typer.Typer(

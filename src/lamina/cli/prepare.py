@@ -9,16 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lamina.admit.key import PrivateKey
+from lamina.admit.register import Register
 from lamina.allocate import make_plan
 from lamina.cli import named
 from lamina.cli.bars import bar
+from lamina.cli.ledgers import is_there, is_url, onlooking
 from lamina.cli.losses import loss
 from lamina.cli.optimizers import optimizer, scheduler
+from lamina.cli.passphrase import open_key
 from lamina.cli.run_file import Admit, Data, Evaluate, RunFile
-from lamina.errors import AdmissionError, CorpusError, PlanError
+from lamina.errors import AdmissionError, CorpusError, PlanError, RunError
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.opening import Contract, open_or_create
 from lamina.plan import LayerStack, Policy, StepPlan
 from lamina.train import Corpus, Evaluation, Gate, Trainer
 from lamina.train.blame import user_code
+from lamina.train.opening import default_place
 
 if TYPE_CHECKING:
     from lamina.sensitivity import Measure
@@ -57,25 +64,58 @@ class Planned:
         """The folder of the run; `name` is that of the run file."""
         return self.beside / (self.file.output or f"runs/{name}")
 
-    def book(self, output: Path) -> Path:
-        """The spend book: one for all runs beside each other."""
-        return self.beside / self.file.book if self.file.book else output.parent / "spend.db"
+    def ledger(self, output: Path) -> str:
+        """The ledger of the corpus: a path, or the address of a database."""
+        if (given := self.file.ledger) is not None:
+            return given if is_url(given) else str(self.beside / given)
+        return str(default_place(self.policy.corpus.origin, output.parent))
 
-    def corpus(self) -> Corpus:
-        """The contributions of the run: admitted by signature if the file says so."""
-        if self.file.admit is None:
-            return read(self.file.data, self.policy, self.beside)
-        return admitted(self.file.data, self.file.admit, self.policy, self.beside)
+    def contract(self) -> Contract:
+        """What the ledger will say of the corpus."""
+        return Contract.of_policy(self.policy)
 
-    def trainer(self, *, folder: Path, book: Path, inside: bool) -> Trainer:
-        """Read the data and put everything together. Checks much, and spends nothing."""
+    def key(self) -> PrivateKey | None:
+        """The key that signs the ledger, if the file names one; else it lies beside the ledger."""
+        if (given := self.file.ledger_key) is None:
+            return None
+        if not (self.beside / given).exists():
+            raise RunError(
+                f"ledger_key is '{given}', and there is no '{self.beside / given}'",
+                f"paths are relative to the run file; make one: lamina keys new {given}",
+            )
+        return open_key(self.beside / given, None)
+
+    def corpus(self, ledger: str, *, look: bool = False) -> tuple[Corpus, Ledger | None]:
+        """The contributions of the run; and the ledger that they were entered in, if they are admitted by signature.
+
+        With `look` nobody is entered. Where there is no ledger yet, the trainer makes it and enters them when it
+        begins: what is refused before leaves nothing behind.
+        """
+        data, table = self.file.data, self.file.admit
+        if table is None:
+            return read(data, self.policy, self.beside), None
+        if look or not is_there(ledger):
+            with onlooking(ledger, self.contract()) as register:
+                return admitted(data, table, self.policy, self.beside, register), None
+        opened = open_or_create(ledger, self.contract(), self.key())
+        try:
+            return admitted(data, table, self.policy, self.beside, opened), opened
+        except BaseException:
+            opened.close()
+            raise
+
+    def trainer(self, *, folder: Path, ledger: str, inside: bool, look: bool = False) -> Trainer:
+        """Read the data and put everything together. Checks much, and spends nothing.
+
+        Who is admitted by signature is entered into a ledger that is there, unless this is only a `look`.
+        """
         file = self.file
-        corpus = self.corpus()
         loss_fn = loss(file.loss.name, file.loss.arguments, beside=self.beside)
         tool = optimizer(file.optimizer.name, file.optimizer.arguments, self.model)
         schedule = file.scheduler and scheduler(
             file.scheduler.name, file.scheduler.arguments, tool, self.plan.steps
         )
+        corpus, opened = self.corpus(ledger, look=look)
         return Trainer(
             self.model,
             tool,
@@ -83,7 +123,8 @@ class Planned:
             corpus,
             self.plan,
             folder=folder,
-            book=book,
+            ledger=ledger if opened is None else opened,
+            key=None if look or opened is not None else self.key(),
             scheduler=schedule,
             microbatches=file.microbatches,
             ema=file.ema,
@@ -139,7 +180,9 @@ def read(data: Data, policy: Policy, beside: Path) -> Corpus:
         raise CorpusError(f"data: {error.problem}", error.remedy.replace("cls=", "data.class =")) from error
 
 
-def admitted(data: Data, table: Admit, policy: Policy, beside: Path) -> Corpus:
+def admitted(
+    data: Data, table: Admit, policy: Policy, beside: Path, ledger: Ledger | Register | None = None
+) -> Corpus:
     """What the gate lets in of a folder. A key ring that is revoked from later on is read again at every segment."""
     path = beside / (data.path or "")
     if not (beside / table.keys).exists():
@@ -150,7 +193,11 @@ def admitted(data: Data, table: Admit, policy: Policy, beside: Path) -> Corpus:
     gate = Gate(policy, beside / table.keys, processes=table.processes)
     with bar("checking signatures") as tick:
         return gate.admit(
-            path, on_refusal=table.on_refusal, examples_per_unit=data.examples_per_unit, progress=tick
+            path,
+            ledger,
+            on_refusal=table.on_refusal,
+            examples_per_unit=data.examples_per_unit,
+            progress=tick,
         )
 
 

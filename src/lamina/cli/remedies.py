@@ -41,6 +41,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.PROFILE_MISMATCH: "it signed less depth than the policy gives its class: ask its owner, or narrow the class",
     Reason.PAYLOAD_MISMATCH: "put back the data that was signed, or let its owner sign the new data",
     Reason.CHECK_FAILED: "try again; if it stays, report it",
+    Reason.WITHDRAWN: "leave it out: a withdrawal is final; lamina ledger trace shows when and why",
     Reason.DUPLICATE_ID: "give every contribution an id of its own",
     Reason.REPLAYED: "leave the copy out: one contribution is admitted once",
     Reason.DUPLICATE_SUBJECT: "make one contribution of all that is about one person",

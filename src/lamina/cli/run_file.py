@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -13,6 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from lamina.allocate.problem import Policy
 from lamina.allocate.registry import DEFAULT
 from lamina.cli import allocations
+from lamina.cli.ledgers import shown
+from lamina.cli.run_checks import admits_a_folder, has_the_least, names_a_ledger
 from lamina.errors import LaminaError, PlanError
 from lamina.plan.schema_errors import explain
 
@@ -213,7 +214,8 @@ class RunFile(BaseModel):
     hardened: bool = False
     evaluate: Evaluate | None = None
     output: Text | None = None
-    book: Text | None = None
+    ledger: Text | None = None
+    ledger_key: Text | None = None
 
     @classmethod
     def load(cls, path: Path) -> RunFile:
@@ -233,67 +235,20 @@ class RunFile(BaseModel):
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise PlanError(f"{source} is not TOML: {error}", "correct the line that it names") from error
-        _has_the_least(data, source)
-        _admits_a_folder(data, source)
+        has_the_least(data, source)
+        names_a_ledger(data, source)
+        admits_a_folder(data, source)
         try:
             return cls.model_validate(data)
         except ValidationError as error:
             raise explain(error, cls, source) from error
 
+    def asked(self) -> dict[str, Any]:
+        """What was written, to be kept beside the run: passwords in addresses are left out."""
+        found = self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        return found | ({} if self.ledger is None else {"ledger": shown(self.ledger)})
+
     @staticmethod
     def template_text() -> str:
         """An annotated run file to copy and change."""
         return resources.files("lamina.cli").joinpath("run_template.toml").read_text(encoding="utf-8")
-
-
-_LEAST = {
-    "policy": 'policy = "policy.toml"',
-    "model": 'model = "package.module:factory"',
-    "data": '[data] with kind = "npz" and path = "data.npz"',
-    "loss": 'loss = "cross_entropy"',
-    "optimizer": 'optimizer = { name = "adam", lr = 1e-3 }',
-    "batch": "batch = 256",
-}
-
-
-def _has_the_least(data: Mapping[str, Any], source: str) -> None:
-    """What every run file has, with an example of each; one length and not two."""
-    missing = [key for key in _LEAST if key not in data]
-    if missing:
-        tables = [key for key, value in data.items() if isinstance(value, dict)]
-        strayed = [f"[{t}]" for t in tables for key in missing if key in data[t]]
-        hint = f" (a key below {strayed[0]} belongs to that table)" if strayed else ""
-        raise PlanError(
-            f"{source}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{hint}",
-            "add " + "; ".join(_LEAST[key] for key in missing) + ", above the first [table] what is not one",
-        )
-    if ("steps" in data) == ("epochs" in data):
-        raise PlanError(
-            f"{source}: steps is {data.get('steps', 'missing')} and epochs is {data.get('epochs', 'missing')}",
-            "give exactly one of them: steps = 1000, or epochs = 20",
-        )
-    if "epsilon" in data and "rho" in data:
-        raise PlanError(
-            f"{source}: epsilon is {data['epsilon']} and rho is {data['rho']}",
-            "give one of them: epsilon for the policy's accountant, rho for zCDP",
-        )
-
-
-def _admits_a_folder(data: Mapping[str, Any], source: str) -> None:
-    """[admit] reads a signature beside each payload, and the class that was signed."""
-    table = data["data"]
-    if "admit" not in data or not isinstance(table, dict):
-        return
-    if (kind := table.get("kind")) != "folder":
-        raise PlanError(
-            f"{source}: [admit] is given, and data.kind is {kind!r}: only a folder has a signature beside each payload",
-            'use kind = "folder" with ID/payload.npz, signed by lamina attest; or remove [admit]',
-        )
-    for key, why in (
-        ("class", "the class of each is the one that was signed"),
-        ("version", "signed commitments say which data it is"),
-    ):
-        if key in table:
-            raise PlanError(
-                f"{source}: data.{key} is {table[key]!r}, and with [admit] {why}", f"remove data.{key}"
-            )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from itertools import groupby
-from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
+from lamina.cli.ledgers import ledgers_in, reading, shown, writing
 from lamina.cli.output import columns, out, print_json, round_up
 from lamina.errors import RunError
-from lamina.train.book import Booked, SpendBook
+from lamina.train.book import Booked
 from lamina.train.book.account import MARK, is_bound
 from lamina.train.book.total import Total, called
 
@@ -20,9 +20,13 @@ _Priced = list[tuple[Booked, Total]]
 
 
 def spend(
-    book: Annotated[
-        Path, typer.Argument(help="the spend book: spend.db, beside the folders of the runs")
-    ] = Path("runs/spend.db"),
+    where: Annotated[
+        str,
+        typer.Argument(
+            metavar="WHERE",
+            help="a ledger (NAME.ledger.db, postgresql://…/database#schema), or a folder with ledgers in it",
+        ),
+    ] = "runs",
     release: Annotated[
         str | None,
         typer.Option(
@@ -40,28 +44,25 @@ def spend(
     is reserved counts against the bound of the class too, until the run ends or is released.
 
     ε of several runs is priced jointly, at the δ and by the accountant that the runs were planned with: as a rule
-    less than the sum of their ε. Printed figures are rounded up. The bounds are in the policy, not in the book.
+    less than the sum of their ε. Printed figures are rounded up. The bounds are in the policy. Nothing is verified
+    here: lamina ledger verify recomputes every figure of what has ended.
 
     Examples:
 
       lamina spend
-      lamina spend runs/spend.db --origin cardiology
+      lamina spend runs/cardiology.ledger.db
       lamina spend --release 3f9c21aa
     """
-    opened = SpendBook(book, create=False)
-    accounts = opened.accounts()
-    if origin is not None and origin not in {each.origin for each in accounts}:
-        known = ", ".join(repr(name) for name in sorted({each.origin for each in accounts}))
-        raise RunError(f"spend book '{book}' knows no corpus {origin!r}", f"it has {known or 'none yet'}")
-    released = None if release is None else _release(opened, release)
-    priced = [
-        (each, opened.total(each.origin, each.cls, delta=each.delta, accountant=each.accountant))
-        for each in accounts
-        if origin in (None, each.origin)
-    ]
+    places = _by_origin(ledgers_in(where), where, origin)
+    released = None if release is None else _release(list(places.values()), where, release)
+    priced = {name: _priced(place) for name, place in places.items()}
     if as_json:
         print_json(
-            {"book": str(book), **({"released": released} if released else {}), "origins": _tree(priced)}
+            {
+                "ledger": shown(where),
+                **({"released": released} if released else {}),
+                "origins": {name: _tree(each) for name, each in priced.items()},
+            }
         )
         return
     if released:
@@ -70,35 +71,64 @@ def spend(
             "trains, each further segment must find room under the bound.",
             markup=False,
         )
-    if not priced:
-        out.print(f"Nothing has been booked in {book}.", markup=False)
-    for name, group in groupby(priced, key=lambda pair: pair[0].origin):
-        out.print(_page(name, list(group)), markup=False, soft_wrap=True)
+    for name, each in priced.items():
+        out.print(_page(name, each), markup=False, soft_wrap=True)
 
 
-def _release(book: SpendBook, name: str) -> str:
+def _by_origin(ledgers: list[str], where: str, wanted: str | None) -> dict[str, str]:
+    """The ledger of each corpus."""
+    found: dict[str, str] = {}
+    for ledger in ledgers:
+        with reading(ledger) as book:
+            name = book.origin
+        if name in found and wanted in (None, name):
+            raise RunError(
+                f"'{shown(found[name])}' and '{shown(ledger)}' are both of corpus {name!r}: neither knows all of its ε",
+                "give one of them; a corpus has one ledger",
+            )
+        found[name] = ledger
+    if wanted is not None and wanted not in found:
+        known = ", ".join(map(repr, sorted(found)))
+        raise RunError(f"'{shown(where)}' knows no corpus {wanted!r}", f"it has {known}")
+    return {name: place for name, place in sorted(found.items()) if wanted in (None, name)}
+
+
+def _priced(ledger: str) -> _Priced:
+    with reading(ledger) as book:
+        return [
+            (each, book.total(each.cls, delta=each.delta, accountant=each.accountant))
+            for each in book.accounts()
+        ]
+
+
+def _release(ledgers: list[str], where: str, name: str) -> str:
     """The run of this id, beginning of an id, or label gives its reservation back; returns its id."""
-    labels = book.labels()
+    labels: dict[str, str] = {}
+    home: dict[str, str] = {}
+    for ledger in ledgers:
+        with reading(ledger) as book:
+            labels |= (mine := book.labels())
+            home |= dict.fromkeys(mine, ledger)
     found = [name] if name in labels else [run for run, label in labels.items() if name and name == label]
     found = found or [run for run in labels if name and run.startswith(name)]
     if not found:
         raise RunError(
-            f"spend book '{book.path}' knows no run {name!r}",
-            f"lamina spend {quote(str(book.path))} lists them",
+            f"no run {name!r} is known in '{shown(where)}'", f"lamina spend {quote(shown(where))} lists them"
         )
     if len(found) > 1:
         listed = ", ".join(called(run, labels[run]) for run in found[:5])
         raise RunError(f"{name!r} could be any of {len(found)} runs: {listed}", "give more digits of its id")
-    book.finish(found[0])
+    with writing(home[found[0]]) as book:
+        book.finish(found[0])
     return found[0]
 
 
 def _tree(priced: _Priced) -> dict[str, Any]:
-    """By origin and class. The terms of the last booking come first, earlier ones are in `also`.
+    """By class. The terms of the last booking come first, others are in `also`.
 
     Signed bounds that are stricter than their class are in its `bounds`.
     """
-    origins: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for account, total in priced:
         figures = {
             "epsilon": _finite(total.spent),
@@ -106,9 +136,9 @@ def _tree(priced: _Priced) -> dict[str, Any]:
             "delta": account.delta,
             "accountant": account.accountant,
         }
-        classes = origins.setdefault(account.origin, {})
+        classes = tree
         if is_bound(account.cls):
-            owner = classes.setdefault(account.cls.partition(MARK)[0], {"also": [], "bounds": {}})
+            owner = tree.setdefault(account.cls.partition(MARK)[0], {"also": [], "bounds": {}})
             classes = owner.setdefault("bounds", {})
         if account.cls in classes:
             classes[account.cls]["also"].append(figures)
@@ -126,12 +156,12 @@ def _tree(priced: _Priced) -> dict[str, Any]:
             for each in total.runs
         ]
         classes[account.cls] = {**figures, "runs": runs, "also": []}
-    return origins
+    return tree
 
 
 def _page(origin: str, priced: _Priced) -> str:
     """One corpus: each class with its ε, a line per δ, and its runs below."""
-    lines = [f"corpus {_printable(origin)}"]
+    lines = [f"corpus {_printable(origin)}", *(() if priced else ("  nothing is spent or reserved",))]
     for cls, group in groupby(priced, key=lambda pair: pair[0].cls):
         name, mark, label = cls.partition(MARK)
         lines.append(f"  class {_printable(name)}" + (f", signed bound {_printable(label)}" if mark else ""))

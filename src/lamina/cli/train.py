@@ -12,6 +12,7 @@ import typer
 
 from lamina.cli import run_folder
 from lamina.cli.explain.words import asked, rules_in_words
+from lamina.cli.ledgers import shown
 from lamina.cli.notes import plan_notes
 from lamina.cli.output import err, out, print_json, results_only
 from lamina.cli.prepare import Planned
@@ -29,7 +30,7 @@ def train(
     ] = None,
     plan_only: Annotated[
         bool,
-        typer.Option("--plan-only", help="check everything, show plan and book, spend and write nothing"),
+        typer.Option("--plan-only", help="check everything, show plan and ledger, spend and write nothing"),
     ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="a new run in a new folder NAME-2, NAME-3, …; charged anew")
@@ -48,14 +49,14 @@ def train(
 ) -> None:
     """Train a model privately, as a RUN.toml says. Run the same command again to go on after a stop or a crash.
 
-    Spends: the ε of the plan, charged to the spend book before each stretch of steps. A run that does not fit into
+    Spends: the ε of the plan, charged in the corpus's ledger before each stretch of steps. A run that does not fit into
     what the policy allows over all runs is refused before it begins.
 
     Writes: runs/NAME with the weights (model.safetensors), public figures (metrics.json), plan, journal and
-    checkpoints.
+    checkpoints; and the ledger beside it, whatever was admitted and spent, signed (lamina ledger verify).
 
     Admits: with an [admit] table only contributions that were signed (lamina keys, lamina attest), each under the bound
-    that it signed. Windows and keys are looked at again at every segment.
+    that it signed. Windows, keys and withdrawals are looked at again at every segment.
 
     Shows: ε so far, never the loss. An un-noised loss is a release that nobody paid for: evaluate on public or
     simulated data instead.
@@ -84,7 +85,7 @@ def train(
     with results_only():
         planned = Planned.of(file, run.resolve().parent)
     output = planned.output(run.stem)
-    book = planned.book(output)
+    ledger = planned.ledger(output)
     wanted = asked(file.epsilon, file.rho, planned.policy.corpus.delta)
     notes = plan_notes(planned.plan, planned.policy, wanted)
     screen = err if as_json else out
@@ -94,26 +95,27 @@ def train(
     folder = run_folder.unused(output) if fresh else run_folder.newest(output)
     if plan_only:
         with results_only():
-            trainer = planned.trainer(folder=folder, book=book, inside=False)
+            trainer = planned.trainer(folder=folder, ledger=ledger, inside=False, look=True)
             _rehearse(trainer)
         notes = (*notes, *tell_admission(trainer, screen))
-        if not tell_plan(planned, trainer, folder, book, notes, as_json=as_json):
+        if not tell_plan(planned, trainer, folder, ledger, notes, as_json=as_json):
             raise typer.Exit(1)
         return
     before = run_folder.figures(folder)
     with results_only():
-        trainer = planned.trainer(folder=folder, book=book, inside=inside)
+        trainer = planned.trainer(folder=folder, ledger=ledger, inside=inside)
     notes = (*notes, *tell_admission(trainer, screen))
     with results_only():
-        run_folder.sign(folder, output, file.model_dump(mode="json", by_alias=True, exclude_unset=True))
+        run_folder.sign(folder, output, file.asked())
         outcome = _fit(trainer, again=_command(run, threads))
+        trainer.ledger.close()
     outcome = replace(outcome, notes=(*outcome.notes, *notes))
     if before and before.get("steps") == outcome.steps:
         outcome = replace(outcome, notes=(*outcome.notes, _FINISHED))
     if as_json:
-        print_json(result(outcome, planned, trainer.corpus, book))
+        print_json(result(outcome, planned, trainer.corpus, shown(ledger)))
     else:
-        tell(outcome, planned, trainer.corpus, book)
+        tell(outcome, planned, trainer.corpus, shown(ledger))
 
 
 _FINISHED = (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -11,15 +13,19 @@ from rich.console import Console
 from lamina.cli import run_folder
 from lamina.cli.admit import page
 from lamina.cli.explain.words import rules_in_words
+from lamina.cli.ledgers import check_policy, is_there, is_url, reading, shown
 from lamina.cli.notes import admission_notes
 from lamina.cli.output import columns, out, print_json, round_up
 from lamina.cli.prepare import Planned
-from lamina.train import Corpus, Outcome, SpendBook, Trainer
+from lamina.ledger.opening import ledger_key_beside
+from lamina.train import Corpus, Outcome, Trainer
+from lamina.train.book import Book
 from lamina.train.book.account import is_bound, told
 from lamina.train.book.charge import charges
 from lamina.train.corpus.signed import AdmittedCorpus
 
 _SHOWN = 20  # bounds in the table
+_NOBODY = "00" * 16  # a run that holds nothing yet
 
 
 def tell_admission(trainer: Trainer, screen: Console) -> tuple[str, ...]:
@@ -31,7 +37,7 @@ def tell_admission(trainer: Trainer, screen: Console) -> tuple[str, ...]:
     return admission_notes(corpus)
 
 
-def result(outcome: Outcome, planned: Planned, corpus: Corpus, book: Path) -> dict[str, Any]:
+def result(outcome: Outcome, planned: Planned, corpus: Corpus, ledger: str) -> dict[str, Any]:
     """Keys that machines read."""
     admission = corpus.admission
     return {
@@ -56,11 +62,11 @@ def result(outcome: Outcome, planned: Planned, corpus: Corpus, book: Path) -> di
         "metrics": dict(outcome.metrics),
         "notes": list(outcome.notes),
         "model": str(outcome.folder / "model.safetensors"),
-        "book": str(book),
+        "ledger": ledger,
     }
 
 
-def tell(outcome: Outcome, planned: Planned, corpus: Corpus, book: Path) -> None:
+def tell(outcome: Outcome, planned: Planned, corpus: Corpus, ledger: str) -> None:
     rows = [["class", "unit", "δ", "ε of this run", "ε over all runs", "steps"]]
     for entry in planned.plan.classes:
         name = entry.name
@@ -81,10 +87,20 @@ def tell(outcome: Outcome, planned: Planned, corpus: Corpus, book: Path) -> None
     lines += [
         f"model:   {folder / 'model.safetensors'}",
         f"figures: {folder / 'metrics.json'}",
-        f"book:    {book}  (to read it: lamina spend {book})",
+        f"ledger:  {ledger}",
+        f"         lamina spend {quote(ledger)} reads it, lamina ledger verify {quote(ledger)} checks it",
+        *_told_key(ledger),
         f"journal: {folder / 'journal'}  (secret, like checkpoint/: they never leave this machine)",
     ]
     out.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def _told_key(ledger: str) -> list[str]:
+    """Where the ledger's key lies, if it lies beside it."""
+    beside = None if is_url(ledger) else ledger_key_beside(ledger)
+    if beside is None or not beside.exists():
+        return []
+    return [f"key:     {beside}  (secret: whoever has it can sign another history)"]
 
 
 def _told_bounds(outcome: Outcome) -> list[str]:
@@ -110,32 +126,21 @@ def _told_bounds(outcome: Outcome) -> list[str]:
 
 
 def tell_plan(
-    planned: Planned, trainer: Trainer, folder: Path, book: Path, notes: tuple[str, ...], *, as_json: bool
+    planned: Planned, trainer: Trainer, folder: Path, where: str, notes: tuple[str, ...], *, as_json: bool
 ) -> bool:
-    """What would happen: which folder, and what the book says about each class. False if it would be refused."""
+    """What would happen: which folder, and what the ledger says about each class. False if it would be refused."""
     begun = run_folder.figures(folder).get("steps") if (folder / "journal").exists() else None
-    held = SpendBook(book, create=False) if book.exists() else None
-    standing: dict[str, Any] = {}
-    for entry in planned.plan.classes:
-        if not entry.public:
-            total = held and held.total(
-                planned.policy.corpus.origin,
-                entry.name,
-                delta=entry.delta,
-                accountant=planned.plan.accountant,
-            )
-            standing[entry.name] = {
-                "planned": planned.plan.epsilon(entry.name),
-                "spent": _finite(total.spent if total else 0.0),
-                "committed": _finite(total.committed if total else 0.0),
-                "bound": planned.policy.bound(entry.name),
-            }
-    refused = [] if begun is not None or held is None else _without_room(planned, trainer, held)
+    with reading(where) if (there := is_there(where)) else nullcontext() as held:
+        if held is not None:
+            check_policy(held.ledger, planned.contract())
+        standing = _standing(planned, held)
+        refused = [] if begun is not None or held is None else _without_room(planned, trainer, held)
     if as_json:
         facts = {
             "folder": str(folder),
             "begun": begun,
-            "book": standing,
+            "ledger": shown(where),
+            "standing": standing,
             "refused": refused,
             "admission": None if trainer.corpus.admission is None else trainer.corpus.admission.to_dict(),
             "notes": list(notes),
@@ -148,13 +153,29 @@ def tell_plan(
         rows.append([name, *(_told(row[key]) for key in ("planned", "spent", "committed")), bound])
     state = f"would go on at step {begun} of {planned.plan.steps}" if begun is not None else "would begin"
     if refused:
-        state = f"would be refused: there is no room in the book for {', '.join(map(told, refused))}"
-    lines = [columns(rows), "", f"{folder}: {state}", f"book: {book}{'' if held else ' (not there yet)'}"]
+        state = f"would be refused: there is no room in the ledger for {', '.join(map(told, refused))}"
+    place = f"ledger: {shown(where)}{'' if there else ' (not there yet)'}"
+    lines = [columns(rows), "", f"{folder}: {state}", place]
     out.print("\n".join([*lines, "nothing was spent or written"]), markup=False, soft_wrap=True)
     return not refused
 
 
-def _without_room(planned: Planned, trainer: Trainer, book: SpendBook) -> list[str]:
+def _standing(planned: Planned, held: Book | None) -> dict[str, Any]:
+    """What is planned, spent, and allowed, by class."""
+    found: dict[str, Any] = {}
+    for entry in planned.plan.classes:
+        if not entry.public:
+            total = held and held.total(entry.name, delta=entry.delta, accountant=planned.plan.accountant)
+            found[entry.name] = {
+                "planned": planned.plan.epsilon(entry.name),
+                "spent": _finite(total.spent if total else 0.0),
+                "committed": _finite(total.committed if total else 0.0),
+                "bound": planned.policy.bound(entry.name),
+            }
+    return found
+
+
+def _without_room(planned: Planned, trainer: Trainer, book: Book) -> list[str]:
     """The classes and signed bounds that do not allow a new run of this plan, by what all have spent and reserved."""
     plan, found = planned.plan, []
     bounds = {entry.name: planned.policy.bound(entry.name) for entry in plan.classes}
@@ -164,8 +185,7 @@ def _without_room(planned: Planned, trainer: Trainer, book: SpendBook) -> list[s
         due = [c for c in every if c.cls == name]
         if due and bound is not None:
             most, *besides = due
-            origin = planned.policy.corpus.origin
-            fit = book.fits("a new run", origin=origin, charge=most, bound=bound, besides=besides)
+            fit = book.fits(_NOBODY, charge=most, bound=bound, besides=besides)
             whole = plan.epsilon(name) if not is_bound(name) else 0.0
             if fit < most.steps or whole > bound:
                 found.append(name)

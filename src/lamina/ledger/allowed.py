@@ -10,14 +10,16 @@ from lamina.ledger.parties import Parties
 from lamina.ledger.records import (
     NUMBERS,
     Aggregate,
+    Change,
     Epoch,
-    Floors,
     Header,
+    KeyEvent,
     Outcome,
     PolicyChange,
-    Preset,
     Record,
+    Role,
     loosened,
+    misplaced,
 )
 from lamina.ledger.store.base import Reader
 
@@ -40,19 +42,89 @@ def check(
     now: int,
     parties: Callable[[], Parties],
 ) -> None:
-    """LedgerError if one of the records may not follow the first `size` leaves."""
-    policy: tuple[Floors, tuple[Preset, ...]] | None = None
+    """LedgerError if one of the records may not follow the first `size` leaves and those before it."""
+    policy: Header | PolicyChange | None = None
+    keys: Parties | None = None
     for record in records:
         if isinstance(record, Epoch):
             _check_epoch(record, header, size)
+        elif isinstance(record, KeyEvent):
+            keys = keys or parties()
+            check_event(record, keys, now)
+            keys.apply(record)
         elif isinstance(record, PolicyChange):
-            floors, presets = policy or _in_force(rows, header, size)
-            looser = loosened(floors, presets, record.floors, record.presets)
-            if looser and not parties().allow(record, header.origin, now):
-                raise LedgerError(
-                    f"the policy would protect less: {looser[0]}", "have it signed by two parties"
-                )
-            policy = record.floors, record.presets
+            keys = keys or parties()
+            _check_change(record, policy or _in_force(rows, header, size), header.origin, keys, now)
+            policy = record
+
+
+def check_event(event: KeyEvent, keys: Parties, now: int) -> None:
+    """A key that is there, in its one role; and somebody is left who signs."""
+    target = None if event.target is None else keys.get(event.target)
+    if event.target is not None and target is None:
+        raise LedgerError(
+            f"key {event.target.hex()[:16]} is not one of the ledger", "lamina ledger key LEDGER lists them"
+        )
+    if (new := event.key) is not None:
+        known, role = keys.get(new.id), new.role.name.lower()
+        if known is not None and known.role is not new.role:
+            raise LedgerError(
+                f"key {new.id.hex()[:16]} is for {known.role.name.lower()} already, not for {role}",
+                "make another key: one key has one role",
+            )
+        if known is not None and event.change is Change.ROTATE:
+            raise LedgerError(
+                f"key {new.id.hex()[:16]} is one of the ledger already, and cannot take over",
+                "make a new key; or revoke the old one",
+            )
+        if target is not None and target.role is not new.role:
+            raise LedgerError(
+                f"a key for {role} cannot take over from one for {target.role.name.lower()}",
+                "give the new key the role of the old one",
+            )
+        if new.role is Role.LEDGER and new.name != keys.origin:
+            raise LedgerError(
+                f"a key of the ledger is named {new.name!r}", f"name it like the ledger: {keys.origin!r}"
+            )
+    if event.change is Change.REVOKE and target is not None and target.role is Role.LEDGER:
+        _check_left(event, keys, max(now, event.effective))
+
+
+def _check_left(event: KeyEvent, keys: Parties, time: int) -> None:
+    """Nothing after it could be signed, for good, if the last key that signs went."""
+    others = (key.id for key in keys.all() if key.id != event.target)
+    if all(keys.unsigning(kid, time) is not None for kid in others):
+        raise LedgerError(
+            f"key {(event.target or b'').hex()[:16]} is the last that signs checkpoints of {keys.origin!r}, "
+            "and without it nothing could be signed any more",
+            "let a new key take over, sign a checkpoint with the old one, and revoke it with the new one",
+        )
+
+
+def _check_change(
+    change: PolicyChange,
+    before: Header | PolicyChange,
+    origin: str,
+    keys: Parties,
+    now: int,
+) -> None:
+    names = [each.cls for each in change.presets]
+    if len(set(names)) < len(names):
+        raise LedgerError("the policy names a class twice", "name each once")
+    looser = loosened(before.floors, before.presets, change.floors, change.presets)
+    if looser and not keys.allow(change, origin, now):
+        raise LedgerError(f"the policy would protect less: {looser[0]}", "have it signed by two parties")
+    if (wrong := misplaced(change, before)) is not None:
+        raise LedgerError(
+            f"the policy cannot be changed so: {wrong}", "make the change anew, and have that signed"
+        )
+    good = keys.signers(change.message(origin), change.signatures, (Role.LEDGER, Role.AUDITOR), now)
+    for signed in change.signatures:
+        if signed.key not in good:
+            raise LedgerError(
+                f"the signature of the policy by key {signed.key.hex()[:16]} does not count",
+                "give those of the ledger's keys and auditors, over this very change, or leave it out",
+            )
 
 
 def _check_epoch(record: Epoch, header: Header, size: int) -> None:
@@ -69,10 +141,10 @@ def _check_epoch(record: Epoch, header: Header, size: int) -> None:
             )
 
 
-def _in_force(rows: Reader, header: Header, size: int) -> tuple[Floors, tuple[Preset, ...]]:
+def _in_force(rows: Reader, header: Header, size: int) -> Header | PolicyChange:
     last: Header | PolicyChange = header
     for _, data in rows.of_kind(NUMBERS[PolicyChange], 0, size):
         record = decode(data).record
         assert isinstance(record, PolicyChange)
         last = record
-    return last.floors, last.presets
+    return last

@@ -13,14 +13,14 @@ from lamina.admit.key import PrivateKey
 from lamina.ledger import allowed
 from lamina.ledger import checkpoint as notes
 from lamina.ledger.appending import Batch, Stand
-from lamina.ledger.checkpoint import Checkpoint
 from lamina.ledger.clock import next_time
 from lamina.ledger.errors import LedgerError
 from lamina.ledger.frontier import Frontier
 from lamina.ledger.lookup import Tail
 from lamina.ledger.parties import Parties
 from lamina.ledger.receipt import Seal
-from lamina.ledger.records import Aggregate, Header, Record, Role
+from lamina.ledger.records import Aggregate, Header, KeyEvent, Record
+from lamina.ledger.signing import check_signs, standing
 from lamina.ledger.store import make_store
 from lamina.ledger.store.base import Head, LastBatch, Signed, Store, Writer
 from lamina.ledger.store.errors import Damaged, StoreLost
@@ -62,7 +62,7 @@ class Ledger(View):
     ) -> Ledger:
         """A new ledger, in a new file or in a database ("postgresql://…"), with its header as leaf 0."""
         batch, empty, now = Batch([header], ()), Head(0, 0, 0, 0, Frontier().encode()), next_time(0, clock())
-        _check_key(Parties(header), key, header.origin, now)
+        check_signs(Parties(header), key, now)
         store = make_store(where, create=True)
         try:
             with store.write() as rows:
@@ -112,6 +112,13 @@ class Ledger(View):
         allowed.refuse_reserved(records)
         return self._append(records, blobs)
 
+    def append_with(
+        self, records: Sequence[Record], blobs: Iterable[bytes], more: Callable[[Writer, list[int]], None]
+    ) -> list[int]:
+        """`append`, and what `more` writes beside, in one transaction; if it raises, nothing was appended."""
+        allowed.refuse_reserved(records)
+        return self._append(records, blobs, more)
+
     def append_aggregate(self, record: Aggregate, more: Callable[[Writer, list[int]], None]) -> list[int]:
         """For `Retention`: append an aggregate, with what it writes beside."""
 
@@ -138,7 +145,12 @@ class Ledger(View):
             head = head_of(rows)
             now = next_time(head.time, self._clock())
             allowed.check(
-                rows, batch.records, self.header, head.size, now, lambda: self._parties(rows, head.size)
+                rows,
+                batch.records,
+                self.header,
+                head.size,
+                now,
+                lambda: standing(rows, self.header, head.size),
             )
             signed = rows.checkpoint()
             previous = None if signed is None else digest_of(signed.text)
@@ -179,30 +191,50 @@ class Ledger(View):
                 "the ledger was opened without its key", "open it with the key that signs checkpoints"
             )
 
-        def settle(rows: Writer) -> tuple[Checkpoint, Signed | None]:
-            head = head_of(rows)
+        def settle(rows: Writer) -> tuple[Head, Signed | None, Signed | None]:
+            head, last = head_of(rows), rows.checkpoint()
             if (there := rows.checkpoint(head.size)) is None:
-                _check_key(self._parties(rows, head.size), key, self.origin, head.time)
+                check_signs(standing(rows, self.header, head.size), key, head.time)
                 rows.put_meta("signing", head.size.to_bytes(8, "big"))
-            return self._tree(head), there
+            return head, there, last
 
-        tree, there = self.transact(settle)
+        head, there, before = self.transact(settle)
         if there is not None:
             return there.text
+        tree = self._tree(head)
         seal = Seal.sign(tree, key)
         signed = Signed(tree.size, tree.signed(key), seal.kid + seal.signature)
 
         def publish(rows: Writer) -> str:
-            if (other := rows.checkpoint(tree.size)) is None:  # else another process was quicker
-                rows.put_checkpoint(signed)
-                return signed.text
-            if notes.parse(other.text)[0] != tree:
-                raise Damaged(
-                    f"two checkpoints of {tree.size} leaves differ", "find out who signed the other"
-                )
-            return other.text
+            last = rows.checkpoint()
+            if last is not None and last.size > tree.size:  # another process was quicker, and went further
+                return last.text
+            if last is not None and last.size == tree.size:
+                if notes.parse(last.text)[0] != tree:
+                    raise Damaged(
+                        f"two checkpoints of {tree.size} leaves differ", "find out who signed the other"
+                    )
+                return last.text
+            if last != before:  # a checkpoint came between, and may cover that this key was replaced
+                check_signs(standing(rows, self.header, tree.size), key, head.time)
+            rows.put_checkpoint(signed)
+            return signed.text
 
         return self.transact(publish)
+
+    def check_signs(self, after: Iterable[KeyEvent] = ()) -> None:
+        """LedgerError unless these key events may come next, and its key may sign the checkpoint over them."""
+        if (key := self._key) is None:
+            raise LedgerError(
+                "the ledger was opened without its key", "open it with the key that signs checkpoints"
+            )
+        with self.store.read() as rows:
+            head = head_of(rows)
+            parties, now = standing(rows, self.header, head.size), next_time(head.time, self._clock())
+        for event in after:
+            allowed.check_event(event, parties, now)
+            parties.apply(event)
+        check_signs(parties, key, now)
 
     def cosigned(self, text: str) -> str:
         """Add the signatures of a copy of a checkpoint, as it came back from a witness; all that there are now."""
@@ -229,25 +261,24 @@ class Ledger(View):
 
     def transact(self, work: Callable[[Writer], T]) -> T:
         """One transaction; again, if the server went away in the middle, until patience ends."""
+
+        def once() -> T:
+            with self.store.write() as rows:
+                return work(rows)
+
+        return self.patiently(once)
+
+    def patiently(self, work: Callable[[], T]) -> T:
+        """What may be done again from the beginning: again, while the server is away, until patience ends."""
         give_up, pause = system.monotonic() + self._patience, 0.05
         while True:
             try:
-                with self.store.write() as rows:
-                    return work(rows)
+                return work()
             except StoreLost:
                 if system.monotonic() + pause > give_up:
                     raise
                 system.sleep(pause)
                 pause = min(2 * pause, 2.0)
-
-
-def _check_key(parties: Parties, key: PrivateKey, origin: str, time: int) -> None:
-    found = parties.usable(key.public.id, Role.LEDGER, time)
-    if found is None or found.name != origin:
-        raise LedgerError(
-            f"key {key.public.name[:16]} is no key of the ledger {origin!r} at this time",
-            "give the key that its header or a key event names",
-        )
 
 
 def digest_of(text: str) -> bytes:

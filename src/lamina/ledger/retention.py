@@ -7,8 +7,12 @@ In two steps, so that an auditor can look in between:
               bodies go, with their attestations and keys, and the lowest tiles over them
 
 A contribution is old enough when it was admitted before the horizon and its attestation has expired: an attestation
-that could still be presented must be found, or it would be admitted twice. Receipts are to be handed out before: a leaf
-that is gone can be proven only by who kept one. A kill on the way leaves a ledger that is whole, and `resume` goes on.
+that could still be presented must be found, or it would be admitted twice. And no attempt is open of a run that began
+before it expired: what that takes from it is in no leaf yet, and the totals would leave it out. Receipts are to be
+handed out before: a leaf that is gone can be proven only by who kept one. A kill on the way leaves a ledger that is
+whole, and `resume` goes on.
+
+Only contributions go. Epochs stay, and with each its plan: without them no spend could be computed again.
 
 Tiles of level 0 stay where a checkpoint cuts through them, or a leaf under them stays. The others are needed for proofs
 about pruned leaves only: with what stays, every checkpoint is still proven to be the beginning of every later one.
@@ -24,7 +28,7 @@ from functools import partial
 from lamina.ledger.errors import LedgerError
 from lamina.ledger.hashing import leaf_hash
 from lamina.ledger.leaf import decode
-from lamina.ledger.ledger import Ledger
+from lamina.ledger.ledger import DAY, Ledger
 from lamina.ledger.lookup import keys_of, lasting
 from lamina.ledger.records import (
     MOST_SPANS,
@@ -41,6 +45,7 @@ from lamina.ledger.store.base import Pruning, Reader, Writer
 from lamina.ledger.tiles import WIDTH
 from lamina.ledger.view import head_of
 
+LAST = 1 << 62  # later than any time
 _CHUNK = 4096  # leaves that go in one transaction
 _MOVING = (
     NUMBERS[Epoch],
@@ -98,6 +103,7 @@ class Retention:
 
         It must be what `propose` says now, but for its signatures, and these must all be of auditors of the ledger.
         """
+        self._ledger.check_signs()  # before anything is written that could not be signed
         self.resume()
         with self._store.read() as rows:
             size = head_of(rows).size
@@ -185,7 +191,7 @@ def _without_tiles(indices: Sequence[int], rows: Writer) -> None:
 
 def _summed(rows: Reader, horizon: int, now: int) -> Aggregate | None:
     size = head_of(rows).size
-    going = _going(rows)
+    going, used = _going(rows), _in_use(rows)
     withdrawn = dict(rows.withdrawals())
     sums: dict[str, _Sum] = {}
     spans: list[list[int]] = []
@@ -195,7 +201,7 @@ def _summed(rows: Reader, horizon: int, now: int) -> Aggregate | None:
         assert isinstance(leaf.record, Admitted)
         if leaf.time >= horizon:
             break  # time never falls
-        if leaf.record.expires > now or seq in going:
+        if leaf.record.expires > min(now, used) or seq in going:
             continue
         if not spans or spans[-1][1] != seq:
             if len(spans) == MOST_SPANS:
@@ -229,6 +235,13 @@ def _going(rows: Reader) -> set[int]:
             assert isinstance(record, Aggregate)
             found.update(*(range(span.first, span.stop) for span in record.spans))
     return found
+
+
+def _in_use(rows: Reader) -> int:
+    """The time from which on attempts that are still open may have read their members."""
+    at_work = {hold.run for hold in rows.holds() if hold.segment >= 0}  # the rest is only reserved
+    days = {run.id: run.day for run in rows.runs()}
+    return min((days.get(run, 0) * DAY for run in at_work), default=LAST)
 
 
 def _spent(rows: Reader, size: int) -> dict[str, int]:

@@ -27,6 +27,7 @@ from lamina.ledger.records import (
 )
 from lamina.ledger.view import View
 
+_BOUNDS = 4  # signed bounds of an epoch that are told in its line
 KINDS = {word: kind for kind, word in WORDS.items()}
 
 
@@ -173,7 +174,12 @@ def _segments(record: Epoch) -> str:
 
 
 def _spends(record: Epoch) -> str:
-    told = (f"{bound_in_words(each.bound)} ε {epsilon(each.spend)}" for each in record.accounts)
+    """Classes as a whole, and of signed bounds those that lost most."""
+    classes = [each for each in record.accounts if not each.noise_multiplier]
+    signed = sorted((each for each in record.accounts if each.noise_multiplier), key=lambda each: -each.spend)
+    told = [f"{bound_in_words(each.bound)} ε {epsilon(each.spend)}" for each in (*classes, *signed[:_BOUNDS])]
+    if (more := len(signed) - _BOUNDS) > 0:
+        told.append(f"and {more} more bound{'s' if more > 1 else ''}")
     return "; ".join(told) or "nobody was charged"
 
 

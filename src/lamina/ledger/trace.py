@@ -43,6 +43,8 @@ class Exposure:
     multiplier  sigma of one step, for this contribution
     spend       ε that it has lost after this epoch, in 1e-9, over all runs: by its own charges alone
     account     what the ledger states for its bound; not less, since others were eligible before it
+    own         whether its bound has an account here. If not, it counts with its class as a whole, or with a stricter
+                bound where the class has no account: then `spend` is the most that it can have lost, if it was used
     """
 
     leaf: Leaf
@@ -51,6 +53,7 @@ class Exposure:
     multiplier: float
     spend: int
     account: int
+    own: bool = True
 
     @property
     def steps(self) -> int:
@@ -78,6 +81,11 @@ class Trace:
         """What it has lost so far."""
         return self.epochs[-1].spend if self.epochs else 0
 
+    @property
+    def shared(self) -> int:
+        """Epochs in which its bound had no account of its own."""
+        return sum(not each.own for each in self.epochs)
+
     def to_dict(self) -> dict[str, Any]:
         """For machines; ε as plain numbers, null where it is infinite."""
         from lamina.ledger.trace_form import as_object
@@ -100,6 +108,7 @@ def trace(ledger: View, leaf: Leaf) -> Trace:
                 multiplier=min((one.sigma for one in each.charges), default=math.inf),
                 spend=_priced(ledger, events),
                 account=0 if each.account is None else each.account.spend,
+                own=each.account is None or each.account.bound == story.record.bound,
             )
         )
     return Trace(
@@ -210,7 +219,10 @@ def _priced(ledger: View, events: Events) -> int:
 
 
 def account_of(accounts: Sequence[Account], bound: Bound) -> Account | None:
-    """The account that a bound is charged to: its own, a stricter one that it was taken to, or its class's."""
+    """The account that a bound is charged to: its own, its class's, or a stricter one that it was taken to.
+
+    Of the last two its class's loses more: where it is not known which it was, nothing is told too small.
+    """
     cls, clip, noise = bound
     mine = [each for each in accounts if each.cls == cls]
     exact = [each for each in mine if each.bound == bound]
@@ -219,7 +231,7 @@ def account_of(accounts: Sequence[Account], bound: Bound) -> Account | None:
     ]
     nearest = sorted(stricter, key=lambda each: (each.noise_multiplier, -each.clip_norm))
     whole = [each for each in mine if not each.noise_multiplier]
-    return next(iter([*exact, *nearest, *whole]), None)
+    return next(iter([*exact, *whole, *nearest]), None)
 
 
 def _own(plan: StepPlan | None, account: Account, segments: Sequence[Segment]) -> tuple[Charge, ...]:

@@ -60,6 +60,7 @@ def _epoch(each: Exposure) -> dict[str, Any]:
         "steps": each.steps,
         "epsilon": plain(each.spend),
         "epsilon_account": plain(each.account),
+        "own_account": each.own,
     }  # fmt: skip
 
 

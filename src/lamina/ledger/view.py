@@ -165,6 +165,10 @@ class View:
         keys = {descriptor_key(digest): digest for digest in descriptors}
         return {keys[key]: seq for key, seq in self._find(list(keys))}
 
+    def seqs(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """(key, leaf) of every contribution that has one of these keys (lookup.py)."""
+        return self._find(keys)
+
     def attempt(self, run: bytes, segment: int, generation: int) -> int | None:
         """The leaf of the epoch that closed an attempt."""
         with self.store.read() as rows:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from lamina.account import accountant, epsilon_of_multiplier, order_of
 from lamina.errors import AccountingError, PlanError
@@ -47,6 +56,17 @@ def _known_accountant(name: Any) -> Any:
     return name
 
 
+def _signable(origin: str) -> str:
+    """An origin names the ledger, in every signed checkpoint: a signed note has no blanks and no plus in a name."""
+    if not re.fullmatch(r"[!-*,-~]{1,255}", origin):
+        better = re.sub(r"[^!-*,-~]+", "-", origin).strip("-")[:255] or "example.org/corpus"
+        raise ValueError(
+            f"{origin!r} cannot name a ledger: use 1 to 255 printable ASCII characters without blanks and '+', for "
+            f"example {better!r}"
+        )
+    return origin
+
+
 Positive = Annotated[float, Field(gt=0)]
 Words = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
 Profile = Annotated[DepthProfile, BeforeValidator(_as_profile)]
@@ -70,7 +90,7 @@ class Corpus(BaseModel):
     """
 
     model_config = _STRICT
-    origin: Annotated[str, Field(min_length=1)]
+    origin: Annotated[str, Field(min_length=1), AfterValidator(_signable)]
     delta: Annotated[float, Field(gt=0, lt=1)]
     accountant: Annotated[str, BeforeValidator(_known_accountant)] = "pld"
     floors: Floors = Floors()

@@ -19,7 +19,7 @@ from lamina.train.snapshot import TrainingState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Account:
-    """By class: ε of this run (`epsilon`) and of every run in the book (`total`). Public classes owe nothing."""
+    """By class: ε of this run (`epsilon`) and of every run in the ledger (`total`). Public classes owe nothing."""
 
     epsilon: dict[str, float]
     total: dict[str, float]
@@ -28,7 +28,7 @@ class Account:
 def spent_so_far(run: Run, plan: StepPlan) -> dict[str, float]:
     """ε by class of everything that the run was charged for: redone segments count again.
 
-    Journal and book should agree; where they do not (one of them was put back from a copy), the larger counts.
+    Journal and ledger should agree; where they do not (one of them was put back from a copy), the larger counts.
     Classes that an earlier plan of the run charged are listed too. Noise that is chosen on the way is proven to stay
     within its budget, not to have cost less on the way: from the first step on it counts as a whole.
     """
@@ -50,10 +50,10 @@ def _spent(run: Run, plan: StepPlan, name: str, delta: float) -> float:
 
 
 def _total(run: Run, plan: StepPlan, name: str, delta: float, epsilon: float) -> float:
-    """ε of every run in the book, and never less than that of this one."""
+    """ε of every run in the ledger, and never less than that of this one."""
     if not delta:
         return epsilon
-    return max(epsilon, run.book.total(run.origin, name, delta=delta, accountant=plan.accountant).spent)
+    return max(epsilon, run.book.total(name, delta=delta, accountant=plan.accountant).spent)
 
 
 def account(run: Run, plan: StepPlan) -> Account:

@@ -15,9 +15,8 @@ from lamina.account.renyi import divergence
 from lamina.plan import StepPlan
 from lamina.train.book.account import Account
 from lamina.train.book.charge import Charge, bound_charges, charges
+from lamina.train.book.held import WHOLE
 from lamina.train.store.records import Open
-
-WHOLE = 2**62  # the segment under which such a budget is booked; those of signed bounds lie above
 
 
 def nonce(plan: StepPlan, place: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from lamina.admit.reason import Reason
 from lamina.admit.register import Register
 from lamina.admit.source import Contribution, FolderContributions
 from lamina.errors import AdmissionError
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.register import registered
 from lamina.plan import Policy
 from lamina.train.corpus.committed import Committed, Given
 from lamina.train.corpus.folder import FolderSource
@@ -35,7 +38,7 @@ SKIP, STOP = "skip", "stop"
 class Gate(gate.Gate):
     """Admits contributions under a policy, by the keys of a ring, and makes a corpus of those that may enter.
 
-        corpus = lamina.Gate(policy, "keys.json").admit("contributions")
+        corpus = lamina.Gate(policy, "keys.json").admit("contributions", ledger="corpus.ledger.db")
         print(corpus.admission.table())
 
     keys   the path of a key ring, which is read again at each segment of a run, so that a revocation is obeyed at the
@@ -83,7 +86,7 @@ class Gate(gate.Gate):
     def admit(
         self,
         contributions: str | Path | Iterable[Contribution],
-        ledger: Register | None = None,
+        ledger: Ledger | Register | str | os.PathLike[str] | None = None,
         *,
         on_refusal: str = SKIP,
         examples_per_unit: int | None = None,
@@ -94,7 +97,9 @@ class Gate(gate.Gate):
 
         contributions  a folder with ID/payload.npz or ID/payload.csv, ID/descriptor.cbor and ID/attestation.cose, and
                        perhaps a contributions.csv with y; or `Contribution`s with their bytes
-        ledger         what was admitted before, so that nothing is admitted twice
+        ledger         where those who are admitted are recorded, and who was withdrawn: the path of a ledger, which is
+                       made if there is none, "postgresql://…#schema", an open `Ledger`, or any register. Who stands in
+                       it already is admitted again, and nothing is written
         on_refusal     "skip" whoever is refused, or "stop" with an AdmissionError
         progress       hears (how many are examined, of how many)
 
@@ -103,9 +108,24 @@ class Gate(gate.Gate):
         """
         if on_refusal not in (SKIP, STOP):
             raise AdmissionError(f"on_refusal is {on_refusal!r}", f'use "{SKIP}" or "{STOP}"')
-        if ledger is not None:
-            self.register = ledger
         self.reread()
+        if ledger is None:
+            return self._admit(contributions, on_refusal, examples_per_unit, dtype, progress)
+        with registered(ledger, self.policy, clock=self.clock.now) as register:
+            before, self.register = self.register, register
+            try:
+                return self._admit(contributions, on_refusal, examples_per_unit, dtype, progress)
+            finally:
+                self.register = before
+
+    def _admit(
+        self,
+        contributions: str | Path | Iterable[Contribution],
+        on_refusal: str,
+        examples_per_unit: int | None,
+        dtype: torch.dtype | None,
+        progress: Progress | None,
+    ) -> AdmittedCorpus:
         folder = Path(contributions) if isinstance(contributions, str | Path) else None
         source: Iterable[Contribution] = (
             FolderContributions(contributions)
@@ -117,9 +137,7 @@ class Gate(gate.Gate):
         data = _Data.of(admission, folder, listing, dtype)
         if on_refusal == STOP and admission.refused:
             raise AdmissionError(f"{_told(admission)}, and on_refusal is {STOP!r}", _REMEDY)
-        if (
-            data is not None and admission.enter()
-        ):  # some were admitted elsewhere meanwhile: go on without them
+        if admission.enter() and data is not None:  # much may have happened meanwhile: go on without them
             data = _Data.of(admission, folder, listing, dtype)
         if data is None:
             raise AdmissionError(f"nobody is admitted: {_told(admission)}", _REMEDY)

@@ -1,12 +1,14 @@
 """`Segments`: the protocol of a run, from one checkpoint to the next.
 
-    OPEN    plan, membership and data are frozen; a seed is drawn; the charge is written down and booked
+    OPEN    plan, membership and data are frozen; a seed is drawn; the charge is written down and held in the ledger
     …       coins, noise, dropout come from the seed; nothing of the segment leaves the process
     save    checkpoint: temporary file, fsync, rename, fsync of the folder
+    record  the epoch becomes a leaf of the ledger, is committed, and a checkpoint over it is signed
     CLOSE   the seed is erased; weights, evaluations and figures may leave
 
 Killed anywhere, the run is in one of three states, and `resume` knows which (resume.py): the checkpoint is there and
-CLOSE is missing; the segment is open and is replayed, or redone and paid again; or nothing is open.
+CLOSE, perhaps the leaf too, is missing; the segment is open and is replayed, or redone and paid again; or nothing is
+open.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import torch
 
 from lamina.errors import RunError
 from lamina.plan import StepPlan
+from lamina.train import promise
 from lamina.train.book.charge import Charge, follows_budget, in_units
 from lamina.train.corpus import Corpus
 from lamina.train.followed import room
+from lamina.train.members import Members
 from lamina.train.resume import Action, Facts, decide
 from lamina.train.run import Run
 from lamina.train.settings import code_version
@@ -39,6 +43,7 @@ class Segments:
         *,
         plan: StepPlan,
         corpus: Corpus,
+        members: Members,
         settings: bytes,
         caps: Mapping[str, int],
         length: int,
@@ -47,6 +52,7 @@ class Segments:
     ) -> None:
         self.run, self.state, self.plan, self.corpus = run, state, plan, corpus
         self.settings, self.caps, self.length, self.note = settings, dict(caps), length, note
+        self.members = members
         self.say = say  # on the screen only
         self.end = plan.steps
         self._replay: Open | None = None
@@ -61,7 +67,7 @@ class Segments:
         """A new run, or one that goes on."""
         if self.run.fresh or not (self.run.checkpoints.indices() or self.run.journal.opens):
             self.run.checkpoints.room(self.state.capture(self._header(None)))  # before anything is reserved
-            self.run.begin(self.plan)
+            promise.begin(self.run, self.plan)
             self._save(None)  # also after a kill before the first checkpoint: nothing was drawn then
         else:
             self._resume()
@@ -70,6 +76,7 @@ class Segments:
         run, state = self.run, self.state
         self._restore()
         run.recharge()
+        self.members.freeze()  # who withdrew meanwhile is out: what they were in is not replayed
         self._refuse_another_plan()
         pending = run.journal.pending
         if run.copied:
@@ -119,11 +126,11 @@ class Segments:
             raise RunError(
                 f"the run in '{self.run.folder}' {state} at step {self.state.step}, and the plan given now is another "
                 f"one, of {self.plan.steps} steps",
-                "give the plan that it was begun with, or another folder: what both cost is added up in the book",
+                "give the plan that it was begun with, or another folder: what both cost is added up in the ledger",
             )
 
     def _go_on(self, first: int) -> None:
-        self.end = self.run.go_on(self.plan, first)
+        self.end = promise.go_on(self.run, self.plan, first)
         if self.end < self.plan.steps:
             self.note(f"the bounds allow {self.end} of {self.plan.steps} steps: the run will end there")
 
@@ -146,8 +153,26 @@ class Segments:
         for c in due:
             if c.cls in filters:
                 filters[c.cls].charge(c.sigma, c.q, c.steps)
-        segment = self.state.segments
-        return self.run.open(segment=segment, first=first, last=last, facts=self._facts(), due=due)
+        eligibility = self.members.freeze()
+        if not self.run.attempts:
+            self.members.check(self.plan)
+        return self.run.open(
+            segment=self.state.segments,
+            first=first,
+            last=last,
+            facts=self._facts(),
+            due=due,
+            eligibility=eligibility,
+            variance=self._variance(),
+        )
+
+    def _variance(self) -> list[float]:
+        """S² per layer at the next step, where the plan's rules move it. What they move it by was released."""
+        adaptation = self.state.adaptation
+        if adaptation is None:
+            return []
+        factor = self.state.factor / adaptation.factor
+        return [(s * factor) ** 2 for s in adaptation.applied.noise]
 
     def _due(self, first: int, last: int) -> tuple[int, tuple[Charge, ...]]:
         """Where the segment ends, and what it takes.
@@ -155,7 +180,7 @@ class Segments:
         Where noise follows the budget, it is fixed for a segment, and the segment ends where the budget does.
         """
         if not follows_budget(self.plan):
-            return last, self.run.due(self.plan, first, last)
+            return last, promise.due(self.run, self.plan, first, last)
         factor = self.state.factor
         while last > first:
             due = in_units(self.plan, first, last, factor)
@@ -228,14 +253,11 @@ class Segments:
         if not indices:
             raise RunError(
                 f"'{self.run.folder}' has a journal and no checkpoint",
-                "restore the checkpoint; or begin in another folder (what was charged stays in the book)",
+                "restore the checkpoint; or begin in another folder (what was charged stays in the ledger)",
             )
         snapshot, self._checkpoint = self.run.checkpoints.load(indices[-1])
         self._check(snapshot, indices[-1])
         self._written_by = snapshot.state["nonce"]
-        self.run.origin = snapshot.state[
-            "origin"
-        ]  # one account for the whole run, whatever became of the data
         self.state.restore(snapshot)
         if snapshot.state["settings"] != self.settings:
             changes = self.state.apply_given()
@@ -259,10 +281,11 @@ class Segments:
                 f"checkpoint {index} in '{folder}' is not the one that the journal closed",
                 "put journal and checkpoints of one and the same moment back together, or begin in another folder",
             )
-        if header["origin"] != self.run.origin and self.corpus.origin is not None:
+        if header["origin"] != self.run.origin:
             raise RunError(
-                f"the run was begun under origin {header['origin']!r}, the corpus says {self.corpus.origin!r}",
-                "keep the origin: what the run spent is booked there",
+                f"the run was begun under origin {header['origin']!r}, and the ledger '{self.run.book.path}' is "
+                f"{self.run.origin!r}'s",
+                "keep origin and ledger: what the run spent is recorded there",
             )
         if header["caps"] != self.caps:
             raise RunError(

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lamina.account import Filter
+from lamina.admit.key import PrivateKey
 from lamina.engine import Batch, Engine, SecureNoise
 from lamina.engine.stream import Purpose
 from lamina.errors import RunError
+from lamina.ledger.ledger import Ledger
 from lamina.plan import StepPlan
 from lamina.train.account import spent_so_far
 from lamina.train.blame import discreet, withhold
-from lamina.train.book import Account, SpendBook
+from lamina.train.book import Account, Book
 from lamina.train.book.account import check_accounts
-from lamina.train.book.key import secret_beside
 from lamina.train.checks import (
     check_caps,
     check_filters,
@@ -37,6 +38,8 @@ from lamina.train.corpus.sampler import Sampler, caps_of
 from lamina.train.depth import check_depth
 from lamina.train.ema import MovingAverage
 from lamina.train.evaluation import Evaluation
+from lamina.train.members import Members
+from lamina.train.opening import Given, link, open_ledger
 from lamina.train.outcome import Outcome
 from lamina.train.progress import Progress, screen
 from lamina.train.randomness import borrowed_generators, reseed
@@ -59,7 +62,8 @@ class Trainer:
     Formal guarantee. Under the conditions of `Engine`, with coins, noise and dropout from secret streams, the
     weights that leave the process (files, callbacks, evaluations) are (ε_k, δ_k)-differentially private for every
     class k, ε_k being the price of every step *charged* to the run: killed, resumed, redone or given up. Nothing of
-    a segment leaves before its charge is durable in journal and book, and its checkpoint is.
+    a segment leaves before its charge is durable in journal and ledger, its checkpoint is, and the leaf that
+    records it.
 
         run = lamina.Trainer(model, optimizer, loss_fn, corpus, plan, folder="runs/first")
         outcome = run.fit()          # again after a crash: goes on where it was
@@ -68,8 +72,11 @@ class Trainer:
     arguments.
 
     folder           where the run lives; the same folder again resumes it
-    book             the spend book (or its path); default: spend.db beside the folder
-    bounds           ε that each class may spend over all runs of the book; default: the corpus's policy
+    ledger           an open `Ledger`, the path of one, or "postgresql://…#schema"; made if there is none. Default: the
+                     corpus's own beside the folder, ORIGIN.ledger.db, which all runs on it share
+    key              signs the ledger's checkpoints; default: ORIGIN.ledger.pem, made with the ledger
+    bounds           ε that each class may spend over all runs of the ledger; default: the corpus's policy, whose
+                     promise holds in any case
     accounts         further bounds, each held to over all runs by itself, beside what the corpus was admitted with
     scheduler        stepped once per private step
     microbatches     forward and backward in so many parts: less memory, the same result
@@ -94,7 +101,8 @@ class Trainer:
         plan: StepPlan,
         *,
         folder: str | Path,
-        book: SpendBook | str | Path | None = None,
+        ledger: Given = None,
+        key: PrivateKey | None = None,
         bounds: Mapping[str, float] | None = None,
         accounts: Sequence[Account] | None = None,
         engine: Engine | None = None,
@@ -121,7 +129,9 @@ class Trainer:
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.corpus, self.plan, self.scheduler = corpus, plan, scheduler
         self.folder = Path(folder)
-        self._book = book if book is not None else self.folder.parent / "spend.db"
+        self._given, self._key = ledger, key
+        self._ledger: Ledger | None = None
+        self._book: Book | None = None
         self.bounds = policy_bounds(corpus, plan) if bounds is None else dict(bounds)
         check_names(plan, bounds=self.bounds, filters=filters or {})
         check_filters(plan, filters or {})
@@ -168,10 +178,23 @@ class Trainer:
         )
 
     @property
-    def book(self) -> SpendBook:
-        """The spend book; made when it is first asked for."""
-        if not isinstance(self._book, SpendBook):
-            self._book = SpendBook(self._book)
+    def ledger(self) -> Ledger:
+        """The ledger; opened, or made, when it is first asked for."""
+        if self._ledger is None:
+            self._ledger = open_ledger(self._given, self.corpus, self.plan, folder=self.folder, key=self._key)
+        return self._ledger
+
+    def _let_go(self) -> None:
+        """Close the ledger if it was opened here; it is opened again when it is asked for."""
+        if self._ledger is not None and self._ledger is not self._given:
+            self._ledger.close()
+            self._ledger = self._book = None
+
+    @property
+    def book(self) -> Book:
+        """The ledger as runs charge it."""
+        if self._book is None:
+            self._book = Book(self.ledger)
         return self._book
 
     # ------------------------------------------------------------------------------------ the job
@@ -188,6 +211,8 @@ class Trainer:
                 self.progress.note("stopped; the same again goes on where it was, at no further cost")
                 raise
             finally:
+                self.corpus.when_asked = None
+                self._let_go()
                 self.progress.end()
                 self.optimizer.zero_grad()
                 self._engine.detach()
@@ -205,13 +230,17 @@ class Trainer:
             notes=self.state.notes,
         )
         self._renewal.begin(watch.note)
-        origin = self.corpus.booked_under(secret_beside(self.book.path))
-        run = Run(self.folder, book=self.book, origin=origin, bounds=self.bounds, accounts=self.accounts)
+        members = Members(self.ledger, self.corpus)
+        members.enrol(watch.note)
+        self.corpus.when_asked = members.withdraw
+        link(self.ledger, self.folder)
+        run = Run(self.folder, book=self.book, bounds=self.bounds, accounts=self.accounts)
         segments = Segments(
             run,
             self.state,
             plan=self.plan,
             corpus=self.corpus,
+            members=members,
             settings=self._settings(),
             caps=self.max_occurrences,
             length=self.segment,
@@ -259,12 +288,12 @@ class Trainer:
     def _carried_out(self, opened: Open, segments: Segments) -> bool:
         """As `_carry_out`. A payload that was changed shows when somebody was sampled: these coins are over."""
         try:
-            return self._carry_out(opened, segments.revision)
+            return self._carry_out(opened, segments.revision, segments.members)
         except PayloadChanged:
             segments.run.give_up(opened)
             raise
 
-    def _carry_out(self, opened: Open, revision: int) -> bool:
+    def _carry_out(self, opened: Open, revision: int, members: Members) -> bool:
         """The steps of a segment. False if it is to be given up because somebody withdrew."""
         counts = None if self.state.counts is None else self.state.counts.copy()
         caps = self.max_occurrences or None
@@ -280,6 +309,8 @@ class Trainer:
             for step in range(opened.first, opened.last):
                 self.progress.step(step + 1, self._guarded(sampler, opened.seed, step))
                 if self.on_withdrawal == "abandon" and self.corpus.revision != revision:
+                    return False
+                if members.abandons():
                     return False
         self.state.counts = sampler.counts
         return True

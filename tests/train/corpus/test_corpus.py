@@ -27,7 +27,7 @@ X = np.arange(6.0)
 def policy_of(**classes: dict[str, Any]) -> Policy:
     return Policy.from_dict(
         {
-            "corpus": {"origin": "ward 7", "delta": 1e-6, "accountant": "rdp"},
+            "corpus": {"origin": "ward-7", "delta": 1e-6, "accountant": "rdp"},
             "class": {name: {"epsilon": 1.0, "population": 10, **entry} for name, entry in classes.items()},
         }
     )
@@ -218,7 +218,7 @@ def test_digest_is_worked_out_once_per_key() -> None:
 
 
 def test_origin() -> None:
-    assert Corpus(X, policy=policy_of(a={})).origin == "ward 7"
+    assert Corpus(X, policy=policy_of(a={})).origin == "ward-7"
     assert Corpus(X, origin="here").origin == "here"
     assert Corpus(X).origin is None
     assert Corpus(X, origin="here").booked_under(b"k") == "here"
@@ -333,7 +333,7 @@ REFUSED: list[tuple[str, Callable[[], Any], str, str]] = [
     (
         "two origins",
         lambda: Corpus(X, origin="x", policy=policy_of(a={})),
-        "policy says 'ward 7'",
+        "policy says 'ward-7'",
         "leave origin",
     ),
     ("empty origin", lambda: Corpus(X, origin=""), "origin is empty", "leave it out"),

@@ -48,6 +48,8 @@ def opened(segment: int, generation: int = 0, /, **other: object) -> Open:
         "threads": 2,
         "code": "lamina 0.1.0",
         "charges": (charge(), charge(cls="ärzte")),
+        "eligibility": 7,
+        "variance": (0.25, 1e-300),
         "seed": rng.randbytes(32),
         **digests,
     }
@@ -618,6 +620,8 @@ opens = st.builds(
     membership=digests,
     checkpoint=digests,
     data=digests,
+    eligibility=numbers,
+    variance=st.lists(finite, max_size=3).map(tuple),
     world_size=numbers,
     threads=numbers,
     code=st.text(),

@@ -14,6 +14,7 @@ import typer
 
 from lamina.cli.bars import bar
 from lamina.cli.demo import folder as folders
+from lamina.cli.demo.evidence import Evidence
 from lamina.cli.demo.hospitals import contribute
 from lamina.cli.demo.page import write_page
 from lamina.cli.demo.parts import untrained
@@ -24,6 +25,7 @@ from lamina.cli.demo.training import ONWARD, START, plainly, plan_of, privately
 from lamina.cli.demo.utility import measure
 from lamina.cli.output import err, out, print_json
 from lamina.data.neurokit import neurokit
+from lamina.ledger.opening import Contract, open_or_create
 from lamina.plan import Policy
 from lamina.train import Gate
 
@@ -40,10 +42,11 @@ def demo(
     Two hospitals sign for their patients. Sixty volunteers gave their recordings to the public: they train every layer
     of a residual autoencoder with a classifier. Five hundred sensitive patients may reach only the top quarter of its
     layers, at ε = 3 each; fifty of them signed for less and count for less. Six contributions that are expired,
-    changed, copied, unsigned, too permissive or signed by a stranger are refused. The end is a table: the private
-    model against one without these patients, and against one without privacy.
+    changed, copied, unsigned, too permissive or signed by a stranger are refused. Who was admitted and what was spent
+    is in a signed ledger, which is verified in the end. And there is a table: the private model against one without
+    these patients, and against one without privacy.
 
-    Spends: nothing real, the patients are simulated. Every call makes new folders, with a spend book in each.
+    Spends: nothing real, the patients are simulated. Every call makes new folders, with a ledger in each.
 
     Shows: ε so far, never the private loss: an un-noised loss would be a release that nobody paid for.
 
@@ -76,8 +79,9 @@ def _run(place: Path, sizes: Sizes, say: Callable[[str], None]) -> Result:
     contributing = patients.contributing()
     with bar("hospitals sign", sum(map(len, contributing.values()))) as tick:
         ring = contribute(place / "contributions", patients, policy, sizes, tick)
+    ledger = open_or_create(place / folders.LEDGER, Contract.of_policy(policy))
     with bar("checking signatures") as tick:
-        corpus = Gate(policy, ring).admit(place / "contributions", examples_per_unit=1, progress=tick)
+        corpus = Gate(policy, ring).admit(place / "contributions", ledger, examples_per_unit=1, progress=tick)
     say(f"{corpus.admission!r}")
 
     start = untrained()
@@ -89,7 +93,8 @@ def _run(place: Path, sizes: Sizes, say: Callable[[str], None]) -> Result:
     say(f"\n{plan}\n\n{corpus.resolution(plan)}\n")
 
     private = copy.deepcopy(start)
-    outcome = privately(private, patients.test, corpus, plan, place)
+    outcome = privately(private, patients.test, corpus, plan, place, ledger)
+    ledger.close()
     without_sensitive, without_privacy = copy.deepcopy(start), copy.deepcopy(start)
     with bar("for comparison: without the sensitive", sizes.steps) as tick:
         plainly(
@@ -112,6 +117,7 @@ def _run(place: Path, sizes: Sizes, say: Callable[[str], None]) -> Result:
         utility={name: measure(model, patients.test) for name, model in models.items()},
         model=private,
         test=patients.test,
+        evidence=Evidence.gather(place / folders.LEDGER, corpus.admission),
     )
 
 

@@ -15,13 +15,15 @@ from lamina.cli.demo.training import ONWARD
 from lamina.errors import LaminaError
 from lamina.plan import StepPlan
 
+ORIGIN = "demo.example/simulated-ecg"
 DELTA = 1e-5  # well below one over the population
+LEDGER = "ledger.db"
 
 _POLICY = """\
 # The demo's policy: two classes of simulated patients.
 
 [corpus]
-origin = "lamina demo, simulated"
+origin = "{origin}"
 delta = {delta}                     # well below one over the population
 
 [class.volunteer]                 # gave their recordings to the public: they train every layer and cost nothing
@@ -39,8 +41,8 @@ unit = "patient"
 
 _RUN = """\
 # The demo's private run, to do again:   cd {folder} && lamina train RUN.toml
-# It checks every signature again, and starts a book of its own. With book = "spend.db" it is refused: these patients'
-# ε is spent.
+# It checks every signature again, and begins a ledger of its own. With ledger = "ledger.db" it is refused: these
+# patients' ε is spent.
 
 policy = "policy.toml"
 model = {{ factory = "lamina.cli.demo.parts:started", args = {{ weights = "start.safetensors" }} }}
@@ -51,7 +53,7 @@ batch = {{ volunteer = {volunteer_batch}, sensitive = {sensitive_batch} }}
 steps = {steps}
 threads = 1                       # tensors this small only make threads wait for each other
 output = "again"
-book = "again.db"
+ledger = "again.ledger.db"
 
 [data]
 kind = "folder"
@@ -68,7 +70,7 @@ on = "simulated"
 
 
 def policy_text(sizes: Sizes) -> str:
-    return _POLICY.format(delta=DELTA, volunteers=sizes.volunteers, sensitive=sizes.sensitive)
+    return _POLICY.format(origin=ORIGIN, delta=DELTA, volunteers=sizes.volunteers, sensitive=sizes.sensitive)
 
 
 def run_text(sizes: Sizes, folder: Path) -> str:

@@ -49,6 +49,12 @@ differ a little from run to run: the noise is secret and new each time.</p>
 run used. Noise: {noise}. Not covered: floating-point effects of the unhardened noise. The demo's settings were chosen
 on simulated patients, which costs nothing; choosing them on private data would.</p>
 
+<h2>What an auditor finds</h2>
+<p>Who was admitted, under which bound, and what was spent is in <code>ledger.db</code>: records that nobody can change
+unseen, because a signed tree of hashes stands over them. It was {verified}. No data and no model are needed for that.
+The first command does it again; the last shows what became of one patient's contribution:</p>
+<pre>{commands}</pre>
+
 <h2>Reconstructed beats</h2>
 <p>Simulated test patients in grey, the private model's reconstruction in blue. The autoencoder learned from volunteers
 alone: the sensitive class does not reach it.</p>
@@ -61,8 +67,9 @@ alone: the sensitive class does not reach it.</p>
 <p>Beside this page: <code>policy.toml</code>, <code>contributions/</code> (a payload, what was signed about it and the
 signature of each patient), <code>keys.json</code> (the hospitals' public keys; the private ones were forgotten),
 <code>plan.json</code>, <code>RUN.toml</code> (the private run, to do again with <code>lamina train</code>),
-<code>spend.db</code> (what was spent), and <code>run/</code> with the private model and its public figures.
-<code>run/journal</code> and <code>run/checkpoint/</code> would be secret if the patients were real.</p>
+<code>ledger.db</code> (what was admitted and spent), <code>ledger.pem</code> (the key that signs it), and
+<code>run/</code> with the private model and its public figures. <code>ledger.pem</code>, <code>run/journal</code> and
+<code>run/checkpoint/</code> would be secret if the patients were real.</p>
 <p>No private loss, batch size or gradient norm is in this report: none of them was paid for. The beats are simulated:
 no person's data is in them, and no diagnosis may rest on them. {seconds:.0f} seconds.</p>
 </body></html>
@@ -88,6 +95,8 @@ def write_page(folder: Path, result: Result) -> Path:
         noise="from a cryptographically secure stream"
         if result.outcome.private
         else "seeded, so NOT PRIVATE",
+        verified=html.escape(result.evidence.words()),
+        commands=html.escape("\n".join(result.evidence.commands())),
         beats=beats(result.model, result.test),
         plan=html.escape(str(result.plan)),
         seconds=result.seconds,

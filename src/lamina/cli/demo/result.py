@@ -11,6 +11,7 @@ from torch import nn
 
 from lamina.admit.admission import Admission
 from lamina.admit.resolution import Resolution
+from lamina.cli.demo.evidence import Evidence
 from lamina.cli.demo.patients import Group
 from lamina.cli.demo.utility import Utility
 from lamina.cli.output import columns, round_up
@@ -22,11 +23,15 @@ WORDS = {
     "private": "private",
     "without_privacy": "without privacy",
 }
+_LEDGER = ("audit:", "record:", "trace:")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """`utility` by training, as in WORDS; `model` is the private one, `test` the patients it was measured on."""
+    """`utility` by training, as in WORDS; `model` is the private one, `test` the patients it was measured on.
+
+    `evidence` is what an auditor finds in the ledger.
+    """
 
     plan: StepPlan
     outcome: Outcome
@@ -35,6 +40,7 @@ class Result:
     utility: dict[str, Utility]
     model: nn.Module
     test: Group
+    evidence: Evidence
     seconds: float = 0.0
 
     def timed(self, seconds: float) -> Result:
@@ -105,10 +111,16 @@ class Result:
                 columns(self.utility_rows()),
                 "",
                 *(f"note: {note}" for note in self.outcome.notes),
+                f"ledger {self.evidence.words()}",
+                "",
                 f"{self.seconds:.0f} seconds. Where to look:",
                 f"  report:  {report}",
                 f"  model:   {folder / 'run' / 'model.safetensors'}",
-                f"  spend:   lamina spend {folder / 'spend.db'}",
+                f"  spend:   lamina spend {self.evidence.ledger}",
+                *(
+                    f"  {name:<8} {line}"
+                    for name, line in zip(_LEDGER, self.evidence.commands(), strict=True)
+                ),
                 f"  again:   cd {folder} && lamina train RUN.toml",
             ]
         )
@@ -118,7 +130,8 @@ class Result:
         return {
             "folder": str(folder),
             "seconds": round(self.seconds, 2),
-            "ledger": None,
+            "ledger": str(self.evidence.ledger),
+            "verification": self.evidence.machine(),
             "certificate": None,
             "report": str(report),
             "release": None,

@@ -22,6 +22,7 @@ from lamina.cli.demo.parts import loss
 from lamina.cli.demo.patients import Group
 from lamina.cli.demo.sizes import Sizes
 from lamina.cli.demo.utility import measure
+from lamina.ledger.ledger import Ledger
 from lamina.plan import LayerStack, Policy, StepPlan
 from lamina.train import Corpus, Evaluation, Outcome, Trainer
 
@@ -86,8 +87,10 @@ def _sample(group: Group, expected: int, generator: torch.Generator) -> tuple[Te
     return group.take(patients, windows)
 
 
-def privately(model: nn.Module, test: Group, corpus: Corpus, plan: StepPlan, folder: Path) -> Outcome:
-    """The private run: `lamina.Trainer`, with the book in the demo's own folder."""
+def privately(
+    model: nn.Module, test: Group, corpus: Corpus, plan: StepPlan, folder: Path, ledger: Ledger
+) -> Outcome:
+    """The private run: `lamina.Trainer`, charged in the demo's own ledger."""
 
     def figures(model: nn.Module) -> dict[str, float]:
         found = measure(model, test)
@@ -101,7 +104,7 @@ def privately(model: nn.Module, test: Group, corpus: Corpus, plan: StepPlan, fol
         corpus,
         plan,
         folder=folder / "run",
-        book=folder / "spend.db",
+        ledger=ledger,
         scheduler=schedule,
         evaluate=Evaluation(function=figures, on="simulated"),
     )

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import typer
 
 from lamina.cli.ledger.checkpoint import checkpoint
+from lamina.cli.ledger.key import key
+from lamina.cli.ledger.policy import policy
 from lamina.cli.ledger.prove import prove
 from lamina.cli.ledger.prune import prune
 from lamina.cli.ledger.receipt import receipt
@@ -36,6 +38,8 @@ Who keeps one:
 
   lamina ledger checkpoint ledger.db --key ledger.key sign what is there
   lamina ledger prune ledger.db --key ledger.key      sum up what is old
+  lamina ledger policy ledger.db                      which floors and classes hold
+  lamina ledger key ledger.db                         whose signatures count
 """
 
 app = typer.Typer(no_args_is_help=True, help=folded(_HELP))
@@ -48,6 +52,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "withdraw": withdraw,
     "prune": prune,
     "checkpoint": checkpoint,
+    "policy": policy,
+    "key": key,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name, help=folded(_command.__doc__))(_command)

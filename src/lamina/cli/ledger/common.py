@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from lamina.admit.key import PrivateKey
 from lamina.cli.output import out
 from lamina.cli.passphrase import open_key
 from lamina.ledger.ledger import Ledger
@@ -24,17 +26,31 @@ KeyFile = Annotated[
 Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="write it there")]
 
 
-def check_there(where: str) -> None:
-    """Misuse, if the path of a ledger is none."""
-    if not where.startswith(_URLS) and not Path(where).is_file():
+def is_file(where: str) -> bool:
+    """Whether it is kept in a file."""
+    return not where.startswith(_URLS)
+
+
+def check_there(where: str) -> str:
+    """Where it is, with links followed; misuse, if there is none."""
+    if not is_file(where):
+        return where
+    if not Path(where).is_file():
         raise typer.BadParameter(f"there is no ledger '{where}'", param_hint="LEDGER")
+    return os.path.realpath(where)
 
 
 @contextmanager
-def opened(where: str, key: Path | None = None, passphrase_file: Path | None = None) -> Iterator[Ledger]:
-    """The ledger, to be read; with a key also to be signed."""
-    check_there(where)
-    with Ledger.open(where, None if key is None else open_key(key, passphrase_file)) as ledger:
+def opened(
+    where: str,
+    key: Path | None = None,
+    passphrase_file: Path | None = None,
+    *,
+    signer: PrivateKey | None = None,
+) -> Iterator[Ledger]:
+    """The ledger, to be read; with a key (a file, or one that is open) also to be signed."""
+    place = check_there(where)
+    with Ledger.open(place, signer if key is None else open_key(key, passphrase_file)) as ledger:
         yield ledger
 
 

@@ -69,9 +69,9 @@ def prune(
     """
     if key is None:
         raise typer.BadParameter("give the ledger's, or an auditor's with --countersign", param_hint="--key")
-    check_there(ledger)
+    place = check_there(ledger)
     private = open_key(key, passphrase_file)
-    with Ledger.open(ledger, private) as book:
+    with Ledger.open(place, private) as book:
         keeper = Retention(book)
         if countersign is not None:
             found = _countersigned(keeper, book, countersign, private)

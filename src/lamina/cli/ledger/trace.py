@@ -63,7 +63,11 @@ def page(found: Trace) -> str:
         lines.append(
             f"  not used   in {found.unused} epochs nobody with its bound was charged: it stayed out"
         )
-    lines.append(f"  lost       ε {epsilon(found.spend)} so far")
+    if found.shared:
+        lines.append(
+            f"  with *     {found.shared} epochs have no account for its bound: counted with its class"
+        )
+    lines.append(f"  lost       ε {'at most ' if found.shared else ''}{epsilon(found.spend)} so far")
     lines.append(f"  withdrawn  {_withdrawn(found)}")
     for release in found.releases:
         assert isinstance(release.record, Release)
@@ -101,7 +105,7 @@ def _epochs(epochs: tuple[Exposure, ...]) -> list[str]:
                 str(each.steps),
                 sigma,
                 spread,
-                epsilon(each.spend),
+                epsilon(each.spend) + ("" if each.own else "*"),
             ]
         )
     return columns(rows, left=4).split("\n")

@@ -51,11 +51,11 @@ def verify(
       lamina ledger verify ledger.db --trust keys.json --seen last.checkpoint
       lamina ledger verify ledger.db --no-signatures --json
     """
-    check_there(ledger)
+    place = check_there(ledger)
     trusted = None if trust is None else Trust.load(trust)
     known = [Seen.load(path) for path in seen or ()]
     with bar("replaying") as tick:
-        found = audit(ledger, trust=trusted, seen=known, signatures=not no_signatures, progress=tick)
+        found = audit(place, trust=trusted, seen=known, signatures=not no_signatures, progress=tick)
     if as_json:
         print_json({"ledger": ledger, **found.to_dict()})
     else:

@@ -69,6 +69,8 @@ def withdraw(
     if name is not None and reason not in REASONS:
         raise typer.BadParameter(f"give one of {', '.join(REASONS)}", param_hint="--reason")
     with opened(ledger, key, passphrase_file) as book:
+        if key is not None:
+            book.check_signs()
         if folder is not None:
             _take(Inbox(book, folder), ledger, watch, as_json)
             return

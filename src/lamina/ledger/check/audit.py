@@ -27,6 +27,7 @@ from lamina.ledger.check.plans import Plans
 from lamina.ledger.check.policy import PolicyInForce
 from lamina.ledger.check.problem import LEAF, TRUST, bad
 from lamina.ledger.check.releases import check_release
+from lamina.ledger.check.report import Held
 from lamina.ledger.check.seen import ANEW, SeenBefore
 from lamina.ledger.check.tallies import Tallies
 from lamina.ledger.check.tree import Tree
@@ -70,12 +71,16 @@ class Audit:
         self.tree = Tree(rows, self._tallies)
         self.contributions = Contributions(self.policy, self.keys, self.attestations, self._tallies)
         self.withdrawals = Withdrawals(rows)
-        self.epochs = Epochs(self.header, Plans(rows, self.policy), self.policy, self.withdrawals)
+        self.epochs = Epochs(
+            self.header, Plans(rows, self.policy), self.policy, self.withdrawals, self.contributions.living
+        )
         self.aggregates = Aggregates(self.header, self.keys, self._tallies)
         trusted = None if trust is None else trust.keys(self.header.origin, now)
+        self._known = bool(trusted)
         self.checkpoints = Checkpoints(self.header, list(rows.checkpoints()), trusted)
         self.others: dict[int, type[Record]] = {}
         self.pruned = 0
+        self.held: tuple[Held, ...] = ()
         self._time = self._epoch = 0
         signed, size = self.checkpoints.sizes(), self.head.size
         self._cuts = iter(sorted({*signed, *self._seen.sizes(signed, self._tallies, size), size}))
@@ -208,6 +213,7 @@ class Audit:
         beside.check_kinds(self._rows, size, self.others)
         beside.check_withdrawn(self._rows, self.withdrawals.targets)
         beside.check_attempts(self._rows, self.epochs.attempts.items())
+        self.held = beside.held(self._rows)
         self._check_pruned()
         self._seen.finish(size, self.checkpoints.accepted().values())
         self._check_trust()
@@ -229,10 +235,11 @@ class Audit:
         if good < size:
             bad(good, TRUST, f"no checkpoint covers leaves [{good}, {size}): nobody has signed them yet")
         if self._trust is not None and self.checkpoints.trusted < size:
+            why = ANEW if self._known else f"none of the trusted keys is for a ledger, {self.header.origin!r}"
             bad(
                 self.checkpoints.trusted,
                 TRUST,
-                f"no trusted key signed the checkpoints from here on: {ANEW}",
+                f"no trusted key signed the checkpoints from here on: {why}",
             )
 
 

@@ -4,7 +4,8 @@ exact      the plan's schedule over the steps of every attempt, given up or not:
 followed   noise that follows its budget: a filter proves that the run never passes its budget, not that it has cost
            less on the way. So the whole of it must be charged when the run first charges the account
 capped     raw noise with a cap N on occurrences: min(N, steps) along the weights, and min(N, steps) of every attempt
-           beside them; a run that was copied may have been charged more
+           beside them; a run that was copied may have been charged more. Occurrences are counted along the weights, so
+           an attempt that goes on from them is beside them only once another one has begun without it
 """
 
 from __future__ import annotations
@@ -28,17 +29,23 @@ class _Run:
     charged: dict[Bound, dict[Kind, int]] = field(default_factory=dict)
     closed: set[range] = field(default_factory=set)
     beside: int = 0
+    end: int = 0  # where the weights are
+    tried: int = 0  # steps of the last attempt, if it was given up: along the weights until there is another
 
     def add(self, segments: Iterable[Segment], cap: int) -> None:
         for each in segments:
-            steps = range(each.first, each.last)
+            self.beside += min(cap, self.tried)
+            steps, self.tried = range(each.first, each.last), 0
             if each.outcome is Outcome.CLOSED and steps not in self.closed:
                 self.closed.add(steps)
+                self.end = max(self.end, each.last)
+            elif each.outcome is Outcome.ABANDONED and each.first >= self.end:
+                self.tried = len(steps)
             else:
                 self.beside += min(cap, len(steps))
 
     def occurrences(self, cap: int) -> int:
-        return min(cap, sum(map(len, self.closed))) + self.beside
+        return min(cap, sum(map(len, self.closed)) + self.tried) + self.beside
 
 
 class Charges:

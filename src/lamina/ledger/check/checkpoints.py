@@ -1,8 +1,8 @@
 """Checkpoints: every one is of the tree that the leaves make, and signed by a key that was the ledger's.
 
 A key of the ledger counts if the header names it, or if a checkpoint that such a key signed covers the leaf that names
-it: otherwise whoever can write could make a key the ledger's own. A key that was replaced signs up to the checkpoint
-that covers its replacement, and none after.
+it: otherwise whoever can write could make a key the ledger's own. The same of a key that was replaced or revoked and is
+named again. A key that was replaced signs up to the checkpoint that covers its replacement, and none after.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ class _Signer:
     public: PublicKey
     named: int
     replaced: int | None = None
+    revoked: bool = False
     counts: bool = False  # whether a key that counted has vouched for it
+
+    @property
+    def stays(self) -> bool:
+        """Whether it needs nobody to vouch for it when it is named again: what had ended begins anew."""
+        return self.counts and self.replaced is None and not self.revoked
 
 
 class Checkpoints:
@@ -46,7 +52,6 @@ class Checkpoints:
         self._next = 0
         self.good = 0  # size up to which everything is vouched for
         self.digests: dict[bytes, int] = {}  # of the checkpoints that were reached → size
-        self.signed_by: set[bytes] = set()
         mine = {key.id: key.public for key in header.keys if key.role is Role.LEDGER}
         self._signers = {kid: _Signer(public, 0, counts=True) for kid, public in mine.items()}
         self._trusted: dict[bytes, PublicKey] | None = (
@@ -66,11 +71,14 @@ class Checkpoints:
         if event.key is not None and event.key.role is Role.LEDGER:
             known = self._signers.get(event.key.id)
             self._signers[event.key.id] = _Signer(
-                event.key.public, leaf.seq, counts=known is not None and known.counts
+                event.key.public, leaf.seq, counts=known is not None and known.stays
             )
-        if event.target in self._signers and event.change is Change.ROTATE:
+        if event.target in self._signers:
             signer = self._signers[event.target]
-            signer.replaced = leaf.seq if signer.replaced is None else signer.replaced
+            if event.change is Change.REVOKE:
+                signer.revoked = True
+            elif signer.replaced is None:
+                signer.replaced = leaf.seq
 
     def reached(self, tree_size: int, root: bytes, time: int, keys: Keys) -> None:
         """The tree has so many leaves: check the checkpoints of that size. `time` is that of the last leaf."""
@@ -107,8 +115,7 @@ class Checkpoints:
                 f"the tree of {head.size} leaves has another root than was signed: one of the leaves "
                 f"[{self.good}, {head.size}) is not what it was",
             )
-        self._signature(head, note, time, keys)
-        self._seal(head, stored.seal)
+        self._seal(head, stored.seal, self._signature(head, note, time, keys))
         self._witnesses(head, note, time, keys)
         for other in self._signers.values():
             other.counts = other.counts or other.named < head.size
@@ -116,9 +123,10 @@ class Checkpoints:
         self.good, self.count = head.size, self.count + 1
         self.digests[hashlib.sha256(note.text.encode()).digest()] = head.size
 
-    def _signature(self, head: Checkpoint, note: Note, time: int, keys: Keys) -> None:
-        """A key signed it that was the ledger's then."""
-        states, why, found = keys.of_ledger(), "by no key of the ledger", None
+    def _signature(self, head: Checkpoint, note: Note, time: int, keys: Keys) -> set[bytes]:
+        """A key signed it that was the ledger's then; all that did."""
+        states, why = keys.of_ledger(), "by no key of the ledger"
+        found: set[bytes] = set()
         for kid, signer in self._signers.items():
             signed = signature(note, NoteKey(self._origin, signer.public))
             if signed is False:
@@ -134,16 +142,15 @@ class Checkpoints:
             elif wrong is not None:
                 why = f"by key {kid.hex()[:16]}, which {wrong}"
             else:
-                found = kid
-        if found is None:
+                found.add(kid)
+        if not found:
             bad(self.good, CHECKPOINT, f"the checkpoint of {head.size} leaves is signed {why}")
-        self.signed_by.add(found)
+        return found
 
-    def _seal(self, head: Checkpoint, seal: bytes) -> None:
-        """The second signature, from which receipts are made."""
-        signer = self._signers.get(seal[:32])
+    def _seal(self, head: Checkpoint, seal: bytes, signers: set[bytes]) -> None:
+        """The second signature, from which receipts are made: by one of those who signed the first."""
         made = Seal(head.origin, head.size, head.root, seal[:32], seal[32:])
-        if signer is None or not signer.counts or not made.holds(signer.public):
+        if seal[:32] not in signers or not made.holds(self._signers[seal[:32]].public):
             bad(
                 self.good,
                 CHECKPOINT,

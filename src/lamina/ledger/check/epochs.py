@@ -58,8 +58,16 @@ class Claim:
 class Epochs:
     """Epochs as they come. What they state is collected in `claims`, to be priced when the leaves are read."""
 
-    def __init__(self, header: Header, plans: Plans, policy: PolicyInForce, withdrawals: Withdrawals) -> None:
-        self._header, self._plans, self._policy = header, plans, policy
+    def __init__(
+        self,
+        header: Header,
+        plans: Plans,
+        policy: PolicyInForce,
+        withdrawals: Withdrawals,
+        signed: Mapping[Bound, object],
+    ) -> None:
+        """`signed` are the bounds of contributions so far."""
+        self._header, self._plans, self._policy, self._signed = header, plans, policy, signed
         self._withdrawals = withdrawals
         self.spending = Spending(header)
         self.claims: list[Claim] = []
@@ -70,6 +78,7 @@ class Epochs:
         self._charges = Charges()
         self._previous = -1
         self.count = 0
+        self.silent = 0  # epochs that charge nothing to a bound that somebody eligible has signed
 
     def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int], eligible: Eligible) -> None:
         """`time` is that of the leaf before, `digests` are of the checkpoints before."""
@@ -137,16 +146,17 @@ class Epochs:
             bad(seq, Epoch, f"account {account.name} has lost less than an earlier epoch states")
         self._stated[account.bound] = account.spend
         self.spent[account.cls] = max(account.spend, self.spent.get(account.cls, 0))
-        self.claims.append(Claim(seq, account, self.spending.events(account.bound), self._most(account)))
+        most = self._most(account, min(each.eligibility for each in record.segments)) if counted else None
+        self.claims.append(Claim(seq, account, self.spending.events(account.bound), most))
 
-    def _most(self, account: Account) -> int | None:
-        """What may be lost: what was signed, or what the class promises those who signed nothing."""
+    def _most(self, account: Account, opened: int) -> int | None:
+        """What may be lost: what was signed, or what the class promised those who signed nothing."""
         if account.noise_multiplier:
             return signed_spend(account.noise_multiplier, self._header.delta)
-        preset = self._policy.presets.get(account.cls)
-        if preset is None or not preset.noise_multiplier:
+        promised = self._policy.promised(account.cls, opened)
+        if not promised:
             return None
-        most = signed_spend(preset.noise_multiplier, self._header.delta)
+        most = signed_spend(promised, self._header.delta)
         return most if most == UNBOUNDED else math.ceil(most * (1 + _CLASS))
 
     def _check_missing(self, seq: int, record: Epoch, plan: StepPlan, eligible: Eligible) -> None:
@@ -162,6 +172,9 @@ class Epochs:
             if bound[0] in trained and eligible(bound, first):
                 reason = f"it charges nothing to bound {_name(bound)}, as its run did before"
                 bad(seq, Epoch, f"{reason}, and somebody who has it is eligible")
+        self.silent += any(
+            bound[0] in trained and bound not in here and eligible(bound, first) for bound in self._signed
+        )
         for cls in trained - {bound[0] for bound in here}:
             if not here or eligible((cls, 0, 0), first):
                 bad(seq, Epoch, f"it trains on class {cls!r} and charges nobody of it")

@@ -7,8 +7,10 @@ import math
 from functools import lru_cache
 
 from lamina.errors import LaminaError
-from lamina.ledger.check.policy import PolicyInForce, read_profile
+from lamina.ledger.check.depth import outside
+from lamina.ledger.check.policy import PolicyInForce
 from lamina.ledger.check.problem import bad
+from lamina.ledger.depth import read_profile
 from lamina.ledger.records import Epoch, Preset
 from lamina.ledger.store.base import Reader
 from lamina.plan.rescale import effective_sigma
@@ -25,6 +27,8 @@ class Plans:
     def __init__(self, rows: Reader, policy: PolicyInForce) -> None:
         self._rows, self._policy = rows, policy
         self._read = lru_cache(maxsize=64)(self._load)
+        self._differs = lru_cache(maxsize=1024)(self._compared)
+        self._began: dict[bytes, int] = {}  # run → leaves that its first segment read
 
     def of(self, seq: int, epoch: Epoch) -> StepPlan:
         """The plan of an epoch, with all that can be said of it without its accounts."""
@@ -38,8 +42,9 @@ class Plans:
                     Epoch,
                     f"segment {segment.index} ends at step {segment.last}, its plan has {plan.steps}",
                 )
+        began = self._began.setdefault(epoch.run, min(each.eligibility for each in epoch.segments))
         for entry in plan.classes:
-            if (wrong := self._class(entry)) is not None:
+            if (wrong := self._class(epoch.plan, entry, began)) is not None:
                 bad(seq, Epoch, wrong)
         if (wrong := _variance(plan, epoch.variance)) is not None:
             bad(seq, Epoch, wrong)
@@ -56,28 +61,47 @@ class Plans:
         except LaminaError as error:
             return f"its plan {digest.hex()[:16]} cannot be read: {error.problem}"
 
-    def _class(self, entry: PlannedClass) -> str | None:
-        """A class means in the plan what it meant in the policy, now or earlier."""
-        presets = self._policy.ever.get(entry.name)
-        if presets is None:
+    def _class(self, digest: bytes, entry: PlannedClass, began: int) -> str | None:
+        """A class means in the plan what it meant in the policy when its run began, or means since."""
+        presets = self._policy.presets_since(entry.name, began)
+        if not presets:
             return f"class {entry.name!r} of its plan is not one of the policy"
-        wrongs = [_differs(entry, preset) for preset in presets]
+        wrongs = [self._differs(digest, entry, preset) for preset in presets]
         return None if None in wrongs else wrongs[-1]
 
+    def _compared(self, digest: bytes, entry: PlannedClass, preset: Preset) -> str | None:
+        plan = self._read(digest)
+        assert isinstance(plan, StepPlan)
+        return differs(plan, entry, preset)
 
-def _differs(entry: PlannedClass, preset: Preset) -> str | None:
+
+def differs(plan: StepPlan, entry: PlannedClass, preset: Preset) -> str | None:
+    """In what a class of a plan is another one than the policy has; in words."""
     if entry.public and not preset.public:
         return f"class {entry.name!r} is public in its plan, and private in the policy"
     if None not in (entry.population, preset.population) and entry.population != preset.population:
         numbers = f"{entry.population} in its plan, {preset.population} in the policy"
         return f"class {entry.name!r} has a population of {numbers}"
-    if entry.profile != preset.profile and not preset.profile.startswith("sha256:"):
-        try:
-            told = read_profile(preset.profile).told_by(entry.profile)
-        except (LaminaError, ValueError):
-            return f"the profile {preset.profile[:80]!r} of class {entry.name!r} is of a schema that is not known"
-        if not told:
-            return f"class {entry.name!r} reaches {entry.profile[:80]} in its plan, {preset.profile[:80]} in the policy"
+    return _deeper(plan, entry, preset.profile)
+
+
+def _deeper(plan: StepPlan, entry: PlannedClass, text: str) -> str | None:
+    """Where a class reaches beyond its profile: by the words of the profile, and by the layers of the plan."""
+    if text.startswith("sha256:"):
+        return None
+    try:
+        profile = read_profile(text)
+    except (LaminaError, ValueError, TypeError, ArithmeticError, RecursionError):
+        if entry.profile == text:  # a ledger without a policy repeats the words of its first plan
+            return None
+        return f"the profile {text[:80]!r} of class {entry.name!r} is of a schema that is not known"
+    if not profile.told_by(entry.profile):
+        return f"class {entry.name!r} reaches {entry.profile[:80]} in its plan, {text[:80]} in the policy"
+    if (layer := outside(plan, plan.index(entry.name), profile)) is not None:
+        return (
+            f"class {entry.name!r} has a threshold for layer {layer[:80]!r} in its plan, which lies outside its "
+            f"profile, {text[:80]}"
+        )
     return None
 
 

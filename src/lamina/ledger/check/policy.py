@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from functools import lru_cache
-
-from lamina.errors import LaminaError
 from lamina.ledger.check.keys import Keys
 from lamina.ledger.check.problem import bad
+from lamina.ledger.depth import deeper
 from lamina.ledger.leaf import Leaf
-from lamina.ledger.records import Header, PolicyChange, Preset, Role, Terms, loosened
-from lamina.plan.profile import DepthProfile
-
-_DIGEST = "sha256:"  # how a long profile is written
+from lamina.ledger.records import Header, PolicyChange, Preset, Role, Terms, loosened, misplaced
 
 
 class PolicyInForce:
@@ -21,10 +15,17 @@ class PolicyInForce:
     def __init__(self, header: Header) -> None:
         self._origin = header.origin
         self.floors, self.presets = header.floors, {each.cls: each for each in header.presets}
-        self.ever = {
-            cls: [preset] for cls, preset in self.presets.items()
-        }  # a run may be older than the policy
         self.version = 0
+        self._last: Header | PolicyChange = header
+        self._since: list[tuple[int, dict[str, Preset]]] = [(0, self.presets)]
+
+    @classmethod
+    def of(cls, header: Header, last: Header | PolicyChange) -> PolicyInForce:
+        """Where only the last word counts: for who admits."""
+        made = cls(header)
+        made.floors, made.presets = last.floors, {each.cls: each for each in last.presets}
+        made._since = [(0, made.presets)]
+        return made
 
     def change(self, leaf: Leaf, keys: Keys) -> None:
         """Go on by one policy change: floors only up, unless two signed."""
@@ -41,10 +42,28 @@ class PolicyInForce:
         looser = loosened(self.floors, self.presets.values(), new.floors, new.presets)
         if looser and len(signers) < 2:
             bad(leaf.seq, PolicyChange, f"{looser[0]}, and {len(signers)} of two parties signed that")
+        if (misfit := misplaced(new, self._last)) is not None:
+            bad(leaf.seq, PolicyChange, misfit)
         self.floors, self.presets = new.floors, {each.cls: each for each in new.presets}
-        for each in new.presets:
-            self.ever.setdefault(each.cls, []).append(each)
         self.version += 1
+        self._last = new
+        self._since.append((leaf.seq, self.presets))
+
+    def promised(self, cls: str, leaf: int) -> int:
+        """The least noise multiplier that a class was promised after so many leaves, or later; 0 if none was.
+
+        A segment is charged when it is opened, and what was promised then holds for it to its end.
+        """
+        found = [presets.get(cls) for presets in self._from(leaf)]
+        return min(0 if each is None else each.noise_multiplier for each in found)
+
+    def presets_since(self, cls: str, leaf: int) -> list[Preset]:
+        """What a class was after so many leaves, and later: a run keeps the plan that it began with."""
+        return [presets[cls] for presets in self._from(leaf) if cls in presets]
+
+    def _from(self, leaf: int) -> list[dict[str, Preset]]:
+        first = sum(seq < leaf for seq, _ in self._since) - 1
+        return [presets for _, presets in self._since[max(first, 0) :]]
 
     def wrong(self, terms: Terms) -> str | None:
         """Why a contribution with these terms was not to be admitted; None if it was."""
@@ -75,23 +94,6 @@ class PolicyInForce:
         if z < preset.noise_multiplier:
             return f"noise multiplier {_plain(z)} is below the {_plain(preset.noise_multiplier)} of class {terms.cls!r}"
         return None
-
-
-@lru_cache(maxsize=1024)
-def deeper(profile: str, signed: str) -> str | None:
-    """Whether a class with this profile reaches where the signed one does not; in words."""
-    if profile.startswith(_DIGEST) or signed.startswith(_DIGEST):
-        return f"it signed the profile {signed[:80]}, its class has {profile[:80]}"
-    try:
-        inside = read_profile(profile).within(read_profile(signed))
-    except (LaminaError, ValueError, TypeError, ArithmeticError, RecursionError):
-        return f"profile {signed[:80]!r} or {profile[:80]!r} is of a schema that is not known"
-    return None if inside else f"its class reaches {profile[:80]}, it signed {signed[:80]}"
-
-
-def read_profile(text: str) -> DepthProfile:
-    """A profile as a ledger holds it: canonical text, or the table of policy.toml in JSON."""
-    return DepthProfile.parse(json.loads(text)) if text.startswith("{") else DepthProfile.from_text(text)
 
 
 def _plain(micro: int) -> str:

@@ -9,6 +9,33 @@ from lamina.ledger.check.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a run was charged or has reserved, and no leaf says yet: it counts against the bounds all the same.
+
+    attempts  that are open, or whose process ended before it could record them
+    reserved  whether the rest of its plan is kept free for it
+    """
+
+    run: bytes
+    label: str
+    attempts: int
+    reserved: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "run": self.run.hex(),
+            "label": self.label,
+            "attempts": self.attempts,
+            "reserved": self.reserved,
+        }
+
+    def __str__(self) -> str:
+        name = f"{self.run.hex()[:8]} {self.label!r}" if self.label else self.run.hex()[:8]
+        told = [f"{self.attempts} attempt{'s' if self.attempts > 1 else ''}"] if self.attempts else []
+        return f"{name} ({', '.join([*told, *(['the rest of its plan'] if self.reserved else [])])})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """What was found.
 
@@ -19,6 +46,7 @@ class Verification:
     problem      the first thing that is wrong
     counts       leaves by kind; `pruned` are gone
     notes        what was not, or could not be, checked
+    held         by run, what is charged or reserved and in no leaf yet
     """
 
     verified: bool
@@ -33,6 +61,7 @@ class Verification:
     problem: Problem | None
     counts: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    held: tuple[Held, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""
@@ -48,5 +77,6 @@ class Verification:
             "spends": self.spends,
             "counts": self.counts,
             "notes": list(self.notes),
+            "held": [each.to_dict() for each in self.held],
             "problem": None if self.problem is None else self.problem.to_dict(),
         }

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from lamina.errors import EncodingError
 from lamina.ledger.check.problem import LEAF, STORE, bad
+from lamina.ledger.check.report import Held
 from lamina.ledger.frontier import Frontier
 from lamina.ledger.records import NUMBERS, WORDS, Admitted, Record
 from lamina.ledger.store.base import Head, Reader
@@ -60,3 +61,20 @@ def check_attempts(rows: Reader, attempts: Iterable[tuple[tuple[bytes, int, int]
         if (found := rows.attempt(run, segment, generation)) != seq:
             name = f"segment {segment}, generation {generation} of run {run.hex()[:8]}"
             bad(seq, STORE, f"{name} is in leaf {found} by the store")
+
+
+def held(rows: Reader) -> tuple[Held, ...]:
+    """What runs hold of the bounds. It is the store's word: what it takes is for who writes, and is not read here."""
+    labels = {run.id: run.label for run in rows.runs()}
+    found: dict[bytes, list[int]] = {}
+    for hold in rows.holds():
+        found.setdefault(hold.run, []).append(hold.segment)
+    return tuple(
+        Held(
+            run=run,
+            label=labels.get(run, ""),
+            attempts=sum(segment >= 0 for segment in segments),
+            reserved=any(segment < 0 for segment in segments),
+        )
+        for run, segments in sorted(found.items())
+    )

@@ -7,11 +7,13 @@ from collections.abc import Iterable
 
 from lamina.ledger.check.audit import Audit, Progress
 from lamina.ledger.check.problem import STORE, Bad, Problem
-from lamina.ledger.check.report import Verification
+from lamina.ledger.check.report import Held, Verification
 from lamina.ledger.check.trust import Seen, Trust, all_seen
 from lamina.ledger.store import make_store
 from lamina.ledger.store.base import Reader, Store
 from lamina.ledger.store.errors import Damaged, StoreError
+
+_RUNS = 5  # that are named in a note
 
 
 def verify(
@@ -119,6 +121,7 @@ def _told(audit: Audit, problem: Problem | None, trust: Trust | None) -> Verific
         problem=problem,
         counts=audit.counts,
         notes=tuple(_notes(audit, trust)) if problem is None else (),
+        held=audit.held,
     )
 
 
@@ -134,6 +137,23 @@ def _notes(audit: Audit, trust: Trust | None) -> Iterable[str]:
         yield f"{audit.pruned} contributions are pruned: of them only hashes are left"
     if audit.aggregates.alone:
         yield f"{audit.aggregates.alone} aggregates are countersigned by nobody"
+    if audit.epochs.silent:
+        yield (
+            f"{audit.epochs.silent} epochs have no account for a bound that an eligible contribution signed: that it "
+            "was left out there is the ledger's word"
+        )
+    if audit.held:
+        yield _held(audit.held)
+
+
+def _held(held: tuple[Held, ...]) -> str:
+    attempts, reserved = sum(each.attempts for each in held), sum(each.reserved for each in held)
+    runs = ", ".join(map(str, held[:_RUNS]))
+    more = f" and {len(held) - _RUNS} more" if len(held) > _RUNS else ""
+    return (
+        f"{attempts} attempts are held open and {reserved} plans reserved, in no leaf yet, and count against the "
+        f"bounds: of runs {runs}{more}"
+    )
 
 
 def _refused(problem: Problem, size: int) -> Verification:

@@ -7,7 +7,7 @@ from lamina.ledger.records.aggregate import MOST_SPANS, Aggregate, ClassTotal, S
 from lamina.ledger.records.epoch import Account, Charge, Epoch, Outcome, Segment
 from lamina.ledger.records.header import Header, Parent
 from lamina.ledger.records.keys import Change, Key, KeyEvent, Role
-from lamina.ledger.records.policy import Floors, PolicyChange, Preset, Signed, loosened
+from lamina.ledger.records.policy import Floors, PolicyChange, Preset, Signed, in_force, loosened, misplaced
 from lamina.ledger.records.release import Release
 from lamina.ledger.records.withdrawal import Effect, Reason, Withdrawal
 
@@ -30,6 +30,6 @@ __all__ = [
     "Withdrawal", "Reason", "Effect",
     "KeyEvent", "Change",
     "Aggregate", "ClassTotal", "Span", "MOST_SPANS",
-    "PolicyChange", "Signed", "loosened",
+    "PolicyChange", "Signed", "in_force", "loosened", "misplaced",
     "Release",
 ]  # fmt: skip

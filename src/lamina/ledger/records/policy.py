@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lamina import cbor
+from lamina.ledger.depth import deeper
 from lamina.ledger.records.fields import (
     CLASS,
     COUNT,
@@ -24,6 +27,7 @@ from lamina.ledger.records.fields import (
 
 MOST_CLASSES = 256
 _CONTEXT = b"lamina/policy-change/1\n"
+_IN_FORCE = b"lamina/policy-in-force/1\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +95,15 @@ define(Signed, {1: ("key", KEY_ID), 2: ("signature", SIGNATURE)})
 class PolicyChange:
     """The floors and presets that hold from here on, whole. Looser ones need the signatures of two keys.
 
-    `policy` is the digest that contributors sign from now on (admit.terms.floors_hash).
+    `policy` is the digest that contributors sign from now on (admit.terms.floors_hash). `previous` is that of the
+    record which it replaces (`in_force`), so that what was signed once cannot be adopted again after it was taken back.
     """
 
     floors: Floors
     presets: tuple[Preset, ...]
     policy: bytes
     signatures: tuple[Signed, ...] = ()
+    previous: bytes
 
     def __post_init__(self) -> None:
         check(self)
@@ -115,8 +121,20 @@ define(
         2: ("presets", Many(Part(Preset), 1, MOST_CLASSES)),
         3: ("policy", DIGEST),
         4: ("signatures", Many(Part(Signed), 0, 16)),
+        5: ("previous", DIGEST),
     },
 )
+
+
+def in_force(record: Any) -> bytes:
+    """The digest of a header or change, by which the change after it names it. It never comes twice in a ledger."""
+    body = schema(type(record)).plain(record)
+    return hashlib.sha256(_IN_FORCE + cbor.encode(body, max_size=1 << 20)).digest()
+
+
+def misplaced(change: PolicyChange, before: Any) -> str | None:
+    """Why a change cannot follow this header or change; in words."""
+    return None if change.previous == in_force(before) else "it replaces another policy than the one in force"
 
 
 def loosened(
@@ -124,7 +142,8 @@ def loosened(
 ) -> list[str]:
     """In what a new table protects less than the old one: empty if it is as strict everywhere.
 
-    A class that is new or gone protects nobody less: who signed for it is not admitted under another.
+    A class that is new or gone protects nobody less: who signed for it is not admitted under another. A class that is
+    public, or has no bound at all, promised nothing.
     """
     found = []
     if new_floors.clip_norm < floors.clip_norm:
@@ -134,14 +153,14 @@ def loosened(
     old = {each.cls: each for each in presets}
     for new in new_presets:
         before = old.get(new.cls)
-        if before is None:
+        if before is None or before.public or not (before.clip_norm or before.noise_multiplier):
             continue
-        if new.public and not before.public:
+        if new.public:
             found.append(f"class {new.cls!r} becomes public")
-        elif not before.public and new.clip_norm > before.clip_norm:
+        elif new.clip_norm > before.clip_norm:
             found.append(f"the clip norm of class {new.cls!r} grows")
-        elif not before.public and new.noise_multiplier < before.noise_multiplier:
+        elif new.noise_multiplier < before.noise_multiplier:
             found.append(f"the noise multiplier of class {new.cls!r} falls")
-        elif new.profile != before.profile:
-            found.append(f"the depth profile of class {new.cls!r} is another one")
+        elif deeper(new.profile, before.profile) is not None:
+            found.append(f"the depth profile of class {new.cls!r} is not inside the one before")
     return found

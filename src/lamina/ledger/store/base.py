@@ -54,6 +54,29 @@ class Signed(NamedTuple):
     seal: bytes
 
 
+class RunRow(NamedTuple):
+    """A run that reserved or was charged: its id, what people call it, since which day, whether it will take more."""
+
+    id: bytes
+    label: str
+    day: int
+    finished: bool
+
+
+class Hold(NamedTuple):
+    """What a run holds of its accounts: an attempt that it was charged for, or (`segment` -1) its reservation.
+
+    `leaf` is the epoch that recorded the attempt; from then on the leaf counts, and the body is empty.
+    """
+
+    run: bytes
+    segment: int
+    generation: int
+    nonce: bytes
+    leaf: int | None
+    body: bytes
+
+
 class LastBatch(NamedTuple):
     """The last batch of a writer: what it was called, and the leaves that it became."""
 
@@ -109,6 +132,24 @@ class Reader(Protocol):
     def prunings(self) -> list[Pruning]:
         """The aggregates, in order."""
 
+    def runs(self) -> list[RunRow]:
+        """Every run, by id."""
+
+    def hold(self, run: bytes, segment: int, generation: int) -> Hold | None:
+        """One of them."""
+
+    def holds(self, run: bytes | None = None) -> list[Hold]:
+        """What is held and not recorded in a leaf; of one run, or of all."""
+
+    def generations(self, run: bytes, segment: int) -> int:
+        """One more than the largest generation of a segment that was held or recorded; 0 if none was."""
+
+    def terms(self) -> dict[str, bytes]:
+        """By account."""
+
+    def tokens(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of these keys that are there."""
+
     def batch(self, writer: bytes) -> LastBatch | None:
         """The last batch of a writer."""
 
@@ -136,6 +177,13 @@ class Writer(Reader, Protocol):
         """Those who were silent since before that day."""
 
     def put_meta(self, name: str, value: bytes) -> None: ...
+    def put_run(self, run: RunRow) -> None: ...
+    def put_hold(self, hold: Hold) -> None: ...
+    def drop_hold(self, run: bytes, segment: int) -> None:
+        """All generations of it."""
+
+    def put_terms(self, account: str, body: bytes) -> None: ...
+    def add_tokens(self, keys: Sequence[bytes]) -> None: ...
     def drop_leaves(self, first: int, stop: int) -> None:
         """Delete leaves [first, stop) and what belongs to them alone."""
 

@@ -12,6 +12,10 @@ attempt     (run, segment, generation) of every epoch: each at most once
 withdrawn   contributions that were withdrawn
 pruning     aggregates, and whether what they stand for is gone
 writer      the last batch of each writer: whether a commit whose answer was lost took place
+run         runs that reserved or were charged
+held        what has no leaf: the reservation of a run's plan, and attempts that are open
+terms       the bound at which an account was last found to have room
+token       (key, token) of attestations that were admitted, hashed: none is admitted twice
 meta        version of the tables
 """
 
@@ -39,6 +43,15 @@ STEPS: tuple[tuple[str, ...], ...] = (
         "CREATE TABLE writer (id {bytes} PRIMARY KEY, token {bytes} NOT NULL, seqs {bytes} NOT NULL, "
         "day {number} NOT NULL) {sorted}",
         "CREATE TABLE meta (name TEXT PRIMARY KEY, value {bytes} NOT NULL) {sorted}",
+    ),
+    (
+        "CREATE TABLE run (id {bytes} PRIMARY KEY, label TEXT NOT NULL, day {number} NOT NULL, "
+        "finished INTEGER NOT NULL) {sorted}",
+        "CREATE TABLE held (run {bytes} NOT NULL, segment {number} NOT NULL, generation {number} NOT NULL, "
+        "nonce {bytes} NOT NULL, leaf {number}, body {bytes} NOT NULL, "
+        "PRIMARY KEY (run, segment, generation)) {sorted}",
+        "CREATE TABLE terms (account TEXT PRIMARY KEY, body {bytes} NOT NULL) {sorted}",
+        "CREATE TABLE token (key {bytes} PRIMARY KEY) {sorted}",
     ),
 )
 VERSION = len(STEPS)

@@ -17,6 +17,7 @@ _TYPES = {
     "known": ("bytea", "int8"),
     "attempt": ("bytea", "int8", "int8", "int8"),
     "withdrawn": ("int8", "int8"),
+    "token": ("bytea",),
 }
 _FULL = (errors.DiskFull, errors.OutOfMemory, errors.InsufficientResources)
 _AGAIN = (
@@ -54,6 +55,11 @@ class PgDatabase:
         query = "SELECT key, seq FROM known WHERE key = ANY(%b)"
         found: list[Any] = self._db.execute(query, [sorted(keys)], binary=True).fetchall() if keys else []
         return found
+
+    def tokens(self, keys: Sequence[bytes]) -> set[bytes]:
+        query = "SELECT key FROM token WHERE key = ANY(%b)"
+        found = self._db.execute(query, [sorted(keys)], binary=True).fetchall() if keys else []
+        return {bytes(key) for (key,) in found}
 
     def discard(self, rows: Sequence[tuple[bytes, int]]) -> None:
         if rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from lamina.ledger.store.base import Attempt, Head, LastBatch, LeafRow, Pruning, Signed
+from lamina.ledger.store.base import Attempt, Head, Hold, LastBatch, LeafRow, Pruning, RunRow, Signed
 from lamina.ledger.tiles import Tile
 
 _CHUNK = 2048  # rows that are in memory at a time
@@ -28,6 +28,9 @@ class Database(Protocol):
 
     def discard(self, rows: Sequence[tuple[bytes, int]]) -> None:
         """Delete these rows of `known`."""
+
+    def tokens(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of these keys that are in `token`."""
 
 
 class Rows:
@@ -126,6 +129,38 @@ class Rows:
     def meta(self, name: str) -> bytes | None:
         return self._bytes("SELECT value FROM meta WHERE name = ?", name)
 
+    def runs(self) -> list[RunRow]:
+        found = self._db.rows("SELECT id, label, day, finished FROM run ORDER BY id")
+        return [RunRow(bytes(id), label, day, bool(finished)) for id, label, day, finished in found]
+
+    def hold(self, run: bytes, segment: int, generation: int) -> Hold | None:
+        found = self._db.rows(
+            f"{_HELD} WHERE run = ? AND segment = ? AND generation = ?", run, segment, generation
+        )
+        return _hold(found[0]) if found else None
+
+    def holds(self, run: bytes | None = None) -> list[Hold]:
+        order = "ORDER BY run, segment, generation"
+        if run is None:
+            return [_hold(row) for row in self._db.rows(f"{_HELD} WHERE leaf IS NULL {order}")]
+        return [_hold(row) for row in self._db.rows(f"{_HELD} WHERE leaf IS NULL AND run = ? {order}", run)]
+
+    def generations(self, run: bytes, segment: int) -> int:
+        largest = [
+            self._db.rows(f"SELECT max(generation) FROM {table} WHERE run = ? AND segment = ?", run, segment)
+            for table in ("held", "attempt")
+        ]
+        return max(-1 if found[0][0] is None else int(found[0][0]) for found in largest) + 1
+
+    def terms(self) -> dict[str, bytes]:
+        return {account: bytes(body) for account, body in self._db.rows("SELECT account, body FROM terms")}
+
+    def tokens(self, keys: Sequence[bytes]) -> set[bytes]:
+        found: set[bytes] = set()
+        for at in range(0, len(keys), _CHUNK):
+            found |= self._db.tokens(keys[at : at + _CHUNK])
+        return found
+
     # ----------------------------------------------------------------------------------- writing
 
     def add_leaves(self, rows: Sequence[LeafRow]) -> None:
@@ -200,6 +235,38 @@ class Rows:
             value,
         )
 
+    def put_run(self, run: RunRow) -> None:
+        self._db.rows(
+            "INSERT INTO run (id, label, day, finished) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE "
+            "SET label = excluded.label, finished = excluded.finished",
+            run.id,
+            run.label,
+            run.day,
+            int(run.finished),
+        )
+
+    def put_hold(self, hold: Hold) -> None:
+        self._db.rows(
+            "INSERT INTO held (run, segment, generation, nonce, leaf, body) VALUES (?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (run, segment, generation) DO UPDATE "
+            "SET nonce = excluded.nonce, leaf = excluded.leaf, body = excluded.body",
+            *hold,
+        )
+
+    def drop_hold(self, run: bytes, segment: int) -> None:
+        self._db.rows("DELETE FROM held WHERE run = ? AND segment = ?", run, segment)
+
+    def put_terms(self, account: str, body: bytes) -> None:
+        self._db.rows(
+            "INSERT INTO terms (account, body) VALUES (?, ?) ON CONFLICT (account) DO UPDATE SET body = excluded.body",
+            account,
+            body,
+        )
+
+    def add_tokens(self, keys: Sequence[bytes]) -> None:
+        if keys:
+            self._db.insert("token", ("key",), [(key,) for key in keys])
+
     def drop_leaves(self, first: int, stop: int) -> None:
         self._db.rows("DELETE FROM leaf WHERE seq >= ? AND seq < ?", first, stop)
         self._db.rows("DELETE FROM evidence WHERE seq >= ? AND seq < ?", first, stop)
@@ -228,6 +295,14 @@ class Rows:
             for seq, data in found:
                 yield seq, bytes(data)
             first = found[-1][0] + 1
+
+
+_HELD = "SELECT run, segment, generation, nonce, leaf, body FROM held"
+
+
+def _hold(row: tuple[Any, ...]) -> Hold:
+    run, segment, generation, nonce, leaf, body = row
+    return Hold(bytes(run), segment, generation, bytes(nonce), leaf, bytes(body))
 
 
 def _signed(row: tuple[Any, ...]) -> Signed:

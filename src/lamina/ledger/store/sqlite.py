@@ -58,7 +58,7 @@ class SqliteStore:
                 "does not",
                 "install a newer apsw",
             )
-        self.path = Path(os.path.abspath(path))
+        self.path = Path(os.path.realpath(path))  # runs have links to it; beside it lie its WAL and its key
         self.name = str(self.path)
         self._patience, self._vfs, self._pid, self._readonly = patience, vfs, os.getpid(), readonly
         self._locks = {"read": threading.RLock(), "write": threading.RLock()}
@@ -239,6 +239,14 @@ class _Database:
 
     def discard(self, rows: Sequence[tuple[bytes, int]]) -> None:
         self._db.executemany("DELETE FROM known WHERE key = ? AND seq = ?", rows)
+
+    def tokens(self, keys: Sequence[bytes]) -> set[bytes]:
+        query = "SELECT key FROM token WHERE key IN carray(?)"
+        return (
+            {key for (key,) in self._db.execute(query, (apsw.carray(tuple(sorted(keys))),))}
+            if keys
+            else set()
+        )
 
 
 def _version() -> tuple[int, ...]:

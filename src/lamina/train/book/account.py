@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 from lamina.errors import RunError
+from lamina.ledger.spend import Bound
 from lamina.plan import StepPlan
 
 MARK = "@"  # of a name: CLASS@BOUND; no class of a policy has it in its own
+_MICRO = 1_000_000
+_NUMBER = r"((?:0|[1-9][0-9]*)(?:\.[0-9]{0,5}[1-9])?)"
+_BOUND = re.compile(f"c={_NUMBER},z={_NUMBER}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Account:
     """Contributions of class `cls` that signed one and the same bound.
 
-    name     CLASS@BOUND, the same in every run: "clinical@c=0.5,z=2.25"; the book adds up under it
+    name     CLASS@c=…,z=…, the bound that was signed, the same in every run; the ledger adds up under it
     scale    in (0, 1]: of the class's thresholds, in this run; `plan.epsilon(cls, scale=scale)` is what they lose
     epsilon  the most that they may lose over all runs: ε(z) at the δ of the class
     """
@@ -28,9 +34,9 @@ class Account:
 
     def __post_init__(self) -> None:
         label = self.name.removeprefix(f"{self.cls}{MARK}")
-        if label == self.name or not label:
+        if label == self.name or not _BOUND.fullmatch(label) or 0 in bound_of(self.name):
             raise RunError(
-                f"account {self.name!r} of class {self.cls!r} is not named after it",
+                f"account {self.name!r} of class {self.cls!r} does not name its class and what was signed",
                 f"name it '{self.cls}{MARK}' and the bound: '{self.cls}{MARK}c=0.5,z=2.25'",
             )
         object.__setattr__(self, "scale", _number(self, "scale", 1.0))
@@ -46,6 +52,37 @@ def _number(account: Account, what: str, most: float) -> float:
             "resolve the signed bound against the plan: lamina.plan.signed.scale_for",
         )
     return float(value)
+
+
+def name_of(bound: Bound) -> str:
+    """What an account of the ledger is called: its class, or class and signed bound.
+
+    >>> name_of(("clinical", 500_000, 2_250_000)), name_of(("clinical", 0, 0))
+    ('clinical@c=0.5,z=2.25', 'clinical')
+    """
+    cls, clip, noise = bound
+    return f"{cls}{MARK}c={_plain(clip)},z={_plain(noise)}" if clip or noise else cls
+
+
+def bound_of(name: str) -> Bound:
+    """The account of the ledger that has this name.
+
+    >>> bound_of("clinical@c=0.5,z=2.25"), bound_of("clinical")
+    (('clinical', 500000, 2250000), ('clinical', 0, 0))
+    """
+    cls, mark, label = name.partition(MARK)
+    if not mark:
+        return cls, 0, 0
+    found = _BOUND.fullmatch(label)
+    if found is None:
+        raise RunError(f"{name!r} names no account", f"write '{cls}', or '{cls}{MARK}c=0.5,z=2.25'")
+    clip, noise = (int(Decimal(part) * _MICRO) for part in found.groups())
+    return cls, clip, noise
+
+
+def _plain(micro: int) -> str:
+    whole, rest = divmod(micro, _MICRO)
+    return f"{whole}.{rest:06d}".rstrip("0").rstrip(".")
 
 
 def is_bound(name: str) -> bool:

@@ -106,6 +106,8 @@ class Corpus:
         self._digests: dict[bytes, bytes] = {}
         self._admission: Admission | Callable[[], Admission] | None = None
         self.when_withdrawn: Callable[[Sequence[str]], None] | None = None  # a run writes it down
+        self.when_asked: Callable[[Sequence[str]], None] | None = None  # and its ledger, who asked for it
+        self.asked: list[str] = []  # marks of those who did
         if policy is not None:
             check_classes(self.names, list(policy.classes), "policy")
 
@@ -241,10 +243,22 @@ class Corpus:
 
         What a model learned before stays in it: a withdrawal stops further loss, it does not unlearn.
         """
+        marks = self.marks(self._known(ids))
+        if self.when_asked is not None:
+            self.when_asked(marks)  # the ledger first: it is what counts, in other runs too
+        self.asked += marks
+        self.leave(ids)
+
+    def leave(self, ids: Sequence[str]) -> None:
+        """The same for whoever did not ask for it: expired, revoked, or withdrawn in the ledger already."""
         rows = self._index.find(ids)
         if self.when_withdrawn is not None:
             self.when_withdrawn(self.marks(ids))  # on disk first: a restart must not let them in again
         self._index.withdraw(rows)
+
+    def _known(self, ids: Sequence[str]) -> Sequence[str]:
+        self._index.find(ids)  # refuses an id that is not known
+        return ids
 
     # ------------------------------------------------------------------------------------ what it is
 

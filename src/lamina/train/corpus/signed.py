@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from lamina.admit.admission import Admission
 from lamina.admit.bound import Bound
-from lamina.admit.descriptor import MICRO
 from lamina.admit.keyring import KeyRing
 from lamina.admit.reason import Reason
 from lamina.admit.resolution import Resolution
@@ -22,15 +21,13 @@ from lamina.engine.batch import Batch
 from lamina.engine.stream import SEED_BYTES
 from lamina.errors import CorpusError
 from lamina.plan import Clipping, Policy, StepPlan
-from lamina.train.book.account import MARK, Account
+from lamina.train.book.account import Account, name_of
 from lamina.train.corpus.corpus import Corpus, Limits
 from lamina.train.corpus.folder import FolderSource
 from lamina.train.corpus.sampler import Sampler
 from lamina.train.corpus.text import Texts
 
-MOST_BOUNDS = (
-    4096  # distinct bounds of a corpus: each is an account, and all of them stand in a record of the journal
-)
+MOST_BOUNDS = 1000  # distinct bounds of a corpus: each is an account, and all of them stand in each epoch
 
 
 class AdmittedCorpus(Corpus):
@@ -135,7 +132,7 @@ class AdmittedCorpus(Corpus):
             )
         return tuple(
             Account(
-                name=account_name(bound := admission.bounds[which]),
+                name=name_of(_named(bound := admission.bounds[which])),
                 cls=bound.cls,
                 scale=found[which].scale,
                 epsilon=bound.epsilon(plan.delta(bound.cls)),
@@ -166,7 +163,7 @@ class AdmittedCorpus(Corpus):
         """
         lapse = self._signed.recheck(keys=self._keys())
         if len(lapse):
-            self.withdraw(*(self._signed.ids[row] for row in lapse.rows.tolist()))
+            self.leave([self._signed.ids[row] for row in lapse.rows.tolist()])
         return dict(Counter(lapse.reasons))
 
     def batches(self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None) -> Iterator[Batch]:
@@ -187,18 +184,8 @@ class AdmittedCorpus(Corpus):
         return f"Admitted{super().__repr__()}"
 
 
-def account_name(bound: Bound) -> str:
-    """What a bound is booked under, in every run: CLASS@c=…,z=…
-
-    >>> account_name(Bound("clinical", 500_000, 2_250_000))
-    'clinical@c=0.5,z=2.25'
-    """
-    return f"{bound.cls}{MARK}c={_plain(bound.clip_norm)},z={_plain(bound.noise_multiplier)}"
-
-
-def _plain(micro: int) -> str:
-    whole, rest = divmod(micro, MICRO)
-    return f"{whole}.{rest:06d}".rstrip("0").rstrip(".")
+def _named(bound: Bound) -> tuple[str, int, int]:
+    return bound.cls, bound.clip_norm, bound.noise_multiplier
 
 
 def in_words(reasons: Mapping[Reason, int]) -> str:

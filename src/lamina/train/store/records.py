@@ -38,7 +38,9 @@ class Start:
 class Open:
     """Steps [first, last) are charged and may be drawn from `seed`.
 
-    A replay is allowed only if every field below still holds; `seed` is b"" once it was erased.
+    A replay is allowed only if plan, settings, membership, checkpoint, data, ranks, threads and code are still what
+    they were. `eligibility` is the number of leaves of the ledger when its members were frozen, `variance` S² per
+    layer at its first step where the plan's rules move it. `seed` is b"" once it was erased.
     """
 
     segment: int
@@ -55,10 +57,13 @@ class Open:
     threads: int
     code: str
     charges: tuple[Charge, ...]
+    eligibility: int
+    variance: tuple[float, ...] = ()
     seed: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "charges", tuple(self.charges))
+        object.__setattr__(self, "variance", tuple(map(float, self.variance)))
         _check(self)
         for charge in self.charges:
             _check(charge)
@@ -100,7 +105,7 @@ class Close(_End):
 class GivenUp(_End):
     """The attempt will never be finished or replayed: its seed is erased after this.
 
-    `charged` is False if the book refused it, so that nothing was drawn.
+    `charged` is False if the ledger refused it, so that nothing was drawn.
     """
 
     charged: bool
@@ -150,6 +155,7 @@ def to_body(record: Record) -> tuple[int, bytes]:
     fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "seed"}
     if isinstance(record, Open):
         fields["charges"] = [dataclasses.asdict(charge) for charge in record.charges]
+        fields["variance"] = list(record.variance)
     try:
         return _NUMBERS[type(record)], cbor.encode(fields, floats=True, max_size=BODY_LIMIT)
     except EncodingError as error:
@@ -169,6 +175,10 @@ def from_body(number: int, body: bytes) -> Record:
         if not isinstance(rows, list):
             raise EncodingError("charges of an Open is no list", "read it with the version that wrote it")
         fields["charges"] = tuple(_charge(row) for row in rows)
+        if not isinstance(fields["variance"], list) or not all(type(v) is float for v in fields["variance"]):
+            raise EncodingError(
+                "variance of an Open is no list of floats", "read it with the version that wrote it"
+            )
         fields["seed"] = b""
     return kind(**fields)
 

@@ -1,4 +1,4 @@
-"""The secret beside the book: drawn once, by whoever is first."""
+"""The secret beside the runs: drawn once, by whoever is first."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 
 from lamina.errors import StorageError
-from lamina.train.book import key as module
-from lamina.train.book.key import secret_beside
+from lamina.train import origin as module
+from lamina.train.origin import origin_secret
 
 
 def test_it_is_drawn_once_and_kept(tmp_path: Path) -> None:
-    first = secret_beside(tmp_path / "spend.db")
-    assert len(first) == 32 and secret_beside(tmp_path / "spend.db") == first
-    assert secret_beside(tmp_path / "other.db") != first
-    assert stat.S_IMODE((tmp_path / "spend.db.key").stat().st_mode) == 0o600
+    (tmp_path / "other").mkdir()
+    first = origin_secret(tmp_path)
+    assert len(first) == 32 and origin_secret(tmp_path) == first
+    assert origin_secret(tmp_path / "other") != first
+    assert stat.S_IMODE((tmp_path / "origin.key").stat().st_mode) == 0o600
 
 
 def test_whoever_is_second_takes_the_first_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,12 +28,12 @@ def test_whoever_is_second_takes_the_first_ones(tmp_path: Path, monkeypatch: pyt
         draw(path)
 
     monkeypatch.setattr(module, "_draw", raced)
-    assert secret_beside(tmp_path / "spend.db") == b"f" * 32
+    assert origin_secret(tmp_path) == b"f" * 32
 
 
 def test_damage_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "spend.db.key").write_bytes(b"short")
+    (tmp_path / "origin.key").write_bytes(b"short")
     with pytest.raises(StorageError, match="must have 32"):
-        secret_beside(tmp_path / "spend.db")
+        origin_secret(tmp_path)
     with pytest.raises(StorageError):
-        secret_beside(tmp_path / "nowhere" / "spend.db")
+        origin_secret(tmp_path / "nowhere")

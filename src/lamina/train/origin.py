@@ -1,4 +1,4 @@
-"""A secret beside the book: names accounts of data whose origin nobody declared."""
+"""A secret beside the runs: names the ledgers of data whose origin nobody declared."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from lamina.train.store.durable import replacing, write_all
 _BYTES = 32
 
 
-def secret_beside(book: Path) -> bytes:
-    """32 bytes of `BOOK.key` (mode 0600), drawn once: of two that begin at the same moment the first one's count."""
-    path = book.with_name(book.name + ".key")
+def origin_secret(folder: Path) -> bytes:
+    """32 bytes of `origin.key` there (mode 0600), drawn once: of two that begin at once the first one's count."""
+    path = folder / "origin.key"
     try:
         if not path.exists():
             _draw(path)
         key = path.read_bytes()
     except OSError as error:
         raise StorageError(
-            f"'{path}' cannot be read: {error}", "restore it: it belongs to the book"
+            f"'{path}' cannot be read: {error}", "restore it: it belongs to the ledgers beside it"
         ) from error
     if len(key) != _BYTES:
         raise StorageError(
-            f"'{path}' has {len(key)} bytes, must have {_BYTES}", "restore it: it belongs to the book"
+            f"'{path}' has {len(key)} bytes, must have {_BYTES}",
+            "restore it: it belongs to the ledgers beside it",
         )
     return key
 

@@ -1,0 +1,123 @@
+"""What the ledger costs a run: the share of the demo's private training that is spent in it.
+
+    python benchmarks/ledger_training.py [--rounds 3] [--out FILE]
+
+The private run of `lamina demo` (500 sensitive patients and 60 volunteers, 70 steps in 10 segments), as it is, with a
+clock around every call by which the trainer asks or tells the ledger. `segments` is what is paid per segment: members
+frozen, charge held, epoch priced and appended, checkpoint signed. `begin` is paid once: ledger made or opened,
+contributions entered, plan reserved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lamina.cli.demo import folder as folders
+from lamina.cli.demo.hospitals import contribute
+from lamina.cli.demo.parts import untrained
+from lamina.cli.demo.patients import Patients
+from lamina.cli.demo.sizes import FULL
+from lamina.cli.demo.training import plan_of, privately
+from lamina.ledger.opening import Contract, open_or_create
+from lamina.plan import Policy
+from lamina.train import Gate
+from lamina.train.book import Book
+from lamina.train.members import Members
+
+SEGMENTS = ((Members, "freeze"), (Members, "abandons"), (Book, "charge"), (Book, "record"))
+ONCE = ((Members, "enrol"), (Book, "reserve"), (Book, "finish"))
+
+
+class Clock:
+    """Seconds inside some methods, calls inside each other counted once."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self._inside = False
+
+    def watch(self, owner: type, name: str, under: str) -> None:
+        real: Callable[..., Any] = getattr(owner, name)
+
+        @wraps(real)
+        def timed(*args: Any, **options: Any) -> Any:
+            if self._inside:
+                return real(*args, **options)
+            self._inside, began = True, time.perf_counter()
+            try:
+                return real(*args, **options)
+            finally:
+                self._inside = False
+                key = f"{under}: {owner.__name__}.{name}"
+                self.spent[key] = self.spent.get(key, 0.0) + time.perf_counter() - began
+
+        setattr(owner, name, timed)
+
+    def total(self, under: str) -> float:
+        return sum(seconds for key, seconds in self.spent.items() if key.startswith(under))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    patients = Patients.simulated(FULL, lambda _: None)
+    policy = Policy.parse(folders.policy_text(FULL))
+    clock = Clock()
+    for owner, name in SEGMENTS:
+        clock.watch(owner, name, "segments")
+    for owner, name in ONCE:
+        clock.watch(owner, name, "begin")
+    rounds: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as made:
+        ring = contribute(Path(made) / "contributions", patients, policy, FULL, lambda _: None)
+        model = untrained()
+        plan = plan_of(model, policy, FULL)
+        for number in range(asked.rounds):
+            clock.spent.clear()
+            place = Path(made) / str(number)
+            place.mkdir()
+            ledger = open_or_create(place / "ledger.db", Contract.of_policy(policy))
+            corpus = Gate(policy, ring).admit(Path(made) / "contributions", ledger, examples_per_unit=1)
+            began = time.perf_counter()
+            outcome = privately(untrained(), patients.test, corpus, plan, place, ledger)
+            seconds = time.perf_counter() - began
+            ledger.close()
+            part = clock.total("segments")
+            rounds.append(
+                {
+                    "fit": seconds,
+                    "steps": outcome.steps,
+                    "segments": part,
+                    "begin": clock.total("begin"),
+                    "share": part / (seconds - part - clock.total("begin")),
+                    "calls": dict(clock.spent),
+                }
+            )
+            print(json.dumps(rounds[-1], indent=1), flush=True)
+    found: dict[str, Any] = {
+        "share_of_a_step": statistics.median(each["share"] for each in rounds),
+        "rounds": rounds,
+        "load": os.getloadavg()[0],
+    }
+    print(f"share of a step: {100 * found['share_of_a_step']:.2f} %")
+    if asked.out:
+        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What a run holds of its accounts, as the store keeps it: an attempt that was charged, or what is reserved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, field
+
+from lamina import cbor
+from lamina.account import order_of
+from lamina.account.pooled import Kind
+from lamina.errors import EncodingError
+from lamina.ledger.store.errors import Damaged
+from lamina.train.book.charge import Charge
+
+RESERVED = -1  # the segment under which the rest of a plan is held
+WHOLE = 2**62  # from this one on: a budget that noise follows, charged as a whole when its run begins
+_LARGEST = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Charges, the scale of each signed bound among them, and the digest of the plan that they are of."""
+
+    charges: tuple[Charge, ...]
+    scales: Mapping[str, float] = field(default_factory=dict)
+    plan: bytes = b""
+
+    def encode(self) -> bytes:
+        rows = [list(astuple(each)) for each in self.charges]
+        return cbor.encode([rows, dict(self.scales), self.plan], floats=True, max_size=_LARGEST)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Held:
+        try:
+            rows, scales, plan = cbor.decode(data, floats=True, max_size=_LARGEST)
+            return cls(tuple(_charge(*row) for row in rows), dict(scales), plan)
+        except (EncodingError, TypeError, ValueError) as error:
+            raise Damaged(
+                "what a run holds of a ledger cannot be read", "restore the ledger from a copy"
+            ) from error
+
+    def of(self, name: str) -> tuple[Charge, ...]:
+        """The charges of one account."""
+        return tuple(each for each in self.charges if each.cls == name)
+
+
+def _charge(cls: str, sigma: float, q: float, steps: int, delta: float, accountant: str) -> Charge:
+    return Charge(cls=cls, sigma=sigma, q=q, steps=steps, delta=delta, accountant=accountant)
+
+
+def kind(charge: Charge) -> Kind:
+    """What the price of a charge depends on. Only noise that follows its budget is priced at one order."""
+    return (charge.sigma, charge.q, order_of(charge.accountant) or 0.0)
+
+
+def add(events: dict[Kind, int], charges: Iterable[Charge]) -> dict[Kind, int]:
+    """Add charges to events, in place."""
+    for each in charges:
+        if each.steps:
+            found = kind(each)
+            events[found] = events.get(found, 0) + each.steps
+    return events

@@ -1,0 +1,336 @@
+"""Opening the ledger of a corpus: made once, of one origin, never looser unseen, with a key that nobody else reads."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from build import plan
+from clinic import policy
+from making import AUDITOR, LEDGER, START, Clock, key
+from test_writers import in_processes
+
+from lamina.admit.key import PrivateKey
+from lamina.admit.terms import floors_hash
+from lamina.errors import BadKey
+from lamina.ledger import checkpoint
+from lamina.ledger.check.verify import verify
+from lamina.ledger.errors import LedgerError
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.opening import (
+    NO_POLICY,
+    Contract,
+    follow,
+    in_force,
+    ledger_key_beside,
+    open_or_create,
+    slug,
+)
+from lamina.ledger.records import Change, Floors, Key, KeyEvent, PolicyChange, Preset, Role
+from lamina.ledger.records.policy import Signed
+from lamina.plan.policy import Policy
+
+
+def contract(**changes: Any) -> Contract:
+    return Contract.of_policy(policy(**changes))
+
+
+def begin(where: str, **changes: Any) -> Ledger:
+    return open_or_create(where, contract(**changes), LEDGER, clock=Clock())
+
+
+def signed(change: PolicyChange, origin: str, *keys: PrivateKey) -> tuple[Signed, ...]:
+    message = change.message(origin)
+    return tuple(Signed(key=one.public.id, signature=one.sign(message)) for one in keys)
+
+
+# ------------------------------------------------------------------------------------------------ contracts
+
+
+def test_the_contract_of_a_policy_is_what_the_gate_demands() -> None:
+    made = contract(
+        floors={"clip_norm": 0.29, "noise_multiplier": 0.5000001}, clinical={"clip_norm": 1.0000009}
+    )
+    assert made.floors == Floors(clip_norm=290_000, noise_multiplier=500_001)
+    assert (made.origin, made.accountant, made.delta) == ("clinic.example/ecg", "rdp", 1e-5)
+    clinical, standard, public = made.presets
+    assert (clinical.cls, clinical.clip_norm, clinical.profile) == ("clinical", 1_000_000, "top=0.25")
+    assert (standard.noise_multiplier, standard.profile, standard.population) == (2_000_000, "all", 100)
+    assert public == Preset(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all")
+    assert contract().policy == floors_hash(policy())
+
+
+def test_a_class_that_bounds_nothing_promises_no_noise() -> None:
+    free = Policy.from_dict(
+        {
+            "corpus": {"origin": "a.example", "delta": 1e-5},
+            "class": {"free": {"population": 10, "clip_norm": 0.5}},
+        }
+    )
+    made = Contract.of_policy(free)
+    assert made.presets == (
+        Preset(cls="free", clip_norm=500_000, noise_multiplier=0, profile="all", population=10),
+    )
+    assert made.floors == Floors()
+
+
+def test_the_contract_of_a_plan_promises_nothing() -> None:
+    made = Contract.of_plan(plan(), "lab.example/42")
+    assert made.policy == NO_POLICY and made.floors == Floors()
+    assert made.presets == (
+        Preset(cls="clinical", clip_norm=0, noise_multiplier=0, profile="top 50 %", population=1000),
+        Preset(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all layers"),
+    )
+    assert (made.accountant, made.delta) == ("pld", 1e-5)
+
+
+def test_a_long_profile_is_named_by_its_digest() -> None:
+    long = plan()
+    long = replace(long, classes=(replace(long.classes[0], profile="layers " + "x" * 2000), long.classes[1]))
+    assert Contract.of_plan(long, "a").presets[0].profile.startswith("sha256:")
+
+
+@pytest.mark.parametrize("origin", ["ward 7", "a+b", "Klinik Süd", "", "x" * 256, "tab\there"])
+def test_an_origin_that_cannot_name_a_ledger_is_told_what_would(origin: str) -> None:
+    with pytest.raises(LedgerError, match="cannot name a ledger: .* no blank") as caught:
+        Contract.of_plan(plan(), origin)
+    suggested = caught.value.remedy.split('"')[1]
+    assert Contract.of_plan(plan(), suggested).origin == suggested == slug(origin)
+
+
+def test_slugs() -> None:
+    assert slug("example.org/ecg") == "example.org-ecg"
+    assert slug("../../etc/passwd") == "etc-passwd"
+    assert slug("ward 7") == "ward-7"
+    assert slug("病院") != slug("医院") and slug("病院").startswith("corpus-")
+    long = slug("x" * 300)
+    assert len(long) == 100 and long != slug("x" * 301)
+
+
+# ------------------------------------------------------------------------------------------------ opening
+
+
+def test_it_is_made_once_and_opened_after_that(where: str) -> None:
+    with begin(where) as ledger:
+        assert ledger.signs and ledger.size == 1
+        header = ledger.header
+        assert header.version.startswith("lamina ") and "; dp-accounting " in header.version
+        assert (header.granularity, header.origin) == (1, "clinic.example/ecg")
+    with begin(where) as again:
+        assert again.header == header and again.size == 1
+    found = verify(where, now=START)
+    assert found.verified and found.signed == 1
+
+
+def test_another_origin_is_refused_with_both_names(where: str) -> None:
+    begin(where).close()
+    with pytest.raises(LedgerError, match=r"is of 'clinic.example/ecg', not of 'b.example'") as caught:
+        begin(where, origin="b.example")
+    assert "another place for a new one" in caught.value.remedy
+
+
+def test_another_accountant_or_delta_is_refused(where: str) -> None:
+    begin(where).close()
+    with pytest.raises(LedgerError, match=r"counts by rdp at δ = 1e-05 for good, the policy says pld"):
+        begin(where, accountant="pld")
+    with pytest.raises(LedgerError, match=r"the policy says rdp at δ = 1e-06"):
+        begin(where, delta=1e-6)
+    with open_or_create(
+        where, Contract.of_plan(plan(), "clinic.example/ecg"), LEDGER, clock=Clock()
+    ) as ledger:
+        assert ledger.header.accountant == "rdp"  # who has no policy is counted as the ledger counts
+
+
+def test_another_key_is_refused(where: str) -> None:
+    begin(where).close()
+    with pytest.raises(LedgerError, match="is no key of the ledger"):
+        open_or_create(where, contract(), key("other"), clock=Clock())
+
+
+def test_processes_that_make_it_at_once_make_one(where: str) -> None:
+    def work() -> None:
+        with begin(where) as ledger:
+            assert ledger.signs and ledger.size == 1
+            ledger.checkpoint()
+
+    in_processes(*[work] * 4)
+    assert verify(where, now=START).verified
+
+
+def test_processes_that_make_it_at_once_agree_on_the_key_beside_it(tmp_path: Path) -> None:
+    where = tmp_path / "new" / "a.ledger.db"
+
+    def work() -> None:
+        with open_or_create(where, contract()) as ledger:
+            assert ledger.signs and ledger.size == 1
+            ledger.checkpoint()
+
+    in_processes(*[work] * 4)
+    assert {path.name for path in where.parent.iterdir() if path.suffix == ".pem"} == {"a.ledger.pem"}
+    assert verify(where).verified
+
+
+def test_a_database_needs_a_key_to_begin_with(server: Any) -> None:
+    where = server.url("opening_without_key")
+    with pytest.raises(LedgerError, match="no key to sign one") as caught:
+        open_or_create(where, contract(), clock=Clock())
+    assert "lamina keys new" in caught.value.remedy
+    begin(where).close()
+    with open_or_create(where, contract(), clock=Clock()) as ledger:
+        assert not ledger.signs
+
+
+# ------------------------------------------------------------------------------------------------ the key beside it
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_key_lies_beside_a_file_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    where, before = tmp_path / "new" / "clinic.ledger.db", os.umask(0)
+    try:
+        with open_or_create(where, contract()) as ledger:
+            assert ledger.signs
+    finally:
+        os.umask(before)
+    beside = ledger_key_beside(where)
+    assert beside == tmp_path / "new" / "clinic.ledger.pem"
+    assert mode(beside) == mode(where) == 0o600
+    held = beside.read_bytes()
+    with open_or_create(where, contract()) as ledger:
+        assert ledger.signs and checkpoint.parse(ledger.checkpoint())[0].size == 1
+    assert beside.read_bytes() == held
+    beside.chmod(0o640)
+    with pytest.raises(BadKey, match="others may open it"):
+        open_or_create(where, contract())
+    beside.unlink()
+    with open_or_create(where, contract()) as ledger:
+        assert not ledger.signs  # it is read and appended to, and signs nothing
+    assert not beside.exists()  # a key that is lost is not replaced in silence
+
+
+def test_names_of_keys(tmp_path: Path) -> None:
+    for name, expected in (
+        ("a.db", "a.pem"),
+        ("a.ledger.db", "a.ledger.pem"),
+        ("a", "a.pem"),
+        ("a.x", "a.x.pem"),
+    ):
+        assert ledger_key_beside(tmp_path / name) == tmp_path / expected
+
+
+def test_a_link_leads_to_the_ledger_and_its_key(tmp_path: Path) -> None:
+    open_or_create(tmp_path / "clinic.ledger.db", contract()).close()
+    (tmp_path / "run").mkdir()
+    link = tmp_path / "run" / "ledger.db"
+    link.symlink_to(Path("..") / "clinic.ledger.db")
+    with open_or_create(link, contract()) as ledger:
+        assert ledger.signs
+    assert ledger_key_beside(link) == tmp_path / "clinic.ledger.pem"
+    assert os.listdir(tmp_path / "run") == ["ledger.db"]
+
+
+def test_what_a_killed_process_left_is_completed(tmp_path: Path) -> None:
+    where = tmp_path / "a.db"
+    where.touch(0o600)
+    kept = PrivateKey.generate()
+    kept.save(ledger_key_beside(where), None)
+    with open_or_create(where, contract()) as ledger:
+        assert ledger.header.keys[0].x == kept.public.x and ledger.size == 1
+    (tmp_path / "b.db").write_bytes(b"something else\n" * 400)
+    with pytest.raises(LedgerError):
+        open_or_create(tmp_path / "b.db", contract())
+
+
+# ------------------------------------------------------------------------------------------------ following
+
+
+def test_the_same_policy_changes_nothing(where: str) -> None:
+    with begin(where) as ledger:
+        assert follow(ledger, contract()) is False
+        assert ledger.size == 1
+
+
+def test_a_stricter_policy_and_a_new_class_are_followed(where: str) -> None:
+    with begin(where) as ledger:
+        stricter = contract(
+            floors={"clip_norm": 0.2, "noise_multiplier": 0.5}, standard={"noise_multiplier": 3.0}
+        )
+        assert follow(ledger, stricter) is True
+        assert follow(ledger, stricter) is False
+        changed = in_force(ledger)
+        assert changed.floors == stricter.floors and changed.presets == stricter.presets
+        latest = ledger.latest()
+        assert latest is not None and checkpoint.parse(latest)[0].size == ledger.size == 2
+        other = Policy.from_dict(
+            {
+                "corpus": {
+                    "origin": "clinic.example/ecg",
+                    "delta": 1e-5,
+                    "accountant": "rdp",
+                    "floors": {"clip_norm": 0.2, "noise_multiplier": 0.5},
+                },
+                "class": {"late": {"population": 5, "epsilon": 1.0}},
+            }
+        )
+        assert follow(ledger, Contract.of_policy(other)) is True
+        assert [each.cls for each in in_force(ledger).presets] == ["clinical", "standard", "open", "late"]
+        assert in_force(ledger).presets[:3] == stricter.presets
+    assert verify(where, now=START).verified
+
+
+def test_a_looser_policy_needs_two_signatures(where: str) -> None:
+    looser = contract(
+        floors={"clip_norm": 0.1}, standard={"noise_multiplier": 1.0}, clinical={"profile": "all"}
+    )
+    with begin(where) as ledger:
+        with pytest.raises(LedgerError) as caught:
+            follow(ledger, looser)
+        for word in (
+            "floor of the noise multiplier falls",
+            "class 'standard' falls",
+            "class 'clinical' is not inside",
+        ):
+            assert word in caught.value.problem
+        assert "lamina ledger policy" in caught.value.remedy
+        change = looser.change(in_force(ledger))
+        assert change is not None
+        auditor = Key(name="auditor.example", x=AUDITOR.public.x, role=Role.AUDITOR)
+        ledger.append([KeyEvent(change=Change.ADD, key=auditor, effective=START)])
+        for keys in ((LEDGER,), (LEDGER, LEDGER), (LEDGER, key("other"))):
+            with pytest.raises(LedgerError, match="would protect less"):
+                follow(ledger, looser, signed(change, ledger.origin, *keys))
+        assert ledger.size == 2
+        assert follow(ledger, looser, signed(change, ledger.origin, LEDGER, AUDITOR)) is True
+        assert follow(ledger, looser) is False
+    assert verify(where, now=START).verified
+
+
+def test_a_corpus_adopts_less_depth_by_its_policy_alone(where: str) -> None:
+    with begin(where) as ledger:
+        assert follow(
+            ledger, contract(clinical={"profile": {"top": 0.125}}, standard={"profile": {"top": 0.5}})
+        )
+        with pytest.raises(
+            LedgerError, match="depth profile of class 'clinical' is not inside the one before"
+        ):
+            follow(ledger, contract(standard={"profile": {"top": 0.5}}))
+    assert verify(where, now=START).verified
+
+
+def test_two_who_follow_at_once_write_one_change(where: str) -> None:
+    begin(where).close()
+    stricter = contract(standard={"noise_multiplier": 3.0})
+
+    def work() -> None:
+        with begin(where) as ledger:
+            follow(ledger, stricter)
+
+    in_processes(*[work] * 4)
+    with begin(where) as ledger:
+        assert ledger.size == 2 and in_force(ledger).presets == stricter.presets

@@ -1,0 +1,243 @@
+"""Ledgers that promise nothing by themselves, charges whose price is known, and plans whose epochs verify."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import apsw
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from scipy.optimize import brentq
+from scipy.special import log_ndtr, ndtr
+
+from lamina.admit.key import PrivateKey
+from lamina.ledger.check import Trust, Verification, verify
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.opening import NO_POLICY, Contract, open_or_create
+from lamina.ledger.records import Epoch, Floors, Outcome, Preset, Segment
+from lamina.plan import FollowBudget, Form, Injection, StepPlan
+from lamina.plan.step import PlannedClass, PlannedLayer
+from lamina.train.book import Account, Book, Charge, charges
+from lamina.train.followed import nonce, parts
+
+FIRST, SECOND, THIRD = "a1" * 16, "b2" * 16, "c3" * 16
+DELTA = 1e-5
+CLASSES = ("clinical", "wearable", "sensitive", "a", "b", "fine", "else")
+KEY = PrivateKey(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"key of the book's tests").digest()))
+PROFILE = "every layer"
+
+
+def contract(**changes: Any) -> Contract:
+    """No class is promised anything, unless `promised` gives it a noise multiplier in 1e-6."""
+    promised: dict[str, int] = changes.pop("promised", {})
+    given: dict[str, Any] = {
+        "origin": "o",
+        "accountant": "gaussian",
+        "delta": DELTA,
+        "floors": Floors(),
+        "presets": tuple(
+            Preset(
+                cls=name,
+                clip_norm=1_000_000 if name in promised else 0,
+                noise_multiplier=promised.get(name, 0),
+                profile=PROFILE,
+            )
+            for name in CLASSES
+        ),
+        "policy": NO_POLICY,
+    }
+    return Contract(**{**given, **changes})
+
+
+def open_book(where: str | Path, **changes: Any) -> Book:
+    """The book of a ledger, which is made if there is none."""
+    return Book(open_or_create(where, contract(**changes), KEY))
+
+
+@contextmanager
+def passing_book(**changes: Any) -> Iterator[Book]:
+    """In memory where the system has a place for that, where syncing is free."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        made = open_book(Path(folder) / "ledger.db", **changes)
+        try:
+            yield made
+        finally:
+            made.ledger.close()
+
+
+def contents(book: Book) -> list[Any]:
+    """Every row of every table of a ledger in a file."""
+    db = apsw.Connection(book.path, flags=apsw.SQLITE_OPEN_READONLY)
+    try:
+        tables = sorted(name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'"))
+        return [(table, sorted(db.execute(f"SELECT * FROM {table}"), key=repr)) for table in tables]
+    finally:
+        db.close()
+
+
+# --------------------------------------------------------------------------------------- charges
+
+
+def owed(steps: int, *, sigma: float = 10.0, q: float = 1.0, cls: str = "clinical", **other: Any) -> Charge:
+    """A charge whose price is exact and quick: the Gaussian mechanism without sampling."""
+    given = {"cls": cls, "sigma": sigma, "q": q, "steps": steps, "delta": DELTA, "accountant": "gaussian"}
+    return Charge(**{**given, **other})
+
+
+def exact(*events: tuple[float, int], delta: float = DELTA) -> float:
+    """ε of Gaussian releases (sigma, steps), solved from Φ(μ/2-ε/μ) - e^ε Φ(-μ/2-ε/μ) = δ."""
+    mu = math.sqrt(sum(steps / sigma**2 for sigma, steps in events))
+    if mu == 0:
+        return 0.0
+
+    def excess(epsilon: float) -> float:
+        far = math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu))
+        return float(ndtr(mu / 2 - epsilon / mu)) - far - delta
+
+    return 0.0 if excess(0) <= 0 else float(brentq(excess, 0, 500, xtol=1e-12))
+
+
+def pay(
+    book: Book, run: str, segment: int, *charges: Charge, bound: float | None = None, **other: Any
+) -> bool:
+    bounds = {} if bound is None else {each.cls: bound for each in charges}
+    given = {"generation": 0, "nonce": b"n" * 16, **other}
+    return book.charge(run, segment=segment, charges=charges, bounds=bounds, **given)
+
+
+def hold(book: Book, run: str, *charges: Charge, bound: float | None = None, **other: Any) -> None:
+    bounds = {} if bound is None else {each.cls: bound for each in charges}
+    book.reserve(run, charges=charges, bounds=bounds, **other)
+
+
+def spent(book: Book, cls: str = "clinical") -> tuple[float, float]:
+    found = book.total(cls, delta=DELTA, accountant="gaussian")
+    return found.spent, found.committed
+
+
+# --------------------------------------------------------------------------------------- plans and epochs
+
+
+def plan(steps: int = 40, sigma: float = 6.0, **changes: Any) -> StepPlan:
+    """Two layers and two private classes, one of which reaches the upper layer only; sampled at 2 %."""
+    given: dict[str, Any] = {
+        "layers": tuple(
+            PlannedLayer(name=f"layer.{i}", depth=(i + 0.5) / 2, parameters=(f"layer.{i}.weight",), size=64)
+            for i in range(2)
+        ),
+        "classes": tuple(
+            PlannedClass(
+                name=name, population=1000, sampling_rate=0.02, delta=DELTA, unit="patient", profile=PROFILE
+            )
+            for name in ("clinical", "wearable")
+        ),
+        "clip": ((0.8, 0.6), (0.0, 0.5)),
+        "noise": (sigma, sigma),
+        "batch": 20.0,
+        "steps": steps,
+        "accountant": "rdp",
+    }
+    return StepPlan(**{**given, **changes})
+
+
+def capped(occurrences: int = 4, **changes: Any) -> StepPlan:
+    """Raw noise: who takes part pays for every occurrence, of which there are few."""
+    return plan(injection=Injection(form=Form.RAW, occurrences=occurrences), **changes)
+
+
+def following(**changes: Any) -> StepPlan:
+    """Noise that follows its budget."""
+    return plan(rules=(FollowBudget(order=16),), accountant="rdp@16", **changes)
+
+
+def signed(name: str, scale: float, epsilon: float = 50.0) -> Account:
+    return Account(name=name, cls=name.partition("@")[0], scale=scale, epsilon=epsilon)
+
+
+@dataclass
+class Attempts:
+    """A run as it charges segments of ten steps, and records them."""
+
+    book: Book
+    run: str = FIRST
+    plan: StepPlan = field(default_factory=plan)
+    accounts: tuple[Account, ...] = ()
+    bounds: dict[str, float] = field(default_factory=dict)
+
+    def segment(self, index: int, generation: int = 0, **changes: Any) -> Segment:
+        given: dict[str, Any] = {
+            "index": index,
+            "generation": generation,
+            "nonce": hashlib.sha256(f"{self.run} {index} {generation}".encode()).digest()[:16],
+            "first": 10 * index,
+            "last": 10 * index + 10,
+            "eligibility": 1,
+            "outcome": Outcome.CLOSED,
+        }
+        return Segment(**{**given, **changes})
+
+    def charge(
+        self, index: int = 0, generation: int = 0, due: Sequence[Charge] | None = None, **other: Any
+    ) -> bool:
+        """Charge what the plan takes in these steps, or what is given."""
+        made = self.segment(index, generation)
+        if due is None:
+            due = charges(self.plan, made.first, made.last, self.accounts)
+        given: dict[str, Any] = {
+            "segment": index,
+            "generation": generation,
+            "nonce": made.nonce,
+            "charges": due,
+            "bounds": self.bounds,
+            "scales": {a.name: a.scale for a in self.accounts if a.name in {each.cls for each in due}},
+            "plan": self.plan.digest(),
+        }
+        return self.book.charge(self.run, **{**given, **other})
+
+    def budget(self) -> None:
+        """Charge the whole of a budget that is followed, as a run does when it begins."""
+        for segment, due in parts(self.plan, self.accounts).items():
+            mark, generation = nonce(self.plan, 0), 0
+            while not self.charge(generation=generation, due=due, segment=segment, nonce=mark):
+                generation += 1
+
+    def record(self, index: int, generation: int = 0, **changes: Any) -> int:
+        return self.book.record(
+            self.run,
+            segment=self.segment(index, generation, **changes),
+            plan=self.plan,
+            variance=[s * s for s in self.plan.noise],
+            accounts=self.accounts,
+        )
+
+    def done(self, *indices: int) -> None:
+        for index in indices:
+            assert self.charge(index)
+            self.record(index)
+
+
+def epochs(ledger: Ledger) -> list[Epoch]:
+    return [leaf.record for leaf in ledger.of_kind(Epoch) if isinstance(leaf.record, Epoch)]
+
+
+def verified(book: Book) -> Verification:
+    """Everything in the ledger is as an auditor finds it who trusts its key only."""
+    found = verify(book.ledger.store, trust=Trust(plain=(KEY.public,)))
+    assert found.verified and found.trusted, found.problem
+    assert found.signed == found.size
+    return found
+
+
+def stated(book: Book) -> dict[str, float]:
+    """By account, the spend that the last epoch of it states, in 1e-9."""
+    from lamina.train.book.account import name_of
+
+    return {name_of(each.bound): each.spend for epoch in epochs(book.ledger) for each in epoch.accounts}

@@ -1,0 +1,423 @@
+"""What a run leaves in the ledger: an auditor can check it, and it agrees with journal and weights, come what may."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hospital
+import problem
+import pytest
+from test_trainer import killed
+
+import lamina
+from lamina.admit.key import PrivateKey
+from lamina.errors import BudgetExceeded, StorageError
+from lamina.ledger.check import Trust, Verification, verify
+from lamina.ledger.errors import LedgerError
+from lamina.ledger.inbox import Inbox
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.records import Admitted, Effect, Epoch, KeyEvent, Outcome, PolicyChange, Reason, Withdrawal
+from lamina.ledger.trace import trace
+from lamina.ledger.view import View
+from lamina.ledger.withdrawals import withdraw
+from lamina.train.book import Book
+from lamina.train.progress import Silent
+from lamina.train.store.journal import Journal
+
+sys.path.insert(0, str(Path(__file__).parent.with_name("ledger")))
+import postgres
+
+
+def sound(where: str | Path, **options: Any) -> Verification:
+    found = verify(str(where), **options)
+    assert found.problem is None and found.verified, found.problem
+    return found
+
+
+def epochs(where: str | Path) -> list[Epoch]:
+    with View.read_only(where) as view:
+        return [leaf.record for leaf in view.of_kind(Epoch) if isinstance(leaf.record, Epoch)]
+
+
+def agrees(folder: Path) -> None:
+    """Journal and ledger know the same attempts, and how each ended."""
+    journal = Journal.load(folder / "journal")
+    told = {
+        (segment.index, segment.generation, segment.nonce): segment.outcome
+        for epoch in epochs(folder / "ledger.db")
+        if epoch.run.hex() == journal.start.run
+        for segment in epoch.segments
+    }
+    known = {o.key: o for o in journal.opens if not journal.void(o) and o is not journal.pending}
+    assert told.keys() == known.keys()
+    for key, outcome in told.items():
+        assert (outcome is Outcome.CLOSED) == journal.closed(known[key])
+
+
+class During(Silent):
+    """Does something after a step."""
+
+    def __init__(self, act: Callable[[int], None]) -> None:
+        self._act = act
+
+    def step(self, step: int, loss: float | None) -> None:
+        self._act(step)
+
+
+@pytest.fixture
+def ward(tmp_path: Path) -> hospital.Hospital:
+    made = hospital.usual(tmp_path / "h")
+    made.clock = time.time  # type: ignore[assignment]  # a ledger does not let the clock stand still
+    return made
+
+
+# ---------------------------------------------------------------------------------------- a whole run
+
+
+def test_a_run_on_signed_contributions_can_be_audited(ward: hospital.Hospital) -> None:
+    outcome = ward.trainer().fit()
+    where = ward.root / "runs" / "a" / "ledger.db"
+    assert where.is_symlink() and where.resolve() == ward.root / "runs" / "ward-7.ledger.db"
+    with View.read_only(where) as view:
+        key = next(each for each in view.header.keys).public
+        counts = {kind: sum(1 for _ in view.of_kind(kind)) for kind in (Admitted, KeyEvent, Epoch)}
+        first = next(view.of_kind(Admitted))
+        record = first.record
+        assert isinstance(record, Admitted)
+        told = trace(view, first)
+    assert counts == {Admitted: 57, KeyEvent: 1, Epoch: 4}
+    found = sound(where, trust=Trust(plain=(key,), ring=lamina.KeyRing.load(ward.keys)))
+    assert found.trusted and found.attestations == 57 and found.signed == found.size
+    last = {account.bound: account.spend / 1e9 for account in epochs(where)[-1].accounts}
+    for name in ("clinical", "sensitive"):
+        assert last[name, 0, 0] == pytest.approx(outcome.epsilon[name], abs=2e-9)
+        assert last[name, 0, 0] >= outcome.epsilon[name] - 1e-12
+    assert told
+    agrees(ward.root / "runs" / "a")
+
+
+def test_runs_add_up_in_one_ledger_and_are_held_to_what_it_promises(ward: hospital.Hospital) -> None:
+    ward.trainer("a").fit()
+    with pytest.raises(BudgetExceeded):
+        ward.trainer("b").fit()
+    with pytest.raises(BudgetExceeded):  # whatever the trainer is told
+        ward.trainer("b", bounds={}).fit()
+    assert sound(ward.root / "runs" / "ward-7.ledger.db").spends > 0
+
+
+def test_the_same_folder_admitted_again_enters_nobody_twice(ward: hospital.Hospital) -> None:
+    ledger = ward.root / "ledger.db"
+    corpus = ward.admit(ledger=ledger)
+    size = View.read_only(ledger).size
+    ward.trainer(corpus=corpus, ledger=ledger).fit()
+    again = ward.admit(ledger=ledger)
+    assert len(again) == 57 and not again.admission.refused
+    assert View.read_only(ledger).size == size + 4  # four epochs
+    sound(ledger)
+
+
+def test_data_without_a_policy_has_a_ledger_that_promises_nothing(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a", bounds={}).fit()
+    problem.trainer(tmp_path / "b", bounds={}).fit()
+    found = sound(tmp_path / "tests.ledger.db")
+    assert found.counts["epoch"] == 10 and found.counts["contribution"] == 0
+    with View.read_only(tmp_path / "tests.ledger.db") as view:
+        assert {preset.noise_multiplier for preset in view.header.presets} == {0}
+
+
+def test_a_policy_that_promises_less_is_refused(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a").fit()
+    looser = problem.POLICY.replace("epsilon = 4.0", "epsilon = 5.0")
+    size = View.read_only(tmp_path / "tests.ledger.db").size
+    plan = problem.plan(problem.net(), policy=looser)
+    with pytest.raises(LedgerError, match="noise multiplier of class 'clinical' falls"):
+        problem.trainer(tmp_path / "b", corpus=problem.corpus(policy=looser), plan=plan).fit()
+    assert View.read_only(tmp_path / "tests.ledger.db").size == size
+    with pytest.raises(LedgerError, match="protect less"):
+        problem.trainer(tmp_path / "b", bounds={}).fit()  # no policy at all
+
+
+def test_a_policy_that_promises_more_is_followed(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a", steps=4).fit()
+    stricter = (
+        problem.POLICY.replace("epsilon = 2.0", "epsilon = 1.9")
+        + "[class.new]\nepsilon = 1.0\npopulation = 9\n"
+    )
+    plan = problem.plan(problem.net(), policy=stricter)
+    with pytest.raises(BudgetExceeded):
+        problem.trainer(tmp_path / "b", corpus=problem.corpus(policy=stricter), plan=plan).fit()
+    with View.read_only(tmp_path / "tests.ledger.db") as view:
+        assert sum(1 for _ in view.of_kind(PolicyChange)) == 1
+    problem.trainer(tmp_path / "a", steps=4, corpus=problem.corpus(policy=stricter)).fit()
+    sound(tmp_path / "tests.ledger.db")
+
+
+# ---------------------------------------------------------------------------------------- where it is
+
+
+def test_data_whose_origin_nobody_declared_keeps_its_ledger_when_it_changes(tmp_path: Path) -> None:
+    given = problem.data()
+    plan = problem.plan(problem.net())
+    problem.trainer(tmp_path / "a", corpus=lamina.Corpus(**given), plan=plan, bounds={}, steps=24).fit()
+    killed(tmp_path / "b", 8, corpus=lamina.Corpus(**given), plan=plan, bounds={})
+    (ledger,) = tmp_path.glob("data-*.ledger.db")
+    given["x"][0] += 1
+    problem.trainer(tmp_path / "b", corpus=lamina.Corpus(**given), plan=plan, bounds={}).fit()
+    assert list(tmp_path.glob("data-*.ledger.db")) == [ledger]
+    problem.trainer(tmp_path / "c", corpus=lamina.Corpus(**given), plan=plan, bounds={}).fit()
+    assert len(list(tmp_path.glob("data-*.ledger.db"))) == 2  # other data, by themselves
+    assert (tmp_path / "origin.key").stat().st_mode & 0o077 == 0
+    assert sound(ledger).counts["epoch"] == 5 + 5
+
+
+def test_the_key_beside_a_ledger_is_secret_and_signs(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a").fit()
+    path = tmp_path / "tests.ledger.pem"
+    assert path.stat().st_mode & 0o077 == 0
+    with Ledger.open(tmp_path / "tests.ledger.db", PrivateKey.load(path, None)) as ledger:
+        assert ledger.checkpoint() == ledger.latest()
+
+
+def test_a_folder_with_a_copy_of_the_ledger_in_it_is_refused(tmp_path: Path) -> None:
+    """A copy would be charged, and the ledger would not know."""
+    killed(tmp_path / "a", 8)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # follows the link
+    with pytest.raises(StorageError, match="a ledger of its own"):
+        problem.trainer(tmp_path / "b").fit()
+
+
+def test_a_ledger_of_another_corpus_is_refused(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a", ledger=tmp_path / "l.db").fit()
+    other = problem.POLICY.replace('"tests"', '"others"')
+    with pytest.raises(LedgerError, match="'tests', not of 'others'"):
+        problem.trainer(tmp_path / "b", corpus=problem.corpus(policy=other), ledger=tmp_path / "l.db").fit()
+    with Ledger.open(tmp_path / "l.db") as ledger, pytest.raises(LedgerError, match="one ledger, one corpus"):
+        problem.trainer(tmp_path / "b", corpus=problem.corpus(policy=other), ledger=ledger).fit()
+    assert not (tmp_path / "b" / "journal").exists()
+
+
+def test_an_open_ledger_is_used_and_left_open(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a", ledger=tmp_path / "l.db", steps=4).fit()
+    with Ledger.open(tmp_path / "l.db") as ledger:  # without its key: nothing is signed
+        problem.trainer(
+            tmp_path / "b", ledger=ledger, steps=4, plan=problem.plan(problem.net(), 4)
+        ).rehearse()
+        size = ledger.size
+    assert size == 2
+
+
+# ---------------------------------------------------------------------------------------- redone, abandoned, copied
+
+
+def test_every_attempt_is_a_leaf_however_it_ended(tmp_path: Path) -> None:
+    loose = {"clinical": 9.0, "sensitive": 9.0}
+    killed(tmp_path / "a", 8, bounds=loose)
+    problem.trainer(tmp_path / "a", bounds=loose, microbatches=2).fit()  # the open segment is redone
+    outcomes = [
+        (s.index, s.generation, s.outcome) for e in epochs(tmp_path / "tests.ledger.db") for s in e.segments
+    ]
+    assert outcomes[:3] == [(0, 0, Outcome.CLOSED), (1, 0, Outcome.ABANDONED), (1, 1, Outcome.CLOSED)]
+    sound(tmp_path / "tests.ledger.db")
+    agrees(tmp_path / "a")
+
+
+def test_a_copied_run_is_a_run_that_pays_for_itself(tmp_path: Path) -> None:
+    loose = {"clinical": 9.0, "sensitive": 9.0}
+    killed(tmp_path / "a", 8, bounds=loose)
+    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+    one = problem.trainer(tmp_path / "a", bounds=loose).fit()
+    other = problem.trainer(tmp_path / "b", bounds=loose).fit()
+    sound(tmp_path / "tests.ledger.db")
+    last = epochs(tmp_path / "tests.ledger.db")[-1]
+    (clinical,) = [each for each in last.accounts if each.cls == "clinical"]
+    assert clinical.spend / 1e9 == pytest.approx(other.total["clinical"], abs=2e-9)
+    assert other.total["clinical"] > one.total["clinical"]
+
+
+def test_a_ledger_restored_from_an_older_copy_gets_what_it_lacks(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+
+    def save(step: int) -> None:
+        if step == 7:
+            for path in tmp_path.glob("tests.ledger.db*"):
+                shutil.copy(path, tmp_path / f"old-{path.name}")
+        if step == 13:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        problem.trainer(folder, progress=During(save)).fit()
+    for path in tmp_path.glob("tests.ledger.db*"):
+        path.unlink()
+    for path in tmp_path.glob("old-*"):
+        path.rename(tmp_path / path.name.removeprefix("old-"))
+    outcome = problem.trainer(folder).fit()
+    assert outcome.total == outcome.epsilon
+    sound(tmp_path / "tests.ledger.db")
+    agrees(folder)
+
+
+def test_what_is_held_counts_until_it_is_a_leaf(tmp_path: Path) -> None:
+    trainer = killed(tmp_path / "a", 8)  # segment 0 is a leaf, segment 1 is held
+    (run,) = trainer.book.labels()
+    event = trainer.plan.schedule("clinical")[0]
+    ten = lamina.account.accountant("pld").epsilon(
+        [lamina.account.Event(sigma=event.sigma, q=event.q, steps=10)], 1e-5
+    )
+    assert trainer.book.spent(run, "clinical", delta=1e-5) == pytest.approx(ten)
+    assert len(epochs(tmp_path / "tests.ledger.db")) == 1
+    assert any("open" in note or "held" in note for note in sound(tmp_path / "tests.ledger.db").notes)
+
+
+# ---------------------------------------------------------------------------------------- withdrawals
+
+
+def stopped(
+    ward: hospital.Hospital, at: int, act: Callable[[Ledger, str], None], **options: Any
+) -> tuple[Any, str]:
+    """A run during whose step `at` somebody does something to the ledger from outside."""
+    corpus = ward.admit(ledger=ward.root / "l.db")
+    digest = corpus.digests[20]  # clinical
+
+    def during(step: int) -> None:
+        if step == at:
+            with Ledger.open(ward.root / "l.db") as other:
+                act(other, digest)
+            time.sleep(1.1)  # a run looks once a second
+
+    options = {"ledger": ward.root / "l.db", "corpus": corpus, "bounds": None, **options}
+    trainer = ward.trainer(progress=During(during), **options)
+    return trainer, digest
+
+
+def test_a_withdrawal_from_outside_is_out_from_the_next_segment(ward: hospital.Hospital) -> None:
+    trainer, _ = stopped(ward, 5, lambda ledger, name: withdraw(ledger, name, Reason.CONSENT) and None)
+    outcome = trainer.fit()
+    assert outcome.steps == 12
+    assert len(trainer.corpus) == 56
+    with View.read_only(ward.root / "l.db") as view:
+        (leaf,) = view.of_kind(Withdrawal)
+        read = [segment.eligibility for epoch in epochs(ward.root / "l.db") for segment in epoch.segments]
+        assert [each > leaf.seq for each in read] == [False, False, True, True]
+    sound(ward.root / "l.db")
+    agrees(ward.root / "runs" / "a")
+    assert len(ward.admit(ledger=ward.root / "l.db")) == 56  # out of every later run too
+
+
+def test_a_withdrawal_that_asks_for_it_ends_the_segment(ward: hospital.Hospital) -> None:
+    trainer, _ = stopped(
+        ward, 5, lambda ledger, name: withdraw(ledger, name, Reason.REQUEST, effect=Effect.ABANDON) and None
+    )
+    outcome = trainer.fit()
+    assert any("given up" in note for note in outcome.notes)
+    outcomes = [segment.outcome for epoch in epochs(ward.root / "l.db") for segment in epoch.segments]
+    assert outcomes.count(Outcome.ABANDONED) == 1
+    sound(ward.root / "l.db")
+    agrees(ward.root / "runs" / "a")
+
+
+def test_a_file_in_a_watched_folder_reaches_a_run(ward: hospital.Hospital) -> None:
+    def drop(ledger: Ledger, digest: str) -> None:
+        inbox = ward.root / "inbox"
+        inbox.mkdir()
+        (inbox / "one.json").write_text(json.dumps({"withdraw": digest, "reason": "legal"}))
+        (taken,) = Inbox(ledger, inbox).take()
+        assert not taken.refused
+
+    trainer, _ = stopped(ward, 2, drop)
+    trainer.fit()
+    assert len(trainer.corpus) == 56
+    sound(ward.root / "l.db")
+
+
+def test_who_leaves_through_the_corpus_leaves_the_ledger(ward: hospital.Hospital) -> None:
+    corpus = ward.admit()
+    corpus.withdraw("c03")  # before any run: the ledger hears of it when there is one
+
+    def during(step: int) -> None:
+        if step == 5:
+            corpus.withdraw("c04")
+
+    ward.trainer(corpus=corpus, progress=During(during)).fit()
+    where = ward.root / "runs" / "ward-7.ledger.db"
+    with View.read_only(where) as view:
+        targets = [view.leaf(leaf.record.target).record for leaf in view.of_kind(Withdrawal)]  # type: ignore[union-attr]
+    assert {t.descriptor.hex() for t in targets} == set(corpus.marks(["c03", "c04"]))  # type: ignore[union-attr]
+    sound(where)
+    refused = ward.admit(ledger=where).admission.refused
+    assert {(each.id, str(each.reason)) for each in refused} == {("c03", "withdrawn"), ("c04", "withdrawn")}
+
+
+def test_a_segment_is_not_replayed_with_somebody_who_withdrew_meanwhile(ward: hospital.Hospital) -> None:
+    corpus = ward.admit(ledger=ward.root / "l.db")
+
+    def stop(step: int) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ward.trainer(corpus=corpus, ledger=ward.root / "l.db", progress=During(stop)).fit()
+    with Ledger.open(ward.root / "l.db") as ledger:
+        withdraw(ledger, corpus.digests[20], Reason.CONSENT)
+    outcome = ward.trainer(ledger=ward.root / "l.db").fit()
+    assert any("added or withdrawn" in note for note in outcome.notes)
+    sound(ward.root / "l.db")
+
+
+# ---------------------------------------------------------------------------------------- PostgreSQL
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[postgres.Server]:
+    if (bin := postgres.binaries()) is None:
+        pytest.skip(postgres.MISSING)
+    made = postgres.Server(bin)
+    try:
+        made.start()
+        yield made
+        made.stop("immediate")
+    finally:
+        made.remove()
+
+
+def test_a_server_that_restarts_is_waited_for(tmp_path: Path, server: postgres.Server) -> None:
+    where, key = server.url("restarted"), PrivateKey.generate()
+    with pytest.raises(LedgerError, match="no key to sign"):
+        problem.trainer(tmp_path / "a", ledger=where).fit()
+
+    def restart(step: int) -> None:
+        if step in (3, 14):  # back half a second later, when the segment has ended and is to be recorded
+            server.stop("immediate")
+            threading.Timer(0.5, server.start).start()
+
+    outcome = problem.trainer(tmp_path / "a", ledger=where, key=key, progress=During(restart)).fit()
+    assert outcome.steps == 24 and outcome.notes == ()
+    found = sound(where)
+    assert found.counts["epoch"] == 5 and found.signed == found.size
+    with Ledger.open(where, key) as ledger:
+        assert Book(ledger).total("clinical", delta=1e-5).spent == pytest.approx(outcome.total["clinical"])
+
+
+def test_a_server_that_stays_away_stops_the_run_and_loses_nothing(
+    tmp_path: Path, server: postgres.Server
+) -> None:
+    where, key = server.url("away"), PrivateKey.generate()
+    problem.trainer(tmp_path / "x", ledger=where, key=key).ledger.close()
+
+    def stop(step: int) -> None:
+        if step == 8:
+            server.stop("immediate")
+
+    with Ledger.open(where, key, patience=0.3) as ledger, pytest.raises(LedgerError, match="went away"):
+        problem.trainer(tmp_path / "a", ledger=ledger, progress=During(stop)).fit()
+    server.start()
+    outcome = problem.trainer(tmp_path / "a", ledger=where, key=key).fit()
+    assert outcome.steps == 24 and outcome.notes == ()
+    assert outcome.total == outcome.epsilon
+    assert sound(where).counts["epoch"] == 5
