@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import disks
 import cuts
+import disks
 import postgres as servers
 import pytest
 from making import LEDGER, START, Clock, admitted, attestation, create, epoch
