@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import re
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import pages
 from lamina.allocate import ALLOCATIONS
 
 FOLDER = Path(__file__).parents[2] / "docs" / "policies"
@@ -18,16 +16,7 @@ PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name not in ("index.
 
 def run(page: Path, names: dict[str, Any]) -> int:
     """Run the page's blocks; how many there were."""
-    blocks = re.findall(r"```(python|text)\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    printed = ""
-    for kind, body in blocks:
-        if kind == "text":
-            assert body.strip() in printed
-            continue
-        with redirect_stdout(io.StringIO()) as out:
-            exec(compile(body, str(page), "exec"), names)
-        printed = out.getvalue()
-    return sum(kind == "python" for kind, _ in blocks)
+    return pages.run(page, names).count("python")
 
 
 @pytest.fixture(scope="module")

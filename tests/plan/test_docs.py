@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import re
-from contextlib import redirect_stdout
 from pathlib import Path
+
+import pages
 
 PAGE = Path(__file__).parents[2] / "docs" / "plans.md"
 
 
 def test_every_block_of_the_page_runs_and_prints_what_follows_it() -> None:
-    blocks = re.findall(r"```(python|text)\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert [kind for kind, _ in blocks].count("python") == 7
-    names: dict[str, object] = {}
-    printed = ""
-    for kind, body in blocks:
-        if kind == "text":
-            assert body.strip() in printed
-            continue
-        with redirect_stdout(io.StringIO()) as out:
-            exec(compile(body, str(PAGE), "exec"), names)
-        printed = out.getvalue()
+    assert pages.run(PAGE).count("python") == 7

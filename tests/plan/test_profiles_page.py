@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import re
 import tomllib
-from contextlib import redirect_stdout
 from pathlib import Path
 
+import pages
 from lamina.plan import DepthProfile
 from lamina.plan.adapters import VOLATILE
 
@@ -19,17 +18,7 @@ def blocks(kind: str) -> list[str]:
 
 
 def test_python_runs_and_prints_what_follows() -> None:
-    found = re.findall(r"```(python|text)\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert [kind for kind, _ in found] == ["python", "text", "python", "python", "text"]
-    names: dict[str, object] = {}
-    printed = ""
-    for kind, body in found:
-        if kind == "text":
-            assert body.strip() == printed.strip()
-            continue
-        with redirect_stdout(io.StringIO()) as out:
-            exec(compile(body, str(PAGE), "exec"), names)
-        printed = out.getvalue()
+    assert pages.run(PAGE, whole=True) == ["python", "text", "python", "python", "text"]
 
 
 def test_every_profile_is_read() -> None:

@@ -267,7 +267,7 @@ class Engine:
         """The next step is number `step` of the plan, with noise from `noise`.
 
         For a run that is cut into segments with a stream each: what is counted here is where the run is, what was
-        charged stands in its journal and its book. `factor`: of a plan that follows its budget, how many times the
+        charged stands in its journal and its ledger. `factor`: of a plan that follows its budget, how many times the
         declared sigma the steps from here on have; whoever gives it has asked the filters, and the engine does not.
         """
         if not 0 <= step <= self.plan.steps:

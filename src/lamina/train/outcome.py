@@ -12,7 +12,7 @@ class Outcome:
     """What `fit` returns.
 
     epsilon   by class: what this run was charged, redone segments included
-    total     by class: what all runs in the book were charged
+    total     by class: what all runs in the ledger were charged
     unit      by class: what ε protects
     delta     by class: the δ at which ε is stated
     private   False if anything about the run voids its guarantee
@@ -42,7 +42,7 @@ class Outcome:
                 continue
             whose = f"per {self.unit[name]} at δ = {self.delta[name]:g}"
             lines.append(
-                f"  class {name}: ε {_up(epsilon)} {whose}; {_up(self.total[name])} over all runs in the book"
+                f"  class {name}: ε {_up(epsilon)} {whose}; {_up(self.total[name])} over all runs in the ledger"
             )
         if self.metrics:
             lines.append("  " + ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()))

@@ -71,7 +71,7 @@ def _taking(run: Run, plan: StepPlan, first: int, events: int, name: str) -> int
 
 
 def _ask(run: Run, plan: StepPlan, rest: Sequence[Charge]) -> None:
-    """Reserve the rest of a plan; or book the whole of one whose noise follows its budget.
+    """Reserve the rest of a plan; or charge the whole of one whose noise follows its budget.
 
     A filter proves that such a run never passes its budget, not that it has cost less at a moment that it chose
     itself. So the budget is spent when the run begins, whatever becomes of it.

@@ -185,7 +185,7 @@ class Run:
         )
 
     def generation(self, segment: int) -> int:
-        """The next unused generation of a segment, here and in the book."""
+        """The next unused generation of a segment, here and in the ledger."""
         mine = [opened.generation + 1 for opened in self.journal.opens if opened.segment == segment]
         return max([*mine, self.book.next_generation(self.id, segment), 1 if self.copied else 0])
 

@@ -44,7 +44,6 @@ class Contributions:
         self.living: dict[Bound, Living] = {}
         self.count = 0
         self._judged: tuple[int, dict[Terms, str | None]] = (-1, {})
-        self._barring: tuple[int, set[bytes]] = (-1, set())
 
     def block(
         self, first: int, data: Sequence[bytes], time: int, epoch: int, evidence: Mapping[int, bytes]
@@ -111,7 +110,10 @@ class Contributions:
 
     def _suspect(self, group: Columns, first: int, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Of which leaves `check` would find something wrong; perhaps of a few others too."""
-        if self._judge(group.terms) is not None or not self._unbarred().isdisjoint(group.kids):
+        if not len(group.rows):
+            return np.zeros(0, dtype=np.bool_)
+        times = int(group.time.min()), int(group.time.max())
+        if self._judge(group.terms) is not None or self._keys.bars(group.kids, *times):
             return np.ones(len(group.rows), dtype=np.bool_)
         found: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
             (group.seq != group.rows + first)
@@ -128,11 +130,6 @@ class Contributions:
         if terms not in known:
             known[terms] = self._policy.wrong(terms)
         return known[terms]
-
-    def _unbarred(self) -> set[bytes]:
-        if self._barring[0] != self._keys.version:
-            self._barring = (self._keys.version, self._keys.barring())
-        return self._barring[1]
 
     # ----------------------------------------------------------------------------------- signatures
 

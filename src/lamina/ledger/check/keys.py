@@ -111,17 +111,16 @@ class Keys:
         wrong = state.wrong(Role.CONTRIBUTOR, at, state.key.valid_from)
         return None if wrong is None else f"key {kid.hex()[:16]} {wrong}"
 
-    def barring(self) -> set[bytes]:
-        """Ids of which `barred` may have something to say."""
-        return {
-            kid
-            for kid, state in self._states.items()
-            if state.key.role is not Role.CONTRIBUTOR
-            or state.revoked is not None
-            or state.since
-            or state.key.valid_from
-            or state.key.valid_until is not None
-        }
+    def bars(self, kids: Iterable[bytes], first: int, last: int) -> bool:
+        """Whether `barred` may have something to say of one of these at a time in [first, last]."""
+        found = (self._states.get(kid) for kid in kids)
+        return any(
+            state is not None
+            and any(
+                state.wrong(Role.CONTRIBUTOR, at, state.key.valid_from) is not None for at in (first, last)
+            )
+            for state in found
+        )
 
     def revoked(self, kid: bytes, at: int) -> bool:
         """Whether nothing that it signed counts at `at`."""

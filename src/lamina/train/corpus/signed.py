@@ -34,7 +34,7 @@ class AdmittedCorpus(Corpus):
     """Made by `lamina.Gate.admit`. `admission` says who was let in and who was not, and why.
 
     Under a plan every contribution keeps to what it signed: `limits_of` gives its scale and ceiling to the batches, a
-    bound that no scale keeps is never sampled, and `accounts` has one account per distinct bound, which the spend book
+    bound that no scale keeps is never sampled, and `accounts` has one account per distinct bound, which the ledger
     holds to over all runs. `renew` looks at windows and keys again: whoever is out is withdrawn.
     """
 

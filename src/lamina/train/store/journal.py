@@ -13,7 +13,7 @@ block. Where that matters, put the run's folder on an encrypted disk. The file h
 
 **In one place.** `copied` tells that the file is not the one that was written (another inode): a copy of a run
 goes on as a new generation, which is charged. It guards against mistakes, not against an adversary, and a deleted
-file's inode may come back; the spend book's nonces see what it misses.
+file's inode may come back; the ledger's nonces see what it misses.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Journal(History):
         return StorageError(
             f"the journal {self.path} is damaged at byte {offset}: {reason}",
             "restore the file from a backup; without one, start a new run in another folder: what this run "
-            "charged stays charged in the spend book",
+            "charged stays charged in the ledger",
         )
 
     # ------------------------------------------------------------------------------------ writing
