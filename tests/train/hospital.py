@@ -19,9 +19,11 @@ import lamina
 from lamina import KeyRing, LayerStack, Policy, PrivateKey, StepPlan, Trainer, make_plan
 from lamina.admit.contribute import YEAR, State, attest_folder
 from lamina.admit.source import Contribution
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.opening import Contract, open_or_create
 from lamina.train.corpus.signed import AdmittedCorpus
 
-NOW = int(time.time())  # when everything is signed, unless a test says otherwise
+NOW = 1_800_000_000  # when everything is signed, unless a test says otherwise
 POLICY = """
 [corpus]
 origin = "ward-7"
@@ -55,9 +57,13 @@ class Clock:
 
 @dataclass
 class Hospital:
-    """Contributions under ROOT/people, signed with `key`; ROOT/keys.json trusts it."""
+    """Contributions under ROOT/people, signed with `key`; ROOT/keys.json trusts it.
+
+    Gate and ledger go by `clock`, which a test sets; in a `real` one by the system's.
+    """
 
     root: Path
+    real: bool = False
     policy: Policy = field(default_factory=lambda: Policy.parse(POLICY))
     key: PrivateKey = field(default_factory=PrivateKey.generate)
     clock: Clock = field(default_factory=Clock)
@@ -87,14 +93,20 @@ class Hospital:
         return self.people / name
 
     def sign(self, classes: Mapping[str, str], *, key: PrivateKey | None = None, **options: Any) -> None:
-        options = {"now": NOW, "not_before": NOW, "expires": NOW + YEAR, **options}
+        now = int(time.time()) if self.real else NOW
+        options = {"now": now, "not_before": now, "expires": now + YEAR, **options}
         made = attest_folder(self.people, key or self.key, self.policy, classes, force=True, **options)
         found = {each.id: each for each in made if each.id in classes}
         assert {each.state for each in found.values()} <= {State.SIGNED}, found
         assert found.keys() == classes.keys()
 
     def gate(self, **options: Any) -> lamina.Gate:
-        return lamina.Gate(self.policy, self.keys, clock=self.clock, **options)
+        clock = time.time if self.real else self.clock
+        return lamina.Gate(self.policy, self.keys, clock=clock, **options)
+
+    def ledger(self, where: Path) -> Ledger:
+        """With the hospital's clock."""
+        return open_or_create(where, Contract.of_policy(self.policy), clock=self.clock)
 
     def admit(self, **options: Any) -> AdmittedCorpus:
         return self.gate().admit(self.people, **options)
@@ -130,6 +142,9 @@ class Hospital:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         options = {"progress": False, "segment": 3, **options}
         corpus = self.admit() if corpus is None else corpus
+        if not self.real:
+            where = options.get("ledger") or self.root / "runs" / "ward-7.ledger.db"
+            options["ledger"] = where if isinstance(where, Ledger) else self.ledger(where)
         return Trainer(model, optimizer, loss, corpus, plan, folder=self.root / "runs" / name, **options)
 
     def figures(self, name: str = "a") -> dict[str, Any]:
@@ -145,9 +160,9 @@ def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, y, reduction="none")
 
 
-def usual(root: Path) -> Hospital:
+def usual(root: Path, *, real: bool = False) -> Hospital:
     """Twelve volunteers, thirty clinical and fifteen sensitive patients, all signed alike."""
-    made = Hospital(root)
+    made = Hospital(root, real)
     made.trust()
     classes = {f"o{i:02d}": "open" for i in range(12)}
     classes |= {f"c{i:02d}": "clinical" for i in range(30)}

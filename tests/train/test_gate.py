@@ -115,7 +115,7 @@ def test_a_register_takes_everybody_once(hospital: Hospital) -> None:
 def test_a_ledger_is_made_and_everybody_is_in_it_once(hospital: Hospital, tmp_path: Path) -> None:
     where = tmp_path / "ward-7.ledger.db"
     first = hospital.gate().admit(hospital.people, ledger=where)
-    with Ledger.open(where) as ledger:
+    with Ledger.open(where, clock=hospital.clock) as ledger:
         size = ledger.size
         kinds = Counter(leaf.kind for leaf in ledger.leaves())
     assert kinds == {Header: 1, KeyEvent: 1, Admitted: 57}
@@ -126,7 +126,7 @@ def test_a_ledger_is_made_and_everybody_is_in_it_once(hospital: Hospital, tmp_pa
     assert found.verified and found.size == found.signed == size
     assert (tmp_path / "ward-7.ledger.pem").stat().st_mode & 0o777 == 0o600
     gate = hospital.gate()
-    with Ledger.open(where) as ledger:
+    with Ledger.open(where, clock=hospital.clock) as ledger:
         assert len(gate.admit(hospital.people, ledger)) == 57
         assert ledger.size == size  # and it is still open
     assert gate.register is None
@@ -137,7 +137,7 @@ def test_who_was_withdrawn_is_refused_and_the_rest_is_in(hospital: Hospital, tmp
     corpus = hospital.gate().admit(hospital.people, ledger=where)
     row = corpus.admission.row_of("c07")
     assert row is not None
-    with Ledger.open(where) as ledger:
+    with Ledger.open(where, clock=hospital.clock) as ledger:
         withdraw(ledger, corpus.admission[row].descriptor.hex(), WithdrawnFor.CONSENT)
     later = hospital.gate().admit(hospital.people, ledger=where)
     assert refused(later) == {"c07": "withdrawn"} and len(later) == 56

@@ -73,9 +73,7 @@ class During(Silent):
 
 @pytest.fixture
 def ward(tmp_path: Path) -> hospital.Hospital:
-    made = hospital.usual(tmp_path / "h")
-    made.clock = time.time  # type: ignore[assignment]  # a ledger does not let the clock stand still
-    return made
+    return hospital.usual(tmp_path / "h", real=True)
 
 
 # ---------------------------------------------------------------------------------------- a whole run
@@ -421,3 +419,52 @@ def test_a_server_that_stays_away_stops_the_run_and_loses_nothing(
     assert outcome.steps == 24 and outcome.notes == ()
     assert outcome.total == outcome.epsilon
     assert sound(where).counts["epoch"] == 5
+
+
+# ---------------------------------------------------------------------------------------- out of a run
+
+
+@pytest.mark.parametrize("how", ["gone", "changed", "expired"])
+def test_a_bound_that_a_run_has_charged_goes_on_being_charged(ward: hospital.Hospital, how: str) -> None:
+    """Whoever reads the ledger cannot tell that they stayed away from the steps that follow."""
+    expires = {"expires": int(time.time()) + 6} if how == "expired" else {}
+    ward.sign({"c05": "clinical"}, noise_multiplier=3.0, **expires)
+
+    def stop(step: int) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ward.trainer(progress=During(stop)).fit()
+    if how == "gone":
+        shutil.rmtree(ward.people / "c05")
+    elif how == "changed":
+        ward.write("c05", 99)
+    else:
+        time.sleep(6.5)
+    outcome = ward.trainer().fit()
+    assert any("not admitted now" in note for note in outcome.notes)
+    where = ward.root / "runs" / "ward-7.ledger.db"
+    sound(where)
+    charged = [any(a.noise_multiplier == 3_000_000 for a in epoch.accounts) for epoch in epochs(where)]
+    assert charged[:2] == [True, True] and set(charged[2:]) == {how != "expired"}
+    with Ledger.open(where) as ledger:
+        for leaf in list(ledger.of_kind(Admitted)):
+            assert isinstance(leaf.record, Admitted)
+            if leaf.record.terms.noise_multiplier == 3_000_000 and how != "expired":
+                withdraw(ledger, str(leaf.seq), Reason.DATA)
+    ward.trainer().fit()  # only read
+    sound(where)
+
+
+def test_a_withdrawal_may_name_a_segment_that_is_not_open_yet_or_is_given_up(ward: hospital.Hospital) -> None:
+    def name(ledger: Ledger, digest: str) -> None:
+        run = bytes.fromhex(Journal.load(ward.root / "runs" / "a" / "journal").start.run)
+        with pytest.raises(LedgerError, match="was opened before"):
+            withdraw(ledger, digest, Reason.REQUEST, run=run, segment=1)
+        withdraw(ledger, digest, Reason.REQUEST, effect=Effect.ABANDON, run=run, segment=1)
+
+    trainer, _ = stopped(ward, 5, name)
+    trainer.fit()
+    assert [s.outcome for e in epochs(ward.root / "l.db") for s in e.segments].count(Outcome.ABANDONED) == 1
+    sound(ward.root / "l.db")

@@ -68,8 +68,16 @@ def withdraw(
     """Withdraw the contributions of a descriptor digest or content anchor (64 hex digits), or of a leaf.
 
     All or none; whoever is out already stays out, for the reason that was given first. `request` is the digest of a
-    signed request. With the ledger's key, a checkpoint covers it at once.
+    signed request. With the ledger's key, a checkpoint covers it at once. `run` and `segment` say which segment is the
+    first without it; one that is open already can only be given up.
     """
+    if run is not None and segment is not None and effect is Effect.FINISH:
+        with ledger.store.read() as rows:
+            if rows.generations(run, segment):
+                raise LedgerError(
+                    f"segment {segment} of run {run.hex()[:8]} was opened before",
+                    "name the segment after it, or let it be given up: effect abandon",
+                )
     leaves = find(ledger, name)
     new = [leaf for leaf in leaves if ledger.withdrawn(leaf.seq) is None]
     records = [

@@ -70,7 +70,7 @@ def _signable(origin: str) -> str:
 Positive = Annotated[float, Field(gt=0)]
 Words = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
 Profile = Annotated[DepthProfile, BeforeValidator(_as_profile)]
-ClassName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+ClassName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
 
 
 class Floors(BaseModel):

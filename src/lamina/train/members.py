@@ -14,6 +14,7 @@ from lamina.ledger.records import Admitted, Effect, Reason, Withdrawal
 from lamina.ledger.register import LedgerRegister
 from lamina.ledger.store.errors import Pruned, StoreLost
 from lamina.plan import StepPlan
+from lamina.train.book.account import bound_of
 from lamina.train.corpus import Corpus
 from lamina.train.corpus.signed import AdmittedCorpus, in_words
 
@@ -54,6 +55,20 @@ class Members:
         self._heed(found)
         self._read = size
         return size
+
+    def standing(self, accounts: set[str]) -> set[str]:
+        """Which of these signed bounds somebody has who was admitted, and neither withdrew nor expired."""
+        wanted, found, now = {bound_of(name): name for name in accounts}, set(), self._ledger.now()
+        for leaf in self._ledger.of_kind(Admitted):
+            record = leaf.record
+            assert isinstance(record, Admitted)
+            name = wanted.get(record.bound)
+            if name is not None and record.expires > now and self._ledger.withdrawn(leaf.seq) is None:
+                found.add(name)
+                del wanted[record.bound]
+            if not wanted:
+                break
+        return found
 
     def check(self, plan: StepPlan) -> None:
         """Before the first segment of a run: whether its plan is one that the policy in force allows."""

@@ -14,17 +14,20 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from lamina.account import Event, Schedule, grouped
+from lamina.admit.descriptor import MICRO
 from lamina.engine.stream import SEED_BYTES
 from lamina.errors import BudgetExceeded, RunError
 from lamina.ledger.records import Outcome, Segment
 from lamina.plan import StepPlan
+from lamina.plan.signed import signed_epsilon
 from lamina.train import followed
 from lamina.train.book import Account, Book
+from lamina.train.book.account import bound_of
 from lamina.train.book.charge import Charge, follows_budget
 from lamina.train.promise import book_whole
 from lamina.train.resume import Facts
@@ -215,6 +218,23 @@ class Run:
         if self.journal.done is None:
             self.journal.append(Done(steps=steps, reason=reason))
         self.book.finish(self.id)
+
+    def keep(self, plan: StepPlan, standing: Callable[[set[str]], set[str]]) -> None:
+        """Go on charging the signed bounds that this plan has charged before, though nobody here has them now.
+
+        `standing` says which of them somebody still has, by the ledger. Who reads the ledger cannot tell that they
+        stayed away from these steps; so they are charged like those who did not.
+        """
+        known = {each.name for each in self.accounts}
+        missing = {
+            name: scale for name, scale in self.book.scales(self.id, plan).items() if name not in known
+        }
+        for name in sorted(standing(set(missing))) if missing else ():
+            cls, _, noise = bound_of(name)
+            epsilon = signed_epsilon(plan, cls, noise / MICRO)
+            made = Account(name=name, cls=cls, scale=missing[name], epsilon=epsilon)
+            self.accounts = (*self.accounts, made)
+            self.bounds[name] = epsilon
 
     # ------------------------------------------------------------------------------------ what it cost
 

@@ -235,6 +235,7 @@ class Trainer:
         self.corpus.when_asked = members.withdraw
         link(self.ledger, self.folder)
         run = Run(self.folder, book=self.book, bounds=self.bounds, accounts=self.accounts)
+        run.keep(self.plan, members.standing)
         segments = Segments(
             run,
             self.state,

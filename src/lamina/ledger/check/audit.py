@@ -167,12 +167,12 @@ class Audit:
             case PolicyChange():
                 self.policy.change(leaf, self.keys)
             case Epoch():
-                time = leaf.time
+                ended = leaf.time + self.header.epoch_clock  # at the latest: its time is rounded down
                 self.epochs.see(
                     leaf,
                     self._time,
                     self.checkpoints.digests,
-                    lambda bound, before: self.contributions.eligible(bound, before, time),
+                    lambda bound, before: self.contributions.eligible(bound, before, ended),
                 )
             case Withdrawal(target=target):
                 self.withdrawals.see(leaf, 0 < target < leaf.seq and target not in self.others)

@@ -72,7 +72,8 @@ class Epochs:
         self.spending = Spending(header)
         self.claims: list[Claim] = []
         self.attempts: dict[tuple[bytes, int, int], int] = {}
-        self.runs: dict[bytes, set[Bound]] = {}  # → what the last epoch of each charged
+        self.runs: set[bytes] = set()
+        self._before: dict[tuple[bytes, bytes], set[Bound]] = {}  # run and plan → what its last epoch charged
         self.spent: dict[str, int] = {}  # by class, the most that an account of it is stated to have lost
         self._stated: dict[Bound, int] = {}
         self._charges = Charges()
@@ -93,7 +94,8 @@ class Epochs:
         self._check_missing(leaf.seq, record, plan, eligible)
         if self.spending.state() != record.state:
             bad(leaf.seq, Epoch, "its digest of the accountant's state is not of what was charged until then")
-        self.runs[record.run] = {account.bound for account in record.accounts}
+        self.runs.add(record.run)
+        self._before[record.run, record.plan] = {account.bound for account in record.accounts}
         self.count += 1
 
     def _check_form(self, leaf: Leaf, record: Epoch, time: int) -> None:
@@ -163,12 +165,12 @@ class Epochs:
         """Nobody is left out of whom it is known that they took part.
 
         A bound whose members are eligible and that a run never charged may have stayed out of it: no scale kept it, or
-        they are not in its corpus. But a run that has charged a bound goes on charging it, and a class that has members
-        and is trained on charges somebody.
+        they are not in its corpus. But a run that has charged a bound goes on charging it under the same plan, and a
+        class that has members and is trained on charges somebody.
         """
         trained, here = _trained(plan, record), {account.bound for account in record.accounts}
         first = min(segment.eligibility for segment in record.segments)
-        for bound in sorted(self.runs.get(record.run, set()) - here):
+        for bound in sorted(self._before.get((record.run, record.plan), set()) - here):
             if bound[0] in trained and eligible(bound, first):
                 reason = f"it charges nothing to bound {_name(bound)}, as its run did before"
                 bad(seq, Epoch, f"{reason}, and somebody who has it is eligible")

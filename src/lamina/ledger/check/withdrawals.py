@@ -6,7 +6,7 @@ import hashlib
 
 from lamina.ledger.check.problem import bad
 from lamina.ledger.leaf import Leaf
-from lamina.ledger.records import Epoch, Segment, Withdrawal
+from lamina.ledger.records import Epoch, Outcome, Segment, Withdrawal
 from lamina.ledger.store.base import Reader
 
 
@@ -33,7 +33,9 @@ class Withdrawals:
             self._barred.setdefault(record.run, []).append((record.segment, seq))
 
     def heeded(self, index: int, run: bytes, segment: Segment) -> None:
-        """A segment that was to be without a contribution was frozen after its withdrawal."""
+        """A segment that was to be without a contribution was frozen after its withdrawal, or given up."""
+        if segment.outcome is Outcome.ABANDONED:
+            return
         for first, seq in self._barred.get(run, ()):
             if segment.index >= first and segment.eligibility <= seq:
                 bad(

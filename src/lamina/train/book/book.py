@@ -15,7 +15,7 @@ from lamina.ledger.records import Segment
 from lamina.ledger.store.base import Hold, Reader, Writer
 from lamina.ledger.view import head_of
 from lamina.plan import StepPlan
-from lamina.train.book.account import Account
+from lamina.train.book.account import Account, is_bound
 from lamina.train.book.charge import Charge
 from lamina.train.book.checks import (
     checked_bounds,
@@ -272,6 +272,20 @@ class Book:
     def labels(self) -> dict[str, str]:
         """Every run that ever reserved or was charged, with its label."""
         return self._ask(lambda desk, _: desk.labels())
+
+    def scales(self, run: str, plan: StepPlan) -> dict[str, float]:
+        """The signed bounds that a run has charged under a plan so far, each with its scale."""
+        id, digest = bytes.fromhex(checked_run(run)), self.digest(plan)
+
+        def look(desk: Reading, rows: Reader) -> dict[str, float]:
+            found = dict(self._recorded.scales(id, digest))
+            for hold in rows.holds(id):
+                held = Held.decode(hold.body)
+                if held.plan == digest:
+                    found |= held.scales
+            return {name: scale for name, scale in found.items() if is_bound(name)}
+
+        return self._ask(look)
 
     def digest(self, plan: StepPlan) -> bytes:
         """Of a plan; worked out once for one that is asked for again and again."""

@@ -27,6 +27,7 @@ class Recorded:
         self.spending = Spending(self._header)
         self._runs: dict[bytes, dict[str, dict[Kind, int]]] = {}
         self._attempts: dict[bytes, dict[Attempt, dict[str, int]]] = {}
+        self._scales: dict[tuple[bytes, bytes], dict[str, float]] = {}
 
     def follow(self, rows: Reader, size: int) -> None:
         """Up to `size` leaves, which are committed."""
@@ -46,6 +47,7 @@ class Recorded:
         steps = self._attempts.setdefault(epoch.run, {}).setdefault((last.index, last.generation), {})
         for account in epoch.accounts:
             name = name_of(account.bound)
+            self._scales.setdefault((epoch.run, epoch.plan), {})[name] = account.scale
             events = run.setdefault(name, {})
             for kind, count in summed(account.charges).items():
                 events[kind] = events.get(kind, 0) + count
@@ -54,6 +56,10 @@ class Recorded:
     def names(self) -> list[str]:
         """Every account that was charged."""
         return [name_of(bound) for bound in self.spending.bounds()]
+
+    def scales(self, run: bytes, plan: bytes) -> dict[str, float]:
+        """Every account that a run charged under a plan, with the scale of its thresholds."""
+        return dict(self._scales.get((run, plan), {}))
 
     def of_run(self, run: bytes, name: str) -> dict[Kind, int]:
         """What one run was charged for an account."""
