@@ -11,6 +11,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from build import (
@@ -1136,3 +1137,128 @@ def test_hashes_of_what_is_gone_are_held_to_the_checkpoints(pruned: Template, tm
     named(path, 1, "checkpoint", "another root")
     sql(path, "DELETE FROM tile WHERE id = 0")
     assert problem(path).kind == "tile"
+
+
+# ------------------------------------------------------------------------------ an operator who signs what he likes
+
+
+def lying(path: Path, *segments: Segment, **options: Any) -> Problem | None:
+    """A ledger whose keeper writes down these segments of a run, each in an epoch with what it would cost."""
+    story = begin(str(path))
+    story.admit([contribution(1), contribution(2, terms=STRICT)])
+    for each in segments:
+        at = story.ledger.size
+        read = at if each.eligibility == 0 else each.eligibility
+        story.epoch(RUNS[0], [dataclasses.replace(each, eligibility=read)], **options)
+    story.sign()
+    found = verify(story.ledger.store).problem
+    story.ledger.close()
+    return found
+
+
+def test_an_epoch_in_the_middle_is_left_out(tmp_path: Path) -> None:
+    now = 0  # frozen just then
+    assert lying(tmp_path / "a.db", segment(0, read=now), segment(1, read=now)) is None
+    for n, kept in enumerate(([0, 2], [1], [0, 1, 3], [7, 0])):
+        found = lying(tmp_path / f"{n}.db", *(segment(index, read=now) for index in kept))
+        assert found is not None and "where no segment before it ended" in found.reason
+
+
+def test_members_that_were_read_before_the_segment_before(tmp_path: Path) -> None:
+    """Who withdrew meanwhile would be in it, and a trace would not show it."""
+    found = lying(tmp_path / "a.db", segment(0, read=0), segment(1, read=5))
+    assert found is not None and "read its members after 5 leaves" in found.reason
+
+
+def test_a_class_whose_thresholds_are_scaled(tmp_path: Path) -> None:
+    whole = Terms("clinical", "ecg", 0, 0)
+    assert lying(tmp_path / "a.db", segment(0, read=0), scales={whole: 1.0, STRICT: 0.5}) is None
+    found = lying(tmp_path / "b.db", segment(0, read=0), scales={whole: 0.05, STRICT: 0.5})
+    assert found is not None and "its thresholds are scaled by 0.05" in found.reason
+
+
+def test_a_scale_that_shrinks_on_the_way(tmp_path: Path) -> None:
+    story = begin(str(tmp_path / "a.db"))
+    story.admit([contribution(1), contribution(2, terms=STRICT)])
+    for index, scale in enumerate((0.5, 0.1)):
+        story.epoch(RUNS[0], [segment(index, read=story.ledger.size)], scales={USUAL: 1.0, STRICT: scale})
+    story.sign()
+    found = verify(story.ledger.store).problem
+    story.ledger.close()
+    assert found is not None and "0.5 before in the same run" in found.reason
+
+
+def test_a_class_that_goes_and_comes_back_looser(path: str, whole: Template) -> None:
+    """It promised something: leaving it out needs two signatures like any other loosening."""
+    before = leaves.decode(leaf(path, whole.at["policy"])).record
+    assert isinstance(before, PolicyChange)
+    gone = dataclasses.replace(
+        before, presets=tuple(each for each in PRESETS if each.public), previous=in_force(before)
+    )
+    rewritten(path, appended(gone))
+    named(path, whole.size, "policy", "could come back as anything")
+    rewritten(path, replacing(whole.size, signatures=signed_by(gone, LEDGER, AUDITOR).signatures))
+    assert verify(path).verified
+
+
+def test_whoever_signs_as_two_is_told_of(path: str, whole: Template) -> None:
+    """The keeper names an auditor himself, and signs for both."""
+    before = leaves.decode(leaf(path, whole.at["policy"])).record
+    auditor = Key(name="auditor.example/2", x=OTHER.public.x, role=Role.AUDITOR)
+    rewritten(path, appended(KeyEvent(change=Change.ADD, key=auditor, effective=START)))
+    lower = PolicyChange(
+        floors=Floors(clip_norm=1, noise_multiplier=1),
+        presets=PRESETS,
+        policy=digest("low"),
+        previous=in_force(before),
+    )
+    rewritten(path, appended(signed_by(lower, LEDGER, OTHER)))
+    found = verify(path)
+    assert found.verified and any(
+        f"leaf {whole.size + 1}" in note and "does not name" in note for note in found.notes
+    )
+
+
+def test_a_class_without_signed_members_is_not_charged(tmp_path: Path) -> None:
+    story = begin(str(tmp_path / "a.db"))
+    (seq,) = (
+        story.epoch(
+            RUNS[0], [segment(0, read=1)], change=lambda made: dataclasses.replace(made, accounts=())
+        ),
+    )
+    story.sign()
+    found = verify(story.ledger.store).problem
+    story.ledger.close()
+    assert found is not None and (found.index, "charges nobody" in found.reason) == (seq, True)
+
+
+def test_an_auditor_who_has_only_the_new_key_knows_the_old_checkpoints(tmp_path: Path) -> None:
+    story = begin(str(tmp_path / "a.db"))
+    old = story.ledger.checkpoint()
+    new = key("the next one")
+    event = KeyEvent(
+        change=Change.ROTATE,
+        key=Key(name=ORIGIN, x=new.public.x, role=Role.LEDGER),
+        target=LEDGER.public.id,
+        effective=int(story.clock.now),
+    )
+    story.ledger.append([event])
+    story.ledger.checkpoint()
+    store = story.ledger.store
+    with Ledger.open(tmp_path / "a.db", new, clock=story.clock) as ledger:
+        ledger.append(
+            [
+                PolicyChange(
+                    floors=ledger.header.floors,
+                    presets=PRESETS,
+                    policy=digest("p"),
+                    previous=in_force(ledger.header),
+                )
+            ]
+        )
+        ledger.checkpoint()
+    found = verify(store, trust=Trust(plain=(new.public,)), seen=[old])
+    assert found.problem is None and found.trusted
+    stranger = verify(store, trust=Trust(plain=(OTHER.public,)), seen=[old])
+    assert not stranger.verified
+    story.ledger.close()

@@ -44,7 +44,7 @@ def story(tmp_path: Path) -> Iterator[Story]:
         (1, 0, Outcome.ABANDONED),
         (1, 1, Outcome.CLOSED),
     ):
-        made.epoch(RUNS[0], [segment(index, generation, read=read, outcome=outcome)], scales=both)
+        made.epoch(RUNS[0], [segment(index, generation, read=made.ledger.size, outcome=outcome)], scales=both)
         made.later(HOUR)
     made.epoch(RUNS[1], [segment(0, read=read, outcome=Outcome.ABANDONED)], scales={CLASS: 1.0})
     made.sign()

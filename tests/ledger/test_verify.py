@@ -439,8 +439,8 @@ def test_spends_of_every_accountant(tmp_path: Path, name: str) -> None:
     story = begin(str(tmp_path / "a.db"), accountant=name)
     story.admit([contribution(1), contribution(2, terms=STRICT)])
     used = plan(noise=(0.0, 0.0, 40.0, 40.0))
-    for index in range(3):
-        story.epoch(RUNS[index % 2], [segment(index, read=story.ledger.size)], of=used)
+    for run, index in ((0, 0), (1, 0), (0, 1)):
+        story.epoch(RUNS[run], [segment(index, read=story.ledger.size)], of=used)
     story.sign()
     found = verify(tmp_path / "a.db")
     assert found.problem is None

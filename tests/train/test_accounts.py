@@ -15,6 +15,7 @@ import lamina
 from lamina.account import Event, accountant
 from lamina.allocate import LADP
 from lamina.errors import BudgetExceeded, RunError
+from lamina.ledger.errors import LedgerError
 from lamina.ledger.ledger import Ledger
 from lamina.plan.signed import scale_for, signed_epsilon
 from lamina.train.book import Account, Book, Charge, charges
@@ -185,7 +186,9 @@ def test_a_lost_book_is_made_whole(tmp_path: Path) -> None:
     killed(tmp_path / "a", 8, accounts=[made])
     for path in tmp_path.glob("tests.ledger.*"):
         path.unlink()
-    problem.trainer(tmp_path / "a", accounts=[made]).fit()
+    with pytest.raises(LedgerError, match="which is not there"):  # not forgotten by chance
+        problem.trainer(tmp_path / "a", accounts=[made]).fit()
+    problem.trainer(tmp_path / "a", accounts=[made], ledger=tmp_path / "tests.ledger.db").fit()
     found = Book(Ledger.open(tmp_path / "tests.ledger.db")).total(STRICT, delta=1e-5)
     assert found.spent == pytest.approx(plan.epsilon("clinical", scale=made.scale))
     assert found.runs[0].redone == 0

@@ -247,7 +247,7 @@ def test_a_lost_book_learns_the_whole_budget_again(tmp_path: Path, monkeypatch: 
     go_on()
     for path in tmp_path.glob("tests.ledger.*"):
         path.unlink()
-    made = trainer(tmp_path / "run", plan=plan)
+    made = trainer(tmp_path / "run", plan=plan, ledger=tmp_path / "tests.ledger.db")
     assert made.fit().epsilon["clinical"] == pytest.approx(plan.epsilon("clinical"))
     assert made.book.total("clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
 

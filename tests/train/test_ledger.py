@@ -138,8 +138,8 @@ def test_a_policy_that_promises_less_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="noise multiplier of class 'clinical' falls"):
         problem.trainer(tmp_path / "b", corpus=problem.corpus(policy=looser), plan=plan).fit()
     assert View.read_only(tmp_path / "tests.ledger.db").size == size
-    with pytest.raises(LedgerError, match="protect less"):
-        problem.trainer(tmp_path / "b", bounds={}).fit()  # no policy at all
+    with pytest.raises(LedgerError, match="under a policy, and nothing here says which"):
+        problem.trainer(tmp_path / "b", bounds={}).fit()
 
 
 def test_a_policy_that_promises_more_is_followed(tmp_path: Path) -> None:
@@ -468,3 +468,46 @@ def test_a_withdrawal_may_name_a_segment_that_is_not_open_yet_or_is_given_up(war
     trainer.fit()
     assert [s.outcome for e in epochs(ward.root / "l.db") for s in e.segments].count(Outcome.ABANDONED) == 1
     sound(ward.root / "l.db")
+
+
+def test_data_that_nobody_signed_for_does_not_join_those_that_are_signed(ward: hospital.Hospital) -> None:
+    """Nobody could tell whether one of them has withdrawn."""
+    ward.admit(ledger=ward.root / "l.db")
+    unsigned = lamina.Corpus.of_folder(ward.people, policy=ward.policy, cls="clinical")
+    with pytest.raises(LedgerError, match="are signed, and those of this run are not"):
+        ward.trainer(corpus=unsigned, ledger=ward.root / "l.db").fit()
+    assert not (ward.root / "runs" / "a" / "journal").exists()
+
+
+def test_a_ledger_that_is_not_where_it_was_is_not_begun_anew(tmp_path: Path) -> None:
+    killed(tmp_path / "runs" / "a", 8)
+    (tmp_path / "else").mkdir()
+    (tmp_path / "runs" / "a").rename(tmp_path / "else" / "a")  # the link leads nowhere
+    with pytest.raises(LedgerError, match="which is not there"):
+        problem.trainer(tmp_path / "else" / "a").fit()
+    assert [path.name for path in (tmp_path / "else").iterdir()] == ["a"]
+    problem.trainer(tmp_path / "else" / "a", ledger=tmp_path / "runs" / "tests.ledger.db").fit()
+    sound(tmp_path / "runs" / "tests.ledger.db")
+
+
+def test_a_restored_ledger_takes_up_a_run_whose_neighbour_is_gone_and_whose_plan_changed(
+    tmp_path: Path,
+) -> None:
+    loose = {"clinical": 9.0, "sensitive": 9.0}
+    problem.trainer(tmp_path / "x", bounds=loose).fit()
+    killed(tmp_path / "y", 8, bounds=loose)
+    model = problem.net()
+    new = problem.plan(model, steps=20, batch=40)
+
+    def stop(step: int) -> None:
+        if step == 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        problem.trainer(tmp_path / "y", model=model, plan=new, bounds=loose, progress=During(stop)).fit()
+    for path in tmp_path.glob("tests.ledger.db*"):
+        path.unlink()
+    shutil.rmtree(tmp_path / "x")
+    problem.trainer(tmp_path / "y", plan=new, bounds=loose, ledger=tmp_path / "tests.ledger.db").fit()
+    sound(tmp_path / "tests.ledger.db")
+    agrees(tmp_path / "y")

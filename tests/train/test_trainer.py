@@ -654,7 +654,7 @@ def test_a_lost_book_is_made_whole_from_the_journal(tmp_path: Path) -> None:
     killed(tmp_path / "a", 8)
     for path in tmp_path.glob("tests.ledger.*"):
         path.unlink()
-    outcome = problem.trainer(tmp_path / "a").fit()
+    outcome = problem.trainer(tmp_path / "a", ledger=tmp_path / "tests.ledger.db").fit()
     assert outcome.total == outcome.epsilon
     assert outcome.epsilon["clinical"] == pytest.approx(problem.plan(problem.net()).epsilon("clinical"))
 

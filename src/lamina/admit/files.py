@@ -29,24 +29,28 @@ def read_small(path: Path, what: str, *, most: int = MAX_FILE) -> bytes:
 
 
 def write_new(path: Path, data: bytes, what: str, *, mode: int) -> None:
-    """Write a file that is not there yet; one that is stays as it is."""
+    """Write a file that is not there yet, whole or not at all; one that is stays as it is."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.lamina-tmp")
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    except FileExistsError:
-        raise AdmissionError(
-            f"{what} '{path}' exists and is not overwritten", "give another path, or move it away"
-        ) from None
-    except OSError as error:
-        raise _cannot(what, path, error) from None
-    try:
+        if os.path.lexists(path):
+            raise FileExistsError
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with os.fdopen(file, "wb") as stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
+        os.link(temporary, path)  # refuses what is there, and is all or nothing
+        os.unlink(temporary)
         _sync(path.parent)
+    except FileExistsError:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise AdmissionError(
+            f"{what} '{path}' exists and is not overwritten", "give another path, or move it away"
+        ) from None
     except OSError as error:
         with suppress(OSError):
-            os.unlink(path)
+            os.unlink(temporary)
         raise _cannot(what, path, error) from None
 
 

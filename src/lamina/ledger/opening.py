@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from lamina.admit import files
 from lamina.admit.files import locked
 from lamina.admit.key import PrivateKey
 from lamina.ledger import leaf
@@ -53,6 +54,10 @@ def open_or_create(
     """
     remote = isinstance(where, str) and where.startswith(_URLS)
     place = str(where) if remote else os.path.realpath(where)
+    if not remote and os.path.lexists(place) and not os.path.isfile(place):
+        raise LedgerError(
+            f"'{place}' is no file, and no ledger", "give the path of one, or of one to be made"
+        )
     if not _begun(place):
         with _alone(place, remote):
             key = _create(place, contract, key, remote, retention, clock)
@@ -77,6 +82,11 @@ def follow(ledger: Ledger, contract: Contract, signatures: tuple[Signed, ...] = 
     """
     while True:
         size, before = ledger.patiently(lambda: _standing(ledger))
+        if contract.policy == NO_POLICY and before.policy != NO_POLICY:
+            raise LedgerError(
+                f"the ledger {ledger.name} is under a policy, and nothing here says which",
+                "give the corpus its policy: Corpus(…, policy=Policy.load('policy.toml'))",
+            )
         if (change := contract.change(before)) is None:
             return False
         change = replace(change, signatures=signatures)
@@ -191,6 +201,7 @@ def _key_beside(path: Path) -> PrivateKey:
     if path.exists():
         return PrivateKey.load(path, None)
     key = PrivateKey.generate()
+    files.replace(path.with_suffix(".pub"), key.public.pem(), "the public key", mode=0o644)
     key.save(path, None)
     return key
 

@@ -41,6 +41,7 @@ class Members:
         Whoever asked to leave before there was a ledger to say so is withdrawn in it now.
         """
         if self._signed is None:
+            self._refuse_unsigned()
             return
         lost = self._signed.admission.enter_into(LedgerRegister(self._ledger))
         if lost:
@@ -48,6 +49,15 @@ class Members:
             note(f"contributions that the ledger does not let in are left out: {in_words(reasons)}")
             self._signed.leave([self._signed.ids[row] for row in lost])
         self.withdraw(self._signed.asked)
+
+    def _refuse_unsigned(self) -> None:
+        """Nobody could tell whether one of them has withdrawn, or signed for less than is charged."""
+        if next(self._ledger.of_kind(Admitted), None) is not None:
+            raise LedgerError(
+                f"contributions to the ledger {self._ledger.name} are signed, and those of this run are not",
+                "admit them: lamina.Gate(policy, keys).admit(folder, ledger), or an [admit] table in RUN.toml; data "
+                "that nobody signs for belongs under another origin",
+            )
 
     def freeze(self) -> int:
         """Heed every withdrawal so far; the number of leaves that were read."""

@@ -45,8 +45,13 @@ def open_ledger(
         follow(given, contract)
         return given
     begun = folder / LINK
-    if given is None and begun.is_symlink() and begun.exists():
+    if given is None and begun.is_symlink():
         given = Path(os.path.realpath(begun))
+        if not given.exists() and (folder / "journal").exists():
+            raise LedgerError(
+                f"the run in '{folder}' was charged in the ledger '{given}', which is not there",
+                "put it back, or say where it is now: ledger=…; a new one would forget what was spent",
+            )
     origin = corpus.origin
     if origin is None and begun.exists() and (folder / "journal").exists():
         with View.read_only(begun) as view:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ def begin(run: Run, plan: StepPlan) -> None:
     except BudgetExceeded:
         (run.folder / "journal").unlink()
         raise
-    write_atomically(run.folder / "plan.cbor", plan.to_cbor())
+    _write(run, plan)
 
 
 def go_on(run: Run, plan: StepPlan, first: int) -> int:
@@ -45,8 +46,16 @@ def go_on(run: Run, plan: StepPlan, first: int) -> int:
             steps = min(steps, _taking(run, plan, first, events, name) if events < most.steps else steps)
         rest = due(run, plan, first, first + steps) if steps else ()
     _ask(run, plan, rest)
-    write_atomically(run.folder / "plan.cbor", plan.to_cbor())
+    _write(run, plan)
     return first + steps
+
+
+def _write(run: Run, plan: StepPlan) -> None:
+    """The plan, beside those that the run had before: what they cost may have to be recorded once more."""
+    path, data = run.folder / "plan.cbor", plan.to_cbor()
+    if path.exists() and (before := path.read_bytes()) != data:
+        write_atomically(run.folder / f"plan-{hashlib.sha256(before).hexdigest()[:16]}.cbor", before)
+    write_atomically(path, data)
 
 
 def due(run: Run, plan: StepPlan, first: int, last: int) -> tuple[Charge, ...]:

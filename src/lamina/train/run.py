@@ -115,6 +115,7 @@ class Run:
                 charges=tuple(due),
                 eligibility=eligibility,
                 variance=tuple(variance),
+                scales=self.scales(due),
                 seed=self._seed(),
             )
             self.journal.append(opened)
@@ -145,7 +146,7 @@ class Run:
             nonce=opened.nonce,
             charges=due,
             bounds=self.bounds,
-            scales=self.scales(due),
+            scales=opened.scales,
             plan=opened.plan,
             already=already,
         )
@@ -158,6 +159,8 @@ class Run:
     def record(self, opened: Open, outcome: Outcome) -> None:
         """The leaf of an attempt that has ended: what it took, from whom, and what everybody has lost after it."""
         plan = self._plan(opened.plan)
+        # a ledger that was restored from an older copy may be shorter than it was when the segment was opened
+        read = min(opened.eligibility, self.book.ledger.patiently(lambda: self.book.ledger.size))
         self.book.record(
             self.id,
             segment=Segment(
@@ -166,7 +169,7 @@ class Run:
                 nonce=opened.nonce,
                 first=opened.first,
                 last=opened.last,
-                eligibility=opened.eligibility,
+                eligibility=read,
                 outcome=outcome,
             ),
             plan=plan,
@@ -178,8 +181,9 @@ class Run:
         """A plan of this run, by its digest: the one given now, or the one that the folder or the ledger has."""
         if self.plan is not None and self.book.digest(self.plan) == digest:
             return self.plan
-        path = self.folder / "plan.cbor"
-        for data in (path.read_bytes() if path.exists() else b"", self.book.ledger.blob(digest) or b""):
+        path, earlier = self.folder / "plan.cbor", self.folder / f"plan-{digest.hex()[:16]}.cbor"
+        here = [each.read_bytes() for each in (path, earlier) if each.exists()]
+        for data in (*here, self.book.ledger.blob(digest) or b""):
             if hashlib.sha256(data).digest() == digest:
                 return StepPlan.from_cbor(data)
         raise RunError(

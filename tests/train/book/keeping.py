@@ -179,7 +179,7 @@ class Attempts:
             "nonce": hashlib.sha256(f"{self.run} {index} {generation}".encode()).digest()[:16],
             "first": 10 * index,
             "last": 10 * index + 10,
-            "eligibility": 1,
+            "eligibility": self.book.ledger.patiently(lambda: self.book.ledger.size),
             "outcome": Outcome.CLOSED,
         }
         return Segment(**{**given, **changes})

@@ -50,6 +50,7 @@ def opened(segment: int, generation: int = 0, /, **other: object) -> Open:
         "charges": (charge(), charge(cls="ärzte")),
         "eligibility": 7,
         "variance": (0.25, 1e-300),
+        "scales": {"sensitive@c=1,z=2": 0.25},
         "seed": rng.randbytes(32),
         **digests,
     }
@@ -622,6 +623,7 @@ opens = st.builds(
     data=digests,
     eligibility=numbers,
     variance=st.lists(finite, max_size=3).map(tuple),
+    scales=st.dictionaries(st.text(), finite, max_size=3),
     world_size=numbers,
     threads=numbers,
     code=st.text(),

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from lamina.cli.bars import bar
 from lamina.cli.ledger.common import Json, Where, check_there, say
+from lamina.cli.ledgers import shown
 from lamina.cli.output import err, print_json
 from lamina.ledger.check import Seen, Trust, Verification
 from lamina.ledger.check import verify as audit
@@ -57,9 +58,9 @@ def verify(
     with bar("replaying") as tick:
         found = audit(place, trust=trusted, seen=known, signatures=not no_signatures, progress=tick)
     if as_json:
-        print_json({"ledger": ledger, **found.to_dict()})
+        print_json({"ledger": shown(ledger), **found.to_dict()})
     else:
-        say(page(ledger, found))
+        say(page(shown(ledger), found))
     if found.problem is not None:
         err.print(f"[bold red]not verified:[/] {escape(str(found.problem))}", soft_wrap=True)
         raise typer.Exit(1)

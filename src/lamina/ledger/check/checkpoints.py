@@ -202,10 +202,15 @@ class Checkpoints:
             )
 
     def accepted(self) -> Mapping[bytes, PublicKey]:
-        """The keys under which a checkpoint that was seen elsewhere counts: trusted ones, or else all that counted."""
-        if self._trusted is not None:
+        """The keys under which a checkpoint that was seen elsewhere counts: all that counted.
+
+        With trusted keys only these, unless one of them signed the tree: then it vouches for all that is in it, and the
+        keys before it are.
+        """
+        if self._trusted is not None and not self.trusted:
             return self._trusted
-        return {kid: signer.public for kid, signer in self._signers.items() if signer.counts}
+        found = {kid: signer.public for kid, signer in self._signers.items() if signer.counts}
+        return {**found, **(self._trusted or {})}
 
 
 def signature(note: Note, key: Verifier) -> bool | None:

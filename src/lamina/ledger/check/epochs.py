@@ -15,7 +15,7 @@ from lamina.ledger.check.policy import PolicyInForce
 from lamina.ledger.check.problem import Problem, bad
 from lamina.ledger.check.withdrawals import Withdrawals
 from lamina.ledger.leaf import Leaf
-from lamina.ledger.records import WORDS, Account, Epoch, Header, Outcome
+from lamina.ledger.records import WORDS, Account, Epoch, Header, Outcome, Segment
 from lamina.ledger.spend import Bound, Spending, signed_spend
 from lamina.plan.step import StepPlan
 
@@ -74,6 +74,10 @@ class Epochs:
         self.attempts: dict[tuple[bytes, int, int], int] = {}
         self.runs: set[bytes] = set()
         self._before: dict[tuple[bytes, bytes], set[Bound]] = {}  # run and plan → what its last epoch charged
+        self._scales: dict[tuple[bytes, bytes, Bound], float] = {}
+        self._ends: dict[
+            tuple[bytes, int, int], int
+        ] = {}  # run, segment, its last step → leaf in which it closed
         self.spent: dict[str, int] = {}  # by class, the most that an account of it is stated to have lost
         self._stated: dict[Bound, int] = {}
         self._charges = Charges()
@@ -122,6 +126,25 @@ class Epochs:
                     seq, Epoch, f"segment {segment.index} read its members after {segment.eligibility} leaves"
                 )
             self._withdrawals.heeded(seq, record.run, segment)
+            self._follows(seq, record.run, segment)
+            if segment.outcome is Outcome.CLOSED:
+                self._ends.setdefault((record.run, segment.index, segment.last), seq)
+
+    def _follows(self, seq: int, run: bytes, segment: Segment) -> None:
+        """A segment goes on where one before it ended, and was frozen after that one's leaf."""
+        if segment.index == segment.first == 0:
+            return
+        before = self._ends.get((run, segment.index - 1, segment.first))
+        name = f"segment {segment.index} of run {run.hex()[:8]}"
+        if before is None:
+            bad(
+                seq,
+                Epoch,
+                f"{name} begins at step {segment.first}, where no segment before it ended: one is left out",
+            )
+        if before < seq and segment.eligibility <= before:
+            reason = f"{name} read its members after {segment.eligibility} leaves"
+            bad(seq, Epoch, f"{reason}, and goes on from leaf {before}, which came later")
 
     def _check_chain(self, seq: int, record: Epoch, digests: Mapping[bytes, int]) -> None:
         size = -1 if record.previous is None else digests.get(record.previous)
@@ -137,6 +160,19 @@ class Epochs:
         entry = next((each for each in plan.classes if each.name == account.cls), None)
         if entry is None:
             bad(seq, Epoch, f"account {account.name} is of a class that its plan does not have")
+        if account.bound == (account.cls, 0, 0) and account.scale != 1.0:
+            bad(
+                seq,
+                Epoch,
+                f"account {account.name} is a class, and its thresholds are scaled by {account.scale:g}",
+            )
+        scale = self._scales.setdefault((record.run, record.plan, account.bound), account.scale)
+        if account.scale != scale:
+            bad(
+                seq,
+                Epoch,
+                f"account {account.name} has scale {account.scale:g}, {scale:g} before in the same run",
+            )
         norm = 0.0 if entry.public else account.scale * plan.norm(account.cls)
         if account.clip_norm and norm > account.clip_norm / 1e6 * (1 + _NEAR):
             bad(seq, Epoch, f"account {account.name} is clipped at {norm:.9g}, above what was signed")
@@ -177,16 +213,15 @@ class Epochs:
         self.silent += any(
             bound[0] in trained and bound not in here and eligible(bound, first) for bound in self._signed
         )
-        for cls in trained - {bound[0] for bound in here}:
-            if not here or eligible((cls, 0, 0), first):
-                bad(seq, Epoch, f"it trains on class {cls!r} and charges nobody of it")
+        for cls in sorted(trained - {bound[0] for bound in here}):
+            bad(seq, Epoch, f"it trains on class {cls!r} and charges nobody of it")
 
 
 def _trained(plan: StepPlan, record: Epoch) -> set[str]:
-    """The classes that its steps take something from."""
-    return {
-        e.name for e in plan.classes if any(plan.stretch(e.name, s.first, s.last) for s in record.segments)
-    }
+    """The classes that its steps take something from; of capped ones also where all that they may lose is charged."""
+    capped = plan.injection.occurrences is not None
+    spans = [(0, plan.steps)] if capped else [(each.first, each.last) for each in record.segments]
+    return {e.name for e in plan.classes if any(plan.stretch(e.name, *span) for span in spans)}
 
 
 def _name(bound: Bound) -> str:

@@ -18,6 +18,10 @@ class PolicyInForce:
         self.version = 0
         self._last: Header | PolicyChange = header
         self._since: list[tuple[int, dict[str, Preset]]] = [(0, self.presets)]
+        self._named = {each.id for each in header.keys}
+        self.alone: list[
+            int
+        ] = []  # changes that protect less, signed by somebody whom the ledger named later itself
 
     @classmethod
     def of(cls, header: Header, last: Header | PolicyChange) -> PolicyInForce:
@@ -44,6 +48,8 @@ class PolicyInForce:
             bad(leaf.seq, PolicyChange, f"{looser[0]}, and {len(signers)} of two parties signed that")
         if (misfit := misplaced(new, self._last)) is not None:
             bad(leaf.seq, PolicyChange, misfit)
+        if looser and len(signers & self._named) < 2:
+            self.alone.append(leaf.seq)
         self.floors, self.presets = new.floors, {each.cls: each for each in new.presets}
         self.version += 1
         self._last = new

@@ -142,6 +142,12 @@ def _notes(audit: Audit, trust: Trust | None) -> Iterable[str]:
             f"{audit.epochs.silent} epochs have no account for a bound that an eligible contribution signed: that it "
             "was left out there is the ledger's word"
         )
+    if audit.policy.alone:
+        where = ", ".join(map(str, audit.policy.alone[:5]))
+        yield (
+            f"a policy that protects less (leaf {where}) was signed by a party that the header does not name: that it "
+            "is another one than the ledger's keeper is the ledger's word"
+        )
     if audit.held:
         yield _held(audit.held)
 

@@ -142,15 +142,18 @@ def loosened(
 ) -> list[str]:
     """In what a new table protects less than the old one: empty if it is as strict everywhere.
 
-    A class that is new or gone protects nobody less: who signed for it is not admitted under another. A class that is
-    public, or has no bound at all, promised nothing.
+    A class that is new protects nobody less. A class that is public, or has no bound at all, promised nothing.
     """
     found = []
     if new_floors.clip_norm < floors.clip_norm:
         found.append("the floor of the clip norm falls")
     if new_floors.noise_multiplier < floors.noise_multiplier:
         found.append("the floor of the noise multiplier falls")
-    old = {each.cls: each for each in presets}
+    new_presets = tuple(new_presets)
+    old, named = {each.cls: each for each in presets}, {each.cls for each in new_presets}
+    for cls, gone in old.items():
+        if cls not in named and not gone.public and (gone.clip_norm or gone.noise_multiplier):
+            found.append(f"class {cls!r} is left out, and could come back as anything")
     for new in new_presets:
         before = old.get(new.cls)
         if before is None or before.public or not (before.clip_norm or before.noise_multiplier):

@@ -146,7 +146,18 @@ class SqliteStore:
                 f"cannot make the ledger '{self.path}': {error.strerror}", "give a folder that can be written"
             ) from error
 
+    def _foreign(self) -> bool:
+        """Whether the file is the database of another program: looked at before anything is changed in it."""
+        with self.path.open("rb") as file:
+            first = file.read(100)
+        if len(first) < 100 or not first.startswith(b"SQLite format 3\0"):
+            return False
+        tables, application = int.from_bytes(first[40:44], "big"), int.from_bytes(first[68:72], "big")
+        return application != APPLICATION and bool(tables or application)
+
     def _prepare(self, create: bool) -> None:
+        if self._vfs is None and self._foreign():
+            raise LedgerError(f"'{self.path}' is no ledger", "give the path of one")
         purpose = "read" if self._readonly else "write"
         db = self._connection(purpose)
         db.execute("BEGIN IMMEDIATE" if create else "BEGIN")

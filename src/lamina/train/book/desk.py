@@ -10,7 +10,9 @@ from functools import cached_property
 
 from lamina import cbor
 from lamina.account.pooled import Events
+from lamina.errors import EncodingError
 from lamina.ledger.store.base import Hold, Reader, RunRow, Writer
+from lamina.ledger.store.errors import Damaged
 from lamina.train.book.account import bound_of
 from lamina.train.book.charge import Charge
 from lamina.train.book.held import RESERVED, Held, add
@@ -69,7 +71,12 @@ class Reading:
     def terms(self, name: str) -> tuple[Terms, ...]:
         """What is known of all that is charged or reserved there: its ε is at most the bound of each."""
         body = self._terms.get(name)
-        rows = [] if body is None else cbor.decode(body, floats=True, null=True)
+        try:
+            rows = [] if body is None else cbor.decode(body, floats=True, null=True)
+        except EncodingError as error:
+            raise Damaged(
+                f"the terms of account {name!r} cannot be read", "restore the ledger from a copy"
+            ) from error
         return tuple(
             Terms(bound=math.inf if bound is None else bound, delta=delta, accountant=accountant)
             for bound, delta, accountant in rows

@@ -116,9 +116,8 @@ class Ended:
             rows.put_hold(each._replace(leaf=seq, body=b""))
 
     def _trained(self) -> list[str]:
-        """The classes that its steps take something from."""
-        first, last = self.segment.first, self.segment.last
-        return [each.cls for each in charges.charges(self.plan, first, last)]
+        """The classes that a plan which charges unevenly takes something from: each is in every epoch."""
+        return [each.cls for each in charges.charges(self.plan, 0, self.plan.steps)]
 
     def _of_plan(self, hold: Hold) -> bool:
         """Whether a budget that is held as a whole is this plan's."""

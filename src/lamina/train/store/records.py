@@ -40,7 +40,8 @@ class Open:
 
     A replay is allowed only if plan, settings, membership, checkpoint, data, ranks, threads and code are still what
     they were. `eligibility` is the number of leaves of the ledger when its members were frozen, `variance` S² per
-    layer at its first step where the plan's rules move it. `seed` is b"" once it was erased.
+    layer at its first step where the plan's rules move it, `scales` those of the signed bounds that are charged.
+    `seed` is b"" once it was erased.
     """
 
     segment: int
@@ -59,11 +60,13 @@ class Open:
     charges: tuple[Charge, ...]
     eligibility: int
     variance: tuple[float, ...] = ()
+    scales: dict[str, float] = field(default_factory=dict)
     seed: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "charges", tuple(self.charges))
         object.__setattr__(self, "variance", tuple(map(float, self.variance)))
+        object.__setattr__(self, "scales", dict(self.scales))
         _check(self)
         for charge in self.charges:
             _check(charge)
@@ -175,6 +178,9 @@ def from_body(number: int, body: bytes) -> Record:
         if not isinstance(rows, list):
             raise EncodingError("charges of an Open is no list", "read it with the version that wrote it")
         fields["charges"] = tuple(_charge(row) for row in rows)
+        scales = fields["scales"]
+        if not isinstance(scales, dict) or not all(type(each) is float for each in scales.values()):
+            raise EncodingError("scales of an Open are no floats", "read it with the version that wrote it")
         if not isinstance(fields["variance"], list) or not all(type(v) is float for v in fields["variance"]):
             raise EncodingError(
                 "variance of an Open is no list of floats", "read it with the version that wrote it"
