@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -466,3 +467,41 @@ def digest_in(path: str) -> bytes:
         found = Retention(ledger).propose()
     assert found is not None
     return found.digest
+
+
+def test_a_copy_has_what_is_still_in_the_wal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    story = begin(str(tmp_path / "a.db"))
+    story.admit([contribution(1)])
+    story.sign()  # and stays open: nothing of it is in the file itself yet
+    with pytest.raises(SystemExit) as ended:
+        main(["ledger", "copy", str(tmp_path / "a.db"), str(tmp_path / "b.db"), "--json"])
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out)["size"] == story.ledger.size
+    found = verify(tmp_path / "b.db")
+    assert found.verified and found.size == found.signed == story.ledger.size
+    with pytest.raises(SystemExit) as ended:
+        main(["ledger", "copy", str(tmp_path / "a.db"), str(tmp_path / "b.db")])
+    assert ended.value.code == 1 and "not overwritten" in capsys.readouterr().err.replace("\n", " ")
+    story.ledger.close()
+
+
+def test_a_contribution_is_found_by_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "p001"
+    folder.mkdir()
+    (folder / "descriptor.cbor").write_bytes(b"what was signed")
+    story = begin(str(tmp_path / "a.db"))
+    made = contribution(1)
+    mine = dataclasses.replace(made.record, descriptor=hashlib.sha256(b"what was signed").digest())
+    story.ledger.append([mine])
+    story.sign()
+    story.ledger.close()
+    for name in (folder, folder / "descriptor.cbor"):
+        main_ok(["ledger", "trace", str(tmp_path / "a.db"), str(name), "--json"])
+        (found,) = json.loads(capsys.readouterr().out)["contributions"]
+        assert found["descriptor"] == mine.descriptor.hex()
+
+
+def main_ok(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import typer
 
 from lamina.cli.ledger.checkpoint import checkpoint
+from lamina.cli.ledger.copy import copy
 from lamina.cli.ledger.key import key
 from lamina.cli.ledger.policy import policy
 from lamina.cli.ledger.prove import prove
@@ -25,7 +26,7 @@ never says who was sampled when.
 
 Who checks one:
 
-  lamina ledger verify ledger.db --trust keys.json    is it what it claims
+  lamina ledger verify ledger.db --trust ledger.pub   is it what it claims
   lamina ledger show ledger.db --kind epoch           what does it say
   lamina ledger trace ledger.db DIGEST                one contribution
 
@@ -37,6 +38,7 @@ Who contributed:
 Who keeps one:
 
   lamina ledger checkpoint ledger.db --key ledger.key sign what is there
+  lamina ledger copy ledger.db auditor.db             for others, also while runs write
   lamina ledger prune ledger.db --key ledger.key      sum up what is old
   lamina ledger policy ledger.db                      which floors and classes hold
   lamina ledger key ledger.db                         whose signatures count
@@ -52,6 +54,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "withdraw": withdraw,
     "prune": prune,
     "checkpoint": checkpoint,
+    "copy": copy,
     "policy": policy,
     "key": key,
 }

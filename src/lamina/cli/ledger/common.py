@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from lamina.admit.files import read_small
 from lamina.admit.key import PrivateKey
 from lamina.cli.output import out
 from lamina.cli.passphrase import open_key
@@ -52,6 +54,15 @@ def opened(
     place = check_there(where)
     with Ledger.open(place, signer if key is None else open_key(key, passphrase_file)) as ledger:
         yield ledger
+
+
+def named(name: str) -> str:
+    """A contribution as the ledger knows it: a folder with a descriptor.cbor, or that file, by the file's digest."""
+    path = Path(name)
+    path = path / "descriptor.cbor" if path.is_dir() else path
+    if path.name != "descriptor.cbor" or not path.is_file():
+        return name
+    return hashlib.sha256(read_small(path, "the descriptor")).hexdigest()
 
 
 def say(text: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lamina.admit import files
-from lamina.cli.ledger.common import Json, Output, Where, opened, say
+from lamina.cli.ledger.common import Json, Output, Where, named, opened, say
 from lamina.cli.output import print_json
 from lamina.ledger import checkpoint as notes
 from lamina.ledger.errors import LedgerError
@@ -71,7 +71,7 @@ def _checkpoint(book: Ledger, size: int | None) -> str:
 
 
 def _inclusion(book: Ledger, name: str, signed: str) -> dict[str, Any]:
-    seq = int(name) if name.isdecimal() and len(name) < 19 else find(book, name)[0].seq
+    seq = int(name) if name.isdecimal() and len(name) < 19 else find(book, named(name))[0].seq
     head, _ = notes.parse(signed)
     hash = leaf_hash(book.raw(seq))
     if seq >= head.size:

@@ -9,7 +9,7 @@ import typer
 
 from lamina.admit import files
 from lamina.admit.times import shown
-from lamina.cli.ledger.common import Json, opened, say
+from lamina.cli.ledger.common import Json, named, opened, say
 from lamina.cli.output import print_json
 from lamina.errors import LaminaError
 from lamina.ledger import leaf as leaves
@@ -64,7 +64,7 @@ def receipt(
     if ledger is None or name is None:
         raise typer.BadParameter("give a ledger and a leaf, or --check", param_hint="LEDGER")
     with opened(ledger) as book:
-        seq = int(name) if name.isdecimal() and len(name) < 19 else find(book, name)[0].seq
+        seq = int(name) if name.isdecimal() and len(name) < 19 else find(book, named(name))[0].seq
         parts = {_LEAF: book.raw(seq), _COSE: book.receipt(seq), _TEXT: book.proof_text(seq).encode("utf-8")}
     written = {suffix[1:]: str(_named(output, suffix)) for suffix in parts}
     for suffix, data in parts.items():

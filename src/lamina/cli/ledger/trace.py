@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lamina.admit.times import shown
-from lamina.cli.ledger.common import Json, Where, opened, say
+from lamina.cli.ledger.common import Json, Where, named, opened, say
 from lamina.cli.output import columns, print_json
 from lamina.ledger.find import find
 from lamina.ledger.records import Epoch, Outcome, Release, Withdrawal
@@ -19,7 +19,8 @@ from lamina.ledger.trace import trace as traced
 Name = Annotated[
     str,
     typer.Argument(
-        metavar="DIGEST", help="of its descriptor or content anchor, 64 hex digits; or the number of its leaf"
+        metavar="DIGEST",
+        help="of its descriptor or content anchor, 64 hex digits; its folder (with descriptor.cbor); or its leaf",
     ),
 ]
 
@@ -34,10 +35,11 @@ def trace(ledger: Where, name: Name, as_json: Json = False) -> None:
     Examples:
 
       lamina ledger trace ledger.db 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+      lamina ledger trace ledger.db contributions/p001
       lamina ledger trace ledger.db 17 --json
     """
     with opened(ledger) as book:
-        found = [traced(book, leaf) for leaf in find(book, name)]
+        found = [traced(book, leaf) for leaf in find(book, named(name))]
     if as_json:
         print_json({"ledger": ledger, "contributions": [each.to_dict() for each in found]})
         return

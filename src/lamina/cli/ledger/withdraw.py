@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from lamina.admit.files import read_small
-from lamina.cli.ledger.common import Json, KeyFile, Where, opened, say
+from lamina.cli.ledger.common import Json, KeyFile, Where, named, opened, say
 from lamina.cli.output import print_json
 from lamina.cli.passphrase import PassphraseFile
 from lamina.ledger.inbox import Inbox, Taken
@@ -26,14 +26,15 @@ def withdraw(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[DIGEST]", help="of its descriptor or content anchor; or the number of its leaf"
+            metavar="[DIGEST]",
+            help="of its descriptor or content anchor; its folder; or the number of its leaf",
         ),
     ] = None,
     reason: Annotated[
         str | None, typer.Option(help=f"one of {', '.join(REASONS)}", autocompletion=lambda: list(REASONS))
     ] = None,
     effect: Annotated[
-        str, typer.Option(help="an open segment is finished, or abandoned; charged it is in both cases")
+        str, typer.Option(help="finish or abandon an open segment; charged it is in both cases")
     ] = "finish",
     request: Annotated[
         Path | None, typer.Option(metavar="FILE", help="a signed request; its digest goes into the record")
@@ -79,13 +80,20 @@ def withdraw(
             if request is None
             else hashlib.sha256(read_small(request, "the request", most=_MOST)).digest()
         )
-        found = append(book, str(name), reason_of(str(reason)), effect=effect_of(effect), request=digest)
+        found = append(
+            book, named(str(name)), reason_of(str(reason)), effect=effect_of(effect), request=digest
+        )
         signed = book.signs
+        with book.store.read() as rows:
+            still = sum(hold.segment >= 0 for hold in rows.holds())
     if as_json:
         print_json({"ledger": ledger, "signed": signed, "withdrawn": [each.to_dict() for each in found]})
         return
     for each in found:
         say(_told(each))
+    if still:
+        some = "1 open segment" if still == 1 else f"{still} open segments"
+        say(f"{some} may add to that: lamina ledger trace tells it when they end")
     if not signed:
         say("not signed yet: lamina ledger checkpoint --key, or the next epoch")
 

@@ -79,7 +79,7 @@ def _verified(
         audit.run(progress)
     except Bad as error:
         problem = error.problem
-    except (TypeError, ValueError, AttributeError) as error:  # text or nothing where a store has bytes
+    except (TypeError, ValueError) as error:  # text or nothing where a store has bytes
         at = None if audit is None else audit.tree.size
         problem = Problem(at, STORE, f"a row holds what does not belong there: {error}")
     if audit is None:

@@ -120,6 +120,16 @@ class SqliteStore:
             db.execute("VACUUM")
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
+    def copy(self, path: str | os.PathLike[str]) -> None:
+        """One moment of it as one new file, whoever writes meanwhile: what is still in the WAL is in the copy."""
+        target = Path(os.path.abspath(path))
+        if os.path.lexists(target):
+            raise LedgerError(
+                f"'{target}' exists and is not overwritten", "give another path, or move it away"
+            )
+        with self._locks["read"], _errors(self.name):
+            self._connection("read").execute("VACUUM INTO ?", (str(target),))
+
     def size_on_disk(self) -> int:
         """The file and its WAL."""
         files = (self.path, Path(f"{self.path}-wal"))
