@@ -511,3 +511,14 @@ def test_a_restored_ledger_takes_up_a_run_whose_neighbour_is_gone_and_whose_plan
     problem.trainer(tmp_path / "y", plan=new, bounds=loose, ledger=tmp_path / "tests.ledger.db").fit()
     sound(tmp_path / "tests.ledger.db")
     agrees(tmp_path / "y")
+
+
+def test_a_run_says_that_it_changed_the_policy(tmp_path: Path) -> None:
+    problem.trainer(tmp_path / "a", steps=4, plan=problem.plan(problem.net(), 4)).fit()
+    more = problem.POLICY + "[class.new]\nepsilon = 1.0\npopulation = 9\n"
+    trainer = problem.trainer(
+        tmp_path / "a", steps=4, plan=problem.plan(problem.net(), 4), corpus=problem.corpus(policy=more)
+    )
+    assert any("policy in force" in note for note in trainer.fit().notes)
+    with View.read_only(tmp_path / "tests.ledger.db") as view:
+        assert sum(1 for _ in view.of_kind(PolicyChange)) == 1

@@ -29,8 +29,8 @@ def default_place(origin: str, folder: Path) -> Path:
 
 def open_ledger(
     given: Given, corpus: Corpus, plan: StepPlan, *, folder: Path, key: PrivateKey | None
-) -> Ledger:
-    """Open it, or make it, and bring its policy up to date. `folder` is that of the run.
+) -> tuple[Ledger, bool]:
+    """Open it, or make it, and bring its policy up to date; whether that changed it. `folder` is that of the run.
 
     Data without a declared origin gets one from a digest under a secret. A run that goes on keeps the ledger, and with
     it the origin, that it began with.
@@ -42,8 +42,7 @@ def open_ledger(
                 f"the ledger {given.name} is of {given.origin!r}, the corpus of {contract.origin!r}",
                 "give the ledger of this corpus: one ledger, one corpus",
             )
-        follow(given, contract)
-        return given
+        return given, follow(given, contract)
     begun = folder / LINK
     if given is None and begun.is_symlink():
         given = Path(os.path.realpath(begun))
@@ -64,11 +63,10 @@ def open_ledger(
     where = given if given is not None else default_place(origin, folder.parent)
     ledger = open_or_create(where, contract, key)
     try:
-        follow(ledger, contract)
+        return ledger, follow(ledger, contract)
     except BaseException:
         ledger.close()
         raise
-    return ledger
 
 
 def link(ledger: Ledger, folder: Path) -> None:

@@ -131,6 +131,7 @@ class Trainer:
         self.folder = Path(folder)
         self._given, self._key = ledger, key
         self._ledger: Ledger | None = None
+        self._changed = False  # the ledger's policy, by opening it
         self._book: Book | None = None
         self.bounds = policy_bounds(corpus, plan) if bounds is None else dict(bounds)
         check_names(plan, bounds=self.bounds, filters=filters or {})
@@ -181,7 +182,9 @@ class Trainer:
     def ledger(self) -> Ledger:
         """The ledger; opened, or made, when it is first asked for."""
         if self._ledger is None:
-            self._ledger = open_ledger(self._given, self.corpus, self.plan, folder=self.folder, key=self._key)
+            self._ledger, self._changed = open_ledger(
+                self._given, self.corpus, self.plan, folder=self.folder, key=self._key
+            )
         return self._ledger
 
     def _let_go(self) -> None:
@@ -231,6 +234,10 @@ class Trainer:
         )
         self._renewal.begin(watch.note)
         members = Members(self.ledger, self.corpus)
+        if self._changed:
+            watch.note(
+                "the policy in force in the ledger is another one now, this run's: lamina ledger policy shows it"
+            )
         members.enrol(watch.note)
         self.corpus.when_asked = members.withdraw
         link(self.ledger, self.folder)
