@@ -182,7 +182,7 @@ def server(url: str | None, wanted: bool) -> Iterator[str | None]:
     if url is not None or not wanted:
         yield url
         return
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ledger"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     postgres = importlib.import_module("postgres")
     bin = postgres.binaries()
     if bin is None:

@@ -1,15 +1,19 @@
-"""Rules of the whole test run: threads, seeds, and which skips are allowed."""
+"""Rules of the whole test run: threads, seeds, which skips are allowed; and a PostgreSQL server for who needs one."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    import postgres
 
 # The same examples in every run: a test that fails by chance belongs into a search, not into everybody's build.
 settings.register_profile("seeded", derandomize=True, deadline=None)
@@ -104,3 +108,32 @@ def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+_names = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[postgres.Server]:
+    """One PostgreSQL server for all tests; each ledger has a schema of its own."""
+    import postgres
+
+    bin = postgres.binaries()
+    if bin is None:
+        pytest.skip(postgres.MISSING)
+    made = postgres.Server(bin)
+    try:
+        made.start()
+        yield made
+        made.stop("immediate")
+    finally:
+        made.remove()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A place for a ledger that does not exist yet, in each kind of store."""
+    if request.param == "sqlite":
+        return str(tmp_path / "ledger.db")
+    found: postgres.Server = request.getfixturevalue("server")
+    return found.url(f"test_{os.getpid()}_{next(_names)}")

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
+
+from asking import answer, asker
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ledger"))
 
@@ -64,22 +65,7 @@ def call(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Ledger, "open", partial(Ledger.open, clock=Clock(NOW)))
     monkeypatch.setattr(sys.modules["lamina.cli.app"], "app", BUILT)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(["ledger", *words])
-        printed = capsys.readouterr()
-        code = caught.value.code
-        return code if isinstance(code, int) else 0, printed.out, printed.err
-
-    return run
-
-
-def answer(result: tuple[int, str, str], code: int = 0) -> dict[str, Any]:
-    assert result[0] == code, result
-    found = json.loads(result[1])
-    assert isinstance(found, dict)
-    return found
+    return asker(capsys, "ledger")
 
 
 def test_help_teaches(call: Call) -> None:

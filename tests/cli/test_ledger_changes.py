@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -14,12 +13,13 @@ from typing import Any
 import pytest
 import typer
 
+from asking import answer, asker
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "ledger"))
 
 from build import YEAR, Story, build
 from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, Clock, key
 
-from lamina.cli import main
 from lamina.cli.app import app as program
 from lamina.ledger.check import Trust, verify
 from lamina.ledger.ledger import Ledger
@@ -71,22 +71,7 @@ def call(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Ledger, "open", partial(Ledger.open, clock=Clock(NOW)))
     monkeypatch.setattr(sys.modules["lamina.cli.app"], "app", BUILT)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(["ledger", *words])
-        printed = capsys.readouterr()
-        code = caught.value.code
-        return code if isinstance(code, int) else 0, printed.out, printed.err
-
-    return run
-
-
-def answer(result: tuple[int, str, str], code: int = 0) -> dict[str, Any]:
-    assert result[0] == code, result
-    found = json.loads(result[1])
-    assert isinstance(found, dict)
-    return found
+    return asker(capsys, "ledger")
 
 
 def size() -> int:

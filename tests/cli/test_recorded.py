@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ledger"))
 
 import postgres
 
@@ -81,20 +77,8 @@ def test_all_of_it_is_in_one_ledger(clinic: Project) -> None:
     assert clinical["epsilon"] == pytest.approx(second["classes"]["clinical"]["total"])
 
 
-@pytest.fixture
-def database() -> Iterator[str]:
-    if (programs := postgres.binaries()) is None:
-        pytest.skip(postgres.MISSING)
-    server = postgres.Server(programs)
-    try:
-        server.start()
-        yield server.url("ward")
-        server.stop("immediate")
-    finally:
-        server.remove()
-
-
-def test_a_ledger_in_a_database(clinic: Project, database: str) -> None:
+def test_a_ledger_in_a_database(clinic: Project, server: postgres.Server) -> None:
+    database = server.url("ward")
     clinic.run = f'ledger = "{database}"\n{clinic.run}'
     code, _, err = clinic.train()
     assert code == 1 and "no key to sign one" in err  # it could lie nowhere beside it

@@ -1,42 +1,9 @@
-"""Tests of the ledger share records (making.py) and a PostgreSQL server (postgres.py)."""
+"""Tests of the ledger share records (making.py)."""
 
 from __future__ import annotations
 
-import itertools
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 if str(Path(__file__).parent) not in sys.path:
     sys.path.insert(0, str(Path(__file__).parent))
-
-import postgres
-
-_names = itertools.count()
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[postgres.Server]:
-    """One server for all tests; each ledger has a schema of its own."""
-    bin = postgres.binaries()
-    if bin is None:
-        pytest.skip(postgres.MISSING)
-    made = postgres.Server(bin)
-    try:
-        made.start()
-        yield made
-        made.stop("immediate")
-    finally:
-        made.remove()
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A place for a ledger that does not exist yet, in each kind of store."""
-    if request.param == "sqlite":
-        return str(tmp_path / "ledger.db")
-    found: postgres.Server = request.getfixturevalue("server")
-    return found.url(f"test_{os.getpid()}_{next(_names)}")

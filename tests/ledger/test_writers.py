@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import traceback
-from collections.abc import Callable
 
 import pytest
 from making import LEDGER, Clock, admitted, create, epoch, reopen
 
+from forks import in_processes
 from lamina.ledger import checkpoint
 from lamina.ledger.ledger import Ledger
 from lamina.ledger.proof import verify_consistency
@@ -18,23 +16,6 @@ from lamina.ledger.store.errors import StoreBusy
 from lamina.ledger.store.sqlite import SqliteStore
 
 BATCHES, EACH = 12, 25
-
-
-def in_processes(*targets: Callable[[], None]) -> None:
-    children = []
-    for target in targets:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                target()
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
 
 
 def write(where: str, number: int) -> None:

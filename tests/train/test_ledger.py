@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 from test_trainer import killed
 
 import lamina
+import postgres
 from lamina.admit.key import PrivateKey
 from lamina.errors import BudgetExceeded, StorageError
 from lamina.ledger.check import Trust, Verification, verify
@@ -30,9 +30,6 @@ from lamina.ledger.withdrawals import withdraw
 from lamina.train.book import Book
 from lamina.train.progress import Silent
 from lamina.train.store.journal import Journal
-
-sys.path.insert(0, str(Path(__file__).parent.with_name("ledger")))
-import postgres
 
 
 def sound(where: str | Path, **options: Any) -> Verification:
@@ -369,19 +366,6 @@ def test_a_segment_is_not_replayed_with_somebody_who_withdrew_meanwhile(ward: ho
 
 
 # ---------------------------------------------------------------------------------------- PostgreSQL
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[postgres.Server]:
-    if (bin := postgres.binaries()) is None:
-        pytest.skip(postgres.MISSING)
-    made = postgres.Server(bin)
-    try:
-        made.start()
-        yield made
-        made.stop("immediate")
-    finally:
-        made.remove()
 
 
 def test_a_server_that_restarts_is_waited_for(tmp_path: Path, server: postgres.Server) -> None:

@@ -11,7 +11,6 @@ import signal
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 from keeping import DELTA, FIRST, KEY, Attempts, contents, epochs, open_book, owed, plan, stated, verified
 
+from forks import in_processes
 from lamina.account import Event, accountant
 from lamina.errors import BudgetExceeded
 from lamina.ledger.amounts import nano
@@ -309,23 +309,6 @@ def test_of_two_copies_of_a_run_one_is_told(place: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------- recording at once
-
-
-def in_processes(*targets: Callable[[], None]) -> None:
-    children = []
-    for target in targets:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                target()
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
 
 
 def train(where: str, number: int) -> None:
