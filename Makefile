@@ -22,8 +22,8 @@ test-all: lint interop  ## the same with the slow tests
 	$(BIN)/python -m pytest --timeout 3600
 
 lint: $(VENV)/.test  ## ruff, mypy --strict, import-linter
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check --no-cache .
+	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import cuts
-import postgres
 import pytest
 from making import START, Clock, admitted, create, header, reopen
 
+import postgres
 from lamina.ledger.errors import LedgerError
 from lamina.ledger.ledger import Ledger
 from lamina.ledger.records import Admitted

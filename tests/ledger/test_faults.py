@@ -10,10 +10,10 @@ from typing import Any
 
 import cuts
 import disks
-import postgres as servers
 import pytest
 from making import LEDGER, START, Clock, admitted, attestation, create, epoch
 
+import postgres as servers
 from lamina.ledger import appending, checkpoint, retention
 from lamina.ledger.checkpoint import Checkpoint
 from lamina.ledger.errors import LedgerError

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import postgres
 import pytest
 
+import postgres
 from lamina.ledger.errors import LedgerError
 from lamina.ledger.store import (
     Damaged,
