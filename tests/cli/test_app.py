@@ -18,7 +18,7 @@ from lamina.cli.notes import plan_notes
 from lamina.errors import LaminaError
 from lamina.plan import LayerStack, Policy
 
-COMMANDS = [name for name, home in HOMES.items() if not home.endswith(":app")]
+COMMANDS = [name for name, (home, _) in HOMES.items() if not home.endswith(":app")]
 
 POLICY = """
 [corpus]
@@ -60,6 +60,27 @@ def test_help_shows_the_stages_in_order(capsys: pytest.CaptureFixture[str]) -> N
     assert places == sorted(places)
     assert "--debug" in text
     assert "lamina train --template" in text
+
+
+@pytest.mark.parametrize("command", HOMES)
+def test_the_list_of_commands_says_what_their_help_says(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is kept beside them, so that a list of them imports none."""
+    assert code_of([command, "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert HOMES[command][1] in said
+
+
+def test_help_imports_no_command() -> None:
+    script = (
+        "import sys\nfrom lamina.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    "
+        "heavy = {'torch', 'dp_accounting', 'lamina.train', 'lamina.ledger'} & set(sys.modules)\n    "
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from lamina.account.event import (
     Adjacency,
@@ -108,7 +108,7 @@ def _squared_mu(parts: Schedule) -> tuple[Array, Array, float]:
 
 def _occurrences(event: Event) -> tuple[Array, Array]:
     """Counts and probabilities; what lies below the range is moved up into it."""
-    law = stats.binom(event.steps, event.q)
+    law = scipy.stats.binom(event.steps, event.q)
     low, high = int(law.ppf(_OUTSIDE)), int(law.isf(_OUTSIDE)) + 1
     counts = np.arange(max(0, low), min(event.steps, high) + 1, dtype=np.float64)
     weights = np.asarray(law.pmf(counts), dtype=np.float64)

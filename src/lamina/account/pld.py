@@ -19,8 +19,7 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from dp_accounting.pld import pld_pmf
-from scipy import fft
+import scipy
 
 from lamina.account import gaussian, rdp, sampled
 from lamina.account.event import Adjacency, Event, Schedule
@@ -89,6 +88,8 @@ class _Step:
 
 @lru_cache(maxsize=256)
 def _step(event: Event, h: float, direction: Direction, low: float, high: float) -> _Step:
+    from dp_accounting.pld import pld_pmf  # a second to import: only who prices by it waits
+
     first, last = math.floor(low / h), math.ceil(high / h)
     curve = sampled.curve(np.arange(first, last + 1, dtype=np.float64) * h, event.q, event.mu, direction)
     deltas = np.minimum.accumulate(curve)
@@ -143,12 +144,12 @@ def _merge_unsampled(parts: Schedule) -> Schedule:
 
 
 def _compose(steps: list[_Step], h: float, low: int, high: int) -> Losses:
-    size = fft.next_fast_len(high - low + 1, real=True)
+    size = scipy.fft.next_fast_len(high - low + 1, real=True)
     product = np.ones(size // 2 + 1, dtype=np.complex128)
     for step in steps:
         folded = np.bincount(step.offsets % size, weights=step.probabilities, minlength=size)
-        product *= fft.rfft(folded) ** step.count
-    composed = np.roll(fft.irfft(product, size), -(low % size))[: high - low + 1]
+        product *= scipy.fft.rfft(folded) ** step.count
+    composed = np.roll(scipy.fft.irfft(product, size), -(low % size))[: high - low + 1]
     infinite = -math.expm1(math.fsum(step.count * math.log1p(-step.infinite) for step in steps))
     return Losses(
         h=h,

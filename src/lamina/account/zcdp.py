@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from scipy import optimize
+import scipy
 
 from lamina.account.event import Adjacency, Schedule
 from lamina.account.gaussian import squared_mu
@@ -44,7 +44,7 @@ def epsilon_of_rho(rho: float, delta: float) -> float:
         )
 
     start = math.log(math.sqrt(math.log(1 / delta) / rho))
-    best = optimize.minimize_scalar(
+    best = scipy.optimize.minimize_scalar(
         cost, bounds=(start - 5, start + 5), method="bounded", options={"xatol": 1e-10}
     )
     return max(0.0, min(cost(float(best.x)), classical_epsilon(rho, delta))) * (1 + _PAD)
@@ -64,7 +64,7 @@ def delta_of_rho(rho: float, epsilon: float) -> float:
         return excess * (rho * (1 + excess) - epsilon - math.log1p(1 / excess)) - math.log1p(excess)
 
     centre = math.log(max(epsilon - rho, math.sqrt(rho)) / (2 * rho))
-    best = optimize.minimize_scalar(
+    best = scipy.optimize.minimize_scalar(
         log_delta, bounds=(centre - 8, centre + 8), method="bounded", options={"xatol": 1e-10}
     )
     return min(1.0, math.exp(min(0.0, log_delta(float(best.x)))) * (1 + _PAD))

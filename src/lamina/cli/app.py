@@ -10,23 +10,51 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from lamina import __version__
 from lamina.cli.output import complain, folded, out, print_json, refusal
 from lamina.errors import LaminaError
 
-# In the order in which they are used: a function, or a program of commands of its own.
+# In the order in which they are used: a function, or a program of commands of its own; and how its help begins.
 HOMES = {
-    "demo": "lamina.cli.demo:demo",
-    "keys": "lamina.cli.keys:app",
-    "attest": "lamina.cli.attest:attest",
-    "admit": "lamina.cli.admit:admit",
-    "plan": "lamina.cli.plan:plan",
-    "train": "lamina.cli.train:train",
-    "spend": "lamina.cli.spend:spend",
-    "ledger": "lamina.cli.ledger:app",
-    "bench": "lamina.cli.bench:bench",
+    "demo": (
+        "lamina.cli.demo:demo",
+        "Sign, admit and train on simulated ECG under differential privacy; show what it cost and what it was "
+        "good for.",
+    ),
+    "keys": (
+        "lamina.cli.keys:app",
+        "Make signing keys, and keep the ring of those whose signatures count. Spends nothing.",
+    ),
+    "attest": (
+        "lamina.cli.attest:attest",
+        "Sign contributions: who contributes, which data, for which corpus, under which bound, until when.",
+    ),
+    "admit": (
+        "lamina.cli.admit:admit",
+        "Check every contribution of a folder as a run would, and say who is admitted and who is not, and why.",
+    ),
+    "plan": (
+        "lamina.cli.plan:plan",
+        "Show clipping, noise, sigma and ε of every class and layer, before the first step.",
+    ),
+    "train": (
+        "lamina.cli.train:train",
+        "Train a model privately, as a RUN.toml says. Run the same command again to go on after a stop or a crash.",
+    ),
+    "spend": (
+        "lamina.cli.spend:spend",
+        "Show ε spent by every class of every corpus, over all runs, retrainings and abandoned attempts.",
+    ),
+    "ledger": (
+        "lamina.cli.ledger:app",
+        "The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.",
+    ),
+    "bench": (
+        "lamina.cli.bench:bench",
+        "Measure time and peak memory of a private step here, against the plain step and Opacus.",
+    ),
 }
 
 
@@ -36,17 +64,27 @@ class _OnDemand(TyperGroup):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.commands = dict.fromkeys(HOMES)  # type: ignore[assignment]  # names to suggest; `get_command` makes them
+        self._listing = False
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(HOMES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return _command(cmd_name) if cmd_name in HOMES else None
+        if cmd_name not in HOMES:
+            return None
+        return TyperCommand(cmd_name, help=HOMES[cmd_name][1]) if self._listing else _command(cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._listing = True  # the list of all commands needs none of them
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._listing = False
 
 
 @cache
 def _command(name: str) -> Any:
-    home, _, attribute = HOMES[name].partition(":")
+    home, _, attribute = HOMES[name][0].partition(":")
     found = getattr(import_module(home), attribute)
     if not isinstance(found, typer.Typer):
         only = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
