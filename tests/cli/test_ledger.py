@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,17 +16,19 @@ from pathlib import Path
 import pytest
 import typer
 
+import postgres
 from asking import answer, asker
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ledger"))
 
-from build import ALICE, BOB, CAROL, HOUR, YEAR, Story, begin, build, contribution, segment
+from build import ALICE, BOB, CAROL, HOUR, USUAL, YEAR, Story, begin, build, contribution, segment
 from forge import sql
 from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, WITNESS, Clock, digest
 
 from lamina.admit import PrivateKey
 from lamina.cli import main
 from lamina.cli.app import app as program
+from lamina.cli.ledger.show import table
 from lamina.ledger import checkpoint
 from lamina.ledger.check import verify
 from lamina.ledger.ledger import Ledger
@@ -103,14 +107,15 @@ def test_what_trainers_write(call: Call, tmp_path: Path) -> None:
     made.ledger.close()
     code, printed, _ = call("trace", "trained.db", str(seq))
     assert code == 0
-    assert "1 (1 given up)" in printed
-    assert "1 epochs have no account for its bound: counted with its class" in printed
+    assert "eligible   in 1 epoch:" in printed
+    assert "given up   1 of 1 segment: charged all the same, and in no model" in printed
+    assert "1 epoch has no account for its bound: counted with its class" in printed
     assert "ε at most" in printed
     code, printed, _ = call("show", "trained.db", "--kind", "epoch")
     assert "given up: clinical ε" in printed
     code, printed, _ = call("verify", "trained.db")
     assert code == 0
-    assert "1 attempts are held open and 0 plans reserved" in printed
+    assert "1 attempt is held open and 0 plans reserved" in printed
     assert "'[bold]first' (1 attempt)" in printed
     assert answer(call("verify", "trained.db", "--json"))["held"] == [
         {"run": digest("run")[:16].hex(), "label": "[bold]first", "attempts": 1, "reserved": False}
@@ -192,6 +197,21 @@ def test_verify_an_empty_database(call: Call, tmp_path: Path) -> None:
     assert "refused" in json.loads(printed)
 
 
+def test_a_server_that_is_away_is_no_ledger_that_is_wrong(call: Call, server: postgres.Server) -> None:
+    """1 is for a ledger that does not hold; that there is none, or nobody answers, is 2."""
+    for place, words in (
+        (server.url("nothing_here"), "schema 'nothing_here' is not there"),
+        (server.url().replace("/postgres", "/nodb"), "has no database 'nodb'"),
+        ("postgresql://me:hunter2@127.0.0.1:1/db", "does not answer"),
+    ):
+        code, printed, told = call("verify", place, "--json")
+        assert code == 2
+        assert words in told.replace("\n", " ")
+        assert words in json.loads(printed)["refused"]
+        assert "hunter2" not in printed + told
+        assert call("show", place)[0] == 1
+
+
 # ------------------------------------------------------------------------------ show and trace
 
 
@@ -224,13 +244,78 @@ def test_trace(call: Call, story: Story) -> None:
     assert found[0]["epochs"][0]["variance"] == {"layer.2": 16.0, "layer.3": 16.0}
     code, printed, _ = call("trace", "ledger.db", name)
     assert code == 0
-    for word in (name, "leaf 9", "consent", "class clinical", "top=0.5", "leaf 53"):
+    for word in (name, "leaf 9", "consent", "class      clinical", "top=0.5", "leaf 53"):
         assert word in printed
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    left = f"{math.floor((found[0]['epsilon_signed'] - found[0]['epsilon']) * 1e4) / 1e4:.4f}"
+    assert f"so far; {left} remains of what it signed" in printed
+    assert found[0]["epsilon_remaining"] == pytest.approx(
+        found[0]["epsilon_signed"] - found[0]["epsilon"], abs=1e-12
+    )
     assert len(answer(call("trace", "ledger.db", digest("anchor", 30).hex(), "--json"))["contributions"]) == 2
     assert "in no model" in call("trace", "ledger.db", "54")[1]
     code, _, told = call("trace", "ledger.db", "ab" * 32)
     assert code == 1
     assert "no contribution abab" in told
+
+
+def test_first_digits_are_enough(call: Call, story: Story) -> None:
+    """Of a descriptor or an anchor, for everything that is about one contribution."""
+    name = contribution(7, _who(7)).record.descriptor.hex()
+    assert answer(call("trace", "ledger.db", name[:8], "--json"))["contributions"][0]["index"] == 11
+    assert answer(call("prove", "ledger.db", name[:9].upper(), "--json"))["index"] == 11
+    assert answer(call("receipt", "ledger.db", name[:10], "-o", "mine", "--json"))["index"] == 11
+    anchor = digest("anchor", 30).hex()
+    assert len(answer(call("trace", "ledger.db", anchor[:8], "--json"))["contributions"]) == 2
+    for command in ("prove", "receipt"):
+        code, _, told = call(command, "ledger.db", anchor[:8])
+        assert code == 1
+        assert "2 contributions have the digest" in told and "leaves 34, 40" in told
+    code, printed, _ = call("withdraw", "ledger.db", name[:8], "--reason", "consent")
+    assert code == 0
+    assert f"contribution {name}\n  withdrawn    leaf 11, by leaf 55\n" in printed
+    code, _, told = call("withdraw", "ledger.db", name[:7], "--reason", "consent")
+    assert code == 1
+    assert "its first 8 or more" in told
+
+
+def test_a_record_goes_on_below_itself_on_a_narrow_screen(story: Story, tmp_path: Path) -> None:
+    with Ledger.open(tmp_path / "ledger.db") as ledger:
+        leaves = list(ledger.leaves())
+    wide, narrow = table(leaves).splitlines(), table(leaves, 80).splitlines()
+    assert len(wide) == len(leaves) + 1 and max(map(len, wide)) > 80
+    assert max(map(len, narrow)) <= 80
+    assert " ".join(" ".join(narrow).split()) == " ".join(" ".join(wide).split())
+    assert max(map(len, table(leaves, 10).splitlines())) < 80  # never nothing
+
+
+def test_one_of_a_kind(call: Call, tmp_path: Path) -> None:
+    """One is not many."""
+    made = begin("one.db")
+    (seq,) = made.admit([contribution(1, expires=START + HOUR)])
+    made.epoch(digest("run")[:16], [segment(0, read=made.ledger.size)], scales={USUAL: 1.0})
+    made.sign()
+    made.ledger.close()
+    LEDGER.save(tmp_path / "ledger.key", None)
+    printed = "".join(
+        call(*words)[1]
+        for words in (
+            ("verify", "one.db"),
+            ("trace", "one.db", str(seq)),
+            ("show", "one.db", "--limit", "5"),
+            ("prune", "one.db", "--key", "ledger.key"),
+            ("withdraw", "one.db", str(seq), "--reason", "data"),
+        )
+    )
+    for words in (
+        "1 contribution, 1 epoch, 3 keys",
+        "checked      1 attestation, 1 figure of ε",
+        "(1 earlier one is not shown",
+        "1 contribution, admitted before",
+        "in 1 epoch\n",
+    ):
+        assert words in printed
+    assert re.search(r"\b1 [a-z]+s\b", printed) is None
 
 
 def _who(number: int) -> PrivateKey:
@@ -322,6 +407,56 @@ def test_checkpoint(call: Call, story: Story, tmp_path: Path) -> None:
     found = answer(call("checkpoint", "ledger.db", "--cosigned", "back.txt", "--json"))
     assert found["signers"] == [ORIGIN, "witness.example"]
     assert "56 leaves" in call("checkpoint", "ledger.db", "-o", "again.checkpoint")[1]
+
+
+def test_who_reads_changes_nothing(call: Call, story: Story, tmp_path: Path) -> None:
+    """Neither the file, nor by closing it what lies in its log."""
+    with Ledger.open(tmp_path / "ledger.db") as writer:
+        writer.append([contribution(99, at=NOW).record])
+        before = [(tmp_path / name).read_bytes() for name in ("ledger.db", "ledger.db-wal")]
+        assert all(before)
+        for words in (
+            ("show", "ledger.db"),
+            ("trace", "ledger.db", "9"),
+            ("prove", "ledger.db", "9"),
+            ("receipt", "ledger.db", "9", "-o", "mine"),
+            ("checkpoint", "ledger.db"),
+            ("copy", "ledger.db", "copy.db"),
+        ):
+            assert call(*words)[0] == 0
+        assert [(tmp_path / name).read_bytes() for name in ("ledger.db", "ledger.db-wal")] == before
+    assert verify(tmp_path / "copy.db").size == 56
+
+
+def test_a_password_is_in_no_answer(call: Call, server: postgres.Server, tmp_path: Path) -> None:
+    """Neither in what people read nor in what machines do."""
+    made = begin(server.url("with_password"))
+    (seq,) = made.admit([contribution(1)])
+    made.sign()
+    made.ledger.close()
+    LEDGER.save(tmp_path / "ledger.key", None)
+    place = (
+        server.url("with_password").replace("lamina@", "lamina:hunter2@").replace("#", "&password=hunter2#")
+    )
+    for words in (
+        ("show", place),
+        ("verify", place),
+        ("trace", place, str(seq)),
+        ("prove", place, str(seq)),
+        ("receipt", place, str(seq), "-o", "mine"),
+        ("checkpoint", place),
+        ("policy", place),
+        ("key", place),
+        ("prune", place, "--key", "ledger.key"),
+        ("withdraw", place, str(seq), "--reason", "data"),
+        ("trace", place, "ab" * 32),
+        ("copy", place, "copy.db"),
+    ):
+        for more in ((), ("--json",)):
+            _, printed, told = call(*words, *more)
+            assert printed + told
+            assert "hunter2" not in printed + told, words
+    assert answer(call("show", place, "--json"))["ledger"] == server.url("with_password")
 
 
 # ------------------------------------------------------------------------------ withdrawals

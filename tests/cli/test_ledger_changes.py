@@ -93,15 +93,19 @@ def test_the_policy_in_force(call: Call) -> None:
     assert found["classes"]["clinical"]["noise_multiplier"] == 1.0
     code, printed, _ = call("policy", "ledger.db")
     assert code == 0
-    assert "class clinical: c ≤ 1, z ≥ 1, top=0.5, 1,000 contributions" in printed
-    assert "class open: public" in printed
+    assert "clinic.example/ledger, rdp at δ = 1e-05\n" in printed
+    rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines()}
+    assert rows["clinical"] == ["1", "1", "4.3772", "1,000", "top=0.5"]
+    assert 4.3771 < found["classes"]["clinical"]["epsilon"] < 4.3772
+    assert rows["open"] == ["public", "-", "-", "-", "all"]
+    assert found["classes"]["open"]["epsilon"] is None
 
 
 def test_a_stricter_policy_needs_the_ledgers_key(call: Call) -> None:
     before = size()
     code, printed, _ = call("policy", "ledger.db", "stricter.toml", "--dry-run")
     assert (code, size()) == (0, before)
-    assert "z ≥ 1, top=0.5, 1,000 contributions → c ≤ 1, z ≥ 2" in printed
+    assert "multiplier ≥ 1, top=0.5, 1,000 contributions → clip norm ≤ 1, noise multiplier ≥ 2" in printed
     assert "nothing was changed" in printed
     assert "protects less" not in printed
     found = answer(call("policy", "ledger.db", "stricter.toml", "--key", "ledger.key", "--json"))
@@ -136,7 +140,7 @@ def test_a_looser_policy_needs_two(call: Call) -> None:
     )
     assert code == 0
     assert "protects less: the noise multiplier of class 'clinical' falls" in printed
-    assert "adopted, signed by 2" in printed
+    assert "adopted, with 2 signatures" in printed
     assert len(last(PolicyChange).signatures) == 2
     assert verify("ledger.db", trust=MINE).trusted
 
@@ -238,6 +242,14 @@ def test_the_keys_of_a_ledger(call: Call) -> None:
     assert "was revoked at" in printed
     assert "was replaced at" in printed
     assert "witness" in printed
+
+
+def test_looking_needs_no_clock(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "open", partial(Ledger.open, clock=Clock(START - YEAR)))
+    code, text, _ = call("key", "ledger.db")
+    assert code == 0 and "counts" in text
+    code, _, error = call("key", "ledger.db", "add", "other.pub", "--role", "auditor", "--key", "ledger.key")
+    assert code == 1 and "the clock says" in error
 
 
 def test_a_key_is_added_and_revoked(call: Call) -> None:

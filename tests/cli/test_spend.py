@@ -6,17 +6,22 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from lamina.account import Event, accountant
+import lamina
+from lamina.account import Event, accountant, epsilon_of_multiplier
 from lamina.cli import main
+from lamina.ledger.check import verify
 from lamina.ledger.opening import Contract, open_or_create
-from lamina.plan import Policy
-from lamina.train.book import Book
+from lamina.plan import LayerStack, Policy
+from lamina.train.book import Book, charges
 from lamina.train.book.charge import Charge
+from lamina.train.book.held import Begun
 
 FIRST, SECOND = "3f9c21aa" * 4, "3f9c0000" * 4
 CLINICAL = Charge(cls="clinical", sigma=1.5, q=0.01, steps=1_000, delta=1e-5, accountant="pld")
@@ -44,8 +49,8 @@ def epsilon(charge: Charge, steps: int) -> float:
     )
 
 
-def made(path: Path, origin: str) -> Book:
-    contract = Contract.of_policy(Policy.parse(POLICY.format(origin=origin)))
+def made(path: Path, origin: str, policy: str = POLICY) -> Book:
+    contract = Contract.of_policy(Policy.parse(policy.format(origin=origin)))
     return Book(open_or_create(path, contract))
 
 
@@ -139,8 +144,9 @@ def test_people_see_the_same_rounded_up(folder: Path, capsys: pytest.CaptureFixt
     for part in ("cardiology", "registry", "clinical", "sensitive", "first [red]", FIRST[:8], "open", "800"):
         assert part in text
     spent, committed = epsilon(CLINICAL, 200), epsilon(CLINICAL, 1_000)
-    shown = next(line for line in text.splitlines() if "with what is reserved" in line).split()
-    figures = [float(shown[1]), float(shown[3])]
+    shown = next(line for line in text.splitlines() if line.startswith("  clinical ")).split()
+    figures = [float(shown[1]), float(shown[2])]
+    assert shown[3:] == ["no", "bound", "-", "1e-05", "pld"]
     assert figures == pytest.approx([spent, committed], abs=1.01e-4)
     assert figures[0] >= spent and figures[1] >= committed
     assert contents(folder) == before
@@ -170,7 +176,65 @@ def test_signed_bounds_stand_below_their_class(path: Path, capsys: pytest.Captur
     assert [each["steps"] for each in row["runs"]] == [10]
     assert "bounds" not in found["sensitive"]
     assert run(path) == 0
-    assert "class clinical, signed bound c=0.5,z=2.25" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "\n  clinical (c=0.5, z=2.25) " in text and "runs of clinical (c=0.5, z=2.25)\n" in text
+
+
+BOUNDED = POLICY.replace("[class.sensitive]", "epsilon = 6.0\n[class.sensitive]")
+
+
+def test_what_remains_of_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The stricter of what the ledger promises and what the last run was held to; the rest never more than it is."""
+    signed = replace(CLINICAL, cls="clinical@c=0.5,z=2.25", sigma=4.0)
+    book = made(tmp_path / "x.ledger.db", "x", BOUNDED)
+    book.reserve(FIRST, charges=[CLINICAL, SENSITIVE, signed], bounds={"clinical": 5.0})
+    book.ledger.close()
+    assert run(tmp_path, "--json") == 0
+    found = tree(capsys)["origins"]["x"]
+    clinical, sensitive = found["clinical"], found["sensitive"]
+    assert (clinical["bound"], sensitive["bound"], sensitive["remaining"]) == (5.0, None, None)
+    assert Fraction(clinical["remaining"]) <= Fraction(5.0) - Fraction(clinical["committed"])
+    assert clinical["remaining"] == pytest.approx(5.0 - clinical["committed"], rel=1e-12)
+    row = clinical["bounds"][signed.cls]
+    assert 0 < row["bound"] < epsilon_of_multiplier(2.25, 1e-5) + 1e-9
+    assert row["remaining"] == pytest.approx(row["bound"] - epsilon(signed, 1_000), rel=1e-9)
+    assert run(tmp_path) == 0
+    lines = {line.split("  ")[1]: line.split() for line in capsys.readouterr().out.splitlines()[2:5]}
+    assert [lines["clinical"][3], lines["sensitive"][3:6]] == ["5.0000", ["no", "bound", "-"]]
+    assert 0 < 5.0 - epsilon(CLINICAL, 1_000) - float(lines["clinical"][4]) < 1e-4
+
+
+def test_a_bound_that_no_run_asked_for_is_the_ledgers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = made(tmp_path / "x.ledger.db", "x", BOUNDED)
+    book.reserve(FIRST, charges=[CLINICAL], bounds={})
+    book.ledger.close()
+    assert run(tmp_path, "--json") == 0
+    clinical = tree(capsys)["origins"]["x"]["clinical"]
+    assert clinical["bound"] == pytest.approx(6.0, rel=1e-5)
+    assert clinical["remaining"] == pytest.approx(clinical["bound"] - epsilon(CLINICAL, 1_000), rel=1e-9)
+
+
+def test_a_bound_that_is_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was drawn is charged whatever the bounds say; then nothing remains, and it says so."""
+    book = made(tmp_path / "x.ledger.db", "x", BOUNDED)
+    much = replace(CLINICAL, sigma=0.2, q=1.0, steps=10)
+    book.charge(FIRST, segment=0, generation=0, nonce=b"n" * 16, charges=[much], bounds={}, already=True)
+    book.ledger.close()
+    assert run(tmp_path, "--json") == 0
+    clinical = tree(capsys)["origins"]["x"]["clinical"]
+    assert clinical["committed"] > clinical["bound"] > 5.9
+    assert clinical["remaining"] == 0.0
+    assert run(tmp_path) == 0
+    text = capsys.readouterr().out
+    assert " 0.0000  1e-05" in text
+    assert "note: clinical is past its bound at δ = 1e-05" in text
+
+
+def test_the_table_fits_a_narrow_screen(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(path) == 0
+    assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines())
 
 
 def test_one_corpus_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +272,7 @@ def test_several_deltas_are_several_lines(path: Path, capsys: pytest.CaptureFixt
     }
     assert run(path) == 0
     text = capsys.readouterr().out
-    assert "δ = 1e-07, rdp" in text and "δ = 1e-05, pld" in text
+    assert "1e-07  rdp\n" in text and "1e-05  pld\n" in text
     assert text.count(f"{FIRST[:8]} ") == 2  # once per class, not per δ
 
 
@@ -227,6 +291,33 @@ def test_a_reservation_is_given_back_and_charges_stay(
     assert clinical["epsilon"] == clinical["committed"] == epsilon(CLINICAL, 200)
     assert clinical["runs"][0]["finished"] is True
     assert found["origins"]["registry"]["clinical"]["committed"] == epsilon(CLINICAL, 1_000)
+
+
+def test_lost_is_said_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(folder)
+    assert run(folder, "--lost") == 2
+    assert "--release RUN" in " ".join(capsys.readouterr().err.split())
+    assert contents(folder) == before
+
+
+def test_a_lost_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = POLICY.format(origin="ward").replace("10_000", "10_000\nepsilon = 4.0")
+    stack = LayerStack.from_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    plan = lamina.make_plan(stack, Policy.parse(policy), batch=50, steps=10)
+    path = tmp_path / "ward.ledger.db"
+    with open_or_create(path, Contract.of_policy(Policy.parse(policy))) as ledger:
+        book = Book(ledger)
+        book.reserve(FIRST, charges=charges(plan, 0, 10), bounds={}, label="gone", plan=plan)
+        begun = Begun(0, 5, ledger.size)
+        key: dict[str, Any] = {"segment": 0, "generation": 0, "nonce": bytes(16), "begun": begun}
+        assert book.charge(FIRST, **key, charges=charges(plan, 0, 5), bounds={}, plan=plan.digest())
+    assert run(path, "--release", "gone", "--lost") == 0
+    assert "What it had begun (1 attempt) is recorded as given up." in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert verify(path).problem is None
+    assert run(path, "--release", "gone", "--lost", "--json") == 0
+    assert tree(capsys)["recorded"] == 0
 
 
 @pytest.mark.parametrize(
@@ -311,5 +402,12 @@ def test_torch_is_not_needed(folder: Path) -> None:
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("spent for good", "--release", "priced jointly", "rounded up", "lamina ledger verify"):
+    for part in (
+        "spent for good",
+        "--release",
+        "priced jointly",
+        "rounded down",
+        "What remains",
+        "lamina ledger verify",
+    ):
         assert part in text

@@ -237,7 +237,13 @@ def account(terms: Terms, scale: float, charges: tuple[Charge, ...], spend: int)
 
 
 def segment(
-    index: int, generation: int = 0, *, read: int, outcome: Outcome = Outcome.CLOSED, length: int = 10
+    index: int,
+    generation: int = 0,
+    *,
+    read: int,
+    outcome: Outcome = Outcome.CLOSED,
+    length: int = 10,
+    after: int | None = None,
 ) -> Segment:
     return Segment(
         index=index,
@@ -247,6 +253,7 @@ def segment(
         last=length * (index + 1),
         eligibility=read,
         outcome=outcome,
+        after=after,
     )
 
 
@@ -294,7 +301,7 @@ def build(where: str, *, prune: bool = True, **changes: Any) -> Story:
         [
             segment(1, 0, read=read, outcome=Outcome.ABANDONED),
             segment(1, 1, read=read + 1),
-            segment(2, read=read + 1),
+            segment(2, read=read + 1, after=1),
         ],
     )
     story.sign()

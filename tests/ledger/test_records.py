@@ -415,7 +415,7 @@ def test_an_epoch_has_no_field_for_what_is_secret() -> None:
     names = {kind: {each.name for each in schema(kind).fields} for kind in (Epoch, Segment, Account, Charge)}
     assert names == {
         Epoch: {"run", "segments", "plan", "variance", "accounts", "state", "previous"},
-        Segment: {"index", "generation", "nonce", "first", "last", "eligibility", "outcome"},
+        Segment: {"index", "generation", "nonce", "first", "last", "eligibility", "outcome", "after"},
         Account: {"cls", "clip_norm", "noise_multiplier", "scale", "charges", "spend"},
         Charge: {"sigma", "rate", "steps", "order"},
     }

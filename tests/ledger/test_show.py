@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
+from decimal import Decimal
 
 import pytest
-from build import HOUR, RUNS, Story, build
-from making import START
+from build import HOUR, RUNS, YEAR, Story, build
+from making import LEDGER, START, epoch
 
 from lamina.ledger.errors import LedgerError
-from lamina.ledger.records import WORDS, Admitted, Epoch
-from lamina.ledger.show import KINDS, Filter, as_object, epsilon, in_words
+from lamina.ledger.leaf import Leaf
+from lamina.ledger.records import WORDS, Account, Admitted, Epoch
+from lamina.ledger.show import KINDS, Filter, as_object, epsilon, in_words, remaining
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +35,16 @@ def test_every_record_in_words(story: Story) -> None:
     assert all("\n" not in line and 10 < len(line) < 250 for line in told.values())
     assert told["header"].startswith("clinic.example/ledger: rdp at δ = 1e-05")
     assert told["withdrawal"] == "of leaf 9: consent, open segment: abandon"
-    assert told["policy"] == "floors: clip norm 0.2, noise multiplier 0.5; 2 classes, signed by 0"
+    assert told["policy"] == "floors: clip norm 0.2, noise multiplier 0.5; 2 classes, 0 signatures"
     assert told["key"].startswith("revoke ")
     lines = [in_words(leaf) for leaf in story.ledger.of_kind(Epoch)]
     assert "1 [10, 20) given up, 1.1 [10, 20), 2 [20, 30)" in lines[1]
     assert "clinical (c 0.5, z 4) ε 0." in lines[1]
-    assert "31 clinical (ε 0." in told["aggregate"]
+    assert lines[0].startswith(f"run {RUNS[0].hex()[:8]}, segment 0 [0, 10): ")
+    assert told["aggregate"].startswith(
+        "of 37 contributions, admitted before 2028-01-15T12:00:00Z: 31 clinical (ε 0."
+    )
+    assert told["aggregate"].endswith("; countersigned by 1")
 
 
 def test_every_record_as_an_object(story: Story) -> None:
@@ -47,15 +54,57 @@ def test_every_record_as_an_object(story: Story) -> None:
         assert (found["index"], found["kind"], found["epoch"]) == (leaf.seq, WORDS[leaf.kind], leaf.epoch)
         assert found["time"].startswith("20")
         for field in dataclasses.fields(leaf.record):
-            assert ("class" if field.name == "cls" else field.name) in found
+            assert field.name in found
     record = story.ledger.leaf(47).record
     assert isinstance(record, Admitted)
     found = as_object(story.ledger.leaf(47))
     assert found["descriptor"] == record.descriptor.hex()
     assert found["terms"] == {
-        "class": "clinical", "data_class": "ecg", "clip_norm": 1_000_000, "noise_multiplier": 1_000_000,
-        "profile": "top=0.5",
+        "class": "clinical", "data_class": "ecg", "clip_norm": 1.0, "noise_multiplier": 1.0, "profile": "top=0.5",
     }  # fmt: skip
+
+
+def test_one_form_for_numbers_and_times(story: Story) -> None:
+    """Natural units and UTC, wherever they stand in a record."""
+    found = {each["index"]: each for each in map(as_object, story.ledger.leaves())}
+    assert (found[0]["delta"], found[0]["retention"], found[0]["epoch_clock"]) == (1e-5, YEAR, HOUR)
+    assert found[0]["floors"] == {"clip_norm": 0.1, "noise_multiplier": 0.5}
+    assert (found[47]["not_before"], found[47]["expires"]) == ("2027-01-15T11:00:00Z", "2030-01-14T12:00:00Z")
+    (account,) = (each for each in found[41]["accounts"] if each["noise_multiplier"] == 4.0)
+    assert (account["clip_norm"], account["scale"], account["charges"][0]["rate"]) == (0.5, 0.5, 0.02)
+    record = story.ledger.leaf(41).record
+    assert isinstance(record, Epoch)
+    spends = [each.spend for each in record.accounts]
+    assert [Decimal(str(each["epsilon"])) * 10**9 for each in found[41]["accounts"]] == spends
+    assert found[46]["effective"] == "2027-01-15T11:00:00Z"
+    assert found[53]["not_after"] == "2028-01-15T12:00:00Z"
+    assert found[55]["horizon"] == "2028-01-15T12:00:00Z"
+    assert [each["class"] for each in found[55]["classes"]] == ["clinical", "open"]
+    assert 0 < found[55]["classes"][0]["epsilon"] < 1
+    key = found[0]["keys"][0]
+    assert (key["id"], key["valid_until"]) == (LEDGER.public.id.hex(), None)
+    _check_forms(list(found.values()))
+
+
+_TIMES = {"time", "not_before", "expires", "horizon", "effective", "not_after", "valid_from", "valid_until"}
+_NUMBERS = {"clip_norm", "noise_multiplier", "epsilon", "sigma", "rate", "scale", "delta"}
+
+
+def _check_forms(value: object) -> None:
+    """Every time and every number in a JSON value, by the name of its field."""
+    for name, each in value.items() if isinstance(value, dict) else ():
+        if name in _TIMES and each is not None:
+            assert re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}Z", each), (name, each)
+        if name in _NUMBERS:
+            assert type(each) is float, (name, each)
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_forms(each)
+
+
+def test_an_infinite_spend_is_null() -> None:
+    account = Account(cls="clinical", charges=(), spend=2**64 - 1)
+    found = as_object(Leaf(Epoch, 1, 0, 0, epoch(0, accounts=(account,))))
+    assert found["accounts"][0]["epsilon"] is None
 
 
 def test_filters(story: Story) -> None:
@@ -83,3 +132,14 @@ def test_spend_is_rounded_up() -> None:
     ]
     assert epsilon(2**64 - 1) == "∞"
     assert epsilon(1_500_000_000, 2) == "1.50"
+
+
+def test_what_remains_is_rounded_down() -> None:
+    assert [remaining(99_999), remaining(100_000), remaining(1_234_999_999), remaining(0), remaining(-5)] == [
+        "0.0000",
+        "0.0001",
+        "1.2349",
+        "0.0000",
+        "0.0000",
+    ]
+    assert remaining(2**64 - 1) == "∞"

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lamina.ledger.check import verify
+
 for folder in (Path(__file__).parent, Path(__file__).with_name("store")):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -21,3 +23,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _every_ledger_verifies(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test did to its runs, what they leave in a ledger is what an auditor would find."""
+    if "tmp_path" not in request.fixturenames or "book" in request.path.parts:
+        yield
+        return
+    folder = request.getfixturevalue("tmp_path")
+    yield
+    for path in folder.rglob("*.ledger.db"):
+        problem = verify(path, signatures=False).problem
+        assert problem is None, problem

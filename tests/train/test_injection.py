@@ -17,6 +17,8 @@ from test_trainer import _known_seeds, killed, same, weights
 
 from lamina.account import Event, accountant
 from lamina.errors import CorpusError
+from lamina.ledger.check.occurrences import Occurrences
+from lamina.ledger.records import Outcome, Segment
 from lamina.plan import StepPlan
 from lamina.train.corpus.sampler import Sampler
 from lamina.train.occurrences import events_due
@@ -220,19 +222,22 @@ class _Tree:
 class _Line:
     """One folder of a run: its journal, and the checkpoints it could go back to."""
 
-    def __init__(self, plan: StepPlan, history: History, closed: list[tuple[int, int]]) -> None:
-        self.plan, self.journal, self.closed = plan, history, closed  # [(step, node)]
+    def __init__(
+        self, plan: StepPlan, history: History, closed: list[tuple[int, int, int]], copy: int = 0
+    ) -> None:
+        self.plan, self.journal, self.closed = plan, history, closed  # [(step, node, generation)]
+        self._copy = copy
         self.charged = 0
 
     @property
     def attempts(self) -> list[Open]:
         return list(self.journal.opens)
 
-    def take(self, tree: _Tree, steps: int, fate: str) -> None:
-        first, node = self.closed[-1]
+    def take(self, tree: _Tree, steps: int, fate: str, audited: Occurrences | None = None) -> None:
+        first, node, after = self.closed[-1]
         due = events_due(self, self.plan, first, first + steps, "clinical")  # type: ignore[arg-type]
         self.charged += due
-        number = len(self.journal.opens)
+        number = 2 * len(self.journal.opens) + self._copy  # no other attempt has it
         charge = partial(Open, segment=len(self.closed) - 1, generation=number, nonce=bytes([number]) * 16)
         made = charge(
             first=first,
@@ -247,6 +252,7 @@ class _Line:
             code="x",
             charges=tuple(_charges(self.plan, due)),
             eligibility=1,
+            after=after,
             seed=bytes(32),
         )
         self.journal._add(made)
@@ -258,9 +264,24 @@ class _Line:
             self.journal._add(GivenUp(**key, charged=True))
         else:
             self.journal._add(Close(**key, checkpoint=bytes(32)))
-            self.closed.append((first + steps, here))
+            self.closed.append((first + steps, here, number))
         if fate == "lost":
             self.closed.pop()
+        if audited is not None:
+            audited.add([_segment(made, Outcome.ABANDONED if fate == "given up" else Outcome.CLOSED)])
+
+
+def _segment(opened: Open, outcome: Outcome) -> Segment:
+    return Segment(
+        index=opened.segment,
+        generation=opened.generation,
+        nonce=opened.nonce,
+        first=opened.first,
+        last=opened.last,
+        eligibility=1,
+        outcome=outcome,
+        after=opened.after or None,
+    )
 
 
 def _charges(plan: StepPlan, due: int) -> Any:
@@ -277,6 +298,7 @@ STEPS = st.tuples(st.integers(1, 6), st.sampled_from(["closed", "closed", "given
     before=st.lists(STEPS, max_size=4),
     after=st.tuples(st.lists(STEPS, max_size=3), st.lists(STEPS, max_size=3)),
     copied=st.booleans(),
+    turns=st.lists(st.booleans(), min_size=6, max_size=6),
 )
 @settings(max_examples=150)
 def test_whatever_happened_no_contribution_was_used_more_often_than_was_paid(
@@ -284,23 +306,30 @@ def test_whatever_happened_no_contribution_was_used_more_often_than_was_paid(
     before: list[tuple[int, str]],
     after: tuple[list[tuple[int, str]], list[tuple[int, str]]],
     copied: bool,
+    turns: list[bool],
 ) -> None:
+    """An auditor, who sees the attempts of both in any order, asks for that, and never for more than was paid."""
     plan = problem_plan(cap)
-    tree, history = _Tree(cap), History()
+    tree, history, audited = _Tree(cap), History(), Occurrences(cap)
     history._add(Start(run="a" * 32, salt=bytes(32), place=1))
-    line = _Line(plan, history, [(0, 0)])
+    line = _Line(plan, history, [(0, 0, 0)])
     for steps, fate in before:
-        line.take(tree, steps, fate)
+        line.take(tree, steps, fate, audited)
+        assert line.charged >= audited.most
     lines = [line]
     if copied:
         twin = History()
         for record in history.records:
             twin._add(record)
         twin._add(Moved(place=2))
-        lines.append(_Line(plan, twin, list(line.closed)))
-    for each, more in zip(lines, after, strict=False):
-        for steps, fate in more:
-            each.take(tree, steps, fate)
+        lines.append(_Line(plan, twin, list(line.closed), 1))
+    waiting = [(each, list(more)) for each, more in zip(lines, after, strict=False)]
+    for turn in (*turns, *([False] * 3), *([True] * 3)):
+        each, more = waiting[turn and copied]
+        if more:
+            each.take(tree, *more.pop(0), audited)
+            assert sum(each.charged for each in lines) >= audited.most
+    assert audited.most == tree.most()
     assert sum(each.charged for each in lines) >= tree.most()
     if not copied and all(fate == "closed" for _, fate in (*before, *after[0])):
         assert line.charged == min(cap, line.closed[-1][0])
@@ -316,7 +345,7 @@ def test_an_open_segment_counts_as_done_where_it_is_replayed() -> None:
     """Reserving the rest of a run while a segment waits for its replay: nothing is wasted by it."""
     plan, history = problem_plan(3), History()
     history._add(Start(run="a" * 32, salt=bytes(32), place=1))
-    line = _Line(plan, history, [(0, 0)])
+    line = _Line(plan, history, [(0, 0, 0)])
     line.take(_Tree(3), 2, "closed")
     line.take(_Tree(3), 2, "open")
     assert history.pending is not None

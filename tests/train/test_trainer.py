@@ -350,6 +350,47 @@ def test_a_copy_of_a_closed_checkpoint_never_shares_a_generation(tmp_path: Path)
     assert len(set(later)) == len(later)
 
 
+def test_a_copy_may_give_up_what_the_run_goes_on_with(tmp_path: Path) -> None:
+    """The copy came first and said that segment 1 is given up: the run does it again, and what both did verifies."""
+    import shutil
+
+    loose = {"clinical": 9.0, "sensitive": 9.0}
+    killed(tmp_path / "a", 6, bounds=loose)
+    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+    problem.trainer(tmp_path / "b", bounds=loose).fit()
+    outcome = problem.trainer(tmp_path / "a", bounds=loose).fit()
+    assert any("the ledger records them as given up" in note for note in outcome.notes)
+    assert outcome.steps == 24
+
+
+def test_a_run_that_was_taken_for_lost(tmp_path: Path) -> None:
+    trainer = killed(tmp_path / "a", 6)
+    spent = trainer.book.total("clinical", delta=1e-5)
+    assert trainer.book.lose(*trainer.book.labels()) == 1
+    lost = trainer.book.total("clinical", delta=1e-5)
+    assert (lost.spent, lost.committed) == (spent.spent, spent.spent)
+    outcome = problem.trainer(tmp_path / "a").fit()  # it was not
+    assert any("the ledger records them as given up" in note for note in outcome.notes)
+    assert (
+        outcome.steps < 24 and outcome.total["clinical"] <= 4.0
+    )  # five steps more were charged than are in it
+
+
+def test_a_segment_is_taken_for_lost_while_it_is_trained(tmp_path: Path) -> None:
+    class Impatient(KillAt):
+        def step(self, done: int, loss: float | None) -> None:
+            if done == self.at:
+                assert trainer.book.lose(*trainer.book.labels()) == 1
+
+    loose = {"clinical": 9.0, "sensitive": 9.0}
+    trainer = problem.trainer(tmp_path / "a", progress=Impatient(7), bounds=loose)
+    with pytest.raises(RunError, match="records segment 1 of run .* as given up"):
+        trainer.fit()
+    outcome = problem.trainer(tmp_path / "a", bounds=loose).fit()
+    assert any("the ledger records them as given up" in note for note in outcome.notes)
+    assert outcome.steps == 24
+
+
 # ---------------------------------------------------------------------------------------- what must not be replayed
 
 

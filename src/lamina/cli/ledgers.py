@@ -15,15 +15,11 @@ from lamina.ledger.opening import Contract, check_contract, in_force
 from lamina.ledger.records import loosened
 from lamina.ledger.register import LedgerRegister
 from lamina.ledger.store import make_store
+from lamina.ledger.store.address import is_url as is_url
+from lamina.ledger.store.address import without_password
 from lamina.train.book import Book
 
 SUFFIX = ".ledger.db"
-_URLS = ("postgresql://", "postgres://")
-
-
-def is_url(where: str) -> bool:
-    """Whether it is a database server's, and no path."""
-    return where.startswith(_URLS)
 
 
 def shown(where: str) -> str:
@@ -32,14 +28,7 @@ def shown(where: str) -> str:
     >>> shown("postgresql://me:secret@host/db#ward"), shown("postgresql:///db?host=/run&password=secret")
     ('postgresql://me@host/db#ward', 'postgresql:///db?host=/run')
     """
-    if not is_url(where):
-        return where
-    address, mark, schema = where.partition("#")
-    address, question, query = address.partition("?")
-    scheme, _, rest = address.partition("://")
-    user, at, place = rest.rpartition("@")
-    kept = "&".join(each for each in query.split("&") if not each.lower().startswith("password="))
-    return f"{scheme}://{user.partition(':')[0]}{at}{place}{question if kept else ''}{kept}{mark}{schema}"
+    return without_password(where) if is_url(where) else where
 
 
 def ledgers_in(where: str) -> list[str]:
@@ -92,7 +81,7 @@ def onlooking(where: str, contract: Contract) -> Iterator[Onlooker | None]:
 
 @contextmanager
 def writing(where: str) -> Iterator[Book]:
-    """The same, to give back what a run has reserved. No key is needed: it is no leaf."""
+    """The same, to give back what a run has reserved. No key is needed: the next checkpoint covers what is recorded."""
     with Ledger.open(_place(where)) as ledger:
         yield Book(ledger)
 

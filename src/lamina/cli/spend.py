@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from itertools import groupby
 from shlex import quote
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from lamina.cli.ledgers import ledgers_in, reading, shown, writing
-from lamina.cli.output import columns, out, print_json, round_up
+from lamina.cli.output import out, print_json
+from lamina.cli.spend_page import lines_of, page, tree
 from lamina.errors import RunError
-from lamina.train.book import Booked
-from lamina.train.book.account import MARK, is_bound
-from lamina.train.book.total import Total, called
-
-_Priced = list[tuple[Booked, Total]]
+from lamina.ledger.show import counted
+from lamina.train.book.total import called
 
 
 def spend(
@@ -34,6 +30,12 @@ def spend(
             help="give back what a run has reserved and will not use; its id, the first digits of it, or its label",
         ),
     ] = None,
+    lost: Annotated[
+        bool,
+        typer.Option(
+            "--lost", help="with --release: the run will never go on; record what it had begun, as given up"
+        ),
+    ] = False,
     origin: Annotated[str | None, typer.Option(help="only this corpus")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
@@ -44,35 +46,50 @@ def spend(
     is reserved counts against the bound of the class too, until the run ends or is released.
 
     ε of several runs is priced jointly, at the δ and by the accountant that the runs were planned with: as a rule
-    less than the sum of their ε. Printed figures are rounded up. The bounds are in the policy. Nothing is verified
-    here: lamina ledger verify recomputes every figure of what has ended.
+    less than the sum of their ε. Committed is what is spent and reserved. The bound is what the ledger promises
+    for the class, what its contributions signed, or what the last run was held to: the strictest. What remains is the
+    bound less what is committed.
+
+    What remains is rounded down, the other figures up. Nothing is verified here: lamina ledger verify recomputes every
+    figure of what has ended.
 
     Examples:
 
       lamina spend
       lamina spend runs/cardiology.ledger.db
       lamina spend --release 3f9c21aa
+      lamina spend --release 3f9c21aa --lost    if its folder is gone
     """
+    if lost and release is None:
+        raise typer.BadParameter(
+            "--lost says of a run that is released that it is gone: give --release RUN too"
+        )
     places = _by_origin(ledgers_in(where), where, origin)
-    released = None if release is None else _release(list(places.values()), where, release)
-    priced = {name: _priced(place) for name, place in places.items()}
+    released, recorded = ("", 0) if release is None else _release(list(places.values()), where, release, lost)
+    found = {}
+    for name, place in places.items():
+        with reading(place) as book:
+            found[name] = lines_of(book)
     if as_json:
         print_json(
             {
                 "ledger": shown(where),
                 **({"released": released} if released else {}),
-                "origins": {name: _tree(each) for name, each in priced.items()},
+                **({"recorded": recorded} if lost else {}),
+                "origins": {name: tree(each) for name, each in found.items()},
             }
         )
         return
     if released:
+        begun = (
+            f" What it had begun ({counted(recorded, 'attempt')}) is recorded as given up." if lost else ""
+        )
         out.print(
-            f"Run {released[:8]} holds no reservation any more. What it was charged stays charged; if it still "
+            f"Run {released[:8]} holds no reservation any more.{begun} What it was charged stays charged; if it still "
             "trains, each further segment must find room under the bound.",
             markup=False,
         )
-    for name, each in priced.items():
-        out.print(_page(name, each), markup=False, soft_wrap=True)
+    out.print("\n\n".join(page(name, each) for name, each in found.items()), markup=False, soft_wrap=True)
 
 
 def _by_origin(ledgers: list[str], where: str, wanted: str | None) -> dict[str, str]:
@@ -93,16 +110,8 @@ def _by_origin(ledgers: list[str], where: str, wanted: str | None) -> dict[str, 
     return {name: place for name, place in sorted(found.items()) if wanted in (None, name)}
 
 
-def _priced(ledger: str) -> _Priced:
-    with reading(ledger) as book:
-        return [
-            (each, book.total(each.cls, delta=each.delta, accountant=each.accountant))
-            for each in book.accounts()
-        ]
-
-
-def _release(ledgers: list[str], where: str, name: str) -> str:
-    """The run of this id, beginning of an id, or label gives its reservation back; returns its id."""
+def _release(ledgers: list[str], where: str, name: str, lost: bool) -> tuple[str, int]:
+    """The run of this id, beginning of an id, or label gives its reservation back; its id, and attempts recorded."""
     labels: dict[str, str] = {}
     home: dict[str, str] = {}
     for ledger in ledgers:
@@ -119,79 +128,7 @@ def _release(ledgers: list[str], where: str, name: str) -> str:
         listed = ", ".join(called(run, labels[run]) for run in found[:5])
         raise RunError(f"{name!r} could be any of {len(found)} runs: {listed}", "give more digits of its id")
     with writing(home[found[0]]) as book:
+        if lost:
+            return found[0], book.lose(found[0])
         book.finish(found[0])
-    return found[0]
-
-
-def _tree(priced: _Priced) -> dict[str, Any]:
-    """By class. The terms of the last booking come first, others are in `also`.
-
-    Signed bounds that are stricter than their class are in its `bounds`.
-    """
-    tree: dict[str, Any] = {}
-    for account, total in priced:
-        figures = {
-            "epsilon": _finite(total.spent),
-            "committed": _finite(total.committed),
-            "delta": account.delta,
-            "accountant": account.accountant,
-        }
-        classes = tree
-        if is_bound(account.cls):
-            owner = tree.setdefault(account.cls.partition(MARK)[0], {"also": [], "bounds": {}})
-            classes = owner.setdefault("bounds", {})
-        if account.cls in classes:
-            classes[account.cls]["also"].append(figures)
-            continue
-        runs = [
-            {
-                "run": each.run,
-                "label": each.label,
-                "since": each.day,
-                "steps": each.steps,
-                "redone": each.redone,
-                "reserved": each.reserved,
-                "finished": each.finished,
-            }
-            for each in total.runs
-        ]
-        classes[account.cls] = {**figures, "runs": runs, "also": []}
-    return tree
-
-
-def _page(origin: str, priced: _Priced) -> str:
-    """One corpus: each class with its ε, a line per δ, and its runs below."""
-    lines = [f"corpus {_printable(origin)}", *(() if priced else ("  nothing is spent or reserved",))]
-    for cls, group in groupby(priced, key=lambda pair: pair[0].cls):
-        name, mark, label = cls.partition(MARK)
-        lines.append(f"  class {_printable(name)}" + (f", signed bound {_printable(label)}" if mark else ""))
-        for account, total in (found := list(group)):
-            lines.append(
-                f"    ε {_epsilon(total.spent)} spent, {_epsilon(total.committed)} with what is reserved "
-                f"(δ = {account.delta:g}, {account.accountant})"
-            )
-        lines.extend(f"      {row}" for row in _runs(found[0][1]))
-    return "\n".join(lines)
-
-
-def _runs(total: Total) -> list[str]:
-    rows = [["run", "label", "state", "steps", "redone", "reserved"]]
-    for each in total.runs:
-        counts = [f"{count:,}" for count in (each.steps, each.redone, each.reserved)]
-        state = "finished" if each.finished else "open"
-        rows.append([_printable(each.run[:8]), _printable(each.label), state, *counts])
-    return columns(rows, left=3).split("\n") if total.runs else []
-
-
-def _epsilon(value: float) -> str:
-    return round_up(value) if math.isfinite(value) else "∞"
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else None
-
-
-def _printable(text: str) -> str:
-    """Names are the user's: control characters in them do not reach the terminal."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    return found[0], 0

@@ -44,6 +44,13 @@ def keys_of(record: Admitted) -> list[bytes]:
     return keys
 
 
+def ranges(digits: str) -> list[tuple[bytes, bytes]]:
+    """First and last key of descriptors, and of anchors, whose digest begins with these hex digits."""
+    width = 2 * (KEY - 1)
+    first, last = (bytes.fromhex(digits[:width].ljust(width, rest)) for rest in "0f")
+    return [(make(first), make(last)) for make in (descriptor_key, anchor_key)]
+
+
 def lasting(key: bytes) -> bool:
     """Whether a key stays when its leaf is pruned."""
     return key[:1] == b"s"
@@ -85,6 +92,16 @@ class Tail:
         found = [(key, self._once[key]) for key in keys if key in self._once]
         found += [(key, seq) for key in keys if key in self._anchors for seq in self._anchors[key]]
         return [*found, *rows.find(keys)] if self.start else found
+
+    def between(self, rows: Reader, first: bytes, last: bytes, most: int) -> list[bytes]:
+        """The keys in [first, last], indexed or not, in order and each once; at most so many."""
+        found = {key for keys in (self._once, self._anchors) for key in keys if first <= key <= last}
+        for _ in range(most if self.start else 0):
+            if not (there := rows.find_between(first, last, 1)):
+                break
+            found.add(there[0][0])  # an anchor may be that of any number of leaves: on from the key after it
+            first = (int.from_bytes(there[0][0], "big") + 1).to_bytes(KEY, "big")
+        return sorted(found)[:most]
 
     def index(self, rows: Writer, more: Sequence[tuple[bytes, int]]) -> None:
         """Write everything, and `more`, into the index of the store, in order."""

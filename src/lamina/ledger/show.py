@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +16,7 @@ from lamina.ledger.records import (
     Aggregate,
     Epoch,
     Header,
+    Key,
     KeyEvent,
     Outcome,
     PolicyChange,
@@ -25,6 +24,7 @@ from lamina.ledger.records import (
     Release,
     Withdrawal,
 )
+from lamina.ledger.records.fields import MICRO, SPEND, TIME, Many, Octets, OneOf, Part, Shape, schema
 from lamina.ledger.view import View
 
 _BOUNDS = 4  # signed bounds of an epoch that are told in its line
@@ -103,9 +103,13 @@ def _runs(record: Record) -> tuple[bytes, ...]:
 
 
 def as_object(leaf: Leaf) -> dict[str, Any]:
-    """A leaf with all that its record says: bytes in hexadecimal, times as UTC, ε as plain numbers beside 1e-9."""
-    body = _plain(leaf.record)
-    assert isinstance(body, dict)
+    """A leaf with all that its record says, in one form for every kind.
+
+    Bytes are hexadecimal, times RFC 3339 in UTC, durations seconds; norms, multipliers and ε plain numbers, of which
+    the decimal is exactly what the record holds; `spend` is `epsilon`, null where no finite figure is known. What the
+    record leaves out is null.
+    """
+    body = _object(leaf.record)
     return {
         "index": leaf.seq,
         "time": shown(leaf.time),
@@ -115,17 +119,39 @@ def as_object(leaf: Leaf) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, enum.Enum):
-        return value.name.lower()
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    if dataclasses.is_dataclass(value):
-        named = ((each.name, getattr(value, each.name)) for each in dataclasses.fields(value) if each.init)
-        return {"class" if name == "cls" else name: _plain(one) for name, one in named}
-    return value
+def plain(spend: int) -> float | None:
+    """ε of a spend as a number; JSON has no infinity."""
+    return None if spend == UNBOUNDED else spend / NANO
+
+
+_CALLED = {"cls": "class", "spend": "epsilon"}
+
+
+def _object(record: Any) -> dict[str, Any]:
+    """A record or a part of one, field by field as its schema says."""
+    found: dict[str, Any] = {"id": record.id.hex()} if isinstance(record, Key) else {}
+    for each in schema(type(record)).fields:
+        value = getattr(record, each.name)
+        found[_CALLED.get(each.name, each.name)] = None if value is None else _plain(each.shape, value)
+    return found
+
+
+def _plain(shape: Shape, value: Any) -> Any:
+    match shape:
+        case Many(each=each):
+            return [_plain(each, one) for one in value]
+        case Part():
+            return _object(value)
+        case Octets():
+            return value.hex()
+        case OneOf():
+            return value.name.lower()
+    numbers = {TIME: shown, MICRO: _units, SPEND: plain}
+    return numbers[shape](value) if shape in numbers else value
+
+
+def _units(micro: int) -> float:
+    return micro / 1e6
 
 
 # ----------------------------------------------------------------------------------- for people
@@ -135,13 +161,14 @@ def in_words(leaf: Leaf) -> str:
     """What a record says, in one line."""
     match leaf.record:
         case Header() as r:
-            keys = f"{len(r.keys)} keys"
-            return f"{r.origin}: {r.accountant} at δ = {r.delta:g}, kept {r.retention / 86400:g} days, {keys}"
+            kept = f"kept {r.retention / 86400:g} day{'' if r.retention == 86400 else 's'}"
+            return f"{r.origin}: {r.accountant} at δ = {r.delta:g}, {kept}, {counted(len(r.keys), 'key')}"
         case Admitted(terms=t) as r:
-            bound = f"c {t.clip_norm / 1e6:g}, z {t.noise_multiplier / 1e6:g}" if t.clip_norm else "public"
+            bound = f"c {number(t.clip_norm)}, z {number(t.noise_multiplier)}" if t.clip_norm else "public"
             return f"{r.descriptor.hex()[:16]}  {t.cls}, {bound}, {t.profile or 'any depth'}"
         case Epoch() as r:
-            return f"run {r.run.hex()[:8]} {_segments(r)}: {_spends(r)}"
+            word = "segment" if len(r.segments) == 1 else "segments"
+            return f"run {r.run.hex()[:8]}, {word} {_segments(r)}: {_spends(r)}"
         case Withdrawal() as r:
             return f"of leaf {r.target}: {r.reason.name.lower()}, open segment: {r.effect.name.lower()}"
         case KeyEvent() as r:
@@ -154,14 +181,18 @@ def in_words(leaf: Leaf) -> str:
             return f"{r.change.name.lower()}{new}{old} from {shown(r.effective)}"
         case Aggregate() as r:
             totals = ", ".join(f"{each.count} {each.cls} (ε {epsilon(each.spend)})" for each in r.classes)
-            return f"of {r.count} contributions until {shown(r.horizon)}: {totals}; {len(r.signatures)} countersigned"
+            old = f"{counted(r.count, 'contribution')}, admitted before {shown(r.horizon)}"
+            return f"of {old}: {totals}; countersigned by {len(r.signatures)}"
         case PolicyChange() as r:
-            floors = f"clip norm {r.floors.clip_norm / 1e6:g}, noise multiplier {r.floors.noise_multiplier / 1e6:g}"
-            return f"floors: {floors}; {len(r.presets)} classes, signed by {len(r.signatures)}"
+            floors = f"clip norm {number(r.floors.clip_norm)}, noise multiplier {number(r.floors.noise_multiplier)}"
+            parts = (
+                f"{counted(len(r.presets), 'class', 'classes')}, {counted(len(r.signatures), 'signature')}"
+            )
+            return f"floors: {floors}; {parts}"
         case Release() as r:
             runs = ", ".join(run.hex()[:8] for run in r.runs) or "none"
             until = "" if r.not_after is None else f", until {shown(r.not_after)}"
-            return f"{r.manifest.hex()[:16]} of runs {runs}{until}"
+            return f"{r.manifest.hex()[:16]} of {'run' if len(r.runs) == 1 else 'runs'} {runs}{until}"
 
 
 def _segments(record: Epoch) -> str:
@@ -179,7 +210,7 @@ def _spends(record: Epoch) -> str:
     signed = sorted((each for each in record.accounts if each.noise_multiplier), key=lambda each: -each.spend)
     told = [f"{bound_in_words(each.bound)} ε {epsilon(each.spend)}" for each in (*classes, *signed[:_BOUNDS])]
     if (more := len(signed) - _BOUNDS) > 0:
-        told.append(f"and {more} more bound{'s' if more > 1 else ''}")
+        told.append(f"and {counted(more, 'more bound')}")
     return "; ".join(told) or "nobody was charged"
 
 
@@ -190,7 +221,16 @@ def bound_in_words(bound: tuple[str, int, int]) -> str:
     ('clinical (c 0.5, z 4)', 'clinical')
     """
     cls, clip, noise = bound
-    return f"{cls} (c {clip / 1e6:g}, z {noise / 1e6:g})" if noise else cls
+    return f"{cls} (c {number(clip)}, z {number(noise)})" if noise else cls
+
+
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """So many of them.
+
+    >>> counted(1, "leaf", "leaves"), counted(1_200, "leaf", "leaves"), counted(0, "run")
+    ('1 leaf', '1,200 leaves', '0 runs')
+    """
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
 def epsilon(spend: int, digits: int = 4) -> str:
@@ -199,3 +239,23 @@ def epsilon(spend: int, digits: int = 4) -> str:
         return "∞"
     unit = NANO // 10**digits
     return f"{-(-spend // unit) / 10**digits:.{digits}f}"
+
+
+def remaining(spend: int, digits: int = 4) -> str:
+    """What remains of a bound as ε, never printed larger than it is.
+
+    >>> epsilon(123_450_001), remaining(123_459_999)
+    ('0.1235', '0.1234')
+    """
+    return (
+        "∞" if spend == UNBOUNDED else epsilon(max(0, spend) // (unit := NANO // 10**digits) * unit, digits)
+    )
+
+
+def number(micro: int) -> str:
+    """A norm or multiplier, all of its digits.
+
+    >>> number(1_390_594), number(4_000_000)
+    ('1.390594', '4')
+    """
+    return f"{micro / 1e6:.15g}"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from lamina.account.pooled import Events, pooled
 from lamina.errors import LaminaError
-from lamina.ledger.amounts import nano
+from lamina.ledger.amounts import UNBOUNDED, nano
 from lamina.ledger.leaf import Leaf
 from lamina.ledger.records import (
     Account,
@@ -80,6 +80,13 @@ class Trace:
     def spend(self) -> int:
         """What it has lost so far."""
         return self.epochs[-1].spend if self.epochs else 0
+
+    @property
+    def remaining(self) -> int | None:
+        """What it may still lose of what it signed, in 1e-9; None if it is public."""
+        if self.signed is None or self.signed == UNBOUNDED:
+            return self.signed
+        return max(0, self.signed - self.spend)
 
     @property
     def shared(self) -> int:

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from lamina.admit.times import shown
-from lamina.ledger.amounts import NANO, UNBOUNDED
 from lamina.ledger.leaf import Leaf
 from lamina.ledger.records import Epoch, Release, Withdrawal
+from lamina.ledger.show import plain
 from lamina.ledger.trace import Exposure, Trace
 
 
@@ -27,19 +27,16 @@ def as_object(found: Trace) -> dict[str, Any]:
         "clip_norm": record.terms.clip_norm / 1e6,
         "noise_multiplier": record.terms.noise_multiplier / 1e6,
         "profile": record.terms.profile,
+        "not_before": shown(record.not_before),
         "expires": shown(record.expires),
         "epsilon": plain(found.spend),
         "epsilon_signed": None if found.signed is None else plain(found.signed),
+        "epsilon_remaining": None if found.remaining is None else plain(found.remaining),
         "epochs": [_epoch(each) for each in found.epochs],
         "not_used_in": found.unused,
         "withdrawn": None if found.withdrawal is None else _withdrawal(found.withdrawal),
         "releases": [_release(each) for each in found.releases],
     }
-
-
-def plain(spend: int) -> float | None:
-    """ε as a number."""
-    return None if spend == UNBOUNDED else spend / NANO
 
 
 def _epoch(each: Exposure) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lamina.ledger.errors import LedgerError
 from lamina.ledger.frontier import Frontier
 from lamina.ledger.hashing import leaf_hash
 from lamina.ledger.leaf import Leaf
-from lamina.ledger.lookup import Tail, anchor_key, descriptor_key, subject_key
+from lamina.ledger.lookup import Tail, anchor_key, descriptor_key, ranges, subject_key
 from lamina.ledger.parties import Parties
 from lamina.ledger.proof_text import ProofText
 from lamina.ledger.receipt import Seal
@@ -159,6 +159,16 @@ class View:
     def find(self, digest: bytes) -> list[int]:
         """Contributions by the digest of their descriptor, their content anchor, or their subject's tag."""
         return sorted({seq for _, seq in self._find([make(digest) for make in _KEYS])})
+
+    def beginning(self, digits: str, most: int) -> list[int]:
+        """Contributions whose descriptor digest or content anchor begins with these hex digits.
+
+        All of them, if they have at most `most` digests; otherwise those of so many.
+        """
+        with self._turn, self.store.read() as rows:
+            self._tail.follow(rows, head_of(rows))
+            keys = [key for pair in ranges(digits) for key in self._tail.between(rows, *pair, most)]
+            return sorted({seq for _, seq in self._tail.find(rows, keys[:most])})
 
     def known(self, descriptors: Sequence[bytes]) -> dict[bytes, int]:
         """Descriptor digest → leaf, of those that were admitted before."""

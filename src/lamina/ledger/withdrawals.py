@@ -16,8 +16,8 @@ from lamina.ledger.find import find
 from lamina.ledger.leaf import Leaf
 from lamina.ledger.ledger import Ledger
 from lamina.ledger.records import Admitted, Effect, Reason, Withdrawal
+from lamina.ledger.show import plain
 from lamina.ledger.trace import Lost, lost
-from lamina.ledger.trace_form import plain
 
 REASONS = {reason.name.lower(): reason for reason in Reason}
 EFFECTS = {effect.name.lower(): effect for effect in Effect}

@@ -94,6 +94,7 @@ def _ask(run: Run, plan: StepPlan, rest: Sequence[Charge]) -> None:
         charges=() if whole and not run.accounts else rest,
         bounds=run.bounds,
         label=run.folder.name,
+        plan=plan,
     )
     if whole:
         book_whole(run, plan)

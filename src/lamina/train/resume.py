@@ -48,19 +48,23 @@ _WORDS = {
 }
 
 
-def mismatches(pending: Open, facts: Facts, *, copied: bool) -> tuple[str, ...]:
+def mismatches(pending: Open, facts: Facts, *, copied: bool, disowned: bool = False) -> tuple[str, ...]:
     """In words: why a pending segment cannot be replayed. Empty if it can."""
     found = [_WORDS[f.name] for f in fields(facts) if getattr(pending, f.name) != getattr(facts, f.name)]
     if copied:
         found.append("the run's folder was copied or restored from a copy")
+    if disowned:
+        found.append("the ledger records them as given up")
     if not pending.seed:
         found.append("its seed is gone")
     return tuple(found)
 
 
-def decide(pending: Open, facts: Facts, *, newest: int, copied: bool) -> tuple[Action, tuple[str, ...]]:
+def decide(
+    pending: Open, facts: Facts, *, newest: int, copied: bool, disowned: bool = False
+) -> tuple[Action, tuple[str, ...]]:
     """`newest` counts the closed segments of the newest checkpoint."""
     if newest > pending.segment:
         return Action.FINISH, ()
-    reasons = mismatches(pending, facts, copied=copied)
+    reasons = mismatches(pending, facts, copied=copied, disowned=disowned)
     return (Action.REDO, reasons) if reasons else (Action.REPLAY, ())

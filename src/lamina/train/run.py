@@ -15,20 +15,21 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from lamina.account import Event, Schedule, grouped
 from lamina.admit.descriptor import MICRO
 from lamina.engine.stream import SEED_BYTES
 from lamina.errors import BudgetExceeded, RunError
-from lamina.ledger.records import Outcome, Segment
+from lamina.ledger.records import Outcome
 from lamina.plan import StepPlan
 from lamina.plan.signed import signed_epsilon
 from lamina.train import followed
 from lamina.train.book import Account, Book
 from lamina.train.book.account import bound_of
 from lamina.train.book.charge import Charge, follows_budget
+from lamina.train.book.held import Begun
 from lamina.train.promise import book_whole
 from lamina.train.resume import Facts
 from lamina.train.store.checkpoint import Checkpoints
@@ -85,6 +86,14 @@ class Run:
         """Keys the digests of data and membership, so that they mean nothing outside this run."""
         return self.journal.start.salt
 
+    @property
+    def disowned(self) -> bool:
+        """Whether the ledger records the segment that is open here as given up: by a copy of the run, or as lost."""
+        if (pending := self.journal.pending) is None:
+            return False
+        found = self.book.recorded(self.id, pending.segment, pending.generation)
+        return found is not None and (found.nonce, found.outcome) == (pending.nonce, Outcome.ABANDONED)
+
     def settle_copy(self) -> None:
         """Remember the new place of a folder that was copied."""
         self.journal.append(Moved(place=os.stat(self.folder / "journal").st_ino))
@@ -100,6 +109,7 @@ class Run:
         facts: Facts,
         due: Sequence[Charge],
         eligibility: int,
+        after: int,
         variance: Sequence[float] = (),
     ) -> Open:
         """Draw a seed, write it down with what the segment takes, and charge it. Only then may a coin be tossed."""
@@ -114,6 +124,7 @@ class Run:
                 **asdict(facts),
                 charges=tuple(due),
                 eligibility=eligibility,
+                after=after,
                 variance=tuple(variance),
                 scales=self.scales(due),
                 seed=self._seed(),
@@ -148,32 +159,26 @@ class Run:
             bounds=self.bounds,
             scales=opened.scales,
             plan=opened.plan,
+            begun=_begun(opened),
             already=already,
         )
 
     def scales(self, due: Sequence[Charge]) -> dict[str, float]:
-        """Of the signed bounds among these charges."""
+        """Of the signed bounds among these charges; of all where some segments take nothing of those who take part."""
         names = {charge.cls for charge in due}
-        return {each.name: each.scale for each in self.accounts if each.name in names}
+        capped = self.plan is not None and self.plan.injection.occurrences is not None
+        return {each.name: each.scale for each in self.accounts if capped or each.name in names}
 
     def record(self, opened: Open, outcome: Outcome) -> None:
         """The leaf of an attempt that has ended: what it took, from whom, and what everybody has lost after it."""
-        plan = self._plan(opened.plan)
+        plan, begun = self._plan(opened.plan), _begun(opened)
         # a ledger that was restored from an older copy may be shorter than it was when the segment was opened
         read = min(opened.eligibility, self.book.ledger.patiently(lambda: self.book.ledger.size))
         self.book.record(
             self.id,
-            segment=Segment(
-                index=opened.segment,
-                generation=opened.generation,
-                nonce=opened.nonce,
-                first=opened.first,
-                last=opened.last,
-                eligibility=read,
-                outcome=outcome,
-            ),
+            segment=replace(begun, eligibility=read).segment(*opened.key, outcome),
             plan=plan,
-            variance=opened.variance or [s * s for s in plan.noise],
+            variance=begun.applied(plan),
             accounts=self.accounts,
         )
 
@@ -306,3 +311,7 @@ class Run:
     def write(self, name: str, data: bytes) -> None:
         """A public file of the run."""
         write_atomically(self.folder / name, data, mode=0o644)
+
+
+def _begun(opened: Open) -> Begun:
+    return Begun(opened.first, opened.last, opened.eligibility, opened.after, opened.variance)

@@ -58,6 +58,7 @@ class Segments:
         self._replay: Open | None = None
         self._checkpoint = bytes(32)
         self._written_by = bytes(16)  # the nonce of the segment that the checkpoint ended
+        self._after = 0  # its generation
         self._membership: tuple[int, bytes] | None = None
         self.revision = corpus.revision  # of the membership that the open segment was frozen with
 
@@ -100,7 +101,10 @@ class Segments:
 
     def _settle(self, pending: Open) -> None:
         """A segment was open when the run stopped."""
-        action, reasons = decide(pending, self._facts(), newest=self.state.segments, copied=self.run.copied)
+        run = self.run
+        action, reasons = decide(
+            pending, self._facts(), newest=self.state.segments, copied=run.copied, disowned=run.disowned
+        )
         if action is Action.FINISH and self._written_by != pending.nonce:
             raise RunError(
                 f"checkpoint {self.state.segments} is not what the journal's open segment {pending.segment} left",
@@ -163,6 +167,7 @@ class Segments:
             facts=self._facts(),
             due=due,
             eligibility=eligibility,
+            after=self._after,
             variance=self._variance(),
         )
 
@@ -247,6 +252,7 @@ class Segments:
     def _save(self, opened: Open | None) -> None:
         snapshot = self.state.capture(self._header(opened))
         self._checkpoint = self.run.checkpoints.save(self.state.segments, snapshot)
+        self._after = snapshot.state["generation"]
 
     def _restore(self) -> None:
         indices = self.run.checkpoints.indices()
@@ -255,15 +261,27 @@ class Segments:
                 f"'{self.run.folder}' has a journal and no checkpoint",
                 "restore the checkpoint; or begin in another folder (what was charged stays in the ledger)",
             )
+        pending = self.run.journal.pending
+        if pending is not None and indices[-1] > pending.segment and self.run.disowned:
+            self._go_back(indices)
         snapshot, self._checkpoint = self.run.checkpoints.load(indices[-1])
         self._check(snapshot, indices[-1])
-        self._written_by = snapshot.state["nonce"]
+        self._written_by, self._after = snapshot.state["nonce"], snapshot.state["generation"]
         self.state.restore(snapshot)
         if snapshot.state["settings"] != self.settings:
             changes = self.state.apply_given()
             self.note(
                 f"optimiser, scheduler, loss, model or options are not those of the checkpoint: {changes}"
             )
+
+    def _go_back(self, indices: list[int]) -> None:
+        """The newest checkpoint comes from steps that the ledger records as given up: the one before it counts."""
+        if len(indices) == 1:
+            raise RunError(
+                f"the only checkpoint in '{self.run.folder}' comes from steps that the ledger records as given up",
+                "begin in another folder; what was charged stays in the ledger",
+            )
+        self.run.checkpoints.drop(indices.pop())
 
     def _check(self, snapshot: Snapshot, index: int) -> None:
         """Whether a checkpoint is this run's, and the one that its journal closed."""

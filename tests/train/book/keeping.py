@@ -25,6 +25,8 @@ from lamina.ledger.records import Epoch, Floors, Outcome, Preset, Segment
 from lamina.plan import FollowBudget, Form, Injection, StepPlan
 from lamina.plan.step import PlannedClass, PlannedLayer
 from lamina.train.book import Account, Book, Charge, charges
+from lamina.train.book.charge import follows_budget
+from lamina.train.book.held import Begun
 from lamina.train.followed import nonce, parts
 
 FIRST, SECOND, THIRD = "a1" * 16, "b2" * 16, "c3" * 16
@@ -171,6 +173,9 @@ class Attempts:
     plan: StepPlan = field(default_factory=plan)
     accounts: tuple[Account, ...] = ()
     bounds: dict[str, float] = field(default_factory=dict)
+    newest: dict[int, int] = field(
+        default_factory=dict
+    )  # segment → the generation of it that was closed last
 
     def segment(self, index: int, generation: int = 0, **changes: Any) -> Segment:
         given: dict[str, Any] = {
@@ -181,6 +186,7 @@ class Attempts:
             "last": 10 * index + 10,
             "eligibility": self.book.ledger.patiently(lambda: self.book.ledger.size),
             "outcome": Outcome.CLOSED,
+            "after": self.newest.get(index - 1, 0) or None,
         }
         return Segment(**{**given, **changes})
 
@@ -191,14 +197,18 @@ class Attempts:
         made = self.segment(index, generation)
         if due is None:
             due = charges(self.plan, made.first, made.last, self.accounts)
+        all_of_them = self.plan.injection.occurrences is not None or follows_budget(self.plan)
         given: dict[str, Any] = {
             "segment": index,
             "generation": generation,
             "nonce": made.nonce,
             "charges": due,
             "bounds": self.bounds,
-            "scales": {a.name: a.scale for a in self.accounts if a.name in {each.cls for each in due}},
+            "scales": {
+                a.name: a.scale for a in self.accounts if all_of_them or a.name in {each.cls for each in due}
+            },
             "plan": self.plan.digest(),
+            "begun": Begun(made.first, made.last, made.eligibility, made.after or 0),
         }
         return self.book.charge(self.run, **{**given, **other})
 
@@ -210,9 +220,12 @@ class Attempts:
                 generation += 1
 
     def record(self, index: int, generation: int = 0, **changes: Any) -> int:
+        segment = self.segment(index, generation, **changes)
+        if segment.outcome is Outcome.CLOSED:
+            self.newest[index] = generation
         return self.book.record(
             self.run,
-            segment=self.segment(index, generation, **changes),
+            segment=segment,
             plan=self.plan,
             variance=[s * s for s in self.plan.noise],
             accounts=self.accounts,

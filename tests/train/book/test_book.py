@@ -35,7 +35,7 @@ from lamina import cbor
 from lamina.account import Event, accountant, calibrate
 from lamina.errors import AccountingError, BudgetExceeded, RunError
 from lamina.train.book import Book, Booked, Charge
-from lamina.train.book.held import RESERVED, Held
+from lamina.train.book.held import RESERVED, Begun, Held
 
 
 def holds(book: Book) -> dict[tuple[str, int, int], Held]:
@@ -333,7 +333,7 @@ def test_a_charge_within_its_reservation_asks_no_accountant(
         raise AssertionError("priced")
 
     monkeypatch.setattr("lamina.train.book.limits.pooled", never)
-    monkeypatch.setattr("lamina.train.book.book.pooled", never)
+    monkeypatch.setattr("lamina.train.book.asking.pooled", never)
     assert pay(book, FIRST, 0, owed(20), bound=5.0)
     assert pay(book, FIRST, 1, owed(20), bound=6.0)
     assert book.fits(FIRST, charge=owed(10), bound=5.0) == 10
@@ -701,7 +701,10 @@ def test_nothing_but_charges_is_kept(book: Book) -> None:
     ]
     assert [len(row) for row in (run, *attempts, terms)] == [4, 6, 6, 2]
     bodies = [cbor.decode(row[5], floats=True) for row in attempts]
-    assert bodies == [[[["clinical", 10.0, 1.0, n, DELTA, "gaussian"]], {}, b""] for n in (2, 3)]
+    assert bodies == [[[["clinical", 10.0, 1.0, n, DELTA, "gaussian"]], {}, b"", []] for n in (2, 3)]
+    begun = Held((), begun=Begun(10, 20, 7, 1, (0.25,)))  # what the leaf of the attempt will say
+    assert cbor.decode(begun.encode(), floats=True) == [[], {}, b"", [10, 20, 7, 1, [0.25]]]
+    assert Held.decode(begun.encode()) == begun
     assert terms[0] == "clinical"
     assert cbor.decode(terms[1], floats=True, null=True) == [[5.0, DELTA, "gaussian"]]
 

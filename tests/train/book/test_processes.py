@@ -169,7 +169,7 @@ def test_an_exception_inside_a_booking_undoes_it(path: Path, monkeypatch: pytest
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lamina.train.book.limits.pooled", stop)
-    monkeypatch.setattr("lamina.train.book.book.pooled", stop)
+    monkeypatch.setattr("lamina.train.book.asking.pooled", stop)
     for booking in (
         lambda: pay(book, 99, bounds={"clinical": 9.0}),
         lambda: book.reserve(FIRST, charges=[CHARGE], bounds={"clinical": 9.0}),

@@ -190,7 +190,7 @@ def test_an_account_is_priced_once_after_something_was_charged_already(
         return pooled([Event(sigma=s, q=q, steps=n) for (s, q, _), n in events.items()], delta)
 
     monkeypatch.setattr("lamina.train.book.limits.pooled", counted)
-    monkeypatch.setattr("lamina.train.book.book.pooled", counted)
+    monkeypatch.setattr("lamina.train.book.asking.pooled", counted)
     for segment in range(3):
         assert pay(book, FIRST, segment, owed(10), owed(1, cls="wearable"), bound=5.0)
     assert len(priced) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -212,6 +213,30 @@ def test_raw_noise_pays_again_for_what_is_done_again(book: Book) -> None:
     assert book.total("clinical", delta=DELTA, accountant="rdp").runs[0].steps == 12
 
 
+@pytest.mark.parametrize(
+    ("charged", "after", "reason"),
+    [
+        (4, None, None),
+        (3, None, "charges 11 steps at multiplier [0-9.]+ and rate 1, its plan takes 12"),
+        (4, 1, "begins at step 10, where no segment before it ended"),
+        (4, 7, "begins at step 10, where no segment before it ended"),
+    ],
+)
+def test_a_branch_pays_for_itself(book: Book, charged: int, after: int | None, reason: str | None) -> None:
+    """Three segments; a copy goes on from the first. Its weights come from an attempt that was closed."""
+    tries = [(0, 0, 4, Outcome.CLOSED), (0, 1, 4, Outcome.ABANDONED), (1, 0, 0, Outcome.CLOSED)]
+    run = capped_run(book, *tries, (2, 0, 0, Outcome.CLOSED))
+    one = charges(run.plan, 0, 1, run.accounts)
+    assert run.charge(1, 1, due=[each.times(charged) for each in one])
+    seq = run.record(1, 1, after=after)
+    problem = verify(book.ledger.store).problem
+    if reason is None:
+        assert problem is None
+    else:
+        assert problem is not None and (problem.index, problem.kind) == (seq, "epoch")
+        assert re.search(reason, problem.reason)
+
+
 # --------------------------------------------------------------------------------------- noise that follows a budget
 
 
@@ -231,6 +256,26 @@ def test_a_budget_that_is_followed_is_recorded_with_the_first_epoch(where: str) 
         for account in first.accounts:
             assert account.charges == whole(run.plan, account.cls, account.scale)
         assert all(account.charges == () for epoch in others for account in epoch.accounts)
+
+
+def test_a_followed_budget_is_used_once(book: Book) -> None:
+    """Steps may be given up and done again, as long as the budget lasts; then it has to be charged once more."""
+    run = Attempts(book, plan=following())
+    run.budget()
+    for index, generation, outcome in (
+        (0, 0, Outcome.CLOSED),
+        (1, 0, Outcome.ABANDONED),
+        (1, 1, Outcome.CLOSED),
+        (2, 0, Outcome.CLOSED),
+    ):
+        assert run.charge(index, generation, due=[])
+        run.record(index, generation, outcome=outcome)
+    verified(book)
+    assert run.charge(3, due=[])
+    seq = run.record(3)  # forty steps were charged, fifty are used
+    problem = verify(book.ledger.store).problem
+    assert problem is not None and (problem.index, problem.kind) == (seq, "epoch")
+    assert "has used its budget for 50 steps, and 40 are charged" in problem.reason
 
 
 def test_a_followed_budget_beside_fixed_noise_and_another_one(book: Book) -> None:
@@ -454,7 +499,7 @@ def test_whatever_is_charged_and_recorded_no_total_changes(
                     reserved[name] -= taking(run, 10)  # not below zero
             elif of := held if what == "record" else recorded:
                 key = of[(2 * index + generation) % len(of)]
-                outcome = Outcome.CLOSED if generation else Outcome.ABANDONED
+                outcome = Outcome.CLOSED if key[2] else Outcome.ABANDONED
                 runs[key[0]].record(*key[1:], outcome=outcome)
                 assert book.recorded(*key)
                 if what == "record":

@@ -38,13 +38,16 @@ Who contributed:
 Who keeps one:
 
   lamina ledger checkpoint ledger.db --key ledger.key sign what is there
-  lamina ledger copy ledger.db auditor.db             for others, also while runs write
+  lamina ledger copy ledger.db auditor.db             a copy, while runs write
   lamina ledger prune ledger.db --key ledger.key      sum up what is old
-  lamina ledger policy ledger.db                      which floors and classes hold
+  lamina ledger policy ledger.db                      floors and classes
   lamina ledger key ledger.db                         whose signatures count
+
+DIGEST is of a descriptor or of a content anchor, 64 hex digits or the first 8 or more; a folder of lamina attest, or
+the number of a leaf, does as well. What every class has lost, and what remains to it: lamina spend.
 """
 
-app = typer.Typer(no_args_is_help=True, help=folded(_HELP))
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=folded(_HELP))
 _COMMANDS: dict[str, Callable[..., None]] = {
     "show": show,
     "verify": verify,

@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 
 from lamina.admit import files
-from lamina.cli.ledger.common import Json, KeyFile, Output, Where, opened, say
+from lamina.cli.ledger.common import Json, KeyFile, Output, Where, looked_at, opened, printed, say
 from lamina.cli.output import print_json
 from lamina.cli.passphrase import PassphraseFile
 from lamina.ledger import checkpoint as notes
 from lamina.ledger.errors import LedgerError
-from lamina.ledger.ledger import Ledger
+from lamina.ledger.show import counted
+from lamina.ledger.view import View
 
 _MOST = 1 << 20
 
@@ -43,19 +44,22 @@ def checkpoint(
       lamina ledger checkpoint ledger.db > last.checkpoint
       lamina ledger checkpoint ledger.db --cosigned from-witness.txt
     """
-    with opened(ledger, key, passphrase_file) as book:
-        if key is not None:
-            book.checkpoint()
-        if cosigned is not None:
-            book.cosigned(files.read_small(cosigned, "the checkpoint", most=_MOST).decode("utf-8", "replace"))
-        text, leaves = _found(book, size), book.size
+    if key is not None or cosigned is not None:
+        with opened(ledger, key, passphrase_file) as book:
+            if key is not None:
+                book.checkpoint()
+            if cosigned is not None:
+                given = files.read_small(cosigned, "the checkpoint", most=_MOST)
+                book.cosigned(given.decode("utf-8", "replace"))
+    with looked_at(ledger) as view:
+        text, leaves = _found(view, size), view.size
     head, note = notes.parse(text)
     if output is not None:
         files.replace(output, text.encode("utf-8"), "the checkpoint", mode=0o644)
     if as_json:
         print_json(
             {
-                "ledger": ledger,
+                "ledger": printed(ledger),
                 "origin": head.origin,
                 "size": head.size,
                 "root": head.root.hex(),
@@ -65,17 +69,20 @@ def checkpoint(
             }
         )
     elif output is not None:
-        say(f"{output}: {head.size:,} leaves, signed by {', '.join(each.name for each in note.signatures)}")
+        signers = ", ".join(each.name for each in note.signatures)
+        say(f"{output}: {counted(head.size, 'leaf', 'leaves')}, signed by {signers}")
     else:
         sys.stdout.write(text)
 
 
-def _found(book: Ledger, size: int | None) -> str:
+def _found(book: View, size: int | None) -> str:
     if size is None:
         found = book.latest()
     else:
         found = next((text for text in book.checkpoints() if notes.parse(text)[0].size == size), None)
     if found is None:
-        which = "has no checkpoint" if size is None else f"has no checkpoint of {size} leaves"
+        which = (
+            "has no checkpoint" if size is None else f"has no checkpoint of {counted(size, 'leaf', 'leaves')}"
+        )
         raise LedgerError(f"the ledger {book.name} {which}", "sign one: --key")
     return found

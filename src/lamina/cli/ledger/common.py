@@ -13,13 +13,15 @@ import typer
 
 from lamina.admit.files import read_small
 from lamina.admit.key import PrivateKey
+from lamina.cli.ledgers import is_url, shown
 from lamina.cli.output import out
 from lamina.cli.passphrase import open_key
 from lamina.ledger.ledger import Ledger
-
-_URLS = ("postgresql://", "postgres://")
+from lamina.ledger.view import View
 
 Where = Annotated[str, typer.Argument(metavar="LEDGER", help="ledger.db, or postgresql://…/database#schema")]
+LEAF = "number of any leaf; or a contribution, by its digest (the first 8 digits or more) or its folder"
+DIGEST = "digest of its descriptor or content anchor, or the first 8 digits or more; its folder; or its leaf"
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 KeyFile = Annotated[
     Path | None,
@@ -30,7 +32,12 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", h
 
 def is_file(where: str) -> bool:
     """Whether it is kept in a file."""
-    return not where.startswith(_URLS)
+    return not is_url(where)
+
+
+def printed(where: str) -> str:
+    """Where it is, as it may be printed: without a password."""
+    return shown(where)
 
 
 def check_there(where: str) -> str:
@@ -42,6 +49,11 @@ def check_there(where: str) -> str:
     return os.path.realpath(where)
 
 
+def looked_at(where: str) -> View:
+    """The ledger, to be read and not changed: also a copy that cannot be written, and by a user who may only look."""
+    return View.read_only(check_there(where))
+
+
 @contextmanager
 def opened(
     where: str,
@@ -50,7 +62,7 @@ def opened(
     *,
     signer: PrivateKey | None = None,
 ) -> Iterator[Ledger]:
-    """The ledger, to be read; with a key (a file, or one that is open) also to be signed."""
+    """The ledger, to be read and appended to; with a key (a file, or one that is open) also to be signed."""
     place = check_there(where)
     with Ledger.open(place, signer if key is None else open_key(key, passphrase_file)) as ledger:
         yield ledger

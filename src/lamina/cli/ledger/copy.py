@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from lamina.cli.ledger.common import Json, Where, opened, say
-from lamina.cli.ledgers import shown
+from lamina.cli.ledger.common import Json, Where, looked_at, printed, say
 from lamina.cli.output import print_json
 from lamina.ledger.errors import LedgerError
+from lamina.ledger.show import counted
 from lamina.ledger.store.sqlite import SqliteStore
 
 
@@ -27,13 +27,13 @@ def copy(
 
       lamina ledger copy runs/clinic.ledger.db for-the-auditor.db
     """
-    with opened(ledger) as book:
+    with looked_at(ledger) as book:
         if not isinstance(book.store, SqliteStore):
-            raise LedgerError(f"{shown(ledger)} is a database", "copy it with pg_dump")
+            raise LedgerError(f"{printed(ledger)} is a database", "copy it with pg_dump")
         book.store.copy(target)
-    with opened(str(target)) as book:
+    with looked_at(str(target)) as book:
         size = book.size
     if as_json:
-        print_json({"ledger": ledger, "copy": str(target), "size": size})
+        print_json({"ledger": printed(ledger), "copy": str(target), "size": size})
         return
-    say(f"{target}: {size:,} leaves")
+    say(f"{target}: {counted(size, 'leaf', 'leaves')}")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from lamina.ledger import show
 from lamina.ledger.records import Floors, Header, PolicyChange, Preset, loosened
+from lamina.ledger.show import counted, plain
+from lamina.ledger.spend import signed_spend
 
 Policy = Header | PolicyChange
 
@@ -12,7 +15,7 @@ Policy = Header | PolicyChange
 def differences(old: Policy, new: Policy) -> list[str]:
     """One line for each thing that becomes another."""
     lines = [
-        f"floor of the {word}: {_plain(before)} → {_plain(after)}"
+        f"floor of the {word}: {number(before)} → {number(after)}"
         for word, before, after in (
             ("clip norm", old.floors.clip_norm, new.floors.clip_norm),
             ("noise multiplier", old.floors.noise_multiplier, new.floors.noise_multiplier),
@@ -42,21 +45,24 @@ def in_words(preset: Preset) -> str:
     if preset.public:
         bound = "public"
     elif preset.noise_multiplier:
-        bound = f"c ≤ {_plain(preset.clip_norm)}, z ≥ {_plain(preset.noise_multiplier)}"
+        bound = (
+            f"clip norm ≤ {number(preset.clip_norm)}, noise multiplier ≥ {number(preset.noise_multiplier)}"
+        )
     else:
-        bound = f"c ≤ {_plain(preset.clip_norm)}, no bound on ε" if preset.clip_norm else "no promise"
-    people = "" if preset.population is None else f", {preset.population:,} contributions"
+        bound = f"clip norm ≤ {number(preset.clip_norm)}, no bound on ε" if preset.clip_norm else "no promise"
+    people = "" if preset.population is None else f", {counted(preset.population, 'contribution')}"
     return f"{bound}, {preset.profile}{people}"
 
 
-def as_object(policy: Policy) -> dict[str, Any]:
-    """A policy for machines: plain numbers."""
+def as_object(policy: Policy, delta: float) -> dict[str, Any]:
+    """A policy for machines: plain numbers; ε at most over all runs, null where there is no bound."""
     return {
         "floors": _floors(policy.floors),
         "classes": {
             each.cls: {
                 "clip_norm": each.clip_norm / 1e6,
                 "noise_multiplier": each.noise_multiplier / 1e6,
+                "epsilon": plain(signed_spend(z, delta)) if (z := each.noise_multiplier) else None,
                 "public": each.public,
                 "profile": each.profile,
                 "population": each.population,
@@ -71,5 +77,6 @@ def _floors(floors: Floors) -> dict[str, float]:
     return {"clip_norm": floors.clip_norm / 1e6, "noise_multiplier": floors.noise_multiplier / 1e6}
 
 
-def _plain(micro: int) -> str:
-    return f"{micro / 1e6:.9g}" if micro else "none"
+def number(micro: int) -> str:
+    """A norm or multiplier of a policy."""
+    return show.number(micro) if micro else "none"

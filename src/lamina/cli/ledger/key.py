@@ -10,7 +10,7 @@ import typer
 
 from lamina.admit.key import PublicKey
 from lamina.admit.times import shown, when
-from lamina.cli.ledger.common import Json, KeyFile, Where, check_there, is_file, opened, say
+from lamina.cli.ledger.common import Json, KeyFile, Where, check_there, is_file, opened, printed, say
 from lamina.cli.output import columns, print_json
 from lamina.cli.passphrase import PassphraseFile, open_key
 from lamina.ledger import checkpoint as notes
@@ -18,6 +18,7 @@ from lamina.ledger.errors import LedgerError
 from lamina.ledger.ledger import Ledger
 from lamina.ledger.parties import Parties
 from lamina.ledger.records import Change, Key, KeyEvent, Role
+from lamina.ledger.show import counted
 
 _ROLES = {role.name.lower(): role for role in Role}
 _NAMES = {"list": 0, "add": 1, "rotate": 2, "revoke": 1}  # of keys that each takes
@@ -29,13 +30,13 @@ def key(
     action: Annotated[
         str,
         typer.Argument(
-            metavar="[ACTION]", help="list, add, rotate or revoke", autocompletion=lambda: list(_NAMES)
+            metavar="ACTION", help="list, add, rotate or revoke", autocompletion=lambda: list(_NAMES)
         ),
     ] = "list",
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY]...", help="add: NEW.pub; rotate: OLD NEW.pub; revoke: OLD, by id, name or file"
+            metavar="KEY", help="add: NEW.pub; rotate: OLD NEW.pub; revoke: OLD, by id, name or file"
         ),
     ] = None,
     role: Annotated[
@@ -141,11 +142,11 @@ def find(parties: Parties, name: str) -> Key:
 
 
 def _print_list(ledger: str, book: Ledger, as_json: bool) -> None:
-    parties, now = book.parties(), book.now()
+    parties, now = book.parties(), book.as_of()
     found = [(each, parties.wrong(each.id, now)) for each in parties.all()]
     if as_json:
         keys = [{**_object(each), "counts": wrong is None, "why_not": wrong} for each, wrong in found]
-        print_json({"ledger": ledger, "origin": book.origin, "keys": keys})
+        print_json({"ledger": printed(ledger), "origin": book.origin, "keys": keys})
         return
     rows = [["id", "role", "name", "state"]]
     rows += [
@@ -162,7 +163,7 @@ def _print(ledger: str, seq: int, size: int, event: KeyEvent, as_json: bool) -> 
     if as_json:
         print_json(
             {
-                "ledger": ledger,
+                "ledger": printed(ledger),
                 "index": seq,
                 "change": event.change.name.lower(),
                 "key": None if event.key is None else _object(event.key),
@@ -179,7 +180,7 @@ def _print(ledger: str, seq: int, size: int, event: KeyEvent, as_json: bool) -> 
     )
     old = "" if event.target is None else f" {'for ' if event.key else ''}{event.target.hex()[:16]}"
     say(f"leaf {seq}: {event.change.name.lower()}{new}{old} from {shown(event.effective)}")
-    say(f"signed, in the checkpoint of {size:,} leaves")
+    say(f"signed, in the checkpoint of {counted(size, 'leaf', 'leaves')}")
     if event.change is Change.ROTATE and event.key is not None and event.key.role is Role.LEDGER:
         say("from now on the new key signs: give it to who keeps, trains and admits" + _beside(ledger))
 

@@ -12,17 +12,19 @@ import typer
 from lamina import cbor
 from lamina.admit import files
 from lamina.admit.key import PrivateKey
-from lamina.cli.ledger.common import Json, Output, Where, opened, say
-from lamina.cli.ledger.difference import Policy, as_object, differences, in_words, looser
-from lamina.cli.output import print_json
+from lamina.cli.ledger.common import Json, Output, Where, opened, printed, say
+from lamina.cli.ledger.difference import Policy, as_object, differences, looser, number
+from lamina.cli.output import columns, print_json
 from lamina.cli.passphrase import PassphraseFile, open_key
 from lamina.errors import EncodingError
 from lamina.ledger.errors import LedgerError
 from lamina.ledger.ledger import Ledger
 from lamina.ledger.opening import Contract, follow, in_force
 from lamina.ledger.parties import Parties
-from lamina.ledger.records import PolicyChange, Role, Signed
+from lamina.ledger.records import Header, PolicyChange, Preset, Role, Signed
 from lamina.ledger.records.fields import schema
+from lamina.ledger.show import counted, epsilon
+from lamina.ledger.spend import signed_spend
 from lamina.plan.policy import Policy as PolicyFile
 
 _MOST = 1 << 20
@@ -34,7 +36,7 @@ def policy(
     ledger: Where,
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[POLICY]", help="the policy to adopt, policy.toml; without: show what holds"),
+        typer.Argument(metavar="POLICY", help="the policy to adopt, policy.toml; without: show what holds"),
     ] = None,
     key: Annotated[
         list[Path] | None,
@@ -88,18 +90,18 @@ def policy(
     with opened(ledger) as book:
         before = in_force(book)
         if file is None:
-            _print_policy(ledger, before, as_json)
+            _print_policy(ledger, before, book.header, as_json)
             return
         contract = _contract(book, file)
         change = contract.change(before)
         signatures = [] if change is None else _signatures(book, change, keys, signature or [])
         parties = book.parties()
-    told: dict[str, Any] = {"ledger": ledger, "changed": False, "checkpoint": None}
+    told: dict[str, Any] = {"ledger": printed(ledger), "changed": False, "checkpoint": None}
     if change is not None and propose is not None:
         files.replace(propose, change.message(contract.origin), "the proposal", mode=0o644)
         told["proposal"] = str(propose)
     elif change is not None and not dry_run:
-        with opened(ledger, signer=_signer(keys, parties, ledger)) as book:
+        with opened(ledger, signer=_signer(keys, parties, printed(ledger))) as book:
             book.check_signs()
             told["changed"] = follow(book, contract, tuple(signatures))
             told["checkpoint"] = book.latest()
@@ -218,7 +220,7 @@ def _sign(ledger: str, path: Path, key: PrivateKey, output: Path, as_json: bool)
         before = in_force(book)
         _check_party(book.parties(), key, book.now())
     files.write_new(output, key.sign(data), "the signature", mode=0o644)
-    told = {"ledger": ledger, "signature": str(output), "key": key.public.name}
+    told = {"ledger": printed(ledger), "signature": str(output), "key": key.public.name}
     _print_change(told, before, change, [], as_json)
 
 
@@ -241,14 +243,30 @@ def _proposal(path: Path, data: bytes, origin: str) -> PolicyChange:
 # ------------------------------------------------------------------------------------ what is printed
 
 
-def _print_policy(ledger: str, found: Policy, as_json: bool) -> None:
+def _print_policy(ledger: str, found: Policy, header: Header, as_json: bool) -> None:
+    told = {"origin": header.origin, "delta": header.delta, "accountant": header.accountant}
     if as_json:
-        print_json({"ledger": ledger, **as_object(found)})
+        print_json({"ledger": printed(ledger), **told, **as_object(found, header.delta)})
         return
-    floors = as_object(found)["floors"]
-    say(f"floors: clip norm {floors['clip_norm']:g}, noise multiplier {floors['noise_multiplier']:g}")
+    say(f"{header.origin}, {header.accountant} at δ = {header.delta:g}")
+    say(
+        f"floors: clip norm {number(found.floors.clip_norm)}, noise multiplier {number(found.floors.noise_multiplier)}"
+    )
+    rows = [["class", "clip norm ≤", "noise multiplier ≥", "ε ≤", "contributions", "depth"]]
     for each in found.presets:
-        say(f"class {each.cls}: {in_words(each)}")
+        clip = "public" if each.public else number(each.clip_norm)
+        noise = "-" if each.public else number(each.noise_multiplier)
+        people = "-" if each.population is None else f"{each.population:,}"
+        rows.append([each.cls, clip, noise, _most(each, header.delta), people, each.profile])
+    figures = columns([row[:-1] for row in rows]).split("\n")
+    say("\n".join(f"{line}  {row[-1]}" for line, row in zip(figures, rows, strict=True)))
+
+
+def _most(preset: Preset, delta: float) -> str:
+    """ε over all runs that the class is held to."""
+    if preset.public:
+        return "-"
+    return epsilon(signed_spend(preset.noise_multiplier, delta)) if preset.noise_multiplier else "no bound"
 
 
 def _print_change(
@@ -271,7 +289,7 @@ def _print_change(
     if change is None:
         say("this policy holds already: nothing changes")
     elif told.get("changed"):
-        say(f"adopted, signed by {len(signatures)}, and covered by a checkpoint")
+        say(f"adopted, with {counted(len(signatures), 'signature')}, and covered by a checkpoint")
     elif "signature" in told:
         say(f"{told['signature']}: signed by {told['key'][:16]}; give it back for --signature")
     elif "proposal" in told:

@@ -8,22 +8,23 @@ from typing import Annotated, Any
 import typer
 
 from lamina.admit import files
-from lamina.cli.ledger.common import Json, Output, Where, named, opened, say
+from lamina.cli.ledger.common import LEAF, Json, Output, Where, looked_at, named, printed, say
 from lamina.cli.output import print_json
 from lamina.ledger import checkpoint as notes
 from lamina.ledger.errors import LedgerError
-from lamina.ledger.find import find
+from lamina.ledger.find import find_one
 from lamina.ledger.hashing import leaf_hash
-from lamina.ledger.ledger import Ledger
 from lamina.ledger.proof_text import ProofText
+from lamina.ledger.show import counted
 from lamina.ledger.text import encode64
+from lamina.ledger.view import View
 
 
 def prove(
     ledger: Where,
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[LEAF]", help="number of a leaf, or digest of a contribution"),
+        typer.Argument(metavar="LEAF", help=LEAF),
     ] = None,
     old: Annotated[
         int | None,
@@ -43,39 +44,45 @@ def prove(
     Examples:
 
       lamina ledger prove ledger.db 17
-      lamina ledger prove ledger.db 9f86d081…0f00a08 -o mine.tlog-proof
+      lamina ledger prove ledger.db 9f86d081 -o mine.tlog-proof
       lamina ledger prove ledger.db --from 1000
     """
     if (name is None) == (old is None):
         raise typer.BadParameter("give a leaf, or --from SIZE", param_hint="LEAF")
-    with opened(ledger) as book:
+    with looked_at(ledger) as book:
         signed = _checkpoint(book, size)
         found = _consistency(book, old, signed) if old is not None else _inclusion(book, str(name), signed)
     if output is not None:
         files.replace(output, found["text"].encode("utf-8"), "the proof", mode=0o644)
     if as_json:
-        print_json({"ledger": ledger, **found})
+        print_json({"ledger": printed(ledger), **found})
     elif output is not None:
-        say(f"{output}: {len(found['path'])} hashes, under {found['size']:,} leaves")
+        hashes = counted(len(found["path"]), "hash", "hashes")
+        say(f"{output}: {hashes}, under the checkpoint of {counted(found['size'], 'leaf', 'leaves')}")
     else:
         sys.stdout.write(found["text"])
 
 
-def _checkpoint(book: Ledger, size: int | None) -> str:
+def _checkpoint(book: View, size: int | None) -> str:
     for text in book.checkpoints() if size is not None else [book.latest()]:
         if text is not None and size in (None, notes.parse(text)[0].size):
             return text
     raise LedgerError(
-        f"the ledger {book.name} has no such checkpoint", "sign one: lamina ledger checkpoint --key"
+        f"the ledger {book.name} has no checkpoint"
+        + ("" if size is None else f" of {counted(size, 'leaf', 'leaves')}"),
+        "sign one: lamina ledger checkpoint --key",
     )
 
 
-def _inclusion(book: Ledger, name: str, signed: str) -> dict[str, Any]:
-    seq = int(name) if name.isdecimal() and len(name) < 19 else find(book, named(name))[0].seq
+def _inclusion(book: View, name: str, signed: str) -> dict[str, Any]:
+    seq = find_one(book, named(name))
     head, _ = notes.parse(signed)
     hash = leaf_hash(book.raw(seq))
     if seq >= head.size:
-        raise LedgerError(f"leaf {seq} is not under the checkpoint of {head.size} leaves", "sign a newer one")
+        raise LedgerError(
+            f"leaf {seq} is not under the checkpoint of {counted(head.size, 'leaf', 'leaves')}",
+            "sign a newer one",
+        )
     path = book.prove(seq, head.size)
     return {
         "index": seq,
@@ -87,11 +94,12 @@ def _inclusion(book: Ledger, name: str, signed: str) -> dict[str, Any]:
     }
 
 
-def _consistency(book: Ledger, old: int, signed: str) -> dict[str, Any]:
+def _consistency(book: View, old: int, signed: str) -> dict[str, Any]:
     head, _ = notes.parse(signed)
     if not 0 <= old <= head.size:
         raise LedgerError(
-            f"the checkpoint has {head.size} leaves, and does not go on from {old}", "swap them"
+            f"the checkpoint has {counted(head.size, 'leaf', 'leaves')}, and does not go on from {old}",
+            "give a size that it has reached",
         )
     path = book.consistent(old, head.size)
     lines = [f"old {old}", *map(encode64, path)]

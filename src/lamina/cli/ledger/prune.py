@@ -12,7 +12,7 @@ from lamina import cbor
 from lamina.admit import files
 from lamina.admit.key import PrivateKey
 from lamina.admit.times import shown, when
-from lamina.cli.ledger.common import Json, KeyFile, Where, check_there, say
+from lamina.cli.ledger.common import Json, KeyFile, Where, check_there, printed, say
 from lamina.cli.output import columns, print_json
 from lamina.cli.passphrase import PassphraseFile, open_key
 from lamina.errors import EncodingError
@@ -22,7 +22,7 @@ from lamina.ledger.ledger import Ledger
 from lamina.ledger.records import Aggregate, Signed
 from lamina.ledger.records.fields import schema
 from lamina.ledger.retention import Retention
-from lamina.ledger.show import epsilon
+from lamina.ledger.show import counted, epsilon, plain
 
 _MOST = 1 << 20
 
@@ -113,14 +113,19 @@ def _load(path: Path) -> Aggregate:
 
 def _print(ledger: str, found: Aggregate | None, seq: int | None, as_json: bool) -> None:
     if as_json:
-        print_json({"ledger": ledger, "pruned": seq is not None, "index": seq, "proposal": _object(found)})
+        print_json(
+            {"ledger": printed(ledger), "pruned": seq is not None, "index": seq, "proposal": _object(found)}
+        )
         return
     if found is None:
         say("nothing is old enough to be summed up")
         return
-    done = "were summed up" if seq is not None else "would be summed up"
+    one = found.count == 1
+    done = ("was" if one else "were") if seq is not None else "would be"
     where = "" if seq is None else f", in leaf {seq}"
-    say(f"{found.count:,} contributions, admitted before {shown(found.horizon)}, {done}{where}")
+    say(
+        f"{counted(found.count, 'contribution')}, admitted before {shown(found.horizon)}, {done} summed up{where}"
+    )
     rows = [["class", "contributions", "withdrawn", "ε at most"]]
     rows += [
         [each.cls, f"{each.count:,}", f"{each.withdrawn:,}", epsilon(each.spend)] for each in found.classes
@@ -137,7 +142,7 @@ def _object(found: Aggregate | None) -> dict[str, Any] | None:
         "horizon": shown(found.horizon),
         "spans": [[span.first, span.stop] for span in found.spans],
         "classes": {
-            each.cls: {"count": each.count, "withdrawn": each.withdrawn, "epsilon": each.spend / 1e9}
+            each.cls: {"count": each.count, "withdrawn": each.withdrawn, "epsilon": plain(each.spend)}
             for each in found.classes
         },
         "countersigned": [each.key.hex() for each in found.signatures],

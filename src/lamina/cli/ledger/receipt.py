@@ -9,14 +9,14 @@ import typer
 
 from lamina.admit import files
 from lamina.admit.times import shown
-from lamina.cli.ledger.common import Json, named, opened, say
+from lamina.cli.ledger.common import LEAF, Json, looked_at, named, printed, say
 from lamina.cli.output import print_json
 from lamina.errors import LaminaError
 from lamina.ledger import leaf as leaves
 from lamina.ledger import receipt as receipts
 from lamina.ledger.check import Trust
 from lamina.ledger.errors import LedgerError, NotVerified
-from lamina.ledger.find import find
+from lamina.ledger.find import find_one
 from lamina.ledger.note import NoteKey
 from lamina.ledger.proof_text import ProofText
 from lamina.ledger.receipt import Receipt
@@ -28,10 +28,12 @@ _LEAF, _COSE, _TEXT = ".leaf", ".cose", ".tlog-proof"
 
 def receipt(
     ledger: Annotated[
-        str | None, typer.Argument(metavar="[LEDGER]", help="ledger.db, or postgresql://…")
+        str | None,
+        typer.Argument(metavar="LEDGER", help="ledger.db, or postgresql://…/database#schema"),
     ] = None,
     name: Annotated[
-        str | None, typer.Argument(metavar="[LEAF]", help="digest of a contribution, or the number of a leaf")
+        str | None,
+        typer.Argument(metavar="LEAF", help=LEAF),
     ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="PREFIX", help="beginning of the names of the files")
@@ -53,7 +55,7 @@ def receipt(
 
     Examples:
 
-      lamina ledger receipt ledger.db 9f86d081…0f00a08 -o mine
+      lamina ledger receipt ledger.db 9f86d081 -o mine
       lamina ledger receipt --check mine --trust ledger.pub
     """
     if check is not None:
@@ -63,17 +65,17 @@ def receipt(
         return
     if ledger is None or name is None:
         raise typer.BadParameter("give a ledger and a leaf, or --check", param_hint="LEDGER")
-    with opened(ledger) as book:
-        seq = int(name) if name.isdecimal() and len(name) < 19 else find(book, named(name))[0].seq
+    with looked_at(ledger) as book:
+        seq = find_one(book, named(name))
         parts = {_LEAF: book.raw(seq), _COSE: book.receipt(seq), _TEXT: book.proof_text(seq).encode("utf-8")}
     written = {suffix[1:]: str(_named(output, suffix)) for suffix in parts}
     for suffix, data in parts.items():
         files.write_new(_named(output, suffix), data, "the receipt", mode=0o644)
     size = Receipt.decode(parts[_COSE]).size
     if as_json:
-        print_json({"ledger": ledger, "index": seq, "size": size, "files": written})
+        print_json({"ledger": printed(ledger), "index": seq, "size": size, "files": written})
     else:
-        say(f"leaf {seq} of {size:,}: {', '.join(written.values())}")
+        say(f"receipt of leaf {seq} of {size:,}: {', '.join(written.values())}")
 
 
 def _check(prefix: Path, trust: Trust, as_json: bool) -> None:

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from lamina.admit.times import shown
-from lamina.cli.ledger.common import Json, Where, named, opened, say
+from lamina.cli.ledger.common import DIGEST, Json, Where, looked_at, named, printed, say
 from lamina.cli.output import columns, print_json
 from lamina.ledger.find import find
 from lamina.ledger.records import Epoch, Outcome, Release, Withdrawal
-from lamina.ledger.show import epsilon
+from lamina.ledger.show import counted, epsilon, number, remaining
 from lamina.ledger.trace import Exposure, Trace
 from lamina.ledger.trace import trace as traced
 
@@ -20,7 +20,7 @@ Name = Annotated[
     str,
     typer.Argument(
         metavar="DIGEST",
-        help="of its descriptor or content anchor, 64 hex digits; its folder (with descriptor.cbor); or its leaf",
+        help=DIGEST,
     ),
 ]
 
@@ -34,14 +34,14 @@ def trace(ledger: Where, name: Name, as_json: Json = False) -> None:
 
     Examples:
 
-      lamina ledger trace ledger.db 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+      lamina ledger trace ledger.db 9f86d081
       lamina ledger trace ledger.db contributions/p001
       lamina ledger trace ledger.db 17 --json
     """
-    with opened(ledger) as book:
+    with looked_at(ledger) as book:
         found = [traced(book, leaf) for leaf in find(book, named(name))]
     if as_json:
-        print_json({"ledger": ledger, "contributions": [each.to_dict() for each in found]})
+        print_json({"ledger": printed(ledger), "contributions": [each.to_dict() for each in found]})
         return
     say("\n\n".join(map(page, found)))
 
@@ -50,67 +50,78 @@ def page(found: Trace) -> str:
     """For people."""
     record, terms = found.record, found.record.terms
     bound = "public" if found.signed is None else (
-        f"c {terms.clip_norm / 1e6:g}, z {terms.noise_multiplier / 1e6:g} (ε ≤ {epsilon(found.signed)})"
+        f"clip norm {number(terms.clip_norm)}, noise multiplier {number(terms.noise_multiplier)} "
+        f"(ε ≤ {epsilon(found.signed)} over all runs)"
     )  # fmt: skip
     lines = [
         f"contribution {record.descriptor.hex()}",
-        f"  admitted   leaf {found.leaf.seq}, {shown(found.leaf.time)}, until {shown(record.expires)}",
-        f"  bound      class {terms.cls}, {bound}",
+        f"  admitted   leaf {found.leaf.seq}, {shown(found.leaf.time)}; expires {shown(record.expires)}",
+        f"  class      {terms.cls}",
+        f"  bound      {bound}",
         f"  depth      {terms.profile or 'as its class'}",
     ]
     if record.anchor is not None:
         lines.append(f"  anchor     {record.anchor.hex()}")
-    lines += [f"  {line}" for line in _epochs(found.epochs)]
-    if found.unused:
-        lines.append(
-            f"  not used   in {found.unused} epochs nobody with its bound was charged: it stayed out"
-        )
-    if found.shared:
-        lines.append(
-            f"  with *     {found.shared} epochs have no account for its bound: counted with its class"
-        )
-    lines.append(f"  lost       ε {'at most ' if found.shared else ''}{epsilon(found.spend)} so far")
+    lines.append(f"  eligible   in {counted(len(found.epochs), 'epoch')}{':' if found.epochs else ''}")
+    lines += [f"    {line}" for line in _epochs(found.epochs)]
+    lines += [f"  {line}" for line in _remarks(found)]
+    lines.append(f"  lost       {_lost(found)}")
     lines.append(f"  withdrawn  {_withdrawn(found)}")
     for release in found.releases:
         assert isinstance(release.record, Release)
         lines.append(
-            f"  released   leaf {release.seq}, {shown(release.time)}, {release.record.manifest.hex()[:16]}…"
+            f"  released   leaf {release.seq}, {shown(release.time)}, manifest {release.record.manifest.hex()[:16]}…"
         )
     return "\n".join(lines) if found.releases else "\n".join([*lines, "  released   in no model"])
 
 
 def _epochs(epochs: tuple[Exposure, ...]) -> list[str]:
-    if not epochs:
-        return ["epochs     none while it was eligible"]
-    rows = [["epochs", "time", "run", "segments", "steps", "sigma", "variance", "ε"]]
+    rows = [["leaf", "time", "run", "steps", "sigma", "variance", "ε"]]
     for each in epochs:
         epoch = each.leaf.record
         assert isinstance(epoch, Epoch)
-        given_up = sum(one.outcome is Outcome.ABANDONED for one in each.segments)
-        segments = f"{len(each.segments)}" + (f" ({given_up} given up)" if given_up else "")
-        noise = sorted(set(each.variance.values()))
-        spread = (
-            ""
-            if not noise
-            else f"{noise[0]:.4g}"
-            if len(noise) == 1
-            else f"{noise[0]:.4g} to {noise[-1]:.4g}"
-        )
-        sigma = f"{each.multiplier:.4g}" if math.isfinite(each.multiplier) else "-"
-        time, run = shown(each.leaf.time), epoch.run.hex()[:8]
         rows.append(
             [
-                f"leaf {each.leaf.seq}",
-                time,
-                run,
-                segments,
+                str(each.leaf.seq),
+                f"{shown(each.leaf.time)[:16]}Z",  # it is rounded to the hour: seconds say nothing
+                epoch.run.hex()[:8],
                 str(each.steps),
-                sigma,
-                spread,
+                f"{each.multiplier:.4g}" if math.isfinite(each.multiplier) else "-",
+                _spread(each),
                 epsilon(each.spend) + ("" if each.own else "*"),
             ]
         )
-    return columns(rows, left=4).split("\n")
+    return columns(rows, left=3).split("\n") if epochs else []
+
+
+def _spread(each: Exposure) -> str:
+    """The least and the most of its layers."""
+    noise = sorted(set(each.variance.values()))
+    return " to ".join(dict.fromkeys(f"{value:.4g}" for value in (noise[0], noise[-1]))) if noise else "-"
+
+
+def _remarks(found: Trace) -> list[str]:
+    """What the table of epochs does not say by itself."""
+    lines = []
+    segments = [one for each in found.epochs for one in each.segments]
+    if given_up := sum(one.outcome is Outcome.ABANDONED for one in segments):
+        all = counted(len(segments), "segment")
+        charged = "" if found.signed is None else "charged all the same, and "
+        lines.append(f"given up   {given_up} of {all}: {charged}in no model")
+    if found.unused:
+        epochs = counted(found.unused, "epoch")
+        lines.append(f"not used   in {epochs} nobody with its bound was charged: it stayed out")
+    if found.shared:
+        has = counted(found.shared, "epoch has", "epochs have")
+        lines.append(f"with *     {has} no account for its bound: counted with its class")
+    return lines
+
+
+def _lost(found: Trace) -> str:
+    lost = f"ε {'at most ' if found.shared else ''}{epsilon(found.spend)} so far"
+    return (
+        lost if found.remaining is None else f"{lost}; {remaining(found.remaining)} remains of what it signed"
+    )
 
 
 def _withdrawn(found: Trace) -> str:

@@ -9,11 +9,15 @@ import typer
 from rich.markup import escape
 
 from lamina.cli.bars import bar
-from lamina.cli.ledger.common import Json, Where, check_there, say
-from lamina.cli.ledgers import shown
-from lamina.cli.output import err, print_json
+from lamina.cli.ledger.common import Json, Where, check_there, is_file, printed, say
+from lamina.cli.output import complain, err, print_json, refusal
 from lamina.ledger.check import Seen, Trust, Verification
 from lamina.ledger.check import verify as audit
+from lamina.ledger.errors import LedgerError
+from lamina.ledger.show import counted
+from lamina.ledger.store import make_store
+
+_MANY = {"policy": "policies", "pruned": "pruned"}
 
 
 def verify(
@@ -44,7 +48,7 @@ def verify(
     must be of keys that you have from elsewhere: keep these beside, never inside, the ledger. With --seen it must go on
     from a checkpoint that you kept: one that was rolled back or forked does not.
 
-    Exit code 0 if it is verified, 1 if it is not, 2 if there is nothing to verify.
+    Exit code 0 if it is verified, 1 if it is not, 2 if there is nothing to verify, or a database cannot be reached.
 
     Examples:
 
@@ -55,15 +59,28 @@ def verify(
     place = check_there(ledger)
     trusted = None if trust is None else Trust.load(trust)
     known = [Seen.load(path) for path in seen or ()]
+    if not is_file(ledger):
+        _reach(place, as_json)
     with bar("replaying") as tick:
         found = audit(place, trust=trusted, seen=known, signatures=not no_signatures, progress=tick)
     if as_json:
-        print_json({"ledger": shown(ledger), **found.to_dict()})
+        print_json({"ledger": printed(ledger), **found.to_dict()})
     else:
-        say(page(shown(ledger), found))
+        say(page(printed(ledger), found))
     if found.problem is not None:
         err.print(f"[bold red]not verified:[/] {escape(str(found.problem))}", soft_wrap=True)
         raise typer.Exit(1)
+
+
+def _reach(place: str, as_json: bool) -> None:
+    """A server that is away is no ledger that is wrong."""
+    try:
+        make_store(place, readonly=True).close()
+    except LedgerError as error:
+        complain(error)
+        if as_json:
+            print_json(refusal(error))
+        raise typer.Exit(2) from None
 
 
 def page(name: str, found: Verification) -> str:
@@ -71,16 +88,18 @@ def page(name: str, found: Verification) -> str:
     state = "not verified" if not found.verified else "verified and trusted" if found.trusted else "verified"
     lines = [f"{name}: {state}"]
     if found.origin is not None:
-        kinds = ", ".join(_counted(word, count) for word, count in found.counts.items() if count)
+        kinds = ", ".join(
+            counted(count, word, _MANY.get(word)) for word, count in found.counts.items() if count
+        )
         lines += [f"  origin       {found.origin}", f"  leaves       {found.size:,}: {kinds}"]
     if found.root is not None:
         lines.append(f"  root         {found.root.hex()}")
     if found.verified:
-        lines.append(f"  checkpoints  {found.checkpoints:,}; the newest covers {found.signed:,} leaves")
-        lines.append(f"  checked      {found.attestations:,} attestations, {found.spends:,} spends")
+        covered = counted(found.signed, "leaf", "leaves")
+        lines.append(
+            f"  checkpoints  {found.checkpoints:,}"
+            + (f"; the newest covers {covered}" * bool(found.checkpoints))
+        )
+        checked = f"{counted(found.attestations, 'attestation')}, {counted(found.spends, 'figure')} of ε"
+        lines.append(f"  checked      {checked}")
     return "\n".join([*lines, *(f"  note         {note}" for note in found.notes)])
-
-
-def _counted(word: str, count: int) -> str:
-    many = {"policy": "policies", "pruned": "pruned"}.get(word, f"{word}s")
-    return f"{count:,} {word if count == 1 else many}"

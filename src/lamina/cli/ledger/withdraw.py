@@ -10,11 +10,12 @@ from typing import Annotated
 import typer
 
 from lamina.admit.files import read_small
-from lamina.cli.ledger.common import Json, KeyFile, Where, named, opened, say
+from lamina.cli.ledger.common import DIGEST, Json, KeyFile, Where, named, opened, printed, say
 from lamina.cli.output import print_json
 from lamina.cli.passphrase import PassphraseFile
 from lamina.ledger.inbox import Inbox, Taken
-from lamina.ledger.show import epsilon
+from lamina.ledger.records import Admitted
+from lamina.ledger.show import counted, epsilon
 from lamina.ledger.withdrawals import EFFECTS, REASONS, Withdrawn, effect_of, reason_of
 from lamina.ledger.withdrawals import withdraw as append
 
@@ -26,8 +27,8 @@ def withdraw(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[DIGEST]",
-            help="of its descriptor or content anchor; its folder; or the number of its leaf",
+            metavar="DIGEST",
+            help=DIGEST,
         ),
     ] = None,
     reason: Annotated[
@@ -60,7 +61,8 @@ def withdraw(
 
     Examples:
 
-      lamina ledger withdraw ledger.db 9f86d081…0f00a08 --reason consent --key ledger.key
+      lamina ledger withdraw ledger.db 9f86d081 --reason consent
+      lamina ledger withdraw ledger.db 9f86d081 --reason legal --key ledger.key
       lamina ledger withdraw ledger.db --folder withdrawals --watch 10
     """
     if (name is None) == (folder is None):
@@ -87,26 +89,29 @@ def withdraw(
         with book.store.read() as rows:
             still = sum(hold.segment >= 0 for hold in rows.holds())
     if as_json:
-        print_json({"ledger": ledger, "signed": signed, "withdrawn": [each.to_dict() for each in found]})
+        print_json(
+            {"ledger": printed(ledger), "signed": signed, "withdrawn": [each.to_dict() for each in found]}
+        )
         return
     for each in found:
         say(_told(each))
     if still:
-        some = "1 open segment" if still == 1 else f"{still} open segments"
-        say(f"{some} may add to that: lamina ledger trace tells it when they end")
+        say(f"{counted(still, 'open segment')} may add to that: lamina ledger trace tells it once recorded")
     if not signed:
         say("not signed yet: lamina ledger checkpoint --key, or the next epoch")
 
 
 def _told(found: Withdrawn) -> str:
     again = "was out already: " if found.again else ""
-    known, signed = found.lost, found.lost.signed
+    known, signed, record = found.lost, found.lost.signed, found.target.record
+    assert isinstance(record, Admitted)
     lost = f"ε {epsilon(known.spend)}" + (
         "" if signed is None else f" of the {epsilon(signed)} that was signed"
     )
     lines = [
-        f"{again}leaf {found.target.seq} is withdrawn, in leaf {found.leaf.seq}",
-        f"  lost so far  {lost}, in {known.epochs} epochs",
+        f"{again}contribution {record.descriptor.hex()}",
+        f"  withdrawn    leaf {found.target.seq}, by leaf {found.leaf.seq}",
+        f"  lost so far  {lost}, in {counted(known.epochs, 'epoch')}",
     ]
     for release in known.releases:
         lines.append(f"  is in        the release of leaf {release.seq}")
@@ -130,6 +135,6 @@ def _take(inbox: Inbox, ledger: str, watch: float | None, as_json: bool) -> None
     except KeyboardInterrupt:
         pass
     if as_json:
-        print_json({"ledger": ledger, "files": [each.to_dict() for each in taken]})
+        print_json({"ledger": printed(ledger), "files": [each.to_dict() for each in taken]})
     if any(each.refused for each in taken):
         raise typer.Exit(1)

@@ -2,24 +2,27 @@
 
 exact      the plan's schedule over the steps of every attempt, given up or not: neither more nor less
 followed   noise that follows its budget: a filter proves that the run never passes its budget, not that it has cost
-           less on the way. So the whole of it must be charged when the run first charges the account
-capped     raw noise with a cap N on occurrences: min(N, steps) along the weights, and min(N, steps) of every attempt
-           beside them; a run that was copied may have been charged more. Occurrences are counted along the weights, so
-           an attempt that goes on from them is beside them only once another one has begun without it
+           less on the way. So the whole of it must be charged when the run first charges the account, and once more for
+           every time that its attempts use it up (pace.py)
+capped     raw noise with a cap on occurrences, counted along the weights: as often as one contribution may have
+           occurred over all attempts (occurrences.py). A run that was copied, or redid steps, may have paid for more
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lamina.account.pooled import Events, Kind
-from lamina.ledger.records import Account, Charge, Epoch, Outcome, Segment
+from lamina.ledger.check import pace
+from lamina.ledger.check.occurrences import Occurrences
+from lamina.ledger.records import Account, Charge, Epoch
 from lamina.ledger.spend import Bound, due, followed_order, summed, whole
 from lamina.plan.step import StepPlan
 
 _NEAR = 1e-12  # relative: a multiplier that is computed twice on two machines
+_ADAPTED = 1e-6  # the same of noise that moved during a run, in single precision
 
 
 @dataclass(slots=True)
@@ -27,25 +30,10 @@ class _Run:
     """What a run was charged under one plan, and how often its contributions were used at most."""
 
     charged: dict[Bound, dict[Kind, int]] = field(default_factory=dict)
-    closed: set[range] = field(default_factory=set)
-    beside: int = 0
-    end: int = 0  # where the weights are
-    tried: int = 0  # steps of the last attempt, if it was given up: along the weights until there is another
-
-    def add(self, segments: Iterable[Segment], cap: int) -> None:
-        for each in segments:
-            self.beside += min(cap, self.tried)
-            steps, self.tried = range(each.first, each.last), 0
-            if each.outcome is Outcome.CLOSED and steps not in self.closed:
-                self.closed.add(steps)
-                self.end = max(self.end, each.last)
-            elif each.outcome is Outcome.ABANDONED and each.first >= self.end:
-                self.tried = len(steps)
-            else:
-                self.beside += min(cap, len(steps))
-
-    def occurrences(self, cap: int) -> int:
-        return min(cap, sum(map(len, self.closed)) + self.tried) + self.beside
+    attempts: Occurrences | None = None  # where they are capped
+    used: dict[str, float] = field(
+        default_factory=dict
+    )  # by class, of a budget that is followed, in declared steps
 
 
 class Charges:
@@ -57,8 +45,12 @@ class Charges:
     def begin(self, epoch: Epoch, plan: StepPlan) -> None:
         """An epoch comes: its segments were tried."""
         run = self._runs.setdefault((epoch.run, epoch.plan), _Run())
-        if plan.injection.occurrences is not None:
-            run.add(epoch.segments, plan.injection.occurrences)
+        if (cap := plan.injection.occurrences) is not None:
+            run.attempts = run.attempts or Occurrences(cap)
+            run.attempts.add(epoch.segments)
+        steps = sum(each.last - each.first for each in epoch.segments)
+        for cls, more in pace.used(plan, epoch.variance, steps).items():
+            run.used[cls] = run.used.get(cls, 0.0) + more
 
     def counted(self, epoch: Epoch, plan: StepPlan, account: Account) -> tuple[Charge, ...] | str:
         """What is to be counted for an account; or why what it states cannot be."""
@@ -71,13 +63,23 @@ class Charges:
         total = run.charged.setdefault(account.bound, {})
         for kind, steps in summed(account.charges).items():
             total[kind] = total.get(kind, 0) + steps
-        if cap is None:
-            least = summed(whole(plan, account.cls, account.scale))
-        else:
-            most = run.occurrences(cap)
-            least = dict.fromkeys(summed(whole(plan, account.cls, account.scale)), most)
+        least = summed(whole(plan, account.cls, account.scale))
+        if run.attempts is not None:
+            least = dict.fromkeys(least, run.attempts.most)
         wrong = _compared(total, least, exact=False)
+        if wrong is None and cap is None and account.bound == (account.cls, 0, 0):
+            wrong = _overdrawn(run.used.get(account.cls, 0.0), total, least)
         return account.charges if wrong is None else wrong
+
+
+def _overdrawn(used: float, charged: Events, whole: Events) -> str | None:
+    """The attempts of a run, and of its copies, have used more than the budgets that were charged."""
+    (sigma, rate, order), steps = max(whole.items(), key=lambda pair: pair[1])
+    kind = _find(charged, sigma, rate, order)
+    budget = steps * (0 if kind is None else charged[kind] // steps)
+    if used > budget * (1 + _ADAPTED) + _ADAPTED:
+        return f"has used its budget for {used:.6g} steps, and {budget} are charged"
+    return None
 
 
 def _compared(stated: Events, expected: Events, *, exact: bool) -> str | None:

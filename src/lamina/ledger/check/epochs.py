@@ -76,8 +76,8 @@ class Epochs:
         self._before: dict[tuple[bytes, bytes], set[Bound]] = {}  # run and plan → what its last epoch charged
         self._scales: dict[tuple[bytes, bytes, Bound], float] = {}
         self._ends: dict[
-            tuple[bytes, int, int], int
-        ] = {}  # run, segment, its last step → leaf in which it closed
+            tuple[bytes, int, int], tuple[int, int]
+        ] = {}  # attempt that closed → its last step, its leaf
         self.spent: dict[str, int] = {}  # by class, the most that an account of it is stated to have lost
         self._stated: dict[Bound, int] = {}
         self._charges = Charges()
@@ -128,15 +128,15 @@ class Epochs:
             self._withdrawals.heeded(seq, record.run, segment)
             self._follows(seq, record.run, segment)
             if segment.outcome is Outcome.CLOSED:
-                self._ends.setdefault((record.run, segment.index, segment.last), seq)
+                self._ends[attempt] = segment.last, seq
 
     def _follows(self, seq: int, run: bytes, segment: Segment) -> None:
         """A segment goes on where one before it ended, and was frozen after that one's leaf."""
-        if segment.index == segment.first == 0:
+        if segment.index == segment.first == 0 and segment.after is None:
             return
-        before = self._ends.get((run, segment.index - 1, segment.first))
+        end, before = self._ends.get((run, segment.index - 1, segment.after or 0), (-1, -1))
         name = f"segment {segment.index} of run {run.hex()[:8]}"
-        if before is None:
+        if end != segment.first:
             bad(
                 seq,
                 Epoch,

@@ -9,6 +9,7 @@ from lamina.ledger.check.audit import Audit, Progress
 from lamina.ledger.check.problem import STORE, Bad, Problem
 from lamina.ledger.check.report import Held, Verification
 from lamina.ledger.check.trust import Seen, Trust, all_seen
+from lamina.ledger.show import counted
 from lamina.ledger.store import make_store
 from lamina.ledger.store.base import Reader, Store
 from lamina.ledger.store.errors import Damaged, StoreError
@@ -134,13 +135,14 @@ def _notes(audit: Audit, trust: Trust | None) -> Iterable[str]:
     if audit.attestations is None:
         yield "attestations were not checked"
     if audit.pruned:
-        yield f"{audit.pruned} contributions are pruned: of them only hashes are left"
+        pruned = counted(audit.pruned, "contribution is", "contributions are")
+        yield f"{pruned} pruned: only hashes are left"
     if audit.aggregates.alone:
-        yield f"{audit.aggregates.alone} aggregates are countersigned by nobody"
+        yield f"{counted(audit.aggregates.alone, 'aggregate is', 'aggregates are')} countersigned by nobody"
     if audit.epochs.silent:
         yield (
-            f"{audit.epochs.silent} epochs have no account for a bound that an eligible contribution signed: that it "
-            "was left out there is the ledger's word"
+            f"{counted(audit.epochs.silent, 'epoch has', 'epochs have')} no account for a bound that an eligible "
+            "contribution signed: that it was left out there is the ledger's word"
         )
     if audit.policy.alone:
         where = ", ".join(map(str, audit.policy.alone[:5]))
@@ -157,8 +159,8 @@ def _held(held: tuple[Held, ...]) -> str:
     runs = ", ".join(map(str, held[:_RUNS]))
     more = f" and {len(held) - _RUNS} more" if len(held) > _RUNS else ""
     return (
-        f"{attempts} attempts are held open and {reserved} plans reserved, in no leaf yet, and count against the "
-        f"bounds: of runs {runs}{more}"
+        f"{counted(attempts, 'attempt is', 'attempts are')} held open and {counted(reserved, 'plan')} reserved, in no "
+        f"leaf yet, and count against the bounds: of {'run' if len(held) == 1 else 'runs'} {runs}{more}"
     )
 
 

@@ -23,6 +23,7 @@ from lamina.ledger.records.fields import (
     Many,
     OneOf,
     Part,
+    Whole,
     check,
     define,
 )  # fmt: skip
@@ -45,6 +46,7 @@ class Segment:
     """An attempt at the steps [first, last) of a run.
 
     (run, index, generation) names it; `nonce` tells it from an attempt that a copy of the run made under the same name.
+    `after` is the generation of the segment before it that its weights come from; None for the first, 0.
     `eligibility` is the number of leaves that were read when its membership was frozen: contributions admitted, and not
     withdrawn, in the leaves before that. Who of them was sampled is nowhere.
     """
@@ -56,6 +58,7 @@ class Segment:
     last: int
     eligibility: int
     outcome: Outcome
+    after: int | None = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -75,7 +78,9 @@ define(
         5: ("last", COUNT),
         6: ("eligibility", SEQ),
         7: ("outcome", OneOf(Outcome)),
+        8: ("after", Whole(1, 2**53)),
     },
+    optional=[8],
 )
 
 

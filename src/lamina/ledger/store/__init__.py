@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 
+from lamina.ledger.store.address import is_url
 from lamina.ledger.store.base import Store
 from lamina.ledger.store.errors import Damaged, Pruned, StoreBusy, StoreError, StoreLost
 from lamina.ledger.store.sqlite import SqliteStore
 
 __all__ = ["Store", "SqliteStore", "make_store", "StoreError", "StoreLost", "StoreBusy", "Damaged", "Pruned"]
 
-_URLS = ("postgresql://", "postgres://")
-
 
 def make_store(where: str | os.PathLike[str], *, create: bool = False, readonly: bool = False) -> Store:
     """The store at a path, or at "postgresql://…/database" with "#schema" for one of several ledgers in it."""
-    if isinstance(where, str) and where.startswith(_URLS):
+    if isinstance(where, str) and is_url(where):
         try:
             from lamina.ledger.store.postgres import PostgresStore  # an extra: only who uses it needs psycopg
         except ImportError as missing:

@@ -120,6 +120,9 @@ class Reader(Protocol):
     def find(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
         """(key, seq) of every indexed leaf that has one of these keys."""
 
+    def find_between(self, first: bytes, last: bytes, limit: int) -> list[tuple[bytes, int]]:
+        """(key, seq) of indexed leaves whose key is in [first, last], in order; at most so many."""
+
     def attempt(self, run: bytes, segment: int, generation: int) -> int | None:
         """The leaf of the epoch that closed an attempt."""
 

@@ -6,8 +6,7 @@ head        one row: where the ledger stands. In PostgreSQL whoever writes holds
 checkpoint  every checkpoint that was signed, with its signatures
 evidence    bytes of which a leaf holds the digest, by the leaf's index
 blob        bytes that several leaves may refer to, by their digest
-recent      keys under which leaves are found, of the last ones: small, so that random places in it are few pages
-known       the same of all before; grows by whole merges of `recent`
+known       keys under which leaves are found, but those of the last ones: see lookup.Tail
 attempt     (run, segment, generation) of every epoch: each at most once
 withdrawn   contributions that were withdrawn
 pruning     aggregates, and whether what they stand for is gone

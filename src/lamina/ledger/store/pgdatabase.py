@@ -10,6 +10,7 @@ import psycopg
 from psycopg import errors
 
 from lamina.ledger.store.errors import Damaged, StoreBusy, StoreError, StoreLost
+from lamina.ledger.store.refusal import told
 
 _TYPES = {
     "leaf": ("int8", "int4", "bytea"),
@@ -81,11 +82,20 @@ def pg_errors(name: str) -> Iterator[None]:
         ) from error
     except _AGAIN as error:
         raise StoreLost(
-            f"the server of {name} went away: {_told(error)}", "start it, then try again"
+            f"the server of {name} went away: {told(error)}", "start it, then try again"
+        ) from error
+    except errors.InsufficientPrivilege as error:
+        raise StoreError(
+            f"the user may not do that in the ledger '{name}': {told(error)}",
+            "have its owner grant it: USAGE on the schema, and on its tables SELECT to read, all to write",
+        ) from error
+    except errors.ReadOnlySqlTransaction as error:
+        raise StoreError(
+            f"the server of {name} takes no changes: {told(error)}", "give the address of the one that does"
         ) from error
     except psycopg.IntegrityError as error:
         raise Damaged(
-            f"the ledger '{name}' holds a row that should not be there: {_told(error)}",
+            f"the ledger '{name}' holds a row that should not be there: {told(error)}",
             "restore it from a copy",
         ) from error
     except _FULL as error:
@@ -96,17 +106,12 @@ def pg_errors(name: str) -> Iterator[None]:
     except psycopg.OperationalError as error:
         if error.sqlstate is None or error.sqlstate[:2] in ("08", "57"):
             raise StoreLost(
-                f"the server of {name} went away: {_told(error)}", "start it, then try again"
+                f"the server of {name} went away: {told(error)}", "start it, then try again"
             ) from error
         raise StoreError(
-            f"the ledger '{name}' cannot be used: {_told(error)}", "repair what it reports"
+            f"the ledger '{name}' cannot be used: {told(error)}", "repair what it reports"
         ) from error
     except psycopg.Error as error:
         raise StoreError(
-            f"the ledger '{name}' cannot be used: {_told(error)}", "repair what it reports"
+            f"the ledger '{name}' cannot be used: {told(error)}", "repair what it reports"
         ) from error
-
-
-def _told(error: psycopg.Error) -> str:
-    """The first line; what follows may repeat whole rows."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

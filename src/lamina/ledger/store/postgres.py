@@ -16,20 +16,26 @@ import select
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from urllib.parse import urlsplit
 
 import psycopg
 from psycopg import sql
 
 from lamina.ledger.errors import LedgerError
-from lamina.ledger.store.errors import StoreError
+from lamina.ledger.store.address import SCHEMA, Address
+from lamina.ledger.store.errors import StoreError, StoreLost
 from lamina.ledger.store.migrations import VERSION, migrate
 from lamina.ledger.store.pgdatabase import PgDatabase, pg_errors
+from lamina.ledger.store.refusal import refusal
 from lamina.ledger.store.rows import Rows
 
-SCHEMA = "lamina"
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 _WORDS = {"number": "BIGINT", "bytes": "BYTEA", "sorted": ""}
+_LISTED = 5  # schemas with a ledger that are told
+_LEDGERS = (
+    "SELECT n.nspname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+    "WHERE c.relkind = 'r' AND c.relname IN ('leaf', 'head', 'tile', 'checkpoint') "
+    "GROUP BY n.nspname HAVING count(*) = 4 ORDER BY n.nspname"
+)
 _IDLE = 300  # seconds after which a writer that stopped in the middle loses its turn
 
 
@@ -41,14 +47,14 @@ class PostgresStore:
     def __init__(
         self, where: str, *, create: bool = False, readonly: bool = False, patience: float = 30.0
     ) -> None:
-        address, _, schema = where.partition("#")
-        self._address, self._schema = address, schema or SCHEMA
+        self._address = Address.parse(where)
+        self._schema = self._address.schema or SCHEMA
         if not _NAME.fullmatch(self._schema):
             raise LedgerError(
                 f"the schema {self._schema!r} is no plain name", "use small letters, digits and underscores"
             )
-        parts = urlsplit(address)
-        self.name = f"postgresql://{parts.hostname or ''}{parts.path}#{self._schema}"
+        self.name = f"{self._address.shown}#{self._schema}"
+        self._served = False  # whether it ever answered
         self._patience, self._pid, self._readonly = patience, os.getpid(), readonly
         self._locks = {"read": threading.RLock(), "write": threading.RLock()}
         self._open: dict[str, psycopg.Connection] = {}
@@ -157,9 +163,7 @@ class PostgresStore:
                 db.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self._schema)))
             made = plain.rows("SELECT to_regclass('meta') IS NOT NULL")[0][0]
             if not made and not create:
-                raise LedgerError(
-                    f"there is no ledger in {self.name}", "give the database of one, or create it"
-                )
+                raise self._nothing(plain)
             version = int(plain.rows("SELECT value FROM meta WHERE name = 'tables'")[0][0]) if made else 0
             if self._readonly and version < VERSION:
                 raise LedgerError(
@@ -180,16 +184,45 @@ class PostgresStore:
         db = self._open.get(purpose)
         if db is not None and not (db.closed or db.broken):
             return db
-        db = psycopg.connect(
-            self._address, autocommit=True, connect_timeout=10, application_name="lamina ledger"
-        )
+        address = self._address
+        try:
+            db = psycopg.connect(
+                address.conninfo, autocommit=True, connect_timeout=10, application_name="lamina ledger"
+            )
+        except psycopg.Error as error:
+            found = refusal(error, address)
+            if isinstance(found, StoreLost) and self._served:
+                found = StoreLost(
+                    f"the server of {self.name} went away: {found.problem}", "start it, then try again"
+                )
+            raise found from None
         try:
             self._insist(db, purpose)
         except BaseException:
             db.close()
             raise
-        self._open[purpose] = db
+        self._open[purpose], self._served = db, True
         return db
+
+    def _nothing(self, db: PgDatabase) -> LedgerError:
+        """Why there is no ledger under this name, and where there are some."""
+        schema = self._schema
+        found = db.rows(
+            "SELECT has_schema_privilege(oid, 'USAGE') FROM pg_namespace WHERE nspname = ?", schema
+        )
+        if found and not found[0][0]:
+            return StoreError(
+                f"the user may not look into schema {schema!r} of {self.name}",
+                f"have it granted: GRANT USAGE ON SCHEMA {schema}, and SELECT on its tables",
+            )
+        others = [f"#{name}" for (name,) in db.rows(_LEDGERS)]
+        has = "has none" if found else "is not there"
+        return LedgerError(
+            f"there is no ledger in {self.name}: schema {schema!r} {has}",
+            f"name one that has, after the #: {', '.join(others[:_LISTED])}{', …' * (len(others) > _LISTED)}"
+            if others
+            else "give the database of one, or let a run make it: no schema of this one has a ledger",
+        )
 
     def _insist(self, db: psycopg.Connection, purpose: str) -> None:
         """Durable, or not at all; and nobody waits for ever."""

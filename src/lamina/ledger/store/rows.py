@@ -97,6 +97,10 @@ class Rows:
         for at in range(0, len(keys), _CHUNK):
             yield from self._db.find(keys[at : at + _CHUNK])
 
+    def find_between(self, first: bytes, last: bytes, limit: int) -> list[tuple[bytes, int]]:
+        query = "SELECT key, seq FROM known WHERE key >= ? AND key <= ? ORDER BY key, seq LIMIT ?"
+        return [(bytes(key), seq) for key, seq in self._db.rows(query, first, last, limit)]
+
     def attempt(self, run: bytes, segment: int, generation: int) -> int | None:
         return self._number(
             "SELECT seq FROM attempt WHERE run = ? AND segment = ? AND generation = ?",

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from threading import RLock
 from typing import TypeVar
 
-from lamina.account.pooled import Events, pooled
 from lamina.errors import RunError
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.records import Segment
+from lamina.ledger.records import Outcome, Segment
 from lamina.ledger.store.base import Hold, Reader, Writer
-from lamina.ledger.view import head_of
 from lamina.plan import StepPlan
-from lamina.train.book.account import Account, is_bound
+from lamina.train.book.account import Account
+from lamina.train.book.asking import Asking
 from lamina.train.book.charge import Charge
 from lamina.train.book.checks import (
     checked_bounds,
@@ -25,26 +20,16 @@ from lamina.train.book.checks import (
     checked_run,
     checked_text,
 )
-from lamina.train.book.desk import Desk, Reading
-from lamina.train.book.ended import Ended, Stale
-from lamina.train.book.held import Held, add, kind
-from lamina.train.book.limits import Limits, Refused
-from lamina.train.book.recorded import Recorded
-from lamina.train.book.total import Terms, Total, refusal, total
+from lamina.train.book.desk import Desk
+from lamina.train.book.ended import Ended, Stale, recorded
+from lamina.train.book.held import WHOLE, Begun, Held
+from lamina.train.book.limits import Refused
+from lamina.train.book.total import refusal
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Booked:
-    """An account, by its name (a class, or CLASS@c=…,z=…), with a δ and accountant of its charges."""
-
-    cls: str
-    delta: float
-    accountant: str
-
-
-class Book:
+class Book(Asking):
     """Charges of all runs by account. Several processes, and with PostgreSQL machines, may use one ledger.
 
     What ended is a leaf: an `Epoch`. What has no leaf yet lies beside the leaves in the ledger's store, in rows: the
@@ -69,31 +54,21 @@ class Book:
     A ledger that was restored from a copy is made whole by booking again: the same charge twice is charged once.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self._recorded = Recorded(ledger.header)
-        self._limits = Limits(ledger.header)
-        self._plan: tuple[StepPlan, bytes] | None = None  # the last that was recorded, and its bytes
-        self._turn = RLock()  # threads take turns: what was recorded is read on, from where the last one was
-
-    @property
-    def path(self) -> str:
-        """Where it is kept, for messages."""
-        return self.ledger.name
-
-    @property
-    def origin(self) -> str:
-        """Whose corpus it is."""
-        return self.ledger.origin
-
     # ----------------------------------------------------------------------------------- booking
 
     def reserve(
-        self, run: str, *, charges: Sequence[Charge], bounds: Mapping[str, float], label: str = ""
+        self,
+        run: str,
+        *,
+        charges: Sequence[Charge],
+        bounds: Mapping[str, float],
+        label: str = "",
+        plan: StepPlan | None = None,
     ) -> None:
         """Promise the run the steps of `charges`, in place of what it had reserved before.
 
-        Raises BudgetExceeded, and changes nothing, if a class with a bound would pass it.
+        Raises BudgetExceeded, and changes nothing, if a class with a bound would pass it. `plan` is kept for
+        the record.
         """
         run, label = checked_run(run), checked_text(label, "label", empty=True)
         asked, limits = checked_charges(charges), checked_bounds(bounds)
@@ -103,6 +78,8 @@ class Book:
             before = {each.cls: desk.standing(each.cls) for each in asked}
             desk.reserve(run, asked)
             self._limits.admit(desk, rows, asked, limits, before)
+            if plan is not None:
+                rows.put_blob(self.digest(plan), self._encoded(plan))
 
         self._booking(work, run, label)
 
@@ -117,6 +94,7 @@ class Book:
         bounds: Mapping[str, float],
         scales: Mapping[str, float] | None = None,
         plan: bytes = b"",
+        begun: Begun | None = None,
         already: bool = False,
     ) -> bool:
         """Hold a segment, before its first coin is drawn; its steps come off the run's reservation.
@@ -124,15 +102,15 @@ class Book:
         True: it is charged, now or earlier with the same nonce. False: this generation was charged with another
         nonce, so somebody else runs a copy of this run; nothing is charged. BudgetExceeded: it would pass a
         bound; nothing is charged. `already`: what was drawn is charged, whatever the bounds say now. `scales` of
-        signed bounds and the digest of the `plan` are for the record.
+        signed bounds, the digest of the `plan` and what has `begun` are for the record.
         """
-        run, held = checked_run(run), Held(checked_charges(charges), dict(scales or {}), plan)
+        run, held = checked_run(run), Held(checked_charges(charges), dict(scales or {}), plan, begun)
         limits = checked_bounds(bounds)
         segment, generation = checked_count(segment, "segment"), checked_count(generation, "generation")
         key, nonce = (bytes.fromhex(run), segment, generation), checked_nonce(nonce)
 
         def work(desk: Desk, rows: Writer) -> bool:
-            if (earlier := _earlier(self.ledger, rows, key)) is not None:
+            if (earlier := _earlier(rows, key)) is not None:
                 if earlier.nonce == nonce and earlier.leaf is None and not _same(earlier.body, held):
                     raise RunError(
                         f"segment {segment}, generation {generation} of run {run[:8]} is charged with other "
@@ -165,9 +143,18 @@ class Book:
 
         Once: an attempt that a leaf records already, under the same nonce, is left as it is.
         """
+        return self._record(run, segment, plan, variance, {each.name: each.scale for each in accounts})
+
+    def _record(
+        self,
+        run: str,
+        segment: Segment,
+        plan: StepPlan,
+        variance: Sequence[float],
+        known: Mapping[str, float],
+    ) -> int:
         id, data = bytes.fromhex(checked_run(run)), self._encoded(plan)
         ended = Ended(run=id, segment=segment, plan=plan, digest=self.digest(plan), variance=variance)
-        known = {each.name: each.scale for each in accounts}
 
         def once() -> int:
             with self._turn, self.ledger.store.read() as rows:
@@ -195,119 +182,27 @@ class Book:
         run = checked_run(run)
         self._booking(lambda desk, rows: desk.leave(run), run, "")
 
-    # ----------------------------------------------------------------------------------- asking
+    def lose(self, run: str) -> int:
+        """Finish a run that will never go on, and record what it had begun as given up; how many attempts that are.
 
-    def next_generation(self, run: str, segment: int) -> int:
-        """The generation under which the segment is still to be charged: 0 if it never was."""
-        id = bytes.fromhex(checked_run(run))
-        return self._ask(lambda _, rows: rows.generations(id, segment))
-
-    def recorded(self, run: str, segment: int, generation: int) -> bool:
-        """Whether a leaf records the attempt."""
-        id = bytes.fromhex(checked_run(run))
-        return self._ask(lambda _, rows: rows.attempt(id, segment, generation)) is not None
-
-    def fits(self, run: str, *, charge: Charge, bound: float, besides: Sequence[Charge] = ()) -> int:
-        """How many further steps like `charge`, at most charge.steps, the run may reserve together with `besides`.
-
-        What it has reserved already does not stand in its own way. What `fits` says, `reserve` admits, unless
-        another process comes between.
+        Should it go on after all, it finds that and stops.
         """
-        (charge,), bound = checked_charges([charge]), checked_bounds({charge.cls: bound})[charge.cls]
-        run = checked_run(run)
-        name, besides = charge.cls, checked_charges(besides)
-        asked = Terms(bound=bound, delta=charge.delta, accountant=charge.accountant)
-
-        def look(desk: Reading, rows: Reader) -> tuple[Events, Events, tuple[Terms, ...], list[Terms]]:
-            wanted = self._limits.wanted(rows, name, asked)
-            return desk.standing(name, without=run), desk.reserved(name, run), desk.terms(name), wanted
-
-        others, own, held, wanted = self._ask(look)
-        others = add(dict(others), besides)
-        event = kind(charge)
-        covered = all(any(h.within(terms) for h in held) for terms in wanted)
-        covered = covered and all(own.get(kind(c), 0) >= c.steps for c in besides)
-        promised = own.get(event, 0) if covered else 0
-
-        def admitted(steps: int) -> bool:
-            together = add(dict(others), [charge.times(steps)])
-            return steps <= promised or all(
-                pooled(together, delta=terms.delta, name=terms.accountant) <= terms.bound for terms in wanted
-            )
-
-        if admitted(charge.steps):
-            return charge.steps
-        low, high = 0, charge.steps  # bisection: `low` is admitted, or 0; `high` is not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if admitted(middle) else (low, middle)
-        return low
-
-    def total(self, name: str, *, delta: float, accountant: str = "pld") -> Total:
-        """What the account has lost over all runs, at the δ and by the accountant asked for."""
-        charged, committed, runs = self._ask(
-            lambda desk, _: (desk.charged(name), desk.standing(name), desk.runs(name))
-        )
-        return total(charged, committed, runs, delta=delta, name=accountant)
-
-    def spent(self, run: str, name: str, *, delta: float, accountant: str = "pld") -> float:
-        """ε of what one run was charged for an account, redone segments included."""
-        run = checked_run(run)
-        events = self._ask(lambda desk, _: desk.of_run(run, name))
-        return pooled(events, delta=delta, name=accountant)
-
-    def accounts(self) -> tuple[Booked, ...]:
-        """Every account: at the terms of its last booking first, then as the ledger states it."""
-
-        def look(desk: Reading, _: Reader) -> list[tuple[str, Sequence[Terms]]]:
-            return [(name, desk.terms(name)) for name in desk.names()]
-
-        header, found = self.ledger.header, []
-        for name, terms in self._ask(look):
-            kinds = dict.fromkeys((t.delta, t.accountant) for t in terms)
-            kinds |= {(header.delta, header.accountant): None}
-            found += [Booked(cls=name, delta=delta, accountant=accountant) for delta, accountant in kinds]
-        return tuple(found)
-
-    def labels(self) -> dict[str, str]:
-        """Every run that ever reserved or was charged, with its label."""
-        return self._ask(lambda desk, _: desk.labels())
-
-    def scales(self, run: str, plan: StepPlan) -> dict[str, float]:
-        """The signed bounds that a run has charged under a plan so far, each with its scale."""
-        id, digest = bytes.fromhex(checked_run(run)), self.digest(plan)
-
-        def look(desk: Reading, rows: Reader) -> dict[str, float]:
-            found = dict(self._recorded.scales(id, digest))
-            for hold in rows.holds(id):
-                held = Held.decode(hold.body)
-                if held.plan == digest:
-                    found |= held.scales
-            return {name: scale for name, scale in found.items() if is_bound(name)}
-
-        return self._ask(look)
-
-    def digest(self, plan: StepPlan) -> bytes:
-        """Of a plan; worked out once for one that is asked for again and again."""
-        return hashlib.sha256(self._encoded(plan)).digest()
+        id = bytes.fromhex(run := checked_run(run))
+        open = [hold for hold in self._ask(lambda _, rows: rows.holds(id)) if 0 <= hold.segment < WHOLE]
+        for hold, held in [(hold, Held.decode(hold.body)) for hold in open]:
+            data, begun = self.ledger.blob(held.plan), held.begun
+            if data is None or begun is None:
+                raise RunError(
+                    f"the ledger does not know enough of segment {hold.segment} of run {run[:8]} to record it",
+                    "resume the run, which does",
+                )
+            plan = StepPlan.from_cbor(data)
+            segment = begun.segment(hold.segment, hold.generation, hold.nonce, Outcome.ABANDONED)
+            self._record(run, segment, plan, begun.applied(plan), held.scales)
+        self.finish(run)
+        return len(open)
 
     # ----------------------------------------------------------------------------------- inside
-
-    def _encoded(self, plan: StepPlan) -> bytes:
-        if self._plan is None or self._plan[0] is not plan:
-            self._plan = plan, plan.to_cbor()
-        return self._plan[1]
-
-    def _followed(self, rows: Reader) -> Recorded:
-        self._recorded.follow(rows, head_of(rows).size)
-        return self._recorded
-
-    def _ask(self, look: Callable[[Reading, Reader], T]) -> T:
-        def once() -> T:
-            with self._turn, self.ledger.store.read() as rows:
-                return look(Reading(rows, self._followed(rows)), rows)
-
-        return self.ledger.patiently(once)
 
     def _booking(self, work: Callable[[Desk, Writer], T], run: str, label: str) -> T:
         def once(rows: Writer) -> T:
@@ -331,12 +226,12 @@ class Book:
             ) from None
 
 
-def _earlier(ledger: Ledger, rows: Reader, key: tuple[bytes, int, int]) -> Hold | None:
+def _earlier(rows: Reader, key: tuple[bytes, int, int]) -> Hold | None:
     """How an attempt was charged before: as it is held, or as a leaf records it."""
     if (hold := rows.hold(*key)) is not None:
         return hold
     leaf = rows.attempt(*key)
-    return None if leaf is None else Ended.recorded_as(rows, key, leaf)
+    return None if leaf is None else Hold(*key, recorded(rows, key, leaf).nonce, leaf, b"")
 
 
 def _same(body: bytes, held: Held) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lamina.account import order_of
 from lamina.errors import RunError
 from lamina.ledger import leaf as leaves
-from lamina.ledger.records import Account, Charge, Epoch, Segment
+from lamina.ledger.records import Account, Charge, Epoch, Outcome, Segment
 from lamina.ledger.store.base import Hold, Reader, Writer
 from lamina.ledger.store.errors import Damaged
 from lamina.ledger.view import head_of
@@ -42,11 +42,17 @@ class Ended:
         key = (self.run, self.segment.index, self.segment.generation)
         if (seq := rows.attempt(*key)) is None:
             return None
-        if self.recorded_as(rows, key, seq).nonce != self.segment.nonce:
+        found, name = recorded(rows, key, seq), f"segment {self.segment.index} of run {self.run.hex()[:8]}"
+        if found.nonce != self.segment.nonce:
             raise RunError(
-                f"leaf {seq} records segment {self.segment.index}, generation {self.segment.generation} of run "
-                f"{self.run.hex()[:8]} as somebody else's",
+                f"leaf {seq} records generation {self.segment.generation} of {name} as somebody else's",
                 "give the ledger that the run was charged in",
+            )
+        if (found.outcome, self.segment.outcome) == (Outcome.ABANDONED, Outcome.CLOSED):
+            raise RunError(
+                f"leaf {seq} records {name} as given up: a copy of the run says so, or somebody who took it for lost "
+                "(lamina spend --lost)",
+                "start the run again: the segment is done again, and charged again",
             )
         return seq
 
@@ -73,7 +79,13 @@ class Ended:
         known = {**scales, **{name: scale for each in held.values() for name, scale in each.scales.items()}}
         taken: dict[str, list[Charge]] = {}
         if follows_budget(self.plan) or self.plan.injection.occurrences is not None:
-            taken = {name: [] for name in (*self._trained(), *known)}  # some epochs take nothing
+            charged = {
+                *recorded.scales(self.run, self.digest),
+                *(n for each in held.values() for n in each.scales),
+            }
+            taken = {
+                name: [] for name in (*self._trained(), *(known.keys() & charged))
+            }  # some epochs take nothing
         for found in held.values():
             for one in found.charges:
                 taken.setdefault(one.cls, []).append(_charge(one))
@@ -123,15 +135,14 @@ class Ended:
         """Whether a budget that is held as a whole is this plan's."""
         return Held.decode(hold.body).plan == self.digest
 
-    @staticmethod
-    def recorded_as(rows: Reader, key: tuple[bytes, int, int], seq: int) -> Hold:
-        """The attempt as its leaf has it."""
-        data = rows.leaf(seq)
-        record = None if data is None else leaves.decode(data).record
-        if not isinstance(record, Epoch):
-            raise Damaged(f"leaf {seq} is no epoch, and an attempt is recorded there", "restore the ledger")
-        found = next(each for each in record.segments if (each.index, each.generation) == key[1:])
-        return Hold(*key, found.nonce, seq, b"")
+
+def recorded(rows: Reader, key: tuple[bytes, int, int], seq: int) -> Segment:
+    """An attempt, as its leaf has it."""
+    data = rows.leaf(seq)
+    record = None if data is None else leaves.decode(data).record
+    if not isinstance(record, Epoch):
+        raise Damaged(f"leaf {seq} is no epoch, and an attempt is recorded there", "restore the ledger")
+    return next(each for each in record.segments if (each.index, each.generation) == key[1:])
 
 
 def _charge(one: charges.Charge) -> Charge:

@@ -9,12 +9,42 @@ from lamina import cbor
 from lamina.account import order_of
 from lamina.account.pooled import Kind
 from lamina.errors import EncodingError
+from lamina.ledger.records import Outcome, Segment
 from lamina.ledger.store.errors import Damaged
+from lamina.plan import StepPlan
 from lamina.train.book.charge import Charge
 
 RESERVED = -1  # the segment under which the rest of a plan is held
 WHOLE = 2**62  # from this one on: a budget that noise follows, charged as a whole when its run begins
 _LARGEST = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What the leaf of an attempt will say, beside its charges: whoever loses the run can still have it recorded."""
+
+    first: int
+    last: int
+    eligibility: int
+    after: int = 0
+    variance: tuple[float, ...] = ()
+
+    def segment(self, index: int, generation: int, nonce: bytes, outcome: Outcome) -> Segment:
+        """The attempt, once it has ended."""
+        return Segment(
+            index=index,
+            generation=generation,
+            nonce=nonce,
+            first=self.first,
+            last=self.last,
+            eligibility=self.eligibility,
+            outcome=outcome,
+            after=self.after or None,
+        )
+
+    def applied(self, plan: StepPlan) -> tuple[float, ...]:
+        """The variance of each layer: the plan's, unless its rules had moved it."""
+        return self.variance or tuple(s * s for s in plan.noise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +54,20 @@ class Held:
     charges: tuple[Charge, ...]
     scales: Mapping[str, float] = field(default_factory=dict)
     plan: bytes = b""
+    begun: Begun | None = None
 
     def encode(self) -> bytes:
         rows = [list(astuple(each)) for each in self.charges]
-        return cbor.encode([rows, dict(self.scales), self.plan], floats=True, max_size=_LARGEST)
+        begun = [] if self.begun is None else [*astuple(self.begun)[:4], list(self.begun.variance)]
+        return cbor.encode([rows, dict(self.scales), self.plan, begun], floats=True, max_size=_LARGEST)
 
     @classmethod
     def decode(cls, data: bytes) -> Held:
         try:
-            rows, scales, plan = cbor.decode(data, floats=True, max_size=_LARGEST)
-            return cls(tuple(_charge(*row) for row in rows), dict(scales), plan)
+            rows, scales, plan, begun = cbor.decode(data, floats=True, max_size=_LARGEST)
+            return cls(
+                tuple(_charge(*row) for row in rows), dict(scales), plan, _begun(*begun) if begun else None
+            )
         except (EncodingError, TypeError, ValueError) as error:
             raise Damaged(
                 "what a run holds of a ledger cannot be read", "restore the ledger from a copy"
@@ -42,6 +76,10 @@ class Held:
     def of(self, name: str) -> tuple[Charge, ...]:
         """The charges of one account."""
         return tuple(each for each in self.charges if each.cls == name)
+
+
+def _begun(first: int, last: int, eligibility: int, after: int, variance: list[float]) -> Begun:
+    return Begun(first, last, eligibility, after, tuple(variance))
 
 
 def _charge(cls: str, sigma: float, q: float, steps: int, delta: float, accountant: str) -> Charge:

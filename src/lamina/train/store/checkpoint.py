@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,14 +100,20 @@ class Checkpoints:
         """Remove all but the newest `keep` checkpoints."""
         if keep < 1:
             raise RunError(f"keep is {keep}, must be >= 1", "a run resumes from its newest checkpoint")
-        old = self.indices()[:-keep]
+        self._remove(self.indices()[:-keep])
+
+    def drop(self, index: int) -> None:
+        """Remove one of them."""
+        self._remove([index])
+
+    def _remove(self, indices: Sequence[int]) -> None:
         try:
-            for index in old:
+            for index in indices:
                 os.unlink(self.path(index))
         except OSError as error:
-            kept = "the newest ones are untouched"
-            raise storage_error(error, f"cannot remove an old checkpoint in {self.folder}", kept) from error
-        if old:
+            kept = "the others are untouched"
+            raise storage_error(error, f"cannot remove a checkpoint in {self.folder}", kept) from error
+        if indices:
             sync_folder(self.folder)
 
     def room(self, snapshot: Snapshot) -> None:

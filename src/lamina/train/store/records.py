@@ -39,9 +39,9 @@ class Open:
     """Steps [first, last) are charged and may be drawn from `seed`.
 
     A replay is allowed only if plan, settings, membership, checkpoint, data, ranks, threads and code are still what
-    they were. `eligibility` is the number of leaves of the ledger when its members were frozen, `variance` S² per
-    layer at its first step where the plan's rules move it, `scales` those of the signed bounds that are charged.
-    `seed` is b"" once it was erased.
+    they were. `eligibility` is the number of leaves of the ledger when its members were frozen, `after` the generation
+    of the segment whose weights it goes on from, `variance` S² per layer at its first step where the plan's rules move
+    it, `scales` those of the signed bounds that are charged. `seed` is b"" once it was erased.
     """
 
     segment: int
@@ -59,6 +59,7 @@ class Open:
     code: str
     charges: tuple[Charge, ...]
     eligibility: int
+    after: int = 0
     variance: tuple[float, ...] = ()
     scales: dict[str, float] = field(default_factory=dict)
     seed: bytes = field(repr=False)
