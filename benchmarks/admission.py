@@ -1,13 +1,15 @@
 """What admission costs: contributions per second in one and two processes, a cached check, memory of a million.
 
-    python benchmarks/admission.py [--contributions 20000] [--million 1000000] [--rounds 3] [--folder] [--json]
+    python benchmarks/admission.py [--contributions 20000] [--million 1000000] [--rounds 3] [--json]
 
 Contributions are signed by one key and made beforehand; making them is not counted. `review` is the whole gate: strict
-parsing, signature, claims, policy, payload, replays. `folder` is the same from disk, in the page cache. `recheck` is
-`Admission.recheck` within an epoch over all rows, `cached check` is `Gate.check` of one contribution after the other.
-`peak` is the largest resident set of a process of its own that imports torch, admits `--million` contributions from a
-generator, rechecks them and tells how many there are; `rows` is what the admission holds. Rates are per second of the
-clock and the best of the rounds, which is the figure to read on a busy machine; memory is in MB.
+parsing, signature, claims, policy, payload, replays. `folder` is the same from disk, three files for each of half as
+many contributions, in the page cache; `microseconds` are those of all processors for one contribution, the least of
+the rounds, and `steps` says where they go in one process. `recheck` is `Admission.recheck` within an epoch over all
+rows, `cached check` is `Gate.check` of one contribution after the other. `peak` is the largest resident set of a
+process of its own that imports torch, admits `--million` contributions from a generator, rechecks them and tells how
+many there are; `rows` is what the admission holds. Rates are per second of the clock and the best of the rounds, which
+is the figure to read on a busy machine; memory is in MB.
 """
 
 from __future__ import annotations
@@ -21,16 +23,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lamina.admit.attestation import Attestation, attest, to_be_signed, token_id
 from lamina.admit.descriptor import Descriptor
+from lamina.admit.examine import _Case
 from lamina.admit.gate import Gate
 from lamina.admit.key import PrivateKey
 from lamina.admit.keyring import KeyRing
-from lamina.admit.source import Contribution
+from lamina.admit.parts import Parts
+from lamina.admit.rows import Rows
+from lamina.admit.source import Contribution, FolderContributions
 from lamina.admit.terms import Terms
 from lamina.plan.policy import Policy
 
@@ -84,20 +91,37 @@ def best(rounds: int, count: int, work: Callable[[], Any]) -> float:
     return round(count / min(taken))
 
 
+def reviews(mint: Mint, offered: Any, count: int, rounds: int, what: str) -> dict[str, Any]:
+    """Rates and processor time of one process and of two, one after the other in each round."""
+    gates = {processes: mint.gate(processes) for processes in (1, 2)}
+    rate, spent = dict.fromkeys(gates, 0.0), dict.fromkeys(gates, float("inf"))
+    for _ in range(rounds):
+        for processes, gate in gates.items():
+            start, before = time.perf_counter(), _spent()
+            admission = gate.review(offered)
+            rate[processes] = max(rate[processes], count / (time.perf_counter() - start))
+            spent[processes] = min(spent[processes], (_spent() - before) / count)
+            assert len(admission) == count and not admission.refused
+    result: dict[str, Any] = {}
+    for processes in gates:
+        name = f"{what}, {processes} process{'es' if processes > 1 else ''}"
+        result[name] = round(rate[processes])
+        result[f"{name}, microseconds"] = round(1e6 * spent[processes], 1)
+    return result
+
+
+def _spent() -> float:
+    """Processor time of this process and of those that it waited for."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
 def rates(mint: Mint, count: int, rounds: int) -> dict[str, Any]:
     offered = list(mint.many(count))
     assert Descriptor.decode(offered[0].descriptor or b"").items == 1
-    result: dict[str, Any] = {"contributions": count}
-    for processes in (1, 2):
-        gate = mint.gate(processes)
-        admission = gate.review(offered)
-        assert len(admission) == count and not admission.refused
-        result[f"review, {processes} process{'es' if processes > 1 else ''}"] = best(
-            rounds,
-            count,
-            lambda gate=gate: gate.review(offered),  # type: ignore[misc]
-        )
-    result["recheck"] = best(10 * rounds, count, admission.recheck)
+    result = {"contributions": count, **reviews(mint, offered, count, rounds, "review")}
+    gate = mint.gate()
+    result["recheck"] = best(10 * rounds, count, gate.review(offered).recheck)
     few = offered[:10_000]
     for given in few:
         assert gate.check(given) is None
@@ -106,8 +130,7 @@ def rates(mint: Mint, count: int, rounds: int) -> dict[str, Any]:
     return result
 
 
-def from_folder(mint: Mint, count: int, rounds: int) -> dict[str, Any]:
-    result = {}
+def from_folder(mint: Mint, count: int, rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         for given in mint.many(count):
             place = Path(name) / given.id
@@ -116,15 +139,42 @@ def from_folder(mint: Mint, count: int, rounds: int) -> dict[str, Any]:
             (place / "attestation.cose").write_bytes(given.attestation or b"")
             assert isinstance(given.payload, bytes)
             (place / "payload.bin").write_bytes(given.payload)
-        for processes in (1, 2):
-            gate = mint.gate(processes)
-            assert len(gate.review(name)) == count
-            result[f"folder, {processes} process{'es' if processes > 1 else ''}"] = best(
-                rounds,
-                count,
-                lambda gate=gate: gate.review(name),  # type: ignore[misc]
-            )
-    return result
+        return reviews(mint, name, count, rounds, "folder"), steps(mint, FolderContributions(name), rounds)
+
+
+def steps(mint: Mint, folder: FolderContributions, rounds: int) -> dict[str, Any]:
+    """Microseconds of one contribution in each step of a review, the least of the rounds."""
+    least: dict[str, float] = {}
+    examiner = mint.gate().examiner()
+    for _ in range(rounds):
+        taken: Counter[str] = Counter()
+
+        @contextmanager
+        def timed(name: str, taken: Counter[str] = taken) -> Iterator[None]:
+            start = time.process_time()
+            yield
+            taken[name] += time.process_time() - start  # type: ignore[assignment]
+
+        rows = Rows()
+        with timed("list the folder"):
+            parts = Parts(folder)
+        for part in parts:
+            with timed("open and read descriptor, attestation"):
+                cases = [_Case(given) for given in parts.held(part)]
+            for name, step in (
+                ("parse, look up the key", examiner._read),
+                ("signature", examiner._verify),
+                ("policy, open and hash the payload", examiner._weigh),
+            ):
+                with timed(name):
+                    for case in cases:
+                        step(case, NOW)
+            with timed("keep the rows"):
+                for place, id, case in zip(part, parts.ids(part), cases, strict=True):
+                    rows.add(place, id, case.row)  # type: ignore[arg-type]
+        for name, seconds in taken.items():
+            least[name] = min(least.get(name, float("inf")), 1e6 * seconds / len(rows))
+    return {name: round(figure, 1) for name, figure in least.items()}
 
 
 def peak(count: int, processes: int) -> dict[str, Any]:
@@ -158,8 +208,9 @@ def peak(count: int, processes: int) -> dict[str, Any]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     mint = Mint()
     result: dict[str, Any] = {"rates": rates(mint, options.contributions, options.rounds)}
-    if options.folder:
-        result["rates"] |= from_folder(mint, options.contributions // 4, options.rounds)
+    folder, taken = from_folder(mint, options.contributions // 2, options.rounds)
+    result["rates"] |= folder
+    result["steps"] = taken
     if options.million:
         command = [sys.executable, __file__, "--peak", "--million", str(options.million)]
         command += ["--processes", str(options.processes)]
@@ -174,7 +225,6 @@ def main() -> None:
     parser.add_argument("--million", type=int, default=1_000_000, help="for the memory; 0 leaves it out")
     parser.add_argument("--processes", type=int, default=1, help="of the memory run")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", action="store_true", help="also from disk")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -188,7 +238,7 @@ def main() -> None:
     for part, figures in result.items():
         print(part)
         for name, figure in figures.items():
-            print(f"  {name:28} {figure:>14,}")
+            print(f"  {name:40} {figure:>14,}")
 
 
 if __name__ == "__main__":

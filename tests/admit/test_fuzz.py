@@ -14,7 +14,16 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lamina import cbor
-from lamina.admit import Attestation, Descriptor, PrivateKey, PublicKey, attest, subject_tag
+from lamina.admit import (
+    Attestation,
+    Descriptor,
+    PrivateKey,
+    PublicKey,
+    attest,
+    attestation,
+    descriptor,
+    subject_tag,
+)
 from lamina.admit.attestation import MAX_ATTESTATION, usual_parts
 from lamina.admit.descriptor import MAX_DESCRIPTOR
 from lamina.errors import AdmissionError, BadKey, EncodingError
@@ -106,6 +115,7 @@ def look(data: bytes, seen: Counter[str]) -> None:
     else:
         assert described.encode() == data
         assert len(data) <= MAX_DESCRIPTOR
+        assert descriptor.usual_fields(data) is not None
         seen["descriptor accepted"] += 1
     try:
         found = Attestation.decode(data)
@@ -116,8 +126,20 @@ def look(data: bytes, seen: Counter[str]) -> None:
         assert cbor.encode(again, null=True, tags=(18,)) == data
         assert cbor.encode(cbor.decode(found.protected)) == found.protected
         assert len(data) <= MAX_ATTESTATION
+        assert attestation.usual_fields(found.protected) is not None
         found.signed_by(KEY.public, bytes(32))
         seen["attestation accepted"] += 1
+    for kind in (descriptor, attestation):
+        if (fields := kind.usual_fields(data)) is None:
+            seen["pattern refused"] += 1
+            continue
+        told = {"schema": 1} if kind is descriptor else {}
+        assert {
+            **told,
+            **{name: value for name, value in fields.items() if value is not None},
+        } == kind._fields(data)
+        seen[f"pattern accepted, {kind.__name__}"] += 1
+        seen["pattern accepted"] += 1
     if (parts := usual_parts(data)) is not None:
         general = cbor.decode(data, null=True, tags=(18,), max_depth=3, max_size=len(data))
         assert general == cbor.Tag(number=18, value=[parts[0], {}, None, parts[1]])
@@ -141,10 +163,14 @@ def check(count: int, seed: int) -> None:
         "descriptor",
         "attestation",
         "shortcut",
+        "pattern",
         "key",
     ):  # it looked at both sides of every decision
         assert seen[f"{kind} accepted"] > count // 500
         assert seen[f"{kind} refused"] > count // 2
+    assert (
+        min(seen[f"pattern accepted, {kind.__name__}"] for kind in (descriptor, attestation)) > count // 500
+    )
 
 
 def test_a_seeded_part() -> None:

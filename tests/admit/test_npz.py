@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lamina.admit import npz
 from lamina.admit.items import count_items
 from lamina.admit.npz import MAX_ARRAY, MAX_HEADER, BadArray, arrays, headers
 from lamina.errors import AdmissionError
@@ -203,3 +204,18 @@ def test_an_array_is_unpacked_piece_by_piece() -> None:
 def test_a_long_directory_is_not_read() -> None:
     held = packed(**{f"{i:0200d}": b"" for i in range(5000)})
     assert peak(held, "directory has more than") < 4 << 20
+
+
+def test_only_short_headers_are_remembered() -> None:
+    npz._said.cache_clear()
+    for pad in (0, 600):
+        for _ in range(3):
+            assert headers(io.BytesIO(packed(x=npy("(2, 3)", bytes(24), pad=pad))), ["x"])["x"].shape == (
+                2,
+                3,
+            )
+    assert (npz._said.cache_info().currsize, npz._said.cache_info().hits) == (1, 2)
+    for _ in range(2):
+        with pytest.raises(BadArray, match="a shape that is none"):
+            headers(io.BytesIO(packed(x=npy("(2, -3)"))), ["x"])
+    assert npz._said.cache_info().currsize == 1

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from lamina.admit import pool
-from lamina.admit.key import PrivateKey
+from lamina.admit import parts, pool
+from lamina.admit.examine import Examiner
+from lamina.admit.key import PrivateKey, PublicKey
 from lamina.admit.packed import Packed
 from lamina.admit.reason import Reason
-from lamina.admit.rows import PACK
 from lamina.admit.source import Contribution, FolderContributions
 from lamina.errors import AdmissionError
 
@@ -51,7 +49,7 @@ def told(admission: Any) -> Any:
 def test_the_number_of_processes_changes_nothing(
     desk: Any, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
-    monkeypatch.setattr(pool, "AT_ONCE", part)
+    monkeypatch.setattr(parts, "AT_ONCE", part)
     desk.policy = desk.policy_with(standard={"population": 30})
     offered = mixed(desk)
     alone = desk.gate().review(offered)
@@ -74,19 +72,78 @@ def test_folders_are_read_by_the_workers(desk: Any, tmp_path: Path) -> None:
     assert told(desk.gate(processes=2).review(tmp_path)) == told(alone)
 
 
+def test_many_are_examined_as_each_by_itself(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered, examiner = mixed(desk), desk.gate().examiner()
+    alone = [examiner.examine(each, desk.NOW) for each in offered]
+    assert examiner.examine_all(offered, desk.NOW) == alone
+    verify, place = PublicKey.verify, [each.id for each in offered].index("001")
+
+    def broken(key: PublicKey, message: bytes, signature: bytes) -> bool:
+        if signature == (offered[place].attestation or b"")[-64:]:
+            raise RuntimeError("a fault of ours")
+        return verify(key, message, signature)
+
+    monkeypatch.setattr(PublicKey, "verify", broken)
+    alone[place] = Reason.CHECK_FAILED, "RuntimeError"
+    assert examiner.examine_all(offered, desk.NOW) == alone
+
+
+def test_payloads_of_a_source_do_not_pile_up(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "AT_MOST", 1000)
+    held = []
+    examine_all = Examiner.examine_all
+
+    def watched(self: Examiner, offered: Any, now: int) -> Any:
+        held.append(sum(len(each.payload) for each in offered))
+        return examine_all(self, offered, now)
+
+    monkeypatch.setattr(Examiner, "examine_all", watched)
+    source = Named([desk.offer(f"{i}", payload=bytes(400)) for i in range(10)])
+    assert len(desk.gate().review(source)) == 10
+    assert held == [1200, 1200, 1200, 400]
+
+
+def test_nobody_has_two_parts_before_each_has_one(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "AT_ONCE", 1)
+
+    class Who(Named):
+        def get(self, id: str) -> Contribution:
+            time.sleep(0.2)
+            return Contribution(id, trouble=(Reason.UNREADABLE, f"{os.getpid()}"))
+
+    refused = desk.gate(processes=3).review(Who([Contribution(f"{i}") for i in range(3)])).refused
+    assert len({each.detail for each in refused}) == 3
+
+
 def test_parts_are_bounded_in_bytes(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "AT_MOST", 1000)
+    monkeypatch.setattr(parts, "AT_MOST", 1000)
     offered = [desk.offer(f"{i}", payload=bytes(400)) for i in range(10)]
-    assert [len(part) for part in pool._parts(offered)] == [3, 3, 3, 1]
+    assert [len(part) for part in parts.Parts(offered)] == [3, 3, 3, 1]
     large = [desk.offer(f"large {i}", payload=bytes(1 << 20)) for i in range(5)]
     assert len(desk.gate(processes=2).review(large)) == 5
 
 
-class Deadly:
+class Named:
+    """A source of what is given."""
+
+    def __init__(self, given: list[Contribution]) -> None:
+        self.given = {each.id: each for each in given}
+
+    def names(self) -> Packed:
+        return Packed(name.encode() for name in self.given)
+
+    def get(self, id: str) -> Contribution:
+        return self.given[id]
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+
+class Deadly(Named):
     """A source that ends whatever process reads the contribution `deadly`."""
 
     def __init__(self, given: list[Contribution], how: int) -> None:
-        self.given = {each.id: each for each in given}
+        super().__init__(given)
         self.how = how
 
     def names(self) -> Packed:
@@ -98,10 +155,7 @@ class Deadly:
                 os.kill(os.getpid(), self.how)
                 time.sleep(60)
             os._exit(3)
-        return self.given[id]
-
-    def __iter__(self) -> Any:
-        raise NotImplementedError
+        return super().get(id)
 
 
 @pytest.mark.timeout(60)
@@ -173,15 +227,15 @@ def running(process: int) -> bool:
 
 
 class Failing:
-    """A source that cannot give one of its contributions."""
+    """A source that cannot give two of its contributions."""
 
     def names(self) -> Packed:
-        return Packed([b"a", b"b"])
+        return Packed([b"a", b"b", b"c"])
 
     def get(self, id: str) -> Contribution:
         if id == "a":
             raise RuntimeError("a fault of the source")
-        return Contribution(id)
+        return Contribution(id) if id == "b" else None  # type: ignore[return-value]
 
     def __iter__(self) -> Any:
         raise NotImplementedError
@@ -190,11 +244,15 @@ class Failing:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_source_that_fails_for_one_stops_no_other(desk: Any, processes: int) -> None:
     refused = desk.gate(processes=processes).review(Failing()).refused
-    assert [(r.id, r.reason) for r in refused] == [("a", Reason.CHECK_FAILED), ("b", Reason.NO_ATTESTATION)]
+    assert [(r.id, r.reason, r.detail) for r in refused] == [
+        ("a", Reason.CHECK_FAILED, "RuntimeError"),
+        ("b", Reason.NO_ATTESTATION, ""),
+        ("c", Reason.CHECK_FAILED, "TypeError"),
+    ]
 
 
 def test_a_slow_part_does_not_let_the_others_pile_up(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "AT_ONCE", 1)
+    monkeypatch.setattr(parts, "AT_ONCE", 1)
     monkeypatch.setattr(pool, "AHEAD", 4)
     taken = 0
 
@@ -209,53 +267,16 @@ def test_a_slow_part_does_not_let_the_others_pile_up(desk: Any, monkeypatch: pyt
         def __iter__(self) -> Any:
             raise NotImplementedError
 
-    counted = pool._parts
+    class Counting(parts.Parts):
+        def __iter__(self) -> Any:
+            nonlocal taken
+            for each in super().__iter__():
+                taken += 1
+                yield each
 
-    def counting(contributions: Any) -> Any:
-        nonlocal taken
-        for each in counted(contributions):
-            taken += 1
-            yield each
-
-    monkeypatch.setattr(pool, "_parts", counting)
+    monkeypatch.setattr(pool, "Parts", Counting)
     gate = desk.gate(processes=2)
     verdicts = gate.verdicts(Slow(), gate.examiner(), desk.NOW)  # type: ignore[arg-type]
     assert next(verdicts)[0] == "0"
     assert taken <= 10
     assert [id for id, _ in verdicts] == [f"{i}" for i in range(1, 200)]
-
-
-# ------------------------------------------------------------------------------------------- what goes over a line
-
-data = st.none() | st.binary(max_size=40)
-ids = st.text(st.characters(), max_size=10)
-offers = st.builds(
-    Contribution,
-    ids,
-    data,
-    data,
-    data
-    | st.builds(Path, st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)),
-    st.none() | st.tuples(st.sampled_from(Reason), ids),
-)
-
-
-@settings(max_examples=200)
-@given(st.lists(offers, max_size=5))
-def test_what_is_sent_arrives(part: list[Contribution]) -> None:
-    assert pool._read_part(pool._write_part(part)) == part
-
-
-@given(st.lists(st.binary(max_size=20).map(lambda raw: raw.decode("utf-8", "surrogateescape")), max_size=5))
-def test_names_arrive(part: list[str]) -> None:
-    assert pool._read_part(pool._write_part(part)) == part
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(Reason), ids) | st.binary(min_size=PACK.size, max_size=PACK.size),
-        max_size=5,
-    )
-)
-def test_verdicts_arrive(verdicts: list[Any]) -> None:
-    assert pool._read_verdicts(pool._write_verdicts(verdicts), len(verdicts)) == verdicts

@@ -120,6 +120,43 @@ def test_nothing_outside_the_folder_is_reached(desk: Any, tmp_path: Path, id: st
     assert FolderContributions(tmp_path / "in").get(id).trouble[0] is Reason.BAD_ID  # type: ignore[index]
 
 
+def test_a_folder_that_is_exchanged_while_it_is_read(
+    desk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was listed is what is read: nothing comes in through a link that took its place."""
+    given, other = desk.offer("a"), desk.offer("other")
+    place, outside = desk.write(tmp_path / "in", given), desk.write(tmp_path / "out", other)
+    listed = os.listdir
+
+    def exchanged(folder: Any) -> list[str]:
+        found = listed(folder)
+        place.rename(tmp_path / "moved")
+        place.symlink_to(outside)
+        return found
+
+    monkeypatch.setattr(os, "listdir", exchanged)
+    source = FolderContributions(tmp_path / "in")
+    found = source.get("a")
+    assert (found.descriptor, found.attestation) == (given.descriptor, given.attestation)
+    assert (
+        source.get("a").trouble
+        == source.signed("a").trouble
+        == (Reason.UNREADABLE, "not a folder of its own")
+    )
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, (1 << 20) - 4096, (1 << 20) - 1, 1 << 20, (1 << 21) + 5])
+def test_payloads_of_all_sizes_are_read_to_their_end(desk: Any, tmp_path: Path, size: int) -> None:
+    given = desk.offer("a", payload=os.urandom(size))
+    place = desk.write(tmp_path, given) / "payload.bin"
+    assert len(desk.gate().review(tmp_path)) == 1
+    assert len(desk.gate(max_payload=size).review(tmp_path)) == 1
+    with place.open("ab") as file:
+        file.write(b"x")
+    assert reasons(desk.gate().review(tmp_path)) == {"a": Reason.PAYLOAD_MISMATCH}
+    assert reasons(desk.gate(max_payload=size).review(tmp_path)) == {"a": Reason.TOO_LARGE}
+
+
 def test_large_files_are_not_read(desk: Any, tmp_path: Path) -> None:
     for name in ("descriptor.cbor", "attestation.cose", "payload.bin"):
         with open(desk.write(tmp_path, desk.offer(name)) / name, "r+b") as file:

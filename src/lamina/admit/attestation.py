@@ -17,6 +17,7 @@ from lamina import cbor
 from lamina.admit.commitment import NONCE_BYTES
 from lamina.admit.descriptor import MAX_AUDIENCE, Descriptor
 from lamina.admit.key import ALGORITHMS, EDDSA, PrivateKey, PublicKey
+from lamina.admit.pattern import BYTES_16, BYTES_32, LENGTH, NUMBER, exactly, length, number, pattern
 from lamina.admit.times import LAST
 from lamina.errors import AdmissionError, EncodingError, WrongAlgorithm
 
@@ -68,10 +69,8 @@ class Attestation:
                 "sign with lamina attest",
             )
         protected, signature = usual_parts(data) or _parts(data)
-        header = cbor.decode(protected, max_depth=2)
-        if type(header) is not dict or tuple(header) != _LABELS:
-            raise _refused(f"the protected labels must be {list(_LABELS)}")
-        return cls(protected=protected, signature=signature, **_read(header))
+        fields = usual_fields(protected) or _fields(protected)
+        return cls(protected=protected, signature=signature, **fields)
 
     def signed_by(self, key: PublicKey, descriptor_digest: bytes) -> bool:
         """Whether `key` made this attestation for the descriptor with that digest."""
@@ -177,6 +176,48 @@ def _parts(data: bytes) -> tuple[bytes, bytes]:
     if payload is not None:
         raise _refused("the payload must be detached (nil)")
     return protected, signature
+
+
+_WHO = pattern(
+    rb"\xa6\x01(", b"|".join(map(exactly, ALGORITHMS)), rb")\x04", BYTES_32, rb"\x0f\xa7\x01\x78\x40([0-9a-f]{64})",
+    rb"\x02(?:\x78\x4d(?=contribution:)|\x78\x44(?=tag:))([a-z]+:[0-9a-f]{64})\x03", LENGTH,
+)  # fmt: skip
+_WHEN = pattern(
+    rb"\x04", NUMBER, rb"\x05", NUMBER, rb"\x06", NUMBER, rb"\x07", BYTES_16, rb"\x10", exactly(TYPE),
+    exactly(_HASH_ALG), exactly(_SHA256), exactly(_PREIMAGE), exactly(CONTENT),
+)  # fmt: skip
+_ALGORITHM = {cbor.encode(each): each for each in ALGORITHMS}
+
+
+def usual_fields(protected: bytes) -> dict[str, Any] | None:
+    """The fields of a protected header in its one encoding; None for anything else."""
+    if (who := _WHO.match(protected)) is None:
+        return None
+    alg, kid, iss, sub, told = who.groups()
+    first = who.end()
+    last = first + length(told)
+    if (when := _WHEN.fullmatch(protected, last)) is None or last - first > MAX_AUDIENCE:
+        return None
+    *times, cti = when.groups()
+    exp, nbf, iat = map(number, times)
+    if iss.decode() != kid.hex() or max(exp, nbf, iat) > LAST:
+        return None
+    try:
+        aud = protected[first:last].decode()
+    except UnicodeDecodeError:
+        return None
+    return {
+        "alg": _ALGORITHM[alg], "kid": kid, "iss": iss.decode(), "sub": sub.decode(), "aud": aud,
+        "exp": exp, "nbf": nbf, "iat": iat, "cti": cti,
+    }  # fmt: skip
+
+
+def _fields(protected: bytes) -> dict[str, Any]:
+    """The same by the general decoder, which says what is wrong."""
+    header = cbor.decode(protected, max_depth=2)
+    if type(header) is not dict or tuple(header) != _LABELS:
+        raise _refused(f"the protected labels must be {list(_LABELS)}")
+    return _read(header)
 
 
 def _read(header: dict[Any, Any]) -> dict[str, Any]:

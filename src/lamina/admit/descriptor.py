@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lamina import cbor
+from lamina.admit.pattern import BYTES_16, BYTES_32, LENGTH, NUMBER, length, number, pattern
 from lamina.admit.times import LAST
 from lamina.errors import AdmissionError, EncodingError, UnknownSchema
 
@@ -106,16 +107,74 @@ class Descriptor:
                 f"the descriptor has {len(data)} bytes, at most {MAX_DESCRIPTOR} are allowed",
                 "sign it with lamina attest",
             )
-        found = cbor.decode(data, max_depth=1)
-        if type(found) is not dict:
-            raise AdmissionError("the descriptor is no map", "sign it with lamina attest")
-        if found.get(1) != SCHEMA or type(found[1]) is not int:
-            raise _unknown_schema(found)
-        if (names := _SHAPES.get(tuple(found))) is None:
-            raise _wrong_keys(found)
-        made = cls(**dict(zip(names, found.values(), strict=True)))
+        made = cls(**(usual_fields(data) or _fields(data)))
         object.__setattr__(made, "_digest", hashlib.sha256(data).digest())
         return made
+
+
+_TERMS = pattern(
+    rb"([\xad-\xaf])\x01\x01\x02", BYTES_32, rb"\x03", LENGTH, rb"([a-z0-9-]+)\x04", LENGTH, rb"([A-Za-z0-9_.-]+)",
+    rb"\x05", NUMBER, rb"\x06", NUMBER, rb"\x07", NUMBER, rb"\x08", NUMBER, rb"(?:\x09", LENGTH, rb")?",
+)  # fmt: skip
+_CONTENT = pattern(
+    rb"\x0a", BYTES_32, rb"\x0b", NUMBER, rb"\x0c", BYTES_16, rb"\x0d", BYTES_32, rb"\x0e", LENGTH
+)
+_ANCHOR = b"\x0f\x58\x20"
+
+
+def usual_fields(data: bytes) -> dict[str, Any] | None:
+    """The fields of a descriptor in its one encoding; None for anything else. Ranges are not looked at."""
+    if (terms := _TERMS.match(data)) is None:
+        return None
+    count, contributor, size, data_class, other, admissibility, c, z, begin, end, told = terms.groups()
+    start = terms.end()
+    at = start if told is None else start + length(told)
+    if (content := _CONTENT.match(data, at)) is None:
+        return None
+    commitment, items, nonce, policy, said = content.groups()
+    first = content.end()
+    last = first + length(said)
+    anchor = data[last + len(_ANCHOR) :] if len(data) != last else None
+    if (
+        length(size) != len(data_class)
+        or length(other) != len(admissibility)
+        or count[0] - 0xAD != (told is not None) + (anchor is not None)
+        or (anchor is not None and (len(anchor) != 32 or not data.startswith(_ANCHOR, last)))
+    ):  # fmt: skip
+        return None
+    try:
+        profile = None if told is None else data[start:at].decode()
+        audience = data[first:last].decode()
+    except UnicodeDecodeError:
+        return None
+    return {
+        "contributor": contributor,
+        "data_class": data_class.decode(),
+        "admissibility": admissibility.decode(),
+        "clip_norm": number(c),
+        "noise_multiplier": number(z),
+        "not_before": number(begin),
+        "expires": number(end),
+        "profile": profile,
+        "commitment": commitment,
+        "items": number(items),
+        "nonce": nonce,
+        "policy": policy,
+        "audience": audience,
+        "anchor": anchor,
+    }
+
+
+def _fields(data: bytes) -> dict[str, Any]:
+    """The same by the general decoder, which says what is wrong."""
+    found = cbor.decode(data, max_depth=1)
+    if type(found) is not dict:
+        raise AdmissionError("the descriptor is no map", "sign it with lamina attest")
+    if found.get(1) != SCHEMA or type(found[1]) is not int:
+        raise _unknown_schema(found)
+    if (names := _SHAPES.get(tuple(found))) is None:
+        raise _wrong_keys(found)
+    return dict(zip(names, found.values(), strict=True))
 
 
 def _unknown_schema(found: dict[Any, Any]) -> AdmissionError:
@@ -140,22 +199,25 @@ def _wrong_keys(found: dict[Any, Any]) -> AdmissionError:
 
 def _wrong(d: Descriptor) -> str | None:
     """What does not fit, in words; the type is looked at before the value."""
-    for name, size in (("contributor", 32), ("commitment", 32), ("policy", 32), ("nonce", 16)):
-        value = getattr(d, name)
-        if type(value) is not bytes or len(value) != size:
+    for name, size, held in (
+        ("contributor", 32, d.contributor),
+        ("commitment", 32, d.commitment),
+        ("policy", 32, d.policy),
+        ("nonce", 16, d.nonce),
+    ):
+        if type(held) is not bytes or len(held) != size:
             return f"{name} must be {size} bytes"
     if d.anchor is not None and (type(d.anchor) is not bytes or len(d.anchor) != 32):
         return "anchor must be 32 bytes"
     if type(d.schema) is not int or d.schema != SCHEMA:
         return f"schema is {d.schema!r}, must be {SCHEMA}"
-    for name, low, high in (
-        ("clip_norm", 0, MAX_MICRO),
-        ("noise_multiplier", 0, MAX_MICRO),
-        ("not_before", 0, LAST),
-        ("expires", 0, LAST),
-        ("items", 1, MAX_ITEMS),
+    for name, low, value, high in (
+        ("clip_norm", 0, d.clip_norm, MAX_MICRO),
+        ("noise_multiplier", 0, d.noise_multiplier, MAX_MICRO),
+        ("not_before", 0, d.not_before, LAST),
+        ("expires", 0, d.expires, LAST),
+        ("items", 1, d.items, MAX_ITEMS),
     ):
-        value = getattr(d, name)
         if type(value) is not int or not low <= value <= high:
             return f"{name} is {_brief(value)}, must be an integer in [{low}, {high}]"
     if (d.clip_norm == 0) != (d.noise_multiplier == 0):
@@ -166,8 +228,8 @@ def _wrong(d: Descriptor) -> str | None:
         return f"data_class is {_brief(d.data_class)}, must be 1 to 64 of a-z, 0-9 and -"
     if type(d.admissibility) is not str or not _ADMISSIBILITY.fullmatch(d.admissibility):
         return f"admissibility is {_brief(d.admissibility)}, must be the name of a class, 1 to 64 letters"
-    for name, most in (("audience", MAX_AUDIENCE), ("profile", MAX_PROFILE)):
-        if (text := getattr(d, name)) is None and name == "profile":
+    for name, most, text in (("audience", MAX_AUDIENCE, d.audience), ("profile", MAX_PROFILE, d.profile)):
+        if text is None and name == "profile":
             continue
         if type(text) is not str or not text.isprintable() or not 0 < len(text.encode("utf-8")) <= most:
             return f"{name} is {_brief(text)}, must be 1 to {most} bytes of printable text"

@@ -13,7 +13,8 @@ from lamina.admit.demands import Demands
 from lamina.admit.examine import MAX_PAYLOAD, Examiner, Verdict, check_id
 from lamina.admit.keyring import KeyRing
 from lamina.admit.lapse import Standings
-from lamina.admit.pool import AT_ONCE, examined
+from lamina.admit.parts import AT_ONCE
+from lamina.admit.pool import examined
 from lamina.admit.refusal import Refusal, Refusals, Refused, plain
 from lamina.admit.register import Register
 from lamina.admit.rows import Rows, unpack
@@ -98,11 +99,14 @@ class Gate:
         progress: Progress | None = None,
     ) -> Iterator[tuple[str, Verdict]]:
         """(id, verdict) of each contribution by itself."""
-        total = len(contributions) if isinstance(contributions, Sized) else None
         found = examined(contributions, examiner, now, self._processes)
+        if progress is None:
+            yield from found
+            return
+        total = len(contributions) if isinstance(contributions, Sized) else None
         for done, each in enumerate(found, start=1):
             yield each
-            if progress is not None and (done % AT_ONCE == 0 or done == total):
+            if done % AT_ONCE == 0 or done == total:
                 progress(done, total)
 
     # ----------------------------------------------------------------------------------- one

@@ -9,12 +9,14 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 MAX_HEADER = 10_000  # bytes, as numpy has it
+_USUAL_HEADER = 512  # bytes: what longer ones say is not remembered
 MAX_ARRAY = 1 << 30  # bytes of one array
 MAX_AXES = 32
 MAX_DIRECTORY = 1 << 20  # bytes: the names of some ten thousand arrays
@@ -56,7 +58,8 @@ def headers(raw: BinaryIO, names: Sequence[str]) -> dict[str, Header]:
     piece; of any other the archive's directory says enough. Raises BadArray, and whatever zipfile, zlib and numpy do.
     """
     with _archive(raw) as archive:
-        return {name: _checked(raw, archive, info, name) for name, info in _entries(archive, names)}
+        end = raw.seek(0, 2)
+        return {name: _checked(raw, archive, info, name, end) for name, info in _entries(archive, names)}
 
 
 def arrays(raw: BinaryIO, names: Sequence[str], *, crc: bool = True) -> dict[str, NDArray[Any]]:
@@ -111,17 +114,21 @@ def _check_size(info: zipfile.ZipInfo, name: str) -> None:
         raise BadArray(f"array {name!r} has two sizes")
 
 
-def _checked(raw: BinaryIO, archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> Header:
+def _checked(raw: BinaryIO, archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, end: int) -> Header:
     _check_size(info, name)
-    pieces = _pieces(raw, archive, info)
-    first = next(pieces, b"")
+    plain = info.compress_type == zipfile.ZIP_STORED
+    if plain:  # its directory says the rest
+        begin = raw.seek(_begin(raw, info))
+        first = raw.read(min(info.file_size, _PREFIX))
+    else:
+        pieces = _pieces(raw, archive, info)
+        first = next(pieces, b"")
     header = _header(first[:_PREFIX], name)
     if header.dtype.hasobject:
         return header  # a pickle, of any length; it is never read
     if info.file_size != header.start + header.nbytes:
         raise BadArray(f"array {name!r} holds more or fewer numbers than its header says")
-    plain = info.compress_type == zipfile.ZIP_STORED
-    held = raw.seek(0, 2) - _begin(raw, info) if plain else len(first) + sum(map(len, pieces))
+    held = end - begin if plain else len(first) + sum(map(len, pieces))
     if held < info.file_size:
         raise BadArray(f"array {name!r} is cut off")
     return header
@@ -162,7 +169,14 @@ def _header(begin: bytes, name: str) -> Header:
     first = len(_MAGIC) + 2 + struct.calcsize(kind)
     if length > MAX_HEADER:
         raise BadArray(f"array {name!r} has a header of {length} bytes, the most is {MAX_HEADER}")
-    said = ast.literal_eval(begin[first : first + length].decode("latin1").strip())
+    said = _said if length <= _USUAL_HEADER else _said.__wrapped__
+    return Header(*said(begin[first : first + length], name), first + length)
+
+
+@lru_cache(maxsize=256)  # in a corpus nearly all say the same
+def _said(text: bytes, name: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
+    """Shape, kind of number, and whether columns come first."""
+    said = ast.literal_eval(text.decode("latin1").strip())
     if not isinstance(said, dict) or said.keys() != _FIELDS or type(said["fortran_order"]) is not bool:
         raise BadArray(f"array {name!r} has a header of other fields")
     shape, dtype = said["shape"], np.lib.format.descr_to_dtype(said["descr"])
@@ -172,4 +186,4 @@ def _header(begin: bytes, name: str) -> Header:
         raise BadArray(f"array {name!r} has {len(shape)} axes, the most is {MAX_AXES}")
     if dtype.subdtype is not None:
         raise BadArray(f"array {name!r} has arrays for elements")
-    return Header(shape, dtype, said["fortran_order"], first + length)
+    return shape, dtype, said["fortran_order"]

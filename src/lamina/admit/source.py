@@ -20,6 +20,7 @@ from lamina.admit.register import Evidence
 from lamina.errors import AdmissionError
 
 DESCRIPTOR, ATTESTATION, PAYLOAD = "descriptor.cbor", "attestation.cose", "payload"
+_PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,11 @@ class FolderContributions:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._listed()
+        self._prefix = os.path.join(self.path, "")  # text: to make a Path takes longer than to open it
+        try:
+            os.scandir(self.path).close()
+        except OSError as error:
+            raise self._unlisted(error) from None
 
     def names(self) -> Packed:
         """The ids that are there now."""
@@ -85,10 +90,13 @@ class FolderContributions:
                     if not entry.name.startswith(".") and not entry.is_file(follow_symlinks=False)
                 ]
         except OSError as error:
-            raise AdmissionError(
-                f"the contributions in '{self.path}' cannot be listed: {error.strerror}",
-                "give the folder that holds one folder for each contribution",
-            ) from None
+            raise self._unlisted(error) from None
+
+    def _unlisted(self, error: OSError) -> AdmissionError:
+        return AdmissionError(
+            f"the contributions in '{self.path}' cannot be listed: {error.strerror}",
+            "give the folder that holds one folder for each contribution",
+        )
 
     def __len__(self) -> int:
         return len(self._listed())
@@ -100,32 +108,36 @@ class FolderContributions:
     def get(self, id: str) -> Contribution:
         """What the folder `id` holds."""
         try:
-            if id in ("", ".", "..") or "/" in id or "\0" in id:
-                raise Refused(Reason.BAD_ID, "not the name of a folder")
-            payload = None
-            for name in _names_in(self.path / id):
-                if name.split(".", 1)[0] == PAYLOAD:
-                    if payload is not None:
-                        raise Refused(Reason.UNREADABLE, f"several payloads: {payload.name}, {name}")
-                    payload = self.path / id / name
-            return Contribution(
-                id,
-                _small(self.path / id / DESCRIPTOR, MAX_DESCRIPTOR),
-                _small(self.path / id / ATTESTATION, MAX_ATTESTATION),
-                payload,
-            )
+            return self._held(id, payload=True)
+        except FileNotFoundError as error:
+            return Contribution(id, trouble=(Reason.UNREADABLE, _why(error)))
         except Refused as refused:
             return Contribution(id, trouble=(refused.reason, refused.detail))
 
     def signed(self, id: str) -> Contribution:
-        """The same without the payload."""
+        """The same without the payload; nothing at all if the folder is gone."""
         try:
-            place = self.path / id
-            return Contribution(
-                id, _small(place / DESCRIPTOR, MAX_DESCRIPTOR), _small(place / ATTESTATION, MAX_ATTESTATION)
-            )
+            return self._held(id, payload=False)
+        except FileNotFoundError:
+            return Contribution(id)
         except Refused as refused:
             return Contribution(id, trouble=(refused.reason, refused.detail))
+
+    def _held(self, id: str, *, payload: bool) -> Contribution:
+        """Listed and opened in one open folder, which nobody can exchange for another, or for a link, meanwhile."""
+        if id in ("", ".", "..") or "/" in id or "\0" in id:
+            raise Refused(Reason.BAD_ID, "not the name of a folder")
+        folder = _open_folder(self._prefix + id)
+        try:
+            name = _payload_in(folder) if payload else None
+            return Contribution(
+                id,
+                _small(DESCRIPTOR, folder, MAX_DESCRIPTOR),
+                _small(ATTESTATION, folder, MAX_ATTESTATION),
+                None if name is None else self.path.joinpath(id, name),
+            )
+        finally:
+            os.close(folder)
 
     def __repr__(self) -> str:
         return f"FolderContributions({str(self.path)!r})"
@@ -174,41 +186,63 @@ class Reader:
         return found
 
 
-def _names_in(folder: Path) -> list[str]:
+def _open_folder(path: str) -> int:
     try:
-        if not stat.S_ISDIR(os.lstat(folder).st_mode):
-            raise Refused(Reason.UNREADABLE, "not a folder of its own")
-        return sorted(os.listdir(folder))
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
     except (OSError, ValueError) as error:
+        other = isinstance(error, OSError) and error.errno in (errno.ENOTDIR, errno.ELOOP)
+        raise Refused(Reason.UNREADABLE, "not a folder of its own" if other else _why(error)) from None
+
+
+def _payload_in(folder: int) -> str | None:
+    try:
+        found = [name for name in os.listdir(folder) if name.partition(".")[0] == PAYLOAD]
+    except OSError as error:
         raise Refused(Reason.UNREADABLE, _why(error)) from None
+    if len(found) > 1:
+        first, second = sorted(found)[:2]
+        raise Refused(Reason.UNREADABLE, f"several payloads: {first}, {second}")
+    return found[0] if found else None
 
 
-def _small(path: Path, most: int) -> bytes | None:
+def _small(name: str, folder: int, most: int) -> bytes | None:
     """The bytes of a small file, one more than `most` if it is larger; None if it is not there."""
     try:
-        file = open_plain(path)
+        file, _ = opened(name, folder)
     except FileNotFoundError:
         return None
     try:
         return os.read(file, most + 1)
     except OSError as error:
-        raise Refused(Reason.UNREADABLE, f"{path.name}: {_why(error)}") from None
+        raise Refused(Reason.UNREADABLE, f"{name}: {_why(error)}") from None
     finally:
         os.close(file)
 
 
 def open_plain(path: Path) -> int:
     """Open a plain file for reading, and nothing else: not what a link points to, not a pipe that never ends."""
+    return opened(path)[0]
+
+
+def opened(path: str | Path, folder: int | None = None) -> tuple[int, int]:
+    """The same, and the size that it has then. A name is looked up in an open `folder`."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.open(path, _PLAIN, dir_fd=folder)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise Refused(Reason.UNREADABLE, f"{plain(path.name)}: {_why(error)}") from None
-    if not stat.S_ISREG(os.fstat(file).st_mode):
+        raise Refused(Reason.UNREADABLE, f"{_name(path)}: {_why(error)}") from None
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
         os.close(file)
-        raise Refused(Reason.UNREADABLE, f"{plain(path.name)}: not a plain file")
-    return file
+        raise Refused(Reason.UNREADABLE, f"{_name(path)}: not a plain file")
+    return file, found.st_size
+
+
+def _name(path: str | Path) -> str:
+    return plain(os.path.basename(path))
 
 
 def _why(error: OSError | ValueError) -> str:

@@ -1,0 +1,85 @@
+"""Patterns take what the general decoder takes, in the same sense, and nothing more."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lamina import cbor
+from lamina.admit import attestation, descriptor
+from lamina.admit.pattern import LENGTH, NUMBER, length, number, pattern
+from lamina.errors import EncodingError
+
+edges = st.sampled_from([0, 23, 24, 255, 256, 65535, 65536, 2**32 - 1, 2**32, 2**64 - 1])
+
+
+@given(edges | st.integers(0, 2**64 - 1))
+def test_numbers(value: int) -> None:
+    data = cbor.encode(value)
+    found = pattern(NUMBER).fullmatch(data)
+    assert found is not None and number(found[1]) == value
+
+
+@given(st.binary(min_size=1, max_size=9))
+@example(b"\x18\x17")
+@example(b"\x19\x00\xff")
+@example(b"\x1a\x00\x00\xff\xff")
+@example(b"\x1b\x00\x00\x00\x00\xff\xff\xff\xff")
+def test_no_number_but_the_shortest(data: bytes) -> None:
+    found = pattern(NUMBER).fullmatch(data)
+    try:
+        value = cbor.decode(data)
+    except EncodingError:
+        assert found is None
+    else:
+        assert (found is not None) == (type(value) is int and value >= 0)
+
+
+@given(st.integers(1, 300) | st.sampled_from([23, 24, 255, 256, 65535]))
+def test_lengths(size: int) -> None:
+    data = cbor.encode("a" * size, max_size=2**20)
+    found = pattern(LENGTH).match(data)
+    assert found is not None and length(found[1]) == size == len(data) - found.end()
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x60", b"\x78\x17", b"\x79\x00\xff", b"\x7a\x00\x01\x00\x00", b"\x7f", b"\x41"]
+)
+def test_no_length_but_the_shortest(data: bytes) -> None:
+    assert pattern(LENGTH).match(data + bytes(100)) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xad\x01\x01\x02\x58\x20" + bytes(32) + b"\x03\x78\x40" + b"a" * 1900,
+        b"\xad\x01\x01\x02\x58\x20" + bytes(32) + b"\x03\x61a\x04\x78\x40" + b"a" * 1900,
+        b"\xa6\x01\x27\x04\x58\x20" + bytes(32) + b"\x0f\xa7\x01\x78\x40" + b"0" * 64 + b"\x02\x78\x44tag:" * 90,
+        b"\x19\x01" * 900,
+        b"a" * 2000,
+    ],
+)  # fmt: skip
+def test_the_time_is_that_of_one_pass(data: bytes) -> None:
+    """What only just does not match costs microseconds, not the square of its length."""
+    begin = time.process_time()
+    for _ in range(100):
+        assert descriptor.usual_fields(data) is None and attestation.usual_fields(data) is None
+    assert time.process_time() - begin < 1.0
+
+
+def test_no_pattern_looks_further_than_it_is_told() -> None:
+    """A text that holds what follows a text ends where its length says."""
+    made = descriptor.Descriptor(
+        contributor=bytes(32), data_class="a", admissibility="a", clip_norm=1, noise_multiplier=1, not_before=0,
+        expires=1, profile="p", commitment=bytes(32), items=1, nonce=bytes(16), policy=bytes(32), audience="o",
+    )  # fmt: skip
+    data = made.encode()
+    tail = data[re.search(rb"\x0a\x58\x20", data).start() :].decode("latin1")  # type: ignore[union-attr]
+    longer: dict[int, Any] = {**cbor.decode(data), 9: "p" + tail, 14: "o" + tail}
+    fields = descriptor.usual_fields(cbor.encode(longer))
+    assert fields is not None and (fields["profile"], fields["audience"]) == ("p" + tail, "o" + tail)
