@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lamina.account import Event, accountant
 from lamina.account.pooled import pooled
 from lamina.account.rdp import order_offset
-from lamina.account.renyi import divergence
+from lamina.account.renyi import ORDERS, divergence
 
 FIXED = {(1.5, 0.01, 0.0): 100, (2.0, 0.02, 0.0): 50}
 
@@ -36,3 +38,23 @@ def test_no_figure_without_amplification() -> None:
     for name in ("zcdp", "gaussian"):
         assert pooled(events, delta=1e-5, name=name) == math.inf
     assert pooled({**FIXED, (1.2, 0.01, 20.0): 0}, delta=1e-5, name="zcdp") < math.inf
+
+
+def test_a_smaller_order_that_comes_later_does_not_make_it_cheaper() -> None:
+    """At 6.9 the fixed steps cost less than at 7.1: the best order up to the smallest is taken for both."""
+    before = {(1.0, 0.3, 0.0): 6, (1.0, 0.3, 7.1): 1}
+    after = {**before, (9.0, 0.3, 6.9): 1}
+    assert pooled(before, delta=1e-5, name="rdp") < pooled(after, delta=1e-5, name="rdp")
+
+
+KINDS = st.tuples(st.floats(0.5, 9.0), st.floats(0.001, 1.0), st.just(0.0) | st.sampled_from(ORDERS[:120]))
+
+
+@given(events=st.dictionaries(KINDS, st.integers(1, 200), max_size=4), more=KINDS, steps=st.integers(1, 200))
+@settings(max_examples=80)
+def test_more_never_costs_less(
+    events: dict[tuple[float, float, float], int], more: tuple[float, float, float], steps: int
+) -> None:
+    after = {**events, more: events.get(more, 0) + steps}
+    cheap = pooled(events, delta=1e-5, name="rdp")
+    assert cheap <= pooled(after, delta=1e-5, name="rdp") * (1 + 1e-9)

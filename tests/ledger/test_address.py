@@ -30,19 +30,61 @@ def test_parts(where: str, conninfo: str, schema: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "shown"),
+    "where",
     [
-        ("postgresql://me:SEC@RET@h/db", "postgresql://me@h/db"),
-        ("postgresql://me:SEC/RET@h/db#ward", "postgresql://me@h/db#ward"),
-        ("postgresql://me:SEC@R/ET@h/db", "postgresql://me@h/db"),
-        ("postgresql://me:SEC@R?ET@h/db", "postgresql://…"),
-        ("postgresql://me:S@EC@h/db?password=R@ET", "postgresql://…"),
+        "postgresql://me:SEC@RET@h/db",
+        "postgresql://me:SEC/RET@h/db#ward",
+        "postgresql://me:SEC@R/ET@h/db",
+        "postgresql://me:SEC@R?ET@h/db",
+        "postgresql://me:S@EC@h/db?password=R@ET",
+        "postgresql://me:SECRET/db",
+        "postgresql://me:SECRET",
     ],
 )
-def test_a_password_that_would_be_taken_apart(where: str, shown: str) -> None:
+def test_a_password_that_would_be_taken_apart(where: str) -> None:
     with pytest.raises(LedgerError) as caught:
         Address.parse(where)
     assert "/ is %2F and @ is %40" in caught.value.remedy
-    assert without_password(where) == shown
+    assert without_password(where) == "postgresql://…"
     for part in ("SEC", "RET", "ET", "EC"):
         assert part not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "postgresql+psycopg://me:SECRET@h/db",
+        "POSTGRESQL://me:SECRET@h/db",
+        " postgresql://me:SECRET@h/db",
+        "postgresql:/me:SECRET@h/db",
+        "mysql://me:SECRET@h/db",
+        "host=h password=SECRET dbname=x",
+    ],
+)
+def test_what_was_meant_as_an_address_is_not_repeated(where: str) -> None:
+    with pytest.raises(LedgerError, match="neither a path nor an address") as caught:
+        is_url(where)
+    assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "postgresql://h/db#s?password=SECRET",
+        "postgresql://u:x/SECRET?y@127.0.0.1/db",
+        "postgresql://h/db?password =SECRET",
+        "postgresql://h/db?%20password=SECRET",
+        "postgresql://h/db?passfile=SECRET&oauth_client_secret=SECRET&sslkey=SECRET",
+        "postgresql://u:SECRET@[::1]:5432/db",
+        "postgresql://u:SECRET@h1:1,h2:2/db",
+    ],
+)
+def test_nothing_is_shown_that_could_be_secret(where: str) -> None:
+    assert "SECRET" not in without_password(where)
+
+
+@pytest.mark.parametrize(
+    "path", ["runs/a.ledger.db", "C:/runs/a.db", "./password/a.db", "a:b.db", "postgres.db"]
+)
+def test_paths(path: str) -> None:
+    assert not is_url(path)

@@ -50,6 +50,7 @@ from lamina.ledger.records import (
     Floors,
     Key,
     KeyEvent,
+    Outcome,
     PolicyChange,
     Reason,
     Role,
@@ -1261,4 +1262,52 @@ def test_an_auditor_who_has_only_the_new_key_knows_the_old_checkpoints(tmp_path:
     assert found.problem is None and found.trusted
     stranger = verify(store, trust=Trust(plain=(OTHER.public,)), seen=[old])
     assert not stranger.verified
+    story.ledger.close()
+
+
+def test_a_segment_that_read_nothing_hides_nobody(tmp_path: Path) -> None:
+    """Beside the real segments, one that was given up and read the header alone: whoever is eligible in any counts."""
+    story = begin(str(tmp_path / "a.db"))
+    story.admit([contribution(1, ALICE, STRICT), contribution(2)])
+    story.later(HOUR)
+    story.epoch(RUNS[0], [segment(0, read=story.ledger.size)])
+    story.later(HOUR)
+    beside = segment(0, 1, read=1, outcome=Outcome.ABANDONED)
+    seq = story.epoch(RUNS[0], [beside, segment(1, read=story.ledger.size)], scales={USUAL: 1.0})
+    found = verify(story.ledger.store).problem
+    assert found is not None and (found.index, found.kind) == (seq, "epoch")
+    assert "charges nothing to bound clinical/500000/4000000, as its run did before" in found.reason
+    story.ledger.close()
+
+
+def test_what_a_run_has_charged_it_does_not_forget(tmp_path: Path) -> None:
+    """An epoch in which nobody was eligible comes between."""
+    story = begin(str(tmp_path / "a.db"))
+    story.admit([contribution(1, ALICE, STRICT), contribution(2)])
+    story.later(HOUR)
+    story.epoch(RUNS[0], [segment(0, read=story.ledger.size)])
+    story.later(HOUR)
+    story.epoch(RUNS[0], [segment(0, 1, read=1, outcome=Outcome.ABANDONED)], scales={USUAL: 1.0})
+    story.later(HOUR)
+    seq = story.epoch(RUNS[0], [segment(1, read=story.ledger.size)], scales={USUAL: 1.0})
+    found = verify(story.ledger.store).problem
+    assert found is not None and (found.index, found.kind) == (seq, "epoch")
+    story.ledger.close()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_the_strictest_promise_of_all_segments_holds(tmp_path: Path, hidden: bool) -> None:
+    story = begin(str(tmp_path / "a.db"))
+    story.later(HOUR)
+    strict = (dataclasses.replace(PRESETS[0], noise_multiplier=400_000_000), *PRESETS[1:])
+    header = story.ledger.header
+    change = PolicyChange(floors=header.floors, presets=strict, policy=digest("p"), previous=in_force(header))
+    story.ledger.append([change])
+    story.later(HOUR)
+    segments = [segment(0, 1, read=story.ledger.size), segment(1, read=story.ledger.size, after=1)]
+    first = [segment(0, read=1, outcome=Outcome.ABANDONED)] if hidden else []
+    seq = story.epoch(RUNS[0], [*first, *segments], scales={Terms("clinical", "ecg", 0, 0): 1.0})
+    story.sign()
+    found = verify(story.ledger.store).problem
+    assert found is not None and (found.index, "that was signed" in found.reason) == (seq, True)
     story.ledger.close()

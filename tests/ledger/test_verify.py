@@ -519,7 +519,7 @@ def test_noise_that_follows_its_budget_is_charged_as_a_whole(tmp_path: Path) -> 
 
 
 def _epoch(story: Story, used: StepPlan, index: int, charges: tuple[Charge, ...], **changes: object) -> int:
-    story.spending.charge(USUAL.bound, charges)
+    story.spending.charge(("clinical", 0, 0), charges)
     made = Epoch(
         run=RUNS[0],
         segments=(dataclasses.replace(segment(index, read=story.ledger.size), **changes),),  # type: ignore[arg-type]
@@ -528,10 +528,8 @@ def _epoch(story: Story, used: StepPlan, index: int, charges: tuple[Charge, ...]
         accounts=(
             Account(
                 cls="clinical",
-                clip_norm=USUAL.clip_norm,
-                noise_multiplier=USUAL.noise_multiplier,
                 charges=charges,
-                spend=story.spending.spend(USUAL.bound),
+                spend=story.spending.spend(("clinical", 0, 0)),
             ),
         ),
         state=story.spending.state(),

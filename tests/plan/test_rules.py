@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.account import Event, accountant, choice_multiplier
+from lamina.account import Event, accountant, choice_multiplier, order_of
+from lamina.account.renyi import ORDERS
 from lamina.errors import LaminaError, PlanError
 from lamina.plan import (
     Choose,
@@ -218,7 +219,9 @@ def test_the_edges_of_a_candidate_are_fine() -> None:
 
 def test_an_order_is_what_the_name_of_its_accountant_says() -> None:
     """Otherwise the filter would be at one order, and the plan priced at another that reads the same."""
-    assert FollowBudget(order=12.3456).accountant == "rdp@12.3456"
+    assert FollowBudget(order=7.5).accountant == "rdp@7.5"
     assert FollowBudget(order=24).accountant == "rdp@24"
-    with pytest.raises(PlanError, match="six significant digits.*round it: 8.00001"):
+    for order in ORDERS[1:]:
+        assert order_of(FollowBudget(order=order).accountant) == order
+    with pytest.raises(PlanError, match="order of a rule is 8.000012.*the nearest one is 8"):
         FollowBudget(order=8.000012)

@@ -221,6 +221,18 @@ def test_the_whole_budget_is_spent_when_the_run_begins(
     assert made.book.total("clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
 
 
+def test_reading_a_copy_of_a_finished_run_costs_nothing(tmp_path: Path) -> None:
+    plan = plan_of("budget", steps=20)
+    made = trainer(tmp_path / "run", plan=plan, bounds=dict.fromkeys(("clinical", "sensitive"), 99.0))
+    made.fit()
+    spent = made.book.total("clinical", delta=1e-5)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
+    trainer(tmp_path / "copy", plan=plan, bounds=dict.fromkeys(("clinical", "sensitive"), 99.0)).fit()
+    assert made.book.total("clinical", delta=1e-5) == spent
+    with made.ledger.store.read() as rows:
+        assert rows.holds() == []
+
+
 def test_epsilon_does_not_fall_when_the_plan_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = POLICY.replace("epsilon = 4.0", "epsilon = 30.0").replace("epsilon = 2.0", "epsilon = 30.0")
     stack, data = LayerStack.from_model(net()), corpus(policy=large)
@@ -267,15 +279,14 @@ def test_a_copy_of_the_run_pays_for_itself(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path / "run", plan=plan, corpus=corpus(policy=large)).fit()
     go_on()
-    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
+    for copy in ("copy", "third"):
+        shutil.copytree(tmp_path / "run", tmp_path / copy, symlinks=True)
     trainer(tmp_path / "run", plan=plan, corpus=corpus(policy=large)).fit()
     made = trainer(tmp_path / "copy", plan=plan, corpus=corpus(policy=large))
     made.fit()
     both = (*plan.schedule("clinical"), *plan.schedule("clinical"))
     spent = made.book.total("clinical", delta=1e-5).spent
     assert spent == pytest.approx(accountant(plan.accountant).epsilon(both, 1e-5), rel=1e-9)
-    shutil.copytree(tmp_path / "run", tmp_path / "third", symlinks=True)
-    (tmp_path / "third" / "journal").write_bytes((tmp_path / "third" / "journal").read_bytes())
     refused = trainer(
         tmp_path / "third",
         plan=plan,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
@@ -75,9 +76,19 @@ class _OnDemand(TyperGroup):
         return TyperCommand(cmd_name, help=HOMES[cmd_name][1]) if self._listing else _command(cmd_name)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        self._listing = True  # the list of all commands needs none of them
-        try:
+        with self._only_listed():
             super().format_help(ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        with self._only_listed():
+            return super().shell_complete(ctx, incomplete)
+
+    @contextmanager
+    def _only_listed(self) -> Iterator[None]:
+        """A list of all commands needs none of them."""
+        self._listing = True
+        try:
+            yield
         finally:
             self._listing = False
 

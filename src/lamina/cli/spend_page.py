@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import ROUND_FLOOR, Decimal
+from decimal import ROUND_FLOOR, Decimal, localcontext
 from typing import Any
 
 from lamina.cli.output import columns, round_up
@@ -174,7 +174,9 @@ def _epsilon(value: float) -> str:
 
 def _down(value: float) -> str:
     """What is left is never printed larger than it is."""
-    return str(Decimal(value).quantize(Decimal("0.0001"), rounding=ROUND_FLOOR))
+    with localcontext() as context:
+        context.prec = 400  # digits: more than a float has
+        return str(Decimal(value).quantize(Decimal("0.0001"), rounding=ROUND_FLOOR))
 
 
 def _finite(value: float) -> float | None:

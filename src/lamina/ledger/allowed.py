@@ -23,11 +23,13 @@ from lamina.ledger.records import (
 )
 from lamina.ledger.store.base import Reader
 
+_RESERVED = {Header, Aggregate}
+
 
 def refuse_reserved(records: Sequence[Record]) -> None:
     """A header comes first and once; aggregates come from pruning."""
     for record in records:
-        if isinstance(record, Header | Aggregate):
+        if type(record) in _RESERVED:
             raise LedgerError(
                 f"{type(record).__name__} is not appended like others",
                 "a header comes first and once; prune writes aggregates",

@@ -44,10 +44,13 @@ class Batch:
         self._once: dict[bytes, int] = {}  # keys that may be in a ledger once → position
         self._anchors: list[tuple[bytes, int]] = []
         others: dict[Any, int] = {}  # attempts and targets
+        self.others: list[Record] = []  # that are no contributions
         for at, record in enumerate(self.records):
             if type(record) is Admitted:
                 self._name(at, record)
-            elif isinstance(record, Epoch):
+                continue
+            self.others.append(record)
+            if isinstance(record, Epoch):
                 _claim(others, record.attempts, at)
             elif isinstance(record, Withdrawal):
                 _claim(others, (record.target,), at)
@@ -58,7 +61,10 @@ class Batch:
 
     def _name(self, at: int, record: Admitted) -> None:
         key = descriptor_key(record.descriptor)
-        _claim(self._once, (key,) if record.subject is None else (key, subject_key(record.subject)), at)
+        if (before := self._once.setdefault(key, at)) != at:
+            raise _twice(before, at)
+        if record.subject is not None:
+            _claim(self._once, (subject_key(record.subject),), at)
         if record.anchor is not None:
             self._anchors.append((anchor_key(record.anchor), at))
 
@@ -101,8 +107,12 @@ class Batch:
         rows.add_leaves(placed)
         rows.put_tiles(changed)
         self._write_about(rows, new, head.size)
-        seqs = dict(zip(new, range(head.size, frontier.size), strict=True))
-        self.grown = [(key, seqs[at]) for key, at in chain(self._once.items(), self._anchors) if at in seqs]
+        keys, size = chain(self._once.items(), self._anchors), head.size
+        if len(new) == len(self.records):
+            self.grown = [(key, size + at) for key, at in keys]
+        else:
+            seqs = dict(zip(new, range(size, frontier.size), strict=True))
+            self.grown = [(key, seqs[at]) for key, at in keys if at in seqs]
         self.stop = frontier.size
         indexed = head.indexed
         if frontier.size - indexed >= STEP:
@@ -117,7 +127,9 @@ class Batch:
         stamp = b""  # time and epoch in CBOR: the same for most leaves of a batch
         for seq, at in enumerate(new, start=stand.head.size):
             record, body = self.records[at], self.bodies[at]
-            if isinstance(record, Epoch):
+            kind = NUMBERS[type(record)]
+            if kind == _EPOCH:
+                assert isinstance(record, Epoch)
                 time, body = epoch_time(time, stand.now, stand.step), _linked(record, stand.previous)
                 leaf_stamp, stamp = _stamp(time, epoch), b""
                 epoch += 1
@@ -125,7 +137,6 @@ class Batch:
                 if not stamp:
                     time, stamp = stand.now, _stamp(stand.now, epoch)
                 leaf_stamp = stamp
-            kind = NUMBERS[type(record)]
             placed.append((seq, kind, _HEADS[kind] + uint(seq) + leaf_stamp + body))
         return placed, time, epoch
 
@@ -165,15 +176,18 @@ class Batch:
             )
 
 
+_EPOCH = NUMBERS[Epoch]
 _HEADS = {kind: b"\xa5\x01" + uint(kind) + b"\x02" for kind in NUMBERS.values()}
 
 
 def _claim(names: dict[Any, int], asked: Iterable[Any], at: int) -> None:
     for name in asked:
-        if names.setdefault(name, at) != at:
-            raise LedgerError(
-                f"records {names[name]} and {at} of the batch are about the same", "append each once"
-            )
+        if (before := names.setdefault(name, at)) != at:
+            raise _twice(before, at)
+
+
+def _twice(before: int, at: int) -> LedgerError:
+    return LedgerError(f"records {before} and {at} of the batch are about the same", "append each once")
 
 
 def _stamp(time: int, epoch: int) -> bytes:

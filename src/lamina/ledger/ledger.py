@@ -146,7 +146,7 @@ class Ledger(View):
             now = next_time(head.time, self._clock())
             allowed.check(
                 rows,
-                batch.records,
+                batch.others,
                 self.header,
                 head.size,
                 now,

@@ -8,6 +8,7 @@ are kept in memory by whoever needs them, from the leaves themselves. That is a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from lamina.ledger import leaf
 from lamina.ledger.records import NUMBERS, Admitted
@@ -80,11 +81,10 @@ class Tail:
 
     def grow(self, pairs: Sequence[tuple[bytes, int]], stop: int) -> None:
         """Leaves up to `stop` are committed, with these keys."""
-        for key, seq in pairs:
-            if key[0] == _ANCHOR:
-                self._anchors.setdefault(key, []).append(seq)
-            else:
-                self._once[key] = seq
+        anchors = [pair for pair in pairs if pair[0][0] == _ANCHOR]
+        self._once.update([pair for pair in pairs if pair[0][0] != _ANCHOR] if anchors else pairs)
+        for key, seq in anchors:
+            self._anchors.setdefault(key, []).append(seq)
         self.stop = stop
 
     def find(self, rows: Reader, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
@@ -106,4 +106,4 @@ class Tail:
     def index(self, rows: Writer, more: Sequence[tuple[bytes, int]]) -> None:
         """Write everything, and `more`, into the index of the store, in order."""
         anchors = [(key, seq) for key, seqs in self._anchors.items() for seq in seqs]
-        rows.add_keys(sorted([*self._once.items(), *anchors, *more]))
+        rows.add_keys(sorted([*self._once.items(), *anchors, *more], key=itemgetter(0)))

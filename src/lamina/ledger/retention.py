@@ -239,7 +239,7 @@ def _going(rows: Reader) -> set[int]:
 
 def _in_use(rows: Reader) -> int:
     """The time from which on attempts that are still open may have read their members."""
-    at_work = {hold.run for hold in rows.holds() if hold.segment >= 0}  # the rest is only reserved
+    at_work = {hold.run for hold in rows.holds() if hold.attempt}
     days = {run.id: run.day for run in rows.runs()}
     return min((days.get(run, 0) * DAY for run in at_work), default=LAST)
 

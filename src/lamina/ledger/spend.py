@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from lamina import cbor
 from lamina.account import epsilon_of_multiplier, grouped, order_of
@@ -24,6 +25,7 @@ _UNIT = 1_000_000
 _CONTEXT = b"lamina/spending/1\n"
 
 
+@lru_cache(maxsize=4096)
 def signed_spend(noise_multiplier: int, delta: float) -> int:
     """The most that a contribution may lose that signed this multiplier, in 1e-9: exact, μ = 1/z."""
     return nano(epsilon_of_multiplier(noise_multiplier / _UNIT, delta))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lamina.account import choice_multiplier
+from lamina.account.renyi import ORDERS
 from lamina.errors import AccountingError, PlanError
 from lamina.plan.limits import LEAST, MOST, shown
 
@@ -108,10 +109,13 @@ class FollowBudget:
 
     def __post_init__(self) -> None:
         _between("order", self.order, 1.01, 1e6)
-        if float(f"{self.order:g}") != self.order:  # it is written into the name of the accountant
+        if (
+            self.order not in ORDERS
+        ):  # so that budgets at several orders add up, and more of them never cost less
+            nearest = min(ORDERS, key=lambda each: abs(each - self.order))
             raise PlanError(
-                f"order of a rule is {self.order!r}, must have at most six significant digits",
-                f"round it: {self.order:g}",
+                f"order of a rule is {self.order!r}, must be one of those that RDP is computed at",
+                f"the nearest one is {nearest:g}",
             )
         _between("least", self.least, 0.1, 1.0, closed=True)
         _between("most", self.most, 1.0, 10.0, closed=True)

@@ -12,16 +12,16 @@ from fractions import Fraction
 
 from lamina.account import order_of
 from lamina.account.renyi import divergence
+from lamina.ledger.store.base import WHOLE
 from lamina.plan import StepPlan
 from lamina.train.book.account import Account
 from lamina.train.book.charge import Charge, bound_charges, charges
-from lamina.train.book.held import WHOLE
 from lamina.train.store.records import Open
 
 
-def nonce(plan: StepPlan, place: int) -> bytes:
-    """Names the booking: one for a plan in a place, so that a copy of the run has its own."""
-    return hashlib.sha256(plan.digest() + str(place).encode()).digest()[:16]
+def nonce(plan: StepPlan, life: str) -> bytes:
+    """Names the booking: one for a plan in a life of the run, so that a copy, or a state put back, has its own."""
+    return hashlib.sha256(plan.digest() + life.encode()).digest()[:16]
 
 
 def parts(plan: StepPlan, accounts: Sequence[Account]) -> dict[int, tuple[Charge, ...]]:

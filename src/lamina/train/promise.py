@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from lamina.account import accountant
 from lamina.errors import BudgetExceeded
 from lamina.plan import StepPlan
 from lamina.train import followed
+from lamina.train.book.account import Account
 from lamina.train.book.charge import Charge, charges, follows_budget
 from lamina.train.occurrences import events_due
 from lamina.train.store.durable import write_atomically
@@ -97,13 +97,14 @@ def _ask(run: Run, plan: StepPlan, rest: Sequence[Charge]) -> None:
         plan=plan,
     )
     if whole:
-        book_whole(run, plan)
+        book_whole(run, plan, run.accounts, followed.nonce(plan, run.journal.life))
 
 
-def book_whole(run: Run, plan: StepPlan, *, already: bool = False) -> None:
+def book_whole(
+    run: Run, plan: StepPlan, accounts: Sequence[Account], nonce: bytes, *, already: bool = False
+) -> None:
     """Once for this plan in this folder: a copy of the run is another run, and pays for itself."""
-    nonce = followed.nonce(plan, os.stat(run.folder / "journal").st_ino)
-    for segment, due in followed.parts(plan, run.accounts).items():
+    for segment, due in followed.parts(plan, accounts).items():
         generation = 0
         while not run.book.charge(
             run.id,
@@ -112,7 +113,7 @@ def book_whole(run: Run, plan: StepPlan, *, already: bool = False) -> None:
             nonce=nonce,
             charges=due,
             bounds=run.bounds,
-            scales=run.scales(due),
+            scales={each.name: each.scale for each in accounts if each.name in {c.cls for c in due}},
             plan=plan.digest(),
             already=already,
         ):

@@ -28,7 +28,7 @@ from lamina.plan.signed import signed_epsilon
 from lamina.train import followed
 from lamina.train.book import Account, Book
 from lamina.train.book.account import bound_of
-from lamina.train.book.charge import Charge, follows_budget
+from lamina.train.book.charge import Charge
 from lamina.train.book.held import Begun
 from lamina.train.promise import book_whole
 from lamina.train.resume import Facts
@@ -69,7 +69,10 @@ class Run:
         else:
             self.journal = Journal.load(path)
         self.checkpoints = Checkpoints(folder / "checkpoint")
-        self.copied = self.journal.copied
+        self.forgotten = self.book.forgotten(
+            self.id, self.journal.place, {opened.nonce for opened in self.journal.opens}
+        )
+        self.copied = self.journal.copied or self.forgotten > self.journal.lost
         sweep(folder)  # what killed writers left
 
     @property
@@ -95,8 +98,8 @@ class Run:
         return found is not None and (found.nonce, found.outcome) == (pending.nonce, Outcome.ABANDONED)
 
     def settle_copy(self) -> None:
-        """Remember the new place of a folder that was copied."""
-        self.journal.append(Moved(place=os.stat(self.folder / "journal").st_ino))
+        """Remember the new place of a folder that was copied, or what it had forgotten in the old one."""
+        self.journal.append(Moved(place=self.journal.place, lost=self.forgotten))
 
     # ------------------------------------------------------------------------------------ one segment
 
@@ -160,6 +163,7 @@ class Run:
             scales=opened.scales,
             plan=opened.plan,
             begun=_begun(opened),
+            place=self.journal.place,
             already=already,
         )
 
@@ -172,8 +176,9 @@ class Run:
     def record(self, opened: Open, outcome: Outcome) -> None:
         """The leaf of an attempt that has ended: what it took, from whom, and what everybody has lost after it."""
         plan, begun = self._plan(opened.plan), _begun(opened)
-        # a ledger that was restored from an older copy may be shorter than it was when the segment was opened
-        read = min(opened.eligibility, self.book.ledger.patiently(lambda: self.book.ledger.size))
+        # in a ledger that was restored from an older copy, leaves are not where they were when the segment was opened
+        least, most = self.book.readable(self.id, opened.segment - 1, opened.after)
+        read = min(max(opened.eligibility, least), most)
         self.book.record(
             self.id,
             segment=replace(begun, eligibility=read).segment(*opened.key, outcome),
@@ -239,11 +244,9 @@ class Run:
             name: scale for name, scale in self.book.scales(self.id, plan).items() if name not in known
         }
         for name in sorted(standing(set(missing))) if missing else ():
-            cls, _, noise = bound_of(name)
-            epsilon = signed_epsilon(plan, cls, noise / MICRO)
-            made = Account(name=name, cls=cls, scale=missing[name], epsilon=epsilon)
+            made = _account(plan, name, missing[name])
             self.accounts = (*self.accounts, made)
-            self.bounds[name] = epsilon
+            self.bounds[name] = made.epsilon
 
     # ------------------------------------------------------------------------------------ what it cost
 
@@ -301,12 +304,15 @@ class Run:
             self.give_up(opened, charged=False)
 
     def _rebook_whole(self) -> None:
-        """The budget that the run was following when it stopped, if a lost ledger does not know it."""
-        path = self.folder / "plan.cbor"
-        if any(followed.belongs(opened) for opened in self.attempts) and path.exists():
-            plan = StepPlan.from_cbor(path.read_bytes())
-            if follows_budget(plan) and not self.copied:
-                book_whole(self, plan, already=True)
+        """The budgets that the run was following, where it was then: a ledger that was lost does not know them."""
+        found: dict[tuple[bytes, str], dict[str, float]] = {}
+        for opened, life in self.journal.lives():
+            if followed.belongs(opened):
+                found.setdefault((opened.plan, life), {}).update(opened.scales)
+        for (digest, life), scales in found.items():
+            plan = self._plan(digest)
+            accounts = [_account(plan, name, scale) for name, scale in scales.items()]
+            book_whole(self, plan, accounts, followed.nonce(plan, life), already=True)
 
     def write(self, name: str, data: bytes) -> None:
         """A public file of the run."""
@@ -315,3 +321,9 @@ class Run:
 
 def _begun(opened: Open) -> Begun:
     return Begun(opened.first, opened.last, opened.eligibility, opened.after, opened.variance)
+
+
+def _account(plan: StepPlan, name: str, scale: float) -> Account:
+    """A signed bound that the ledger or the journal knows, whoever has it now."""
+    cls, _, noise = bound_of(name)
+    return Account(name=name, cls=cls, scale=scale, epsilon=signed_epsilon(plan, cls, noise / MICRO))

@@ -215,7 +215,7 @@ class Attempts:
     def budget(self) -> None:
         """Charge the whole of a budget that is followed, as a run does when it begins."""
         for segment, due in parts(self.plan, self.accounts).items():
-            mark, generation = nonce(self.plan, 0), 0
+            mark, generation = nonce(self.plan, "0"), 0
             while not self.charge(generation=generation, due=due, segment=segment, nonce=mark):
                 generation += 1
 

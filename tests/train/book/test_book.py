@@ -34,8 +34,9 @@ from keeping import (
 from lamina import cbor
 from lamina.account import Event, accountant, calibrate
 from lamina.errors import AccountingError, BudgetExceeded, RunError
+from lamina.ledger.store.base import RESERVED
 from lamina.train.book import Book, Booked, Charge
-from lamina.train.book.held import RESERVED, Begun, Held
+from lamina.train.book.held import Begun, Held
 
 
 def holds(book: Book) -> dict[tuple[str, int, int], Held]:
@@ -701,9 +702,9 @@ def test_nothing_but_charges_is_kept(book: Book) -> None:
     ]
     assert [len(row) for row in (run, *attempts, terms)] == [4, 6, 6, 2]
     bodies = [cbor.decode(row[5], floats=True) for row in attempts]
-    assert bodies == [[[["clinical", 10.0, 1.0, n, DELTA, "gaussian"]], {}, b"", []] for n in (2, 3)]
+    assert bodies == [[[["clinical", 10.0, 1.0, n, DELTA, "gaussian"]], {}, b"", [], 0] for n in (2, 3)]
     begun = Held((), begun=Begun(10, 20, 7, 1, (0.25,)))  # what the leaf of the attempt will say
-    assert cbor.decode(begun.encode(), floats=True) == [[], {}, b"", [10, 20, 7, 1, [0.25]]]
+    assert cbor.decode(begun.encode(), floats=True) == [[], {}, b"", [10, 20, 7, 1, [0.25]], 0]
     assert Held.decode(begun.encode()) == begun
     assert terms[0] == "clinical"
     assert cbor.decode(terms[1], floats=True, null=True) == [[5.0, DELTA, "gaussian"]]

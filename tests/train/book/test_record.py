@@ -278,6 +278,15 @@ def test_a_followed_budget_is_used_once(book: Book) -> None:
     assert "has used its budget for 50 steps, and 40 are charged" in problem.reason
 
 
+def test_a_capped_run_that_changes_its_plan_and_goes_back(book: Book) -> None:
+    """Occurrences are counted along the weights, whatever plan the steps between had."""
+    one, two = Attempts(book, plan=capped(4)), Attempts(book, plan=capped(4, sigma=7.0))
+    for run, index, count in ((one, 0, 4), (two, 1, 4), (one, 2, 0)):
+        assert run.charge(index, due=[c.times(count) for c in charges(run.plan, 0, 1)] if count else [])
+        run.record(index)
+        verified(book)
+
+
 def test_a_followed_budget_beside_fixed_noise_and_another_one(book: Book) -> None:
     one, two = Attempts(book, plan=following()), Attempts(book, SECOND)
     one.budget()

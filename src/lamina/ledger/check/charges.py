@@ -27,13 +27,10 @@ _ADAPTED = 1e-6  # the same of noise that moved during a run, in single precisio
 
 @dataclass(slots=True)
 class _Run:
-    """What a run was charged under one plan, and how often its contributions were used at most."""
+    """What a run was charged under one plan, by account."""
 
     charged: dict[Bound, dict[Kind, int]] = field(default_factory=dict)
-    attempts: Occurrences | None = None  # where they are capped
-    used: dict[str, float] = field(
-        default_factory=dict
-    )  # by class, of a budget that is followed, in declared steps
+    used: dict[Bound, float] = field(default_factory=dict)  # of a budget that is followed, in declared steps
 
 
 class Charges:
@@ -41,16 +38,18 @@ class Charges:
 
     def __init__(self) -> None:
         self._runs: dict[tuple[bytes, bytes], _Run] = {}
+        self._capped: dict[
+            bytes, dict[bytes, Occurrences]
+        ] = {}  # run → plan → how often one may have occurred
 
     def begin(self, epoch: Epoch, plan: StepPlan) -> None:
         """An epoch comes: its segments were tried."""
-        run = self._runs.setdefault((epoch.run, epoch.plan), _Run())
+        self._runs.setdefault((epoch.run, epoch.plan), _Run())
+        plans = self._capped.setdefault(epoch.run, {})
         if (cap := plan.injection.occurrences) is not None:
-            run.attempts = run.attempts or Occurrences(cap)
-            run.attempts.add(epoch.segments)
-        steps = sum(each.last - each.first for each in epoch.segments)
-        for cls, more in pace.used(plan, epoch.variance, steps).items():
-            run.used[cls] = run.used.get(cls, 0.0) + more
+            plans.setdefault(epoch.plan, Occurrences(cap))
+        for digest, attempts in plans.items():
+            attempts.add(epoch.segments, counts=digest == epoch.plan)
 
     def counted(self, epoch: Epoch, plan: StepPlan, account: Account) -> tuple[Charge, ...] | str:
         """What is to be counted for an account; or why what it states cannot be."""
@@ -64,19 +63,21 @@ class Charges:
         for kind, steps in summed(account.charges).items():
             total[kind] = total.get(kind, 0) + steps
         least = summed(whole(plan, account.cls, account.scale))
-        if run.attempts is not None:
-            least = dict.fromkeys(least, run.attempts.most)
+        if cap is not None:
+            least = dict.fromkeys(least, self._capped[epoch.run][epoch.plan].most)
         wrong = _compared(total, least, exact=False)
-        if wrong is None and cap is None and account.bound == (account.cls, 0, 0):
-            wrong = _overdrawn(run.used.get(account.cls, 0.0), total, least)
+        if wrong is None and cap is None and least:
+            steps = sum(each.last - each.first for each in epoch.segments)
+            more = pace.used(plan, account.cls, account.scale, epoch.variance, steps)
+            run.used[account.bound] = run.used.get(account.bound, 0.0) + more
+            wrong = _overdrawn(run.used[account.bound], total, least)
         return account.charges if wrong is None else wrong
 
 
 def _overdrawn(used: float, charged: Events, whole: Events) -> str | None:
     """The attempts of a run, and of its copies, have used more than the budgets that were charged."""
-    (sigma, rate, order), steps = max(whole.items(), key=lambda pair: pair[1])
-    kind = _find(charged, sigma, rate, order)
-    budget = steps * (0 if kind is None else charged[kind] // steps)
+    kind, steps = max(whole.items(), key=lambda pair: pair[1])
+    budget = steps * (sum(charged[each] for each in _near(charged, kind)) // steps)
     if used > budget * (1 + _ADAPTED) + _ADAPTED:
         return f"has used its budget for {used:.6g} steps, and {budget} are charged"
     return None
@@ -85,23 +86,23 @@ def _overdrawn(used: float, charged: Events, whole: Events) -> str | None:
 def _compared(stated: Events, expected: Events, *, exact: bool) -> str | None:
     """What the plan takes and is not charged; where it must be exact, also what is charged beyond that."""
     left: dict[Kind, int] = dict(stated)
-    for (sigma, rate, order), steps in expected.items():
-        kind = _find(left, sigma, rate, order)
-        found = 0 if kind is None else left.pop(kind)
+    for kind, steps in expected.items():
+        found = sum(left.pop(each) for each in _near(left, kind))
         if found < steps or (exact and found > steps):
-            return (
-                f"charges {found} steps at multiplier {sigma:.9g} and rate {rate:.9g}, its plan takes {steps}"
-            )
-    if left and exact:
-        (sigma, rate, _), steps = next(iter(left.items()))
-        return f"charges {steps} steps at multiplier {sigma:.9g} and rate {rate:.9g}, which its plan does not take"
-    if any(not order for _, _, order in left) and any(order for _, _, order in expected):
-        return "charges steps whose noise followed its budget as if it had been fixed"
+            return f"charges {found} steps {_told(kind)}, its plan takes {steps}"
+    for kind, steps in left.items():
+        return f"charges {steps} steps {_told(kind)}, which its plan does not take"
     return None
 
 
-def _find(events: Mapping[Kind, int], sigma: float, rate: float, order: float) -> Kind | None:
-    near = (
-        kind for kind in events if kind[1:] == (rate, order) and math.isclose(kind[0], sigma, rel_tol=_NEAR)
-    )
-    return next(near, None)
+def _near(events: Mapping[Kind, int], kind: Kind) -> list[Kind]:
+    """The same, as one or another machine computed it."""
+    sigma, rate, order = kind
+    return [
+        each for each in events if each[1:] == (rate, order) and math.isclose(each[0], sigma, rel_tol=_NEAR)
+    ]
+
+
+def _told(kind: Kind) -> str:
+    sigma, rate, order = kind
+    return f"at multiplier {sigma:.9g} and rate {rate:.9g}" + (f", order {order:g}" if order else "")

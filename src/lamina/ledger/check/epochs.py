@@ -16,7 +16,7 @@ from lamina.ledger.check.problem import Problem, bad
 from lamina.ledger.check.withdrawals import Withdrawals
 from lamina.ledger.leaf import Leaf
 from lamina.ledger.records import WORDS, Account, Epoch, Header, Outcome, Segment
-from lamina.ledger.spend import Bound, Spending, signed_spend
+from lamina.ledger.spend import Bound, Spending, followed_order, signed_spend
 from lamina.plan.step import StepPlan
 
 _NEAR = 1e-12  # relative: a multiplier that is computed twice on two machines
@@ -73,7 +73,7 @@ class Epochs:
         self.claims: list[Claim] = []
         self.attempts: dict[tuple[bytes, int, int], int] = {}
         self.runs: set[bytes] = set()
-        self._before: dict[tuple[bytes, bytes], set[Bound]] = {}  # run and plan → what its last epoch charged
+        self._before: dict[tuple[bytes, bytes], set[Bound]] = {}  # run and plan → what it has charged
         self._scales: dict[tuple[bytes, bytes, Bound], float] = {}
         self._ends: dict[
             tuple[bytes, int, int], tuple[int, int]
@@ -99,7 +99,9 @@ class Epochs:
         if self.spending.state() != record.state:
             bad(leaf.seq, Epoch, "its digest of the accountant's state is not of what was charged until then")
         self.runs.add(record.run)
-        self._before[record.run, record.plan] = {account.bound for account in record.accounts}
+        self._before.setdefault((record.run, record.plan), set()).update(
+            each.bound for each in record.accounts
+        )
         self.count += 1
 
     def _check_form(self, leaf: Leaf, record: Epoch, time: int) -> None:
@@ -184,8 +186,13 @@ class Epochs:
             bad(seq, Epoch, f"account {account.name} has lost less than an earlier epoch states")
         self._stated[account.bound] = account.spend
         self.spent[account.cls] = max(account.spend, self.spent.get(account.cls, 0))
-        most = self._most(account, min(each.eligibility for each in record.segments)) if counted else None
+        most = min(self._mosts(account, record), default=None) if counted else None
         self.claims.append(Claim(seq, account, self.spending.events(account.bound), most))
+
+    def _mosts(self, account: Account, record: Epoch) -> list[int]:
+        """Of every segment: what was promised when its members were read."""
+        found = (self._most(account, each.eligibility) for each in record.segments)
+        return [most for most in found if most is not None]
 
     def _most(self, account: Account, opened: int) -> int | None:
         """What may be lost: what was signed, or what the class promised those who signed nothing."""
@@ -205,16 +212,20 @@ class Epochs:
         class that has members and is trained on charges somebody.
         """
         trained, here = _trained(plan, record), {account.bound for account in record.accounts}
-        first = min(segment.eligibility for segment in record.segments)
+        reads = {segment.eligibility for segment in record.segments}
         for bound in sorted(self._before.get((record.run, record.plan), set()) - here):
-            if bound[0] in trained and eligible(bound, first):
+            if bound[0] in trained and any(eligible(bound, read) for read in reads):
                 reason = f"it charges nothing to bound {_name(bound)}, as its run did before"
                 bad(seq, Epoch, f"{reason}, and somebody who has it is eligible")
         self.silent += any(
-            bound[0] in trained and bound not in here and eligible(bound, first) for bound in self._signed
+            bound[0] in trained and bound not in here and eligible(bound, read)
+            for bound in self._signed
+            for read in reads
         )
-        for cls in sorted(trained - {bound[0] for bound in here}):
-            bad(seq, Epoch, f"it trains on class {cls!r} and charges nobody of it")
+        uneven = plan.injection.occurrences is not None or followed_order(plan) is not None
+        for cls in sorted(trained - {bound[0] for bound in here if not uneven or bound == (bound[0], 0, 0)}):
+            whom = "does not charge it as a whole" if uneven else "charges nobody of it"
+            bad(seq, Epoch, f"it trains on class {cls!r} and {whom}")
 
 
 def _trained(plan: StepPlan, record: Epoch) -> set[str]:

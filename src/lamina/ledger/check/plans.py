@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 from lamina.errors import LaminaError
@@ -118,4 +119,14 @@ def _variance(plan: StepPlan, variance: tuple[float, ...]) -> str | None:
             least = plan.sigma(k) * (1.0 if budget is None else budget.least)
             if not entry.public and effective_sigma(plan.clip[k], applied) < least * (1 - _ADAPTED):
                 return f"with these variances class {entry.name!r} has less noise than its plan declares"
+        if budget is not None and _loudest(plan, applied) > budget.most * (1 + _ADAPTED):
+            return (
+                f"with these variances every class has more than {budget.most:g} times the noise of its plan"
+            )
     return None
+
+
+def _loudest(plan: StepPlan, applied: Sequence[float]) -> float:
+    """How often the declared multiplier the class has that decides the noise."""
+    private = [k for k, entry in enumerate(plan.classes) if not entry.public and math.isfinite(plan.sigma(k))]
+    return min((effective_sigma(plan.clip[k], applied) / plan.sigma(k) for k in private), default=0.0)

@@ -13,12 +13,14 @@ class Held:
     """What a run was charged or has reserved, and no leaf says yet: it counts against the bounds all the same.
 
     attempts  that are open, or whose process ended before it could record them
+    budgets   that noise is to follow, charged as a whole before the first attempt
     reserved  whether the rest of its plan is kept free for it
     """
 
     run: bytes
     label: str
     attempts: int
+    budgets: int = 0
     reserved: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -26,12 +28,14 @@ class Held:
             "run": self.run.hex(),
             "label": self.label,
             "attempts": self.attempts,
+            "budgets": self.budgets,
             "reserved": self.reserved,
         }
 
     def __str__(self) -> str:
         name = f"{self.run.hex()[:8]} {self.label!r}" if self.label else self.run.hex()[:8]
         told = [f"{self.attempts} attempt{'s' if self.attempts > 1 else ''}"] if self.attempts else []
+        told += ["a whole budget"] if self.budgets else []
         return f"{name} ({', '.join([*told, *(['the rest of its plan'] if self.reserved else [])])})"
 
 

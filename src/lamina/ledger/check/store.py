@@ -9,7 +9,7 @@ from lamina.ledger.check.problem import LEAF, STORE, bad
 from lamina.ledger.check.report import Held
 from lamina.ledger.frontier import Frontier
 from lamina.ledger.records import NUMBERS, WORDS, Admitted, Record
-from lamina.ledger.store.base import Head, Reader
+from lamina.ledger.store.base import RESERVED, WHOLE, Head, Hold, Reader
 
 _FAR = 2**63 - 1
 
@@ -66,15 +66,16 @@ def check_attempts(rows: Reader, attempts: Iterable[tuple[tuple[bytes, int, int]
 def held(rows: Reader) -> tuple[Held, ...]:
     """What runs hold of the bounds. It is the store's word: what it takes is for who writes, and is not read here."""
     labels = {run.id: run.label for run in rows.runs()}
-    found: dict[bytes, list[int]] = {}
+    found: dict[bytes, list[Hold]] = {}
     for hold in rows.holds():
-        found.setdefault(hold.run, []).append(hold.segment)
+        found.setdefault(hold.run, []).append(hold)
     return tuple(
         Held(
             run=run,
             label=labels.get(run, ""),
-            attempts=sum(segment >= 0 for segment in segments),
-            reserved=any(segment < 0 for segment in segments),
+            attempts=sum(hold.attempt for hold in holds),
+            budgets=sum(hold.segment >= WHOLE for hold in holds),
+            reserved=any(hold.segment == RESERVED for hold in holds),
         )
-        for run, segments in sorted(found.items())
+        for run, holds in sorted(found.items())
     )

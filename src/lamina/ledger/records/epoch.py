@@ -106,7 +106,7 @@ define(
         1: ("sigma", Exact(5e-324, _LARGEST)),
         2: ("rate", Exact(0.0, 1.0)),
         3: ("steps", COUNT),
-        4: ("order", Exact(1.0, 1e6)),
+        4: ("order", Exact(1.02, 1e6)),
     },
     optional=[4],
 )

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from urllib.parse import unquote
 
 from lamina.ledger.errors import LedgerError
 
 URLS = ("postgresql://", "postgres://")
 SCHEMA = "lamina"
-_SECRET = {"password", "sslpassword"}
+_SHOWN = {"host", "hostaddr", "port", "dbname", "user", "sslmode", "target_session_attrs", "connect_timeout"}
 _FORM = "write postgresql://USER@HOST/DATABASE#schema; in a password, / is %2F and @ is %40"
+_MEANT = re.compile(
+    r"\s*postgres\w*(\+\w+)?\s*:|\s*[a-z][a-z0-9+.-]*://|.*\bpassword\s*=", re.IGNORECASE | re.DOTALL
+)
+_HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:[0-9]*)?")
 
 
 def is_url(where: str) -> bool:
-    """Whether it is a database server's, and no path."""
-    return where.startswith(URLS)
+    """Whether it is a database server's, and no path. LedgerError if it was meant to be, and is not.
+
+    >>> is_url("postgresql://me@host/db"), is_url("runs/ward.ledger.db")
+    (True, False)
+    """
+    if where.startswith(URLS):
+        return True
+    if _MEANT.match(where):  # not repeated: it may hold a password
+        raise LedgerError("what is given for a ledger is neither a path nor an address of PostgreSQL", _FORM)
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +47,27 @@ class Address:
         """
         if _is_mistaken(where):
             raise LedgerError(f"the address {without_password(where)} has an @ or a / too many", _FORM)
+        if not _has_ports(where):
+            raise LedgerError(
+                f"the address {without_password(where)} has something else where a port belongs", _FORM
+            )
         scheme, user, place = _parts(where)
         place, _, schema = place.partition("#")
         return cls(f"{scheme}://{user}{place}", schema, without_password(where).partition("#")[0])
 
 
 def without_password(where: str) -> str:
-    """An address as it may be printed.
+    """An address as it may be printed: only what is known to be no secret.
 
     >>> without_password("postgresql://me:a#b?c@host/db?sslmode=require&password=x#ward")
     'postgresql://me@host/db?sslmode=require#ward'
     """
     scheme, user, place = _parts(where)
-    if _is_mistaken(where):
-        rest = where.partition("://")[2]
-        if "@" in rest.partition("?")[2]:
-            return f"{scheme}://…"  # nobody knows where its password ends
-        user, _, place = rest.partition("?")[0].rpartition("@")
-        user += "@"
     place, mark, schema = place.partition("#")
     place, question, query = place.partition("?")
-    kept = "&".join(each for each in query.split("&") if not _is_secret(each))
+    if _is_mistaken(where) or not _has_ports(where) or _at_outside_user(query) or not _is_plain(schema):
+        return f"{scheme}://…"  # nobody knows where its password ends
+    kept = "&".join(each for each in query.split("&") if each.partition("=")[0] in _SHOWN)
     name = user.rstrip("@").partition(":")[0] + "@" * bool(user)
     return f"{scheme}://{name}{place}{question if kept else ''}{kept}{mark}{schema}"
 
@@ -74,5 +86,16 @@ def _is_mistaken(where: str) -> bool:
     return "@" in user[:-1] or "@" in place.partition("?")[0].partition("#")[0]
 
 
-def _is_secret(option: str) -> bool:
-    return unquote(option.partition("=")[0]).lower() in _SECRET
+def _has_ports(where: str) -> bool:
+    """Whether every host has a number behind its colon. Without a host, the password stands there."""
+    hosts = re.split(r"[/?#]", _parts(where)[2], maxsplit=1)[0]
+    return all(_HOST.fullmatch(host) is not None for host in hosts.split(","))
+
+
+def _at_outside_user(query: str) -> bool:
+    """Some servers have an @ in the names of users; anywhere else it is the end of a password."""
+    return any("@" in each and not each.startswith("user=") for each in query.split("&"))
+
+
+def _is_plain(schema: str) -> bool:
+    return re.fullmatch(r"\w*", schema, re.ASCII) is not None

@@ -63,8 +63,12 @@ class RunRow(NamedTuple):
     finished: bool
 
 
+RESERVED = -1  # the segment under which the rest of a plan is held
+WHOLE = 2**62  # from this one on: a budget that noise follows, charged as a whole when its run begins
+
+
 class Hold(NamedTuple):
-    """What a run holds of its accounts: an attempt that it was charged for, or (`segment` -1) its reservation.
+    """What a run holds of its accounts: an attempt that it was charged for, a whole budget, or a reservation.
 
     `leaf` is the epoch that recorded the attempt; from then on the leaf counts, and the body is empty.
     """
@@ -75,6 +79,11 @@ class Hold(NamedTuple):
     nonce: bytes
     leaf: int | None
     body: bytes
+
+    @property
+    def attempt(self) -> bool:
+        """Whether contributions may have been read for it."""
+        return RESERVED < self.segment < WHOLE
 
 
 class LastBatch(NamedTuple):
@@ -143,6 +152,9 @@ class Reader(Protocol):
 
     def holds(self, run: bytes | None = None) -> list[Hold]:
         """What is held and not recorded in a leaf; of one run, or of all."""
+
+    def kept(self, run: bytes) -> list[Hold]:
+        """The same of one run, with those that a leaf records."""
 
     def generations(self, run: bytes, segment: int) -> int:
         """One more than the largest generation of a segment that was held or recorded; 0 if none was."""

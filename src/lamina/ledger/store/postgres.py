@@ -51,7 +51,8 @@ class PostgresStore:
         self._schema = self._address.schema or SCHEMA
         if not _NAME.fullmatch(self._schema):
             raise LedgerError(
-                f"the schema {self._schema!r} is no plain name", "use small letters, digits and underscores"
+                "the schema behind the # of the address is no plain name",
+                "use small letters, digits and underscores; options come before the #",
             )
         self.name = f"{self._address.shown}#{self._schema}"
         self._served = False  # whether it ever answered

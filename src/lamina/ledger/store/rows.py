@@ -149,6 +149,11 @@ class Rows:
             return [_hold(row) for row in self._db.rows(f"{_HELD} WHERE leaf IS NULL {order}")]
         return [_hold(row) for row in self._db.rows(f"{_HELD} WHERE leaf IS NULL AND run = ? {order}", run)]
 
+    def kept(self, run: bytes) -> list[Hold]:
+        return [
+            _hold(row) for row in self._db.rows(f"{_HELD} WHERE run = ? ORDER BY segment, generation", run)
+        ]
+
     def generations(self, run: bytes, segment: int) -> int:
         largest = [
             self._db.rows(f"SELECT max(generation) FROM {table} WHERE run = ? AND segment = ?", run, segment)

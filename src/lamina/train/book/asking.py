@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from threading import RLock
 from typing import TypeVar
@@ -68,6 +68,25 @@ class Asking:
         def look(_: Reading, rows: Reader) -> Segment | None:
             leaf = rows.attempt(*key)
             return None if leaf is None else recorded(rows, key, leaf)
+
+        return self._ask(look)
+
+    def forgotten(self, run: str, place: int, known: Collection[bytes]) -> int:
+        """How many attempts were charged for the run from this place whose nonces it does not know.
+
+        None, unless its folder was put back to an older state where it lies: there it has done more than it remembers.
+        """
+        id = bytes.fromhex(checked_run(run))
+        kept = self._ask(lambda _, rows: [each for each in rows.kept(id) if each.attempt])
+        return sum(each.nonce not in known and Held.decode(each.body).place == place for each in kept)
+
+    def readable(self, run: str, segment: int, generation: int) -> tuple[int, int]:
+        """Between how many leaves, and how many, who goes on from this attempt may have read its members."""
+        id = bytes.fromhex(checked_run(run))
+
+        def look(_: Reading, rows: Reader) -> tuple[int, int]:
+            leaf = rows.attempt(id, segment, generation)
+            return 1 if leaf is None else leaf + 1, head_of(rows).size
 
         return self._ask(look)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from lamina.errors import RunError
@@ -22,7 +23,7 @@ from lamina.train.book.checks import (
 )
 from lamina.train.book.desk import Desk
 from lamina.train.book.ended import Ended, Stale, recorded
-from lamina.train.book.held import WHOLE, Begun, Held
+from lamina.train.book.held import Begun, Held
 from lamina.train.book.limits import Refused
 from lamina.train.book.total import refusal
 
@@ -95,6 +96,7 @@ class Book(Asking):
         scales: Mapping[str, float] | None = None,
         plan: bytes = b"",
         begun: Begun | None = None,
+        place: int = 0,
         already: bool = False,
     ) -> bool:
         """Hold a segment, before its first coin is drawn; its steps come off the run's reservation.
@@ -102,9 +104,9 @@ class Book(Asking):
         True: it is charged, now or earlier with the same nonce. False: this generation was charged with another
         nonce, so somebody else runs a copy of this run; nothing is charged. BudgetExceeded: it would pass a
         bound; nothing is charged. `already`: what was drawn is charged, whatever the bounds say now. `scales` of
-        signed bounds, the digest of the `plan` and what has `begun` are for the record.
+        signed bounds, the digest of the `plan` and what has `begun` are for the record; `place` is the journal's.
         """
-        run, held = checked_run(run), Held(checked_charges(charges), dict(scales or {}), plan, begun)
+        run, held = checked_run(run), Held(checked_charges(charges), dict(scales or {}), plan, begun, place)
         limits = checked_bounds(bounds)
         segment, generation = checked_count(segment, "segment"), checked_count(generation, "generation")
         key, nonce = (bytes.fromhex(run), segment, generation), checked_nonce(nonce)
@@ -188,7 +190,7 @@ class Book(Asking):
         Should it go on after all, it finds that and stops.
         """
         id = bytes.fromhex(run := checked_run(run))
-        open = [hold for hold in self._ask(lambda _, rows: rows.holds(id)) if 0 <= hold.segment < WHOLE]
+        open = [hold for hold in self._ask(lambda _, rows: rows.holds(id)) if hold.attempt]
         for hold, held in [(hold, Held.decode(hold.body)) for hold in open]:
             data, begun = self.ledger.blob(held.plan), held.begun
             if data is None or begun is None:
@@ -197,6 +199,8 @@ class Book(Asking):
                     "resume the run, which does",
                 )
             plan = StepPlan.from_cbor(data)
+            least, most = self.readable(run, hold.segment - 1, begun.after)
+            begun = replace(begun, eligibility=min(max(begun.eligibility, least), most))
             segment = begun.segment(hold.segment, hold.generation, hold.nonce, Outcome.ABANDONED)
             self._record(run, segment, plan, begun.applied(plan), held.scales)
         self.finish(run)

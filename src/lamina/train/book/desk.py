@@ -11,11 +11,11 @@ from functools import cached_property
 from lamina import cbor
 from lamina.account.pooled import Events
 from lamina.errors import EncodingError
-from lamina.ledger.store.base import Hold, Reader, RunRow, Writer
+from lamina.ledger.store.base import RESERVED, Hold, Reader, RunRow, Writer
 from lamina.ledger.store.errors import Damaged
 from lamina.train.book.account import bound_of
 from lamina.train.book.charge import Charge
-from lamina.train.book.held import RESERVED, Held, add
+from lamina.train.book.held import Held, add
 from lamina.train.book.recorded import Recorded
 from lamina.train.book.total import RunSpend, Terms
 

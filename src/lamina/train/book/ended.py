@@ -9,14 +9,14 @@ from lamina.account import order_of
 from lamina.errors import RunError
 from lamina.ledger import leaf as leaves
 from lamina.ledger.records import Account, Charge, Epoch, Outcome, Segment
-from lamina.ledger.store.base import Hold, Reader, Writer
+from lamina.ledger.store.base import WHOLE, Hold, Reader, Writer
 from lamina.ledger.store.errors import Damaged
 from lamina.ledger.view import head_of
 from lamina.plan import StepPlan
 from lamina.train.book import charge as charges
 from lamina.train.book.account import bound_of, is_bound
 from lamina.train.book.charge import follows_budget
-from lamina.train.book.held import WHOLE, Held
+from lamina.train.book.held import Held
 from lamina.train.book.recorded import Recorded
 
 
@@ -125,7 +125,8 @@ class Ended:
         if head_of(rows).epoch != epochs:
             raise Stale
         for each in parts:
-            rows.put_hold(each._replace(leaf=seq, body=b""))
+            left = Held((), place=Held.decode(each.body).place)
+            rows.put_hold(each._replace(leaf=seq, body=left.encode()))
 
     def _trained(self) -> list[str]:
         """The classes that a plan which charges unevenly takes something from: each is in every epoch."""

@@ -14,8 +14,6 @@ from lamina.ledger.store.errors import Damaged
 from lamina.plan import StepPlan
 from lamina.train.book.charge import Charge
 
-RESERVED = -1  # the segment under which the rest of a plan is held
-WHOLE = 2**62  # from this one on: a budget that noise follows, charged as a whole when its run begins
 _LARGEST = 1 << 24
 
 
@@ -49,25 +47,26 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Charges, the scale of each signed bound among them, and the digest of the plan that they are of."""
+    """Charges, the scale of each signed bound among them, the digest of their plan, the place of the run's journal."""
 
     charges: tuple[Charge, ...]
     scales: Mapping[str, float] = field(default_factory=dict)
     plan: bytes = b""
     begun: Begun | None = None
+    place: int = 0
 
     def encode(self) -> bytes:
         rows = [list(astuple(each)) for each in self.charges]
         begun = [] if self.begun is None else [*astuple(self.begun)[:4], list(self.begun.variance)]
-        return cbor.encode([rows, dict(self.scales), self.plan, begun], floats=True, max_size=_LARGEST)
+        whole = [rows, dict(self.scales), self.plan, begun, self.place]
+        return cbor.encode(whole, floats=True, max_size=_LARGEST)
 
     @classmethod
     def decode(cls, data: bytes) -> Held:
         try:
-            rows, scales, plan, begun = cbor.decode(data, floats=True, max_size=_LARGEST)
-            return cls(
-                tuple(_charge(*row) for row in rows), dict(scales), plan, _begun(*begun) if begun else None
-            )
+            rows, scales, plan, begun, place = cbor.decode(data, floats=True, max_size=_LARGEST)
+            charges, made = tuple(_charge(*row) for row in rows), _begun(*begun) if begun else None
+            return cls(charges, dict(scales), plan, made, place)
         except (EncodingError, TypeError, ValueError) as error:
             raise Damaged(
                 "what a run holds of a ledger cannot be read", "restore the ledger from a copy"

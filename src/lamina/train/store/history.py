@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from lamina.errors import RunError
@@ -63,6 +64,28 @@ class History:
     def _last(self, *kinds: type[Record]) -> Record | None:
         return next((record for record in reversed(self._records) if isinstance(record, kinds)), None)
 
+    @property
+    def lost(self) -> int:
+        """Attempts that the ledger has and the journal has not, as far as it knows."""
+        last = self._last(Moved)
+        return last.lost if isinstance(last, Moved) else 0
+
+    def lives(self) -> Iterator[tuple[Open, str]]:
+        """Every attempt, with the life of the run that it was made in: another one begins with each move."""
+        life = _life(self.start)
+        for record in self._records:
+            if isinstance(record, Moved):
+                life = _life(record)
+            elif isinstance(record, Open) and not self.void(record):
+                yield record, life
+
+    @property
+    def life(self) -> str:
+        """The one that it is in."""
+        last = self._last(Start, Moved)
+        assert isinstance(last, Start | Moved)
+        return _life(last)
+
     def _last_place(self) -> int:
         last = self._last(Start, Moved)
         assert isinstance(last, Start | Moved)
@@ -99,3 +122,8 @@ class History:
         record = self._records[index]
         assert isinstance(record, Open)
         self._records[index] = replace(record, seed=b"")
+
+
+def _life(begun: Start | Moved) -> str:
+    """A copy lies in another place; a state that was put back has forgotten more than any before it."""
+    return f"{begun.place} {begun.lost if isinstance(begun, Moved) else 0}"

@@ -117,9 +117,13 @@ class GivenUp(_End):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """The journal now lies at this inode: a copy was found, charged anew, and goes on from here."""
+    """The journal now lies at this inode: a copy was found, charged anew, and goes on from here.
+
+    Or it lies where it lay, and is an older state of itself: `lost` attempts are in the ledger that it does not know.
+    """
 
     place: int
+    lost: int = 0
 
     def __post_init__(self) -> None:
         _check(self)

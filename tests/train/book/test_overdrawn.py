@@ -1,0 +1,98 @@
+"""Whoever keeps a ledger cannot use a budget more often than it was paid for: an auditor sees it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import pytest
+from keeping import FIRST, Attempts, following, passing_book
+
+from lamina.ledger.check import verify
+from lamina.ledger.records import Account, Epoch
+from lamina.ledger.spend import Bound, Spending, whole
+from lamina.plan import Clipping, StepPlan
+from lamina.train.book import Book
+
+CLINICAL, WEARABLE = ("clinical", 0, 0), ("wearable", 0, 0)
+SIGNED, OTHER = ("clinical", 9_000_000, 2_250_000), ("wearable", 9_000_000, 2_250_000)
+Paid = Callable[[int], list[tuple[Bound, float, bool]]]
+
+
+def written(book: Book, plan: StepPlan, copies: int, paid: Paid, variance: Sequence[float] = ()) -> None:
+    """A whole run, again and again, by who has the key: spends and states are right for what he says he charged.
+
+    `paid(copy)`: accounts, their scales, and whether each pays for the copy.
+    """
+    spending = Spending(book.ledger.header)
+    for copy, index in product(range(copies), range(4)):
+        accounts = []
+        for bound, scale, pays in paid(copy):
+            charged = whole(plan, bound[0], scale) if pays and not index else ()
+            spending.charge(bound, charged)
+            cls, clip, noise = bound
+            spend = spending.spend(bound)
+            accounts.append(
+                Account(
+                    cls=cls, clip_norm=clip, noise_multiplier=noise, scale=scale, charges=charged, spend=spend
+                )
+            )
+        epoch = Epoch(
+            run=bytes.fromhex(FIRST),
+            segments=(Attempts(book).segment(index, copy, after=(copy or None) if index else None),),
+            plan=plan.digest(),
+            variance=tuple(variance or [s * s for s in plan.noise]),
+            accounts=tuple(accounts),
+            state=spending.state(),
+        )
+        book.ledger.append([epoch], [plan.to_cbor()])
+
+
+def every(copy: int) -> list[tuple[Bound, float, bool]]:
+    return [(CLINICAL, 1.0, True), (WEARABLE, 1.0, True)]
+
+
+def once(copy: int) -> list[tuple[Bound, float, bool]]:
+    return [(CLINICAL, 1.0, not copy), (WEARABLE, 1.0, not copy)]
+
+
+def bounds_alone(copy: int) -> list[tuple[Bound, float, bool]]:
+    return [(SIGNED, 0.5, not copy), (OTHER, 0.5, not copy)]
+
+
+def bound_once(copy: int) -> list[tuple[Bound, float, bool]]:
+    return [(CLINICAL, 1.0, True), (SIGNED, 0.5, not copy), (WEARABLE, 1.0, True)]
+
+
+@pytest.fixture
+def book() -> Iterator[Book]:
+    with passing_book(accountant="rdp") as made:
+        yield made
+
+
+def test_who_pays_for_every_copy(book: Book) -> None:
+    written(book, following(), 3, every)
+    assert verify(book.ledger.store).problem is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "paid", "factor", "reason"),
+    [
+        (following(), once, 1.0, "clinical/0/0 has used its budget for 50 steps, and 40 are charged"),
+        (
+            following(clipping=Clipping.JOINT),
+            once,
+            1.0,
+            "has used its budget for .* steps, and 40 are charged",
+        ),
+        (following(), once, 1e6, "every class has more than 1.5 times the noise of its plan"),
+        (following(), bounds_alone, 1.0, "trains on class 'clinical' and does not charge it as a whole"),
+        (following(), bound_once, 1.0, "clinical/9000000/2250000 has used its budget for 50 steps, and 40"),
+    ],
+    ids=["one budget", "thresholds unknown", "noise overstated", "bounds alone", "a bound pays once"],
+)
+def test_who_does_not(book: Book, plan: StepPlan, paid: Paid, factor: float, reason: str) -> None:
+    written(book, plan, 10, paid, [factor * s * s for s in plan.noise])
+    problem = verify(book.ledger.store).problem
+    assert problem is not None and re.search(reason, problem.reason), problem
