@@ -14,6 +14,7 @@ from test_injection import parts
 from test_trainer import KillAt, Killed
 
 from lamina.ledger.check import verify
+from lamina.ledger.records import Epoch, Outcome
 from lamina.plan import FollowBudget, StepPlan
 from lamina.train.store.journal import Journal
 
@@ -83,3 +84,18 @@ def test_it_pays_for_what_it_does_again(tmp_path: Path, kind: str) -> None:
     assert total.spent == pytest.approx(made.book.spent(*made.book.labels(), "clinical", delta=1e-5))
     if kind == "followed":
         assert total.runs[0].steps == 3 * given["plan"].steps  # a budget for each state that went on
+
+
+def test_what_it_was_at_is_given_up(tmp_path: Path) -> None:
+    """A segment was open that the older state does not know: nobody will go on with it, and it is recorded so."""
+    given, folder, saved = options("exact"), tmp_path / "a", tmp_path / "saved"
+    stopped(folder, 5, **given)
+    shutil.copytree(folder, saved, symlinks=True)
+    with pytest.raises(Killed):
+        problem.trainer(folder, progress=KillAt(8), bounds=LOOSE, **given).fit()
+    put_back(folder, saved)
+    made = problem.trainer(folder, bounds=LOOSE, **given)
+    made.fit()
+    found = [leaf.record.segments[0] for leaf in made.ledger.of_kind(Epoch)]  # type: ignore[union-attr]
+    assert [(s.index, s.generation) for s in found if s.outcome is Outcome.ABANDONED] == [(1, 0)]
+    assert verify(tmp_path / "tests.ledger.db", signatures=False).held == ()

@@ -98,8 +98,13 @@ class Run:
         return found is not None and (found.nonce, found.outcome) == (pending.nonce, Outcome.ABANDONED)
 
     def settle_copy(self) -> None:
-        """Remember the new place of a folder that was copied, or what it had forgotten in the old one."""
-        self.journal.append(Moved(place=self.journal.place, lost=self.forgotten))
+        """Remember the new place of a folder that was copied, or what it had forgotten in the old one.
+
+        What it was at in this place, and does not know of, nobody will go on with.
+        """
+        known, here = {opened.nonce for opened in self.journal.opens}, self.journal.place
+        self.book.give_up(self.id, lambda nonce, place: place == here and nonce not in known)
+        self.journal.append(Moved(place=here, lost=self.forgotten))
 
     # ------------------------------------------------------------------------------------ one segment
 

@@ -187,11 +187,18 @@ class Book(Asking):
     def lose(self, run: str) -> int:
         """Finish a run that will never go on, and record what it had begun as given up; how many attempts that are.
 
-        Should it go on after all, it finds that and stops.
+        Should it go on after all, it finds that and does them again.
         """
+        count = self.give_up(run, lambda nonce, place: True)
+        self.finish(run)
+        return count
+
+    def give_up(self, run: str, which: Callable[[bytes, int], bool]) -> int:
+        """Record attempts that are open as given up, chosen by nonce and the place of their journal; how many."""
         id = bytes.fromhex(run := checked_run(run))
         open = [hold for hold in self._ask(lambda _, rows: rows.holds(id)) if hold.attempt]
-        for hold, held in [(hold, Held.decode(hold.body)) for hold in open]:
+        found = [(hold, held) for hold in open if which(hold.nonce, (held := Held.decode(hold.body)).place)]
+        for hold, held in found:
             data, begun = self.ledger.blob(held.plan), held.begun
             if data is None or begun is None:
                 raise RunError(
@@ -203,8 +210,7 @@ class Book(Asking):
             begun = replace(begun, eligibility=min(max(begun.eligibility, least), most))
             segment = begun.segment(hold.segment, hold.generation, hold.nonce, Outcome.ABANDONED)
             self._record(run, segment, plan, begun.applied(plan), held.scales)
-        self.finish(run)
-        return len(open)
+        return len(found)
 
     # ----------------------------------------------------------------------------------- inside
 

@@ -1,0 +1,325 @@
+"""`World`: folders of runs on one ledger, what is done to them, and what must hold whatever it was."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import problem
+from history_acts import FOLDERS, SIGNED, Act, During, Killed, killed_at
+from history_plans import BOUND, Spec, more, plan_of, policy_of
+
+from lamina.admit.key import PrivateKey
+from lamina.errors import LaminaError
+from lamina.ledger.check import verify
+from lamina.ledger.ledger import Ledger
+from lamina.ledger.records import Change, Epoch, Key, KeyEvent, Role
+from lamina.ledger.store.base import WHOLE
+from lamina.ledger.view import View
+from lamina.train.book import Account, Book
+from lamina.train.book.account import name_of
+from lamina.train.store.journal import Journal
+from lamina.train.trainer import Trainer
+
+
+@dataclass
+class World:
+    """`act` does something, `check` looks at the ledger, `end` finishes every run. AssertionError: something is wrong.
+
+    promised  ε of a policy; without one, runs have bounds and no policy
+    where     a ledger that is no file beside the runs
+    """
+
+    root: Path
+    promised: float | None = None
+    where: str | None = None
+    key: PrivateKey | None = None
+    done: int = 0
+    refused: list[str] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)  # runs that nothing brings to an end but to lose them
+    specs: dict[str, list[Spec]] = field(default_factory=dict)
+    clock: Callable[[], float] = time.time
+    _drawn: set[tuple[str, int, int, bytes]] = field(default_factory=set)  # attempts
+    _weights: dict[tuple[bytes, int], bytes] = field(default_factory=dict)  # by seed and step
+    _put_back: set[str] = field(default_factory=set)  # runs whose folder was
+    _went_back: bool = False  # the ledger was put back from an older copy
+
+    def __post_init__(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        if self.where is not None:
+            self.key = PrivateKey.generate()
+
+    def live(self, history: list[dict[str, Any]]) -> None:
+        """A whole history."""
+        for act in history:
+            self.act(act)
+            self.check()
+        self.end()
+
+    def act(self, act: Act) -> None:
+        """Do it; to be refused in clear words is fine."""
+        given = {name: value for name, value in act.items() if name != "do"}
+        try:
+            getattr(self, f"do_{act['do']}")(**given)
+            self.done += 1
+        except LaminaError as error:
+            self.refused.append(f"{dict(act)}: {type(error).__name__}: {error}")
+
+    def do_go(self, folder: str, stop: Any = None, during: Any = None, **changes: Any) -> None:
+        spec = replace((self.specs.get(folder) or [Spec()])[-1], **changes)
+        acts: dict[int, Callable[[], None]] = {}
+        if during is not None:
+            acts[during[0]] = lambda: self._beside(folder, during[1])
+        if stop is not None and stop[0] == "step":
+            acts[stop[1]] = _die
+        tried = self.specs.setdefault(folder, [])
+        tried.append(spec)
+        try:
+            with killed_at(stop[1], *stop[2:]) if stop is not None and stop[0] == "call" else nullcontext():
+                self.fit(folder, spec, progress=During(acts))
+        except Killed:
+            pass
+        except LaminaError:
+            if len(tried) > 1:
+                tried.remove(spec)
+            raise
+
+    def _beside(self, folder: str, act: Act) -> None:
+        """While a run is at work nobody puts its ledger or its folder back."""
+        if act["do"] not in ("restore", "restore_ledger") and (act["do"], act.get("folder")) != (
+            "go",
+            folder,
+        ):
+            self.act(act)
+
+    def fit(self, folder: str, spec: Spec, **options: Any) -> None:
+        self._watched(self.trainer(folder, spec, **options), folder).fit()
+
+    def trainer(self, folder: str, spec: Spec, **options: Any) -> Trainer:
+        promised = {"clinical": BOUND, "sensitive": BOUND} if self.promised is None else None
+        corpus = (
+            problem.unpromised() if promised else problem.corpus(policy=policy_of(spec.form, self.promised))
+        )
+        if spec.withdrawn:
+            corpus.withdraw(*spec.withdrawn)
+        accounts = [
+            Account(name=f"clinical@c=9,{name}", cls="clinical", scale=SIGNED[name], epsilon=BOUND)
+            for name in spec.signed
+        ]
+        return problem.trainer(
+            self.root / folder,
+            plan=plan_of(spec.form, spec.steps, self.promised),
+            corpus=corpus,
+            bounds=promised,
+            accounts=accounts,
+            segment=spec.segment,
+            augment=more if spec.augment else None,
+            filters=spec.filters,
+            ledger=self.where,
+            key=self.key,
+            probe=False,
+            **options,
+        )
+
+    def _watched(self, made: Trainer, folder: str) -> Trainer:
+        """An attempt begins at the same weights however often, and every step of it leaves the same ones."""
+        carry_out, guarded = made._carry_out, made._guarded
+
+        def same(seed: bytes, step: int) -> None:
+            digest = hashlib.sha256()
+            for tensor in made.model.state_dict().values():
+                digest.update(tensor.numpy().tobytes())
+            before = self._weights.setdefault((seed, step), digest.digest())
+            assert before == digest.digest(), f"a replay in '{folder}' has other weights at step {step}"
+
+        def watched(opened: Any, *rest: Any) -> bool:
+            self._drawn.add((self.run_of(folder), *opened.key))
+            same(opened.seed, opened.first)
+            return carry_out(opened, *rest)
+
+        def stepped(sampler: Any, seed: bytes, step: int) -> float | None:
+            loss = guarded(sampler, seed, step)
+            same(seed, step + 1)
+            return loss
+
+        made._carry_out = watched  # type: ignore[method-assign,assignment]
+        made._guarded = stepped  # type: ignore[method-assign]
+        return made
+
+    # ------------------------------------------------------------------------------------ other acts
+
+    def do_copy(self, folder: str, to: str) -> None:
+        if (self.root / folder).is_dir() and not (self.root / to).exists():
+            shutil.copytree(self.root / folder, self.root / to, symlinks=True)
+            self.specs[to] = list(self.specs.get(folder, ()))
+
+    def do_save(self, folder: str) -> None:
+        if (self.root / folder).is_dir():
+            shutil.rmtree(self.root / "kept" / folder, ignore_errors=True)
+            shutil.copytree(self.root / folder, self.root / "kept" / folder, symlinks=True)
+
+    def do_restore(self, folder: str) -> None:
+        if (kept := self.root / "kept" / folder).is_dir():
+            self._put_back.add(self.run_of(folder))
+            shutil.rmtree(self.root / folder, ignore_errors=True)
+            shutil.copytree(kept, self.root / folder, symlinks=True)
+
+    def do_drop_checkpoint(self, folder: str) -> None:
+        if len(found := sorted((self.root / folder / "checkpoint").glob("*"))) > 1:
+            found[-1].unlink()
+
+    def do_save_ledger(self) -> None:
+        kept = self.root / "kept-ledger"
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir()
+        for path in self.root.glob("tests.ledger.*"):
+            shutil.copy2(path, kept / path.name)
+
+    def do_restore_ledger(self) -> None:
+        if (self.root / "kept-ledger" / "tests.ledger.db").exists():
+            found = list((self.root / "kept-ledger").glob("*"))
+            for path in self.root.glob("tests.ledger.*"):
+                path.unlink()
+            for path in found:
+                shutil.copy2(path, self.root / path.name)
+            self._went_back = True
+
+    def do_lose(self, folder: str) -> None:
+        if (run := self.run_of(folder)) and self.there:
+            with self.ledger() as ledger:
+                Book(ledger).lose(run)
+
+    def do_forget(self, folder: str) -> None:
+        """Nobody has it any more."""
+        shutil.rmtree(self.root / folder, ignore_errors=True)
+
+    def do_finish(self, folder: str) -> None:
+        if (run := self.run_of(folder)) and self.there:
+            with self.ledger() as ledger:
+                Book(ledger).finish(run)
+
+    def do_stricter(self, by: float) -> None:
+        if self.promised is not None:
+            self.promised = round(self.promised * by, 3)
+
+    def do_rotate(self) -> None:
+        if not self.there:
+            return
+        new = PrivateKey.generate()
+        with self.ledger() as ledger:
+            added = Key(name=ledger.origin, x=new.public.x, role=Role.LEDGER)
+            old = self.signer().public.id
+            event = KeyEvent(change=Change.ROTATE, key=added, target=old, effective=ledger.now())
+            ledger.check_signs([event])
+            ledger.append([event])
+            ledger.checkpoint()
+        if self.key is not None:
+            self.key = new
+        else:
+            (self.root / "tests.ledger.pem").unlink()
+            new.save(self.root / "tests.ledger.pem", None)
+
+    # ------------------------------------------------------------------------------------ what is there
+
+    @property
+    def place(self) -> str:
+        return self.where or str(self.root / "tests.ledger.db")
+
+    @property
+    def there(self) -> bool:
+        """Whether there is a ledger, and not only the beginning of one."""
+        try:
+            View.read_only(self.place).close()
+        except LaminaError:
+            return False
+        return True
+
+    def signer(self) -> PrivateKey:
+        return self.key or PrivateKey.load(self.root / "tests.ledger.pem", None)
+
+    def ledger(self) -> Ledger:
+        return Ledger.open(self.place, self.signer(), clock=self.clock)
+
+    def run_of(self, folder: str) -> str:
+        path = self.root / folder / "journal"
+        return Journal.load(path).start.run if path.exists() else ""
+
+    # ------------------------------------------------------------------------------------ what must hold
+
+    def check(self, *, signatures: bool = False) -> None:
+        """An auditor finds nothing, and what the ledger states is what the book says."""
+        if not self.there:
+            return
+        found = verify(self.place, signatures=signatures)
+        assert found.problem is None, f"verify: {found.problem}"
+        with self.ledger() as ledger:
+            book, header, stated = Book(ledger), ledger.header, _stated(ledger)
+            with ledger.store.read() as rows:
+                held = any(hold.segment >= 0 for hold in rows.holds())
+            for name in {each.cls: None for each in book.accounts()}:
+                total = book.total(name, delta=header.delta, accountant=header.accountant)
+                told, near = stated.get(name, 0) / 1e9, 2e-9 + 1e-7 * total.spent
+                assert total.spent <= total.committed, f"{name}: {total.spent} > {total.committed}"
+                assert told <= total.spent + near, f"{name}: {told} stated, {total.spent} spent"
+                assert held or total.spent <= told + near, (
+                    f"{name}: {told} stated, {total.spent} spent, none held"
+                )
+
+    def end(self) -> None:
+        """Every run goes on to its end, or is lost. Then no attempt is open, and all that was drawn is in a leaf.
+
+        What stays held is a budget that was charged as a whole, of a run that was stopped before its first segment: it
+        is spent, and there is no attempt whose leaf could say so.
+        """
+        for folder in FOLDERS:
+            if self.run_of(folder):
+                self._finish(folder)
+        if not self.there:
+            return
+        with self.ledger() as ledger:
+            here = {self.run_of(folder) for folder in FOLDERS} - self._put_back
+            for run in Book(ledger).labels().keys() - here:
+                Book(ledger).lose(run)  # nobody has its folder any more, or all that was open in it
+        self.check(signatures=True)
+        with self.ledger() as ledger:
+            with ledger.store.read() as rows:
+                left = [(hold.run.hex()[:8], *hold[1:3]) for hold in rows.holds() if hold.segment < WHOLE]
+            assert not left, f"held in the end: {left}"
+            known = {
+                (leaf.record.run.hex(), each.index, each.generation, each.nonce)
+                for leaf in ledger.of_kind(Epoch)
+                if isinstance(leaf.record, Epoch)
+                for each in leaf.record.segments
+            }
+        lost = [key[:3] for key in self._drawn if key not in known]
+        assert not lost or self._went_back, f"drawn, and in no leaf: {lost}"
+
+    def _finish(self, folder: str) -> None:
+        """By what was asked for last, or whatever was accepted before it."""
+        why = []
+        for spec in [self.specs[folder][-1], *reversed(self.specs[folder])]:
+            try:
+                self.fit(folder, spec, progress=False)
+                return
+            except LaminaError as error:
+                why.append(f"{folder}: {type(error).__name__}: {error}")
+        self.stuck.append(why[0])
+        self.do_lose(folder)
+
+
+def _die() -> None:
+    raise Killed
+
+
+def _stated(ledger: Ledger) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    for leaf in ledger.of_kind(Epoch):
+        assert isinstance(leaf.record, Epoch)
+        found |= {name_of(each.bound): each.spend for each in leaf.record.accounts}
+    return found
