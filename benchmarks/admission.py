@@ -4,7 +4,8 @@
 
 Contributions are signed by one key and made beforehand; making them is not counted. `review` is the whole gate: strict
 parsing, signature, claims, policy, payload, replays. `folder` is the same from disk, three files for each of half as
-many contributions, in the page cache; `microseconds` are those of all processors for one contribution, the least of
+many contributions, in the page cache; `corpus` is `lamina.Gate.admit` of such a folder with .npz payloads: a review,
+and a look at what each payload holds. `microseconds` are those of all processors for one contribution, the least of
 the rounds, and `steps` says where they go in one process. `recheck` is `Admission.recheck` within an epoch over all
 rows, `cached check` is `Gate.check` of one contribution after the other. `peak` is the largest resident set of a
 process of its own that imports torch, admits `--million` contributions from a generator, rechecks them and tells how
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import resource
@@ -28,6 +30,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lamina.admit.attestation import Attestation, attest, to_be_signed, token_id
 from lamina.admit.descriptor import Descriptor
@@ -62,8 +66,8 @@ class Mint:
         self._descriptor, self._attestation = made.encode(), signed
         self._protected = Attestation.decode(signed).protected
 
-    def one(self, number: int) -> Contribution:
-        nonce, payload = os.urandom(16), b"the record of patient %d" % number
+    def one(self, number: int, payload: bytes | None = None) -> Contribution:
+        nonce, payload = os.urandom(16), payload or b"the record of patient %d" % number
         commitment = hashlib.sha256(nonce + payload).digest()
         descriptor = self._descriptor.replace(self._nonce, nonce).replace(self._commitment, commitment)
         digest = hashlib.sha256(descriptor).digest()
@@ -80,6 +84,14 @@ class Mint:
     def gate(self, processes: int = 1) -> Gate:
         return Gate(self.policy, self.keys, clock=lambda: NOW, processes=processes)
 
+    def reviewer(self, processes: int) -> Callable[[Any], Any]:
+        return self.gate(processes).review
+
+    def admitter(self, processes: int) -> Callable[[Any], Any]:
+        import lamina
+
+        return lamina.Gate(self.policy, self.keys, clock=lambda: NOW, processes=processes).admit
+
 
 def best(rounds: int, count: int, work: Callable[[], Any]) -> float:
     """Contributions per second in the fastest round."""
@@ -91,19 +103,22 @@ def best(rounds: int, count: int, work: Callable[[], Any]) -> float:
     return round(count / min(taken))
 
 
-def reviews(mint: Mint, offered: Any, count: int, rounds: int, what: str) -> dict[str, Any]:
+def reviews(
+    made: Callable[[int], Callable[[Any], Any]], offered: Any, count: int, rounds: int, what: str
+) -> dict[str, Any]:
     """Rates and processor time of one process and of two, one after the other in each round."""
-    gates = {processes: mint.gate(processes) for processes in (1, 2)}
-    rate, spent = dict.fromkeys(gates, 0.0), dict.fromkeys(gates, float("inf"))
+    works = {processes: made(processes) for processes in (1, 2)}
+    rate, spent = dict.fromkeys(works, 0.0), dict.fromkeys(works, float("inf"))
     for _ in range(rounds):
-        for processes, gate in gates.items():
+        for processes, work in works.items():
             start, before = time.perf_counter(), _spent()
-            admission = gate.review(offered)
+            found = work(offered)
             rate[processes] = max(rate[processes], count / (time.perf_counter() - start))
             spent[processes] = min(spent[processes], (_spent() - before) / count)
+            admission = getattr(found, "admission", found)
             assert len(admission) == count and not admission.refused
     result: dict[str, Any] = {}
-    for processes in gates:
+    for processes in works:
         name = f"{what}, {processes} process{'es' if processes > 1 else ''}"
         result[name] = round(rate[processes])
         result[f"{name}, microseconds"] = round(1e6 * spent[processes], 1)
@@ -119,7 +134,7 @@ def _spent() -> float:
 def rates(mint: Mint, count: int, rounds: int) -> dict[str, Any]:
     offered = list(mint.many(count))
     assert Descriptor.decode(offered[0].descriptor or b"").items == 1
-    result = {"contributions": count, **reviews(mint, offered, count, rounds, "review")}
+    result = {"contributions": count, **reviews(mint.reviewer, offered, count, rounds, "review")}
     gate = mint.gate()
     result["recheck"] = best(10 * rounds, count, gate.review(offered).recheck)
     few = offered[:10_000]
@@ -130,16 +145,32 @@ def rates(mint: Mint, count: int, rounds: int) -> dict[str, Any]:
     return result
 
 
+def written(root: str, contributions: Iterator[Contribution], payload: str) -> None:
+    for given in contributions:
+        place = Path(root) / given.id
+        place.mkdir()
+        (place / "descriptor.cbor").write_bytes(given.descriptor or b"")
+        (place / "attestation.cose").write_bytes(given.attestation or b"")
+        assert isinstance(given.payload, bytes)
+        (place / payload).write_bytes(given.payload)
+
+
 def from_folder(mint: Mint, count: int, rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
-        for given in mint.many(count):
-            place = Path(name) / given.id
-            place.mkdir()
-            (place / "descriptor.cbor").write_bytes(given.descriptor or b"")
-            (place / "attestation.cose").write_bytes(given.attestation or b"")
-            assert isinstance(given.payload, bytes)
-            (place / "payload.bin").write_bytes(given.payload)
-        return reviews(mint, name, count, rounds, "folder"), steps(mint, FolderContributions(name), rounds)
+        written(name, mint.many(count), "payload.bin")
+        found = reviews(mint.reviewer, name, count, rounds, "folder")
+        return found, steps(mint, FolderContributions(name), rounds)
+
+
+def to_corpus(mint: Mint, count: int, rounds: int) -> dict[str, Any]:
+    def payload(number: int) -> bytes:
+        held = io.BytesIO()
+        np.savez(held, x=np.full((1, 16), number, dtype=np.float32), y=np.array([number % 2]))
+        return held.getvalue()
+
+    with tempfile.TemporaryDirectory() as name:
+        written(name, (mint.one(number, payload(number)) for number in range(count)), "payload.npz")
+        return reviews(mint.admitter, name, count, rounds, "corpus")
 
 
 def steps(mint: Mint, folder: FolderContributions, rounds: int) -> dict[str, Any]:
@@ -209,7 +240,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     mint = Mint()
     result: dict[str, Any] = {"rates": rates(mint, options.contributions, options.rounds)}
     folder, taken = from_folder(mint, options.contributions // 2, options.rounds)
-    result["rates"] |= folder
+    result["rates"] |= folder | to_corpus(mint, options.contributions // 2, options.rounds)
     result["steps"] = taken
     if options.million:
         command = [sys.executable, __file__, "--peak", "--million", str(options.million)]

@@ -28,6 +28,7 @@ from lamina.ledger.records import Admitted, Header, KeyEvent
 from lamina.ledger.records import Reason as WithdrawnFor
 from lamina.ledger.register import LedgerRegister
 from lamina.ledger.withdrawals import withdraw
+from lamina.train.corpus import shares
 from lamina.train.corpus.payloads import PayloadChanged
 from lamina.train.corpus.sampler import Sampler
 
@@ -291,6 +292,19 @@ def test_as_many_items_as_were_signed(hospital: Hospital) -> None:
     corpus = hospital.admit()
     assert refused(corpus) == {"c07": "mismatch"}
     assert corpus.admission.refused[0].detail == "3 items were signed, the payload has 2"
+
+
+def test_the_number_of_processes_changes_nothing(hospital: Hospital, monkeypatch: pytest.MonkeyPatch) -> None:
+    hospital.write("c04", 4, width=5)
+    hospital.sign({"c04": "clinical"})
+    signed_anyway(hospital, "s07", items=3)
+    (hospital.people / "s09" / "attestation.cose").unlink()
+    alone = hospital.admit()
+    monkeypatch.setattr(shares, "LEAST", 8)
+    corpus = hospital.gate(processes=3).admit(hospital.people)
+    assert corpus.admission.to_dict() == alone.admission.to_dict()
+    assert len(corpus.admission.refused) == 3
+    assert corpus.digest(b"k") == alone.digest(b"k")
 
 
 def test_one_contribution_does_not_decide_which_form_is_right(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lamina.admit.directory import Entry, Near, listed
 
 MAX_HEADER = 10_000  # bytes, as numpy has it
 _USUAL_HEADER = 512  # bytes: what longer ones say is not remembered
@@ -21,12 +22,11 @@ MAX_ARRAY = 1 << 30  # bytes of one array
 MAX_AXES = 32
 MAX_DIRECTORY = 1 << 20  # bytes: the names of some ten thousand arrays
 
-_MAGIC = b"\x93NUMPY"
-_LENGTHS = {
-    b"\x01\x00": "<H",
-    b"\x02\x00": "<I",
-}  # how each version of the format writes the length of its header
-_PREFIX = len(_MAGIC) + 2 + 4 + MAX_HEADER
+_LENGTHS = {  # how each version of the format begins, and writes the length of its header
+    b"\x93NUMPY\x01\x00": struct.Struct("<8xH"),
+    b"\x93NUMPY\x02\x00": struct.Struct("<8xI"),
+}
+_PREFIX = max(kind.size for kind in _LENGTHS.values()) + MAX_HEADER
 _FIELDS = {"descr", "fortran_order", "shape"}
 _SCRAMBLED = 0x1 | 0x20 | 0x40  # flags: encrypted, patched, strongly encrypted
 _LOCAL = struct.Struct("<4s22xHH")  # what stands before an entry: signature, lengths of name and extra
@@ -37,8 +37,7 @@ class BadArray(ValueError):
     """An array that cannot be what it says. The text may be shown: sizes, and nothing else that the file holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What an array says of itself; its numbers begin at the byte `start` of its entry."""
 
     shape: tuple[int, ...]
@@ -57,9 +56,13 @@ def headers(raw: BinaryIO, names: Sequence[str]) -> dict[str, Header]:
     What passes can be read as long as the bytes stay as they are. A compressed array is unpacked for that, piece by
     piece; of any other the archive's directory says enough. Raises BadArray, and whatever zipfile, zlib and numpy do.
     """
+    near = Near(raw)
+    if (known := listed(near)) is not None:
+        usual = {name: known[full] for name in names if (full := f"{name}.npy".encode()) in known}
+        if all(info.compress_type == zipfile.ZIP_STORED for info in usual.values()):
+            return {name: _plain(near, info, name) for name, info in usual.items()}
     with _archive(raw) as archive:
-        end = raw.seek(0, 2)
-        return {name: _checked(raw, archive, info, name, end) for name, info in _entries(archive, names)}
+        return {name: _checked(raw, near, archive, info, name) for name, info in _entries(archive, names)}
 
 
 def arrays(raw: BinaryIO, names: Sequence[str], *, crc: bool = True) -> dict[str, NDArray[Any]]:
@@ -105,7 +108,7 @@ def _entries(archive: zipfile.ZipFile, names: Sequence[str]) -> Iterator[tuple[s
     return ((name, archive.getinfo(f"{name}.npy")) for name in names if f"{name}.npy" in known)
 
 
-def _check_size(info: zipfile.ZipInfo, name: str) -> None:
+def _check_size(info: Entry | zipfile.ZipInfo, name: str) -> None:
     if info.flag_bits & _SCRAMBLED or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise BadArray(f"array {name!r} is packed in a way that numpy never uses")
     if info.file_size > MAX_ARRAY:
@@ -114,39 +117,50 @@ def _check_size(info: zipfile.ZipInfo, name: str) -> None:
         raise BadArray(f"array {name!r} has two sizes")
 
 
-def _checked(raw: BinaryIO, archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, end: int) -> Header:
+def _checked(raw: BinaryIO, near: Near, archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> Header:
+    if info.compress_type == zipfile.ZIP_STORED:
+        return _plain(near, info, name)
     _check_size(info, name)
-    plain = info.compress_type == zipfile.ZIP_STORED
-    if plain:  # its directory says the rest
-        begin = raw.seek(_begin(raw, info))
-        first = raw.read(min(info.file_size, _PREFIX))
-    else:
-        pieces = _pieces(raw, archive, info)
-        first = next(pieces, b"")
+    pieces = _pieces(raw, archive, info)
+    first = next(pieces, b"")
     header = _header(first[:_PREFIX], name)
-    if header.dtype.hasobject:
-        return header  # a pickle, of any length; it is never read
-    if info.file_size != header.start + header.nbytes:
-        raise BadArray(f"array {name!r} holds more or fewer numbers than its header says")
-    held = end - begin if plain else len(first) + sum(map(len, pieces))
-    if held < info.file_size:
+    if not _is_pickle(header, info, name) and len(first) + sum(map(len, pieces)) < info.file_size:
         raise BadArray(f"array {name!r} is cut off")
     return header
 
 
-def _begin(raw: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """Where the bytes of an entry begin."""
-    raw.seek(info.header_offset)
-    signature, name, extra = _LOCAL.unpack(raw.read(_LOCAL.size))
+def _plain(near: Near, info: Entry | zipfile.ZipInfo, name: str) -> Header:
+    """Of an entry that is not compressed: the directory says the rest."""
+    _check_size(info, name)
+    begin = _begin(near.read(info.header_offset, _LOCAL.size), info)
+    header = _header(near.read(begin, min(info.file_size, _PREFIX)), name)
+    if not _is_pickle(header, info, name) and near.end - begin < info.file_size:
+        raise BadArray(f"array {name!r} is cut off")
+    return header
+
+
+def _is_pickle(header: Header, info: Entry | zipfile.ZipInfo, name: str) -> bool:
+    """Which may be of any length, and is never read. Anything else is as long as it says."""
+    if header.dtype.hasobject:
+        return True
+    if info.file_size != header.start + header.nbytes:
+        raise BadArray(f"array {name!r} holds more or fewer numbers than its header says")
+    return False
+
+
+def _begin(local: bytes, info: Entry | zipfile.ZipInfo) -> int:
+    """Where the bytes of an entry begin, by what stands before it."""
+    signature, name, extra = _LOCAL.unpack(local)
     if signature != b"PK\x03\x04":
         raise BadArray("the directory points to nothing")
-    return info.header_offset + _LOCAL.size + int(name) + int(extra)
+    return info.header_offset + _LOCAL.size + int(name + extra)
 
 
 def _pieces(raw: BinaryIO, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Iterator[bytes]:
     """The bytes of an entry, and never many at a time. The checksum of a plain one is not looked at."""
     if info.compress_type == zipfile.ZIP_STORED:
-        raw.seek(_begin(raw, info))
+        raw.seek(info.header_offset)
+        raw.seek(_begin(raw.read(_LOCAL.size), info))
         left = info.file_size
         while left and (piece := raw.read(min(left, _CHUNK))):
             left -= len(piece)
@@ -162,19 +176,19 @@ def _pieces(raw: BinaryIO, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> I
 
 def _header(begin: bytes, name: str) -> Header:
     """From the first bytes of an entry."""
-    kind = _LENGTHS.get(begin[len(_MAGIC) : len(_MAGIC) + 2])
-    if not begin.startswith(_MAGIC) or kind is None:
+    kind = _LENGTHS.get(begin[:8])
+    if kind is None:
         raise BadArray(f"array {name!r} is not of the .npy format 1.0 or 2.0")
-    (length,) = struct.unpack_from(kind, begin, len(_MAGIC) + 2)
-    first = len(_MAGIC) + 2 + struct.calcsize(kind)
+    (length,) = kind.unpack_from(begin)
     if length > MAX_HEADER:
         raise BadArray(f"array {name!r} has a header of {length} bytes, the most is {MAX_HEADER}")
+    start = kind.size + length
     said = _said if length <= _USUAL_HEADER else _said.__wrapped__
-    return Header(*said(begin[first : first + length], name), first + length)
+    return said(begin[kind.size : start], name, start)
 
 
 @lru_cache(maxsize=256)  # in a corpus nearly all say the same
-def _said(text: bytes, name: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
+def _said(text: bytes, name: str, start: int) -> Header:
     """Shape, kind of number, and whether columns come first."""
     said = ast.literal_eval(text.decode("latin1").strip())
     if not isinstance(said, dict) or said.keys() != _FIELDS or type(said["fortran_order"]) is not bool:
@@ -186,4 +200,4 @@ def _said(text: bytes, name: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]
         raise BadArray(f"array {name!r} has {len(shape)} axes, the most is {MAX_AXES}")
     if dtype.subdtype is not None:
         raise BadArray(f"array {name!r} has arrays for elements")
-    return shape, dtype, said["fortran_order"]
+    return Header(shape, dtype, said["fortran_order"], start)

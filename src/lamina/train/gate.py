@@ -28,9 +28,10 @@ from lamina.plan import Policy
 from lamina.train.corpus.committed import Committed, Given
 from lamina.train.corpus.folder import FolderSource
 from lamina.train.corpus.listing import LISTING, Listing
+from lamina.train.corpus.look import Look
 from lamina.train.corpus.payloads import Files, Payloads
 from lamina.train.corpus.signed import AdmittedCorpus
-from lamina.train.corpus.survey import Look, Survey, tolerant
+from lamina.train.corpus.survey import Survey, tolerant
 
 SKIP, STOP = "skip", "stop"
 
@@ -134,11 +135,11 @@ class Gate(gate.Gate):
         )
         admission = self.review(source, progress=progress, enter=False)
         listing = _listing(folder)
-        data = _Data.of(admission, folder, listing, dtype)
+        data = _Data.of(admission, folder, listing, dtype, self._processes)
         if on_refusal == STOP and admission.refused:
             raise AdmissionError(f"{_told(admission)}, and on_refusal is {STOP!r}", _REMEDY)
         if admission.enter() and data is not None:  # much may have happened meanwhile: go on without them
-            data = _Data.of(admission, folder, listing, dtype)
+            data = _Data.of(admission, folder, listing, dtype, self._processes)
         if data is None:
             raise AdmissionError(f"nobody is admitted: {_told(admission)}", _REMEDY)
         return AdmittedCorpus(
@@ -182,7 +183,12 @@ class _Data:
 
     @classmethod
     def of(
-        cls, admission: Admission, folder: Path | None, listing: Listing | None, dtype: torch.dtype | None
+        cls,
+        admission: Admission,
+        folder: Path | None,
+        listing: Listing | None,
+        dtype: torch.dtype | None,
+        processes: int,
     ) -> _Data | None:
         """None if nothing is left. Whoever cannot be opened is refused, each for itself."""
         found: dict[int, tuple[Reason, str]] = {}
@@ -194,7 +200,7 @@ class _Data:
         def refuse(row: int, why: str) -> None:
             found.setdefault(row, (Reason.UNREADABLE, why))
 
-        survey, rows = tolerant(payloads, look, refuse)
+        survey, rows = tolerant(payloads, look, refuse, processes)
         for row, size in zip(rows.tolist(), survey.sizes.tolist() if survey else (), strict=True):
             if size != (signed := int(admission.columns["items"][row])):
                 found.setdefault(

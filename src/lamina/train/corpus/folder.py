@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from lamina.errors import CorpusError
 from lamina.train.corpus.keyed import keyed, put
 from lamina.train.corpus.leaves import Rows, feed, settle, take
-from lamina.train.corpus.payloads import PayloadChanged, Payloads
+from lamina.train.corpus.look import Look
+from lamina.train.corpus.payloads import PayloadChanged, Payloads, is_table
 from lamina.train.corpus.read import payload_arrays
-from lamina.train.corpus.survey import Look, Survey, strict
+from lamina.train.corpus.survey import Survey, strict
 from lamina.train.corpus.table import read_matrix
 
 KEPT = 64 << 20  # bytes
@@ -73,11 +74,11 @@ class FolderSource:
     def _read(self, row: int) -> tuple[Any, Any]:
         path, held = self._payloads.path(row), self._payloads.read(row)
         wants_y = self._form.y is not None and self._labels is None
-        if path.suffix == ".npz":
+        if is_table(str(path)):
+            x, y = read_matrix(path, held)[1][None], None
+        else:
             found = payload_arrays(path, ["x", "y"] if wants_y else ["x"], held)
             x, y = found["x"], found.get("y")
-        else:
-            x, y = read_matrix(path, held)[1][None], None
         y = y if self._labels is None else np.repeat(self._labels[row : row + 1], len(x), axis=0)
         if (size := x.nbytes + (0 if y is None else y.nbytes)) <= self._room:
             self._room -= size

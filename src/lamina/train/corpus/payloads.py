@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, Self
@@ -53,7 +54,8 @@ class Files:
 
     def __init__(self, root: Path, ids: Sequence[str], kinds: NDArray[np.uint8] | None = None) -> None:
         self._root, self.where, self.ids = root, f"under '{root}'", Texts(ids)
-        found = (_kind_in(root / name) for name in ids)
+        self._prefix = str(root / "_")[:-1]
+        found = (_kind_in(self._prefix + name) for name in ids)
         self._kinds = np.fromiter(found, dtype=np.uint8, count=len(ids)) if kinds is None else kinds
 
     def __len__(self) -> int:
@@ -61,11 +63,15 @@ class Files:
 
     def path(self, row: int) -> Path:
         """CorpusError: there is none, or there are two."""
-        folder = self._root / self.ids[row]
-        if self._kinds[row] >= _NONE:
-            have = "no payload" if self._kinds[row] == _NONE else "two payloads"
+        return Path(self.name(row))
+
+    def name(self, row: int) -> str:
+        """The same as text: to make a Path takes as long as to open a file."""
+        folder, kind = self._prefix + self.ids[row], self._kinds[row]
+        if kind >= _NONE:
+            have = "no payload" if kind == _NONE else "two payloads"
             raise CorpusError(f"'{folder}' has {have}", "put one payload.npz or one payload.csv there")
-        return folder / f"payload.{KINDS[self._kinds[row]]}"
+        return f"{folder}/payload.{KINDS[kind]}"
 
     def look(self, row: int) -> bytes | None:
         return None
@@ -89,7 +95,17 @@ class Files:
         return f"'{self._root}'"
 
 
-def _kind_in(folder: Path) -> int:
+def name_of(payloads: Payloads, row: int) -> str:
+    """What `path` gives, as text."""
+    return payloads.name(row) if isinstance(payloads, Files) else str(payloads.path(row))
+
+
+def is_table(path: str) -> bool:
+    """Whether a payload is one table; if not it is an archive of arrays."""
+    return path.endswith(f".{KINDS[1]}")
+
+
+def _kind_in(folder: str) -> int:
     """Which of KINDS lies in the folder of a contribution."""
-    found = [i for i, kind in enumerate(KINDS) if (folder / f"payload.{kind}").is_file()]
+    found = [i for i, kind in enumerate(KINDS) if os.path.isfile(f"{folder}/payload.{kind}")]
     return found[0] if len(found) == 1 else _TWO if found else _NONE

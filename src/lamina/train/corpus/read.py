@@ -112,10 +112,10 @@ def _loaded(path: Path, file: Any, name: str) -> NDArray[Any]:
 # ------------------------------------------------------------------------------------------ payloads
 
 
-def payload_headers(path: Path, held: bytes | None = None) -> dict[str, Header]:
+def payload_headers(path: str | Path, held: bytes | None = None) -> dict[str, Header]:
     """What the arrays x and y of a payload say of themselves, as far as they are there and can be read."""
     try:
-        with _binary(path, held) as raw:
+        with open(path, "rb", buffering=0) if held is None else io.BytesIO(held) as raw:
             return headers(raw, ("x", "y"))
     except Exception as error:
         raise _unreadable(path, error) from None
@@ -133,7 +133,7 @@ def payload_arrays(path: Path, names: Sequence[str], held: bytes | None = None) 
     return found
 
 
-def _unreadable(path: Path, error: Exception) -> CorpusError:
+def _unreadable(path: str | Path, error: Exception) -> CorpusError:
     """Of what numpy, zipfile and zlib say only the kind is told: their words may quote the file."""
     why = str(error) if isinstance(error, BadArray) else type(error).__name__
     return CorpusError(f"'{path}' cannot be read as .npz ({why})", _WRITE)
