@@ -14,23 +14,19 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from lamina.account import Event, Schedule, grouped
-from lamina.admit.descriptor import MICRO
 from lamina.engine.stream import SEED_BYTES
 from lamina.errors import BudgetExceeded, RunError
 from lamina.ledger.records import Outcome
 from lamina.plan import StepPlan
-from lamina.plan.signed import signed_epsilon
 from lamina.train import followed
 from lamina.train.book import Account, Book
-from lamina.train.book.account import bound_of
 from lamina.train.book.charge import Charge
 from lamina.train.book.held import Begun
-from lamina.train.promise import book_whole
 from lamina.train.resume import Facts
 from lamina.train.store.checkpoint import Checkpoints
 from lamina.train.store.durable import sweep, write_atomically
@@ -152,11 +148,8 @@ class Run:
         """Thirty-two bytes from the system: coins, noise and dropout of a segment."""
         return os.urandom(SEED_BYTES)
 
-    def charge(self, opened: Open) -> bool:
+    def charge(self, opened: Open, *, already: bool = False) -> bool:
         """False if another process charged this very generation: the run was copied, and the copy was faster."""
-        return self._charge(opened)
-
-    def _charge(self, opened: Open, *, already: bool = False) -> bool:
         due = followed.booked(opened)
         return self.book.charge(
             self.id,
@@ -180,7 +173,7 @@ class Run:
 
     def record(self, opened: Open, outcome: Outcome) -> None:
         """The leaf of an attempt that has ended: what it took, from whom, and what everybody has lost after it."""
-        plan, begun = self._plan(opened.plan), _begun(opened)
+        plan, begun = self.plan_of(opened.plan), _begun(opened)
         # in a ledger that was restored from an older copy, leaves are not where they were when the segment was opened
         least, most = self.book.readable(self.id, opened.segment - 1, opened.after)
         read = min(max(opened.eligibility, least), most)
@@ -192,7 +185,7 @@ class Run:
             accounts=self.accounts,
         )
 
-    def _plan(self, digest: bytes) -> StepPlan:
+    def plan_of(self, digest: bytes) -> StepPlan:
         """A plan of this run, by its digest: the one given now, or the one that the folder or the ledger has."""
         if self.plan is not None and self.book.digest(self.plan) == digest:
             return self.plan
@@ -238,21 +231,6 @@ class Run:
             self.journal.append(Done(steps=steps, reason=reason))
         self.book.finish(self.id)
 
-    def keep(self, plan: StepPlan, standing: Callable[[set[str]], set[str]]) -> None:
-        """Go on charging the signed bounds that this plan has charged before, though nobody here has them now.
-
-        `standing` says which of them somebody still has, by the ledger. Who reads the ledger cannot tell that they
-        stayed away from these steps; so they are charged like those who did not.
-        """
-        known = {each.name for each in self.accounts}
-        missing = {
-            name: scale for name, scale in self.book.scales(self.id, plan).items() if name not in known
-        }
-        for name in sorted(standing(set(missing))) if missing else ():
-            made = _account(plan, name, missing[name])
-            self.accounts = (*self.accounts, made)
-            self.bounds[name] = made.epsilon
-
     # ------------------------------------------------------------------------------------ what it cost
 
     @property
@@ -282,43 +260,6 @@ class Run:
                 found.append(opened)
         return found
 
-    def recharge(self) -> None:
-        """Nothing forgotten: a ledger that was lost, or that a crash was faster than, gets what the journal says.
-
-        A pending segment that the ledger does not know has drawn nothing: it is charged under the bounds, and given up
-        if these refuse it.
-        """
-        pending = self.journal.pending
-        self._rebook_whole()
-        for opened in self.attempts:
-            try:
-                known = self._charge(opened, already=opened is not pending)
-            except BudgetExceeded:
-                known = False
-            if known:
-                if opened is not pending:
-                    closed = self.journal.closed(opened)
-                    self.record(opened, Outcome.CLOSED if closed else Outcome.ABANDONED)
-                continue
-            if opened is not pending:
-                raise RunError(
-                    f"the ledger '{self.book.path}' holds another attempt at segment {opened.segment} of this run than "
-                    "the journal",
-                    "give the ledger that the run was charged in",
-                )
-            self.give_up(opened, charged=False)
-
-    def _rebook_whole(self) -> None:
-        """The budgets that the run was following, where it was then: a ledger that was lost does not know them."""
-        found: dict[tuple[bytes, str], dict[str, float]] = {}
-        for opened, life in self.journal.lives():
-            if followed.belongs(opened):
-                found.setdefault((opened.plan, life), {}).update(opened.scales)
-        for (digest, life), scales in found.items():
-            plan = self._plan(digest)
-            accounts = [_account(plan, name, scale) for name, scale in scales.items()]
-            book_whole(self, plan, accounts, followed.nonce(plan, life), already=True)
-
     def write(self, name: str, data: bytes) -> None:
         """A public file of the run."""
         write_atomically(self.folder / name, data, mode=0o644)
@@ -326,9 +267,3 @@ class Run:
 
 def _begun(opened: Open) -> Begun:
     return Begun(opened.first, opened.last, opened.eligibility, opened.after, opened.variance)
-
-
-def _account(plan: StepPlan, name: str, scale: float) -> Account:
-    """A signed bound that the ledger or the journal knows, whoever has it now."""
-    cls, _, noise = bound_of(name)
-    return Account(name=name, cls=cls, scale=scale, epsilon=signed_epsilon(plan, cls, noise / MICRO))

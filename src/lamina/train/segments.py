@@ -25,6 +25,7 @@ from lamina.train.book.charge import Charge, follows_budget, in_units
 from lamina.train.corpus import Corpus
 from lamina.train.followed import room
 from lamina.train.members import Members
+from lamina.train.recharge import recharge
 from lamina.train.resume import Action, Facts, decide
 from lamina.train.run import Run
 from lamina.train.settings import code_version
@@ -76,7 +77,7 @@ class Segments:
     def _resume(self) -> None:
         run, state = self.run, self.state
         self._restore()
-        run.recharge()
+        recharge(run)
         self.members.freeze()  # who withdrew meanwhile is out: what they were in is not replayed
         self._refuse_another_plan()
         pending = run.journal.pending

@@ -43,6 +43,7 @@ from lamina.train.opening import Given, link, open_ledger
 from lamina.train.outcome import Outcome
 from lamina.train.progress import Progress, screen
 from lamina.train.randomness import borrowed_generators, reseed
+from lamina.train.recharge import keep
 from lamina.train.rehearsal import check_labels, rehearse
 from lamina.train.renewal import Renewal
 from lamina.train.run import Run
@@ -242,7 +243,7 @@ class Trainer:
         self.corpus.when_asked = members.withdraw
         link(self.ledger, self.folder)
         run = Run(self.folder, book=self.book, bounds=self.bounds, accounts=self.accounts)
-        run.keep(self.plan, members.standing)
+        keep(run, self.plan, members.standing)
         segments = Segments(
             run,
             self.state,
