@@ -118,7 +118,13 @@ def test_what_trainers_write(call: Call, tmp_path: Path) -> None:
     assert "1 attempt is held open and 0 plans reserved" in printed
     assert "'[bold]first' (1 attempt)" in printed
     assert answer(call("verify", "trained.db", "--json"))["held"] == [
-        {"run": digest("run")[:16].hex(), "label": "[bold]first", "attempts": 1, "reserved": False}
+        {
+            "run": digest("run")[:16].hex(),
+            "label": "[bold]first",
+            "attempts": 1,
+            "budgets": 0,
+            "reserved": False,
+        }
     ]
 
 

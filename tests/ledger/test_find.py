@@ -88,7 +88,7 @@ def test_nobody_begins_so(ledger: Ledger) -> None:
         with pytest.raises(LedgerError, match=f"no contribution {name[:16]}"):
             find(ledger, name)
     for name in ("abcdef0", "abcdefgh", "0x11111111", "", "a" * 65):
-        with pytest.raises(LedgerError, match="its first 8 or more, or the number of a leaf"):
+        with pytest.raises(LedgerError, match="its folder.*its first 8 or more.*, or its leaf"):
             find(ledger, name)
 
 

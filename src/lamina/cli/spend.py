@@ -81,13 +81,13 @@ def spend(
         )
         return
     if released:
-        begun = (
-            f" What it had begun ({counted(recorded, 'attempt')}) is recorded as given up." if lost else ""
-        )
+        attempts = counted(recorded, "attempt")
+        begun = f" What it had begun ({attempts}) is recorded as given up." if recorded else ""
+        goes_on = "" if lost else "; if it still trains, each further segment must find room under the bound"
         out.print(
-            f"Run {released[:8]} holds no reservation any more.{begun} What it was charged stays charged; if it still "
-            "trains, each further segment must find room under the bound.",
+            f"Run {released[:8]} holds no reservation any more.{begun} What it was charged stays charged{goes_on}.",
             markup=False,
+            soft_wrap=True,
         )
     out.print("\n\n".join(page(name, each) for name, each in found.items()), markup=False, soft_wrap=True)
 

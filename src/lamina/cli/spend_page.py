@@ -146,7 +146,7 @@ def _row(line: Line) -> list[str]:
         _told(line.account),
         _epsilon(line.total.spent),
         _epsilon(line.total.committed),
-        _epsilon(line.bound) if bounded else "no bound",
+        _bound(line) if bounded else "no bound",
         _down(line.remaining) if bounded else "-",
         f"{line.delta:g}",
         line.accountant,
@@ -163,9 +163,16 @@ def _runs(runs: Sequence[RunSpend]) -> list[str]:
     rows = [["run", "label", "state", "steps", "redone", "reserved"]]
     for each in runs:
         counts = [f"{count:,}" for count in (each.steps, each.redone, each.reserved)]
-        state = "finished" if each.finished else "open"
+        state = "ended" if each.finished else "open"
         rows.append([_printable(each.run[:8]), _printable(each.label), state, *counts])
     return columns(rows, left=3).split("\n")
+
+
+def _bound(line: Line) -> str:
+    """Not more than was promised; but what just fits into it does not look like more."""
+    nearest = f"{line.bound:.4f}"
+    fits = line.passed or float(round_up(line.total.committed)) <= float(nearest)
+    return nearest if fits else round_up(line.bound)
 
 
 def _epsilon(value: float) -> str:

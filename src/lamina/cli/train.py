@@ -128,7 +128,8 @@ def _fit(trainer: Trainer, *, again: str) -> Outcome:
         return trainer.fit()
     except KeyboardInterrupt:
         err.print(
-            f"\nstopped. Nothing is lost, and nothing will be charged twice: go on with  {again}",
+            "\nstopped. Nothing is lost, and what was begun is replayed at no cost, unless something changes. "
+            f"Go on with  {again}",
             markup=False,
             soft_wrap=True,
         )

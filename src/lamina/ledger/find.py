@@ -64,7 +64,7 @@ def _named(ledger: View, name: str) -> list[Leaf]:
     if _HEX.fullmatch(digits) is None:
         raise LedgerError(
             f"{name[:80]!r} names no contribution",
-            f"give a digest of {_WHOLE} hex digits, its first {SHORT} or more, or the number of a leaf",
+            f"give its folder, its digest ({_WHOLE} hex digits, or its first {SHORT} or more), or its leaf",
         )
     found = _whole(ledger, bytes.fromhex(digits)) if len(digits) == _WHOLE else _beginning(ledger, digits)
     if not found:

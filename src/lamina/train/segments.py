@@ -161,7 +161,10 @@ class Segments:
         for c in due:
             if c.cls in filters:
                 filters[c.cls].charge(c.sigma, c.q, c.steps)
+        present = len(self.corpus)
         eligibility = self.members.freeze()
+        if gone := present - len(self.corpus):
+            self.note(f"contributions that were withdrawn, and are out from step {first} on: {gone}")
         if not self.run.attempts:
             self.members.check(self.plan)
         return self.run.open(
