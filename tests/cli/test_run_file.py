@@ -173,7 +173,7 @@ def test_a_spend_book_is_told_what_to_write_instead(book: str) -> None:
 def test_what_is_kept_of_a_file_has_no_password() -> None:
     for written, kept in {
         "postgresql://me:pw@host:5432/db#ward": "postgresql://me@host:5432/db#ward",
-        "postgres://me:p@w/d@host/db": "postgres://me@host/db",
+        "postgres://me:p@w/d@host/db": "postgres://…",
         "postgresql://me@host/db": "postgresql://me@host/db",
         "postgresql:///db?host=/run&password=pw&port=1": "postgresql:///db?host=/run&port=1",
         "postgresql://host/db?PASSWORD=pw#ward": "postgresql://host/db#ward",

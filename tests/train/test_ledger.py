@@ -295,6 +295,7 @@ def test_a_withdrawal_from_outside_is_out_from_the_next_segment(ward: hospital.H
     trainer, _ = stopped(ward, 5, lambda ledger, name: withdraw(ledger, name, Reason.CONSENT) and None)
     outcome = trainer.fit()
     assert outcome.steps == 12
+    assert "contributions that were withdrawn, and are out from step 6 on: 1" in outcome.notes
     assert len(trainer.corpus) == 56
     with View.read_only(ward.root / "l.db") as view:
         (leaf,) = view.of_kind(Withdrawal)
