@@ -77,7 +77,7 @@ class Asking:
         None, unless its folder was put back to an older state where it lies: there it has done more than it remembers.
         """
         id = bytes.fromhex(checked_run(run))
-        kept = self._ask(lambda _, rows: [each for each in rows.kept(id) if each.attempt])
+        kept = self._ask(lambda _, rows: [each for each in rows.kept(id) if each.attempt and each.body])
         return sum(each.nonce not in known and Held.decode(each.body).place == place for each in kept)
 
     def readable(self, run: str, segment: int, generation: int) -> tuple[int, int]:
