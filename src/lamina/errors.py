@@ -1,18 +1,25 @@
-"""One tree of exceptions. Every message names the thing, its value, the bound, and what to do."""
+"""One tree of exceptions. Every message names the thing, its value, the limit and what to do, and ends in its code."""
 
 from __future__ import annotations
+
+import re
+
+_CODE = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
 
 
 class LaminaError(Exception):
     """Anything Lamina refuses to do.
 
-    `problem` names the thing, its value and the bound; `remedy` says what to do about it.
+    `code` names the refusal for programs and tests and never changes its meaning (docs/errors.md lists all of them);
+    `problem` names the thing, its value and the limit; `remedy` says what to do about it.
     """
 
-    def __init__(self, problem: str, remedy: str = "") -> None:
+    def __init__(self, code: str, problem: str, remedy: str = "") -> None:
+        assert _CODE.fullmatch(code), code
+        self.code = code
         self.problem = problem
         self.remedy = remedy
-        super().__init__(f"{problem}. Remedy: {remedy}" if remedy else problem)
+        super().__init__(f"{problem}. Remedy: {remedy} [{code}]" if remedy else f"{problem} [{code}]")
 
 
 class EncodingError(LaminaError):

@@ -61,7 +61,7 @@ def test_keys_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small")
 def test_a_step_of_ours_that_fails_is_a_failure_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(workload: Workload) -> variants.Step:
-        raise LaminaError("the engine is on fire", "put it out")
+        raise LaminaError("engine.on-fire", "the engine is on fire", "put it out")
 
     monkeypatch.setitem(variants.VARIANTS, "box", broken)
     monkeypatch.setattr(peers, "missing", lambda: "opacus is not installed here")

@@ -91,7 +91,7 @@ def test_a_module_that_cannot_be_imported(folder: Path) -> None:
 
 
 def test_a_refusal_passes_as_it_is() -> None:
-    refusal = LaminaError("mine", "do that")
+    refusal = LaminaError("cli.mine", "mine", "do that")
     with pytest.raises(LaminaError) as caught, user_code("x", "y"):
         raise refusal
     assert caught.value is refusal

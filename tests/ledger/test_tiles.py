@@ -65,7 +65,7 @@ class Shelf:
     def read(self, level: int, index: int, width: int) -> bytes:
         self.asked.append(Place(level, index, width))
         if (level, index) not in self.tiles:
-            raise LedgerError(f"tile {level}/{index} was pruned", "ask for a later one")
+            raise LedgerError("ledger.tile-pruned", f"tile {level}/{index} was pruned", "ask for a later one")
         return self.tiles[level, index]
 
     def append(self, frontier: Frontier, leaves: list[bytes]) -> None:

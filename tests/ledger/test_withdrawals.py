@@ -223,7 +223,7 @@ def test_trouble_with_the_ledger_leaves_the_files(
     put(folder, "a.json", {"withdraw": named(story, 0), "reason": "consent"})
 
     def full(*_: object, **__: object) -> None:
-        raise StoreError("no space left", "free some")
+        raise StoreError("store.full", "no space left", "free some")
 
     monkeypatch.setattr(boxes, "withdraw", full)
     with pytest.raises(StoreError):

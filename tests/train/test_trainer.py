@@ -612,7 +612,7 @@ def test_a_full_disk_at_a_checkpoint_loses_nothing(tmp_path: Path, monkeypatch: 
 
     def full(self: Checkpoints, index: int, snapshot: Any) -> bytes:
         if index == 2:
-            raise StorageError("no space left", "free some")
+            raise StorageError("train.disk-full", "no space left", "free some")
         return save(self, index, snapshot)
 
     assert errno.ENOSPC

@@ -103,7 +103,11 @@ def accountant(name: str) -> Accountant:
     if found is None and (order := order_of(name)) is not None:
         return _at_order(name, order)
     if found is None:
-        raise AccountingError(f"accountant {name!r} is not known", f"use one of {', '.join(ACCOUNTANTS)}")
+        raise AccountingError(
+            "account.accountant-not-known",
+            f"accountant {name!r} is not known",
+            f"use one of {', '.join(ACCOUNTANTS)}",
+        )
     return found
 
 
@@ -116,7 +120,9 @@ def order_of(name: str) -> float | None:
     except ValueError:
         order = math.nan
     if not 1.01 < order < 1e6 or name != f"rdp@{order:g}":
-        raise AccountingError(f"accountant {name!r} has no order in (1.01, 1e6)", "e.g. rdp@32")
+        raise AccountingError(
+            "account.accountant-no-order", f"accountant {name!r} has no order in (1.01, 1e6)", "e.g. rdp@32"
+        )
     return order
 
 

@@ -34,12 +34,20 @@ def calibrate(
     """
     delta = check_delta(delta)
     if not isinstance(epsilon, int | float) or not 0 < epsilon < math.inf:
-        raise AccountingError(f"target epsilon is {epsilon!r}, must lie in (0, inf)", "e.g. 1.0")
+        raise AccountingError(
+            "account.target-epsilon-lie", f"target epsilon is {epsilon!r}, must lie in (0, inf)", "e.g. 1.0"
+        )
     if delta == 0:
-        raise AccountingError("delta is 0, which no Gaussian noise reaches", "allow e.g. delta = 1e-5")
+        raise AccountingError(
+            "account.delta-no-gaussian",
+            "delta is 0, which no Gaussian noise reaches",
+            "allow e.g. delta = 1e-5",
+        )
     if Event(sigma=1.0, q=q, steps=steps).free:
         raise AccountingError(
-            f"q={q}, steps={steps} release nothing and need no noise", "leave the class out"
+            "account.steps-release-nothing",
+            f"q={q}, steps={steps} release nothing and need no noise",
+            "leave the class out",
         )
     relation = check_adjacency(adjacency)
     return _solve(float(epsilon), delta, float(q), int(steps), accountant, relation, grouped(besides))
@@ -53,6 +61,7 @@ def _solve(
     floor = priced_by.epsilon(besides, delta, adjacency)
     if floor > target:
         raise AccountingError(
+            "account.releases-alone-cost",
             f"the other releases alone cost epsilon {floor:.4g}, above the target {target:.4g}",
             "make them rarer or noisier, or raise epsilon",
         )
@@ -73,7 +82,9 @@ def _solve(
             return sigma
         sigma *= 1 + _TOLERANCE
     raise AccountingError(
-        f"no sigma near {sigma:.6g} holds epsilon {target}", "report this: the search failed"
+        "account.no-sigma-near",
+        f"no sigma near {sigma:.6g} holds epsilon {target}",
+        "report this: the search failed",
     )
 
 
@@ -85,6 +96,7 @@ def _bracket(excess: _Function, guess: float, target: float, name: str, delta: f
             sigma, factor = sigma * factor, min(factor * factor, 8.0)
             if sigma > _LARGEST:
                 raise AccountingError(
+                    "account.no-noise-brings",
                     f"no noise brings accountant '{name}' to epsilon {target:.4g} at delta {delta:.4g}",
                     "raise epsilon or delta, take fewer steps, or use accountant 'pld'",
                 )

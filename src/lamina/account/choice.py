@@ -33,7 +33,9 @@ def choice_multiplier(epsilon: float) -> float:
     """
     if not isinstance(epsilon, int | float) or isinstance(epsilon, bool) or not 1e-6 <= epsilon <= 50:
         told = repr(epsilon) if not isinstance(epsilon, int) or abs(epsilon) < 10**20 else "a huge number"
-        raise AccountingError(f"epsilon of a choice is {told}, must lie in [1e-6, 50]", "e.g. 0.5")
+        raise AccountingError(
+            "account.epsilon-choice-lie", f"epsilon of a choice is {told}, must lie in [1e-6, 50]", "e.g. 0.5"
+        )
     if epsilon < 1:  # 1/(1+e^(-ε/2)) is near ½ there, which is where its digits are: 2p - 1 = tanh(ε/4)
         mu = 2.0 * math.sqrt(2.0) * float(special.erfinv(math.tanh(0.25 * epsilon)))
     else:

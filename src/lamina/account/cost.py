@@ -83,7 +83,11 @@ def _removed_and_added(priced_by: Accountant, schedule: Schedule, delta: float) 
 def capped(schedule: Iterable[Event], occurrences: int) -> Schedule:
     """The most expensive `occurrences` steps of a schedule: those with the least noise."""
     if isinstance(occurrences, bool) or not isinstance(occurrences, int) or occurrences < 0:
-        raise AccountingError(f"cap on occurrences is {occurrences!r}, must be an integer >= 0", "or None")
+        raise AccountingError(
+            "account.cap-occurrences-integer",
+            f"cap on occurrences is {occurrences!r}, must be an integer >= 0",
+            "or None",
+        )
     taken: list[Event] = []
     for event in sorted(grouped(schedule), key=lambda each: each.sigma):
         count = min(event.steps, occurrences)

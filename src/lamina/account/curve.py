@@ -42,14 +42,22 @@ class SpendCurve:
         points: int = 64,
     ) -> None:
         if points < 1:
-            raise AccountingError(f"a curve with {points} points was asked for, must be >= 1", "e.g. 64")
+            raise AccountingError(
+                "account.curve-points-asked",
+                f"a curve with {points} points was asked for, must be >= 1",
+                "e.g. 64",
+            )
         self._delta, self._adjacency = check_delta(delta), check_adjacency(adjacency)
         self._accountant = find_accountant(accountant)
         self._points = points
         self._upto: Callable[[int], Schedule]
         if callable(schedule):
             if steps is None:
-                raise AccountingError("the schedule is a function, and steps is not given", "give both")
+                raise AccountingError(
+                    "account.schedule-function-steps",
+                    "the schedule is a function, and steps is not given",
+                    "give both",
+                )
             self._upto, self.steps = schedule, steps
         else:
             whole = tuple(schedule)
@@ -59,7 +67,9 @@ class SpendCurve:
         """An ε that holds after t steps."""
         if not 0 <= t <= self.steps:
             raise AccountingError(
-                f"step {t} lies outside the schedule's 0..{self.steps}", "make a longer schedule"
+                "account.step-lies-outside",
+                f"step {t} lies outside the schedule's 0..{self.steps}",
+                "make a longer schedule",
             )
         if t == 0:
             return 0.0

@@ -39,20 +39,34 @@ class Event:
             sigma, q = float(self.sigma), float(self.q)
         except (TypeError, ValueError, OverflowError):
             raise AccountingError(
-                f"event has sigma={self.sigma!r}, q={self.q!r}, both must be numbers", "pass floats"
+                "account.event-sigma-both",
+                f"event has sigma={self.sigma!r}, q={self.q!r}, both must be numbers",
+                "pass floats",
             ) from None
         if not sigma > 0:
-            raise AccountingError(f"noise multiplier sigma is {sigma}, must be > 0", "add noise, or use inf")
+            raise AccountingError(
+                "account.noise-multiplier-sigma",
+                f"noise multiplier sigma is {sigma}, must be > 0",
+                "add noise, or use inf",
+            )
         if not 0 <= q <= 1:
             raise AccountingError(
-                f"sampling rate q is {q}, must lie in [0, 1]", "q = expected batch / population"
+                "account.sampling-rate-lie",
+                f"sampling rate q is {q}, must lie in [0, 1]",
+                "q = expected batch / population",
             )
         try:
             steps = operator.index(self.steps)
         except TypeError:
-            raise AccountingError(f"steps is {self.steps!r}, must be an integer", "round up") from None
+            raise AccountingError(
+                "account.steps-integer-round", f"steps is {self.steps!r}, must be an integer", "round up"
+            ) from None
         if steps < 0 or isinstance(self.steps, bool):
-            raise AccountingError(f"steps is {self.steps!r}, must be an integer >= 0", "count the steps")
+            raise AccountingError(
+                "account.steps-integer",
+                f"steps is {self.steps!r}, must be an integer >= 0",
+                "count the steps",
+            )
         object.__setattr__(self, "sigma", sigma)
         object.__setattr__(self, "q", q)
         object.__setattr__(self, "steps", steps)
@@ -80,7 +94,9 @@ def grouped(schedule: Iterable[Event]) -> Schedule:
     for event in schedule:
         if not isinstance(event, Event):
             raise AccountingError(
-                f"schedule holds {event!r}, must hold Events", "Event(sigma=…, q=…, steps=…)"
+                "account.schedule-holds-hold",
+                f"schedule holds {event!r}, must hold Events",
+                "Event(sigma=…, q=…, steps=…)",
             )
         if not event.free:
             counts[event.sigma, event.q] = counts.get((event.sigma, event.q), 0) + event.steps
@@ -95,7 +111,11 @@ def total_steps(schedule: Iterable[Event]) -> int:
 def prefix(schedule: Iterable[Event], steps: int) -> Schedule:
     """The first `steps` steps of a schedule, in the order given."""
     if steps < 0:
-        raise AccountingError(f"prefix of {steps} steps asked for, must be >= 0", "count the steps done")
+        raise AccountingError(
+            "account.prefix-steps-asked",
+            f"prefix of {steps} steps asked for, must be >= 0",
+            "count the steps done",
+        )
     taken: list[Event] = []
     for event in schedule:
         if steps == 0:
@@ -110,7 +130,9 @@ def check_delta(delta: float) -> float:
     """delta as a float in [0, 1); 0 asks for pure ε, which Gaussian noise never gives."""
     if not isinstance(delta, int | float) or not 0 <= delta < 1:
         raise AccountingError(
-            f"delta is {delta!r}, must lie in [0, 1)", "well below 1 / population, e.g. 1e-5"
+            "account.delta-lie",
+            f"delta is {delta!r}, must lie in [0, 1)",
+            "well below 1 / population, e.g. 1e-5",
         )
     return float(delta)
 
@@ -122,12 +144,14 @@ def check_adjacency(adjacency: Adjacency | str) -> Adjacency:
     except ValueError:
         names = ", ".join(each.value for each in Adjacency)
         raise AccountingError(
-            f"adjacency is {adjacency!r}, which is not known", f"use one of {names}"
+            "account.adjacency-not-known",
+            f"adjacency is {adjacency!r}, which is not known",
+            f"use one of {names}",
         ) from None
 
 
 def check_epsilon(epsilon: float) -> float:
     """epsilon as a float in [0, inf]."""
     if not isinstance(epsilon, int | float) or not epsilon >= 0:
-        raise AccountingError(f"epsilon is {epsilon!r}, must be >= 0", "e.g. 1.0")
+        raise AccountingError("account.epsilon", f"epsilon is {epsilon!r}, must be >= 0", "e.g. 1.0")
     return float(epsilon)

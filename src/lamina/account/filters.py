@@ -50,11 +50,15 @@ class _Meter(ABC):
     def __init__(self, *, budget: float, limit: int = _UNITS, spent: int = 0) -> None:
         if not 0 < budget < math.inf:
             raise AccountingError(
-                f"{self.kind} filter has budget {budget!r}, must lie in (0, inf)", "raise epsilon"
+                "account.filter-budget-lie",
+                f"{self.kind} filter has budget {budget!r}, must lie in (0, inf)",
+                "raise epsilon",
             )
         if not 0 <= spent <= limit or limit < _UNITS:
             raise AccountingError(
-                f"{self.kind} filter has spent {spent} of {limit}", "restore an intact state"
+                "account.filter-spent",
+                f"{self.kind} filter has spent {spent} of {limit}",
+                "restore an intact state",
             )
         self.budget = float(budget)
         self._limit, self._spent = limit, spent
@@ -86,6 +90,7 @@ class _Meter(ABC):
         units = self._units(Event(sigma=sigma, q=q, steps=steps))
         if units is None or self._spent + units > self._limit:
             raise BudgetExceeded(
+                "account.step-sigma-exceed",
                 f"{steps} step(s) at sigma={sigma:.6g}, q={q:.6g} exceed the remaining {self.remaining:.6g}"
                 f" of a {self.kind} budget of {self.budget:.6g}",
                 "stop here and keep the model, or take noisier steps",
@@ -119,10 +124,16 @@ class _Meter(ABC):
     def _restore(cls, state: Mapping[str, str | int | float], *names: str) -> dict[str, float]:
         if state.get("kind") != cls.kind or set(state) != {"kind", "budget", "limit", "spent", *names}:
             raise AccountingError(
-                f"state {dict(state)!r} is not that of a {cls.kind} filter", "restore the right one"
+                "account.state-not-filter",
+                f"state {dict(state)!r} is not that of a {cls.kind} filter",
+                "restore the right one",
             )
         if not isinstance(state["limit"], int) or not isinstance(state["spent"], int):
-            raise AccountingError("filter state counts in integers, found floats", "restore an intact state")
+            raise AccountingError(
+                "account.filter-state-counts",
+                "filter state counts in integers, found floats",
+                "restore an intact state",
+            )
         return {name: float(state[name]) for name in ("budget", *names)}
 
 
@@ -164,7 +175,11 @@ class RenyiFilter(_Meter):
 
     def __init__(self, *, order: float, budget: float, limit: int = _UNITS, spent: int = 0) -> None:
         if not 1.01 < order < 1e6:
-            raise AccountingError(f"Rényi order is {order!r}, must lie in (1.01, 1e6)", "use choose_order")
+            raise AccountingError(
+                "account.nyi-order-lie",
+                f"Rényi order is {order!r}, must lie in (1.01, 1e6)",
+                "use choose_order",
+            )
         self.order = float(order)
         super().__init__(budget=budget, limit=limit, spent=spent)
 
@@ -172,13 +187,21 @@ class RenyiFilter(_Meter):
     def for_target(cls, epsilon: float, *, delta: float, order: float) -> Self:
         """The budget that converts to `epsilon` at `delta`."""
         if not check_delta(delta) > 0:
-            raise AccountingError("delta is 0, which no Rényi budget reaches", "allow e.g. delta = 1e-5")
+            raise AccountingError(
+                "account.delta-no-nyi", "delta is 0, which no Rényi budget reaches", "allow e.g. delta = 1e-5"
+            )
         if not 1.01 < order < 1e6:
-            raise AccountingError(f"Rényi order is {order!r}, must lie in (1.01, 1e6)", "use choose_order")
+            raise AccountingError(
+                "account.nyi-order-lie",
+                f"Rényi order is {order!r}, must lie in (1.01, 1e6)",
+                "use choose_order",
+            )
         budget = epsilon - rdp.order_offset(order, delta)
         if budget <= 0:
             raise AccountingError(
-                f"order {order:g} cannot show epsilon {epsilon:g} at delta {delta:g}", "choose a larger order"
+                "account.order-not-show",
+                f"order {order:g} cannot show epsilon {epsilon:g} at delta {delta:g}",
+                "choose a larger order",
             )
         return cls(order=order, budget=budget * (1 - 1e-12))
 

@@ -93,7 +93,9 @@ def _squared_mu(parts: Schedule) -> tuple[Array, Array, float]:
         return counts * parts[0].mu ** 2, weights, 2 * _OUTSIDE
     if len(parts) > 64:
         raise AccountingError(
-            f"{len(parts)} distinct events are too many for a mixture", "coarsen the schedule"
+            "account.distinct-events-too",
+            f"{len(parts)} distinct events are too many for a mixture",
+            "coarsen the schedule",
         )
     spread = [_occurrences(event) for event in parts]
     top = sum(float(counts[-1]) * event.mu**2 for event, (counts, _) in zip(parts, spread, strict=True))

@@ -89,6 +89,7 @@ def delta_at(order: float, schedule: Schedule, epsilon: float, adjacency: Adjace
 def _add_remove_only(adjacency: Adjacency, name: str) -> None:
     if adjacency is not Adjacency.ADD_REMOVE:
         raise AccountingError(
+            "account.accountant-no-figure",
             f"accountant '{name}' has no {adjacency.value} figure for subsampled steps",
             "use accountant 'pld' (with amplification), or 'gaussian' or 'zcdp' (without)",
         )

@@ -61,10 +61,13 @@ class Attestation:
         """Read received bytes strictly. Nothing is verified yet."""
         if type(data) is not bytes:
             raise EncodingError(
-                f"the attestation is {type(data).__name__}, must be bytes", "pass what was received"
+                "admit.attestation-bytes",
+                f"the attestation is {type(data).__name__}, must be bytes",
+                "pass what was received",
             )
         if len(data) > MAX_ATTESTATION:
             raise EncodingError(
+                "admit.attestation-bytes-allowed",
                 f"the attestation has {len(data)} bytes, at most {MAX_ATTESTATION} are allowed",
                 "sign with lamina attest",
             )
@@ -106,12 +109,15 @@ def attest(
     """Sign a descriptor."""
     if descriptor.contributor != key.public.id:
         raise AdmissionError(
+            "admit.descriptor-names-contributor",
             f"the descriptor names contributor {descriptor.contributor.hex()}, the key is {key.public.name}",
             "sign with the key that the descriptor names",
         )
     if type(issued_at) is not int or not 0 <= issued_at <= LAST:
         raise AdmissionError(
-            f"issued_at is {issued_at!r}, must be seconds since 1970", "give int(time.time())"
+            "admit.issued-seconds-since",
+            f"issued_at is {issued_at!r}, must be seconds since 1970",
+            "give int(time.time())",
         )
     digest = descriptor.digest()
     claims = {
@@ -225,6 +231,7 @@ def _read(header: dict[Any, Any]) -> dict[str, Any]:
     alg, kid, claims = header[_ALG], header[_KID], header[_CLAIMS]
     if type(alg) is not int or alg not in ALGORITHMS:
         raise WrongAlgorithm(
+            "admit.attestation-algorithm-not",
             f"attestation: algorithm {alg!r} is not allowed, {' and '.join(map(str, ALGORITHMS))} are",
             "sign with Ed25519",
         )
@@ -259,4 +266,4 @@ def _is_subject(sub: str) -> bool:
 
 
 def _refused(problem: str) -> AdmissionError:
-    return AdmissionError(f"attestation: {problem}", "sign with lamina attest")
+    return AdmissionError("admit.attestation", f"attestation: {problem}", "sign with lamina attest")

@@ -28,11 +28,12 @@ class Clock:
     def see(self, seconds: float) -> int:
         """Take `seconds` for the current time."""
         if not isinstance(seconds, int | float) or not 0 <= seconds <= LAST:
-            raise AdmissionError(f"the clock says {seconds!r}", "give seconds since 1970")
+            raise AdmissionError("admit.clock-says", f"the clock says {seconds!r}", "give seconds since 1970")
         current = math.floor(seconds)
         with self._lock:
             if current < self._latest:
                 raise AdmissionError(
+                    "admit.clock-went-back",
                     f"the clock went back from {shown(self._latest)} to {shown(current)}; nothing is admitted by it",
                     "set the clock right",
                 )

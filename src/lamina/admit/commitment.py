@@ -20,7 +20,9 @@ def commit(nonce: bytes, payload: bytes | Path) -> bytes:
     '277e7ff6d232b976'
     """
     if len(nonce) != NONCE_BYTES:
-        raise AdmissionError(f"the nonce has {len(nonce)} bytes, must have {NONCE_BYTES}", "draw it anew")
+        raise AdmissionError(
+            "admit.nonce-bytes", f"the nonce has {len(nonce)} bytes, must have {NONCE_BYTES}", "draw it anew"
+        )
     if isinstance(payload, bytes):
         return hashlib.sha256(nonce + payload).digest()
     digest = hashlib.sha256(nonce)
@@ -30,7 +32,9 @@ def commit(nonce: bytes, payload: bytes | Path) -> bytes:
                 digest.update(part)
     except OSError as error:
         raise AdmissionError(
-            f"the payload '{payload}' cannot be read: {error.strerror}", "give the file that is contributed"
+            "admit.payload-not-read",
+            f"the payload '{payload}' cannot be read: {error.strerror}",
+            "give the file that is contributed",
         ) from None
     return digest.digest()
 
@@ -42,10 +46,13 @@ def subject_tag(key: bytes, subject: str) -> str:
     """
     if len(key) < 16:
         raise AdmissionError(
+            "admit.subject-key-bytes",
             f"the subject key has {len(key)} bytes, at least 16 are needed",
             "draw 32 at random, keep them secret",
         )
     name = unicodedata.normalize("NFC", subject.strip())
     if not name:
-        raise AdmissionError("the subject is empty", "name whom the data is about, or give no subject")
+        raise AdmissionError(
+            "admit.subject-empty", "the subject is empty", "name whom the data is about, or give no subject"
+        )
     return hmac.new(key, name.encode("utf-8", "surrogatepass"), "sha256").hexdigest()

@@ -31,6 +31,7 @@ def ids_in(folder: str | Path) -> tuple[Path, list[str]]:
         names = os.listdir(root)
     except OSError as error:
         raise AdmissionError(
+            "admit.not-listed",
             f"'{root}' cannot be listed: {error.strerror}",
             "give a contribution (a folder with payload.*), or the folder that holds one folder for each",
         ) from None
@@ -39,7 +40,11 @@ def ids_in(folder: str | Path) -> tuple[Path, list[str]]:
         return whole.parent, [whole.name]
     found = sorted(name for name in names if not name.startswith(".") and (root / name).is_dir())
     if not found:
-        raise AdmissionError(f"'{root}' holds no contributions", "put each into a folder: ID/payload.npz")
+        raise AdmissionError(
+            "admit.holds-no-contributions",
+            f"'{root}' holds no contributions",
+            "put each into a folder: ID/payload.npz",
+        )
     return root, found
 
 
@@ -77,13 +82,17 @@ def attest_folder(
     window = Window(not_before=not_before, expires=expires, now=moment)
     if window.past and not force:
         raise AdmissionError(
+            "admit.window-ended-never",
             f"the window ended at {shown(window.end)}: it would never be admitted",
             "give a later end, or sign by force",
         )
     if key is None and not dry_run:
-        raise AdmissionError("there is no key to sign with", "give the private key of the contributor")
+        raise AdmissionError(
+            "admit.no-key-sign", "there is no key to sign with", "give the private key of the contributor"
+        )
     if (subjects is None) != (subject_key is None):
         raise AdmissionError(
+            "admit.subject-key-given",
             "a subject key is given without subjects"
             if subjects is None
             else "subjects are given without a key",
@@ -134,5 +143,5 @@ def attest_folder(
 
 def _of(values: Mapping[str, V], id: str, what: str) -> V:
     if id not in values:
-        raise AdmissionError(f"there is no {what} for it", f"give it a {what}")
+        raise AdmissionError("admit.no", f"there is no {what} for it", f"give it a {what}")
     return values[id]

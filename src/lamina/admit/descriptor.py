@@ -81,7 +81,9 @@ class Descriptor:
 
     def __post_init__(self) -> None:
         if problem := _wrong(self):
-            raise AdmissionError(f"descriptor: {problem}", "sign it again with lamina attest")
+            raise AdmissionError(
+                "admit.descriptor-sign", f"descriptor: {problem}", "sign it again with lamina attest"
+            )
 
     def encode(self) -> bytes:
         """Its one encoding."""
@@ -100,10 +102,13 @@ class Descriptor:
         """Read received bytes: they are the encoding of a valid descriptor, or refused."""
         if type(data) is not bytes:
             raise EncodingError(
-                f"the descriptor is {type(data).__name__}, must be bytes", "pass what was received"
+                "admit.descriptor-bytes",
+                f"the descriptor is {type(data).__name__}, must be bytes",
+                "pass what was received",
             )
         if len(data) > MAX_DESCRIPTOR:
             raise EncodingError(
+                "admit.descriptor-bytes-allowed",
                 f"the descriptor has {len(data)} bytes, at most {MAX_DESCRIPTOR} are allowed",
                 "sign it with lamina attest",
             )
@@ -169,7 +174,9 @@ def _fields(data: bytes) -> dict[str, Any]:
     """The same by the general decoder, which says what is wrong."""
     found = cbor.decode(data, max_depth=1)
     if type(found) is not dict:
-        raise AdmissionError("the descriptor is no map", "sign it with lamina attest")
+        raise AdmissionError(
+            "admit.descriptor-no-map", "the descriptor is no map", "sign it with lamina attest"
+        )
     if found.get(1) != SCHEMA or type(found[1]) is not int:
         raise _unknown_schema(found)
     if (names := _SHAPES.get(tuple(found))) is None:
@@ -181,10 +188,14 @@ def _unknown_schema(found: dict[Any, Any]) -> AdmissionError:
     version = found.get(1)
     if type(version) is not int:
         return AdmissionError(
-            f"descriptor: schema is {version!r}, must be a number", "sign it with lamina attest"
+            "admit.descriptor-schema-number",
+            f"descriptor: schema is {version!r}, must be a number",
+            "sign it with lamina attest",
         )
     return UnknownSchema(
-        f"descriptor: schema is {version}, this program knows {SCHEMA}", "use a program that knows it"
+        "admit.descriptor-schema-program",
+        f"descriptor: schema is {version}, this program knows {SCHEMA}",
+        "use a program that knows it",
     )
 
 
@@ -194,7 +205,7 @@ def _wrong_keys(found: dict[Any, Any]) -> AdmissionError:
     told = " and ".join(
         text for text in (missing and f"lacks {missing}", unknown and f"has unknown keys {unknown}") if text
     )
-    return AdmissionError(f"the descriptor {told}", "sign it with lamina attest")
+    return AdmissionError("admit.descriptor", f"the descriptor {told}", "sign it with lamina attest")
 
 
 def _wrong(d: Descriptor) -> str | None:

@@ -21,10 +21,14 @@ def read_small(path: Path, what: str, *, most: int = MAX_FILE) -> bytes:
             data = file.read(most + 1)
     except OSError as error:
         raise AdmissionError(
-            f"{what} '{path}' cannot be read: {error.strerror}", "give the path of a readable file"
+            "admit.not-read",
+            f"{what} '{path}' cannot be read: {error.strerror}",
+            "give the path of a readable file",
         ) from None
     if len(data) > most:
-        raise AdmissionError(f"{what} '{path}' has more than {most} bytes", "give the file that is meant")
+        raise AdmissionError(
+            "admit.bytes", f"{what} '{path}' has more than {most} bytes", "give the file that is meant"
+        )
     return data
 
 
@@ -46,7 +50,9 @@ def write_new(path: Path, data: bytes, what: str, *, mode: int) -> None:
         with suppress(OSError):
             os.unlink(temporary)
         raise AdmissionError(
-            f"{what} '{path}' exists and is not overwritten", "give another path, or move it away"
+            "admit.exists-not-overwritten",
+            f"{what} '{path}' exists and is not overwritten",
+            "give another path, or move it away",
         ) from None
     except OSError as error:
         with suppress(OSError):
@@ -83,7 +89,9 @@ def locked(folder: Path) -> Iterator[None]:
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise AdmissionError(
-            f"the folder '{folder}' cannot be opened: {error.strerror}", "make it, or give another path"
+            "admit.folder-not-opened",
+            f"the folder '{folder}' cannot be opened: {error.strerror}",
+            "make it, or give another path",
         ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -103,4 +111,6 @@ def _sync(folder: Path) -> None:
 
 def _cannot(what: str, path: Path, error: OSError) -> AdmissionError:
     reason = error.strerror or type(error).__name__
-    return AdmissionError(f"{what} '{path}' cannot be written: {reason}", "make its folder writable")
+    return AdmissionError(
+        "admit.not-written", f"{what} '{path}' cannot be written: {reason}", "make its folder writable"
+    )

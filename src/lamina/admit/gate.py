@@ -47,7 +47,9 @@ class Gate:
         max_payload: int = MAX_PAYLOAD,
     ) -> None:
         if isinstance(processes, bool) or not isinstance(processes, int) or not 1 <= processes <= 256:
-            raise AdmissionError(f"processes is {processes!r}, must be 1 to 256", "one per core is enough")
+            raise AdmissionError(
+                "admit.processes", f"processes is {processes!r}, must be 1 to 256", "one per core is enough"
+            )
         self.policy = policy
         self.keys = keys
         self.demands = Demands(policy)

@@ -19,10 +19,16 @@ def count_items(payload: Path) -> int:
             found = headers(file, ["x"])
     except Exception as error:  # whatever zipfile, zlib and numpy make of it
         why = str(error) if isinstance(error, BadArray) else type(error).__name__
-        raise AdmissionError(f"'{payload}' cannot be read as .npz ({why})", _REMEDY) from None
+        raise AdmissionError(
+            "admit.not-read-npz", f"'{payload}' cannot be read as .npz ({why})", _REMEDY
+        ) from None
     if "x" not in found:
-        raise AdmissionError(f"'{payload}' has no array 'x'", _REMEDY)
+        raise AdmissionError("admit.no-array", f"'{payload}' has no array 'x'", _REMEDY)
     shape = found["x"].shape
     if not shape or shape[0] < 1:
-        raise AdmissionError(f"array 'x' of '{payload}' has no examples", "its first axis counts examples")
+        raise AdmissionError(
+            "admit.array-no-examples",
+            f"array 'x' of '{payload}' has no examples",
+            "its first axis counts examples",
+        )
     return shape[0]

@@ -42,9 +42,14 @@ class PublicKey:
     def __post_init__(self) -> None:
         if not isinstance(self.x, bytes) or len(self.x) != 32:
             size = f"{len(self.x)} bytes" if isinstance(self.x, bytes) else type(self.x).__name__
-            raise BadKey(f"the public key is {size}, an Ed25519 key has 32 bytes", "give its x coordinate")
+            raise BadKey(
+                "key.public-key-ed25519",
+                f"the public key is {size}, an Ed25519 key has 32 bytes",
+                "give its x coordinate",
+            )
         if not crypto_core_ed25519_is_valid_point(self.x):
             raise BadKey(
+                "key.public-key-no",
                 f"the public key {self.x.hex()} is no point of prime order on Ed25519",
                 "make a key with lamina keys new: this one is damaged, or made so that anybody can sign for it",
             )
@@ -80,24 +85,42 @@ class PublicKey:
         try:
             found = cbor.decode(data, max_size=_MAX_FILE)
         except EncodingError as error:
-            raise BadKey(f"the COSE key is damaged: {error.problem}", error.remedy) from None
+            raise BadKey(
+                "key.cose-key-damaged", f"the COSE key is damaged: {error.problem}", error.remedy
+            ) from None
         if not isinstance(found, dict) or (found.get(_KTY), found.get(_CRV)) != (1, 6):
-            raise BadKey("the COSE key is not of kind OKP on curve Ed25519", "give an Ed25519 key")
+            raise BadKey(
+                "key.cose-key-not", "the COSE key is not of kind OKP on curve Ed25519", "give an Ed25519 key"
+            )
         if _D in found:
-            raise BadKey("the COSE key holds its private part", "never hand that out: make a new key")
+            raise BadKey(
+                "key.cose-key-holds",
+                "the COSE key holds its private part",
+                "never hand that out: make a new key",
+            )
         if unknown := sorted(map(str, found.keys() - {_KTY, _KID, _ALG, _OPS, _CRV, _X})):
-            raise BadKey(f"the COSE key has unknown fields {', '.join(unknown)}", "leave them out")
+            raise BadKey(
+                "key.cose-key-unknown",
+                f"the COSE key has unknown fields {', '.join(unknown)}",
+                "leave them out",
+            )
         if found.get(_ALG, EDDSA) not in ALGORITHMS:
             raise BadKey(
+                "key.cose-key-algorithm",
                 f"the COSE key is for algorithm {found[_ALG]!r}, known are {EDDSA} and {ED25519}",
                 "give a key for EdDSA",
             )
         operations = found.get(_OPS, [_VERIFY])
         if not isinstance(operations, list) or _VERIFY not in operations:
-            raise BadKey("the COSE key is not for verifying", "give it key operation 2, or none")
+            raise BadKey(
+                "key.cose-key-not-verifying",
+                "the COSE key is not for verifying",
+                "give it key operation 2, or none",
+            )
         key = cls(found.get(_X, b""))
         if found.get(_KID, key.id) != key.id:
             raise BadKey(
+                "key.cose-key-says",
                 f"the COSE key says its id is {_shown(found[_KID])}, its thumbprint is {key.name}",
                 "leave the id out, or give the thumbprint (RFC 9679)",
             )
@@ -116,11 +139,15 @@ class PublicKey:
             key = serialization.load_pem_public_key(data)
         except (ValueError, UnsupportedAlgorithm):
             raise BadKey(
-                "the public key is no PEM that can be read", "give a BEGIN PUBLIC KEY block"
+                "key.public-key-no-pem",
+                "the public key is no PEM that can be read",
+                "give a BEGIN PUBLIC KEY block",
             ) from None
         if not isinstance(key, Ed25519PublicKey):
             raise BadKey(
-                f"the public key is a {_kind(key)}, must be Ed25519", "make one with lamina keys new"
+                "key.public-key-ed25519-make",
+                f"the public key is a {_kind(key)}, must be Ed25519",
+                "make one with lamina keys new",
             )
         return cls(key.public_bytes_raw())
 
@@ -130,6 +157,7 @@ class PublicKey:
         data = files.read_small(Path(path), "the public key", most=_MAX_FILE)
         if b"PRIVATE KEY-----" in data:
             raise BadKey(
+                "key.private-key-public",
                 f"'{path}' is a private key, a public one is asked for",
                 "give its .pub file; nobody but its owner should have the private one",
             )
@@ -159,21 +187,29 @@ class PrivateKey:
         if passphrase and not sealed:
             passphrase = None  # it is not locked: there is nothing to open
         if sealed and not passphrase:
-            raise BadKey(f"the private key '{path}' has a passphrase", "give the passphrase")
+            raise BadKey(
+                "key.private-key-passphrase",
+                f"the private key '{path}' has a passphrase",
+                "give the passphrase",
+            )
         try:
             key = serialization.load_pem_private_key(data, passphrase)
         except (ValueError, TypeError, UnsupportedAlgorithm):
             problem = (
                 "is not opened by this passphrase, or damaged" if sealed else "is no PEM that can be read"
             )
-            raise BadKey(f"the private key '{path}' {problem}", "give its own passphrase and file") from None
+            raise BadKey(
+                "key.private-key", f"the private key '{path}' {problem}", "give its own passphrase and file"
+            ) from None
         if not isinstance(key, Ed25519PrivateKey):
             raise BadKey(
+                "key.private-key-ed25519",
                 f"the private key '{path}' is a {_kind(key)}, must be Ed25519",
                 "make one with lamina keys new",
             )
         if not sealed and (mode := os.stat(path).st_mode & 0o077):
             raise BadKey(
+                "key.private-key-no",
                 f"the private key '{path}' has no passphrase and others may open it (mode …{mode:03o})",
                 f"chmod 600 '{path}'",
             )
@@ -188,7 +224,9 @@ class PrivateKey:
         """Write it to a new file, mode 0600, never over another. None: without a passphrase."""
         if passphrase is not None and not passphrase:
             raise BadKey(
-                "the passphrase is empty", "give one, or None for a key that anybody with the file can use"
+                "key.passphrase-empty",
+                "the passphrase is empty",
+                "give one, or None for a key that anybody with the file can use",
             )
         seed = self._key.private_bytes_raw()
         data = pkcs8.plain_pem(seed) if passphrase is None else pkcs8.sealed_pem(seed, passphrase)

@@ -43,14 +43,20 @@ class KeyEntry:
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, PublicKey):
-            raise BadKey(f"the key is a {type(self.key).__name__}, must be a PublicKey", "give key.public")
+            raise BadKey(
+                "key.key-publickey",
+                f"the key is a {type(self.key).__name__}, must be a PublicKey",
+                "give key.public",
+            )
         if not isinstance(self.label, str) or not 0 < len(self.label) <= 128 or not self.label.isprintable():
             raise BadKey(
+                "key.label-key-printable",
                 f"the label {self.label!r} of key {self.key.name[:16]} must be 1 to 128 printable characters",
                 "name whose key it is",
             )
         if self.role not in ROLES:
             raise BadKey(
+                "key.key-role",
                 f"key {self.label!r} has role {self.role!r}",
                 f"roles are {', '.join(ROLES)}: one key for each",
             )
@@ -60,15 +66,21 @@ class KeyEntry:
                 continue
             if type(value) is not int or not 0 <= value <= LAST:
                 raise BadKey(
+                    "key.key-seconds-since",
                     f"{name} of key {self.label!r} is {value!r}, must be seconds since 1970",
                     "give an instant",
                 )
         if self.replaced_by is not None and (
             type(self.replaced_by) is not bytes or len(self.replaced_by) != 32
         ):
-            raise BadKey(f"replaced_by of key {self.label!r} is no key id", "give the 32 bytes of one")
+            raise BadKey(
+                "key.replaced-key-no",
+                f"replaced_by of key {self.label!r} is no key id",
+                "give the 32 bytes of one",
+            )
         if not self.algorithms or not set(self.algorithms) <= set(ALGORITHMS):
             raise BadKey(
+                "key.key-algorithms",
                 f"key {self.label!r} is for algorithms {list(self.algorithms)}",
                 f"known are {list(ALGORITHMS)}",
             )

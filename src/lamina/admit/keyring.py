@@ -65,7 +65,9 @@ class KeyRing:
             found = [each for each in self if each.key.name.startswith(name.lower())]
         if len(found) != 1:
             known = "several keys" if found else "no key"
-            raise BadKey(f"the key ring has {known} {name!r}", "lamina keys list shows ids and labels")
+            raise BadKey(
+                "key.key-ring", f"the key ring has {known} {name!r}", "lamina keys list shows ids and labels"
+            )
         return found[0]
 
     @property
@@ -97,9 +99,14 @@ class KeyRing:
         entry = self._known(old)
         if entry.revoked_from is not None or entry.retired_from is not None:
             state = "revoked" if entry.revoked_from is not None else "replaced"
-            raise BadKey(f"key {entry.label!r} was {state} already", "add the new key as one of its own")
+            raise BadKey(
+                "key.key-already",
+                f"key {entry.label!r} was {state} already",
+                "add the new key as one of its own",
+            )
         if at <= entry.valid_from:
             raise BadKey(
+                "key.key-valid-not",
                 f"key {entry.label!r} is valid from {shown(entry.valid_from)}, it cannot retire at {shown(at)}",
                 "give a later instant",
             )
@@ -116,6 +123,7 @@ class KeyRing:
         entry = self._known(kid)
         if entry.revoked_from is not None and at > entry.revoked_from:
             raise BadKey(
+                "key.key-revoked-later",
                 f"key {entry.label!r} is revoked from {shown(entry.revoked_from)}, {shown(at)} would be later",
                 "a revocation is not undone: add a new key",
             )
@@ -125,12 +133,17 @@ class KeyRing:
 
     def _known(self, kid: bytes) -> KeyEntry:
         if (entry := self._entries.get(kid)) is None:
-            raise BadKey(f"the key ring has no key {kid.hex()}", "lamina keys list shows ids and labels")
+            raise BadKey(
+                "key.key-ring-no",
+                f"the key ring has no key {kid.hex()}",
+                "lamina keys list shows ids and labels",
+            )
         return entry
 
     def _put_new(self, entry: KeyEntry) -> None:
         if (known := self._entries.get(entry.id)) is not None:
             raise BadKey(
+                "key.key-ring-already",
                 f"the key ring has {entry.key.name} already, as {known.label!r} in role {known.role!r}",
                 "use another key for another role; rotate or revoke this one",
             )
@@ -146,19 +159,28 @@ class KeyRing:
         try:
             content = json.loads(data, object_pairs_hook=_no_duplicates)
             if not isinstance(content, dict) or content.keys() != {"schema", "keys"}:
-                raise BadKey("it must have the fields schema and keys, and no others")
+                raise BadKey(
+                    "key.fields-schema-keys", "it must have the fields schema and keys, and no others"
+                )
             if type(content["schema"]) is not int or content["schema"] != SCHEMA:
-                raise BadKey(f"its schema is {content['schema']!r}, this program reads {SCHEMA}")
+                raise BadKey(
+                    "key.schema-program-reads",
+                    f"its schema is {content['schema']!r}, this program reads {SCHEMA}",
+                )
             if not isinstance(content["keys"], list):
-                raise BadKey("keys must be a list")
+                raise BadKey("key.keys-list", "keys must be a list")
             ring = cls()
             for number, row in enumerate(content["keys"]):
                 ring._put_new(_entry(row, number))
         except (ValueError, RecursionError):  # JSON, UTF-8
-            raise BadKey(f"the key ring '{path}' is not JSON", "restore it from a copy") from None
+            raise BadKey(
+                "key.key-ring-not", f"the key ring '{path}' is not JSON", "restore it from a copy"
+            ) from None
         except LaminaError as error:
             raise BadKey(
-                f"the key ring '{path}' is not valid: {error.problem}", "restore it from a copy"
+                "key.key-ring-not-valid",
+                f"the key ring '{path}' is not valid: {error.problem}",
+                "restore it from a copy",
             ) from None
         return ring
 
@@ -202,12 +224,15 @@ def _row(entry: KeyEntry) -> dict[str, Any]:
 
 def _entry(row: Any, number: int) -> KeyEntry:
     if not isinstance(row, dict) or not row.keys() >= _FIELDS or not row.keys() <= _FIELDS | _OPTIONAL:
-        raise BadKey(f"entry {number} must have {', '.join(sorted(_FIELDS))}, and nothing unknown")
+        raise BadKey(
+            "key.entry-nothing-unknown",
+            f"entry {number} must have {', '.join(sorted(_FIELDS))}, and nothing unknown",
+        )
     if not isinstance(row["algorithms"], list) or any(type(each) is not int for each in row["algorithms"]):
-        raise BadKey(f"algorithms of entry {number} must be a list of numbers")
+        raise BadKey("key.algorithms-entry-list", f"algorithms of entry {number} must be a list of numbers")
     texts = {name: value for name, value in row.items() if name != "algorithms"}
     if wrong := next((name for name, value in texts.items() if not isinstance(value, str)), None):
-        raise BadKey(f"{wrong} of entry {number} must be text")
+        raise BadKey("key.entry-text", f"{wrong} of entry {number} must be text")
     entry = KeyEntry(
         key=PublicKey(_hex(row["x"], "x", number)),
         label=row["label"],
@@ -219,7 +244,10 @@ def _entry(row: Any, number: int) -> KeyEntry:
         algorithms=tuple(row["algorithms"]),
     )
     if entry.key.name != row["id"]:
-        raise BadKey(f"entry {number} says id {row['id']!r}, the thumbprint of its key is {entry.key.name}")
+        raise BadKey(
+            "key.entry-says-id",
+            f"entry {number} says id {row['id']!r}, the thumbprint of its key is {entry.key.name}",
+        )
     return entry
 
 
@@ -229,12 +257,14 @@ def _hex(text: str, field: str, number: int) -> bytes:
     except ValueError:
         value = b""
     if value.hex() != text or len(value) != 32:
-        raise BadKey(f"{field} of entry {number} must be 64 hexadecimal digits")
+        raise BadKey(
+            "key.entry-hexadecimal-digits", f"{field} of entry {number} must be 64 hexadecimal digits"
+        )
     return value
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise AdmissionError("a field is there twice")
+        raise AdmissionError("admit.field-twice", "a field is there twice")
     return result

@@ -63,7 +63,9 @@ def gathered(contributions: Iterable[Contribution]) -> Iterator[list[Contributio
     for given in contributions:
         if not isinstance(given, Contribution):
             raise AdmissionError(
-                f"number {len(part)} of a part is a {type(given).__name__}", "give lamina.admit Contributions"
+                "admit.number-part",
+                f"number {len(part)} of a part is a {type(given).__name__}",
+                "give lamina.admit Contributions",
             )
         part.append(given)
         size += len(given.payload) if isinstance(given.payload, bytes) else 0

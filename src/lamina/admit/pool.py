@@ -64,6 +64,7 @@ class _Worker:
         code = self.process.exitcode
         how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
         return AdmissionError(
+            "admit.process-gate-id",
             f"a process of the gate (id {self.process.pid}) was ended {how}; nothing was admitted",
             "admit again; with processes=1 if memory is short",
         )

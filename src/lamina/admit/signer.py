@@ -63,7 +63,9 @@ class Window:
     def __post_init__(self) -> None:
         if not self.begin < self.end:
             raise AdmissionError(
-                f"the window ends at {shown(self.end)}, and begins at {shown(self.begin)}", "give a later end"
+                "admit.window-ends-begins",
+                f"the window ends at {shown(self.end)}, and begins at {shown(self.begin)}",
+                "give a later end",
             )
 
     @property
@@ -114,7 +116,11 @@ class Signer:
         if given.trouble is not None:
             raise Refused(*given.trouble)
         if not isinstance(given.payload, Path):
-            raise AdmissionError("there is no payload", "put one payload.npz, payload.csv or payload.* there")
+            raise AdmissionError(
+                "admit.no-payload",
+                "there is no payload",
+                "put one payload.npz, payload.csv or payload.* there",
+            )
         os.close(open_plain(given.payload))  # a link is refused here as it would be at the gate
         asked = _Asked(terms=terms, items=count_items(given.payload), tag=tag, anchor=anchor)
         prior = Prior.of(given)
@@ -181,11 +187,14 @@ class Signer:
                 terms = strictest(terms, signed)
                 terms = terms if self.named else replace(terms, data_class=signed.data_class)
             elif loosens(terms, signed, self.demands):
-                raise AdmissionError(f"it was signed as {signed.admissibility!r}", "sign it by force")
+                raise AdmissionError(
+                    "admit.signed", f"it was signed as {signed.admissibility!r}", "sign it by force"
+                )
         except (Refused, AdmissionError) as error:
             why = error.detail if isinstance(error, Refused) else error.problem
             if valid:
                 raise AdmissionError(
+                    "admit.signing-again-loosen",
                     f"signing it again would loosen what was signed ({why}): only by force",
                     "sign it by force",
                 ) from None

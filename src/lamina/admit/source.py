@@ -38,12 +38,18 @@ class Contribution:
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str):
-            raise AdmissionError(f"the id of a contribution is a {type(self.id).__name__}", "give text")
+            raise AdmissionError(
+                "admit.id-contribution",
+                f"the id of a contribution is a {type(self.id).__name__}",
+                "give text",
+            )
         for name, kinds in _KINDS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
                 raise AdmissionError(
-                    f"the {name} of contribution {plain(self.id)!r} is a {type(value).__name__}", "give bytes"
+                    "admit.contribution",
+                    f"the {name} of contribution {plain(self.id)!r} is a {type(value).__name__}",
+                    "give bytes",
                 )
 
 
@@ -94,6 +100,7 @@ class FolderContributions:
 
     def _unlisted(self, error: OSError) -> AdmissionError:
         return AdmissionError(
+            "admit.contributions-not-listed",
             f"the contributions in '{self.path}' cannot be listed: {error.strerror}",
             "give the folder that holds one folder for each contribution",
         )
@@ -176,6 +183,7 @@ class Reader:
     def _passed(self, id: str, place: int) -> Contribution:
         if isinstance(self._source, Iterator):
             raise AdmissionError(
+                "admit.contributions-read-once",
                 "the contributions can be read once only, and the ledger keeps what was signed",
                 "give a list of them, or their folder",
             )

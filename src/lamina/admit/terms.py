@@ -39,6 +39,7 @@ def preset(policy: Policy, cls: str) -> tuple[int, int]:
     bound = policy.bound(cls)
     if bound is None:
         raise AdmissionError(
+            "admit.class-bounds-no",
             f"class {cls!r} bounds no ε, so there is nothing to sign",
             f"give class.{cls} an epsilon or a noise_multiplier, or the corpus a floor",
         )
@@ -50,7 +51,11 @@ def micro(value: float, rounding: str) -> int:
     scaled = Decimal(repr(float(value))) * MICRO
     result = int(scaled.to_integral_value(rounding)) if scaled.is_finite() else 0
     if not 0 < result <= MAX_MICRO:
-        raise AdmissionError(f"{value!r} cannot be signed in units of 1e-6", "give a number from 1e-6 to 1e9")
+        raise AdmissionError(
+            "admit.not-signed-units",
+            f"{value!r} cannot be signed in units of 1e-6",
+            "give a number from 1e-6 to 1e9",
+        )
     return result
 
 
@@ -150,21 +155,30 @@ def _bound(policy: Policy, name: str, c: float | None, z: float | None) -> tuple
     if policy.classes[name].public:
         if c is not None or z is not None:
             raise AdmissionError(
-                f"class {name!r} is public and has no bound", "leave clip norm and multiplier out"
+                "admit.class-public-no",
+                f"class {name!r} is public and has no bound",
+                "leave clip norm and multiplier out",
             )
         return clip, noise
     if c is not None and (asked := micro(c, ROUND_FLOOR)) > clip:
         raise AdmissionError(
-            f"clip norm {c:g} is above {clip / MICRO:g}, which class {name!r} allows", "sign a smaller one"
+            "admit.clip-norm-above",
+            f"clip norm {c:g} is above {clip / MICRO:g}, which class {name!r} allows",
+            "sign a smaller one",
         )
     if c is not None:
         clip = asked
         floor = policy.corpus.floors.clip_norm
         if floor is not None and clip / MICRO < floor:
-            raise AdmissionError(f"clip norm {c:g} is below the floor of {floor:g}", "sign a larger one")
+            raise AdmissionError(
+                "admit.clip-norm-below",
+                f"clip norm {c:g} is below the floor of {floor:g}",
+                "sign a larger one",
+            )
     if z is not None:
         if (wanted := micro(z, ROUND_CEILING)) < noise:
             raise AdmissionError(
+                "admit.noise-multiplier-below",
                 f"noise multiplier {z:g} is below {noise / MICRO:g}, which class {name!r} asks for",
                 "sign a larger one",
             )
@@ -185,7 +199,9 @@ def _multiplier(bound: float, delta: float) -> int:
             high = middle
     if high > MAX_MICRO:
         raise AdmissionError(
-            f"ε = {bound:g} at δ = {delta:g} needs more noise than can be signed", "allow more ε"
+            "admit.epsilon-delta-needs",
+            f"ε = {bound:g} at δ = {delta:g} needs more noise than can be signed",
+            "allow more ε",
         )
     return high
 
@@ -193,7 +209,9 @@ def _multiplier(bound: float, delta: float) -> int:
 def _class(policy: Policy, name: str) -> ClassPolicy:
     if name not in policy.classes:
         raise AdmissionError(
-            f"the policy has no class {name!r}", f"its classes are {', '.join(policy.classes)}"
+            "admit.policy-no-class",
+            f"the policy has no class {name!r}",
+            f"its classes are {', '.join(policy.classes)}",
         )
     return policy.classes[name]
 

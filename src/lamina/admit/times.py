@@ -28,7 +28,9 @@ def instant(text: str) -> int:
         seconds = -1
     if not 0 <= seconds <= LAST or shown(seconds) != text:
         raise AdmissionError(
-            f"the time {text!r} is not of the form 2026-01-31T12:00:00Z", "give UTC, to the second"
+            "admit.time-not-form",
+            f"the time {text!r} is not of the form 2026-01-31T12:00:00Z",
+            "give UTC, to the second",
         )
     return seconds
 
@@ -49,6 +51,7 @@ def when(text: str) -> int:
         seconds = -1
     if not 0 <= seconds <= LAST:
         raise AdmissionError(
+            "admit.not-time-between",
             f"{text!r} is not a time between 1970 and 9999",
             "write 2026-01-31 or 2026-01-31T12:00Z",
         )

@@ -44,6 +44,7 @@ class Automatic:
         ]
         if public:
             raise PlanError(
+                "allocate.automatic-divides-batch",
                 f"automatic divides by {self.gamma:g} of the batch, and class {public[0]!r} is public, so not clipped: "
                 "its gradient would count that many times over",
                 f"use flat or pareto, or leave the class out with batch={{{public[0]!r}: 0, …}}",

@@ -47,17 +47,18 @@ def named_rows(policy: str, given: Any) -> Candidates:
     """Shapes of the user's own as (name, row) pairs; refused where they are anything else."""
     remedy = "give pairs of a name and a row with one S for each layer: (('flat', (1.0, 1.0)), …)"
     if not isinstance(given, tuple | list) or not given:
-        raise PlanError(f"candidates of {policy} is {shown(given)}", remedy)
+        raise PlanError("allocate.candidates", f"candidates of {policy} is {shown(given)}", remedy)
     found = []
     for pair in given:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise PlanError(f"a candidate of {policy} is {shown(pair)}", remedy)
+            raise PlanError("allocate.candidate", f"a candidate of {policy} is {shown(pair)}", remedy)
         name, row = pair
         if not isinstance(name, str) or not name or not isinstance(row, tuple | list):
-            raise PlanError(f"a candidate of {policy} is {shown(pair)}", remedy)
+            raise PlanError("allocate.candidate", f"a candidate of {policy} is {shown(pair)}", remedy)
         for s in row:
             if not isinstance(s, int | float) or isinstance(s, bool) or not LEAST <= s <= MOST:
                 raise PlanError(
+                    "allocate.candidate-lie",
                     f"candidate {name!r} has S = {shown(s)}, must lie in [{LEAST:g}, {MOST:g}]",
                     "scale the row: only its shape matters",
                 )
@@ -72,7 +73,9 @@ def check_candidates(problem: Problem, given: Candidates) -> Candidates:
     for name, row in given:
         if len(row) != len(noised):
             raise PlanError(
-                f"candidate {name!r} is {shown(row)}", f"give one S > 0 for each of the {len(noised)} layers"
+                "allocate.candidate-give",
+                f"candidate {name!r} is {shown(row)}",
+                f"give one S > 0 for each of the {len(noised)} layers",
             )
         found.append((name, tuple(s if needed else 0.0 for s, needed in zip(row, noised, strict=True))))
     return tuple(found)
@@ -98,6 +101,7 @@ def check_offers(problem: Problem, rule: Choose, clip: Rows, noise: Sequence[flo
         numbers += [c for row, private in zip(offer.clip, owed, strict=True) if private for c in row]
         if bad := [x for x in numbers if x != 0 and not LEAST <= x <= MOST]:
             raise PlanError(
+                "allocate.candidate-needs-thresholds",
                 f"candidate {offer.name!r} needs thresholds or noise of {bad[0]:.3g}, "
                 f"outside [{LEAST:g}, {MOST:g}]: float32 would lose it",
                 "give rows whose numbers lie closer together",

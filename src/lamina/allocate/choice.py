@@ -52,7 +52,11 @@ def offers(plan: StepPlan) -> tuple[Offer, ...]:
     """
     rule = plan.rule(Choose)
     if rule is None:
-        raise PlanError("the plan chooses nothing: it has no rule Choose", "use LADP(choose_every=…)")
+        raise PlanError(
+            "allocate.plan-chooses-nothing",
+            "the plan chooses nothing: it has no rule Choose",
+            "use LADP(choose_every=…)",
+        )
     classes = range(len(plan.classes))
     return offered(
         rule,
@@ -92,13 +96,18 @@ def kept(offer: Offer, norms: Array, cls: Sequence[int] | NDArray[np.int64], for
     rows = np.asarray(cls, dtype=np.int64)
     if norms.ndim != 2 or norms.shape[1] != len(offer.noise) or rows.shape != norms.shape[:1]:
         raise PlanError(
+            "allocate.norms-classes",
             f"norms are {norms.shape} and classes {rows.shape}",
             f"give n × {len(offer.noise)} norms and n classes",
         )
     result = np.zeros(len(norms))
     for k in np.unique(rows).tolist():
         if not 0 <= k < len(offer.clip):
-            raise PlanError(f"class {k} is out of range", f"there are {len(offer.clip)} of them")
+            raise PlanError(
+                "allocate.class-out-range",
+                f"class {k} is out of range",
+                f"there are {len(offer.clip)} of them",
+            )
         c, s = np.array(offer.clip[k]), np.array(offer.noise)
         reach = (c > 0) & (s > 0)
         if not np.isfinite(c).all() or not reach.any():
@@ -142,6 +151,7 @@ def probabilities(u: Array, epsilon: float) -> Array:
     """p ∝ exp(ε·u)."""
     if not np.isfinite(u).all() or not 0 < epsilon < math.inf:
         raise PlanError(  # what the utilities are stays secret
+            "allocate.utilities-choice-epsilon",
             f"the utilities of a choice at epsilon {epsilon!r} are not finite, or epsilon is not",
             "give candidates of sizes that floating point can carry, and epsilon > 0",
         )
@@ -156,6 +166,10 @@ def draw(u: Array, epsilon: float, uniform: float) -> int:
     floating point is listed for as not covered.
     """
     if not 0 <= uniform < 1:
-        raise PlanError(f"uniform is {uniform!r}, must lie in [0, 1)", "draw 53 bits and divide by 2^53")
+        raise PlanError(
+            "allocate.uniform-lie",
+            f"uniform is {uniform!r}, must lie in [0, 1)",
+            "draw 53 bits and divide by 2^53",
+        )
     place = int(np.searchsorted(np.cumsum(probabilities(u, epsilon)), uniform, side="right"))
     return min(place, len(u) - 1)

@@ -41,11 +41,14 @@ def declare(
     Raw noise credits nothing to sampling: it is calibrated for as many unsampled steps as a contribution takes part in.
     """
     if epsilon is not None and rho is not None:
-        raise PlanError(f"epsilon is {epsilon!r} and rho is {rho!r}", "give one of them")
+        raise PlanError(
+            "allocate.epsilon-rho", f"epsilon is {epsilon!r} and rho is {rho!r}", "give one of them"
+        )
     side = getattr(chooser, "side", lambda _: ())(steps)
     if policy.noise.enters.raw:
         if side or getattr(chooser, "follows_budget", False):
             raise PlanError(
+                "allocate.noise-enters-per",
                 "noise enters per_sample_raw, and the allocation releases or follows something that is priced with "
                 "sampling",
                 "use injection per_step, or an allocation that is fixed before the first step",
@@ -57,6 +60,7 @@ def declare(
     }
     if rho is not None and getattr(chooser, "follows_budget", False):
         raise PlanError(
+            "allocate.rho-allocation-chooses",
             f"rho is {rho!r}, and the allocation chooses its noise on the way, which is priced at one Rényi order",
             "give epsilon, or an allocation whose noise is fixed: LADP(mode='shares')",
         )
@@ -90,7 +94,11 @@ def _order(
 ) -> float:
     """One order for all classes: of those that suit one class best, the one that costs the worst-off class least."""
     if not targets:
-        raise PlanError("every class is public: there is no budget to follow", "use another allocation")
+        raise PlanError(
+            "allocate.every-class-public",
+            "every class is public: there is no budget to follow",
+            "use another allocation",
+        )
     delta = policy.corpus.delta
 
     def needed(cls: str, name: str) -> float:
@@ -111,12 +119,14 @@ def _order(
             continue
     if not worst:
         raise PlanError(
+            "allocate.no-nyi-order",
             f"no one Rényi order serves classes with epsilon {', '.join(f'{e:g}' for e in targets.values())}",
             "bring them closer together, or use LADP(mode='shares')",
         )
     order = min(worst, key=worst.__getitem__)
     if worst[order] > _POOR:
         raise PlanError(
+            "allocate.classes-epsilon-share",
             f"classes with epsilon {', '.join(f'{e:g}' for e in targets.values())} share one Rényi order so badly that "
             f"one of them would get {worst[order]:.3g} times the noise that it needs",
             "bring them closer together, or use LADP(mode='shares'), which needs no such order",
@@ -171,11 +181,14 @@ def _by_rho(
         cap = asked.get(name)
         if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf:
             raise PlanError(
-                f"rho of class {name!r} is {cap!r}, must be finite and > 0", "give every class one"
+                "allocate.rho-class-finite",
+                f"rho of class {name!r} is {cap!r}, must be finite and > 0",
+                "give every class one",
             )
         left = cap - math.fsum(0.5 * event.steps * event.mu**2 for event in besides[name])
         if left <= 0:
             raise PlanError(
+                "allocate.rho-class-releases",
                 f"rho of class {name!r} is {cap:g}, and the other releases alone take {cap - left:.4g}",
                 "raise it, or make them rarer",
             )
@@ -187,6 +200,7 @@ def _by_rho(
         bound = policy.bound(name)
         if bound is not None and targets[name] > bound:
             raise PlanError(
+                "allocate.rho-class-epsilon",
                 f"rho of class {name!r} is {cap:g}, which is ε = {targets[name]:.4g} at δ = {policy.corpus.delta:g}, "
                 f"above the policy's bound of {bound:.6g}",
                 "ask for less, or change the policy",
@@ -210,7 +224,9 @@ def _targets(
         for name in epsilon:
             if name not in private:
                 raise PlanError(
-                    f"epsilon is given for class {name!r}, which is public or left out", "drop it"
+                    "allocate.epsilon-given-class",
+                    f"epsilon is given for class {name!r}, which is public or left out",
+                    "drop it",
                 )
         asked = dict(epsilon)
     elif epsilon is not None:
@@ -221,13 +237,19 @@ def _targets(
         target = asked.get(name, bound if entry.epsilon or entry.noise_multiplier else None)
         if target is None:
             raise PlanError(
+                "allocate.class-neither-epsilon",
                 f"class {name!r} has neither epsilon nor noise_multiplier",
                 f"add one to [class.{name}], or give make_plan(epsilon={{{name!r}: 1.0}})",
             )
         if isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target < math.inf:
-            raise PlanError(f"epsilon of class {name!r} is {target!r}, must be finite and > 0", "correct it")
+            raise PlanError(
+                "allocate.epsilon-class-finite",
+                f"epsilon of class {name!r} is {target!r}, must be finite and > 0",
+                "correct it",
+            )
         if bound is not None and target > bound:
             raise PlanError(
+                "allocate.epsilon-class-above",
                 f"epsilon of class {name!r} is {target:g}, above the policy's bound of {bound:.6g}",
                 "ask for less, or change the policy",
             )
@@ -240,6 +262,7 @@ def known(policy: Policy, names: Mapping[str, float], what: str) -> None:
     for name in names:
         if name not in policy.classes:
             raise PlanError(
+                "allocate.names-class-policy",
                 f"{what} names class {name!r}, which the policy does not have",
                 f"its classes are {', '.join(policy.classes)}",
             )

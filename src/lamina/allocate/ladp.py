@@ -77,7 +77,11 @@ class LADP:
             if self.candidates is not None:
                 object.__setattr__(self, "candidates", named_rows(who, self.candidates))
         elif self.candidates is not None:
-            raise PlanError("ladp has candidates but never chooses", "give choose_every, e.g. once per epoch")
+            raise PlanError(
+                "allocate.ladp-candidates-never",
+                "ladp has candidates but never chooses",
+                "give choose_every, e.g. once per epoch",
+            )
         self._rules()  # its numbers are checked there
 
     @property
@@ -159,7 +163,11 @@ class LADP:
 
 def _pair(option: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise PlanError(f"{option} of ladp is {value!r}", "give two numbers: of sensitive layers, of others")
+        raise PlanError(
+            "allocate.ladp",
+            f"{option} of ladp is {value!r}",
+            "give two numbers: of sensitive layers, of others",
+        )
     for each in value:
         number("ladp", option, each, 0.0, 1e6)
     return float(value[0]), float(value[1])

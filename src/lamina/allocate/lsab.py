@@ -51,6 +51,7 @@ class LSAB:
         spread = high / low if math.isfinite(high) else math.inf  # plain floats: a quotient may overflow
         if not spread <= SPREAD:
             raise PlanError(
+                "allocate.delta-layers-spans",
                 f"Δ ({self.bound}) of the layers spans a factor of {spread:.1e}, above {SPREAD:.0e}: the lowest "
                 "thresholds would stop their layers",
                 "use bound='tight', a smaller or better normalised model, or allocate='pareto'",

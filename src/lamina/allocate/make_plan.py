@@ -84,15 +84,20 @@ def explained_plan(
 ) -> tuple[StepPlan, Allocation]:
     """`make_plan`, and the allocation behind it with its reasons."""
     if not isinstance(stack, LayerStack):
-        raise PlanError(f"stack is a {type(stack).__name__}", "use lamina.LayerStack.from_model(model)")
+        raise PlanError(
+            "allocate.stack", f"stack is a {type(stack).__name__}", "use lamina.LayerStack.from_model(model)"
+        )
     if not isinstance(policy, Policy):
-        raise PlanError(f"policy is a {type(policy).__name__}", "use lamina.Policy.load('policy.toml')")
+        raise PlanError(
+            "allocate.policy", f"policy is a {type(policy).__name__}", "use lamina.Policy.load('policy.toml')"
+        )
     sizes = _batches(policy, batch)
     total, population = sum(sizes.values()), sum(_population(policy, name) for name in sizes)
     count = _steps(steps, epochs, Fraction(population) / total)
     if measure is not None:
         if not isinstance(measure, Measure):
             raise PlanError(
+                "allocate.measure",
                 f"measure is a {type(measure).__name__}",
                 "give lamina.Measure.load(path) or lamina.measure(model, …)",
             )
@@ -173,7 +178,7 @@ def _reach(policy: Policy, name: str, stack: LayerStack) -> Reach:
     try:
         return policy.classes[name].profile.reach(stack)
     except PlanError as error:
-        raise PlanError(f"class {name!r}: {error.problem}", error.remedy) from error
+        raise PlanError("allocate.class", f"class {name!r}: {error.problem}", error.remedy) from error
 
 
 def _fits_profiles(reaches: Mapping[str, Reach], chosen: Allocation, form: Clipping | str) -> None:
@@ -182,17 +187,20 @@ def _fits_profiles(reaches: Mapping[str, Reach], chosen: Allocation, form: Clipp
         weighed = any(factor != 1 for factor in reach.factors)
         if weighed and any(map(math.isinf, row)):
             raise PlanError(
+                "allocate.profile-class-weighs",
                 f"the profile of class {name!r} weighs its layers, and the class is public, so not clipped",
                 "leave the weights out, or the layers",
             )
         if weighed and form in (Clipping.JOINT, Clipping.JOINT.value):
             raise PlanError(
+                "allocate.profile-class-weighs-layers",
                 f"the profile of class {name!r} weighs its layers, and joint clipping bounds them together: a layer "
                 "could take what another leaves",
                 "use clipping='box' (--clipping box)",
             )
         if chosen.claimed and (weighed or reach.openings):
             raise PlanError(
+                "allocate.profile-class-weights",
                 f"the profile of class {name!r} has weights, or parts of layers, which a printed method does not know",
                 "use whole layers, or another allocation",
             )
@@ -231,6 +239,7 @@ def _population(policy: Policy, name: str) -> int:
     population = policy.classes[name].population
     if population is None:
         raise PlanError(
+            "allocate.class-no-population",
             f"class {name!r} has no population, so its sampling rate is unknown",
             f"add population to [class.{name}], or leave it out with batch={{{name!r}: 0, …}}",
         )
@@ -244,12 +253,16 @@ def _batches(policy: Policy, batch: int | Mapping[str, int]) -> dict[str, Fracti
         missing = [name for name in policy.classes if name not in batch]
         if missing:
             raise PlanError(
-                f"batch names no size for class {missing[0]!r}", "give every class one; 0 leaves a class out"
+                "allocate.batch-names-no",
+                f"batch names no size for class {missing[0]!r}",
+                "give every class one; 0 leaves a class out",
             )
         given = {name: _whole(batch[name], f"batch of class {name!r}", least=0) for name in policy.classes}
         sizes = {name: Fraction(size) for name, size in given.items() if size}
         if not sizes:
-            raise PlanError("batch is 0 for every class", "give one class a size at least")
+            raise PlanError(
+                "allocate.batch-every-class", "batch is 0 for every class", "give one class a size at least"
+            )
     else:
         whole = _whole(batch, "batch", least=1)
         population = sum(_population(policy, name) for name in policy.classes)
@@ -258,6 +271,7 @@ def _batches(policy: Policy, batch: int | Mapping[str, int]) -> dict[str, Fracti
         most = _population(policy, name)
         if size > most:
             raise PlanError(
+                "allocate.batch-class-above",
                 f"batch of class {name!r} is {float(size):g}, above its population of {most}",
                 "lower the batch: q = batch / population must not exceed 1",
             )
@@ -267,11 +281,19 @@ def _batches(policy: Policy, batch: int | Mapping[str, int]) -> dict[str, Fracti
 def _steps(steps: int | None, epochs: float | None, epoch: Fraction) -> int:
     """The number of steps; one epoch is Σ N_k / Σ b_k of them."""
     if (steps is None) == (epochs is None):
-        raise PlanError(f"steps is {steps!r} and epochs is {epochs!r}", "give exactly one of them")
+        raise PlanError(
+            "allocate.steps-epochs",
+            f"steps is {steps!r} and epochs is {epochs!r}",
+            "give exactly one of them",
+        )
     if steps is not None:
         return _whole(steps, "steps", least=1)
     if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not 0 < epochs < math.inf:
-        raise PlanError(f"epochs is {epochs!r}, must be a finite number > 0", "say how long it trains")
+        raise PlanError(
+            "allocate.epochs-finite-number",
+            f"epochs is {epochs!r}, must be a finite number > 0",
+            "say how long it trains",
+        )
     return math.ceil(Fraction(epochs).limit_denominator(1_000_000) * epoch) or 1
 
 
@@ -280,12 +302,15 @@ def _respects_reach(problem: Problem, chosen: Allocation, names: list[str], stac
     shape = [len(row) for row in problem.reach]
     if [len(row) for row in chosen.clip] != shape or len(chosen.noise) != len(stack):
         raise PlanError(
-            "the allocation's C or S has the wrong shape", f"C must be {len(shape)} × {len(stack)}"
+            "allocate.allocation-wrong-shape",
+            "the allocation's C or S has the wrong shape",
+            f"C must be {len(shape)} × {len(stack)}",
         )
     for name, allowed, row in zip(names, problem.reach, chosen.clip, strict=True):
         for layer, may, c in zip(stack, allowed, row, strict=True):
             if c != 0 and not may:
                 raise PlanError(
+                    "allocate.allocation-gives-class",
                     f"the allocation gives class {name!r} the threshold {c!r} at layer {layer.name!r}, which "
                     "its profile excludes",
                     "use 0 where Problem.reach is False",
@@ -294,5 +319,7 @@ def _respects_reach(problem: Problem, chosen: Allocation, names: list[str], stac
 
 def _whole(value: int, what: str, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PlanError(f"{what} is {value!r}, must be a whole number >= {least}", "correct it")
+        raise PlanError(
+            "allocate.whole-number", f"{what} is {value!r}, must be a whole number >= {least}", "correct it"
+        )
     return value

@@ -44,6 +44,7 @@ def least_noise(clip: Array, weights: Array, sigma: Array) -> Optimum:
     x, gap = _certify(a, m, price)
     if not gap <= TOLERANCE:
         raise PlanError(
+            "allocate.allocation-not-converge",
             f"the allocation did not converge: relative gap {gap:.1e}, must be <= {TOLERANCE:.0e}",
             "bring clip norms and weights closer to one scale, or use allocate='flat'",
         )

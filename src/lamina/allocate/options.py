@@ -20,20 +20,30 @@ def number(policy: str, option: str, value: float, low: float, high: float, *, c
     fits = isinstance(value, int | float) and not isinstance(value, bool)
     if not (fits and (low <= value <= high if closed else low < value < high)):
         interval = f"[{low:g}, {high:g}]" if closed else f"({low:g}, {high:g})"
-        raise PlanError(f"{option} of {policy} is {value!r}, must lie in {interval}", "correct it")
+        raise PlanError(
+            "allocate.lie", f"{option} of {policy} is {value!r}, must lie in {interval}", "correct it"
+        )
 
 
 def whole(policy: str, option: str, value: int, least: int = 1) -> None:
     """Refuse an option that is not a whole number >= least."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PlanError(f"{option} of {policy} is {value!r}, must be a whole number >= {least}", "correct it")
+        raise PlanError(
+            "allocate.whole-number-correct",
+            f"{option} of {policy} is {value!r}, must be a whole number >= {least}",
+            "correct it",
+        )
 
 
 def one_of(policy: str, option: str, value: str, accepted: Iterable[str]) -> None:
     """Refuse an option that is none of these words."""
     words = list(accepted)
     if not isinstance(value, str) or value not in words:
-        raise PlanError(f"{option} of {policy} is {value!r}, which is not known", f"use {' or '.join(words)}")
+        raise PlanError(
+            "allocate.not-known",
+            f"{option} of {policy} is {value!r}, which is not known",
+            f"use {' or '.join(words)}",
+        )
 
 
 def form(policy: str, value: Clipping | str) -> Clipping:
@@ -51,6 +61,7 @@ def measured(problem: Problem, what: str, policy: str) -> Array:
     """
     if problem.measure is None:
         raise PlanError(
+            "allocate.needs-measure-layers",
             f"{policy} needs a measure of the layers (its `{what}`), and the plan has none",
             "`lamina plan --proxy gaussian --save-measure measure.json` makes one; give it as --measure FILE, as "
             "`measure` in a RUN.toml, or as make_plan(measure=lamina.measure(model, stack, …))",
@@ -61,11 +72,13 @@ def measured(problem: Problem, what: str, policy: str) -> Array:
             (note for note in problem.measure.notes if note.startswith("no Δ")), "it was measured without"
         )
         raise PlanError(
+            "allocate.needs-layers-measure",
             f"{policy} needs `{what}` of the layers, and the measure has none: {why}",
             "use a policy that needs no Δ (pareto, proportional), or a model that can be followed to its last layer",
         )
     if row.shape != (len(problem.sizes),):
         raise PlanError(
+            "allocate.measurement-layers-plan",
             f"the measurement has {what} for {row.size} layers, the plan has {len(problem.sizes)}",
             "measure the model that the plan is for",
         )

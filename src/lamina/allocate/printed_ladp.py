@@ -42,9 +42,17 @@ class PrintedLADP:
 
     def __call__(self, problem: Problem) -> Allocation:
         if not problem.private:
-            raise PlanError(f"{self.name} has no private class to make a claim for", "use another allocation")
+            raise PlanError(
+                "allocate.no-private-class",
+                f"{self.name} has no private class to make a claim for",
+                "use another allocation",
+            )
         if len(problem.targets) != len(problem.sigma):
-            raise PlanError(f"{self.name} does not know ε of the classes", "use make_plan(epsilon=…)")
+            raise PlanError(
+                "allocate.not-know-epsilon",
+                f"{self.name} does not know ε of the classes",
+                "use make_plan(epsilon=…)",
+            )
         picked, because = sensitive_layers(problem, self.sensitive, self.share, self.name)
         layers = len(problem.sizes)
         parts = np.ones(layers) if self.split == "even" else measured(problem, "fisher", self.name)

@@ -38,9 +38,17 @@ class PrintedLSAB:
 
     def __call__(self, problem: Problem) -> Allocation:
         if not problem.private:
-            raise PlanError(f"{self.name} has no private class to make a claim for", "use another allocation")
+            raise PlanError(
+                "allocate.no-private-class",
+                f"{self.name} has no private class to make a claim for",
+                "use another allocation",
+            )
         if len(problem.targets) != len(problem.sigma) or len(problem.delta) != len(problem.sigma):
-            raise PlanError(f"{self.name} knows neither ε nor δ of the classes", "use make_plan")
+            raise PlanError(
+                "allocate.knows-neither-epsilon",
+                f"{self.name} knows neither ε nor δ of the classes",
+                "use make_plan",
+            )
         delta, m = measured(problem, "printed", self.name), harm(problem, self.weights, self.name)
         cap = min(rho_cap(problem, k) for k in problem.private)
         budget = cap / problem.steps if self.per_step else cap

@@ -60,18 +60,28 @@ class Problem:
             object.__setattr__(self, "classes", tuple(f"class {k}" for k in range(classes)))
         if len(self.weights) != layers or any(len(row) != layers for row in self.reach):
             raise PlanError(
-                f"weights and reach must have one entry for each of {layers} layers", "check shapes"
+                "allocate.weights-reach-entry",
+                f"weights and reach must have one entry for each of {layers} layers",
+                "check shapes",
             )
         if self.factors and [len(row) for row in self.factors] != [layers] * classes:
-            raise PlanError(f"factors must be {classes} × {layers}", "leave them out, or check their shape")
+            raise PlanError(
+                "allocate.factors",
+                f"factors must be {classes} × {layers}",
+                "leave them out, or check their shape",
+            )
         if len(self.clip_norm) != classes or len(self.sigma) != classes:
             raise PlanError(
-                f"clip_norm and sigma must have one entry for each of {classes} classes", "check them"
+                "allocate.clip-norm-sigma",
+                f"clip_norm and sigma must have one entry for each of {classes} classes",
+                "check them",
             )
         for what, values in (("weights", self.weights), ("clip_norm", self.clip_norm), ("sigma", self.sigma)):
             for i, value in enumerate(values):
                 if not value > 0 or (what == "weights" and math.isinf(value)):
-                    raise PlanError(f"{what}[{i}] is {value!r}, must be > 0", "correct it")
+                    raise PlanError(
+                        "allocate.correct", f"{what}[{i}] is {value!r}, must be > 0", "correct it"
+                    )
 
     @property
     def private(self) -> tuple[int, ...]:

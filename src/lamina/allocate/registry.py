@@ -35,12 +35,24 @@ def allocation(name: str | Allocate) -> Allocate:
     """The allocation of that name; a policy or function stands for itself."""
     if not isinstance(name, str):
         if isinstance(name, type):
-            raise PlanError(f"allocate is the class {name.__name__}", f"make one: {name.__name__}()")
+            raise PlanError(
+                "allocate.allocate-class",
+                f"allocate is the class {name.__name__}",
+                f"make one: {name.__name__}()",
+            )
         if not callable(name):
-            raise PlanError(f"allocate is a {type(name).__name__}", f"use one of {', '.join(ALLOCATIONS)}")
+            raise PlanError(
+                "allocate.allocate",
+                f"allocate is a {type(name).__name__}",
+                f"use one of {', '.join(ALLOCATIONS)}",
+            )
         return name
     if name not in ALLOCATIONS:
         close = get_close_matches(name, ALLOCATIONS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise PlanError(f"allocation {name!r} is not known{hint}", f"use one of {', '.join(ALLOCATIONS)}")
+        raise PlanError(
+            "allocate.allocation-not-known",
+            f"allocation {name!r} is not known{hint}",
+            f"use one of {', '.join(ALLOCATIONS)}",
+        )
     return ALLOCATIONS[name]

@@ -22,6 +22,7 @@ def check_sensitive(policy: str, sensitive: object) -> None:
     if isinstance(sensitive, Sequence) and sensitive:
         return
     raise PlanError(
+        "allocate.sensitive",
         f"sensitive of {policy} is {sensitive!r}",
         "give names or patterns of layers, a DepthProfile, a function of a Layer, or leave it out",
     )
@@ -56,7 +57,11 @@ def sensitive_layers(
 
 def _chosen(problem: Problem, sensitive: Sensitive, policy: str) -> tuple[tuple[bool, ...], str]:
     if problem.stack is None:
-        raise PlanError(f"{policy} is told which layers are sensitive, but knows no stack", "use make_plan")
+        raise PlanError(
+            "allocate.told-layers-sensitive",
+            f"{policy} is told which layers are sensitive, but knows no stack",
+            "use make_plan",
+        )
     if isinstance(sensitive, DepthProfile):
         return sensitive.resolve(problem.stack), f"the profile '{sensitive}' names them"
     if callable(sensitive):
@@ -72,12 +77,15 @@ def _asked(sensitive: Callable[[Layer], bool], called: str, layer: Layer, policy
         answer = sensitive(layer)
     except Exception as error:
         raise PlanError(
+            "allocate.sensitive-raised-layer",
             f"sensitive of {policy} ('{called}') raised {type(error).__name__} at layer {layer.name!r}: {error}",
             remedy,
         ) from error
     if not isinstance(answer, bool | np.bool_):
         raise PlanError(
-            f"sensitive of {policy} ('{called}') is a {type(answer).__name__} at layer {layer.name!r}", remedy
+            "allocate.sensitive-layer",
+            f"sensitive of {policy} ('{called}') is a {type(answer).__name__} at layer {layer.name!r}",
+            remedy,
         )
     return bool(answer)
 

@@ -20,6 +20,7 @@ def shaped(problem: Problem, shape: Array) -> Rows:
     for name, r in zip(problem.layers, shape.tolist(), strict=True):
         if not 0 < r < math.inf:
             raise PlanError(
+                "allocate.threshold-layer-finite",
                 f"the threshold of layer {name!r} is {r!r}, must be finite and > 0",
                 "freeze the layer, or leave it out of the profiles",
             )

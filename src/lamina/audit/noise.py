@@ -86,7 +86,11 @@ def _silent(batch: Batch, classes: list[int]) -> Batch:
     """Nobody, so that a step is noise alone; where noise comes with contributions: an empty one of each class."""
     x, y = pytree.tree_map(lambda t: t[: len(classes)] if isinstance(t, Tensor) else t, (batch.x, batch.y))
     if len(classes) > batch.examples:
-        raise EngineError(f"the audit got {batch.examples} examples", f"give {len(classes)} or more")
+        raise EngineError(
+            "audit.audit-got-examples",
+            f"the audit got {batch.examples} examples",
+            f"give {len(classes)} or more",
+        )
     return Batch(x, y, cls=torch.tensor(classes, dtype=torch.long), weight=torch.zeros(len(classes)))
 
 

@@ -216,6 +216,7 @@ def removed(batch: Batch, unit: int) -> Batch:
 def _same_names(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
     if a.keys() != b.keys():
         raise EngineError(
+            "audit.two-steps-wrote",
             f"only one of the two steps wrote gradients of {sorted(a.keys() ^ b.keys())[:5]}",
             "every trained tensor gets its noise at every step, whoever was sampled",
         )

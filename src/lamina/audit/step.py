@@ -57,7 +57,9 @@ def audit_step(
     """
     if len(batch) < 2:
         raise EngineError(
-            f"the audit got {len(batch)} contributions", "give two or more, public or simulated"
+            "audit.audit-got-contributions",
+            f"the audit got {len(batch)} contributions",
+            "give two or more, public or simulated",
         )
     checks, fixed = [], subject.fixed(batch)
     for k, entry in enumerate(subject.plan.classes):

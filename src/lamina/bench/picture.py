@@ -22,7 +22,9 @@ def draw(result: dict[str, Any], path: Path) -> Path:
     try:
         import matplotlib
     except ImportError as error:
-        raise LaminaError("matplotlib is not installed", "pip install 'lamina[plot]'") from error
+        raise LaminaError(
+            "bench.matplotlib-not-installed", "matplotlib is not installed", "pip install 'lamina[plot]'"
+        ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -112,7 +112,11 @@ def build(workload: Workload, variant: str) -> Step:
     Two steps, because the engine looks at who owns which row at the first two and then at every 128th.
     """
     if variant not in VARIANTS:
-        raise LaminaError(f"variant '{variant}' is not known", f"choose from {', '.join(VARIANTS)}")
+        raise LaminaError(
+            "bench.variant-not-known",
+            f"variant '{variant}' is not known",
+            f"choose from {', '.join(VARIANTS)}",
+        )
     step = VARIANTS[variant](workload)
     step()
     step()

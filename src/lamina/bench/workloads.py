@@ -181,5 +181,9 @@ def workload(name: str) -> Workload:
     512
     """
     if name not in WORKLOADS:
-        raise LaminaError(f"workload '{name}' is not known", f"choose from {', '.join(WORKLOADS)}")
+        raise LaminaError(
+            "bench.workload-not-known",
+            f"workload '{name}' is not known",
+            f"choose from {', '.join(WORKLOADS)}",
+        )
     return WORKLOADS[name]

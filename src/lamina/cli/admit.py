@@ -98,6 +98,7 @@ def admit(
     found = _reviewed(opened, folder, keys, processes, ledger, ledger_key)
     if not len(found) and not found.refused:
         raise AdmissionError(
+            "cli.holds-no-contributions",
             f"'{folder}' holds no contributions",
             "give the folder that holds one folder per contribution: ID/payload.npz",
         )
@@ -170,6 +171,7 @@ def _planned(
             planned = Planned.of(RunFile.load(run), run.resolve().parent)
         if planned.policy != policy:
             raise AdmissionError(
+                "cli.under-another-policy",
                 f"'{run}' is under another policy ('{planned.file.policy}') than '{path}'",
                 "give the policy of the run",
             )

@@ -33,6 +33,7 @@ def allocation_of(name: str, options: Mapping[str, Any] | None = None) -> Policy
         if key not in takes:
             listed = ", ".join(f"{k} = {v}" for k, v in takes.items())
             raise PlanError(
+                "cli.allocation-no-option",
                 f"allocation '{name}' has no option '{key}'{suggestion(key, list(takes))}",
                 f"it takes {listed}" if listed else f"it takes none: write '{name}' alone",
             )
@@ -64,11 +65,12 @@ def parse(text: str) -> Policy:
         if not (key and equals and value):
             takes = ", ".join(options_of(name)) or "none"
             raise PlanError(
+                "cli.not-option",
                 f"'{part}' in '{text}' is not an option",
                 f"write {name}:key=value,key=value; it takes {takes}",
             )
         if key in options:
-            raise PlanError(f"option '{key}' is in '{text}' twice", "give it once")
+            raise PlanError("cli.option-twice", f"option '{key}' is in '{text}' twice", "give it once")
         options[key] = _value(value)
     return allocation_of(name, options)
 
@@ -100,7 +102,9 @@ def _fitting(name: str, key: str, kind: Any, value: Any) -> Any:
         return tuple(value)
     if plain and not any(_is(value, each) for each in plain):
         word = " or ".join(_WORDS[each] for each in plain)
-        raise PlanError(f"{key} of '{name}' is {value!r}, must be {word}", f"write {key}={_EXAMPLE[word]}")
+        raise PlanError(
+            "cli.write", f"{key} of '{name}' is {value!r}, must be {word}", f"write {key}={_EXAMPLE[word]}"
+        )
     return value
 
 

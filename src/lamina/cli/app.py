@@ -166,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from lamina.train.blame import last_line, place
 
         told = LaminaError(
+            "cli.line-not-yours",
             f"{type(error).__name__}: {error} (at {place(error) or last_line(error)})",
             "if that line is not yours, it is a defect of Lamina: --debug shows the traceback to report",
         )

@@ -31,6 +31,7 @@ def class_of(cls: str | None, listing: Listing | None, ids: list[str], root: Pat
     for id, name in found.items():
         if name != cls:
             raise AdmissionError(
+                "cli.class-says",
                 f"--class is {plain(cls)!r}, and '{root / LISTING}' says {plain(name)!r} of {plain(id)!r}",
                 "leave --class out",
             )
@@ -52,6 +53,7 @@ def subjects_of(
         return None, None
     if listing is None or subjects is None:
         raise AdmissionError(
+            "cli.subject-key-given",
             f"--subject-key is given, and '{root / LISTING}' has no column `subject`",
             "say whom each is about",
         )
@@ -62,6 +64,7 @@ def subjects_of(
         secret = b""
     if len(secret) < 16:
         raise AdmissionError(
+            "cli.subject-key-not",
             f"the subject key '{key}' is not 32 or more hexadecimal digits",
             "make one with lamina keys subject",
         )
@@ -79,7 +82,9 @@ def anchors_of(given: str, ids: list[str]) -> dict[str, bytes]:
             anchors[id] = b""
         if len(anchors[id]) != 32:
             raise AdmissionError(
-                f"the anchor of {plain(id)!r} is not 64 hexadecimal digits", "give a SHA-256 digest"
+                "cli.anchor-not-hexadecimal",
+                f"the anchor of {plain(id)!r} is not 64 hexadecimal digits",
+                "give a SHA-256 digest",
             )
     return anchors
 
@@ -87,6 +92,7 @@ def anchors_of(given: str, ids: list[str]) -> dict[str, bytes]:
 def _anchor_table(path: Path) -> dict[str, str]:
     if path.suffix != ".csv":
         raise AdmissionError(
+            "cli.anchor-given-several",
             f"the anchor {plain(str(path))!r} is given for several contributions",
             "give a CSV file: id, anchor",
         )

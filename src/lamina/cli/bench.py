@@ -58,7 +58,9 @@ def bench(
         _write(result, to)
     problems = failures(result)
     refused = LaminaError(
-        "Lamina could not run every workload: " + "; ".join(problems), "see the reasons beside the figures"
+        "cli.lamina-could-not",
+        "Lamina could not run every workload: " + "; ".join(problems),
+        "see the reasons beside the figures",
     )
     if as_json:
         print_json(result | (refusal(refused) if problems else {}))  # one object, also where it failed

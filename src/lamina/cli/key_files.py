@@ -44,10 +44,16 @@ def new(
         raise typer.BadParameter("a passphrase, or --no-passphrase", param_hint="--passphrase-file")
     public = path.with_suffix(".pub")
     if public == path:
-        raise BadKey(f"'{path}' is the name of a public key", "call the private one .key")
+        raise BadKey(
+            "key.name-public-key", f"'{path}' is the name of a public key", "call the private one .key"
+        )
     for file in (path, public):
         if file.exists():
-            raise BadKey(f"'{file}' exists and is not overwritten", "give another name, or move it away")
+            raise BadKey(
+                "key.exists-not-overwritten",
+                f"'{file}' exists and is not overwritten",
+                "give another name, or move it away",
+            )
     secret = None if no_passphrase else passphrase(passphrase_file, what=f"the new key '{path}'", new=True)
     key = PrivateKey.generate()
     key.save(path, secret)
@@ -101,7 +107,11 @@ def export(
     elif form == "pem":
         sys.stdout.write(data.decode("ascii"))
     elif sys.stdout.isatty():
-        raise BadKey("a COSE key is binary, and standard output is a terminal", "give --output FILE")
+        raise BadKey(
+            "key.cose-key-binary",
+            "a COSE key is binary, and standard output is a terminal",
+            "give --output FILE",
+        )
     else:
         sys.stdout.buffer.write(data)
 

@@ -45,10 +45,12 @@ def ledgers_in(where: str) -> list[str]:
         return found
     if (path / "spend.db").exists():
         raise RunError(
+            "cli.holds-no-ledger",
             f"'{where}' holds no ledger, but a spend book (spend.db) of an earlier version, which is not read any more",
             "read it with that version; what it says was spent, new runs must leave unspent of the policy's ε",
         )
     raise RunError(
+        "cli.no-ledger",
         f"there is no ledger in '{where}'" if path.is_dir() else f"there is no ledger '{where}'",
         f"give a ledger, or a folder with NAME{SUFFIX} in it; runs make theirs beside their folders",
     )
@@ -94,6 +96,7 @@ def check_policy(ledger: Ledger, contract: Contract) -> None:
     looser = change and loosened(before.floors, before.presets, change.floors, change.presets)
     if looser:
         raise LedgerError(
+            "cli.policy-protects-less",
             f"the policy protects less than the ledger {ledger.name} has promised: {'; '.join(looser)}",
             "keep what was promised, or have two parties sign the change: lamina ledger policy",
         )

@@ -28,6 +28,7 @@ class PerExample(nn.Module, ABC):
         unknown = [name for name in arguments if name not in self.takes]
         if unknown:
             raise PlanError(
+                "cli.loss-no-argument",
                 f"loss '{self.title}' has no argument '{unknown[0]}'",
                 f"it takes {', '.join(self.takes) or 'none'}",
             )
@@ -42,6 +43,7 @@ class PerExample(nn.Module, ABC):
         output, y = self._tensor("the model's output", output), self._tensor("y", y)
         if not output.dim() or not y.dim() or len(output) != len(y):
             raise EngineError(
+                "cli.loss-output-not",
                 f"loss '{self.title}': output and y do not have the same first axis",
                 "give it one row per example",
             )
@@ -56,6 +58,7 @@ class PerExample(nn.Module, ABC):
         if isinstance(value, Tensor):
             return value
         raise EngineError(
+            "cli.loss-not-tensor",
             f"loss '{self.title}': {what} is a {type(value).__name__}, not a tensor",
             'write your own, package.module:function of (output, y), and name it: loss = "package.module:function"',
         )
@@ -64,6 +67,7 @@ class PerExample(nn.Module, ABC):
         """y in the shape and type of the output; axes of length 1 do not matter, anything else does."""
         if _inner(output) != _inner(y):
             raise EngineError(
+                "cli.loss-model-gives",
                 f"loss '{self.title}': the model gives {_shape(output)} per example, y is {_shape(y)}",
                 "make the last layer as wide as y",
             )
@@ -100,7 +104,9 @@ class BinaryCrossEntropy(PerExample):
         y = self._alike(output, y)
         if bool(((y < 0) | (y > 1)).any()):
             raise EngineError(
-                f"loss '{self.title}': y has values outside 0 … 1", "label the two kinds 0 and 1"
+                "cli.loss-values-outside",
+                f"loss '{self.title}': y has values outside 0 … 1",
+                "label the two kinds 0 and 1",
             )
         return F.binary_cross_entropy_with_logits(output, y, reduction="none")
 
@@ -117,12 +123,14 @@ class CrossEntropy(PerExample):
     def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
         if output.dim() < 2:
             raise EngineError(
+                "cli.loss-model-gives-number",
                 f"loss '{self.title}': the model gives one number per example, not one per class",
                 'end the model with as many outputs as there are classes; for two classes and one output, loss = "bce"',
             )
         if y.is_floating_point():
             if y.shape != output.shape:
                 raise EngineError(
+                    "cli.loss-shape-per",
                     f"loss '{self.title}': y is {y.dtype} of shape {_shape(y)} per example, not a class number",
                     "give class numbers as integers: y.astype('int64')",
                 )
@@ -134,6 +142,7 @@ class CrossEntropy(PerExample):
         if y.shape[1:] != positions:
             if _inner(y) != tuple(n for n in positions if n != 1):
                 raise EngineError(
+                    "cli.loss-model-gives",
                     f"loss '{self.title}': the model gives {_shape(output)} per example, y is {_shape(y)}",
                     f"the first of these axes counts classes, so y must be {tuple(positions) or 'one number'}; "
                     "output.transpose(1, 2) if the classes come last",
@@ -142,6 +151,7 @@ class CrossEntropy(PerExample):
         y = y.long()
         if bool((((y < 0) | (y >= classes)) & (y != -100)).any()):
             raise EngineError(
+                "cli.loss-class-numbers",
                 f"loss '{self.title}': y has class numbers outside 0 … {classes - 1}",
                 "number the classes from 0, and give the model one output for each of them",
             )
@@ -168,7 +178,9 @@ def loss(name: str, arguments: Mapping[str, Any], *, beside: Any = None) -> Any:
     if isinstance(found, type) or arguments:
         found = named.call(found, f"loss '{name}'", arguments)
     if not callable(found):
-        raise PlanError(f"loss '{name}' is a {type(found).__name__}", "name a function of (output, y)")
+        raise PlanError(
+            "cli.loss", f"loss '{name}' is a {type(found).__name__}", "name a function of (output, y)"
+        )
     return found
 
 

@@ -79,6 +79,7 @@ class Wanted:
                 made.save(self.save)
             except OSError as error:
                 raise PlanError(
+                    "cli.measure-not-written",
                     f"the measure cannot be written to '{self.save}': {error}",
                     "name a file in a folder that exists",
                 ) from error
@@ -89,7 +90,7 @@ class Wanted:
 
         source, _, data = str(self.proxy).partition(":")
         if source not in PROXIES or (source != "gaussian") != bool(data):
-            raise PlanError(f"proxy is '{self.proxy}', which is not known", _HOW)
+            raise PlanError("cli.proxy-not-known", f"proxy is '{self.proxy}', which is not known", _HOW)
         common: dict[str, Any] = {"passes": self.passes, "radius": self.radius, "seed": self.seed}
         if source == "gaussian":
             generator = torch.Generator().manual_seed(self.seed)
@@ -103,14 +104,20 @@ class Wanted:
             proxy = "simulated: Gaussian inputs, labels at random"
             return measure(model, stack, x=x, y=y, losses_of=self._losses(model), proxy=proxy, **common)
         if self.shape is not None:
-            raise PlanError(f"input is '{self.shape}', and '{data}' brings its own", "leave --input out")
+            raise PlanError(
+                "cli.input-brings-own",
+                f"input is '{self.shape}', and '{data}' brings its own",
+                "leave --input out",
+            )
         x, y = _pair(named.call(named.find(data, "proxy"), f"proxy '{data}'"), data)
         proxy = f"{source}: {data}"
         if self.loss is None and y is None:
             return measure(model, stack, x=x, proxy=proxy, **common)
         if self.loss is None:
             raise PlanError(
-                f"proxy '{data}' returned (x, y), and no loss is given", "give --loss cross_entropy, …"
+                "cli.proxy-returned-no",
+                f"proxy '{data}' returned (x, y), and no loss is given",
+                "give --loss cross_entropy, …",
             )
         return measure(
             model, stack, x=x, y=x if y is None else y, losses_of=self._losses(model), proxy=proxy, **common
@@ -133,12 +140,14 @@ def shape_of(text: str | None, model: str) -> tuple[int, ...]:
         if model in named.INPUTS:
             return named.INPUTS[model]
         raise PlanError(
+            "cli.input-model-no",
             f"the input of model '{model}' has no known shape",
             "give --input, one example without the batch axis: 12,256",
         )
     parts = text.replace("x", ",").split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise PlanError(
+            "cli.input-whole-numbers",
             f"input is '{text}', must be whole numbers > 0",
             "one example without the batch axis: --input 12,256",
         )
@@ -151,7 +160,9 @@ def labels(loss: str, output: Tensor, x: Tensor, generator: torch.Generator) -> 
     if loss == "cross_entropy":
         if not inner:
             raise PlanError(
-                "the model gives one number per example, not one per class", "use --loss bce or mse"
+                "cli.model-gives-number",
+                "the model gives one number per example, not one per class",
+                "use --loss bce or mse",
             )
         return torch.randint(inner[0], (n, *inner[1:]), generator=generator)
     if loss == "bce":
@@ -172,6 +183,7 @@ def _output(model: nn.Module, example: Tensor) -> Tensor:
     model.train(training)
     if not isinstance(output, Tensor):
         raise PlanError(
+            "cli.model-gives-not",
             f"the model gives a {type(output).__name__}, not a tensor",
             "measure it in Python: lamina.sensitivity.measure(model, stack, x=…, losses_of=…).save(FILE)",
         )
@@ -181,6 +193,7 @@ def _output(model: nn.Module, example: Tensor) -> Tensor:
 def _alike(output: Tensor, example: Tensor) -> None:
     if output.shape != example.shape:
         raise PlanError(
+            "cli.model-gives-input",
             f"the model gives {tuple(output.shape[1:])} for an input of {tuple(example.shape[1:])}: it is no "
             "autoencoder, and its loss is unknown",
             "give --loss cross_entropy, bce, mse, … (labels are drawn at random), or --proxy public:nets:data",
@@ -194,5 +207,5 @@ def _pair(found: Any, name: str) -> tuple[Any, Any]:
         return torch.as_tensor(found), None
     except (TypeError, ValueError, RuntimeError) as error:
         raise EngineError(
-            f"proxy '{name}' returned a {type(found).__name__}", "return x or (x, y)"
+            "cli.proxy-returned", f"proxy '{name}' returned a {type(found).__name__}", "return x or (x, y)"
         ) from error

@@ -34,12 +34,16 @@ def model(name: str, arguments: Mapping[str, Any] | None = None, *, beside: Path
     if isinstance(found, nn.Module):
         if arguments:
             raise PlanError(
-                f"model '{name}' is a model already, and args are given", "name its class, or drop args"
+                "cli.model-model-already",
+                f"model '{name}' is a model already, and args are given",
+                "name its class, or drop args",
             )
         return found
     made = call(found, f"model '{name}'", arguments)
     if not isinstance(made, nn.Module):
-        raise PlanError(f"model '{name}' made a {type(made).__name__}", "return a torch.nn.Module")
+        raise PlanError(
+            "cli.model-made", f"model '{name}' made a {type(made).__name__}", "return a torch.nn.Module"
+        )
     return made
 
 
@@ -49,6 +53,7 @@ def find(name: str, what: str, *, beside: Path | None = None, built_in: tuple[st
     if not (module and colon and attribute):
         known = f", or one of {', '.join(built_in)}" if built_in else ""
         raise PlanError(
+            "cli.not",
             f"{what} '{name}' is not {'built in' if built_in else 'of the form package.module:name'}"
             f"{suggestion(name, built_in)}",
             f"use package.module:name{known}",
@@ -63,6 +68,7 @@ def find(name: str, what: str, *, beside: Path | None = None, built_in: tuple[st
         missing = error.__cause__
         if isinstance(missing, ModuleNotFoundError) and _is_above(missing.name, module):
             raise PlanError(
+                "cli.no-module-nor",
                 f"{what} '{name}': there is no module '{missing.name}' in {' or '.join(folders)}, nor installed",
                 "put the file there, or correct the name before the colon",
             ) from error
@@ -70,6 +76,7 @@ def find(name: str, what: str, *, beside: Path | None = None, built_in: tuple[st
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise PlanError(
+                "cli.no",
                 f"{what} '{name}': '{module}' has no '{attribute}'{suggestion(part, dir(found))}",
                 "correct the name after the colon",
             )
@@ -81,7 +88,9 @@ def call(factory: Any, what: str, arguments: Mapping[str, Any] | None = None) ->
     """`factory(**arguments)`, with arguments that do not fit told before it runs."""
     given = dict(arguments or {})
     if not callable(factory):
-        raise PlanError(f"{what} is a {type(factory).__name__}", "name a function or a class")
+        raise PlanError(
+            "cli.name-function-class", f"{what} is a {type(factory).__name__}", "name a function or a class"
+        )
     check_arguments(factory, what, given)
     with user_code(f"{what} cannot be made", "correct the line; or --debug for the whole traceback"):
         return factory(**given)
@@ -100,11 +109,15 @@ def check_arguments(
     if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         for name in given:
             if name not in accepted:
-                raise PlanError(f"{what} takes no argument '{name}'{suggestion(name, accepted)}", remedy)
+                raise PlanError(
+                    "cli.takes-no-argument",
+                    f"{what} takes no argument '{name}'{suggestion(name, accepted)}",
+                    remedy,
+                )
     try:
         signature.bind(*[None] * taken, **given)
     except TypeError as error:
-        raise PlanError(f"{what}: {error}", remedy) from error
+        raise PlanError("cli.check-arguments", f"{what}: {error}", remedy) from error
 
 
 def parameters(factory: Any) -> list[str]:

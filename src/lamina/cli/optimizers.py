@@ -68,9 +68,11 @@ def _known(name: str, what: str, known: Mapping[str, Callable[..., Any]]) -> Cal
     if name in known:
         return known[name]
     if reason := _REFUSED.get(name.lower()):
-        raise PlanError(f"{what} '{name}' {reason}", f"use one of {', '.join(known)}")
+        raise PlanError("cli.use", f"{what} '{name}' {reason}", f"use one of {', '.join(known)}")
     raise PlanError(
-        f"{what} '{name}' is not known{suggestion(name, list(known))}", f"use one of {', '.join(known)}"
+        "cli.not-known",
+        f"{what} '{name}' is not known{suggestion(name, list(known))}",
+        f"use one of {', '.join(known)}",
     )
 
 

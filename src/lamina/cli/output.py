@@ -27,7 +27,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 def refusal(error: LaminaError) -> dict[str, str]:
     """A refusal as machines read it."""
-    return {"refused": error.problem, "remedy": error.remedy}
+    return {"refused": error.problem, "remedy": error.remedy, "code": error.code}
 
 
 def complain(error: LaminaError) -> None:
@@ -35,6 +35,7 @@ def complain(error: LaminaError) -> None:
     err.print(f"[bold red]refused:[/] {escape(error.problem)}", soft_wrap=True)
     if error.remedy:
         err.print(f"[bold]remedy:[/]  {escape(error.remedy)}", soft_wrap=True)
+    err.print(f"[dim]code:    {error.code}[/]", soft_wrap=True)
 
 
 @contextmanager

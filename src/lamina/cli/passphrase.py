@@ -37,12 +37,15 @@ def passphrase(file: Path | None, *, what: str, new: bool = False) -> bytes:
         found = str(asked).encode("utf-8")
     else:
         raise BadKey(
+            "key.no-passphrase-nobody",
             f"there is no passphrase for {what}, and nobody to ask",
             f"set {VARIABLE} or give --passphrase-file" + (", or say --no-passphrase" if new else ""),
         )
     if not found:
         raise BadKey(
-            f"the passphrase of {what} is empty", "give one" + (", or say --no-passphrase" if new else "")
+            "key.passphrase-empty-give",
+            f"the passphrase of {what} is empty",
+            "give one" + (", or say --no-passphrase" if new else ""),
         )
     return found
 

@@ -80,6 +80,7 @@ class Planned:
             return None
         if not (self.beside / given).exists():
             raise RunError(
+                "cli.ledger-key-no",
                 f"ledger_key is '{given}', and there is no '{self.beside / given}'",
                 f"paths are relative to the run file; make one: lamina keys new {given}",
             )
@@ -150,6 +151,7 @@ def _measured(path: Path, name: str) -> Measure:
 
     if not path.exists():
         raise PlanError(
+            "cli.measure-no",
             f"measure is '{name}', and there is no '{path}'",
             "paths are relative to the run file; make one: lamina plan policy.toml --model … --epochs … "
             f"--proxy gaussian --save-measure {name}",
@@ -167,7 +169,9 @@ def read(data: Data, policy: Policy, beside: Path) -> Corpus:
         path = beside / (data.path or "")
         if not path.exists():
             raise CorpusError(
-                f"path is '{data.path}', and there is no '{path}'", "paths are relative to the run file"
+                "cli.path-no",
+                f"path is '{data.path}', and there is no '{path}'",
+                "paths are relative to the run file",
             )
         if data.kind == "folder":
             return Corpus.of_folder(path, **common)
@@ -177,7 +181,9 @@ def read(data: Data, policy: Policy, beside: Path) -> Corpus:
             return Corpus.of_npz(path, **common)
         return Corpus.of_csv(path, **common, delimiter=data.delimiter or ",")
     except CorpusError as error:
-        raise CorpusError(f"data: {error.problem}", error.remedy.replace("cls=", "data.class =")) from error
+        raise CorpusError(
+            "cli.data", f"data: {error.problem}", error.remedy.replace("cls=", "data.class =")
+        ) from error
 
 
 def admitted(
@@ -187,6 +193,7 @@ def admitted(
     path = beside / (data.path or "")
     if not (beside / table.keys).exists():
         raise AdmissionError(
+            "cli.admit-keys-no",
             f"admit.keys is '{table.keys}', and there is no '{beside / table.keys}'",
             "paths are relative to the run file; lamina keys add makes a ring",
         )
@@ -216,11 +223,13 @@ def _made(name: str, data: Data, common: Mapping[str, Any], beside: Path) -> Cor
     for key in ("examples_per_unit", "version", "cls"):
         if common[key] is not None:
             raise CorpusError(
+                "cli.factory-returned-corpus-given",
                 f"factory '{name}' returned a Corpus, and {'class' if key == 'cls' else key} is given beside it",
                 "give it to the Corpus",
             )
     if made.policy != common["policy"]:
         raise CorpusError(
+            "cli.factory-returned-corpus",
             f"factory '{name}' returned a Corpus under {'no' if made.policy is None else 'another'} policy: what it "
             "spends would be booked elsewhere",
             "let the factory take it: def data(policy): return lamina.Corpus(x, y, unit=…, policy=policy)",

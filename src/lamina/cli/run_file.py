@@ -224,7 +224,9 @@ class RunFile(BaseModel):
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                f"run file '{path}' cannot be read: {error}", "make one: lamina train --template > RUN.toml"
+                "cli.run-file-not",
+                f"run file '{path}' cannot be read: {error}",
+                "make one: lamina train --template > RUN.toml",
             ) from error
         return cls.parse(text, source=str(path))
 
@@ -234,7 +236,9 @@ class RunFile(BaseModel):
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise PlanError(f"{source} is not TOML: {error}", "correct the line that it names") from error
+            raise PlanError(
+                "cli.not-toml", f"{source} is not TOML: {error}", "correct the line that it names"
+            ) from error
         has_the_least(data, source)
         names_a_ledger(data, source)
         admits_a_folder(data, source)

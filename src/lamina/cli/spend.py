@@ -100,13 +100,16 @@ def _by_origin(ledgers: list[str], where: str, wanted: str | None) -> dict[str, 
             name = book.origin
         if name in found and wanted in (None, name):
             raise RunError(
+                "cli.both-corpus-neither",
                 f"'{shown(found[name])}' and '{shown(ledger)}' are both of corpus {name!r}: neither knows all of its ε",
                 "give one of them; a corpus has one ledger",
             )
         found[name] = ledger
     if wanted is not None and wanted not in found:
         known = ", ".join(map(repr, sorted(found)))
-        raise RunError(f"'{shown(where)}' knows no corpus {wanted!r}", f"it has {known}")
+        raise RunError(
+            "cli.knows-no-corpus", f"'{shown(where)}' knows no corpus {wanted!r}", f"it has {known}"
+        )
     return {name: place for name, place in sorted(found.items()) if wanted in (None, name)}
 
 
@@ -122,11 +125,17 @@ def _release(ledgers: list[str], where: str, name: str, lost: bool) -> tuple[str
     found = found or [run for run in labels if name and run.startswith(name)]
     if not found:
         raise RunError(
-            f"no run {name!r} is known in '{shown(where)}'", f"lamina spend {quote(shown(where))} lists them"
+            "cli.no-run-known",
+            f"no run {name!r} is known in '{shown(where)}'",
+            f"lamina spend {quote(shown(where))} lists them",
         )
     if len(found) > 1:
         listed = ", ".join(called(run, labels[run]) for run in found[:5])
-        raise RunError(f"{name!r} could be any of {len(found)} runs: {listed}", "give more digits of its id")
+        raise RunError(
+            "cli.could-runs",
+            f"{name!r} could be any of {len(found)} runs: {listed}",
+            "give more digits of its id",
+        )
     with writing(home[found[0]]) as book:
         if lost:
             return found[0], book.lose(found[0])

@@ -76,6 +76,7 @@ def train(
         raise typer.BadParameter("give the run file, or --template to get one", param_hint="RUN.toml")
     if inside and not _is_terminal():
         raise RunError(
+            "cli.inside-shows-raw",
             "--inside shows the raw private loss, and standard error is not a terminal: it would be written down",
             "run it in a terminal, or leave --inside out and evaluate on public data",
         )

@@ -62,25 +62,34 @@ class ECGSimulator:
     def __post_init__(self) -> None:
         if min(self.samples, self.windows) < 1:
             raise LaminaError(
+                "data.samples-windows-both",
                 f"samples={self.samples}, windows={self.windows}, both must be > 0",
                 "for example samples=96, windows=3",
             )
         if self.rate < LEAST_RATE:
             raise LaminaError(
+                "data.rate-samples-per",
                 f"rate={self.rate} samples per second, must be >= {LEAST_RATE}: a QRS complex is over in 0.1 s",
                 "for example rate=100",
             )
         unknown = [name for name in self.mix if name not in CLASSES]
         if unknown or not self.mix:
-            raise LaminaError(f"classes {unknown or '()'} are not known", f"choose from {', '.join(CLASSES)}")
+            raise LaminaError(
+                "data.classes-not-known",
+                f"classes {unknown or '()'} are not known",
+                f"choose from {', '.join(CLASSES)}",
+            )
         if min(self.mix.values()) < 0 or not 0 < sum(self.mix.values()) < math.inf:
             raise LaminaError(
+                "data.mix-hold-finite",
                 f"mix is {dict(self.mix)}, must hold finite numbers >= 0, not all 0",
                 "for example {'normal': 7, 'block': 3}",
             )
         if not 0 <= self.severity[0] <= self.severity[1] <= 1:
             raise LaminaError(
-                f"severity is {self.severity}, must be 0 <= least <= most <= 1", "for example (0.1, 0.8)"
+                "data.severity-least",
+                f"severity is {self.severity}, must be 0 <= least <= most <= 1",
+                "for example (0.1, 0.8)",
             )
 
     def draw(self, *, patients: int, seed: int, tick: Callable[[int], None] | None = None) -> Recordings:
@@ -89,7 +98,7 @@ class ECGSimulator:
         `tick` hears how many patients are done.
         """
         if patients < 1:
-            raise LaminaError(f"patients={patients}, must be > 0", "ask for one or more")
+            raise LaminaError("data.patients", f"patients={patients}, must be > 0", "ask for one or more")
         x = np.empty((patients, self.windows, len(LEADS), self.samples), dtype=np.float32)
         label = np.empty(patients, dtype=np.int64)
         for i in range(patients):
@@ -124,6 +133,7 @@ class ECGSimulator:
             if len(starts) >= self.windows:
                 return dipole, starts[: self.windows]
         raise LaminaError(
+            "data.fewer-waves-stand",
             f"fewer than {self.windows} R waves stand out from a simulated recording",
             "look at the heights of the morphology's waves: R must be the largest",
         )

@@ -77,7 +77,9 @@ def neurokit() -> ModuleType:
             return importlib.import_module("neurokit2")
     except ImportError as error:
         raise LaminaError(
-            f"simulated ECG needs neurokit2, which cannot be imported: {error}", "pip install lamina[demo]"
+            "data.simulated-ecg-needs",
+            f"simulated ECG needs neurokit2, which cannot be imported: {error}",
+            "pip install lamina[demo]",
         ) from error
 
 

@@ -55,6 +55,7 @@ def refuse_merged(adapters: list[tuple[str, Any]]) -> None:
     for name, module in adapters:
         if module.merged_adapters:
             raise UnsupportedLayer(
+                "engine.adapter-merged-weight",
                 f"adapter {module.merged_adapters[0]!r} is merged into the weight of '{name}': its own tensors take "
                 "no part in the forward pass",
                 "call model.unmerge_adapter() before training",

@@ -75,12 +75,14 @@ class Attachment:
         unknown = set(per_contribution) - {name for name, _ in self.model.named_modules()}
         if unknown:
             raise EngineError(
+                "engine.per-contribution-names",
                 f"per_contribution names {sorted(unknown)}, which the model does not have",
                 "use names of model.named_modules()",
             )
         for name, module in self.model.named_modules():
             if isinstance(getattr(module, "forward", None), Patched):
                 raise EngineError(
+                    "engine.module-attached-engine",
                     f"module '{name}' is attached to an engine already",
                     "give that engine on (Trainer(…, engine=engine)), or call its detach() first",
                 )
@@ -104,7 +106,7 @@ class Attachment:
         try:
             site = None if forced else rule_for(module)
         except LaminaError as problem:
-            raise type(problem)(f"module '{name}': {problem.problem}", problem.remedy) from None
+            raise type(problem)(problem.code, f"module '{name}': {problem.problem}", problem.remedy) from None
         if site is None and not forced and ExpertsSite.suits(module):
             site = ExpertsSite(name, module, original, lambda x: self._token_rows(name, x))
         if site is None:
@@ -156,6 +158,7 @@ class Attachment:
         for name, version in self._versions.items():
             if now.get(name, version) != version:
                 raise CouplingError(
+                    "engine.written-during-forward",
                     f"'{name}' was written during the forward pass: it would carry private data without noise",
                     "train it by the optimiser, or compute it from public data before training",
                 )
@@ -240,7 +243,9 @@ class Patched:
             return rule.run(x, params)[0]
         if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16:
             raise EngineError(
-                f"'{self.name}' runs under float16 autocast", "use bfloat16 autocast, without GradScaler"
+                "engine.runs-under-float16",
+                f"'{self.name}' runs under float16 autocast",
+                "use bfloat16 autocast, without GradScaler",
             )
         rows = None if x is NOTHING else self.attachment.example_of_row(self.name, x)
         use = Use(self.name, rule, targets, layers, self.attachment.desk, rows, x.dtype)
@@ -272,6 +277,7 @@ def _slot(module: nn.Module, name: str) -> tuple[dict[str, nn.Parameter | None],
 def _row_map(name: str, rows: int, order: str, examples: int | None) -> Tensor:
     if examples is None or examples == 0 or rows % examples:
         raise EngineError(
+            "engine.rows-not-map",
             f"rows={{{name!r}: {order!r}}} cannot map {rows} rows to {examples} examples",
             "use `with lamina.rows(owner):` around the call, with one example per row",
         )
@@ -280,7 +286,9 @@ def _row_map(name: str, rows: int, order: str, examples: int | None) -> Tensor:
     if order == "interleaved":
         return torch.arange(examples).repeat(rows // examples)
     raise EngineError(
-        f"rows order {order!r} for '{name}'", "use 'contiguous' (r // k) or 'interleaved' (r % n)"
+        "engine.rows-order",
+        f"rows order {order!r} for '{name}'",
+        "use 'contiguous' (r // k) or 'interleaved' (r % n)",
     )
 
 
@@ -290,6 +298,7 @@ def _refuse_spectral_norm(name: str, module: nn.Module) -> None:
         hooks += [type(p).__name__ for ps in module.parametrizations.values() for p in ps]  # type: ignore[operator]
     if any("SpectralNorm" in hook for hook in hooks):
         raise UnsupportedLayer(
+            "engine.module-spectral-norm",
             f"module '{name}' has spectral_norm, which changes its buffers at every call",
             "remove it: torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')",
         )

@@ -48,11 +48,13 @@ class Batch:
         units = len(torch.unique(unit))
         if n and units != int(unit.max()) + 1:
             raise EngineError(
+                "engine.unit-numbers-contributions",
                 f"unit numbers {units} contributions up to {int(unit.max())}: it has gaps",
                 "number them 0 … P-1: torch.unique(ids, return_inverse=True)[1]",
             )
         if self.cls is not None and len(self.cls) != units:
             raise EngineError(
+                "engine.cls-describes-contributions",
                 f"cls describes {len(self.cls)} contributions, unit numbers {units}",
                 "give one class per contribution, not per example",
             )
@@ -61,6 +63,7 @@ class Batch:
         weight = torch.ones(n) if self.weight is None else torch.as_tensor(self.weight, dtype=torch.float32)
         if weight.shape != (n,) or not bool(torch.isfinite(weight).all() and (weight >= 0).all()):
             raise EngineError(
+                "engine.weight-shape-examples",
                 f"weight has shape {tuple(weight.shape)} for {n} examples, or a value that is negative or not finite",
                 "give one weight >= 0 per example; 0 marks padding",
             )
@@ -82,11 +85,13 @@ class Batch:
         }
         if not sizes:
             raise EngineError(
+                "engine.without-tensors",
                 f"x is a {type(self.x).__name__} without tensors",
                 "give tensors: torch.from_numpy(x) or torch.tensor(x)",
             )
         if len(sizes) != 1 or -1 in sizes:
             raise EngineError(
+                "engine.tensors-first-axes",
                 f"the tensors of x and y have first axes {sorted(sizes)}",
                 "give every tensor of a batch the same first axis: examples",
             )
@@ -103,7 +108,7 @@ class Batch:
         part whose `last` is true, and by then all of it is there.
         """
         if parts < 1:
-            raise EngineError(f"split({parts})", "ask for one part or more")
+            raise EngineError("engine.split", f"split({parts})", "ask for one part or more")
         assert self.unit is not None and self.cls is not None and self.weight is not None
         parts = max(1, min(parts, len(self)))
         bounds = [len(self) * i // parts for i in range(parts + 1)]
@@ -126,6 +131,7 @@ def _limits(name: str, value: Any, size: int, *, most: float) -> Tensor:
     given = torch.as_tensor(value, dtype=torch.float64)
     if given.shape != (size,) or not bool(((given > 0) & (given <= most)).all()):
         raise EngineError(
+            "engine.shape-contributions-value",
             f"{name} has shape {tuple(given.shape)} for {size} contributions, or a value outside (0, {most:g}]",
             "give one per contribution; a stricter contribution has smaller thresholds, never none",
         )
@@ -143,14 +149,17 @@ def _integers(name: str, value: Any, size: int, default: Callable[[], Tensor]) -
         value = torch.as_tensor(value)
     except (TypeError, ValueError):
         raise EngineError(
-            f"{name} is not made of integers", "class names become indices by plan.index('name')"
+            "engine.not-made-integers",
+            f"{name} is not made of integers",
+            "class names become indices by plan.index('name')",
         ) from None
     if value.dtype.is_floating_point or value.dtype == torch.bool or value.shape != (size,):
         raise EngineError(
+            "engine.dtype-shape-expected",
             f"{name} has dtype {value.dtype} and shape {tuple(value.shape)}, expected {size} integers",
             f"give {name} as a one-dimensional integer tensor",
         )
     numbers: Tensor = value.long()
     if size and int(numbers.min()) < 0:
-        raise EngineError(f"{name} contains {int(numbers.min())}", f"{name} counts from 0")
+        raise EngineError("engine.contains", f"{name} contains {int(numbers.min())}", f"{name} counts from 0")
     return numbers

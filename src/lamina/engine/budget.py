@@ -24,7 +24,9 @@ class Budget:
     def __init__(self, plan: StepPlan, filters: Mapping[str, Filter], taken: int = 0) -> None:
         if not 0 <= taken <= plan.steps:
             raise PlanError(
-                f"taken is {taken}, the plan has {plan.steps} steps", "say how many were taken before"
+                "engine.taken-plan-steps",
+                f"taken is {taken}, the plan has {plan.steps} steps",
+                "say how many were taken before",
             )
         self.plan, self.lent = plan, False
         self.go_to(taken)
@@ -34,7 +36,9 @@ class Budget:
             k = plan.index(name)
             if plan.classes[k].public:
                 raise PlanError(
-                    f"class '{name}' is public and has no budget to filter", "leave it out of filters"
+                    "engine.class-public-no",
+                    f"class '{name}' is public and has no budget to filter",
+                    "leave it out of filters",
                 )
             self._given.append((k, filter_))
         self._own: dict[int, RenyiFilter] = {}
@@ -61,6 +65,7 @@ class Budget:
                 filter_.charge(*self._choice(k), self._choices if fits else 0)
             if not fits:
                 raise BudgetExceeded(
+                    "engine.steps-taken-times",
                     f"{self.taken} steps may have been taken at {factor:g} times the declared sigma, which is more "
                     f"than class '{self.plan.classes[k].name}' has",
                     "make the engine with taken=0 and give engine.budget.load_state(…) what to_state() said",
@@ -73,6 +78,7 @@ class Budget:
         """
         if self.taken >= self.plan.steps:
             raise BudgetExceeded(
+                "engine.plan-priced-steps",
                 f"the plan was priced for {self.plan.steps} steps, and all are taken",
                 "make a plan with more steps: its noise, or its epsilon, will be larger",
             )
@@ -86,6 +92,7 @@ class Budget:
         """Take the price of one choice from every class, or refuse and take nothing."""
         if self.taken >= self.plan.steps:
             raise BudgetExceeded(
+                "engine.plan-priced-steps-taken",
                 f"the plan was priced for {self.plan.steps} steps, and all are taken: no choice is left",
                 "make a plan with more steps: its noise, or its epsilon, will be larger",
             )
@@ -98,6 +105,7 @@ class Budget:
         for k, filter_, sigma, q in due:
             if not filter_.admits(sigma, q):
                 raise BudgetExceeded(
+                    "engine.budget-class-not",
                     f"the budget of class '{self.plan.classes[k].name}' does not allow {what} "
                     f"at sigma {sigma:.4g}, q {q:.4g}",
                     "stop here and keep the model: release it as it is",
@@ -181,4 +189,8 @@ class Budget:
 
 
 def _not_mine(why: str) -> PlanError:
-    return PlanError(f"the state of the budget {why}", "give what to_state() of the same plan's budget said")
+    return PlanError(
+        "engine.state-budget",
+        f"the state of the budget {why}",
+        "give what to_state() of the same plan's budget said",
+    )

@@ -124,6 +124,7 @@ class Engine:
     def _take(self, losses: Tensor | None, batch: Batch) -> None:
         if batch.first and (self.choice_due or self._choice is not None):
             raise EngineError(
+                "engine.plan-chooses-shape",
                 f"the plan chooses the shape of its noise before step {self.budget.taken}, and has not yet",
                 "draw a batch of its own and call engine.choose(losses, batch) first (losses=None if it is empty)",
             )
@@ -171,7 +172,9 @@ class Engine:
     def _choose(self, losses: Tensor | None, batch: Batch) -> None:
         adaptation, step = self.adaptation, self.budget.taken
         if adaptation is None or (batch.first and not self.choice_due):
-            raise EngineError(f"no choice is due before step {step}", "ask engine.choice_due first")
+            raise EngineError(
+                "engine.no-choice-due", f"no choice is due before step {step}", "ask engine.choice_due first"
+            )
         part = self._examine(losses, batch)
         if batch.first:
             self._open, choice = None, OpenChoice(self.plan, adaptation.offers(), self._masks.sizes)
@@ -216,13 +219,15 @@ class Engine:
         """Everything that can be refused, before anything is spent."""
         if self._detached:
             raise EngineError(
-                "this engine was detached from its model", "make a new one: lamina.Engine(model, plan)"
+                "engine.engine-detached-model",
+                "this engine was detached from its model",
+                "make a new one: lamina.Engine(model, plan)",
             )
         self._gradients.check()
         part = examine(losses, batch, self.plan, self._names)
         if part is not None and self._ownership.due(part.graph, part.layout.units):
             for hazard in hazards(self.model):
-                raise CouplingError(str(hazard), hazard.remedy)
+                raise CouplingError("engine.examine", str(hazard), hazard.remedy)
             with torch.autocast("cpu", enabled=False):
                 self._ownership.run(
                     part.losses, part.layout.owner, part.layout.units, part.graph, part.layouts
@@ -271,11 +276,17 @@ class Engine:
         declared sigma the steps from here on have; whoever gives it has asked the filters, and the engine does not.
         """
         if not 0 <= step <= self.plan.steps:
-            raise EngineError(f"step {step} lies outside the plan's 0 … {self.plan.steps}", "check the run")
+            raise EngineError(
+                "engine.step-lies-outside",
+                f"step {step} lies outside the plan's 0 … {self.plan.steps}",
+                "check the run",
+            )
         if self.adaptation is not None:
             self.budget.lent = self.adaptation.fix(factor)
         elif factor not in (None, 1.0):
-            raise EngineError(f"factor is {factor!r}, and the plan has no rules", "leave it out")
+            raise EngineError(
+                "engine.factor-plan-no", f"factor is {factor!r}, and the plan has no rules", "leave it out"
+            )
         self._open = self._choice = None
         self.noise = noise
         self.budget.go_to(step)

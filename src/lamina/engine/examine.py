@@ -35,6 +35,7 @@ def examine(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict[int
     """None for an empty batch."""
     if not batch.classified and len(plan.classes) > 1:
         raise EngineError(
+            "engine.batch-not-say",
             f"the batch does not say which of the plan's {len(plan.classes)} classes its contributions have",
             "give Batch(..., cls=…): indices into plan.classes, plan.index('name')",
         )
@@ -42,12 +43,17 @@ def examine(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict[int
     classes = cast(Tensor, batch.cls)
     if len(classes) and int(classes.max()) >= len(plan.classes):
         raise EngineError(
+            "engine.batch-contribution-class",
             f"the batch has a contribution of class {int(classes.max())}, the plan has {len(plan.classes)} classes",
             "cls holds indices into plan.classes: plan.index('name')",
         )
     if n == 0 or len(batch) == 0:
         if losses is not None and losses.numel():
-            raise EngineError(f"{losses.numel()} losses came with an empty batch", "pass losses=None")
+            raise EngineError(
+                "engine.losses-came-empty",
+                f"{losses.numel()} losses came with an empty batch",
+                "pass losses=None",
+            )
         return None
     losses = check_losses(losses, n)
     graph = walk(losses, names)
@@ -69,29 +75,41 @@ def examine(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict[int
 
 def check_losses(losses: Tensor | None, n: int) -> Tensor:
     if losses is None:
-        raise EngineError(f"losses is None for a batch of {n} examples", "pass one loss per example")
+        raise EngineError(
+            "engine.losses-none-batch",
+            f"losses is None for a batch of {n} examples",
+            "pass one loss per example",
+        )
     if losses.dim() == 0:
         raise CouplingError(
+            "engine.losses-single-number",
             "losses is a single number: a mean or sum over the batch mixes contributions",
             "pass one loss per example: reduction='none', then .flatten(1).mean(1)",
         )
     if losses.dim() == 1 and len(losses) != n:
         raise EngineError(
+            "engine.losses-examples-batch",
             f"there are {len(losses)} losses for {n} examples in the batch",
             "compute them from this batch's x and y",
         )
     if losses.shape != (n,):
         raise EngineError(
+            "engine.losses-shape-expected",
             f"losses has shape {tuple(losses.shape)}, expected ({n},): one loss per example",
             "reduce every axis but the first: losses.flatten(1).mean(1)",
         )
     root = losses.grad_fn
     if losses.dtype == torch.float16:
-        raise EngineError("losses are float16, whose sums overflow", "use bfloat16 autocast, or float32")
+        raise EngineError(
+            "engine.losses-float16-whose",
+            "losses are float16, whose sums overflow",
+            "use bfloat16 autocast, or float32",
+        )
     if type(root).__name__ == "MulBackward0":
         factor = getattr(root, "_saved_other", None)
         if isinstance(factor, Tensor) and factor.dim() == 0 and _is_loss_scale(float(factor)):
             raise EngineError(
+                "engine.losses-multiplied-gradscaler",
                 f"the losses are multiplied by {float(factor):g}, as a GradScaler does",
                 "drop the GradScaler: bfloat16 autocast needs none",
             )
@@ -108,6 +126,7 @@ def _layout(use: Use, rows: int, n: int, layout: Layout) -> Layout:
         if rows == n:
             return layout
         raise OwnershipError(
+            "engine.worked-rows-batch",
             f"'{use.where}' worked on {rows} rows for a batch of {n} examples: whose rows are they?",
             "keep the batch axis first; or say whose rows they are with `with lamina.rows(owner):` in the model or "
             f"Engine(..., rows={{{use.where!r}: 'contiguous'}}); or run a module above it once per contribution: "
@@ -115,6 +134,7 @@ def _layout(use: Use, rows: int, n: int, layout: Layout) -> Layout:
         )
     if len(owner) != rows or (rows and not (int(owner.min()) >= -1 and int(owner.max()) < n)):
         raise OwnershipError(
+            "engine.row-map-entries",
             f"the row map of '{use.where}' has {len(owner)} entries for {rows} rows, or names an example "
             f"outside 0 … {n - 1}",
             "give one example of this batch per row, -1 for nobody",

@@ -35,6 +35,7 @@ class FlattenedSite(Site):
     def _apart(self, t: Tensor, n: int | None) -> Tensor:
         if not n or not t.dim() or t.shape[0] % n:
             raise OwnershipError(
+                "engine.given-tensor-shape",
                 f"'{self.name}' was given a tensor of shape {tuple(t.shape)} for {n} examples: whose rows are they?",
                 "keep as many tokens per example, or name the block above it in Engine(..., per_contribution=[...])",
             )

@@ -52,6 +52,7 @@ class Use:
 
 def hidden_backward(use: Use) -> UnclippedGradient:
     return UnclippedGradient(
+        "engine.reached-backward-pass",
         f"'{use.where}' was reached by a backward pass that the graph of the losses does not show",
         "do not call backward inside the model or its hooks",
     )
@@ -80,6 +81,7 @@ class Covered(torch.autograd.Function):
         receiver = use.desk.receiver
         if receiver is None:
             raise EngineError(
+                "engine.backward-pass-reached",
                 f"a backward pass reached '{use.where}' outside Engine.backward",
                 "call engine.backward(losses, batch) instead of loss.backward(), or engine.detach() first",
             )

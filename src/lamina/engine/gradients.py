@@ -34,11 +34,13 @@ class Gradients:
         for name, p in self.tensors.items():
             if self._foreign(name, p):
                 raise UnclippedGradient(
+                    "engine.grad-holds-gradient",
                     f"'{name}'.grad holds a gradient that the engine did not write",
                     "call optimizer.zero_grad() first, and never loss.backward() on a covered tensor",
                 )
             if not p.requires_grad:
                 raise EngineError(
+                    "engine.frozen-after-engine",
                     f"'{name}' was frozen after the engine was attached",
                     "freeze first, then make stack, plan and engine",
                 )
@@ -54,6 +56,7 @@ class Gradients:
             if was != now:
                 self.tensors[name].grad = None
                 raise UnclippedGradient(
+                    "engine.something-wrote-grad",
                     f"something wrote to '{name}'.grad during the backward pass",
                     "no hook or custom Function may write gradients itself: fused gradient accumulation must be off",
                 )
@@ -68,12 +71,14 @@ class Gradients:
             callable(a) and not isinstance(a, Optimizer) for a in args
         ):
             raise EngineError(
+                "engine.step-given-closure",
                 f"{type(optimizer).__name__}.step was given a closure, which may ask for several gradients in one step",
                 "call engine.backward once, then optimizer.step() without a closure",
             )
         for name, p in mine:
             if self._foreign(name, p):
                 raise UnclippedGradient(
+                    "engine.grad-holds-gradient",
                     f"'{name}'.grad holds a gradient that the engine did not write",
                     "use engine.backward(losses, batch) for every gradient of a covered tensor",
                 )
@@ -89,4 +94,8 @@ class Gradients:
 def refuse_half(parameters: Mapping[str, Tensor]) -> None:
     for name, p in parameters.items():
         if p.requires_grad and p.dtype == torch.float16:
-            raise EngineError(f"'{name}' is float16, whose gradients overflow", "use bfloat16 or float32")
+            raise EngineError(
+                "engine.float16-whose-gradients",
+                f"'{name}' is float16, whose gradients overflow",
+                "use bfloat16 or float32",
+            )

@@ -54,6 +54,7 @@ def walk(losses: Tensor, names: dict[int, str]) -> Graph:
     """
     if losses.grad_fn is None:
         raise EngineError(
+            "engine.losses-carry-no",
             "the losses carry no graph: nothing that the plan trains was used to compute them",
             "compute them from model(batch.x) with gradients enabled",
         )
@@ -86,11 +87,13 @@ def _refuse(node: Any) -> None:
     name = type(node).__name__
     if name == "CheckpointFunctionBackward":
         raise UnclippedGradient(
+            "engine.reentrant-activation-checkpoint",
             "a reentrant activation checkpoint hides the layers inside it",
             "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
         )
     if "BatchNorm" in name and getattr(node, "_saved_training", False) and node._saved_input.shape[0] > 1:
         raise CouplingError(
+            "engine.batch-normalisation-training",
             f"{name}: batch normalisation in training mode mixes contributions",
             "use GroupNorm, or `model, report = lamina.fix(model)`, or put the layer in eval mode",
         )
@@ -100,11 +103,13 @@ def _refuse_leaf(leaf: Tensor, names: dict[int, str], node: Any) -> None:
     name = names.get(id(leaf))
     if name is None:
         raise UnclippedGradient(
+            "engine.losses-depend-tensor",
             f"the losses depend on a tensor of shape {tuple(leaf.shape)} that requires a gradient "
             "and is not the model's",
             "detach it, or make it a parameter of the model so that the plan covers it",
         )
     raise UnclippedGradient(
+        "engine.tensor-used-outside",
         f"tensor '{name}' is used by {type(node).__name__} outside the engine: its gradient would not be clipped",
         "call the module that owns it instead of using its weight directly, or leave penalties out of the losses "
         "(weight decay belongs to the optimiser)",

@@ -73,6 +73,7 @@ def guard(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Refuse a forward pass that would mix contributions or move buffers with them."""
     for hazard in hazards(module):
         raise CouplingError(
+            "engine.called-attached-model",
             f"{hazard.kind} {hazard.state}, which {hazard.what.value}, was called in an attached model",
             hazard.remedy,
         )
@@ -84,6 +85,7 @@ def refuse_gradient(name: str) -> Callable[[Tensor | None], None]:
     def hook(grad: Tensor | None) -> None:
         if grad is not None:
             raise UnclippedGradient(
+                "engine.gradient-reached-not",
                 f"a gradient reached '{name}' that was not clipped",
                 "use engine.backward(losses, batch) for every gradient of a covered tensor, or engine.detach() first",
             )

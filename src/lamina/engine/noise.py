@@ -97,7 +97,11 @@ class NoiseSource:
         once, with the sum (`add_rounded_many_`): the grid belongs to the std of the whole.
         """
         if self._hardened and not rounded and any(total.dtype != torch.float64 for total in totals):
-            raise NoiseError("hardened noise is gathered in a tensor that is not float64", "use float64")
+            raise NoiseError(
+                "noise.hardened-noise-gathered",
+                "hardened noise is gathered in a tensor that is not float64",
+                "use float64",
+            )
         rounded = rounded and self._hardened
         self._apply(totals, stds, step=step, tensors=tensors, part=part, fill=False, rounded=rounded)
 
@@ -180,6 +184,7 @@ class NoiseSource:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NoiseError(
+            "noise.not-pickled-copied",
             f"{type(self).__name__} cannot be pickled or copied: a copy would repeat its stream",
             "make a new source where one is needed",
         )
@@ -206,7 +211,9 @@ class SecureNoise(NoiseSource):
         A second source of the same seed replays the first: only for the same steps of the same segment.
         """
         if len(set(seed)) < 8:  # 32 random bytes have so few distinct values with probability below 2^-100
-            raise NoiseError("the journal's seed is not random", "draw it with os.urandom(32)")
+            raise NoiseError(
+                "noise.journal-seed-not", "the journal's seed is not random", "draw it with os.urandom(32)"
+            )
         source = cls.__new__(cls)
         source._start(seed, rank=rank, hardened=hardened, threads=threads)
         return source
@@ -221,17 +228,21 @@ class SecureNoise(NoiseSource):
     def _claim(self, step: int, indices: list[int]) -> None:
         if self._lineage != _lineage():
             raise NoiseError(
+                "noise.noise-source-belongs",
                 "this noise source belongs to the parent process, whose stream a child must not repeat",
                 "make a new SecureNoise in the child",
             )
         with self._lock:
             if step < self._step:
                 raise NoiseError(
-                    f"noise of step {step} was asked for after step {self._step}", "never repeat a step"
+                    "noise.noise-step-asked",
+                    f"noise of step {step} was asked for after step {self._step}",
+                    "never repeat a step",
                 )
             again = self._drawn.intersection(indices) if step == self._step else ()
             if again:
                 raise NoiseError(
+                    "noise.noise-step-tensor",
                     f"noise of step {step}, tensor {min(again) % (1 << 64)} was drawn already",
                     "count the step up, or replay a crashed segment with SecureNoise.of_journal",
                 )
@@ -275,34 +286,52 @@ def _checked(
     indices = list(range(len(totals))) if tensors is None else list(tensors)
     if not len(totals) == len(stds) == len(indices):
         raise NoiseError(
-            f"{len(totals)} tensors, {len(stds)} stds, {len(indices)} indices", "give one of each"
+            "noise.tensors-stds-indices",
+            f"{len(totals)} tensors, {len(stds)} stds, {len(indices)} indices",
+            "give one of each",
         )
     if len(set(indices)) != len(indices) or any(i < 0 or i >= 1 << 64 for i in indices):
-        raise NoiseError("tensor indices repeat or are outside [0, 2^64)", "give every tensor its own index")
+        raise NoiseError(
+            "noise.tensor-indices-repeat",
+            "tensor indices repeat or are outside [0, 2^64)",
+            "give every tensor its own index",
+        )
     low, high = STD_RANGE
     for index, std in zip(indices, stds, strict=True):
         if not (low <= std <= high or std == 0):  # NaN fails both
             raise NoiseError(
-                f"std of tensor {index} is {std}, must be 0 or in [{low}, {high}]", "check the plan"
+                "noise.std-tensor",
+                f"std of tensor {index} is {std}, must be 0 or in [{low}, {high}]",
+                "check the plan",
             )
     seen: set[int] = set()
     for index, total in zip(indices, totals, strict=True):
         if total.dtype not in (torch.float32, torch.float64):
             raise NoiseError(
-                f"tensor {index} is {total.dtype}, must be float32 or float64", "sum in float32 or better"
+                "noise.tensor-float32-float64",
+                f"tensor {index} is {total.dtype}, must be float32 or float64",
+                "sum in float32 or better",
             )
         if not total.is_cpu or total.layout != torch.strided:
             raise NoiseError(
-                f"tensor {index} is not a dense tensor on the CPU", "move the sum to the CPU first"
+                "noise.tensor-not-dense",
+                f"tensor {index} is not a dense tensor on the CPU",
+                "move the sum to the CPU first",
             )
         if not total.is_contiguous() and any(
             s == 0 and n > 1 for s, n in zip(total.stride(), total.shape, strict=True)
         ):
-            raise NoiseError(f"tensor {index} is expanded, so its elements share memory", "clone it first")
+            raise NoiseError(
+                "noise.tensor-expanded-elements",
+                f"tensor {index} is expanded, so its elements share memory",
+                "clone it first",
+            )
         if total.numel():
             if total.data_ptr() in seen:
                 raise NoiseError(
-                    f"tensor {index} shares its memory with another of the call", "give each tensor once"
+                    "noise.tensor-shares-memory",
+                    f"tensor {index} shares its memory with another of the call",
+                    "give each tensor once",
                 )
             seen.add(total.data_ptr())
     return indices

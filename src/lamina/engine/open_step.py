@@ -109,6 +109,7 @@ class OpenStep(Sums):
     def _same_process(self) -> None:
         if os.getpid() != self.process:
             raise NoiseError(
+                "noise.step-opened-parent",
                 "a step that was opened in a parent process is released in its child: both would use one noise",
                 "fork between steps, not within one",
             )
@@ -116,12 +117,15 @@ class OpenStep(Sums):
 
 def batch_given(batch: Any) -> Batch:
     if not isinstance(batch, Batch):
-        raise EngineError(f"the batch is a {type(batch).__name__}", "pass a lamina.Batch(x, y, cls=…)")
+        raise EngineError(
+            "engine.batch", f"the batch is a {type(batch).__name__}", "pass a lamina.Batch(x, y, cls=…)"
+        )
     return batch
 
 
 def out_of_order() -> EngineError:
     return EngineError(
+        "engine.later-part-split",
         "a later part of a split batch came without its first part",
         "pass the parts of batch.split(k) in order, and begin again after an error",
     )

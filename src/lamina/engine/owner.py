@@ -80,6 +80,7 @@ class OwnerSite(Site):
 
     def _no_batch(self) -> OwnershipError:
         return OwnershipError(
+            "engine.called-without-tensor",
             f"'{self.name}' ({type(self.module).__name__}) was called without a tensor whose first axis is the "
             "batch's, or with another one than before",
             "pass the batch to it, or name a module above it in Engine(..., per_contribution=[...])",
@@ -154,6 +155,7 @@ class OwnerSite(Site):
         for a, b in zip(whole, single, strict=True):
             if isinstance(a, Tensor) and a.is_floating_point() and not _same(a, b):
                 raise UnsupportedLayer(
+                    "engine.gives-another-result",
                     f"'{self.name}' ({type(self.module).__name__}) gives another result for one example than for "
                     "the batch",
                     "its examples influence each other, or an argument that is not the batch has the batch's length: "
@@ -227,6 +229,7 @@ def _refuse_caches(name: str, leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if hasattr(leaf, "update") and not isinstance(leaf, Tensor):
             raise UnsupportedLayer(
+                "engine.given-writes-runs",
                 f"'{name}' was given a {type(leaf).__name__}, which it writes to, and runs once per contribution",
                 "train without it: model.config.use_cache = False",
             )

@@ -102,6 +102,7 @@ class _Watch:
             self.seen.add(use)
         if bool((g[~mine] != 0).any()):
             raise CouplingError(
+                "engine.loss-contribution-gradient",
                 f"the loss of one contribution has a gradient in the rows of others at '{use.where}' "
                 f"(g of shape {tuple(g.shape)})",
                 "contributions must not influence each other: no batch statistics, no loss over the batch, batch axis "

@@ -30,7 +30,11 @@ def probe(engine: Engine, losses_of: Callable[[Any, Any], Tensor], x: Any, y: An
     """
     whole = Batch(x, y)
     if len(whole) < 4:
-        raise EngineError(f"the probe got {len(whole)} examples", "give at least 4, public or simulated")
+        raise EngineError(
+            "engine.probe-got-examples",
+            f"the probe got {len(whole)} examples",
+            "give at least 4, public or simulated",
+        )
     n = len(whole)
     with _quiet(engine.model):
         for place in (0, n // 2, n - 1):
@@ -71,6 +75,7 @@ def _compare(reference: dict[str, Tensor], other: dict[str, Tensor], what: str) 
         if not moved <= _TOLERANCE:
             thing = "loss" if name == "loss" else f"gradient of {name!r}"
             raise CouplingError(
+                "engine.examples-moved-size",
                 f"when the other examples were {what}, the {thing} of one moved by {moved:.2g} of its size",
                 "examples must not influence each other: no batch statistics, no loss over or divided by the batch, "
                 "no padding to the longest without a mask",

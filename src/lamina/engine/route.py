@@ -37,6 +37,7 @@ def route(
     wanted = set(trained(plan))
     if set(per_sample_grads) != wanted:
         raise EngineError(
+            "engine.per-sample-grads",
             f"per_sample_grads and plan disagree about {sorted(set(per_sample_grads) ^ wanted)[:5]}",
             "give exactly the tensors that the plan trains",
         )
@@ -85,7 +86,9 @@ def _masked(grads: Tensor, name: str, classes: Tensor, plan: StepPlan) -> Tensor
     """The gradients with 0 where a contribution's class may not move the tensor."""
     if len(grads) != len(classes):
         raise EngineError(
-            f"'{name}' has {len(grads)} gradients for {len(classes)} classes", "give one per contribution"
+            "engine.gradients-classes",
+            f"'{name}' has {len(grads)} gradients for {len(classes)} classes",
+            "give one per contribution",
         )
     may = torch.ones(grads.shape, dtype=torch.bool)
     for u, k in enumerate(classes.tolist()):

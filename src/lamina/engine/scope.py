@@ -30,6 +30,7 @@ def rows(owner: Tensor) -> Iterator[None]:
     """
     if owner.dim() != 1 or owner.dtype.is_floating_point or owner.dtype == torch.bool:
         raise OwnershipError(
+            "engine.rows-got-tensor",
             f"rows() got a tensor of shape {tuple(owner.shape)} and dtype {owner.dtype}",
             "give one integer per row: the place of its example in the batch",
         )

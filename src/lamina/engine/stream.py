@@ -57,13 +57,19 @@ def step_key(
     The info is injective in its fields: those before `part` have fixed lengths, so its presence shows.
     """
     if len(seed) != SEED_BYTES:
-        raise NoiseError(f"seed has {len(seed)} bytes, must have {SEED_BYTES}", "use os.urandom(32)")
+        raise NoiseError(
+            "noise.seed-bytes", f"seed has {len(seed)} bytes, must have {SEED_BYTES}", "use os.urandom(32)"
+        )
     if not 0 <= step < 1 << 64:
-        raise NoiseError(f"step is {step}, must be in [0, 2^64)", "number the steps from 0")
+        raise NoiseError("noise.step", f"step is {step}, must be in [0, 2^64)", "number the steps from 0")
     if not 0 <= rank < 1 << 32:
-        raise NoiseError(f"rank is {rank}, must be in [0, 2^32)", "use the rank of the process group")
+        raise NoiseError(
+            "noise.rank", f"rank is {rank}, must be in [0, 2^32)", "use the rank of the process group"
+        )
     if not 0 <= part < 1 << 32:
-        raise NoiseError(f"part is {part}, must be in [0, 2^32)", "number the parts of a step from 0")
+        raise NoiseError(
+            "noise.part", f"part is {part}, must be in [0, 2^32)", "number the parts of a step from 0"
+        )
     info = b"lamina/stream/1" + purpose.value.encode().ljust(16, b"\0")
     info += step.to_bytes(8, "big") + rank.to_bytes(4, "big")
     info += part.to_bytes(4, "big") if part else b""
@@ -83,6 +89,7 @@ class KeyStream:
         size = out.nbytes
         if size > MOST_BYTES:
             raise NoiseError(
+                "noise.bytes-stream-asked",
                 f"{size} bytes of a stream were asked for at once, at most {MOST_BYTES}",
                 "ask in several calls",
             )
@@ -107,7 +114,9 @@ def counter(tensor: int, block: int) -> bytes:
     """The 128-bit counter of a block: injective, and a run below 2^64 blocks never carries into `tensor`."""
     if not (0 <= tensor < 1 << 64 and 0 <= block < 1 << 64):
         raise NoiseError(
-            f"counter (tensor {tensor}, block {block}) is outside [0, 2^64)", "use a tensor's index >= 0"
+            "noise.counter-tensor-block",
+            f"counter (tensor {tensor}, block {block}) is outside [0, 2^64)",
+            "use a tensor's index >= 0",
         )
     return tensor.to_bytes(8, "big") + block.to_bytes(8, "big")
 

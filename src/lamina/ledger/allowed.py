@@ -31,6 +31,7 @@ def refuse_reserved(records: Sequence[Record]) -> None:
     for record in records:
         if type(record) in _RESERVED:
             raise LedgerError(
+                "ledger.not-appended-like",
                 f"{type(record).__name__} is not appended like others",
                 "a header comes first and once; prune writes aggregates",
             )
@@ -65,28 +66,35 @@ def check_event(event: KeyEvent, keys: Parties, now: int) -> None:
     target = None if event.target is None else keys.get(event.target)
     if event.target is not None and target is None:
         raise LedgerError(
-            f"key {event.target.hex()[:16]} is not one of the ledger", "lamina ledger key LEDGER lists them"
+            "ledger.key-not-ledger",
+            f"key {event.target.hex()[:16]} is not one of the ledger",
+            "lamina ledger key LEDGER lists them",
         )
     if (new := event.key) is not None:
         known, role = keys.get(new.id), new.role.name.lower()
         if known is not None and known.role is not new.role:
             raise LedgerError(
+                "ledger.key-already-not",
                 f"key {new.id.hex()[:16]} is for {known.role.name.lower()} already, not for {role}",
                 "make another key: one key has one role",
             )
         if known is not None and event.change is Change.ROTATE:
             raise LedgerError(
+                "ledger.key-ledger-already",
                 f"key {new.id.hex()[:16]} is one of the ledger already, and cannot take over",
                 "make a new key; or revoke the old one",
             )
         if target is not None and target.role is not new.role:
             raise LedgerError(
+                "ledger.key-not-take",
                 f"a key for {role} cannot take over from one for {target.role.name.lower()}",
                 "give the new key the role of the old one",
             )
         if new.role is Role.LEDGER and new.name != keys.origin:
             raise LedgerError(
-                f"a key of the ledger is named {new.name!r}", f"name it like the ledger: {keys.origin!r}"
+                "ledger.key-ledger-named",
+                f"a key of the ledger is named {new.name!r}",
+                f"name it like the ledger: {keys.origin!r}",
             )
     if event.change is Change.REVOKE and target is not None and target.role is Role.LEDGER:
         _check_left(event, keys, max(now, event.effective))
@@ -97,6 +105,7 @@ def _check_left(event: KeyEvent, keys: Parties, time: int) -> None:
     others = (key.id for key in keys.all() if key.id != event.target)
     if all(keys.unsigning(kid, time) is not None for kid in others):
         raise LedgerError(
+            "ledger.key-last-signs",
             f"key {(event.target or b'').hex()[:16]} is the last that signs checkpoints of {keys.origin!r}, "
             "and without it nothing could be signed any more",
             "let a new key take over, sign a checkpoint with the old one, and revoke it with the new one",
@@ -112,18 +121,25 @@ def _check_change(
 ) -> None:
     names = [each.cls for each in change.presets]
     if len(set(names)) < len(names):
-        raise LedgerError("the policy names a class twice", "name each once")
+        raise LedgerError("ledger.policy-names-class", "the policy names a class twice", "name each once")
     looser = loosened(before.floors, before.presets, change.floors, change.presets)
     if looser and not keys.allow(change, origin, now):
-        raise LedgerError(f"the policy would protect less: {looser[0]}", "have it signed by two parties")
+        raise LedgerError(
+            "ledger.policy-protect-less",
+            f"the policy would protect less: {looser[0]}",
+            "have it signed by two parties",
+        )
     if (wrong := misplaced(change, before)) is not None:
         raise LedgerError(
-            f"the policy cannot be changed so: {wrong}", "make the change anew, and have that signed"
+            "ledger.policy-not-changed",
+            f"the policy cannot be changed so: {wrong}",
+            "make the change anew, and have that signed",
         )
     good = keys.signers(change.message(origin), change.signatures, (Role.LEDGER, Role.AUDITOR), now)
     for signed in change.signatures:
         if signed.key not in good:
             raise LedgerError(
+                "ledger.signature-policy-key",
                 f"the signature of the policy by key {signed.key.hex()[:16]} does not count",
                 "give those of the ledger's keys and auditors, over this very change, or leave it out",
             )
@@ -133,11 +149,14 @@ def _check_epoch(record: Epoch, header: Header, size: int) -> None:
     closed = sum(each.outcome is Outcome.CLOSED for each in record.segments)
     if closed > header.granularity:
         raise LedgerError(
-            f"an epoch closes {closed} segments, the header allows {header.granularity}", "split it"
+            "ledger.epoch-closes-segments",
+            f"an epoch closes {closed} segments, the header allows {header.granularity}",
+            "split it",
         )
     for each in record.segments:
         if each.eligibility > size:
             raise LedgerError(
+                "ledger.segment-opened-after",
                 f"segment {each.index} was opened after {each.eligibility} leaves, the ledger has {size}",
                 "give the size of the ledger when its membership was frozen",
             )

@@ -19,7 +19,7 @@ def nano(epsilon: float) -> int:
     (500000000, 100000001, True)
     """
     if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not epsilon >= 0:
-        raise LedgerError(f"a spend of {epsilon!r} makes no sense", "give an ε >= 0")
+        raise LedgerError("ledger.spend-makes-no", f"a spend of {epsilon!r} makes no sense", "give an ε >= 0")
     if math.isinf(epsilon):
         return UNBOUNDED
     return min(math.ceil(Fraction(epsilon) * NANO), UNBOUNDED)

@@ -101,7 +101,9 @@ class Batch:
         frontier = Frontier.decode(head.frontier)
         if frontier.size != head.size:
             raise Damaged(
-                f"the edge of the tree has {frontier.size} leaves, the ledger {head.size}", "restore it"
+                "ledger.edge-tree-leaves",
+                f"the edge of the tree has {frontier.size} leaves, the ledger {head.size}",
+                "restore it",
             )
         changed = tiles.grow(frontier, leaf_hashes([data for _, _, data in placed]), reader(rows))
         rows.add_leaves(placed)
@@ -172,7 +174,9 @@ class Batch:
             return
         for digest in self._blobs.keys() - {digest for record in self.records for digest in _digests(record)}:
             raise LedgerError(
-                f"a blob has the digest {digest.hex()}, which no record of the batch holds", "leave it out"
+                "ledger.blob-digest-no",
+                f"a blob has the digest {digest.hex()}, which no record of the batch holds",
+                "leave it out",
             )
 
 
@@ -187,7 +191,11 @@ def _claim(names: dict[Any, int], asked: Iterable[Any], at: int) -> None:
 
 
 def _twice(before: int, at: int) -> LedgerError:
-    return LedgerError(f"records {before} and {at} of the batch are about the same", "append each once")
+    return LedgerError(
+        "ledger.records-batch-same",
+        f"records {before} and {at} of the batch are about the same",
+        "append each once",
+    )
 
 
 def _stamp(time: int, epoch: int) -> bytes:
@@ -197,7 +205,11 @@ def _stamp(time: int, epoch: int) -> bytes:
 def _linked(record: Epoch, previous: bytes | None) -> bytes:
     """The body of an epoch with the digest of the checkpoint before it."""
     if record.previous not in (None, previous):
-        raise LedgerError("the epoch names another checkpoint than the last one", "leave previous out")
+        raise LedgerError(
+            "ledger.epoch-names-another",
+            "the epoch names another checkpoint than the last one",
+            "leave previous out",
+        )
     return leaf.body(replace(record, previous=previous))
 
 
@@ -207,7 +219,11 @@ def reader(rows: Reader) -> tiles.ReadTile:
     def read(level: int, index: int, width: int) -> bytes:
         data = rows.tile(level, index)
         if data is None:
-            raise Damaged(f"{tiles.path(level, index, width)} is not there", "restore the ledger from a copy")
+            raise Damaged(
+                "ledger.not",
+                f"{tiles.path(level, index, width)} is not there",
+                "restore the ledger from a copy",
+            )
         return data
 
     return read

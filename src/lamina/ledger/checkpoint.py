@@ -38,16 +38,23 @@ class Checkpoint:
     def __post_init__(self) -> None:
         if not is_size(self.size) or not is_hash(self.root):
             raise LedgerError(
+                "ledger.checkpoint-size-root",
                 f"the checkpoint has size {self.size!r} and root {self.root!r}, must be in [0, 2^63) and {HASH} bytes",
                 "take both from the tree",
             )
         if self.size == 0 and self.root != EMPTY:
-            raise LedgerError("the root of an empty tree is not SHA-256 of nothing", "take it from the tree")
+            raise LedgerError(
+                "ledger.root-empty-tree",
+                "the root of an empty tree is not SHA-256 of nothing",
+                "take it from the tree",
+            )
         for line in (self.origin, *self.extensions):
             check_text(line)
             if not line or "\n" in line:
                 raise LedgerError(
-                    f"a line of the checkpoint is {line[:40]!r}, must be one line", "leave it out"
+                    "ledger.line-checkpoint-line",
+                    f"a line of the checkpoint is {line[:40]!r}, must be one line",
+                    "leave it out",
                 )
 
     def text(self) -> str:
@@ -108,13 +115,18 @@ def verify(
     expected = {key.name for key in keys} if origin is None else {origin}
     if checkpoint.origin not in expected:
         raise NotVerified(
+            "ledger.checkpoint-expected",
             f"the checkpoint is of {checkpoint.origin!r}, expected was {', '.join(sorted(expected)) or 'none'}",
             "give the checkpoint of this ledger, or the keys of that one",
         )
     note.verify(found, keys)
     if policy is not None:
         if {key.key.x for key in keys} & {witness.key.x for witness in policy.witnesses}:
-            raise NotVerified("a witness has the ledger's own key", "a witness must be somebody else")
+            raise NotVerified(
+                "ledger.witness-ledger-own",
+                "a witness has the ledger's own key",
+                "a witness must be somebody else",
+            )
         policy.check(found, now=now)
     return checkpoint
 
@@ -131,10 +143,18 @@ def joined(*copies: str | bytes) -> str:
     seen: dict[Signature, None] = {}
     for found in (first, *others):
         if found.text != first.text:
-            raise LedgerError("these are copies of different checkpoints", "join copies of one checkpoint")
+            raise LedgerError(
+                "ledger.copies-different-checkpoints",
+                "these are copies of different checkpoints",
+                "join copies of one checkpoint",
+            )
         seen.update(dict.fromkeys(found.signatures))
     return Note(first.text, tuple(seen)).encode()
 
 
 def _malformed(problem: str) -> EncodingError:
-    return EncodingError(f"malformed checkpoint: {problem}", "get the checkpoint again from the ledger")
+    return EncodingError(
+        "ledger.malformed-checkpoint",
+        f"malformed checkpoint: {problem}",
+        "get the checkpoint again from the ledger",
+    )

@@ -15,9 +15,10 @@ def next_time(last: int, now: float) -> int:
     told from something back-dated.
     """
     if not 0 <= now <= LAST:
-        raise LedgerError(f"the clock says {now!r}", "set the clock of this machine")
+        raise LedgerError("ledger.clock-says", f"the clock says {now!r}", "set the clock of this machine")
     if now < last - SKEW:
         raise LedgerError(
+            "ledger.clock-says-last",
             f"the clock says {shown(int(now))}, the last leaf is of {shown(last)}: more than {SKEW} s later",
             "set the clock of this machine; if the ledger is what is wrong, whoever answers for it must say so",
         )

@@ -43,6 +43,7 @@ class Contract:
     def __post_init__(self) -> None:
         if not isinstance(self.origin, str) or _ORIGIN.fullmatch(self.origin) is None:
             raise LedgerError(
+                "ledger.origin-not-name",
                 f"the origin {self.origin!r} cannot name a ledger: a signed note takes 1 to 255 printable ASCII "
                 "characters, no blank and no '+'",
                 f'call the corpus something like origin = "{slug(str(self.origin))}", and sign for that',

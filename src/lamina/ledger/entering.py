@@ -153,6 +153,7 @@ _terms = lru_cache(maxsize=4096)(Terms)
 def _check(judge: PolicyInForce, terms: Terms, ledger: Ledger) -> None:
     if (wrong := judge.wrong(terms)) is not None:
         raise LedgerError(
+            "ledger.ledger-under-another",
             f"the ledger {ledger.name} is under another policy than the gate: {wrong}",
             "bring it up to date first: lamina admit --ledger does, or lamina.ledger.opening.follow",
         )

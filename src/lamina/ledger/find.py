@@ -39,6 +39,7 @@ def find_one(ledger: View, name: str) -> int:
             ", …" if len(found) > _LISTED else ""
         )
         raise LedgerError(
+            "ledger.contributions-digest-leaves",
             f"{len(found)} contributions have the digest {name.lower()[:16]}…: leaves {listed}",
             "give the number of one leaf",
         )
@@ -63,12 +64,14 @@ def _named(ledger: View, name: str) -> list[Leaf]:
     digits = name.lower()
     if _HEX.fullmatch(digits) is None:
         raise LedgerError(
+            "ledger.names-no-contribution",
             f"{name[:80]!r} names no contribution",
             f"give its folder, its digest ({_WHOLE} hex digits, or its first {SHORT} or more), or its leaf",
         )
     found = _whole(ledger, bytes.fromhex(digits)) if len(digits) == _WHOLE else _beginning(ledger, digits)
     if not found:
         raise LedgerError(
+            "ledger.no-contribution-ledger",
             f"no contribution {digits[:16]}{'…' if len(digits) > 16 else ''} is in the ledger {ledger.name}",
             "copy the digest again; what was pruned can be proven only by who kept its receipt",
         )
@@ -111,6 +114,7 @@ def _listed(found: list[Leaf], digits: str) -> list[str]:
 def _ambiguous(name: str, listed: list[str]) -> LedgerError:
     more = ", …" if len(listed) > _LISTED else ""
     return LedgerError(
+        "ledger.could-things",
         f"{name!r} could be {'more than ' if more else ''}{min(len(listed), _LISTED)} things: "
         f"{', '.join(listed[:_LISTED])}{more}",
         "give more digits",
@@ -121,7 +125,9 @@ def _contribution(ledger: View, seq: int) -> Leaf:
     leaf = ledger.leaf(seq)
     if leaf.kind is not Admitted:
         raise LedgerError(
-            f"leaf {seq} is no contribution", "lamina ledger show --kind contribution lists them"
+            "ledger.leaf-no-contribution",
+            f"leaf {seq} is no contribution",
+            "lamina ledger show --kind contribution lists them",
         )
     return leaf
 

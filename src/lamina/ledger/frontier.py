@@ -29,9 +29,14 @@ class Frontier:
 
     def __post_init__(self) -> None:
         if not is_size(self.size):
-            raise LedgerError(f"the tree has {self.size!r} leaves, must lie in [0, 2^63)", "give its size")
+            raise LedgerError(
+                "ledger.tree-leaves-lie",
+                f"the tree has {self.size!r} leaves, must lie in [0, 2^63)",
+                "give its size",
+            )
         if len(self.hashes) != self.size.bit_count() or not all(map(is_hash, self.hashes)):
             raise LedgerError(
+                "ledger.edge-tree-leaves-hashes",
                 f"the edge of a tree of {self.size} leaves must be {self.size.bit_count()} hashes of {HASH} bytes, "
                 f"not these {len(self.hashes)}",
                 "take size and edge from the same tree",
@@ -58,9 +63,15 @@ class Frontier:
 
     def _check(self, batch: list[bytes]) -> None:
         if not all(map(is_hash, batch)):
-            raise LedgerError(f"a leaf hash must have {HASH} bytes", "append leaf_hash(leaf), not the leaf")
+            raise LedgerError(
+                "ledger.leaf-hash-bytes",
+                f"a leaf hash must have {HASH} bytes",
+                "append leaf_hash(leaf), not the leaf",
+            )
         if self.size + len(batch) > MAX_SIZE:
-            raise LedgerError("the tree would have 2^63 leaves or more", "begin another ledger")
+            raise LedgerError(
+                "ledger.tree-leaves", "the tree would have 2^63 leaves or more", "begin another ledger"
+            )
 
     def _grow(self, row: bytes, tap: Tap | None) -> None:
         size, edge = self.size + len(row) // HASH, list(self.hashes)
@@ -92,8 +103,12 @@ class Frontier:
         """Read what `encode` wrote."""
         found = cbor.decode(data)
         if type(found) is not list or len(found) != 2 or type(found[1]) is not list:
-            raise EncodingError("the edge of a tree is not [size, hashes]", "give what Frontier.encode wrote")
+            raise EncodingError(
+                "ledger.edge-tree-not",
+                "the edge of a tree is not [size, hashes]",
+                "give what Frontier.encode wrote",
+            )
         try:
             return cls(*found)
         except LedgerError as error:
-            raise EncodingError(error.problem, error.remedy) from None
+            raise EncodingError("ledger.decode", error.problem, error.remedy) from None

@@ -60,7 +60,7 @@ class Inbox:
     def __init__(self, ledger: Ledger, folder: str | os.PathLike[str]) -> None:
         self._ledger, self.folder = ledger, Path(folder)
         if not self.folder.is_dir():
-            raise LedgerError(f"there is no folder '{self.folder}'", "make it")
+            raise LedgerError("ledger.no-folder", f"there is no folder '{self.folder}'", "make it")
         for name in (DONE, REFUSED):
             (self.folder / name).mkdir(exist_ok=True)
 
@@ -159,4 +159,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refusal(path: Path, problem: str) -> LedgerError:
-    return LedgerError(f"'{path.name}' {problem}", 'write {"withdraw": "64 hex digits", "reason": "consent"}')
+    return LedgerError(
+        "ledger.write-withdraw-hex",
+        f"'{path.name}' {problem}",
+        'write {"withdraw": "64 hex digits", "reason": "consent"}',
+    )

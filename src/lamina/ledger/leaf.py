@@ -39,13 +39,17 @@ def body(record: Record) -> bytes:
         return quick.write(record)
     if type(record) not in NUMBERS:
         raise LedgerError(
-            f"{type(record).__name__} is no record of a ledger", "append one of lamina.ledger.records"
+            "ledger.no-record-ledger",
+            f"{type(record).__name__} is no record of a ledger",
+            "append one of lamina.ledger.records",
         )
     try:
         return cbor.encode(schema(type(record)).plain(record), max_size=LEAF_LIMIT - 64)
     except EncodingError as error:
         raise LedgerError(
-            f"a {type(record).__name__} record cannot be written: {error.problem}", "split it"
+            "ledger.record-not-written",
+            f"a {type(record).__name__} record cannot be written: {error.problem}",
+            "split it",
         ) from error
 
 
@@ -54,7 +58,9 @@ def encode(record: Record, seq: int, time: int, epoch: int) -> bytes:
     for name, value, most in (("seq", seq, _MOST_SEQ), ("time", time, LAST), ("epoch", epoch, _MOST_SEQ)):
         if type(value) is not int or not 0 <= value <= most:
             raise LedgerError(
-                f"{name} of a leaf is {value!r}, must be an integer in [0, {most}]", "correct it"
+                "ledger.leaf-integer",
+                f"{name} of a leaf is {value!r}, must be an integer in [0, {most}]",
+                "correct it",
             )
     written = body(record)
     place = (quick.uint(NUMBERS[type(record)]), quick.uint(seq), quick.uint(time), quick.uint(epoch), written)
@@ -68,16 +74,22 @@ def decode(data: bytes) -> Leaf:
     plain = cbor.decode(data, max_size=LEAF_LIMIT)
     if type(plain) is not dict or plain.keys() != {1, 2, 3, 4, 5}:
         raise EncodingError(
-            "a leaf must be a map of the keys 1 to 5", "read it with the version that wrote it"
+            "ledger.leaf-map-keys",
+            "a leaf must be a map of the keys 1 to 5",
+            "read it with the version that wrote it",
         )
     which, seq, time, epoch = (plain[key] for key in (1, 2, 3, 4))
     if type(which) is not int or which not in KINDS:
         raise EncodingError(
-            f"a leaf is of kind {which!r}, which is not known", "read it with a newer version"
+            "ledger.leaf-kind-not",
+            f"a leaf is of kind {which!r}, which is not known",
+            "read it with a newer version",
         )
     for name, value, most in (("seq", seq, _MOST_SEQ), ("time", time, LAST), ("epoch", epoch, _MOST_SEQ)):
         if type(value) is not int or not 0 <= value <= most:
-            raise EncodingError(f"{name} of a leaf is {value!r}, must be in [0, {most}]", "it is damaged")
+            raise EncodingError(
+                "ledger.leaf", f"{name} of a leaf is {value!r}, must be in [0, {most}]", "it is damaged"
+            )
     kind = KINDS[which]
     return Leaf(kind, seq, time, epoch, schema(kind).value(plain[5]))
 

@@ -68,7 +68,9 @@ class Ledger(View):
             with store.write() as rows:
                 if rows.head() is not None:
                     raise LedgerError(
-                        f"there is a ledger already in {store.name}", "open it, or give another place"
+                        "ledger.ledger-already",
+                        f"there is a ledger already in {store.name}",
+                        "open it, or give another place",
                     )
                 batch.write(rows, Stand(empty, now, header.epoch_clock, None, Tail()))
             made = cls(store, key, clock=clock, patience=patience)
@@ -188,7 +190,9 @@ class Ledger(View):
         """
         if (key := self._key) is None:
             raise LedgerError(
-                "the ledger was opened without its key", "open it with the key that signs checkpoints"
+                "ledger.ledger-opened-without",
+                "the ledger was opened without its key",
+                "open it with the key that signs checkpoints",
             )
 
         def settle(rows: Writer) -> tuple[Head, Signed | None, Signed | None]:
@@ -212,7 +216,9 @@ class Ledger(View):
             if last is not None and last.size == tree.size:
                 if notes.parse(last.text)[0] != tree:
                     raise Damaged(
-                        f"two checkpoints of {tree.size} leaves differ", "find out who signed the other"
+                        "ledger.two-checkpoints-leaves",
+                        f"two checkpoints of {tree.size} leaves differ",
+                        "find out who signed the other",
                     )
                 return last.text
             if last != before:  # a checkpoint came between, and may cover that this key was replaced
@@ -226,7 +232,9 @@ class Ledger(View):
         """LedgerError unless these key events may come next, and its key may sign the checkpoint over them."""
         if (key := self._key) is None:
             raise LedgerError(
-                "the ledger was opened without its key", "open it with the key that signs checkpoints"
+                "ledger.ledger-opened-without",
+                "the ledger was opened without its key",
+                "open it with the key that signs checkpoints",
             )
         with self.store.read() as rows:
             head = head_of(rows)
@@ -244,7 +252,9 @@ class Ledger(View):
             there = rows.checkpoint(found.size)
             if there is None:
                 raise LedgerError(
-                    f"no checkpoint of {found.size} leaves was signed here", "give one of this ledger"
+                    "ledger.no-checkpoint-leaves",
+                    f"no checkpoint of {found.size} leaves was signed here",
+                    "give one of this ledger",
                 )
             all_signed = notes.joined(there.text, text)
             rows.put_checkpoint(there._replace(text=all_signed))

@@ -40,7 +40,9 @@ class Signature:
         check_name(self.name)
         if len(self.key_id) != 4 or not self.value:
             raise LedgerError(
-                f"the signature of {self.name!r} is empty or has no key id of 4 bytes", "sign again"
+                "ledger.signature-empty-no",
+                f"the signature of {self.name!r} is empty or has no key id of 4 bytes",
+                "sign again",
             )
 
     @property
@@ -59,9 +61,12 @@ class Note:
     def __post_init__(self) -> None:
         check_text(self.text)
         if not self.text.endswith("\n"):
-            raise LedgerError("the text of a note does not end with a newline", "add one")
+            raise LedgerError(
+                "ledger.text-note-not", "the text of a note does not end with a newline", "add one"
+            )
         if not 1 <= len(self.signatures) <= MAX_SIGNATURES:
             raise LedgerError(
+                "ledger.note-signatures",
                 f"a note has {len(self.signatures)} signatures, must have 1 to {MAX_SIGNATURES}",
                 "leave some out",
             )
@@ -135,6 +140,7 @@ class NamedKey:
         raw = decode64(blob, "the verifier key")
         if len(raw) != 33 or raw[0] != cls.KIND:
             raise EncodingError(
+                "ledger.verifier-key-not",
                 f"the verifier key of {name!r} is not of kind 0x{cls.KIND:02x} with 32 bytes",
                 "give an Ed25519 key made for this purpose",
             )
@@ -142,10 +148,13 @@ class NamedKey:
             found = cls(name, PublicKey(raw[1:]))
         except (LedgerError, BadKey) as error:
             raise EncodingError(
-                f"the verifier key {text[:80]!r} is refused: {error.problem}", error.remedy
+                "ledger.verifier-key-refused",
+                f"the verifier key {text[:80]!r} is refused: {error.problem}",
+                error.remedy,
             ) from None
         if found.text != text:
             raise EncodingError(
+                "ledger.verifier-key-key",
                 f"the verifier key of {name!r} has key id {digits[:16]!r}, its own is {found.id.hex()}",
                 "copy it again from who published it",
             )
@@ -179,7 +188,9 @@ def verify(note: Note, keys: Iterable[Verifier]) -> tuple[Signature, ...]:
     for key in keys:
         if known.setdefault((key.name, key.id), key) is not key:
             raise LedgerError(
-                f"two keys have the name {key.name!r} and the id {key.id.hex()}", "rename one of them"
+                "ledger.two-keys-name",
+                f"two keys have the name {key.name!r} and the id {key.id.hex()}",
+                "rename one of them",
             )
     good: dict[tuple[str, bytes], Signature] = {}
     for signature in note.signatures:
@@ -188,13 +199,18 @@ def verify(note: Note, keys: Iterable[Verifier]) -> tuple[Signature, ...]:
             continue
         if not known[place].holds(note.text, signature.value):
             raise NotVerified(
+                "ledger.signature-key-not",
                 f"the signature by {signature.name!r} (key {signature.key_id.hex()}) is not one of this text",
                 "the text or the signature was changed: get the note again from its author",
             )
         good.setdefault(place, signature)
     if not good:
         names = ", ".join(sorted({name for name, _ in known})) or "nobody"
-        raise NotVerified(f"the note is not signed by {names}", "give the keys of who should have signed it")
+        raise NotVerified(
+            "ledger.note-not-signed",
+            f"the note is not signed by {names}",
+            "give the keys of who should have signed it",
+        )
     return tuple(good.values())
 
 
@@ -220,4 +236,6 @@ def _parse_line(line: str) -> Signature:
 
 
 def _malformed(problem: str) -> EncodingError:
-    return EncodingError(f"malformed note: {problem}", "get the note again from its author")
+    return EncodingError(
+        "ledger.malformed-note", f"malformed note: {problem}", "get the note again from its author"
+    )

@@ -45,17 +45,21 @@ class Observer:
         head, note = checkpoint.parse(signed)
         if head.origin not in self.ledgers:
             raise NotVerified(
-                f"{head.origin!r} is no ledger that this witness knows", "register its key first"
+                "ledger.no-ledger-witness",
+                f"{head.origin!r} is no ledger that this witness knows",
+                "register its key first",
             )
         checkpoint.verify(signed, self.ledgers[head.origin], origin=head.origin)
         last = self.last(head.origin)
         if head.size < last.size:
             raise NotVerified(
+                "ledger.checkpoint-leaves-seen",
                 f"the checkpoint has {head.size} leaves, {last.size} were seen: the ledger was rolled back",
                 "ask for its present checkpoint; if there is none so large, leaves were taken away",
             )
         if not head.extends(last, proof):
             raise NotVerified(
+                "ledger.tree-leaves-not",
                 f"the tree of {head.size} leaves is not shown to go on from the one of {last.size} that was seen",
                 f"prove consistency from {last.size}; if that cannot be done, the ledger was forked",
             )

@@ -56,7 +56,9 @@ def open_or_create(
     place = str(where) if remote else os.path.realpath(where)
     if not remote and os.path.lexists(place) and not os.path.isfile(place):
         raise LedgerError(
-            f"'{place}' is no file, and no ledger", "give the path of one, or of one to be made"
+            "ledger.no-file-no",
+            f"'{place}' is no file, and no ledger",
+            "give the path of one, or of one to be made",
         )
     if not _begun(place):
         with _alone(place, remote):
@@ -84,6 +86,7 @@ def follow(ledger: Ledger, contract: Contract, signatures: tuple[Signed, ...] = 
         size, before = ledger.patiently(lambda: _standing(ledger))
         if contract.policy == NO_POLICY and before.policy != NO_POLICY:
             raise LedgerError(
+                "ledger.ledger-under-policy",
                 f"the ledger {ledger.name} is under a policy, and nothing here says which",
                 "give the corpus its policy: Corpus(…, policy=Policy.load('policy.toml'))",
             )
@@ -130,6 +133,7 @@ def _refuse_looser(ledger: Ledger, before: Header | PolicyChange, change: Policy
     looser = loosened(before.floors, before.presets, change.floors, change.presets)
     if looser and not ledger.parties().allow(change, ledger.origin, ledger.now()):
         raise LedgerError(
+            "ledger.policy-protect-less-ledger",
             f"the policy would protect less than the ledger {ledger.name} has promised: {'; '.join(looser)}",
             "keep what was promised, or have two parties sign the change: lamina ledger policy",
         )
@@ -184,6 +188,7 @@ def _create(
     if key is None:
         if remote:
             raise LedgerError(
+                "ledger.no-ledger-database",
                 "there is no ledger in that database yet, and no key to sign one",
                 "give the key that will sign its checkpoints: lamina keys new makes one",
             )
@@ -211,12 +216,14 @@ def check_contract(ledger: Ledger, contract: Contract) -> None:
     header = ledger.header
     if header.origin != contract.origin:
         raise LedgerError(
+            "ledger.ledger-not",
             f"the ledger {ledger.name} is of {header.origin!r}, not of {contract.origin!r}",
             "give the ledger of this corpus, or another place for a new one: one ledger, one corpus",
         )
     counted, asked = (header.accountant, header.delta), (contract.accountant, contract.delta)
     if contract.policy != NO_POLICY and counted != asked:
         raise LedgerError(
+            "ledger.ledger-counts-delta",
             f"the ledger {ledger.name} counts by {counted[0]} at δ = {counted[1]:g} for good, "
             f"the policy says {asked[0]} at δ = {asked[1]:g}",
             "set accountant and delta of [corpus] to those of the ledger, or begin a ledger under another origin",

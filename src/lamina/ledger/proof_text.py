@@ -42,6 +42,7 @@ class ProofText:
     def __post_init__(self) -> None:
         if not is_size(self.index) or len(self.path) > MAX_PATH or not all(map(is_hash, self.path)):
             raise LedgerError(
+                "ledger.proof-leaf-hashes",
                 f"the proof of leaf {self.index!r} must have {MAX_PATH} hashes of 32 bytes at most",
                 "make it with Ledger.prove",
             )
@@ -93,6 +94,7 @@ class ProofText:
         head = checkpoint.verify(self.checkpoint, keys, origin=origin, policy=policy, now=now)
         if not verify_inclusion(leaf_hash(leaf), self.index, head.size, self.path, head.root):
             raise NotVerified(
+                "ledger.leaf-not-shown",
                 f"the leaf is not shown to be leaf {self.index} of {head.size} in {head.origin!r}",
                 "give the leaf and the proof that belong together",
             )
@@ -100,4 +102,6 @@ class ProofText:
 
 
 def _malformed(problem: str) -> EncodingError:
-    return EncodingError(f"malformed proof: {problem}", "ask the ledger for the proof again")
+    return EncodingError(
+        "ledger.malformed-proof", f"malformed proof: {problem}", "ask the ledger for the proof again"
+    )

@@ -63,11 +63,13 @@ class Seal:
         """The receipt of the leaf with hash `leaf` at `index`, with its inclusion proof in the sealed tree."""
         if self.size < 2:
             raise LedgerError(
+                "ledger.tree-leaf-receipt",
                 f"the tree has {self.size} leaf, a receipt needs a path of one hash at least (RFC 9942 §5.2)",
                 "close the epoch at two leaves or more",
             )
         if not verify_inclusion(leaf, index, self.size, path, self.root):
             raise LedgerError(
+                "ledger.leaf-not-shown-tree",
                 f"leaf {index!r} is not shown to be in the tree of {self.size} leaves that was sealed",
                 "make the proof at the size of the seal",
             )
@@ -164,4 +166,6 @@ def _read_proof(unprotected: object, size: int) -> tuple[int, tuple[bytes, ...]]
 
 
 def _malformed(problem: str) -> EncodingError:
-    return EncodingError(f"malformed receipt: {problem}", "ask the ledger for the receipt again")
+    return EncodingError(
+        "ledger.malformed-receipt", f"malformed receipt: {problem}", "ask the ledger for the receipt again"
+    )

@@ -76,7 +76,9 @@ class LedgerRegister:
                 continue
             return batch.lost
         raise LedgerError(
-            f"others have written {_TRIES} times while {len(entries)} contributions waited", "try again later"
+            "ledger.others-written-times",
+            f"others have written {_TRIES} times while {len(entries)} contributions waited",
+            "try again later",
         )
 
 

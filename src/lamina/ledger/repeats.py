@@ -27,6 +27,7 @@ def contributions(
         if found.get(once[key]) != seq:
             what = "subject" if lasting(key) else "contribution"
             raise LedgerError(
+                "ledger.record-batch-ledger",
                 f"the {what} of record {once[key]} of the batch is in the ledger already, as leaf {seq}",
                 "leave it out: it counts once, under the bound that was signed first",
             )
@@ -45,6 +46,7 @@ def epoch(rows: Reader, record: Epoch) -> int | None:
             return seq
     first = min(one for one in seqs if one is not None)
     raise LedgerError(
+        "ledger.segment-run-ledger",
         f"a segment of run {record.run.hex()[:8]} is in the ledger already, as leaf {first}, with another content",
         "give the next attempt a generation of its own: what was charged stays charged",
     )
@@ -57,12 +59,16 @@ def withdrawal(rows: Reader, record: Withdrawal, body: bytes, size: int) -> int 
     if parts is None or parts[0] != _ADMITTED:
         state = "is pruned or no contribution" if record.target < size else "is not there"
         raise LedgerError(
-            f"leaf {record.target} cannot be withdrawn: it {state}", "give the leaf of a contribution"
+            "ledger.leaf-not-withdrawn",
+            f"leaf {record.target} cannot be withdrawn: it {state}",
+            "give the leaf of a contribution",
         )
     seq = rows.withdrawn(record.target)
     if seq is not None and not _same(rows.leaf(seq), body):
         raise LedgerError(
-            f"leaf {record.target} was withdrawn already, in leaf {seq}", "nothing is left to do: it is out"
+            "ledger.leaf-withdrawn-already",
+            f"leaf {record.target} was withdrawn already, in leaf {seq}",
+            "nothing is left to do: it is out",
         )
     return seq
 

@@ -68,7 +68,9 @@ class Retention:
     def __init__(self, ledger: Ledger) -> None:
         if not ledger.signs:
             raise LedgerError(
-                "the ledger was opened without its key", "open it with the key: pruning is signed"
+                "ledger.ledger-opened-without",
+                "the ledger was opened without its key",
+                "open it with the key: pruning is signed",
             )
         self._ledger, self._store = ledger, ledger.store
 
@@ -85,6 +87,7 @@ class Retention:
         horizon = latest if before is None else before
         if not 0 <= horizon <= latest:
             raise LedgerError(
+                "ledger.horizon-later-header",
                 f"the horizon {horizon} is later than {latest}, which the header's retention of "
                 f"{self._ledger.header.retention} s allows",
                 "prune less",
@@ -109,9 +112,14 @@ class Retention:
             size = head_of(rows).size
             fresh = _summed(rows, aggregate.horizon, self._ledger.now())
         if aggregate.horizon > self.horizon():
-            raise LedgerError(f"the horizon {aggregate.horizon} is not reached yet", "wait, or propose again")
+            raise LedgerError(
+                "ledger.horizon-not-reached",
+                f"the horizon {aggregate.horizon} is not reached yet",
+                "wait, or propose again",
+            )
         if fresh != replace(aggregate, signatures=()):
             raise LedgerError(
+                "ledger.ledger-changed-since",
                 "the ledger has changed since the aggregate was proposed",
                 "propose again, and have it signed anew",
             )
@@ -120,7 +128,11 @@ class Retention:
         def mark(rows: Writer, seqs: list[int]) -> None:
             for kind in _MOVING:
                 if next(rows.of_kind(kind, size, seqs[0]), None) is not None:
-                    raise LedgerError("the ledger grew while it was being pruned", "propose again")
+                    raise LedgerError(
+                        "ledger.ledger-grew-while",
+                        "the ledger grew while it was being pruned",
+                        "propose again",
+                    )
             rows.put_pruning(Pruning(seqs[0], False))
 
         (seq,) = self._ledger.append_aggregate(aggregate, mark)
@@ -148,6 +160,7 @@ class Retention:
         good = self._ledger.parties().signers(message, aggregate.signatures, (Role.AUDITOR,), now)
         if len(good) != len(aggregate.signatures):
             raise LedgerError(
+                "ledger.signatures-under-aggregate",
                 f"{len(aggregate.signatures) - len(good)} of the {len(aggregate.signatures)} signatures under the "
                 "aggregate are not by an auditor of this ledger, or not of this aggregate",
                 "leave them out, or have it signed again",
@@ -160,7 +173,9 @@ class Retention:
                 record = decode(data).record
                 if not isinstance(record, Admitted):
                     raise LedgerError(
-                        f"leaf {seq} is no contribution, and is not pruned", "the aggregate is wrong"
+                        "ledger.leaf-no-contribution-not",
+                        f"leaf {seq} is no contribution, and is not pruned",
+                        "the aggregate is wrong",
                     )
                 gone += [(key, seq) for key in keys_of(record) if not lasting(key)]
             rows.drop_keys(gone)

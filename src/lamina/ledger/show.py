@@ -50,7 +50,11 @@ class Filter:
     def __post_init__(self) -> None:
         for kind in self.kinds:
             if kind not in KINDS:
-                raise LedgerError(f"there is no kind {kind!r} of record", f"kinds are {', '.join(KINDS)}")
+                raise LedgerError(
+                    "ledger.no-kind-record",
+                    f"there is no kind {kind!r} of record",
+                    f"kinds are {', '.join(KINDS)}",
+                )
 
     def leaves(self, ledger: View) -> Iterator[Leaf]:
         """Those of a ledger, in order."""

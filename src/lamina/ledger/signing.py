@@ -28,6 +28,7 @@ def check_signs(parties: Parties, key: PrivateKey, time: int) -> None:
     """LedgerError unless the key may sign the next checkpoint, if the last leaf is of that time."""
     if (wrong := parties.unsigning(key.public.id, time)) is not None:
         raise LedgerError(
+            "ledger.key-no-key",
             f"key {key.public.name[:16]} is no key of the ledger {parties.origin!r} at this time: it {wrong}",
             "give the key that its header or a key event names; the one before it signs over that event first",
         )

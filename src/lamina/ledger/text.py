@@ -18,7 +18,9 @@ def decode64(text: str, what: str) -> bytes:
     except ValueError:
         raw = b""
     if encode64(raw) != text:  # whatever else a decoder lets pass
-        raise EncodingError(f"{what} is not base64 as RFC 4648 §4 writes it", "copy it again, whole")
+        raise EncodingError(
+            "ledger.not-base64-rfc", f"{what} is not base64 as RFC 4648 §4 writes it", "copy it again, whole"
+        )
     return raw
 
 
@@ -26,10 +28,14 @@ def decimal(text: str, what: str, largest: int) -> int:
     """A number of digits without leading zeroes."""
     if not (text.isascii() and text.isdigit() and len(text) <= 20) or (text[0] == "0" and text != "0"):
         raise EncodingError(
-            f"{what} {text[:24]!r} is not a decimal number without leading zeroes", "copy it again"
+            "ledger.not-decimal-number",
+            f"{what} {text[:24]!r} is not a decimal number without leading zeroes",
+            "copy it again",
         )
     if int(text) > largest:
-        raise EncodingError(f"{what} is {text}, at most {largest} is allowed", "copy it again")
+        raise EncodingError(
+            "ledger.allowed", f"{what} is {text}, at most {largest} is allowed", "copy it again"
+        )
     return int(text)
 
 
@@ -44,12 +50,22 @@ def check_text(text: str) -> None:
         size = len(text.encode("utf-8"))
     except UnicodeEncodeError:
         raise LedgerError(
-            "the text holds a lone surrogate, which UTF-8 cannot carry", "fix the text"
+            "ledger.text-holds-lone",
+            "the text holds a lone surrogate, which UTF-8 cannot carry",
+            "fix the text",
         ) from None
     if size > MAX_TEXT:
-        raise LedgerError(f"the text has {size} bytes, at most {MAX_TEXT} are allowed", "sign its hash")
+        raise LedgerError(
+            "ledger.text-bytes-allowed",
+            f"the text has {size} bytes, at most {MAX_TEXT} are allowed",
+            "sign its hash",
+        )
     if control := next((char for char in text if char < " " and char != "\n"), None):
-        raise LedgerError(f"the text holds the control character {control!r}", "only newlines are allowed")
+        raise LedgerError(
+            "ledger.text-holds-control",
+            f"the text holds the control character {control!r}",
+            "only newlines are allowed",
+        )
 
 
 def check_name(name: str) -> None:
@@ -57,6 +73,7 @@ def check_name(name: str) -> None:
     check_text(name)
     if not 1 <= len(name.encode("utf-8")) <= MAX_NAME or "+" in name or any(map(str.isspace, name)):
         raise LedgerError(
+            "ledger.key-name-bytes",
             f"the key name {name[:40]!r} must have 1 to {MAX_NAME} bytes without blanks and without +",
             "name it like example.org/ledger",
         )

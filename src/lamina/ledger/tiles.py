@@ -60,6 +60,7 @@ def path(level: int, index: int, width: int = WIDTH) -> str:
     """
     if not (0 <= level < 64 and is_size(index) and 1 <= width <= WIDTH):
         raise LedgerError(
+            "ledger.no-tile-level",
             f"there is no tile (level {level}, index {index}, width {width})",
             f"a level lies in [0, 63], a width in [1, {WIDTH}]",
         )
@@ -77,7 +78,11 @@ def edge(size: int) -> list[Place]:
     consistent with each later one.
     """
     if not is_size(size):
-        raise LedgerError(f"the tree has {size!r} leaves, must lie in [0, 2^63)", "give its size")
+        raise LedgerError(
+            "ledger.tree-leaves-lie-give",
+            f"the tree has {size!r} leaves, must lie in [0, 2^63)",
+            "give its size",
+        )
     places, level = [], 0
     while size:
         if size % WIDTH:
@@ -124,7 +129,9 @@ class TileNodes:
     def __init__(self, read: ReadTile, *, size: int | None = None, cached: int = CACHED) -> None:
         if cached < 1 or not (size is None or is_size(size)):
             raise LedgerError(
-                f"cached is {cached}, size {size!r}; there is no such tree", "keep one tile at least"
+                "ledger.cached-size-no",
+                f"cached is {cached}, size {size!r}; there is no such tree",
+                "keep one tile at least",
             )
         self._read, self._size, self._cached = read, size, cached
         self._tiles: OrderedDict[tuple[int, int], _Rows] = OrderedDict()
@@ -159,6 +166,7 @@ class TileNodes:
         width = min(WIDTH, (self._size >> HEIGHT * level) - WIDTH * index)
         if width < need:
             raise LedgerError(
+                "ledger.tile-level-index",
                 f"tile (level {level}, index {index}) has {max(width, 0)} hashes in a tree of {self._size} leaves, "
                 f"{need} are needed",
                 "ask about leaves that are in the tree",
@@ -185,6 +193,7 @@ def _read(read: ReadTile, place: Place) -> bytes:
     data = read(place.level, place.index, place.width)
     if len(data) % HASH or not place.width * HASH <= len(data) <= WIDTH * HASH:
         raise LedgerError(
+            "ledger.bytes-full-tile",
             f"{place.path} has {len(data)} bytes, must have {place.width * HASH} or more of a full tile",
             "restore it from another copy: the tree cannot be proven without it",
         )

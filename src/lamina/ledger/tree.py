@@ -40,7 +40,11 @@ def frontier_at(nodes: Nodes, size: int) -> Frontier:
 def inclusion(nodes: Nodes, index: int, size: int) -> list[bytes]:
     """PATH(index, D[size]) of RFC 6962 §2.1.1: from the leaf's sibling up to the root's child."""
     if not is_size(index) or index >= _checked(size):
-        raise LedgerError(f"leaf {index!r} is not in a tree of {size} leaves", "give an index below the size")
+        raise LedgerError(
+            "ledger.leaf-not-tree",
+            f"leaf {index!r} is not in a tree of {size} leaves",
+            "give an index below the size",
+        )
     first, stop, proof = 0, size, []
     while stop - first > 1:
         middle = first + _split(stop - first)
@@ -57,7 +61,9 @@ def consistency(nodes: Nodes, old: int, new: int) -> list[bytes]:
     """PROOF(old, D[new]) of RFC 6962 §2.1.2; there is nothing to show for old = 0 and for old = new."""
     if not is_size(old) or old > _checked(new):
         raise LedgerError(
-            f"a tree of {new} leaves does not begin with {old!r}", "give the smaller size first"
+            "ledger.tree-leaves-not-begin",
+            f"a tree of {new} leaves does not begin with {old!r}",
+            "give the smaller size first",
         )
     if old == 0:
         return []
@@ -77,7 +83,11 @@ def consistency(nodes: Nodes, old: int, new: int) -> list[bytes]:
 
 def _checked(size: int) -> int:
     if not is_size(size):
-        raise LedgerError(f"the tree has {size!r} leaves, must lie in [0, 2^63)", "give a size of this tree")
+        raise LedgerError(
+            "ledger.tree-leaves-lie-give",
+            f"the tree has {size!r} leaves, must lie in [0, 2^63)",
+            "give a size of this tree",
+        )
     return size
 
 

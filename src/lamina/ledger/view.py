@@ -38,11 +38,17 @@ class View:
         self._tail, self._turn = Tail(), RLock()
         with store.read() as rows:
             if (head := rows.head()) is None:
-                raise LedgerError(f"the ledger {store.name} is empty", "create it: it has not even a header")
+                raise LedgerError(
+                    "ledger.ledger-empty",
+                    f"the ledger {store.name} is empty",
+                    "create it: it has not even a header",
+                )
             record = _decoded(0, rows.leaf(0)).record
             if not isinstance(record, Header):
                 raise Damaged(
-                    f"the ledger {store.name} does not begin with a header", "restore it from a copy"
+                    "ledger.ledger-not-begin",
+                    f"the ledger {store.name} does not begin with a header",
+                    "restore it from a copy",
                 )
             self.header = record
             self._agree(rows, head)
@@ -231,7 +237,11 @@ class View:
         with self.store.read() as rows:
             data, signed = self._raw(rows, seq), rows.checkpoint()
         if signed is None or signed.size <= seq:
-            raise LedgerError(f"no checkpoint covers leaf {seq} yet", "sign one: ledger.checkpoint()")
+            raise LedgerError(
+                "ledger.no-checkpoint-covers",
+                f"no checkpoint covers leaf {seq} yet",
+                "sign one: ledger.checkpoint()",
+            )
         return signed, data
 
     def _raw(self, rows: Reader, seq: int) -> bytes:
@@ -240,15 +250,25 @@ class View:
             size = head_of(rows).size
             if 0 <= seq < size:
                 raise Pruned(
-                    f"leaf {seq} was summed up in an aggregate", "whoever kept a receipt can still prove it"
+                    "ledger.leaf-summed-up",
+                    f"leaf {seq} was summed up in an aggregate",
+                    "whoever kept a receipt can still prove it",
                 )
-            raise LedgerError(f"there is no leaf {seq} in a ledger of {size}", "give an index below the size")
+            raise LedgerError(
+                "ledger.no-leaf-ledger",
+                f"there is no leaf {seq} in a ledger of {size}",
+                "give an index below the size",
+            )
         return data
 
     def _within(self, size: int | None) -> int:
         now = self.size
         if size is not None and size > now:
-            raise LedgerError(f"the ledger has {now} leaves, not {size}", "give a size that it has reached")
+            raise LedgerError(
+                "ledger.ledger-leaves-not",
+                f"the ledger has {now} leaves, not {size}",
+                "give a size that it has reached",
+            )
         return now if size is None else size
 
     def _tile(self, level: int, index: int, width: int) -> bytes:
@@ -256,6 +276,7 @@ class View:
             data = rows.tile(level, index)
         if data is None:
             raise Pruned(
+                "ledger.went-leaves-under",
                 f"{path(level, index, width)} went with the leaves under it",
                 "ask for a checkpoint's size, or for a leaf that is still there",
             )
@@ -278,20 +299,28 @@ class View:
         nodes = TileNodes(reader(rows))
         last = _decoded(head.size - 1, rows.leaf(head.size - 1))
         if frontier.size != head.size or tree.frontier_at(nodes, head.size) != frontier:
-            raise Damaged(f"head and tree of the ledger {self.name} differ", "restore it from a copy")
+            raise Damaged(
+                "ledger.head-tree-ledger",
+                f"head and tree of the ledger {self.name} differ",
+                "restore it from a copy",
+            )
         if last.seq != head.size - 1 or last.time != head.time or rows.leaf(head.size) is not None:
-            raise Damaged(f"head and leaves of the ledger {self.name} differ", "restore it from a copy")
+            raise Damaged(
+                "ledger.head-leaves-ledger",
+                f"head and leaves of the ledger {self.name} differ",
+                "restore it from a copy",
+            )
 
 
 def head_of(rows: Reader) -> Head:
     """The head of a ledger that has one."""
     head = rows.head()
     if head is None:
-        raise Damaged("the ledger has lost its head", "restore it from a copy")
+        raise Damaged("ledger.ledger-lost-head", "the ledger has lost its head", "restore it from a copy")
     return head
 
 
 def _decoded(seq: int, data: bytes | None) -> Leaf:
     if data is None:
-        raise Damaged(f"leaf {seq} is not there", "restore the ledger from a copy")
+        raise Damaged("ledger.leaf-not", f"leaf {seq} is not there", "restore the ledger from a copy")
     return leaves.decode(data)

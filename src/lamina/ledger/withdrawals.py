@@ -75,6 +75,7 @@ def withdraw(
         with ledger.store.read() as rows:
             if rows.generations(run, segment):
                 raise LedgerError(
+                    "ledger.segment-run-opened",
                     f"segment {segment} of run {run.hex()[:8]} was opened before",
                     "name the segment after it, or let it be given up: effect abandon",
                 )
@@ -103,12 +104,20 @@ def _withdrawn(ledger: Ledger, leaf: Leaf, new: Iterable[Leaf]) -> Withdrawn:
 def reason_of(word: str) -> Reason:
     """A reason by its name."""
     if word not in REASONS:
-        raise LedgerError(f"{word!r} is no reason to withdraw", f"reasons are {', '.join(REASONS)}")
+        raise LedgerError(
+            "ledger.no-reason-withdraw",
+            f"{word!r} is no reason to withdraw",
+            f"reasons are {', '.join(REASONS)}",
+        )
     return REASONS[word]
 
 
 def effect_of(word: str) -> Effect:
     """An effect by its name."""
     if word not in EFFECTS:
-        raise LedgerError(f"{word!r} is no effect of a withdrawal", f"effects are {', '.join(EFFECTS)}")
+        raise LedgerError(
+            "ledger.no-effect-withdrawal",
+            f"{word!r} is no effect of a withdrawal",
+            f"effects are {', '.join(EFFECTS)}",
+        )
     return EFFECTS[word]

@@ -43,7 +43,11 @@ class WitnessKey(NamedKey):
 def cosign(text: str, name: str, key: PrivateKey, time: int) -> Signature:
     """The cosignature of a checkpoint's text, made at `time` in seconds since 1970. Look at the tree first."""
     if type(time) is not int or not 0 <= time <= LAST:
-        raise LedgerError(f"the time is {time!r}, must be seconds since 1970", "give int(time.time())")
+        raise LedgerError(
+            "ledger.time-seconds-since",
+            f"the time is {time!r}, must be seconds since 1970",
+            "give int(time.time())",
+        )
     value = time.to_bytes(_TIME, "big") + key.sign(_message(text, time))
     return Signature(name, WitnessKey(name, key.public).id, value)
 
@@ -66,11 +70,16 @@ class WitnessPolicy:
     def __post_init__(self) -> None:
         if type(self.quorum) is not int or not 0 <= self.quorum <= len(self.witnesses):
             raise LedgerError(
+                "ledger.quorum-lie-number",
                 f"the quorum is {self.quorum!r}, must lie in [0, {len(self.witnesses)}], the number of witnesses",
                 "lower it, or name more witnesses",
             )
         if len({witness.key.x for witness in self.witnesses}) < len(self.witnesses):
-            raise LedgerError("two witnesses have the same public key", "name each witness once")
+            raise LedgerError(
+                "ledger.two-witnesses-same",
+                "two witnesses have the same public key",
+                "name each witness once",
+            )
 
     @classmethod
     def of(cls, quorum: int, keys: Iterable[str]) -> WitnessPolicy:
@@ -95,12 +104,14 @@ class WitnessPolicy:
                 continue
             if not witness.holds(note.text, signature.value):
                 raise NotVerified(
+                    "ledger.cosignature-not-checkpoint",
                     f"the cosignature by {signature.name!r} is not one of this checkpoint",
                     "get the checkpoint again, or ask the witness",
                 )
             time = cosigned_at(signature)
             if now is not None and time > now + SKEW:
                 raise NotVerified(
+                    "ledger.cosignature-now",
                     f"the cosignature by {signature.name!r} is of {time}, {time - now} s from now",
                     "set the clocks right",
                 )
@@ -112,6 +123,7 @@ class WitnessPolicy:
         times = self.cosigned(note, now=now)
         if len(times) < self.quorum:
             raise NotVerified(
+                "ledger.witnesses-cosigned-checkpoint",
                 f"{len(times)} of {len(self.witnesses)} witnesses cosigned this checkpoint, {self.quorum} must",
                 "ask the witnesses to look at it, or get a copy that carries their cosignatures",
             )

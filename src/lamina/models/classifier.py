@@ -41,6 +41,7 @@ class ResidualClassifier(nn.Module):
         halved = 2 ** len(widths)
         if samples < halved or samples % halved:
             raise PlanError(
+                "models.samples-not-halved",
                 f"samples {samples} cannot be halved {len(widths)} times, once per width",
                 f"cut windows to a multiple of {halved}, for example samples={max(1, samples // halved) * halved}",
             )

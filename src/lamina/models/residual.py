@@ -47,12 +47,15 @@ class ResidualAutoencoder(nn.Module):
         super().__init__()
         if not widths or any(width % groups for width in widths):
             raise PlanError(
+                "models.widths-not-multiples",
                 f"widths {tuple(widths)} are not all multiples of groups {groups}",
                 "choose widths that GroupNorm can divide, for example (32, 64, 64) with groups=8",
             )
         if kernel % 2 == 0:
             raise PlanError(
-                f"kernel {kernel} is even, must be odd to keep the length", f"use kernel={kernel + 1}"
+                "models.kernel-even-odd",
+                f"kernel {kernel} is even, must be odd to keep the length",
+                f"use kernel={kernel + 1}",
             )
         down: list[nn.Module] = []
         width = leads

@@ -64,6 +64,7 @@ class TransformerAutoencoder(nn.Module):
         super().__init__()
         if layers % 2 or width % heads:
             raise PlanError(
+                "models.layers-even-width",
                 f"layers={layers} must be even and width={width} a multiple of heads={heads}",
                 "for example layers=8, width=128, heads=4",
             )

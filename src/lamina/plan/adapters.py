@@ -136,6 +136,7 @@ def _canonical(value: Any) -> Any:
     if type(value).__module__.partition(".")[0] == "torch" and " at 0x" not in repr(value):
         return str(value)  # a dtype, a device
     raise PlanError(
+        "plan.adapter-configuration-holds",
         f"the adapter's configuration holds a {type(value).__name__}, which has no text that is the same in every run",
         "use numbers, words, lists and tables in it",
     )

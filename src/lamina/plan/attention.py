@@ -81,9 +81,17 @@ class Heads:
     def __post_init__(self) -> None:
         for what, number in (("count", self.count), ("key_value", self.key_value)):
             if number is not None and not whole(number):
-                raise PlanError(f"{what} of Heads is {number!r}, must be a whole number >= 1", "correct it")
+                raise PlanError(
+                    "plan.heads-whole-number",
+                    f"{what} of Heads is {number!r}, must be a whole number >= 1",
+                    "correct it",
+                )
         if self.layout not in (None, "concatenated", "interleaved"):
-            raise PlanError(f"layout of Heads is {self.layout!r}", "use 'concatenated' or 'interleaved'")
+            raise PlanError(
+                "plan.layout-heads",
+                f"layout of Heads is {self.layout!r}",
+                "use 'concatenated' or 'interleaved'",
+            )
 
 
 def attention_parts(

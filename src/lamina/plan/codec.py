@@ -60,7 +60,9 @@ def from_json(text: str) -> dict[str, Any]:
     try:
         data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"the plan is not JSON: {error}", "give what StepPlan.to_json wrote") from error
+        raise PlanError(
+            "plan.plan-not-json", f"the plan is not JSON: {error}", "give what StepPlan.to_json wrote"
+        ) from error
     return _fields(data)
 
 
@@ -75,7 +77,9 @@ def from_cbor(data: bytes) -> dict[str, Any]:
         return _fields(cbor.decode(data, floats=True, null=True, max_size=_LARGEST))
     except EncodingError as error:
         raise PlanError(
-            f"the plan is not deterministic CBOR: {error}", "give what StepPlan.to_cbor wrote"
+            "plan.plan-not-deterministic",
+            f"the plan is not deterministic CBOR: {error}",
+            "give what StepPlan.to_cbor wrote",
         ) from error
 
 
@@ -102,7 +106,11 @@ def _state(plan: StepPlan) -> dict[str, Any]:
 def _fields(data: Any) -> dict[str, Any]:
     """Check names and types of everything; the meaning is checked by the plan itself."""
     if not isinstance(data, dict) or data.get("kind") != KIND or data.get("version") != VERSION:
-        raise PlanError(f"this is not a {KIND} of version {VERSION}", "give a plan that this version wrote")
+        raise PlanError(
+            "plan.not-version",
+            f"this is not a {KIND} of version {VERSION}",
+            "give a plan that this version wrote",
+        )
     state = {key: value for key, value in data.items() if key not in ("kind", "version")}
     _exactly(state, "", "plan")
     _exactly(state["injection"], "injection", "injection")
@@ -167,7 +175,11 @@ def _injection(row: Mapping[str, Any]) -> dict[str, Any]:
 def _slice(row: Mapping[str, Any]) -> dict[str, Any]:
     places = [_list(places, "slices.ranges") for places in _list(row["ranges"], "slices.ranges")]
     if any(len(pair) != 2 for pair in places):
-        raise PlanError(f"slices.ranges of the plan is {row['ranges']!r}", "the plan is damaged")
+        raise PlanError(
+            "plan.slices-ranges-plan",
+            f"slices.ranges of the plan is {row['ranges']!r}",
+            "the plan is damaged",
+        )
     return {
         "cls": _typed(row["cls"], str, "slices.cls"),
         "tensor": _typed(row["tensor"], str, "slices.tensor"),
@@ -182,7 +194,7 @@ def _slice(row: Mapping[str, Any]) -> dict[str, Any]:
 def _exactly(row: Any, part: str, where: str) -> None:
     if not isinstance(row, dict) or set(row) != _FIELDS[part]:
         found = sorted(map(str, row)) if isinstance(row, dict) else type(row).__name__
-        raise PlanError(f"{where} has fields {found}", f"it must have {sorted(_FIELDS[part])}")
+        raise PlanError("plan.fields", f"{where} has fields {found}", f"it must have {sorted(_FIELDS[part])}")
 
 
 def _list(value: Any, where: str) -> list[Any]:
@@ -200,7 +212,9 @@ def _number(value: Any, where: str) -> float:
 def _typed(value: Any, kind: type, where: str) -> Any:
     if type(value) is not kind:
         raise PlanError(
-            f"{where} of the plan is {value!r}, must be of type {kind.__name__}", "the plan is damaged"
+            "plan.plan-type",
+            f"{where} of the plan is {value!r}, must be of type {kind.__name__}",
+            "the plan is damaged",
         )
     return value
 

@@ -56,17 +56,20 @@ def check_coverage(model: nn.Module, plan: StepPlan, example: Any = None) -> Cov
     for name in tensors.trainable:
         if name not in planned:
             raise CoverageError(
+                "plan.tensor-trainable-no",
                 f"tensor {name!r} is trainable and in no layer of the plan: it would train without noise",
                 "freeze it with requires_grad_(False), or make stack and plan again from this model",
             )
     for name, i in planned.items():
         if name in tensors.frozen:
             raise CoverageError(
+                "plan.tensor-layer-frozen",
                 f"tensor {name!r} of layer {plan.layers[i].name!r} is frozen but the plan trains it",
                 "make it trainable, or make stack and plan again from this model",
             )
         if name not in tensors.sizes:
             raise CoverageError(
+                "plan.tensor-layer-not",
                 f"tensor {name!r} of layer {plan.layers[i].name!r} is not in the model",
                 "make stack and plan again from this model (a tensor tied later goes by its first name)",
             )
@@ -74,6 +77,7 @@ def check_coverage(model: nn.Module, plan: StepPlan, example: Any = None) -> Cov
         size = sum(tensors.sizes[name] for name in layer.parameters)
         if size != layer.size:
             raise CoverageError(
+                "plan.layer-parameters-model",
                 f"layer {layer.name!r} has {size} parameters in the model and {layer.size} in the plan",
                 "make stack and plan again from this model",
             )
@@ -81,12 +85,13 @@ def check_coverage(model: nn.Module, plan: StepPlan, example: Any = None) -> Cov
         shape = tuple(model.get_parameter(part.tensor).shape) or (1,)
         if part.axis >= len(shape) or shape[part.axis] != part.length:
             raise CoverageError(
+                "plan.slice-class-along",
                 f"the slice of {part.tensor!r} for class {part.cls!r} is along axis {part.axis} of {part.length}, the "
                 f"tensor is {' × '.join(map(str, shape))}",
                 "make stack and plan again from this model",
             )
     for hazard in hazards(model):
-        raise CoverageError(str(hazard), hazard.remedy)
+        raise CoverageError("plan.check-coverage", str(hazard), hazard.remedy)
     if example is not None:
         _watch_buffers(model, example)
     return _sort(model, plan, tensors)
@@ -103,6 +108,7 @@ def _watch_buffers(model: nn.Module, example: Any) -> None:
             buffer.copy_(value)
     if moved:
         raise CoverageError(
+            "plan.buffer-written-forward",
             f"buffer {moved[0]!r} is written in the forward pass: private data would move it without noise",
             f"hold its module in eval mode: model.get_submodule({moved[0].rpartition('.')[0]!r}).eval(), "
             "or replace it",

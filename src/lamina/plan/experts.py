@@ -36,6 +36,7 @@ def find_experts(model: nn.Module, given: Mapping[str, int]) -> tuple[list[Part]
             continue
         if wanted is not None and not whole(wanted) and (wanted != 0 or isinstance(wanted, bool)):
             raise PlanError(
+                "plan.experts-declared",
                 f"experts of {path or ROOT!r} are declared as {wanted!r}",
                 "give how many there are, 0 if none",
             )
@@ -45,6 +46,7 @@ def find_experts(model: nn.Module, given: Mapping[str, int]) -> tuple[list[Part]
         found, problem = _experts(path, module, modules, wanted)
         if problem and wanted is not None:
             raise PlanError(
+                "plan.declared-hold-experts",
                 f"{path or ROOT!r} is declared to hold {wanted} experts, but {problem}",
                 "correct the declaration",
             )

@@ -89,6 +89,7 @@ def _refuse_lazy(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise PlanError(
+                "plan.tensor-lazy-no",
                 f"tensor {name!r} is lazy and has no shape yet",
                 "run model(...) once on a public or made-up input before fixing",
             )
@@ -99,7 +100,9 @@ def _copy(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise PlanError(
-            f"the model cannot be copied: {error}", "use lamina.fix(model, inplace=True)"
+            "plan.model-not-copied",
+            f"the model cannot be copied: {error}",
+            "use lamina.fix(model, inplace=True)",
         ) from error
 
 

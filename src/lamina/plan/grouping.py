@@ -17,6 +17,7 @@ def keys_by_place(group: str, tensors: Tensors, blocks: Blocks) -> Keys:
     """Each tensor by the module that owns it, or by that module's block."""
     if group not in ("module", "block"):
         raise PlanError(
+            "plan.group-module-block",
             f"group is {group!r}, must be 'module', 'block' or a mapping",
             "use group={'layer name': ['patterns of tensor or module names']} to group by hand",
         )
@@ -34,16 +35,22 @@ def keys_by_hand(groups: Mapping[str, Sequence[str]], tensors: Tensors) -> Keys:
     for group, patterns in groups.items():
         if not group or isinstance(patterns, str) or not patterns:
             raise PlanError(
+                "plan.group-patterns-list",
                 f"group {group!r} has patterns {patterns!r}, must be a list of one or more",
                 "write group={'head': ['decoder.*', 'out']}",
             )
         for pattern in patterns:
             found = [name for name in tensors.trainable if _matches(pattern, tensors.uses[name])]
             if not found:
-                raise PlanError(_nothing(group, pattern, tensors), "correct the pattern or leave it out")
+                raise PlanError(
+                    "plan.correct-pattern-leave",
+                    _nothing(group, pattern, tensors),
+                    "correct the pattern or leave it out",
+                )
             for name in found:
                 if assigned.setdefault(name, group) != group:
                     raise PlanError(
+                        "plan.tensor-matches-groups",
                         f"tensor {name!r} matches groups {assigned[name]!r} and {group!r}, must be in one",
                         "make the patterns disjoint",
                     )
@@ -54,6 +61,7 @@ def keys_by_hand(groups: Mapping[str, Sequence[str]], tensors: Tensors) -> Keys:
     for name, found_keys in keys.items():
         if name not in assigned and (clash := set(found_keys) & set(groups)):
             raise PlanError(
+                "plan.group-name-module",
                 f"group {sorted(clash)[0]!r} has the name of the module of {name!r}, which it leaves out",
                 "rename the group, or add the tensor to its patterns",
             )

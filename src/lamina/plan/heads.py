@@ -36,6 +36,7 @@ def find_heads(model: nn.Module, given: Mapping[str, int | Heads]) -> tuple[list
         except Unlike as problem:
             if wanted is not None:
                 raise PlanError(
+                    "plan.attention-declared",
                     f"attention {path or ROOT!r} is declared as {wanted}, but {problem}",
                     "correct the declaration",
                 ) from None
@@ -57,6 +58,7 @@ def _heads(path: str, value: Any) -> Heads | None:
         return value
     if not whole(value):
         raise PlanError(
+            "plan.heads-declared",
             f"heads of {path or ROOT!r} are declared as {value!r}",
             "give how many there are, 0 if none, or lamina.plan.Heads(count=…, …)",
         )

@@ -49,15 +49,22 @@ class Injection:
             or not 1 <= self.parts <= MOST_PARTS
         ):
             raise PlanError(
-                f"noise enters in {self.parts!r} parts, must be 1 to {MOST_PARTS}", "correct bins or slots"
+                "plan.noise-enters-parts",
+                f"noise enters in {self.parts!r} parts, must be 1 to {MOST_PARTS}",
+                "correct bins or slots",
             )
         if self.form in (Form.STEP, Form.RAW) and self.parts != 1:
-            raise PlanError(f"{self.form.value} noise has {self.parts} parts", "leave out bins and slots")
+            raise PlanError(
+                "plan.noise-parts",
+                f"{self.form.value} noise has {self.parts} parts",
+                "leave out bins and slots",
+            )
         cap = self.occurrences
         if cap is not None and (
             self.form is not Form.RAW or isinstance(cap, bool) or not isinstance(cap, int) or cap < 1
         ):
             raise PlanError(
+                "plan.occurrences-under-noise",
                 f"occurrences is {cap!r} under {self.form.value} noise",
                 "a number >= 1, under per_sample_raw only",
             )
@@ -94,4 +101,6 @@ def _form(value: object) -> Form:
         return Form(value)
     except ValueError:
         accepted = ", ".join(form.value for form in Form)
-        raise PlanError(f"injection is {value!r}, which is not known", f"accepted: {accepted}") from None
+        raise PlanError(
+            "plan.injection-not-known", f"injection is {value!r}, which is not known", f"accepted: {accepted}"
+        ) from None

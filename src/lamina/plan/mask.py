@@ -34,10 +34,13 @@ class Mask:
         if isinstance(value, Mapping):
             if not value or not all(isinstance(pattern, str) and pattern for pattern in value):
                 raise PlanError(
-                    f"profile {what} is {dict(value)!r}, must go from patterns to numbers", example
+                    "plan.profile-go-patterns",
+                    f"profile {what} is {dict(value)!r}, must go from patterns to numbers",
+                    example,
                 )
             if EVERYWHERE in value and len(value) > 1:
                 raise PlanError(
+                    "plan.profile-pattern-beside",
                     f"profile {what} has the pattern '*' beside others, which it means too",
                     "let every module be meant by one pattern",
                 )
@@ -63,6 +66,7 @@ class Mask:
         if len(found) > 1:
             first, second = sorted(found.values())[:2]
             raise PlanError(
+                "plan.profile-two-patterns",
                 f"profile {what} has two patterns for {module!r}, {first!r} and {second!r}, with other numbers",
                 "let every module be meant by one pattern",
             )
@@ -76,8 +80,16 @@ class Mask:
 
 def _numbers(value: Any, what: str, example: str) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise PlanError(f"profile {what} is {value!r}, must be one number or more in a list", example)
+        raise PlanError(
+            "plan.profile-number-list",
+            f"profile {what} is {value!r}, must be one number or more in a list",
+            example,
+        )
     for number in value:
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < _MOST:
-            raise PlanError(f"profile {what} holds {number!r}, must be whole numbers counted from 0", example)
+            raise PlanError(
+                "plan.profile-holds-whole",
+                f"profile {what} holds {number!r}, must be whole numbers counted from 0",
+                example,
+            )
     return tuple(sorted(set(value)))

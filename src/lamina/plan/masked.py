@@ -40,6 +40,7 @@ class Masked:
         for entry in stack.unread if self.others else ():
             if entry.kind in self.chosen and any(_inside(entry.module, name) for name in names):
                 raise PlanError(
+                    "plan.profile-reaches-no",
                     f"profile reaches what has no {entry.kind.value}, and of {entry.module!r} that is not known: "
                     f"{entry.why}",
                     f"declare it: LayerStack.from_model(model, {entry.kind.value}={{{entry.module!r}: …}}), 0 if it "
@@ -87,12 +88,14 @@ def _numbers(
     here = {part.group for part in stack.parts if part.kind is kind and part.tensor in names}
     if not here:
         raise PlanError(
+            "plan.profile-asks-model",
             f"profile {str(profile)!r} asks for {what}, and the model trains none there that are known",
             _known(kind, stack, counts),
         )
     for pattern, _ in mask.rows:
         if not any(matches(pattern, group) for group in counts):
             raise PlanError(
+                "plan.profile-pattern-means",
                 f"profile {what} has the pattern {pattern!r}, which means no module that has any"
                 f"{suggestion(pattern, sorted(counts))}",
                 _known(kind, stack, counts),
@@ -101,12 +104,15 @@ def _numbers(
     for group in (group for group in counts if group in here):
         if chosen[group] and max(chosen[group]) >= counts[group]:
             raise PlanError(
+                "plan.profile-names-number",
                 f"profile {what} names number {max(chosen[group])} of {group!r}, which has {counts[group]}",
                 "they are counted from 0; give numbers by pattern where modules differ",
             )
     if not any(chosen[group] for group in here):
         raise PlanError(
-            f"profile {str(profile)!r} chooses no {what} within its place", _known(kind, stack, counts)
+            "plan.profile-chooses-no",
+            f"profile {str(profile)!r} chooses no {what} within its place",
+            _known(kind, stack, counts),
         )
     return chosen
 

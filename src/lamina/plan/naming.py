@@ -65,6 +65,7 @@ def _elsewhere(layer: Layer) -> list[str]:
 def _index(index: int, stack: LayerStack) -> int:
     if not -len(stack) <= index < len(stack):
         raise PlanError(
+            "plan.profile-names-layer-stack",
             f"profile names layer {index}, but the stack has layers 0 to {len(stack) - 1}",
             "give an index in that range; -1 is the last layer",
         )
@@ -81,16 +82,19 @@ def _check_met(pattern: str, stack: LayerStack, reached: Sequence[bool]) -> None
         return
     if shared:
         raise PlanError(
+            "plan.profile-names-shares",
             f"profile names {pattern!r}, which shares a tensor with layer {known[shared[0]]!r}",
             f"name {known[shared[0]]!r} if the class may reach every use of it",
         )
     for tensor in stack.frozen:
         if matches(pattern, tensor):
             raise PlanError(
+                "plan.profile-names-frozen",
                 f"profile names {pattern!r}, which is frozen (tensor {tensor!r})",
                 "leave it out, or make it trainable before the stack is made",
             )
     raise PlanError(
+        "plan.profile-names-layer",
         f"profile names layer {pattern!r}, which the stack does not have{suggestion(pattern, known)}",
         "print the stack to see its layers",
     )

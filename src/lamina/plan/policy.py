@@ -200,6 +200,7 @@ class Policy(BaseModel):
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
+                "plan.policy-not-read",
                 f"policy {str(path)!r} cannot be read: {error}",
                 "give the path of a TOML file; Policy.template_text() is one to start from",
             ) from error
@@ -211,7 +212,9 @@ class Policy(BaseModel):
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise PlanError(f"{source} is not TOML: {error}", "correct the line that it names") from error
+            raise PlanError(
+                "plan.not-toml", f"{source} is not TOML: {error}", "correct the line that it names"
+            ) from error
         return cls.from_dict(data, source=source)
 
     @classmethod
@@ -222,7 +225,7 @@ class Policy(BaseModel):
         except ValidationError as error:
             raise explain(error, cls, source) from error
         except PlanError as error:
-            raise PlanError(f"{source}: {error.problem}", error.remedy) from error
+            raise PlanError("plan.from-dict", f"{source}: {error.problem}", error.remedy) from error
 
     @classmethod
     def template(cls) -> Policy:
@@ -243,6 +246,7 @@ class Policy(BaseModel):
             where = f"class.{name}"
             if floors.clip_norm is not None and entry.clip_norm < floors.clip_norm:
                 raise PlanError(
+                    "plan.clip-norm-below",
                     f"{where}.clip_norm is {entry.clip_norm:g}, below the floor of {floors.clip_norm:g}",
                     "raise it, or lower corpus.floors.clip_norm",
                 )
@@ -251,12 +255,14 @@ class Policy(BaseModel):
             z = entry.noise_multiplier
             if z is not None and z < floors.noise_multiplier:
                 raise PlanError(
+                    "plan.noise-multiplier-below",
                     f"{where}.noise_multiplier is {z:g}, below the floor of {floors.noise_multiplier:g}",
                     "raise it, or lower corpus.floors.noise_multiplier",
                 )
             most = self.epsilon_of(floors.noise_multiplier)
             if entry.epsilon is not None and entry.epsilon > most:
                 raise PlanError(
+                    "plan.epsilon-above-floor",
                     f"{where}.epsilon is {entry.epsilon:g}, above {most:.4g}, which the floor "
                     f"noise_multiplier {floors.noise_multiplier:g} allows at δ = {self.corpus.delta:g}",
                     "lower it, or lower corpus.floors.noise_multiplier",

@@ -78,6 +78,7 @@ class DepthProfile:
         elif self.kind is Kind.BLOCKS:
             if len(self.bounds) != 2 or not all(_is_index(bound) for bound in self.bounds):
                 raise PlanError(
+                    "plan.profile-blocks-first",
                     f"profile blocks is {list(self.bounds)!r}, must be the first and the last block",
                     "write {blocks = [4, 7]}; -1 is the last block",
                 )
@@ -87,10 +88,13 @@ class DepthProfile:
             self._check_fractions()
         if self.kind is not Kind.ADAPTER and (self.name, self.config, self.scope) != (None, None, None):
             raise PlanError(
-                "profile has the name, config or scope of an adapter, and no adapter", "use an adapter"
+                "plan.profile-name-config",
+                "profile has the name, config or scope of an adapter, and no adapter",
+                "use an adapter",
             )
         if self.others not in (True, False) or (self.others and not self.masked):
             raise PlanError(
+                "plan.profile-others",
                 f"profile others is {self.others!r}{'' if self.masked else ' without heads or experts'}",
                 "others = true is for profiles with heads or experts; without them nothing is left out",
             )
@@ -99,6 +103,7 @@ class DepthProfile:
     def _check_names(self) -> None:
         if not self.names or not all(_is_name(name) for name in self.names):
             raise PlanError(
+                "plan.profile-layers-hold",
                 f"profile layers is {list(self.names)!r}, must hold names, patterns or indices",
                 "write {layers = ['decoder.*', -1]}",
             )
@@ -109,11 +114,13 @@ class DepthProfile:
         for what, text in (("name", self.name), ("scope", self.scope)):
             if (text is None and what == "name") or (text is not None and not _is_text(text)):
                 raise PlanError(
+                    "plan.profile-adapter-text",
                     f"profile adapter has the {what} {text!r}, must be text",
                     'write {adapter = "default"} or {adapter = {name = "default", config = "…", scope = "ward-7/ecg"}}',
                 )
         if self.config is not None and not (isinstance(self.config, str) and _DIGEST.fullmatch(self.config)):
             raise PlanError(
+                "plan.profile-adapter-config",
                 f"profile adapter has the config {self.config!r}, must be a SHA-256 in 64 hex digits",
                 "LayerStack.from_model(model).adapters shows it",
             )
@@ -121,6 +128,7 @@ class DepthProfile:
     def _check_fractions(self) -> None:
         if len(self.bounds) != 2 or not all(_is_number(bound) for bound in self.bounds):
             raise PlanError(
+                "plan.profile-fractions-depth",
                 f"profile {self.kind.value} is {list(self.bounds)!r}, must be fractions of the depth",
                 f"write one of {EXAMPLES}",
             )
@@ -129,6 +137,7 @@ class DepthProfile:
             shown = f"top is {1 - low:g}" if self.kind is Kind.TOP else f"band is [{low:g}, {high:g}]"
             bound = "in (0, 1]" if self.kind is Kind.TOP else "0 <= a < b <= 1"
             raise PlanError(
+                "plan.profile",
                 f"profile {shown}, must be {bound}",
                 "give fractions of the depth (0.25: a quarter) or {blocks = [first, last]} for block numbers",
             )
@@ -145,7 +154,11 @@ class DepthProfile:
     def top(cls, share: float) -> DepthProfile:
         """The last `share` of the depth, in (0, 1]."""
         if not _is_number(share):
-            raise PlanError(f"profile top is {share!r}, must be a number in (0, 1]", "write {top = 0.25}")
+            raise PlanError(
+                "plan.profile-top-number",
+                f"profile top is {share!r}, must be a number in (0, 1]",
+                "write {top = 0.25}",
+            )
         return cls(kind=Kind.TOP, bounds=(float(1 - exact(share)), 1.0))
 
     @classmethod
@@ -300,11 +313,19 @@ def _weights(given: Any) -> tuple[tuple[str, float], ...]:
     made: dict[str, float] = {}
     for pattern, factor in given:
         if not _is_text(pattern):
-            raise PlanError(f"profile weights has the pattern {pattern!r}, must be text", example)
+            raise PlanError(
+                "plan.profile-weights-pattern",
+                f"profile weights has the pattern {pattern!r}, must be text",
+                example,
+            )
         if not _is_number(factor) or not 0 <= factor <= 1:
-            raise PlanError(f"profile weights has {factor!r} for {pattern!r}, must be in [0, 1]", example)
+            raise PlanError(
+                "plan.profile-weights",
+                f"profile weights has {factor!r} for {pattern!r}, must be in [0, 1]",
+                example,
+            )
         if pattern in made:
-            raise PlanError(f"profile weights has {pattern!r} twice", example)
+            raise PlanError("plan.profile-weights-twice", f"profile weights has {pattern!r} twice", example)
         made[pattern] = float(factor) + 0.0
     return tuple(sorted(made.items()))
 

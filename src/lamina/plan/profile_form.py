@@ -33,16 +33,22 @@ def parse(value: Mapping[str, Any] | str) -> DepthProfile:
         return DepthProfile.all()
     if not isinstance(value, Mapping) or not value:
         shown = dict(value) if isinstance(value, Mapping) else value
-        raise PlanError(f"profile is {shown!r}, which is not a known kind", f"write one of {EXAMPLES}")
+        raise PlanError(
+            "plan.profile-not-known",
+            f"profile is {shown!r}, which is not a known kind",
+            f"write one of {EXAMPLES}",
+        )
     for key in value:
         if key not in _PLACES and key not in _WITHIN:
             raise PlanError(
+                "plan.profile-not-known-kind-write",
                 f"profile has {key!r}, which is not a known kind{suggestion(str(key), [*_PLACES, *_WITHIN])}",
                 f"write one of {EXAMPLES}; within it heads, experts, others and weights",
             )
     places = [key for key in value if key in _PLACES]
     if len(places) > 1:
         raise PlanError(
+            "plan.profile-not-known-kind",
             f"profile has {' and '.join(places)}: it is not a known kind, a profile has one place",
             f"write one of {EXAMPLES}",
         )
@@ -54,7 +60,9 @@ def parse(value: Mapping[str, Any] | str) -> DepthProfile:
         weights = value["weights"]
         if not isinstance(weights, Mapping) or not weights:
             raise PlanError(
-                f"profile weights is {weights!r}, must be a table", 'write weights = { "decoder.*" = 0.5 }'
+                "plan.profile-weights-table",
+                f"profile weights is {weights!r}, must be a table",
+                'write weights = { "decoder.*" = 0.5 }',
             )
         place = place.weighted(weights)
     return place
@@ -67,7 +75,9 @@ def _place(key: str, given: Any) -> DepthProfile:
     if kind is Kind.ALL:
         if given is not True:
             raise PlanError(
-                f"profile all is {given!r}, must be true", "leave the profile out, or restrict it"
+                "plan.profile-true",
+                f"profile all is {given!r}, must be true",
+                "leave the profile out, or restrict it",
             )
         return DepthProfile.all()
     if kind is Kind.ADAPTER:
@@ -75,13 +85,16 @@ def _place(key: str, given: Any) -> DepthProfile:
         for each in table:
             if each not in _ADAPTER:
                 raise PlanError(
+                    "plan.profile-adapter-not",
                     f"profile adapter has {each!r}, which is not known{suggestion(str(each), _ADAPTER)}",
                     "it takes name, config and scope",
                 )
         name, config, scope = (table.get(each) for each in _ADAPTER)
         return DepthProfile(kind=kind, name=name, config=config, scope=scope)
     if not isinstance(given, list | tuple):
-        raise PlanError(f"profile {key} is {given!r}, must be a list", f"write one of {EXAMPLES}")
+        raise PlanError(
+            "plan.profile-list", f"profile {key} is {given!r}, must be a list", f"write one of {EXAMPLES}"
+        )
     if kind is Kind.LAYERS:
         return DepthProfile.layers(given)
     return DepthProfile(kind=kind, bounds=tuple(given))
@@ -141,7 +154,7 @@ def from_text(text: str) -> DepthProfile:
     """From the canonical text; another text of the same meaning is refused too."""
     remedy = "give what DepthProfile.text() wrote, for example 'top=0.25;heads=0,1'"
     if not isinstance(text, str):
-        raise PlanError(f"a profile's text is a {type(text).__name__}", remedy)
+        raise PlanError("plan.profile-text", f"a profile's text is a {type(text).__name__}", remedy)
     table: dict[str, Any] = {}
     try:
         for item in _split(text, ";"):
@@ -156,10 +169,12 @@ def from_text(text: str) -> DepthProfile:
             }
         made = parse(table)
     except (ValueError, PlanError) as error:
-        raise PlanError(f"{_brief(text)} is no profile: {error}", remedy) from None
+        raise PlanError("plan.no-profile", f"{_brief(text)} is no profile: {error}", remedy) from None
     if made.text() != text:
         raise PlanError(
-            f"{_brief(text)} is not the canonical text of a profile, {_brief(made.text())} is", remedy
+            "plan.not-canonical-text",
+            f"{_brief(text)} is not the canonical text of a profile, {_brief(made.text())} is",
+            remedy,
         )
     return made
 

@@ -69,6 +69,7 @@ def reach(profile: DepthProfile, stack: LayerStack, *, allow_empty: bool = False
     layers = [reached and factor > 0 for reached, factor in zip(layers, factors, strict=True)]
     if not any(layers) and not allow_empty:
         raise PlanError(
+            "plan.profile-reaches-no-trainable",
             f"profile {str(profile)!r} reaches no trainable layer of {len(stack.blocks)} blocks{_span(profile, stack)}",
             "widen it: only layers that lie wholly inside are reached",
         )
@@ -105,6 +106,7 @@ def _edges(profile: DepthProfile, blocks: int) -> tuple[Fraction, Fraction]:
     low, high = (int(b) + blocks if b < 0 else int(b) for b in (first, last))
     if not 0 <= low <= high < blocks:
         raise PlanError(
+            "plan.profile-out-range",
             f"profile {str(profile)!r} is out of range: the model has blocks 0 to {blocks - 1}",
             "give the first and the last block; -1 is the last",
         )
@@ -124,6 +126,7 @@ def _adapter(profile: DepthProfile, stack: LayerStack) -> Adapter:
     if not named:
         known = ", ".join(repr(adapter.name) for adapter in stack.adapters)
         raise PlanError(
+            "plan.profile-names-adapter",
             f"profile names adapter {profile.name!r}, which the model does not have",
             f"its adapters are {known}"
             if known
@@ -131,23 +134,27 @@ def _adapter(profile: DepthProfile, stack: LayerStack) -> Adapter:
         )
     if len(named) > 1:
         raise PlanError(
+            "plan.model-adapters-called",
             f"the model has {len(named)} adapters called {profile.name!r}, with other configurations",
             "give each a name of its own",
         )
     found = named[0]
     if not found.config:
         raise PlanError(
+            "plan.configuration-adapter-no",
             f"the configuration of adapter {found.name!r} has no text that is the same in every run",
             "use numbers, words, lists and tables in it",
         )
     if profile.config is not None and profile.config != found.config:
         raise PlanError(
+            "plan.profile-pins-adapter",
             f"profile pins adapter {found.name!r} to the configuration {profile.config[:12]}…, the model's is "
             f"{found.config[:12]}…",
             "train the adapter that the policy names, or have the policy changed",
         )
     if not found.tensors:
         raise PlanError(
+            "plan.no-tensor-adapter",
             f"no tensor of adapter {found.name!r} is trainable",
             f"activate it, model.set_adapter({found.name!r}), before the stack is made",
         )
@@ -182,6 +189,7 @@ def _factors(profile: DepthProfile, stack: LayerStack, reached: list[bool]) -> l
         meant = [any(matches(pattern, name) for name in (layer.name, *layer.aliases)) for layer in stack]
         if not any(m and r for m, r in zip(meant, reached, strict=True)):
             raise PlanError(
+                "plan.profile-weights-name",
                 f"profile weights name {pattern!r}, of which the profile reaches nothing"
                 f"{suggestion(pattern, [layer.name for layer in stack])}",
                 "correct it or leave it out",
@@ -190,6 +198,7 @@ def _factors(profile: DepthProfile, stack: LayerStack, reached: list[bool]) -> l
             if meant[i]:
                 if factors[i] not in (None, factor):
                     raise PlanError(
+                        "plan.profile-weights-give",
                         f"profile weights give layer {layer.name!r} the factors {factors[i]:g} and {factor:g}",
                         "let every layer be meant by one pattern",
                     )

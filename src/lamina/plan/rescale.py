@@ -42,6 +42,7 @@ def rescale(clip: Sequence[Row], noise: Row, sigma: Row, beside: Row | None = No
     for _, s, b in owed:
         if b * s >= 1:
             raise PlanError(
+                "plan.noised-counts-alone",
                 f"the noised counts alone have a multiplier of {1 / b:.4g}, below the {s:.4g} of the whole step",
                 "give the counts more noise",
             )
@@ -51,7 +52,11 @@ def rescale(clip: Sequence[Row], noise: Row, sigma: Row, beside: Row | None = No
     if kappa == 0:
         return tuple(noise)
     if not math.isfinite(kappa):
-        raise PlanError("a layer that a private class reaches has no noise", "give it S > 0, or C = 0")
+        raise PlanError(
+            "plan.layer-private-class",
+            "a layer that a private class reaches has no noise",
+            "give it S > 0, or C = 0",
+        )
     step = math.ulp(kappa)
     while True:
         scaled = tuple(kappa * s for s in noise)

@@ -81,11 +81,12 @@ class Choose:
         try:
             choice_multiplier(self.epsilon)
         except AccountingError as error:
-            raise PlanError(error.problem, error.remedy) from error
+            raise PlanError("plan.post-init", error.problem, error.remedy) from error
         _count("every", self.every)
         _between("price", self.price, 0.0, 1e12, closed=True)
         if len(self.names) != len(self.noise) or len(set(self.names)) != len(self.names) or not self.names:
             raise PlanError(
+                "plan.choice-names-candidates",
                 f"a choice has {len(self.names)} names for {len(self.noise)} candidates",
                 "give every candidate one name of its own",
             )
@@ -114,6 +115,7 @@ class FollowBudget:
         ):  # so that budgets at several orders add up, and more of them never cost less
             nearest = min(ORDERS, key=lambda each: abs(each - self.order))
             raise PlanError(
+                "plan.order-rule-those",
                 f"order of a rule is {self.order!r}, must be one of those that RDP is computed at",
                 f"the nearest one is {nearest:g}",
             )
@@ -149,19 +151,24 @@ def from_plain(state: Any) -> Rule:
     kind = state.get("kind") if isinstance(state, Mapping) else None
     if not isinstance(kind, str) or kind not in KINDS:
         raise PlanError(
-            f"a rule of the plan is {shown(state)}", f"its kind must be one of {', '.join(KINDS)}"
+            "plan.rule-plan",
+            f"a rule of the plan is {shown(state)}",
+            f"its kind must be one of {', '.join(KINDS)}",
         )
     made = KINDS[kind]
     fields = {field.name: field.type for field in dataclasses.fields(made)}
     given = {name: value for name, value in state.items() if name != "kind"}
     if set(given) != set(fields):
         raise PlanError(
-            f"rule '{kind}' has fields {shown(sorted(map(shown, given)))}", f"it must have {sorted(fields)}"
+            "plan.rule-fields",
+            f"rule '{kind}' has fields {shown(sorted(map(shown, given)))}",
+            f"it must have {sorted(fields)}",
         )
     for name, value in given.items():
         word, fits = _PLAIN[str(fields[name])]
         if not fits(value):
             raise PlanError(
+                "plan.rule",
                 f"{name} of rule '{kind}' is {shown(value)}, must be {word}",
                 "the plan is damaged: make it again",
             )
@@ -192,17 +199,26 @@ def _lists(value: Any) -> Any:
 
 def _names(given: Any) -> tuple[str, ...]:
     if not isinstance(given, tuple | list) or any(not isinstance(name, str) or not name for name in given):
-        raise PlanError(f"names of a choice are {shown(given)}", "give every candidate a name, not empty")
+        raise PlanError(
+            "plan.names-choice",
+            f"names of a choice are {shown(given)}",
+            "give every candidate a name, not empty",
+        )
     return tuple(given)
 
 
 def _rows(given: Any) -> tuple[tuple[float, ...], ...]:
     if not isinstance(given, tuple | list) or not all(isinstance(row, tuple | list) for row in given):
-        raise PlanError(f"noise of a choice is {shown(given)}", "give a row of numbers for every candidate")
+        raise PlanError(
+            "plan.noise-choice",
+            f"noise of a choice is {shown(given)}",
+            "give a row of numbers for every candidate",
+        )
     for s in (s for row in given for s in row):
         number = isinstance(s, int | float) and not isinstance(s, bool)
         if not number or not (s == 0 or LEAST <= s <= MOST):
             raise PlanError(
+                "plan.candidate-choice-noise",
                 f"a candidate of a choice has noise {shown(s)}, must be 0 or lie in [{LEAST:g}, {MOST:g}]",
                 "scale the row: only its shape matters",
             )
@@ -214,11 +230,15 @@ def _between(name: str, value: float, low: float, high: float, *, closed: bool =
     inside = inside and (low <= value <= high if closed else low < value < high)
     if not inside:
         edge = f"[{low:g}, {high:g}]" if closed else f"({low:g}, {high:g})"
-        raise PlanError(f"{name} of a rule is {shown(value)}, must lie in {edge}", "correct it")
+        raise PlanError(
+            "plan.rule-lie", f"{name} of a rule is {shown(value)}, must lie in {edge}", "correct it"
+        )
 
 
 def _count(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_STEPS:
         raise PlanError(
-            f"{name} of a rule is {shown(value)}, must be a whole number >= 1 (and below 2^53)", "correct it"
+            "plan.rule-whole-number",
+            f"{name} of a rule is {shown(value)}, must be a whole number >= 1 (and below 2^53)",
+            "correct it",
         )

@@ -37,7 +37,7 @@ def explain(error: ValidationError, schema: type[BaseModel], source: str) -> Pla
         problem, remedy = _one(dict(item), schema)
         problems.append(problem)
         remedies.append(remedy)
-    return PlanError(f"{source}: {'; '.join(problems)}", "; ".join(dict.fromkeys(remedies)))
+    return PlanError("plan.explain", f"{source}: {'; '.join(problems)}", "; ".join(dict.fromkeys(remedies)))
 
 
 def _one(item: dict[str, Any], schema: type[BaseModel]) -> tuple[str, str]:

@@ -53,6 +53,7 @@ def sigma_acc(plan: StepPlan, k: str | int, z: float) -> float:
     target, delta = signed_epsilon(plan, k, z), plan.delta(k)
     if target == 0:
         raise PlanError(
+            "plan.noise-multiplier-stands",
             f"noise multiplier {z:g} stands for ε = 0 at δ = {delta:g}: nothing may be learned from it",
             "sign a smaller one, or leave the contribution out",
         )
@@ -62,6 +63,7 @@ def sigma_acc(plan: StepPlan, k: str | int, z: float) -> float:
         )
     except AccountingError as error:
         raise PlanError(
+            "plan.noise-multiplier-epsilon",
             f"noise multiplier {z:g}, ε = {target:.4g} at δ = {delta:g}, is out of reach: {error.problem}",
             "leave the contribution out, or plan with fewer steps",
         ) from error
@@ -82,6 +84,7 @@ def scale_for(plan: StepPlan, k: str | int, c: float, z: float) -> float:
         return most
     if not plan.scales:
         raise PlanError(
+            "plan.class-spends-epsilon",
             f"class {plan.classes[row].name!r} spends ε = {plan.epsilon(row):.4g}, above the ε = {target:.4g} that "
             f"noise multiplier {z:g} stands for, and in this plan thresholds cannot be scaled for one contribution",
             "leave it out, or plan with a sigma that is fixed",
@@ -89,6 +92,7 @@ def scale_for(plan: StepPlan, k: str | int, c: float, z: float) -> float:
     needed, beside = 1.0 / sigma_acc(plan, row, z), plan.bits(row)
     if needed <= beside:
         raise PlanError(
+            "plan.noised-counts-class",
             f"the noised counts of class {plan.classes[row].name!r} alone have a multiplier of {1 / beside:.4g}, below "
             f"the {1 / needed:.4g} that noise multiplier {z:g} needs",
             "leave the contribution out, or plan without counts",
@@ -100,6 +104,7 @@ def scale_for(plan: StepPlan, k: str | int, c: float, z: float) -> float:
             return scale
         scale *= 1 - _STEP
     raise PlanError(
+        "plan.no-scale-near",
         f"no scale near {scale:.6g} holds ε = {target:.6g} for class {plan.classes[row].name!r}",
         "report this: the search failed",
     )
@@ -139,5 +144,7 @@ def _events(plan: StepPlan, k: str | int) -> tuple[Event, ...]:
 
 def _positive(what: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise PlanError(f"{what} is {value!r}, must be finite and > 0", "correct the signed bound")
+        raise PlanError(
+            "plan.finite", f"{what} is {value!r}, must be finite and > 0", "correct the signed bound"
+        )
     return float(value)

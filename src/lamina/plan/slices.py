@@ -32,12 +32,14 @@ class Slice:
         for first, stop in self.ranges:
             if not last < first < stop <= self.length:
                 raise PlanError(
+                    "plan.slice-class-ranges",
                     f"slice of {self.tensor!r} for class {self.cls!r} has ranges {list(self.ranges)} of {self.length}",
                     "give [first, stop) in order, apart from each other",
                 )
             last = stop
         if self.axis < 0 or self.length < 1:
             raise PlanError(
+                "plan.slice-class-axis",
                 f"slice of {self.tensor!r} for class {self.cls!r} has axis {self.axis} of length {self.length}",
                 "count axes from 0",
             )

@@ -195,7 +195,9 @@ def _layers(
         counts[layer.name] += 1
         if counts[layer.name] > 1:
             raise PlanError(
-                f"two layers are named {layer.name!r}", "give the group another name than a module has"
+                "plan.two-layers-named",
+                f"two layers are named {layer.name!r}",
+                "give the group another name than a module has",
             )
     return tuple(layer for _, layer in made)
 

@@ -48,7 +48,9 @@ class Declarations:
         for pattern in self.given:
             if pattern not in self._met:
                 raise PlanError(
-                    f"{self.what} are declared for {pattern!r}, which means no module", "correct the pattern"
+                    "plan.declared-means-no",
+                    f"{self.what} are declared for {pattern!r}, which means no module",
+                    "correct the pattern",
                 )
 
 

@@ -147,10 +147,18 @@ class StepPlan:
         names = [entry.name for entry in self.classes]
         if isinstance(k, str):
             if k not in names:
-                raise PlanError(f"class {k!r} is not in the plan", f"its classes are {', '.join(names)}")
+                raise PlanError(
+                    "plan.class-not-plan",
+                    f"class {k!r} is not in the plan",
+                    f"its classes are {', '.join(names)}",
+                )
             return names.index(k)
         if not 0 <= k < len(names):
-            raise PlanError(f"class {k} is out of range", f"the plan has classes 0 to {len(names) - 1}")
+            raise PlanError(
+                "plan.class-out-range",
+                f"class {k} is out of range",
+                f"the plan has classes 0 to {len(names) - 1}",
+            )
         return k
 
     def reaches(self, k: str | int, layer: int) -> bool:
@@ -178,7 +186,9 @@ class StepPlan:
         row = self.index(k)
         if not 0 < scale <= 1:
             raise PlanError(
-                f"scale is {scale!r}, must be in (0, 1]", "a stricter bound shrinks C, never grows it"
+                "plan.scale",
+                f"scale is {scale!r}, must be in (0, 1]",
+                "a stricter bound shrinks C, never grows it",
             )
         if self.classes[row].public:
             return math.inf
@@ -333,7 +343,9 @@ def _clipping(value: Clipping | str) -> Clipping:
         return Clipping(value)
     except ValueError:
         accepted = ", ".join(form.value for form in Clipping)
-        raise PlanError(f"clipping is {value!r}, which is not known", f"accepted: {accepted}") from None
+        raise PlanError(
+            "plan.clipping-not-known", f"clipping is {value!r}, which is not known", f"accepted: {accepted}"
+        ) from None
 
 
 @lru_cache(maxsize=4096)

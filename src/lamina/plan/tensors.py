@@ -34,11 +34,13 @@ class Tensors:
         for name, tensor in tensors.items():
             if isinstance(tensor, UninitializedParameter):
                 raise PlanError(
+                    "plan.tensor-lazy-no",
                     f"tensor {name!r} is lazy and has no shape yet",
                     "run model(...) once on a public or made-up input before planning",
                 )
             if tensor.requires_grad and not tensor.is_floating_point():
                 raise PlanError(
+                    "plan.tensor-real-tensors",
                     f"tensor {name!r} is {tensor.dtype}; only real tensors can be clipped and noised",
                     "hold real and imaginary parts in two tensors, or freeze it with requires_grad_(False)",
                 )
@@ -47,13 +49,16 @@ class Tensors:
             other = memory.setdefault(tensor.data_ptr(), name)
             if other != name:
                 raise PlanError(
+                    "plan.tensors-share-memory",
                     f"tensors {other!r} and {name!r} share memory but are two parameters",
                     "tie them by assigning one Parameter to both modules, or copy one",
                 )
         trainable = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)
         if not trainable:
             raise PlanError(
-                "the model has no trainable tensor", "call requires_grad_(True) on what should train"
+                "plan.model-no-trainable",
+                "the model has no trainable tensor",
+                "call requires_grad_(True) on what should train",
             )
         return cls(
             trainable=trainable,

@@ -43,6 +43,7 @@ class Trace:
                 call(model, example)
         except Exception as error:
             raise PlanError(
+                "plan.forward-pass-example",
                 f"the forward pass on the example failed: {type(error).__name__}: {error}",
                 "give an example that model(...) accepts: a tensor, a tuple of arguments or a dict",
             ) from error

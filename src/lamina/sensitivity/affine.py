@@ -18,11 +18,21 @@ def affine_norm_constant(gain: Any, variance: Any, eps: float) -> float:
     """
     gains, variances = np.asarray(gain, np.float64), np.asarray(variance, np.float64)
     if not np.isfinite(gains).all() or gains.size == 0:
-        raise PlanError("the gain of a normalisation is empty or not finite", "give its weight, or 1.0")
+        raise PlanError(
+            "measure.gain-normalisation-empty",
+            "the gain of a normalisation is empty or not finite",
+            "give its weight, or 1.0",
+        )
     if variances.size == 0 or not (np.isfinite(variances) & (variances >= 0)).all():
-        raise PlanError("the variance of a normalisation is not finite and >= 0", "profile the model again")
+        raise PlanError(
+            "measure.variance-normalisation-not",
+            "the variance of a normalisation is not finite and >= 0",
+            "profile the model again",
+        )
     if not (np.isfinite(eps) and eps >= 0) or not (variances + eps > 0).all():
         raise PlanError(
-            f"variance + eps of a normalisation is 0 (eps={eps})", "give the layer's positive eps"
+            "measure.variance-eps-normalisation",
+            f"variance + eps of a normalisation is 0 (eps={eps})",
+            "give the layer's positive eps",
         )
     return float(np.max(np.abs(gains) / np.sqrt(variances + eps)))

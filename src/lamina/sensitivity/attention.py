@@ -34,14 +34,22 @@ def softmax_jacobian_norm(weights: Tensor) -> Tensor:
 def expected_jacobian_norm(weights: Tensor) -> float:
     """The mean of ‖J‖ over all rows: the local constant of a softmax on these proxy inputs. At most ½."""
     if weights.numel() == 0:
-        raise PlanError("there are no attention weights to average", "run at least one proxy batch")
+        raise PlanError(
+            "measure.no-attention-weights",
+            "there are no attention weights to average",
+            "run at least one proxy batch",
+        )
     return float(softmax_jacobian_norm(weights).mean())
 
 
 def row_stochastic_norm(weights: Tensor) -> Tensor:
     """‖A‖ of every matrix of weights (..., queries, keys), in float64: from 1 (or less, if padded) up to √queries."""
     if weights.ndim < 2:
-        raise PlanError(f"attention weights have shape {tuple(weights.shape)}", "give (..., queries, keys)")
+        raise PlanError(
+            "measure.attention-weights-shape",
+            f"attention weights have shape {tuple(weights.shape)}",
+            "give (..., queries, keys)",
+        )
     a = _stochastic(weights)
     gram = a @ a.mT if a.shape[-2] <= a.shape[-1] else a.mT @ a
     top: Tensor = torch.linalg.eigvalsh(gram)[..., -1]
@@ -52,9 +60,14 @@ def _stochastic(weights: Tensor) -> Tensor:
     """Rows in float64 that sum to 1; refused where they do not nearly do so already."""
     a = weights.detach().to(torch.float64)
     if a.ndim == 0 or a.shape[-1] == 0:
-        raise PlanError(f"attention weights have shape {tuple(a.shape)}", "give rows of at least one weight")
+        raise PlanError(
+            "measure.attention-weights-shape-give",
+            f"attention weights have shape {tuple(a.shape)}",
+            "give rows of at least one weight",
+        )
     if not torch.isfinite(a).all() or (a < 0).any():
         raise PlanError(
+            "measure.attention-weights-negative",
             "attention weights are negative or not finite",
             "give the output of softmax; a row whose keys are all masked has none: leave it out",
         )
@@ -62,7 +75,9 @@ def _stochastic(weights: Tensor) -> Tensor:
     off = (total - 1).abs().max() if total.numel() else total.new_zeros(())
     if off > 1e-2:  # half precision sums to within 1e-3
         raise PlanError(
-            f"a row of attention weights sums to 1 ± {float(off):.3g}", "give the output of softmax"
+            "measure.row-attention-weights",
+            f"a row of attention weights sums to 1 ± {float(off):.3g}",
+            "give the output of softmax",
         )
     return a / total
 

@@ -45,7 +45,11 @@ _KEEP_ROWS = {"view", "reshape", "_unsafe_view", "contiguous", "clone", "to", "s
 def activation(node: Node, depth: Depth) -> Flow:
     before = depth.profile[node.name].before
     if before is None:
-        raise NoBound(f"{node} has no pre-activation in the profile", "profile the model again")
+        raise NoBound(
+            "measure.no-pre-activation",
+            f"{node} has no pre-activation in the profile",
+            "profile the model again",
+        )
     mean, std = before.mean, math.sqrt(before.variance + depth.profile.epsilon_n)
     flow = depth.into(node)[0]
     if node.base in _FUNCTIONS:
@@ -75,13 +79,15 @@ def _named(node: Node) -> tuple[str, dict[str, float]]:
     if name == "hardtanh":
         low, high = given.get("min_val", given.get("min")), given.get("max_val", given.get("max"))
         if isinstance(low, Tensor) or isinstance(high, Tensor):
-            raise NoBound(f"{node} clamps to tensors", "clamp to two numbers")
+            raise NoBound("measure.clamps-tensors", f"{node} clamps to tensors", "clamp to two numbers")
         return name, {
             "min_val": -_FAR if low is None else float(low),
             "max_val": _FAR if high is None else float(high),
         }
     if name == "elu" and not (float(given["scale"]) == float(given["input_scale"]) == 1):
-        raise NoBound(f"{node} scales its input or output", "use ELU, SELU or CELU")
+        raise NoBound(
+            "measure.scales-input-output", f"{node} scales its input or output", "use ELU, SELU or CELU"
+        )
     return name, {option: float(given[option]) for option in _OPTIONS.get(name, ())}
 
 
@@ -95,7 +101,9 @@ def normalisation(node: Node, depth: Depth) -> Flow:
     if fixed:
         if given.get("training") or not isinstance(given["running_var"], Tensor):
             raise NoBound(
-                f"{node} normalises over the batch, which mixes patients", "use GroupNorm: lamina.fix(model)"
+                "measure.normalises-over-batch",
+                f"{node} normalises over the batch, which mixes patients",
+                "use GroupNorm: lamina.fix(model)",
             )
         factor = affine_norm_constant(gain, given["running_var"].double(), given["eps"])
         return stretched(flow, factor, printed=depth.compression(node), rest=rest)
@@ -115,7 +123,11 @@ def normalisation(node: Node, depth: Depth) -> Flow:
 def softmax(node: Node, depth: Depth) -> Flow:
     seen = depth.profile[node.name]
     if seen.jacobian is None or seen.peak is None:
-        raise NoBound(f"{node} has no attention weights in the profile", "profile the model again")
+        raise NoBound(
+            "measure.no-attention-weights-profile",
+            f"{node} has no attention weights in the profile",
+            "profile the model again",
+        )
     made = stretched(depth.into(node)[0], 0.5, tight=seen.jacobian, printed=seen.peak)
     rows = math.prod(node.shape) / node.shape[node.arguments["dim"]]
     return replace(made, size=math.sqrt(rows))
@@ -130,10 +142,16 @@ def attention(node: Node, depth: Depth) -> Flow:
     given, seen = node.arguments, depth.profile[node.name]
     if isinstance(given["attn_mask"], str):
         raise NoBound(
-            f"{node} has a mask that depends on the input", "use a mask that is the same for all inputs"
+            "measure.mask-depends-input",
+            f"{node} has a mask that depends on the input",
+            "use a mask that is the same for all inputs",
         )
     if seen.jacobian is None or seen.peak is None or len(seen.norms) != 4:
-        raise NoBound(f"{node} has no attention weights in the profile", "profile the model again")
+        raise NoBound(
+            "measure.no-attention-weights-profile",
+            f"{node} has no attention weights in the profile",
+            "profile the model again",
+        )
     q, k, v = (depth.of(given[part]) for part in ("query", "key", "value"))
     shape = depth.shape(given["query"])
     if given["enable_gqa"]:
@@ -169,7 +187,9 @@ def product(node: Node, depth: Depth) -> Flow:
         shapes = [depth.graph[name].shape for name in names]
         if shapes[0][:-2] != shapes[1][:-2]:
             raise NoBound(
-                f"{node} multiplies matrices {shapes[0]} by {shapes[1]}", "expand both to one batch first"
+                "measure.multiplies-matrices",
+                f"{node} multiplies matrices {shapes[0]} by {shapes[1]}",
+                "expand both to one batch first",
             )
         a, b = (depth.of(name) for name in names)
         x, y = depth.profile[node.name].norms

@@ -59,7 +59,9 @@ class Bounds:
             if layer.name == name:
                 return layer
         raise NoBound(
-            f"no layer {name!r} has a bound", f"they are {', '.join(row.name for row in self.layers)}"
+            "measure.no-layer-bound",
+            f"no layer {name!r} has a bound",
+            f"they are {', '.join(row.name for row in self.layers)}",
         )
 
     @property
@@ -128,6 +130,7 @@ def bounds(graph: Graph, profile: Profile, stack: LayerStack) -> Bounds:
             0 < flow.tight < math.inf and 0 < flow.printed < math.inf and flow.worst > 0
         ):
             raise NoBound(
+                "measure.layer-delta-tight",
                 f"layer {name!r} has Δ tight {flow.tight:g}, worst {flow.worst:g}, printed {flow.printed:g} "
                 f"at {node}; all must be > 0, and tight finite",
                 "a weight or gain of zero, or a dead activation, stops every input there: initialise the layer anew, "
@@ -150,6 +153,7 @@ def _end(graph: Graph, name: str, parameters: tuple[str, ...]) -> Node:
     uses = graph.uses(parameters)
     if not uses:
         raise NoBound(
+            "measure.layer-not-used",
             f"layer {name!r} is not used between the input and the output of {graph.model}",
             "freeze it with requires_grad_(False), or trace with an example that reaches it",
         )
@@ -170,6 +174,7 @@ def _before(graph: Graph, names: list[str]) -> list[Node]:
 def _same(node: Node, profile: Profile) -> None:
     if node.dtype is not None and node.floating and profile[node.name].operation != node.operation:
         raise NoBound(
+            "measure.profile",
             f"{node} is {profile[node.name].operation} in the profile",
             f"the profile is of another model ({profile.model}): profile this one",
         )

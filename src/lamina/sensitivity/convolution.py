@@ -100,6 +100,7 @@ class Convolution:
         """The spatial size of the output, after a check of the input's shape."""
         if len(shape) != self.dims + 1 or shape[0] != self.channels or min(shape) < 1:
             raise PlanError(
+                "measure.input-shape-not",
                 f"input_shape {tuple(shape)} does not fit a convolution of {self.channels} channels",
                 f"give ({self.channels}, …) with {self.dims} spatial sizes and no batch axis",
             )
@@ -107,6 +108,7 @@ class Convolution:
             return tuple(self.operator()(torch.zeros(tuple(shape), dtype=self.weight.dtype)).shape[1:])
         except RuntimeError as problem:
             raise PlanError(
+                "measure.convolution-not-accept",
                 f"the convolution does not accept input_shape {tuple(shape)}: {problem}",
                 "give the shape that the layer really sees",
             ) from problem

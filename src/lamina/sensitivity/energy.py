@@ -43,16 +43,22 @@ class EnergyEstimate:
         for name in ("energy", "sd", "mass"):
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
         if not 0 <= self.decay < 1:
-            raise PlanError(f"decay is {self.decay!r}, must be in [0, 1)", "0.9 averages over about 20 steps")
+            raise PlanError(
+                "measure.decay",
+                f"decay is {self.decay!r}, must be in [0, 1)",
+                "0.9 averages over about 20 steps",
+            )
         layers = len(self.energy)
         if not layers or len(self.sd) != layers or len(self.mass) != layers:
             raise PlanError(
+                "measure.energy-sd-mass",
                 f"energy, sd and mass have {layers}, {len(self.sd)} and {len(self.mass)} entries",
                 "give one of each for every layer, at least one layer",
             )
         for i, (e, sd, mass) in enumerate(zip(self.energy, self.sd, self.mass, strict=True)):
             if not (math.isfinite(e) and 0 <= sd < math.inf and 0 <= mass <= 1 + 1e-9):
                 raise PlanError(
+                    "measure.layer-energy-sd",
                     f"layer {i} has energy {e!r}, sd {sd!r}, mass {mass!r}; must be finite, sd >= 0, mass in [0, 1]",
                     "the state is damaged: start again with EnergyEstimate.start(layers)",
                 )
@@ -76,12 +82,16 @@ class EnergyEstimate:
         for i, value in enumerate(s):
             if not 0 <= value < math.inf:
                 raise PlanError(
-                    f"noise of layer {i} is {value!r}, must be finite and >= 0", "take S of the plan"
+                    "measure.noise-layer-finite",
+                    f"noise of layer {i} is {value!r}, must be finite and >= 0",
+                    "take S of the plan",
                 )
         y = np.asarray(squares, dtype=np.float64)
         if y.shape != (len(self),):
             raise PlanError(
-                f"squares has shape {y.shape}", f"give one squared norm for each of {len(self)} layers"
+                "measure.squares-shape",
+                f"squares has shape {y.shape}",
+                f"give one squared norm for each of {len(self)} layers",
             )
         a, keep = self.decay, 1.0 - self.decay
         with np.errstate(all="ignore"):  # what overflows is ignored below
@@ -129,7 +139,9 @@ class EnergyEstimate:
         base, d = self._proxy(proxy), _sizes(sizes, len(self))
         if not 0 < least <= 1:
             raise PlanError(
-                f"least is {least!r}, must be in (0, 1]", "0.1 keeps a tenth of an equal share everywhere"
+                "measure.least",
+                f"least is {least!r}, must be in (0, 1]",
+                "0.1 keeps a tenth of an equal share everywhere",
             )
         energy, sd = self.energies(), self.deviations()
         measured = (energy > 0) & (energy >= sd)
@@ -157,7 +169,11 @@ class EnergyEstimate:
         known = ["decay", "energy", "mass", "sd"]
         if not isinstance(state, Mapping) or sorted(state) != known:
             found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise PlanError(f"the state of an energy estimate has {found}", f"it must have {known}")
+            raise PlanError(
+                "measure.state-energy-estimate",
+                f"the state of an energy estimate has {found}",
+                f"it must have {known}",
+            )
         try:
             return cls(
                 decay=float(state["decay"]), energy=tuple(state["energy"]),
@@ -165,7 +181,9 @@ class EnergyEstimate:
             )  # fmt: skip
         except (TypeError, ValueError) as error:
             raise PlanError(
-                f"the state of an energy estimate holds what is no number: {error}", "start again"
+                "measure.state-energy-estimate-holds",
+                f"the state of an energy estimate holds what is no number: {error}",
+                "start again",
             ) from error
 
     # ----------------------------------------------------------------------------------- within
@@ -180,7 +198,9 @@ class EnergyEstimate:
         row = np.asarray(values, dtype=np.float64)
         if row.shape != (len(self),):
             raise PlanError(
-                f"{what} has shape {row.shape}", f"give one number for each of {len(self)} layers"
+                "measure.shape",
+                f"{what} has shape {row.shape}",
+                f"give one number for each of {len(self)} layers",
             )
         return row
 
@@ -189,21 +209,33 @@ class EnergyEstimate:
         for i, value in enumerate(row):
             if not 0 <= value <= 1 + 1e-9:
                 raise PlanError(
-                    f"proxy share of layer {i} is {value!r}, must be in [0, 1]", "give shares of one budget"
+                    "measure.proxy-share-layer",
+                    f"proxy share of layer {i} is {value!r}, must be in [0, 1]",
+                    "give shares of one budget",
                 )
         if not abs(row.sum() - 1.0) <= 1e-9:
-            raise PlanError(f"the proxy shares sum to {row.sum()!r}, must be 1", "divide them by their sum")
+            raise PlanError(
+                "measure.proxy-shares-sum",
+                f"the proxy shares sum to {row.sum()!r}, must be 1",
+                "divide them by their sum",
+            )
         return np.asarray(row / row.sum())
 
 
 def _sizes(sizes: Sequence[int], layers: int) -> Array:
     d = np.asarray(sizes, dtype=np.float64)
     if d.shape != (layers,):
-        raise PlanError(f"sizes has shape {d.shape}", f"give one number for each of {layers} layers")
+        raise PlanError(
+            "measure.sizes-shape",
+            f"sizes has shape {d.shape}",
+            f"give one number for each of {layers} layers",
+        )
     for i, value in enumerate(d):
         if not 1 <= value < math.inf:
             raise PlanError(
-                f"layer {i} has {value!r} parameters, must have at least 1", "leave empty layers out"
+                "measure.layer-parameters-least",
+                f"layer {i} has {value!r} parameters, must have at least 1",
+                "leave empty layers out",
             )
     return d
 

@@ -24,12 +24,15 @@ def first(example: Any, count: int) -> Any:
     for leaf in leaves:
         if leaf.ndim == 0 or leaf.shape[0] < count or leaf.shape[0] != leaves[0].shape[0]:
             raise PlanError(
+                "measure.tensor-example-shape",
                 f"a tensor of the example has shape {tuple(leaf.shape)}",
                 f"the first axis counts patients: at least {count}, and as many in every tensor",
             )
     if not leaves:
         raise PlanError(
-            f"the example is a {type(example).__name__} without a tensor", "give what model(...) accepts"
+            "measure.example-without-tensor",
+            f"the example is a {type(example).__name__} without a tensor",
+            "give what model(...) accepts",
         )
 
     return mapped(example, lambda value: value[:count] if isinstance(value, Tensor) else value)

@@ -55,11 +55,13 @@ def fisher(
     for layer, column in zip(stack, squares.T, strict=True):
         if not column.isfinite().all():
             raise PlanError(
+                "measure.layer-gradients-proxy",
                 f"layer {layer.name!r} has gradients on the proxy that are not finite",
                 "use proxy data and weights for which the loss can be differentiated",
             )
         if not (column > 0).any():
             raise PlanError(
+                "measure.layer-gradient-proxy",
                 f"layer {layer.name!r} has gradient 0 on all {len(column)} proxy examples",
                 "freeze it with requires_grad_(False), or measure at weights and on data that reach it "
                 "(a layer behind zero weights gets no gradient)",
@@ -90,7 +92,11 @@ def gradients(
     size = sum(t.numel() for t in parameters.values())
     step = max(1, min(_MOST, _HELD // max(size, 1))) if chunk is None else chunk
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-        raise PlanError(f"chunk is {chunk!r}, must be a whole number >= 1", "leave it out, or give 32")
+        raise PlanError(
+            "measure.chunk-whole-number",
+            f"chunk is {chunk!r}, must be a whole number >= 1",
+            "leave it out, or give 32",
+        )
     with untouched(model):
         n = losses.checked(x, y)
     form = _mapped

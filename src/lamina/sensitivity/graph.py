@@ -80,7 +80,9 @@ class Graph:
             if node.name == name:
                 return node
         raise PlanError(
-            f"the graph has no node {name!r}", f"its nodes are {', '.join(n.name for n in self.nodes)}"
+            "measure.graph-no-node",
+            f"the graph has no node {name!r}",
+            f"its nodes are {', '.join(n.name for n in self.nodes)}",
         )
 
     def readers(self, name: str) -> tuple[Node, ...]:
@@ -177,7 +179,11 @@ def read(model: nn.Module, program: Program, constants: Mapping[str, Any] | None
             call=None if constants is None else _call(node, constants),
         )  # fmt: skip
     if not moving:
-        raise PlanError(f"{type(model).__name__} was given no tensor", "give an example that holds a tensor")
+        raise PlanError(
+            "measure.given-no-tensor",
+            f"{type(model).__name__} was given no tensor",
+            "give an example that holds a tensor",
+        )
     return Graph(model=type(model).__name__, nodes=tuple(moving.values()))
 
 

@@ -80,11 +80,17 @@ def harm(
     """
     if not 0 < std < math.inf:
         raise PlanError(
-            f"std is {std!r}, must be finite and > 0", "0.1 perturbs each layer by a tenth of its weights"
+            "measure.std-finite",
+            f"std is {std!r}, must be finite and > 0",
+            "0.1 perturbs each layer by a tenth of its weights",
         )
     for what, value, least in (("draws", draws, 2), ("batch", batch, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise PlanError(f"{what} is {value!r}, must be a whole number >= {least}", "leave it out")
+            raise PlanError(
+                "measure.whole-number",
+                f"{what} is {value!r}, must be a whole number >= {least}",
+                "leave it out",
+            )
     held, losses = tensors_of(model, stack), Losses(model, losses_of)
     scales = _scales(held, stack)
     generator = torch.Generator().manual_seed(seed)
@@ -106,7 +112,9 @@ def harm(
     for layer_, value in zip(stack, raw, strict=True):
         if not value.isfinite():
             raise PlanError(
-                f"layer {layer_.name!r} has a harm of {float(value)!r}", f"lower std, which is {std:g}"
+                "measure.layer-harm",
+                f"layer {layer_.name!r} has a harm of {float(value)!r}",
+                f"lower std, which is {std:g}",
             )
     values, floored = positive(raw.tolist(), error.tolist(), [layer.size for layer in stack])
     return Harm(
@@ -140,11 +148,17 @@ def _scales(held: Sequence[Named], stack: LayerStack) -> list[float]:
     for layer, value in zip(stack, squares, strict=True):
         if not math.isfinite(value):
             raise PlanError(
-                f"layer {layer.name!r} has weights that are not finite", "initialise the model again"
+                "measure.layer-weights-not",
+                f"layer {layer.name!r} has weights that are not finite",
+                "initialise the model again",
             )
     whole = math.sqrt(sum(squares) / stack.size)
     if not whole > 0:
-        raise PlanError("all weights of the model are 0", "initialise the model before measuring it")
+        raise PlanError(
+            "measure.weights-model",
+            "all weights of the model are 0",
+            "initialise the model before measuring it",
+        )
     return [math.sqrt(v / layer.size) or whole for v, layer in zip(squares, stack, strict=True)]
 
 

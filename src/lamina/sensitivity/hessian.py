@@ -31,7 +31,11 @@ class Hessian:
         chunk: int = 256,
     ) -> None:
         if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-            raise PlanError(f"chunk is {chunk!r}, must be a whole number >= 1", "leave it out, or give 32")
+            raise PlanError(
+                "measure.chunk-whole-number",
+                f"chunk is {chunk!r}, must be a whole number >= 1",
+                "leave it out, or give 32",
+            )
         self.model, self.losses, self.x, self.y, self.chunk = model, Losses(model, losses_of), x, y, chunk
         self.held = tensors_of(model, stack)
         self.sizes = [sum(t.numel() for t in layer.values()) for layer in self.held]
@@ -80,6 +84,7 @@ class Hessian:
                 total += torch.cat([piece.detach().flatten().double().cpu() for piece in found])
         if not total.isfinite().all():
             raise PlanError(
+                "measure.hessian-gradient-proxy",
                 "the Hessian or gradient of the proxy loss is not finite",
                 "use proxy data and weights for which the loss can be differentiated twice",
             )

@@ -72,13 +72,19 @@ def influence(
     if reference is None:
         half = count(x) // 2
         if not half:
-            raise PlanError("one proxy example cannot be its own reference", "give more, or reference=(x, y)")
+            raise PlanError(
+                "measure.proxy-example-not",
+                "one proxy example cannot be its own reference",
+                "give more, or reference=(x, y)",
+            )
         reference, (x, y) = take((x, y), slice(half, None)), take((x, y), slice(half))
     hessian = Hessian(model, losses_of, x, y, stack)
     wanted = Hessian(model, losses_of, reference[0], reference[1], stack).gradient()
     if not float(wanted.norm()) > 0:
         raise PlanError(
-            "the reference loss has gradient 0, so nothing can influence it", "give another reference"
+            "measure.reference-loss-gradient",
+            "the reference loss has gradient 0, so nothing can influence it",
+            "give another reference",
         )
     s, used, residual, taken = inverse(
         hessian,
@@ -124,13 +130,25 @@ def inverse(
     try:
         chosen = Solver(solver)
     except ValueError:
-        raise PlanError(f"solver is {solver!r}, which is not known", "use 'cg' or 'lissa'") from None
+        raise PlanError(
+            "measure.solver-not-known", f"solver is {solver!r}, which is not known", "use 'cg' or 'lissa'"
+        ) from None
     if damping is not None and not 0 <= damping < math.inf:
-        raise PlanError(f"damping is {damping!r}, must be finite and >= 0", "leave it out, or give 0.01")
+        raise PlanError(
+            "measure.damping-finite",
+            f"damping is {damping!r}, must be finite and >= 0",
+            "leave it out, or give 0.01",
+        )
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise PlanError(f"rounds is {rounds!r}, must be a whole number >= 1", "100 is usual")
+        raise PlanError(
+            "measure.rounds-whole-number",
+            f"rounds is {rounds!r}, must be a whole number >= 1",
+            "100 is usual",
+        )
     if not 0 < tolerance < 1:
-        raise PlanError(f"tolerance is {tolerance!r}, must be in (0, 1)", "0.001 is usual")
+        raise PlanError(
+            "measure.tolerance", f"tolerance is {tolerance!r}, must be in (0, 1)", "0.001 is usual"
+        )
     largest = hessian.largest(seed=seed) if damping is None or chosen is Solver.LISSA else 0.0
     used = damping if damping is not None else 1e-3 * largest or 1.0
     while True:
@@ -142,12 +160,14 @@ def inverse(
             residual = float((hessian.product(s) + used * s - wanted).norm() / wanted.norm())
             if not residual < 1:
                 raise PlanError(
+                    "measure.after-rounds-residual",
                     f"after {taken} rounds the residual is {residual:.3g} of the gradient, no better than nothing",
                     "take more rounds, a larger batch, more damping, or solver='cg'",
                 )
             return s, used, residual, taken
         if damping is not None:
             raise PlanError(
+                "measure.damping-not-positive",
                 f"H + damping·I is not positive with damping {damping:g} (curvature {curvature:.3g} was met)",
                 f"raise damping above {damping - curvature:.3g}, or leave it out",
             )
@@ -191,7 +211,9 @@ def _lissa(
     """
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise PlanError(
-            f"batch is {batch!r}, must be a whole number >= 1", "leave it out to use all examples"
+            "measure.batch-whole-number",
+            f"batch is {batch!r}, must be a whole number >= 1",
+            "leave it out to use all examples",
         )
     scale = _MARGIN * largest + damping
     generator = torch.Generator().manual_seed(seed)

@@ -31,6 +31,7 @@ def clipped(example: Any, radius: float) -> Any:
     norms = torch.stack(squares).sum(0).sqrt()
     if not norms.isfinite().all():
         raise PlanError(
+            "measure.input-proxy-not",
             "an input of the proxy is not finite",
             "remove NaN and infinite entries from the public or simulated inputs",
         )
@@ -90,7 +91,9 @@ def peek(batches: Iterable[Any]) -> tuple[Any, Batches]:
     try:
         head = next(stream)
     except StopIteration:
-        raise PlanError("inputs hold no patient", "give at least one public or simulated input") from None
+        raise PlanError(
+            "measure.inputs-hold-no", "inputs hold no patient", "give at least one public or simulated input"
+        ) from None
     return head, itertools.chain([head], stream)
 
 
@@ -98,6 +101,7 @@ def _batches(inputs: Any, batch: int) -> Iterator[Any]:
     if not isinstance(inputs, Tensor | tuple | Mapping):
         if not isinstance(inputs, Iterable):
             raise PlanError(
+                "measure.inputs",
                 f"inputs is a {type(inputs).__name__}",
                 "give a tensor whose first axis counts patients, a tuple or dict of such, or an iterable of batches",
             )

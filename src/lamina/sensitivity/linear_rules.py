@@ -82,6 +82,7 @@ def scale(node: Node, depth: Depth) -> Flow:
         moving_first = isinstance(given["self"], str)
         if (node.base == "div" and not moving_first) or given.get("rounding_mode"):
             raise NoBound(
+                "measure.divides-value-depends",
                 f"{node} divides by a value that depends on the input, or rounds: its slope has no bound",
                 "use an operation with a bounded slope there",
             )

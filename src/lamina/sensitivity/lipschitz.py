@@ -30,6 +30,7 @@ def activation(name: str, **options: float) -> Activation:
     """The named activation with torch's options, for example activation("leaky_relu", negative_slope=0.2)."""
     if name not in ACTIVATIONS:
         raise PlanError(
+            "measure.activation-not-known",
             f"activation {name!r} is not known; known are {', '.join(sorted(ACTIVATIONS))}",
             "use one of them, or local_of(f, mean, std) for any other scalar function",
         )
@@ -37,11 +38,14 @@ def activation(name: str, **options: float) -> Activation:
     for option, value in options.items():
         if option not in known:
             raise PlanError(
+                "measure.activation-no-option",
                 f"activation {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}",
                 "correct the name of the option",
             )
         if not np.isfinite(value):
-            raise PlanError(f"activation {name!r} has {option}={value}", "give a finite number")
+            raise PlanError(
+                "measure.activation", f"activation {name!r} has {option}={value}", "give a finite number"
+            )
     return ACTIVATIONS[name](**options)
 
 
@@ -104,6 +108,7 @@ def slope_of(f: Function) -> Callable[[Array], Array]:
         y = f(x)
         if y.shape != x.shape:
             raise PlanError(
+                "measure.activation-turns-shape",
                 f"the activation turns shape {tuple(x.shape)} into {tuple(y.shape)}",
                 "give a function that acts on each number by itself",
             )

@@ -56,11 +56,20 @@ def measure(
     """
     tensors_of(model, stack)
     if isinstance(examples, bool) or not isinstance(examples, int) or examples < 2:
-        raise PlanError(f"examples is {examples!r}, must be a whole number >= 2", "256 is usual")
+        raise PlanError(
+            "measure.examples-whole-number",
+            f"examples is {examples!r}, must be a whole number >= 2",
+            "256 is usual",
+        )
     if x is None and (example is None or y is not None):
-        raise PlanError("measure was given no x", "give x, or for made-up inputs example=x and no y")
+        raise PlanError(
+            "measure.measure-given-no",
+            "measure was given no x",
+            "give x, or for made-up inputs example=x and no y",
+        )
     if (x is None) != (proxy.partition(":")[0].strip() == GAUSSIAN):
         raise PlanError(
+            "measure.proxy-given",
             f"proxy is {proxy!r} and x is {'not ' * (x is None)}given",
             "say proxy='public' or 'simulated' for x; private data must not be measured",
         )

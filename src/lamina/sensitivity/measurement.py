@@ -56,22 +56,30 @@ class Measure:
     def __post_init__(self) -> None:
         if not isinstance(self.proxy, str) or not self.proxy:
             raise PlanError(
-                f"proxy is {shown(self.proxy)}", "say what the data were: 'gaussian', 'public: …'"
+                "measure.proxy",
+                f"proxy is {shown(self.proxy)}",
+                "say what the data were: 'gaussian', 'public: …'",
             )
         for what in ("layers", "notes"):
             row = getattr(self, what)
             if not isinstance(row, tuple | list) or not all(isinstance(word, str) for word in row):
-                raise PlanError(f"{what} of the measure is {shown(row)}", "give a list of texts")
+                raise PlanError(
+                    "measure.measure", f"{what} of the measure is {shown(row)}", "give a list of texts"
+                )
             object.__setattr__(self, what, tuple(row))
         if not self.layers or len(set(self.layers)) != len(self.layers):
             raise PlanError(
-                f"the layers of the measure are {self.layers}", "name each layer once, at least one"
+                "measure.layers-measure",
+                f"the layers of the measure are {self.layers}",
+                "name each layer once, at least one",
             )
         for what in _REMEDY:
             object.__setattr__(self, what, self._row(what, getattr(self, what)))
         if len({len(self.tight), len(self.worst), len(self.printed)}) > 1:
             raise PlanError(
-                "the measure has some Δ and lacks others", "give tight, worst and printed, or none"
+                "measure.measure-delta-lacks",
+                "the measure has some Δ and lacks others",
+                "give tight, worst and printed, or none",
             )
 
     @property
@@ -87,12 +95,14 @@ class Measure:
         names = tuple(layer.name for layer in stack) if isinstance(stack, LayerStack) else tuple(stack)
         if len(names) != len(self):
             raise PlanError(
+                "measure.measure-layers-stack",
                 f"the measure has {len(self)} layers and the stack {len(names)}",
                 "measure the model that is to be trained, with the same grouping of layers",
             )
         for mine, other in zip(self.layers, names, strict=True):
             if mine != other:
                 raise PlanError(
+                    "measure.measure-knows-layer",
                     f"the measure knows the layer {mine!r} where the stack has {other!r}",
                     "measure the model that is to be trained, with the same grouping of layers",
                 )
@@ -128,14 +138,21 @@ class Measure:
         try:
             state = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_no_duplicates)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"the measure is not JSON: {error}", "give what Measure.save wrote") from error
+            raise PlanError(
+                "measure.measure-not-json",
+                f"the measure is not JSON: {error}",
+                "give what Measure.save wrote",
+            ) from error
         if not isinstance(state, dict) or state.get("kind") != KIND or state.get("version") != VERSION:
             raise PlanError(
-                f"this is not a {KIND} of version {VERSION}", "give a measure that this version wrote"
+                "measure.not-version",
+                f"this is not a {KIND} of version {VERSION}",
+                "give a measure that this version wrote",
             )
         known = {field.name for field in dataclasses.fields(cls)}
         if set(state) - {"kind", "version"} != known:
             raise PlanError(
+                "measure.measure-keys",
                 f"the measure has the keys {sorted(set(state) - {'kind', 'version'})}",
                 f"it must have {sorted(known)}",
             )
@@ -154,7 +171,9 @@ class Measure:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                f"the measure {str(path)!r} cannot be read: {error}", "give what Measure.save wrote"
+                "measure.measure-not-read",
+                f"the measure {str(path)!r} cannot be read: {error}",
+                "give what Measure.save wrote",
             ) from error
         return cls.from_json(text)
 
@@ -163,13 +182,19 @@ class Measure:
             return ()
         if isinstance(row, str) or not isinstance(row, Sequence) or len(row) != len(self.layers):
             told = len(row) if isinstance(row, Sequence) else type(row).__name__
-            raise PlanError(f"{what} of the measure has {told} entries", f"it has {len(self.layers)} layers")
+            raise PlanError(
+                "measure.measure-entries",
+                f"{what} of the measure has {told} entries",
+                f"it has {len(self.layers)} layers",
+            )
         for name, value in zip(self.layers, row, strict=True):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             most = math.inf if what == _MAY_OVERFLOW and isinstance(value, float) else sys.float_info.max
             if not number or not 0 < value <= most:
                 raise PlanError(
-                    f"{what} of layer {name!r} is {shown(value)}, must be a finite number > 0", _REMEDY[what]
+                    "measure.layer-finite-number",
+                    f"{what} of layer {name!r} is {shown(value)}, must be a finite number > 0",
+                    _REMEDY[what],
                 )
         return tuple(float(value) for value in row)
 

@@ -86,6 +86,7 @@ class Observer:
         moments = self._moments[str(self._source(node))]
         if not (math.isfinite(moments.mean) and math.isfinite(moments.variance)):
             raise PlanError(
+                "measure.not-finite-proxy",
                 f"{node} is not finite on the proxy inputs",
                 "check the weights for NaN, or give smaller inputs",
             )

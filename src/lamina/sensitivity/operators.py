@@ -76,12 +76,14 @@ def spectral_bracket(
         return _matrix(_numbers(layer), tolerance, most)
     if not isinstance(layer, (Convolution, *LAYERS)):
         raise PlanError(
+            "measure.not-linear-layer",
             f"{type(layer).__name__} is not a linear layer whose norm is known here",
             "give Linear, Conv1d/2d/3d or ConvTranspose1d/2d/3d; for another linear map, spectral_norm_of(f, shape)",
         )
     weight = _numbers(layer)
     if input_shape is None:
         raise PlanError(
+            "measure.norm-convolution-depends",
             "the norm of a convolution depends on its input's size, and input_shape is missing",
             "give the shape of one example without the batch, for example input_shape=(12, 256)",
         )
@@ -130,6 +132,7 @@ def spectral_bracket_of(
 def _matrix(weight: Tensor, tolerance: float, most: int) -> Bracket:
     if weight.ndim != 2:
         raise PlanError(
+            "measure.tensor-shape-not",
             f"a tensor of shape {tuple(weight.shape)} is not a matrix",
             "give the layer itself and its input_shape: the norm of a convolution is not that of its reshaped weight",
         )
@@ -153,20 +156,27 @@ def _numbers(layer: Layer) -> Tensor:
     what = "the matrix" if isinstance(layer, Tensor) else f"the weight of {type(layer).__name__}"
     weight = layer if isinstance(layer, Tensor) else layer.weight
     if not isinstance(weight, Tensor) or isinstance(weight, UninitializedParameter):
-        raise PlanError(f"{what} does not exist yet", "run one example through the model first")
+        raise PlanError(
+            "measure.not-exist-yet", f"{what} does not exist yet", "run one example through the model first"
+        )
     numbers = weight.detach().to("cpu", torch.float64)
     if numbers.numel() == 0 or not torch.isfinite(numbers).all():
         raise PlanError(
-            f"{what} is empty or not finite", "initialise the layer, or find out what made it NaN"
+            "measure.empty-not-finite",
+            f"{what} is empty or not finite",
+            "initialise the layer, or find out what made it NaN",
         )
     return numbers
 
 
 def _check_options(shape: Sequence[int], tolerance: float, most: int) -> None:
     if len(shape) == 0 or min(shape) < 1:
-        raise PlanError(f"shape {tuple(shape)} holds no numbers", "give positive sizes")
+        raise PlanError(
+            "measure.shape-holds-no", f"shape {tuple(shape)} holds no numbers", "give positive sizes"
+        )
     if not (math.isfinite(tolerance) and tolerance > 0) or most < 1:
         raise PlanError(
+            "measure.tolerance-leave",
             f"tolerance={tolerance}, most={most}: must be > 0 and >= 1",
             f"leave them at {TOLERANCE} and {MOST}",
         )
@@ -179,10 +189,16 @@ def _pullback(operator: Operator, zero: Tensor) -> tuple[Tensor, Product]:
         image = operator(x)
     if not isinstance(image, Tensor) or image.numel() == 0 or image.dtype != torch.float64:
         raise PlanError(
-            "the operator does not give a non-empty float64 tensor", "convert its weights to float64"
+            "measure.operator-not-give",
+            "the operator does not give a non-empty float64 tensor",
+            "convert its weights to float64",
         )
     if not image.requires_grad:
-        raise PlanError("the operator's output does not depend on its input", "its norm is 0, or it detaches")
+        raise PlanError(
+            "measure.operator-output-not",
+            "the operator's output does not depend on its input",
+            "its norm is 0, or it detaches",
+        )
 
     def pull(u: Tensor) -> Tensor:
         (gradient,) = torch.autograd.grad(image, x, u, retain_graph=True)
@@ -201,6 +217,7 @@ def _check_linear(operator: Operator, zero: Tensor, image: Tensor) -> None:
     off = max(float((whole - parts).abs().max()), float(image.abs().max()))
     if not off <= 1e-9 * size:
         raise PlanError(
+            "measure.operator-not-linear",
             f"the operator is not linear: it misses f(a-2b) = f(a)-2f(b), f(0) = 0 by {off:.2g}",
             "take its bias away (x ↦ f(x) - f(0)), or give the linear part only",
         )

@@ -65,7 +65,9 @@ def profile(
         stream, size = gaussian(example, program, graph, passes, batch, generator), min(batch, passes)
     else:
         raise PlanError(
-            "profile was given neither example nor inputs", "give example=x, an input of the right shape"
+            "measure.profile-given-neither",
+            "profile was given neither example nor inputs",
+            "give example=x, an input of the right shape",
         )
     subject = _copied(model) if reinitialise else model
     programs: dict[int, Program] = {}
@@ -99,16 +101,25 @@ def _check(inputs: Any, proxy: str, passes: int, batch: int, radius: float, epsi
     for name, value in (("passes", passes), ("batch", batch)):
         if not isinstance(value, int) or value < 1:
             raise PlanError(
-                f"{name} is {value!r}, must be a whole number of at least 1", f"for example {name}=50"
+                "measure.whole-number-least",
+                f"{name} is {value!r}, must be a whole number of at least 1",
+                f"for example {name}=50",
             )
     for name, number in (("radius", radius), ("epsilon_n", epsilon_n)):
         if not (math.isfinite(number) and number > 0):
-            raise PlanError(f"{name} is {number!r}, must be finite and > 0", f"give a positive {name}")
+            raise PlanError(
+                "measure.finite", f"{name} is {number!r}, must be finite and > 0", f"give a positive {name}"
+            )
     source = proxy.partition(":")[0].strip()
     if inputs is None and source != GAUSSIAN:
-        raise PlanError(f"proxy is {proxy!r} but there are no inputs", "give inputs=…, or proxy='gaussian'")
+        raise PlanError(
+            "measure.proxy-no-inputs",
+            f"proxy is {proxy!r} but there are no inputs",
+            "give inputs=…, or proxy='gaussian'",
+        )
     if inputs is not None and source not in _SOURCES:
         raise PlanError(
+            "measure.inputs-given-proxy",
             f"inputs are given and proxy is {proxy!r}, must be {' or '.join(_SOURCES)}",
             "name where the inputs come from; private data must not be profiled",
         )
@@ -120,6 +131,7 @@ def _program(model: nn.Module, part: Any, graph: Graph) -> Program:
     found = [(node.name, node.operation) for node in read(model, program)]
     if found != [(node.name, node.operation) for node in graph]:
         raise PlanError(
+            "measure.runs-operations-inputs",
             f"{type(model).__name__} runs other operations on {count(part)} inputs than on one",
             "write forward so that it does not ask for the batch size, or profile with batch=1",
         )
@@ -131,12 +143,14 @@ def _copied(model: nn.Module) -> nn.Module:
         subject = copy.deepcopy(model)
     except Exception as error:
         raise PlanError(
+            "measure.not-copied-draw",
             f"{type(model).__name__} cannot be copied to draw its weights anew: {error}",
             "use reinitialise=False",
         ) from error
     for path, module in subject.named_modules():
         if _resetter(module) is None and any(True for _ in module.parameters(recurse=False)):
             raise PlanError(
+                "measure.module-parameters-no",
                 f"module {path or '(root)'!r} ({type(module).__name__}) has parameters but no reset_parameters()",
                 "give it that method, or use reinitialise=False",
             )

@@ -98,6 +98,7 @@ def export(model: nn.Module, example: Any) -> Program:
     except Exception as error:
         first = str(error).strip().splitlines()
         raise NoBound(
+            "measure.not-traced-torch",
             f"{type(model).__name__} cannot be traced by torch.export: "
             f"{type(error).__name__}: {first[0] if first else ''}",
             "give an example that model(...) accepts (a tensor, a tuple of arguments or a dict), and write forward "
@@ -157,6 +158,7 @@ def _program(exported: ExportedProgram) -> Program:
     for spec in exported.graph_signature.input_specs:
         if spec.kind.name not in _ORIGIN:
             raise NoBound(
+                "measure.traced-model-needs",
                 f"the traced model needs an input of kind {spec.kind.name}",
                 "keep effects such as printing out of forward",
             )
@@ -196,6 +198,7 @@ def _in_place(graph: fx.Graph) -> None:
         for other in (owner, *(view for view, of in memory.items() if of is owner)):
             if other is not first and any(order[user] > order[node] for user in other.users):
                 raise NoBound(
+                    "measure.overwrites-while-shares",
                     f"{node.target} overwrites {first.name} while {other.name}, which shares its memory, is read later",
                     "write the operation without the trailing underscore (or +=) in forward",
                 )

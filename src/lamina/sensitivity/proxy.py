@@ -30,6 +30,7 @@ def reconstruction(model: nn.Module) -> LossesOf:
         if not isinstance(x, Tensor) or not isinstance(out, Tensor) or out.shape != x.shape:
             told = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise PlanError(
+                "measure.model-gives-not",
                 f"the model gives {told}, so it cannot be compared with its input",
                 "give losses_of(x, y), which returns one loss per example, with public or simulated x and y",
             )
@@ -41,20 +42,26 @@ def reconstruction(model: nn.Module) -> LossesOf:
 def tensors_of(model: nn.Module, stack: LayerStack) -> tuple[Named, ...]:
     """The tensors of every layer by name, as the model holds them."""
     if not isinstance(stack, LayerStack) or not len(stack):
-        raise PlanError(f"stack is {stack!r}", "use lamina.LayerStack.from_model(model)")
+        raise PlanError("measure.stack", f"stack is {stack!r}", "use lamina.LayerStack.from_model(model)")
     held = dict(model.named_parameters())
     for layer in stack:
         for name in layer.parameters:
             if name not in held:
                 raise PlanError(
+                    "measure.layer-names-tensor",
                     f"layer {layer.name!r} names the tensor {name!r}, which the model does not have",
                     "read the stack from this model: lamina.LayerStack.from_model(model)",
                 )
             if isinstance(held[name], UninitializedParameter):
-                raise PlanError(f"tensor {name!r} has no shape yet", "run model(...) once before measuring")
+                raise PlanError(
+                    "measure.tensor-no-shape",
+                    f"tensor {name!r} has no shape yet",
+                    "run model(...) once before measuring",
+                )
         size = sum(held[name].numel() for name in layer.parameters)
         if size != layer.size or not size:
             raise PlanError(
+                "measure.layer-numbers-model",
                 f"layer {layer.name!r} has {size} numbers in the model and {layer.size} in the stack",
                 "leave empty layers out and read the stack from this model",
             )
@@ -88,13 +95,16 @@ class Losses(nn.Module):
         if not isinstance(losses, Tensor) or losses.shape != (n,):
             told = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise PlanError(
+                "measure.losses-gave-examples",
                 f"losses_of gave {told} for {n} examples, must be ({n},)",
                 "return one loss per example: reduction='none', then mean over everything but the first axis",
             )
         if not losses.isfinite().all():
             bad = int((~losses.isfinite()).sum())
             raise PlanError(
-                f"{bad} of {n} proxy losses are not finite", "use proxy data that the model can take"
+                "measure.proxy-losses-not",
+                f"{bad} of {n} proxy losses are not finite",
+                "use proxy data that the model can take",
             )
         return n
 
@@ -104,6 +114,7 @@ def count(x: Any) -> int:
     sizes = {t.shape[0] if t.ndim else 0 for t in pytree.tree_leaves(x) if isinstance(t, Tensor)}
     if len(sizes) != 1 or not min(sizes):
         raise PlanError(
+            "measure.proxy-inputs-first",
             f"the proxy inputs have first axes {sorted(sizes)}",
             "give tensors whose first axis counts the examples",
         )

@@ -56,12 +56,14 @@ def checked(mean: Any, std: Any) -> tuple[Array, Array]:
     means, stds = np.broadcast_arrays(np.asarray(mean, np.float64), np.asarray(std, np.float64))
     if not np.isfinite(means).all():
         raise PlanError(
+            "measure.mean-pre-activation",
             f"mean of a pre-activation is {_first(means, ~np.isfinite(means))}, must be finite",
             "profile the model again: a forward pass on the proxy overflowed or a weight is NaN",
         )
     bad = ~(np.isfinite(stds) & (stds >= 0))
     if bad.any():
         raise PlanError(
+            "measure.standard-deviation-pre",
             f"standard deviation of a pre-activation is {_first(stds, bad)}, must be finite and >= 0",
             "give the square root of a variance, measured on at least one proxy batch",
         )
@@ -96,6 +98,7 @@ def _chunk(g: Slope, mean: Array, std: Array, breaks: Sequence[float]) -> Array:
             np.concatenate([middle[rough], right[rough]]),
         )
     raise PlanError(
+        "measure.not-converge-mean",
         f"E|f'(Z)| did not converge at mean={mean[owner[0]]}, std={std[owner[0]]}",
         "name the kinks of the activation, or give one whose derivative has finitely many jumps",
     )
@@ -122,5 +125,9 @@ def _integrate(g: Slope, mean: Array, std: Array, left: Array, right: Array) -> 
         values = g(z) * np.exp(-0.5 * x * x)
     if not np.isfinite(values).all():
         where = float(z[~np.isfinite(values)][0])
-        raise PlanError(f"the slope at z={where} is not finite", "give an activation with a bounded slope")
+        raise PlanError(
+            "measure.slope-not-finite",
+            f"the slope at z={where} is not finite",
+            "give an activation with a bounded slope",
+        )
     return np.asarray(half / _ROOT_2PI * (values @ _WEIGHTS))

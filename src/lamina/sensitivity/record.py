@@ -97,6 +97,7 @@ class Profile:
             if node.name == name:
                 return node
         raise PlanError(
+            "measure.profile-no-node",
             f"the profile of {self.model} has no node {name!r}",
             "it belongs to another model, or to another version of it: profile this one",
         )
@@ -168,9 +169,9 @@ class Profile:
         try:
             data = json.loads(text, parse_constant=refuse_constant, object_pairs_hook=no_duplicates)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"the profile is not JSON: {error}", AGAIN) from error
+            raise PlanError("measure.profile-not-json", f"the profile is not JSON: {error}", AGAIN) from error
         if not isinstance(data, dict) or data.get("kind") != KIND or data.get("version") != VERSION:
-            raise PlanError(f"this is not a {KIND} of version {VERSION}", AGAIN)
+            raise PlanError("measure.not-version", f"this is not a {KIND} of version {VERSION}", AGAIN)
         state = {key: value for key, value in data.items() if key not in ("kind", "version")}
         nodes = state.get("nodes")
         if isinstance(nodes, list):
@@ -189,7 +190,9 @@ class Profile:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                f"the profile {str(path)!r} cannot be read: {error}", "give a file that save wrote"
+                "measure.profile-not-read",
+                f"the profile {str(path)!r} cannot be read: {error}",
+                "give a file that save wrote",
             ) from error
 
 

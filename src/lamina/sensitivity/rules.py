@@ -46,7 +46,7 @@ def step(node: Node, depth: Depth) -> Flow:
     except PlanError as error:
         if node.name in error.problem:
             raise
-        raise NoBound(f"{node}: {error.problem}", error.remedy) from error
+        raise NoBound("measure.step", f"{node}: {error.problem}", error.remedy) from error
 
 
 def refuse_unknown(nodes: Sequence[Node]) -> None:
@@ -54,4 +54,4 @@ def refuse_unknown(nodes: Sequence[Node]) -> None:
     bad = [node for node in nodes if node.kind not in RULES]
     if bad:
         named = ", ".join(map(str, bad[:6])) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
-        raise NoBound(f"the slope of {named} is not known", _REMEDY)
+        raise NoBound("measure.slope-not-known", f"the slope of {named} is not known", _REMEDY)

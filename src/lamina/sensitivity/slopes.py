@@ -75,7 +75,11 @@ def prelu(weight: float = 0.25) -> Activation:
 
 def hardtanh(min_val: float = -1.0, max_val: float = 1.0) -> Activation:
     if not min_val < max_val:
-        raise PlanError(f"hardtanh has min_val={min_val} >= max_val={max_val}", "exchange them")
+        raise PlanError(
+            "measure.hardtanh-min-val",
+            f"hardtanh has min_val={min_val} >= max_val={max_val}",
+            "exchange them",
+        )
     return pieces((min_val, max_val), (0.0, 1.0, 0.0))
 
 
@@ -95,7 +99,9 @@ def dropout(p: float = 0.5) -> Activation:
     """Each entry is 0, or kept and divided by 1-p: slope 1 in the mean over masks, 1/(1-p) at most."""
     if not 0 <= p < 1:
         raise PlanError(
-            f"dropout has p={p}, must be in [0, 1)", "lower p, or remove a layer that drops everything"
+            "measure.dropout",
+            f"dropout has p={p}, must be in [0, 1)",
+            "lower p, or remove a layer that drops everything",
         )
     flat = pieces((), (1.0,))
     return Activation(slope=flat.slope, supremum=1.0 / (1.0 - p), closed=flat.closed)
@@ -204,7 +210,9 @@ def _bell(z: Array) -> Array:
 
 def _positive(name: str, option: str, value: float) -> float:
     if not (math.isfinite(value) and value > 0):
-        raise PlanError(f"{name} has {option}={value}, must be > 0", f"give a positive {option}")
+        raise PlanError(
+            "measure.give-positive", f"{name} has {option}={value}, must be > 0", f"give a positive {option}"
+        )
     return value
 
 

@@ -55,7 +55,7 @@ def user_code(what: str, remedy: str) -> Iterator[None]:
     except Exception as error:
         where = place(error)
         told = f"{what}: {type(error).__name__}: {first_lines(error)}"
-        raise LaminaError(f"{told} (at {where})" if where else told, remedy) from error
+        raise LaminaError("train.user-code", f"{told} (at {where})" if where else told, remedy) from error
 
 
 class Withheld(RunError):
@@ -76,6 +76,7 @@ def withhold(error: Exception, model: nn.Module) -> Withheld:
     if isinstance(error, LaminaError) and error.remedy:
         remedy = f"{error.remedy}; then go on with the same folder"
     told = Withheld(
+        "train.text-withheld-because",
         " ".join([f"training stopped with {type(error).__name__}", *filter(None, parts)])
         + "; its text is withheld, because it may hold sizes or values of a private batch",
         remedy,

@@ -56,6 +56,7 @@ def _check_class(plan: StepPlan, k: int, reach: Reach, layer_of: dict[str, int])
                 )
             if not free:
                 raise RunError(
+                    "train.class-moves-plan",
                     f"class {plan.classes[k].name!r} moves {name!r} in the plan, outside of its profile in the policy "
                     f"({reach.words})",
                     "make the plan under the policy that the data was admitted under",

@@ -16,7 +16,9 @@ class MovingAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         if isinstance(decay, bool) or not isinstance(decay, float) or not 0.0 < decay < 1.0:
-            raise RunError(f"ema is {decay!r}, must be a number in (0, 1)", "for example ema=0.999")
+            raise RunError(
+                "train.ema-number", f"ema is {decay!r}, must be a number in (0, 1)", "for example ema=0.999"
+            )
         self.decay = decay
         self._live = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.average = {name: p.detach().clone() for name, p in self._live.items()}

@@ -39,19 +39,28 @@ class Evaluation:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise RunError(
-                f"the evaluation is a {type(self.function).__name__}", "give a function of the model"
+                "train.evaluation",
+                f"the evaluation is a {type(self.function).__name__}",
+                "give a function of the model",
             )
         if self.on not in _ON:
             raise RunError(
+                "train.evaluation-data-figure",
                 f"the evaluation is on {self.on!r} data: a figure on private data, and early stopping or a best "
                 "checkpoint by it, is a release that no budget paid for",
                 'evaluate on data that is not protected and say so: on="public" or on="simulated"',
             )
         for name, value in (("every", self.every), ("patience", self.patience)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise RunError(f"{name} is {value!r}, must be a whole number >= 1", "correct it")
+                raise RunError(
+                    "train.whole-number", f"{name} is {value!r}, must be a whole number >= 1", "correct it"
+                )
         if self.patience is not None and self.best is None:
-            raise RunError("patience is given without best", 'name the figure to watch: best="auc"')
+            raise RunError(
+                "train.patience-given-without",
+                "patience is given without best",
+                'name the figure to watch: best="auc"',
+            )
 
     def due(self, segments: int, *, last: bool) -> bool:
         return last or segments % self.every == 0
@@ -67,21 +76,30 @@ class Evaluation:
                 figures = self.function(model)
             if before != [(t.data_ptr(), t._version) for t in model.state_dict(keep_vars=True).values()]:
                 raise RunError(
-                    "the evaluation changed the model's weights", "evaluate a copy: copy.deepcopy(model)"
+                    "train.evaluation-changed-model",
+                    "the evaluation changed the model's weights",
+                    "evaluate a copy: copy.deepcopy(model)",
                 )
         finally:
             for module, mode in modes.items():
                 module.training = mode
         if not isinstance(figures, Mapping) or not figures:
             raise RunError(
-                f"the evaluation returned a {type(figures).__name__}", 'return figures by name: {"auc": 0.91}'
+                "train.evaluation-returned",
+                f"the evaluation returned a {type(figures).__name__}",
+                'return figures by name: {"auc": 0.91}',
             )
         plain = {str(name): float(value) for name, value in figures.items()}
         for name, value in plain.items():
             if not math.isfinite(value):
-                raise RunError(f"the evaluation's figure {name!r} is {value}", "return finite numbers")
+                raise RunError(
+                    "train.evaluation-figure",
+                    f"the evaluation's figure {name!r} is {value}",
+                    "return finite numbers",
+                )
         if self.best is not None and self.best.removeprefix("-") not in plain:
             raise RunError(
+                "train.evaluation-no-figure",
                 f"the evaluation has no figure {self.best.removeprefix('-')!r}, which best names",
                 f"it returned {', '.join(plain)}",
             )

@@ -58,7 +58,9 @@ class Gate(gate.Gate):
     ) -> None:
         if not isinstance(policy, Policy):
             raise AdmissionError(
-                f"the policy is a {type(policy).__name__}", "use lamina.Policy.load('policy.toml')"
+                "train.policy",
+                f"the policy is a {type(policy).__name__}",
+                "use lamina.Policy.load('policy.toml')",
             )
         self._path = None if isinstance(keys, KeyRing) else Path(keys)
         self._seen: bytes | None = None  # digest of the file that was loaded
@@ -108,7 +110,9 @@ class Gate(gate.Gate):
         their commitment again.
         """
         if on_refusal not in (SKIP, STOP):
-            raise AdmissionError(f"on_refusal is {on_refusal!r}", f'use "{SKIP}" or "{STOP}"')
+            raise AdmissionError(
+                "train.refusal", f"on_refusal is {on_refusal!r}", f'use "{SKIP}" or "{STOP}"'
+            )
         self.reread()
         if ledger is None:
             return self._admit(contributions, on_refusal, examples_per_unit, dtype, progress)
@@ -137,11 +141,13 @@ class Gate(gate.Gate):
         listing = _listing(folder)
         data = _Data.of(admission, folder, listing, dtype, self._processes)
         if on_refusal == STOP and admission.refused:
-            raise AdmissionError(f"{_told(admission)}, and on_refusal is {STOP!r}", _REMEDY)
+            raise AdmissionError(
+                "train.refusal-2", f"{_told(admission)}, and on_refusal is {STOP!r}", _REMEDY
+            )
         if admission.enter() and data is not None:  # much may have happened meanwhile: go on without them
             data = _Data.of(admission, folder, listing, dtype, self._processes)
         if data is None:
-            raise AdmissionError(f"nobody is admitted: {_told(admission)}", _REMEDY)
+            raise AdmissionError("train.nobody-admitted", f"nobody is admitted: {_told(admission)}", _REMEDY)
         return AdmittedCorpus(
             data.source,
             admission,

@@ -42,6 +42,8 @@ def signed(corpus: Corpus, policy: Policy, cls: str, key: PrivateKey | None = No
     found = Gate(policy, ring).review([offered])
     for refusal in found.refused:
         raise AdmissionError(
-            f"the data, signed with a local key, is refused: {refusal.reason.meaning}", "report this"
+            "train.data-signed-local",
+            f"the data, signed with a local key, is refused: {refusal.reason.meaning}",
+            "report this",
         )
     return found

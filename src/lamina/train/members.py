@@ -54,6 +54,7 @@ class Members:
         """Nobody could tell whether one of them has withdrawn, or signed for less than is charged."""
         if next(self._ledger.of_kind(Admitted), None) is not None:
             raise LedgerError(
+                "train.contributions-ledger-signed",
                 f"contributions to the ledger {self._ledger.name} are signed, and those of this run are not",
                 "admit them: lamina.Gate(policy, keys).admit(folder, ledger), or an [admit] table in RUN.toml; data "
                 "that nobody signs for belongs under another origin",
@@ -88,6 +89,7 @@ class Members:
             wrong = "is not one of the policy" if preset is None else differs(plan, entry, preset)
             if wrong is not None:
                 raise LedgerError(
+                    "train.plan-not-ledger",
                     f"the plan is not one that the ledger {self._ledger.name} allows now: {wrong}",
                     "make the plan again, under the policy that is in force: lamina ledger policy shows it",
                 )

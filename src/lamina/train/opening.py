@@ -39,6 +39,7 @@ def open_ledger(
         contract = _contract(corpus, plan, corpus.origin or given.origin)
         if contract.origin != given.origin:
             raise LedgerError(
+                "train.ledger-corpus",
                 f"the ledger {given.name} is of {given.origin!r}, the corpus of {contract.origin!r}",
                 "give the ledger of this corpus: one ledger, one corpus",
             )
@@ -48,6 +49,7 @@ def open_ledger(
         given = Path(os.path.realpath(begun))
         if not given.exists() and (folder / "journal").exists():
             raise LedgerError(
+                "train.run-charged-ledger",
                 f"the run in '{folder}' was charged in the ledger '{given}', which is not there",
                 "put it back, or say where it is now: ledger=…; a new one would forget what was spent",
             )
@@ -77,6 +79,7 @@ def link(ledger: Ledger, folder: Path) -> None:
     try:
         if path.exists() and not path.is_symlink() and not path.samefile(ledger.name):
             raise StorageError(
+                "train.ledger-own-not",
                 f"'{path}' is a ledger of its own, and not a link to '{ledger.name}', which the run is charged in",
                 "remove it if it is a copy; a folder is copied with its links: cp -a",
             )
@@ -85,7 +88,9 @@ def link(ledger: Ledger, folder: Path) -> None:
         if not os.path.lexists(path):
             path.symlink_to(target)
     except OSError as error:
-        raise StorageError(f"'{path}' cannot be made: {error}", "make room for a link there") from error
+        raise StorageError(
+            "train.not-made", f"'{path}' cannot be made: {error}", "make room for a link there"
+        ) from error
 
 
 def _contract(corpus: Corpus, plan: StepPlan, origin: str) -> Contract:

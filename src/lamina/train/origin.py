@@ -20,10 +20,13 @@ def origin_secret(folder: Path) -> bytes:
         key = path.read_bytes()
     except OSError as error:
         raise StorageError(
-            f"'{path}' cannot be read: {error}", "restore it: it belongs to the ledgers beside it"
+            "train.not-read",
+            f"'{path}' cannot be read: {error}",
+            "restore it: it belongs to the ledgers beside it",
         ) from error
     if len(key) != _BYTES:
         raise StorageError(
+            "train.bytes",
             f"'{path}' has {len(key)} bytes, must have {_BYTES}",
             "restore it: it belongs to the ledgers beside it",
         )

@@ -52,10 +52,15 @@ def make_private(
     refuse_loader(data)
     corpus = data if isinstance(data, Corpus) else _corpus(data, unit)
     if isinstance(data, Corpus) and unit is not None:
-        raise PlanError("unit is given beside a Corpus, which has its own", "give it to the Corpus")
+        raise PlanError(
+            "train.unit-given-beside",
+            "unit is given beside a Corpus, which has its own",
+            "give it to the Corpus",
+        )
     names = corpus.names
     if len(names) > 1:
         raise PlanError(
+            "train.corpus-classes-make",
             f"the corpus has classes {', '.join(names)}: make_private knows one",
             "write a policy with each class, and use lamina.make_plan",
         )
@@ -73,6 +78,7 @@ def make_private(
     )
     if isinstance(batch, int) and batch > len(corpus):
         raise PlanError(
+            "train.batch-above-contributions",
             f"batch is {batch}, above the {len(corpus)} contributions there are",
             "it is the expected number of contributions per step: choose well below, for example "
             f"{max(1, len(corpus) // 20)}",
@@ -97,6 +103,7 @@ def _corpus(data: Any, unit: Any) -> Corpus:
 def _number(name: str, value: Any, below: float = float("inf")) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < below:
         raise PlanError(
+            "train.number-above-below",
             f"{name} is {value!r}, must be a number above 0" + (f" and below {below:g}" if below < 2 else ""),
             "ε = 0 would allow nothing to be learned at all; common choices are ε = 1 to 8 and δ below 1/population",
         )

@@ -114,6 +114,7 @@ def screen(*, wanted: bool, inside: bool) -> Progress:
     console = Console(stderr=True, highlight=False)
     if inside and not console.is_terminal:
         raise RunError(
+            "train.inside-true-shows",
             "inside=True shows the raw private loss, and standard error is not a terminal: it would be written down",
             "run it in a terminal, or leave inside out and evaluate on public data",
         )

@@ -39,6 +39,7 @@ def recharge(run: Run) -> None:
             continue
         if opened is not pending:
             raise RunError(
+                "train.ledger-holds-another",
                 f"the ledger '{run.book.path}' holds another attempt at segment {opened.segment} of this run than "
                 "the journal",
                 "give the ledger that the run was charged in",

@@ -42,6 +42,7 @@ def rehearse(engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Co
             f"{t.dtype} {tuple(t.shape)}" for t in pytree.tree_leaves(x) if isinstance(t, Tensor)
         )
         raise RunError(
+            "train.model-loss-failed",
             f"model or loss failed on {len(rows)} examples: {type(error).__name__}: {error}",
             f"{_hint(error, x, y)}. (x is {shapes}; targets are {kind})",
         ) from error
@@ -71,6 +72,7 @@ def check_labels(corpus: Corpus, loss_fn: Any, output_of: Callable[[Any], Any]) 
     ignored = getattr(loss_fn, "ignore_index", -100)
     if (low < 0 and low != ignored) or high >= classes:
         raise RunError(
+            "train.labels-run-model",
             f"labels run from {low} to {high}, the model has {classes} outputs, for labels 0 to {classes - 1}",
             "number the labels from 0: numpy.unique(labels, return_inverse=True)[1]; or give the model more outputs",
         )

@@ -49,7 +49,9 @@ class Renewal:
             return
         self._before = read_texts(self._path, {}) if self._path.with_name("journal").exists() else {}
         if not isinstance(self._before, dict):
-            raise StorageError(f"'{self._path}' does not say who was admitted", "restore it")
+            raise StorageError(
+                "train.not-say-admitted", f"'{self._path}' does not say who was admitted", "restore it"
+            )
         here = set(self._corpus.digests)
         if gone := {mark: one for mark, one in self._before.items() if mark not in here}:
             self._leave(gone, note)
@@ -78,6 +80,7 @@ class Renewal:
         )
         if not len(self._corpus):
             raise AdmissionError(
+                "train.nobody-left-learned",
                 f"nobody is left who may be learned from{when}",
                 "the weights so far are kept; let contributors sign again, and begin a run in another folder",
             )

@@ -57,6 +57,7 @@ class Run:
         self.fresh = not path.exists()
         if self.fresh and (folder / "checkpoint").is_dir() and any((folder / "checkpoint").iterdir()):
             raise RunError(
+                "train.checkpoints-no-journal",
                 f"'{folder}' has checkpoints and no journal, so what they cost is not known",
                 "restore the journal; or begin in another folder (what was charged stays in the ledger)",
             )
@@ -195,6 +196,7 @@ class Run:
             if hashlib.sha256(data).digest() == digest:
                 return StepPlan.from_cbor(data)
         raise RunError(
+            "train.plan-segment-charged",
             f"the plan {digest.hex()[:16]} of a segment that was charged is neither in '{path}' nor in the ledger",
             "restore plan.cbor: what the segment cost cannot be recorded without it",
         )

@@ -108,6 +108,7 @@ class Segments:
         )
         if action is Action.FINISH and self._written_by != pending.nonce:
             raise RunError(
+                "train.checkpoint-not-journal",
                 f"checkpoint {self.state.segments} is not what the journal's open segment {pending.segment} left",
                 "put the run's own checkpoint and journal back together",
             )
@@ -129,6 +130,7 @@ class Segments:
         if (done is not None and other) or self.state.step > self.plan.steps:
             state = "is finished" if done is not None else "has come"
             raise RunError(
+                "train.run-step-plan",
                 f"the run in '{self.run.folder}' {state} at step {self.state.step}, and the plan given now is another "
                 f"one, of {self.plan.steps} steps",
                 "give the plan that it was begun with, or another folder: what both cost is added up in the ledger",
@@ -265,6 +267,7 @@ class Segments:
         indices = self.run.checkpoints.indices()
         if not indices:
             raise RunError(
+                "train.journal-no-checkpoint",
                 f"'{self.run.folder}' has a journal and no checkpoint",
                 "restore the checkpoint; or begin in another folder (what was charged stays in the ledger)",
             )
@@ -285,6 +288,7 @@ class Segments:
         """The newest checkpoint comes from steps that the ledger records as given up: the one before it counts."""
         if len(indices) == 1:
             raise RunError(
+                "train.checkpoint-comes-steps",
                 f"the only checkpoint in '{self.run.folder}' comes from steps that the ledger records as given up",
                 "begin in another folder; what was charged stays in the ledger",
             )
@@ -295,6 +299,7 @@ class Segments:
         header, folder = snapshot.state, self.run.folder
         if header.get("run") != self.run.id:
             raise RunError(
+                "train.checkpoint-belongs-another",
                 f"checkpoint {index} in '{folder}' belongs to another run",
                 "put the run's own checkpoint back",
             )
@@ -303,17 +308,20 @@ class Segments:
         finished = pending is not None and pending.segment == index - 1
         if index and not finished and (not closes or closes[-1].checkpoint != self._checkpoint):
             raise RunError(
+                "train.checkpoint-not-journal-closed",
                 f"checkpoint {index} in '{folder}' is not the one that the journal closed",
                 "put journal and checkpoints of one and the same moment back together, or begin in another folder",
             )
         if header["origin"] != self.run.origin:
             raise RunError(
+                "train.run-begun-under",
                 f"the run was begun under origin {header['origin']!r}, and the ledger '{self.run.book.path}' is "
                 f"{self.run.origin!r}'s",
                 "keep origin and ledger: what the run spent is recorded there",
             )
         if header["caps"] != self.caps:
             raise RunError(
+                "train.max-occurrences-run",
                 f"max_occurrences was {header['caps'] or 'not given'} when the run began, and is "
                 f"{self.caps or 'not given'} now",
                 "keep it for the whole run: occurrences before were not counted under another cap",
@@ -322,6 +330,7 @@ class Segments:
         moved = header["order"] != self.corpus.order(self.run.salt)
         if "occurrences" in snapshot.tensors and moved and not named:
             raise RunError(
+                "train.corpus-contributions-them",
                 "the corpus has other contributions, or has them in another order, than when their occurrences were "
                 "counted",
                 "give the corpus as it was; whoever leaves is withdrawn by corpus.withdraw(id)",

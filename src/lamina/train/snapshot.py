@@ -117,6 +117,7 @@ class TrainingState:
                 self.scheduler.load_state_dict(unflatten("scheduler", tensors, plain["scheduler"]))
         except (RuntimeError, ValueError, KeyError) as error:
             raise RunError(
+                "train.checkpoint-not-fit",
                 f"the checkpoint does not fit the model or the optimiser: {str(error).splitlines()[0]}",
                 "give the model and optimiser that the run was begun with, or begin a new run in another folder",
             ) from error
@@ -153,6 +154,7 @@ class TrainingState:
         ):
             if given != kept:
                 raise RunError(
+                    "train.checkpoint-written-trainer",
                     f"the checkpoint was written {'with' if kept else 'without'} {name}, "
                     f"this trainer has {'one' if given else 'none'}",
                     "go on with what the run was begun with, or begin a new run in another folder",
@@ -161,6 +163,7 @@ class TrainingState:
         at_first = {name: _terms(state) for name, state in plain["filters"].items()}
         if allowed != at_first:
             raise RunError(
+                "train.filters-run-began",
                 f"filters were {at_first or 'not given'} when the run began, and are {allowed or 'not given'} now",
                 "keep them for the whole run: another one would not know what was spent before",
             )
@@ -184,6 +187,7 @@ def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise RunError(
+                "train.model-state-not",
                 f"the model's state '{name}' is a {type(value).__name__}, not a tensor",
                 "checkpoints hold tensors only: register it as a buffer, or leave it out of the state",
             )
@@ -199,6 +203,7 @@ def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _state_of(filter_: Filter) -> dict[str, Any]:
     if not hasattr(filter_, "to_state"):
         raise RunError(
+            "train.filter-not-kept",
             f"the filter is a {type(filter_).__name__}, which cannot be kept in a checkpoint",
             "use lamina.account.GaussianFilter or RenyiFilter",
         )

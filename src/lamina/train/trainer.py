@@ -126,7 +126,9 @@ class Trainer:
         corpus.check(plan)
         self._depth = check_depth(model, corpus.policy, plan)
         if on_withdrawal not in ("finish", "abandon"):
-            raise RunError(f"on_withdrawal is {on_withdrawal!r}", 'use "finish" or "abandon"')
+            raise RunError(
+                "train.withdrawal", f"on_withdrawal is {on_withdrawal!r}", 'use "finish" or "abandon"'
+            )
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.corpus, self.plan, self.scheduler = corpus, plan, scheduler
         self.folder = Path(folder)
@@ -156,7 +158,9 @@ class Trainer:
         self.state.names = self._renewal.names
         if self._engine.model is not model or self._engine.plan.digest() != plan.digest():
             raise RunError(
-                "the engine belongs to another model or plan", "leave engine out, or give the matching one"
+                "train.engine-belongs-another",
+                "the engine belongs to another model or plan",
+                "leave engine out, or give the matching one",
             )
 
     def _settings(self) -> bytes:

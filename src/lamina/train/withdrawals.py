@@ -40,7 +40,7 @@ def marks_in(path: Path) -> list[str]:
     """The marks that a file of the run lists; none if it is not there."""
     marks = read_texts(path, [])
     if not isinstance(marks, list):
-        raise StorageError(f"'{path}' is not a list of texts", "restore it")
+        raise StorageError("train.not-list-texts", f"'{path}' is not a list of texts", "restore it")
     return marks
 
 
@@ -52,10 +52,11 @@ def read_texts(path: Path, default: Any) -> Any:
         read = cbor.decode(path.read_bytes(), max_size=LARGEST)
     except (OSError, EncodingError) as error:
         raise StorageError(
+            "train.not-read",
             f"'{path}' cannot be read: {error}",
             "restore it: it says who is in the run, or withdrew and must not be used again",
         ) from error
     texts = [*read, *read.values()] if isinstance(read, dict) else read
     if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
-        raise StorageError(f"'{path}' does not hold texts", "restore it")
+        raise StorageError("train.not-hold-texts", f"'{path}' does not hold texts", "restore it")
     return read

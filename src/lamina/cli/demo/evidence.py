@@ -28,7 +28,9 @@ class Evidence:
         started = time.perf_counter()
         found = verify(ledger)
         if found.problem is not None:
-            raise LaminaError(f"the demo's ledger is not verified: {found.problem}", "report this")
+            raise LaminaError(
+                "cli.demo-ledger-not", f"the demo's ledger is not verified: {found.problem}", "report this"
+            )
         seconds = time.perf_counter() - started
         traced = next(each for each in admission if each.bound.noise_multiplier)
         return cls(ledger=ledger, found=found, seconds=seconds, contribution=traced.descriptor.hex())

@@ -95,6 +95,7 @@ def fresh(wanted: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaminaError(
+            "cli.folder-not-made",
             f"the folder '{folder}' cannot be made: {error.strerror or error}",
             "choose one that can be written: lamina demo --folder PATH",
         ) from error

@@ -81,7 +81,9 @@ def _sign(
     now = int(time.time()) - ago
     for each in attest_folder(folder, key, policy, classes, noise_multiplier=noise_multiplier, now=now):
         if each.id in classes and each.state is not State.SIGNED:
-            raise LaminaError(f"the demo could not sign {each.id!r}: {each.problem}", "report this")
+            raise LaminaError(
+                "cli.demo-could-not", f"the demo could not sign {each.id!r}: {each.problem}", "report this"
+            )
 
 
 def _spoil(folder: Path, group: Group, policy: Policy, key: PrivateKey) -> None:

@@ -44,6 +44,8 @@ def evaluate(model: nn.Module) -> dict[str, float]:
 def _here(name: str) -> Path:
     if not Path(name).is_file():
         raise LaminaError(
-            f"there is no '{name}' in this folder", "call lamina train inside the demo's folder"
+            "cli.no-folder",
+            f"there is no '{name}' in this folder",
+            "call lamina train inside the demo's folder",
         )
     return Path(name)

@@ -19,7 +19,11 @@ _BLUE, _GREY, _GREEN, _BROWN = "#1f6f8b", "#b9b4a7", "#0b6e4f", "#8c2d04"
 def check_picture(path: Path) -> None:
     """Refuse a name that says no format, before anything is computed."""
     if path.suffix.lower() not in SUFFIXES:
-        raise PlanError(f"picture is '{path}', which names no format", f"end it in {', '.join(SUFFIXES)}")
+        raise PlanError(
+            "cli.picture-names-no",
+            f"picture is '{path}', which names no format",
+            f"end it in {', '.join(SUFFIXES)}",
+        )
 
 
 def draw(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[str], path: Path) -> None:
@@ -32,7 +36,9 @@ def draw(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[str], p
             _plot(plan, rows, path)
     except OSError as error:
         raise PlanError(
-            f"the picture '{path}' cannot be written: {error}", "name a file that can be"
+            "cli.picture-not-written",
+            f"the picture '{path}' cannot be written: {error}",
+            "name a file that can be",
         ) from error
 
 
@@ -41,6 +47,7 @@ def _plot(plan: StepPlan, rows: Sequence[LayerFigures], path: Path) -> None:
         import matplotlib
     except ImportError as error:
         raise LaminaError(
+            "cli.matplotlib-not-installed",
             "matplotlib is not installed",
             "pip install 'lamina[plot]', or --picture FILE.html, which needs nothing",
         ) from error

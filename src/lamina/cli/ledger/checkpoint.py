@@ -84,5 +84,5 @@ def _found(book: View, size: int | None) -> str:
         which = (
             "has no checkpoint" if size is None else f"has no checkpoint of {counted(size, 'leaf', 'leaves')}"
         )
-        raise LedgerError(f"the ledger {book.name} {which}", "sign one: --key")
+        raise LedgerError("cli.ledger", f"the ledger {book.name} {which}", "sign one: --key")
     return found

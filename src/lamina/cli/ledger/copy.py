@@ -29,7 +29,7 @@ def copy(
     """
     with looked_at(ledger) as book:
         if not isinstance(book.store, SqliteStore):
-            raise LedgerError(f"{printed(ledger)} is a database", "copy it with pg_dump")
+            raise LedgerError("cli.database", f"{printed(ledger)} is a database", "copy it with pg_dump")
         book.store.copy(target)
     with looked_at(str(target)) as book:
         size = book.size

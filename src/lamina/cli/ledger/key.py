@@ -94,6 +94,7 @@ def key(
         event = _event(book, action, given, role, name, book.now() if at is None else when(at))
         if event.change is Change.REVOKE and event.target == private.public.id:
             raise LedgerError(
+                "cli.key-not-sign",
                 f"key {private.public.name[:16]} cannot sign that it is revoked itself",
                 "let another take over (rotate), and revoke this one with the new key",
             )
@@ -132,6 +133,7 @@ def find(parties: Parties, name: str) -> Key:
     if len(found) != 1:
         which = "no key" if not found else f"{len(found)} keys"
         raise LedgerError(
+            "cli.means-ledger",
             f"{name!r} means {which} of the ledger",
             f"give the id, or its first {_SHORT} hex digits or more: lamina ledger key LEDGER lists them",
         )

@@ -148,11 +148,13 @@ def _contract(book: Ledger, file: Path) -> Contract:
     contract, header = Contract.of_policy(PolicyFile.load(file)), book.header
     if contract.origin != header.origin:
         raise LedgerError(
+            "cli.policy-ledger",
             f"'{file}' is the policy of {contract.origin!r}, the ledger is of {header.origin!r}",
             "give the ledger of this corpus: one ledger, one corpus",
         )
     if (contract.accountant, contract.delta) != (header.accountant, header.delta):
         raise LedgerError(
+            "cli.says-delta-ledger",
             f"'{file}' says {contract.accountant} at δ = {contract.delta:g}, the ledger counts by {header.accountant} "
             f"at δ = {header.delta:g} for good",
             "set accountant and delta of [corpus] to those, or begin a ledger under another origin",
@@ -181,6 +183,7 @@ def _signatures(
         ]
         if not who:
             raise LedgerError(
+                "cli.no-signature-change",
                 f"'{path}' is no signature of this change by a key of the ledger or an auditor",
                 "propose the change again (--propose), and have that signed: another policy, or another one in force, "
                 "is another message",
@@ -194,11 +197,12 @@ def _check_party(parties: Parties, key: PrivateKey, now: int) -> None:
     if known is None or known.role not in _ROLES:
         role = "is not one of the ledger" if known is None else f"is for {known.role.name.lower()}"
         raise LedgerError(
+            "cli.key-not-sign-policy",
             f"key {key.public.name[:16]} {role}, and cannot sign a policy",
             "give the ledger's own or an auditor's: lamina ledger key LEDGER lists them",
         )
     if (wrong := parties.wrong(key.public.id, now)) is not None:
-        raise LedgerError(f"key {key.public.name[:16]} {wrong}", "give one that counts now")
+        raise LedgerError("cli.key", f"key {key.public.name[:16]} {wrong}", "give one that counts now")
 
 
 def _signer(keys: Sequence[PrivateKey], parties: Parties, name: str) -> PrivateKey:
@@ -207,6 +211,7 @@ def _signer(keys: Sequence[PrivateKey], parties: Parties, name: str) -> PrivateK
         if (known := parties.get(each.public.id)) is not None and known.role is Role.LEDGER:
             return each
     raise LedgerError(
+        "cli.none-keys-signs",
         f"none of the keys signs checkpoints of {name}",
         "give the ledger's own key too; an auditor's goes beside it",
     )
@@ -229,14 +234,20 @@ def _proposal(path: Path, data: bytes, origin: str) -> PolicyChange:
         named, body = cbor.decode(data.partition(b"\n")[2], max_size=_MOST)
         found = schema(PolicyChange).value(body)
     except (EncodingError, TypeError, ValueError):
-        raise LedgerError(f"'{path}' is no proposal of a policy", "write one with --propose") from None
+        raise LedgerError(
+            "cli.no-proposal-policy", f"'{path}' is no proposal of a policy", "write one with --propose"
+        ) from None
     assert isinstance(found, PolicyChange)
     if named != origin:
         raise LedgerError(
-            f"'{path}' is for the ledger {str(named)[:80]!r}, this is {origin!r}", "give its ledger"
+            "cli.ledger-give",
+            f"'{path}' is for the ledger {str(named)[:80]!r}, this is {origin!r}",
+            "give its ledger",
         )
     if dataclasses.replace(found, signatures=()).message(origin) != data:
-        raise LedgerError(f"'{path}' is no proposal of a policy", "write one with --propose")
+        raise LedgerError(
+            "cli.no-proposal-policy", f"'{path}' is no proposal of a policy", "write one with --propose"
+        )
     return found
 
 

@@ -68,6 +68,7 @@ def _checkpoint(book: View, size: int | None) -> str:
         if text is not None and size in (None, notes.parse(text)[0].size):
             return text
     raise LedgerError(
+        "cli.ledger-no-checkpoint",
         f"the ledger {book.name} has no checkpoint"
         + ("" if size is None else f" of {counted(size, 'leaf', 'leaves')}"),
         "sign one: lamina ledger checkpoint --key",
@@ -80,6 +81,7 @@ def _inclusion(book: View, name: str, signed: str) -> dict[str, Any]:
     hash = leaf_hash(book.raw(seq))
     if seq >= head.size:
         raise LedgerError(
+            "cli.leaf-not-under",
             f"leaf {seq} is not under the checkpoint of {counted(head.size, 'leaf', 'leaves')}",
             "sign a newer one",
         )
@@ -98,6 +100,7 @@ def _consistency(book: View, old: int, signed: str) -> dict[str, Any]:
     head, _ = notes.parse(signed)
     if not 0 <= old <= head.size:
         raise LedgerError(
+            "cli.checkpoint-not-go",
             f"the checkpoint has {counted(head.size, 'leaf', 'leaves')}, and does not go on from {old}",
             "give a size that it has reached",
         )

@@ -92,7 +92,9 @@ def _countersigned(keeper: Retention, book: Ledger, path: Path, key: PrivateKey)
     mine = keeper.propose(given.horizon)
     if mine != dataclasses.replace(given, signatures=()):
         raise LedgerError(
-            f"'{path}' is not what this ledger comes to", "have it proposed again, and do not sign"
+            "cli.not-ledger-comes",
+            f"'{path}' is not what this ledger comes to",
+            "have it proposed again, and do not sign",
         )
     others = tuple(each for each in given.signatures if each.key != key.public.id)
     signed = Signed(key=key.public.id, signature=key.sign(given.message(book.origin)))
@@ -106,7 +108,9 @@ def _load(path: Path) -> Aggregate:
     try:
         found = schema(Aggregate).value(cbor.decode(data, max_size=_MOST))
     except EncodingError as error:
-        raise LedgerError(f"'{path}' is no proposal: {error.problem}", "write one with --save") from None
+        raise LedgerError(
+            "cli.no-proposal", f"'{path}' is no proposal: {error.problem}", "write one with --save"
+        ) from None
     assert isinstance(found, Aggregate)
     return found
 

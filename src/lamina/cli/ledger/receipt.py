@@ -88,17 +88,21 @@ def _check(prefix: Path, trust: Trust, as_json: bool) -> None:
         record = leaves.decode(leaf)
     except LaminaError as error:
         raise NotVerified(
-            f"'{prefix}' is no receipt: {error.problem}", "ask the ledger for it again"
+            "cli.no-receipt", f"'{prefix}' is no receipt: {error.problem}", "ask the ledger for it again"
         ) from None
     keys = trust.keys(found.origin)
     if not any(receipts.verify(cose, leaf, key, found.origin) for key in keys):
         raise NotVerified(
-            f"the receipt of {found.origin!r} is not signed by a trusted key, or not of this leaf", _ASK
+            "cli.receipt-not-signed",
+            f"the receipt of {found.origin!r} is not signed by a trusted key, or not of this leaf",
+            _ASK,
         )
     named = [NoteKey(found.origin, key) for key in dict.fromkeys(keys)]
     head = proof.verify(leaf, named, origin=found.origin)
     if proof.index != found.index or record.seq != found.index:
-        raise NotVerified(f"the proofs are of leaves {found.index} and {proof.index}", _ASK)
+        raise NotVerified(
+            "cli.proofs-leaves", f"the proofs are of leaves {found.index} and {proof.index}", _ASK
+        )
     if as_json:
         print_json({"verified": True, "origin": found.origin, "index": found.index, "size": head.size})
     else:
@@ -111,5 +115,7 @@ _ASK = "ask the ledger for the receipt again, and whoever answers for it for its
 
 def _named(prefix: Path, suffix: str) -> Path:
     if not prefix.name:
-        raise LedgerError(f"'{prefix}' is no beginning of a name", "give one, like mine")
+        raise LedgerError(
+            "cli.no-beginning-name", f"'{prefix}' is no beginning of a name", "give one, like mine"
+        )
     return prefix.with_name(prefix.name + suffix)

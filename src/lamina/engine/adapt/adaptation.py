@@ -147,21 +147,28 @@ class Adaptation:
         if rule is None:
             if factor not in (None, 1.0):
                 raise EngineError(
-                    f"factor is {factor!r}, and the plan does not follow its budget", "leave it out"
+                    "engine.factor-plan-not",
+                    f"factor is {factor!r}, and the plan does not follow its budget",
+                    "leave it out",
                 )
             return False
         if factor is None:
             raise EngineError(
+                "engine.plan-follows-budget",
                 "the plan follows its budget, and the factor on its sigma is not given",
                 "ask the filters for adaptation.proposed_factor times sigma_k, and give that factor",
             )
         if not rule.least <= factor <= rule.most:
             raise EngineError(
-                f"factor is {factor!r}, must lie in [{rule.least:g}, {rule.most:g}]", "clamp it"
+                "engine.factor-lie",
+                f"factor is {factor!r}, must lie in [{rule.least:g}, {rule.most:g}]",
+                "clamp it",
             )
         if not self._move(self.applied.clip, factor):
             raise EngineError(
-                f"no plan can be made with {factor:g} times the declared sigma", "end the run here"
+                "engine.no-plan-made",
+                f"no plan can be made with {factor:g} times the declared sigma",
+                "end the run here",
             )
         self.fixed = True
         return True
@@ -242,6 +249,7 @@ def _check_offers(plan: StepPlan) -> None:
             replace(plan, clip=offer.clip, noise=offer.noise)
         except PlanError as error:
             raise PlanError(
+                "engine.candidate-plan-choice",
                 f"candidate {offer.name!r} of the plan's choice cannot be taken: {error.problem}",
                 "give candidates whose numbers lie closer together",
             ) from error

@@ -13,7 +13,11 @@ from lamina.plan.step import StepPlan
 
 
 def not_mine(why: str) -> EngineError:
-    return EngineError(f"the state of the adaptation {why}", "give what to_state() of the same plan said")
+    return EngineError(
+        "engine.state-adaptation",
+        f"the state of the adaptation {why}",
+        "give what to_state() of the same plan said",
+    )
 
 
 def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], plan: StepPlan) -> None:

@@ -48,6 +48,7 @@ class EmbeddingSite(Site):
         ):
             if value:
                 raise UnsupportedLayer(
+                    "engine.nn-embedding-writes",
                     f"nn.Embedding with {name}={value} "
                     + (
                         "writes to its weights by who is in the batch"

@@ -168,6 +168,7 @@ def group_norm(module: nn.GroupNorm) -> NormSite:
 def instance_norm(module: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d) -> NormSite:
     if module.track_running_stats:
         raise CouplingError(
+            "engine.track-running-stats",
             f"{type(module).__name__} with track_running_stats=True mixes contributions in its buffers",
             "use track_running_stats=False, or `model, report = lamina.fix(model)`",
         )

@@ -55,6 +55,7 @@ class RecurrentSite(Site):
         m = self.module
         if isinstance(input, PackedSequence):
             raise UnsupportedLayer(
+                "engine.got-packedsequence-whose",
                 f"{type(m).__name__} got a PackedSequence, whose rows belong to several contributions",
                 "pad with nn.utils.rnn.pad_sequence, and mask the loss",
             )

@@ -73,6 +73,7 @@ def demand_rank(x: Tensor, least: int, what: str) -> None:
     """Refuse an input without a leading axis of rows."""
     if x.dim() < least:
         raise OwnershipError(
+            "engine.got-input-shape",
             f"{what} got an input of shape {tuple(x.shape)}, which has no leading axis of examples",
             "keep the batch axis: x.unsqueeze(0) for one example",
         )

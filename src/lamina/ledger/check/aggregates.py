@@ -32,6 +32,7 @@ class Aggregates:
             bad(
                 seq,
                 Aggregate,
+                "verify.sums-up-contributions",
                 f"it sums up contributions until {shown(record.horizon)}, the header keeps them for "
                 f"{self._header.retention} s, and it is of {shown(leaf.time)}: pruned beyond the horizon",
             )
@@ -42,42 +43,69 @@ class Aggregates:
             record.message(self._header.origin), record.signatures, (Role.AUDITOR,), leaf.time
         )
         if wrong is not None:
-            bad(seq, Aggregate, f"a countersignature under it does not count: {wrong}")
+            bad(
+                seq,
+                Aggregate,
+                "verify.countersignature-under-not",
+                f"a countersignature under it does not count: {wrong}",
+            )
         self.summed += record.count
         self.countersigned += bool(signers)
         self.alone += not signers
 
     def _check_spans(self, seq: int, record: Aggregate) -> None:
         if record.spans[-1].stop > seq:
-            bad(seq, Aggregate, f"it sums up leaves until {record.spans[-1].stop}, which come after it")
+            bad(
+                seq,
+                Aggregate,
+                "verify.sums-up-leaves",
+                f"it sums up leaves until {record.spans[-1].stop}, which come after it",
+            )
         spans = sorted([*self._spans, *record.spans], key=lambda span: span.first)
         for one, two in pairwise(spans):
             if two.first < one.stop:
-                bad(seq, Aggregate, f"leaves from {two.first} on were summed up before")
+                bad(
+                    seq,
+                    Aggregate,
+                    "verify.leaves-summed-up",
+                    f"leaves from {two.first} on were summed up before",
+                )
         self._spans = spans
 
     def _check_members(self, leaf: Leaf, record: Aggregate) -> None:
         """What can be seen of the contributions themselves."""
         seq, tally = leaf.seq, self._tallies.of(leaf.seq)
         if tally is None or tally.aggregate != record:
-            bad(seq, Aggregate, "the store finds another aggregate here than the leaf")
+            bad(
+                seq,
+                Aggregate,
+                "verify.store-finds-another",
+                "the store finds another aggregate here than the leaf",
+            )
         if tally.latest >= record.horizon or tally.earliest >= record.horizon:
             bad(
                 seq,
                 Aggregate,
+                "verify.sums-up-contribution",
                 f"it sums up a contribution that was admitted at {shown(max(tally.latest, tally.earliest))} or later, "
                 f"its horizon is {shown(record.horizon)}: pruned beyond the horizon",
             )
         if tally.expires > leaf.time:
-            bad(seq, Aggregate, f"it sums up a contribution that expires at {shown(tally.expires)}, after it")
+            bad(
+                seq,
+                Aggregate,
+                "verify.sums-up-contribution-expires",
+                f"it sums up a contribution that expires at {shown(tally.expires)}, after it",
+            )
         if (sealed := tally.sealed) is not None and sealed != record.digest:
-            bad(seq, Aggregate, "its digest is not of the leaves that it sums up")
+            bad(seq, Aggregate, "verify.digest-not-leaves", "its digest is not of the leaves that it sums up")
         stated = {each.cls: each.count for each in record.classes}
         for cls, count in tally.counts.items():
             if count > stated.get(cls, 0) or (tally.present == record.count and count != stated[cls]):
                 bad(
                     seq,
                     Aggregate,
+                    "verify.counts-contributions-class",
                     f"it counts {stated.get(cls, 0)} contributions of class {cls!r}, {count} are there",
                 )
 
@@ -87,7 +115,10 @@ class Aggregates:
         gone = _within(withdrawn, record.spans)
         if (stated := sum(each.withdrawn for each in record.classes)) != gone:
             bad(
-                seq, Aggregate, f"it counts {stated} withdrawn contributions, {gone} were withdrawn before it"
+                seq,
+                Aggregate,
+                "verify.counts-withdrawn-contributions",
+                f"it counts {stated} withdrawn contributions, {gone} were withdrawn before it",
             )
         for each in record.classes:
             if each.spend != spent.get(each.cls, 0):
@@ -95,6 +126,7 @@ class Aggregates:
                 bad(
                     seq,
                     Aggregate,
+                    "verify.class-lost-epochs",
                     f"class {each.cls!r} lost {each.spend} (1e-9) by it, {found} by the epochs",
                 )
 

@@ -26,39 +26,72 @@ class Attestations:
         record, seq = leaf.record, leaf.seq
         assert isinstance(record, Admitted)
         if data is None:
-            bad(seq, Admitted, "its attestation is not there, and it is not pruned")
+            bad(
+                seq,
+                Admitted,
+                "verify.attestation-not-not",
+                "its attestation is not there, and it is not pruned",
+            )
         if hashlib.sha256(data).digest() != record.attestation:
-            bad(seq, Admitted, "the attestation beside it is another one than it names")
+            bad(
+                seq,
+                Admitted,
+                "verify.attestation-beside-another",
+                "the attestation beside it is another one than it names",
+            )
         try:
             signed = Attestation.decode(data)
         except (EncodingError, AdmissionError) as error:
-            bad(seq, Admitted, f"its attestation cannot be read: {error.problem}")
+            bad(
+                seq,
+                Admitted,
+                "verify.attestation-not-read",
+                f"its attestation cannot be read: {error.problem}",
+            )
         if signed.kid != record.key:
             bad(
                 seq,
                 Admitted,
+                "verify.attestation-key-not",
                 f"its attestation is by key {signed.kid.hex()[:16]}, not {record.key.hex()[:16]}",
             )
         key = self._keys.contributor(record.key, leaf.time, signed.iat)
         if isinstance(key, str):
-            bad(seq, Admitted, key)
+            bad(seq, Admitted, "verify.check", key)
         if signed.iat > leaf.time + SKEW:
             bad(
                 seq,
                 Admitted,
+                "verify.signed-admitted-leaf",
                 f"signed at {shown(signed.iat)}, admitted at {shown(leaf.time)}: the leaf was back-dated",
             )
         if not signed.signed_by(key, record.descriptor):
             bad(
                 seq,
                 Admitted,
+                "verify.signature-attestation-not",
                 f"the signature of its attestation is not by key {record.key.hex()[:16]} over it",
             )
         if signed.aud != self._origin:
-            bad(seq, Admitted, f"its attestation was signed for {signed.aud!r}, another ledger")
+            bad(
+                seq,
+                Admitted,
+                "verify.attestation-signed-another",
+                f"its attestation was signed for {signed.aud!r}, another ledger",
+            )
         if (signed.nbf, signed.exp) != (record.not_before, record.expires):
-            bad(seq, Admitted, "its attestation is valid in another window than the leaf says")
+            bad(
+                seq,
+                Admitted,
+                "verify.attestation-valid-another",
+                "its attestation is valid in another window than the leaf says",
+            )
         if signed.tag != (None if record.subject is None else record.subject.hex()):
-            bad(seq, Admitted, "its attestation is about another subject than the leaf says")
+            bad(
+                seq,
+                Admitted,
+                "verify.attestation-another-subject",
+                "its attestation is about another subject than the leaf says",
+            )
         self.checked += 1
         return signed.kid + signed.cti

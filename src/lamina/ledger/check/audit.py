@@ -102,7 +102,7 @@ class Audit:
         while part := list(islice(rows, CHUNK)):
             for first, data in _stretches(part):
                 if first < self.tree.size:
-                    bad(first, LEAF, "it is there twice")
+                    bad(first, LEAF, "verify.twice", "it is there twice")
                 self._skip(first)
                 self._take(data)
             if progress is not None:
@@ -125,7 +125,12 @@ class Audit:
         self._records(first, data if wrong is None else data[:wrong])
         if wrong is not None:
             kind = _kind(data[wrong])
-            bad(first + wrong, kind, "its hash is not the one in the tree: it was edited")
+            bad(
+                first + wrong,
+                kind,
+                "verify.hash-not-tree",
+                "its hash is not the one in the tree: it was edited",
+            )
         self.tree.extend(hashes)
 
     def _records(self, first: int, data: Sequence[bytes]) -> None:
@@ -145,12 +150,18 @@ class Audit:
         try:
             leaf = leaves.decode(data)
         except EncodingError as error:
-            bad(index, LEAF, f"it is not the one encoding of a record: {error.problem}")
+            bad(
+                index,
+                LEAF,
+                "verify.not-encoding-record",
+                f"it is not the one encoding of a record: {error.problem}",
+            )
         check_place(leaf, index, self._time, self._epoch)
         if (index == 0) != (leaf.kind is Header):
             bad(
                 index,
                 leaf.kind,
+                "verify.ledger-begins-header",
                 "a ledger begins with its header" if index == 0 else "a header comes first and once",
             )
         self._see(leaf)
@@ -160,7 +171,12 @@ class Audit:
     def _see(self, leaf: Leaf) -> None:
         match leaf.record:
             case Header(profile_schema=version) if version != PROFILE_SCHEMA:
-                bad(0, Header, f"depth profiles are of schema {version}, this program knows {PROFILE_SCHEMA}")
+                bad(
+                    0,
+                    Header,
+                    "verify.depth-profiles-schema",
+                    f"depth profiles are of schema {version}, this program knows {PROFILE_SCHEMA}",
+                )
             case KeyEvent():
                 self.keys.apply(leaf)
                 self.checkpoints.see(leaf)
@@ -189,7 +205,12 @@ class Audit:
         while (first := self.tree.size) < stop:
             found = self._tallies.covering(first)
             if found is None:
-                bad(first, LEAF, "it is not there, and no aggregate stands for it: it was deleted")
+                bad(
+                    first,
+                    LEAF,
+                    "verify.not-no-aggregate",
+                    "it is not there, and no aggregate stands for it: it was deleted",
+                )
             end = min(stop, found[0].stop, self._cut)
             self._tallies.gone(first, end, self._time)
             self.tree.skip(end)
@@ -226,19 +247,30 @@ class Audit:
         for seq in unsigned:
             tally = self._tallies.of(seq)
             if tally is not None and tally.present < tally.aggregate.count:
-                bad(seq, Aggregate, "leaves that it sums up are gone, and no checkpoint covers it")
+                bad(
+                    seq,
+                    Aggregate,
+                    "verify.leaves-sums-up",
+                    "leaves that it sums up are gone, and no checkpoint covers it",
+                )
 
     def _check_trust(self) -> None:
         good, size = self.checkpoints.good, self.head.size
         if self._trust is None and not self._seen:
             return
         if good < size:
-            bad(good, TRUST, f"no checkpoint covers leaves [{good}, {size}): nobody has signed them yet")
+            bad(
+                good,
+                TRUST,
+                "verify.no-checkpoint-covers",
+                f"no checkpoint covers leaves [{good}, {size}): nobody has signed them yet",
+            )
         if self._trust is not None and self.checkpoints.trusted < size:
             why = ANEW if self._known else f"none of the trusted keys is for a ledger, {self.header.origin!r}"
             bad(
                 self.checkpoints.trusted,
                 TRUST,
+                "verify.no-trusted-key",
                 f"no trusted key signed the checkpoints from here on: {why}",
             )
 

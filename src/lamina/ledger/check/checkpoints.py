@@ -94,24 +94,28 @@ class Checkpoints:
             bad(
                 self.good,
                 CHECKPOINT,
+                "verify.checkpoint-leaves-not",
                 f"the checkpoint of {stored.size} leaves cannot be read: {error.problem}",
             )
         if head.origin != self._origin:
             bad(
                 self.good,
                 CHECKPOINT,
+                "verify.checkpoint-leaves-another",
                 f"the checkpoint of {stored.size} leaves is of another ledger, {head.origin!r}",
             )
         if head.size != stored.size or head.extensions:
             bad(
                 self.good,
                 CHECKPOINT,
+                "verify.checkpoint-kept-leaves",
                 f"the checkpoint that is kept for {stored.size} leaves is of {head.size}",
             )
         if head.root != root:
             bad(
                 self.good,
                 CHECKPOINT,
+                "verify.tree-leaves-another",
                 f"the tree of {head.size} leaves has another root than was signed: one of the leaves "
                 f"[{self.good}, {head.size}) is not what it was",
             )
@@ -130,8 +134,13 @@ class Checkpoints:
         for kid, signer in self._signers.items():
             signed = signature(note, NoteKey(self._origin, signer.public))
             if signed is False:
-                bad(self.good, CHECKPOINT, f"the signature of the checkpoint of {head.size} leaves by key "
-                    f"{kid.hex()[:16]} is not one of its text")  # fmt: skip
+                bad(
+                    self.good,
+                    CHECKPOINT,
+                    "verify.signature-checkpoint-leaves",
+                    f"the signature of the checkpoint of {head.size} leaves by key "
+                    f"{kid.hex()[:16]} is not one of its text",
+                )
             if not signed:
                 continue
             # What was replaced still signs the checkpoint that covers its replacement.
@@ -144,7 +153,12 @@ class Checkpoints:
             else:
                 found.add(kid)
         if not found:
-            bad(self.good, CHECKPOINT, f"the checkpoint of {head.size} leaves is signed {why}")
+            bad(
+                self.good,
+                CHECKPOINT,
+                "verify.checkpoint-leaves-signed",
+                f"the checkpoint of {head.size} leaves is signed {why}",
+            )
         return found
 
     def _seal(self, head: Checkpoint, seal: bytes, signers: set[bytes]) -> None:
@@ -154,6 +168,7 @@ class Checkpoints:
             bad(
                 self.good,
                 CHECKPOINT,
+                "verify.seal-checkpoint-leaves",
                 f"the seal of the checkpoint of {head.size} leaves is not by a key of the ledger",
             )
 
@@ -163,12 +178,18 @@ class Checkpoints:
         try:
             times = WitnessPolicy(0, tuple(known)).cosigned(note)
         except LedgerError as error:
-            bad(self.good, CHECKPOINT, f"checkpoint of {head.size} leaves: {error.problem}")
+            bad(
+                self.good,
+                CHECKPOINT,
+                "verify.checkpoint-leaves",
+                f"checkpoint of {head.size} leaves: {error.problem}",
+            )
         early = [name for name, at in times.items() if at + SKEW < time]
         if early:
             bad(
                 self.good,
                 CHECKPOINT,
+                "verify.witness-saw-checkpoint",
                 f"witness {early[0]!r} saw the checkpoint of {head.size} leaves before its last leaf by its own time "
                 "was written",
             )
@@ -176,6 +197,7 @@ class Checkpoints:
             bad(
                 self.good,
                 CHECKPOINT,
+                "verify.witnesses-cosigned-checkpoint",
                 f"{len(times)} witnesses cosigned the checkpoint of {head.size} leaves, the header asks for "
                 f"{self._header.witnesses}",
             )
@@ -198,6 +220,7 @@ class Checkpoints:
             bad(
                 size,
                 CHECKPOINT,
+                "verify.checkpoint-leaves-signed-rest",
                 f"a checkpoint of {beyond} leaves was signed, {size} are there: the rest was cut off",
             )
 

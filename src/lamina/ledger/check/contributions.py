@@ -66,7 +66,7 @@ class Contributions:
                 read[row] = leaves.decode(data[row])
             except EncodingError as error:
                 self._upto(row, first, data, times, suspect, read, time, epoch)
-                bad(first + row, LEAF, error.problem)
+                bad(first + row, LEAF, "verify.block", error.problem)
             times[row], suspect[row] = read[row].time, True
         self._upto(len(data), first, data, times, suspect, read, time, epoch)
         self._attested(first, data, read, evidence)
@@ -100,13 +100,23 @@ class Contributions:
         assert isinstance(record, Admitted)
         check_place(leaf, index, time, epoch)
         if leaf.time + SKEW < record.not_before:
-            bad(index, Admitted, f"admitted at {shown(leaf.time)}, valid from {shown(record.not_before)}")
+            bad(
+                index,
+                Admitted,
+                "verify.admitted-valid",
+                f"admitted at {shown(leaf.time)}, valid from {shown(record.not_before)}",
+            )
         if leaf.time >= record.expires + SKEW:
-            bad(index, Admitted, f"admitted at {shown(leaf.time)}, expired at {shown(record.expires)}")
+            bad(
+                index,
+                Admitted,
+                "verify.admitted-expired",
+                f"admitted at {shown(leaf.time)}, expired at {shown(record.expires)}",
+            )
         if (wrong := self._judge(record.terms)) is not None:
-            bad(index, Admitted, wrong)
+            bad(index, Admitted, "verify.check-2", wrong)
         if (wrong := self._keys.barred(record.key, leaf.time)) is not None:
-            bad(index, Admitted, wrong)
+            bad(index, Admitted, "verify.check-2", wrong)
 
     def _suspect(self, group: Columns, first: int, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Of which leaves `check` would find something wrong; perhaps of a few others too."""
@@ -208,13 +218,20 @@ def check_place(leaf: Leaf, index: int, time: int, epoch: int) -> None:
         bad(
             index,
             leaf.kind,
+            "verify.says-leaf-moved",
             f"it says that it is leaf {leaf.seq}: it was moved here, or others were taken out",
         )
     if leaf.time < time:
         bad(
             index,
             leaf.kind,
+            "verify.leaf-before-back",
             f"it is of {shown(leaf.time)}, the leaf before it of {shown(time)}: it was back-dated",
         )
     if leaf.epoch != epoch:
-        bad(index, leaf.kind, f"it comes after {leaf.epoch} epochs by its own count, {epoch} are before it")
+        bad(
+            index,
+            leaf.kind,
+            "verify.comes-after-epochs",
+            f"it comes after {leaf.epoch} epochs by its own count, {epoch} are before it",
+        )

@@ -46,12 +46,12 @@ class Claim:
             reason = (
                 f"{name} states ε = {_epsilon(stated)}, {header.accountant} finds {_epsilon(found)}: {word}"
             )
-            return Problem(self.seq, WORDS[Epoch], reason)
+            return Problem(self.seq, WORDS[Epoch], "verify.problem", reason)
         if self.most is not None and found > self.most:
             reason = (
                 f"{name} has lost ε = {_epsilon(found)}, more than the {_epsilon(self.most)} that was signed"
             )
-            return Problem(self.seq, WORDS[Epoch], reason)
+            return Problem(self.seq, WORDS[Epoch], "verify.problem", reason)
         return None
 
 
@@ -97,7 +97,12 @@ class Epochs:
             self._check_account(leaf.seq, record, plan, account)
         self._check_missing(leaf.seq, record, plan, eligible)
         if self.spending.state() != record.state:
-            bad(leaf.seq, Epoch, "its digest of the accountant's state is not of what was charged until then")
+            bad(
+                leaf.seq,
+                Epoch,
+                "verify.digest-accountant-state",
+                "its digest of the accountant's state is not of what was charged until then",
+            )
         self.runs.add(record.run)
         self._before.setdefault((record.run, record.plan), set()).update(
             each.bound for each in record.accounts
@@ -108,12 +113,18 @@ class Epochs:
         seq = leaf.seq
         closed = sum(each.outcome is Outcome.CLOSED for each in record.segments)
         if closed > self._header.granularity:
-            bad(seq, Epoch, f"it closes {closed} segments, the header allows {self._header.granularity}")
+            bad(
+                seq,
+                Epoch,
+                "verify.closes-segments-header",
+                f"it closes {closed} segments, the header allows {self._header.granularity}",
+            )
         if leaf.time % self._header.epoch_clock and leaf.time != time:
             clock = self._header.epoch_clock
             bad(
                 seq,
                 Epoch,
+                "verify.time-finer-tells",
                 f"its time {shown(leaf.time)} is finer than {clock} s, and tells how long steps took",
             )
         for segment in record.segments:
@@ -122,10 +133,18 @@ class Epochs:
                 name = (
                     f"segment {segment.index}, generation {segment.generation} of run {record.run.hex()[:8]}"
                 )
-                bad(seq, Epoch, f"{name} is in the ledger already, as leaf {before}: it was replayed")
+                bad(
+                    seq,
+                    Epoch,
+                    "verify.ledger-already-leaf",
+                    f"{name} is in the ledger already, as leaf {before}: it was replayed",
+                )
             if not 1 <= segment.eligibility <= seq:
                 bad(
-                    seq, Epoch, f"segment {segment.index} read its members after {segment.eligibility} leaves"
+                    seq,
+                    Epoch,
+                    "verify.segment-read-members",
+                    f"segment {segment.index} read its members after {segment.eligibility} leaves",
                 )
             self._withdrawals.heeded(seq, record.run, segment)
             self._follows(seq, record.run, segment)
@@ -142,18 +161,34 @@ class Epochs:
             bad(
                 seq,
                 Epoch,
+                "verify.begins-step-no",
                 f"{name} begins at step {segment.first}, where no segment before it ended: one is left out",
             )
         if before < seq and segment.eligibility <= before:
             reason = f"{name} read its members after {segment.eligibility} leaves"
-            bad(seq, Epoch, f"{reason}, and goes on from leaf {before}, which came later")
+            bad(
+                seq,
+                Epoch,
+                "verify.goes-leaf-came",
+                f"{reason}, and goes on from leaf {before}, which came later",
+            )
 
     def _check_chain(self, seq: int, record: Epoch, digests: Mapping[bytes, int]) -> None:
         size = -1 if record.previous is None else digests.get(record.previous)
         if size is None:
-            bad(seq, Epoch, "it names a checkpoint before it that is not one of this ledger")
+            bad(
+                seq,
+                Epoch,
+                "verify.names-checkpoint-before",
+                "it names a checkpoint before it that is not one of this ledger",
+            )
         if size < self._previous:
-            bad(seq, Epoch, "it names an older checkpoint than the epoch before it")
+            bad(
+                seq,
+                Epoch,
+                "verify.names-older-checkpoint",
+                "it names an older checkpoint than the epoch before it",
+            )
         self._previous = size
 
     # ----------------------------------------------------------------------------------- accounts
@@ -161,11 +196,17 @@ class Epochs:
     def _check_account(self, seq: int, record: Epoch, plan: StepPlan, account: Account) -> None:
         entry = next((each for each in plan.classes if each.name == account.cls), None)
         if entry is None:
-            bad(seq, Epoch, f"account {account.name} is of a class that its plan does not have")
+            bad(
+                seq,
+                Epoch,
+                "verify.account-class-plan",
+                f"account {account.name} is of a class that its plan does not have",
+            )
         if account.bound == (account.cls, 0, 0) and account.scale != 1.0:
             bad(
                 seq,
                 Epoch,
+                "verify.account-class-thresholds",
                 f"account {account.name} is a class, and its thresholds are scaled by {account.scale:g}",
             )
         scale = self._scales.setdefault((record.run, record.plan, account.bound), account.scale)
@@ -173,17 +214,28 @@ class Epochs:
             bad(
                 seq,
                 Epoch,
+                "verify.account-scale-before",
                 f"account {account.name} has scale {account.scale:g}, {scale:g} before in the same run",
             )
         norm = 0.0 if entry.public else account.scale * plan.norm(account.cls)
         if account.clip_norm and norm > account.clip_norm / 1e6 * (1 + _NEAR):
-            bad(seq, Epoch, f"account {account.name} is clipped at {norm:.9g}, above what was signed")
+            bad(
+                seq,
+                Epoch,
+                "verify.account-clipped-above",
+                f"account {account.name} is clipped at {norm:.9g}, above what was signed",
+            )
         counted = self._charges.counted(record, plan, account)
         if isinstance(counted, str):
-            bad(seq, Epoch, f"account {account.name} {counted}")
+            bad(seq, Epoch, "verify.account", f"account {account.name} {counted}")
         self.spending.charge(account.bound, counted)
         if account.spend < self._stated.get(account.bound, 0):
-            bad(seq, Epoch, f"account {account.name} has lost less than an earlier epoch states")
+            bad(
+                seq,
+                Epoch,
+                "verify.account-lost-less",
+                f"account {account.name} has lost less than an earlier epoch states",
+            )
         self._stated[account.bound] = account.spend
         self.spent[account.cls] = max(account.spend, self.spent.get(account.cls, 0))
         most = min(self._mosts(account, record), default=None) if counted else None
@@ -216,7 +268,7 @@ class Epochs:
         for bound in sorted(self._before.get((record.run, record.plan), set()) - here):
             if bound[0] in trained and any(eligible(bound, read) for read in reads):
                 reason = f"it charges nothing to bound {_name(bound)}, as its run did before"
-                bad(seq, Epoch, f"{reason}, and somebody who has it is eligible")
+                bad(seq, Epoch, "verify.somebody-eligible", f"{reason}, and somebody who has it is eligible")
         self.silent += any(
             bound[0] in trained and bound not in here and eligible(bound, read)
             for bound in self._signed
@@ -225,7 +277,7 @@ class Epochs:
         uneven = plan.injection.occurrences is not None or followed_order(plan) is not None
         for cls in sorted(trained - {bound[0] for bound in here if not uneven or bound == (bound[0], 0, 0)}):
             whom = "does not charge it as a whole" if uneven else "charges nobody of it"
-            bad(seq, Epoch, f"it trains on class {cls!r} and {whom}")
+            bad(seq, Epoch, "verify.trains-class", f"it trains on class {cls!r} and {whom}")
 
 
 def _trained(plan: StepPlan, record: Epoch) -> set[str]:

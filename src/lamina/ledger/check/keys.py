@@ -55,7 +55,12 @@ class Keys:
         assert isinstance(event, KeyEvent)
         target = self._states.get(event.target) if event.target is not None else None
         if event.target is not None and target is None:
-            bad(leaf.seq, KeyEvent, f"key {event.target.hex()[:16]} is not one of the ledger")
+            bad(
+                leaf.seq,
+                KeyEvent,
+                "verify.key-not-ledger",
+                f"key {event.target.hex()[:16]} is not one of the ledger",
+            )
         if event.key is not None:
             self._add(leaf.seq, event.key, event.effective, event.change, target)
         if target is not None and event.change is Change.ROTATE:
@@ -70,18 +75,30 @@ class Keys:
             bad(
                 seq,
                 KeyEvent,
+                "verify.key-already-role",
                 f"key {key.id.hex()[:16]} is for {known.key.role.name.lower()} already: one role a key",
             )
         if known is not None and change is Change.ROTATE:
-            bad(seq, KeyEvent, f"key {key.id.hex()[:16]} takes over, and is one of the ledger already")
+            bad(
+                seq,
+                KeyEvent,
+                "verify.key-takes-over",
+                f"key {key.id.hex()[:16]} takes over, and is one of the ledger already",
+            )
         if target is not None and target.key.role is not key.role:
             bad(
                 seq,
                 KeyEvent,
+                "verify.key-takes-over-2",
                 f"a key for {key.role.name.lower()} takes over from one for {target.key.role.name.lower()}",
             )
         if key.role is Role.LEDGER and key.name != self._origin:
-            bad(seq, KeyEvent, f"a key of the ledger is named {key.name!r}, not {self._origin!r}")
+            bad(
+                seq,
+                KeyEvent,
+                "verify.key-ledger-named",
+                f"a key of the ledger is named {key.name!r}, not {self._origin!r}",
+            )
         self._states[key.id] = _State(key, key.public, since=effective)
 
     # ----------------------------------------------------------------------------------- questions

@@ -12,20 +12,30 @@ from lamina.ledger.store.base import Head, Reader
 def head(rows: Reader) -> Head:
     found = rows.head()
     if found is None or found.size < 1:
-        bad(None, STORE, "the ledger has no head: it was never begun, or its head was deleted")
+        bad(
+            None,
+            STORE,
+            "verify.ledger-no-head",
+            "the ledger has no head: it was never begun, or its head was deleted",
+        )
     return found
 
 
 def header(rows: Reader) -> Header:
     data = rows.leaf(0)
     if data is None:
-        bad(0, LEAF, "it is not there, and every ledger has a header: it was deleted")
+        bad(
+            0,
+            LEAF,
+            "verify.not-every-ledger",
+            "it is not there, and every ledger has a header: it was deleted",
+        )
     try:
         record = leaves.decode(data).record
     except EncodingError as error:
-        bad(0, LEAF, f"it is not the one encoding of a record: {error.problem}")
+        bad(0, LEAF, "verify.not-encoding-record", f"it is not the one encoding of a record: {error.problem}")
     if not isinstance(record, Header):
-        bad(0, type(record), "a ledger begins with its header")
+        bad(0, type(record), "verify.ledger-begins-header-2", "a ledger begins with its header")
     return record
 
 

@@ -35,20 +35,21 @@ class Plans:
         """The plan of an epoch, with all that can be said of it without its accounts."""
         plan = self._read(epoch.plan)
         if isinstance(plan, str):
-            bad(seq, Epoch, plan)
+            bad(seq, Epoch, "verify.of", plan)
         for segment in epoch.segments:
             if segment.last > plan.steps:
                 bad(
                     seq,
                     Epoch,
+                    "verify.segment-ends-step",
                     f"segment {segment.index} ends at step {segment.last}, its plan has {plan.steps}",
                 )
         began = self._began.setdefault(epoch.run, min(each.eligibility for each in epoch.segments))
         for entry in plan.classes:
             if (wrong := self._class(epoch.plan, entry, began)) is not None:
-                bad(seq, Epoch, wrong)
+                bad(seq, Epoch, "verify.of-2", wrong)
         if (wrong := _variance(plan, epoch.variance)) is not None:
-            bad(seq, Epoch, wrong)
+            bad(seq, Epoch, "verify.of-2", wrong)
         return plan
 
     def _load(self, digest: bytes) -> StepPlan | str:

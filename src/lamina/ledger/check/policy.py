@@ -37,17 +37,27 @@ class PolicyInForce:
         assert isinstance(new, PolicyChange)
         names = [each.cls for each in new.presets]
         if len(set(names)) < len(names):
-            bad(leaf.seq, PolicyChange, "a class is named twice")
+            bad(leaf.seq, PolicyChange, "verify.class-named-twice", "a class is named twice")
         signers, wrong = keys.signers(
             new.message(self._origin), new.signatures, (Role.LEDGER, Role.AUDITOR), leaf.time
         )
         if wrong is not None:
-            bad(leaf.seq, PolicyChange, f"a signature under it does not count: {wrong}")
+            bad(
+                leaf.seq,
+                PolicyChange,
+                "verify.signature-under-not",
+                f"a signature under it does not count: {wrong}",
+            )
         looser = loosened(self.floors, self.presets.values(), new.floors, new.presets)
         if looser and len(signers) < 2:
-            bad(leaf.seq, PolicyChange, f"{looser[0]}, and {len(signers)} of two parties signed that")
+            bad(
+                leaf.seq,
+                PolicyChange,
+                "verify.two-parties-signed",
+                f"{looser[0]}, and {len(signers)} of two parties signed that",
+            )
         if (misfit := misplaced(new, self._last)) is not None:
-            bad(leaf.seq, PolicyChange, misfit)
+            bad(leaf.seq, PolicyChange, "verify.change", misfit)
         if looser and len(signers & self._named) < 2:
             self.alone.append(leaf.seq)
         self.floors, self.presets = new.floors, {each.cls: each for each in new.presets}

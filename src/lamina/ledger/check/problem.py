@@ -21,14 +21,15 @@ class Problem:
 
     index: int | None
     kind: str
+    code: str
     reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        return {"index": self.index, "kind": self.kind, "reason": self.reason}
+        return {"index": self.index, "kind": self.kind, "code": self.code, "reason": self.reason}
 
     def __str__(self) -> str:
         place = "" if self.index is None else f"leaf {self.index} "
-        return f"{place}({self.kind}): {self.reason}"
+        return f"{place}({self.kind}): {self.reason} [{self.code}]"
 
 
 class Bad(Exception):
@@ -39,6 +40,6 @@ class Bad(Exception):
         self.problem = problem
 
 
-def bad(index: int | None, kind: str | type[Record], reason: str) -> NoReturn:
+def bad(index: int | None, kind: str | type[Record], code: str, reason: str) -> NoReturn:
     """This is the first thing that is wrong."""
-    raise Bad(Problem(index, kind if isinstance(kind, str) else WORDS[kind], reason))
+    raise Bad(Problem(index, kind if isinstance(kind, str) else WORDS[kind], code, reason))

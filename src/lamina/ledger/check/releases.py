@@ -21,12 +21,23 @@ def check_release(leaf: Leaf, runs: Container[bytes], rows: Reader) -> None:
             bad(
                 seq,
                 Release,
+                "verify.run-model-no",
                 f"run {run.hex()[:8]} is in the model, and no epoch of it is in the ledger before",
             )
     if len(set(record.runs)) < len(record.runs):
-        bad(seq, Release, "a run is named twice")
+        bad(seq, Release, "verify.run-named-twice", "a run is named twice")
     if record.not_after is not None and record.not_after <= leaf.time:
-        bad(seq, Release, f"it may be served until {shown(record.not_after)}, and is of {shown(leaf.time)}")
+        bad(
+            seq,
+            Release,
+            "verify.served-until",
+            f"it may be served until {shown(record.not_after)}, and is of {shown(leaf.time)}",
+        )
     data = rows.blob(record.manifest)
     if data is not None and hashlib.sha256(data).digest() != record.manifest:
-        bad(seq, Release, "the manifest that is kept is another one than it names")
+        bad(
+            seq,
+            Release,
+            "verify.manifest-kept-another",
+            "the manifest that is kept is another one than it names",
+        )

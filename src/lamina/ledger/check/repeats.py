@@ -87,6 +87,7 @@ class Repeats:
             Problem(
                 seq,
                 WORDS[Admitted],
+                "verify.ledger-already-leaf-replayed",
                 f"{_WORDS[name]} is in the ledger already, as leaf {before}: it was replayed",
             )
             for name, column in self._columns.items()
@@ -97,7 +98,10 @@ class Repeats:
             seq, before = self._again
             found.append(
                 Problem(
-                    seq, WORDS[Admitted], f"the attestation has the token of leaf {before}: it was replayed"
+                    seq,
+                    WORDS[Admitted],
+                    "verify.attestation-token-leaf",
+                    f"the attestation has the token of leaf {before}: it was replayed",
                 )
             )
         return min(found, key=lambda each: each.index or 0, default=None)

@@ -42,7 +42,10 @@ class SeenBefore:
                 self._agreed = size
             else:
                 self._forked = Problem(
-                    self._agreed, SEEN, f"{_told(size)} has another root: the ledger was forked"
+                    self._agreed,
+                    SEEN,
+                    "verify.another-root-ledger",
+                    f"{_told(size)} has another root: the ledger was forked",
                 )
 
     def finish(self, size: int, keys: Iterable[PublicKey]) -> None:
@@ -51,11 +54,26 @@ class SeenBefore:
         for each in self._seen:
             seen = each.head.size
             if each.head.origin != self._origin:
-                bad(None, SEEN, f"{_told(seen)} is of another ledger, {each.head.origin!r}")
+                bad(
+                    None,
+                    SEEN,
+                    "verify.another-ledger",
+                    f"{_told(seen)} is of another ledger, {each.head.origin!r}",
+                )
             if not any(signature(each.note, key) for key in accepted):
-                bad(None, SEEN, f"{_told(seen)} is signed by no key of this ledger: {ANEW}")
+                bad(
+                    None,
+                    SEEN,
+                    "verify.signed-no-key",
+                    f"{_told(seen)} is signed by no key of this ledger: {ANEW}",
+                )
             if seen > size:
-                bad(size, SEEN, f"{seen} leaves were seen, {size} are there: the ledger was rolled back")
+                bad(
+                    size,
+                    SEEN,
+                    "verify.leaves-seen-ledger",
+                    f"{seen} leaves were seen, {size} are there: the ledger was rolled back",
+                )
         if self._forked is not None:
             raise Bad(self._forked)
         for each in self._seen:
@@ -63,6 +81,7 @@ class SeenBefore:
                 bad(
                     self._agreed,
                     SEEN,
+                    "verify.never-signed-ledger",
                     f"{_told(each.head.size)} was never signed here: the ledger was forked",
                 )
 

@@ -18,17 +18,33 @@ def check_head(rows: Reader, head: Head, frontier: Frontier, time: int, epoch: i
     """The head is that of the leaves that were read."""
     beyond = next(rows.leaves(head.size, _FAR), None)
     if beyond is not None:
-        bad(beyond[0], LEAF, f"it lies beyond the {head.size} leaves that the head counts: it was inserted")
+        bad(
+            beyond[0],
+            LEAF,
+            "verify.lies-beyond-leaves",
+            f"it lies beyond the {head.size} leaves that the head counts: it was inserted",
+        )
     try:
         stored = Frontier.decode(head.frontier)
     except EncodingError as error:
-        bad(head.size - 1, STORE, f"the edge of the tree in the head cannot be read: {error.problem}")
+        bad(
+            head.size - 1,
+            STORE,
+            "verify.edge-tree-head-not",
+            f"the edge of the tree in the head cannot be read: {error.problem}",
+        )
     if stored != frontier:
-        bad(head.size - 1, STORE, "the edge of the tree in the head is not that of the leaves")
+        bad(
+            head.size - 1,
+            STORE,
+            "verify.edge-tree-head",
+            "the edge of the tree in the head is not that of the leaves",
+        )
     if (head.time, head.epoch) != (time, epoch):
         bad(
             head.size - 1,
             STORE,
+            "verify.head-says-time",
             f"the head says time {head.time} and {head.epoch} epochs, the leaves {time} and {epoch}",
         )
 
@@ -42,7 +58,12 @@ def check_kinds(rows: Reader, size: int, others: Mapping[int, type[Record]]) -> 
         real = {seq for seq, found in others.items() if found is kind}
         if wrong := sorted(listed ^ real):
             where = "not" if wrong[0] in real else "wrongly"
-            bad(wrong[0], STORE, f"the store lists this leaf {where} as {WORDS[kind]}")
+            bad(
+                wrong[0],
+                STORE,
+                "verify.store-lists-leaf",
+                f"the store lists this leaf {where} as {WORDS[kind]}",
+            )
 
 
 def check_withdrawn(rows: Reader, withdrawals: Mapping[int, int]) -> None:
@@ -52,7 +73,7 @@ def check_withdrawn(rows: Reader, withdrawals: Mapping[int, int]) -> None:
         if listed.get(target) != withdrawals.get(target):
             seq, stored = withdrawals.get(target), listed.get(target)
             reason = f"leaf {target} was withdrawn in leaf {stored} by the store, in leaf {seq} by the leaves"
-            bad(target if seq is None else seq, STORE, reason)
+            bad(target if seq is None else seq, STORE, "verify.check-withdrawn", reason)
 
 
 def check_attempts(rows: Reader, attempts: Iterable[tuple[tuple[bytes, int, int], int]]) -> None:
@@ -60,7 +81,7 @@ def check_attempts(rows: Reader, attempts: Iterable[tuple[tuple[bytes, int, int]
     for (run, segment, generation), seq in attempts:
         if (found := rows.attempt(run, segment, generation)) != seq:
             name = f"segment {segment}, generation {generation} of run {run.hex()[:8]}"
-            bad(seq, STORE, f"{name} is in leaf {found} by the store")
+            bad(seq, STORE, "verify.leaf-store", f"{name} is in leaf {found} by the store")
 
 
 def held(rows: Reader) -> tuple[Held, ...]:

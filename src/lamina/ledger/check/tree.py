@@ -39,7 +39,12 @@ class Tree:
             part = hashes[at : at + WIDTH - inside]
             tile = self._level0(index)
             if tile is None:
-                bad(first + at, TILE, f"{path(0, index)} is not there, and the leaves under it are")
+                bad(
+                    first + at,
+                    TILE,
+                    "verify.not-leaves-under",
+                    f"{path(0, index)} is not there, and the leaves under it are",
+                )
             found, made = tile[inside * HASH : (inside + len(part)) * HASH], b"".join(part)
             if found != made:
                 same = (found[HASH * k : HASH * (k + 1)] == one for k, one in enumerate(part))
@@ -64,12 +69,16 @@ class Tree:
                     bad(
                         self.size,
                         TILE,
+                        "verify.too-short-hashes",
                         f"{path(0, index)} is too short: {len(tile) // HASH} hashes of {last}",
                     )
                 self.extend(part)
             elif inside or stop - self.size < WIDTH:
                 bad(
-                    self.size, TILE, f"{path(0, index)} is not there, and the tree cannot be built without it"
+                    self.size,
+                    TILE,
+                    "verify.not-tree-not-built",
+                    f"{path(0, index)} is not there, and the tree cannot be built without it",
                 )
             else:
                 self._add_block(index)
@@ -80,7 +89,12 @@ class Tree:
         tile = self._rows.tile(1, above) or b""
         hash = tile[HASH * inside : HASH * (inside + 1)]
         if len(hash) < HASH:
-            bad(self.size, TILE, f"{path(1, above)} is not there, and the tree cannot be built without it")
+            bad(
+                self.size,
+                TILE,
+                "verify.not-tree-not",
+                f"{path(1, above)} is not there, and the tree cannot be built without it",
+            )
         self._tallies.unknown(self.size)
         hashes, blocks, level = list(self.frontier.hashes), self.size // WIDTH, HEIGHT
         while True:
@@ -103,6 +117,7 @@ class Tree:
                 bad(
                     leaf,
                     TILE,
+                    "verify.another-hash-leaves",
                     f"{path(level // HEIGHT, index)} has another hash of leaves [{leaf}, {leaf + (1 << level)})",
                 )
 

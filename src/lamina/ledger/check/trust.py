@@ -49,11 +49,16 @@ class Trust:
         except (UnicodeDecodeError, EncodingError) as error:
             told = error.problem if isinstance(error, LaminaError) else "it is no text"
             raise LedgerError(
+                "ledger.holds-no-keys-trust",
                 f"'{path}' holds no keys to trust: {told}",
                 "give a key ring, or verifier keys of the ledger, one a line",
             ) from None
         if not keys:
-            raise LedgerError(f"'{path}' holds no keys", "give a key ring, or verifier keys, one a line")
+            raise LedgerError(
+                "ledger.holds-no-keys",
+                f"'{path}' holds no keys",
+                "give a key ring, or verifier keys, one a line",
+            )
         return cls(notes=keys)
 
     def keys(self, origin: str, now: int | None = None) -> list[PublicKey]:

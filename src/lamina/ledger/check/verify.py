@@ -43,7 +43,7 @@ def verify(
     try:
         store = make_store(where, readonly=True)
     except Damaged as error:
-        return _refused(Problem(None, STORE, error.problem), 0)
+        return _refused(Problem(None, STORE, "verify.verify", error.problem), 0)
     try:
         return _opened(store, trust, found, signatures, now, progress)
     finally:
@@ -62,7 +62,7 @@ def _opened(
         with store.read() as rows:
             return _verified(rows, trust, seen, signatures, now, progress)
     except (Damaged, StoreError) as error:
-        return _refused(Problem(None, STORE, error.problem), 0)
+        return _refused(Problem(None, STORE, "verify.opened", error.problem), 0)
 
 
 def _verified(
@@ -82,7 +82,9 @@ def _verified(
         problem = error.problem
     except (TypeError, ValueError) as error:  # text or nothing where a store has bytes
         at = None if audit is None else audit.tree.size
-        problem = Problem(at, STORE, f"a row holds what does not belong there: {error}")
+        problem = Problem(
+            at, STORE, "verify.row-holds-not", f"a row holds what does not belong there: {error}"
+        )
     if audit is None:
         assert problem is not None
         head = rows.head()

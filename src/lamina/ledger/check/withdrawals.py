@@ -23,12 +23,27 @@ class Withdrawals:
         record, seq = leaf.record, leaf.seq
         assert isinstance(record, Withdrawal)
         if not contribution:
-            bad(seq, Withdrawal, f"it withdraws leaf {record.target}, which is no contribution before it")
+            bad(
+                seq,
+                Withdrawal,
+                "verify.withdraws-leaf-no",
+                f"it withdraws leaf {record.target}, which is no contribution before it",
+            )
         if (before := self.targets.setdefault(record.target, seq)) != seq:
-            bad(seq, Withdrawal, f"leaf {record.target} was withdrawn already, in leaf {before}")
+            bad(
+                seq,
+                Withdrawal,
+                "verify.leaf-withdrawn-already",
+                f"leaf {record.target} was withdrawn already, in leaf {before}",
+            )
         data = None if record.request is None else self._rows.evidence(seq)
         if data is not None and hashlib.sha256(data).digest() != record.request:
-            bad(seq, Withdrawal, "the request beside it is another one than it names")
+            bad(
+                seq,
+                Withdrawal,
+                "verify.request-beside-another",
+                "the request beside it is another one than it names",
+            )
         if record.run is not None and record.segment is not None:
             self._barred.setdefault(record.run, []).append((record.segment, seq))
 
@@ -41,6 +56,7 @@ class Withdrawals:
                 bad(
                     index,
                     Epoch,
+                    "verify.segment-run-without",
                     f"segment {segment.index} of run {run.hex()[:8]} was to be without leaf "
                     f"{self._target(seq)} (withdrawn in leaf {seq}), and its members were read before that",
                 )

@@ -48,6 +48,7 @@ class Terms:
         object.__setattr__(self, "encoded", cbor.encode(schema(Terms).plain(self)))
         if (self.clip_norm == 0) != (self.noise_multiplier == 0):
             raise LedgerError(
+                "ledger.terms-clip-norm",
                 f"Terms have clip_norm {self.clip_norm} and noise_multiplier {self.noise_multiplier}",
                 "both are 0 in a public class, neither elsewhere",
             )
@@ -130,6 +131,7 @@ define(
 def _explain(record: Admitted) -> None:
     check(record)
     raise LedgerError(
+        "ledger.admitted-valid-until",
         f"Admitted is valid from {record.not_before} until {record.expires}",
         "not_before comes before expires",
     )

@@ -42,6 +42,7 @@ class ClassTotal:
         check(self)
         if self.withdrawn > self.count:
             raise LedgerError(
+                "ledger.class-withdrawn-contributions",
                 f"class {self.cls!r} has {self.withdrawn} withdrawn of {self.count} contributions",
                 "count again",
             )
@@ -60,7 +61,11 @@ class Span:
     def __post_init__(self) -> None:
         check(self)
         if not self.first < self.stop:
-            raise LedgerError(f"a span covers leaves [{self.first}, {self.stop})", "give first < stop")
+            raise LedgerError(
+                "ledger.span-covers-leaves",
+                f"a span covers leaves [{self.first}, {self.stop})",
+                "give first < stop",
+            )
 
 
 define(Span, {1: ("first", SEQ), 2: ("stop", SEQ)})
@@ -84,14 +89,22 @@ class Aggregate:
     def __post_init__(self) -> None:
         check(self)
         if any(one.stop >= two.first for one, two in pairwise(self.spans)):
-            raise LedgerError("spans of Aggregate touch or are out of order", "join and sort them")
+            raise LedgerError(
+                "ledger.spans-aggregate-touch",
+                "spans of Aggregate touch or are out of order",
+                "join and sort them",
+            )
         if self.count != sum(each.count for each in self.classes):
             raise LedgerError(
-                f"Aggregate is over {self.count} leaves, its classes count others", "count again"
+                "ledger.aggregate-over-leaves",
+                f"Aggregate is over {self.count} leaves, its classes count others",
+                "count again",
             )
         names = [each.cls for each in self.classes]
         if names != sorted(set(names)):
-            raise LedgerError(f"Aggregate has classes {names}", "name each once, in order")
+            raise LedgerError(
+                "ledger.aggregate-classes", f"Aggregate has classes {names}", "name each once, in order"
+            )
 
     @property
     def count(self) -> int:

@@ -64,7 +64,9 @@ class Segment:
         check(self)
         if not self.first < self.last:
             raise LedgerError(
-                f"segment {self.index} covers steps [{self.first}, {self.last})", "give first < last"
+                "ledger.segment-covers-steps",
+                f"segment {self.index} covers steps [{self.first}, {self.last})",
+                "give first < last",
             )
 
 
@@ -178,10 +180,18 @@ class Epoch:
         check(self)
         attempts = [(each.index, each.generation) for each in self.segments]
         if attempts != sorted(set(attempts)):
-            raise LedgerError("Epoch names a segment twice or out of order", "sort by segment and generation")
+            raise LedgerError(
+                "ledger.epoch-names-segment",
+                "Epoch names a segment twice or out of order",
+                "sort by segment and generation",
+            )
         bounds = [each.bound for each in self.accounts]
         if bounds != sorted(set(bounds)):
-            raise LedgerError("Epoch names a bound twice or out of order", "sort the accounts by their bound")
+            raise LedgerError(
+                "ledger.epoch-names-bound",
+                "Epoch names a bound twice or out of order",
+                "sort the accounts by their bound",
+            )
 
     @property
     def attempts(self) -> tuple[tuple[bytes, int, int], ...]:

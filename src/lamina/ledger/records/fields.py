@@ -114,7 +114,11 @@ class Exact:
     def value(self, plain: Any) -> Any:
         found = exact_float(plain)
         if found is None:
-            raise EncodingError(f"{plain!r} is not the exact text of a float", "write it with exact_text")
+            raise EncodingError(
+                "ledger.not-exact-text",
+                f"{plain!r} is not the exact text of a float",
+                "write it with exact_text",
+            )
         return found
 
 
@@ -133,7 +137,9 @@ class OneOf:
     def value(self, plain: Any) -> Any:
         if type(plain) is int and plain in self.kind._value2member_map_:
             return self.kind(plain)
-        raise EncodingError(f"{plain!r} is no {self.kind.__name__}", "read it with a version that knows it")
+        raise EncodingError(
+            "ledger.no", f"{plain!r} is no {self.kind.__name__}", "read it with a version that knows it"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +160,9 @@ class Many:
 
     def value(self, plain: Any) -> Any:
         if type(plain) is not list:
-            raise EncodingError(f"{_brief(plain)} is no list", "read it with a version that knows it")
+            raise EncodingError(
+                "ledger.no-list", f"{_brief(plain)} is no list", "read it with a version that knows it"
+            )
         return tuple(self.each.value(one) for one in plain)
 
 
@@ -205,7 +213,9 @@ class Schema:
                 object.__setattr__(record, each.name, value := tuple(value))
             if (must := each.shape.wrong(value)) is not None:
                 raise LedgerError(
-                    f"{each.name} of {self.kind.__name__} is {_brief(value)}, must be {must}", "correct it"
+                    "ledger.correct",
+                    f"{each.name} of {self.kind.__name__} is {_brief(value)}, must be {must}",
+                    "correct it",
                 )
 
     def plain(self, record: Any) -> dict[int, Any]:
@@ -229,13 +239,19 @@ class Schema:
         try:
             return self.kind(**values)
         except LedgerError as error:
-            raise EncodingError(error.problem, "read it with the version that wrote it") from None
+            raise EncodingError(
+                "ledger.read-version-wrote-read", error.problem, "read it with the version that wrote it"
+            ) from None
 
     def _told(self) -> str:
         return ", ".join(f"{each.key}{'?' if each.optional else ''}" for each in self.fields)
 
     def _refused(self, problem: str) -> EncodingError:
-        return EncodingError(f"a {self.kind.__name__} {problem}", "read it with the version that wrote it")
+        return EncodingError(
+            "ledger.read-version-wrote",
+            f"a {self.kind.__name__} {problem}",
+            "read it with the version that wrote it",
+        )
 
 
 _schemas: dict[type[Any], Schema] = {}

@@ -86,18 +86,23 @@ class Header:
         try:
             accountant(self.accountant)
         except AccountingError as error:
-            raise LedgerError(f"accountant of Header: {error.problem}", error.remedy) from None
+            raise LedgerError(
+                "ledger.accountant-header", f"accountant of Header: {error.problem}", error.remedy
+            ) from None
         _unique("class", [each.cls for each in self.presets])
         _unique("key", [each.id.hex() for each in self.keys])
         if not any(each.role is Role.LEDGER and each.name == self.origin for each in self.keys):
             raise LedgerError(
+                "ledger.header-no-key",
                 f"Header has no key with role ledger and name {self.origin!r}",
                 "name the key that signs checkpoints",
             )
         named = sum(each.role is Role.WITNESS for each in self.keys)
         if self.witnesses > named:
             raise LedgerError(
-                f"Header asks for {self.witnesses} witnesses and names {named}", "name them, or ask for fewer"
+                "ledger.header-asks-witnesses",
+                f"Header asks for {self.witnesses} witnesses and names {named}",
+                "name them, or ask for fewer",
             )
 
 
@@ -128,4 +133,6 @@ define(
 def _unique(what: str, names: list[str]) -> None:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise LedgerError(f"Header names {what} {sorted(twice)[0]!r} twice", "name each once")
+        raise LedgerError(
+            "ledger.header-names-twice", f"Header names {what} {sorted(twice)[0]!r} twice", "name each once"
+        )

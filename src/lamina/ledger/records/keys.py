@@ -47,10 +47,14 @@ class Key:
         try:
             PublicKey(self.x)
         except BadKey as error:
-            raise LedgerError(f"x of Key {self.name!r}: {error.problem}", error.remedy) from None
+            raise LedgerError(
+                "ledger.key", f"x of Key {self.name!r}: {error.problem}", error.remedy
+            ) from None
         if self.valid_until is not None and self.valid_until <= self.valid_from:
             raise LedgerError(
-                f"Key {self.name!r} is valid from {self.valid_from} until {self.valid_until}", "swap them"
+                "ledger.key-valid-until",
+                f"Key {self.name!r} is valid from {self.valid_from} until {self.valid_until}",
+                "swap them",
             )
 
     @property
@@ -100,11 +104,15 @@ class KeyEvent:
         check(self)
         if (self.key is None) != (self.change is Change.REVOKE):
             raise LedgerError(
-                f"KeyEvent {self.change.name} and its key do not fit", "a new key for ADD and ROTATE only"
+                "ledger.keyevent-key-not",
+                f"KeyEvent {self.change.name} and its key do not fit",
+                "a new key for ADD and ROTATE only",
             )
         if (self.target is None) != (self.change is Change.ADD):
             raise LedgerError(
-                f"KeyEvent {self.change.name} and its target do not fit", "an old key unless it is ADD"
+                "ledger.keyevent-target-not",
+                f"KeyEvent {self.change.name} and its target do not fit",
+                "an old key unless it is ADD",
             )
 
 

@@ -46,7 +46,11 @@ class Withdrawal:
     def __post_init__(self) -> None:
         check(self)
         if (self.run is None) != (self.segment is None):
-            raise LedgerError("run and segment of Withdrawal do not fit", "give both, or neither")
+            raise LedgerError(
+                "ledger.run-segment-withdrawal",
+                "run and segment of Withdrawal do not fit",
+                "give both, or neither",
+            )
 
 
 define(

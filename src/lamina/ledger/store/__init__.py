@@ -19,7 +19,9 @@ def make_store(where: str | os.PathLike[str], *, create: bool = False, readonly:
             from lamina.ledger.store.postgres import PostgresStore  # an extra: only who uses it needs psycopg
         except ImportError as missing:
             raise StoreError(
-                "psycopg is not installed, which PostgreSQL needs", "pip install 'lamina[postgres]'"
+                "store.psycopg-not-installed",
+                "psycopg is not installed, which PostgreSQL needs",
+                "pip install 'lamina[postgres]'",
             ) from missing
         return PostgresStore(where, create=create, readonly=readonly)
     return SqliteStore(where, create=create, readonly=readonly)

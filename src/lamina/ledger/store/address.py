@@ -26,7 +26,11 @@ def is_url(where: str) -> bool:
     if where.startswith(URLS):
         return True
     if _MEANT.match(where):  # not repeated: it may hold a password
-        raise LedgerError("what is given for a ledger is neither a path nor an address of PostgreSQL", _FORM)
+        raise LedgerError(
+            "store.given-ledger-neither",
+            "what is given for a ledger is neither a path nor an address of PostgreSQL",
+            _FORM,
+        )
     return False
 
 
@@ -46,10 +50,16 @@ class Address:
         before the first @ or / for the user, and would look for a host that is named like the rest.
         """
         if _is_mistaken(where):
-            raise LedgerError(f"the address {without_password(where)} has an @ or a / too many", _FORM)
+            raise LedgerError(
+                "store.address-too-many",
+                f"the address {without_password(where)} has an @ or a / too many",
+                _FORM,
+            )
         if not _has_ports(where):
             raise LedgerError(
-                f"the address {without_password(where)} has something else where a port belongs", _FORM
+                "store.address-something-else",
+                f"the address {without_password(where)} has something else where a port belongs",
+                _FORM,
             )
         scheme, user, place = _parts(where)
         place, _, schema = place.partition("#")

@@ -60,6 +60,7 @@ def migrate(db: Database, found: int, words: dict[str, str]) -> int:
     """Bring tables of version `found` (0: there are none) up to date, inside a transaction; the new version."""
     if found > VERSION:
         raise LedgerError(
+            "store.ledger-tables-version",
             f"the ledger has tables of version {found}, this program knows {VERSION}",
             "open it with a newer program",
         )

@@ -78,40 +78,55 @@ def pg_errors(name: str) -> Iterator[None]:
         yield
     except (errors.LockNotAvailable, errors.QueryCanceled) as error:
         raise StoreBusy(
-            f"another process holds the ledger '{name}'", "wait until it is done, or stop it, then try again"
+            "store.another-process-holds",
+            f"another process holds the ledger '{name}'",
+            "wait until it is done, or stop it, then try again",
         ) from error
     except _AGAIN as error:
         raise StoreLost(
-            f"the server of {name} went away: {told(error)}", "start it, then try again"
+            "store.server-went-away",
+            f"the server of {name} went away: {told(error)}",
+            "start it, then try again",
         ) from error
     except errors.InsufficientPrivilege as error:
         raise StoreError(
+            "store.user-not-ledger",
             f"the user may not do that in the ledger '{name}': {told(error)}",
             "have its owner grant it: USAGE on the schema, and on its tables SELECT to read, all to write",
         ) from error
     except errors.ReadOnlySqlTransaction as error:
         raise StoreError(
-            f"the server of {name} takes no changes: {told(error)}", "give the address of the one that does"
+            "store.server-takes-no",
+            f"the server of {name} takes no changes: {told(error)}",
+            "give the address of the one that does",
         ) from error
     except psycopg.IntegrityError as error:
         raise Damaged(
+            "store.ledger-holds-row",
             f"the ledger '{name}' holds a row that should not be there: {told(error)}",
             "restore it from a copy",
         ) from error
     except _FULL as error:
         raise StoreError(
+            "store.no-space-left",
             f"no space left for the ledger '{name}'; what was acknowledged is there",
             "free space, then try again",
         ) from error
     except psycopg.OperationalError as error:
         if error.sqlstate is None or error.sqlstate[:2] in ("08", "57"):
             raise StoreLost(
-                f"the server of {name} went away: {told(error)}", "start it, then try again"
+                "store.server-went-away",
+                f"the server of {name} went away: {told(error)}",
+                "start it, then try again",
             ) from error
         raise StoreError(
-            f"the ledger '{name}' cannot be used: {told(error)}", "repair what it reports"
+            "store.ledger-not-used",
+            f"the ledger '{name}' cannot be used: {told(error)}",
+            "repair what it reports",
         ) from error
     except psycopg.Error as error:
         raise StoreError(
-            f"the ledger '{name}' cannot be used: {told(error)}", "repair what it reports"
+            "store.ledger-not-used",
+            f"the ledger '{name}' cannot be used: {told(error)}",
+            "repair what it reports",
         ) from error

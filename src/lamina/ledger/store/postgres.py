@@ -51,6 +51,7 @@ class PostgresStore:
         self._schema = self._address.schema or SCHEMA
         if not _NAME.fullmatch(self._schema):
             raise LedgerError(
+                "store.schema-behind-address",
                 "the schema behind the # of the address is no plain name",
                 "use small letters, digits and underscores; options come before the #",
             )
@@ -77,7 +78,11 @@ class PostgresStore:
     @contextmanager
     def write(self) -> Iterator[Rows]:
         if self._readonly:
-            raise LedgerError(f"the ledger '{self.name}' was opened for reading", "open it for writing")
+            raise LedgerError(
+                "store.ledger-opened-reading",
+                f"the ledger '{self.name}' was opened for reading",
+                "open it for writing",
+            )
         with self._transaction("write") as db:
             if not db.rows("SELECT id FROM head FOR UPDATE"):
                 db.rows(
@@ -89,7 +94,9 @@ class PostgresStore:
     def _transaction(self, purpose: str) -> Iterator[PgDatabase]:
         if self._pid != os.getpid():
             raise LedgerError(
-                f"the ledger '{self.name}' was opened before a fork", "open it in the process that uses it"
+                "store.ledger-opened-before",
+                f"the ledger '{self.name}' was opened before a fork",
+                "open it in the process that uses it",
             )
         with self._locks[purpose], pg_errors(self.name):
             db = self._connection(purpose)
@@ -168,6 +175,7 @@ class PostgresStore:
             version = int(plain.rows("SELECT value FROM meta WHERE name = 'tables'")[0][0]) if made else 0
             if self._readonly and version < VERSION:
                 raise LedgerError(
+                    "store.tables-version-brought",
                     f"{self.name} has tables of version {version}, to be brought up to {VERSION}",
                     "open it for writing once",
                 )
@@ -194,7 +202,9 @@ class PostgresStore:
             found = refusal(error, address)
             if isinstance(found, StoreLost) and self._served:
                 found = StoreLost(
-                    f"the server of {self.name} went away: {found.problem}", "start it, then try again"
+                    "store.server-went-away-start",
+                    f"the server of {self.name} went away: {found.problem}",
+                    "start it, then try again",
                 )
             raise found from None
         try:
@@ -213,12 +223,14 @@ class PostgresStore:
         )
         if found and not found[0][0]:
             return StoreError(
+                "store.user-not-look",
                 f"the user may not look into schema {schema!r} of {self.name}",
                 f"have it granted: GRANT USAGE ON SCHEMA {schema}, and SELECT on its tables",
             )
         others = [f"#{name}" for (name,) in db.rows(_LEDGERS)]
         has = "has none" if found else "is not there"
         return LedgerError(
+            "store.no-ledger-schema",
             f"there is no ledger in {self.name}: schema {schema!r} {has}",
             f"name one that has, after the #: {', '.join(others[:_LISTED])}{', …' * (len(others) > _LISTED)}"
             if others
@@ -231,6 +243,7 @@ class PostgresStore:
         for name in ("fsync", "full_page_writes"):
             if plain.rows(f"SHOW {name}")[0][0] == "off":
                 raise StoreError(
+                    "store.server-runs-off",
                     f"the server of {self.name} runs with {name} = off, and would lose what it acknowledged",
                     f"turn {name} on",
                 )

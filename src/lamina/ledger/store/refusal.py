@@ -36,6 +36,7 @@ def refusal(error: psycopg.Error, address: Address) -> LedgerError:
     """
     if isinstance(error, psycopg.ProgrammingError):  # its text may hold any part of the address
         return LedgerError(
+            "store.address-not-read",
             f"the address {address.shown.partition('?')[0]} cannot be read",
             "write postgresql://USER@HOST/DATABASE#schema",
         )
@@ -43,36 +44,64 @@ def refusal(error: psycopg.Error, address: Address) -> LedgerError:
     text = str(error).lower()
     if 'database "' in text and "does not exist" in text:
         problem = f"{known.server} has no database {known.database!r}"
-        return StoreError(problem, f"give another after the host, or have it made: createdb {known.database}")
+        return StoreError(
+            "store.give-another-after",
+            problem,
+            f"give another after the host, or have it made: createdb {known.database}",
+        )
     if 'role "' in text and "does not exist" in text:
         problem = f"{known.server} knows no user {known.user!r}"
-        return StoreError(problem, "give a user of it, postgresql://USER@…, or have one made: createuser")
+        return StoreError(
+            "store.give-user-postgresql",
+            problem,
+            "give a user of it, postgresql://USER@…, or have one made: createuser",
+        )
     if "password authentication failed" in text:
-        return StoreError(f"{known.server} does not take the password of user {known.user!r}", _PASSWORD)
+        return StoreError(
+            "store.not-take-password",
+            f"{known.server} does not take the password of user {known.user!r}",
+            _PASSWORD,
+        )
     if "no password supplied" in text:
         return StoreError(
-            f"{known.server} asks for the password of user {known.user!r}, and has none", _PASSWORD
+            "store.asks-password-user",
+            f"{known.server} asks for the password of user {known.user!r}, and has none",
+            _PASSWORD,
         )
     if "pg_hba.conf" in text or "authentication failed" in text:
         problem = (
             f"{known.server} does not let user {known.user!r} in to database {known.database!r} from here"
         )
-        return StoreError(problem, "give another user, or have a line for this one in its pg_hba.conf")
+        return StoreError(
+            "store.give-another-user",
+            problem,
+            "give another user, or have a line for this one in its pg_hba.conf",
+        )
     if "permission denied for database" in text:
         problem = f"user {known.user!r} may not connect to database {known.database!r} of {known.server}"
         return StoreError(
-            problem, f"have it granted: GRANT CONNECT ON DATABASE {known.database} TO {known.user}"
+            "store.granted-grant-connect",
+            problem,
+            f"have it granted: GRANT CONNECT ON DATABASE {known.database} TO {known.user}",
         )
     if "resolve host" in text or "translate host name" in text:
-        return StoreLost(f"there is no host {known.host!r}", "correct the name of the host in the address")
+        return StoreLost(
+            "store.no-host", f"there is no host {known.host!r}", "correct the name of the host in the address"
+        )
     if any(each in text for each in _WAITS):
-        return StoreLost(f"{known.server} is not ready: {told(error)}", "wait a little, then try again")
+        return StoreLost(
+            "store.not-ready", f"{known.server} is not ready: {told(error)}", "wait a little, then try again"
+        )
     if any(each in text for each in _AWAY):
         return StoreLost(
-            f"{known.server} does not answer", "start it, or correct host and port in the address"
+            "store.not-answer",
+            f"{known.server} does not answer",
+            "start it, or correct host and port in the address",
         )
     return StoreLost(
-        f"{known.server} cannot be used: {told(error)}", "repair what it reports, then try again"
+        "store.not-used",
+        f"{known.server} cannot be used: {told(error)}",
+        "repair what it reports, then try again",
     )
 
 

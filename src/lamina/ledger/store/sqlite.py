@@ -54,6 +54,7 @@ class SqliteStore:
     ) -> None:
         if _version() < SAFE:
             raise StoreError(
+                "store.sqlite-lose-committed",
                 f"SQLite {apsw.sqlite_lib_version()} may lose committed rows (WAL reset), {'.'.join(map(str, SAFE))} "
                 "does not",
                 "install a newer apsw",
@@ -66,7 +67,11 @@ class SqliteStore:
         if create:
             self._make_file()
         elif not self.path.is_file():
-            raise LedgerError(f"there is no ledger '{self.path}'", "give the path of one, or create it")
+            raise LedgerError(
+                "store.no-ledger-give",
+                f"there is no ledger '{self.path}'",
+                "give the path of one, or create it",
+            )
         with _errors(self.name):
             self._prepare(create)
 
@@ -80,7 +85,11 @@ class SqliteStore:
     @contextmanager
     def write(self) -> Iterator[Rows]:
         if self._readonly:
-            raise LedgerError(f"the ledger '{self.name}' was opened for reading", "open it for writing")
+            raise LedgerError(
+                "store.ledger-opened-reading",
+                f"the ledger '{self.name}' was opened for reading",
+                "open it for writing",
+            )
         with self._transaction("write", "BEGIN IMMEDIATE") as rows:
             yield rows
 
@@ -88,7 +97,9 @@ class SqliteStore:
     def _transaction(self, purpose: str, begin: str) -> Iterator[Rows]:
         if self._pid != os.getpid():
             raise LedgerError(
-                f"the ledger '{self.name}' was opened before a fork", "open it in the process that uses it"
+                "store.ledger-opened-before",
+                f"the ledger '{self.name}' was opened before a fork",
+                "open it in the process that uses it",
             )
         with self._locks[purpose], _errors(self.name):
             db = self._connection(purpose)
@@ -125,7 +136,9 @@ class SqliteStore:
         target = Path(os.path.abspath(path))
         if os.path.lexists(target):
             raise LedgerError(
-                f"'{target}' exists and is not overwritten", "give another path, or move it away"
+                "store.exists-not-overwritten",
+                f"'{target}' exists and is not overwritten",
+                "give another path, or move it away",
             )
         with self._locks["read"], _errors(self.name):
             self._connection("read").execute("VACUUM INTO ?", (str(target),))
@@ -153,7 +166,9 @@ class SqliteStore:
             pass  # perhaps one that a killed process left empty; whether it is, is seen inside a transaction
         except OSError as error:
             raise StoreError(
-                f"cannot make the ledger '{self.path}': {error.strerror}", "give a folder that can be written"
+                "store.not-make-ledger",
+                f"cannot make the ledger '{self.path}': {error.strerror}",
+                "give a folder that can be written",
             ) from error
 
     def _foreign(self) -> bool:
@@ -167,7 +182,7 @@ class SqliteStore:
 
     def _prepare(self, create: bool) -> None:
         if self._vfs is None and self._foreign():
-            raise LedgerError(f"'{self.path}' is no ledger", "give the path of one")
+            raise LedgerError("store.no-ledger", f"'{self.path}' is no ledger", "give the path of one")
         purpose = "read" if self._readonly else "write"
         db = self._connection(purpose)
         db.execute("BEGIN IMMEDIATE" if create else "BEGIN")
@@ -180,9 +195,10 @@ class SqliteStore:
             ):
                 db.pragma("application_id", APPLICATION)
             elif application != APPLICATION:
-                raise LedgerError(f"'{self.path}' is no ledger", "give the path of one")
+                raise LedgerError("store.no-ledger", f"'{self.path}' is no ledger", "give the path of one")
             if self._readonly and version < VERSION:
                 raise LedgerError(
+                    "store.tables-version-brought-up",
                     f"'{self.path}' has tables of version {version}, to be brought up to {VERSION}",
                     "open it for writing once",
                 )
@@ -203,6 +219,7 @@ class SqliteStore:
             db.set_busy_timeout(int(self._patience * 1000))
             if not self._readonly and db.pragma("journal_mode", "wal") != "wal":
                 raise StoreError(
+                    "store.file-system-no",
                     f"the file system of '{self.path}' has no shared memory for SQLite's WAL",
                     "put the ledger on a local disk, or use PostgreSQL",
                 )
@@ -217,7 +234,9 @@ class SqliteStore:
                 db.pragma(name, value)
             if db.pragma("synchronous") != 2:
                 raise StoreError(
-                    f"SQLite does not take synchronous = FULL for '{self.path}'", "install another apsw"
+                    "store.sqlite-not-take",
+                    f"SQLite does not take synchronous = FULL for '{self.path}'",
+                    "install another apsw",
                 )
         except BaseException:
             db.close(True)
@@ -281,25 +300,35 @@ def _errors(name: str) -> Iterator[None]:
         yield
     except (apsw.BusyError, apsw.LockedError) as error:
         raise StoreBusy(
-            f"another process holds the ledger '{name}'", "wait until it is done, or stop it, then try again"
+            "store.another-process-holds",
+            f"another process holds the ledger '{name}'",
+            "wait until it is done, or stop it, then try again",
         ) from error
     except (apsw.CorruptError, apsw.NotADBError) as error:
-        raise Damaged(f"the ledger '{name}' is damaged: {error}", "restore it from a copy") from error
+        raise Damaged(
+            "store.ledger-damaged", f"the ledger '{name}' is damaged: {error}", "restore it from a copy"
+        ) from error
     except apsw.FullError as error:
         raise StoreError(
+            "store.no-space-left",
             f"no space left for the ledger '{name}'; what was acknowledged is there",
             "free space, then try again",
         ) from error
     except (apsw.ReadOnlyError, apsw.PermissionsError, apsw.AuthError) as error:
         raise StoreError(
-            f"the ledger '{name}' cannot be written: {error}", "make it writable for this user"
+            "store.ledger-not-written",
+            f"the ledger '{name}' cannot be written: {error}",
+            "make it writable for this user",
         ) from error
     except apsw.ConstraintError as error:
         raise Damaged(
-            f"the ledger '{name}' holds a row that should not be there: {error}", "restore it from a copy"
+            "store.ledger-holds-row-should",
+            f"the ledger '{name}' holds a row that should not be there: {error}",
+            "restore it from a copy",
         ) from error
     except apsw.Error as error:
         raise StoreError(
+            "store.ledger-not-read",
             f"the ledger '{name}' cannot be read or written: {error}; what was acknowledged is there",
             "repair what the system reports, then try again",
         ) from error

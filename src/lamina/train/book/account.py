@@ -36,6 +36,7 @@ class Account:
         label = self.name.removeprefix(f"{self.cls}{MARK}")
         if label == self.name or not _BOUND.fullmatch(label) or 0 in bound_of(self.name):
             raise RunError(
+                "spend.account-class-not",
                 f"account {self.name!r} of class {self.cls!r} does not name its class and what was signed",
                 f"name it '{self.cls}{MARK}' and the bound: '{self.cls}{MARK}c=0.5,z=2.25'",
             )
@@ -48,6 +49,7 @@ def _number(account: Account, what: str, most: float) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value <= most or math.isinf(value):
         raise RunError(
+            "spend.account-finite",
             f"{what} of account {account.name!r} is {value!r}, must be finite and in (0, {most:g}]",
             "resolve the signed bound against the plan: lamina.plan.signed.scale_for",
         )
@@ -75,7 +77,11 @@ def bound_of(name: str) -> Bound:
         return cls, 0, 0
     found = _BOUND.fullmatch(label)
     if found is None:
-        raise RunError(f"{name!r} names no account", f"write '{cls}', or '{cls}{MARK}c=0.5,z=2.25'")
+        raise RunError(
+            "spend.names-no-account",
+            f"{name!r} names no account",
+            f"write '{cls}', or '{cls}{MARK}c=0.5,z=2.25'",
+        )
     clip, noise = (int(Decimal(part) * _MICRO) for part in found.groups())
     return cls, clip, noise
 
@@ -101,13 +107,20 @@ def check_accounts(plan: StepPlan, accounts: Sequence[Account]) -> tuple[Account
     private, seen = {entry.name for entry in plan.classes if not entry.public}, set()
     for each in accounts:
         if not isinstance(each, Account):
-            raise RunError(f"an account is a {type(each).__name__}", "give lamina.train.book.Account(…)")
+            raise RunError(
+                "spend.account", f"an account is a {type(each).__name__}", "give lamina.train.book.Account(…)"
+            )
         if each.cls not in private:
             raise RunError(
+                "spend.account-class-public",
                 f"account {each.name!r} is of class {each.cls!r}, which is public or not in the plan",
                 "leave it out",
             )
         if each.name in seen or each.name in {entry.name for entry in plan.classes}:
-            raise RunError(f"account {each.name!r} is given twice, or is a class", "give every bound once")
+            raise RunError(
+                "spend.account-given-twice",
+                f"account {each.name!r} is given twice, or is a class",
+                "give every bound once",
+            )
         seen.add(each.name)
     return tuple(accounts)

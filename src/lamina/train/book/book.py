@@ -115,6 +115,7 @@ class Book(Asking):
             if (earlier := _earlier(rows, key)) is not None:
                 if earlier.nonce == nonce and earlier.leaf is None and not _same(earlier.body, held):
                     raise RunError(
+                        "spend.segment-generation-run",
                         f"segment {segment}, generation {generation} of run {run[:8]} is charged with other "
                         f"charges than asked now in ledger '{self.path}'",
                         "what changed needs a new generation, charged anew",
@@ -202,6 +203,7 @@ class Book(Asking):
             data, begun = self.ledger.blob(held.plan), held.begun
             if data is None or begun is None:
                 raise RunError(
+                    "spend.ledger-not-know",
                     f"the ledger does not know enough of segment {hold.segment} of run {run[:8]} to record it",
                     "resume the run, which does",
                 )

@@ -74,7 +74,9 @@ def in_units(plan: StepPlan, first: int, last: int, factor: float) -> tuple[Char
     order = order_of(plan.accountant)
     if order is None:
         raise RunError(
-            f"accountant '{plan.accountant}' has no order", "noise that follows the budget needs one"
+            "spend.accountant-no-order",
+            f"accountant '{plan.accountant}' has no order",
+            "noise that follows the budget needs one",
         )
     found = []
     for k in range(len(plan.classes)):

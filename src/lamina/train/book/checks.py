@@ -24,6 +24,7 @@ def checked_charges(charges: Sequence[Charge]) -> tuple[Charge, ...]:
     plain = tuple(map(_plain, charges))
     if (count := len({each.cls for each in plain})) > MOST_ACCOUNTS:
         raise RunError(
+            "spend.run-classes-signed",
             f"a run of {count:,} classes and signed bounds; an epoch of the ledger holds {MOST_ACCOUNTS:,} at most",
             "ask for bounds on a coarser grid, or train on fewer at once",
         )
@@ -35,10 +36,13 @@ def _plain(charge: Charge) -> Charge:
     name = find_accountant(charge.accountant).name
     if math.isinf(event.sigma):
         raise AccountingError(
-            f"a charge of class '{charge.cls}' has sigma inf", "it costs nothing: leave it out"
+            "spend.charge-class-sigma",
+            f"a charge of class '{charge.cls}' has sigma inf",
+            "it costs nothing: leave it out",
         )
     if event.steps > MOST_STEPS:
         raise AccountingError(
+            "spend.charge-class-steps",
             f"a charge of class '{charge.cls}' has {event.steps:,} steps, more than {MOST_STEPS:,}",
             "charge shorter segments",
         )
@@ -58,14 +62,18 @@ def checked_bounds(bounds: Mapping[str, float | None]) -> dict[str, float]:
         if bound is not None and (
             isinstance(bound, bool) or not isinstance(bound, int | float) or not bound >= 0
         ):
-            raise AccountingError(f"the bound of class '{cls}' is {bound!r}, must be >= 0", "e.g. 1.0")
+            raise AccountingError(
+                "spend.bound-class", f"the bound of class '{cls}' is {bound!r}, must be >= 0", "e.g. 1.0"
+            )
     return {cls: math.inf if bound is None else float(bound) for cls, bound in bounds.items()}
 
 
 def checked_run(run: str) -> str:
     """A run, by its id: 16 bytes in hex."""
     if not isinstance(run, str) or not re.fullmatch("[0-9a-f]{32}", run, re.ASCII):
-        raise RunError(f"run is {run!r}, must be 32 hex digits", "secrets.token_hex(16)")
+        raise RunError(
+            "spend.run-hex-digits", f"run is {run!r}, must be 32 hex digits", "secrets.token_hex(16)"
+        )
     return run
 
 
@@ -76,6 +84,7 @@ def checked_account(name: str) -> str:
     wrong = CLASS.wrong(found[0]) or MICRO.wrong(max(found[1:]))
     if wrong is not None or name_of(found) != text:
         raise RunError(
+            "spend.ledger-no-account",
             f"a ledger has no account {text[:80]!r}",
             "name a class (letters, digits, '_', '.', '-'), or 'CLASS@c=0.5,z=2.25'",
         )
@@ -85,22 +94,30 @@ def checked_account(name: str) -> str:
 def checked_nonce(nonce: bytes) -> bytes:
     """What tells an attempt from that of a copy of the run."""
     if not isinstance(nonce, bytes) or len(nonce) != _NONCE:
-        raise RunError(f"the nonce of a charge is not {_NONCE} bytes", "draw them from the system")
+        raise RunError(
+            "spend.nonce-charge-not",
+            f"the nonce of a charge is not {_NONCE} bytes",
+            "draw them from the system",
+        )
     return nonce
 
 
 def checked_count(value: int, what: str) -> int:
     found = operator.index(value)
     if not 0 <= found < 2**63:
-        raise RunError(f"{what} is {value!r}, must be a whole number >= 0", "count from 0")
+        raise RunError(
+            "spend.whole-number", f"{what} is {value!r}, must be a whole number >= 0", "count from 0"
+        )
     return found
 
 
 def checked_text(text: str, what: str, *, empty: bool = False) -> str:
     """Any text will do that can be written down; a plain str, whatever kind of str was given."""
     if not isinstance(text, str) or (not text and not empty):
-        raise RunError(f"{what} is {text!r}, must be a text", "name it")
+        raise RunError("spend.text", f"{what} is {text!r}, must be a text", "name it")
     try:
         return text.encode().decode()
     except UnicodeEncodeError:
-        raise RunError(f"{what} is {text!r}, which no encoding can write", "use Unicode text") from None
+        raise RunError(
+            "spend.no-encoding-write", f"{what} is {text!r}, which no encoding can write", "use Unicode text"
+        ) from None

@@ -75,7 +75,9 @@ class Reading:
             rows = [] if body is None else cbor.decode(body, floats=True, null=True)
         except EncodingError as error:
             raise Damaged(
-                f"the terms of account {name!r} cannot be read", "restore the ledger from a copy"
+                "spend.terms-account-not",
+                f"the terms of account {name!r} cannot be read",
+                "restore the ledger from a copy",
             ) from error
         return tuple(
             Terms(bound=math.inf if bound is None else bound, delta=delta, accountant=accountant)

@@ -45,11 +45,13 @@ class Ended:
         found, name = recorded(rows, key, seq), f"segment {self.segment.index} of run {self.run.hex()[:8]}"
         if found.nonce != self.segment.nonce:
             raise RunError(
+                "spend.leaf-records-generation",
                 f"leaf {seq} records generation {self.segment.generation} of {name} as somebody else's",
                 "give the ledger that the run was charged in",
             )
         if (found.outcome, self.segment.outcome) == (Outcome.ABANDONED, Outcome.CLOSED):
             raise RunError(
+                "spend.leaf-records-given",
                 f"leaf {seq} records {name} as given up: a copy of the run says so, or somebody who took it for lost "
                 "(lamina spend --lost)",
                 "start the run again: the segment is done again, and charged again",
@@ -64,6 +66,7 @@ class Ended:
         mine = rows.hold(*key)
         if mine is None or mine.nonce != self.segment.nonce:
             raise RunError(
+                "spend.segment-generation-run-ended",
                 f"segment {self.segment.index}, generation {self.segment.generation} of run {self.run.hex()[:8]} has "
                 "ended, and was never charged to this ledger",
                 "give the ledger that the run was charged in",
@@ -72,6 +75,7 @@ class Ended:
         held = {each: Held.decode(each.body) for each in (mine, *whole)}
         if held[mine].plan not in (b"", self.digest):  # a leaf that would not verify is there for good
             raise RunError(
+                "spend.segment-run-charged",
                 f"segment {self.segment.index} of run {self.run.hex()[:8]} was charged under plan "
                 f"{held[mine].plan.hex()[:16]}, and is to be recorded under {self.digest.hex()[:16]}",
                 "give the plan that it was charged under",
@@ -91,6 +95,7 @@ class Ended:
                 taken.setdefault(one.cls, []).append(_charge(one))
         if unknown := [name for name in taken if is_bound(name) and name not in known]:
             raise RunError(
+                "spend.scale-account-trained",
                 f"the scale at which account {unknown[0]!r} was trained on is not known",
                 "give the accounts that the run was charged with",
             )
@@ -142,7 +147,11 @@ def recorded(rows: Reader, key: tuple[bytes, int, int], seq: int) -> Segment:
     data = rows.leaf(seq)
     record = None if data is None else leaves.decode(data).record
     if not isinstance(record, Epoch):
-        raise Damaged(f"leaf {seq} is no epoch, and an attempt is recorded there", "restore the ledger")
+        raise Damaged(
+            "spend.leaf-no-epoch",
+            f"leaf {seq} is no epoch, and an attempt is recorded there",
+            "restore the ledger",
+        )
     return next(each for each in record.segments if (each.index, each.generation) == key[1:])
 
 

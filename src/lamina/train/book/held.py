@@ -69,7 +69,9 @@ class Held:
             return cls(charges, dict(scales), plan, made, place)
         except (EncodingError, TypeError, ValueError) as error:
             raise Damaged(
-                "what a run holds of a ledger cannot be read", "restore the ledger from a copy"
+                "spend.run-holds-ledger",
+                "what a run holds of a ledger cannot be read",
+                "restore the ledger from a copy",
             ) from error
 
     def of(self, name: str) -> tuple[Charge, ...]:

@@ -90,6 +90,7 @@ def refusal(
     holding = [each.run[:8] for each in now.runs if each.reserved and each.run != run]
     release = f"lamina spend {shlex.quote(book)} --release {holding[0]}" if holding else ""
     return BudgetExceeded(
+        "spend.give-up-run",
         problem,
         (f"give up a run that holds a reservation ({release}), or " if holding else "")
         + "plan with a smaller epsilon or fewer steps; "

@@ -27,11 +27,14 @@ class ArraySource:
     def _common_length(self) -> int:
         sizes = {name: len(leaf) for name, leaf in self._leaves()}
         if not any(name.startswith("x") for name in sizes):
-            raise CorpusError("x has no arrays", "give an array, or a tuple or dict of arrays")
+            raise CorpusError(
+                "corpus.no-arrays", "x has no arrays", "give an array, or a tuple or dict of arrays"
+            )
         (first, size), *others = sizes.items()
         for name, other in others:
             if other != size:
                 raise CorpusError(
+                    "corpus.examples",
                     f"{first} has {size} examples, {name} has {other}",
                     "the first axis of every array counts examples: give as many labels as examples",
                 )

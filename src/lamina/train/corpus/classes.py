@@ -18,7 +18,9 @@ def class_of_all(cls: Any, policy: Policy | None) -> Any:
         return cls
     if len(policy.classes) > 1:
         raise CorpusError(
-            f"the policy has classes {', '.join(policy.classes)}, and cls is not given", SAY_WHO
+            "corpus.policy-classes-cls",
+            f"the policy has classes {', '.join(policy.classes)}, and cls is not given",
+            SAY_WHO,
         )
     return next(iter(policy.classes))
 
@@ -28,6 +30,7 @@ def check_classes(names: Sequence[str] | None, known: Sequence[str], whose: str)
     if names is None:
         if len(known) > 1:
             raise CorpusError(
+                "corpus.classes-corpus-not",
                 f"the {whose} has classes {', '.join(known)}, and the corpus does not say who is of which",
                 SAY_WHO,
             )
@@ -35,6 +38,7 @@ def check_classes(names: Sequence[str] | None, known: Sequence[str], whose: str)
     for name in names:
         if name not in known:
             raise CorpusError(
+                "corpus.corpus-class-not",
                 f"the corpus has class {name!r}, which the {whose} does not have",
                 f"its classes are {', '.join(known)}: name one of them in cls=, or add [class.{name}] to the policy",
             )
@@ -44,9 +48,14 @@ def booked_under(origin: str | None, policy: Policy | None) -> str | None:
     """The origin that spending is booked under; the policy's, if there is one."""
     declared = None if policy is None else policy.corpus.origin
     if origin == "":
-        raise CorpusError("origin is empty", "name the place that the data comes from, or leave it out")
+        raise CorpusError(
+            "corpus.origin-empty",
+            "origin is empty",
+            "name the place that the data comes from, or leave it out",
+        )
     if origin is not None and declared is not None and origin != declared:
         raise CorpusError(
+            "corpus.origin-policy-says",
             f"origin is {origin!r}, and the policy says {declared!r}: spending would be booked in two places",
             "leave origin out",
         )

@@ -100,6 +100,7 @@ class Committed:
 
     def _changed(self) -> PayloadChanged:
         return PayloadChanged(
+            "corpus.payload-not-signed",
             f"a payload {self.where} is not the one that was signed and admitted; nothing was learned from it",
             "put back what was signed, or leave it out; admitting the contributions again names it",
         )

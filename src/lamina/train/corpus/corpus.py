@@ -78,10 +78,15 @@ class Corpus:
         unit_name: str | None = None,
     ) -> None:
         if policy is not None and not isinstance(policy, Policy):
-            raise CorpusError(f"policy is a {type(policy).__name__}", "use lamina.Policy.load('policy.toml')")
+            raise CorpusError(
+                "corpus.policy",
+                f"policy is a {type(policy).__name__}",
+                "use lamina.Policy.load('policy.toml')",
+            )
         most = examples_per_unit
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
             raise CorpusError(
+                "corpus.examples-per-unit",
                 f"examples_per_unit is {most!r}, must be a whole number >= 1",
                 "leave it out to use all examples",
             )
@@ -343,19 +348,23 @@ class Corpus:
         without members is fine: its steps are noise.
         """
         if not isinstance(plan, StepPlan):
-            raise CorpusError(f"plan is a {type(plan).__name__}", "use lamina.make_plan(stack, policy, …)")
+            raise CorpusError(
+                "corpus.plan", f"plan is a {type(plan).__name__}", "use lamina.make_plan(stack, policy, …)"
+            )
         check_classes(
             self.names if self._index.named else None, [entry.name for entry in plan.classes], "plan"
         )
         for entry in plan.classes:
             if not (entry.public or self._said or entry.unit in PLAIN_UNITS):
                 raise CorpusError(
+                    "corpus.class-protects-corpus",
                     f"class {entry.name!r} protects a {entry.unit!r}, and the corpus does not say whose an example is",
                     f"give unit=: the {entry.unit} of each example; if every example is another one, unit='each'",
                 )
         strict = self._index.scale is not None or self._index.ceiling is not None
         if strict and plan.clipping is Clipping.ELEMENTWISE:
             raise CorpusError(
+                "corpus.contributions-scale-ceiling",
                 "contributions have a scale or ceiling of their own, and the plan clamps the mean of the batch, which "
                 "bounds nobody",
                 "use a plan with box or joint clipping",
@@ -363,6 +372,7 @@ class Corpus:
         for entry, members in zip(plan.classes, self.members_of(plan), strict=True):
             if entry.population is not None and len(members) > entry.population:
                 raise CorpusError(
+                    "corpus.class-contributions-above",
                     f"class {entry.name!r} has {len(members)} contributions, above its declared population of "
                     f"{entry.population}: batches would be larger than the plan's",
                     f"raise population in [class.{entry.name}] and make the plan again, or leave contributions out",

@@ -47,6 +47,7 @@ class DatasetSource:
             return self._stack(items)
         except Exception as error:
             raise CorpusError(
+                "corpus.dataset-failed-example",
                 f"the Dataset failed with {type(error).__name__} (at which example stays secret: it was sampled)",
                 "find it outside of training: for i in range(len(dataset)): dataset[i]; items need one shape",
             ) from None
@@ -62,6 +63,7 @@ class DatasetSource:
                 shapes = self._shapes_of(stacked)
                 if shapes != self._shapes:
                     raise CorpusError(
+                        "corpus.example-dataset-example",
                         f"example {row} of the Dataset has {_told(shapes)}, example 0 has {_told(self._shapes)}",
                         "cut or pad every example to one public shape",
                     )
@@ -79,6 +81,7 @@ class DatasetSource:
         def one(where: str, leaf: Any) -> Tensor:
             if not isinstance(leaf, Tensor):
                 raise CorpusError(
+                    "corpus.dataset-made-not",
                     f"{where} of the Dataset is made of {type(leaf).__name__}, not of numbers",
                     NUMBER_LABELS if name == "y" else "let the Dataset give tensors",
                 )
@@ -105,6 +108,7 @@ def _pair(item: Any) -> tuple[Any, Any]:
     if len(item) == 2:
         return item[0], item[1]
     raise CorpusError(
+        "corpus.item-dataset-parts",
         f"an item of the Dataset has {len(item)} parts, expected x or (x, y)",
         "let it return (x, y), with several inputs as a tuple or dict: ((a, b), y)",
     )
@@ -115,6 +119,7 @@ def _collated(values: list[Any]) -> Any:
         return _tuples(default_collate(values))
     except (TypeError, RuntimeError) as error:
         raise CorpusError(
+            "corpus.items-dataset-not",
             f"items of the Dataset cannot be stacked ({type(error).__name__})",
             "let every item be tensors of one shape, numbers, or tuples and dicts of these",
         ) from None

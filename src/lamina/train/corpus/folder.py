@@ -66,6 +66,7 @@ class FolderSource:
                 raise
             except (CorpusError, OSError, IndexError, RuntimeError, ValueError):
                 raise PayloadChanged(
+                    "corpus.payload-not-corpus",
                     f"a payload {self._payloads.where} is not what it was when the corpus was opened",
                     "leave the folder as it is during a run; opening the corpus again names a payload that is wrong",
                 ) from None

@@ -35,7 +35,9 @@ class Grouping:
             labels = labels_of("unit", unit)
             if len(labels) != examples:
                 raise CorpusError(
-                    f"unit has {len(labels)} entries for {examples} examples", _unit_remedy(labels, examples)
+                    "corpus.unit-entries-examples",
+                    f"unit has {len(labels)} entries for {examples} examples",
+                    _unit_remedy(labels, examples),
                 )
             codes, self._units = _numbered(labels)
             self.layout = Layout(codes)
@@ -46,14 +48,20 @@ class Grouping:
 
     def _check_ids(self, given: bool) -> None:
         if (row := self.ids.empty()) is not None:
-            raise CorpusError(f"contribution {row} has an empty id", "give every contribution a name")
+            raise CorpusError(
+                "corpus.contribution-empty-id",
+                f"contribution {row} has an empty id",
+                "give every contribution a name",
+            )
         if (rows := self.ids.repeat()) is not None:
             remedy = "give every contribution its own id"
             if given and self.layout.trivial:
                 remedy = (
                     "if it is one patient with several examples, give unit=ids; otherwise use distinct ids"
                 )
-            raise CorpusError(f"id {self.ids[rows[0]]!r} names two contributions", remedy)
+            raise CorpusError(
+                "corpus.id-names-two", f"id {self.ids[rows[0]]!r} names two contributions", remedy
+            )
 
     def spread(self, what: str, given: Any) -> Labels:
         """One value per contribution: from a dict by unit or id, or a sequence by example or by contribution.
@@ -69,11 +77,13 @@ class Grouping:
             return values if self.layout.trivial else self._agreed(what, values)
         if len(values) != count:
             raise CorpusError(
+                "corpus.entries-contributions-examples",
                 f"{what} has {len(values)} entries for {count} contributions and {self._examples} examples",
                 f"give one per example, one per contribution, or a dict from unit to {what}",
             )
         if not _ascending(self._units):
             raise CorpusError(
+                "corpus.entry-per-contribution",
                 f"{what} has one entry per contribution, but contributions do not appear in sorted order, so it is "
                 "not clear which is whose",
                 f"give one per example, or a dict from unit to {what}",
@@ -86,11 +96,17 @@ class Grouping:
         for key in keys:
             if key not in given:
                 raise CorpusError(
-                    f"{what} has no entry for contribution {key!r}", "give every contribution one"
+                    "corpus.no-entry-contribution",
+                    f"{what} has no entry for contribution {key!r}",
+                    "give every contribution one",
                 )
         if len(given) != len(keys):
             stranger = next(iter(set(given) - set(keys)))
-            raise CorpusError(f"{what} has an entry for {stranger!r}, which has no examples", "leave it out")
+            raise CorpusError(
+                "corpus.entry-no-examples",
+                f"{what} has an entry for {stranger!r}, which has no examples",
+                "leave it out",
+            )
         return [given[key] for key in keys]
 
     def _agreed(self, what: str, values: Labels) -> Labels:
@@ -109,6 +125,7 @@ class Grouping:
             row = int(owner[at])
             one, other = (_plain(values[int(i)]) for i in (firsts[row], order[at]))
             raise CorpusError(
+                "corpus.contribution-example-another",
                 f"{what} of contribution {self.ids[row]!r} is {one!r} for one example and {other!r} for another",
                 f"a contribution has one {what}: correct it, or make two contributions of it with unit=",
             )
@@ -122,23 +139,33 @@ def labels_of(what: str, given: Any) -> Labels:
     if hasattr(given, "to_numpy"):
         given = given.to_numpy()
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise CorpusError(f"{what} is {given!r}", f"give {what} as a sequence, one per example")
+        raise CorpusError(
+            "corpus.give-sequence-per", f"{what} is {given!r}", f"give {what} as a sequence, one per example"
+        )
     if isinstance(given, np.ndarray) and given.ndim != 1:
-        raise CorpusError(f"{what} has shape {given.shape}", f"give {what} as one flat sequence")
+        raise CorpusError(
+            "corpus.shape", f"{what} has shape {given.shape}", f"give {what} as one flat sequence"
+        )
     if isinstance(given, np.ndarray) and given.dtype != object:
         gaps = given != given if given.dtype.kind in "fcmM" else np.zeros(1, dtype=np.bool_)
         _refuse_gap(what, int(gaps.argmax()) if gaps.any() else None)
         return given
     values = list(given)
     if any(isinstance(value, torch.Tensor) for value in values):  # equal tensors are different keys
-        raise CorpusError(f"{what} is a list of tensors", f"give one tensor: torch.stack({what})")
+        raise CorpusError(
+            "corpus.list-tensors", f"{what} is a list of tensors", f"give one tensor: torch.stack({what})"
+        )
     _refuse_gap(what, next((i for i, value in enumerate(values) if _is_gap(value)), None))
     return values
 
 
 def _refuse_gap(what: str, position: int | None) -> None:
     if position is not None:
-        raise CorpusError(f"{what} is missing at position {position}", f"give every example a {what}")
+        raise CorpusError(
+            "corpus.missing-position",
+            f"{what} is missing at position {position}",
+            f"give every example a {what}",
+        )
 
 
 def _is_gap(value: Any) -> bool:
@@ -159,7 +186,9 @@ def _numbered(labels: Labels) -> tuple[Rows, Labels]:
         return np.fromiter(numbers, dtype=np.int64, count=len(labels)), list(known)
     except TypeError:
         raise CorpusError(
-            "unit has values that cannot be compared", "use numbers or text, such as the id of a patient"
+            "corpus.unit-values-not",
+            "unit has values that cannot be compared",
+            "use numbers or text, such as the id of a patient",
         ) from None
 
 

@@ -36,7 +36,11 @@ class Index:
         ceiling: Any = None,
     ) -> None:
         if not examples:
-            raise CorpusError("the corpus has no examples", "give at least one; an empty *batch* is fine")
+            raise CorpusError(
+                "corpus.corpus-no-examples",
+                "the corpus has no examples",
+                "give at least one; an empty *batch* is fine",
+            )
         grouping = Grouping(examples, unit, ids)
         self.layout, self.ids = grouping.layout, grouping.ids
         self.subjects = None if subject is None else Texts(each(grouping.spread("subject", subject)))
@@ -53,11 +57,14 @@ class Index:
             return
         if (row := self.subjects.empty()) is not None:
             raise CorpusError(
-                f"contribution {self.ids[row]!r} has an empty subject tag", "tag every contribution, or none"
+                "corpus.contribution-empty-subject",
+                f"contribution {self.ids[row]!r} has an empty subject tag",
+                "tag every contribution, or none",
             )
         if (rows := self.subjects.repeat()) is not None:
             one, other = (self.ids[row] for row in rows)
             raise CorpusError(
+                "corpus.contributions-same-subject",
                 f"contributions {one!r} and {other!r} have the same subject tag: one person in two contributions has "
                 "twice the influence that the guarantee is about",
                 "make them one contribution: give the subject as unit=",
@@ -70,7 +77,9 @@ class Index:
         """The eligible rows of a class, in the order of the corpus."""
         if name not in self.names:
             raise CorpusError(
-                f"class {name!r} is not in the corpus", f"its classes are {', '.join(self.names)}"
+                "corpus.class-not-corpus",
+                f"class {name!r} is not in the corpus",
+                f"its classes are {', '.join(self.names)}",
             )
         return np.flatnonzero(self._eligible & (self._classes == self.names.index(name)))
 
@@ -81,6 +90,7 @@ class Index:
         for one in wanted:
             if one not in found:
                 raise CorpusError(
+                    "corpus.contribution-not-corpus",
                     f"contribution {one!r} is not in the corpus, so nobody was withdrawn",
                     "ids are text: those given as ids=, or the units' values as text",
                 )
@@ -125,7 +135,9 @@ def _classes(grouping: Grouping, cls: Any) -> tuple[tuple[str, ...], NDArray[np.
         _check_name(name)
     if len(known) > np.iinfo(np.uint16).max:
         raise CorpusError(
-            f"cls names {len(known)} classes", "a class is a group with one policy, not a person"
+            "corpus.cls-names-classes",
+            f"cls names {len(known)} classes",
+            "a class is a group with one policy, not a person",
         )
     return tuple(known), codes.astype(np.uint16)
 
@@ -137,11 +149,14 @@ def _limits(grouping: Grouping, what: str, given: Any, *, most: float) -> NDArra
     try:
         values = np.array(list(each(grouping.spread(what, given))), dtype=np.float64)
     except (TypeError, ValueError):
-        raise CorpusError(f"{what} is not made of numbers", "give one per contribution") from None
+        raise CorpusError(
+            "corpus.not-made-numbers", f"{what} is not made of numbers", "give one per contribution"
+        ) from None
     wrong = np.flatnonzero(~((values > 0) & (values <= most)))
     if len(wrong):
         row = int(wrong[0])
         raise CorpusError(
+            "corpus.contribution-lie",
             f"{what} of contribution {grouping.ids[row]!r} is {float(values[row])!r}, must lie in (0, {most:g}]",
             "a stricter contribution has smaller thresholds, never none",
         )
@@ -151,5 +166,7 @@ def _limits(grouping: Grouping, what: str, given: Any, *, most: float) -> NDArra
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or not name:
         raise CorpusError(
-            f"cls names a class {name!r}", "a class is named by text, as in the policy: 'clinical'"
+            "corpus.cls-names-class",
+            f"cls names a class {name!r}",
+            "a class is named by text, as in the policy: 'clinical'",
         )

@@ -24,7 +24,9 @@ def keyed(key: bytes, purpose: str) -> Hasher:
     """BLAKE2b-256 under `key`, with a purpose of at most 16 letters: other purposes, other functions."""
     if len(key) > MOST_KEY_BYTES:
         raise CorpusError(
-            f"the key of a digest has {len(key)} bytes, at most {MOST_KEY_BYTES}", "use os.urandom(32)"
+            "corpus.key-digest-bytes",
+            f"the key of a digest has {len(key)} bytes, at most {MOST_KEY_BYTES}",
+            "use os.urandom(32)",
         )
     return hashlib.blake2b(digest_size=DIGEST_BYTES, key=key, person=purpose.encode())
 

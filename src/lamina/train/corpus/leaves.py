@@ -28,7 +28,9 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str) -> Any
     if isinstance(tree, Mapping):
         for key in tree:
             if not isinstance(key, str):
-                raise CorpusError(f"{name} has the key {key!r}", "keys are the names of inputs: use text")
+                raise CorpusError(
+                    "corpus.key", f"{name} has the key {key!r}", "keys are the names of inputs: use text"
+                )
         return {key: map_leaves(function, part, f"{name}[{key!r}]") for key, part in tree.items()}
     return function(name, tree)
 
@@ -47,13 +49,19 @@ def plain(name: str, value: Any) -> Any:
     """A dense tensor or an array of numbers with an axis of examples; anything else is refused."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_quantized:
-            raise CorpusError(f"{name} is a sparse or quantised tensor", f"give {name}.to_dense()")
+            raise CorpusError(
+                "corpus.sparse-quantised-tensor",
+                f"{name} is a sparse or quantised tensor",
+                f"give {name}.to_dense()",
+            )
         array: Any = value.detach()
     else:
         array = _as_numpy(name, value)
         _check_kind(name, array)
     if array.ndim == 0:
-        raise CorpusError(f"{name} is a single number", f"the first axis of {name} counts examples")
+        raise CorpusError(
+            "corpus.single-number", f"{name} is a single number", f"the first axis of {name} counts examples"
+        )
     return array
 
 
@@ -61,11 +69,14 @@ def _as_numpy(name: str, value: Any) -> NDArray[Any]:
     if hasattr(value, "to_numpy"):  # pandas, polars
         value = value.to_numpy()
     if isinstance(value, list) and any(isinstance(item, Tensor) for item in value):
-        raise CorpusError(f"{name} is a list of tensors", f"stack them: torch.stack({name})")
+        raise CorpusError(
+            "corpus.list-tensors-stack", f"{name} is a list of tensors", f"stack them: torch.stack({name})"
+        )
     try:
         return np.asarray(value)
     except ValueError:
         raise CorpusError(
+            "corpus.rows-differ-length",
             f"{name} is a {type(value).__name__} of rows that differ in length",
             "cut or pad every example to one public length, and mask the padding in the model",
         ) from None
@@ -77,15 +88,21 @@ def _check_kind(name: str, array: NDArray[Any]) -> None:
         return
     text = kind in "US" or (kind == "O" and array.size > 0 and isinstance(array.flat[0], str))
     if text and name.startswith("y"):
-        raise CorpusError(f"{name} holds text, and a loss needs numbers", NUMBER_LABELS)
+        raise CorpusError(
+            "corpus.holds-text-loss", f"{name} holds text, and a loss needs numbers", NUMBER_LABELS
+        )
     if text:
         raise CorpusError(
+            "corpus.holds-text-model",
             f"{name} holds text, and a model needs numbers",
             "encode it with a public table (a fixed vocabulary, a code list), not with one made from the data",
         )
     if kind in "Mm":
-        raise CorpusError(f"{name} holds dates", f"turn them into numbers: {name}.astype('int64')")
+        raise CorpusError(
+            "corpus.holds-dates", f"{name} holds dates", f"turn them into numbers: {name}.astype('int64')"
+        )
     raise CorpusError(
+        "corpus.dtype-python-objects",
         f"{name} has dtype {array.dtype}: Python objects or records, not numbers",
         "give arrays of one shape and a numeric dtype: np.stack(list_of_arrays)",
     )

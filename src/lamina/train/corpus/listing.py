@@ -40,10 +40,16 @@ class Listing:
         if strange or "id" not in header:
             what = f"has a column {strange[0]!r}" if strange else "has no column 'id'"
             raise CorpusError(
-                f"'{path}' {what}", f"its columns are {', '.join(COLUMNS)}; only id is required"
+                "corpus.columns-id-required",
+                f"'{path}' {what}",
+                f"its columns are {', '.join(COLUMNS)}; only id is required",
             )
         if not rows:
-            raise CorpusError(f"'{path}' lists no contributions", "give one line per contribution")
+            raise CorpusError(
+                "corpus.lists-no-contributions",
+                f"'{path}' lists no contributions",
+                "give one line per contribution",
+            )
 
         def names(column: str) -> list[str] | None:
             if column not in header:
@@ -81,7 +87,9 @@ def folder_parts(path: str | Path, *, cls: Any, subject: Any, dtype: torch.dtype
     root = Path(path)
     if not root.is_dir():
         raise CorpusError(
-            f"'{root}' is not a folder", "give the folder that holds one folder per contribution"
+            "corpus.not-folder",
+            f"'{root}' is not a folder",
+            "give the folder that holds one folder per contribution",
         )
     there = sorted(
         entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")
@@ -91,11 +99,17 @@ def folder_parts(path: str | Path, *, cls: Any, subject: Any, dtype: torch.dtype
         listing = Listing.read(root / LISTING).sorted()
         _check_same(root, listing.ids, there)
     if not there:
-        raise CorpusError(f"'{root}' holds no contributions", "put each into a folder: ID/payload.npz")
+        raise CorpusError(
+            "corpus.holds-no-contributions",
+            f"'{root}' holds no contributions",
+            "put each into a folder: ID/payload.npz",
+        )
     for what, column, given in (("cls", listing.classes, cls), ("subject", listing.subjects, subject)):
         if column is not None and given is not None:
             raise CorpusError(
-                f"{what} is given, and '{root / LISTING}' has it too", "keep it in one of the two places"
+                "corpus.given-too",
+                f"{what} is given, and '{root / LISTING}' has it too",
+                "keep it in one of the two places",
             )
     source = FolderSource(Files(root, listing.ids), listing.y, dtype=dtype)
     return {
@@ -111,8 +125,20 @@ def _check_same(root: Path, listed: list[str], there: list[str]) -> None:
     """The list and the folders name the same contributions, each once."""
     for one, next_one in pairwise(listed):
         if one == next_one:
-            raise CorpusError(f"'{root / LISTING}' lists {one!r} twice", "list every contribution once")
+            raise CorpusError(
+                "corpus.lists-twice",
+                f"'{root / LISTING}' lists {one!r} twice",
+                "list every contribution once",
+            )
     if missing := sorted(set(listed) - set(there)):
-        raise CorpusError(f"'{root / LISTING}' lists {missing[0]!r}, which has no folder", "remove the line")
+        raise CorpusError(
+            "corpus.lists-no-folder",
+            f"'{root / LISTING}' lists {missing[0]!r}, which has no folder",
+            "remove the line",
+        )
     if strange := sorted(set(there) - set(listed)):
-        raise CorpusError(f"folder {strange[0]!r} is not in '{root / LISTING}'", "list it, or move it away")
+        raise CorpusError(
+            "corpus.folder-not",
+            f"folder {strange[0]!r} is not in '{root / LISTING}'",
+            "list it, or move it away",
+        )

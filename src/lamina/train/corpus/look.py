@@ -59,7 +59,9 @@ class Look:
         except CorpusError:
             raise
         except Exception as error:  # the payload was written by anybody
-            raise CorpusError(f"'{path}' cannot be read ({type(error).__name__})", _WRITE) from None
+            raise CorpusError(
+                "corpus.not-read", f"'{path}' cannot be read ({type(error).__name__})", _WRITE
+            ) from None
 
     def form(self, said: Said) -> Form:
         """What a model is given. CorpusError if it cannot be given that."""
@@ -78,7 +80,9 @@ class Look:
             raise
         except Exception as error:  # numpy or torch
             kinds = " and ".join(str(each[1]) for each in (said.x, said.y) if each is not None)
-            raise CorpusError(f"arrays of {kinds} are of no use ({type(error).__name__})", _WRITE) from None
+            raise CorpusError(
+                "corpus.arrays-no-use", f"arrays of {kinds} are of no use ({type(error).__name__})", _WRITE
+            ) from None
         return self._forms.setdefault(said, form)
 
     def _read(self, path: str, held: bytes | None) -> tuple[int, Said]:
@@ -87,19 +91,22 @@ class Look:
             return 1, Said((table.shape, table.dtype), header=header)
         found = payload_headers(path, held)
         if "x" not in found:
-            raise CorpusError(f"'{path}' has no array 'x'", _WRITE)
+            raise CorpusError("corpus.no-array", f"'{path}' has no array 'x'", _WRITE)
         count, x = _column(path, "x", found["x"])
         if "y" not in found:
             return count, Said(x)
         labels, y = _column(path, "y", found["y"])
         if labels != count:
             raise CorpusError(
+                "corpus.examples-shape",
                 f"'{path}' has {count} examples in x and y of shape {found['y'].shape}",
                 "give one label per example",
             )
         if self._labels is not None:
             raise CorpusError(
-                f"'{path}' has y, and so has contributions.csv", "keep the labels in one of the two places"
+                "corpus.contributions-csv",
+                f"'{path}' has y, and so has contributions.csv",
+                "keep the labels in one of the two places",
             )
         return count, Said(x, y)
 
@@ -112,13 +119,26 @@ def _column(path: str, name: str, header: Header) -> tuple[int, tuple[tuple[int,
     """How many rows an array has, and what each is."""
     if header.dtype.hasobject:
         raise CorpusError(
+            "corpus.array-holds-python",
             f"array {name!r} of '{path}' holds Python objects, which only pickle can read, and a pickle can run code",
             "save numbers of one shape: np.stack(list_of_arrays)",
         )
     if not header.shape:
-        raise CorpusError(f"array {name!r} of '{path}' is a single number", "its first axis counts examples")
+        raise CorpusError(
+            "corpus.array-single-number",
+            f"array {name!r} of '{path}' is a single number",
+            "its first axis counts examples",
+        )
     if not header.shape[0]:
-        raise CorpusError(f"array {name!r} of '{path}' has no examples", "leave the contribution out")
+        raise CorpusError(
+            "corpus.array-no-examples",
+            f"array {name!r} of '{path}' has no examples",
+            "leave the contribution out",
+        )
     if 0 in header.shape:
-        raise CorpusError(f"an example in {name!r} of '{path}' has no numbers", "leave the contribution out")
+        raise CorpusError(
+            "corpus.example-no-numbers",
+            f"an example in {name!r} of '{path}' has no numbers",
+            "leave the contribution out",
+        )
     return header.shape[0], (header.shape[1:], header.dtype)

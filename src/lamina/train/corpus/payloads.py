@@ -70,7 +70,11 @@ class Files:
         folder, kind = self._prefix + self.ids[row], self._kinds[row]
         if kind >= _NONE:
             have = "no payload" if kind == _NONE else "two payloads"
-            raise CorpusError(f"'{folder}' has {have}", "put one payload.npz or one payload.csv there")
+            raise CorpusError(
+                "corpus.put-payload-npz",
+                f"'{folder}' has {have}",
+                "put one payload.npz or one payload.csv there",
+            )
         return f"{folder}/payload.{KINDS[kind]}"
 
     def look(self, row: int) -> bytes | None:

@@ -75,17 +75,18 @@ def read_npz(path: Path, names: Sequence[str], held: bytes | None = None) -> dic
     """
     try:
         if not zipfile.is_zipfile(path if held is None else io.BytesIO(held)) and (held or path.exists()):
-            raise CorpusError(f"'{path}' is not an .npz file", _WRITE)
+            raise CorpusError("corpus.not-npz-file", f"'{path}' is not an .npz file", _WRITE)
         with _binary(path, held) as raw, np.load(raw, allow_pickle=False) as file:
             for name in names:
                 if name not in file.files:
                     raise CorpusError(
+                        "corpus.no-array-name",
                         f"'{path}' has no array {name!r}; it has {', '.join(file.files)}",
                         "name the arrays: x='…', y='…', or y=None where there are no labels",
                     )
             return {name: _loaded(path, file, name) for name in names}
     except FileNotFoundError:
-        raise CorpusError(f"'{path}' is not there", "give the path of an .npz file") from None
+        raise CorpusError("corpus.not", f"'{path}' is not there", "give the path of an .npz file") from None
     except CorpusError:
         raise
     except Exception as error:
@@ -103,6 +104,7 @@ def _loaded(path: Path, file: Any, name: str) -> NDArray[Any]:
         if "pickle" not in str(error):
             raise
         raise CorpusError(
+            "corpus.array-holds-python",
             f"array {name!r} of '{path}' holds Python objects, which only pickle can read, and a pickle can run code",
             "save numbers of one shape: np.stack(list_of_arrays), and names as an array of text",
         ) from None
@@ -129,11 +131,11 @@ def payload_arrays(path: Path, names: Sequence[str], held: bytes | None = None) 
     except Exception as error:
         raise _unreadable(path, error) from None
     if missing := next((name for name in names if name not in found), None):
-        raise CorpusError(f"'{path}' has no array {missing!r}", _WRITE)
+        raise CorpusError("corpus.no-array-2", f"'{path}' has no array {missing!r}", _WRITE)
     return found
 
 
 def _unreadable(path: str | Path, error: Exception) -> CorpusError:
     """Of what numpy, zipfile and zlib say only the kind is told: their words may quote the file."""
     why = str(error) if isinstance(error, BadArray) else type(error).__name__
-    return CorpusError(f"'{path}' cannot be read as .npz ({why})", _WRITE)
+    return CorpusError("corpus.not-read-npz", f"'{path}' cannot be read as .npz ({why})", _WRITE)

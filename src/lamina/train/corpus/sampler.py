@@ -77,6 +77,7 @@ class Sampler:
         """The batch of a step; it may be empty. Contributions of the plan's first class come first."""
         if self._counts is not None and step <= self._last:
             raise CorpusError(
+                "corpus.step-asked-after",
                 f"step {step} was asked for after step {self._last}, and occurrences are counted",
                 "draw steps in order; replay from a new Sampler with the counts as they were: Sampler(…, counts=…)",
             )
@@ -92,6 +93,7 @@ class Sampler:
         """A draw of its own for the choice that is made before a step: other coins at the same rates."""
         if self._counts is not None:
             raise CorpusError(
+                "corpus.choice-draws-contributions",
                 "a choice draws contributions whose occurrences are capped",
                 "leave out max_occurrences, or the choice",
             )
@@ -142,6 +144,7 @@ def caps_of(plan: StepPlan, given: Mapping[str, int] | None) -> Mapping[str, int
     for name, cap in (given or {}).items():
         if name in private and isinstance(cap, int) and cap > most:
             raise CorpusError(
+                "corpus.max-occurrences-class",
                 f"max_occurrences of class {name!r} is {cap}, and the plan is priced for {most}",
                 "leave it out, or plan with more occurrences under [noise]",
             )
@@ -154,16 +157,20 @@ def _caps(given: Mapping[str, int] | None, plan: StepPlan) -> dict[int, int] | N
     names = [entry.name for entry in plan.classes]
     if not isinstance(given, Mapping):
         raise CorpusError(
-            f"max_occurrences is {given!r}", f"give it by class: max_occurrences={{{names[0]!r}: 100}}"
+            "corpus.max-occurrences",
+            f"max_occurrences is {given!r}",
+            f"give it by class: max_occurrences={{{names[0]!r}: 100}}",
         )
     for name, cap in given.items():
         if name not in names:
             raise CorpusError(
+                "corpus.max-occurrences-names",
                 f"max_occurrences names class {name!r}, which is not in the plan",
                 f"its classes are {', '.join(names)}",
             )
         if isinstance(cap, bool) or not isinstance(cap, int) or not 1 <= cap < 1 << 32:
             raise CorpusError(
+                "corpus.max-occurrences-class-whole",
                 f"max_occurrences of class {name!r} is {cap!r}, must be a whole number >= 1",
                 "leave the class out of the plan if it is not to be used",
             )
@@ -173,13 +180,18 @@ def _caps(given: Mapping[str, int] | None, plan: StepPlan) -> dict[int, int] | N
 def _counts(given: Any, contributions: int, *, capped: bool) -> Counts | None:
     if not capped:
         if given is not None:
-            raise CorpusError("counts are given without max_occurrences", "give the caps that they belong to")
+            raise CorpusError(
+                "corpus.counts-given-without",
+                "counts are given without max_occurrences",
+                "give the caps that they belong to",
+            )
         return None
     if given is None:
         return np.zeros(contributions, dtype=np.uint32)
     counts = np.asarray(given)
     if counts.dtype != np.uint32 or counts.shape != (contributions,):
         raise CorpusError(
+            "corpus.counts-dtype-shape",
             f"counts has dtype {counts.dtype} and shape {counts.shape}, expected {contributions} of uint32",
             "restore Sampler.counts as it was, for the same corpus",
         )

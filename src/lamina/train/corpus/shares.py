@@ -92,6 +92,7 @@ class _Share:
         except (EOFError, OSError):
             self._process.join(5)
             raise AdmissionError(
+                "corpus.process-looks-payloads",
                 f"a process that looks at payloads was ended (code {self._process.exitcode}); nothing was admitted",
                 "admit again; with processes=1 if memory is short",
             ) from None

@@ -127,6 +127,7 @@ class AdmittedCorpus(Corpus):
         private = [which for which in distinct if admission.bounds[which].noise_multiplier]
         if len(private) > MOST_BOUNDS:
             raise CorpusError(
+                "corpus.contributions-signed-distinct",
                 f"contributions signed {len(private)} distinct bounds, at most {MOST_BOUNDS} can be accounted for",
                 "let them sign one of a few bounds: a stricter class in the policy for each",
             )
@@ -145,6 +146,7 @@ class AdmittedCorpus(Corpus):
         private = any(bound.noise_multiplier for bound in self._signed.bounds)
         if private and plan.clipping is Clipping.ELEMENTWISE:
             raise CorpusError(
+                "corpus.contributions-signed-clip",
                 "contributions signed a clip norm, and the plan clamps the mean of the batch, which bounds nobody",
                 "use a plan with box or joint clipping",
             )

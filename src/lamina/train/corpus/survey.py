@@ -61,7 +61,9 @@ def tolerant(
             continue
         (common, most), (other, second), *_ = counts.most_common()
         if most - second < 2:
-            raise CorpusError(f"contributions have {common}, and as many have {other}", remedy)
+            raise CorpusError(
+                "corpus.contributions-many", f"contributions have {common}, and as many have {other}", remedy
+            )
         strange = [
             None if text in (None, common) else f"it has {text}; the others have {common}" for text in told
         ]
@@ -103,10 +105,13 @@ def _check_form(name: str, found: Form, first_name: str, first: Form) -> None:
         return
     if found.told() != first.told():
         raise CorpusError(
-            f"contribution {name!r} has {found.told()}; {first_name!r} has {first.told()}", SHAPES
+            "corpus.contribution",
+            f"contribution {name!r} has {found.told()}; {first_name!r} has {first.told()}",
+            SHAPES,
         )
     if found.header and first.header and found.header != first.header:
         raise CorpusError(
+            "corpus.contribution-columns",
             f"contribution {name!r} has columns {', '.join(found.header)}; {first_name!r} has "
             f"{', '.join(first.header)}",
             COLUMNS,

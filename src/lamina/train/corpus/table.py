@@ -49,7 +49,11 @@ def read_table(
             check_column(path, name, header)
         features = list(x) if x is not None else [c for c in header if c not in {*labels, *names}]
         if not features:
-            raise CorpusError(f"'{path}' has no column left for x", "name the feature columns with x=[…]")
+            raise CorpusError(
+                "corpus.no-column-left",
+                f"'{path}' has no column left for x",
+                "name the feature columns with x=[…]",
+            )
         numbers = Numbers(path, header, features, dtype)
         targets = Labels(path, header, labels)
         texts = {name: Names(path, header, name) for name in names}
@@ -59,7 +63,9 @@ def read_table(
             for reader in texts.values():
                 reader.read(chunk)
     if not numbers.parts:
-        raise CorpusError(f"'{path}' has a header and no rows", "give one row per example")
+        raise CorpusError(
+            "corpus.header-no-rows", f"'{path}' has a header and no rows", "give one row per example"
+        )
     found = targets.array() if labels else None
     return Table(
         x=np.concatenate(numbers.parts),
@@ -78,10 +84,12 @@ def read_matrix(path: Path, held: bytes | None = None) -> tuple[tuple[str, ...] 
     ):
         lines = list(lines_of(path, csv.reader(file, strict=True)))
     if not lines:
-        raise CorpusError(f"'{path}' is empty", "give a table of numbers")
+        raise CorpusError("corpus.empty", f"'{path}' is empty", "give a table of numbers")
     header = None if _all_numbers(lines[0][1]) else tuple(cell.strip() for cell in lines.pop(0)[1])
     if not lines:
-        raise CorpusError(f"'{path}' has a header and no rows", "give a table of numbers")
+        raise CorpusError(
+            "corpus.header-no-rows", f"'{path}' has a header and no rows", "give a table of numbers"
+        )
     columns = header or tuple(str(i) for i in range(len(lines[0][1])))
     numbers = Numbers(path, list(columns), None, np.float32)
     numbers.read(lines)
@@ -138,7 +146,9 @@ class Names:
             text = row[self.at].strip()
             if not text:
                 raise CorpusError(
-                    f"'{self.path}' line {number} has no {self.column!r}", f"give every row a {self.column!r}"
+                    "corpus.line-no",
+                    f"'{self.path}' line {number} has no {self.column!r}",
+                    f"give every row a {self.column!r}",
                 )
             self.values.append(self._known.setdefault(text, text))
 
@@ -151,7 +161,9 @@ def opened(path: Path) -> Any:
         return open(path, encoding="utf-8-sig", newline="")
     except OSError as error:
         raise CorpusError(
-            f"'{path}' cannot be read: {error.strerror}", "give the path of a CSV file"
+            "corpus.not-read-give",
+            f"'{path}' cannot be read: {error.strerror}",
+            "give the path of a CSV file",
         ) from None
 
 
@@ -162,6 +174,7 @@ def lines_of(path: Path, reader: Any) -> Iterator[Line]:
                 yield reader.line_num, row
     except (csv.Error, UnicodeDecodeError) as error:
         raise CorpusError(
+            "corpus.after-line-not",
             f"'{path}' after line {reader.line_num} is not CSV in UTF-8 ({type(error).__name__})",
             "save it as comma-separated values in UTF-8",
         ) from None
@@ -170,31 +183,40 @@ def lines_of(path: Path, reader: Any) -> Iterator[Line]:
 def header_of(path: Path, lines: Iterator[Line], delimiter: str) -> list[str]:
     _, first = next(lines, (0, []))
     if not first:
-        raise CorpusError(f"'{path}' is empty", "give a header line and one row per example")
+        raise CorpusError("corpus.empty", f"'{path}' is empty", "give a header line and one row per example")
     header = [cell.strip() for cell in first]
     if _all_numbers(header):
         raise CorpusError(
-            f"'{path}' begins with numbers where the header should be", "name the columns in the first line"
+            "corpus.begins-numbers-header",
+            f"'{path}' begins with numbers where the header should be",
+            "name the columns in the first line",
         )
     if len(header) == 1 and any(sign in header[0] for sign in ";\t|"):
         raise CorpusError(
-            f"'{path}' has one column if cut at {delimiter!r}", "say how it is cut: delimiter=';' or '\\t'"
+            "corpus.column-cut",
+            f"'{path}' has one column if cut at {delimiter!r}",
+            "say how it is cut: delimiter=';' or '\\t'",
         )
     twice = next((name for i, name in enumerate(header) if name in header[:i]), None)
     if twice is not None:
-        raise CorpusError(f"'{path}' has two columns {twice!r}", "give every column its own name")
+        raise CorpusError(
+            "corpus.two-columns", f"'{path}' has two columns {twice!r}", "give every column its own name"
+        )
     return header
 
 
 def check_column(path: Path, name: str, header: list[str]) -> None:
     if name not in header:
-        raise CorpusError(f"'{path}' has no column {name!r}", f"its columns are {', '.join(header)}")
+        raise CorpusError(
+            "corpus.no-column", f"'{path}' has no column {name!r}", f"its columns are {', '.join(header)}"
+        )
 
 
 def _of_width(path: Path, lines: Sequence[Line], width: int) -> list[list[str]]:
     for number, row in lines:
         if len(row) != width:
             raise CorpusError(
+                "corpus.line-cells-header",
                 f"'{path}' line {number} has {len(row)} cells, the header has {width}",
                 "give every line as many cells as the header",
             )
@@ -222,11 +244,13 @@ def _explain(
         for column, cell in zip(columns, row, strict=True):
             if cell.strip().lower() in MISSING or _is_nan(cell):
                 raise CorpusError(
+                    "corpus.line-no-value",
                     f"'{path}' line {number} has no value in column {column!r}",
                     "fill it with a public constant (never with a mean of the data), or leave the row out",
                 )
             if not _is_number(cell):
                 raise CorpusError(
+                    "corpus.line-text-column",
                     f"'{path}' line {number} has text in column {column!r}",
                     NUMBER_LABELS if label else encode,
                 )

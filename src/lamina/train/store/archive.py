@@ -85,7 +85,9 @@ class Archive:
         try:
             body = cbor.encode(content, floats=True, null=True, max_depth=_DEPTH, max_size=_BODY_LIMIT)
         except EncodingError as error:
-            raise RunError(f"the state cannot be saved: {error.problem}", error.remedy) from error
+            raise RunError(
+                "train.state-not-saved", f"the state cannot be saved: {error.problem}", error.remedy
+            ) from error
         return cls(tensors=stored, body=body)
 
     def size(self) -> int:
@@ -104,7 +106,9 @@ class Archive:
         packed += b" " * (-len(packed) % 8)
         if len(packed) > _HEADER_LIMIT:
             raise RunError(
-                f"the header takes {len(packed)} bytes, at most {_HEADER_LIMIT}", "keep less state"
+                "train.header-takes-bytes",
+                f"the header takes {len(packed)} bytes, at most {_HEADER_LIMIT}",
+                "keep less state",
             )
         return struct.pack("<Q", len(packed)) + packed
 
@@ -188,6 +192,7 @@ def _plain(name: str, tensor: Tensor) -> Tensor:
         problem = f"dtype {plain.dtype}"
     if problem:
         raise RunError(
+            "train.tensor-checkpoint-not",
             f"tensor {name!r} has {problem}, which a checkpoint cannot hold",
             "convert it to a dense, plain one",
         )

@@ -60,7 +60,7 @@ class Checkpoints:
         The tensors are read while it writes: nothing may step the model meanwhile.
         """
         if index < 0:
-            raise RunError(f"index is {index}, must be >= 0", "count closed segments")
+            raise RunError("train.index", f"index is {index}, must be >= 0", "count closed segments")
         archive = Archive.of(index, snapshot.tensors, snapshot.state)
         digest = archive.digest()
         with replacing(self.path(index)) as file:
@@ -76,21 +76,25 @@ class Checkpoints:
             found, tensors, state, digest = read(path)
         except FileNotFoundError as error:
             have = ", ".join(map(str, self.indices())) or "none"
-            raise StorageError(f"there is no checkpoint {path}", f"use one of those there: {have}") from error
+            raise StorageError(
+                "train.no-checkpoint", f"there is no checkpoint {path}", f"use one of those there: {have}"
+            ) from error
         except OSError as error:
             raise storage_error(error, f"cannot read the checkpoint {path}", "it is as it was") from error
         except OtherFormat as error:
             raise StorageError(
-                f"the checkpoint {path} {error}", "resume with the version that wrote it"
+                "train.checkpoint", f"the checkpoint {path} {error}", "resume with the version that wrote it"
             ) from error
         except Damaged as error:
             raise StorageError(
+                "train.checkpoint-damaged",
                 f"the checkpoint {path} is damaged: {error}",
                 "restore the file from a backup; without one, remove it, and the run resumes from the one "
                 "before: what has to be done again is charged again",
             ) from error
         if found != index:
             raise StorageError(
+                "train.file-holds-checkpoint",
                 f"the file {path} holds checkpoint {found}, its name says {index}",
                 "give the files of this folder their own names back",
             )
@@ -99,7 +103,9 @@ class Checkpoints:
     def prune(self, keep: int = 2) -> None:
         """Remove all but the newest `keep` checkpoints."""
         if keep < 1:
-            raise RunError(f"keep is {keep}, must be >= 1", "a run resumes from its newest checkpoint")
+            raise RunError(
+                "train.keep", f"keep is {keep}, must be >= 1", "a run resumes from its newest checkpoint"
+            )
         self._remove(self.indices()[:-keep])
 
     def drop(self, index: int) -> None:
@@ -127,6 +133,7 @@ class Checkpoints:
         free = facts.f_bavail * facts.f_frsize
         if free < needed:
             raise StorageError(
+                "train.mb-free-checkpoint",
                 f"{self.folder} has {free / 1e6:.1f} MB free, a checkpoint needs {needed / 1e6:.1f} MB; "
                 "nothing was spent",
                 "free space on this disk, or give another folder",

@@ -129,4 +129,4 @@ def storage_error(error: OSError, what: str, kept: str) -> StorageError:
     else:
         remedy = "repair what the system reports, then start the run again"
     reason = error.strerror or type(error).__name__
-    return StorageError(f"{what}: {reason}; {kept}", remedy)
+    return StorageError("train.storage-error", f"{what}: {reason}; {kept}", remedy)

@@ -94,9 +94,14 @@ class History:
     def _check(self, record: Record) -> None:
         """RunError if the record may not come now."""
         if isinstance(record, Start) != (not self._records):
-            raise RunError("a Start is the first record of a journal, and only the first", "start a new run")
+            raise RunError(
+                "train.start-first-record",
+                "a Start is the first record of a journal, and only the first",
+                "start a new run",
+            )
         if isinstance(record, Open) and record.generation <= self._generations.get(record.segment, -1):
             raise RunError(
+                "train.open-segment-generation",
                 f"an Open of segment {record.segment} has generation {record.generation}, "
                 f"generation {self._generations[record.segment]} was there before",
                 "count the generation up for every new attempt",
@@ -104,6 +109,7 @@ class History:
         pending = self.pending
         if isinstance(record, Close | GivenUp) and (pending is None or record.key != pending.key):
             raise RunError(
+                "train.segment-generation-no",
                 f"a {type(record).__name__} of segment {record.segment}, generation {record.generation} has no such "
                 "open segment",
                 "close the last Open, once, with its nonce",

@@ -105,6 +105,7 @@ class Journal(History):
 
     def _damage(self, offset: int, reason: str) -> StorageError:
         return StorageError(
+            "train.journal-damaged-byte",
             f"the journal {self.path} is damaged at byte {offset}: {reason}",
             "restore the file from a backup; without one, start a new run in another folder: what this run "
             "charged stays charged in the ledger",
@@ -120,12 +121,17 @@ class Journal(History):
         """
         if self._broken:
             raise StorageError(
+                "train.journal-unknown-state",
                 f"the journal {self.path} is in an unknown state after a failed write",
                 "start the run again: it reads the journal afresh",
             )
         self._check(record)
         if isinstance(record, Open) and len(record.seed) != SEED_BYTES:
-            raise RunError("an Open without a seed cannot be written", "draw one with os.urandom(32)")
+            raise RunError(
+                "train.open-without-seed",
+                "an Open without a seed cannot be written",
+                "draw one with os.urandom(32)",
+            )
         data, frame = write(record, self._end, self._chain)
         try:
             self._write(data, frame)
@@ -186,6 +192,7 @@ class Journal(History):
         if (facts.st_ino, facts.st_size) != (self.place, self._size):
             os.close(file)
             raise StorageError(
+                "train.journal-replaced-written",
                 f"the journal {self.path} was replaced or written by somebody else during the run",
                 "stop whatever else writes to this folder, then start the run again",
             )

@@ -65,7 +65,9 @@ class Lease:
         path = self.folder / NAME
         if self._file is None or self._pid != os.getpid() or not _same(self._file, path):
             raise RunInUse(
-                f"the lease {path} is no longer held by this process", "take it again before going on"
+                "train.lease-no-longer",
+                f"the lease {path} is no longer held by this process",
+                "take it again before going on",
             )
 
     def release(self) -> None:
@@ -110,11 +112,13 @@ def _same(file: int, path: Path) -> bool:
 def _refusal(path: Path, file: int, error: BaseException) -> BaseException:
     if isinstance(error, BlockingIOError):
         return RunInUse(
+            "train.run-use",
             f"the run in {path.parent} is in use by {_holder(file)}",
             "wait until it ends, or stop it; two processes on one run would spend its budget twice",
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
         return StorageError(
+            "train.file-system-no",
             f"the file system of {path.parent} has no locks: {error.strerror}",
             "put the run on a local disk; two processes on one run could not be told apart",
         )

@@ -31,7 +31,11 @@ class Start:
     def __post_init__(self) -> None:
         _check(self)
         if len(self.run) != 32 or set(self.run) - set("0123456789abcdef"):
-            raise RunError(f"run is {self.run!r}, must be 32 hexadecimal digits", "use secrets.token_hex(16)")
+            raise RunError(
+                "train.run-hexadecimal-digits",
+                f"run is {self.run!r}, must be 32 hexadecimal digits",
+                "use secrets.token_hex(16)",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +76,17 @@ class Open:
         for charge in self.charges:
             _check(charge)
         if not self.first <= self.last:
-            raise RunError(f"segment covers steps [{self.first}, {self.last})", "give first <= last")
+            raise RunError(
+                "train.segment-covers-steps",
+                f"segment covers steps [{self.first}, {self.last})",
+                "give first <= last",
+            )
         if len(self.seed) not in (0, SEED_BYTES):
-            raise RunError(f"seed has {len(self.seed)} bytes, must have {SEED_BYTES}", "use os.urandom(32)")
+            raise RunError(
+                "train.seed-bytes",
+                f"seed has {len(self.seed)} bytes, must have {SEED_BYTES}",
+                "use os.urandom(32)",
+            )
 
     @property
     def key(self) -> tuple[int, int, bytes]:
@@ -159,7 +171,11 @@ _TYPES: dict[str, type] = {"int": int, "bytes": bytes, "str": str, "float": floa
 def to_body(record: Record) -> tuple[int, bytes]:
     """The number of the record's kind and its CBOR, the seed left out."""
     if type(record) not in _NUMBERS:
-        raise RunError(f"{type(record).__name__} is no record of a journal", "append one of records.KINDS")
+        raise RunError(
+            "train.no-record-journal",
+            f"{type(record).__name__} is no record of a journal",
+            "append one of records.KINDS",
+        )
     fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "seed"}
     if isinstance(record, Open):
         fields["charges"] = [dataclasses.asdict(charge) for charge in record.charges]
@@ -168,27 +184,43 @@ def to_body(record: Record) -> tuple[int, bytes]:
         return _NUMBERS[type(record)], cbor.encode(fields, floats=True, max_size=BODY_LIMIT)
     except EncodingError as error:
         raise RunError(
-            f"a {type(record).__name__} record cannot be written: {error.problem}", error.remedy
+            "train.record-not-written",
+            f"a {type(record).__name__} record cannot be written: {error.problem}",
+            error.remedy,
         ) from error
 
 
 def from_body(number: int, body: bytes) -> Record:
     """The record that `to_body` wrote; an Open comes without its seed. EncodingError or RunError otherwise."""
     if number not in KINDS:
-        raise EncodingError(f"record kind {number} is not known", "read it with the version that wrote it")
+        raise EncodingError(
+            "train.record-kind-not",
+            f"record kind {number} is not known",
+            "read it with the version that wrote it",
+        )
     kind = KINDS[number]
     fields = _exactly(cbor.decode(body, floats=True, max_size=BODY_LIMIT), kind)
     if kind is Open:
         rows = fields["charges"]
         if not isinstance(rows, list):
-            raise EncodingError("charges of an Open is no list", "read it with the version that wrote it")
+            raise EncodingError(
+                "train.charges-open-no",
+                "charges of an Open is no list",
+                "read it with the version that wrote it",
+            )
         fields["charges"] = tuple(_charge(row) for row in rows)
         scales = fields["scales"]
         if not isinstance(scales, dict) or not all(type(each) is float for each in scales.values()):
-            raise EncodingError("scales of an Open are no floats", "read it with the version that wrote it")
+            raise EncodingError(
+                "train.scales-open-no",
+                "scales of an Open are no floats",
+                "read it with the version that wrote it",
+            )
         if not isinstance(fields["variance"], list) or not all(type(v) is float for v in fields["variance"]):
             raise EncodingError(
-                "variance of an Open is no list of floats", "read it with the version that wrote it"
+                "train.variance-open-no",
+                "variance of an Open is no list of floats",
+                "read it with the version that wrote it",
             )
         fields["seed"] = b""
     return kind(**fields)
@@ -203,6 +235,7 @@ def _exactly(row: Any, kind: type[Any]) -> dict[str, Any]:
     if not isinstance(row, dict) or set(row) != names:
         found = sorted(map(str, row)) if isinstance(row, dict) else type(row).__name__
         raise EncodingError(
+            "train.fields",
             f"a {kind.__name__} has fields {found}, must have {sorted(names)}",
             "read it with the version that wrote it",
         )
@@ -217,10 +250,16 @@ def _check(record: Any) -> None:
         where = f"{entry.name} of {type(record).__name__}"
         if kind is not None and type(value) is not kind:
             raise RunError(
-                f"{where} is of type {type(value).__name__}, must be {kind.__name__}", "convert it"
+                "train.type",
+                f"{where} is of type {type(value).__name__}, must be {kind.__name__}",
+                "convert it",
             )
         if kind is int and not 0 <= value < 1 << 64:
-            raise RunError(f"{where} is {value}, must be in [0, 2^64)", "count from 0")
+            raise RunError("train.count", f"{where} is {value}, must be in [0, 2^64)", "count from 0")
         width = _WIDTHS.get(entry.name)
         if width is not None and len(value) != width:
-            raise RunError(f"{where} has {len(value)} bytes, must have {width}", "give the whole digest")
+            raise RunError(
+                "train.bytes-give",
+                f"{where} has {len(value)} bytes, must have {width}",
+                "give the whole digest",
+            )

@@ -37,7 +37,11 @@ _SCALAR = re.compile("[<>|][biufc][0-9]{1,2}")  # numpy types whose bytes are th
 def flatten(prefix: str, tree: Any) -> tuple[dict[str, Tensor], Any]:
     """The tensors of `tree`, named by their path under `prefix`, and the rest of it. Tensors are not copied."""
     if not prefix or "/" in prefix:
-        raise RunError(f"prefix is {prefix!r}, must be a word without '/'", "use the name of the part")
+        raise RunError(
+            "train.prefix-word-without",
+            f"prefix is {prefix!r}, must be a word without '/'",
+            "use the name of the part",
+        )
     writer = _Writer()
     plain = writer.node(tree, prefix, 0)
     return writer.tensors, plain
@@ -58,7 +62,9 @@ class _Writer:
     def node(self, value: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise RunError(
-                f"{path} is nested deeper than {MAX_DEPTH}", "a state that holds itself cannot be saved"
+                "train.nested-deeper",
+                f"{path} is nested deeper than {MAX_DEPTH}",
+                "a state that holds itself cannot be saved",
             )
         if isinstance(value, Tensor):
             return ["x", self._name(value, path)]
@@ -96,6 +102,7 @@ def _scalar(value: Any, path: str) -> Any:
         return ["n", value.dtype.str, value.tobytes()]
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     raise RunError(
+        "train.type-checkpoint-not",
         f"{path} is of type {name}, which a checkpoint cannot hold",
         "keep numbers, text, tensors, lists, tuples and dicts of them in the state "
         "(an array: torch.from_numpy; a function: make it again when the run resumes)",
@@ -169,5 +176,7 @@ def _special(code: str, rest: list[Any], path: str) -> Any:
 
 def _malformed(path: str, what: str) -> StorageError:
     return StorageError(
-        f"the state of a checkpoint holds {what} at {path}", "read it with the version that wrote it"
+        "train.state-checkpoint-holds",
+        f"the state of a checkpoint holds {what} at {path}",
+        "read it with the version that wrote it",
     )
