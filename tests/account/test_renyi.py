@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.account import Adjacency, Event, accountant, moments, renyi
-from lamina.errors import AccountingError
+from refusals import raises_code
 
 
 @settings(max_examples=25, deadline=None)
@@ -124,5 +124,5 @@ def test_moments_by_hand() -> None:
 @pytest.mark.parametrize("name", ["rdp", "moments"])
 def test_replace_one_is_refused_with_a_remedy(name: str) -> None:
     for ask in (accountant(name).epsilon, accountant(name).delta):
-        with pytest.raises(AccountingError, match="use accountant 'pld'"):
+        with raises_code("account.accountant-no-figure"):
             ask([Event(sigma=1.0, q=0.1, steps=1)], 0.1, Adjacency.REPLACE_ONE)

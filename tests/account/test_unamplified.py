@@ -22,7 +22,7 @@ from lamina.account import (
     mixture,
     zcdp,
 )
-from lamina.errors import AccountingError
+from refusals import raises_code
 
 
 @settings(max_examples=100)
@@ -132,7 +132,7 @@ def test_cost_with_a_cap_takes_the_least_noisy_steps() -> None:
         == report.epsilon_unamplified
     )
     assert cost(schedule, delta=1e-5, accountant="rdp").epsilon_replace_one == report.epsilon_replace_one
-    with pytest.raises(AccountingError, match="cap on occurrences is -1"):
+    with raises_code("account.cap-occurrences-integer"):
         capped(schedule, -1)
 
 

@@ -14,6 +14,7 @@ from lamina.admit import Descriptor
 from lamina.admit.descriptor import MAX_DESCRIPTOR, MAX_ITEMS, MAX_MICRO
 from lamina.admit.times import LAST
 from lamina.errors import AdmissionError, EncodingError, UnknownSchema
+from refusals import raises_code
 
 VALUES: dict[str, Any] = {
     "contributor": bytes(range(32)),
@@ -110,7 +111,7 @@ def test_a_public_bound_is_zero_twice() -> None:
     made = Descriptor(**VALUES | {"clip_norm": 0, "noise_multiplier": 0})
     assert Descriptor.decode(made.encode()) == made
     for one in ("clip_norm", "noise_multiplier"):
-        with pytest.raises(AdmissionError, match="both 0"):
+        with raises_code("admit.descriptor-sign"):
             Descriptor.decode(encoded(FULL | {5 if one == "clip_norm" else 6: 0}))
 
 
@@ -134,7 +135,7 @@ def test_a_public_bound_is_zero_twice() -> None:
     ],
 )  # fmt: skip
 def test_each_field_has_its_range(key: int, value: object) -> None:
-    with pytest.raises(AdmissionError, match=KEYS[key]):
+    with raises_code("admit.descriptor-sign"):
         Descriptor.decode(encoded(FULL | {key: value}))
 
 
@@ -146,7 +147,7 @@ def test_each_field_is_needed(key: int) -> None:
 
 @pytest.mark.parametrize("key", [0, 16, 23, 24, 99, -1, "schema", "note", ""])
 def test_unknown_keys_are_refused(key: int | str) -> None:
-    with pytest.raises(AdmissionError, match="unknown keys"):
+    with raises_code("admit.descriptor"):
         Descriptor.decode(encoded(FULL | {key: 1}))
 
 
@@ -154,13 +155,13 @@ def test_unknown_keys_are_refused(key: int | str) -> None:
 def test_other_schemas_have_a_refusal_of_their_own(version: int) -> None:
     """Also where their fields are not ours: what a later program wrote is not called damaged."""
     for content in (FULL | {1: version}, {1: version}, FULL | {1: version, 16: "new"}):
-        with pytest.raises(UnknownSchema, match=f"schema is {version}"):
+        with raises_code("admit.descriptor-schema-program"):
             Descriptor.decode(encoded(content))
 
 
 @pytest.mark.parametrize("version", [True, "1", b"1"])
 def test_a_schema_that_is_no_number(version: object) -> None:
-    with pytest.raises(AdmissionError, match="schema") as caught:
+    with raises_code("admit.descriptor-schema-number") as caught:
         Descriptor.decode(encoded(FULL | {1: version}))
     assert not isinstance(caught.value, UnknownSchema)
 
@@ -195,9 +196,9 @@ def test_anything_but_the_one_encoding_is_refused(data: bytes) -> None:
 def test_keys_out_of_order_or_twice() -> None:
     pairs = [cbor2.dumps(key) + cbor2.dumps(value) for key, value in FULL.items()]
     swapped = b"\xaf" + b"".join([pairs[1], pairs[0], *pairs[2:]])
-    with pytest.raises(EncodingError, match="out of order"):
+    with raises_code("cbor.cbor-byte"):
         Descriptor.decode(swapped)
-    with pytest.raises(EncodingError, match="duplicate"):
+    with raises_code("cbor.cbor-byte"):
         Descriptor.decode(b"\xb0" + b"".join([pairs[0], *pairs]))
 
 
@@ -207,7 +208,7 @@ def test_the_nonce_is_not_shown() -> None:
 
 
 def test_it_is_checked_where_it_is_made() -> None:
-    with pytest.raises(AdmissionError, match="schema"):
+    with raises_code("admit.descriptor-sign"):
         Descriptor(**VALUES | {"schema": 2})
-    with pytest.raises(AdmissionError, match="items"):
+    with raises_code("admit.descriptor-sign"):
         Descriptor(**VALUES | {"items": 1.0})

@@ -19,6 +19,7 @@ from lamina.allocate import LADP, Offer, draw, make_plan, offers, utilities
 from lamina.allocate.choice import kept, probabilities, relative_noise
 from lamina.errors import PlanError
 from lamina.plan import Clipping, LayerStack, Policy, StepPlan
+from refusals import raises_code
 
 Array = NDArray[np.float64]
 FORMS = [Clipping.BOX, Clipping.JOINT]
@@ -189,19 +190,19 @@ def test_draws_follow_their_probabilities() -> None:
 
 @pytest.mark.parametrize("uniform", [-0.1, 1.0, math.nan])
 def test_what_is_no_uniform_number_is_refused(uniform: float) -> None:
-    with pytest.raises(PlanError, match="uniform is"):
+    with raises_code("allocate.uniform-lie"):
         draw(np.zeros(2), 1.0, uniform)
 
 
 def test_misuse_is_refused() -> None:
     offer = Offer(name="x", clip=((1.0, 1.0),), noise=(1.0, 1.0))
-    with pytest.raises(PlanError, match="n × 2 norms"):
+    with raises_code("allocate.norms-classes"):
         kept(offer, np.ones((3, 3)), [0, 0, 0], Clipping.BOX)
-    with pytest.raises(PlanError, match="n × 2 norms"):
+    with raises_code("allocate.norms-classes"):
         kept(offer, np.ones((3, 2)), [0, 0], Clipping.BOX)
-    with pytest.raises(PlanError, match="class 1 is out of range"):
+    with raises_code("allocate.class-out-range"):
         kept(offer, np.ones((1, 2)), [1], Clipping.BOX)
-    with pytest.raises(PlanError, match="utilities"):
+    with raises_code("allocate.utilities-choice-epsilon"):
         probabilities(np.array([math.nan, 0.0]), 1.0)
     bare = make_plan(
         STACK,
@@ -210,7 +211,7 @@ def test_misuse_is_refused() -> None:
         steps=5,
         rho=1.0,
     )
-    with pytest.raises(PlanError, match="no rule Choose.*choose_every"):
+    with raises_code("allocate.plan-chooses-nothing"):
         offers(bare)
 
 

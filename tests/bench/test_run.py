@@ -13,6 +13,7 @@ from lamina.bench.run import Settings, failures, run
 from lamina.bench.workloads import WORKLOADS, Workload, squared_error
 from lamina.errors import LaminaError
 from lamina.models import MLPAutoencoder
+from refusals import raises_code
 
 
 def tiny(name: str) -> Workload:
@@ -110,7 +111,7 @@ def test_workloads_have_the_shapes_that_they_claim() -> None:
         x, target = each.data(2)
         losses = each.losses(each.model()(x), target)
         assert losses.shape == (2,)
-    with pytest.raises(LaminaError, match="not known"):
+    with raises_code("bench.workload-not-known"):
         workloads.workload("nope")
 
 

@@ -17,6 +17,7 @@ from lamina.cli.app import HOMES
 from lamina.cli.notes import plan_notes
 from lamina.errors import LaminaError
 from lamina.plan import LayerStack, Policy
+from refusals import raises_code
 
 COMMANDS = [name for name, (home, _) in HOMES.items() if not home.endswith(":app")]
 
@@ -231,7 +232,7 @@ def test_json_refusals_are_objects_too(policy: str, capsys: pytest.CaptureFixtur
     assert code_of(["plan", policy, "--model", "nonsense", "--steps", "3", "--json"]) == 1
     printed = capsys.readouterr()
     told = json.loads(printed.out)
-    assert told.keys() == {"refused", "remedy"}
+    assert told.keys() == {"refused", "remedy", "code"}
     assert "nonsense" in told["refused"]
     assert "residual" in told["remedy"]
     assert "refused: model 'nonsense'" in printed.err
@@ -239,7 +240,7 @@ def test_json_refusals_are_objects_too(policy: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("words", [["--debug", "plan"], ["plan", "--debug"]])
 def test_debug_shows_the_traceback(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(LaminaError, match="nowhere.toml"):
+    with raises_code("plan.policy-not-read"):
         main([*words, "nowhere.toml", "--steps", "1"])
     assert "refused" in capsys.readouterr().err
 
@@ -286,7 +287,7 @@ def test_a_failed_benchmark_is_one_object(
     assert code_of(["bench", "--quick", "--json"]) == 1
     printed = capsys.readouterr()
     told = json.loads(printed.out)
-    assert told.keys() == {"workloads", "refused", "remedy"}
+    assert told.keys() == {"workloads", "refused", "remedy", "code"}
     assert "mlp: no" in printed.err
 
 

@@ -35,11 +35,11 @@ from lamina.cli.demo.utility import Utility, auc, measure
 from lamina.cli.prepare import Planned
 from lamina.cli.run_file import RunFile
 from lamina.data.neurokit import neurokit
-from lamina.errors import LaminaError
 from lamina.ledger.ledger import Ledger
 from lamina.plan import Policy, StepPlan
 from lamina.train import Gate, Outcome
 from lamina.train.book import Book
+from refusals import raises_code
 
 TRAININGS = {"without_sensitive", "private", "without_privacy"}
 
@@ -342,7 +342,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(LaminaError, match="cannot be made"):
+    with raises_code("cli.folder-not-made"):
         fresh(tmp_path / "file" / "demo")
     with pytest.raises(SystemExit) as caught:
         main(["demo", "--folder", str(tmp_path / "file" / "demo")])

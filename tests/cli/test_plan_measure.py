@@ -10,8 +10,8 @@ import torch
 
 from lamina.cli import named
 from lamina.cli.measuring import labels, shape_of
-from lamina.errors import LaminaError
 from lamina.sensitivity import Measure
+from refusals import raises_code
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -200,5 +200,5 @@ def test_labels_fit_the_loss() -> None:
     assert set(labels("bce", torch.zeros(2, 5), x, generator).flatten().tolist()) == {0.0, 1.0}
     assert labels("mse", torch.zeros(2, 4), x, generator) is x  # an autoencoder
     assert labels("huber", torch.zeros(2, 3), x, generator).shape == (50, 3)
-    with pytest.raises(LaminaError, match="one number per example"):
+    with raises_code("cli.model-gives-number"):
         labels("cross_entropy", torch.zeros(2), x, generator)

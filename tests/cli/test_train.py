@@ -22,6 +22,7 @@ from lamina.ledger.ledger import Ledger
 from lamina.plan import Policy
 from lamina.train import Trainer
 from lamina.train.book import Book
+from refusals import raises_code
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -322,7 +323,7 @@ def test_fresh_is_another_run_until_the_budget_is_gone(project: Project) -> None
         code, out, err = project.train("--fresh", "--json")
         assert code == 1
         assert "first-2" in err  # who spent it
-        assert json.loads(out).keys() == {"refused", "remedy"}
+        assert json.loads(out).keys() == {"refused", "remedy", "code"}
         assert not (project.folder / "runs" / "first-4").exists()  # a refused folder is used again
     assert project.train_json()["run"] == second["run"]
 
@@ -513,7 +514,7 @@ def test_debug_shows_the_lines_and_not_the_text(project: Project, again: Callabl
     """Standard error is not a terminal here: what is printed there is written down."""
     run = late(project, again, "raise ValueError(f'hidden {len(y)} hidden')")
     path = project.write("first.toml", run)
-    with pytest.raises(Exception, match="ValueError") as caught:
+    with raises_code("train.text-withheld-because") as caught:
         main(["train", str(path), "--debug"])
     shown = "".join(map(str, caught.getrepr(style="native").reprtraceback.reprentries))
     assert "in late" in shown
@@ -528,7 +529,7 @@ def test_debug_on_a_terminal_shows_the_text(
     run = late(project, again, "raise ValueError(f'hidden {len(y)} hidden')")
     path = project.write("first.toml", run)
     monkeypatch.setattr("lamina.cli.app._is_terminal", lambda: True)
-    with pytest.raises(Exception, match="withheld") as caught:
+    with raises_code("train.text-withheld-because") as caught:
         main(["train", str(path), "--debug"])
     assert "hidden" in str(caught.value.__cause__)
 

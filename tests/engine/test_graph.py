@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lamina import Batch, Engine
 from lamina.errors import EngineError, LaminaError, UnclippedGradient
+from refusals import raises_code
 
 N = 5
 X = torch.randn(N, 4, generator=torch.Generator().manual_seed(1))
@@ -29,7 +30,7 @@ def refused(
     before = [p.detach().clone() for p in model.parameters()]
     with Engine(model, plan_of(model)) as engine:
         for method in (engine.backward, engine.clipped_sums):
-            with pytest.raises(error, match=message):
+            with raises_code(message):
                 method(losses(model), Batch(X))
         assert engine.budget.taken == 0
     assert all(p.grad is None for p in model.parameters())
@@ -37,18 +38,18 @@ def refused(
 
 
 def test_a_weight_used_directly() -> None:
-    message = r"tensor '2\.weight' is used by .*outside the engine.*call the module that owns it"
+    message = "engine.tensor-used-outside"
     refused(mlp(), lambda m: F.linear(m[:2](X), m[2].weight).square().mean(1), UnclippedGradient, message)
 
 
 def test_a_weight_used_directly_beside_its_module() -> None:
     """The trap of engines that only replace modules: part of the gradient would be clipped, part not."""
-    message = r"tensor '2\.weight'.*would not be clipped"
+    message = "engine.tensor-used-outside"
     refused(mlp(), lambda m: (m(X) + F.linear(m[:2](X), m[2].weight)).mean(1), UnclippedGradient, message)
 
 
 def test_a_penalty_inside_the_losses() -> None:
-    message = r"tensor '0\.weight'.*weight decay belongs to the optimiser"
+    message = "engine.tensor-used-outside"
     refused(mlp(), lambda m: losses_of(m, X, None) + m[0].weight.square().sum(), UnclippedGradient, message)
 
 
@@ -65,7 +66,7 @@ def test_a_module_whose_forward_is_never_called() -> None:
                 x = torch.addmm(m.bias, x, m.weight.t()).tanh()
             return x
 
-    message = r"tensor 'maps\.[01]\.(weight|bias)'.*call the module"
+    message = "engine.tensor-used-outside"
     refused(Skips(), lambda m: losses_of(m, X, None), UnclippedGradient, message)
 
 
@@ -93,13 +94,13 @@ def test_a_weight_that_enters_a_layer_as_its_input() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.table(x) @ self.map(self.table.weight)
 
-    message = r"tensor 'table\.weight'"
+    message = "engine.tensor-used-outside"
     refused(Projected(), lambda m: losses_of(m, X, None), UnclippedGradient, message)
 
 
 def test_a_leaf_that_is_not_the_models() -> None:
     foreign = torch.randn(3, requires_grad=True)
-    message = r"shape \(3,\) that requires a gradient and is not the model's.*detach it"
+    message = "engine.losses-depend-tensor"
     refused(mlp(), lambda m: (m(X) * foreign).mean(1), UnclippedGradient, message)
     assert foreign.grad is None
 
@@ -119,7 +120,7 @@ def test_losses_without_a_graph() -> None:
         with torch.no_grad():
             return losses_of(m, X, None)
 
-    refused(mlp(), quiet, EngineError, r"carry no graph.*gradients enabled")
+    refused(mlp(), quiet, EngineError, "engine.losses-carry-no")
 
 
 @pytest.mark.parametrize("detached", [False, True])
@@ -129,7 +130,7 @@ def test_plain_backward_while_attached_is_refused(detached: bool) -> None:
     loss = losses_of(model, X, None).mean()
     if detached:
         engine.detach()
-    with pytest.raises(EngineError, match=r"reached '2' outside Engine\.backward.*engine\.backward"):
+    with raises_code("engine.backward-pass-reached"):
         loss.backward()
     engine.detach()
     assert all(p.grad is None for p in model.parameters())
@@ -151,7 +152,7 @@ def test_backward_inside_the_models_forward_is_refused() -> None:
     model = Inner()
     with (
         Engine(model, plan_of(model)),
-        pytest.raises(EngineError, match=r"reached 'l' outside Engine\.backward"),
+        raises_code("engine.backward-pass-reached"),
     ):
         model(X)
     assert model.l.weight.grad is None
@@ -170,9 +171,7 @@ def test_backward_inside_a_gradient_hook_is_refused(direct: bool) -> None:
     with Engine(model, plan_of(model)) as engine:
         out = model(X)
         out.register_hook(hook)
-        with pytest.raises(
-            UnclippedGradient, match=r"'(0\.weight|2)'.*(do not call backward|use engine\.backward)"
-        ):
+        with raises_code("engine.gradient-reached-not", "engine.reached-backward-pass"):
             engine.backward(out.square().mean(1), Batch(X))
     assert all(p.grad is None for p in model.parameters())
 
@@ -234,7 +233,7 @@ def test_a_parameter_replaced_after_attaching() -> None:
     model = mlp()
     with Engine(model, plan_of(model)) as engine:
         model[2].weight = nn.Parameter(torch.randn(3, 6))
-        with pytest.raises(UnclippedGradient, match=r"shape \(3, 6\)|'2\.(weight|bias)'"):
+        with raises_code("engine.tensor-used-outside"):
             engine.backward(losses_of(model, X, None), Batch(X))
         assert engine.budget.taken == 0
 
@@ -243,7 +242,7 @@ def test_a_module_added_after_attaching() -> None:
     model = mlp()
     with Engine(model, plan_of(model)) as engine:
         model.append(nn.Linear(3, 2))
-        with pytest.raises(UnclippedGradient, match=r"shape \(2,( 3)?\)|'3\.(weight|bias)'"):
+        with raises_code("engine.losses-depend-tensor"):
             engine.backward(losses_of(model, X, None), Batch(X))
         assert engine.budget.taken == 0
 

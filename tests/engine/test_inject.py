@@ -17,8 +17,8 @@ from lamina import Batch, Engine, StepPlan, route
 from lamina.engine.noise import NoiseSource, SecureNoise, SeededNoise
 from lamina.engine.normal import grid
 from lamina.engine.open_step import OpenStep
-from lamina.errors import NoiseError
 from lamina.plan import FollowQuantile, Injection, Slice
+from refusals import raises_code
 
 RISK = 1e-6
 STEP = Injection()
@@ -290,7 +290,7 @@ def test_secure_noise_gives_every_part_once(injection: Injection, hardened: bool
     made, source = planned(injection), SecureNoise(hardened=hardened)
     for step in range(3):
         noise_of(made, [[0, 1], [0]], source, step)
-    with pytest.raises(NoiseError, match="was drawn already"):
+    with raises_code("noise.noise-step-tensor"):
         noise_of(made, [[0, 1], [0]], source, 2)
 
 
@@ -298,11 +298,11 @@ def test_parts_of_one_place_are_told_apart_by_a_secure_source() -> None:
     source = SecureNoise()
     for part in (0, 1, 2):
         source.add_many_([torch.zeros(4)], [1.0], step=0, tensors=[3], part=part)
-    with pytest.raises(NoiseError, match="step 0, tensor 3 was drawn already"):
+    with raises_code("noise.noise-step-tensor"):
         source.add_many_([torch.zeros(4)], [1.0], step=0, tensors=[3], part=1)
-    with pytest.raises(NoiseError, match="part is -1"):
+    with raises_code("noise.part"):
         source.add_many_([torch.zeros(4)], [1.0], step=0, tensors=[3], part=-1)
-    with pytest.raises(NoiseError, match="not float64"):
+    with raises_code("noise.hardened-noise-gathered"):
         SecureNoise(hardened=True).add_many_([torch.zeros(4)], [1.0], step=0, rounded=False)
 
 

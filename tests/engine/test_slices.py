@@ -25,9 +25,9 @@ from oracle import (
 from torch import Tensor, nn
 
 from lamina import Batch, Engine, SeededNoise, route
-from lamina.errors import CoverageError
 from lamina.plan.slices import Slice
 from lamina.plan.step import StepPlan
+from refusals import raises_code
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
@@ -404,7 +404,7 @@ def test_a_tensor_that_no_class_may_move_gets_no_gradient_at_all() -> None:
 )
 def test_slices_of_another_model_are_refused(part: Slice) -> None:
     model = nn.Linear(4, 6)
-    with pytest.raises(CoverageError, match="'weight'"):
+    with raises_code("plan.slice-class-along"):
         Engine(model, plan_of(model, [[1.0]], slices=[part]))
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from lamina.ledger.errors import LedgerError
 from lamina.ledger.store.address import Address, is_url, without_password
+from refusals import raises_code
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_a_password_that_would_be_taken_apart(where: str) -> None:
     ],
 )
 def test_what_was_meant_as_an_address_is_not_repeated(where: str) -> None:
-    with pytest.raises(LedgerError, match="neither a path nor an address") as caught:
+    with raises_code("store.given-ledger-neither") as caught:
         is_url(where)
     assert "SECRET" not in str(caught.value)
 

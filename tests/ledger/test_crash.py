@@ -15,7 +15,7 @@ import postgres
 from lamina.ledger.errors import LedgerError
 from lamina.ledger.ledger import Ledger
 from lamina.ledger.records import Admitted
-from lamina.ledger.store.errors import StoreLost
+from refusals import raises_code
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.slow)])
@@ -107,7 +107,7 @@ def test_a_server_that_stays_away_is_a_clean_stop(server: postgres.Server) -> No
         ledger.append([admitted(1)])
         server.stop("immediate")
         try:
-            with pytest.raises(StoreLost, match="went away"):
+            with raises_code("store.server-went-away-start"):
                 ledger.append([admitted(2)])
         finally:
             server.start()

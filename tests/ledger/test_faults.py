@@ -21,6 +21,7 @@ from lamina.ledger.ledger import Ledger
 from lamina.ledger.retention import Retention
 from lamina.ledger.store.errors import Damaged, StoreError, StoreLost
 from lamina.ledger.store.sqlite import SqliteStore
+from refusals import raises_code
 
 LATER = START + 5000
 _faulty: list[disks.Faults] = []  # a VFS is registered once in a process
@@ -390,7 +391,7 @@ def test_what_somebody_else_appended_before_the_second_attempt_is_found(
 def test_a_full_disk_says_so(base: Path, disk: disks.Faults) -> None:
     ledger = opened(base, disk.name)
     disk.arm(1, stays=True, kind="full")
-    with pytest.raises(StoreError, match="no space left"):
+    with raises_code("store.no-space-left"):
         append(ledger)
     disk.disarm()
     append(ledger)

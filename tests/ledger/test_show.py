@@ -12,10 +12,10 @@ import pytest
 from build import HOUR, RUNS, YEAR, Story, build
 from making import LEDGER, START, epoch
 
-from lamina.ledger.errors import LedgerError
 from lamina.ledger.leaf import Leaf
 from lamina.ledger.records import WORDS, Account, Admitted, Epoch
 from lamina.ledger.show import KINDS, Filter, as_object, epsilon, in_words, remaining
+from refusals import raises_code
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_filters(story: Story) -> None:
     assert seqs(story, since=START + 3 * HOUR, until=START + 4 * HOUR) == [43, 44, 45, 46]
     assert seqs(story, first=50, stop=53) == [50, 51, 52]
     assert seqs(story, cls="nobody") == []
-    with pytest.raises(LedgerError, match="kinds are header, contribution"):
+    with raises_code("ledger.no-kind-record"):
         Filter(kinds=("epochs",))
 
 

@@ -38,6 +38,7 @@ from lamina.ledger.records import (
 )
 from lamina.ledger.store.errors import Pruned
 from lamina.ledger.trace import Trace, account_of, lost, trace
+from refusals import raises_code
 
 
 @pytest.fixture
@@ -227,7 +228,7 @@ def test_what_was_pruned_is_not_found(tmp_path: Path) -> None:
     story = build(str(tmp_path / "a.db"))
     with pytest.raises(Pruned):
         find(story.ledger, "34")
-    with pytest.raises(LedgerError, match="no contribution"):
+    with raises_code("ledger.no-contribution-ledger"):
         find(story.ledger, contribution(1, BOB).record.descriptor.hex())
 
 

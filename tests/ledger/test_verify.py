@@ -64,7 +64,6 @@ from lamina.ledger.check.keys import Keys
 from lamina.ledger.check.policy import PolicyInForce
 from lamina.ledger.check.problem import Bad
 from lamina.ledger.check.tallies import Tallies
-from lamina.ledger.errors import LedgerError
 from lamina.ledger.note import NoteKey
 from lamina.ledger.records import (
     Account,
@@ -84,6 +83,7 @@ from lamina.ledger.spend import Spending, due, signed_spend, whole
 from lamina.plan.injection import Form, Injection
 from lamina.plan.rules import FollowBudget, FollowEnergy
 from lamina.plan.step import StepPlan
+from refusals import raises_code
 
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
 
@@ -114,7 +114,7 @@ def test_the_answer_for_machines(tmp_path: Path) -> None:
     sql(str(tmp_path / "a.db"), "DELETE FROM leaf WHERE seq = 47")
     found = verify(tmp_path / "a.db").to_dict()
     assert (found["verified"], found["trusted"]) == (False, False)
-    assert found["problem"].keys() == {"index", "kind", "reason"}
+    assert found["problem"].keys() == {"index", "kind", "code", "reason"}
     assert found["problem"]["index"] == 47
 
 
@@ -141,7 +141,7 @@ def test_a_new_ledger(tmp_path: Path) -> None:
 
 
 def test_what_is_no_ledger(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="there is no ledger"):
+    with raises_code("store.no-ledger-give"):
         verify(tmp_path / "none.db")
     (tmp_path / "text.db").write_text("not a database, and long enough to be looked at" * 100)
     found = verify(tmp_path / "text.db")

@@ -22,6 +22,7 @@ from lamina.ledger.ledger import Ledger
 from lamina.ledger.records import Effect, Reason, Withdrawal
 from lamina.ledger.store.errors import StoreError
 from lamina.ledger.withdrawals import effect_of, reason_of, withdraw
+from refusals import raises_code
 
 
 @pytest.fixture
@@ -109,9 +110,9 @@ def test_nobody_to_withdraw(story: Story) -> None:
 def test_reasons_are_an_enumeration() -> None:
     assert reason_of("consent") is Reason.CONSENT
     assert effect_of("abandon") is Effect.ABANDON
-    with pytest.raises(LedgerError, match="request, consent, legal, data, key, expired, policy"):
+    with raises_code("ledger.no-reason-withdraw"):
         reason_of("because")
-    with pytest.raises(LedgerError, match="finish, abandon"):
+    with raises_code("ledger.no-effect-withdrawal"):
         effect_of("erase")
 
 
@@ -303,5 +304,5 @@ def test_two_processes_look_into_one_folder(where: str, folder: Path) -> None:
 
 
 def test_a_folder_that_is_not_there(story: Story, tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="there is no folder"):
+    with raises_code("ledger.no-folder"):
         Inbox(story.ledger, tmp_path / "nowhere")

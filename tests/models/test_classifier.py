@@ -11,8 +11,8 @@ from oracle import agree
 from torch import Tensor, nn
 
 from lamina import Batch, DepthProfile, Engine, LayerStack, Policy, make_plan
-from lamina.errors import PlanError
 from lamina.models import ClassifierLoss, ResidualClassifier
+from refusals import raises_code
 
 LOSS = ClassifierLoss(weight=2.0)
 
@@ -103,8 +103,8 @@ def test_a_restricted_class_leaves_the_autoencoder_alone() -> None:
 
 
 def test_lengths_that_cannot_be_halved_are_refused() -> None:
-    with pytest.raises(PlanError, match="samples 98") as caught:
+    with raises_code("models.samples-not-halved") as caught:
         ResidualClassifier(samples=98)
     assert "96" in caught.value.remedy
-    with pytest.raises(PlanError, match="samples 2"):
+    with raises_code("models.samples-not-halved"):
         ResidualClassifier(samples=2)

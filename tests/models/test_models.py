@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.errors import PlanError
 from lamina.models import MLPAutoencoder, ResidualAutoencoder, TransformerAutoencoder
+from refusals import raises_code
 
 MODELS = {
     "residual": (lambda: ResidualAutoencoder(12, (8, 16), groups=4), (12, 64)),
@@ -48,9 +48,9 @@ def test_the_code_is_smaller_than_the_signal(name: str) -> None:
 
 
 def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(PlanError, match="groups"):
+    with raises_code("models.widths-not-multiples"):
         ResidualAutoencoder(12, (10,), groups=4)
-    with pytest.raises(PlanError, match="kernel"):
+    with raises_code("models.kernel-even-odd"):
         ResidualAutoencoder(12, (8,), kernel=4)
-    with pytest.raises(PlanError, match="heads"):
+    with raises_code("models.layers-even-width"):
         TransformerAutoencoder(4, 4, width=10, heads=4)

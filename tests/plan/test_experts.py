@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lamina.errors import PlanError
 from lamina.plan import DepthProfile, LayerStack
 from lamina.plan.parts import Part, PartKind
+from refusals import raises_code
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -156,9 +156,9 @@ def test_what_peft_lays_around_stacked_experts_belongs_to_none() -> None:
         model = get_peft_model(mixtral(), LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]))  # type: ignore[arg-type]
     stack = LayerStack.from_model(model)  # type: ignore[arg-type]
     assert any("lora_A" in part.tensor for part in stack.parts)
-    with pytest.raises(PlanError, match="reaches no trainable layer"):
+    with raises_code("plan.profile-reaches-no-trainable"):
         DepthProfile.all().only(experts=[0]).reach(stack)
-    with pytest.raises(PlanError, match="reaches no trainable layer"):
+    with raises_code("plan.profile-reaches-no-trainable"):
         DepthProfile.all().only(experts=[0], others=True).reach(stack)
 
 
@@ -179,7 +179,7 @@ class Told(Stack):
 
 def test_a_model_may_declare_its_experts() -> None:
     model = nn.Sequential(Stack())
-    with pytest.raises(PlanError, match="asks for experts"):
+    with raises_code("plan.profile-asks-model"):
         DepthProfile.all().only(experts=[0]).reach(LayerStack.from_model(model))
     for stack in (
         LayerStack.from_model(model, experts={"0": 3}),
@@ -196,14 +196,14 @@ def test_a_model_may_declare_its_experts() -> None:
 @pytest.mark.parametrize(
     ("experts", "message"),
     [
-        ({"0": 4}, "no tensor of it has such an axis"),
-        ({"0": -1}, "declared as -1"),
-        ({"0": True}, "declared as True"),
-        ({"nothing": 3}, "'nothing', which means no module"),
+        ({"0": 4}, "plan.declared-hold-experts"),
+        ({"0": -1}, "plan.experts-declared"),
+        ({"0": True}, "plan.experts-declared"),
+        ({"nothing": 3}, "plan.declared-means-no"),
     ],
 )
 def test_a_wrong_declaration_is_refused(experts: Any, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with raises_code(message):
         LayerStack.from_model(nn.Sequential(Stack()), experts=experts)
 
 
@@ -221,7 +221,7 @@ def test_experts_that_are_not_understood_are_refused_where_they_matter() -> None
     assert [(entry.module, entry.why) for entry in stack.unread] == [
         ("0.experts", "its experts are not alike")
     ]
-    with pytest.raises(PlanError, match="'0.experts' that is not known: its experts are not alike"):
+    with raises_code("plan.profile-reaches-no"):
         DepthProfile.all().only(experts=[0], others=True).reach(stack)
     assert sum(DepthProfile.all().only(experts=[0]).resolve(stack)) == 2
     assert sum(
@@ -230,7 +230,7 @@ def test_experts_that_are_not_understood_are_refused_where_they_matter() -> None
         .resolve(LayerStack.from_model(uneven, experts={"0": 0}))
     ) == (8 + 2 + 2)
     strange = LayerStack.from_model(nn.Sequential(StrangeExperts(), Mixture()))
-    with pytest.raises(PlanError, match="how this StrangeExperts holds them is not known"):
+    with raises_code("plan.profile-reaches-no"):
         DepthProfile.all().only(experts=[0], others=True).reach(strange)
     wrong = Mixture()
     wrong.num_experts = 4  # type: ignore[assignment]
@@ -239,6 +239,6 @@ def test_experts_that_are_not_understood_are_refused_where_they_matter() -> None
 
 def test_numbers_that_are_not_there_are_refused() -> None:
     stack = LayerStack.from_model(mixtral())
-    with pytest.raises(PlanError, match="names number 3 of 'model.layers.0.mlp.experts', which has 3"):
+    with raises_code("plan.profile-names-number"):
         DepthProfile.all().only(experts=[3]).reach(stack)
     assert "experts: model.layers.0.mlp.experts 3, model.layers.1.mlp.experts 3" in str(stack)

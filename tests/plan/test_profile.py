@@ -14,6 +14,7 @@ from torch import nn
 from lamina.errors import PlanError
 from lamina.models.transformer import TransformerAutoencoder
 from lamina.plan import PROFILE_SCHEMA, DepthProfile, Kind, Layer, LayerStack
+from refusals import raises_code
 
 
 def stack_of(blocks: int) -> LayerStack:
@@ -72,9 +73,9 @@ def test_a_tied_layer_is_reached_only_if_all_its_uses_are_inside() -> None:
     assert reached(DepthProfile.top(0.5), stack) == [2]
     assert reached(DepthProfile.band(0, 0.5), stack) == [1]
     assert reached(DepthProfile.top(1), stack) == [0, 1, 2]
-    with pytest.raises(PlanError, match="reaches no trainable layer"):
+    with raises_code("plan.profile-reaches-no-trainable"):
         DepthProfile.top(0.25).resolve(stack)
-    with pytest.raises(PlanError, match="shares a tensor with layer '0'"):
+    with raises_code("plan.profile-names-shares"):
         DepthProfile.layers(["3"]).resolve(stack)
 
 
@@ -90,12 +91,12 @@ def test_freezing_moves_no_ones_depth() -> None:
     model[:2].requires_grad_(False)
     stack = LayerStack.from_model(model)
     assert [stack.layers[i].name for i in reached(DepthProfile.top(0.25), stack)] == ["3"]
-    with pytest.raises(PlanError, match="frozen"):
+    with raises_code("plan.profile-names-frozen"):
         DepthProfile.layers(["0"]).resolve(stack)
 
 
 def test_empty_is_refused_unless_allowed() -> None:
-    with pytest.raises(PlanError, match=r"'top 25 %' reaches no trainable layer of 3 blocks"):
+    with raises_code("plan.profile-reaches-no-trainable"):
         DepthProfile.top(0.25).resolve(stack_of(3))
     assert DepthProfile.top(0.25).resolve(stack_of(3), allow_empty=True) == (False, False, False)
 
@@ -103,71 +104,71 @@ def test_empty_is_refused_unless_allowed() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"top": 0}, "top is 0"),
-        ({"top": 1.5}, "top is 1.5"),
-        ({"top": 25}, "top is 25"),
-        ({"top": True}, "top is True"),
-        ({"top": "25%"}, "top is '25%'"),
-        ({"top": float("nan")}, "top is nan"),
-        ({"band": [0.5, 0.5]}, r"band is \[0.5, 0.5\]"),
-        ({"band": [0.5]}, "must be fractions"),
-        ({"band": [4, 7]}, "blocks = "),
-        ({"band": 0.5}, "must be a list"),
-        ({"blocks": [0.5, 1]}, "first and the last block"),
-        ({"layers": []}, "must hold names"),
-        ({"layers": [""]}, "must hold names"),
-        ({"layers": [True]}, "must hold names"),
+        ({"top": 0}, "plan.profile"),
+        ({"top": 1.5}, "plan.profile"),
+        ({"top": 25}, "plan.profile"),
+        ({"top": True}, "plan.profile-top-number"),
+        ({"top": "25%"}, "plan.profile-top-number"),
+        ({"top": float("nan")}, "plan.profile-top-number"),
+        ({"band": [0.5, 0.5]}, "plan.profile"),
+        ({"band": [0.5]}, "plan.profile-fractions-depth"),
+        ({"band": [4, 7]}, "plan.profile"),
+        ({"band": 0.5}, "plan.profile-list"),
+        ({"blocks": [0.5, 1]}, "plan.profile-blocks-first"),
+        ({"layers": []}, "plan.profile-layers-hold"),
+        ({"layers": [""]}, "plan.profile-layers-hold"),
+        ({"layers": [True]}, "plan.profile-layers-hold"),
         (
             {"head": [1]},
-            "has 'head', which is not a known kind; did you mean 'heads'.*all = true.*top.*band.*layers",
+            "plan.profile-not-known-kind-write",
         ),
-        ({"top": 0.25, "band": [0, 1]}, "has top and band: it is not a known kind, a profile has one place"),
-        ({"heads": []}, "heads is .., must be one number or more"),
-        ({"heads": 3}, "heads is 3, must be one number or more"),
-        ({"heads": "01"}, "heads is '01'"),
-        ({"heads": [-1]}, "heads holds -1, must be whole numbers counted from 0"),
-        ({"heads": [True]}, "heads holds True"),
-        ({"experts": [0.5]}, "experts holds 0.5"),
-        ({"heads": {}}, "must go from patterns to numbers"),
-        ({"heads": {"": [0]}}, "must go from patterns to numbers"),
-        ({"heads": {"*": [0], "a.*": [1]}}, "pattern '.' beside others"),
-        ({"others": True}, "others is True without heads or experts"),
-        ({"heads": [0], "others": 3}, "others is 3"),
-        ({"weights": 0.5}, "weights is 0.5, must be a table"),
-        ({"weights": {}}, "must be a table"),
-        ({"weights": {"a": 2}}, "weights has 2 for 'a', must be in .0, 1."),
-        ({"weights": {"a": float("nan")}}, "weights has nan for 'a'"),
-        ({"weights": {"a": "b"}}, "weights has 'b' for 'a'"),
-        ({"weights": {"": 0.5}}, "weights has the pattern ''"),
-        ({"adapter": ""}, "adapter has the name ''"),
-        ({"adapter": 3}, "adapter has the name 3"),
-        ({"adapter": {"config": "ab"}}, "adapter has the name None"),
-        ({"adapter": {"name": "a", "config": "ab"}}, "config 'ab', must be a SHA-256 in 64 hex digits"),
-        ({"adapter": {"name": "a", "scope": "line\nbreak"}}, "adapter has the scope"),
-        ({"adapter": {"name": "a", "scoop": "b"}}, "'scoop', which is not known; did you mean 'scope'"),
-        ({"all": False}, "all is False"),
-        ("top", "not a known kind"),
-        ({}, "not a known kind"),
+        ({"top": 0.25, "band": [0, 1]}, "plan.profile-not-known-kind"),
+        ({"heads": []}, "plan.profile-number-list"),
+        ({"heads": 3}, "plan.profile-number-list"),
+        ({"heads": "01"}, "plan.profile-number-list"),
+        ({"heads": [-1]}, "plan.profile-holds-whole"),
+        ({"heads": [True]}, "plan.profile-holds-whole"),
+        ({"experts": [0.5]}, "plan.profile-holds-whole"),
+        ({"heads": {}}, "plan.profile-go-patterns"),
+        ({"heads": {"": [0]}}, "plan.profile-go-patterns"),
+        ({"heads": {"*": [0], "a.*": [1]}}, "plan.profile-pattern-beside"),
+        ({"others": True}, "plan.profile-others"),
+        ({"heads": [0], "others": 3}, "plan.profile-others"),
+        ({"weights": 0.5}, "plan.profile-weights-table"),
+        ({"weights": {}}, "plan.profile-weights-table"),
+        ({"weights": {"a": 2}}, "plan.profile-weights"),
+        ({"weights": {"a": float("nan")}}, "plan.profile-weights"),
+        ({"weights": {"a": "b"}}, "plan.profile-weights"),
+        ({"weights": {"": 0.5}}, "plan.profile-weights-pattern"),
+        ({"adapter": ""}, "plan.profile-adapter-text"),
+        ({"adapter": 3}, "plan.profile-adapter-text"),
+        ({"adapter": {"config": "ab"}}, "plan.profile-adapter-text"),
+        ({"adapter": {"name": "a", "config": "ab"}}, "plan.profile-adapter-config"),
+        ({"adapter": {"name": "a", "scope": "line\nbreak"}}, "plan.profile-adapter-text"),
+        ({"adapter": {"name": "a", "scoop": "b"}}, "plan.profile-adapter-not"),
+        ({"all": False}, "plan.profile-true"),
+        ("top", "plan.profile-not-known"),
+        ({}, "plan.profile-not-known"),
     ],
 )
 def test_nonsense_is_refused(value: object, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with raises_code(message):
         DepthProfile.parse(value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("profile", "message"),
     [
-        (DepthProfile.blocks(2, 4), "blocks 0 to 3"),
-        (DepthProfile.blocks(3, 2), "blocks 0 to 3"),
-        (DepthProfile.blocks(-5, -1), "blocks 0 to 3"),
-        (DepthProfile.layers([4]), "layers 0 to 3"),
-        (DepthProfile.layers(["b.9"]), "did you mean"),
-        (DepthProfile.layers(["decoder"]), "does not have"),
+        (DepthProfile.blocks(2, 4), "plan.profile-out-range"),
+        (DepthProfile.blocks(3, 2), "plan.profile-out-range"),
+        (DepthProfile.blocks(-5, -1), "plan.profile-out-range"),
+        (DepthProfile.layers([4]), "plan.profile-names-layer-stack"),
+        (DepthProfile.layers(["b.9"]), "plan.profile-names-layer"),
+        (DepthProfile.layers(["decoder"]), "plan.profile-names-layer"),
     ],
 )
 def test_out_of_range_is_refused(profile: DepthProfile, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with raises_code(message):
         profile.resolve(stack_of(4))
 
 
@@ -209,14 +210,14 @@ def test_weights_are_factors_on_layers_that_are_reached() -> None:
 @pytest.mark.parametrize(
     ("profile", "message"),
     [
-        (DepthProfile.top(0.5).weighted({"b.0": 0.5}), "'b.0', of which the profile reaches nothing"),
-        (DepthProfile.all().weighted({"c.*": 0.5}), "'c.*', of which the profile reaches nothing"),
-        (DepthProfile.all().weighted({"b.*": 0.5, "b.1": 0.25}), "layer 'b.1' the factors 0.5 and 0.25"),
-        (DepthProfile.all().weighted({"b": 0.0}), "reaches no trainable layer"),
+        (DepthProfile.top(0.5).weighted({"b.0": 0.5}), "plan.profile-weights-name"),
+        (DepthProfile.all().weighted({"c.*": 0.5}), "plan.profile-weights-name"),
+        (DepthProfile.all().weighted({"b.*": 0.5, "b.1": 0.25}), "plan.profile-weights-give"),
+        (DepthProfile.all().weighted({"b": 0.0}), "plan.profile-reaches-no-trainable"),
     ],
 )
 def test_weights_that_mean_nothing_are_refused(profile: DepthProfile, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with raises_code(message):
         profile.reach(stack_of(4))
 
 
@@ -327,9 +328,9 @@ def test_the_text_says_what_it_says() -> None:
     ],
 )  # fmt: skip
 def test_another_text_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match="is no profile|is not the canonical text"):
+    with raises_code("plan.no-profile", "plan.not-canonical-text"):
         DepthProfile.from_text(text)
-    with pytest.raises(PlanError, match="text is a int"):
+    with raises_code("plan.profile-text"):
         DepthProfile.from_text(3)  # type: ignore[arg-type]
 
 

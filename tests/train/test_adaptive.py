@@ -20,11 +20,12 @@ from lamina.account import GaussianFilter, accountant
 from lamina.account.zcdp import classical_epsilon, epsilon_of_rho
 from lamina.allocate import LADP, Quantile
 from lamina.engine import Engine
-from lamina.errors import BudgetExceeded, LaminaError, RunError
+from lamina.errors import BudgetExceeded
 from lamina.plan import Choose, FollowBudget, FollowEnergy, FollowQuantile
 from lamina.train.book.charge import charges, follows_budget, in_units
 from lamina.train.corpus.sampler import Sampler
 from lamina.train.run import Run
+from refusals import raises_code
 
 LAMINAS: dict[str, Any] = {
     "shares": LADP(),
@@ -112,7 +113,7 @@ def test_a_choice_shows_in_epsilon() -> None:
 
 
 def test_caps_and_choices_do_not_go_together(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="whose draws are not counted"):
+    with raises_code("train.max-occurrences-given"):
         trainer(tmp_path / "run", plan=plan_of("choices"), max_occurrences={"clinical": 3})
     assert not (tmp_path / "run").exists()
 
@@ -325,7 +326,7 @@ def test_what_is_sure_without_amplification_is_the_least_noise(tmp_path: Path) -
 
 
 def test_filters_of_a_caller_do_not_go_with_it(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="follows its budget under a filter of its own"):
+    with raises_code("train.filters-given-noise"):
         trainer(tmp_path / "run", plan=plan_of("budget"), filters={"clinical": GaussianFilter(budget=5.0)})
 
 
@@ -382,6 +383,6 @@ def test_a_plan_with_rules_needs_no_trainer() -> None:
     assert engine.applied.clip != before
     for k in ("clinical", "sensitive"):
         assert engine.applied.sigma(k) >= plan.sigma(k)
-    with pytest.raises(LaminaError, match="all are taken"):
+    with raises_code("engine.plan-priced-steps"):
         engine.backward(None, lamina.Batch(torch.zeros(0, 6), torch.zeros(0, dtype=torch.long)))
     engine.detach()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from torch import nn
 
 from lamina.allocate import make_plan
-from lamina.errors import RunError
 from lamina.models.transformer import TransformerAutoencoder
 from lamina.plan import LayerStack, Policy, Slice, StepPlan
 from lamina.train.depth import NOT_COMPARED, check_depth
+from refusals import raises_code
 
 
 def policy(profile: dict[str, object]) -> Policy:
@@ -46,7 +45,7 @@ def test_thresholds_outside_of_the_profile_are_refused_whatever_the_words_say() 
     k = plan.index("few")
     deep = replace(plan, clip=tuple(row if i != k else (0.1,) * 4 for i, row in enumerate(plan.clip)))
     assert deep.classes[k].profile == plan.classes[k].profile
-    with pytest.raises(RunError, match=r"class 'few' moves '0.weight' in the plan, outside"):
+    with raises_code("train.class-moves-plan"):
         check_depth(model, under, deep)
 
 
@@ -55,14 +54,14 @@ def test_heads_outside_of_the_mask_are_refused() -> None:
     under = policy({"heads": [1]})
     plan = planned(model, under)
     assert plan.slices and check_depth(model, under, plan) is None
-    with pytest.raises(RunError, match=r"class 'few' moves .* outside of its profile"):
+    with raises_code("train.class-moves-plan"):
         check_depth(model, under, replace(plan, slices=()))
     part = next(part for part in plan.slices if part.ranges)
     wider = Slice(
         cls=part.cls, tensor=part.tensor, axis=part.axis, length=part.length, ranges=((0, part.length),)
     )
     others = tuple(each for each in plan.slices if each is not part)
-    with pytest.raises(RunError, match=f"moves '{part.tensor}'"):
+    with raises_code("train.class-moves-plan"):
         check_depth(model, under, replace(plan, slices=(*others, wider)))
 
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from test_trainer import _known_seeds, killed, same, weights
 
 from lamina.account import Event, accountant
-from lamina.errors import CorpusError
 from lamina.ledger.check.occurrences import Occurrences
 from lamina.ledger.records import Outcome, Segment
 from lamina.plan import StepPlan
@@ -25,6 +24,7 @@ from lamina.train.occurrences import events_due
 from lamina.train.store.history import History
 from lamina.train.store.journal import Journal
 from lamina.train.store.records import Close, GivenUp, Moved, Open, Start
+from refusals import raises_code
 
 known_seeds = _known_seeds  # for every run of this file, too
 
@@ -119,11 +119,9 @@ def test_occurrences_are_capped_by_the_plan(tmp_path: Path) -> None:
 
 def test_a_looser_cap_than_the_plan_is_priced_for_is_refused(tmp_path: Path) -> None:
     given = parts("capped")
-    with pytest.raises(
-        CorpusError, match="max_occurrences of class 'clinical' is 3, and the plan is priced for 2"
-    ):
+    with raises_code("corpus.max-occurrences-class"):
         problem.trainer(tmp_path / "a", **given, max_occurrences={"clinical": 3})
-    with pytest.raises(CorpusError, match="priced for 2"):
+    with raises_code("corpus.max-occurrences-class"):
         Sampler(given["corpus"], given["plan"], seed=bytes(32), max_occurrences={"sensitive": 9})
     strict = problem.trainer(tmp_path / "a", **given, max_occurrences={"clinical": 1, "open": 7})
     assert strict.max_occurrences == {"clinical": 1, "sensitive": 2, "open": 7}

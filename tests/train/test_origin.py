@@ -10,6 +10,7 @@ import pytest
 from lamina.errors import StorageError
 from lamina.train import origin as module
 from lamina.train.origin import origin_secret
+from refusals import raises_code
 
 
 def test_it_is_drawn_once_and_kept(tmp_path: Path) -> None:
@@ -33,7 +34,7 @@ def test_whoever_is_second_takes_the_first_ones(tmp_path: Path, monkeypatch: pyt
 
 def test_damage_is_refused(tmp_path: Path) -> None:
     (tmp_path / "origin.key").write_bytes(b"short")
-    with pytest.raises(StorageError, match="must have 32"):
+    with raises_code("train.bytes"):
         origin_secret(tmp_path)
     with pytest.raises(StorageError):
         origin_secret(tmp_path / "nowhere")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from rich.console import Console
 
-from lamina.errors import RunError
 from lamina.train.progress import Lines, Screen, Silent, screen
+from refusals import raises_code
 
 
 def terminal() -> tuple[Console, io.StringIO]:
@@ -56,5 +55,5 @@ def test_a_log_gets_some_twenty_lines_without_times() -> None:
 def test_the_right_one_is_chosen() -> None:
     assert type(screen(wanted=False, inside=False)) is Silent
     assert type(screen(wanted=True, inside=False)) is Lines  # tests have no terminal
-    with pytest.raises(RunError, match="not a terminal"):
+    with raises_code("train.inside-true-shows"):
         screen(wanted=True, inside=True)

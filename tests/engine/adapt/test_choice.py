@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from lamina.account import Event, RenyiFilter, accountant, choice_multiplier
 from lamina.engine import Batch, Engine, SecureNoise, SeededNoise
 from lamina.engine.adapt.choosing import OpenChoice, uniform
-from lamina.errors import BudgetExceeded, EngineError
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy
 from lamina.plan.step import StepPlan
+from refusals import raises_code
 
 Plans = Callable[..., StepPlan]
 SHAPES = ((0.8, 0.96, 1.152), (2.0, 1.0, 0.5), (0.3, 1.0, 4.0))
@@ -110,14 +110,14 @@ def test_the_step_waits_for_its_choice(
         for t in range(6):
             assert engine.choice_due == (t % 3 == 0)
             if engine.choice_due:
-                with pytest.raises(EngineError, match="engine.choose"):
+                with raises_code("engine.plan-chooses-shape"):
                     engine.backward(losses_of(model, batch), batch)
                 before, spent = engine.applied, engine.epsilon("all")
                 choose(engine, losses_of, batch_of(0) if t else batch)
                 assert not engine.choice_due and engine.epsilon("all") > spent
                 assert all(p.grad is None for p in model.parameters())
                 assert engine.applied is not before
-                with pytest.raises(EngineError, match="no choice is due"):
+                with raises_code("engine.no-choice-due"):
                     choose(engine, losses_of, batch)
             assert all(engine.applied.sigma(k) >= plan.sigma(k) for k in range(3))
             engine.backward(losses_of(model, batch), batch)
@@ -165,13 +165,13 @@ def test_a_choice_that_fails_stays_charged_and_is_not_repeated(
     batch = batch_of(6)
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
         first, *_ = batch.split(2)
-        with pytest.raises(EngineError, match="one loss per example|losses"):
+        with raises_code("engine.losses-carry-no"):
             engine.choose(torch.zeros(3), first)  # refused before it is charged
         assert engine.choice_due
         engine.choose(losses_of(model, first), first)
-        with pytest.raises(EngineError, match="has not yet"):
+        with raises_code("engine.plan-chooses-shape"):
             engine.backward(losses_of(model, batch), batch)  # it is not finished
-        with pytest.raises(EngineError, match="no choice is due"):
+        with raises_code("engine.no-choice-due"):
             engine.choose(losses_of(model, first), first)
         assert not engine.choice_due and engine.applied.noise == plan.noise
         engine.backward(losses_of(model, batch), batch)
@@ -191,7 +191,7 @@ def test_filters_are_asked_for_choices(
     poor = RenyiFilter.for_schedule((Event(sigma=plan.sigma(0), q=0.02, steps=3),), order=8.0)
     poor.charge(plan.sigma(0), 0.02, 3)
     with Engine(model, plan, noise=SeededNoise(0), filters={"all": poor}) as engine:
-        with pytest.raises(BudgetExceeded, match="the choice before step 1"):
+        with raises_code("engine.budget-class-not"):
             choose(engine, losses_of, batch_of())
         assert engine.choice_due and engine.epsilon("all") == 0.0
 

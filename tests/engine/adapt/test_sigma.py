@@ -17,9 +17,10 @@ from lamina.account.renyi import divergence
 from lamina.engine import Engine, SeededNoise
 from lamina.engine.adapt import Adaptation
 from lamina.engine.budget import Budget
-from lamina.errors import BudgetExceeded, EngineError, PlanError
+from lamina.errors import BudgetExceeded, EngineError
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile
 from lamina.plan.step import Clipping, StepPlan
+from refusals import raises_code
 
 LAYERS = 3
 ODD = [0.0, -1.0, math.nan, math.inf, -math.inf, 1e-300, 1e300, 1e40, 1e12, 1.0, 30.0, 1e-12]
@@ -263,7 +264,7 @@ def test_a_damaged_state_is_refused_with_what_is_wrong(
     plan_of: Any, kind: str, change: dict[str, Any], problem: str
 ) -> None:
     adaptation = Adaptation(made(plan_of, kind))
-    with pytest.raises(EngineError, match=f"state of the adaptation .*{problem}"):
+    with raises_code("engine.state-adaptation"):
         adaptation.load_state({**adaptation.to_state(), **change})
 
 
@@ -274,23 +275,23 @@ def test_a_budget_of_another_plan_is_refused(plan_of: Any) -> None:
     mine.load_state(good)
     others = [made(plan_of, "all", noise=(0.4, 0.5, 0.6)), made(plan_of, "all", steps=41)]
     for other in others:
-        with pytest.raises(PlanError, match="state of the budget has a filter .* with budget"):
+        with raises_code("engine.state-budget"):
             mine.load_state(Budget(other, {}).to_state())
     for what, value in (
         ("order", 9.0), ("order", 8), ("budget", 1e9), ("limit", 10**40), ("limit", 0), ("spent", -1),
         ("spent", 10**40), ("spent", 0.0), ("kind", "gaussian"), ("more", 1),
     ):  # fmt: skip
         filters = {**good["filters"], "all": {**good["filters"]["all"], what: value}}
-        with pytest.raises(PlanError, match="state of the budget"):
+        with raises_code("engine.state-budget"):
             mine.load_state({**good, "filters": filters})
     for key in good:
         for junk in [*JUNK, -1, 41, 10**40]:
             if (key, junk) == ("taken", 5) or (key == "choices" and junk in (0.0, [])):
                 continue
-            with pytest.raises(PlanError, match="state of the budget"):
+            with raises_code("engine.state-budget"):
                 mine.load_state({**good, key: junk})
     for junk in JUNK:
-        with pytest.raises(PlanError, match="state of the budget"):
+        with raises_code("engine.state-budget"):
             mine.load_state(junk)
     assert mine.to_state() == good
 
@@ -303,7 +304,7 @@ def test_no_choice_is_left_when_all_steps_are_taken(plan_of: Any) -> None:
         budget.charge_choice()
         budget.charge()
     assert plan.schedule(0)[1].steps == 3
-    with pytest.raises(BudgetExceeded, match="no choice is left"):
+    with raises_code("engine.plan-priced-steps-taken"):
         budget.charge_choice()
 
 
@@ -313,5 +314,5 @@ def test_a_candidate_that_no_step_can_take_is_refused_before_anything_is_paid(
 ) -> None:
     wild = Choose(epsilon=0.5, every=1, names=("a", "wild"), noise=((1.0, 1.0, 1.0), (1e-20, 1.0, 1e20)))
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1))
-    with pytest.raises(PlanError, match="candidate 'wild' of the plan's choice cannot be taken"):
+    with raises_code("engine.candidate-plan-choice"):
         Engine(model, plan_of(model, wild, clipping=form), noise=SeededNoise(0))

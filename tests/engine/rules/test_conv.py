@@ -10,7 +10,7 @@ from oracle import agree, plan_of
 from torch import Tensor, nn
 
 from lamina import Engine
-from lamina.errors import OwnershipError
+from refusals import raises_code
 
 N = 5
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -134,5 +134,5 @@ def test_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_input_without_batch_axis_is_refused() -> None:
     model = nn.Conv1d(4, 2, 3)
-    with Engine(model, plan_of(model)), pytest.raises(OwnershipError, match="no leading axis of examples"):
+    with Engine(model, plan_of(model)), raises_code("engine.got-input-shape"):
         model(torch.randn(4, 9))

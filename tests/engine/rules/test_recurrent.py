@@ -10,7 +10,7 @@ from oracle import agree, plan_of
 from torch import Tensor, nn
 
 from lamina import Engine
-from lamina.errors import UnsupportedLayer
+from refusals import raises_code
 
 N, T = 5, 4
 
@@ -92,7 +92,7 @@ def test_packed_sequences_are_refused() -> None:
             return self.body(packed)[1]
 
     model = Packed()
-    with Engine(model, plan_of(model)), pytest.raises(UnsupportedLayer, match="PackedSequence.*pad_sequence"):
+    with Engine(model, plan_of(model)), raises_code("engine.got-packedsequence-whose"):
         model(torch.randn(N, T, 3))
 
 

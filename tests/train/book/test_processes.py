@@ -25,10 +25,10 @@ from lamina.errors import BudgetExceeded
 from lamina.ledger.amounts import nano
 from lamina.ledger.ledger import Ledger
 from lamina.ledger.records import Outcome
-from lamina.ledger.store.errors import Damaged, StoreBusy, StoreError
 from lamina.ledger.store.sqlite import SqliteStore
 from lamina.plan import PlannedLayer
 from lamina.train.book import Book, charges
+from refusals import raises_code
 
 # Newer Pythons warn of forking beside threads; the children here touch SQLite and arithmetic only.
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -120,7 +120,7 @@ def test_a_disk_that_fills_up_within_a_booking_books_nothing(place: Path, what: 
         "charge": lambda: pay(book, 99, charges=much),
         "record": lambda: run.record(0),
     }
-    with pytest.raises(StoreError, match="no space.*free space"):
+    with raises_code("store.no-space-left"):
         bookings[what]()
     assert contents(book) == before
     db.pragma("max_page_count", 1_000_000)
@@ -154,7 +154,7 @@ def test_a_ledger_held_for_too_long_is_a_clear_refusal(path: Path) -> None:
     with Ledger(SqliteStore(path, patience=0.05), KEY) as ledger, open_book(path).ledger as other:
         book = Book(ledger)
         with other.store.write():
-            with pytest.raises(StoreBusy, match="another process holds the ledger"):
+            with raises_code("store.another-process-holds"):
                 pay(book, 99)
             assert steps_of(book) == 400  # readers are not in the way of one who writes
         assert book.next_generation(FIRST, 99) == 0
@@ -217,7 +217,7 @@ def test_a_hold_that_cannot_be_read_is_told_and_never_counted_as_nothing(place: 
         lambda: book.reserve(FIRST, charges=[CHARGE], bounds={}),
         lambda: book.accounts(),
     ):
-        with pytest.raises(Damaged, match="cannot be read.*restore"):
+        with raises_code("spend.run-holds-ledger"):
             use()
 
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lamina.allocate import make_plan
-from lamina.errors import CorpusError
 from lamina.plan import LayerStack, Policy, StepPlan
 from lamina.train.corpus import Corpus
 from lamina.train.corpus.keyed import keyed, put
 from lamina.train.corpus.text import Texts
+from refusals import raises_code
 
 X = np.arange(6.0)
 
@@ -137,7 +137,7 @@ def test_withdrawing() -> None:
     corpus = Corpus(X, unit=["p", "p", "q", "r", "r", "s"])
     assert (len(corpus), corpus.revision) == (4, 0)
     before = corpus.membership(b"k")
-    with pytest.raises(CorpusError, match="'x' is not in the corpus, so nobody was withdrawn"):
+    with raises_code("corpus.contribution-not-corpus"):
         corpus.withdraw("p", "x")
     assert (len(corpus), corpus.revision, corpus.membership(b"k")) == (4, 0, before)
     corpus.withdraw("p", "r")
@@ -238,139 +238,159 @@ def test_origin() -> None:
 
 
 REFUSED: list[tuple[str, Callable[[], Any], str, str]] = [
-    ("empty", lambda: Corpus(np.zeros((0, 3))), "no examples", "at least one"),
+    ("empty", lambda: Corpus(np.zeros((0, 3))), "corpus.corpus-no-examples", "at least one"),
     (
         "unit too short",
         lambda: Corpus(X, unit=[1, 2, 3, 4]),
-        "unit has 4 entries for 6 examples",
+        "corpus.unit-entries-examples",
         "every example",
     ),
     (
         "unit per contribution",
         lambda: Corpus(X, unit=["p", "q", "r"]),
-        "3 entries for 6",
+        "corpus.unit-entries-examples",
         r"np.repeat\(unit, 2\)",
     ),
-    ("unit as counts", lambda: Corpus(X, unit=[1, 2, 3]), "3 entries for 6", r"np.repeat\(np.arange"),
-    ("unit two-dimensional", lambda: Corpus(X, unit=np.zeros((6, 1))), r"unit has shape \(6, 1\)", "flat"),
-    ("unit as text", lambda: Corpus(X, unit="patient"), "unit is 'patient'", "sequence"),
+    (
+        "unit as counts",
+        lambda: Corpus(X, unit=[1, 2, 3]),
+        "corpus.unit-entries-examples",
+        r"np.repeat\(np.arange",
+    ),
+    ("unit two-dimensional", lambda: Corpus(X, unit=np.zeros((6, 1))), "corpus.shape", "flat"),
+    ("unit as text", lambda: Corpus(X, unit="patient"), "corpus.give-sequence-per", "sequence"),
     (
         "unit missing",
         lambda: Corpus(X, unit=[1.0, np.nan, 1, 1, 1, 1]),
-        "missing at position 1",
+        "corpus.missing-position",
         "every example",
     ),
     (
         "unit missing in an array",
         lambda: Corpus(X, unit=np.array([1, 1, 1, 1, 1, np.nan])),
-        "position 5",
+        "corpus.missing-position",
         "every",
     ),
-    ("unit None", lambda: Corpus(X, unit=["a", "a", None, "a", "a", "a"]), "position 2", "every example"),
-    ("unit of tensors", lambda: Corpus(X, unit=list(torch.zeros(6))), "list of tensors", "torch.stack"),
-    ("unit of lists", lambda: Corpus(X, unit=[[1]] * 6), "cannot be compared", "numbers or text"),
+    (
+        "unit None",
+        lambda: Corpus(X, unit=["a", "a", None, "a", "a", "a"]),
+        "corpus.missing-position",
+        "every example",
+    ),
+    ("unit of tensors", lambda: Corpus(X, unit=list(torch.zeros(6))), "corpus.list-tensors", "torch.stack"),
+    ("unit of lists", lambda: Corpus(X, unit=[[1]] * 6), "corpus.unit-values-not", "numbers or text"),
     (
         "two units, one name",
         lambda: Corpus(X[:2], unit=[1, "1"]),
-        "id '1' names two contributions",
+        "corpus.id-names-two",
         "its own id",
     ),
-    ("ids twice", lambda: Corpus(X[:2], ids=["p", "p"]), "id 'p' names two contributions", "unit=ids"),
-    ("empty id", lambda: Corpus(X[:2], ids=["p", ""]), "contribution 1 has an empty id", "a name"),
+    ("ids twice", lambda: Corpus(X[:2], ids=["p", "p"]), "corpus.id-names-two", "unit=ids"),
+    ("empty id", lambda: Corpus(X[:2], ids=["p", ""]), "corpus.contribution-empty-id", "a name"),
     (
         "ids too few",
         lambda: Corpus(X, ids=["p", "q"]),
-        "2 entries for 6 contributions and 6 examples",
+        "corpus.entries-contributions-examples",
         "dict",
     ),
     (
         "subject twice",
         lambda: Corpus(X[:3], ids=["p", "q", "r"], subject=["s", "t", "s"]),
-        "'p' and 'r' have the same subject tag: one person in two contributions",
+        "corpus.contributions-same-subject",
         "subject as unit=",
     ),
-    ("subject empty", lambda: Corpus(X[:2], subject=["s", ""]), "'1' has an empty subject tag", "or none"),
+    (
+        "subject empty",
+        lambda: Corpus(X[:2], subject=["s", ""]),
+        "corpus.contribution-empty-subject",
+        "or none",
+    ),
     (
         "classes disagree",
         lambda: Corpus(X, unit=[7, 3, 7, 5, 3, 7], cls=["b", "a", "b", "b", "b", "b"]),
-        "cls of contribution '3' is 'a' for one example and 'b' for another",
+        "corpus.contribution-example-another",
         "one cls",
     ),
     (
         "classes disagree in an array",
         lambda: Corpus(X, unit=["z", "z", "a", "a", "z", "z"], cls=np.array(["b", "b", "a", "a", "b", "c"])),
-        "cls of contribution 'z' is 'b' for one example and 'c' for another",
+        "corpus.contribution-example-another",
         "one cls",
     ),
     (
         "class missing",
         lambda: Corpus(X[:2], cls={0: "a"}),
-        "no entry for contribution 1",
+        "corpus.no-entry-contribution",
         "every contribution",
     ),
-    ("class of a stranger", lambda: Corpus(X[:1], cls={0: "a", 9: "a"}), "entry for 9", "leave it out"),
-    ("class numbers", lambda: Corpus(X[:2], cls=[0, 1]), "names a class 0", "text"),
-    ("no class name", lambda: Corpus(X, cls=""), "names a class ''", "text"),
+    (
+        "class of a stranger",
+        lambda: Corpus(X[:1], cls={0: "a", 9: "a"}),
+        "corpus.entry-no-examples",
+        "leave it out",
+    ),
+    ("class numbers", lambda: Corpus(X[:2], cls=[0, 1]), "corpus.cls-names-class", "text"),
+    ("no class name", lambda: Corpus(X, cls=""), "corpus.cls-names-class", "text"),
     (
         "whose class",
         lambda: Corpus(X, unit=[2, 2, 1, 1, 3, 3], cls=["a", "b", "a"]),
-        "not clear which is whose",
+        "corpus.entry-per-contribution",
         "dict from unit",
     ),
     (
         "classes, none given",
         lambda: Corpus(X, policy=policy_of(a={}, b={})),
-        "classes a, b, and cls",
+        "corpus.policy-classes-cls",
         "give cls=",
     ),
     (
         "class not in policy",
         lambda: Corpus(X, cls="z", policy=policy_of(a={})),
-        "policy does not have",
+        "corpus.corpus-class-not",
         "class.z",
     ),
-    ("policy path", lambda: Corpus(X, policy="policy.toml"), "policy is a str", "Policy.load"),  # type: ignore[arg-type]
+    ("policy path", lambda: Corpus(X, policy="policy.toml"), "corpus.policy", "Policy.load"),  # type: ignore[arg-type]
     (
         "two origins",
         lambda: Corpus(X, origin="x", policy=policy_of(a={})),
-        "policy says 'ward-7'",
+        "corpus.origin-policy-says",
         "leave origin",
     ),
-    ("empty origin", lambda: Corpus(X, origin=""), "origin is empty", "leave it out"),
+    ("empty origin", lambda: Corpus(X, origin=""), "corpus.origin-empty", "leave it out"),
     (
         "no windows",
         lambda: Corpus(X, examples_per_unit=0),
-        "is 0, must be a whole number >= 1",
+        "corpus.examples-per-unit",
         "leave it out",
     ),
-    ("half a window", lambda: Corpus(X, examples_per_unit=0.5), "is 0.5", "leave it out"),  # type: ignore[arg-type]
-    ("a true window", lambda: Corpus(X, examples_per_unit=True), "is True", "leave it out"),
-    ("unknown members", lambda: Corpus(X).members("z"), "'z' is not in the corpus", "classes are data"),
+    ("half a window", lambda: Corpus(X, examples_per_unit=0.5), "corpus.examples-per-unit", "leave it out"),  # type: ignore[arg-type]
+    ("a true window", lambda: Corpus(X, examples_per_unit=True), "corpus.examples-per-unit", "leave it out"),
+    ("unknown members", lambda: Corpus(X).members("z"), "corpus.class-not-corpus", "classes are data"),
     (
         "class not in plan",
         lambda: Corpus(X, cls="z").check(plan_of(a={})),
-        "'z', which the plan",
+        "corpus.corpus-class-not",
         "classes are a:",
     ),
     (
         "which class",
         lambda: Corpus(X).check(plan_of(a={}, b={})),
-        "does not say who is of which",
+        "corpus.classes-corpus-not",
         "give cls=",
     ),
     (
         "too many members",
         lambda: Corpus(np.zeros(11)).check(plan_of(a={})),
-        "class 'a' has 11 contributions, above its declared population of 10",
+        "corpus.class-contributions-above",
         "raise population",
     ),
-    ("plan of another kind", lambda: Corpus(X).check("plan"), "plan is a str", "make_plan"),  # type: ignore[arg-type]
+    ("plan of another kind", lambda: Corpus(X).check("plan"), "corpus.plan", "make_plan"),  # type: ignore[arg-type]
 ]
 
 
 @pytest.mark.parametrize(("what", "attempt", "problem", "remedy"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_refusals_teach(what: str, attempt: Callable[[], Any], problem: str, remedy: str) -> None:
-    with pytest.raises(CorpusError, match=problem) as refusal:
+    with raises_code(problem) as refusal:
         attempt()
     assert re.search(remedy, refusal.value.remedy)
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from lamina import Corpus, Engine
 from lamina.engine.noise import SeededNoise
-from lamina.errors import CorpusError
 from lamina.plan import Choose, Clipping, PlannedClass, PlannedLayer, StepPlan
 from lamina.train.corpus.sampler import Sampler
+from refusals import raises_code
 
 KEY = bytes(range(32))
 
@@ -55,18 +55,18 @@ def test_by_contribution_by_unit_or_by_id() -> None:
 
 @pytest.mark.parametrize("wrong", [0.0, -0.5, 1.5, math.nan])
 def test_what_is_no_scale_is_refused_by_name(wrong: float) -> None:
-    with pytest.raises(CorpusError, match=r"contribution '2' is|scale is missing"):
+    with raises_code("corpus.contribution-lie", "corpus.missing-position"):
         corpus(scale=[1.0, 1.0, wrong, 1.0])
 
 
 def test_other_mistakes() -> None:
-    with pytest.raises(CorpusError, match="not made of numbers"):
+    with raises_code("corpus.not-made-numbers"):
         corpus(scale=["a", "b", "c", "d"])
-    with pytest.raises(CorpusError, match="ceiling of contribution '1' is 0"):
+    with raises_code("corpus.contribution-lie"):
         corpus(ceiling=[1.0, 0.0, 1.0, 1.0])
-    with pytest.raises(CorpusError, match="3 entries for 4 contributions"):
+    with raises_code("corpus.entries-contributions-examples"):
         corpus(scale=[1.0, 1.0, 1.0])
-    with pytest.raises(CorpusError, match="0.5 for one example and 1.0 for another"):
+    with raises_code("corpus.contribution-example-another"):
         corpus(scale=[0.5, 1.0, 1.0, 1.0, 1.0, 1.0])
 
 
@@ -138,5 +138,5 @@ def test_a_scaled_contribution_moves_the_step_by_less() -> None:
 def test_the_printed_clamp_bounds_nobody() -> None:
     printed = plan(clipping=Clipping.ELEMENTWISE, allocation="printed-ladp", batch=1.0, claimed=(1.0,))
     corpus().check(printed)
-    with pytest.raises(CorpusError, match="bounds nobody"):
+    with raises_code("corpus.contributions-scale-ceiling"):
         corpus(scale=[0.5] * 4).check(printed)

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from lamina.errors import CorpusError
 from lamina.train.corpus.arrays import ArraySource
 from lamina.train.corpus.dataset import DatasetSource
 from lamina.train.corpus.source import Source, source_of
+from refusals import raises_code
 
 ROWS = np.array([4, 0, 4, 2])
 NONE = np.array([], dtype=np.int64)
@@ -125,7 +125,7 @@ def test_dtype_asked_for() -> None:
     assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
     x, y = source_of(np.ones(6), np.ones(6), dtype=torch.int64).fetch(ROWS)
     assert (x.dtype, y.dtype) == (torch.int64, torch.float32)
-    with pytest.raises(CorpusError, match="give a torch dtype"):
+    with raises_code("corpus.dtype"):
         source_of(np.ones(6), dtype=np.float64)  # type: ignore[arg-type]
 
 
@@ -173,7 +173,7 @@ def test_form_counts() -> None:
 def test_another_key_is_another_digest() -> None:
     source = source_of(np.zeros(3))
     assert len({source.digest(key) for key in (b"", b"a", b"b", bytes(32), bytes(64))}) == 5
-    with pytest.raises(CorpusError, match="65 bytes, at most 64"):
+    with raises_code("corpus.key-digest-bytes"):
         source.digest(bytes(65))
 
 
@@ -274,14 +274,14 @@ def test_what_fails_in_a_batch_is_told_without_saying_where() -> None:
         return torch.zeros(2)
 
     source = source_of(Items(fails))
-    with pytest.raises(CorpusError, match="failed with KeyError") as refusal:
+    with raises_code("corpus.dataset-failed-example") as refusal:
         source.fetch(ROWS)
     assert "4" not in str(refusal.value) and refusal.value.__cause__ is None
     assert refusal.value.__suppress_context__
     ragged = source_of(Items(lambda i: torch.zeros(2 + i // 4)))
-    with pytest.raises(CorpusError, match="failed with CorpusError"):
+    with raises_code("corpus.dataset-failed-example"):
         ragged.fetch(ROWS)
-    with pytest.raises(CorpusError, match=r"example 4 of the Dataset has x \(3,\)"):
+    with raises_code("corpus.example-dataset-example"):
         ragged.digest(b"k")
 
 
@@ -297,59 +297,89 @@ REFUSED: list[tuple[str, Callable[[], Any], str, str]] = [
     (
         "a DataLoader",
         lambda: source_of(DataLoader(TensorDataset(torch.zeros(4, 1)))),
-        "shuffles and cuts fixed batches: that is not Poisson sampling",
+        "corpus.dataloader-shuffles-cuts",
         r"pass the dataset itself: Corpus\(loader.dataset\)",
     ),
-    ("an iterable Dataset", lambda: source_of(Endless()), "read in order", "map-style Dataset"),
-    ("a generator", lambda: source_of(i for i in range(3)), "read in order", "arrays"),
-    ("lengths", lambda: source_of(np.zeros(4), np.zeros(3)), "x has 4 examples, y has 3", "as many labels"),
+    ("an iterable Dataset", lambda: source_of(Endless()), "corpus.read-order-poisson", "map-style Dataset"),
+    ("a generator", lambda: source_of(i for i in range(3)), "corpus.read-order-poisson", "arrays"),
+    ("lengths", lambda: source_of(np.zeros(4), np.zeros(3)), "corpus.examples", "as many labels"),
     (
         "part lengths",
         lambda: source_of((np.zeros(4), np.zeros(5))),
-        r"x\[0\] has 4 examples, x\[1\] has 5",
+        "corpus.examples",
         "first axis",
     ),
     (
         "text labels",
         lambda: source_of(np.zeros(2), ["a", "b"]),
-        "y holds text",
+        "corpus.holds-text-loss",
         r"numpy.unique\(y, return_inverse=True\)",
     ),
     (
         "text labels of pandas",
         lambda: source_of(np.zeros(2), np.array(["a", "b"], object)),
-        "y holds text",
+        "corpus.holds-text-loss",
         "numpy.unique",
     ),
-    ("text", lambda: source_of({"a": ["u", "v"]}), r"x\['a'\] holds text", "public table"),
-    ("objects", lambda: source_of(np.array([{}, {}])), "dtype object", "np.stack"),
-    ("records", lambda: source_of(np.zeros(2, dtype=[("a", "f4")])), "Python objects or records", "np.stack"),
-    ("dates", lambda: source_of(np.array(["2020-01-01"], "datetime64[D]")), "holds dates", "astype"),
-    ("ragged lists", lambda: source_of([[1.0], [1.0, 2.0]]), "differ in length", "pad every example"),
-    ("list of tensors", lambda: source_of([torch.zeros(2)]), "list of tensors", "torch.stack"),
-    ("sparse", lambda: source_of(torch.zeros(2, 2).to_sparse()), "sparse", "to_dense"),
-    ("one number", lambda: source_of(torch.tensor(1.0)), "single number", "first axis"),
-    ("unnamed keys", lambda: source_of({0: np.zeros(2)}), "key 0", "text"),
-    ("nothing", lambda: source_of(()), "x has no arrays", "give an array"),
-    ("a path", lambda: source_of("data.csv"), "x is a str, not data", "Corpus.of_csv"),
-    ("another path", lambda: source_of(Path("data.npz")), "not data", "Corpus.of_npz"),
-    ("a function", lambda: source_of(len), "cannot be taken from it by number", "torch Dataset"),
+    ("text", lambda: source_of({"a": ["u", "v"]}), "corpus.holds-text-model", "public table"),
+    ("objects", lambda: source_of(np.array([{}, {}])), "corpus.dtype-python-objects", "np.stack"),
+    (
+        "records",
+        lambda: source_of(np.zeros(2, dtype=[("a", "f4")])),
+        "corpus.dtype-python-objects",
+        "np.stack",
+    ),
+    ("dates", lambda: source_of(np.array(["2020-01-01"], "datetime64[D]")), "corpus.holds-dates", "astype"),
+    (
+        "ragged lists",
+        lambda: source_of([[1.0], [1.0, 2.0]]),
+        "corpus.rows-differ-length",
+        "pad every example",
+    ),
+    (
+        "corpus.list-tensors-stack",
+        lambda: source_of([torch.zeros(2)]),
+        "corpus.list-tensors-stack",
+        "torch.stack",
+    ),
+    (
+        "corpus.sparse-quantised-tensor",
+        lambda: source_of(torch.zeros(2, 2).to_sparse()),
+        "corpus.sparse-quantised-tensor",
+        "to_dense",
+    ),
+    ("one number", lambda: source_of(torch.tensor(1.0)), "corpus.single-number", "first axis"),
+    ("unnamed keys", lambda: source_of({0: np.zeros(2)}), "corpus.key", "text"),
+    ("nothing", lambda: source_of(()), "corpus.no-arrays", "give an array"),
+    ("a path", lambda: source_of("data.csv"), "corpus.not-data", "Corpus.of_csv"),
+    ("another path", lambda: source_of(Path("data.npz")), "corpus.not-data", "Corpus.of_npz"),
+    ("a function", lambda: source_of(len), "corpus.examples-not-taken", "torch Dataset"),
     (
         "y beside a Dataset",
         lambda: source_of(Items(float), np.zeros(6)),
-        "y is given beside a Items",
+        "corpus.given-beside",
         r"\(x, y\)",
     ),
-    ("y beside a Source", lambda: source_of(source_of(np.zeros(2)), np.zeros(2)), "beside a Source", "fetch"),
-    ("triples", lambda: source_of(Items(lambda i: (1.0, 2.0, 3.0))), "has 3 parts", r"\(\(a, b\), y\)"),
-    ("text items", lambda: source_of(Items(lambda i: (1.0, "a"))), "y of the Dataset", "numpy.unique"),
-    ("object items", lambda: source_of(Items(lambda i: object())), "cannot be stacked", "one shape"),
+    (
+        "y beside a Source",
+        lambda: source_of(source_of(np.zeros(2)), np.zeros(2)),
+        "corpus.dtype-given-beside",
+        "fetch",
+    ),
+    (
+        "triples",
+        lambda: source_of(Items(lambda i: (1.0, 2.0, 3.0))),
+        "corpus.item-dataset-parts",
+        r"\(\(a, b\), y\)",
+    ),
+    ("text items", lambda: source_of(Items(lambda i: (1.0, "a"))), "corpus.dataset-made-not", "numpy.unique"),
+    ("object items", lambda: source_of(Items(lambda i: object())), "corpus.items-dataset-not", "one shape"),
 ]
 
 
 @pytest.mark.parametrize(("what", "attempt", "problem", "remedy"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_refusals_teach(what: str, attempt: Callable[[], Any], problem: str, remedy: str) -> None:
-    with pytest.raises(CorpusError, match=problem) as refusal:
+    with raises_code(problem) as refusal:
         attempt()
     assert re.search(remedy, refusal.value.remedy)
 

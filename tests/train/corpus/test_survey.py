@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from lamina.errors import AdmissionError, CorpusError
 from lamina.train.corpus import look as looking
 from lamina.train.corpus import shares
 from lamina.train.corpus.committed import Given
@@ -22,6 +21,7 @@ from lamina.train.corpus.leaves import settle
 from lamina.train.corpus.look import Look
 from lamina.train.corpus.payloads import Files, name_of
 from lamina.train.corpus.survey import tolerant
+from refusals import raises_code
 
 
 def npz(**arrays: Any) -> bytes:
@@ -105,7 +105,7 @@ def test_as_many_of_two_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     payloads = Given(["a", "b", "c", "d"], [usual(1), other, other, usual(1)])
     monkeypatch.setattr(shares, "LEAST", 1)
     for processes in (1, 2, 4):
-        with pytest.raises(CorpusError, match=r"have x \(3,\).*, and as many have x \(4,\)"):
+        with raises_code("corpus.contributions-many"):
             surveyed(payloads, processes)
 
 
@@ -127,7 +127,7 @@ def test_a_process_that_is_killed_is_told_and_nothing_is_taken_for_granted(
     monkeypatch.setattr(Deadly, "ours", os.getpid())
     monkeypatch.setattr(shares, "LEAST", 1)
     assert surveyed(payloads)[1] == {}
-    with pytest.raises(AdmissionError, match=r"was ended \(code -9\); nothing was admitted"):
+    with raises_code("corpus.process-looks-payloads"):
         surveyed(payloads, 3)
     assert not multiprocessing.active_children()
 
@@ -179,8 +179,9 @@ def test_one_payload_in_each_folder(tmp_path: Path) -> None:
     (tmp_path / "other").symlink_to(tmp_path / "link")
     payloads = Files(tmp_path, ["none", "two", "folder", "absent", "link", "other"])
     for row, what in enumerate(["no payload", "two payloads", "no payload", "no payload"]):
-        with pytest.raises(CorpusError, match=f"has {what}"):
+        with raises_code("corpus.put-payload-npz") as refusal:
             payloads.path(row)
+        assert what in refusal.value.problem
     assert surveyed(payloads)[0][0] == [4, 5]
 
 

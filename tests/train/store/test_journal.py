@@ -26,6 +26,7 @@ from lamina.train.book.charge import Charge
 from lamina.train.store import frame
 from lamina.train.store.journal import Journal
 from lamina.train.store.records import Close, Done, GivenUp, Moved, Open, Record, Start, from_body, to_body
+from refusals import raises_code
 
 RUN, SALT = "0123456789abcdef" * 2, bytes(range(32))
 
@@ -143,7 +144,7 @@ def test_an_attempt_that_was_given_up_loses_its_seed_for_good(tmp_path: Path, ch
         assert seen.pending is None and not seen.closed(first)
         assert seen.void(first) is not charged
     for record in (close(first), given_up(first), given_up(second)):
-        with pytest.raises(RunError, match="no such open segment"):
+        with raises_code("train.segment-generation-no"):
             journal.append(record)
     journal.append(second)
     assert Journal.load(journal.path).pending == second
@@ -184,7 +185,7 @@ def test_a_run_may_go_back_to_earlier_segments(tmp_path: Path) -> None:
         journal.append(opened(segment, generation))
         journal.append(close(opened(segment, generation)))
     for segment, generation in [(0, 1), (1, 2), (3, 0)]:
-        with pytest.raises(RunError, match="generation"):
+        with raises_code("train.open-segment-generation"):
             journal.append(opened(segment, generation))
     assert Journal.load(journal.path).records == journal.records
 
@@ -266,7 +267,7 @@ def test_a_half_erased_seed_is_erased_and_a_damaged_one_is_told(tmp_path: Path, 
         assert Journal.load(path).pending is None
         assert path.read_bytes()[at : at + 40] == bytes(40)
     else:
-        with pytest.raises(StorageError, match=f"byte {at}.*seed"):
+        with raises_code("train.journal-damaged-byte"):
             Journal.load(path)
         path.write_bytes(data.replace(data[at : at + 40], bytes(40)))
         assert Journal.load(path).pending == dataclasses.replace(first, seed=b"")
@@ -275,7 +276,7 @@ def test_a_half_erased_seed_is_erased_and_a_damaged_one_is_told(tmp_path: Path, 
 def test_a_seed_that_cannot_be_erased_is_told_and_the_record_stands(tmp_path: Path) -> None:
     path, first = tmp_path / "journal", opened(0)
     journal = make(path, first)
-    with failing("fsync", errno.EIO, nth=3), pytest.raises(StorageError, match="seed") as caught:
+    with failing("fsync", errno.EIO, nth=3), raises_code("train.storage-error") as caught:
         journal.append(close(first))
     assert first.seed.hex() not in refusal(caught.value, path)
     assert journal.closed(first) and Journal.load(path).closed(first)
@@ -316,7 +317,7 @@ def test_cut_anywhere_the_whole_records_are_there_and_it_goes_on(tmp_path: Path)
     for length in range(len(data)):
         put(path, data[:length])
         if length < ends[0]:
-            with pytest.raises(StorageError, match="Start"):
+            with raises_code("train.journal-damaged-byte"):
                 Journal.load(path)
             continue
         whole = sum(end <= length for end in ends)
@@ -348,7 +349,7 @@ def test_bytes_that_nobody_wrote_are_refused(tmp_path_factory: pytest.TempPathFa
     for start in (b"", b"LMJ1", b"LMJ1\x01\x00\x00\x00\x10"):
         for end in (b"", frame.MARK):
             put(path, start + data + end)
-            with pytest.raises(StorageError, match="byte"):
+            with raises_code("train.journal-damaged-byte"):
                 Journal.load(path)
 
 
@@ -364,7 +365,7 @@ def test_frames_cannot_be_lost_doubled_or_exchanged(tmp_path: Path) -> None:
     parts = [data[a:b] for a, b in itertools.pairwise(ends)]
     for order in ([0, 2, 3, 4], [0, 1, 3], [0, 1, 1, 2], [0, 2, 1, 3, 4], [1, 2, 3], [0, 0, 1]):
         path.write_bytes(b"".join(parts[i] for i in order))
-        with pytest.raises(StorageError, match="byte"):
+        with raises_code("train.journal-damaged-byte"):
             Journal.load(path)
 
 
@@ -380,20 +381,20 @@ def seal(path: Path, kind: int, body: bytes, *, version: bytes = b"1") -> None:
 
 def test_a_record_of_a_later_version_is_told(tmp_path: Path) -> None:
     for kind, body, version, words in [
-        (4, cbor.encode({"place": 1}), b"2", "format"),
-        (9, cbor.encode({"place": 1}), b"1", "kind 9"),
-        (4, cbor.encode({"place": 1, "why": "x"}), b"1", "fields"),
-        (4, cbor.encode({"place": -1}), b"1", "place"),
-        (4, cbor.encode([1]), b"1", "fields"),
-        (4, b"\xff", b"1", "CBOR"),
-        (1, to_body(Start(run=RUN, salt=SALT, place=1))[1], b"1", "Start"),
-        (3, to_body(close(opened(4)))[1], b"1", "Close"),
+        (4, cbor.encode({"train.journal-damaged-byte": 1}), b"2", "train.journal-damaged-byte"),
+        (9, cbor.encode({"train.journal-damaged-byte": 1}), b"1", "train.journal-damaged-byte"),
+        (4, cbor.encode({"train.journal-damaged-byte": 1, "why": "x"}), b"1", "train.journal-damaged-byte"),
+        (4, cbor.encode({"train.journal-damaged-byte": -1}), b"1", "train.journal-damaged-byte"),
+        (4, cbor.encode([1]), b"1", "train.journal-damaged-byte"),
+        (4, b"\xff", b"1", "train.journal-damaged-byte"),
+        (1, to_body(Start(run=RUN, salt=SALT, place=1))[1], b"1", "train.journal-damaged-byte"),
+        (3, to_body(close(opened(4)))[1], b"1", "train.journal-damaged-byte"),
     ]:
         path = tmp_path / "journal"
         path.unlink(missing_ok=True)
         size = make(path).path.stat().st_size
         seal(path, kind, body, version=version)
-        with pytest.raises(StorageError, match=words) as caught:
+        with raises_code(words) as caught:
             Journal.load(path)
         assert f"byte {size}" in refusal(caught.value, path)
 
@@ -521,9 +522,9 @@ def test_a_failed_append_leaves_the_journal_as_it_was(
 def test_a_journal_that_cannot_be_brought_back_takes_no_more(tmp_path: Path) -> None:
     path, first = tmp_path / "journal", opened(0)
     journal = make(path, first)
-    with failing("fsync", errno.EIO, nth=2, forever=True), pytest.raises(StorageError, match="read again"):
+    with failing("fsync", errno.EIO, nth=2, forever=True), raises_code("train.storage-error"):
         journal.append(close(first))
-    with pytest.raises(StorageError, match="unknown state"):
+    with raises_code("train.journal-unknown-state"):
         journal.append(close(first))
     read = Journal.load(path)
     assert bare(read.records)[:2] == bare(journal.records)
@@ -572,7 +573,7 @@ def test_a_journal_is_never_made_over_another(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     make(path, opened(0))
     data = path.read_bytes()
-    with pytest.raises(StorageError, match="exists") as caught:
+    with raises_code("train.storage-error") as caught:
         Journal.create(path, run=RUN, salt=SALT)
     refusal(caught.value, path)
     assert path.read_bytes() == data and os.listdir(tmp_path) == ["journal"]
@@ -583,14 +584,14 @@ def test_what_somebody_else_wrote_meanwhile_is_not_cut(tmp_path: Path) -> None:
     mine = make(path, opened(0))
     Journal.load(path).append(close(opened(0)))
     data = path.read_bytes()
-    with pytest.raises(StorageError, match="somebody else") as caught:
+    with raises_code("train.journal-replaced-written") as caught:
         mine.append(opened(0, 1))
     refusal(caught.value, path)
     assert path.read_bytes() == data
     shutil.copy(path, tmp_path / "copy")
     theirs = Journal.load(path)
     os.replace(tmp_path / "copy", path)
-    with pytest.raises(StorageError, match="replaced"):
+    with raises_code("train.journal-replaced-written"):
         theirs.append(opened(1))
 
 

@@ -14,6 +14,7 @@ from forked import as_nobody, child_that, failing, in_child, kill, refusal
 
 from lamina.errors import RunInUse, StorageError
 from lamina.train.store.lease import Lease
+from refusals import raises_code
 
 
 def attempt(folder: Path) -> str:
@@ -36,7 +37,7 @@ def test_the_second_process_is_refused_and_told_who_has_it(tmp_path: Path) -> No
 
 
 def test_the_same_process_is_refused_too(tmp_path: Path) -> None:
-    with Lease.take(tmp_path), pytest.raises(RunInUse, match="this process"):
+    with Lease.take(tmp_path), raises_code("train.run-use"):
         Lease.take(tmp_path)
     Lease.take(tmp_path).release()
     lease = Lease.take(tmp_path)
@@ -105,7 +106,7 @@ def test_a_program_that_was_started_does_not_keep_it(tmp_path: Path) -> None:
 def test_a_lease_whose_file_was_removed_is_noticed(tmp_path: Path) -> None:
     with Lease.take(tmp_path) as lease:
         os.unlink(tmp_path / "lease")
-        with pytest.raises(RunInUse, match="no longer held"):
+        with raises_code("train.lease-no-longer"):
             lease.check()
         with Lease.take(tmp_path), pytest.raises(RunInUse):
             lease.check()
@@ -136,7 +137,7 @@ def test_what_the_disk_refuses(tmp_path: Path) -> None:
         refusal(caught.value, tmp_path / "lease")
         assert set(os.listdir("/proc/self/fd")) == before
     no_locks = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-    with mock.patch("fcntl.flock", side_effect=no_locks), pytest.raises(StorageError, match="local disk"):
+    with mock.patch("fcntl.flock", side_effect=no_locks), raises_code("train.file-system-no"):
         Lease.take(tmp_path)
     assert attempt(tmp_path) == "taken"
 

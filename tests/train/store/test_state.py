@@ -20,9 +20,10 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
 from lamina import cbor
-from lamina.errors import LaminaError, RunError, StorageError
+from lamina.errors import LaminaError, StorageError
 from lamina.train.store.checkpoint import Checkpoints, Snapshot
 from lamina.train.store.state import flatten, unflatten
+from refusals import raises_code
 
 
 def identical(one: Any, two: Any) -> bool:
@@ -298,24 +299,24 @@ class Pair(NamedTuple):
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_its_path(wrong: Any, kind: str) -> None:
-    with pytest.raises(RunError, match="part/groups/1/odd") as caught:
+    with raises_code("train.type-checkpoint-not") as caught:
         flatten("part", {"groups": [0, {"odd": wrong}]})
     assert kind in caught.value.problem and caught.value.remedy
 
 
 def test_keys_depth_and_prefix_are_checked() -> None:
-    with pytest.raises(RunError, match="a key of part/a"):
+    with raises_code("train.type-checkpoint-not"):
         flatten("part", {"a": {(1, 2): 3}})
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(RunError, match="nested"):
+    with raises_code("train.nested-deeper"):
         flatten("part", endless)
     deep: Any = 1
     for _ in range(64):
         deep = [deep]
     assert identical(round_trip(deep), deep)
     for prefix in ("", "a/b"):
-        with pytest.raises(RunError, match="prefix"):
+        with raises_code("train.prefix-word-without"):
             flatten(prefix, {})
 
 
@@ -332,7 +333,7 @@ def test_keys_depth_and_prefix_are_checked() -> None:
     ],
 )  # fmt: skip
 def test_a_plain_form_that_nobody_wrote_is_refused(plain: Any) -> None:
-    with pytest.raises(StorageError, match="part") as caught:
+    with raises_code("train.state-checkpoint-holds") as caught:
         unflatten("part", {"part": torch.ones(1)}, plain)
     assert caught.value.remedy
 
@@ -360,5 +361,5 @@ def test_depth_is_bounded_when_reading_too() -> None:
     plain: Any = 1
     for _ in range(sys.getrecursionlimit() * 2):
         plain = ["l", plain]
-    with pytest.raises(StorageError, match="nested"):
+    with raises_code("train.state-checkpoint-holds"):
         unflatten("part", {}, plain)
