@@ -20,14 +20,17 @@ from typing import Any
 
 import torch
 
-from lamina.allocate import make_plan
 from lamina.allocate.ladp import LADP
+from lamina.allocate.make_plan import make_plan
 from lamina.allocate.problem import Allocate
-from lamina.bench.timing import interleave
-from lamina.bench.workloads import Workload, workload
-from lamina.engine import Batch, Engine
-from lamina.engine.adapt import Adaptation
-from lamina.plan import LayerStack, Policy, StepPlan
+from lamina.bench.step_cost import interleave
+from lamina.bench.workloads import Workload, find_workload
+from lamina.engine.adaptive import Adaptation
+from lamina.engine.batch import Batch
+from lamina.engine.engine import Engine
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import StepPlan
 
 GOAL = 1.03
 POLICIES: dict[str, Allocate] = {
@@ -50,7 +53,7 @@ def steps_of(load: Workload, allocate: str | Allocate) -> dict[str, Step]:
     plan = plan_for(load, LayerStack.from_model(model), allocate)
     bare, adaptation = replace(plan, rules=(), accountant="rdp"), Adaptation(plan)
     engine = Engine(model, plan)
-    engine.budget.lent = True  # a filter would stop a run that never ends
+    engine.budget.filters_asked_elsewhere = True  # a filter would stop a run that never ends
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x, y = load.example()
     batch = Batch(x, y)
@@ -76,7 +79,7 @@ def choice_of(load: Workload) -> dict[str, Step]:
     batch = Batch(x, y)
 
     def choose() -> None:
-        engine.budget.go_to(engine.budget.taken + 1)  # as if a step had followed the last one
+        engine.budget.set_taken(engine.budget.taken + 1)  # as if a step had followed the last one
         engine.choose(load.losses(model(batch.x), batch.y), batch)
 
     def step() -> None:
@@ -103,7 +106,7 @@ def main() -> int:
     options.add_argument("--budget", type=float, default=240.0, help="seconds, for all of it")
     options.add_argument("--out", type=Path, default=None)
     given = options.parse_args()
-    load = workload(given.workload)
+    load = find_workload(given.workload)
     each = given.budget / (len(POLICIES) + 2)
     policies: dict[str, str | Allocate] = {**POLICIES, "quantile": "quantile"}
     found = {name: measured(steps_of(load, how), given.rounds, each) for name, how in policies.items()}

@@ -33,16 +33,13 @@ from typing import Any
 
 import numpy as np
 
-from lamina.admit.attestation import Attestation, attest, to_be_signed, token_id
-from lamina.admit.descriptor import Descriptor
-from lamina.admit.examine import _Case
-from lamina.admit.gate import Gate
-from lamina.admit.key import PrivateKey
-from lamina.admit.keyring import KeyRing
-from lamina.admit.parts import Parts
-from lamina.admit.rows import Rows
-from lamina.admit.source import Contribution, FolderContributions
-from lamina.admit.terms import Terms
+from lamina.admit.attestation import Attestation, Descriptor, attest, sig_structure, token_id
+from lamina.admit.checks import SigningTerms, _Examination
+from lamina.admit.contribution_sources import Contribution, FolderContributions
+from lamina.admit.gate import AdmissionGate, ContributionChunks
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.keys import PrivateKey
+from lamina.admit.verdicts import AdmittedRows
 from lamina.plan.policy import Policy
 
 NOW = 1_800_000_000
@@ -57,11 +54,9 @@ class Mint:
         classes = {"clinical": {"population": 10**7, "epsilon": 1.0, "profile": {"top": 0.25}}}
         corpus = {"origin": "example.org/benchmark", "delta": 1e-8}
         self.policy = Policy.from_dict({"corpus": corpus, "class": classes})
-        terms = Terms.make(self.policy, "clinical", not_before=NOW - 60, expires=NOW + 10**7)
+        terms = SigningTerms.make(self.policy, "clinical", not_before=NOW - 60, expires=NOW + 10**7)
         self._nonce, self._commitment = os.urandom(16), os.urandom(32)
-        made = terms.descriptor(
-            contributor=self.key.public.id, nonce=self._nonce, commitment=self._commitment, items=1
-        )
+        made = terms.descriptor(contributor=self.key.public.id, nonce=self._nonce, commitment=self._commitment, items=1)
         signed = attest(made, self.key, issued_at=NOW)
         self._descriptor, self._attestation = made.encode(), signed
         self._protected = Attestation.decode(signed).protected
@@ -74,15 +69,15 @@ class Mint:
         old = hashlib.sha256(self._descriptor).hexdigest().encode()
         protected = self._protected.replace(token_id(self._nonce), token_id(nonce))
         protected = protected.replace(old, digest.hex().encode())
-        signature = self.key.sign(to_be_signed(protected, digest))
+        signature = self.key.sign(sig_structure(protected, digest))
         attestation = self._attestation.replace(self._protected, protected)[:-64] + signature
         return Contribution(f"patient-{number:09d}", descriptor, attestation, payload)
 
     def many(self, count: int) -> Iterator[Contribution]:
         return map(self.one, range(count))
 
-    def gate(self, processes: int = 1) -> Gate:
-        return Gate(self.policy, self.keys, clock=lambda: NOW, processes=processes)
+    def gate(self, processes: int = 1) -> AdmissionGate:
+        return AdmissionGate(self.policy, self.keys, clock=lambda: NOW, processes=processes)
 
     def reviewer(self, processes: int) -> Callable[[Any], Any]:
         return self.gate(processes).review
@@ -186,16 +181,16 @@ def steps(mint: Mint, folder: FolderContributions, rounds: int) -> dict[str, Any
             yield
             taken[name] += time.process_time() - start  # type: ignore[assignment]
 
-        rows = Rows()
+        rows = AdmittedRows()
         with timed("list the folder"):
-            parts = Parts(folder)
+            parts = ContributionChunks(folder)
         for part in parts:
             with timed("open and read descriptor, attestation"):
-                cases = [_Case(given) for given in parts.held(part)]
+                cases = [_Examination(given) for given in parts.held(part)]
             for name, step in (
                 ("parse, look up the key", examiner._read),
                 ("signature", examiner._verify),
-                ("policy, open and hash the payload", examiner._weigh),
+                ("policy, open and hash the payload", examiner._check_content),
             ):
                 with timed(name):
                     for case in cases:

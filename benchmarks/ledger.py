@@ -27,17 +27,16 @@ from typing import Any
 
 import apsw
 
-from lamina.admit.key import PrivateKey
-from lamina.ledger.frontier import Frontier
-from lamina.ledger.hashing import leaf_hashes
-from lamina.ledger.leaf import decode, encode
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.records import Admitted, Floors, Header, Key, Preset, Record, Role, Terms
+from lamina.admit.keys import PrivateKey
+from lamina.ledger.governance_records import Header, Key, LedgerFloors, Preset, Role
+from lamina.ledger.merkle import Frontier, leaf_hashes
+from lamina.ledger.records import ContributionRecord, ContributionTerms, Record, decode_leaf, encode_leaf
 from lamina.ledger.retention import Retention
+from lamina.ledger.writer import Ledger
 
 ORIGIN = "benchmark.example/ledger"
 START = 1_800_000_000
-TERMS = Terms("clinical", "ecg", 1_000_000, 4_310_000, "top 0.25")
+TERMS = ContributionTerms("clinical", "ecg", 1_000_000, 4_310_000, "top 0.25")
 BLOCK = 10  # batches of one store before the next has its turn
 
 
@@ -77,7 +76,7 @@ def made(count: int) -> list[Record]:
     for _ in range(count):
         some = os.urandom(96)
         found.append(
-            Admitted(
+            ContributionRecord(
                 descriptor=some[:32],
                 attestation=some[32:64],
                 key=some[64:],
@@ -95,10 +94,8 @@ def header(key: PrivateKey) -> Header:
         accountant="pld",
         version="benchmark",
         delta=1e-5,
-        floors=Floors(),
-        presets=(
-            Preset(cls="clinical", clip_norm=1_000_000, noise_multiplier=1_000_000, profile="top 0.25"),
-        ),
+        floors=LedgerFloors(),
+        presets=(Preset(cls="clinical", clip_norm=1_000_000, noise_multiplier=1_000_000, profile="top 0.25"),),
         policy=bytes(32),
         retention=100,
         keys=(Key(name=ORIGIN, x=key.public.x, role=Role.LEDGER),),
@@ -109,7 +106,7 @@ def disk_floor(path: Path) -> Callable[[list[Record]], object]:
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
 
     def append(records: list[Record]) -> None:
-        os.write(file, b"".join(encode(record, 70_000, START, 1) for record in records))
+        os.write(file, b"".join(encode_leaf(record, 70_000, START, 1) for record in records))
         os.fsync(file)
 
     return append
@@ -125,7 +122,7 @@ def rows_floor(path: Path) -> Callable[[list[Record]], object]:
     def append(records: list[Record]) -> None:
         nonlocal at
         with db:
-            rows = [(at + n, 2, encode(record, at + n, START, 1)) for n, record in enumerate(records)]
+            rows = [(at + n, 2, encode_leaf(record, at + n, START, 1)) for n, record in enumerate(records)]
             db.executemany("INSERT INTO leaf VALUES (?, ?, ?)", rows)
         at += len(records)
 
@@ -148,8 +145,8 @@ def reading(ledger: Ledger) -> dict[str, float]:
     found["consistency_ms"] = (time.perf_counter() - began) / len(places) * 1e3
     found["proof_hashes"] = len(ledger.prove(places[0], size))
     began, frontier, part = time.perf_counter(), Frontier(), []
-    for _, data in ledger.raws():
-        decode(data)
+    for _, data in ledger.raw_leaves():
+        decode_leaf(data)
         part.append(data)
         if len(part) == 4096:
             frontier.extend(leaf_hashes(part))

@@ -23,20 +23,23 @@ from typing import Any
 
 import torch
 
-from lamina.cli.demo import folder as folders
-from lamina.cli.demo.hospitals import contribute
-from lamina.cli.demo.parts import untrained
-from lamina.cli.demo.patients import Patients
-from lamina.cli.demo.sizes import FULL
-from lamina.cli.demo.training import plan_of, privately
-from lamina.ledger.opening import Contract, open_or_create
-from lamina.plan import Policy
-from lamina.train import Gate
-from lamina.train.book import Book
-from lamina.train.members import Members
+from lamina.corpus.admitted import Gate
+from lamina.demo import hospitals as folders
+from lamina.demo.hospitals import write_contributions
+from lamina.demo.patients import FULL_SIZES, DemoPatients
+from lamina.demo.training import make_demo_plan, train_privately, untrained_model
+from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.plan.policy import Policy
+from lamina.spend.spend_ledger import SpendLedger
+from lamina.train.membership import LedgerMembership
 
-SEGMENTS = ((Members, "freeze"), (Members, "abandons"), (Book, "charge"), (Book, "record"))
-ONCE = ((Members, "enrol"), (Book, "reserve"), (Book, "finish"))
+SEGMENTS = (
+    (LedgerMembership, "freeze"),
+    (LedgerMembership, "abandons"),
+    (SpendLedger, "charge"),
+    (SpendLedger, "record"),
+)
+ONCE = ((LedgerMembership, "enrol"), (SpendLedger, "reserve"), (SpendLedger, "finish"))
 
 
 class Clock:
@@ -68,15 +71,13 @@ class Clock:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    patients = Patients.simulated(FULL, lambda _: None)
-    policy = Policy.parse(folders.policy_text(FULL))
+    patients = DemoPatients.simulated(FULL_SIZES, lambda _: None)
+    policy = Policy.parse(folders.policy_text(FULL_SIZES))
     clock = Clock()
     for owner, name in SEGMENTS:
         clock.watch(owner, name, "segments")
@@ -84,17 +85,17 @@ def main() -> None:
         clock.watch(owner, name, "begin")
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as made:
-        ring = contribute(Path(made) / "contributions", patients, policy, FULL, lambda _: None)
-        model = untrained()
-        plan = plan_of(model, policy, FULL)
+        ring = write_contributions(Path(made) / "contributions", patients, policy, FULL_SIZES, lambda _: None)
+        model = untrained_model()
+        plan = make_demo_plan(model, policy, FULL_SIZES)
         for number in range(asked.rounds):
             clock.spent.clear()
             place = Path(made) / str(number)
             place.mkdir()
-            ledger = open_or_create(place / "ledger.db", Contract.of_policy(policy))
+            ledger = open_or_create(place / "ledger.db", CorpusTerms.of_policy(policy))
             corpus = Gate(policy, ring).admit(Path(made) / "contributions", ledger, examples_per_unit=1)
             began = time.perf_counter()
-            outcome = privately(untrained(), patients.test, corpus, plan, place, ledger)
+            outcome = train_privately(untrained_model(), patients.test, corpus, plan, place, ledger)
             seconds = time.perf_counter() - began
             ledger.close()
             part = clock.total("segments")

@@ -22,11 +22,13 @@ from typing import Any
 
 import torch
 
-from lamina.allocate import make_plan
-from lamina.bench.timing import interleave
-from lamina.bench.workloads import Workload, workload
-from lamina.engine import Batch, Engine
-from lamina.plan import LayerStack, Policy
+from lamina.allocate.make_plan import make_plan
+from lamina.bench.step_cost import interleave
+from lamina.bench.workloads import Workload, find_workload
+from lamina.engine.batch import Batch
+from lamina.engine.engine import Engine
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
 
 GOALS = {"mixed": 1.05, "batch": 1.0, "plan": 1.0, "heads": 1.0}
 ONE_HEAD = {"all": True, "heads": [0], "others": True}
@@ -72,10 +74,7 @@ def measured(load: Workload, clipping: str, rounds: int, budget: float) -> dict[
         {variant: step_of(load, variant, clipping) for variant in PROFILES}, rounds=rounds, budget=budget
     )
     return {
-        variant: {
-            **times.ratio(variant, "open").as_json(),
-            "milliseconds": round(1000 * times.median(variant), 3),
-        }
+        variant: {**times.ratio(variant, "open").as_json(), "milliseconds": round(1000 * times.median(variant), 3)}
         for variant in PROFILES
     }
 
@@ -87,7 +86,7 @@ def main() -> int:
     options.add_argument("--budget", type=float, default=400.0, help="seconds, for all of it")
     options.add_argument("--out", type=Path, default=None)
     given = options.parse_args()
-    loads = [workload(name) for name in given.workload or ("tfae", "bert1k")]
+    loads = [find_workload(name) for name in given.workload or ("tfae", "bert1k")]
     cases = [(load, clipping) for load in loads for clipping in ("box", "joint")]
     each = given.budget / len(cases)
     found = {f"{load.name} {form}": measured(load, form, given.rounds, each) for load, form in cases}

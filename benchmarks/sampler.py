@@ -26,10 +26,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from lamina.allocate import make_plan
-from lamina.plan import LayerStack, Policy, StepPlan
-from lamina.train.corpus import Corpus
-from lamina.train.corpus.sampler import Sampler
+from lamina.allocate.make_plan import make_plan
+from lamina.corpus.corpus import Corpus
+from lamina.corpus.sampler import Sampler
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import StepPlan
 
 
 def material(count: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lamina import Corpus, Engine, LayerStack, Policy, StepPlan, Trainer, make_plan
-from lamina.models import ResidualAutoencoder
+from lamina.models.autoencoders import ResidualAutoencoder
 
 POLICY = """
 [corpus]
@@ -60,9 +60,7 @@ def trained(corpus: Corpus, plan: StepPlan, folder: Path, segment: int | None) -
     """Seconds of the run, and the size of a checkpoint in units of model and optimiser."""
     model, optimizer = made()
     began = time.perf_counter()
-    Trainer(
-        model, optimizer, loss, corpus, plan, folder=folder / "run", segment=segment, progress=False
-    ).fit()
+    Trainer(model, optimizer, loss, corpus, plan, folder=folder / "run", segment=segment, progress=False).fit()
     seconds = time.perf_counter() - began
     state = [*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())]
     held = sum(t.numel() * t.element_size() for t in state if isinstance(t, Tensor))

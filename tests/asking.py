@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lamina.cli import main
+from lamina.cli.app import main
 
 Result = tuple[int, str, str]  # exit code, standard output, standard error
 

@@ -29,9 +29,7 @@ def binaries() -> Path | None:
     """The folder with initdb and pg_ctl; the newest, where a distribution keeps several."""
     found = shutil.which("initdb")
     folders = [Path(found).resolve().parent] if found else []
-    folders += sorted(
-        Path("/usr/lib/postgresql").glob("*/bin"), key=lambda each: int(each.parent.name), reverse=True
-    )
+    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda each: int(each.parent.name), reverse=True)
     return next((each for each in folders if (each / "initdb").exists() and (each / "pg_ctl").exists()), None)
 
 
@@ -53,9 +51,7 @@ class Server:
             account = pwd.getpwnam(user)
             os.chown(self._folder, account.pw_uid, account.pw_gid)
             self._as = ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups"]
-        self._run(
-            "initdb", "-D", self._data, "-U", "lamina", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"
-        )
+        self._run("initdb", "-D", self._data, "-U", "lamina", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
         with (self._data / "postgresql.conf").open("a") as file:
             file.writelines(f"{name} = {value}\n" for name, value in _SETTINGS.items())
             file.write(f"unix_socket_directories = '{self._folder}'\n")
@@ -76,12 +72,7 @@ class Server:
     def _run(self, program: str, *arguments: str | Path) -> None:
         command: Sequence[str] = [*self._as, str(self._bin / program), *map(str, arguments)]
         done = subprocess.run(
-            command,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=120,
+            command, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120
         )
         if done.returncode:
             raise RuntimeError(f"{program} failed: {done.stdout.decode(errors='replace')[-2000:]}")

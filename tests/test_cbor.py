@@ -19,9 +19,7 @@ OPEN = {"floats": True, "null": True, "tags": (18,)}  # everything that can be a
 
 integers = st.integers(-(2**64), 2**64 - 1)
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
-scalars = st.one_of(
-    integers, texts, st.binary(max_size=12), st.booleans(), st.none(), st.floats(allow_nan=False)
-)
+scalars = st.one_of(integers, texts, st.binary(max_size=12), st.booleans(), st.none(), st.floats(allow_nan=False))
 keys = st.one_of(integers, texts)
 values = st.recursive(
     scalars,
@@ -247,20 +245,7 @@ def test_what_a_schema_forbids() -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        2**64,
-        -(2**64) - 1,
-        {True: 1},
-        {1.0: 1},
-        {b"x": 1},
-        {(1,): 1},
-        {None: 1},
-        {1, 2},
-        object(),
-        1j,
-        "\ud800",
-    ],
+    "value", [2**64, -(2**64) - 1, {True: 1}, {1.0: 1}, {b"x": 1}, {(1,): 1}, {None: 1}, {1, 2}, object(), 1j, "\ud800"]
 )
 def test_values_without_an_encoding(value: Any) -> None:
     with pytest.raises(EncodingError):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lamina
-from lamina.cli import main
+from lamina.cli.app import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,9 +50,7 @@ def test_fifteen_lines_and_a_table_make_a_private_model(
 def test_the_lines_with_a_policy_train_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "policy.toml").write_text(block("toml"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    model = nn.Sequential(
-        nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)
-    )
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
     before = {name: p.clone() for name, p in model.named_parameters()}
     names = {
         "lamina": lamina,

@@ -101,11 +101,7 @@ class Column:
         """Mean figures of the grid points on the stand-in, those that did not diverge."""
         held: dict[tuple[float, float], list[float]] = {}
         for row in self.store.tuning.get(policy, []):
-            if (
-                row["figure"] is not None
-                and row["clip"] in self.task.clips
-                and row["rate"] in self.task.rates
-            ):
+            if row["figure"] is not None and row["clip"] in self.task.clips and row["rate"] in self.task.rates:
                 held.setdefault((row["clip"], row["rate"]), []).append(self.task.scale * row["figure"])
         return [fmean(found) for found in held.values()]
 

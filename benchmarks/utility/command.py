@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from lamina import LayerStack
-from lamina.allocate import PrintedLADP, PrintedLSAB
-from lamina.sensitivity import Measure
+from lamina.allocate.paper import PaperLADP, PaperLSAB
+from lamina.sensitivity.measure import Measure
 
 from .data import Split
 from .policies import ENTRIES, Entry, planned
@@ -31,8 +31,8 @@ from .tasks import DELTA, TASKS, Task
 from .tuning import once, tune
 
 PRINTED = (
-    Entry(name="printed-lsab", what="eq. 16 as printed", allocate=lambda t: PrintedLSAB()),
-    Entry(name="printed-ladp", what="algorithm 1 as printed", allocate=lambda t: PrintedLADP()),
+    Entry(name="printed-lsab", what="eq. 16 as printed", allocate=lambda t: PaperLSAB()),
+    Entry(name="printed-ladp", what="algorithm 1 as printed", allocate=lambda t: PaperLADP()),
 )
 
 
@@ -101,16 +101,12 @@ def _saved(measure: Measure, sizes: list[int]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "report"))
     parser.add_argument("--task", action="append", choices=tuple(TASKS), help="default: all")
     parser.add_argument("--policy", action="append", choices=tuple(ENTRIES), help="default: all")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--again", action="store_true", help="forget what was measured of these policies before"
-    )
+    parser.add_argument("--again", action="store_true", help="forget what was measured of these policies before")
     parser.add_argument(
         "--cache",
         type=Path,
@@ -121,9 +117,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if chosen.what == "run":
         for name in chosen.task or TASKS:
-            measure_task(
-                TASKS[name], chosen.policy or list(ENTRIES), chosen.seeds, chosen.cache, chosen.again
-            )
+            measure_task(TASKS[name], chosen.policy or list(ENTRIES), chosen.seeds, chosen.cache, chosen.again)
     else:
         text = report()
         (RESULTS / "utility.md").write_text(text, encoding="utf-8")

@@ -20,7 +20,7 @@ from scipy import ndimage
 from scipy.signal import find_peaks
 from torch import Tensor
 
-from lamina.data import ECGSimulator
+from lamina.data.ecg_simulator import ECGSimulator
 
 Array = NDArray[np.float64]
 
@@ -54,18 +54,14 @@ class Split:
 def _part(x: Array, y: Array, unit: NDArray[np.int64] | None = None) -> Part:
     """One contribution per row unless `unit` names them, by any integers."""
     owner = np.arange(len(x)) if unit is None else np.unique(unit, return_inverse=True)[1]
-    return Part(
-        x=torch.tensor(x, dtype=torch.float32), y=torch.tensor(y), unit=torch.tensor(owner, dtype=torch.long)
-    )
+    return Part(x=torch.tensor(x, dtype=torch.float32), y=torch.tensor(y), unit=torch.tensor(owner, dtype=torch.long))
 
 
 def _folder() -> Path:
     try:
         return Path(os.environ["LAMINA_DATA"])
     except KeyError:
-        raise SystemExit(
-            "LAMINA_DATA is not set: name the folder that holds mnist/ and ptbxl_slice/"
-        ) from None
+        raise SystemExit("LAMINA_DATA is not set: name the folder that holds mnist/ and ptbxl_slice/") from None
 
 
 # ------------------------------------------------------------------------------------------------------- digits
@@ -77,9 +73,7 @@ def mnist() -> Split:
 
     def part(name: str) -> Part:
         folder = _folder() / "mnist"
-        pixels = np.frombuffer(
-            gzip.decompress((folder / f"{name}-images-idx3-ubyte.gz").read_bytes()), np.uint8
-        )
+        pixels = np.frombuffer(gzip.decompress((folder / f"{name}-images-idx3-ubyte.gz").read_bytes()), np.uint8)
         labels = np.frombuffer((folder / f"{name}-labels-idx1-ubyte").read_bytes(), np.uint8)
         return _part(pixels[16:].reshape(-1, 784) / 255.0, labels[8:].astype(np.int64))
 
@@ -183,9 +177,7 @@ def simulated(cache_folder: Path, *, train: int = 1_100, test: int = 500) -> Spl
     with np.load(path, allow_pickle=False) as arrays:
         beats, y = arrays["beats"][:, :, 8:88], (arrays["label"] > 0).astype(np.float64)
     beats = beats - np.median(beats, axis=2, keepdims=True)
-    return Split(
-        train=_part(_scaled(beats[:train]), y[:train]), test=_part(_scaled(beats[train:]), y[train:])
-    )
+    return Split(train=_part(_scaled(beats[:train]), y[:train]), test=_part(_scaled(beats[train:]), y[train:]))
 
 
 def _scaled(beats: Array) -> Array:

@@ -9,10 +9,10 @@ from typing import ClassVar
 import numpy as np
 
 from lamina import Clipping, LayerStack, Policy, StepPlan, make_plan
-from lamina.allocate import LADP, LSAB, Allocate, Pareto, Proportional, Quantile, automatic, flat, uniform
-from lamina.allocate.problem import Allocation, Problem
-from lamina.allocate.shares import optimal
-from lamina.sensitivity import Measure
+from lamina.allocate.basic import LSAB, Pareto, Proportional, Quantile, automatic, flat, uniform
+from lamina.allocate.ladp import LADP
+from lamina.allocate.problem import Allocate, Allocation, AllocationProblem, optimal_noise
+from lamina.sensitivity.measure import Measure
 
 from .tasks import DELTA, Task
 
@@ -25,9 +25,9 @@ class Even:
 
     name: ClassVar[str] = "pareto"
 
-    def __call__(self, problem: Problem) -> Allocation:
+    def __call__(self, problem: AllocationProblem) -> Allocation:
         clip, m = problem.thresholds(), np.asarray(problem.weights)
-        return Allocation(clip=clip, noise=optimal(problem, clip, m), clipping=Clipping.JOINT)
+        return Allocation(clip=clip, noise=optimal_noise(problem, clip, m), clipping=Clipping.JOINT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,23 +46,14 @@ ENTRIES = {
         Entry(name="flat", what="joint clip, one S", allocate=lambda t: flat, measured=False),
         Entry(name="uniform", what="box, even C, one S", allocate=lambda t: uniform, measured=False),
         Entry(name="proportional", what="box, C ∝ n, equal shares", allocate=lambda t: Proportional()),
-        Entry(
-            name="pareto-even",
-            what="joint, even C, best S for m = d",
-            allocate=lambda t: Even(),
-            measured=False,
-        ),
+        Entry(name="pareto-even", what="joint, even C, best S for m = d", allocate=lambda t: Even(), measured=False),
         Entry(name="pareto-n", what="joint, C ∝ n, best S for m = d (kkt)", allocate=lambda t: Pareto()),
         Entry(
             name="pareto-n-box",
             what="box, C ∝ n, best S for m = d (kkt)",
             allocate=lambda t: Pareto(clipping=Clipping.BOX),
         ),
-        Entry(
-            name="pareto-n-half",
-            what="as pareto-n, n shrunk half-way to √d",
-            allocate=lambda t: Pareto(shrink=0.5),
-        ),
+        Entry(name="pareto-n-half", what="as pareto-n, n shrunk half-way to √d", allocate=lambda t: Pareto(shrink=0.5)),
         Entry(
             name="pareto-harm",
             what="joint, C ∝ n, best S for the measured harm",

@@ -117,17 +117,11 @@ def _against_prototype(columns: list[Column]) -> str:
                 continue
             theirs, mine = seen[policy] - seen["flat"], found[0]
             if not column.task.higher:
-                theirs, mine = (
-                    100 * theirs / seen["flat"],
-                    100 * mine / fmean(column.figures("flat").values()),
-                )
+                theirs, mine = (100 * theirs / seen["flat"], 100 * mine / fmean(column.figures("flat").values()))
             form = ".1f" if not column.task.higher else ".2f" if column.task.scale > 1 else ".3f"
             unit = "" if column.task.higher else " %"
             word = _compared(
-                abs(seen[policy] - seen["flat"]) > SPREAD[column.task.name] + 1e-9,
-                theirs,
-                mine,
-                column.verdict(policy),
+                abs(seen[policy] - seen["flat"]) > SPREAD[column.task.name] + 1e-9, theirs, mine, column.verdict(policy)
             )
             lines.append(
                 f"| `{policy}` | {name} | {column.task.name} | {theirs:+{form}}{unit} | {mine:+{form}}{unit} | {word} |"

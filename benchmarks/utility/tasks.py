@@ -56,9 +56,7 @@ def digit_mlp() -> nn.Module:
 
 
 def beat_mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(480, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1), nn.Flatten(0)
-    )
+    return nn.Sequential(nn.Linear(480, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1), nn.Flatten(0))
 
 
 class Residual(nn.Module):

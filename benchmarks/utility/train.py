@@ -21,9 +21,7 @@ def model_of(task: Task, seed: int) -> nn.Module:
     return task.model()
 
 
-def run(
-    task: Task, split: Split, plan: StepPlan, *, rate: float, clip: float, seed: int
-) -> tuple[float, int]:
+def run(task: Task, split: Split, plan: StepPlan, *, rate: float, clip: float, seed: int) -> tuple[float, int]:
     """The task's figure on the test part after training as the plan says, and how many steps were taken."""
     taken: list[int] = []
     model = trained(task, split.train, plan, rate=rate, clip=clip, seed=seed, count=taken)

@@ -15,7 +15,7 @@ or, with a loop of one's own:
         engine.backward(loss_fn(model(batch.x), batch.y) if len(batch) else None, batch)
         optimizer.step(); optimizer.zero_grad()
 
-Whoever understands `StepPlan` (plan/step.py) can find everything else: docs/architecture.md.
+Whoever understands `StepPlan` (plan/step_plan.py) can find everything else: docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from lamina.errors import LaminaError
 if TYPE_CHECKING:
     from lamina.admit import KeyRing, PrivateKey, PublicKey
     from lamina.allocate.make_plan import make_plan
+    from lamina.corpus import Corpus, Gate
     from lamina.engine import Batch, Engine, NoiseSource, SecureNoise, SeededNoise, examples, rows
-    from lamina.engine.route import route
-    from lamina.ledger.ledger import Ledger
+    from lamina.engine.step import route
+    from lamina.ledger.writer import Ledger
     from lamina.plan import Clipping, DepthProfile, LayerStack, Policy, StepPlan
-    from lamina.plan.fix import fix
+    from lamina.plan.coverage import fix
     from lamina.sensitivity.measure import Measure, measure
-    from lamina.train import Corpus, Evaluation, Gate, Outcome, Trainer, make_private
+    from lamina.train import Evaluation, Outcome, Trainer, make_private
 
 __version__ = "0.1.0"
 
@@ -51,15 +52,16 @@ __all__ = [
 # Where each name lives. They are imported when first asked for: `import lamina.ledger` must not wait for torch.
 _HOME = {
     "lamina.plan": ("LayerStack", "DepthProfile", "Policy", "StepPlan", "Clipping"),
-    "lamina.plan.fix": ("fix",),
+    "lamina.plan.coverage": ("fix",),
     "lamina.sensitivity": ("measure", "Measure"),
     "lamina.allocate": ("make_plan",),
     "lamina.admit": ("PrivateKey", "PublicKey", "KeyRing"),
     "lamina.engine": (
         "Engine", "Batch", "route", "rows", "examples", "NoiseSource", "SecureNoise", "SeededNoise",
     ),
-    "lamina.ledger.ledger": ("Ledger",),
-    "lamina.train": ("Gate", "make_private", "Corpus", "Trainer", "Evaluation", "Outcome"),
+    "lamina.ledger.writer": ("Ledger",),
+    "lamina.corpus": ("Gate", "Corpus"),
+    "lamina.train": ("make_private", "Trainer", "Evaluation", "Outcome"),
 }  # fmt: skip
 
 

@@ -86,9 +86,7 @@ def decode(
     rules = _rules(floats, null, frozenset(tags), max_depth, max_size)
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise EncodingError(
-            "cbor.cbor-input-bytes",
-            f"CBOR input is {type(data).__name__}, must be bytes",
-            "pass the received bytes",
+            "cbor.cbor-input-bytes", f"CBOR input is {type(data).__name__}, must be bytes", "pass the received bytes"
         )
     raw = bytes(data)
     if len(raw) > max_size:
@@ -107,14 +105,10 @@ def decode(
 def _rules(floats: bool, null: bool, tags: frozenset[int], max_depth: int, max_size: int) -> _Rules:
     if not 0 <= max_depth <= _DEEPEST:
         raise EncodingError(
-            "cbor.max-depth-lie",
-            f"max_depth is {max_depth}, must lie in [0, {_DEEPEST}]",
-            "flatten the schema",
+            "cbor.max-depth-lie", f"max_depth is {max_depth}, must lie in [0, {_DEEPEST}]", "flatten the schema"
         )
     if max_size < 0:
-        raise EncodingError(
-            "cbor.max-size", f"max_size is {max_size}, must be >= 0", "give the size in bytes"
-        )
+        raise EncodingError("cbor.max-size", f"max_size is {max_size}, must be >= 0", "give the size in bytes")
     return _Rules(floats, null, tags, max_depth, max_size)
 
 
@@ -144,32 +138,22 @@ def _write(out: bytearray, value: Any, rules: _Rules, depth: int, where: str) ->
     elif isinstance(value, list | tuple | dict | Tag):
         if depth >= rules.max_depth:
             raise EncodingError(
-                "cbor.nested-deeper-max",
-                f"{where} is nested deeper than max_depth={rules.max_depth}",
-                "flatten it",
+                "cbor.nested-deeper-max", f"{where} is nested deeper than max_depth={rules.max_depth}", "flatten it"
             )
         _write_container(out, value, rules, depth + 1, where)
     else:
         kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
         raise EncodingError(
-            "cbor.type-no-encoding",
-            f"{where} is of type {kind}, which has no encoding",
-            "convert it to a plain type",
+            "cbor.type-no-encoding", f"{where} is of type {kind}, which has no encoding", "convert it to a plain type"
         )
     if len(out) > rules.max_size:
         raise EncodingError(
-            "cbor.makes-max-size",
-            f"{where} makes more than max_size={rules.max_size} bytes",
-            "raise max_size",
+            "cbor.makes-max-size", f"{where} makes more than max_size={rules.max_size} bytes", "raise max_size"
         )
 
 
 def _write_container(
-    out: bytearray,
-    value: list[Any] | tuple[Any, ...] | dict[Any, Any] | Tag,
-    rules: _Rules,
-    depth: int,
-    where: str,
+    out: bytearray, value: list[Any] | tuple[Any, ...] | dict[Any, Any] | Tag, rules: _Rules, depth: int, where: str
 ) -> None:
     if isinstance(value, Tag):
         if isinstance(value.number, bool) or value.number not in rules.tags or not 0 <= value.number < 2**64:
@@ -191,9 +175,7 @@ def _write_container(
             _write(encoded, key, rules, depth, f"key {key!r} of {where}")
             if bytes(encoded) in keys:
                 raise EncodingError(
-                    "cbor.two-keys-encode",
-                    f"{where} has two keys that encode alike: {key!r}",
-                    "keep one of them",
+                    "cbor.two-keys-encode", f"{where} has two keys that encode alike: {key!r}", "keep one of them"
                 )
             keys[bytes(encoded)] = key
         _write_head(out, 5, len(keys))
@@ -236,9 +218,7 @@ def _write_float(out: bytearray, value: float, rules: _Rules, where: str) -> Non
         )
     if math.isnan(value):
         raise EncodingError(
-            "cbor.nan-no-deterministic",
-            f"{where} is NaN, which has no deterministic encoding",
-            "leave the key out",
+            "cbor.nan-no-deterministic", f"{where} is NaN, which has no deterministic encoding", "leave the key out"
         )
     info, packed = _shortest_float(value)
     out.append(0xE0 | info)
@@ -262,9 +242,7 @@ def _utf8(text: str, where: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError:
         raise EncodingError(
-            "cbor.holds-lone-surrogate",
-            f"{where} holds a lone surrogate, which UTF-8 cannot carry",
-            "fix the text",
+            "cbor.holds-lone-surrogate", f"{where} holds a lone surrogate, which UTF-8 cannot carry", "fix the text"
         ) from None
 
 
@@ -326,9 +304,7 @@ def _item(data: bytes, at: int, rules: _Rules, depth: int) -> tuple[Any, int]:
 def _argument(data: bytes, at: int, major: int, info: int) -> tuple[int, int]:
     """The argument that follows the initial byte; refuses one that is not in shortest form."""
     if info > 27:
-        raise _refuse(
-            at - 1, "indefinite length" if info == 31 else f"reserved additional information {info}"
-        )
+        raise _refuse(at - 1, "indefinite length" if info == 31 else f"reserved additional information {info}")
     end = at + (1 << (info - 24))
     if end > len(data):
         raise _short(data, at, end - at, "an argument")
@@ -384,9 +360,7 @@ def _simple(data: bytes, start: int, end: int, rules: _Rules) -> bool | float | 
         return None
     if info not in _FLOAT_FORMATS:
         number = info if info < 24 else data[start + 1]
-        raise _refuse(
-            start, f"{'undefined' if info == _UNDEFINED else f'simple value {number}'} is not allowed"
-        )
+        raise _refuse(start, f"{'undefined' if info == _UNDEFINED else f'simple value {number}'} is not allowed")
     if not rules.floats:
         raise _refuse(start, "a float is not allowed here")
     value = float(struct.unpack(_FLOAT_FORMATS[info], data[start + 1 : end])[0])

@@ -1,4 +1,4 @@
-"""One tree of exceptions. Every message names the thing, its value, the limit and what to do, and ends in its code."""
+"""One tree of exceptions. Every message names the thing, its value, the bound, and what to do."""
 
 from __future__ import annotations
 
@@ -100,3 +100,31 @@ class StorageError(RunError):
 
 class RunInUse(RunError):
     """A run that another process is working on."""
+
+
+class LedgerError(LaminaError):
+    """A ledger that cannot do what is asked of it, or is not what it claims to be."""
+
+
+class NotVerified(LedgerError):
+    """Evidence that does not hold: a signature, a proof, or a quorum that is not there."""
+
+
+class StoreError(LedgerError):
+    """A disk or a server that does not do what it must. What was acknowledged is there; what was asked now is not."""
+
+
+class StoreLost(StoreError):
+    """The server went away. Whether the last transaction was committed is not known; the ledger finds out."""
+
+
+class StoreBusy(LedgerError):
+    """Another writer holds the ledger for too long. Nothing was written."""
+
+
+class LedgerDamaged(LedgerError):
+    """A store that holds something else than what was written into it."""
+
+
+class LeafPruned(LedgerError):
+    """What was summed up at the retention horizon and is not there any more."""

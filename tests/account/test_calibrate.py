@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.account import Adjacency, Event, GaussianFilter, RenyiFilter, accountant, calibrate, choose_order
+from lamina.account.accountants import calibrate, find_accountant
+from lamina.account.filters import GaussianFilter, RenyiFilter, choose_order
+from lamina.account.schedule import Adjacency, Event
 from refusals import raises_code
 
 
@@ -23,7 +25,7 @@ from refusals import raises_code
 )
 def test_safe_and_tight(epsilon: float, delta: float, q: float, steps: int, name: str) -> None:
     sigma = calibrate(epsilon, delta=delta, q=q, steps=steps, accountant=name)
-    asked = accountant(name)
+    asked = find_accountant(name)
     assert asked.epsilon([Event(sigma=sigma, q=q, steps=steps)], delta) <= epsilon
     if sigma > 0.01:
         less = Event(sigma=sigma * (1 - 3e-4), q=q, steps=steps)
@@ -32,7 +34,7 @@ def test_safe_and_tight(epsilon: float, delta: float, q: float, steps: int, name
 
 
 def test_reference_is_fast_and_cached() -> None:
-    accountant("pld").epsilon([Event(sigma=1.0, q=0.1, steps=10)], 1e-5)  # warm the imports
+    find_accountant("pld").epsilon([Event(sigma=1.0, q=0.1, steps=10)], 1e-5)  # warm the imports
     begun = time.process_time()
     sigma = calibrate(1.01, delta=1e-5, q=0.0128, steps=7812)
     assert time.process_time() - begun < 4  # 0.6 s on an idle core
@@ -51,7 +53,7 @@ def test_besides_shares_the_budget() -> None:
     side = [Event(sigma=3.0, q=0.1, steps=20)]
     sigma = calibrate(2.0, delta=1e-5, q=0.01, steps=500, besides=side)
     assert sigma > calibrate(2.0, delta=1e-5, q=0.01, steps=500)
-    assert accountant("pld").epsilon([*side, Event(sigma=sigma, q=0.01, steps=500)], 1e-5) <= 2.0
+    assert find_accountant("pld").epsilon([*side, Event(sigma=sigma, q=0.01, steps=500)], 1e-5) <= 2.0
     with raises_code("account.releases-alone-cost"):
         calibrate(0.5, delta=1e-5, q=0.01, steps=500, besides=side)
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamina.account import ACCOUNTANTS, Adjacency, Event, SpendCurve, accountant, grouped, prefix, total_steps
+from lamina.account.accountants import ACCOUNTANTS, SpendCurve, find_accountant
+from lamina.account.schedule import Adjacency, Event, grouped, prefix, total_steps
 from refusals import raises_code
 
 NAN = float("nan")
@@ -38,12 +39,8 @@ def test_senseless_events_are_refused_by_name(fields: dict[str, Any], name: str)
 
 @pytest.mark.parametrize("name", list(ACCOUNTANTS))
 def test_what_costs_nothing(name: str) -> None:
-    free = [
-        Event(sigma=math.inf, q=0.5, steps=9),
-        Event(sigma=1e-9, q=0.0, steps=9),
-        Event(sigma=1.0, q=1.0, steps=0),
-    ]
-    asked = accountant(name)
+    free = [Event(sigma=math.inf, q=0.5, steps=9), Event(sigma=1e-9, q=0.0, steps=9), Event(sigma=1.0, q=1.0, steps=0)]
+    asked = find_accountant(name)
     assert asked.epsilon(free, 1e-5) == asked.epsilon([], 1e-5) == asked.epsilon(free, 0.0) == 0
     assert asked.delta(free, 0.0) == 0
     paid = [Event(sigma=2.0, q=0.1, steps=3)]
@@ -57,27 +54,27 @@ def test_senseless_questions_are_refused(name: str) -> None:
     paid = [Event(sigma=2.0, q=0.1, steps=3)]
     for delta in (-1e-9, 1.0, NAN, "1e-5", None):
         with raises_code("account.delta-lie"):
-            accountant(name).epsilon(paid, delta)  # type: ignore[arg-type]
+            find_accountant(name).epsilon(paid, delta)  # type: ignore[arg-type]
     for epsilon in (-1.0, NAN, None):
         with raises_code("account.epsilon"):
-            accountant(name).delta(paid, epsilon)  # type: ignore[arg-type]
+            find_accountant(name).delta(paid, epsilon)  # type: ignore[arg-type]
     with raises_code("account.schedule-holds-hold"):
-        accountant(name).epsilon([(1.0, 0.1, 3)], 1e-5)  # type: ignore[list-item]
+        find_accountant(name).epsilon([(1.0, 0.1, 3)], 1e-5)  # type: ignore[list-item]
 
 
 def test_adjacency_by_name() -> None:
     paid = [Event(sigma=2.0, q=0.1, steps=3)]
     for each in Adjacency:
-        assert accountant("pld").epsilon(paid, 1e-5, each.value) == accountant("pld").epsilon(
+        assert find_accountant("pld").epsilon(paid, 1e-5, each.value) == find_accountant("pld").epsilon(
             paid, 1e-5, each
         )
     with raises_code("account.adjacency-not-known"):
-        accountant("pld").epsilon(paid, 1e-5, "swap")
+        find_accountant("pld").epsilon(paid, 1e-5, "swap")
 
 
 def test_unknown_accountant_is_refused() -> None:
     with raises_code("account.accountant-not-known"):
-        accountant("renyi")
+        find_accountant("renyi")
     assert {name: each.amplified for name, each in ACCOUNTANTS.items()} == {
         "pld": True,
         "rdp": True,
@@ -116,9 +113,9 @@ def test_spend_curve_is_safe_rising_and_exact_at_the_end(name: str) -> None:
     values = [curve.epsilon(t) for t in range(201)]
     assert values[0] == 0
     assert values == sorted(values)
-    assert values[-1] == accountant(name).epsilon(schedule, 1e-5)
+    assert values[-1] == find_accountant(name).epsilon(schedule, 1e-5)
     for t in (1, 2, 17, 100, 149, 151, 199):
-        true = accountant(name).epsilon(prefix(schedule, t), 1e-5)
+        true = find_accountant(name).epsilon(prefix(schedule, t), 1e-5)
         assert values[t] >= true * (1 - 1e-6)
         if t >= 17:
             assert values[t] <= true * 1.3

@@ -10,22 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.account import Event, Filter, GaussianFilter, RenyiFilter, accountant, choose_order
+from lamina.account.accountants import find_accountant
+from lamina.account.filters import GaussianFilter, PrivacyFilter, RenyiFilter, choose_order
+from lamina.account.schedule import Event
 from lamina.errors import AccountingError, BudgetExceeded
 from refusals import raises_code
 
-PLAN = [
-    Event(sigma=1.3, q=0.05, steps=700),
-    Event(sigma=1.1, q=0.03, steps=301),
-    Event(sigma=7.7, q=0.2, steps=13),
-]
+PLAN = [Event(sigma=1.3, q=0.05, steps=700), Event(sigma=1.1, q=0.03, steps=301), Event(sigma=7.7, q=0.2, steps=13)]
 
 
 def filters(plan: list[Event]) -> list[GaussianFilter | RenyiFilter]:
-    return [
-        GaussianFilter.for_schedule(plan),
-        RenyiFilter.for_schedule(plan, order=choose_order(plan, delta=1e-5)),
-    ]
+    return [GaussianFilter.for_schedule(plan), RenyiFilter.for_schedule(plan, order=choose_order(plan, delta=1e-5))]
 
 
 def test_exactly_the_planned_steps_fit_in_any_order() -> None:
@@ -43,13 +38,8 @@ def test_exactly_the_planned_steps_fit_in_any_order() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(0.5, 40), st.floats(0.001, 1), st.integers(0, 40)), max_size=40),
-    st.integers(0, 1),
-)
-def test_whatever_is_admitted_stays_within_the_promise(
-    asked: list[tuple[float, float, int]], kind: int
-) -> None:
+@given(st.lists(st.tuples(st.floats(0.5, 40), st.floats(0.001, 1), st.integers(0, 40)), max_size=40), st.integers(0, 1))
+def test_whatever_is_admitted_stays_within_the_promise(asked: list[tuple[float, float, int]], kind: int) -> None:
     """An adaptive sequence costs, by the matching accountant, no more than the ε known in advance."""
     filter = filters([Event(sigma=2.0, q=0.1, steps=40)])[kind]
     done = []
@@ -66,13 +56,13 @@ def test_whatever_is_admitted_stays_within_the_promise(
             assert filter.to_state() == before
         assert filter.remaining >= 0
     name = ("gaussian", "rdp")[kind]
-    assert accountant(name).epsilon(done, 1e-5) <= filter.epsilon(1e-5) * (1 + 1e-12)
+    assert find_accountant(name).epsilon(done, 1e-5) <= filter.epsilon(1e-5) * (1 + 1e-12)
 
 
 def test_promise_of_the_plan() -> None:
     gauss, renyi = filters(PLAN)
-    assert gauss.epsilon(1e-5) == pytest.approx(accountant("gaussian").epsilon(PLAN, 1e-5), rel=1e-9)
-    assert renyi.epsilon(1e-5) == pytest.approx(accountant("rdp").epsilon(PLAN, 1e-5), rel=1e-9)
+    assert gauss.epsilon(1e-5) == pytest.approx(find_accountant("gaussian").epsilon(PLAN, 1e-5), rel=1e-9)
+    assert renyi.epsilon(1e-5) == pytest.approx(find_accountant("rdp").epsilon(PLAN, 1e-5), rel=1e-9)
     assert gauss.epsilon(0.0) == renyi.epsilon(0.0) == math.inf
 
 
@@ -137,13 +127,11 @@ def test_a_budget_must_be_one() -> None:
 def test_the_order_is_that_of_the_intended_schedule() -> None:
     order = choose_order(PLAN, delta=1e-5)
     best = RenyiFilter.for_schedule(PLAN, order=order).epsilon(1e-5)
-    assert all(
-        best <= RenyiFilter.for_schedule(PLAN, order=other).epsilon(1e-5) for other in (2.0, order + 1, 64.0)
-    )
+    assert all(best <= RenyiFilter.for_schedule(PLAN, order=other).epsilon(1e-5) for other in (2.0, order + 1, 64.0))
 
 
 def test_they_are_filters() -> None:
-    def use(filter: Filter) -> float:
+    def use(filter: PrivacyFilter) -> float:
         return filter.remaining
 
     assert all(use(filter) > 0 for filter in filters(PLAN))

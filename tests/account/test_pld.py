@@ -13,8 +13,10 @@ from dp_accounting.privacy_accountant import NeighboringRelation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.account import Adjacency, Event, accountant, gaussian, pld, sampled
-from lamina.account.sampled import Direction
+from lamina.account import gaussian_rdp, pld
+from lamina.account.accountants import find_accountant
+from lamina.account.pld import Direction
+from lamina.account.schedule import Adjacency, Event
 
 ONE_STEP = [(1.0, 0.1), (0.5, 0.01), (4.31, 0.0128), (0.8, 0.9), (2.0, 1.0), (30.0, 1e-3)]
 
@@ -42,10 +44,10 @@ def integrated(epsilon: float, q: float, mu: float, direction: Direction) -> flo
 @pytest.mark.parametrize(("sigma", "q"), ONE_STEP)
 def test_one_step_curve_against_integration(sigma: float, q: float, direction: Direction) -> None:
     mu = 1 / sigma
-    low, high = sampled.loss_range(q, mu, direction, 1e-6)
+    low, high = pld.loss_range(q, mu, direction, 1e-6)
     epsilons = np.concatenate([np.linspace(low, high, 9), [0.0, -0.3, 0.3]])
     expected = [integrated(float(e), q, mu, direction) for e in epsilons]
-    assert sampled.curve(epsilons, q, mu, direction) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert pld.step_hockey_stick(epsilons, q, mu, direction) == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.5, 2.0])
@@ -58,7 +60,7 @@ def test_two_steps_against_integration_in_the_plane(sigma: float, q: float, epsi
         upper, lower = densities(z, q, 1 / sigma, direction)
         gap = np.outer(upper, upper) - math.exp(epsilon) * np.outer(lower, lower)
         worst = max(worst, float(np.maximum(gap, 0.0).sum() * cell))
-    computed = accountant("pld").delta([Event(sigma=sigma, q=q, steps=2)], epsilon)
+    computed = find_accountant("pld").delta([Event(sigma=sigma, q=q, steps=2)], epsilon)
     assert worst - 1e-7 <= computed <= worst * (1 + 2e-3) + 1e-6
 
 
@@ -76,7 +78,7 @@ def test_replace_one_pair_dominates_every_other_pair() -> None:
 
     for q, mu in ((0.05, 1.0), (0.3, 2.0), (0.9, 0.7)):
         epsilons = np.array([0.0, 0.1, 0.5, 1.5])
-        bound = sampled.curve(epsilons, q, mu, Direction.REPLACE)
+        bound = pld.step_hockey_stick(epsilons, q, mu, Direction.REPLACE)
         for trial in range(12):
             angles = rng.uniform(0, 2 * math.pi, 2)
             radii = np.ones(2) if trial % 2 else np.sqrt(rng.uniform(0, 1, 2))
@@ -114,7 +116,7 @@ def test_agrees_with_dp_accounting(event: Event, h: float) -> None:
         (Adjacency.ADD_REMOVE, NeighboringRelation.ADD_OR_REMOVE_ONE),
         (Adjacency.REPLACE_ONE, NeighboringRelation.REPLACE_ONE),
     ):
-        ours = accountant("pld").epsilon([event], 1e-5, adjacency)
+        ours = find_accountant("pld").epsilon([event], 1e-5, adjacency)
         theirs = in_library(event, h, relation).get_epsilon_for_delta(1e-5)
         assert ours == pytest.approx(theirs, rel=5e-4)
 
@@ -126,21 +128,15 @@ def test_agrees_with_dp_accounting(event: Event, h: float) -> None:
 )
 def test_never_below_the_optimistic_estimate_of_both_directions(event: Event, delta: float) -> None:
     optimistic = in_library(event, 2e-3, NeighboringRelation.ADD_OR_REMOVE_ONE, pessimistic=False)
-    assert accountant("pld").epsilon([event], delta) >= optimistic.get_epsilon_for_delta(delta)
+    assert find_accountant("pld").epsilon([event], delta) >= optimistic.get_epsilon_for_delta(delta)
 
 
 def test_mixed_schedule_against_library_composition() -> None:
-    parts = [
-        Event(sigma=1.2, q=0.02, steps=300),
-        Event(sigma=3.0, q=0.3, steps=20),
-        Event(sigma=9.0, q=1.0, steps=4),
-    ]
+    parts = [Event(sigma=1.2, q=0.02, steps=300), Event(sigma=3.0, q=0.3, steps=20), Event(sigma=9.0, q=1.0, steps=4)]
     composed = in_library(parts[0], 5e-4, NeighboringRelation.ADD_OR_REMOVE_ONE)
     for part in parts[1:]:
         composed = composed.compose(in_library(part, 5e-4, NeighboringRelation.ADD_OR_REMOVE_ONE))
-    assert accountant("pld").epsilon(parts, 1e-5) == pytest.approx(
-        composed.get_epsilon_for_delta(1e-5), rel=1e-3
-    )
+    assert find_accountant("pld").epsilon(parts, 1e-5) == pytest.approx(composed.get_epsilon_for_delta(1e-5), rel=1e-3)
 
 
 @pytest.mark.parametrize("mu", [0.3, 3.0])
@@ -149,17 +145,17 @@ def test_composition_against_the_exact_gaussian(mu: float, steps: int) -> None:
     """At q = 1 the sum is known exactly: the transform may err upwards by its grid, never downwards."""
     event = Event(sigma=math.sqrt(steps) / mu, q=1.0, steps=steps)
     h = event.mu / 29
-    low, high = sampled.loss_range(1.0, event.mu, Direction.REMOVE, 1e-15 / steps)
-    step = pld._step(event, h, Direction.REMOVE, low, high)
+    low, high = pld.loss_range(1.0, event.mu, Direction.REMOVE, 1e-15 / steps)
+    step = pld._step_losses(event, h, Direction.REMOVE, low, high)
     composed = pld._compose([step], h, *pld._window([step]))
     for delta in (1e-3, 1e-5, 1e-8, 1e-10, 1e-12):
-        exact = gaussian.epsilon_of_mu(mu, delta)
+        exact = gaussian_rdp.epsilon_of_mu(mu, delta)
         assert composed.delta(exact) >= delta * (1 - 1e-9)
         assert composed.epsilon(delta) >= exact * (1 - 1e-9)
         if delta >= 1e-10:
             assert composed.epsilon(delta) == pytest.approx(exact, rel=2e-3)
-    assert accountant("pld").epsilon([event], 1e-5) == pytest.approx(
-        gaussian.epsilon_of_mu(mu, 1e-5), rel=1e-9
+    assert find_accountant("pld").epsilon([event], 1e-5) == pytest.approx(
+        gaussian_rdp.epsilon_of_mu(mu, 1e-5), rel=1e-9
     )
 
 
@@ -168,12 +164,8 @@ def prv(event: Event, delta: float) -> tuple[float, float, float]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        mechanism = PoissonSubsampledGaussianMechanism(
-            noise_multiplier=event.sigma, sampling_probability=event.q
-        )
-        oracle = PRVAccountant(
-            mechanism, max_self_compositions=event.steps, eps_error=0.01, delta_error=delta / 1000
-        )
+        mechanism = PoissonSubsampledGaussianMechanism(noise_multiplier=event.sigma, sampling_probability=event.q)
+        oracle = PRVAccountant(mechanism, max_self_compositions=event.steps, eps_error=0.01, delta_error=delta / 1000)
         low, middle, high = oracle.compute_epsilon(delta, event.steps)
     return float(low), float(middle), float(high)
 
@@ -181,17 +173,15 @@ def prv(event: Event, delta: float) -> tuple[float, float, float]:
 @pytest.mark.parametrize("event", [Event(sigma=1.0, q=0.01, steps=200)])
 def test_within_the_limits_of_prv(event: Event) -> None:
     low, middle, high = prv(event, 1e-5)
-    ours = accountant("pld").epsilon([event], 1e-5)
+    ours = find_accountant("pld").epsilon([event], 1e-5)
     assert low <= ours <= high
     assert ours == pytest.approx(middle, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "event", [Event(sigma=4.31, q=0.0128, steps=7812), Event(sigma=0.7, q=0.02, steps=300)]
-)
+@pytest.mark.parametrize("event", [Event(sigma=4.31, q=0.0128, steps=7812), Event(sigma=0.7, q=0.02, steps=300)])
 def test_within_the_limits_of_prv_on_longer_runs(event: Event) -> None:
     low, middle, high = prv(event, 1e-5)
-    ours = accountant("pld").epsilon([event], 1e-5)
+    ours = find_accountant("pld").epsilon([event], 1e-5)
     assert low <= ours <= high
     assert ours == pytest.approx(middle, rel=5e-4)
 
@@ -204,7 +194,7 @@ def test_below_the_upper_estimate_of_opacus_prv() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         upper = oracle.get_epsilon(1e-5, eps_error=0.01, delta_error=1e-8)  # it reports the upper end
-    ours = accountant("pld").epsilon([Event(sigma=4.31, q=0.0128, steps=7812)], 1e-5)
+    ours = find_accountant("pld").epsilon([Event(sigma=4.31, q=0.0128, steps=7812)], 1e-5)
     assert upper - 0.021 <= ours <= upper
 
 
@@ -229,40 +219,35 @@ EXTREME = [
 
 @pytest.mark.parametrize(("sigma", "q", "steps"), EXTREME)
 @pytest.mark.parametrize("delta", [1e-5, 1e-14])
-def test_extremes_give_a_safe_number_in_bounded_time(
-    sigma: float, q: float, steps: int, delta: float
-) -> None:
+def test_extremes_give_a_safe_number_in_bounded_time(sigma: float, q: float, steps: int, delta: float) -> None:
     schedule = [Event(sigma=sigma, q=q, steps=steps)]
     begun = time.process_time()
-    costs = [accountant("pld").epsilon(schedule, delta, adjacency) for adjacency in Adjacency]
+    costs = [find_accountant("pld").epsilon(schedule, delta, adjacency) for adjacency in Adjacency]
     assert time.process_time() - begun < 20
     assert all(cost >= 0 for cost in costs)  # also: not NaN
     assert costs[0] <= costs[1] * (1 + 1e-3) + 1e-9
     # A lower bound that needs no accountant: the loss a single step shows with probability well above δ.
     if delta == 1e-5 and 1e-3 <= q < 1 and sigma < 1e3 and sigma > 1e-150:
         z = 1 / sigma  # P[upper ≥ z] ≥ q/2
-        seen = float(sampled.log_ratio(z, q, 1 / sigma)) if sigma > 1e-3 else 0.0
+        seen = float(pld.log_ratio(z, q, 1 / sigma)) if sigma > 1e-3 else 0.0
         assert costs[0] >= seen + math.log(1 - 4 * delta / q)
 
 
 def test_small_delta_is_not_swallowed_by_rounding() -> None:
     schedule = [Event(sigma=4.31, q=0.0128, steps=7812)]
     costs = [
-        accountant("pld").epsilon(schedule, delta)
-        for delta in (1e-5, 1e-8, 1e-11, 1e-12, 1e-13, 1e-20, 1e-60)
+        find_accountant("pld").epsilon(schedule, delta) for delta in (1e-5, 1e-8, 1e-11, 1e-12, 1e-13, 1e-20, 1e-60)
     ]
     assert costs == sorted(costs)
     assert all(
-        cost <= accountant("rdp").epsilon(schedule, d) for cost, d in zip(costs, (1e-5, 1e-8), strict=False)
+        cost <= find_accountant("rdp").epsilon(schedule, d) for cost, d in zip(costs, (1e-5, 1e-8), strict=False)
     )
-    assert costs[-1] == accountant("rdp").epsilon(schedule, 1e-60)
+    assert costs[-1] == find_accountant("rdp").epsilon(schedule, 1e-60)
 
 
 def test_replace_one_figures() -> None:
     schedule = [Event(sigma=2.0, q=1.0, steps=5)]
     double = [Event(sigma=1.0, q=1.0, steps=5)]
     for name in ("pld", "gaussian", "zcdp"):
-        asked = accountant(name)
-        assert asked.epsilon(schedule, 1e-5, Adjacency.REPLACE_ONE) == pytest.approx(
-            asked.epsilon(double, 1e-5)
-        )
+        asked = find_accountant(name)
+        assert asked.epsilon(schedule, 1e-5, Adjacency.REPLACE_ONE) == pytest.approx(asked.epsilon(double, 1e-5))

@@ -12,7 +12,9 @@ from dp_accounting.rdp import rdp_privacy_accountant as library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.account import Adjacency, Event, accountant, moments, renyi
+from lamina.account import gaussian_rdp
+from lamina.account.accountants import find_accountant
+from lamina.account.schedule import Adjacency, Event
 from refusals import raises_code
 
 
@@ -22,7 +24,7 @@ def test_divergences_agree_with_dp_accounting(sigma: float, q: float) -> None:
     """At integer orders; at fractional ones the library's series often does not converge (below)."""
     orders = (2.0, 3.0, 4.0, 16.0, 64.0, 256.0)
     theirs = library._compute_rdp_poisson_subsampled_gaussian(q, sigma, orders)
-    ours = renyi.log_moments(q, sigma, orders) / (np.asarray(orders) - 1)
+    ours = gaussian_rdp.step_log_moments(q, sigma, orders) / (np.asarray(orders) - 1)
     assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-12)
 
 
@@ -31,7 +33,7 @@ def test_fractional_divergences_are_tighter_than_in_dp_accounting(sigma: float, 
     """The library drops the alternating signs of its series, so it errs upwards (9 % at order 1.5)."""
     orders = (1.5, 2.5, 4.1, 7.9)
     theirs = library._compute_rdp_poisson_subsampled_gaussian(q, sigma, orders)
-    ours = renyi.log_moments(q, sigma, orders) / (np.asarray(orders) - 1)
+    ours = gaussian_rdp.step_log_moments(q, sigma, orders) / (np.asarray(orders) - 1)
     assert (ours <= theirs * (1 + 1e-6)).all()
     assert ours[2:] == pytest.approx(theirs[2:], rel=1e-3)
 
@@ -43,7 +45,7 @@ def test_library_gives_up_on_fractional_orders_at_large_rates() -> None:
         assert library._compute_rdp_poisson_subsampled_gaussian(0.5, 3.0, (1.5,))[0] == math.inf
     finally:
         logging.disable(logging.NOTSET)
-    below, at, above = renyi.log_moments(0.5, 3.0, (1.0 + 1e-9, 1.5, 2.0))
+    below, at, above = gaussian_rdp.step_log_moments(0.5, 3.0, (1.0 + 1e-9, 1.5, 2.0))
     assert below < at < 0.5 * above  # convex, 0 at order 1
 
 
@@ -56,21 +58,21 @@ def test_divergences_by_plain_integration(sigma: float, q: float) -> None:
         ratio = 1 - q + q * np.exp(mu * z - mu * mu / 2)
         weight = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi) * (z[1] - z[0])
         forward, backward = (math.log(float((weight * ratio**power).sum())) for power in (order, 1 - order))
-        found = float(renyi.log_moments(q, sigma, (order,))[0])
+        found = float(gaussian_rdp.step_log_moments(q, sigma, (order,))[0])
         assert found == pytest.approx(forward, rel=1e-6)
         assert found >= backward
 
 
 def test_without_sampling_it_is_the_gaussian_line() -> None:
-    orders = np.asarray(renyi.ORDERS)
-    assert renyi.divergences(1.0, 2.0) == pytest.approx(orders / 8, rel=1e-8)
-    assert not renyi.divergences(0.0, 2.0).any()
-    assert not renyi.divergences(0.5, math.inf).any()
+    orders = np.asarray(gaussian_rdp.RDP_ORDERS)
+    assert gaussian_rdp.step_rdp_at_orders(1.0, 2.0) == pytest.approx(orders / 8, rel=1e-8)
+    assert not gaussian_rdp.step_rdp_at_orders(0.0, 2.0).any()
+    assert not gaussian_rdp.step_rdp_at_orders(0.5, math.inf).any()
 
 
 def test_chord_bounds_fractional_orders_at_tiny_sigma() -> None:
-    whole = renyi.log_moments(0.01, 0.05, (2.0, 3.0))
-    middle = renyi.log_moments(0.01, 0.05, (2.5,))[0]
+    whole = gaussian_rdp.step_log_moments(0.01, 0.05, (2.0, 3.0))
+    middle = gaussian_rdp.step_log_moments(0.01, 0.05, (2.5,))[0]
     assert middle == pytest.approx(whole.mean(), rel=1e-8)
     z = np.linspace(-20, 100, 2_000_001)  # a fine rule still resolves it
     log_ratio = np.logaddexp(math.log(0.99), math.log(0.01) + 20 * z - 200)
@@ -85,13 +87,11 @@ def test_chord_bounds_fractional_orders_at_tiny_sigma() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(st.floats(0.5, 20), st.floats(1e-3, 1), st.integers(1, 5000), st.sampled_from([1e-3, 1e-5, 1e-9]))
-def test_epsilon_is_at_least_as_tight_as_dp_accounting(
-    sigma: float, q: float, steps: int, delta: float
-) -> None:
+def test_epsilon_is_at_least_as_tight_as_dp_accounting(sigma: float, q: float, steps: int, delta: float) -> None:
     theirs = library.RdpAccountant()
     event = dp_event.GaussianDpEvent(sigma)
     theirs.compose(dp_event.PoissonSampledDpEvent(q, event) if q < 1 else event, steps)
-    ours = accountant("rdp").epsilon([Event(sigma=sigma, q=q, steps=steps)], delta)
+    ours = find_accountant("rdp").epsilon([Event(sigma=sigma, q=q, steps=steps)], delta)
     # Same conversion; other orders, so the two differ a little, mostly in our favour.
     assert ours == pytest.approx(theirs.get_epsilon(delta), rel=0.03) or ours < theirs.get_epsilon(delta)
 
@@ -109,20 +109,20 @@ def test_library_reports_zero_where_rounding_eats_the_divergence() -> None:
     mu = q * math.sqrt(steps) / sigma  # the central limit: δ(0) = 2Φ(μ/2) - 1 ≈ 0.4 μ
     assert 0.39 * mu > 100 * delta  # so ε = 0 is far from true
     schedule = [Event(sigma=sigma, q=q, steps=steps)]
-    assert accountant("rdp").epsilon(schedule, delta) > 0
-    assert accountant("pld").epsilon(schedule, delta) > 0
-    assert float(renyi.log_moments(q, sigma, (2.0,))[0]) == pytest.approx(q * q / sigma**2, rel=1e-6)
+    assert find_accountant("rdp").epsilon(schedule, delta) > 0
+    assert find_accountant("pld").epsilon(schedule, delta) > 0
+    assert float(gaussian_rdp.step_log_moments(q, sigma, (2.0,))[0]) == pytest.approx(q * q / sigma**2, rel=1e-6)
 
 
 def test_moments_by_hand() -> None:
     event = Event(sigma=2.0, q=1.0, steps=10)
     by_hand = min((10 * lam * (lam + 1) / 8 + math.log(1e5)) / lam for lam in range(1, 65))
-    assert accountant("moments").epsilon([event], 1e-5) == pytest.approx(by_hand, rel=1e-8)
-    assert moments.curve((event,))[0] == pytest.approx(10 * 2 / 8)
+    assert find_accountant("moments").epsilon([event], 1e-5) == pytest.approx(by_hand, rel=1e-8)
+    assert gaussian_rdp.moments_curve((event,))[0] == pytest.approx(10 * 2 / 8)
 
 
 @pytest.mark.parametrize("name", ["rdp", "moments"])
 def test_replace_one_is_refused_with_a_remedy(name: str) -> None:
-    for ask in (accountant(name).epsilon, accountant(name).delta):
+    for ask in (find_accountant(name).epsilon, find_accountant(name).delta):
         with raises_code("account.accountant-no-figure"):
             ask([Event(sigma=1.0, q=0.1, steps=1)], 0.1, Adjacency.REPLACE_ONE)

@@ -11,27 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from lamina.account import (
-    Adjacency,
-    Event,
-    accountant,
-    capped,
-    cost,
-    epsilon_of_multiplier,
-    gaussian,
-    mixture,
-    zcdp,
-)
+from lamina.account import accountants, gaussian_rdp
+from lamina.account.accountants import cap_occurrences, cost, epsilon_of_noise_multiplier, find_accountant
+from lamina.account.schedule import Adjacency, Event
 from refusals import raises_code
 
 
 @settings(max_examples=100)
 @given(st.floats(1e-3, 50), st.sampled_from([1e-2, 1e-5, 1e-10]))
 def test_exact_gaussian_inverts_and_agrees_with_the_library(mu: float, delta: float) -> None:
-    epsilon = gaussian.epsilon_of_mu(mu, delta)
-    assert gaussian.delta_of_mu(mu, epsilon) <= delta * (1 + 1e-9)
+    epsilon = gaussian_rdp.epsilon_of_mu(mu, delta)
+    assert gaussian_rdp.delta_of_mu(mu, epsilon) <= delta * (1 + 1e-9)
     if epsilon > 0:
-        assert gaussian.delta_of_mu(mu, epsilon * (1 - 1e-6)) > delta
+        assert gaussian_rdp.delta_of_mu(mu, epsilon * (1 - 1e-6)) > delta
     theirs = gaussian_mechanism.get_epsilon_gaussian(1 / mu, delta)
     assert epsilon == pytest.approx(theirs, rel=1e-6, abs=1e-7)
 
@@ -43,25 +35,25 @@ def test_hockey_stick_by_integration(mu: float) -> None:
     for epsilon in (-1.0, 0.0, 0.5 * mu * mu, 0.5 * mu * mu + 2 * mu):
         expected = float(np.maximum(upper - math.exp(min(epsilon, 700)) * lower, 0).sum() * (z[1] - z[0]))
         if epsilon < 600:
-            assert float(gaussian.hockey_stick(epsilon, mu)) == pytest.approx(expected, rel=1e-5, abs=1e-14)
+            assert float(gaussian_rdp.hockey_stick(epsilon, mu)) == pytest.approx(expected, rel=1e-5, abs=1e-14)
 
 
 def test_extremes_of_mu() -> None:
-    assert gaussian.epsilon_of_mu(0.0, 1e-5) == 0
-    assert gaussian.epsilon_of_mu(math.inf, 1e-5) == math.inf
-    assert gaussian.epsilon_of_mu(3.0, 0.0) == math.inf
+    assert gaussian_rdp.epsilon_of_mu(0.0, 1e-5) == 0
+    assert gaussian_rdp.epsilon_of_mu(math.inf, 1e-5) == math.inf
+    assert gaussian_rdp.epsilon_of_mu(3.0, 0.0) == math.inf
     for mu in (1e3, 1e6, 1e9, 1e100):
-        assert gaussian.epsilon_of_mu(mu, 1e-5) >= 0.5 * mu * mu
-    assert gaussian.epsilon_of_mu(1e-12, 1e-5) == 0
-    assert 0 < gaussian.epsilon_of_mu(1e-12, 1e-14) < 1e-11
+        assert gaussian_rdp.epsilon_of_mu(mu, 1e-5) >= 0.5 * mu * mu
+    assert gaussian_rdp.epsilon_of_mu(1e-12, 1e-5) == 0
+    assert 0 < gaussian_rdp.epsilon_of_mu(1e-12, 1e-14) < 1e-11
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.floats(1e-3, 30), st.sampled_from([1e-2, 1e-5, 1e-10]))
 def test_budget_of_a_target(epsilon: float, delta: float) -> None:
-    mu = gaussian.mu_of_epsilon(epsilon, delta)
-    assert gaussian.epsilon_of_mu(mu, delta) <= epsilon
-    assert gaussian.epsilon_of_mu(mu * (1 + 1e-6), delta) > epsilon * (1 - 1e-9)
+    mu = gaussian_rdp.mu_of_epsilon(epsilon, delta)
+    assert gaussian_rdp.epsilon_of_mu(mu, delta) <= epsilon
+    assert gaussian_rdp.epsilon_of_mu(mu * (1 + 1e-6), delta) > epsilon * (1 - 1e-9)
 
 
 @given(st.floats(1e-6, 1e3), st.sampled_from([1e-2, 1e-5, 1e-10]))
@@ -69,19 +61,19 @@ def test_zcdp_conversion_is_the_best_over_a_fine_grid_of_orders(rho: float, delt
     excess = np.exp(np.linspace(-12, 20, 40_001))
     grid = rho * (1 + excess) + (math.log(1 / delta) - np.log1p(excess)) / excess - np.log1p(1 / excess)
     best = max(0.0, float(grid.min()))
-    assert zcdp.epsilon_of_rho(rho, delta) == pytest.approx(best, rel=1e-5, abs=1e-9)
-    assert gaussian.epsilon_of_mu(math.sqrt(2 * rho), delta) <= zcdp.epsilon_of_rho(rho, delta)
-    assert zcdp.epsilon_of_rho(rho, delta) <= zcdp.classical_epsilon(rho, delta) * (1 + 1e-9)
-    epsilon = zcdp.epsilon_of_rho(rho, delta)
+    assert gaussian_rdp.epsilon_of_rho(rho, delta) == pytest.approx(best, rel=1e-5, abs=1e-9)
+    assert gaussian_rdp.epsilon_of_mu(math.sqrt(2 * rho), delta) <= gaussian_rdp.epsilon_of_rho(rho, delta)
+    assert gaussian_rdp.epsilon_of_rho(rho, delta) <= gaussian_rdp.classical_zcdp_epsilon(rho, delta) * (1 + 1e-9)
+    epsilon = gaussian_rdp.epsilon_of_rho(rho, delta)
     if epsilon > 0:
-        assert zcdp.delta_of_rho(rho, epsilon) == pytest.approx(delta, rel=1e-3)
+        assert gaussian_rdp.delta_of_rho(rho, epsilon) == pytest.approx(delta, rel=1e-3)
 
 
 def test_unamplified_figures_ignore_the_rate() -> None:
     for name in ("zcdp", "gaussian"):
-        costs = {accountant(name).epsilon([Event(sigma=3.0, q=q, steps=50)], 1e-5) for q in (1e-6, 0.1, 1.0)}
+        costs = {find_accountant(name).epsilon([Event(sigma=3.0, q=q, steps=50)], 1e-5) for q in (1e-6, 0.1, 1.0)}
         assert len(costs) == 1
-        assert accountant(name).epsilon([Event(sigma=3.0, q=0.0, steps=50)], 1e-5) == 0
+        assert find_accountant(name).epsilon([Event(sigma=3.0, q=0.0, steps=50)], 1e-5) == 0
 
 
 def test_mixture_by_simulation() -> None:
@@ -89,8 +81,8 @@ def test_mixture_by_simulation() -> None:
     event, epsilon = Event(sigma=5.0, q=0.02, steps=2000), 1.0
     counts = np.random.default_rng(3).binomial(event.steps, event.q, 40_000)
     values, weight = np.unique(counts, return_counts=True)
-    each = [gaussian.delta_of_mu(math.sqrt(n) / event.sigma, epsilon) for n in values]
-    assert mixture.delta([event], epsilon) == pytest.approx(
+    each = [gaussian_rdp.delta_of_mu(math.sqrt(n) / event.sigma, epsilon) for n in values]
+    assert accountants.disclosed_delta([event], epsilon) == pytest.approx(
         float(np.dot(each, weight) / len(counts)), rel=0.01
     )
 
@@ -98,43 +90,42 @@ def test_mixture_by_simulation() -> None:
 def test_mixture_of_several_events_is_pessimistic_and_close() -> None:
     whole = (Event(sigma=5.0, q=0.02, steps=2000),)
     nearly_split = (Event(sigma=5.0, q=0.02, steps=1000), Event(sigma=5.0 * (1 + 1e-12), q=0.02, steps=1000))
-    exact = mixture.epsilon(whole, 1e-5)
-    assert exact <= mixture.epsilon(nearly_split, 1e-5) <= exact * 1.005
+    exact = accountants.disclosed_epsilon(whole, 1e-5)
+    assert exact <= accountants.disclosed_epsilon(nearly_split, 1e-5) <= exact * 1.005
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.floats(0.5, 50), st.floats(1e-3, 1), st.integers(1, 3000))
 def test_mixture_lies_between_amplified_and_every_step(sigma: float, q: float, steps: int) -> None:
     schedule = (Event(sigma=sigma, q=q, steps=steps),)
-    disclosed = mixture.epsilon(schedule, 1e-5)
-    assert disclosed <= accountant("gaussian").epsilon(schedule, 1e-5) * (1 + 1e-6)
-    assert accountant("pld").epsilon(schedule, 1e-5) <= disclosed * (1 + 2e-3) + 1e-9
-    assert disclosed <= mixture.epsilon(schedule, 1e-5, Adjacency.REPLACE_ONE)
+    disclosed = accountants.disclosed_epsilon(schedule, 1e-5)
+    assert disclosed <= find_accountant("gaussian").epsilon(schedule, 1e-5) * (1 + 1e-6)
+    assert find_accountant("pld").epsilon(schedule, 1e-5) <= disclosed * (1 + 2e-3) + 1e-9
+    assert disclosed <= accountants.disclosed_epsilon(schedule, 1e-5, Adjacency.REPLACE_ONE)
 
 
 def test_mixture_at_its_ends() -> None:
-    assert mixture.epsilon((), 1e-5) == 0
+    assert accountants.disclosed_epsilon((), 1e-5) == 0
     certain = (Event(sigma=3.0, q=1.0, steps=9),)
-    assert mixture.epsilon(certain, 1e-5) == pytest.approx(gaussian.epsilon_of_mu(1.0, 1e-5), rel=1e-6)
-    assert mixture.epsilon(certain, 1e-300) == math.inf
+    assert accountants.disclosed_epsilon(certain, 1e-5) == pytest.approx(
+        gaussian_rdp.epsilon_of_mu(1.0, 1e-5), rel=1e-6
+    )
+    assert accountants.disclosed_epsilon(certain, 1e-300) == math.inf
 
 
 def test_cost_with_a_cap_takes_the_least_noisy_steps() -> None:
     schedule = [Event(sigma=4.0, q=0.1, steps=50), Event(sigma=2.0, q=0.1, steps=30)]
-    assert capped(schedule, 40) == (Event(sigma=2.0, q=0.1, steps=30), Event(sigma=4.0, q=0.1, steps=10))
-    assert capped(schedule, 0) == ()
+    assert cap_occurrences(schedule, 40) == (Event(sigma=2.0, q=0.1, steps=30), Event(sigma=4.0, q=0.1, steps=10))
+    assert cap_occurrences(schedule, 0) == ()
     report = cost(schedule, delta=1e-5, occurrences=40)
     assert report.rho == pytest.approx(0.5 * (30 / 4 + 10 / 16))
     assert report.epsilon == cost(schedule, delta=1e-5).epsilon  # amplification does not see the cap
     assert report.epsilon_disclosed is None
-    assert (
-        cost(schedule, delta=1e-5, accountant="gaussian", occurrences=40).epsilon
-        == report.epsilon_unamplified
-    )
+    assert cost(schedule, delta=1e-5, accountant="gaussian", occurrences=40).epsilon == report.epsilon_unamplified
     assert cost(schedule, delta=1e-5, accountant="rdp").epsilon_replace_one == report.epsilon_replace_one
     with raises_code("account.cap-occurrences-integer"):
-        capped(schedule, -1)
+        cap_occurrences(schedule, -1)
 
 
 def test_signed_multiplier() -> None:
-    assert epsilon_of_multiplier(1 / gaussian.mu_of_epsilon(1.0, 1e-5), 1e-5) == pytest.approx(1.0, rel=1e-9)
+    assert epsilon_of_noise_multiplier(1 / gaussian_rdp.mu_of_epsilon(1.0, 1e-5), 1e-5) == pytest.approx(1.0, rel=1e-9)

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 
 from lamina import cbor
-from lamina.admit.attestation import attest, to_be_signed
-from lamina.admit.commitment import commit
-from lamina.admit.descriptor import Descriptor
-from lamina.admit.gate import Gate
-from lamina.admit.key import PrivateKey
-from lamina.admit.keyring import KeyRing
-from lamina.admit.source import Contribution
-from lamina.admit.terms import Terms
+from lamina.admit.attestation import Descriptor, attest, commit, sig_structure
+from lamina.admit.checks import SigningTerms
+from lamina.admit.contribution_sources import Contribution
+from lamina.admit.gate import AdmissionGate
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.keys import PrivateKey
 from lamina.plan.policy import Policy
 
 NOW = 1_800_000_000
@@ -59,13 +57,13 @@ class Desk:
         self.keys.add(self.key.public, label="clinic", valid_from=NOW - 10 * HOUR)
         self.now: float = NOW
 
-    def gate(self, **options: Any) -> Gate:
+    def gate(self, **options: Any) -> AdmissionGate:
         chosen = options.pop("policy", self.policy)
-        return Gate(chosen, options.pop("keys", self.keys), clock=lambda: self.now, **options)
+        return AdmissionGate(chosen, options.pop("keys", self.keys), clock=lambda: self.now, **options)
 
-    def terms(self, cls: str = "clinical", **options: Any) -> Terms:
+    def terms(self, cls: str = "clinical", **options: Any) -> SigningTerms:
         window = {"not_before": NOW - HOUR, "expires": NOW + 100 * HOUR}
-        return Terms.make(options.pop("policy", self.policy), cls, **{**window, **options})
+        return SigningTerms.make(options.pop("policy", self.policy), cls, **{**window, **options})
 
     def descriptor(self, payload: bytes, cls: str = "clinical", **changes: Any) -> Descriptor:
         """A descriptor of the class's terms; `changes` are fields of it."""
@@ -91,10 +89,7 @@ class Desk:
         signer = key or self.key
         descriptor = self.descriptor(data, cls, **{"contributor": signer.public.id, **changes})
         return Contribution(
-            id,
-            descriptor.encode(),
-            attest(descriptor, signer, issued_at=issued_at, subject_tag=tag),
-            data,
+            id, descriptor.encode(), attest(descriptor, signer, issued_at=issued_at, subject_tag=tag), data
         )
 
     def resigned(self, given: Contribution, change: Callable[[dict[Any, Any]], None]) -> Contribution:
@@ -105,7 +100,7 @@ class Desk:
         change(header)
         protected = cbor.encode(header)
         digest = hashlib.sha256(given.descriptor).digest()
-        signature = self.key.sign(to_be_signed(protected, digest))
+        signature = self.key.sign(sig_structure(protected, digest))
         message = cbor.Tag(number=18, value=[protected, {}, None, signature])
         return replace(given, attestation=cbor.encode(message, null=True, tags=(18,)))
 

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamina.admit.attestation import Attestation
-from lamina.admit.descriptor import Descriptor
-from lamina.admit.key import PrivateKey
-from lamina.admit.keyring import KeyRing
-from lamina.admit.reason import Reason
-from lamina.admit.source import FolderContributions
+from lamina.admit.attestation import Attestation, Descriptor
+from lamina.admit.contribution_sources import FolderContributions
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.keys import PrivateKey
+from lamina.admit.verdicts import Reason
 
 
 def copy(ring: KeyRing, folder: Path) -> KeyRing:
@@ -50,11 +49,7 @@ def test_rows_say_what_was_signed(desk: Any) -> None:
         assert (found.bound.cls, found.bound.clip_norm, found.bound.noise_multiplier) == (
             signed.admissibility, signed.clip_norm, signed.noise_multiplier,
         )  # fmt: skip
-        assert (found.not_before, found.expires, found.items) == (
-            signed.not_before,
-            signed.expires,
-            signed.items,
-        )
+        assert (found.not_before, found.expires, found.items) == (signed.not_before, signed.expires, signed.items)
         assert found.tag == (None if claims.tag is None else bytes.fromhex(claims.tag))
         assert found.profile_signed is (signed.profile is not None)
         assert found.profile == str(desk.policy.classes[signed.admissibility].profile)
@@ -204,9 +199,7 @@ def test_after_an_epoch_everything_is_verified_again(desk: Any, tmp_path: Path, 
     (tmp_path / "damaged" / "payload.bin").write_bytes(b"other")
     (tmp_path / "unsigned" / "attestation.cose").unlink()
     shutil.rmtree(tmp_path / "changed")
-    desk.write(
-        tmp_path, desk.offer("changed")
-    )  # signed anew: another contribution, which must be admitted by itself
+    desk.write(tmp_path, desk.offer("changed"))  # signed anew: another contribution, which must be admitted by itself
     desk.write(tmp_path, desk.offer("new"))
     assert len(admission.recheck()) == 0  # the epoch is not over
     desk.now += desk.policy.corpus.epoch
@@ -257,12 +250,7 @@ def test_rows_can_be_dismissed(desk: Any) -> None:
 
 def test_rows_can_be_refused_before_they_are_used(desk: Any) -> None:
     """What was signed is right, and what was brought cannot be used."""
-    offered = [
-        desk.offer("0"),
-        desk.offer("1", "standard"),
-        desk.offer("2", expires=desk.NOW + 1),
-        desk.offer("3"),
-    ]
+    offered = [desk.offer("0"), desk.offer("1", "standard"), desk.offer("2", expires=desk.NOW + 1), desk.offer("3")]
     offered.insert(2, replace(offered[0], id="copy"))
     admission = desk.gate().review(offered)
     assert admission.places.tolist() == [0, 1, 3, 4]
@@ -273,10 +261,7 @@ def test_rows_can_be_refused_before_they_are_used(desk: Any) -> None:
     admission.refuse({1: (Reason.UNREADABLE, "no table")})
     assert len(view) == 4
     assert list(admission.ids) == ["0", "2", "3"] and admission.places.tolist() == [0, 3, 4]
-    assert [(r.id, r.reason) for r in admission.refused] == [
-        ("1", Reason.UNREADABLE),
-        ("copy", Reason.REPLAYED),
-    ]
+    assert [(r.id, r.reason) for r in admission.refused] == [("1", Reason.UNREADABLE), ("copy", Reason.REPLAYED)]
     assert admission.standing.tolist() == [True, False, True]
     assert len(admission.bounds) == 1 and admission.row_of("3") == 2 and admission.row_of("1") is None
     assert admission.to_dict()["classes"] == {"clinical": 3, "standard": 0, "open": 0}

@@ -11,9 +11,16 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from lamina import cbor
-from lamina.admit import Attestation, Descriptor, PrivateKey, attest, commit, subject_tag
-from lamina.admit.attestation import MAX_ATTESTATION, to_be_signed
-from lamina.admit.times import LAST
+from lamina.admit.attestation import (
+    MAX_ATTESTATION,
+    Attestation,
+    Descriptor,
+    attest,
+    commit,
+    sig_structure,
+    subject_tag,
+)
+from lamina.admit.keys import LAST_SECOND, PrivateKey
 from lamina.errors import AdmissionError, EncodingError
 from refusals import raises_code
 
@@ -82,7 +89,7 @@ def accepted(data: bytes, descriptor: bytes | None = None) -> bool:
         described = Descriptor.decode(DESCRIPTOR.encode() if descriptor is None else descriptor)
     except (EncodingError, AdmissionError):
         return False
-    return found.signed_by(KEY.public, described.digest()) and found.agrees(described) is None
+    return found.signed_by(KEY.public, described.digest()) and found.mismatch(described) is None
 
 
 # ------------------------------------------------------------------------------ what it is
@@ -104,12 +111,7 @@ def test_it_is_what_another_codec_and_another_library_sign() -> None:
 def test_what_it_says() -> None:
     found = Attestation.decode(MADE)
     assert (found.alg, found.kid, found.iss) == (-8, KEY.public.id, KEY.public.name)
-    assert (found.aud, found.exp, found.nbf, found.iat) == (
-        DESCRIPTOR.audience,
-        DESCRIPTOR.expires,
-        1_767_225_600,
-        IAT,
-    )
+    assert (found.aud, found.exp, found.nbf, found.iat) == (DESCRIPTOR.audience, DESCRIPTOR.expires, 1_767_225_600, IAT)
     assert found.cti == CLAIMS[7]
     assert found.tag is None
     assert accepted(MADE)
@@ -136,8 +138,8 @@ def test_the_signed_structure_is_the_codec_s() -> None:
     for size in (24, 255, 256, 300, 1023, 65_535):
         protected = bytes(size)
         expected = ["Signature1", protected, b"", DIGEST]
-        assert to_be_signed(protected, DIGEST) == cbor2.dumps(expected)
-        assert to_be_signed(protected, DIGEST) == cbor.encode(expected, max_size=2**17)
+        assert sig_structure(protected, DIGEST) == cbor2.dumps(expected)
+        assert sig_structure(protected, DIGEST) == cbor.encode(expected, max_size=2**17)
 
 
 # ------------------------------------------------------------------------------ who and what it is about
@@ -157,7 +159,7 @@ def test_another_key_descriptor_or_signature() -> None:
 def test_a_key_signs_only_for_itself() -> None:
     with raises_code("admit.descriptor-names-contributor"):
         attest(DESCRIPTOR, PrivateKey.generate(), issued_at=IAT)
-    for moment in (-1, LAST + 1, True, 1.5):
+    for moment in (-1, LAST_SECOND + 1, True, 1.5):
         with raises_code("admit.issued-seconds-since"):
             attest(DESCRIPTOR, KEY, issued_at=moment)  # type: ignore[arg-type]
 
@@ -177,7 +179,7 @@ def test_claims_that_differ_from_the_descriptor(claim: int, value: Any, word: st
     data = message(HEADER | {15: CLAIMS | {claim: value}})
     found = Attestation.decode(data)
     assert found.signed_by(KEY.public, DIGEST)
-    told = found.agrees(DESCRIPTOR)
+    told = found.mismatch(DESCRIPTOR)
     assert told is not None
     assert word in told
     assert not accepted(data)
@@ -188,7 +190,7 @@ def test_a_contributor_who_is_not_the_key() -> None:
     header = HEADER | {4: other.public.id, 15: CLAIMS | {1: other.public.name}}
     found = Attestation.decode(message(header, key=other))
     assert found.signed_by(other.public, DIGEST)
-    assert found.agrees(DESCRIPTOR) == "the key is not the contributor"
+    assert found.mismatch(DESCRIPTOR) == "the key is not the contributor"
 
 
 # ------------------------------------------------------------------------------ what it must not say
@@ -252,7 +254,7 @@ REFUSED: dict[str, Callable[[], bytes]] = {
     "exp float": lambda: message(HEADER | {15: CLAIMS | {4: 1_798_761_600.5}}),
     "exp bool": lambda: message(HEADER | {15: CLAIMS | {4: True}}),
     "exp tagged": lambda: message(HEADER | {15: CLAIMS | {4: cbor2.CBORTag(1, 1_798_761_600)}}),
-    "nbf beyond": lambda: message(HEADER | {15: CLAIMS | {5: LAST + 1}}),
+    "nbf beyond": lambda: message(HEADER | {15: CLAIMS | {5: LAST_SECOND + 1}}),
     "iat text": lambda: message(HEADER | {15: CLAIMS | {6: "now"}}),
     "iat null": lambda: message(HEADER | {15: CLAIMS | {6: None}}),
     "cti short": lambda: message(HEADER | {15: CLAIMS | {7: bytes(15)}}),
@@ -331,9 +333,7 @@ def test_no_changed_bit_is_accepted() -> None:
                 assert not accepted(*pair), (number, which, bit)
                 tried += 1
         number += 1
-        other = Descriptor.decode(
-            DESCRIPTOR.encode().replace(NONCE, hashlib.sha256(bytes([number])).digest()[:16])
-        )
+        other = Descriptor.decode(DESCRIPTOR.encode().replace(NONCE, hashlib.sha256(bytes([number])).digest()[:16]))
         tag = subject_tag(bytes(32), str(number))
         made = attest(other, KEY, issued_at=IAT + number, subject_tag=tag), other.encode()
         assert accepted(*made)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lamina.admit.cache import Cache, Kept
-from lamina.admit.key import PrivateKey, PublicKey
-from lamina.admit.reason import Reason
+from lamina.admit.gate import VerificationCache, VerifiedAttestation
+from lamina.admit.keys import PrivateKey, PublicKey
+from lamina.admit.verdicts import Reason
 
 
 @pytest.fixture
@@ -79,9 +79,9 @@ def test_the_examiner_of_a_gate_follows_its_ring(desk: Any) -> None:
 
 
 def test_a_full_cache_forgets_the_oldest() -> None:
-    cache = Cache(limit=2)
+    cache = VerificationCache(limit=2)
     for name in (b"a", b"b", b"a", b"c"):
-        cache.put(name, Kept(10, b"d", b"n", b"c"), b"ring")
+        cache.put(name, VerifiedAttestation(10, b"d", b"n", b"c"), b"ring")
     assert len(cache) == 2
     assert cache.get(b"b", b"d", 0, b"ring") is None
     assert cache.get(b"a", b"d", 9, b"ring") is not None
@@ -89,5 +89,5 @@ def test_a_full_cache_forgets_the_oldest() -> None:
     assert cache.get(b"a", b"other", 9, b"ring") is None
     assert cache.get(b"a", b"d", 9, b"other ring") is None
     assert cache.get(None, None, 9, b"ring") is None
-    cache.put(b"x", Kept(10, b"d", b"n", b"c"), b"other ring")
+    cache.put(b"x", VerifiedAttestation(10, b"d", b"n", b"c"), b"other ring")
     assert len(cache) == 1

@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from lamina.admit import Attestation, Descriptor, PrivateKey, commit, subject_tag
-from lamina.admit.contribute import Outcome, State, attest_folder, ids_in
-from lamina.admit.items import count_items
-from lamina.plan import Policy
+from lamina.admit.attestation import Attestation, Descriptor, commit, subject_tag
+from lamina.admit.contribution_sources import count_examples
+from lamina.admit.keys import PrivateKey
+from lamina.admit.signing import SigningOutcome, SigningState, attest_folder, contribution_ids
+from lamina.plan.policy import Policy
 from refusals import raises_code
 
 KEY = PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 NOW = 1_767_225_600
 POLICY = Policy.template()
-STRICTER = State.STRICTER.value
+STRICTER = SigningState.STRICTER.value
 
 
 @pytest.fixture
@@ -34,11 +35,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def signed(folder: Path, cls: Any = "sensitive", **options: Any) -> dict[str, Outcome]:
+def signed(folder: Path, cls: Any = "sensitive", **options: Any) -> dict[str, SigningOutcome]:
     return {each.id: each for each in attest_folder(folder, KEY, POLICY, cls, now=NOW, **options)}
 
 
-def states(outcomes: dict[str, Outcome]) -> dict[str, str]:
+def states(outcomes: dict[str, SigningOutcome]) -> dict[str, str]:
     return {id: each.state.value for id, each in outcomes.items()}
 
 
@@ -61,17 +62,13 @@ def test_what_is_signed_verifies_and_is_about_its_payload(folder: Path) -> None:
         described, claims = read(folder / f"p{number}")
         payload = folder / f"p{number}" / "payload.npz"
         assert claims.signed_by(KEY.public, described.digest())
-        assert claims.agrees(described) is None
+        assert claims.mismatch(described) is None
         assert described.commitment == commit(described.nonce, payload.read_bytes())
         assert described.items == number + 1
         assert (described.not_before, described.expires, claims.iat) == (NOW, NOW + 365 * 86_400, NOW)
         assert outcomes[f"p{number}"].digest == described.digest()
         nonces.add(described.nonce)
-        assert sorted(os.listdir(folder / f"p{number}")) == [
-            "attestation.cose",
-            "descriptor.cbor",
-            "payload.npz",
-        ]
+        assert sorted(os.listdir(folder / f"p{number}")) == ["attestation.cose", "descriptor.cbor", "payload.npz"]
     assert len(nonces) == 4
     assert all(path.read_bytes() == data for path, data in before.items())
 
@@ -132,16 +129,14 @@ def _garbage(folder: Path) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize(
-    "change", [_other_payload, _torn, _no_attestation, _no_descriptor, _damaged, _garbage]
-)
+@pytest.mark.parametrize("change", [_other_payload, _torn, _no_attestation, _no_descriptor, _damaged, _garbage])
 def test_what_has_changed_is_signed_again(folder: Path, change: Callable[[Path], dict[str, Any]]) -> None:
     signed(folder)
     options = change(folder)
     assert states(signed(folder, **options)) == {"p0": "kept", "p1": "signed", "p2": "kept", "p3": "kept"}
     described, claims = read(folder / "p1")
     assert claims.signed_by(KEY.public, described.digest())
-    assert claims.agrees(described) is None
+    assert claims.mismatch(described) is None
     assert described.commitment == commit(described.nonce, folder / "p1" / "payload.npz")
 
 
@@ -183,31 +178,29 @@ def test_other_terms_are_signed_anew_and_then_kept(folder: Path, options: dict[s
         ({}, {"cls": "open"}),
     ],
 )
-def test_what_is_stricter_is_loosened_by_force_only(
-    folder: Path, first: dict[str, Any], then: dict[str, Any]
-) -> None:
+def test_what_is_stricter_is_loosened_by_force_only(folder: Path, first: dict[str, Any], then: dict[str, Any]) -> None:
     signed(folder / "p1", **first)
     before = contents(folder / "p1")
     for _ in range(2):
         found = signed(folder, **then)
-        assert found["p1"].state is State.STRICTER
+        assert found["p1"].state is SigningState.STRICTER
         assert contents(folder / "p1") == before
     assert {id: each.replaced for id, each in found.items() if each.replaced} == {}
     forced = signed(folder, force=True, **then)
     assert set(states(forced).values()) == {"signed"}
-    assert {id: each.replaced for id, each in forced.items() if each.replaced} == {"p1": State.STRICTER}
+    assert {id: each.replaced for id, each in forced.items() if each.replaced} == {"p1": SigningState.STRICTER}
     assert set(states(signed(folder, **then)).values()) == {"kept"}
 
 
 def test_a_stricter_bound_survives_whatever_else_makes_it_be_signed_anew(folder: Path) -> None:
     kept = {"clip_norm": 0.25, "noise_multiplier": 9.0, "data_class": "ecg", **SUBJECTS}
-    for change in ("payload", "admit.window-ends-begins", "tail", "torn", "expired", "noise"):
+    for change in ("payload", "window", "tail", "torn", "expired", "noise"):
         signed(folder / "p1", force=True, **kept)
         options: dict[str, Any] = {}
         now = NOW
         if change == "payload":
             _other_payload(folder)
-        elif change == "admit.window-ends-begins":
+        elif change == "window":
             options = {"expires": NOW + 50}
         elif change == "tail":
             options = {"anchors": ANCHORS["anchors"]}
@@ -218,7 +211,7 @@ def test_a_stricter_bound_survives_whatever_else_makes_it_be_signed_anew(folder:
         else:
             options = {"noise_multiplier": 10.0}
         (found,) = attest_folder(folder / "p1", KEY, POLICY, "sensitive", now=now, **options)
-        assert (found.state, found.carried) == (State.SIGNED, True), change
+        assert (found.state, found.carried) == (SigningState.SIGNED, True), change
         described, claims = read(folder / "p1")
         z = 10_000_000 if change == "noise" else 9_000_000
         assert (described.clip_norm, described.noise_multiplier) == (250_000, z)
@@ -248,9 +241,7 @@ def _attested(folder: Path, policy: Policy, **options: Any) -> set[str]:
 
 
 def test_what_was_signed_before_the_policy_gained_a_profile_is_kept(folder: Path) -> None:
-    whole, half, quarter = (
-        _policy(text) for text in ("", "profile = { top = 0.5 }", "profile = { top = 0.25 }")
-    )
+    whole, half, quarter = (_policy(text) for text in ("", "profile = { top = 0.5 }", "profile = { top = 0.25 }"))
     assert _attested(folder, whole) == {"signed"}
     before = contents(folder)
     assert _attested(folder, half) == {"kept"}
@@ -265,12 +256,12 @@ def test_more_depth_than_was_signed_is_signed_by_force_only(folder: Path) -> Non
     _attested(folder, quarter)
     before = contents(folder)
     (first, *_) = attest_folder(folder, KEY, half, "sensitive", now=NOW)
-    assert first.state is State.REFUSED  # the gate refuses it, and signing would take something back
+    assert first.state is SigningState.REFUSED  # the gate refuses it, and signing would take something back
     assert "top=0.25" in str(first.problem)
     assert "force" in str(first.problem)
     assert contents(folder) == before
     assert {each.replaced for each in attest_folder(folder, KEY, half, "sensitive", now=NOW, force=True)} == {
-        State.STRICTER
+        SigningState.STRICTER
     }
 
 
@@ -287,7 +278,7 @@ def test_what_the_policy_no_longer_admits_is_signed_anew(folder: Path) -> None:
 def test_what_has_expired_is_signed_again(folder: Path) -> None:
     signed(folder, expires=NOW + 10)
     later = [each.state for each in attest_folder(folder, KEY, POLICY, "sensitive", now=NOW + 10)]
-    assert later == [State.SIGNED] * 4
+    assert later == [SigningState.SIGNED] * 4
 
 
 def test_what_another_key_signed_is_replaced_by_force_only(folder: Path) -> None:
@@ -297,19 +288,19 @@ def test_what_another_key_signed_is_replaced_by_force_only(folder: Path) -> None
     _other_payload(folder)  # whatever is wrong with it, it is theirs to mend
     before = contents(folder / "p1") | contents(folder / "p2")
 
-    def run(**options: Any) -> dict[str, Outcome]:
+    def run(**options: Any) -> dict[str, SigningOutcome]:
         made = attest_folder(folder, other, POLICY, "sensitive", now=NOW, **options)
         return {each.id: each for each in made}
 
-    another = State.ANOTHER.value
+    another = SigningState.ANOTHER.value
     assert states(run()) == {"p0": "signed", "p1": another, "p2": another, "p3": "signed"}
     assert states(run()) == {"p0": "kept", "p1": another, "p2": another, "p3": "kept"}
     assert contents(folder).items() >= before.items()
     forced = run(force=True)
     assert set(states(forced).values()) == {"signed"}
     assert {id: each.replaced for id, each in forced.items() if each.replaced} == {
-        "p1": State.ANOTHER,
-        "p2": State.ANOTHER,
+        "p1": SigningState.ANOTHER,
+        "p2": SigningState.ANOTHER,
     }
     described, claims = read(folder / "p1")
     assert described.contributor == claims.kid == other.public.id
@@ -317,10 +308,10 @@ def test_what_another_key_signed_is_replaced_by_force_only(folder: Path) -> None
 
 @pytest.mark.parametrize(
     ("change", "state"),
-    [(_damaged, State.ANOTHER), (_no_descriptor, State.ANOTHER), (_no_attestation, State.SIGNED)],
+    [(_damaged, SigningState.ANOTHER), (_no_descriptor, SigningState.ANOTHER), (_no_attestation, SigningState.SIGNED)],
 )
 def test_what_is_left_of_another_key(
-    folder: Path, change: Callable[[Path], dict[str, Any]], state: State
+    folder: Path, change: Callable[[Path], dict[str, Any]], state: SigningState
 ) -> None:
     """Without an attestation nobody signed it; with half of one it is still theirs."""
     signed(folder)
@@ -340,7 +331,7 @@ def test_a_dry_run_says_the_same_and_writes_nothing(folder: Path, force: bool) -
     assert contents(folder) == before
     done = signed(folder, force=force)
 
-    def figures(found: dict[str, Outcome]) -> list[Any]:
+    def figures(found: dict[str, SigningOutcome]) -> list[Any]:
         return [(each.id, each.state, each.problem, each.replaced, each.carried) for each in found.values()]
 
     assert figures(told) == figures(done)
@@ -350,7 +341,7 @@ def test_a_dry_run_says_the_same_and_writes_nothing(folder: Path, force: bool) -
 def test_without_a_key_only_a_dry_run(folder: Path) -> None:
     signed(folder / "p0")
     made = attest_folder(folder, None, POLICY, "sensitive", now=NOW, dry_run=True)
-    assert [each.state for each in made] == [State.ANOTHER, *[State.SIGNED] * 3]
+    assert [each.state for each in made] == [SigningState.ANOTHER, *[SigningState.SIGNED] * 3]
     with raises_code("admit.no-key-sign"):
         attest_folder(folder, None, POLICY, "sensitive", now=NOW)
 
@@ -383,7 +374,7 @@ def test_one_contribution_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert states(signed(folder / "p2")) == {"p2": "signed"}
     assert not (folder / "p1" / "descriptor.cbor").exists()
     monkeypatch.chdir(folder / "p1")
-    assert ids_in(".") == (folder.resolve(), ["p1"])
+    assert contribution_ids(".") == (folder.resolve(), ["p1"])
 
 
 def test_one_that_cannot_be_signed_stops_no_other(folder: Path) -> None:
@@ -396,10 +387,10 @@ def test_one_that_cannot_be_signed_stops_no_other(folder: Path) -> None:
     np.savez(folder / "hollow" / "payload.npz", x=np.empty((0, 3)))
     (folder / "bell\a" / "payload.csv").write_bytes(b"1\n")
     outcomes = signed(folder)
-    refused = {id: each.problem for id, each in outcomes.items() if each.state is State.REFUSED}
+    refused = {id: each.problem for id, each in outcomes.items() if each.state is SigningState.REFUSED}
     assert refused.keys() == {"empty", "two", "link", "text", "hollow", "bell\a"}
     assert all(refused.values())
-    assert sum(each.state is State.SIGNED for each in outcomes.values()) == 4
+    assert sum(each.state is SigningState.SIGNED for each in outcomes.values()) == 4
 
 
 def test_what_is_wrong_for_all_is_refused_before_the_first(folder: Path) -> None:
@@ -415,10 +406,7 @@ def test_what_is_wrong_for_all_is_refused_before_the_first(folder: Path) -> None
         with raises_code(word):
             signed(folder, **options)
     assert contents(folder) == before
-    for path, word in (
-        (folder / "p0" / "payload.npz", "admit.not-listed"),
-        (folder / "none", "admit.not-listed"),
-    ):
+    for path, word in ((folder / "p0" / "payload.npz", "admit.not-listed"), (folder / "none", "admit.not-listed")):
         with raises_code(word):
             signed(path)
     (folder / "new").mkdir()
@@ -447,17 +435,17 @@ def test_files_are_as_readable_as_the_payload(folder: Path) -> None:
 def test_items_are_counted_without_reading(tmp_path: Path, size: int, compressed: bool) -> None:
     path = tmp_path / "payload.npz"
     (np.savez_compressed if compressed else np.savez)(path, x=np.zeros((size, 2)), y=np.zeros(size))
-    assert count_items(path) == size
+    assert count_examples(path) == size
     np.savez(path, x=np.zeros(()))
     with raises_code("admit.array-no-examples"):
-        count_items(path)
+        count_examples(path)
     np.savez(path, z=np.zeros(3))
     with raises_code("admit.no-array"):
-        count_items(path)
+        count_examples(path)
 
 
 def test_what_the_list_of_the_folder_holds_is_no_contribution(folder: Path) -> None:
     (folder / "contributions.csv").write_text("id,class\n", encoding="utf-8")
     (folder / ".hidden").mkdir()
     (folder / "notes.json").write_text(json.dumps({}), encoding="utf-8")
-    assert ids_in(folder)[1] == ["p0", "p1", "p2", "p3"]
+    assert contribution_ids(folder)[1] == ["p0", "p1", "p2", "p3"]

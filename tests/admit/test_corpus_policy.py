@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from lamina.admit.demands import Demands
-from lamina.admit.terms import floors_hash
+from lamina.admit.checks import PolicyChecks, floors_hash
 from lamina.plan.policy import Policy
 from refusals import raises_code
 
 
 def corpus(**keys: Any) -> Policy:
     table = {"origin": "x", "delta": 1e-5, **keys}
-    return Policy.from_dict(
-        {"corpus": table, "class": {"a": {"population": 10, "epsilon": 1.0, "clip_norm": 9.0}}}
-    )
+    return Policy.from_dict({"corpus": table, "class": {"a": {"population": 10, "epsilon": 1.0, "clip_norm": 9.0}}})
 
 
 def test_an_epoch_is_a_day_unless_said_otherwise() -> None:
@@ -41,7 +38,7 @@ def test_floors_only_rise() -> None:
 def test_the_digests_of_all_floors_are_accepted_and_no_other() -> None:
     old, older, never = {"clip_norm": 0.5}, {"clip_norm": 0.25}, {"clip_norm": 0.3}
     policy = corpus(floors={"clip_norm": 1.0}, earlier_floors=[old, older])
-    digests = Demands(policy).digests
+    digests = PolicyChecks(policy).digests
     assert digests == {floors_hash(corpus(floors=f)) for f in ({"clip_norm": 1.0}, old, older)}
     assert floors_hash(corpus(floors=never)) not in digests
     assert floors_hash(corpus(floors={"clip_norm": 1.0}, origin="y")) not in digests

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.admit import Descriptor
-from lamina.admit.descriptor import MAX_DESCRIPTOR, MAX_ITEMS, MAX_MICRO
-from lamina.admit.times import LAST
+from lamina.admit.attestation import MAX_DESCRIPTOR, MAX_ITEMS, MAX_MICRO, Descriptor
+from lamina.admit.keys import LAST_SECOND
 from lamina.errors import AdmissionError, EncodingError, UnknownSchema
 from refusals import raises_code
 
@@ -50,9 +49,7 @@ def encoded(content: dict[Any, Any]) -> bytes:
 def test_the_encoding_is_what_another_codec_writes(left_out: tuple[str, ...]) -> None:
     made = Descriptor(**{name: value for name, value in VALUES.items() if name not in left_out})
     data = made.encode()
-    assert data == cbor2.dumps(
-        {key: value for key, value in FULL.items() if KEYS[key] not in left_out}, canonical=True
-    )
+    assert data == cbor2.dumps({key: value for key, value in FULL.items() if KEYS[key] not in left_out}, canonical=True)
     assert Descriptor.decode(data) == made
     assert made.digest() == Descriptor.decode(data).digest() == hashlib.sha256(data).digest()
 
@@ -66,8 +63,8 @@ descriptors = st.builds(
     admissibility=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True),
     clip_norm=micros,
     noise_multiplier=micros,
-    not_before=st.integers(0, LAST // 2),
-    expires=st.integers(LAST // 2 + 1, LAST),
+    not_before=st.integers(0, LAST_SECOND // 2),
+    expires=st.integers(LAST_SECOND // 2 + 1, LAST_SECOND),
     profile=st.none() | texts,
     commitment=st.binary(min_size=32, max_size=32),
     items=st.integers(1, MAX_ITEMS),
@@ -89,15 +86,10 @@ def test_round_trip(made: Descriptor) -> None:
 def test_the_largest_descriptor_fits() -> None:
     made = Descriptor(
         **VALUES
+        | {"data_class": "a" * 64, "admissibility": "b" * 64, "clip_norm": MAX_MICRO, "noise_multiplier": MAX_MICRO}
         | {
-            "data_class": "a" * 64,
-            "admissibility": "b" * 64,
-            "clip_norm": MAX_MICRO,
-            "noise_multiplier": MAX_MICRO,
-        }
-        | {
-            "expires": LAST,
-            "not_before": LAST - 1,
+            "expires": LAST_SECOND,
+            "not_before": LAST_SECOND - 1,
             "profile": "c" * 1024,
             "items": MAX_ITEMS,
             "audience": "d" * 255,
@@ -123,8 +115,8 @@ def test_a_public_bound_is_zero_twice() -> None:
         (4, ""), (4, "-a"), (4, "a" * 65), (4, "a b"), (4, "a\n"), (4, b"a"),
         (5, -1), (5, MAX_MICRO + 1), (5, "1"), (5, True), (5, 2**64 - 1),
         (6, -1), (6, MAX_MICRO + 1), (6, b"1"), (6, False),
-        (7, -1), (7, LAST + 1), (7, 1_798_761_600), (7, 1_798_761_601), (7, True),
-        (8, -1), (8, LAST + 1), (8, 1_767_225_600), (8, 0), (8, "2027-01-01"),
+        (7, -1), (7, LAST_SECOND + 1), (7, 1_798_761_600), (7, 1_798_761_601), (7, True),
+        (8, -1), (8, LAST_SECOND + 1), (8, 1_767_225_600), (8, 0), (8, "2027-01-01"),
         (9, ""), (9, "a" * 1025), (9, "a\nb"), (9, "\u202e"), (9, 0), (9, b"top"), (9, False),
         (10, bytes(31)), (10, bytes(64)), (10, 1),
         (11, 0), (11, -5), (11, MAX_ITEMS + 1), (11, True), (11, "12"),

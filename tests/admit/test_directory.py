@@ -1,4 +1,4 @@
-"""`admit/directory.py`: whatever it finds in an archive, zipfile finds the same."""
+"""`admit/contribution_sources.py`: whatever it finds in an archive, zipfile finds the same."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lamina.admit import npz
-from lamina.admit.directory import NEAR, Entry, Near, listed
+from lamina.admit import contribution_sources
+from lamina.admit.contribution_sources import TAIL_BYTES, FileTail, ZipEntry, read_zip_directory
 
 
 def saved(**found: Any) -> bytes:
@@ -23,10 +23,10 @@ def saved(**found: Any) -> bytes:
     return held.getvalue()
 
 
-def by_zipfile(held: bytes) -> dict[bytes, Entry]:
+def by_zipfile(held: bytes) -> dict[bytes, ZipEntry]:
     with zipfile.ZipFile(io.BytesIO(held)) as archive:
         return {
-            name.encode("cp437"): Entry(
+            name.encode("cp437"): ZipEntry(
                 info.flag_bits, info.compress_type, info.compress_size, info.file_size, info.header_offset
             )
             for name, info in archive.NameToInfo.items()
@@ -40,21 +40,21 @@ END = len(GOOD) - 22
 
 def answer(held: bytes) -> Any:
     try:
-        return npz.headers(io.BytesIO(held), ["x", "y"])
+        return contribution_sources.read_headers(io.BytesIO(held), ["x", "y"])
     except Exception as error:
-        return type(error), str(error) if isinstance(error, npz.BadArray) else None
+        return type(error), str(error) if isinstance(error, contribution_sources.BadArray) else None
 
 
 # ------------------------------------------------------------------------------------------------ what is right
 
 
-@pytest.mark.parametrize("size", [1, NEAR // 8, 3 * NEAR])
+@pytest.mark.parametrize("size", [1, TAIL_BYTES // 8, 3 * TAIL_BYTES])
 def test_what_numpy_writes_is_found_without_zipfile(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = np.arange(size, dtype=np.float64)[None], np.zeros(1, dtype=np.int64)
     held = saved(x=x, y=y, other=x)
-    assert listed(Near(io.BytesIO(held))) == by_zipfile(held)
-    monkeypatch.setattr(npz, "_archive", None)  # nobody asks it
-    found = npz.headers(io.BytesIO(held), ["y", "x"])
+    assert read_zip_directory(FileTail(io.BytesIO(held))) == by_zipfile(held)
+    monkeypatch.setattr(contribution_sources, "_open_archive", None)  # nobody asks it
+    found = contribution_sources.read_headers(io.BytesIO(held), ["y", "x"])
     assert {name: (each.shape, each.dtype) for name, each in found.items()} == {
         "x": (x.shape, x.dtype),
         "y": (y.shape, y.dtype),
@@ -63,9 +63,9 @@ def test_what_numpy_writes_is_found_without_zipfile(size: int, monkeypatch: pyte
 
 def test_a_file_is_read_where_it_is_asked_for() -> None:
     held = bytes(range(256)) * 40
-    near = Near(io.BytesIO(held))
-    assert near.end == len(held) and near.tail == held[-NEAR:]
-    for at in (0, 5, len(held) - NEAR - 3, len(held) - NEAR, len(held) - 7):
+    near = FileTail(io.BytesIO(held))
+    assert near.end == len(held) and near.tail == held[-TAIL_BYTES:]
+    for at in (0, 5, len(held) - TAIL_BYTES - 3, len(held) - TAIL_BYTES, len(held) - 7):
         assert near.read(at, 10) == held[at : at + 10]
 
 
@@ -100,19 +100,18 @@ UNUSUAL: dict[str, bytes] = {
     "the end of half an entry": edited(DIRECTORY + 51 + 28, b"\4\0"),
     "a directory elsewhere": edited(END + 16, struct.pack("<L", DIRECTORY - 1)),
     "a directory for huge archives": edited(END - 20, b"PK\6\7"),
-    "a long directory": saved(**{f"{i:0100d}": np.zeros(1) for i in range(NEAR // 100)}),
+    "a long directory": saved(**{f"{i:0100d}": np.zeros(1) for i in range(TAIL_BYTES // 100)}),
 }
 
 
 @pytest.mark.parametrize("what", UNUSUAL)
 def test_whatever_is_unusual_is_left_to_zipfile(what: str) -> None:
-    assert listed(Near(io.BytesIO(UNUSUAL[what]))) is None
+    assert read_zip_directory(FileTail(io.BytesIO(UNUSUAL[what]))) is None
 
 
 SPOILED = st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=3)
 OF_THE_DIRECTORY = st.lists(
-    st.tuples(st.integers(DIRECTORY, len(GOOD) - 1), st.sampled_from([0, 1, 5, 8, 45, 120, 121, 255])),
-    max_size=3,
+    st.tuples(st.integers(DIRECTORY, len(GOOD) - 1), st.sampled_from([0, 1, 5, 8, 45, 120, 121, 255])), max_size=3
 )
 
 
@@ -126,11 +125,11 @@ def test_what_is_found_is_what_zipfile_finds(edits: list[tuple[int, int]]) -> No
     for place, value in edits:
         spoiled[place] = value
     held = bytes(spoiled)
-    found = listed(Near(io.BytesIO(held)))
+    found = read_zip_directory(FileTail(io.BytesIO(held)))
     if found is not None:
         assert found == by_zipfile(held)
     quick = answer(held)
     with pytest.MonkeyPatch.context() as patch:
-        nothing: Callable[[Near], None] = lambda near: None  # noqa: E731
-        patch.setattr(npz, "listed", nothing)
+        nothing: Callable[[FileTail], None] = lambda near: None  # noqa: E731
+        patch.setattr(contribution_sources, "read_zip_directory", nothing)
         assert answer(held) == quick

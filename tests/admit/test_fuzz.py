@@ -14,18 +14,17 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lamina import cbor
-from lamina.admit import (
+from lamina.admit import attestation
+from lamina.admit.attestation import (
+    MAX_ATTESTATION,
+    MAX_DESCRIPTOR,
     Attestation,
     Descriptor,
-    PrivateKey,
-    PublicKey,
     attest,
-    attestation,
-    descriptor,
+    match_message,
     subject_tag,
 )
-from lamina.admit.attestation import MAX_ATTESTATION, usual_parts
-from lamina.admit.descriptor import MAX_DESCRIPTOR
+from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.errors import AdmissionError, BadKey, EncodingError
 from refusals import raises_code
 
@@ -36,6 +35,12 @@ HEADS = [  # the least and the largest argument of every width, and the reserved
     for major in range(8)
     for info in range(24, 32)
     for fill in (b"\x00", b"\xff")
+]
+
+
+PATTERNS = [
+    ("descriptor", attestation.match_descriptor, attestation._decode_descriptor),
+    ("header", attestation.match_header, attestation._decode_header),
 ]
 
 
@@ -116,7 +121,7 @@ def look(data: bytes, seen: Counter[str]) -> None:
     else:
         assert described.encode() == data
         assert len(data) <= MAX_DESCRIPTOR
-        assert descriptor.usual_fields(data) is not None
+        assert attestation.match_descriptor(data) is not None
         seen["descriptor accepted"] += 1
     try:
         found = Attestation.decode(data)
@@ -127,21 +132,18 @@ def look(data: bytes, seen: Counter[str]) -> None:
         assert cbor.encode(again, null=True, tags=(18,)) == data
         assert cbor.encode(cbor.decode(found.protected)) == found.protected
         assert len(data) <= MAX_ATTESTATION
-        assert attestation.usual_fields(found.protected) is not None
+        assert attestation.match_header(found.protected) is not None
         found.signed_by(KEY.public, bytes(32))
         seen["attestation accepted"] += 1
-    for kind in (descriptor, attestation):
-        if (fields := kind.usual_fields(data)) is None:
+    for name, match, decode in PATTERNS:
+        if (fields := match(data)) is None:
             seen["pattern refused"] += 1
             continue
-        told = {"schema": 1} if kind is descriptor else {}
-        assert {
-            **told,
-            **{name: value for name, value in fields.items() if value is not None},
-        } == kind._fields(data)
-        seen[f"pattern accepted, {kind.__name__}"] += 1
+        schema = {"schema": 1} if name == "descriptor" else {}
+        assert {**schema, **{key: value for key, value in fields.items() if value is not None}} == decode(data)
+        seen[f"pattern accepted, {name}"] += 1
         seen["pattern accepted"] += 1
-    if (parts := usual_parts(data)) is not None:
+    if (parts := match_message(data)) is not None:
         general = cbor.decode(data, null=True, tags=(18,), max_depth=3, max_size=len(data))
         assert general == cbor.Tag(number=18, value=[parts[0], {}, None, parts[1]])
         seen["shortcut accepted"] += 1
@@ -169,9 +171,7 @@ def check(count: int, seed: int) -> None:
     ):  # it looked at both sides of every decision
         assert seen[f"{kind} accepted"] > count // 500
         assert seen[f"{kind} refused"] > count // 2
-    assert (
-        min(seen[f"pattern accepted, {kind.__name__}"] for kind in (descriptor, attestation)) > count // 500
-    )
+    assert min(seen[f"pattern accepted, {name}"] for name, *_ in PATTERNS) > count // 500
 
 
 def test_a_seeded_part() -> None:
@@ -205,12 +205,7 @@ def hostile() -> Iterator[bytes]:
 
 def test_memory_is_bounded_by_what_was_received() -> None:
     """An empty map in a list takes 72 bytes and arrived as one: a small multiple of the input, never of a length."""
-    decoders = (
-        lambda data: cbor.decode(data, **OPEN),
-        Descriptor.decode,
-        Attestation.decode,
-        PublicKey.from_cose,
-    )
+    decoders = (lambda data: cbor.decode(data, **OPEN), Descriptor.decode, Attestation.decode, PublicKey.from_cose)
     for data in hostile():
         for decode in decoders:
             tracemalloc.start()

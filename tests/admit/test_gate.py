@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lamina.admit.key import PrivateKey, PublicKey
-from lamina.admit.reason import Reason
-from lamina.admit.source import Contribution
-from lamina.plan.profile import DepthProfile
+from lamina.admit.contribution_sources import Contribution
+from lamina.admit.keys import PrivateKey, PublicKey
+from lamina.admit.verdicts import Reason
+from lamina.plan.depth_profile import DepthProfile
 from refusals import raises_code
 
 # ------------------------------------------------------------------------------------------- what is admitted
@@ -96,8 +96,7 @@ def test_who_is_refused_takes_nobodys_place(desk: Any) -> None:
 def test_what_was_signed_under_earlier_floors_is_held_to_those_in_force(desk: Any) -> None:
     old = desk.policy_with(floors={"clip_norm": 0.1, "noise_multiplier": 0.5})
     new = desk.policy_with(
-        floors={"clip_norm": 0.5, "noise_multiplier": 1.0},
-        earlier_floors=[{"clip_norm": 0.1, "noise_multiplier": 0.5}],
+        floors={"clip_norm": 0.5, "noise_multiplier": 1.0}, earlier_floors=[{"clip_norm": 0.1, "noise_multiplier": 0.5}]
     )
     forgetful = desk.policy_with(floors={"clip_norm": 0.5, "noise_multiplier": 1.0})
     desk.policy = old
@@ -153,13 +152,7 @@ def test_a_signed_profile_is_a_limit(desk: Any) -> None:
 
 def test_a_profile_may_be_signed_as_a_table_or_as_its_text(desk: Any) -> None:
     gate = desk.gate()
-    for text in (
-        '{"top":0.25}',
-        '{"top": 0.5}',
-        "top=0.25",
-        DepthProfile.top(0.5).text(),
-        DepthProfile.all().text(),
-    ):
+    for text in ('{"top":0.25}', '{"top": 0.5}', "top=0.25", DepthProfile.top(0.5).text(), DepthProfile.all().text()):
         assert gate.check(desk.offer("a", profile=text)) is None, text
     for text in ("top=0.125", "top=0.125;heads=0", "TOP=0.25", "top=0.25 ", "{}", '"all"'):
         refusal = gate.check(desk.offer("a", profile=text))
@@ -222,13 +215,7 @@ def test_secrets_are_not_shown(desk: Any) -> None:
     given = desk.offer("a")
     admission = desk.gate().review([given])
     nonce = admission.columns["nonce"][0].tobytes()
-    for text in (
-        repr(given),
-        repr(admission),
-        repr(admission[0]),
-        admission.table(),
-        json.dumps(admission.to_dict()),
-    ):
+    for text in (repr(given), repr(admission), repr(admission[0]), admission.table(), json.dumps(admission.to_dict())):
         assert nonce.hex() not in text and repr(nonce)[2:-1] not in text
 
 

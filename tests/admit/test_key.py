@@ -17,8 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.admit import PrivateKey, PublicKey
-from lamina.admit.pkcs8 import ROUNDS
+from lamina.admit.keys import PBKDF2_ROUNDS, PrivateKey, PublicKey
 from lamina.errors import AdmissionError, BadKey
 from refusals import raises_code
 
@@ -34,10 +33,7 @@ Point = tuple[int, int]
 def add(a: Point, b: Point) -> Point:
     (x1, y1), (x2, y2) = a, b
     k = D * x1 * x2 * y1 * y2 % P
-    return (
-        (x1 * y2 + x2 * y1) * pow(1 + k, -1, P) % P,
-        (y1 * y2 + x1 * x2) * pow(1 - k, -1, P) % P,
-    )
+    return ((x1 * y2 + x2 * y1) * pow(1 + k, -1, P) % P, (y1 * y2 + x1 * x2) * pow(1 - k, -1, P) % P)
 
 
 def times(n: int, a: Point) -> Point:
@@ -262,9 +258,7 @@ def test_cose_keys_that_lie_are_refused(changed: dict[int | str, object], word: 
     ours = {k: v for k, v in (members | changed).items() if v is not None}
     order = sorted(ours, key=cbor2.dumps)
     with raises_code(word):
-        PublicKey.from_cose(
-            bytes([0xA0 + len(ours)]) + b"".join(cbor2.dumps(k) + cbor2.dumps(ours[k]) for k in order)
-        )
+        PublicKey.from_cose(bytes([0xA0 + len(ours)]) + b"".join(cbor2.dumps(k) + cbor2.dumps(ours[k]) for k in order))
 
 
 def test_cose_keys_with_what_may_be_left_out() -> None:
@@ -276,9 +270,7 @@ def test_cose_keys_with_what_may_be_left_out() -> None:
         assert PublicKey.from_cose(data) == key
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\x80", b"\xa1\x01", b"\xbf\xff", b"-----BEGIN nothing-----", bytes(100_000)]
-)
+@pytest.mark.parametrize("data", [b"", b"\x80", b"\xa1\x01", b"\xbf\xff", b"-----BEGIN nothing-----", bytes(100_000)])
 def test_damaged_keys_are_bad_keys(data: bytes, tmp_path: Path) -> None:
     with pytest.raises(BadKey):
         PublicKey.from_cose(data)
@@ -342,8 +334,8 @@ def test_a_sealed_key_is_standard_and_slow_to_guess(tmp_path: Path) -> None:
     assert opened.public_key().public_bytes_raw() == key.public.x
     der = base64.b64decode(b"".join(data.split(b"\n")[1:-2]))
     assert opened.private_bytes_raw() not in der
-    assert ROUNDS >= 600_000
-    assert b"\x02\x03" + ROUNDS.to_bytes(3, "big") in der
+    assert PBKDF2_ROUNDS >= 600_000
+    assert b"\x02\x03" + PBKDF2_ROUNDS.to_bytes(3, "big") in der
     again = tmp_path / "again.key"
     key.save(again, b"secret")
     assert again.read_bytes() != data  # fresh salt and vector
@@ -400,9 +392,7 @@ def test_an_empty_passphrase_is_not_a_passphrase(tmp_path: Path) -> None:
     assert not (tmp_path / "k.key").exists()
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"nonsense", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"]
-)
+@pytest.mark.parametrize("data", [b"", b"nonsense", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"])
 def test_damaged_private_keys(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "k.key"
     path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""`admit/npz.py`: what is said of an array before it is read holds when it is read, and costs little to find out."""
+"""`admit/contribution_sources.py`: what is said of an array before it is read holds when it is read, and costs little to find out."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lamina.admit import npz
-from lamina.admit.items import count_items
-from lamina.admit.npz import MAX_ARRAY, MAX_HEADER, BadArray, arrays, headers
+from lamina.admit import contribution_sources
+from lamina.admit.contribution_sources import MAX_ARRAY, MAX_HEADER, BadArray, count_examples, read_arrays, read_headers
 from refusals import raises_code
 
 
@@ -49,11 +48,11 @@ def test_the_same_as_numpy_reads(compressed: bool, dtype: str) -> None:
     held = saved(compressed, x=x, y=np.asfortranarray(x), z=x[0, 0, 0])
     with np.load(io.BytesIO(held)) as there:
         for crc in (True, False):
-            found = arrays(io.BytesIO(held), ["x", "y", "z"], crc=crc)
+            found = read_arrays(io.BytesIO(held), ["x", "y", "z"], crc=crc)
             for name, array in found.items():
                 assert array.dtype == there[name].dtype and array.shape == there[name].shape
                 assert np.array_equal(array, there[name])
-    said = headers(io.BytesIO(held), ["y", "nobody", "x"])
+    said = read_headers(io.BytesIO(held), ["y", "nobody", "x"])
     assert said.keys() == {"x", "y"}
     for each in said.values():
         assert (each.shape, each.dtype, each.nbytes) == (x.shape, x.dtype, x.nbytes)
@@ -66,15 +65,13 @@ def test_of_two_entries_of_one_name_the_same_is_looked_at_and_read() -> None:
         archive.writestr("x.npy", npy("(1,)", bytes(4)))
         with pytest.warns(UserWarning, match="Duplicate"):
             archive.writestr("x.npy", npy("(2, 3)", bytes(24)))
-    assert headers(held, ["x"])["x"].shape == arrays(held, ["x"])["x"].shape == (2, 3)
+    assert read_headers(held, ["x"])["x"].shape == read_arrays(held, ["x"])["x"].shape == (2, 3)
 
 
 # ------------------------------------------------------------------------------------------------ what is wrong
 
 
-GOOD = {
-    how: saved(how, x=np.arange(6, dtype=np.float32).reshape(2, 3), y=np.arange(2)) for how in (False, True)
-}
+GOOD = {how: saved(how, x=np.arange(6, dtype=np.float32).reshape(2, 3), y=np.arange(2)) for how in (False, True)}
 
 
 @given(
@@ -90,12 +87,12 @@ def test_what_passes_can_be_read(compressed: bool, edits: list[tuple[int, int]],
         spoiled[place % len(spoiled)] = value
     raw = io.BytesIO(bytes(spoiled[:cut]))
     try:
-        said = headers(raw, ["x", "y"])
+        said = read_headers(raw, ["x", "y"])
     except Exception:
         return
     if any(each.dtype.hasobject or not each.nbytes for each in said.values()):
         return  # the caller refuses these by what they say
-    found = arrays(raw, ["x", "y"], crc=False)
+    found = read_arrays(raw, ["x", "y"], crc=False)
     assert {name: (array.shape, array.dtype) for name, array in found.items()} == {
         name: (each.shape, each.dtype) for name, each in said.items()
     }
@@ -114,10 +111,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "a number for truth": (npy("(2, 3)", bytes(24), order="1"), "other fields"),
     "a long header": (npy("(2, 3)", bytes(24), pad=MAX_HEADER), "the most is 10000"),
     "no header": (b"PK", "not of the .npy format"),
-    "a later format": (
-        npy("(2, 3)", bytes(24)).replace(b"\x02\x00", b"\x04\x00", 1),
-        "not of the .npy format",
-    ),
+    "a later format": (npy("(2, 3)", bytes(24)).replace(b"\x02\x00", b"\x04\x00", 1), "not of the .npy format"),
 }
 
 
@@ -127,11 +121,11 @@ def test_arrays_that_are_not_what_they_say(what: str, how: int, tmp_path: Path) 
     data, problem = LIES[what]
     held = packed(how, x=data)
     with pytest.raises(BadArray, match=problem):
-        headers(io.BytesIO(held), ["x"])
+        read_headers(io.BytesIO(held), ["x"])
     path = tmp_path / "payload.npz"
     path.write_bytes(held)
     with raises_code("admit.not-read-npz"):
-        count_items(path)
+        count_examples(path)
 
 
 @pytest.mark.parametrize(
@@ -141,15 +135,15 @@ def test_headers_that_python_cannot_read_are_one_refusal(what: str, tmp_path: Pa
     path = tmp_path / "payload.npz"
     path.write_bytes(packed(x=b"\x93NUMPY\x01\x00" + struct.pack("<H", len(what)) + what.encode()))
     with raises_code("admit.not-read-npz"):
-        count_items(path)
+        count_examples(path)
 
 
 def test_a_checksum_counts_where_nothing_else_does() -> None:
     held = packed(x=npy("(2, 3)", b"\x01" * 24))
     spoiled = held.replace(b"\x01" * 24, b"\x02" * 24)
-    assert arrays(io.BytesIO(spoiled), ["x"], crc=False)["x"].shape == (2, 3)
+    assert read_arrays(io.BytesIO(spoiled), ["x"], crc=False)["x"].shape == (2, 3)
     with pytest.raises(BadArray, match="damaged"):
-        arrays(io.BytesIO(spoiled), ["x"])
+        read_arrays(io.BytesIO(spoiled), ["x"])
 
 
 def test_an_entry_that_reaches_beyond_the_file() -> None:
@@ -160,7 +154,7 @@ def test_an_entry_that_reaches_beyond_the_file() -> None:
     end = held.index(b"PK\x05\x06")
     held[end + 16 : end + 20] = struct.pack("<I", place)
     with pytest.raises(BadArray, match="cut off"):
-        headers(io.BytesIO(bytes(held)), ["x"])
+        read_headers(io.BytesIO(bytes(held)), ["x"])
 
 
 # ------------------------------------------------------------------------------------------------ what it costs
@@ -170,7 +164,7 @@ def peak(held: bytes, problem: str) -> int:
     tracemalloc.start()
     try:
         with pytest.raises(BadArray, match=problem):
-            headers(io.BytesIO(held), ["x"])
+            read_headers(io.BytesIO(held), ["x"])
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -195,7 +189,7 @@ def test_an_array_is_unpacked_piece_by_piece() -> None:
     held = packed(zipfile.ZIP_DEFLATED, x=npy(f"({size // 4},)", bytes(size)))
     tracemalloc.start()
     try:
-        assert headers(io.BytesIO(held), ["x"])["x"].nbytes == size
+        assert read_headers(io.BytesIO(held), ["x"])["x"].nbytes == size
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
@@ -207,15 +201,15 @@ def test_a_long_directory_is_not_read() -> None:
 
 
 def test_only_short_headers_are_remembered() -> None:
-    npz._said.cache_clear()
+    contribution_sources._parse_header_text.cache_clear()
     for pad in (0, 600):
         for _ in range(3):
-            assert headers(io.BytesIO(packed(x=npy("(2, 3)", bytes(24), pad=pad))), ["x"])["x"].shape == (
-                2,
-                3,
-            )
-    assert (npz._said.cache_info().currsize, npz._said.cache_info().hits) == (1, 2)
+            assert read_headers(io.BytesIO(packed(x=npy("(2, 3)", bytes(24), pad=pad))), ["x"])["x"].shape == (2, 3)
+    assert (
+        contribution_sources._parse_header_text.cache_info().currsize,
+        contribution_sources._parse_header_text.cache_info().hits,
+    ) == (1, 2)
     for _ in range(2):
         with pytest.raises(BadArray, match="a shape that is none"):
-            headers(io.BytesIO(packed(x=npy("(2, -3)"))), ["x"])
-    assert npz._said.cache_info().currsize == 1
+            read_headers(io.BytesIO(packed(x=npy("(2, -3)"))), ["x"])
+    assert contribution_sources._parse_header_text.cache_info().currsize == 1

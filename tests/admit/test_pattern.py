@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lamina import cbor
-from lamina.admit import attestation, descriptor
-from lamina.admit.pattern import LENGTH, NUMBER, length, number, pattern
+from lamina.admit import attestation
+from lamina.admit.attestation import LENGTH, NUMBER, compile_pattern, read_length, read_number
 from lamina.errors import EncodingError
 
 edges = st.sampled_from([0, 23, 24, 255, 256, 65535, 65536, 2**32 - 1, 2**32, 2**64 - 1])
@@ -21,8 +21,8 @@ edges = st.sampled_from([0, 23, 24, 255, 256, 65535, 65536, 2**32 - 1, 2**32, 2*
 @given(edges | st.integers(0, 2**64 - 1))
 def test_numbers(value: int) -> None:
     data = cbor.encode(value)
-    found = pattern(NUMBER).fullmatch(data)
-    assert found is not None and number(found[1]) == value
+    found = compile_pattern(NUMBER).fullmatch(data)
+    assert found is not None and read_number(found[1]) == value
 
 
 @given(st.binary(min_size=1, max_size=9))
@@ -31,7 +31,7 @@ def test_numbers(value: int) -> None:
 @example(b"\x1a\x00\x00\xff\xff")
 @example(b"\x1b\x00\x00\x00\x00\xff\xff\xff\xff")
 def test_no_number_but_the_shortest(data: bytes) -> None:
-    found = pattern(NUMBER).fullmatch(data)
+    found = compile_pattern(NUMBER).fullmatch(data)
     try:
         value = cbor.decode(data)
     except EncodingError:
@@ -43,15 +43,13 @@ def test_no_number_but_the_shortest(data: bytes) -> None:
 @given(st.integers(1, 300) | st.sampled_from([23, 24, 255, 256, 65535]))
 def test_lengths(size: int) -> None:
     data = cbor.encode("a" * size, max_size=2**20)
-    found = pattern(LENGTH).match(data)
-    assert found is not None and length(found[1]) == size == len(data) - found.end()
+    found = compile_pattern(LENGTH).match(data)
+    assert found is not None and read_length(found[1]) == size == len(data) - found.end()
 
 
-@pytest.mark.parametrize(
-    "data", [b"\x60", b"\x78\x17", b"\x79\x00\xff", b"\x7a\x00\x01\x00\x00", b"\x7f", b"\x41"]
-)
+@pytest.mark.parametrize("data", [b"\x60", b"\x78\x17", b"\x79\x00\xff", b"\x7a\x00\x01\x00\x00", b"\x7f", b"\x41"])
 def test_no_length_but_the_shortest(data: bytes) -> None:
-    assert pattern(LENGTH).match(data + bytes(100)) is None
+    assert compile_pattern(LENGTH).match(data + bytes(100)) is None
 
 
 @pytest.mark.parametrize(
@@ -68,18 +66,18 @@ def test_the_time_is_that_of_one_pass(data: bytes) -> None:
     """What only just does not match costs microseconds, not the square of its length."""
     begin = time.process_time()
     for _ in range(100):
-        assert descriptor.usual_fields(data) is None and attestation.usual_fields(data) is None
+        assert attestation.match_descriptor(data) is None and attestation.match_header(data) is None
     assert time.process_time() - begin < 1.0
 
 
 def test_no_pattern_looks_further_than_it_is_told() -> None:
     """A text that holds what follows a text ends where its length says."""
-    made = descriptor.Descriptor(
+    made = attestation.Descriptor(
         contributor=bytes(32), data_class="a", admissibility="a", clip_norm=1, noise_multiplier=1, not_before=0,
         expires=1, profile="p", commitment=bytes(32), items=1, nonce=bytes(16), policy=bytes(32), audience="o",
     )  # fmt: skip
     data = made.encode()
     tail = data[re.search(rb"\x0a\x58\x20", data).start() :].decode("latin1")  # type: ignore[union-attr]
     longer: dict[int, Any] = {**cbor.decode(data), 9: "p" + tail, 14: "o" + tail}
-    fields = descriptor.usual_fields(cbor.encode(longer))
+    fields = attestation.match_descriptor(cbor.encode(longer))
     assert fields is not None and (fields["profile"], fields["audience"]) == ("p" + tail, "o" + tail)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from lamina.admit import parts, pool
-from lamina.admit.examine import Examiner
-from lamina.admit.key import PrivateKey, PublicKey
-from lamina.admit.packed import Packed
-from lamina.admit.reason import Reason
-from lamina.admit.source import Contribution, FolderContributions
+from lamina.admit import gate as parts
+from lamina.admit import gate as pool
+from lamina.admit.checks import Examiner
+from lamina.admit.contribution_sources import Contribution, FolderContributions
+from lamina.admit.keys import PrivateKey, PublicKey
+from lamina.admit.verdicts import PackedBytes, Reason
 from refusals import raises_code
 
 
@@ -46,10 +46,8 @@ def told(admission: Any) -> Any:
 
 
 @pytest.mark.parametrize("part", [1, 7, 128])
-def test_the_number_of_processes_changes_nothing(
-    desk: Any, monkeypatch: pytest.MonkeyPatch, part: int
-) -> None:
-    monkeypatch.setattr(parts, "AT_ONCE", part)
+def test_the_number_of_processes_changes_nothing(desk: Any, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    monkeypatch.setattr(parts, "CHUNK_SIZE", part)
     desk.policy = desk.policy_with(standard={"population": 30})
     offered = mixed(desk)
     alone = desk.gate().review(offered)
@@ -89,7 +87,7 @@ def test_many_are_examined_as_each_by_itself(desk: Any, monkeypatch: pytest.Monk
 
 
 def test_payloads_of_a_source_do_not_pile_up(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "AT_MOST", 1000)
+    monkeypatch.setattr(parts, "CHUNK_BYTES", 1000)
     held = []
     examine_all = Examiner.examine_all
 
@@ -104,21 +102,21 @@ def test_payloads_of_a_source_do_not_pile_up(desk: Any, monkeypatch: pytest.Monk
 
 
 def test_nobody_has_two_parts_before_each_has_one(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "AT_ONCE", 1)
+    monkeypatch.setattr(parts, "CHUNK_SIZE", 1)
 
     class Who(Named):
         def get(self, id: str) -> Contribution:
             time.sleep(0.2)
-            return Contribution(id, trouble=(Reason.UNREADABLE, f"{os.getpid()}"))
+            return Contribution(id, read_error=(Reason.UNREADABLE, f"{os.getpid()}"))
 
     refused = desk.gate(processes=3).review(Who([Contribution(f"{i}") for i in range(3)])).refused
     assert len({each.detail for each in refused}) == 3
 
 
 def test_parts_are_bounded_in_bytes(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "AT_MOST", 1000)
+    monkeypatch.setattr(parts, "CHUNK_BYTES", 1000)
     offered = [desk.offer(f"{i}", payload=bytes(400)) for i in range(10)]
-    assert [len(part) for part in parts.Parts(offered)] == [3, 3, 3, 1]
+    assert [len(part) for part in parts.ContributionChunks(offered)] == [3, 3, 3, 1]
     large = [desk.offer(f"large {i}", payload=bytes(1 << 20)) for i in range(5)]
     assert len(desk.gate(processes=2).review(large)) == 5
 
@@ -129,8 +127,8 @@ class Named:
     def __init__(self, given: list[Contribution]) -> None:
         self.given = {each.id: each for each in given}
 
-    def names(self) -> Packed:
-        return Packed(name.encode() for name in self.given)
+    def names(self) -> PackedBytes:
+        return PackedBytes(name.encode() for name in self.given)
 
     def get(self, id: str) -> Contribution:
         return self.given[id]
@@ -146,8 +144,8 @@ class Deadly(Named):
         super().__init__(given)
         self.how = how
 
-    def names(self) -> Packed:
-        return Packed(name.encode() for name in [*self.given, "deadly"])
+    def names(self) -> PackedBytes:
+        return PackedBytes(name.encode() for name in [*self.given, "deadly"])
 
     def get(self, id: str) -> Contribution:
         if id == "deadly":
@@ -190,12 +188,12 @@ def test_workers_that_are_not_needed_any_more_are_ended(desk: Any) -> None:
 
 ORPHANS = """
 import multiprocessing, os, signal, sys, time
-from lamina.admit.gate import Gate
-from lamina.admit.keyring import KeyRing
-from lamina.admit.source import Contribution
+from lamina.admit.gate import AdmissionGate
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.contribution_sources import Contribution
 from lamina.plan.policy import Policy
 
-gate = Gate(Policy.template(), KeyRing(), processes=2)
+gate = AdmissionGate(Policy.template(), KeyRing(), processes=2)
 verdicts = gate.verdicts((Contribution(f"{i}") for i in range(10**9)), gate.examiner(), 0)
 next(verdicts)
 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
@@ -229,8 +227,8 @@ def running(process: int) -> bool:
 class Failing:
     """A source that cannot give two of its contributions."""
 
-    def names(self) -> Packed:
-        return Packed([b"a", b"b", b"c"])
+    def names(self) -> PackedBytes:
+        return PackedBytes([b"a", b"b", b"c"])
 
     def get(self, id: str) -> Contribution:
         if id == "a":
@@ -252,13 +250,13 @@ def test_a_source_that_fails_for_one_stops_no_other(desk: Any, processes: int) -
 
 
 def test_a_slow_part_does_not_let_the_others_pile_up(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "AT_ONCE", 1)
-    monkeypatch.setattr(pool, "AHEAD", 4)
+    monkeypatch.setattr(parts, "CHUNK_SIZE", 1)
+    monkeypatch.setattr(pool, "MAX_CHUNKS_AHEAD", 4)
     taken = 0
 
     class Slow:
-        def names(self) -> Packed:
-            return Packed(f"{i}".encode() for i in range(200))
+        def names(self) -> PackedBytes:
+            return PackedBytes(f"{i}".encode() for i in range(200))
 
         def get(self, id: str) -> Contribution:
             time.sleep(0.4 if id == "0" else 0)
@@ -267,14 +265,14 @@ def test_a_slow_part_does_not_let_the_others_pile_up(desk: Any, monkeypatch: pyt
         def __iter__(self) -> Any:
             raise NotImplementedError
 
-    class Counting(parts.Parts):
+    class Counting(parts.ContributionChunks):
         def __iter__(self) -> Any:
             nonlocal taken
             for each in super().__iter__():
                 taken += 1
                 yield each
 
-    monkeypatch.setattr(pool, "Parts", Counting)
+    monkeypatch.setattr(pool, "ContributionChunks", Counting)
     gate = desk.gate(processes=2)
     verdicts = gate.verdicts(Slow(), gate.examiner(), desk.NOW)  # type: ignore[arg-type]
     assert next(verdicts)[0] == "0"

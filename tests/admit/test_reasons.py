@@ -13,22 +13,15 @@ from typing import Any
 
 import pytest
 
-from lamina.admit.attestation import MAX_ATTESTATION, attest
-from lamina.admit.descriptor import MAX_DESCRIPTOR
-from lamina.admit.gate import Gate
-from lamina.admit.key import PrivateKey
-from lamina.admit.reason import Reason
-from lamina.admit.register import Entry, Known, MemoryRegister
-from lamina.admit.source import Contribution
+from lamina.admit.attestation import MAX_ATTESTATION, MAX_DESCRIPTOR, attest
+from lamina.admit.contribution_sources import Contribution
+from lamina.admit.gate import AdmissionGate
+from lamina.admit.keys import PrivateKey
+from lamina.admit.verdicts import MemoryRegister, Reason, RegisterEntry, RegisterStatus
 
-Case = Callable[[Any], Contribution | list[Contribution] | tuple[Gate, list[Contribution]]]
+Case = Callable[[Any], Contribution | list[Contribution] | tuple[AdmissionGate, list[Contribution]]]
 CASES: dict[Reason, list[Case]] = {}
-LATER = {
-    Reason.GONE,
-    Reason.CHANGED,
-    Reason.NOT_REPEATED,
-    Reason.OUT_OF_REACH,
-}  # tests/admit/test_admission.py
+LATER = {Reason.GONE, Reason.CHANGED, Reason.NOT_REPEATED, Reason.OUT_OF_REACH}  # tests/admit/test_admission.py
 
 DOCS = Path(__file__).parents[2] / "docs" / "admission.md"
 
@@ -85,7 +78,7 @@ def large_attestation(desk: Any) -> Contribution:
 
 
 @case(Reason.TOO_LARGE)
-def large_payload(desk: Any) -> tuple[Gate, list[Contribution]]:
+def large_payload(desk: Any) -> tuple[AdmissionGate, list[Contribution]]:
     return desk.gate(max_payload=64), [desk.offer("bad", payload=bytes(65))]
 
 
@@ -259,7 +252,7 @@ def invented_class(desk: Any) -> Contribution:
 
 
 @case(Reason.UNBOUNDED_CLASS)
-def class_without_a_bound(desk: Any) -> tuple[Gate, list[Contribution]]:
+def class_without_a_bound(desk: Any) -> tuple[AdmissionGate, list[Contribution]]:
     policy = desk.policy_with(floors={}, standard={"noise_multiplier": None})
     desk.policy = policy
     return desk.gate(), [desk.offer("bad", admissibility="standard")]
@@ -332,19 +325,19 @@ def exchanged_data(desk: Any) -> Contribution:
 
 
 @case(Reason.CHECK_FAILED)
-def a_check_that_breaks(desk: Any) -> tuple[Gate, list[Contribution]]:
+def a_check_that_breaks(desk: Any) -> tuple[AdmissionGate, list[Contribution]]:
     return _broken(desk.gate()), [desk.offer("bad", "standard")]
 
 
-def _broken(gate: Gate) -> Gate:
-    check = gate.demands.check
+def _broken(gate: AdmissionGate) -> AdmissionGate:
+    check = gate.policy_checks.check
 
     def breaks(descriptor: Any) -> Any:
         if descriptor.admissibility == "standard":
             raise ZeroDivisionError("a fault of ours")
         return check(descriptor)
 
-    gate.demands.check = breaks  # type: ignore[method-assign]
+    gate.policy_checks.check = breaks  # type: ignore[method-assign]
     return gate
 
 
@@ -369,7 +362,7 @@ def the_same_nonce_for_other_data(desk: Any) -> list[Contribution]:
 
 
 @case(Reason.REPLAYED)
-def admitted_before_by_another_attestation(desk: Any) -> tuple[Gate, list[Contribution]]:
+def admitted_before_by_another_attestation(desk: Any) -> tuple[AdmissionGate, list[Contribution]]:
     descriptor = desk.descriptor(b"x")
     first, again = (attest(descriptor, desk.key, issued_at=desk.NOW - late) for late in (2, 1))
     gate = desk.gate(register=MemoryRegister())
@@ -378,7 +371,7 @@ def admitted_before_by_another_attestation(desk: Any) -> tuple[Gate, list[Contri
 
 
 @case(Reason.REPLAYED)
-def the_same_nonce_as_in_another_review(desk: Any) -> tuple[Gate, list[Contribution]]:
+def the_same_nonce_as_in_another_review(desk: Any) -> tuple[AdmissionGate, list[Contribution]]:
     nonce, gate = os.urandom(16), desk.gate(register=MemoryRegister())
     assert len(gate.review([desk.offer("first", nonce=nonce)])) == 1
     return gate, [desk.offer("bad", nonce=nonce)]
@@ -391,15 +384,15 @@ class _Remembers(MemoryRegister):
         super().__init__()
         self.gone = hashlib.sha256(gone.descriptor or b"").digest()
 
-    def look(self, entries: Sequence[Entry]) -> Sequence[Known]:
+    def look(self, entries: Sequence[RegisterEntry]) -> Sequence[RegisterStatus]:
         found = super().look(entries)
         return [
-            Known.WITHDRAWN if e.descriptor == self.gone else k for e, k in zip(entries, found, strict=True)
+            RegisterStatus.WITHDRAWN if e.descriptor == self.gone else k for e, k in zip(entries, found, strict=True)
         ]
 
 
 @case(Reason.WITHDRAWN)
-def withdrawn_before(desk: Any) -> tuple[Gate, list[Contribution]]:
+def withdrawn_before(desk: Any) -> tuple[AdmissionGate, list[Contribution]]:
     given = desk.offer("bad")
     return desk.gate(register=_Remembers(given)), [given]
 
@@ -415,20 +408,20 @@ def one_person_twice(desk: Any) -> list[Contribution]:
 
 
 @case(Reason.DUPLICATE_SUBJECT)
-def one_person_in_two_reviews(desk: Any) -> tuple[Gate, list[Contribution]]:
+def one_person_in_two_reviews(desk: Any) -> tuple[AdmissionGate, list[Contribution]]:
     gate = desk.gate(register=MemoryRegister())
     assert len(gate.review([desk.offer("first", tag="cd" * 32)])) == 1
     return gate, [desk.offer("bad", tag="cd" * 32)]
 
 
 @case(Reason.CLASS_FULL)
-def no_place_left(desk: Any) -> tuple[Gate, list[Contribution]]:
+def no_place_left(desk: Any) -> tuple[AdmissionGate, list[Contribution]]:
     desk.policy = desk.policy_with(standard={"population": 2})
     return desk.gate(), [desk.offer(f"{i}", "standard") for i in range(2)] + [desk.offer("bad", "standard")]
 
 
 @case(Reason.CLASS_FULL)
-def places_taken_before(desk: Any) -> tuple[Gate, list[Contribution]]:
+def places_taken_before(desk: Any) -> tuple[AdmissionGate, list[Contribution]]:
     desk.policy = desk.policy_with(standard={"population": 2})
     gate = desk.gate(register=MemoryRegister())
     assert len(gate.review([desk.offer(f"{i}", "standard") for i in range(2)])) == 2

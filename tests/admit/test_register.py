@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 
-from lamina.admit.reason import Reason
-from lamina.admit.refusal import Refused
-from lamina.admit.register import Beside, Entry, Evidence, Known, Lost, MemoryRegister
+from lamina.admit.verdicts import (
+    ContributionRefused,
+    EntryContext,
+    MemoryRegister,
+    Reason,
+    RefusedRows,
+    RegisterEntry,
+    RegisterStatus,
+    SignedBytes,
+)
 
 
 def test_only_who_is_admitted_is_entered(desk: Any) -> None:
@@ -17,9 +24,7 @@ def test_only_who_is_admitted_is_entered(desk: Any) -> None:
     desk.policy = desk.policy_with(standard={"population": 1})
     register = MemoryRegister()
     first, second = desk.offer("a", "standard"), desk.offer("b", "standard")
-    assert [r.reason for r in desk.gate(register=register).review([first, second]).refused] == [
-        Reason.CLASS_FULL
-    ]
+    assert [r.reason for r in desk.gate(register=register).review([first, second]).refused] == [Reason.CLASS_FULL]
     assert register.members("standard") == 1
     roomier = desk.policy_with(standard={"population": 2})
     assert len(desk.gate(register=register, policy=roomier).review([second])) == 1
@@ -43,10 +48,10 @@ def test_the_same_again_stands_and_takes_no_place(desk: Any) -> None:
 
 
 def test_a_register_is_told_the_identity_of_each(desk: Any) -> None:
-    told: list[Entry] = []
+    told: list[RegisterEntry] = []
 
     class Listening(MemoryRegister):
-        def enter(self, entries: Iterable[Entry], beside: Beside) -> Lost:
+        def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
             told.extend(entries)
             self.beside = beside
             return super().enter(told, beside)
@@ -56,7 +61,7 @@ def test_a_register_is_told_the_identity_of_each(desk: Any) -> None:
     admission = desk.gate(register=register).review(given)
     issued = admission.columns["issued"].tolist()
     assert told == [
-        Entry(
+        RegisterEntry(
             each.row,
             each.kid,
             each.cti,
@@ -72,7 +77,7 @@ def test_a_register_is_told_the_identity_of_each(desk: Any) -> None:
     assert told[1].tag == b"\7" * 32 and told[0].tag is None
     assert register.beside.places == {"clinical": 1000, "standard": 1000, "open": None}
     assert register.beside.keys is desk.keys
-    assert register.beside.evidence(told[1]) == Evidence(given[1].descriptor, given[1].attestation)
+    assert register.beside.evidence(told[1]) == SignedBytes(given[1].descriptor, given[1].attestation)
 
 
 def test_evidence_is_what_was_examined(desk: Any) -> None:
@@ -81,9 +86,9 @@ def test_evidence_is_what_was_examined(desk: Any) -> None:
     found: list[Reason] = []
 
     class Asking(MemoryRegister):
-        def enter(self, entries: Iterable[Entry], beside: Beside) -> Lost:
+        def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
             for entry in entries:
-                with pytest.raises(Refused) as caught:
+                with pytest.raises(ContributionRefused) as caught:
                     beside.evidence(entry)
                 found.append(caught.value.reason)
             return {}
@@ -103,7 +108,7 @@ def test_who_loses_a_race_is_refused(desk: Any) -> None:
     class Raced(MemoryRegister):
         raced = False
 
-        def enter(self, entries: Iterable[Entry], beside: Beside) -> Lost:
+        def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
             if not self.raced:
                 self.raced, other.register = True, self
                 assert len(other.review(theirs)) == 2
@@ -148,8 +153,8 @@ def test_without_a_register_a_review_can_be_repeated(desk: Any) -> None:
 
 
 def test_a_register_is_asked_in_parts(desk: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lamina.admit.rows.AT_ONCE", 2)
-    asked: list[list[Known]] = []
+    monkeypatch.setattr("lamina.admit.verdicts.REGISTER_BATCH", 2)
+    asked: list[list[RegisterStatus]] = []
 
     class Asked(MemoryRegister):
         def look(self, entries: Any) -> Any:
@@ -161,5 +166,5 @@ def test_a_register_is_asked_in_parts(desk: Any, monkeypatch: Any) -> None:
     assert len(desk.gate(register=register).review(offered[:3])) == 3
     asked.clear()
     assert len(desk.gate(register=register).review(offered)) == 5
-    assert asked == [[Known.SAME] * 2, [Known.SAME, Known.NEW], [Known.NEW]]
+    assert asked == [[RegisterStatus.SAME] * 2, [RegisterStatus.SAME, RegisterStatus.NEW], [RegisterStatus.NEW]]
     assert register.members("clinical") == 5

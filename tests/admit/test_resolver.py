@@ -13,16 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lamina.account import epsilon_of_multiplier
-from lamina.admit.bound import Bound, Bounds
-from lamina.admit.descriptor import MAX_MICRO
-from lamina.admit.reason import Reason
-from lamina.admit.resolution import MOST
-from lamina.admit.resolver import check_bound, resolve
-from lamina.admit.terms import preset
-from lamina.allocate import make_plan
-from lamina.plan import LayerStack, Policy
-from lamina.plan.step import Clipping, PlannedClass, PlannedLayer, StepPlan
+from lamina.account.accountants import epsilon_of_noise_multiplier
+from lamina.admit.attestation import MAX_MICRO
+from lamina.admit.checks import preset
+from lamina.admit.resolver import MAX_DISTINCT_BOUNDS, check_bound, resolve
+from lamina.admit.verdicts import Bound, BoundColumns, Reason
+from lamina.allocate.make_plan import make_plan
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 from refusals import raises_code
 
 MICRO = 1_000_000
@@ -30,13 +29,8 @@ DELTA = 1e-5
 
 
 def policy(z: float = 1.0, c: float = 1.0, accountant: str = "rdp") -> Policy:
-    classes = {
-        "data": {"population": 1000, "clip_norm": c, "noise_multiplier": z},
-        "open": {"public": True},
-    }
-    return Policy.from_dict(
-        {"corpus": {"origin": "x", "delta": DELTA, "accountant": accountant}, "class": classes}
-    )
+    classes = {"data": {"population": 1000, "clip_norm": c, "noise_multiplier": z}, "open": {"public": True}}
+    return Policy.from_dict({"corpus": {"origin": "x", "delta": DELTA, "accountant": accountant}, "class": classes})
 
 
 def plan(
@@ -45,9 +39,7 @@ def plan(
     """Two layers, thresholds of norm c, and sigma as given."""
     clips = (0.6 * c, 0.8 * c)
     return StepPlan(
-        layers=tuple(
-            PlannedLayer(name=f"l{i}", depth=float(i), parameters=(f"l{i}.w",), size=10) for i in range(2)
-        ),
+        layers=tuple(PlannedLayer(name=f"l{i}", depth=float(i), parameters=(f"l{i}.w",), size=10) for i in range(2)),
         classes=(
             PlannedClass(name="data", population=1000, sampling_rate=q, delta=DELTA),
             PlannedClass(name="open", population=None, sampling_rate=0.5, public=True),
@@ -116,7 +108,7 @@ def test_what_is_spent_is_never_more_than_what_was_signed_at_length(
 def keeps_what_was_signed(q: float, steps: int, sigma: float, z: float, c: float) -> None:
     under = plan(q, steps, sigma)
     (entry,) = resolve([bound(c, z)], policy(), under, max_occurrences=steps).entries
-    assert entry.epsilon_signed == epsilon_of_multiplier(round(z * MICRO) / MICRO, DELTA)
+    assert entry.epsilon_signed == epsilon_of_noise_multiplier(round(z * MICRO) / MICRO, DELTA)
     assert entry.epsilon == under.epsilon("data", scale=entry.scale) <= entry.epsilon_signed
     assert 0 < entry.scale <= 1
     assert entry.scale * under.norm("data") <= entry.bound.c * (1 + 1e-12)
@@ -227,9 +219,7 @@ def test_depth_is_a_function_of_the_class_alone(desk: Any) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     under = desk.policy_with(open={"population": 100})
     made = make_plan(LayerStack.from_model(model), under, batch=10, steps=10)
-    found = resolve(
-        [Bound("clinical", *preset(under, "clinical")), Bound("clinical", 100_000, 10**8)], under, made
-    )
+    found = resolve([Bound("clinical", *preset(under, "clinical")), Bound("clinical", 100_000, 10**8)], under, made)
     assert found.depth["clinical"].layers == ("6", "7")
     assert len(found.depth["standard"].layers) == 8
     assert "top 25 %" in found.table()
@@ -248,7 +238,7 @@ def test_caps_may_differ_by_class() -> None:
 
 def entries_of(found: Any, signed: list[Bound]) -> None:
     """Everybody is held to something at least as strict as what he signed."""
-    assert len(found.entries) <= MOST
+    assert len(found.entries) <= MAX_DISTINCT_BOUNDS
     for number, each in enumerate(signed):
         held = found[number].bound
         assert held.cls == each.cls
@@ -268,18 +258,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
         asked.append((c, z))
         return min(1.0, c, 1 / z)
 
-    monkeypatch.setattr(resolver, "scale_for", fake)
+    monkeypatch.setattr(resolver, "scale_for_signed_bound", fake)
     monkeypatch.setattr(resolver, "sigma_acc", lambda under, k, z: z)
     monkeypatch.setattr(StepPlan, "epsilon", lambda *a, **b: 0.0)
     return asked
 
 
 def test_as_many_as_there_are_accountants_are_exact(quick: list[tuple[float, float]]) -> None:
-    signed = [bound(1.0, 1 + i / 1000) for i in range(MOST)]
+    signed = [bound(1.0, 1 + i / 1000) for i in range(MAX_DISTINCT_BOUNDS)]
     found = resolve(signed, policy(), plan())
     assert not found.rounded
-    assert [found[i].bound for i in range(MOST)] == signed
-    assert len(quick) == MOST
+    assert [found[i].bound for i in range(MAX_DISTINCT_BOUNDS)] == signed
+    assert len(quick) == MAX_DISTINCT_BOUNDS
 
 
 def test_many_multipliers_are_taken_to_a_grid_of_one_percent(quick: list[tuple[float, float]]) -> None:
@@ -294,16 +284,14 @@ def test_many_multipliers_are_taken_to_a_grid_of_one_percent(quick: list[tuple[f
     assert "grid of ratio 1.01" in found.table() and "… and" in found.table()
 
 
-def test_an_attack_by_a_million_bounds_costs_a_few_hundred_accountants(
-    quick: list[tuple[float, float]],
-) -> None:
+def test_an_attack_by_a_million_bounds_costs_a_few_hundred_accountants(quick: list[tuple[float, float]]) -> None:
     rng = np.random.default_rng(1)
     noise = np.exp(rng.uniform(np.log(MICRO), np.log(MAX_MICRO), 10**6)).astype(np.int64)
     clip = np.exp(rng.uniform(0, np.log(MICRO), 10**6)).astype(np.int64)
     noise[0], clip[0] = MICRO, MICRO
-    signed = Bounds(("data",), np.zeros(10**6, dtype=np.int64), clip, noise)
+    signed = BoundColumns(("data",), np.zeros(10**6, dtype=np.int64), clip, noise)
     found = resolve(signed, policy(), plan())
-    assert len(quick) <= MOST and len(found.entries) <= MOST
+    assert len(quick) <= MAX_DISTINCT_BOUNDS and len(found.entries) <= MAX_DISTINCT_BOUNDS
     assert found[0].bound == Bound("data", MICRO, MICRO)
     held_noise = np.array([entry.bound.noise_multiplier for entry in found.entries])[found.index]
     held_clip = np.array([entry.bound.clip_norm for entry in found.entries])[found.index]
@@ -312,7 +300,7 @@ def test_an_attack_by_a_million_bounds_costs_a_few_hundred_accountants(
 
 
 def test_too_many_bounds_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.admit.resolver.MOST", 16)
+    monkeypatch.setattr("lamina.admit.resolver.MAX_DISTINCT_BOUNDS", 16)
     signed = [bound(1 - i / 1000, 1 + i / 500) for i in range(20)]
     found = resolve(signed, policy(), plan(steps=20))
     assert found.rounded == {"data": 1.01}
@@ -322,9 +310,9 @@ def test_too_many_bounds_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5), st.integers(1, 5)), min_size=0, max_size=30))
 def test_distinct_bounds(rows: list[tuple[int, int, int]]) -> None:
     table = np.array(rows, dtype=np.int64).reshape(-1, 3)
-    kept, index = Bounds.distinct(("a", "b", "c"), *table.T)
+    kept, index = BoundColumns.distinct(("a", "b", "c"), *table.T)
     assert [(each.cls, each.clip_norm, each.noise_multiplier) for each in kept] == [
         ("abc"[k], c, z) for k, c, z in sorted(set(rows))
     ]
     assert [kept[int(i)] for i in index] == [Bound("abc"[k], c, z) for k, c, z in rows]
-    assert list(Bounds.of(list(kept))) == list(kept)
+    assert list(BoundColumns.of(list(kept))) == list(kept)

@@ -9,15 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.admit.packed import Packed
-from lamina.admit.reason import REASONS, Reason
-from lamina.admit.refusal import Refusal, Refusals, plain
-from lamina.admit.rows import PACK, Rows, repeated
+from lamina.admit.verdicts import (
+    REASONS,
+    ROW_STRUCT,
+    AdmittedRows,
+    PackedBytes,
+    Reason,
+    Refusal,
+    Refusals,
+    is_repeat,
+    printable,
+)
 
 
 @given(st.lists(st.binary(max_size=8)), st.data())
 def test_packed_strings_are_a_list(items: list[bytes], data: st.DataObject) -> None:
-    packed = Packed(items)
+    packed = PackedBytes(items)
     assert len(packed) == len(items)
     assert [packed[i] for i in range(len(items))] == items
     assert [packed[-i - 1] for i in range(len(items))] == items[::-1]
@@ -35,8 +42,8 @@ def test_packed_strings_are_a_list(items: list[bytes], data: st.DataObject) -> N
 @pytest.mark.parametrize("count", [0, 5, 70_000])
 def test_rows_are_dropped(count: int, looking: bool) -> None:
     """In place, unless somebody holds a view, which then shows what it showed before."""
-    rows = Rows()
-    packed = [os.urandom(PACK.size) for _ in range(min(count, 50))]
+    rows = AdmittedRows()
+    packed = [os.urandom(ROW_STRUCT.size) for _ in range(min(count, 50))]
     for i in range(count):
         rows.add(2 * i, f"{i}", packed[i % 50])
     mask = np.random.default_rng(0).random(count) < 0.5
@@ -50,14 +57,12 @@ def test_rows_are_dropped(count: int, looking: bool) -> None:
     assert [rows.ids[i].decode() for i in range(len(kept))] == [f"{i}" for i in kept]
     assert rows.table.tobytes() == b"".join(packed[i % 50] for i in kept)
     del view
-    rows.add(0, "x", b"\1" * PACK.size)
-    assert rows.table[-1].tobytes() == b"\1" * PACK.size
-    assert rows.nbytes > len(rows) * PACK.size
+    rows.add(0, "x", b"\1" * ROW_STRUCT.size)
+    assert rows.table[-1].tobytes() == b"\1" * ROW_STRUCT.size
+    assert rows.nbytes > len(rows) * ROW_STRUCT.size
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.binary(min_size=3, max_size=3).map(lambda b: b[:1] + b"\0\0")))
-)
+@given(st.lists(st.tuples(st.integers(0, 3), st.binary(min_size=3, max_size=3).map(lambda b: b[:1] + b"\0\0"))))
 def test_what_repeats_is_found(rows: list[tuple[int, bytes]]) -> None:
     """Zeros at the end count: numpy's own comparison of texts would drop them."""
     table = np.array(rows, dtype=[("a", "<u4"), ("b", "V3")])
@@ -66,7 +71,7 @@ def test_what_repeats_is_found(rows: list[tuple[int, bytes]]) -> None:
     for row in rows:
         expected.append(row in seen)
         seen.add(row)
-    assert repeated(table).tolist() == expected
+    assert is_repeat(table).tolist() == expected
 
 
 def test_refusals_come_in_the_order_of_the_source() -> None:
@@ -83,14 +88,12 @@ def test_refusals_come_in_the_order_of_the_source() -> None:
 
 @given(st.text())
 def test_plain_text_is_printable_and_short(text: str) -> None:
-    shown = plain(text)
+    shown = printable(text)
     assert shown.isprintable()
     assert shown == text or not text.isprintable() or len(text) > 255
 
 
 def test_reasons_fit_into_a_byte_and_say_something() -> None:
     assert len(REASONS) < 255
-    assert (
-        len({reason.value for reason in Reason}) == len({reason.meaning for reason in Reason}) == len(REASONS)
-    )
+    assert len({reason.value for reason in Reason}) == len({reason.meaning for reason in Reason}) == len(REASONS)
     assert all(reason.meaning and str(reason) == reason.value for reason in Reason)

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from lamina.admit.attestation import MAX_ATTESTATION
-from lamina.admit.descriptor import MAX_DESCRIPTOR
-from lamina.admit.packed import Packed
-from lamina.admit.reason import Reason
-from lamina.admit.refusal import Refused
-from lamina.admit.source import Contribution, FolderContributions, Reader, Source
+from lamina.admit.attestation import MAX_ATTESTATION, MAX_DESCRIPTOR
+from lamina.admit.contribution_sources import Contribution, ContributionSource, FolderContributions, SignedBytesReader
+from lamina.admit.verdicts import ContributionRefused, PackedBytes, Reason
 from refusals import raises_code
 
 
@@ -26,7 +23,7 @@ def test_a_folder_is_sized_sorted_and_can_be_read_again(desk: Any, tmp_path: Pat
     for name in ("b", "a", "c d", "é"):
         desk.write(tmp_path, desk.offer(name))
     source = FolderContributions(tmp_path)
-    assert isinstance(source, Source)
+    assert isinstance(source, ContributionSource)
     assert len(source) == 4
     for _ in range(2):
         assert [each.id for each in source] == ["a", "b", "c d", "é"]
@@ -117,7 +114,7 @@ def test_strange_names(desk: Any, tmp_path: Path) -> None:
 def test_nothing_outside_the_folder_is_reached(desk: Any, tmp_path: Path, id: str) -> None:
     desk.write(tmp_path, desk.offer("a"))
     (tmp_path / "in").mkdir()
-    assert FolderContributions(tmp_path / "in").get(id).trouble[0] is Reason.BAD_ID  # type: ignore[index]
+    assert FolderContributions(tmp_path / "in").get(id).read_error[0] is Reason.BAD_ID  # type: ignore[index]
 
 
 def test_a_folder_that_is_exchanged_while_it_is_read(
@@ -138,11 +135,7 @@ def test_a_folder_that_is_exchanged_while_it_is_read(
     source = FolderContributions(tmp_path / "in")
     found = source.get("a")
     assert (found.descriptor, found.attestation) == (given.descriptor, given.attestation)
-    assert (
-        source.get("a").trouble
-        == source.signed("a").trouble
-        == (Reason.UNREADABLE, "not a folder of its own")
-    )
+    assert source.get("a").read_error == source.signed("a").read_error == (Reason.UNREADABLE, "not a folder of its own")
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, (1 << 20) - 4096, (1 << 20) - 1, 1 << 20, (1 << 21) + 5])
@@ -179,7 +172,7 @@ def test_a_payload_that_grows_while_it_is_read(desk: Any, tmp_path: Path) -> Non
 
 def test_a_folder_that_vanishes_during_the_review(desk: Any, tmp_path: Path) -> None:
     source = FolderContributions(tmp_path)
-    assert source.get("nobody").trouble == (Reason.UNREADABLE, "No such file or directory")
+    assert source.get("nobody").read_error == (Reason.UNREADABLE, "No such file or directory")
 
 
 def test_a_file_is_no_folder_of_contributions(tmp_path: Path) -> None:
@@ -207,10 +200,10 @@ def test_a_source_is_read_again_without_payloads(desk: Any, tmp_path: Path) -> N
     (tmp_path / "b" / "attestation.cose").unlink()
     (tmp_path / "c" / "descriptor.cbor").unlink()
     (tmp_path / "c" / "descriptor.cbor").symlink_to(tmp_path / "a" / "descriptor.cbor")
-    folder = Reader(FolderContributions(tmp_path))
+    folder = SignedBytesReader(FolderContributions(tmp_path))
     assert folder.read("a", 0) == (given[0].descriptor, given[0].attestation)
     for name, reason in (("b", Reason.GONE), ("c", Reason.UNREADABLE), ("d", Reason.GONE)):
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(ContributionRefused) as caught:
             folder.read(name, 0)
         assert caught.value.reason is reason
 
@@ -219,8 +212,8 @@ class _Named:
     def __init__(self, given: list[Contribution]) -> None:
         self.given = {each.id: each for each in given}
 
-    def names(self) -> Packed:
-        return Packed(name.encode() for name in self.given)
+    def names(self) -> PackedBytes:
+        return PackedBytes(name.encode() for name in self.given)
 
     def get(self, id: str) -> Contribution:
         return self.given[id]
@@ -244,13 +237,13 @@ def test_any_source_is_read_again(desk: Any) -> None:
     given = [desk.offer(f"{i}") for i in range(6)]
     passed = _Passed(given)
     for source in (_Named(given), given, passed):
-        reader = Reader(source)
+        reader = SignedBytesReader(source)
         for place in (0, 2, 5):
             assert reader.read(f"{place}", place) == (given[place].descriptor, given[place].attestation)
         for name, place in (("9", 9), ("x", 1)):
-            with pytest.raises(Refused) as caught:
+            with pytest.raises(ContributionRefused) as caught:
                 reader.read(name, place)
             assert caught.value.reason is Reason.GONE
     assert passed.passes <= 3  # forwards it is one pass
     with raises_code("admit.contributions-read-once"):
-        Reader(iter(given)).read("0", 0)
+        SignedBytesReader(iter(given)).read("0", 0)

@@ -10,20 +10,18 @@ import cbor2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.account import epsilon_of_multiplier
-from lamina.admit import Descriptor, Terms, commit, floors_hash, preset, subject_tag
-from lamina.admit.terms import profile_text
-from lamina.plan import DepthProfile, Policy
+from lamina.account.accountants import epsilon_of_noise_multiplier
+from lamina.admit.attestation import Descriptor, commit, subject_tag
+from lamina.admit.checks import SigningTerms, floors_hash, preset, profile_text
+from lamina.plan.depth_profile import DepthProfile
+from lamina.plan.policy import Policy
 from refusals import raises_code
 
 WINDOW = {"not_before": 1_767_225_600, "expires": 1_798_761_600}
 
 
 def policy(
-    classes: str = "",
-    *,
-    origin: str = "example.org/corpus",
-    floors: str = "{clip_norm = 0.1, noise_multiplier = 0.3}",
+    classes: str = "", *, origin: str = "example.org/corpus", floors: str = "{clip_norm = 0.1, noise_multiplier = 0.3}"
 ) -> Policy:
     usual = """
         [class.sensitive]
@@ -37,9 +35,7 @@ def policy(
         [class.open]
         public = true
     """
-    return Policy.parse(
-        f"[corpus]\norigin = {origin!r}\ndelta = 1e-6\nfloors = {floors}\n" + (classes or usual)
-    )
+    return Policy.parse(f"[corpus]\norigin = {origin!r}\ndelta = 1e-6\nfloors = {floors}\n" + (classes or usual))
 
 
 # ------------------------------------------------------------------------------ presets
@@ -49,7 +45,7 @@ def test_presets_of_the_three_kinds() -> None:
     made = policy()
     clip, noise = preset(made, "sensitive")
     assert clip == 290_000
-    assert epsilon_of_multiplier(noise / 1e6, 1e-6) <= 1.0 < epsilon_of_multiplier((noise - 1) / 1e6, 1e-6)
+    assert epsilon_of_noise_multiplier(noise / 1e6, 1e-6) <= 1.0 < epsilon_of_noise_multiplier((noise - 1) / 1e6, 1e-6)
     assert preset(made, "Standard_2") == (1_000_000, 1_100_000)
     assert preset(made, "open") == (0, 0)
     with raises_code("admit.policy-no-class"):
@@ -68,11 +64,7 @@ def test_the_floor_bounds_a_class_that_says_nothing() -> None:
 
 
 @settings(max_examples=30)
-@given(
-    st.floats(0.01, 60.0),
-    st.floats(1e-9, 1e-3),
-    st.floats(1e-5, 1e6),
-)
+@given(st.floats(0.01, 60.0), st.floats(1e-9, 1e-3), st.floats(1e-5, 1e6))
 def test_a_preset_is_never_more_permissive_than_its_class(epsilon: float, delta: float, clip: float) -> None:
     made = Policy.from_dict(
         {
@@ -82,8 +74,8 @@ def test_a_preset_is_never_more_permissive_than_its_class(epsilon: float, delta:
     )
     c, z = preset(made, "a")
     assert c / 1e6 <= clip < (c + 1) / 1e6 * (1 + 1e-12)
-    assert epsilon_of_multiplier(z / 1e6, delta) <= epsilon
-    assert z == 1 or epsilon_of_multiplier((z - 1) / 1e6, delta) > epsilon
+    assert epsilon_of_noise_multiplier(z / 1e6, delta) <= epsilon
+    assert z == 1 or epsilon_of_noise_multiplier((z - 1) / 1e6, delta) > epsilon
 
 
 # ------------------------------------------------------------------------------ the digest of the floors
@@ -121,7 +113,7 @@ def test_what_changes_the_digest_and_what_does_not() -> None:
 
 
 def test_terms_become_a_descriptor() -> None:
-    terms = Terms.make(policy(), "sensitive", **WINDOW)
+    terms = SigningTerms.make(policy(), "sensitive", **WINDOW)
     made = terms.descriptor(contributor=bytes(32), nonce=bytes(16), commitment=bytes(32), items=3)
     assert isinstance(made, Descriptor)
     assert (made.audience, made.policy) == ("example.org/corpus", floors_hash(policy()))
@@ -131,14 +123,14 @@ def test_terms_become_a_descriptor() -> None:
 
 
 def test_depth_is_signed_only_where_it_is_restricted_and_wanted() -> None:
-    assert Terms.make(policy(), "Standard_2", **WINDOW).profile is None
-    assert Terms.make(policy(), "sensitive", profile=False, **WINDOW).profile is None
-    assert Terms.make(policy(), "Standard_2", **WINDOW).data_class == "standard-2"
+    assert SigningTerms.make(policy(), "Standard_2", **WINDOW).profile is None
+    assert SigningTerms.make(policy(), "sensitive", profile=False, **WINDOW).profile is None
+    assert SigningTerms.make(policy(), "Standard_2", **WINDOW).data_class == "standard-2"
 
 
 def test_a_stricter_bound_may_be_signed_and_a_looser_one_not() -> None:
     made = policy()
-    strict = Terms.make(made, "sensitive", clip_norm=0.1234567, noise_multiplier=9.0000001, **WINDOW)
+    strict = SigningTerms.make(made, "sensitive", clip_norm=0.1234567, noise_multiplier=9.0000001, **WINDOW)
     assert (strict.clip_norm, strict.noise_multiplier) == (123_456, 9_000_001)
     for bound, word in (
         ({"clip_norm": 0.3}, "admit.clip-norm-above"),
@@ -150,20 +142,20 @@ def test_a_stricter_bound_may_be_signed_and_a_looser_one_not() -> None:
         ({"noise_multiplier": 2e9}, "admit.not-signed-units"),
     ):
         with raises_code(word):
-            Terms.make(made, "sensitive", **WINDOW, **bound)
+            SigningTerms.make(made, "sensitive", **WINDOW, **bound)
     with raises_code("admit.class-public-no"):
-        Terms.make(made, "open", clip_norm=1.0, **WINDOW)
-    assert Terms.make(made, "open", **WINDOW).clip_norm == 0
+        SigningTerms.make(made, "open", clip_norm=1.0, **WINDOW)
+    assert SigningTerms.make(made, "open", **WINDOW).clip_norm == 0
 
 
 def test_what_no_descriptor_could_hold_is_refused_at_once() -> None:
     corpus = policy().corpus.model_copy(update={"origin": "o" * 256})  # which no policy that is read may have
     with raises_code("admit.descriptor-sign"):
-        Terms.make(policy().model_copy(update={"corpus": corpus}), "sensitive", **WINDOW)
+        SigningTerms.make(policy().model_copy(update={"corpus": corpus}), "sensitive", **WINDOW)
     with raises_code("admit.descriptor-sign"):
-        Terms.make(policy(), "sensitive", not_before=5, expires=5)
+        SigningTerms.make(policy(), "sensitive", not_before=5, expires=5)
     with raises_code("admit.descriptor-sign"):
-        Terms.make(policy(), "sensitive", data_class="ECG", **WINDOW)
+        SigningTerms.make(policy(), "sensitive", data_class="ECG", **WINDOW)
 
 
 def test_long_profiles_are_signed_as_a_digest() -> None:

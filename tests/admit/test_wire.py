@@ -8,10 +8,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.admit.reason import Reason
-from lamina.admit.rows import PACK
-from lamina.admit.source import Contribution
-from lamina.admit.wire import read_part, read_verdicts, write_part, write_verdicts
+from lamina.admit.contribution_sources import Contribution
+from lamina.admit.gate import decode_chunk, decode_verdicts, encode_chunk, encode_verdicts
+from lamina.admit.verdicts import ROW_STRUCT, Reason
 
 data = st.none() | st.binary(max_size=40)
 ids = st.text(st.characters(), max_size=10)
@@ -20,8 +19,7 @@ offers = st.builds(
     ids,
     data,
     data,
-    data
-    | st.builds(Path, st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)),
+    data | st.builds(Path, st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)),
     st.none() | st.tuples(st.sampled_from(Reason), ids),
 )
 
@@ -29,20 +27,20 @@ offers = st.builds(
 @settings(max_examples=200)
 @given(st.lists(offers, max_size=5))
 def test_what_is_sent_arrives(part: list[Contribution]) -> None:
-    assert read_part(write_part(part)) == part
+    assert decode_chunk(encode_chunk(part)) == part
 
 
 @given(st.integers(0, 2**40), st.integers(0, 2**40))
 def test_places_arrive(start: int, count: int) -> None:
     part = range(start, start + count)
-    assert read_part(write_part(part)) == part
+    assert decode_chunk(encode_chunk(part)) == part
 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(Reason), ids) | st.binary(min_size=PACK.size, max_size=PACK.size),
+        st.tuples(st.sampled_from(Reason), ids) | st.binary(min_size=ROW_STRUCT.size, max_size=ROW_STRUCT.size),
         max_size=5,
     )
 )
 def test_verdicts_arrive(verdicts: list[Any]) -> None:
-    assert read_verdicts(write_verdicts(verdicts), len(verdicts)) == verdicts
+    assert decode_verdicts(encode_verdicts(verdicts), len(verdicts)) == verdicts

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lamina.allocate import Problem
-from lamina.sensitivity import Measure
+from lamina.allocate.problem import AllocationProblem
+from lamina.sensitivity.measure import Measure
 
 SIZES = (100, 400, 900, 50, 7)
 
@@ -30,7 +30,7 @@ def _measure(layers: tuple[str, ...] | None = None, **rows: Any) -> Measure:
     return Measure(**{**fields, **rows})
 
 
-def _problem(**changes: Any) -> Problem:
+def _problem(**changes: Any) -> AllocationProblem:
     fields: dict[str, Any] = {
         "sizes": SIZES,
         "weights": tuple(map(float, SIZES)),
@@ -46,7 +46,7 @@ def _problem(**changes: Any) -> Problem:
         "targets": (1.0, 0.5, math.inf),
         "batch": 64.0,
     }
-    return Problem(**{**fields, **changes})
+    return AllocationProblem(**{**fields, **changes})
 
 
 @pytest.fixture
@@ -56,16 +56,16 @@ def measure() -> Callable[..., Measure]:
 
 
 @pytest.fixture
-def problem() -> Callable[..., Problem]:
+def problem() -> Callable[..., AllocationProblem]:
     """problem(**changes): two private classes with overlapping reach and a public one, five layers."""
     return _problem
 
 
 @pytest.fixture
-def alone() -> Callable[..., Problem]:
+def alone() -> Callable[..., AllocationProblem]:
     """alone(**changes): one private class that reaches all five layers, c = 2, sigma = 3."""
 
-    def made(**changes: Any) -> Problem:
+    def made(**changes: Any) -> AllocationProblem:
         one = {
             "reach": ((True,) * 5,), "clip_norm": (2.0,), "sigma": (3.0,), "delta": (1e-5,), "targets": (1.0,)
         }  # fmt: skip

@@ -13,12 +13,22 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import nn
 
-from lamina.account.choice import choice_multiplier
-from lamina.account.gaussian import hockey_stick
-from lamina.allocate import LADP, Offer, draw, make_plan, offers, utilities
-from lamina.allocate.choice import kept, probabilities, relative_noise
+from lamina.account.gaussian_rdp import choice_noise_multiplier, hockey_stick
+from lamina.allocate.ladp import (
+    LADP,
+    Candidate,
+    draw,
+    kept_fraction,
+    plan_candidates,
+    probabilities,
+    relative_noise,
+    utilities,
+)
+from lamina.allocate.make_plan import make_plan
 from lamina.errors import PlanError
-from lamina.plan import Clipping, LayerStack, Policy, StepPlan
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import Clipping, StepPlan
 from refusals import raises_code
 
 Array = NDArray[np.float64]
@@ -58,7 +68,7 @@ def random_norms(seed: int, n: int) -> tuple[Array, Array]:
 def test_every_offer_costs_what_the_plan_is_priced_with(form: Clipping) -> None:
     """Each candidate has the plan's sigma or more in every class, and one class has exactly that."""
     held = PLANS[form]
-    for offer in offers(held):
+    for offer in plan_candidates(held):
         taken = replace(held, clip=offer.clip, noise=offer.noise)
         ratios = [taken.sigma(k) / held.sigma(k) for k in (0, 1)]
         assert min(ratios) >= 1
@@ -69,15 +79,15 @@ def test_every_offer_costs_what_the_plan_is_priced_with(form: Clipping) -> None:
             assert math.hypot(*offer.clip[k]) == pytest.approx(math.hypot(*held.clip[k]))
             assert [c > 0 for c in offer.clip[k]] == [c > 0 for c in held.clip[k]]
     if form is Clipping.BOX:
-        assert len({offer.clip for offer in offers(held)}) > 1  # otherwise there is nothing to choose
+        assert len({offer.clip for offer in plan_candidates(held)}) > 1  # otherwise there is nothing to choose
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_kept_is_the_formula(form: Clipping) -> None:
     held = PLANS[form]
     norms, cls = random_norms(3, 60)
-    for offer in offers(held):
-        found = kept(offer, norms, cls, form)
+    for offer in plan_candidates(held):
+        found = kept_fraction(offer, norms, cls, form)
         for i, (row, k) in enumerate(zip(norms.tolist(), cls.tolist(), strict=True)):
             reached = [j for j in range(6) if offer.clip[k][j] > 0]
             if k == 2 or not all(math.isfinite(row[j]) for j in reached):
@@ -95,11 +105,9 @@ def test_kept_is_the_formula(form: Clipping) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @given(seed=st.integers(0, 2**32), n=st.integers(0, 12))
 @settings(max_examples=60)
-def test_a_contribution_moves_all_utilities_by_at_most_one_and_one_way(
-    form: Clipping, seed: int, n: int
-) -> None:
+def test_a_contribution_moves_all_utilities_by_at_most_one_and_one_way(form: Clipping, seed: int, n: int) -> None:
     held = PLANS[form]
-    found = offers(held)
+    found = plan_candidates(held)
     norms, cls = random_norms(seed, n + 1)
 
     def u(rows: Array, classes: Array) -> Array:
@@ -115,17 +123,17 @@ def test_a_contribution_moves_all_utilities_by_at_most_one_and_one_way(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_huge_and_tiny_norms_stay_within_bounds(form: Clipping) -> None:
-    found = offers(PLANS[form])
+    found = plan_candidates(PLANS[form])
     extreme = np.array([[1e300] * 6, [1e-300] * 6, [0.0] * 6, [1e300, 1e-300] * 3, [5e-324] * 6, [1e308] * 6])
     for offer in found:
-        part = kept(offer, extreme, np.ones(6, dtype=int), form)
+        part = kept_fraction(offer, extreme, np.ones(6, dtype=int), form)
         assert ((part >= 0) & (part <= 1)).all()
         assert part[1] == part[2] == part[4] == 1.0
         assert part[0] < 1e-290
 
 
 def test_noise_is_relative_to_the_least_and_has_its_price() -> None:
-    found = offers(PLANS[Clipping.JOINT])
+    found = plan_candidates(PLANS[Clipping.JOINT])
     power = np.array([(np.array(SIZES) * np.square(offer.noise)).sum() for offer in found])
     np.testing.assert_allclose(relative_noise(found, SIZES), power / power.min())
     nobody = np.zeros((0, 6))
@@ -139,11 +147,9 @@ def test_noise_is_relative_to_the_least_and_has_its_price() -> None:
 def test_the_draw_has_exactly_bounded_range() -> None:
     """Over every small data set and every contribution added: log-ratios lie in an interval of length ε."""
     held = PLANS[Clipping.JOINT]
-    noise = offers(held)[0].noise
-    extremes = [
-        Offer(name=str(c), clip=((c,) * 6, (c,) * 6, (math.inf,) * 6), noise=noise) for c in (1e-3, 1e6)
-    ]
-    found = [*offers(held), *extremes]
+    noise = plan_candidates(held)[0].noise
+    extremes = [Candidate(name=str(c), clip=((c,) * 6, (c,) * 6, (math.inf,) * 6), noise=noise) for c in (1e-3, 1e6)]
+    found = [*plan_candidates(held), *extremes]
     pool = np.array([[0.1] * 6, [5.0] * 6, [50.0, 0.1] * 3, [0.1, 50.0] * 3, [np.nan] * 6])
 
     def u(rows: Array, classes: list[int]) -> Array:
@@ -166,7 +172,7 @@ def test_the_draw_has_exactly_bounded_range() -> None:
 @pytest.mark.parametrize("epsilon", [0.1, 0.5, 2.0])
 def test_the_gaussian_that_a_plan_pays_dominates_the_worst_choice(epsilon: float) -> None:
     """Two candidates, utilities that move by (1, 0): δ(ε') of the draw is never above that of the Gaussian."""
-    mu = 1.0 / choice_multiplier(epsilon)
+    mu = 1.0 / choice_noise_multiplier(epsilon)
     grid = np.linspace(0.0, epsilon, 200)
     for start in np.linspace(-30, 30, 121):
         p = probabilities(np.array([start / epsilon, 0.0]), epsilon)
@@ -195,13 +201,13 @@ def test_what_is_no_uniform_number_is_refused(uniform: float) -> None:
 
 
 def test_misuse_is_refused() -> None:
-    offer = Offer(name="x", clip=((1.0, 1.0),), noise=(1.0, 1.0))
+    offer = Candidate(name="x", clip=((1.0, 1.0),), noise=(1.0, 1.0))
     with raises_code("allocate.norms-classes"):
-        kept(offer, np.ones((3, 3)), [0, 0, 0], Clipping.BOX)
+        kept_fraction(offer, np.ones((3, 3)), [0, 0, 0], Clipping.BOX)
     with raises_code("allocate.norms-classes"):
-        kept(offer, np.ones((3, 2)), [0, 0], Clipping.BOX)
+        kept_fraction(offer, np.ones((3, 2)), [0, 0], Clipping.BOX)
     with raises_code("allocate.class-out-range"):
-        kept(offer, np.ones((1, 2)), [1], Clipping.BOX)
+        kept_fraction(offer, np.ones((1, 2)), [1], Clipping.BOX)
     with raises_code("allocate.utilities-choice-epsilon"):
         probabilities(np.array([math.nan, 0.0]), 1.0)
     bare = make_plan(
@@ -212,7 +218,7 @@ def test_misuse_is_refused() -> None:
         rho=1.0,
     )
     with raises_code("allocate.plan-chooses-nothing"):
-        offers(bare)
+        plan_candidates(bare)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import pages
-from lamina.allocate import ALLOCATIONS
+from lamina.allocate.make_plan import ALLOCATIONS
 
 FOLDER = Path(__file__).parents[2] / "docs" / "policies"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name not in ("index.md", "utility.md"))

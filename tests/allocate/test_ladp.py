@@ -11,19 +11,15 @@ import numpy as np
 import pytest
 from torch import nn
 
-from lamina.account import choice_multiplier
-from lamina.allocate import LADP, Problem, explained_plan, make_plan, offers
-from lamina.allocate.candidates import candidates
-from lamina.plan import (
-    Choose,
-    Clipping,
-    DepthProfile,
-    FollowBudget,
-    FollowEnergy,
-    LayerStack,
-    Policy,
-    StepPlan,
-)
+from lamina.account.gaussian_rdp import choice_noise_multiplier
+from lamina.allocate.ladp import LADP, default_shapes, plan_candidates
+from lamina.allocate.make_plan import explained_plan, make_plan
+from lamina.allocate.problem import AllocationProblem
+from lamina.plan.depth_profile import DepthProfile
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.rules import Choose, FollowBudget, FollowEnergy
+from lamina.plan.step_plan import Clipping, StepPlan
 from refusals import raises_code
 
 Make = Callable[..., Any]
@@ -73,9 +69,7 @@ def test_what_is_sensitive_can_be_said_in_many_ways(sensitive: Any, expected: se
     row = plan.clip[plan.index("b")]
     assert {i for i in range(8) if row[i] == min(row)} == expected
     assert because in given.why[0]
-    assert given.why[0].startswith(
-        f"Sensitive layers: {', '.join(str(i) for i in sorted(expected))}, because"
-    )
+    assert given.why[0].startswith(f"Sensitive layers: {', '.join(str(i) for i in sorted(expected))}, because")
 
 
 def test_without_a_word_the_measured_fisher_information_decides(measure: Make) -> None:
@@ -88,9 +82,9 @@ def test_without_a_word_the_measured_fisher_information_decides(measure: Make) -
     assert sum(c == min(wide.clip[0]) for c in wide.clip[0]) == 4
 
 
-def Problem_of(known: Any) -> Problem:
+def Problem_of(known: Any) -> AllocationProblem:
     sizes = tuple(layer.size for layer in STACK)
-    return Problem(
+    return AllocationProblem(
         sizes=sizes,
         weights=tuple(map(float, sizes)),
         reach=((True,) * 8,),
@@ -141,11 +135,11 @@ def test_choices_are_paid_for() -> None:
     for plan, calls in ((rare, 2), (often, 20)):
         steps, choices = plan.schedule("a")
         assert (steps.steps, choices.steps) == (200, calls)
-        assert choices.sigma == choice_multiplier(0.5)
+        assert choices.sigma == choice_noise_multiplier(0.5)
         assert plan.clipping is Clipping.JOINT
         assert max(plan.epsilon("a") / 2, plan.epsilon("b") / 4) == pytest.approx(1, abs=1e-3)
         assert StepPlan.from_cbor(plan.to_cbor()) == plan
-    assert LADP(choose_every=30).side(91) == ((choice_multiplier(0.5), 4),)
+    assert LADP(choose_every=30).side(91) == ((choice_noise_multiplier(0.5), 4),)
     assert LADP().side(91) == ()
 
 
@@ -158,9 +152,9 @@ def test_thirty_choices_in_a_long_run_cost_little() -> None:
         }
     )
     bare = make_plan(STACK, one, batch=256, steps=7812, allocate=LADP(), epsilon=0.997)
-    choosing = make_plan(
-        STACK, one, batch=256, steps=7812, allocate=LADP(choose_every=261), epsilon=0.997
-    ).rescaled({"a": bare.sigma("a")})
+    choosing = make_plan(STACK, one, batch=256, steps=7812, allocate=LADP(choose_every=261), epsilon=0.997).rescaled(
+        {"a": bare.sigma("a")}
+    )
     assert len(choosing.schedule("a")) == 2
     assert choosing.schedule("a")[1].steps == 30
     assert bare.epsilon("a") == pytest.approx(0.997, abs=1e-3)
@@ -184,7 +178,7 @@ def test_candidates_are_public_shapes_with_noise_where_it_is_needed(problem: Mak
 def test_noise_falls_along_the_depth_as_the_name_says(alone: Make) -> None:
     asked = alone(sizes=(10,) * 5, weights=(10.0,) * 5)
     clip = asked.thresholds()
-    rows = dict(candidates(asked, clip, np.ones(5)))
+    rows = dict(default_shapes(asked, clip, np.ones(5)))
     heavy = np.square(1 / np.array(rows["input-heavy"]))
     assert heavy[0] / heavy[-1] == pytest.approx(4.0)
     assert rows["output-heavy"] == pytest.approx(rows["input-heavy"][::-1])
@@ -197,7 +191,7 @@ def test_candidates_of_ones_own() -> None:
     assert rule is not None
     assert rule.names == ("even", "late")
     assert rule.noise[1] == (0.0,) * 4 + (1.0,) * 4  # no private class reaches the first four
-    assert [offer.name for offer in offers(plan)] == ["even", "late"]
+    assert [offer.name for offer in plan_candidates(plan)] == ["even", "late"]
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -296,7 +290,7 @@ def test_candidates_that_no_step_could_take_are_refused_with_the_plan(clipping: 
 def test_every_offer_of_a_plan_can_be_taken(clipping: Any, far: float) -> None:
     shapes = (("even", [1.0] * 8), ["wild", (far, *(1.0,) * 6, 1 / far)])
     plan = plan_of(LADP(choose_every=50, candidates=shapes, clipping=clipping))  # type: ignore[arg-type]
-    for offer in offers(plan):
+    for offer in plan_candidates(plan):
         replace(plan, clip=offer.clip, noise=offer.noise)  # checks itself
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from lamina.allocate import Problem, pareto
-from lamina.allocate.optimum import least_noise
-from lamina.plan import rescale
+from lamina.allocate.basic import pareto
+from lamina.allocate.problem import AllocationProblem, least_noise
+from lamina.plan.rules import rescale_noise
 
 Array = NDArray[np.float64]
 
@@ -57,9 +57,7 @@ def general_solver(clip: Array, weights: Array, sigma: Array) -> float:
     return best
 
 
-@pytest.mark.parametrize(
-    ("classes", "layers"), [(1, 5), (1, 12), (2, 4), (2, 8), (3, 8), (4, 10), (5, 6), (5, 12)]
-)
+@pytest.mark.parametrize(("classes", "layers"), [(1, 5), (1, 12), (2, 4), (2, 8), (3, 8), (4, 10), (5, 6), (5, 12)])
 def test_optimum_agrees_with_a_general_solver(classes: int, layers: int) -> None:
     """25 instances of each shape, 200 in all."""
     for seed in range(25):
@@ -69,16 +67,14 @@ def test_optimum_agrees_with_a_general_solver(classes: int, layers: int) -> None
         assert cost == pytest.approx(general_solver(clip, weights, sigma), rel=1e-9)
 
 
-def test_pareto_is_that_optimum(problem: Callable[..., Problem]) -> None:
+def test_pareto_is_that_optimum(problem: Callable[..., AllocationProblem]) -> None:
     """The policy itself, public class and unreached layers included."""
     for seed in range(20):
         rng = np.random.default_rng(seed)
         asked = problem(clip_norm=(*rng.lognormal(0, 1, 2), 1.0), sigma=(*rng.lognormal(0, 1, 2), np.inf))
         given = pareto(asked)
-        best = general_solver(
-            np.array(given.clip)[:2, :3], np.array(asked.weights[:3]), np.array(asked.sigma[:2])
-        )
-        noise = rescale(given.clip, given.noise, asked.sigma)
+        best = general_solver(np.array(given.clip)[:2, :3], np.array(asked.weights[:3]), np.array(asked.sigma[:2]))
+        noise = rescale_noise(given.clip, given.noise, asked.sigma)
         assert float((np.array(asked.weights) * np.square(noise)).sum()) == pytest.approx(best, rel=1e-9)
 
 

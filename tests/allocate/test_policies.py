@@ -9,23 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamina.allocate import (
-    ALLOCATIONS,
-    LSAB,
-    Allocation,
-    Automatic,
-    Pareto,
-    Problem,
-    Proportional,
-    Quantile,
-    allocation,
-    flat,
-    pareto,
-    uniform,
-)
-from lamina.allocate.shares import optimal
+from lamina.allocate.basic import LSAB, Automatic, Pareto, Proportional, Quantile, flat, pareto, uniform
+from lamina.allocate.make_plan import ALLOCATIONS, find_allocation
+from lamina.allocate.problem import Allocation, AllocationProblem, optimal_noise
 from lamina.errors import PlanError
-from lamina.plan import Clipping, FollowQuantile, effective_sigma, radius, rescale
+from lamina.plan.rules import FollowQuantile, clip_radius, effective_sigma, rescale_noise
+from lamina.plan.step_plan import Clipping
 from refusals import raises_code
 
 INF = math.inf
@@ -36,14 +25,12 @@ SOUND = [name for name in ALLOCATIONS if not name.startswith("printed")]
 def counts(given: Allocation) -> list[float]:
     """How far each class moves the noised counts, in units of their noise."""
     rule = next((rule for rule in given.rules if isinstance(rule, FollowQuantile)), None)
-    return [
-        0.0 if rule is None else math.sqrt(sum(c > 0 for c in row)) / (2 * rule.noise) for row in given.clip
-    ]
+    return [0.0 if rule is None else math.sqrt(sum(c > 0 for c in row)) / (2 * rule.noise) for row in given.clip]
 
 
-def settled(given: Allocation, asked: Problem) -> tuple[float, ...]:
+def settled(given: Allocation, asked: AllocationProblem) -> tuple[float, ...]:
     """S after scaling, as make_plan does it."""
-    return rescale(given.clip, given.noise, asked.sigma, counts(given))
+    return rescale_noise(given.clip, given.noise, asked.sigma, counts(given))
 
 
 def cost(weights: tuple[float, ...], noise: tuple[float, ...]) -> float:
@@ -58,7 +45,7 @@ def test_every_sound_policy_respects_reach_norms_and_silence(
     if (name == "lsab" and not known) or name == "automatic":
         return  # refused: below; automatic takes no public class: test_make_plan.py
     asked = problem(measure=measure() if known else None)
-    given = allocation(name)(asked)
+    given = find_allocation(name)(asked)
     assert given.clip[2] == (INF, INF, INF, INF, 0.0)
     for k in (0, 1):
         assert math.hypot(*given.clip[k]) == pytest.approx(asked.clip_norm[k] * given.divide)
@@ -156,11 +143,9 @@ def test_fully_shrunk_pareto_is_flat(alone: Make, measure: Make, known: bool) ->
     given = Pareto(shrink=1.0)(asked)
     noise = settled(given, asked)
     assert noise == pytest.approx((6.0,) * 5, rel=1e-12)
-    assert radius(given.clip[0], noise) * noise[0] == pytest.approx(2.0, rel=1e-12)  # ‖g‖ ≤ c
+    assert clip_radius(given.clip[0], noise) * noise[0] == pytest.approx(2.0, rel=1e-12)  # ‖g‖ ≤ c
     assert "is 1.000 of what flat would add" in given.why[1]
-    ratios = [
-        cost(asked.weights, settled(Pareto(shrink=s)(asked), asked)) for s in (0.0, 0.25, 0.5, 0.75, 1.0)
-    ]
+    ratios = [cost(asked.weights, settled(Pareto(shrink=s)(asked), asked)) for s in (0.0, 0.25, 0.5, 0.75, 1.0)]
     assert ratios == sorted(ratios)
 
 
@@ -199,7 +184,7 @@ def test_a_measurement_of_another_model_is_refused(problem: Make, measure: Make)
     other = measure(layers=("a", "b"))
     for name in ("lsab", "pareto", "proportional", "quantile", "ladp"):
         with raises_code("allocate.measurement-layers-plan"):
-            allocation(name)(problem(measure=other))
+            find_allocation(name)(problem(measure=other))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, INF])
@@ -221,8 +206,8 @@ def test_counts_take_their_part_of_the_budget_and_no_more(problem: Make, alone: 
         assert rule.target == 0.3
         parts = [(counts(given)[k] * asked.sigma[k]) ** 2 for k in asked.private]
         assert max(parts) == pytest.approx(0.04)
-    bare = optimal(alone(), given.clip, np.array(alone().weights))
-    bare = rescale(given.clip, bare, alone().sigma)
+    bare = optimal_noise(alone(), given.clip, np.array(alone().weights))
+    bare = rescale_noise(given.clip, bare, alone().sigma)
     assert settled(given, alone()) == pytest.approx([s / math.sqrt(0.96) for s in bare], rel=1e-12)
 
 
@@ -238,7 +223,7 @@ def test_automatic_is_a_normalised_gradient(alone: Make, measure: Make) -> None:
         assert given.divide == pytest.approx(0.02 * min(1.0, typical / 2.0))
         noise = settled(given, asked)
         norm = 0.5  # of some gradient
-        ball = radius(given.clip[0], noise) * noise[0]
+        ball = clip_radius(given.clip[0], noise) * noise[0]
         assert ball == pytest.approx(2.0 * given.divide)
         assert min(1.0, ball / norm) * norm / given.divide == pytest.approx(2.0)
         assert noise[0] / given.divide == pytest.approx(6.0)
@@ -256,12 +241,12 @@ def test_public_alone_needs_no_noise(problem: Make, measure: Make) -> None:
     for name in SOUND:
         if name == "automatic":
             continue  # takes no public class
-        given = allocation(name)(asked)
+        given = find_allocation(name)(asked)
         assert given.noise == (0.0,) * 5
         assert given.rules == ()
     for name in ("printed-lsab", "printed-ladp"):
         with raises_code("allocate.no-private-class"):
-            allocation(name)(asked)
+            find_allocation(name)(asked)
 
 
 @pytest.mark.parametrize(
@@ -314,17 +299,17 @@ def test_a_layer_of_no_size_is_refused(problem: Make) -> None:
 
 def test_unknown_names_are_refused() -> None:
     with raises_code("allocate.allocation-not-known"):
-        allocation("optimal")
+        find_allocation("optimal")
     with raises_code("allocate.allocation-not-known"):
-        allocation("paretto")
+        find_allocation("paretto")
     with raises_code("allocate.allocate"):
-        allocation(3)  # type: ignore[arg-type]
+        find_allocation(3)  # type: ignore[arg-type]
 
 
 def test_the_registry_is_read_only_and_names_fit() -> None:
     for name, policy in ALLOCATIONS.items():
         assert policy.name == name
-        assert allocation(name) is policy
+        assert find_allocation(name) is policy
         with pytest.raises((AttributeError, TypeError)):
             policy.clipping = None  # type: ignore[attr-defined]
     with pytest.raises(TypeError):

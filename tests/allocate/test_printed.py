@@ -11,9 +11,13 @@ import pytest
 from scipy.stats import norm
 from torch import nn
 
-from lamina.account.zcdp import classical_epsilon
-from lamina.allocate import LSAB, PrintedLADP, PrintedLSAB, explained_plan, make_plan
-from lamina.plan import Clipping, LayerStack, Policy, StepPlan
+from lamina.account.gaussian_rdp import classical_zcdp_epsilon
+from lamina.allocate.basic import LSAB
+from lamina.allocate.make_plan import explained_plan, make_plan
+from lamina.allocate.paper import PaperLADP, PaperLSAB
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import Clipping, StepPlan
 from refusals import raises_code
 
 Make = Callable[..., Any]
@@ -22,9 +26,7 @@ NAMES = tuple(layer.name for layer in TWELVE)
 
 
 def policy(**classes: dict[str, Any]) -> Policy:
-    return Policy.from_dict(
-        {"corpus": {"origin": "t", "delta": 1e-5, "accountant": "gaussian"}, "class": classes}
-    )
+    return Policy.from_dict({"corpus": {"origin": "t", "delta": 1e-5, "accountant": "gaussian"}, "class": classes})
 
 
 ONE = policy(a={"population": 1000})
@@ -40,12 +42,12 @@ def test_equation_16_overspends_by_the_layers_and_their_spread(
     """One step takes L·AM(m)/HM(m) times ρ_cap (or ρ_cap/T); T steps take T times that."""
     known = measure(NAMES, harm=harm)
     plan, given = explained_plan(
-        TWELVE, ONE, batch=10, steps=50, rho=0.0208, allocate=PrintedLSAB(per_step=per_step), measure=known
+        TWELVE, ONE, batch=10, steps=50, rho=0.0208, allocate=PaperLSAB(per_step=per_step), measure=known
     )
     am, hm = np.mean(harm), 1 / np.mean(1 / np.array(harm))
     assert 12 * am / hm == pytest.approx(factor, rel=1e-4)
     assert plan.rho("a") == pytest.approx(0.0208 * factor * (1 if per_step else 50), rel=1e-4)
-    assert plan.claimed == (classical_epsilon(0.0208, 1e-5),)
+    assert plan.claimed == (classical_zcdp_epsilon(0.0208, 1e-5),)
     assert plan.claimed[0] == pytest.approx(1.0, abs=1e-3)
     assert plan.epsilon("a") > 2.9 * plan.claimed[0]
     assert plan.accountant == "gaussian"
@@ -60,7 +62,7 @@ def test_the_true_epsilon_of_a_twelve_layer_plan(measure: Make) -> None:
     """Claim ε = 1 (ρ_cap = 0.0208), 100 steps, equal m: 2.94 with /T, 54.3 as printed; δ checked by quadrature."""
     known = measure(NAMES, harm=(1.0,) * 12)
     for per_step, rho, epsilon in ((True, 12 * 0.0208, 2.94), (False, 1200 * 0.0208, 54.3)):
-        chooser = PrintedLSAB(per_step=per_step)
+        chooser = PaperLSAB(per_step=per_step)
         plan = make_plan(TWELVE, ONE, batch=10, steps=100, rho=0.0208, allocate=chooser, measure=known)
         assert plan.epsilon("a") == pytest.approx(epsilon, rel=5e-3)
         mu = math.sqrt(2 * rho)
@@ -70,21 +72,15 @@ def test_the_true_epsilon_of_a_twelve_layer_plan(measure: Make) -> None:
 
 
 def test_a_target_epsilon_becomes_rho_by_the_documents_own_conversion(measure: Make) -> None:
-    plan = make_plan(
-        TWELVE, ONE, batch=10, steps=5, epsilon=2.5, allocate="printed-lsab", measure=measure(NAMES)
-    )
+    plan = make_plan(TWELVE, ONE, batch=10, steps=5, epsilon=2.5, allocate="printed-lsab", measure=measure(NAMES))
     assert plan.claimed[0] == pytest.approx(2.5, rel=1e-12)
 
 
 def test_printed_ladp_is_not_private_by_eleven_orders(measure: Make) -> None:
     """Two layers of 10³ and 10⁵, the small one sensitive, "ε = 8", 100 steps: true ε 1.25e12."""
-    stack = LayerStack.from_model(
-        nn.Sequential(nn.Linear(10, 100, bias=False), nn.Linear(100, 1000, bias=False))
-    )
+    stack = LayerStack.from_model(nn.Sequential(nn.Linear(10, 100, bias=False), nn.Linear(100, 1000, bias=False)))
     assert [layer.size for layer in stack] == [1000, 100_000]
-    plan, given = explained_plan(
-        stack, ONE, batch=10, steps=100, epsilon=8.0, allocate=PrintedLADP(sensitive=["0"])
-    )
+    plan, given = explained_plan(stack, ONE, batch=10, steps=100, epsilon=8.0, allocate=PaperLADP(sensitive=["0"]))
     assert plan.epsilon("a") == pytest.approx(1.25e12, rel=5e-3)
     assert plan.claimed == (8.0,)
     assert plan.clipping is Clipping.ELEMENTWISE
@@ -111,13 +107,13 @@ def test_printed_ladp_by_fisher(measure: Make) -> None:
         batch=10,
         steps=100,
         epsilon=8.0,
-        allocate=PrintedLADP(split="fisher", sensitive=["0", "1"]),
+        allocate=PaperLADP(split="fisher", sensitive=["0", "1"]),
         measure=known,
     )
     assert plan.noise[:2] == pytest.approx((0.08 * 9 / 60, 0.08 / 60))
     assert plan.noise[2:4] == pytest.approx((0.5 * 0.08 * 9 / 60, 0.5 * 0.08 / 60))
     with raises_code("allocate.needs-measure-layers"):
-        make_plan(TWELVE, ONE, batch=10, steps=100, epsilon=8.0, allocate=PrintedLADP(split="fisher"))
+        make_plan(TWELVE, ONE, batch=10, steps=100, epsilon=8.0, allocate=PaperLADP(split="fisher"))
 
 
 @pytest.mark.parametrize("name", ["printed-lsab", "printed-ladp"])
@@ -128,13 +124,7 @@ def test_several_classes_get_the_strictest_claim_and_public_ones_none(name: str,
         open={"population": 1000, "public": True},
     )
     plan = make_plan(
-        TWELVE,
-        several,
-        batch=30,
-        steps=20,
-        epsilon={"a": 1.0, "b": 4.0},
-        allocate=name,
-        measure=measure(NAMES),
+        TWELVE, several, batch=30, steps=20, epsilon={"a": 1.0, "b": 4.0}, allocate=name, measure=measure(NAMES)
     )
     assert plan.claimed == pytest.approx((1.0, 1.0, 0.0))
     assert plan.epsilon("b") > plan.epsilon("a") > 1.0
@@ -146,10 +136,10 @@ def test_several_classes_get_the_strictest_claim_and_public_ones_none(name: str,
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: PrintedLADP(split="influence"), "allocate.not-known"),
-        (lambda: PrintedLADP(share=2.0), "allocate.lie"),
-        (lambda: PrintedLADP(sensitive=4), "allocate.sensitive"),  # type: ignore[arg-type]
-        (lambda: PrintedLSAB(weights="norms"), "allocate.not-known"),
+        (lambda: PaperLADP(split="influence"), "allocate.not-known"),
+        (lambda: PaperLADP(share=2.0), "allocate.lie"),
+        (lambda: PaperLADP(sensitive=4), "allocate.sensitive"),  # type: ignore[arg-type]
+        (lambda: PaperLSAB(weights="norms"), "allocate.not-known"),
     ],
 )
 def test_wrong_options_are_refused(made: Callable[[], Any], message: str) -> None:
@@ -157,7 +147,7 @@ def test_wrong_options_are_refused(made: Callable[[], Any], message: str) -> Non
         made()
 
 
-@pytest.mark.parametrize("policy", [PrintedLSAB(), PrintedLADP()])
+@pytest.mark.parametrize("policy", [PaperLSAB(), PaperLADP()])
 def test_a_bare_problem_has_nothing_to_claim(policy: Any, problem: Make, measure: Make) -> None:
     with raises_code("allocate.knows-neither-epsilon", "allocate.not-know-epsilon"):
         policy(problem(measure=measure(), targets=(), delta=()))

@@ -12,11 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.allocate import ALLOCATIONS, Allocation, Problem, explained_plan, make_plan
-from lamina.models.transformer import TransformerAutoencoder
-from lamina.plan import Clipping, LayerStack, Policy, Slice, StepPlan, check_coverage, effective_sigma
-from lamina.plan.opened import planned_sizes
-from lamina.sensitivity import Measure
+from lamina.allocate.make_plan import ALLOCATIONS, explained_plan, make_plan
+from lamina.allocate.problem import Allocation, AllocationProblem
+from lamina.models.autoencoders import TransformerAutoencoder
+from lamina.plan.coverage import check_coverage
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.rules import effective_sigma
+from lamina.plan.selection import Slice, planned_noised_sizes
+from lamina.plan.step_plan import Clipping, StepPlan
+from lamina.sensitivity.measure import Measure
 from refusals import raises_code
 
 MODEL = TransformerAutoencoder(3, 4, width=8, layers=2, heads=4, hidden=5, code=2)
@@ -25,9 +30,7 @@ HEADS = {"population": 1000, "epsilon": 1.0, "profile": {"layers": ["decoder.*"]
 
 
 def policy(**classes: dict[str, Any]) -> Policy:
-    return Policy.from_dict(
-        {"corpus": {"origin": "test", "delta": 1e-5, "accountant": "rdp"}, "class": classes}
-    )
+    return Policy.from_dict({"corpus": {"origin": "test", "delta": 1e-5, "accountant": "rdp"}, "class": classes})
 
 
 def plan_of(stack: LayerStack = STACK, *, allocate: Any = "pareto", clipping: Any = None, measure: Any = None,
@@ -81,11 +84,11 @@ def test_public_classes_are_masked_too() -> None:
 def test_every_class_has_its_sigma_and_counts_what_is_reached(allocate: str, clipping: str) -> None:
     if allocate == "quantile" and clipping == "joint":
         return  # refused: thresholds follow a quantile in a box
-    seen: list[Problem] = []
+    seen: list[AllocationProblem] = []
     chooser = ALLOCATIONS[allocate]
 
     class Watched(type(chooser)):  # type: ignore[misc]
-        def __call__(self, problem: Problem) -> Allocation:
+        def __call__(self, problem: AllocationProblem) -> Allocation:
             seen.append(problem)
             return super().__call__(problem)
 
@@ -103,7 +106,7 @@ def test_every_class_has_its_sigma_and_counts_what_is_reached(allocate: str, cli
         union = sum(int((grids[0][name] | grids[1][name]).sum()) for name in layer.parameters)
         assert seen[0].sizes[i] == (union or layer.size)
         assert seen[0].weights[i] == float(seen[0].sizes[i])
-    assert planned_sizes(plan, STACK.shapes) == seen[0].sizes
+    assert planned_noised_sizes(plan, STACK.shapes) == seen[0].sizes
 
 
 def measured(**rows: Any) -> Measure:
@@ -117,10 +120,10 @@ def measured(**rows: Any) -> Measure:
 
 
 def test_what_was_measured_on_whole_layers_shrinks_with_them() -> None:
-    seen: list[Problem] = []
+    seen: list[AllocationProblem] = []
 
-    def look(problem: Problem) -> Allocation:
-        from lamina.allocate.options import measured as row
+    def look(problem: AllocationProblem) -> Allocation:
+        from lamina.allocate.problem import measured_row as row
 
         seen.append(problem)
         assert problem.opened[-3] == 1.0  # reached by nobody: whole
@@ -137,11 +140,7 @@ def test_what_was_measured_on_whole_layers_shrinks_with_them() -> None:
 
 # ------------------------------------------------------------------------------------------------- weights
 
-WEIGHED = {
-    "population": 1000,
-    "epsilon": 1.0,
-    "profile": {"layers": ["decoder.*", "head"], "weights": {"head": 0.25}},
-}
+WEIGHED = {"population": 1000, "epsilon": 1.0, "profile": {"layers": ["decoder.*", "head"], "weights": {"head": 0.25}}}
 
 
 def test_weights_scale_thresholds_and_sigma_stays() -> None:
@@ -164,9 +163,7 @@ def test_pareto_is_the_optimum_of_the_weighted_thresholds() -> None:
     plan = plan_of(sensitive=WEIGHED, clipping="box")
     c, m = np.array(plan.clip[0]), np.array([float(layer.size) for layer in STACK])
     on = c > 0
-    best = np.sqrt(
-        c[on] / np.sqrt(m[on]) * (c[on] * np.sqrt(m[on])).sum()
-    )  # docs/theory.md, "Choosing C and S"
+    best = np.sqrt(c[on] / np.sqrt(m[on]) * (c[on] * np.sqrt(m[on])).sum())  # docs/theory.md, "Choosing C and S"
     assert np.array(plan.noise)[on] / plan.sigma("sensitive") == pytest.approx(best, rel=1e-9)
 
 
@@ -196,12 +193,12 @@ def test_printed_methods_know_neither_slices_nor_weights() -> None:
 
 
 def test_a_function_of_the_users_need_not_know_of_weights() -> None:
-    problems: list[Problem] = []
+    problems: list[AllocationProblem] = []
 
-    def mine(problem: Problem) -> Allocation:
+    def mine(problem: AllocationProblem) -> Allocation:
         problems.append(problem)
         rows = tuple(tuple(1.0 if may else 0.0 for may in row) for row in problem.reach)
-        return Allocation(clip=rows, noise=problem.same_noise(), clipping=Clipping.BOX)
+        return Allocation(clip=rows, noise=problem.equal_noise(), clipping=Clipping.BOX)
 
     plan, chosen = explained_plan(STACK, policy(sensitive=WEIGHED), batch=80, steps=50, allocate=mine)
     assert plan.clip[0][-1] == 0.25 and chosen.clip == plan.clip
@@ -284,13 +281,9 @@ def test_the_table_and_the_json_tell_slices() -> None:
     assert "decoder.0.out.weight" in text and "[:, 0:4]" in text and "none" in text
     stars = [line for line in text.splitlines() if line.startswith("decoder.0.") and "*" in line]
     assert len(stars) == 4
-    assert {
-        "class": "sensitive",
-        "tensor": "decoder.0.out.weight",
-        "axis": 1,
-        "length": 8,
-        "ranges": [[0, 4]],
-    } in told["slices"]
+    assert {"class": "sensitive", "tensor": "decoder.0.out.weight", "axis": 1, "length": 8, "ranges": [[0, 4]]} in told[
+        "slices"
+    ]
     assert told["classes"]["sensitive"]["profile"] == "layers decoder.*, heads 0, 1"
     plain = plan_of(sensitive={"population": 100, "epsilon": 1.0})
     assert "*" not in plain.table() and plain.to_dict()["slices"] == []

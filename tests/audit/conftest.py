@@ -9,30 +9,23 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lamina.plan import LayerStack
-from lamina.plan.step import PlannedClass, PlannedLayer, StepPlan
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
 
 PLAIN = PlannedClass(name="plain", population=1000, sampling_rate=0.02, delta=1e-5)
 TOP = PlannedClass(name="top", population=500, sampling_rate=0.05, delta=1e-5, profile="upper half")
 OPEN = PlannedClass(name="open", population=None, sampling_rate=0.1, public=True)
 
 
-def _plan(
-    model: nn.Module, clipping: str = "box", *, group: Any = "module", several: bool = False
-) -> StepPlan:
+def _plan(model: nn.Module, clipping: str = "box", *, group: Any = "module", several: bool = False) -> StepPlan:
     """Class 0 reaches every layer; with `several`, class 1 only the upper half, and class 2 is public."""
     layers = LayerStack.from_model(model, group=group).layers
-    planned = tuple(
-        PlannedLayer(name=x.name, depth=x.depth, parameters=x.parameters, size=x.size) for x in layers
-    )
+    planned = tuple(PlannedLayer(name=x.name, depth=x.depth, parameters=x.parameters, size=x.size) for x in layers)
     size = len(planned)
     row = tuple(0.5 * 1.3 ** (i % 5) for i in range(size))
     rows = [row]
     if several:
-        rows += [
-            tuple(0.7 * c if i >= size // 2 else 0.0 for i, c in enumerate(row)),
-            tuple(math.inf for _ in row),
-        ]
+        rows += [tuple(0.7 * c if i >= size // 2 else 0.0 for i, c in enumerate(row)), tuple(math.inf for _ in row)]
     return StepPlan(
         layers=planned,
         classes=(PLAIN, TOP, OPEN)[: len(rows)],

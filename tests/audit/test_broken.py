@@ -13,9 +13,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import lamina
-from lamina.audit import Check, Subject, audit_step, noise_levels, paired_step
-from lamina.engine import Batch, Engine, NoiseSource, route
-from lamina.plan.step import StepPlan
+from lamina.audit.paired_step import paired_step
+from lamina.audit.step_audit import Check, audit_step, noise_levels
+from lamina.audit.target import AuditTarget
+from lamina.engine.batch import Batch
+from lamina.engine.engine import Engine
+from lamina.engine.noise import NoiseSource
+from lamina.engine.step import route
+from lamina.plan.step_plan import StepPlan
 
 Plans = Callable[..., StepPlan]
 
@@ -66,9 +71,7 @@ class Reference:
 
 class NoClipping(Reference):
     def __init__(self, model: nn.Module, plan: StepPlan, noise: NoiseSource) -> None:
-        super().__init__(
-            model, replace(plan, clip=tuple((1e19,) * len(plan.layers) for _ in plan.clip)), noise
-        )
+        super().__init__(model, replace(plan, clip=tuple((1e19,) * len(plan.layers) for _ in plan.clip)), noise)
 
 
 class SomeLayersUnclipped(Reference):
@@ -92,11 +95,7 @@ class NormByTensor(Reference):
     """Each tensor of a layer is clipped to C by itself: √2 too much for weight and bias together."""
 
     def per_example(self, batch: Batch) -> dict[str, Tensor]:
-        bound = {
-            n: c
-            for layer, c in zip(self.plan.layers, self.plan.clip[0], strict=True)
-            for n in layer.parameters
-        }
+        bound = {n: c for layer, c in zip(self.plan.layers, self.plan.clip[0], strict=True) for n in layer.parameters}
         grads = super().per_example(batch)
         return {n: _shrunk(g, bound[n]) for n, g in grads.items()}
 
@@ -138,9 +137,7 @@ class IgnoresBands(Reference):
     def released(self, batch: Batch) -> dict[str, Tensor]:
         if not len(batch):
             return super().released(batch)
-        return route(
-            self.per_example(batch), torch.zeros(len(batch), dtype=torch.long), self.plan, noise=self.noise
-        )
+        return route(self.per_example(batch), torch.zeros(len(batch), dtype=torch.long), self.plan, noise=self.noise)
 
 
 class NaNSpreads(Reference):
@@ -181,10 +178,10 @@ def loss_of(out: Tensor, y: Tensor) -> Tensor:
 
 def subject_of(
     make: Any, plans: Plans, clipping: str = "box", *, several: bool = False, norm: bool = False
-) -> Subject:
+) -> AuditTarget:
     model = Model(norm=norm)
     plan = plans(model, clipping, several=several)
-    return Subject(model=model, plan=plan, losses_of=lambda x, y: loss_of(model(x), y), make=make)
+    return AuditTarget(model=model, plan=plan, losses_of=lambda x, y: loss_of(model(x), y), make=make)
 
 
 def batch_of(size: int = 4) -> Batch:
@@ -250,16 +247,14 @@ def test_reused_weight_clipped_per_use(plan_for: Plans) -> None:
             uses = [g.unsqueeze(2) * h.unsqueeze(1), (g @ w).unsqueeze(2) * x.unsqueeze(1)]
             total = sum(_shrunk(use, self.plan.clip[0][0]).sum(0, keepdim=True) for use in uses)
             wide = replace(self.plan, clip=((1e19,),))
-            return route(
-                {"0.weight": cast(Tensor, total)}, torch.zeros(1, dtype=torch.long), wide, noise=self.noise
-            )
+            return route({"0.weight": cast(Tensor, total)}, torch.zeros(1, dtype=torch.long), wide, noise=self.noise)
 
     batch = Batch(torch.eye(4)[:2], torch.tensor([1e3, 1.0]))
     with torch.no_grad():
         shared.weight.copy_(torch.eye(4))
     for make, sound in ((None, True), (PerUse, False)):
         p = paired_step(
-            Subject(model=model, plan=plan, losses_of=lambda x, y: loss_of(model(x), y), make=make), batch, 0
+            AuditTarget(model=model, plan=plan, losses_of=lambda x, y: loss_of(model(x), y), make=make), batch, 0
         )
         assert p.sound is sound
         assert p.ratio == pytest.approx(1.0 if sound else 2.0, rel=1e-3)
@@ -282,10 +277,10 @@ def test_rows_read_as_contributions(plan_for: Plans) -> None:
 
     unit = torch.tensor([0] * 64 + [1])
     batch = Batch(torch.ones(65, 3), torch.full((65,), 1e3), unit=unit)
-    p = paired_step(Subject(model=model, plan=plan, losses_of=lambda x, y: loss_of(model(x), y)), batch, 0)
+    p = paired_step(AuditTarget(model=model, plan=plan, losses_of=lambda x, y: loss_of(model(x), y)), batch, 0)
     assert p.sound
     p = paired_step(
-        Subject(model=model, plan=plan, losses_of=lambda x, y: loss_of(model(x), y), make=as_rows), batch, 0
+        AuditTarget(model=model, plan=plan, losses_of=lambda x, y: loss_of(model(x), y), make=as_rows), batch, 0
     )
     assert not p.sound
     assert p.ratio == pytest.approx(64, rel=1e-3)
@@ -305,7 +300,7 @@ def test_coupled_losses(kind: str, plan_for: Plans) -> None:
             return losses - losses.detach().mean() * losses
         return losses * torch.arange(1, len(x) + 1)
 
-    subject = Subject(model=model, plan=plan, losses_of=losses_of)
+    subject = AuditTarget(model=model, plan=plan, losses_of=losses_of)
     checks = audit_step(subject, batch_of(), tries=1, quick=True)
     assert "independence/absent" in failed(checks)
 
@@ -328,7 +323,7 @@ def test_a_row_that_decides_where_others_go(plan_for: Plans) -> None:
             return out.view(len(x), -1)
 
     model = Shuffled()
-    subject = Subject(model=model, plan=plan_for(model), losses_of=lambda x, y: loss_of(model(x), y))
+    subject = AuditTarget(model=model, plan=plan_for(model), losses_of=lambda x, y: loss_of(model(x), y))
     batch = Batch(torch.randn(4, 3, 4), torch.full((4,), 5.0))
     assert paired_step(subject, batch, 0).sound  # a slot of weight 0 keeps everybody's place
     assert not paired_step(subject, batch, 0, without="absent").sound

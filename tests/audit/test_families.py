@@ -12,10 +12,11 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import lamina
-from lamina.audit import Paired, Subject, paired_step, random_canaries, variants
-from lamina.audit.paired import alone
-from lamina.engine import Batch
-from lamina.plan.step import StepPlan
+from lamina.audit.canaries import named_canaries, random_canaries
+from lamina.audit.paired_step import PairedStep, paired_step, with_only
+from lamina.audit.target import AuditTarget
+from lamina.engine.batch import Batch
+from lamina.plan.step_plan import StepPlan
 
 pytestmark = [  # what a module without a rule says, once
     pytest.mark.filterwarnings("ignore:.*cannot run under vmap"),
@@ -132,11 +133,7 @@ def sequence(*layers: nn.Module, kind: type[nn.Sequential] = nn.Sequential) -> n
 
 def image(*layers: nn.Module, kind: type[nn.Sequential] = nn.Sequential) -> nn.Module:
     return kind(
-        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
-        nn.Tanh(),
-        *layers,
-        nn.Flatten(),
-        nn.LazyLinear(2),
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), nn.Tanh(), *layers, nn.Flatten(), nn.LazyLinear(2)
     )
 
 
@@ -175,20 +172,12 @@ FAMILIES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 }  # fmt: skip
 
 # Enough to saturate, vanish, cancel, overflow and poison; the whole library runs in `make test-all`.
-SOME = (
-    "y huge",
-    "x large",
-    "x huge",
-    "x cancelling",
-    "x mixed sizes",
-    "x not a number",
-    "x and y large",
-)
+SOME = ("y huge", "x large", "x huge", "x cancelling", "x mixed sizes", "x not a number", "x and y large")
 
 
 def subject_for(
     name: str, plan_for: Callable[..., StepPlan], clipping: str, **options: Any
-) -> tuple[Subject, Batch]:
+) -> tuple[AuditTarget, Batch]:
     kind, make = FAMILIES[name]
     model = make()
     x = torch.randint(0, 11, (N, 5)) if kind == "ids" else torch.randn(SHAPE[kind])
@@ -201,27 +190,23 @@ def subject_for(
     def losses_of(x: Tensor, y: Tensor) -> Tensor:
         return torch.sin(model(x).flatten(1)).sum(1) * y
 
-    y = torch.tensor([1.0, 0.5, 30.0, 0.01, 0.01, 1.0]).to(
-        x.dtype if x.is_floating_point() else torch.float32
-    )
+    y = torch.tensor([1.0, 0.5, 30.0, 0.01, 0.01, 1.0]).to(x.dtype if x.is_floating_point() else torch.float32)
     batch = Batch(x, y, unit=UNIT, cls=torch.tensor([0, 0, 2, 1]), weight=WEIGHT)
-    return Subject(model=model, plan=plan, losses_of=losses_of, **options), batch
+    return AuditTarget(model=model, plan=plan, losses_of=losses_of, **options), batch
 
 
-def attack(
-    subject: Subject, batch: Batch, unit: int, wanted: Any = None, **options: Any
-) -> dict[str, Paired]:
+def attack(subject: AuditTarget, batch: Batch, unit: int, wanted: Any = None, **options: Any) -> dict[str, PairedStep]:
     return {
         name: paired_step(subject, b, unit, **options)
-        for name, b in variants(batch, unit)
+        for name, b in named_canaries(batch, unit)
         if wanted is None or name in wanted
     }
 
 
-def assert_sound(found: dict[str, Paired]) -> None:
+def assert_sound(found: dict[str, PairedStep]) -> None:
     for name, p in found.items():
         assert p.sound, (name, p)
-        assert not p.strays, (name, p)
+        assert not p.layers_outside, (name, p)
         assert p.ratio <= 1 + 1e-6 + p.rounding / p.bound, (name, p)
 
 
@@ -240,16 +225,10 @@ def test_never_above_and_reached(name: str, clipping: str, plan_for: Callable[..
 @pytest.mark.parametrize("clipping", ["box", "joint"])
 @pytest.mark.parametrize("name", ["linear in a sequence", "tied embedding", "owner, vmap", "row map"])
 @pytest.mark.parametrize(
-    ("parts", "hardened", "options"),
-    [(1, True, {}), (3, False, {}), (3, True, {"constant_time": True})],
+    ("parts", "hardened", "options"), [(1, True, {}), (3, False, {}), (3, True, {"constant_time": True})]
 )
 def test_however_the_step_is_taken(
-    name: str,
-    clipping: str,
-    parts: int,
-    hardened: bool,
-    options: dict[str, Any],
-    plan_for: Callable[..., StepPlan],
+    name: str, clipping: str, parts: int, hardened: bool, options: dict[str, Any], plan_for: Callable[..., StepPlan]
 ) -> None:
     subject, batch = subject_for(name, plan_for, clipping, parts=parts, hardened=hardened, options=options)
     for unit in (0, 3):  # a class that reaches everything, and one that is restricted
@@ -265,7 +244,7 @@ def test_restricted_class_moves_nothing_below(
 ) -> None:
     options = {"constant_time": constant_time}
     subject, batch = subject_for("linear in a sequence", plan_for, clipping, options=options)
-    for among in (batch, alone(batch, 3)):
+    for among in (batch, with_only(batch, 3)):
         found = attack(subject, among, 3, SOME)
         assert_sound(found)
         assert max(p.per_layer[-1] for p in found.values()) > 0

@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lamina.audit import Subject, Verdict, audit_step
-from lamina.audit.noise import noise_levels
-from lamina.audit.paired import Without, paired_step
-from lamina.engine import Batch, Engine, NoiseSource
-from lamina.engine.inject import Raw, Shared
-from lamina.plan import Injection, StepPlan
+from lamina.audit.paired_step import Without, paired_step
+from lamina.audit.step_audit import Verdict, audit_step, noise_levels
+from lamina.audit.target import AuditTarget
+from lamina.engine.batch import Batch
+from lamina.engine.engine import Engine
+from lamina.engine.noise import NoiseSource
+from lamina.engine.step import NoiseInShares, NoisePerContribution
+from lamina.plan.rules import Injection
+from lamina.plan.step_plan import StepPlan
 
 FORMS = [
     Injection(form="per_microbatch", parts=3),
@@ -35,14 +38,14 @@ def subject_of(
     clipping: str = "box",
     parts: int = 1,
     hardened: bool = False,
-) -> Subject:
+) -> AuditTarget:
     model = net()
 
     def losses_of(x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.cross_entropy(model(x), y, reduction="none")
 
     plan = replace(plan_for(model, clipping, several=True), injection=injection)
-    return Subject(model=model, plan=plan, losses_of=losses_of, parts=parts, hardened=hardened)
+    return AuditTarget(model=model, plan=plan, losses_of=losses_of, parts=parts, hardened=hardened)
 
 
 def batch_of(size: int = 5) -> Batch:
@@ -53,9 +56,7 @@ def batch_of(size: int = 5) -> Batch:
 
 @pytest.mark.parametrize("clipping", ["box", pytest.param("joint", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("injection", FORMS, ids=str)
-def test_every_form_keeps_its_claim(
-    plan_for: Callable[..., StepPlan], injection: Injection, clipping: str
-) -> None:
+def test_every_form_keeps_its_claim(plan_for: Callable[..., StepPlan], injection: Injection, clipping: str) -> None:
     subject = subject_of(plan_for, injection, clipping, parts=2)
     checks = audit_step(subject, batch_of(), tries=2, quick=True)
     assert [c.name for c in checks if c.verdict is not Verdict.PASSED] == []
@@ -79,18 +80,18 @@ def test_raw_noise_does_not_hide_who_is_there(plan_for: Callable[..., StepPlan])
     assert not gone.sound and gone.sensitivity > 5 * gone.bound
 
 
-class _Forgetful(Shared):
+class _Forgetful(NoiseInShares):
     """Nothing is topped up: slots that nobody took stay empty."""
 
     def finish(self) -> None:
         pass
 
 
-class _Busy(Raw):
+class _Busy(NoisePerContribution):
     """Noise for those only who have something to say."""
 
-    def bring(self, classes: Tensor) -> None:
-        super().bring(classes[:-1])
+    def add_noise_for(self, classes: Tensor) -> None:
+        super().add_noise_for(classes[:-1])
 
 
 @pytest.mark.parametrize(("form", "wrong"), [(1, _Forgetful), (2, _Busy)])
@@ -98,7 +99,7 @@ def test_the_audit_sees_noise_that_is_missing(
     plan_for: Callable[..., StepPlan], monkeypatch: pytest.MonkeyPatch, form: int, wrong: type
 ) -> None:
     monkeypatch.setattr(
-        "lamina.engine.open_step.Shared" if form == 1 else "lamina.engine.open_step.Raw", wrong
+        "lamina.engine.step.NoiseInShares" if form == 1 else "lamina.engine.step.NoisePerContribution", wrong
     )
 
     def make(model: nn.Module, plan: StepPlan, noise: NoiseSource) -> Engine:

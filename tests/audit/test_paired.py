@@ -12,29 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lamina.audit import (
-    Check,
-    Subject,
-    Verdict,
-    ascend,
-    epsilon_of_noise,
-    epsilon_of_sensitivity,
-    paired_step,
-    variants,
-)
-from lamina.audit.paired import alone, emptied, removed
-from lamina.engine import Batch, Engine, NoiseSource
-from lamina.plan.step import StepPlan
+from lamina.audit.canaries import ascent_canary, named_canaries
+from lamina.audit.paired_step import paired_step, with_empty_slot, with_only, without_rows
+from lamina.audit.step_audit import Check, Verdict, epsilon_of_noise, epsilon_of_sensitivity
+from lamina.audit.target import AuditTarget
+from lamina.engine.batch import Batch
+from lamina.engine.engine import Engine
+from lamina.engine.noise import NoiseSource
+from lamina.plan.step_plan import StepPlan
 from refusals import raises_code
 
 Plans = Callable[..., StepPlan]
 
 
-def subject_of(model: nn.Module, plan: StepPlan, **options: object) -> Subject:
+def subject_of(model: nn.Module, plan: StepPlan, **options: object) -> AuditTarget:
     def losses_of(x: Tensor, y: Tensor) -> Tensor:
         return model(x).flatten(1).sum(1) * y
 
-    return Subject(model=model, plan=plan, losses_of=losses_of, **options)  # type: ignore[arg-type]
+    return AuditTarget(model=model, plan=plan, losses_of=losses_of, **options)  # type: ignore[arg-type]
 
 
 def test_the_difference_is_the_clipped_gradient(plan_for: Plans) -> None:
@@ -66,7 +61,7 @@ def test_noise_cancels_at_every_level(noise: float, plan_for: Plans) -> None:
 def test_batches_without_a_contribution() -> None:
     unit, cls = torch.tensor([2, 0, 1, 2, 0]), torch.tensor([0, 1, 2])
     batch = Batch({"a": torch.arange(5)}, torch.arange(5.0), unit=unit, cls=cls)
-    slot, gone, only = emptied(batch, 1), removed(batch, 1), alone(batch, 1)
+    slot, gone, only = with_empty_slot(batch, 1), without_rows(batch, 1), with_only(batch, 1)
     assert slot.weight is not None
     assert only.weight is not None
     assert gone.unit is not None
@@ -113,7 +108,7 @@ def test_ascent_presses_against_every_layer(plan_for: Plans) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     subject = subject_of(model, plan_for(model, "box"))
     batch = Batch(0.01 * torch.randn(3, 6), torch.full((3,), 0.45))
-    before, after = (paired_step(subject, b, 0).ratio for b in (batch, ascend(subject, batch, 0, steps=80)))
+    before, after = (paired_step(subject, b, 0).ratio for b in (batch, ascent_canary(subject, batch, 0, steps=80)))
     assert before < 0.8
     assert after > before + 0.05
     assert after <= 1 + 1e-6
@@ -122,7 +117,7 @@ def test_ascent_presses_against_every_layer(plan_for: Plans) -> None:
 def test_variants_change_the_canary_alone() -> None:
     batch = Batch(torch.randn(4, 3), torch.tensor([0, 1, 2, 1]), unit=torch.tensor([0, 0, 1, 2]))
     names = []
-    for name, b in variants(batch, 0):
+    for name, b in named_canaries(batch, 0):
         names.append(name)
         assert torch.equal(b.x[2:], batch.x[2:])
         assert torch.equal(b.y[2:], batch.y[2:])
@@ -187,7 +182,7 @@ def test_extreme_sizes(
     values = torch.ones(shape, dtype=dtype) * x
     batch = Batch(values, torch.tensor([y, 1.0], dtype=dtype))
     for p in (plan, small):
-        found = paired_step(subject_of(model, p), alone(batch, 0), 0)
+        found = paired_step(subject_of(model, p), with_only(batch, 0), 0)
         assert found.sound, found
 
 
@@ -211,7 +206,7 @@ def test_positions_when_the_batch_is_as_long_as_the_text(plan_for: Plans) -> Non
         engine.clipped_sums(subject.losses_of(seen.x, seen.y), seen)
         return engine
 
-    warm = Subject(model=model, plan=subject.plan, losses_of=subject.losses_of, make=make)
+    warm = AuditTarget(model=model, plan=subject.plan, losses_of=subject.losses_of, make=make)
     batch = Batch(torch.randint(0, 9, (4, 4)), torch.tensor([1e4, 1.0, 1.0, 1.0]))
     for which in ("slot", "absent"):
         found = paired_step(warm, batch, 0, without=which)
@@ -247,7 +242,7 @@ def test_a_constant_as_long_as_the_batch(plan_for: Plans) -> None:
         engine.clipped_sums(subject.losses_of(seen.x, seen.y), seen)
         return engine
 
-    warm = Subject(model=model, plan=subject.plan, losses_of=subject.losses_of, make=make)
+    warm = AuditTarget(model=model, plan=subject.plan, losses_of=subject.losses_of, make=make)
     batch = Batch(torch.randn(4, 4, 3), torch.full((4,), 20.0))
     for unit in (0, 3):
         assert paired_step(warm, batch, unit, without="absent").sound
@@ -308,7 +303,7 @@ def test_random_canaries(x: float, y: float, seed: int, shape: tuple[int, ...], 
 
 
 def _small_plan(clipping: str) -> StepPlan:
-    from lamina.plan.step import PlannedClass, PlannedLayer
+    from lamina.plan.step_plan import PlannedClass, PlannedLayer
 
     layers = [
         PlannedLayer(name=n, depth=d, parameters=(f"{n}.weight", f"{n}.bias"), size=size)

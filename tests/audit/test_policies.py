@@ -11,26 +11,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lamina.allocate import make_plan
-from lamina.allocate.choice import offers
-from lamina.allocate.ladp import LADP
-from lamina.allocate.printed_lsab import PrintedLSAB
+from lamina.allocate.ladp import LADP, plan_candidates
+from lamina.allocate.make_plan import ALLOCATIONS, make_plan
+from lamina.allocate.paper import PaperLSAB
 from lamina.allocate.problem import Allocate
-from lamina.allocate.registry import ALLOCATIONS
-from lamina.audit import (
-    Check,
-    Paired,
-    Subject,
-    audit_step,
-    epsilon_of_sensitivity,
-    noise_levels,
-    paired_step,
-    variants,
-)
-from lamina.engine import Batch, Engine, NoiseSource, SeededNoise
-from lamina.engine.collect import BoxCollector
-from lamina.plan import FollowQuantile, LayerStack, Policy, StepPlan
-from lamina.sensitivity.measurement import Measure
+from lamina.audit.canaries import named_canaries
+from lamina.audit.paired_step import PairedStep, paired_step
+from lamina.audit.step_audit import Check, audit_step, epsilon_of_sensitivity, noise_levels
+from lamina.audit.target import AuditTarget
+from lamina.engine.batch import Batch
+from lamina.engine.clipping import BoxCollector
+from lamina.engine.engine import Engine
+from lamina.engine.noise import NoiseSource, SeededNoise
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.rules import FollowQuantile
+from lamina.plan.step_plan import StepPlan
+from lamina.sensitivity.measure import Measure
 
 CHOICE = LADP(choose_every=10)
 SOUND: dict[str, tuple[str | Allocate, tuple[str, ...]]] = {
@@ -59,7 +56,7 @@ class Model(nn.Module):
 
 def subject_of(
     allocate: str | Allocate, form: str | None = None, *, several: bool = True, **options: Any
-) -> Subject:
+) -> AuditTarget:
     torch.manual_seed(3)
     model = Model()
     stack = LayerStack.from_model(model)
@@ -73,7 +70,7 @@ def subject_of(
     )  # fmt: skip
     policy = Policy.from_dict({"corpus": {"origin": "audit", "delta": 1e-5}, "class": classes})
     plan = make_plan(stack, policy, batch=30, steps=50, allocate=allocate, clipping=form, measure=measure)
-    return Subject(model=model, plan=plan, losses_of=lambda x, y: losses(model, x, y), **options)
+    return AuditTarget(model=model, plan=plan, losses_of=lambda x, y: losses(model, x, y), **options)
 
 
 def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -87,17 +84,15 @@ def batch() -> Batch:
     return Batch(x, y, cls=torch.zeros(4, dtype=torch.long))
 
 
-def attacked(subject: Subject, batch: Batch, k: int) -> list[Paired]:
+def attacked(subject: AuditTarget, batch: Batch, k: int) -> list[PairedStep]:
     """What a few canaries of class k move, in both senses of "without"."""
     mine = Batch(batch.x, batch.y, cls=torch.tensor([k, 0, 1, 0]))
-    canaries = dict(variants(mine, 0))
+    canaries = dict(named_canaries(mine, 0))
     names = ("as given", "y large", "x and y large", "x not a number")
-    return [
-        paired_step(subject, canaries[name], 0, without=form) for name in names for form in ("slot", "absent")
-    ]
+    return [paired_step(subject, canaries[name], 0, without=form) for name in names for form in ("slot", "absent")]
 
 
-def audit(subject: Subject, batch: Batch) -> dict[str, Check]:
+def audit(subject: AuditTarget, batch: Batch) -> dict[str, Check]:
     return {check.name: check for check in audit_step(subject, batch, tries=2, quick=True)}
 
 
@@ -144,14 +139,14 @@ def test_the_step_is_sound_after_it_has_adapted(name: str, batch: Batch) -> None
 @pytest.mark.parametrize("form", ["box", "joint"])
 def test_every_candidate_of_a_choice_is_sound(form: str, batch: Batch) -> None:
     subject = subject_of(CHOICE, form)
-    for offer in offers(subject.plan):
+    for offer in plan_candidates(subject.plan):
         chosen = replace(subject, plan=replace(subject.plan, clip=offer.clip, noise=offer.noise))
         for k in range(2):
             assert chosen.plan.sigma(k) >= subject.plan.sigma(k)
             assert all(paired.sound for paired in attacked(chosen, batch, k)[2:4]), offer.name
 
 
-@pytest.mark.parametrize("allocate", ["printed-ladp", "printed-lsab", PrintedLSAB(per_step=True)])
+@pytest.mark.parametrize("allocate", ["printed-ladp", "printed-lsab", PaperLSAB(per_step=True)])
 def test_the_printed_ones_are_flagged(allocate: str | Allocate, batch: Batch) -> None:
     subject = subject_of(allocate, several=False)
     check = audit(subject, batch)["sensitivity/plain"]
@@ -187,9 +182,7 @@ def test_counts_that_nobody_paid_for_are_flagged(batch: Batch) -> None:
         assert all(paired.sound for paired in attacked(replace(unpaid, make=None), batch, k))
 
 
-def test_whole_bits_for_the_price_of_half_ones_are_flagged(
-    batch: Batch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_bits_for_the_price_of_half_ones_are_flagged(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of("quantile")
     honest = BoxCollector.finish
     large = Batch(torch.cat([batch.x[:1] * 1e3, batch.x[1:]]), batch.y, cls=batch.cls)
@@ -212,9 +205,7 @@ def test_counts_with_too_little_noise_are_flagged(batch: Batch) -> None:
     planned = rule_of(subject.plan).noise
     assert all(level.as_planned for level in noise_levels(subject, batch))
     quiet = replace(subject, make=with_counts(0.5 * planned))
-    assert [level.layer for level in noise_levels(quiet, batch) if not level.as_planned] == [
-        "counts/unclipped"
-    ]
+    assert [level.layer for level in noise_levels(quiet, batch) if not level.as_planned] == ["counts/unclipped"]
 
 
 def test_a_slot_of_weight_zero_is_nobody(batch: Batch) -> None:

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from lamina.audit import Check, Subject, audit_step, noise_levels, paired_step
-from lamina.audit.paired import removed
-from lamina.engine import Batch, Engine, NoiseSource, route
-from lamina.plan import LayerStack
-from lamina.plan.slices import Slice
-from lamina.plan.step import PlannedClass, PlannedLayer, StepPlan
+from lamina.audit.paired_step import paired_step, without_rows
+from lamina.audit.step_audit import Check, audit_step, noise_levels
+from lamina.audit.target import AuditTarget
+from lamina.engine.batch import Batch
+from lamina.engine.engine import Engine
+from lamina.engine.noise import NoiseSource
+from lamina.engine.step import route
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.selection import Slice
+from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
 
 CLASSES = [
-    PlannedClass(name=name, population=1000, sampling_rate=0.02, delta=1e-5)
-    for name in ("plain", "rows", "columns")
+    PlannedClass(name=name, population=1000, sampling_rate=0.02, delta=1e-5) for name in ("plain", "rows", "columns")
 ]
 
 
@@ -73,14 +76,10 @@ def batch_of(n: int = 5, **options: Any) -> Batch:
     return Batch(x, torch.full((n,), 30.0), cls=torch.arange(n) % 3, **options)
 
 
-def subject_of(make: Callable[..., Any] | None = None, clipping: str = "box", **options: Any) -> Subject:
+def subject_of(make: Callable[..., Any] | None = None, clipping: str = "box", **options: Any) -> AuditTarget:
     model = model_of()
-    return Subject(
-        model=model,
-        plan=plan_of(model, clipping),
-        losses_of=lambda x, y: loss_of(model(x), y),
-        make=make,
-        **options,
+    return AuditTarget(
+        model=model, plan=plan_of(model, clipping), losses_of=lambda x, y: loss_of(model(x), y), make=make, **options
     )
 
 
@@ -89,9 +88,7 @@ def failed(checks: tuple[Check, ...]) -> set[str]:
 
 
 @pytest.mark.parametrize("clipping", ["box", pytest.param("joint", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "hardened", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "hardened"]
-)
+@pytest.mark.parametrize("hardened", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "hardened"])
 def test_sliced_steps_pass(clipping: str, hardened: bool) -> None:
     subject = subject_of(clipping=clipping, hardened=hardened, parts=2 if hardened else 1)
     checks = audit_step(subject, batch_of(), tries=2, quick=True)
@@ -108,7 +105,7 @@ def test_a_canary_reaches_its_bound_inside_its_slice_alone(clipping: str, unit: 
         found = paired_step(subject, large, unit, without=without)
         assert found.sound
         assert found.ratio > 0.99
-        assert not found.strays
+        assert not found.layers_outside
         assert max(found.outside) <= found.rounding
         assert found.norm <= found.most
 
@@ -167,9 +164,7 @@ class MaskedAfterClipping(Unmasked):
         total: dict[str, Tensor] = {n: torch.zeros_like(p).double() for n, p in self.model.named_parameters()}
         for u, k in enumerate(cast(Tensor, batch.cls).tolist()):
             grads = {n: g[u : u + 1] for n, g in self.grads(batch).items()}
-            alone = route(
-                grads, torch.tensor([k]), replace(self.plan, slices=()), noise=None, **_limits(batch, u)
-            )
+            alone = route(grads, torch.tensor([k]), replace(self.plan, slices=()), noise=None, **_limits(batch, u))
             for name, value in alone.items():
                 total[name] += _inside(self.plan, k, name, value)
         return total
@@ -260,9 +255,7 @@ def limited() -> Batch:
         (MaskedAfterClipping, set()),
         (Unmasked, {"routing/rows", "routing/columns", "untouched"}),
         pytest.param(OneTensorUnmasked, {"routing/rows", "routing/columns"}, marks=pytest.mark.slow),
-        pytest.param(
-            MaskedAfterMeasuringByTensor, {"sensitivity/rows", "sensitivity/columns"}, marks=pytest.mark.slow
-        ),
+        pytest.param(MaskedAfterMeasuringByTensor, {"sensitivity/rows", "sensitivity/columns"}, marks=pytest.mark.slow),
         pytest.param(NoiseEverywhere, {"untouched"}, marks=pytest.mark.slow),
         (QuietSlice, {"noise/rows"}),
         pytest.param(FaintSlice, {"noise/rows"}, marks=pytest.mark.slow),
@@ -326,16 +319,12 @@ def test_sensitivity_of_a_scaled_canary(clipping: str, scale: float, ceiling: fl
             found = paired_step(subject, batch, 0, without=without)
             assert found.sound
             assert found.scale == pytest.approx(by)
-            assert (
-                0.99 / subject.plan.sigma(k, by)
-                < found.sensitivity
-                <= 1 / subject.plan.sigma(k, by) * (1 + 1e-6)
-            )
+            assert 0.99 / subject.plan.sigma(k, by) < found.sensitivity <= 1 / subject.plan.sigma(k, by) * (1 + 1e-6)
             assert found.norm <= min(ceiling, by * subject.plan.norm(k)) * (1 + 1e-6)
 
 
 def test_batches_keep_their_limits_when_one_is_taken_away() -> None:
-    gone = removed(limited(), 1)
+    gone = without_rows(limited(), 1)
     assert gone.scale is not None
     assert gone.ceiling is not None
     assert gone.scale.tolist() == [0.3, 1.0, 0.5, 1.0]

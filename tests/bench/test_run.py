@@ -7,12 +7,11 @@ import json
 import pytest
 import torch
 
-from lamina.bench import memory, peers, variants, workloads
-from lamina.bench.picture import draw
-from lamina.bench.run import Settings, failures, run
+from lamina.bench import step_cost, step_variants, workloads
+from lamina.bench.benchmark import BenchSettings, draw_benchmark, lamina_failures, run_benchmark
 from lamina.bench.workloads import WORKLOADS, Workload, squared_error
 from lamina.errors import LaminaError
-from lamina.models import MLPAutoencoder
+from lamina.models.autoencoders import MLPAutoencoder
 from refusals import raises_code
 
 
@@ -33,20 +32,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(WORKLOADS, name, tiny(name))
 
 
-SMALL = Settings(workloads=("resae", "cnn"), rounds=2, minimum=2, memory=False)
+SMALL = BenchSettings(workloads=("resae", "cnn"), rounds=2, minimum=2, memory=False)
 
 
 @pytest.mark.usefixtures("small")
 def test_keys_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "missing", lambda: "opacus is not installed here")
-    result = json.loads(json.dumps(run(SMALL), allow_nan=False))
-    assert {
-        "median_time_ratio",
-        "worst_time_ratio",
-        "worst_memory_ratio",
-        "workloads",
-        "routing",
-    } <= result.keys()
+    monkeypatch.setattr(step_variants, "opacus_missing", lambda: "opacus is not installed here")
+    result = json.loads(json.dumps(run_benchmark(SMALL), allow_nan=False))
+    assert {"median_time_ratio", "worst_time_ratio", "worst_memory_ratio", "workloads", "routing"} <= result.keys()
     assert set(result["workloads"]) == {"resae", "cnn"}
     assert {"mask_overhead", "restricted_ratio"} <= result["routing"].keys()
     assert result["worst_time_ratio"] >= result["median_time_ratio"] > 0
@@ -54,35 +47,35 @@ def test_keys_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in result["workloads"].values():
         assert {"time_ratio", "memory_ratio", "peers"} <= found.keys()
         assert found["time_ratio"] >= found["detail"]["box"]["time"]["median"]
-        assert found["peers"] == dict.fromkeys(peers.PEERS)
-        assert all(found["reasons"][peer] == "opacus is not installed here" for peer in peers.PEERS)
-    assert failures(result) == []
+        assert found["peers"] == dict.fromkeys(step_variants.PEERS)
+        assert all(found["reasons"][peer] == "opacus is not installed here" for peer in step_variants.PEERS)
+    assert lamina_failures(result) == []
 
 
 @pytest.mark.usefixtures("small")
 def test_a_step_of_ours_that_fails_is_a_failure_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(workload: Workload) -> variants.Step:
+    def broken(workload: Workload) -> step_variants.Step:
         raise LaminaError("engine.on-fire", "the engine is on fire", "put it out")
 
-    monkeypatch.setitem(variants.VARIANTS, "box", broken)
-    monkeypatch.setattr(peers, "missing", lambda: "opacus is not installed here")
-    result = run(SMALL)
+    monkeypatch.setitem(step_variants.VARIANTS, "box", broken)
+    monkeypatch.setattr(step_variants, "opacus_missing", lambda: "opacus is not installed here")
+    result = run_benchmark(SMALL)
     assert result["median_time_ratio"] is None
-    assert any("on fire" in line for line in failures(result))
+    assert any("on fire" in line for line in lamina_failures(result))
 
 
 def test_every_variant_of_ours_trains() -> None:
-    for name, make in {**variants.LAMINA, **variants.ROUTING, "plain": variants.plain}.items():
+    for name, make in {**step_variants.LAMINA, **step_variants.ROUTING, "plain": step_variants.plain_step}.items():
         step = make(tiny("cnn"))
         step()
         step()
-        assert name in variants.VARIANTS
+        assert name in step_variants.VARIANTS
 
 
 def test_restricted_leaves_the_lower_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     each, made = tiny("cnn"), []
     monkeypatch.setattr(Workload, "model", lambda self: made.append(self.build()) or made[-1])
-    step = variants.restricted(each)
+    step = step_variants.restricted_step(each)
     before = {name: p.clone() for name, p in made[-1].named_parameters()}
     step()
     moved = [name for name, p in made[-1].named_parameters() if not torch.equal(p, before[name])]
@@ -91,15 +84,15 @@ def test_restricted_leaves_the_lower_layers_alone(monkeypatch: pytest.MonkeyPatc
     assert len(moved) <= len(before) // 4
 
 
-@pytest.mark.parametrize("peer", sorted(peers.PEERS))
+@pytest.mark.parametrize("peer", sorted(step_variants.PEERS))
 def test_peers_clip_and_noise_on_a_small_model(peer: str) -> None:
-    if reason := peers.missing():
+    if reason := step_variants.opacus_missing():
         pytest.skip(reason)
     import warnings
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step = peers.PEERS[peer](tiny("cnn"))
+        step = step_variants.PEERS[peer](tiny("cnn"))
         step()
         step()
 
@@ -112,7 +105,7 @@ def test_workloads_have_the_shapes_that_they_claim() -> None:
         losses = each.losses(each.model()(x), target)
         assert losses.shape == (2,)
     with raises_code("bench.workload-not-known"):
-        workloads.workload("nope")
+        workloads.find_workload("nope")
 
 
 def test_every_variant_starts_from_the_same_weights() -> None:
@@ -124,13 +117,13 @@ def test_every_variant_starts_from_the_same_weights() -> None:
 def test_state_bytes_counts_parameters_moments_and_batch() -> None:
     each = tiny("cnn")
     size = sum(p.numel() for p in each.build().parameters())
-    assert memory.state_bytes(each) == 4 * (3 * size + 2 * 8 * 12)
+    assert step_cost.state_bytes(each) == 4 * (3 * size + 2 * 8 * 12)
 
 
 @pytest.mark.slow
 def test_memory_sees_per_sample_gradients() -> None:
     """A step that keeps 32 copies of the parameters must measure as that much more."""
-    found = memory.measure([("mlp_b32", "plain"), ("mlp_b32", "box"), ("mlp_b32", "nonsense")], threads=2)
+    found = step_cost.measure_memory([("mlp_b32", "plain"), ("mlp_b32", "box"), ("mlp_b32", "nonsense")], threads=2)
     plain, box = found["mlp_b32", "plain"], found["mlp_b32", "box"]
     assert isinstance(plain, int)
     assert isinstance(box, int)
@@ -141,13 +134,13 @@ def test_memory_sees_per_sample_gradients() -> None:
 
 
 def test_memory_stops_when_its_time_is_over() -> None:
-    found = memory.measure([("cnn", "plain")], threads=1, seconds=0.01)
+    found = step_cost.measure_memory([("cnn", "plain")], threads=1, seconds=0.01)
     assert "were over" in str(found["cnn", "plain"])
 
 
 @pytest.mark.usefixtures("small")
 def test_picture(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(peers, "missing", lambda: "opacus is not installed here")
-    path = draw(run(SMALL), tmp_path / "step.png")
+    monkeypatch.setattr(step_variants, "opacus_missing", lambda: "opacus is not installed here")
+    path = draw_benchmark(run_benchmark(SMALL), tmp_path / "step.png")
     assert path.read_bytes().startswith(b"\x89PNG")

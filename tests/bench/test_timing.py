@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from lamina.bench.timing import interleave, paired_ratio
+from lamina.bench.step_cost import interleave, paired_ratio
 
 
 def test_drift_of_the_machine_cancels() -> None:

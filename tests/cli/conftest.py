@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lamina.cli import main
+from lamina.cli.app import main
 
 POLICY = """
 [corpus]
@@ -109,17 +109,13 @@ _count = iter(range(10_000))
 
 
 @pytest.fixture
-def project(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Project]:
+def project(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
     """Its module has a name of its own, because a module is imported once per process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors this small only make threads wait for each other
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # what a power cut leaves is tested elsewhere
-    made = Project(
-        folder=tmp_path, module=f"user_module_{next(_count)}", capsys=capsys, monkeypatch=monkeypatch
-    )
+    made = Project(folder=tmp_path, module=f"user_module_{next(_count)}", capsys=capsys, monkeypatch=monkeypatch)
     yield made
     sys.modules.pop(made.module, None)
     torch.set_num_threads(threads)

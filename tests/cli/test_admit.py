@@ -20,15 +20,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lamina.admit.keyring import KeyRing
-from lamina.admit.reason import Reason
-from lamina.cli.notes import NOT_SIGNED
-from lamina.cli.remedies import REMEDIES
-from lamina.ledger.check.verify import verify
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.records import Admitted, Header, KeyEvent
-from lamina.train.book import Book
-from lamina.train.store.journal import Journal
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.verdicts import Reason
+from lamina.cli.admit import REMEDIES
+from lamina.cli.explain import NOT_SIGNED
+from lamina.ledger.governance_records import Header, KeyEvent
+from lamina.ledger.records import ContributionRecord
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.writer import Ledger
+from lamina.spend.spend_ledger import SpendLedger
+from lamina.train.journal import Journal
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -214,21 +215,17 @@ def test_with_a_ledger_those_who_are_admitted_are_entered_once(clinic: Clinic) -
     where = clinic.folder / "test.ledger.db"
     plain = clinic.admit(code=1)
     for _ in range(2):
-        assert (
-            clinic.admit("--ledger", str(where), code=1) == plain
-        )  # the answer says the same with and without
+        assert clinic.admit("--ledger", str(where), code=1) == plain  # the answer says the same with and without
     with Ledger.open(where) as ledger:
         kinds = Counter(leaf.kind for leaf in ledger.leaves())
-        first = next(leaf.record for leaf in ledger.of_kind(Admitted))
-    assert kinds == {Header: 1, KeyEvent: 1, Admitted: 16}
+        first = next(leaf.record for leaf in ledger.of_kind(ContributionRecord))
+    assert kinds == {Header: 1, KeyEvent: 1, ContributionRecord: 16}
     found = verify(where)
     assert found.verified and found.signed == found.size == 18
     beside = clinic.folder / "test.ledger.pem"
     assert beside.stat().st_mode & 0o777 == where.stat().st_mode & 0o777 == 0o600
-    assert isinstance(first, Admitted)
-    clinic.ok(
-        "ledger", "withdraw", str(where), first.descriptor.hex(), "--reason", "consent", "--key", str(beside)
-    )
+    assert isinstance(first, ContributionRecord)
+    clinic.ok("ledger", "withdraw", str(where), first.descriptor.hex(), "--reason", "consent", "--key", str(beside))
     assert reasons(clinic.admit("--ledger", str(where), code=1)) == {**expected, "p04": "withdrawn"}
     code, out, _ = clinic.project.call("admit", *clinic.where, "--ledger", str(where))
     assert code == 1 and REMEDIES[Reason.WITHDRAWN] in out
@@ -292,9 +289,7 @@ def test_misuse_and_what_cannot_be_checked(clinic: Clinic) -> None:
     assert clinic.project.call("admit")[0] == 2
     code, out, err = clinic.project.call("admit", *clinic.where[:2], "--keys", "nowhere.json", "--json")
     assert code == 1 and "nowhere.json" in json.loads(out)["refused"]
-    code, _, err = clinic.project.call(
-        "admit", clinic.where[0], str(clinic.folder / "none"), *clinic.where[2:]
-    )
+    code, _, err = clinic.project.call("admit", clinic.where[0], str(clinic.folder / "none"), *clinic.where[2:])
     assert code == 1 and "cannot be listed" in err
     other = clinic.project.write("other.toml", POLICY.replace("6.0", "5.0"))
     code, _, err = clinic.project.call("admit", str(other), *clinic.where[1:], "--plan", run)
@@ -336,7 +331,7 @@ def test_a_run_on_admitted_contributions(clinic: Clinic) -> None:
     for row in bounds.values():
         assert 0 < row["epsilon"] <= row["total"] <= row["signed"]
     with Ledger.open(found["ledger"]) as ledger:
-        spent = Book(ledger).total("clinical@c=1,z=4", delta=1e-5).spent
+        spent = SpendLedger(ledger).total("clinical@c=1,z=4", delta=1e-5).spent
     assert spent == pytest.approx(bounds["clinical@c=1,z=4"]["total"])
     public = (clinic.folder / "runs" / "first" / "metrics.json").read_text()
     assert '"p05"' not in public
@@ -372,9 +367,7 @@ def test_a_run_that_would_pass_a_signed_bound_is_refused_by_name(clinic: Clinic)
     clinic.attest(ann, "--class", "clinical", "--noise-multiplier", "4", where="people/p00")
     clinic.project.train_json(run=clinic.run)
     name = "clinical@c=1,z=4"
-    looked = clinic.project.call(
-        "train", str(clinic.folder / "first.toml"), "--fresh", "--plan-only", "--json"
-    )
+    looked = clinic.project.call("train", str(clinic.folder / "first.toml"), "--fresh", "--plan-only", "--json")
     assert looked[0] == 1 and json.loads(looked[1])["refused"] == [name]
     code, _, err = clinic.project.train("--fresh", run=clinic.run)
     assert code == 1
@@ -419,9 +412,7 @@ def moved(found: dict[str, Any]) -> set[str]:
 def test_a_corpus_that_only_attests_adopts_routing_by_its_policy_alone(clinic: Clinic) -> None:
     """Nobody signs anything again."""
     signatures = {
-        path: path.read_bytes()
-        for path in sorted((clinic.folder / "people").glob("*/*"))
-        if path.suffix != ".npz"
+        path: path.read_bytes() for path in sorted((clinic.folder / "people").glob("*/*")) if path.suffix != ".npz"
     }
     assert len(signatures) == 40
     whole = clinic.project.train_json(run=clinic.run)

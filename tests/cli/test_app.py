@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from lamina import __version__
-from lamina.allocate import ALLOCATIONS
-from lamina.cli import main
-from lamina.cli.app import HOMES
-from lamina.cli.notes import plan_notes
+from lamina.allocate.make_plan import ALLOCATIONS
+from lamina.cli.app import COMMANDS, main
+from lamina.cli.explain import plan_notes
 from lamina.errors import LaminaError
-from lamina.plan import LayerStack, Policy
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
 from refusals import raises_code
 
-COMMANDS = [name for name, (home, _) in HOMES.items() if not home.endswith(":app")]
+NAMES = [name for name, (home, _) in COMMANDS.items() if not home.endswith(":app")]
 
 POLICY = """
 [corpus]
@@ -53,24 +53,22 @@ def policy(tmp_path: Path) -> str:
 
 
 def test_help_shows_the_stages_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    assert COMMANDS == ["demo", "attest", "admit", "plan", "train", "spend", "bench"]
+    assert NAMES == ["demo", "attest", "admit", "plan", "train", "spend", "bench"]
     assert code_of(["--help"]) == 0
     text = capsys.readouterr().out
     listed = text[text.index("Commands") :]
-    places = [listed.index(f"│ {name} ") for name in COMMANDS]
+    places = [listed.index(f"│ {name} ") for name in NAMES]
     assert places == sorted(places)
     assert "--debug" in text
     assert "lamina train --template" in text
 
 
-@pytest.mark.parametrize("command", HOMES)
-def test_the_list_of_commands_says_what_their_help_says(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("command", NAMES)
+def test_the_list_of_commands_says_what_their_help_says(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It is kept beside them, so that a list of them imports none."""
     assert code_of([command, "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert HOMES[command][1] in said
+    assert COMMANDS[command][1] in said
 
 
 def test_help_imports_no_command() -> None:
@@ -84,7 +82,7 @@ def test_help_imports_no_command() -> None:
     assert "demo" in done.stdout
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", NAMES)
 def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It has an example, says what it spends or changes, and takes --json."""
     assert code_of([command, "--help"]) == 0
@@ -276,14 +274,12 @@ def test_a_defect_of_ours_names_our_line(
     assert code_of(["plan", policy, "--model", "mlp", "--steps", "3"]) == 1
     told = capsys.readouterr().err
     assert "AttributeError" in told
-    assert "lamina/plan/opened.py:" in told
+    assert "lamina/plan/selection.py:" in told
 
 
-def test_a_failed_benchmark_is_one_object(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("lamina.cli.bench.run", lambda settings, say: {"workloads": {}})
-    monkeypatch.setattr("lamina.cli.bench.failures", lambda result: ["mlp: no"])
+def test_a_failed_benchmark_is_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("lamina.cli.bench.run_benchmark", lambda settings, say: {"workloads": {}})
+    monkeypatch.setattr("lamina.cli.bench.lamina_failures", lambda result: ["mlp: no"])
     assert code_of(["bench", "--quick", "--json"]) == 1
     printed = capsys.readouterr()
     told = json.loads(printed.out)

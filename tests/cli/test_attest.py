@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import typer
 
-from lamina.account import epsilon_of_multiplier
-from lamina.admit import Attestation, Descriptor, PrivateKey, subject_tag
-from lamina.admit.times import when
-from lamina.cli import main
+from lamina.account.accountants import epsilon_of_noise_multiplier
+from lamina.admit.attestation import Attestation, Descriptor, subject_tag
+from lamina.admit.keys import PrivateKey, parse_time
 from lamina.cli.app import app as program
+from lamina.cli.app import main
 
 Call = Callable[..., tuple[int, str, str]]
 BUILT = typer.main.get_command(program)  # once, not at every call
@@ -41,7 +41,7 @@ def call(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     """`lamina attest policy.toml …` in a folder with a policy, a key and three contributions."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LAMINA_PASSPHRASE", raising=False)
-    monkeypatch.setattr("lamina.cli.passphrase._is_terminal", lambda: False)
+    monkeypatch.setattr("lamina.cli.terminal._can_prompt", lambda: False)
     monkeypatch.setattr(sys.modules["lamina.cli.app"], "app", BUILT)
     Path("policy.toml").write_text(POLICY, encoding="utf-8")
     PrivateKey.generate().save("alice.key", None)
@@ -82,12 +82,12 @@ def test_a_folder_is_signed_once(call: Call) -> None:
     for name in ("p0", "p1", "p2"):
         described, claims = read(name)
         assert claims.signed_by(key.public, described.digest())
-        assert claims.agrees(described) is None
+        assert claims.mismatch(described) is None
         assert (described.items, described.profile) == (2, "top=0.25")
     figures = found["classes"]["sensitive"]
     described = read("p0")[0]
     assert figures["noise_multiplier"] * 1e6 == described.noise_multiplier
-    assert figures["epsilon"] == epsilon_of_multiplier(figures["noise_multiplier"], 1e-6) <= 1.0
+    assert figures["epsilon"] == epsilon_of_noise_multiplier(figures["noise_multiplier"], 1e-6) <= 1.0
     again = answer(call(*SIGN, "--json"))
     assert (again["signed"], again["kept"]) == (0, 3)
     forced = answer(call(*SIGN, "--force", "--json"))
@@ -114,7 +114,7 @@ def test_one_contribution_and_options(call: Call) -> None:
     described, _ = read("p1")
     assert (described.admissibility, described.data_class) == ("standard", "ecg")
     assert (described.clip_norm, described.noise_multiplier) == (500_000, 3_000_000)
-    assert (described.not_before, described.expires) == (when("2026-01-01"), when("2027-01-01"))
+    assert (described.not_before, described.expires) == (parse_time("2026-01-01"), parse_time("2027-01-01"))
     assert described.anchor == b"\xab" * 32
     assert described.profile is None
     assert not Path("data/p0/descriptor.cbor").exists()
@@ -261,13 +261,11 @@ def test_a_window_in_the_past_is_misuse_unless_forced(call: Call) -> None:
     assert "2025-06-01" in complaint
     assert not Path("data/p0/descriptor.cbor").exists()
     assert answer(call(*SIGN, *past, "--force", "--json"))["signed"] == 3
-    assert read("p0")[0].expires == when("2025-06-01")
+    assert read("p0")[0].expires == parse_time("2025-06-01")
 
 
 def test_a_class_may_be_said_twice_if_it_is_the_same(call: Call) -> None:
-    Path("data/contributions.csv").write_text(
-        "id,class\np0,sensitive\np1,open\np2,standard\n", encoding="utf-8"
-    )
+    Path("data/contributions.csv").write_text("id,class\np0,sensitive\np1,open\np2,standard\n", encoding="utf-8")
     assert answer(call("data/p0", *SIGN[1:], "--json"))["signed"] == 1
     for path in ("data/p1", "data"):
         code, _, complaint = call(path, *SIGN[1:])
@@ -278,7 +276,7 @@ def test_a_class_may_be_said_twice_if_it_is_the_same(call: Call) -> None:
 
 
 def test_a_sealed_key_is_opened(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.admit.pkcs8.ROUNDS", 70_000)
+    monkeypatch.setattr("lamina.admit.keys.PBKDF2_ROUNDS", 70_000)
     PrivateKey.generate().save("bob.key", b"correct horse")
     words = ("data", "--key", "bob.key", "--class", "sensitive")
     code, _, complaint = call(*words)

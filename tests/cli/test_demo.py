@@ -19,26 +19,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lamina.admit.keyring import KeyRing
-from lamina.admit.reason import Reason
-from lamina.cli import main
-from lamina.cli.demo import patients as patients_module
-from lamina.cli.demo.evidence import Evidence
-from lamina.cli.demo.folder import fresh
-from lamina.cli.demo.hospitals import STRICT
-from lamina.cli.demo.patients import Group, Patients
-from lamina.cli.demo.picture import bars
-from lamina.cli.demo.result import WORDS, Result
-from lamina.cli.demo.sizes import QUICK
-from lamina.cli.demo.training import _sample
-from lamina.cli.demo.utility import Utility, auc, measure
-from lamina.cli.prepare import Planned
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.verdicts import Reason
+from lamina.cli.app import main
+from lamina.cli.demo import TRAINING_LABELS, DemoResult
 from lamina.cli.run_file import RunFile
-from lamina.data.neurokit import neurokit
-from lamina.ledger.ledger import Ledger
-from lamina.plan import Policy, StepPlan
-from lamina.train import Gate, Outcome
-from lamina.train.book import Book
+from lamina.cli.train import PlannedRun
+from lamina.corpus.admitted import Gate
+from lamina.data.heart_model import import_neurokit
+from lamina.demo import patients as patients_module
+from lamina.demo.hospitals import STRICT_NOISE_MULTIPLIER, VerifiedLedger, make_new_folder
+from lamina.demo.patients import QUICK_SIZES, DemoPatients, PatientGroup, Utility, auc, measure_utility
+from lamina.demo.svg_charts import auc_bars
+from lamina.demo.training import _poisson_sample
+from lamina.ledger.writer import Ledger
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import StepPlan
+from lamina.spend.spend_ledger import SpendLedger
+from lamina.train.publisher import Outcome
 from refusals import raises_code
 
 TRAININGS = {"without_sensitive", "private", "without_privacy"}
@@ -82,7 +80,7 @@ def test_what_machines_read(ran: Ran) -> None:
     assert result["private"] is True
     assert result["epsilon"]["volunteer"] == 0
     assert 0 < result["epsilon"]["sensitive"] <= 3.0
-    assert 0 < result["delta"]["sensitive"] < 1 / QUICK.sensitive
+    assert 0 < result["delta"]["sensitive"] < 1 / QUICK_SIZES.sensitive
     assert result["auc"].keys() == result["error"].keys() == TRAININGS
     assert all(0 <= value <= 1 for value in result["auc"].values())
     assert all(value > 0 for value in result["error"].values())
@@ -99,15 +97,14 @@ REFUSED = {
 
 
 def test_the_hospitals_sign_and_the_gate_refuses_what_is_wrong(ran: Ran) -> None:
-    assert ran.result["admitted"] == QUICK.volunteers + QUICK.sensitive
+    assert ran.result["admitted"] == QUICK_SIZES.volunteers + QUICK_SIZES.sensitive
     assert {each["id"]: each["reason"] for each in ran.result["refused"]} == REFUSED
     ring = KeyRing.load(ran.folder / "keys.json")
     assert [entry.label for entry in ring] == ["hospital north", "hospital south"]
     kids = Counter(
-        each.kid
-        for each in Gate(Policy.load(ran.folder / "policy.toml"), ring).review(ran.folder / "contributions")
+        each.kid for each in Gate(Policy.load(ran.folder / "policy.toml"), ring).review(ran.folder / "contributions")
     )
-    assert kids == {entry.id: (QUICK.volunteers + QUICK.sensitive) // 2 for entry in ring}
+    assert kids == {entry.id: (QUICK_SIZES.volunteers + QUICK_SIZES.sensitive) // 2 for entry in ring}
     keys = [path for path in ran.folder.rglob("*") if path.is_file() and b"PRIVATE KEY" in path.read_bytes()]
     assert keys == [ran.folder / "ledger.pem"]  # the ledger's own; those of the hospitals are forgotten
 
@@ -116,22 +113,18 @@ def test_who_signed_for_less_is_scaled_and_has_an_account(ran: Ran) -> None:
     public, asked, strict = ran.result["bounds"]
     assert (public["class"], public["epsilon"]) == ("volunteer", 0.0)
     assert asked["scale"] == pytest.approx(1.0)
-    assert strict["noise_multiplier"] == round(STRICT * 1e6)
+    assert strict["noise_multiplier"] == round(STRICT_NOISE_MULTIPLIER * 1e6)
     assert 0 < strict["scale"] < 1
     assert strict["epsilon"] <= strict["epsilon_signed"] < asked["epsilon"] <= 3.0
     with Ledger.open(ran.folder / "ledger.db") as ledger:
-        booked = {each.cls for each in Book(ledger).accounts()}
-    assert booked == {
-        "sensitive",
-        "sensitive@c=1,z=2.5",
-        f"sensitive@c=1,z={asked['noise_multiplier'] / 1e6}",
-    }
+        booked = {each.cls for each in SpendLedger(ledger).accounts()}
+    assert booked == {"sensitive", "sensitive@c=1,z=2.5", f"sensitive@c=1,z={asked['noise_multiplier'] / 1e6}"}
 
 
 def test_the_ledger_was_verified_and_can_be_again(ran: Ran, capsys: pytest.CaptureFixture[str]) -> None:
     where, told = str(ran.folder / "ledger.db"), ran.result["verification"]
     assert told["verified"] is True and told["problem"] is None and told["signed"] == told["size"]
-    assert told["attestations"] == told["counts"]["contribution"] == QUICK.volunteers + QUICK.sensitive
+    assert told["attestations"] == told["counts"]["contribution"] == QUICK_SIZES.volunteers + QUICK_SIZES.sensitive
     assert told["spends"] > 0
     assert 0 < told["seconds"] < ran.result["seconds"]
     with pytest.raises(SystemExit) as caught:
@@ -145,7 +138,7 @@ def test_the_ledger_was_verified_and_can_be_again(ran: Ran, capsys: pytest.Captu
         main(["ledger", "trace", where, told["contribution"], "--json"])
     assert caught.value.code in (0, None)
     (traced,) = json.loads(capsys.readouterr().out)["contributions"]
-    assert sum(epoch["steps"] for epoch in traced["epochs"]) == QUICK.steps
+    assert sum(epoch["steps"] for epoch in traced["epochs"]) == QUICK_SIZES.steps
 
 
 def test_the_plan_routes_the_sensitive_to_the_top_only(ran: Ran) -> None:
@@ -185,13 +178,13 @@ def test_people_get_a_table_and_where_to_look(ran: Ran) -> None:
     )
     utility = {
         name: Utility(auc=0.7 + 0.1 * i, by_class={"normal": 0.6, "block": 0.9}, error=0.2)
-        for i, name in enumerate(WORDS)
+        for i, name in enumerate(TRAINING_LABELS)
     }
-    test = Group(x=torch.zeros(3, 1, 12, 96), label=torch.zeros(3, dtype=torch.long))
+    test = PatientGroup(x=torch.zeros(3, 1, 12, 96), label=torch.zeros(3, dtype=torch.long))
     policy = Policy.load(ran.folder / "policy.toml")
     corpus = Gate(policy, ran.folder / "keys.json").admit(ran.folder / "contributions")
-    evidence = Evidence.gather(ran.folder / "ledger.db", corpus.admission)
-    found = Result(
+    evidence = VerifiedLedger.gather(ran.folder / "ledger.db", corpus.admission)
+    found = DemoResult(
         plan=plan,
         outcome=outcome,
         admission=corpus.admission,
@@ -207,7 +200,7 @@ def test_people_get_a_table_and_where_to_look(ran: Ran) -> None:
     assert "volunteer  all layers  public      –  patient" in lines
     rows = [" ".join(line.split()) for line in lines]
     assert "without the sensitive patients 0.700 0.600 0.900 0.200" in rows
-    assert f"admitted by signature: {QUICK.volunteers + QUICK.sensitive}; refused: {len(REFUSED)}" in rows
+    assert f"admitted by signature: {QUICK_SIZES.volunteers + QUICK_SIZES.sensitive}; refused: {len(REFUSED)}" in rows
     for name, reason in REFUSED.items():
         assert any(row.startswith(f"{name} ") and row.endswith(f" {reason}") for row in rows)
     assert any(row.startswith("sensitive 4 1 2.5 ") for row in rows)
@@ -225,7 +218,7 @@ def test_people_get_a_table_and_where_to_look(ran: Ran) -> None:
 
 def test_the_report_has_the_figures(ran: Ran) -> None:
     text = (ran.folder / "report.html").read_text(encoding="utf-8")
-    for words in (*WORDS.values(), "top 25 %", "all layers", "volunteer", "sensitive"):
+    for words in (*TRAINING_LABELS.values(), "top 25 %", "all layers", "volunteer", "sensitive"):
         assert words in text
     digest = ran.result["verification"]["contribution"]
     assert f"lamina ledger trace {ran.folder / 'ledger.db'} {digest}" in text
@@ -247,11 +240,11 @@ def test_the_report_is_self_contained_and_well_formed(ran: Ran) -> None:
 def test_the_weights_that_leave_are_the_ones_that_were_measured(ran: Ran) -> None:
     from safetensors.torch import load_file
 
-    from lamina.cli.demo.parts import untrained
+    from lamina.demo.training import untrained_model
 
-    model = untrained()
+    model = untrained_model()
     model.load_state_dict(load_file(ran.folder / "run" / "model.safetensors"))
-    found = measure(model, patients_module.load(ran.folder / "test.npz"))
+    found = measure_utility(model, patients_module.load_group(ran.folder / "test.npz"))
     assert found.auc == pytest.approx(ran.result["auc"]["private"])
     assert found.error == pytest.approx(ran.result["error"]["private"])
 
@@ -259,13 +252,13 @@ def test_the_weights_that_leave_are_the_ones_that_were_measured(ran: Ran) -> Non
 def test_the_run_file_describes_the_private_run(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same plan, bit for bit, from the starting weights that the private run had."""
     monkeypatch.chdir(ran.folder)
-    planned = Planned.of(RunFile.load(Path("RUN.toml")), ran.folder)
+    planned = PlannedRun.of(RunFile.load(Path("RUN.toml")), ran.folder)
     assert planned.plan.to_cbor() == (ran.folder / "run" / "plan.cbor").read_bytes()
     trainer = planned.trainer(
         folder=ran.folder / "never", ledger=str(ran.folder / "never.ledger.db"), inside=False, look=True
     )
     assert not (ran.folder / "never.ledger.db").exists()
-    assert len(trainer.corpus) == QUICK.volunteers + QUICK.sensitive
+    assert len(trainer.corpus) == QUICK_SIZES.volunteers + QUICK_SIZES.sensitive
     assert trainer.corpus.examples_per_unit == 1
     group = trainer.optimizer.param_groups[0]
     assert group["eps"] == 2e-2  # the learning rate is the schedule's
@@ -277,9 +270,7 @@ def test_the_run_can_be_done_again_but_not_on_the_same_budget(
     monkeypatch.chdir(ran.folder)
     text = Path("RUN.toml").read_text(encoding="utf-8")
     again = ran.folder / "MORE.toml"
-    again.write_text(
-        text.replace('ledger = "again.ledger.db"', 'ledger = "ledger.db"').replace('"again"', '"more"')
-    )
+    again.write_text(text.replace('ledger = "again.ledger.db"', 'ledger = "ledger.db"').replace('"again"', '"more"'))
     with pytest.raises(SystemExit) as caught:
         main(["train", str(again)])
     assert caught.value.code == 1
@@ -289,7 +280,7 @@ def test_the_run_can_be_done_again_but_not_on_the_same_budget(
         main(["train", "RUN.toml", "--json"])
     assert caught.value.code in (0, None)
     found = json.loads(capsys.readouterr().out)
-    assert found["steps"] == QUICK.steps
+    assert found["steps"] == QUICK_SIZES.steps
     assert 0 < found["metrics"]["auc"] < 1
 
 
@@ -300,7 +291,7 @@ def test_without_neurokit2_nothing_is_made(
     def refuse(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr("lamina.data.neurokit.importlib.import_module", refuse)
+    monkeypatch.setattr("lamina.data.heart_model.importlib.import_module", refuse)
     with pytest.raises(SystemExit) as caught:
         main(["demo", "--quick", "--folder", str(tmp_path / "out")])
     assert caught.value.code == 1
@@ -310,9 +301,9 @@ def test_without_neurokit2_nothing_is_made(
 
 @pytest.fixture
 def unloaded() -> Iterator[None]:
-    neurokit.cache_clear()
+    import_neurokit.cache_clear()
     yield
-    neurokit.cache_clear()
+    import_neurokit.cache_clear()
 
 
 # ------------------------------------------------------------------------------------------------ its folder
@@ -328,12 +319,12 @@ def digest(folder: Path) -> str:
 
 def test_every_call_gets_a_folder_of_its_own_and_nothing_is_removed(tmp_path: Path) -> None:
     wanted = tmp_path / "runs" / "demo"
-    assert fresh(wanted) == wanted  # made with its parents
-    assert fresh(wanted) == wanted  # still empty
+    assert make_new_folder(wanted) == wanted  # made with its parents
+    assert make_new_folder(wanted) == wanted  # still empty
     (wanted / "thesis.txt").write_text("mine")
     (tmp_path / "runs" / "demo-2").write_text("a file of that name")
     before = digest(tmp_path)
-    assert fresh(wanted) == tmp_path / "runs" / "demo-3"
+    assert make_new_folder(wanted) == tmp_path / "runs" / "demo-3"
     (tmp_path / "runs" / "demo-3").rmdir()
     assert digest(tmp_path) == before
 
@@ -343,7 +334,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_simulated(
 ) -> None:
     (tmp_path / "file").write_text("")
     with raises_code("cli.folder-not-made"):
-        fresh(tmp_path / "file" / "demo")
+        make_new_folder(tmp_path / "file" / "demo")
     with pytest.raises(SystemExit) as caught:
         main(["demo", "--folder", str(tmp_path / "file" / "demo")])
     assert caught.value.code == 1
@@ -380,11 +371,9 @@ def test_utility_is_by_patient_and_against_the_rest() -> None:
     generator = torch.Generator().manual_seed(0)
     label = torch.arange(40) % 4
     x = torch.randn(40, 3, 12, 96, generator=generator)
-    logits = torch.randn(120, 4, generator=generator) + nn.functional.one_hot(label, 4).repeat_interleave(
-        3, 0
-    )
+    logits = torch.randn(120, 4, generator=generator) + nn.functional.one_hot(label, 4).repeat_interleave(3, 0)
     model = Fixed(0.5 * x.flatten(0, 1), logits).train()
-    found = measure(model, Group(x=x, label=label))
+    found = measure_utility(model, PatientGroup(x=x, label=label))
     score = logits.log_softmax(1).view(40, 3, 4).mean(1)
     each = [roc_auc_score(label == k, score[:, k]) for k in range(4)]
     assert list(found.by_class.values()) == pytest.approx(each)
@@ -395,7 +384,7 @@ def test_utility_is_by_patient_and_against_the_rest() -> None:
 
 def test_a_bad_auc_is_drawn_and_not_hidden() -> None:
     poor = Utility(auc=0.31, by_class={"normal": 0.31}, error=1.0)
-    drawn = bars(dict.fromkeys(WORDS, poor), WORDS)
+    drawn = auc_bars(dict.fromkeys(TRAINING_LABELS, poor), TRAINING_LABELS)
     assert "0.310" in drawn
     assert 'width="0.0"' in drawn
     assert "-" not in "".join(re.findall(r'width="([^"]*)"', drawn))
@@ -405,44 +394,42 @@ def test_a_bad_auc_is_drawn_and_not_hidden() -> None:
 
 
 @pytest.fixture(scope="module")
-def patients() -> Patients:
-    return Patients.simulated(QUICK, lambda done: None)
+def patients() -> DemoPatients:
+    return DemoPatients.simulated(QUICK_SIZES, lambda done: None)
 
 
-def test_groups_share_nobody_and_volunteers_are_mostly_well(patients: Patients) -> None:
+def test_groups_share_nobody_and_volunteers_are_mostly_well(patients: DemoPatients) -> None:
     groups = (patients.volunteer, patients.sensitive, patients.test)
-    assert [len(group) for group in groups] == [QUICK.volunteers, QUICK.sensitive, QUICK.test]
+    assert [len(group) for group in groups] == [QUICK_SIZES.volunteers, QUICK_SIZES.sensitive, QUICK_SIZES.test]
     everyone = torch.cat([group.x.flatten(1) for group in groups])
     distance = torch.cdist(everyone, everyone) + 1e6 * torch.eye(len(everyone))
     assert distance.min() > 1.0
-    assert (
-        (patients.volunteer.label == 0).float().mean() > 0.5 > (patients.sensitive.label == 0).float().mean()
-    )
+    assert (patients.volunteer.label == 0).float().mean() > 0.5 > (patients.sensitive.label == 0).float().mean()
 
 
-def test_the_corpus_is_patients_of_two_classes(patients: Patients, ran: Ran) -> None:
+def test_the_corpus_is_patients_of_two_classes(patients: DemoPatients, ran: Ran) -> None:
     policy = Policy.load(ran.folder / "policy.toml")
     assert policy.bound("sensitive") == 3.0
     corpus = Gate(policy, ran.folder / "keys.json").admit(ran.folder / "contributions", examples_per_unit=1)
     assert set(corpus.names) == {"volunteer", "sensitive"}
-    assert len(corpus.members("sensitive")) == QUICK.sensitive
-    assert len(corpus.members("volunteer")) == QUICK.volunteers
+    assert len(corpus.members("sensitive")) == QUICK_SIZES.sensitive
+    assert len(corpus.members("volunteer")) == QUICK_SIZES.volunteers
     first = list(corpus.ids).index("sensitive-000")
     x, y = corpus.source.fetch(np.arange(3 * first, 3 * first + 3))
     assert torch.equal(x, patients.sensitive.x[0])
     assert set(y.tolist()) == {int(patients.sensitive.label[0])}
 
 
-def test_plain_samples_have_the_rates_of_the_plan(patients: Patients) -> None:
+def test_plain_samples_have_the_rates_of_the_plan(patients: DemoPatients) -> None:
     generator = torch.Generator().manual_seed(0)
     group = patients.sensitive
     draws = 400
-    sizes = torch.tensor([len(_sample(group, 6, generator)[1]) for _ in range(draws)], dtype=torch.float64)
+    sizes = torch.tensor([len(_poisson_sample(group, 6, generator)[1]) for _ in range(draws)], dtype=torch.float64)
     q = 6 / len(group)
     deviation = (len(group) * q * (1 - q)) ** 0.5
     assert abs(float(sizes.mean()) - 6) < 4 * deviation / draws**0.5
     assert 0.7 < float(sizes.var()) / deviation**2 < 1.4  # binomial, not of one size
-    x, label = _sample(group, len(group), generator)
+    x, label = _poisson_sample(group, len(group), generator)
     assert torch.equal(label, group.label)  # everybody, each with a window of their own
     assert all(any(torch.equal(x[i], w) for w in group.x[i]) for i in range(len(group)))
     assert not torch.equal(x, group.x[:, 0])
@@ -470,7 +457,7 @@ def test_the_full_demo(tmp_path: Path) -> None:
     assert result["error"]["private"] < 0.3
 
     x, y = windows(found.folder)  # an independent classifier finds the same difficulty
-    test = patients_module.load(found.folder / "test.npz")
+    test = patients_module.load_group(found.folder / "test.npz")
     model = LogisticRegression(C=1e-3, max_iter=300).fit(x, y)
     scores = model.predict_log_proba(test.x.flatten(0, 1).flatten(1).numpy())
     mean = scores.reshape(len(test), -1, 4).mean(axis=1)

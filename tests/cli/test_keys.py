@@ -15,10 +15,11 @@ import pytest
 import typer
 from cryptography.hazmat.primitives import serialization
 
-from lamina.admit import KeyRing, PrivateKey, PublicKey
-from lamina.admit.times import when
-from lamina.cli import main, passphrase
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.keys import PrivateKey, PublicKey, parse_time
+from lamina.cli import terminal
 from lamina.cli.app import app as program
+from lamina.cli.app import main
 from lamina.cli.keys import app
 
 Call = Callable[..., tuple[int, str, str]]
@@ -30,8 +31,8 @@ def call(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     """`lamina keys …` in an empty folder; a passphrase is never asked for, unless a test says so."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LAMINA_PASSPHRASE", raising=False)
-    monkeypatch.setattr("lamina.cli.passphrase._is_terminal", lambda: False)
-    monkeypatch.setattr("lamina.admit.pkcs8.ROUNDS", 70_000)  # three bytes, as the real number; faster
+    monkeypatch.setattr("lamina.cli.terminal._can_prompt", lambda: False)
+    monkeypatch.setattr("lamina.admit.keys.PBKDF2_ROUNDS", 70_000)  # three bytes, as the real number; faster
     monkeypatch.setattr(sys.modules["lamina.cli.app"], "app", BUILT)
 
     def run(*words: str) -> tuple[int, str, str]:
@@ -127,17 +128,12 @@ def test_or_from_the_keyboard_twice(call: Call, monkeypatch: pytest.MonkeyPatch)
         asked.append({"text": text, **options})
         return "typed"
 
-    monkeypatch.setattr("lamina.cli.passphrase._is_terminal", lambda: True)
-    monkeypatch.setattr(passphrase.typer, "prompt", prompt)
+    monkeypatch.setattr("lamina.cli.terminal._can_prompt", lambda: True)
+    monkeypatch.setattr(terminal.typer, "prompt", prompt)
     assert call("new", "alice.key")[0] == 0
     PrivateKey.load("alice.key", b"typed")
     assert asked == [
-        {
-            "text": "Passphrase of the new key 'alice.key'",
-            "hide_input": True,
-            "confirmation_prompt": True,
-            "err": True,
-        }
+        {"text": "Passphrase of the new key 'alice.key'", "hide_input": True, "confirmation_prompt": True, "err": True}
     ]
 
 
@@ -171,13 +167,7 @@ def test_nothing_is_overwritten(call: Call) -> None:
 
 def test_no_private_part_is_ever_printed(call: Call) -> None:
     texts = ["".join(call("new", "alice.key", "--no-passphrase")[1:])]
-    for words in (
-        ("add", "alice.pub"),
-        ("list",),
-        ("show", "alice"),
-        ("show", "alice.pub"),
-        ("export", "alice"),
-    ):
+    for words in (("add", "alice.pub"), ("list",), ("show", "alice"), ("show", "alice.pub"), ("export", "alice")):
         for extra in ((), ("--json",)):
             if words[0] != "add" or not extra:
                 texts.append("".join(call(*words, *extra)[1:]))
@@ -245,7 +235,7 @@ def test_rotate(call: Call) -> None:
     old, new = made(call), made(call, "alice2")
     call("add", "alice.pub")
     found = answer(call("rotate", "alice", "alice2.pub", "--at", "2026-06-01", "--json"))
-    at = when("2026-06-01")
+    at = parse_time("2026-06-01")
     assert [row["id"] for row in found["keys"]] == [old, new]
     assert found["keys"][0]["replaced_by"] == new
     ring = KeyRing.load("keys.json")
@@ -263,7 +253,7 @@ def test_revoke(call: Call) -> None:
     code, printed, _ = call("revoke", "alice", "--at", "2026-03-01T12:00Z")
     assert code == 0
     assert "revoked from 2026-03-01T12:00:00Z" in printed
-    assert not KeyRing.load("keys.json").usable(bytes.fromhex(id), when("2026-03-01T12:00Z"), issued_at=0)
+    assert not KeyRing.load("keys.json").usable(bytes.fromhex(id), parse_time("2026-03-01T12:00Z"), issued_at=0)
     before = Path("keys.json").read_bytes()
     assert call("revoke", "alice", "--at", "2030-01-01")[0] == 1
     assert call("revoke", "bob")[0] == 1

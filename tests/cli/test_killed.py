@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from lamina.cli.notes import NOT_SIGNED
-from lamina.ledger.check import verify
+from lamina.cli.explain import NOT_SIGNED
+from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
-from lamina.ledger.view import View
-from lamina.plan import StepPlan
-from lamina.train.store.journal import Journal
+from lamina.ledger.verify.verifier import verify
+from lamina.plan.step_plan import StepPlan
+from lamina.train.journal import Journal
 
 COMMAND = [sys.executable, "-c", "import sys; from lamina.cli import main; main(sys.argv[1:])"]
 
@@ -43,11 +43,7 @@ def _wait_for_an_open_segment(journal: Path, process: subprocess.Popen[bytes]) -
 def test_a_killed_command_goes_on_and_costs_what_was_planned(project: Any) -> None:
     run = project.run.replace("steps = 6", "steps = 300").replace("segment = 2", "segment = 60")
     project.write("first.toml", run)
-    quiet: dict[str, Any] = {
-        "stdout": subprocess.DEVNULL,
-        "stderr": subprocess.DEVNULL,
-        "cwd": project.folder,
-    }
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": project.folder}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     first = subprocess.Popen(_train(project, "--json"), env=environment, **quiet)
     try:
@@ -56,12 +52,7 @@ def test_a_killed_command_goes_on_and_costs_what_was_planned(project: Any) -> No
         first.send_signal(signal.SIGKILL)
         first.wait()
     again = subprocess.run(
-        _train(project, "--json"),
-        env=environment,
-        cwd=project.folder,
-        capture_output=True,
-        text=True,
-        check=False,
+        _train(project, "--json"), env=environment, cwd=project.folder, capture_output=True, text=True, check=False
     )
     assert again.returncode == 0, again.stderr
     found = json.loads(again.stdout)
@@ -70,7 +61,7 @@ def test_a_killed_command_goes_on_and_costs_what_was_planned(project: Any) -> No
     assert found["classes"]["clinical"]["epsilon"] == pytest.approx(plan.epsilon("clinical"), rel=1e-12)
     checked = verify(found["ledger"])
     assert checked.problem is None and checked.signed == checked.size
-    with View.read_only(found["ledger"]) as ledger:
+    with LedgerReader.read_only(found["ledger"]) as ledger:
         segments = [each for leaf in ledger.of_kind(Epoch) for each in leaf.record.segments]
         assert [(each.first, each.last) for each in segments] == [(i, i + 60) for i in range(0, 300, 60)]
         with ledger.store.read() as rows:

@@ -25,19 +25,19 @@ from build import ALICE, BOB, CAROL, HOUR, USUAL, YEAR, Story, begin, build, con
 from forge import sql
 from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, WITNESS, Clock, digest
 
-from lamina.admit import PrivateKey
-from lamina.cli import main
+from lamina.admit.keys import PrivateKey
 from lamina.cli.app import app as program
-from lamina.cli.ledger.show import table
-from lamina.ledger import checkpoint
-from lamina.ledger.check import verify
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.note import NoteKey
-from lamina.ledger.proof import verify_consistency, verify_inclusion
-from lamina.ledger.proof_text import ProofText
-from lamina.ledger.records import Outcome, Terms
+from lamina.cli.app import main
+from lamina.cli.ledger.record_commands import leaf_table
+from lamina.ledger import signed_checkpoint
+from lamina.ledger.merkle import verify_consistency, verify_inclusion
+from lamina.ledger.receipt import TlogProof
+from lamina.ledger.records import ContributionTerms, SegmentOutcome
 from lamina.ledger.retention import Retention
-from lamina.ledger.store.base import Hold, RunRow
+from lamina.ledger.signed_checkpoint import NoteKey
+from lamina.ledger.store.interface import RunHold, RunRow
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.writer import Ledger
 
 NOW = START + 4 * YEAR
 Call = Callable[..., tuple[int, str, str]]
@@ -75,18 +75,7 @@ def call(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 def test_help_teaches(call: Call) -> None:
     code, printed, _ = call()
     assert code == 2
-    for word in (
-        "show",
-        "verify",
-        "prove",
-        "receipt",
-        "trace",
-        "withdraw",
-        "prune",
-        "checkpoint",
-        "policy",
-        "key",
-    ):
+    for word in ("show", "verify", "prove", "receipt", "trace", "withdraw", "prune", "checkpoint", "policy", "key"):
         assert word in printed
         code, help, _ = call(word, "--help")
         assert code == 0
@@ -98,12 +87,12 @@ def test_what_trainers_write(call: Call, tmp_path: Path) -> None:
     made = begin("trained.db")
     (seq,) = made.admit([contribution(1)])
     made.later(HOUR)
-    given_up = segment(0, read=made.ledger.size, outcome=Outcome.ABANDONED)
-    made.epoch(digest("run")[:16], [given_up], scales={Terms("clinical", "ecg", 0, 0): 1.0})
+    given_up = segment(0, read=made.ledger.size, outcome=SegmentOutcome.ABANDONED)
+    made.epoch(digest("run")[:16], [given_up], scales={ContributionTerms("clinical", "ecg", 0, 0): 1.0})
     made.sign()
     with made.ledger.store.write() as rows:
         rows.put_run(RunRow(digest("run")[:16], "[bold]first", 0, False))
-        rows.put_hold(Hold(digest("run")[:16], 1, 0, bytes(16), None, b""))
+        rows.put_hold(RunHold(digest("run")[:16], 1, 0, bytes(16), None, b""))
     made.ledger.close()
     code, printed, _ = call("trace", "trained.db", str(seq))
     assert code == 0
@@ -118,13 +107,7 @@ def test_what_trainers_write(call: Call, tmp_path: Path) -> None:
     assert "1 attempt is held open and 0 plans reserved" in printed
     assert "'[bold]first' (1 attempt)" in printed
     assert answer(call("verify", "trained.db", "--json"))["held"] == [
-        {
-            "run": digest("run")[:16].hex(),
-            "label": "[bold]first",
-            "attempts": 1,
-            "budgets": 0,
-            "reserved": False,
-        }
+        {"run": digest("run")[:16].hex(), "label": "[bold]first", "attempts": 1, "budgets": 0, "reserved": False}
     ]
 
 
@@ -137,9 +120,7 @@ def test_verify(call: Call, story: Story) -> None:
         "verified": True, "trusted": False, "size": 55, "problem": None,
     }  # fmt: skip
     assert len(found["root"]) == 64
-    found = answer(
-        call("verify", "ledger.db", "--trust", "trusted.txt", "--seen", "last.checkpoint", "--json")
-    )
+    found = answer(call("verify", "ledger.db", "--trust", "trusted.txt", "--seen", "last.checkpoint", "--json"))
     assert (found["verified"], found["trusted"]) == (True, True)
     code, printed, _ = call("verify", "ledger.db", "--trust", "trusted.txt")
     assert code == 0
@@ -231,9 +212,7 @@ def test_show(call: Call, story: Story) -> None:
     assert [each["index"] for each in found["records"]] == [41, 42, 43, 52]
     assert found["records"][1]["reason"] == "consent"
     assert found["records"][0]["accounts"][0]["class"] == "clinical"
-    found = answer(
-        call("show", "ledger.db", "--since", "2027-01-15T11:00Z", "--until", "2027-01-15T12:00Z", "--json")
-    )
+    found = answer(call("show", "ledger.db", "--since", "2027-01-15T11:00Z", "--until", "2027-01-15T12:00Z", "--json"))
     assert [each["index"] for each in found["records"]] == [43, 44, 45, 46]
     assert len(answer(call("show", "ledger.db", "--limit", "3", "--json"))["records"]) == 3
     assert len(answer(call("show", "ledger.db", "--json"))["records"]) == 55
@@ -255,9 +234,7 @@ def test_trace(call: Call, story: Story) -> None:
     assert all(len(line) <= 80 for line in printed.splitlines())
     left = f"{math.floor((found[0]['epsilon_signed'] - found[0]['epsilon']) * 1e4) / 1e4:.4f}"
     assert f"so far; {left} remains of what it signed" in printed
-    assert found[0]["epsilon_remaining"] == pytest.approx(
-        found[0]["epsilon_signed"] - found[0]["epsilon"], abs=1e-12
-    )
+    assert found[0]["epsilon_remaining"] == pytest.approx(found[0]["epsilon_signed"] - found[0]["epsilon"], abs=1e-12)
     assert len(answer(call("trace", "ledger.db", digest("anchor", 30).hex(), "--json"))["contributions"]) == 2
     assert "in no model" in call("trace", "ledger.db", "54")[1]
     code, _, told = call("trace", "ledger.db", "ab" * 32)
@@ -288,11 +265,11 @@ def test_first_digits_are_enough(call: Call, story: Story) -> None:
 def test_a_record_goes_on_below_itself_on_a_narrow_screen(story: Story, tmp_path: Path) -> None:
     with Ledger.open(tmp_path / "ledger.db") as ledger:
         leaves = list(ledger.leaves())
-    wide, narrow = table(leaves).splitlines(), table(leaves, 80).splitlines()
+    wide, narrow = leaf_table(leaves).splitlines(), leaf_table(leaves, 80).splitlines()
     assert len(wide) == len(leaves) + 1 and max(map(len, wide)) > 80
     assert max(map(len, narrow)) <= 80
     assert " ".join(" ".join(narrow).split()) == " ".join(" ".join(wide).split())
-    assert max(map(len, table(leaves, 10).splitlines())) < 80  # never nothing
+    assert max(map(len, leaf_table(leaves, 10).splitlines())) < 80  # never nothing
 
 
 def test_one_of_a_kind(call: Call, tmp_path: Path) -> None:
@@ -340,7 +317,7 @@ def test_prove_inclusion(call: Call, story: Story, tmp_path: Path) -> None:
     assert (code, printed) == (0, found["text"])
     with Ledger.open(tmp_path / "ledger.db") as ledger:
         raw = ledger.raw(9)
-    assert ProofText.parse(printed).verify(raw, [NoteKey(ORIGIN, LEDGER.public)], origin=ORIGIN).size == 55
+    assert TlogProof.parse(printed).verify(raw, [NoteKey(ORIGIN, LEDGER.public)], origin=ORIGIN).size == 55
     assert call("prove", "ledger.db", "9", "-o", "nine.tlog-proof")[0] == 0
     assert (tmp_path / "nine.tlog-proof").read_text() == printed
     assert answer(call("prove", "ledger.db", "9", "--size", "44", "--json"))["size"] == 44
@@ -351,7 +328,7 @@ def test_prove_inclusion(call: Call, story: Story, tmp_path: Path) -> None:
 
 def test_prove_consistency(call: Call, story: Story) -> None:
     found = answer(call("prove", "ledger.db", "--from", "44", "--json"))
-    old = checkpoint.parse(story.signed[2])[0]
+    old = signed_checkpoint.parse_checkpoint(story.signed[2])[0]
     path = [bytes.fromhex(each) for each in found["path"]]
     assert verify_consistency(44, 55, path, old.root, bytes.fromhex(found["root"]))
     first, *_ = found["text"].split("\n")
@@ -365,11 +342,7 @@ def test_receipt(call: Call, story: Story, tmp_path: Path) -> None:
     name = contribution(5, _who(5)).record.descriptor.hex()
     found = answer(call("receipt", "ledger.db", name, "-o", "mine", "--json"))
     assert (found["index"], found["size"]) == (9, 55)
-    assert sorted(path.name for path in tmp_path.glob("mine.*")) == [
-        "mine.cose",
-        "mine.leaf",
-        "mine.tlog-proof",
-    ]
+    assert sorted(path.name for path in tmp_path.glob("mine.*")) == ["mine.cose", "mine.leaf", "mine.tlog-proof"]
     found = answer(call("receipt", "--check", "mine", "--trust", "trusted.txt", "--json"))
     assert found == {"verified": True, "origin": ORIGIN, "index": 9, "size": 55}
     code, printed, _ = call("receipt", "--check", "mine", "--trust", "trusted.txt")
@@ -395,20 +368,15 @@ def test_checkpoint(call: Call, story: Story, tmp_path: Path) -> None:
     found = answer(call("checkpoint", "ledger.db", "--json"))
     assert (found["size"], found["unsigned"], found["signers"]) == (55, 0, [ORIGIN])
     assert call("checkpoint", "ledger.db")[1] == found["checkpoint"] == story.signed[-1]
-    assert answer(call("checkpoint", "ledger.db", "--size", "54", "--json"))["signers"] == [
-        ORIGIN,
-        "witness.example",
-    ]
+    assert answer(call("checkpoint", "ledger.db", "--size", "54", "--json"))["signers"] == [ORIGIN, "witness.example"]
     assert call("checkpoint", "ledger.db", "--size", "53")[0] == 1
     with Ledger.open(tmp_path / "ledger.db") as ledger:
         ledger.append([contribution(99, at=NOW).record])
     assert answer(call("checkpoint", "ledger.db", "--json"))["unsigned"] == 1
     assert call("checkpoint", "ledger.db", "--key", "other.key")[0] == 1
-    found = answer(
-        call("checkpoint", "ledger.db", "--key", "ledger.key", "--output", "new.checkpoint", "--json")
-    )
+    found = answer(call("checkpoint", "ledger.db", "--key", "ledger.key", "--output", "new.checkpoint", "--json"))
     assert (found["size"], found["unsigned"]) == (56, 0)
-    copy = checkpoint.cosign((tmp_path / "new.checkpoint").read_text(), WITNESS, NOW, "witness.example")
+    copy = signed_checkpoint.add_cosignature((tmp_path / "new.checkpoint").read_text(), WITNESS, NOW, "witness.example")
     (tmp_path / "back.txt").write_text(copy)
     found = answer(call("checkpoint", "ledger.db", "--cosigned", "back.txt", "--json"))
     assert found["signers"] == [ORIGIN, "witness.example"]
@@ -441,9 +409,7 @@ def test_a_password_is_in_no_answer(call: Call, server: postgres.Server, tmp_pat
     made.sign()
     made.ledger.close()
     LEDGER.save(tmp_path / "ledger.key", None)
-    place = (
-        server.url("with_password").replace("lamina@", "lamina:hunter2@").replace("#", "&password=hunter2#")
-    )
+    place = server.url("with_password").replace("lamina@", "lamina:hunter2@").replace("#", "&password=hunter2#")
     for words in (
         ("show", place),
         ("verify", place),
@@ -513,11 +479,9 @@ def test_watching_ends_when_it_is_told_to(
         if len(looks) == 3:
             raise KeyboardInterrupt
         name = contribution(len(looks), _who(len(looks))).record.descriptor.hex()
-        (tmp_path / "inbox" / f"{len(looks)}.json").write_text(
-            json.dumps({"withdraw": name, "reason": "data"})
-        )
+        (tmp_path / "inbox" / f"{len(looks)}.json").write_text(json.dumps({"withdraw": name, "reason": "data"}))
 
-    monkeypatch.setattr(sys.modules["lamina.cli.ledger.withdraw"].time, "sleep", sleep)
+    monkeypatch.setattr(sys.modules["lamina.cli.ledger.record_commands"].time, "sleep", sleep)
     found = answer(call("withdraw", "ledger.db", "--folder", "inbox", "--watch", "7", "--json"))
     assert [each["file"] for each in found["files"]] == ["1.json", "2.json"]
     assert looks == [7.0, 7.0, 7.0]
@@ -556,14 +520,10 @@ def test_prune_shows_first_and_asks(call: Call, story: Story, old: str) -> None:
 
 def test_an_auditor_countersigns(call: Call, story: Story, old: str, tmp_path: Path) -> None:
     assert call("prune", "old.db", "--key", "ledger.key", "--save", "proposal.cbor")[0] == 0
-    found = answer(
-        call("prune", "old.db", "--key", "auditor.key", "--countersign", "proposal.cbor", "--json")
-    )
+    found = answer(call("prune", "old.db", "--key", "auditor.key", "--countersign", "proposal.cbor", "--json"))
     assert found["proposal"]["countersigned"] == [AUDITOR.public.name]
     assert not found["pruned"]
-    found = answer(
-        call("prune", "old.db", "--key", "ledger.key", "--apply", "proposal.cbor", "--yes", "--json")
-    )
+    found = answer(call("prune", "old.db", "--key", "ledger.key", "--apply", "proposal.cbor", "--yes", "--json"))
     assert found["proposal"]["countersigned"] == [AUDITOR.public.name]
     after = verify(old)
     assert after.verified
@@ -572,16 +532,12 @@ def test_an_auditor_countersigns(call: Call, story: Story, old: str, tmp_path: P
         assert Retention(ledger).propose() is None
 
 
-def test_a_proposal_that_is_not_what_the_ledger_comes_to(
-    call: Call, story: Story, old: str, tmp_path: Path
-) -> None:
+def test_a_proposal_that_is_not_what_the_ledger_comes_to(call: Call, story: Story, old: str, tmp_path: Path) -> None:
     call("prune", "old.db", "--key", "ledger.key", "--save", "proposal.cbor")
     data = (tmp_path / "proposal.cbor").read_bytes()
     (tmp_path / "bent.cbor").write_bytes(data.replace(digest_in(old), bytes(32)))
     for words in (("--countersign", "bent.cbor"), ("--apply", "bent.cbor", "--yes")):
-        code, _, told = call(
-            "prune", "old.db", "--key", "auditor.key" if "sign" in words[0] else "ledger.key", *words
-        )
+        code, _, told = call("prune", "old.db", "--key", "auditor.key" if "sign" in words[0] else "ledger.key", *words)
         assert code == 1, told
     (tmp_path / "nonsense.cbor").write_bytes(b"nonsense")
     code, _, told = call("prune", "old.db", "--key", "ledger.key", "--apply", "nonsense.cbor", "--yes")

@@ -21,10 +21,11 @@ from build import YEAR, Story, build
 from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, Clock, key
 
 from lamina.cli.app import app as program
-from lamina.ledger.check import Trust, verify
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.note import NoteKey
-from lamina.ledger.records import Change, KeyEvent, PolicyChange
+from lamina.ledger.governance_records import KeyChange, KeyEvent, PolicyChange
+from lamina.ledger.signed_checkpoint import NoteKey
+from lamina.ledger.verify.replay_state import Trust
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.writer import Ledger
 
 NOW = START + 4 * YEAR
 NEXT = key("next")
@@ -58,9 +59,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def call(
-    template: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Call:
+def call(template: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
     """`lamina ledger …` in a folder with the ledger, keys and policies."""
     shutil.copy(template, tmp_path / "ledger.db")
     for name, one in (("ledger", LEDGER), ("auditor", AUDITOR), ("other", OTHER), ("next", NEXT)):
@@ -135,9 +134,7 @@ def test_a_looser_policy_needs_two(call: Call) -> None:
     code, _, told = call("policy", "ledger.db", "looser.toml", "--key", "auditor.key")
     assert code == 1
     assert "the ledger's own key too" in told
-    code, printed, _ = call(
-        "policy", "ledger.db", "looser.toml", "--key", "ledger.key", "--key", "auditor.key"
-    )
+    code, printed, _ = call("policy", "ledger.db", "looser.toml", "--key", "ledger.key", "--key", "auditor.key")
     assert code == 0
     assert "protects less: the noise multiplier of class 'clinical' falls" in printed
     assert "adopted, with 2 signatures" in printed
@@ -147,14 +144,10 @@ def test_a_looser_policy_needs_two(call: Call) -> None:
 
 def test_an_auditor_signs_elsewhere(call: Call, tmp_path: Path) -> None:
     before = size()
-    assert "proposal" in answer(
-        call("policy", "ledger.db", "looser.toml", "--propose", "change.msg", "--json")
-    )
+    assert "proposal" in answer(call("policy", "ledger.db", "looser.toml", "--propose", "change.msg", "--json"))
     assert size() == before
     shutil.copy("ledger.db", "copy.db")
-    code, printed, _ = call(
-        "policy", "copy.db", "--sign", "change.msg", "--key", "auditor.key", "-o", "a.sig"
-    )
+    code, printed, _ = call("policy", "copy.db", "--sign", "change.msg", "--key", "auditor.key", "-o", "a.sig")
     assert code == 0
     assert "protects less: the noise multiplier of class 'clinical' falls" in printed
     assert (tmp_path / "a.sig").read_bytes() == AUDITOR.sign((tmp_path / "change.msg").read_bytes())
@@ -166,9 +159,7 @@ def test_an_auditor_signs_elsewhere(call: Call, tmp_path: Path) -> None:
     assert code == 1
     assert "is not one of the ledger" in told
     # a signature is of one change, and of nothing else
-    code, _, told = call(
-        "policy", "ledger.db", "stricter.toml", "--key", "ledger.key", "--signature", "a.sig"
-    )
+    code, _, told = call("policy", "ledger.db", "stricter.toml", "--key", "ledger.key", "--signature", "a.sig")
     assert (code, size()) == (1, before)
     assert "is no signature of this change" in told
     (tmp_path / "b.sig").write_bytes(b"no signature")
@@ -255,11 +246,7 @@ def test_looking_needs_no_clock(call: Call, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_key_is_added_and_revoked(call: Call) -> None:
     found = answer(call("key", "ledger.db", "add", "next.pub", "--role", "auditor", "--name", "second.example",
                         "--key", "ledger.key", "--json"))  # fmt: skip
-    assert (found["change"], found["key"]["role"], found["key"]["name"]) == (
-        "add",
-        "auditor",
-        "second.example",
-    )
+    assert (found["change"], found["key"]["role"], found["key"]["name"]) == ("add", "auditor", "second.example")
     assert found["checkpoint"] == size() == found["index"] + 1
     code, printed, _ = call("policy", "ledger.db", "looser.toml", "--key", "ledger.key", "--key", "next.key")
     assert code == 0, printed  # an auditor now
@@ -289,7 +276,7 @@ def test_the_ledgers_own_key_is_rotated(call: Call, tmp_path: Path) -> None:
     assert "was replaced at" in told
     code, printed, _ = call("key", "ledger.db", "revoke", mine, "--key", "next.key")
     assert code == 0
-    assert last(KeyEvent).change is Change.REVOKE
+    assert last(KeyEvent).change is KeyChange.REVOKE
     found = verify("ledger.db", trust=MINE)
     assert found.trusted, found.problem
     assert call("checkpoint", "ledger.db", "--key", "next.key")[0] == 0

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lamina.cli.losses import LOSSES, PerExample, loss
+from lamina.cli.by_name import LOSSES, PerExampleLoss, make_loss
 from lamina.errors import LaminaError
 from refusals import raises_code
 
@@ -24,9 +24,9 @@ ORACLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def made(name: str, **arguments: object) -> PerExample:
-    found = loss(name, arguments)
-    assert isinstance(found, PerExample)
+def made(name: str, **arguments: object) -> PerExampleLoss:
+    found = make_loss(name, arguments)
+    assert isinstance(found, PerExampleLoss)
     return found
 
 
@@ -93,9 +93,7 @@ def test_whole_numbers_are_targets_too() -> None:
 def test_arguments_reach_torch_and_are_seen_by_a_replay() -> None:
     output, y = torch.randn(4, 3), torch.randint(0, 3, (4,))
     smooth = made("cross_entropy", label_smoothing=0.1)
-    assert torch.allclose(
-        smooth(output, y), F.cross_entropy(output, y, reduction="none", label_smoothing=0.1)
-    )
+    assert torch.allclose(smooth(output, y), F.cross_entropy(output, y, reduction="none", label_smoothing=0.1))
     assert vars(smooth)["arguments"] == {"label_smoothing": 0.1}
 
 
@@ -126,15 +124,15 @@ def test_refusals_teach_and_do_not_count_the_batch(name: str, output: object, y:
 
 
 def test_by_name() -> None:
-    assert loss("torch.nn.functional:mse_loss", {}) is F.mse_loss
-    given = loss("torch.nn:CrossEntropyLoss", {"reduction": "none"})
+    assert make_loss("torch.nn.functional:mse_loss", {}) is F.mse_loss
+    given = make_loss("torch.nn:CrossEntropyLoss", {"reduction": "none"})
     assert isinstance(given, nn.CrossEntropyLoss)
     assert given.reduction == "none"
-    assert isinstance(loss("torch.nn:MSELoss", {}), nn.MSELoss)
+    assert isinstance(make_loss("torch.nn:MSELoss", {}), nn.MSELoss)
     with raises_code("cli.not"):
-        loss("crossentropy", {})
+        make_loss("crossentropy", {})
     with raises_code("cli.loss-no-argument") as caught:
-        loss("huber", {"beta": 1})
+        make_loss("huber", {"beta": 1})
     assert "delta" in caught.value.remedy
     with raises_code("cli.loss"):
-        loss("math:pi", {})
+        make_loss("math:pi", {})

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.cli import named
-from lamina.cli.optimizers import OPTIMIZERS, SCHEDULERS, optimizer, scheduler
+from lamina.cli import by_name
+from lamina.cli.by_name import OPTIMIZERS, SCHEDULERS, make_optimizer, make_scheduler
 from lamina.errors import LaminaError
-from lamina.train.blame import layer, layer_and_input, place, user_code, withhold
+from lamina.train.user_errors import failing_layer, failing_layer_and_input, user_code, user_line, withhold_text
 from refusals import raises_code
 
 
@@ -32,22 +32,22 @@ def write(folder: Path, text: str, name: str = "lamina_test_nets") -> str:
 
 def problem_of(name: str, folder: Path, **arguments: object) -> str:
     with pytest.raises(LaminaError) as caught:
-        named.model(name, arguments, beside=folder)
+        by_name.make_model(name, arguments, beside=folder)
     assert caught.value.remedy
     return caught.value.problem
 
 
 def test_a_model_by_factory_class_or_instance(folder: Path) -> None:
     module = write(folder, "from torch import nn\nmodel = nn.Linear(2, 2)\nclass A:\n    Net = nn.Linear\n")
-    assert isinstance(named.model(f"{module}:model", beside=folder), nn.Linear)
-    made = named.model(f"{module}:A.Net", {"in_features": 3, "out_features": 5}, beside=folder)
+    assert isinstance(by_name.make_model(f"{module}:model", beside=folder), nn.Linear)
+    made = by_name.make_model(f"{module}:A.Net", {"in_features": 3, "out_features": 5}, beside=folder)
     assert made.weight.shape == (5, 3)
     assert "args are given" in problem_of(f"{module}:model", folder, width=3)
 
 
-@pytest.mark.parametrize("name", named.BUILT_IN)
+@pytest.mark.parametrize("name", by_name.BUILT_IN_MODELS)
 def test_built_in_models(name: str) -> None:
-    assert isinstance(named.model(name), nn.Module)
+    assert isinstance(by_name.make_model(name), nn.Module)
 
 
 def test_what_is_not_there_is_named(folder: Path) -> None:
@@ -63,9 +63,7 @@ def test_what_is_not_there_is_named(folder: Path) -> None:
 
 
 def test_the_users_line_is_named(folder: Path) -> None:
-    module = write(
-        folder, "\n\ndef build():\n    return make()\n\ndef make():\n    raise ValueError('too wide')\n"
-    )
+    module = write(folder, "\n\ndef build():\n    return make()\n\ndef make():\n    raise ValueError('too wide')\n")
     told = problem_of(f"{module}:build", folder)
     assert "ValueError: too wide" in told
     assert f"{module}.py:7, in make" in told
@@ -78,7 +76,7 @@ def test_a_line_in_a_library_is_not_the_users(folder: Path) -> None:
 
 
 def test_a_line_of_ours_is_not_the_users(folder: Path) -> None:
-    text = "from lamina.cli.output import round_up\n\ndef build():\n    return round_up('x')\n"
+    text = "from lamina.cli.terminal import round_up\n\ndef build():\n    return round_up('x')\n"
     assert ".py:4, in build" in problem_of(f"{write(folder, text)}:build", folder)
 
 
@@ -112,18 +110,18 @@ def failing() -> tuple[nn.Module, Exception]:
 
 def test_the_layer_is_named() -> None:
     model, error = failing()
-    assert layer(error, model) == "1.0"
-    told = layer_and_input(error, model)
+    assert failing_layer(error, model) == "1.0"
+    told = failing_layer_and_input(error, model)
     assert told is not None
     assert "layer '1.0', Linear(in_features=5, out_features=3, bias=True), was given float32 (17, 6)" in told
-    assert layer(ValueError("elsewhere"), model) is None
-    assert layer(error, nn.Linear(1, 1)) is None  # of another model
+    assert failing_layer(ValueError("elsewhere"), model) is None
+    assert failing_layer(error, nn.Linear(1, 1)) is None  # of another model
 
 
 def test_in_training_neither_sizes_nor_texts_are_told() -> None:
     model, error = failing()
     assert "17" in str(error)
-    told = withhold(error, model)
+    told = withhold_text(error, model)
     assert "17" not in str(told)
     assert "layer '1.0'" in told.problem
     assert "RuntimeError" in told.problem
@@ -131,7 +129,7 @@ def test_in_training_neither_sizes_nor_texts_are_told() -> None:
 
 
 def test_place_of_an_error_without_traceback() -> None:
-    assert place(ValueError("never raised")) is None
+    assert user_line(ValueError("never raised")) is None
 
 
 # ------------------------------------------------------------------------------------ optimisers
@@ -140,7 +138,7 @@ def test_place_of_an_error_without_traceback() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_steps(name: str) -> None:
     model = nn.Linear(3, 3)
-    made = optimizer(name, {}, model)
+    made = make_optimizer(name, {}, model)
     model(torch.randn(2, 3)).sum().backward()
     before = model.weight.detach().clone()
     made.step()
@@ -151,8 +149,8 @@ def test_every_optimizer_steps(name: str) -> None:
 def test_every_schedule_lasts_the_run(name: str) -> None:
     """As many steps as the run has, without a warning or an error (both fail here), and plain state."""
     needed = {"step": {"step_size": 2}, "multi_step": {"milestones": [2, 4]}, "exponential": {"gamma": 0.9}}
-    over = optimizer("sgd", {"lr": 0.1}, nn.Linear(2, 2))
-    made = scheduler(name, needed.get(name, {}), over, 7)
+    over = make_optimizer("sgd", {"lr": 0.1}, nn.Linear(2, 2))
+    made = make_scheduler(name, needed.get(name, {}), over, 7)
     for _ in range(7):
         over.step()
         made.step()
@@ -160,9 +158,9 @@ def test_every_schedule_lasts_the_run(name: str) -> None:
 
 
 def test_cosine_ends_at_zero_after_the_run() -> None:
-    over = optimizer("adam", {"lr": 0.1, "betas": [0.8, 0.9]}, nn.Linear(2, 2))
+    over = make_optimizer("adam", {"lr": 0.1, "betas": [0.8, 0.9]}, nn.Linear(2, 2))
     assert over.defaults["betas"] == (0.8, 0.9)
-    made = scheduler("cosine", {}, over, 5)
+    made = make_scheduler("cosine", {}, over, 5)
     for _ in range(5):
         over.step()
         made.step()
@@ -183,14 +181,14 @@ def test_cosine_ends_at_zero_after_the_run() -> None:
 )
 def test_wrong_optimizers_are_refused(name: str, arguments: dict[str, object], words: str) -> None:
     with pytest.raises(LaminaError) as caught:
-        optimizer(name, arguments, nn.Linear(2, 2))
+        make_optimizer(name, arguments, nn.Linear(2, 2))
     assert words in caught.value.problem
     assert caught.value.remedy
 
 
 def test_a_schedule_that_follows_the_loss_is_refused() -> None:
-    over = optimizer("sgd", {}, nn.Linear(2, 2))
+    over = make_optimizer("sgd", {}, nn.Linear(2, 2))
     with raises_code("cli.use"):
-        scheduler("plateau", {}, over, 5)
+        make_scheduler("plateau", {}, over, 5)
     with raises_code("cli.check-arguments"):
-        scheduler("step", {}, over, 5)
+        make_scheduler("step", {}, over, 5)

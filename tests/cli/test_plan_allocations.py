@@ -9,19 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.allocate import ALLOCATIONS, LADP, Pareto, flat
-from lamina.cli.allocations import allocation_of, options_of, parse, parse_several
-from lamina.cli.explain.compare import WHEN
+from lamina.allocate.basic import Pareto, flat
+from lamina.allocate.ladp import LADP
+from lamina.allocate.make_plan import ALLOCATIONS
+from lamina.cli.by_name import allocation_options, allocation_with_options, parse_allocation, split_allocations
+from lamina.cli.explain import WHEN_TO_USE
 from lamina.errors import LaminaError
-from lamina.plan import Clipping, DepthProfile
+from lamina.plan.depth_profile import DepthProfile
+from lamina.plan.step_plan import Clipping
 
 
 @pytest.mark.parametrize("name", ALLOCATIONS)
 def test_every_allocation_stands_for_itself(name: str) -> None:
-    assert parse(name) == ALLOCATIONS[name]
+    assert parse_allocation(name) == ALLOCATIONS[name]
     policy: Any = ALLOCATIONS[name]
-    assert set(options_of(name)) == {field.name for field in dataclasses.fields(policy)}
-    assert WHEN[name]  # the comparison says when to use it
+    assert set(allocation_options(name)) == {field.name for field in dataclasses.fields(policy)}
+    assert WHEN_TO_USE[name]  # the comparison says when to use it
 
 
 @pytest.mark.parametrize(
@@ -45,7 +48,7 @@ def test_every_allocation_stands_for_itself(name: str) -> None:
     ],
 )
 def test_options_are_fields(text: str, expected: object) -> None:
-    assert parse(text) == expected
+    assert parse_allocation(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,30 +69,26 @@ def test_options_are_fields(text: str, expected: object) -> None:
         ("ladp:sensitive={topp=0.2}", "is not a known kind", "{top = 0.25}"),
         ("ladp:least=0.1,least=0.2", "'least' is in 'ladp:least=0.1,least=0.2' twice", "once"),
         ("flat:every=3", "allocation 'flat' has no option 'every'", "it takes none"),
-        (
-            "printed-lsab:per_step=1",
-            "per_step of 'printed-lsab' is 1, must be true or false",
-            "per_step=true",
-        ),
+        ("printed-lsab:per_step=1", "per_step of 'printed-lsab' is 1, must be true or false", "per_step=true"),
     ],
 )
 def test_mistakes_are_told(text: str, problem: str, remedy: str) -> None:
     with pytest.raises(LaminaError) as caught:
-        parse(text)
+        parse_allocation(text)
     assert problem in caught.value.problem
     assert remedy in caught.value.remedy
 
 
 def test_several() -> None:
     text = "flat, ladp:mode=budget,sensitive=[a,b],least=0.2 ,uniform,pareto:shrink=0.5"
-    assert parse_several(text) == (
+    assert split_allocations(text) == (
         "flat",
         "ladp:mode=budget,sensitive=[a,b],least=0.2",
         "uniform",
         "pareto:shrink=0.5",
     )
-    for each in parse_several(text):
-        parse(each)
+    for each in split_allocations(text):
+        parse_allocation(each)
 
 
 @given(st.text(max_size=30))
@@ -97,7 +96,7 @@ def test_no_text_is_a_crash(text: str) -> None:
     """Whatever is written is an allocation or a refusal with a remedy."""
     for words in (text, f"ladp:{text}", f"ladp:sensitive={text}", f"pareto:shrink={text}"):
         try:
-            parse(words)
+            parse_allocation(words)
         except LaminaError as error:
             assert error.remedy
 
@@ -112,6 +111,6 @@ def test_what_is_written_is_what_is_meant(least: float, every: int, mode: str, l
     if any(name in ("true", "false", "inf", "nan") for name in layers):
         return  # TOML has its own idea of these words
     text = f"ladp:least={least!r},every={every},mode={mode},sensitive=[{','.join(layers)}]"
-    assert parse(text) == LADP(least=least, every=every, mode=mode, sensitive=tuple(layers))
+    assert parse_allocation(text) == LADP(least=least, every=every, mode=mode, sensitive=tuple(layers))
     table = {"least": least, "every": every, "mode": mode, "sensitive": layers}
-    assert allocation_of("ladp", table) == parse(text)
+    assert allocation_with_options("ladp", table) == parse_allocation(text)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lamina.allocate import ALLOCATIONS
-from lamina.cli.explain.figures import layer_figures
-from lamina.cli.explain.picture import draw
-from lamina.plan import PlannedClass, PlannedLayer, StepPlan
-from lamina.sensitivity import Measure
+from lamina.allocate.make_plan import ALLOCATIONS
+from lamina.cli.layer_figures import draw_plan, layer_figures
+from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
+from lamina.sensitivity.measure import Measure
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -86,17 +85,7 @@ def figures(project: Project, *words: str) -> dict[str, Any]:
 def test_explain_shows_a_row_and_a_bar_for_every_layer(asked: Project) -> None:
     out = told(asked, "--explain", "--measure", "measure.json")
     head = next(line for line in out.splitlines() if line.startswith("layer  depth"))
-    for word in (
-        "parameters",
-        "Δ tight",
-        "Δ global",
-        "norm n",
-        "C clinical",
-        "C sensitive",
-        "noise S",
-        "share",
-        "S/N",
-    ):
+    for word in ("parameters", "Δ tight", "Δ global", "norm n", "C clinical", "C sensitive", "noise S", "share", "S/N"):
         assert word in head
     rows = [line.split() for line in out.splitlines() if line.split()[:1] and line.split()[0] in LAYERS][
         1:
@@ -117,9 +106,7 @@ def test_explain_says_why(asked: Project) -> None:
     assert "by gaussian" in why
     assert "the gradient of an example has norm 0.922" in why  # what clipping keeps
     assert "Nothing moves" in why  # the rules
-    assert (
-        "clipping keeps 96.9 % of it in class clinical" in why
-    )  # its clip norm holds in the worst direction too
+    assert "clipping keeps 96.9 % of it in class clinical" in why  # its clip norm holds in the worst direction too
 
 
 def test_explain_without_a_measure_says_what_stands_for_it(asked: Project) -> None:
@@ -131,16 +118,7 @@ def test_explain_without_a_measure_says_what_stands_for_it(asked: Project) -> No
 def test_the_object_has_the_keys_of_before_and_the_new_ones(asked: Project) -> None:
     found = figures(asked, "--measure", "measure.json")
     plain = figures(asked)
-    assert {
-        "classes",
-        "layers",
-        "batch",
-        "steps",
-        "clipping",
-        "accountant",
-        "allocation",
-        "digest",
-    } <= found.keys()
+    assert {"classes", "layers", "batch", "steps", "clipping", "accountant", "allocation", "digest"} <= found.keys()
     assert {"rules", "why", "notes", "total_noise", "signal_to_noise", "proxy"} <= found.keys()
     assert "compare" not in found
     for layer, tight, worst in zip(found["layers"], (1.0, 0.5, 0.25, 0.2), (2.0, 3.0, 4.0, 5.0), strict=True):
@@ -298,7 +276,7 @@ def test_names_in_a_page_are_only_text(tmp_path: Path) -> None:
         accountant="zcdp",
         allocation="<i>",
     )
-    draw(plan, layer_figures(plan, None), ["because <u>"], tmp_path / "plan.html")
+    draw_plan(plan, layer_figures(plan, None), ["because <u>"], tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     for word in ("script", "b", "i", "u"):
         assert f"&lt;{word}&gt;" in page

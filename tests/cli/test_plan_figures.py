@@ -11,29 +11,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lamina.cli.explain.figures import (
-    kept,
+from lamina.cli.explain import epsilon_text
+from lamina.cli.layer_figures import (
+    kept_norm,
+    layer_bars,
     layer_figures,
     signal_to_noise,
+    text_bar,
     total_noise,
     whole_signal_to_noise,
 )
-from lamina.cli.explain.layers import bar, layer_bars
-from lamina.cli.explain.words import figure
-from lamina.plan import Clipping, PlannedClass, PlannedLayer, StepPlan
-from lamina.sensitivity import Measure
+from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
+from lamina.sensitivity.measure import Measure
 
 SIZES = (400, 900, 2500)
 positive = st.floats(0.05, 20.0)
 
 
-def planned(
-    clip: tuple[float, ...], noise: tuple[float, ...], form: Clipping, /, **changes: object
-) -> StepPlan:
+def planned(clip: tuple[float, ...], noise: tuple[float, ...], form: Clipping, /, **changes: object) -> StepPlan:
     base: dict[str, object] = {
         "layers": tuple(
-            PlannedLayer(name=f"l{i}", depth=i / 2, parameters=(f"l{i}.w",), size=d)
-            for i, d in enumerate(SIZES)
+            PlannedLayer(name=f"l{i}", depth=i / 2, parameters=(f"l{i}.w",), size=d) for i, d in enumerate(SIZES)
         ),
         "classes": (PlannedClass(name="a", population=1000, sampling_rate=0.05, delta=1e-5),),
         "clip": (clip,),
@@ -64,13 +62,10 @@ def clipped(plan: StepPlan, k: int, gradient: list[NDArray[np.float64]]) -> list
     """One contribution as the step clips it, by the definition in StepPlan."""
     if plan.clipping is Clipping.BOX:
         return [
-            g * min(1.0, c / np.linalg.norm(g)) if c else 0 * g
-            for g, c in zip(gradient, plan.clip[k], strict=True)
+            g * min(1.0, c / np.linalg.norm(g)) if c else 0 * g for g, c in zip(gradient, plan.clip[k], strict=True)
         ]
     reached = [g if c else 0 * g for g, c in zip(gradient, plan.clip[k], strict=True)]
-    length = math.sqrt(
-        sum(float(g @ g) / s**2 for g, s, c in zip(reached, plan.noise, plan.clip[k], strict=True) if c)
-    )
+    length = math.sqrt(sum(float(g @ g) / s**2 for g, s, c in zip(reached, plan.noise, plan.clip[k], strict=True) if c))
     return [g * min(1.0, 1 / plan.sigma(k) / length) for g in reached]
 
 
@@ -82,9 +77,7 @@ def step(plan: StepPlan, norms: tuple[float, ...], k: int = 0) -> tuple[list[flo
     entry = plan.classes[k]
     b = entry.sampling_rate * (entry.population or 0)
     signal = [float(np.linalg.norm(b * g)) for g in clipped(plan, k, gradient)]
-    drawn = [
-        rng.normal(0.0, s, size=(60, layer.size)) for s, layer in zip(plan.noise, plan.layers, strict=True)
-    ]
+    drawn = [rng.normal(0.0, s, size=(60, layer.size)) for s, layer in zip(plan.noise, plan.layers, strict=True)]
     return signal, [float(np.sqrt(np.square(z).sum(1).mean())) for z in drawn]
 
 
@@ -99,7 +92,7 @@ def test_signal_to_noise_is_that_of_an_aligned_step(
     assert found == pytest.approx([up / down for up, down in zip(signal, noise, strict=True)], rel=0.02)
     whole = whole_signal_to_noise(plan, measured(norms))
     assert whole == pytest.approx(math.hypot(*signal) / math.hypot(*noise), rel=0.02)
-    (part,) = kept(plan, measured(norms))
+    (part,) = kept_norm(plan, measured(norms))
     assert part == pytest.approx(math.hypot(*signal) / 50 / math.hypot(*norms), rel=1e-9)
 
 
@@ -125,7 +118,7 @@ def test_classes_add_up_and_what_they_do_not_reach_is_not_counted() -> None:
     assert first == pytest.approx((a[0] + 5 * 3.0) / noise[0], rel=0.02)
     assert second == pytest.approx((a[1] + b[1] + 5 * 4.0) / noise[1], rel=0.02)
     assert third is None  # no noise, nothing to compare with
-    assert kept(plan, measured(norms))[2] is None
+    assert kept_norm(plan, measured(norms))[2] is None
     assert signal_to_noise(plan, None)[0] == pytest.approx(50 * 1.0 / noise[0], rel=0.02)
 
 
@@ -149,14 +142,14 @@ def test_noise_counts_as_the_optimiser_sees_it() -> None:
 
 @given(st.floats(1e-6, 1e300))
 def test_a_printed_epsilon_is_never_smaller(epsilon: float) -> None:
-    shown = float(figure(epsilon))
+    shown = float(epsilon_text(epsilon))
     assert shown >= epsilon * (1 - 1e-12)
     assert shown <= epsilon * 1.002 + 1e-4
 
 
 @given(st.floats(0, 100), st.floats(0.001, 100))
 def test_bars_are_as_long_as_their_figures(value: float, most: float) -> None:
-    drawn = bar(value, most, 10)
+    drawn = text_bar(value, most, 10)
     eighths = sum("▏▎▍▌▋▊▉█".index(sign) + 1 for sign in drawn)
     assert eighths == (max(1, round(80 * min(1.0, value / most))) if value > 0 else 0)
 

@@ -45,11 +45,7 @@ def test_a_raw_plan_says_what_its_figures_are(project: Project) -> None:
 
 @pytest.mark.parametrize(
     "noise",
-    [
-        RAW,
-        '\n[noise]\ninjection = "per_microbatch"\nbins = 3\n',
-        '\n[noise]\ninjection = "per_sample"\nslots = 9\n',
-    ],
+    [RAW, '\n[noise]\ninjection = "per_microbatch"\nbins = 3\n', '\n[noise]\ninjection = "per_sample"\nslots = 9\n'],
 )
 def test_every_form_trains(project: Project, noise: str) -> None:
     policy(project, noise)

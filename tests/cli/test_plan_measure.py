@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lamina.cli import named
-from lamina.cli.measuring import labels, shape_of
-from lamina.sensitivity import Measure
+from lamina.cli import by_name
+from lamina.cli.plan import parse_shape, random_labels
+from lamina.sensitivity.measure import Measure
 from refusals import raises_code
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ def ask(project: Project, model: str, *words: str) -> tuple[int, str, str]:
 
 def test_a_measure_is_made_kept_and_read_again(asked: Project) -> None:
     words = ("--allocate", "lsab", "--json")
-    code, out, err = ask(
-        asked, "auto", "--proxy", "gaussian", "--input", "6", "--save-measure", "m.json", *words
-    )
+    code, out, err = ask(asked, "auto", "--proxy", "gaussian", "--input", "6", "--save-measure", "m.json", *words)
     assert code == 0, err
     assert "measuring 2 layers" in err
     made = json.loads(out)
@@ -72,16 +70,7 @@ def test_measuring_twice_gives_the_same_and_another_seed_another(asked: Project)
     found = {}
     for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
         code, _, err = ask(
-            asked,
-            "auto",
-            "--proxy",
-            "gaussian",
-            "--input",
-            "6",
-            "--seed",
-            seed,
-            "--save-measure",
-            f"{name}.json",
+            asked, "auto", "--proxy", "gaussian", "--input", "6", "--seed", seed, "--save-measure", f"{name}.json"
         )
         assert code == 0, err
         found[name] = Measure.load(f"{name}.json")
@@ -93,9 +82,7 @@ def test_the_seed_decides_the_weights(asked: Project) -> None:
     """On the same public inputs the typical norms depend on nothing but the weights."""
     norms = []
     for seed in ("3", "4"):
-        code, out, err = ask(
-            asked, "auto", "--proxy", f"public:{asked.module}:data", "--seed", seed, "--json"
-        )
+        code, out, err = ask(asked, "auto", "--proxy", f"public:{asked.module}:data", "--seed", seed, "--json")
         assert code == 0, err
         norms.append([layer["norm"] for layer in json.loads(out)["layers"]])
     assert norms[0] != norms[1]
@@ -171,34 +158,27 @@ def test_combinations_that_mean_nothing_are_misuse(asked: Project, words: tuple[
 def test_a_measure_of_another_model_is_refused(asked: Project) -> None:
     row = (1.0, 1.0, 1.0)
     Measure(
-        proxy="gaussian",
-        layers=("0", "2", "4"),
-        tight=row,
-        worst=row,
-        printed=row,
-        harm=row,
-        norms=row,
-        fisher=row,
+        proxy="gaussian", layers=("0", "2", "4"), tight=row, worst=row, printed=row, harm=row, norms=row, fisher=row
     ).save("m.json")
     code, _, err = ask(asked, "auto", "--measure", "m.json")
     assert code == 1
     assert "the measure has 3 layers and the stack 2" in err
 
 
-@pytest.mark.parametrize("name", named.BUILT_IN)
+@pytest.mark.parametrize("name", by_name.BUILT_IN_MODELS)
 def test_built_in_models_know_their_input(name: str) -> None:
-    shape = shape_of(None, name)
+    shape = parse_shape(None, name)
     with torch.no_grad():
-        assert named.model(name).eval()(torch.zeros(1, *shape)).shape == (1, *shape)
-    assert shape_of("3,4", name) == shape_of("3x4", name) == (3, 4)
+        assert by_name.make_model(name).eval()(torch.zeros(1, *shape)).shape == (1, *shape)
+    assert parse_shape("3,4", name) == parse_shape("3x4", name) == (3, 4)
 
 
 def test_labels_fit_the_loss() -> None:
     generator, x = torch.Generator().manual_seed(0), torch.zeros(50, 4)
-    numbers = labels("cross_entropy", torch.zeros(2, 3, 7), x, generator)
+    numbers = random_labels("cross_entropy", torch.zeros(2, 3, 7), x, generator)
     assert (numbers.shape, set(numbers.flatten().tolist())) == ((50, 7), {0, 1, 2})
-    assert set(labels("bce", torch.zeros(2, 5), x, generator).flatten().tolist()) == {0.0, 1.0}
-    assert labels("mse", torch.zeros(2, 4), x, generator) is x  # an autoencoder
-    assert labels("huber", torch.zeros(2, 3), x, generator).shape == (50, 3)
+    assert set(random_labels("bce", torch.zeros(2, 5), x, generator).flatten().tolist()) == {0.0, 1.0}
+    assert random_labels("mse", torch.zeros(2, 4), x, generator) is x  # an autoencoder
+    assert random_labels("huber", torch.zeros(2, 3), x, generator).shape == (50, 3)
     with raises_code("cli.model-gives-number"):
-        labels("cross_entropy", torch.zeros(2), x, generator)
+        random_labels("cross_entropy", torch.zeros(2), x, generator)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lamina.cli.notes import NOT_SIGNED
+from lamina.cli.explain import NOT_SIGNED
 from lamina.cli.run_file import RunFile
 from lamina.errors import LaminaError
-from lamina.sensitivity import Measure
+from lamina.sensitivity.measure import Measure
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -19,18 +19,15 @@ if TYPE_CHECKING:
 def saved(project: Project, *, layers: tuple[str, ...] = ("0", "2")) -> None:
     n = len(layers)
     row = tuple(0.1 * (i + 1) for i in range(n))
-    Measure(
-        proxy="gaussian", layers=layers, tight=row, worst=row, printed=row, harm=row, norms=row, fisher=row
-    ).save(project.folder / "measure.json")
+    Measure(proxy="gaussian", layers=layers, tight=row, worst=row, printed=row, harm=row, norms=row, fisher=row).save(
+        project.folder / "measure.json"
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (
-            'allocate = "ladp"',
-            "rule: Shares follow the energy of the noised gradient: looked at every 10 steps",
-        ),
+        ('allocate = "ladp"', "rule: Shares follow the energy of the noised gradient: looked at every 10 steps"),
         ('allocate = { name = "ladp", every = 2 }', "looked at every 2 steps"),
         ('allocate = "quantile"', "rule: Thresholds follow the 0.5 quantile"),
         (
@@ -100,9 +97,7 @@ def test_rho_is_a_budget_too(project: Project) -> None:
     assert "epsilon is 2.0 and rho is 0.05" in err
 
 
-LEAST = (
-    'policy="p"\nmodel="a:b"\nloss="mse"\noptimizer="sgd"\nbatch=8\nsteps=10\ndata={ kind="npz", path="d" }\n'
-)
+LEAST = 'policy="p"\nmodel="a:b"\nloss="mse"\noptimizer="sgd"\nbatch=8\nsteps=10\ndata={ kind="npz", path="d" }\n'
 
 
 @pytest.mark.parametrize(
@@ -130,8 +125,7 @@ def test_a_wrong_allocation_is_told(line: str, words: str) -> None:
 
 def test_an_allocation_with_options_is_the_policy_with_them() -> None:
     run = RunFile.parse(
-        LEAST
-        + '[allocate]\nname = "ladp"\nsensitive = { top = 0.5 }\nthresholds = [1, 3]\nclipping = "joint"'
+        LEAST + '[allocate]\nname = "ladp"\nsensitive = { top = 0.5 }\nthresholds = [1, 3]\nclipping = "joint"'
     )
     policy = run.allocate.policy
     assert (policy.thresholds, policy.clipping.value) == ((1.0, 3.0), "joint")  # type: ignore[attr-defined]

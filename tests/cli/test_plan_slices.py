@@ -21,7 +21,7 @@ epsilon = 4.0
 profile = {profile}
 """
 MODULE = """
-from lamina.models.transformer import TransformerAutoencoder
+from lamina.models.autoencoders import TransformerAutoencoder
 
 def build():
     return TransformerAutoencoder(3, 4, width=8, layers=2, heads=4, hidden=5, code=2)
@@ -47,9 +47,7 @@ def test_slices_are_shown(project: Project) -> None:
 
 
 def test_json_has_slices_and_counts_what_is_reached(project: Project) -> None:
-    code, printed, complaint = plan(
-        project, '{ layers = ["decoder.*"], heads = [0, 2] }', "--json", "--compare"
-    )
+    code, printed, complaint = plan(project, '{ layers = ["decoder.*"], heads = [0, 2] }', "--json", "--compare")
     assert code == 0, complaint
     found: dict[str, Any] = json.loads(printed)
     assert found["classes"]["sensitive"]["profile"] == "layers decoder.*, heads 0, 2"
@@ -72,9 +70,7 @@ def test_weights_need_a_box(project: Project) -> None:
     code, _, complaint = plan(project, profile)
     assert code == 1
     assert "joint clipping" in complaint and "--clipping box" in complaint
-    code, printed, complaint = plan(
-        project, profile, "--clipping", "box", "--json", "--among", "uniform,pareto"
-    )
+    code, printed, complaint = plan(project, profile, "--clipping", "box", "--json", "--among", "uniform,pareto")
     assert code == 0, complaint
     assert all(row["ran"] for row in json.loads(printed)["compare"])
 

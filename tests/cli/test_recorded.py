@@ -24,9 +24,7 @@ def clinic(project: Project) -> Project:
     for i in range(PEOPLE):
         x = generator.normal(size=(2, 4)).astype("f4")
         (project.folder / "people" / f"p{i:02d}").mkdir(parents=True)
-        np.savez(
-            project.folder / "people" / f"p{i:02d}" / "payload.npz", x=x, y=(x[:, 0] > 0).astype("int64")
-        )
+        np.savez(project.folder / "people" / f"p{i:02d}" / "payload.npz", x=x, y=(x[:, 0] > 0).astype("int64"))
     key, ring = str(project.folder / "ward.key"), str(project.folder / "keys.json")
     policy, people = str(project.folder / "policy.toml"), str(project.folder / "people")
     ask(project, "keys", "new", key, "--no-passphrase")
@@ -95,9 +93,7 @@ def test_a_ledger_in_a_database(clinic: Project, server: postgres.Server) -> Non
     assert ask(clinic, "ledger", "verify", database)["size"] == found["size"]
     spent = ask(clinic, "spend", database)["origins"]["test"]["clinical"]
     assert spent["epsilon"] == pytest.approx(first["classes"]["clinical"]["total"])
-    assert (
-        not list((clinic.folder / "runs").glob("*.db")) and not (Path(first["folder"]) / "ledger.db").exists()
-    )
+    assert not list((clinic.folder / "runs").glob("*.db")) and not (Path(first["folder"]) / "ledger.db").exists()
 
 
 def test_a_ledger_of_another_corpus_is_refused_before_anybody_is_entered(clinic: Project) -> None:

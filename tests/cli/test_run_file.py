@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lamina.cli.run_file import Admit, Data, Evaluate, Model, RunFile, Tool
+from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, ModelTable, NamedTable, RunFile
 from lamina.errors import LaminaError
 from refusals import raises_code
 
@@ -47,7 +47,7 @@ def refused(top: str = "", data: str = "", **changes: Any) -> LaminaError:
 
 def test_the_least_is_enough() -> None:
     run = parse()
-    assert run.model == Model(factory="nets:build")
+    assert run.model == ModelTable(factory="nets:build")
     assert run.optimizer.name == "sgd"
     assert run.optimizer.arguments == {}
     assert (run.allocate.name, run.microbatches, run.hardened, run.output) == ("pareto", 1, False, None)
@@ -142,10 +142,7 @@ def test_what_is_wrong_is_named_with_its_value_and_bound(line: str, words: str) 
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (
-            'kind = "parquet"',
-            "data.kind is 'parquet', is not available; accepted: 'npz', 'csv', 'folder' or 'factory'",
-        ),
+        ('kind = "parquet"', "data.kind is 'parquet', is not available; accepted: 'npz', 'csv', 'folder' or 'factory'"),
         ('kind = "factory"\nfactory = "a:b"', 'kind = "factory" takes no path: return lamina.Corpus'),
         ('kind = "factory"', 'kind = "factory" needs factory'),
         ('kind = "csv"\nargs = { a = 1 }', 'kind = "csv" takes no args'),
@@ -184,12 +181,14 @@ def test_what_is_kept_of_a_file_has_no_password() -> None:
     assert "ledger" not in parse().asked()
 
 
-@given(
-    st.sampled_from(["", "data", "evaluate", "model"]),
-    st.from_regex(r"[a-z]{1,12}", fullmatch=True),
-)
+@given(st.sampled_from(["", "data", "evaluate", "model"]), st.from_regex(r"[a-z]{1,12}", fullmatch=True))
 def test_no_unknown_key_passes(table: str, key: str) -> None:
-    schema: dict[str, type[BaseModel]] = {"": RunFile, "data": Data, "evaluate": Evaluate, "model": Model}
+    schema: dict[str, type[BaseModel]] = {
+        "": RunFile,
+        "data": DataTable,
+        "evaluate": EvaluateTable,
+        "model": ModelTable,
+    }
     known = {field.alias or name for name, field in schema[table].model_fields.items()}
     if key in known | {"cls", "book"}:
         return
@@ -228,11 +227,11 @@ def test_the_template_is_a_run_file() -> None:
 
 def test_the_template_shows_every_key() -> None:
     text = RunFile.template_text()
-    for schema in (RunFile, Data, Admit, Evaluate, Model):
+    for schema in (RunFile, DataTable, AdmitTable, EvaluateTable, ModelTable):
         for name, entry in schema.model_fields.items():
             key = entry.alias or name
             assert re.search(rf"\b{key} = |\[{key}\]", text), f"{schema.__name__}.{key}"
-    assert set(Tool.model_fields) == {"name"}
+    assert set(NamedTable.model_fields) == {"name"}
 
 
 def shown() -> list[tuple[str, str]]:

@@ -14,14 +14,16 @@ import pytest
 from torch import nn
 
 import lamina
-from lamina.account import Event, accountant, epsilon_of_multiplier
-from lamina.cli import main
-from lamina.ledger.check import verify
-from lamina.ledger.opening import Contract, open_or_create
-from lamina.plan import LayerStack, Policy
-from lamina.train.book import Book, charges
-from lamina.train.book.charge import Charge
-from lamina.train.book.held import Begun
+from lamina.account.accountants import epsilon_of_noise_multiplier, find_accountant
+from lamina.account.schedule import Event
+from lamina.cli.app import main
+from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.ledger.verify.verifier import verify
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.spend.charge import Charge, plan_charges
+from lamina.spend.reservation import OpenAttempt
+from lamina.spend.spend_ledger import SpendLedger
 
 FIRST, SECOND = "3f9c21aa" * 4, "3f9c0000" * 4
 CLINICAL = Charge(cls="clinical", sigma=1.5, q=0.01, steps=1_000, delta=1e-5, accountant="pld")
@@ -44,14 +46,14 @@ def run(*arguments: object) -> int:
 
 
 def epsilon(charge: Charge, steps: int) -> float:
-    return accountant(charge.accountant).epsilon(
+    return find_accountant(charge.accountant).epsilon(
         [Event(sigma=charge.sigma, q=charge.q, steps=steps)], charge.delta
     )
 
 
-def made(path: Path, origin: str, policy: str = POLICY) -> Book:
-    contract = Contract.of_policy(Policy.parse(policy.format(origin=origin)))
-    return Book(open_or_create(path, contract))
+def made(path: Path, origin: str, policy: str = POLICY) -> SpendLedger:
+    contract = CorpusTerms.of_policy(Policy.parse(policy.format(origin=origin)))
+    return SpendLedger(open_or_create(path, contract))
 
 
 @pytest.fixture
@@ -87,9 +89,7 @@ def tree(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def contents(folder: Path) -> dict[str, bytes]:
     """What the ledgers hold; a reader may leave an empty log and an index of it beside them."""
     return {
-        path.name: path.read_bytes()
-        for path in folder.iterdir()
-        if path.suffix != ".db-shm" and path.stat().st_size
+        path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".db-shm" and path.stat().st_size
     }
 
 
@@ -104,14 +104,7 @@ def test_the_keys_of_the_contract(folder: Path, capsys: pytest.CaptureFixture[st
     assert clinical["committed"] == epsilon(CLINICAL, 1_000)
     assert sensitive["epsilon"] == epsilon(SENSITIVE, 200)
     (mine,) = clinical["runs"]
-    expected = {
-        "run": FIRST,
-        "label": "first [red]",
-        "steps": 200,
-        "redone": 100,
-        "reserved": 800,
-        "finished": False,
-    }
+    expected = {"run": FIRST, "label": "first [red]", "steps": 200, "redone": 100, "reserved": 800, "finished": False}
     assert expected.items() <= mine.items()
     waiting = found["origins"]["registry"]["clinical"]
     assert (waiting["epsilon"], waiting["committed"]) == (0.0, epsilon(CLINICAL, 1_000))
@@ -196,7 +189,7 @@ def test_what_remains_of_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert Fraction(clinical["remaining"]) <= Fraction(5.0) - Fraction(clinical["committed"])
     assert clinical["remaining"] == pytest.approx(5.0 - clinical["committed"], rel=1e-12)
     row = clinical["bounds"][signed.cls]
-    assert 0 < row["bound"] < epsilon_of_multiplier(2.25, 1e-5) + 1e-9
+    assert 0 < row["bound"] < epsilon_of_noise_multiplier(2.25, 1e-5) + 1e-9
     assert row["remaining"] == pytest.approx(row["bound"] - epsilon(signed, 1_000), rel=1e-9)
     assert run(tmp_path) == 0
     lines = {line.split("  ")[1]: line.split() for line in capsys.readouterr().out.splitlines()[2:5]}
@@ -204,9 +197,7 @@ def test_what_remains_of_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert 0 < 5.0 - epsilon(CLINICAL, 1_000) - float(lines["clinical"][4]) < 1e-4
 
 
-def test_a_bound_that_no_run_asked_for_is_the_ledgers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bound_that_no_run_asked_for_is_the_ledgers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     book = made(tmp_path / "x.ledger.db", "x", BOUNDED)
     book.reserve(FIRST, charges=[CLINICAL], bounds={})
     book.ledger.close()
@@ -267,8 +258,8 @@ def test_several_deltas_are_several_lines(path: Path, capsys: pytest.CaptureFixt
     together = [Event(sigma=1.5, q=0.01, steps=200), Event(sigma=2.0, q=0.01, steps=5)]
     lines = {(each["delta"], each["accountant"]): each["epsilon"] for each in (clinical, *clinical["also"])}
     assert lines == {
-        (1e-7, "rdp"): accountant("rdp").epsilon(together, 1e-7),
-        (1e-5, "pld"): accountant("pld").epsilon(together, 1e-5),
+        (1e-7, "rdp"): find_accountant("rdp").epsilon(together, 1e-7),
+        (1e-5, "pld"): find_accountant("pld").epsilon(together, 1e-5),
     }
     assert run(path) == 0
     text = capsys.readouterr().out
@@ -305,24 +296,20 @@ def test_a_lost_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[st
     stack = LayerStack.from_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     plan = lamina.make_plan(stack, Policy.parse(policy), batch=50, steps=10)
     path = tmp_path / "ward.ledger.db"
-    with open_or_create(path, Contract.of_policy(Policy.parse(policy))) as ledger:
-        book = Book(ledger)
-        book.reserve(FIRST, charges=charges(plan, 0, 10), bounds={}, label="gone", plan=plan)
-        begun = Begun(0, 5, ledger.size)
+    with open_or_create(path, CorpusTerms.of_policy(Policy.parse(policy))) as ledger:
+        book = SpendLedger(ledger)
+        book.reserve(FIRST, charges=plan_charges(plan, 0, 10), bounds={}, label="gone", plan=plan)
+        begun = OpenAttempt(0, 5, ledger.size)
         key: dict[str, Any] = {"segment": 0, "generation": 0, "nonce": bytes(16), "begun": begun}
-        assert book.charge(FIRST, **key, charges=charges(plan, 0, 5), bounds={}, plan=plan.digest())
+        assert book.charge(FIRST, **key, charges=plan_charges(plan, 0, 5), bounds={}, plan=plan.digest())
     assert run(path, "--release", "gone", "--lost") == 0
-    assert "What it had begun (1 attempt) is recorded as given up." in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "What it had begun (1 attempt) is recorded as given up." in " ".join(capsys.readouterr().out.split())
     assert verify(path).problem is None
     assert run(path, "--release", "gone", "--lost", "--json") == 0
     assert tree(capsys)["recorded"] == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("nobody", "no run 'nobody'"), ("", "no run ''"), ("3f9c", "2 runs")]
-)
+@pytest.mark.parametrize(("name", "words"), [("nobody", "no run 'nobody'"), ("", "no run ''"), ("3f9c", "2 runs")])
 def test_a_run_that_is_not_known_or_not_clear_is_refused(
     folder: Path, name: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -389,9 +376,7 @@ def test_a_password_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_torch_is_not_needed(folder: Path) -> None:
     script = (
-        "import sys; from lamina.cli import main\n"
-        "try: main(sys.argv[1:])\n"
-        "finally: assert 'torch' not in sys.modules"
+        "import sys; from lamina.cli import main\ntry: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules"
     )
     command = [sys.executable, "-c", script, "spend", str(folder), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

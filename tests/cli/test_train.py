@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lamina.admit.key import PrivateKey
-from lamina.cli import main
-from lamina.cli.notes import NOT_SIGNED
-from lamina.ledger.ledger import Ledger
-from lamina.plan import Policy
-from lamina.train import Trainer
-from lamina.train.book import Book
+from lamina.admit.keys import PrivateKey
+from lamina.cli.app import main
+from lamina.cli.explain import NOT_SIGNED
+from lamina.ledger.writer import Ledger
+from lamina.plan.policy import Policy
+from lamina.spend.spend_ledger import SpendLedger
+from lamina.train.trainer import Trainer
 from refusals import raises_code
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def test_json_has_the_keys_of_the_contract(project: Project) -> None:
     assert set(weights(found)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert found["ledger"] == str(project.folder / "runs" / "test.ledger.db")
     with Ledger.open(found["ledger"]) as ledger:
-        assert Book(ledger).total("clinical", delta=1e-5).spent == pytest.approx(figures["total"])
+        assert SpendLedger(ledger).total("clinical", delta=1e-5).spent == pytest.approx(figures["total"])
 
 
 def test_the_ledger_says_what_the_run_did_and_verifies(project: Project) -> None:
@@ -211,20 +211,13 @@ profile = { top = 0.5 }
     )
     held = dict(np.load(project.folder / "data.npz"))
     np.savez(project.folder / "data.npz", **held, kind=np.repeat(["volunteers", "sensitive"], 50))
-    run = project.run.replace("epsilon = 2.0", "").replace(
-        'unit = "patient"', 'unit = "patient"\nclass = "kind"'
-    )
+    run = project.run.replace("epsilon = 2.0", "").replace('unit = "patient"', 'unit = "patient"\nclass = "kind"')
     code, out, err = project.train(run=run)
     assert code == 0, err
     rows = [line.split() for line in out.splitlines()]
     assert ["volunteers", "contribution", "0", "public", "public", "6"] in rows
     found = project.train_json(run=run)
-    assert found["classes"]["volunteers"] == {
-        "epsilon": 0.0,
-        "total": 0.0,
-        "delta": 0.0,
-        "unit": "contribution",
-    }
+    assert found["classes"]["volunteers"] == {"epsilon": 0.0, "total": 0.0, "delta": 0.0, "unit": "contribution"}
     assert 5.5 < found["classes"]["sensitive"]["total"] <= 6.0
 
 
@@ -238,9 +231,7 @@ profile = { top = 0.5 }
          "unit=list(range(25)) * 2, policy=policy)\n", ""),
     ],
 )  # fmt: skip
-def test_data_from_a_factory(
-    project: Project, again: Callable[[str], None], function: str, data: str
-) -> None:
+def test_data_from_a_factory(project: Project, again: Callable[[str], None], function: str, data: str) -> None:
     again((project.folder / f"{project.module}.py").read_text() + function)
     head = project.run.partition("[data]")[0]
     run = f'{head}[data]\nkind = "factory"\nfactory = "{project.module}:data"\n{data}'
@@ -368,9 +359,7 @@ def test_plan_only_spends_and_writes_nothing(project: Project) -> None:
 def test_plan_only_says_that_the_ledger_would_refuse(project: Project) -> None:
     """Two runs of ε = 4 do not fit into a bound of 6; the second would be refused, and is told so."""
     project.train_json(run=project.run.replace("epsilon = 2.0", "epsilon = 4.0"))
-    code, out, _ = project.train(
-        "--plan-only", "--fresh", run=project.run.replace("epsilon = 2.0", "epsilon = 5.5")
-    )
+    code, out, _ = project.train("--plan-only", "--fresh", run=project.run.replace("epsilon = 2.0", "epsilon = 5.5"))
     assert code == 1
     assert "would be refused: there is no room in the ledger for class 'clinical'" in out
     code, _, err = project.train("--fresh", run=project.run.replace("epsilon = 2.0", "epsilon = 5.5"))
@@ -421,9 +410,7 @@ def test_plan_only_rehearses(project: Project) -> None:
         (":build", ":bild", "did you mean 'build'"),
     ],
 )
-def test_refusals_name_the_thing_and_leave_nothing_behind(
-    project: Project, old: str, new: str, words: str
-) -> None:
+def test_refusals_name_the_thing_and_leave_nothing_behind(project: Project, old: str, new: str, words: str) -> None:
     assert old in project.run
     code, out, err = project.train("--json", run=project.run.replace(old, new))
     assert code == 1
@@ -528,7 +515,7 @@ def test_debug_on_a_terminal_shows_the_text(
 ) -> None:
     run = late(project, again, "raise ValueError(f'hidden {len(y)} hidden')")
     path = project.write("first.toml", run)
-    monkeypatch.setattr("lamina.cli.app._is_terminal", lambda: True)
+    monkeypatch.setattr("lamina.cli.app._stderr_is_terminal", lambda: True)
     with raises_code("train.text-withheld-because") as caught:
         main(["train", str(path), "--debug"])
     assert "hidden" in str(caught.value.__cause__)
@@ -570,12 +557,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def test_inside_reaches_the_trainer(
-    project: Project, seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inside_reaches_the_trainer(project: Project, seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     project.train()
     assert seen["inside"] is False
-    monkeypatch.setattr("lamina.cli.train._is_terminal", lambda: True)
+    monkeypatch.setattr("lamina.cli.train._stderr_is_terminal", lambda: True)
     project.train("--inside")
     assert seen["inside"] is True
 
@@ -635,9 +620,7 @@ def test_threads(project: Project) -> None:
     assert project.train("--threads", "0")[0] == 2
 
 
-def test_paths_are_relative_to_the_file(
-    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_paths_are_relative_to_the_file(project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     assert project.train_json()["folder"] == str(project.folder / "runs" / "first")

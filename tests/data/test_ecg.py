@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lamina.data import CLASSES, LEADS, ECGSimulator, Recordings
-from lamina.data.ecg import BEFORE
-from lamina.data.leads import twelve
-from lamina.data.morphology import MORPHOLOGIES
-from lamina.data.patient import RESTING, Patient
+from lamina.data.ecg_simulator import CLASSES, PULSE_LIMITS, SECONDS_BEFORE_R, ECGSimulator, Patient, Recordings
+from lamina.data.heart_model import LEADS, MORPHOLOGIES, twelve_leads
 from lamina.errors import LaminaError
 from refusals import raises_code
 
@@ -29,15 +26,10 @@ def textbook() -> dict[str, np.ndarray]:
     found = {}
     for name, morphology in MORPHOLOGIES.items():
         patient = Patient(
-            morphology=morphology,
-            pulse=72.0,
-            spread=1.0,
-            rhythm=0,
-            turn=np.eye(3),
-            electrodes=np.ones((8, 1)),
+            morphology=morphology, pulse=72.0, spread=1.0, rhythm=0, turn=np.eye(3), electrodes=np.ones((8, 1))
         )
         dipole, (start,) = ECGSimulator(windows=1)._beats(patient)
-        found[name] = twelve(patient.leads(dipole))[None, :, start : start + 96]
+        found[name] = twelve_leads(patient.leads(dipole))[None, :, start : start + 96]
     return found
 
 
@@ -77,7 +69,7 @@ def test_limb_leads_obey_einthoven_and_goldberger(mixed: Recordings) -> None:
 def test_windows_are_cut_round_r_waves(mixed: Recordings) -> None:
     """The strongest moment of a window lies where the R wave belongs."""
     power = np.square(mixed.x).sum(axis=1)
-    assert np.abs(power.argmax(axis=1) - round(100 * BEFORE)).max() <= 5  # 50 ms
+    assert np.abs(power.argmax(axis=1) - round(100 * SECONDS_BEFORE_R)).max() <= 5  # 50 ms
 
 
 def test_amplitudes_are_of_the_size_of_a_heart(mixed: Recordings) -> None:
@@ -87,7 +79,7 @@ def test_amplitudes_are_of_the_size_of_a_heart(mixed: Recordings) -> None:
 
 def test_classes_differ_where_medicine_says(textbook: dict[str, np.ndarray]) -> None:
     normal = textbook["normal"]
-    peak = round(100 * BEFORE)
+    peak = round(100 * SECONDS_BEFORE_R)
 
     def sokolow(x: np.ndarray) -> float:
         """S in V1 and R in V5 together, millivolt."""
@@ -123,7 +115,7 @@ def test_pulse_is_that_of_sinus_rhythm_and_patients_differ() -> None:
     generator = np.random.default_rng(0)
     drawn = [Patient.drawn(MORPHOLOGIES["normal"], generator) for _ in range(300)]
     pulses = np.array([patient.pulse for patient in drawn])
-    assert RESTING[0] <= pulses.min() <= pulses.max() <= RESTING[1]
+    assert PULSE_LIMITS[0] <= pulses.min() <= pulses.max() <= PULSE_LIMITS[1]
     assert pulses.std() > 5
     for patient in drawn[:20]:  # a rotation and a size
         size = np.cbrt(np.linalg.det(patient.turn))
@@ -131,9 +123,7 @@ def test_pulse_is_that_of_sinus_rhythm_and_patients_differ() -> None:
 
 
 def test_only_the_classes_of_the_mix_occur() -> None:
-    drawn = ECGSimulator(mix={"normal": 3, "block": 1, "infarction": 0}, samples=8, windows=1).draw(
-        patients=24, seed=3
-    )
+    drawn = ECGSimulator(mix={"normal": 3, "block": 1, "infarction": 0}, samples=8, windows=1).draw(patients=24, seed=3)
     counts = np.bincount(drawn.label, minlength=4)
     assert counts[CLASSES.index("normal")] > counts[CLASSES.index("block")] > 0
     assert counts[CLASSES.index("infarction")] == counts[CLASSES.index("hypertrophy")] == 0

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from scipy.signal import find_peaks
 
-from lamina.data import neurokit as module
-from lamina.data.morphology import MORPHOLOGIES, Waves
-from lamina.data.neurokit import component, neurokit
+from lamina.data import heart_model as module
+from lamina.data.heart_model import MORPHOLOGIES, Waves, dipole_component, import_neurokit
 from refusals import raises_code
 
 SETTINGS: dict[str, Any] = {"pulse": 70.0, "spread": 1.0, "beats": 6, "rate": 200, "seed": 3}
@@ -30,8 +29,8 @@ def test_our_parameters_are_the_package_s_own_where_they_agree() -> None:
     """With the waves of ECGSYN's defaults, a component is what ecg_simulate gives by itself, up to scale."""
     a, b = np.array([1.2, -5.0, 30.0, -7.5, 0.75]), np.array([0.25, 0.1, 0.1, 0.1, 0.4])
     default = Waves(height=a * b**2 / (2 * np.pi), angle=np.array([-70.0, -15.0, 0.0, 15.0, 100.0]), width=b)
-    ours = component(default, **SETTINGS)
-    theirs = neurokit().ecg_simulate(
+    ours = dipole_component(default, **SETTINGS)
+    theirs = import_neurokit().ecg_simulate(
         duration=6 * 60 / 70, length=2**30, sampling_rate=200, noise=0, heart_rate=70, random_state=3
     )
     settled = slice(100, None)
@@ -40,19 +39,19 @@ def test_our_parameters_are_the_package_s_own_where_they_agree() -> None:
 
 @pytest.mark.parametrize("height", [0.3, 1.0, 2.5])
 def test_the_r_wave_is_as_high_as_asked(height: float) -> None:
-    signal = component(waves(p=0, q=0, r=height, s=0, t=0), **SETTINGS)[100:]
+    signal = dipole_component(waves(p=0, q=0, r=height, s=0, t=0), **SETTINGS)[100:]
     assert signal.max() == pytest.approx(height, rel=0.12)
     assert abs(np.median(signal)) < 0.02
 
 
 def test_a_wave_may_point_down() -> None:
-    up = component(waves(), **SETTINGS)
-    down = component(waves(-0.1, 0.1, -1.0, 0.1, -0.3), **SETTINGS)
+    up = dipole_component(waves(), **SETTINGS)
+    down = dipole_component(waves(-0.1, 0.1, -1.0, 0.1, -0.3), **SETTINGS)
     assert np.allclose(up, -down, atol=1e-6)
 
 
 def test_beats_come_at_the_pulse_and_together() -> None:
-    one, other = component(waves(), **SETTINGS), component(waves(p=0.3, r=2.0, t=-0.2), **SETTINGS)
+    one, other = (dipole_component(waves(), **SETTINGS), dipole_component(waves(p=0.3, r=2.0, t=-0.2), **SETTINGS))
     assert len(one) == len(other)
     peaks = [find_peaks(signal, height=0.5 * signal.max(), distance=80)[0] for signal in (one, other)]
     assert len(peaks[0]) == len(peaks[1]) >= 6
@@ -61,16 +60,16 @@ def test_beats_come_at_the_pulse_and_together() -> None:
 
 
 def test_another_seed_is_another_rhythm() -> None:
-    one, other = component(waves(), **SETTINGS), component(waves(), **{**SETTINGS, "seed": 4})
+    one, other = dipole_component(waves(), **SETTINGS), dipole_component(waves(), **{**SETTINGS, "seed": 4})
     size = min(len(one), len(other))
     assert not np.allclose(one[:size], other[:size], atol=0.05)
 
 
 @pytest.fixture
 def unloaded() -> Iterator[None]:
-    neurokit.cache_clear()
+    import_neurokit.cache_clear()
     yield
-    neurokit.cache_clear()
+    import_neurokit.cache_clear()
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -80,14 +79,12 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(importlib, "import_module", refuse)
     with raises_code("data.simulated-ecg-needs") as caught:
-        component(waves(), **SETTINGS)
+        dipole_component(waves(), **SETTINGS)
     assert caught.value.remedy == "pip install lamina[demo]"
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_warnings_of_the_package_do_not_leak(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warnings_of_the_package_do_not_leak(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("matplotlib.font_manager")
 
     def noisy(**settings: Any) -> list[float]:
@@ -101,6 +98,6 @@ def test_warnings_of_the_package_do_not_leak(
 
     monkeypatch.setattr(module.importlib, "import_module", loaded)
     before = logging.getLogger("matplotlib").level
-    component(waves(), **SETTINGS)  # warnings are errors in tests
+    dipole_component(waves(), **SETTINGS)  # warnings are errors in tests
     assert not caplog.records
     assert logging.getLogger("matplotlib").level == before

@@ -10,8 +10,8 @@ import transformers
 from oracle import layers_of
 from torch import Tensor, nn
 
-from lamina.models import TransformerAutoencoder
-from lamina.plan.slices import Range, Slice
+from lamina.models.autoencoders import TransformerAutoencoder
+from lamina.plan.selection import Range, Slice
 
 N, T, V = 5, 7, 40
 Made = tuple[nn.Module, Any, Callable[[nn.Module, Any, Any], Tensor], list[Slice]]
@@ -97,11 +97,7 @@ def vit() -> Made:
     model = transformers.ViTForImageClassification(config)
     at = next(n for n, _ in model.named_parameters() if n.endswith(("query.weight", "q_proj.weight")))
     at = at.rpartition(".")[0].rpartition(".")[0]
-    names = (
-        ("query", "key", "value")
-        if hasattr(model.get_submodule(at), "query")
-        else ("q_proj", "k_proj", "v_proj")
-    )
+    names = ("query", "key", "value") if hasattr(model.get_submodule(at), "query") else ("q_proj", "k_proj", "v_proj")
     own = model.get_submodule(at)
     out = f"{at}.o_proj" if hasattr(own, "o_proj") else f"{at.rpartition('.')[0]}.output.dense"
     x = torch.randn(N, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -149,9 +145,7 @@ def mixtral(**options: Any) -> Made:
         **options,
     )  # fmt: skip
     model = transformers.MixtralForCausalLM(config)
-    model.config._experts_implementation = (
-        "eager"  # the oracle works in float64, which grouped products do not know
-    )
+    model.config._experts_implementation = "eager"  # the oracle works in float64, which grouped products do not know
     for name, p in model.named_parameters():  # as they are made, experts hardly matter
         if ".mlp." in name:
             nn.init.normal_(p, std=0.4)

@@ -21,8 +21,8 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from lamina import Batch, Engine, LayerStack, route
-from lamina.plan.slices import Slice
-from lamina.plan.step import Clipping, PlannedClass, PlannedLayer, StepPlan
+from lamina.plan.selection import Slice
+from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 
 FORMS = ("box", "joint")
 RELATIVE = 1e-5
@@ -104,9 +104,7 @@ def plan_of(
 
 
 def wide(tree: Any) -> Any:
-    return pytree.tree_map(
-        lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, tree
-    )
+    return pytree.tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, tree)
 
 
 def rows_of(tree: Any, i: Any) -> Any:
@@ -150,9 +148,7 @@ def example_grads(model: nn.Module, x: Any, y: Any = None, losses: LossOf = loss
 
 def wide_copy(model: nn.Module) -> nn.Module:
     for module in model.modules():
-        if (
-            "weight_g" in module._parameters
-        ):  # the older weight_norm hangs a product there that cannot be copied
+        if "weight_g" in module._parameters:  # the older weight_norm hangs a product there that cannot be copied
             vars(module).pop("weight", None)
     return copy.deepcopy(model).double()
 
@@ -163,9 +159,7 @@ def unit_grads(examples: Grads, batch: Batch) -> Grads:
     for name, grads in examples.items():
         rows = []
         for u in range(len(batch)):
-            mine = [
-                i for i in range(batch.examples) if int(batch.unit[i]) == u and float(batch.weight[i]) > 0
-            ]
+            mine = [i for i in range(batch.examples) if int(batch.unit[i]) == u and float(batch.weight[i]) > 0]
             whole = sum(float(batch.weight[i]) for i in mine)
             total = torch.zeros(grads.shape[1:], dtype=torch.float64)
             for i in mine:
@@ -243,9 +237,7 @@ def _closed(plan: StepPlan, layer: int, name: str) -> bool:
     return reach <= {part.cls for part in plan.slices if part.tensor == name and not part.ranges}
 
 
-def _factors(
-    norms: Sequence[float], k: int, plan: StepPlan, scale: float = 1.0, ceiling: float = inf
-) -> list[float]:
+def _factors(norms: Sequence[float], k: int, plan: StepPlan, scale: float = 1.0, ceiling: float = inf) -> list[float]:
     row = plan.clip[k]
     if plan.classes[k].public:
         scale, ceiling = 1.0, inf
@@ -290,25 +282,17 @@ def difference(
 
 
 def thresholds(
-    grads: Mapping[str, Tensor],
-    plan: StepPlan,
-    spread: Sequence[float] = (1.0,),
-    classes: Sequence[int] | None = None,
+    grads: Mapping[str, Tensor], plan: StepPlan, spread: Sequence[float] = (1.0,), classes: Sequence[int] | None = None
 ) -> StepPlan:
     """The plan with C at the median norm of each layer, so that some contributions are clipped and some are not."""
     middle: list[float | None] = []  # of the contributions that reach the layer with a gradient
     grads = grads if classes is None else masked_by_hand(grads, classes, plan)
     for layer in plan.layers:
-        norms = sum(
-            grads[name].reshape(len(grads[name]), -1).square().sum(1) for name in layer.parameters
-        ).sqrt()
+        norms = sum(grads[name].reshape(len(grads[name]), -1).square().sum(1) for name in layer.parameters).sqrt()
         norms = norms[torch.isfinite(norms) & (norms > 1e-12)]
         middle.append(float(norms.median()) if len(norms) else None)
     clip = [
-        tuple(
-            c if c in (0, inf) else (m or 1e-3) * spread[k % len(spread)]
-            for c, m in zip(row, middle, strict=True)
-        )
+        tuple(c if c in (0, inf) else (m or 1e-3) * spread[k % len(spread)] for c, m in zip(row, middle, strict=True))
         for k, row in enumerate(plan.clip)
     ]
     noise = []

@@ -103,9 +103,7 @@ def test_the_forward_pass_is_the_models_own(training: bool) -> None:
             assert torch.equal(model(IDS), want)
         with torch.inference_mode():
             assert torch.equal(model(IDS), want)
-        assert all(
-            m.training == (training and m is not model.frozen) or m is model.frozen for m in model.modules()
-        )
+        assert all(m.training == (training and m is not model.frozen) or m is model.frozen for m in model.modules())
 
 
 def test_training_in_eval_mode_works() -> None:
@@ -168,8 +166,8 @@ def test_a_copy_of_an_attached_model_is_a_plain_model(way: str, monkeypatch: pyt
         made.zero_grad()
         with Engine(made, plan_of(made, 0.1)) as other:
             other.backward(losses_of(made, IDS, None), Batch(IDS))
-            kinds = [type(m.forward.site).__name__ for m in (made.embed, made.norm, made.head)]
-            assert kinds == ["EmbeddingSite", "NormSite", "LinearSite"]  # rules, as for the original
+            kinds = [type(m.forward.layer_forward).__name__ for m in (made.embed, made.norm, made.head)]
+            assert kinds == ["EmbeddingForward", "NormForward", "LinearForward"]  # rules, as for the original
     assert made.head.weight.grad is not model.head.weight.grad
 
 
@@ -189,10 +187,7 @@ def test_attaching_twice_is_refused() -> None:
 
 def test_a_part_of_an_attached_model_is_refused_too() -> None:
     model = everything()
-    with (
-        Engine(model, plan_of(model, 0.1)),
-        raises_code("engine.module-attached-engine"),
-    ):
+    with Engine(model, plan_of(model, 0.1)), raises_code("engine.module-attached-engine"):
         Engine(model.recur, plan_of(model.recur, 0.1))
 
 

@@ -42,9 +42,7 @@ def test_classes_with_their_own_thresholds_and_bands() -> None:
 def test_whichever_classes_the_batch_holds(present: list[int], constant_time: bool) -> None:
     cls = torch.tensor([present[i % len(present)] for i in range(6)])
     for bands in (BANDS, [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]):
-        agree(
-            mlp(), torch.randn(6, 5), clip=bands, batch={"cls": cls}, engine={"constant_time": constant_time}
-        )
+        agree(mlp(), torch.randn(6, 5), clip=bands, batch={"cls": cls}, engine={"constant_time": constant_time})
 
 
 def test_public_classes_are_not_clipped() -> None:
@@ -82,13 +80,7 @@ def test_layers_of_several_modules_in_a_residual_network() -> None:
 
     model = Net()
     bands = [[1.0] * 4, [0.0, 0.0, 1.0, 1.0]]
-    agree(
-        model,
-        torch.randn(7, 3, 6),
-        group="block",
-        clip=bands,
-        batch={"cls": torch.tensor([0, 1, 0, 1, 1, 0, 0])},
-    )
+    agree(model, torch.randn(7, 3, 6), group="block", clip=bands, batch={"cls": torch.tensor([0, 1, 0, 1, 1, 0, 0])})
 
 
 # ----------------------------------------------------------------------------------- tied and reused tensors
@@ -198,11 +190,7 @@ UNITS: dict[str, dict[str, Any]] = {
 def test_contributions_of_several_examples(kind: str) -> None:
     agree(mlp(), torch.randn(12, 5), batch=UNITS[kind])
     agree(seq(), torch.randint(0, 11, (12, 4)), batch=UNITS[kind])
-    agree(
-        nn.Sequential(nn.Conv1d(3, 4, 3), nn.GroupNorm(2, 4), nn.Tanh()),
-        torch.randn(12, 3, 7),
-        batch=UNITS[kind],
-    )
+    agree(nn.Sequential(nn.Conv1d(3, 4, 3), nn.GroupNorm(2, 4), nn.Tanh()), torch.randn(12, 3, 7), batch=UNITS[kind])
 
 
 @pytest.mark.parametrize("bad", [NAN, inf])
@@ -216,8 +204,7 @@ def test_padding_may_hold_anything(kind: str, bad: float) -> None:
     for form in FORMS:
         with Engine(model, plan_of(model, 0.1, clipping=form)) as engine:
             got = [
-                engine.clipped_sums(losses_of(model, data, None), Batch(data, **UNITS[kind]))
-                for data in (x, spoiled)
+                engine.clipped_sums(losses_of(model, data, None), Batch(data, **UNITS[kind])) for data in (x, spoiled)
             ]
         for name, value in got[0].items():
             assert torch.isfinite(value).all()
@@ -229,9 +216,7 @@ def test_the_size_of_weights_does_not_matter_only_their_ratio() -> None:
     weight = torch.rand(12) + 0.1
     with Engine(model, plan_of(model, 0.05)) as engine:
         sums = [
-            engine.clipped_sums(
-                losses_of(model, x, None), Batch(x, unit=UNITS["ragged"]["unit"], weight=weight * s)
-            )
+            engine.clipped_sums(losses_of(model, x, None), Batch(x, unit=UNITS["ragged"]["unit"], weight=weight * s))
             for s in (1.0, 256.0)
         ]
     for name, value in sums[0].items():
@@ -373,11 +358,7 @@ def test_backward_is_route_with_the_same_noise(form: str, hardened: bool) -> Non
             model.zero_grad()
             engine.backward(losses_of(model, x, None), Batch(x))
             want = route(
-                grads,
-                torch.zeros(6, dtype=torch.long),
-                plan,
-                noise=SeededNoise(5, hardened=hardened),
-                step=step,
+                grads, torch.zeros(6, dtype=torch.long), plan, noise=SeededNoise(5, hardened=hardened), step=step
             )
             for name, p in model.named_parameters():
                 torch.testing.assert_close(p.grad, want[name].float(), rtol=1e-4, atol=1e-5)
@@ -435,9 +416,7 @@ def test_one_bad_example_spoils_its_contribution_only(form: str) -> None:
     x[3, 0] = NAN
     with Engine(model, plan) as engine:
         sums = engine.clipped_sums(losses_of(model, x, None), Batch(x, unit=unit))
-        want = engine.clipped_sums(
-            losses_of(model, clean, None), Batch(clean, unit=torch.tensor([0, 0, 1, 1]))
-        )
+        want = engine.clipped_sums(losses_of(model, clean, None), Batch(clean, unit=torch.tensor([0, 0, 1, 1])))
     for name, value in sums.items():
         torch.testing.assert_close(value, want[name], rtol=1e-6, atol=1e-8)
 
@@ -492,10 +471,7 @@ def test_not_finite_below_its_band_still_counts_in_its_band(form: str, constant_
     [
         ({"x": torch.zeros(3, 2), "y": torch.zeros(4)}, "engine.tensors-first-axes"),
         ({"x": torch.tensor(1.0)}, "engine.tensors-first-axes"),
-        (
-            {"x": torch.zeros(3), "unit": torch.zeros(2, dtype=torch.long)},
-            "engine.dtype-shape-expected",
-        ),
+        ({"x": torch.zeros(3), "unit": torch.zeros(2, dtype=torch.long)}, "engine.dtype-shape-expected"),
         ({"x": torch.zeros(3), "unit": torch.zeros(3)}, "engine.dtype-shape-expected"),
         ({"x": torch.zeros(3), "unit": torch.tensor([0, -1, 1])}, "engine.contains"),
         ({"x": torch.zeros(3), "cls": torch.tensor([0, 1])}, "engine.cls-describes-contributions"),
@@ -507,10 +483,7 @@ def test_not_finite_below_its_band_still_counts_in_its_band(form: str, constant_
         ({"x": torch.zeros(2), "cls": ["a", "b"]}, "engine.not-made-integers"),
         ({"x": [1.0, 2.0]}, "engine.without-tensors"),
         ({"x": torch.zeros(2), "cls": torch.tensor([0, -1])}, "engine.contains"),
-        (
-            {"x": torch.zeros(2), "weight": torch.tensor([1.0, -1.0])},
-            "engine.weight-shape-examples",
-        ),
+        ({"x": torch.zeros(2), "weight": torch.tensor([1.0, -1.0])}, "engine.weight-shape-examples"),
         ({"x": torch.zeros(2), "weight": torch.tensor([1.0, NAN])}, "engine.weight-shape-examples"),
         ({"x": torch.zeros(2), "weight": torch.ones(3)}, "engine.weight-shape-examples"),
     ],

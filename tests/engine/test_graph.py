@@ -23,9 +23,7 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def refused(
-    model: nn.Module, losses: Callable[[nn.Module], Tensor], error: type[Exception], message: str
-) -> None:
+def refused(model: nn.Module, losses: Callable[[nn.Module], Tensor], error: type[Exception], message: str) -> None:
     """The step is refused by name, nothing is charged, nothing is written."""
     before = [p.detach().clone() for p in model.parameters()]
     with Engine(model, plan_of(model)) as engine:
@@ -150,10 +148,7 @@ def test_backward_inside_the_models_forward_is_refused() -> None:
             return y
 
     model = Inner()
-    with (
-        Engine(model, plan_of(model)),
-        raises_code("engine.backward-pass-reached"),
-    ):
+    with Engine(model, plan_of(model)), raises_code("engine.backward-pass-reached"):
         model(X)
     assert model.l.weight.grad is None
 

@@ -33,11 +33,7 @@ def bert() -> tuple[nn.Module, dict[str, Any], str]:
     )  # fmt: skip
     mask = torch.ones(N, T, dtype=torch.long)
     mask[1, 4:] = 0
-    return (
-        transformers.BertForSequenceClassification(config),
-        {"input_ids": ids(), "attention_mask": mask},
-        "logits",
-    )
+    return (transformers.BertForSequenceClassification(config), {"input_ids": ids(), "attention_mask": mask}, "logits")
 
 
 def gpt2() -> tuple[nn.Module, dict[str, Any], str]:

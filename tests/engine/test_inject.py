@@ -14,10 +14,10 @@ from scipy.stats import chi2, ks_2samp, kstest
 from torch import Tensor, nn
 
 from lamina import Batch, Engine, StepPlan, route
-from lamina.engine.noise import NoiseSource, SecureNoise, SeededNoise
-from lamina.engine.normal import grid
-from lamina.engine.open_step import OpenStep
-from lamina.plan import FollowQuantile, Injection, Slice
+from lamina.engine.noise import NoiseSource, SecureNoise, SeededNoise, rounding_grid
+from lamina.engine.step import OpenStep
+from lamina.plan.rules import FollowQuantile, Injection
+from lamina.plan.selection import Slice
 from refusals import raises_code
 
 RISK = 1e-6
@@ -45,15 +45,13 @@ def planned(injection: Injection, **changes: Any) -> StepPlan:
     return replace(made, injection=injection, **changes)
 
 
-def noise_of(
-    made: StepPlan, classes: Sequence[Sequence[int]], source: NoiseSource, step: int = 0
-) -> dict[str, Tensor]:
+def noise_of(made: StepPlan, classes: Sequence[Sequence[int]], source: NoiseSource, step: int = 0) -> dict[str, Tensor]:
     """The noise alone: the parts of a batch have contributions of these classes, whose gradients are all 0."""
     tensors = {name: p.detach() for name, p in net().named_parameters()}
     layer_of = {name: i for i, layer in enumerate(made.layers) for name in layer.parameters}
     opened = OpenStep(made, source, tensors, layer_of, step)
     for part in classes:
-        opened.bring(torch.tensor(part, dtype=torch.long))
+        opened.add_noise_for(torch.tensor(part, dtype=torch.long))
     return {name: t.double() * made.batch for name, t in opened.release().items()}
 
 
@@ -63,9 +61,7 @@ def assert_std(values: Tensor, std: float, risk: float = RISK) -> None:
     assert chi2.ppf(risk / 2, n) <= total <= chi2.isf(risk / 2, n), (math.sqrt(total / n), n)
 
 
-def many(
-    made: StepPlan, classes: Sequence[Sequence[int]], hardened: bool, steps: int = 12
-) -> dict[str, Tensor]:
+def many(made: StepPlan, classes: Sequence[Sequence[int]], hardened: bool, steps: int = 12) -> dict[str, Tensor]:
     source = SeededNoise(11, hardened=hardened)
     every = [noise_of(made, classes, source, step) for step in range(steps)]
     return {name: torch.stack([one[name] for one in every]) for name in every[0]}
@@ -208,7 +204,7 @@ def test_how_a_batch_is_cut_changes_nothing_but_rounding(injection: Injection, h
     for parts in (2, 3, 7, 11):
         cut = taken(made, batch, SeededNoise(4, hardened=hardened), parts)
         for i, layer in enumerate(made.layers):
-            near = grid(made.noise[i]) * 1.001 if hardened else 1e-5
+            near = rounding_grid(made.noise[i]) * 1.001 if hardened else 1e-5
             for name in layer.parameters:
                 assert torch.allclose(whole[name], cut[name], rtol=0, atol=near)
 
@@ -272,14 +268,10 @@ def test_hardened_parts_are_rounded_once_to_the_grid_of_the_whole(injection: Inj
         s = made.noise[0 if name.startswith("0") else 1]
         total = torch.zeros(p.shape, dtype=torch.float64)
         members = [k for k in classes if made.clip[k][0 if name.startswith("0") else 1] > 0]
-        count = (
-            range(injection.parts)
-            if not injection.raw
-            else [i for i, k in enumerate(classes) if k in members]
-        )
+        count = range(injection.parts) if not injection.raw else [i for i, k in enumerate(classes) if k in members]
         for part in count:
             plain.add_many_([total], [s / each], step=0, tensors=[index], part=part)
-        spacing = grid(s)
+        spacing = rounding_grid(s)
         assert torch.equal(torch.round(found[name] / spacing) * spacing, found[name])
         assert float((found[name] - total).abs().max()) <= spacing / 2 * (1 + 1e-9)
 
@@ -316,7 +308,7 @@ def test_counts_are_noised_once_in_every_form(injection: Injection, hardened: bo
     found = []
     for step in range(150):
         opened = OpenStep(made, SeededNoise(9, hardened=hardened), tensors, layer_of, step)
-        opened.bring(torch.tensor([0, 1]))
+        opened.add_noise_for(torch.tensor([0, 1]))
         opened.release()
         assert opened.counts is not None
         found.append(opened.counts)

@@ -10,17 +10,14 @@ from oracle import FORMS, losses_of, plan_of
 from torch import Tensor, nn
 
 from lamina import Batch, Engine
-from lamina.plan.step import StepPlan
+from lamina.plan.step_plan import StepPlan
 
 
 def models() -> dict[str, tuple[nn.Module, Tensor]]:
     return {
         "rows": (nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(1, 5)),
         "sequences": (nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3)), torch.randn(1, 4, 5)),
-        "images": (
-            nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1)),
-            torch.randn(1, 3, 6, 6),
-        ),
+        "images": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1)), torch.randn(1, 3, 6, 6)),
         "tokens": (nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 3)), torch.randint(0, 9, (1, 6))),
         "wide": (nn.Sequential(nn.Linear(700, 700), nn.Tanh(), nn.Linear(700, 3)), torch.randn(1, 3, 700)),
     }
@@ -46,9 +43,7 @@ def test_one_contribution_never_exceeds_its_bound(kind: str, form: str, scale: f
     """The removal of one contribution moves the sums by at most 1/sigma, and a large one reaches 0.999 of it."""
     model, x = models()[kind]
     layers = len(list(plan_of(model).layers))
-    plan = plan_of(
-        model, [0.3 * (i + 1) for i in range(layers)], [0.5 + 0.7 * i for i in range(layers)], clipping=form
-    )
+    plan = plan_of(model, [0.3 * (i + 1) for i in range(layers)], [0.5 + 0.7 * i for i in range(layers)], clipping=form)
     with Engine(model, plan) as engine:
         sums = engine.clipped_sums(losses_of(model, x, None) * scale, Batch(x))
     size, norms = sensitivity(sums, plan)
@@ -85,9 +80,7 @@ def test_joint_never_clips_more_than_the_box_inside_it() -> None:
             plan = plan_of(model, [0.05, 0.1], [0.4, 1.0], clipping=form)
             with Engine(model, plan) as engine:
                 one = x[unit : unit + 1]
-                size[form] = sensitivity(engine.clipped_sums(losses_of(model, one, None), Batch(one)), plan)[
-                    0
-                ]
+                size[form] = sensitivity(engine.clipped_sums(losses_of(model, one, None), Batch(one)), plan)[0]
         assert size["joint"] >= size["box"] * (1 - 1e-5)
 
 
@@ -108,14 +101,15 @@ def test_adding_a_contribution_moves_the_sum_by_its_own_share_only(form: str) ->
 
 def test_a_joint_event_is_not_priced_as_independent_layers() -> None:
     """Six layers under one draw: pricing each as an event of its own, with its own amplification, reads low."""
-    from lamina.account import Event, accountant
+    from lamina.account.accountants import find_accountant
+    from lamina.account.schedule import Event
 
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
     plan = plan_of(model, 1.0, 2.0, rate=0.01, steps=2000)
     assert plan.sigma(0) == pytest.approx(2 / sqrt(6))
     (event,) = plan.schedule(0)
     assert (event.q, event.steps) == (0.01, 2000)
-    layerwise = accountant("pld").epsilon((Event(sigma=2.0, q=0.01, steps=6 * 2000),), 1e-5)
+    layerwise = find_accountant("pld").epsilon((Event(sigma=2.0, q=0.01, steps=6 * 2000),), 1e-5)
     assert plan.epsilon(0) > 1.1 * layerwise
 
 

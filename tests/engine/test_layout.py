@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lamina
 from lamina import Batch, Engine
-from lamina.engine.layout import Layout
+from lamina.engine.batch import RowLayout
 from refusals import raises_code
 
 N, T = 5, 4
@@ -21,7 +21,7 @@ N, T = 5, 4
 @given(st.lists(st.integers(-1, 4), max_size=12), st.integers(5, 7))
 def test_fold_collects_every_row_of_its_contribution_once(owner: list[int], units: int) -> None:
     rows = torch.arange(1.0, len(owner) + 1).unsqueeze(1).expand(-1, 2) if owner else torch.zeros(0, 2)
-    folded = Layout(torch.tensor(owner, dtype=torch.long), units).fold(rows)
+    folded = RowLayout(torch.tensor(owner, dtype=torch.long), units).fold(rows)
     assert folded.shape[0] == units
     for u in range(units):
         got = sorted(v for v in folded[u, :, 0].tolist() if v)
@@ -31,13 +31,13 @@ def test_fold_collects_every_row_of_its_contribution_once(owner: list[int], unit
 def test_fold_drops_padding_that_is_not_a_number() -> None:
     t = torch.tensor([[1.0], [float("nan")], [2.0], [float("inf")]])
     for owner in ([0, -1, 1, -1], [0, -1, 0, -1], [1, -1, 0, -1]):
-        folded = Layout(torch.tensor(owner), 2).fold(t)
+        folded = RowLayout(torch.tensor(owner), 2).fold(t)
         assert torch.isfinite(folded).all()
         assert folded.sum() == 3.0
 
 
 def test_through_a_row_map() -> None:
-    layout = Layout(torch.tensor([1, 0, -1]), 2)
+    layout = RowLayout(torch.tensor([1, 0, -1]), 2)
     assert layout.through(torch.tensor([2, 0, 1, -1, 1])).owner.tolist() == [-1, 1, 0, -1, 0]
 
 
@@ -106,10 +106,7 @@ def test_maps_that_do_not_fit_are_refused() -> None:
     for wrong in (torch.ones(3), torch.zeros(2, 2, dtype=torch.long), torch.ones(3, dtype=torch.bool)):
         with raises_code("engine.rows-got-tensor"), lamina.rows(wrong):
             pass
-    with (
-        Engine(model, plan_of(model), rows={"*": "sideways"}),
-        raises_code("engine.rows-order"),
-    ):
+    with Engine(model, plan_of(model), rows={"*": "sideways"}), raises_code("engine.rows-order"):
         model(x)
     with (
         Engine(model, plan_of(model), rows={"*": "contiguous"}),

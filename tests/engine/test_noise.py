@@ -13,9 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.engine.noise import NoiseSource, SecureNoise, SeededNoise
-from lamina.engine.normal import GRID_BITS, Workspace, grid
-from lamina.engine.stream import CELL, TINY
+from lamina.engine.noise import GRID_BITS, NoiseBuffers, NoiseSource, SecureNoise, SeededNoise, rounding_grid
+from lamina.engine.random_stream import CELL_ELEMENTS, PACK_BELOW_ELEMENTS
 from lamina.errors import NoiseError
 from refusals import raises_code
 
@@ -42,7 +41,7 @@ def draw(
 @pytest.mark.parametrize("hardened", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_threads_packing_and_company_change_nothing(hardened: bool, dtype: torch.dtype) -> None:
-    sizes = [3, TINY - 1, CELL + 1, 1, 0, 2 * CELL + 77, TINY, 129, 2]
+    sizes = [3, PACK_BELOW_ELEMENTS - 1, CELL_ELEMENTS + 1, 1, 0, 2 * CELL_ELEMENTS + 77, PACK_BELOW_ELEMENTS, 129, 2]
     source = SeededNoise(5, hardened=hardened)
     alone = [draw(source, n, 0.5 + i, step=2, tensor=i, dtype=dtype) for i, n in enumerate(sizes)]
     threads = torch.get_num_threads()
@@ -64,7 +63,17 @@ def test_threads_packing_and_company_change_nothing(hardened: bool, dtype: torch
 @settings(max_examples=30, deadline=None)
 @given(
     size=st.one_of(
-        st.integers(1, 70), st.sampled_from([TINY - 1, TINY + 1, CELL - 1, CELL, CELL + 3, 2 * CELL + 5])
+        st.integers(1, 70),
+        st.sampled_from(
+            [
+                PACK_BELOW_ELEMENTS - 1,
+                PACK_BELOW_ELEMENTS + 1,
+                CELL_ELEMENTS - 1,
+                CELL_ELEMENTS,
+                CELL_ELEMENTS + 3,
+                2 * CELL_ELEMENTS + 5,
+            ]
+        ),
     )
 )
 def test_every_element_is_noised_once(size: int) -> None:
@@ -105,7 +114,7 @@ def test_autograd_sees_the_change() -> None:
 
 @pytest.mark.parametrize("std", [1.0, 0.75, 3.1e-5, 1.99999, 4096.0])
 def test_hardened_results_lie_on_a_grid_that_depends_on_std_alone(std: float) -> None:
-    spacing = grid(std)
+    spacing = rounding_grid(std)
     assert math.frexp(spacing)[0] == 0.5
     assert 2**GRID_BITS <= std / spacing < 2 ** (GRID_BITS + 1)
     total = torch.randn(10_000, generator=torch.Generator().manual_seed(1)) * std * 3
@@ -268,7 +277,7 @@ def test_a_forked_child_cannot_repeat_its_parent() -> None:
 def test_a_forked_child_has_threads_of_its_own() -> None:
     def last() -> bytes:
         out = np.zeros(
-            4 * CELL, dtype=np.float32
+            4 * CELL_ELEMENTS, dtype=np.float32
         )  # torch's own threads do not survive a fork: not torch.zeros
         SeededNoise(1).add_(torch.from_numpy(out), 1.0, step=0)
         return out[-100:].tobytes()
@@ -278,7 +287,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 
 
 def test_workspace_has_room_for_a_cell() -> None:
-    space = Workspace()
-    assert space.words.size >= CELL + 2
-    r, theta, scratch = space.polar(CELL // 2, torch.float32)
-    assert r.size == theta.size == scratch.size == CELL // 2
+    space = NoiseBuffers()
+    assert space.words.size >= CELL_ELEMENTS + 2
+    r, theta, scratch = space.polar(CELL_ELEMENTS // 2, torch.float32)
+    assert r.size == theta.size == scratch.size == CELL_ELEMENTS // 2

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from lamina.engine.noise import NoiseSource, SeededNoise
-from lamina.engine.normal import LARGEST, angle, cosine, grid, radius, sine
-from lamina.engine.stream import CELL, KeyStream, Purpose, step_key
+from lamina.engine.noise import MAX_RADIUS, NoiseSource, SeededNoise, angle, cosine, radius, rounding_grid, sine
+from lamina.engine.random_stream import CELL_ELEMENTS, KeyStream, StreamPurpose, step_key
 
 DRAWS = 10_000_000
 
@@ -76,7 +75,7 @@ def test_hardened_and_float64_are_normal_too() -> None:
         z = draw(source, 1_000_000, 3.0, dtype=dtype).double().numpy() / 3.0
         assert abs(z.var() - 1) < 4 * math.sqrt(2 / z.size)
         assert (
-            stats.kstest(z + (np.random.default_rng(0).random(z.size) - 0.5) * grid(3.0) / 3.0, "norm").pvalue
+            stats.kstest(z + (np.random.default_rng(0).random(z.size) - 0.5) * rounding_grid(3.0) / 3.0, "norm").pvalue
             > 0.01
         )
 
@@ -93,8 +92,7 @@ def exact_radius(u: Decimal) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    "word",
-    [-(2**63), 2**63 - 1, 2**62, 2**63 - 2**10, -(2**63) + 2**11, 2**10, -(2**10), 1 << 30, 3, 1, 0, -1],
+    "word", [-(2**63), 2**63 - 1, 2**62, 2**63 - 2**10, -(2**63) + 2**11, 2**10, -(2**10), 1 << 30, 3, 1, 0, -1]
 )
 def test_radius_is_exact_at_its_ends(dtype: torch.dtype, word: int) -> None:
     """u = |w | 1| / 2^63, as float64 reads it: from 2^-63 to 1."""
@@ -106,7 +104,7 @@ def test_radius_is_exact_at_its_ends(dtype: torch.dtype, word: int) -> None:
     expected = exact_radius(u)
     assert abs(out[0]) == pytest.approx(expected, rel=2 * float(np.finfo(out.dtype).eps), abs=0)
     assert math.isfinite(out[0])
-    assert abs(out[0]) <= LARGEST * (1 + 1e-6)
+    assert abs(out[0]) <= MAX_RADIUS * (1 + 1e-6)
 
 
 def test_tail_reaches_beyond_eight_sigma() -> None:
@@ -115,7 +113,7 @@ def test_tail_reaches_beyond_eight_sigma() -> None:
     radius(words, np.empty(4), out)
     assert out[0] == pytest.approx(8.5716, abs=2e-4)
     assert all(np.diff(out) > 0)
-    assert out[3] == pytest.approx(LARGEST)
+    assert out[3] == pytest.approx(MAX_RADIUS)
 
 
 @given(word=st.integers(-(2**63), 2**63 - 1))
@@ -194,8 +192,8 @@ def test_streams_are_independent(many: np.ndarray, other: NoiseSource, step: int
 
 def test_purposes_have_streams_of_their_own() -> None:
     bits = []
-    for purpose in Purpose:
-        words = np.empty(CELL, dtype=np.uint64)
+    for purpose in StreamPurpose:
+        words = np.empty(CELL_ELEMENTS, dtype=np.uint64)
         KeyStream(step_key(bytes(range(32)), step=0, purpose=purpose)).run(0, 0, words)
         bits.append(np.unpackbits(words.view(np.uint8)).astype(np.float64) * 2 - 1)
     for i, a in enumerate(bits):
@@ -204,7 +202,9 @@ def test_purposes_have_streams_of_their_own() -> None:
             assert abs(correlation(a, b)) < 4
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3, 8, 1000, CELL // 2, CELL, CELL + 1, 3 * CELL])
+@pytest.mark.parametrize(
+    "lag", [1, 2, 3, 8, 1000, CELL_ELEMENTS // 2, CELL_ELEMENTS, CELL_ELEMENTS + 1, 3 * CELL_ELEMENTS]
+)
 def test_lags(many: np.ndarray, lag: int) -> None:
     """Lag CELL/2 sets the cosine against the sine member of each pair."""
     assert abs(correlation(many[:-lag], many[lag:])) < 4
@@ -213,7 +213,7 @@ def test_lags(many: np.ndarray, lag: int) -> None:
 
 
 def test_pair_members_share_a_radius_and_are_independent(many: np.ndarray) -> None:
-    pairs = many[: many.size // CELL * CELL].reshape(-1, 2, CELL // 2)
+    pairs = many[: many.size // CELL_ELEMENTS * CELL_ELEMENTS].reshape(-1, 2, CELL_ELEMENTS // 2)
     c, s = pairs[:, 0].ravel(), pairs[:, 1].ravel()
     scores = {
         "sign": np.sign,

@@ -12,23 +12,25 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.engine.stream import (
-    CELL,
-    MOST_BYTES,
-    TINY,
+from lamina.engine.random_stream import (
+    CELL_ELEMENTS,
+    MAX_CALL_BYTES,
+    PACK_BELOW_ELEMENTS,
     KeyStream,
     Pack,
-    Purpose,
-    counter,
-    layout,
-    pieces,
+    StreamPurpose,
+    block_counter,
+    cut_into_cells,
+    plan_packs,
     step_key,
 )
 from refusals import raises_code
 
 SEED = bytes(range(32))
 SIZES = st.one_of(
-    st.integers(0, 40), st.integers(0, 3 * TINY), st.sampled_from([CELL - 1, CELL, CELL + 1, 2 * CELL + 3])
+    st.integers(0, 40),
+    st.integers(0, 3 * PACK_BELOW_ELEMENTS),
+    st.sampled_from([CELL_ELEMENTS - 1, CELL_ELEMENTS, CELL_ELEMENTS + 1, 2 * CELL_ELEMENTS + 3]),
 )
 
 
@@ -50,7 +52,7 @@ def test_key_is_hkdf_of_purpose_step_and_rank() -> None:
 def test_keys_never_meet() -> None:
     keys = [
         step_key(SEED, step=step, rank=rank, purpose=purpose)
-        for purpose in Purpose
+        for purpose in StreamPurpose
         for step in (0, 1, 2, 255, 256, 2**32, 2**64 - 1)
         for rank in (0, 1, 255, 256, 2**32 - 1)
     ]
@@ -76,9 +78,9 @@ def test_run_and_gather_are_aes_of_the_counter(tensor: int, block: int) -> None:
     for _ in range(2):  # the second run re-positions the same cipher
         words = np.empty(8, dtype=np.uint64)
         stream.run(tensor, block, words)
-        expected = b"".join(aes(key, counter(tensor, block + i)) for i in range(4))
+        expected = b"".join(aes(key, block_counter(tensor, block + i)) for i in range(4))
         assert words.tobytes() == expected
-    counters = np.frombuffer(counter(tensor, block + 2) + counter(tensor, block), dtype=np.uint8)
+    counters = np.frombuffer(block_counter(tensor, block + 2) + block_counter(tensor, block), dtype=np.uint8)
     words = np.zeros(6, dtype=np.uint64)
     stream.gather(counters, words)
     assert words[:4].tobytes() == expected[32:48] + expected[:16]
@@ -87,7 +89,7 @@ def test_run_and_gather_are_aes_of_the_counter(tensor: int, block: int) -> None:
 @pytest.mark.parametrize(("tensor", "block"), [(-1, 0), (0, -1), (2**64, 0), (0, 2**64)])
 def test_counter_out_of_range_is_refused(tensor: int, block: int) -> None:
     with raises_code("noise.counter-tensor-block"):
-        counter(tensor, block)
+        block_counter(tensor, block)
 
 
 def blocks_of(pack: Pack) -> list[tuple[int, int]]:
@@ -101,13 +103,9 @@ def blocks_of(pack: Pack) -> list[tuple[int, int]]:
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), numels=st.lists(SIZES, min_size=1, max_size=8))
-def test_no_block_is_used_twice_and_every_element_is_drawn_once(
-    data: st.DataObject, numels: list[int]
-) -> None:
-    tensors = data.draw(
-        st.lists(st.integers(0, 2**64 - 1), min_size=len(numels), max_size=len(numels), unique=True)
-    )
-    packs = layout(tuple(numels), tuple(tensors))
+def test_no_block_is_used_twice_and_every_element_is_drawn_once(data: st.DataObject, numels: list[int]) -> None:
+    tensors = data.draw(st.lists(st.integers(0, 2**64 - 1), min_size=len(numels), max_size=len(numels), unique=True))
+    packs = plan_packs(tuple(numels), tuple(tensors))
     used = Counter(pair for pack in packs for pair in blocks_of(pack))
     assert not used or max(used.values()) == 1
     drawn = sorted((p.slot, p.start, p.size) for pack in packs for p in pack.pieces)
@@ -118,12 +116,12 @@ def test_no_block_is_used_twice_and_every_element_is_drawn_once(
             at += size
         assert at == numel
     assert all(2 * p.pairs >= p.size for pack in packs for p in pack.pieces)
-    assert all(pack.pairs <= CELL // 2 for pack in packs)
+    assert all(pack.pairs <= CELL_ELEMENTS // 2 for pack in packs)
 
 
-@given(numel=st.integers(1, 5 * CELL))
+@given(numel=st.integers(1, 5 * CELL_ELEMENTS))
 def test_pieces_of_a_tensor_have_disjoint_ranges_of_blocks(numel: int) -> None:
-    cut = pieces(0, 0, numel)
+    cut = cut_into_cells(0, 0, numel)
     for piece, following in itertools.pairwise(cut):
         assert piece.block + piece.pairs <= following.block
     assert all(piece.pairs % 2 == 0 for piece in cut)  # radius words end where a block ends
@@ -131,7 +129,7 @@ def test_pieces_of_a_tensor_have_disjoint_ranges_of_blocks(numel: int) -> None:
 
 def test_packing_does_not_change_the_words() -> None:
     """The counters of a pack are those of its pieces alone: radius blocks first, then angle blocks."""
-    (pack,) = layout((5, 1, 100), (9, 0, 2))
+    (pack,) = plan_packs((5, 1, 100), (9, 0, 2))
     assert pack.counters is not None
     expected = [(p.tensor, p.block + i) for p in pack.pieces for i in range(p.pairs // 2)]
     expected += [(p.tensor, p.block + p.pairs // 2 + i) for p in pack.pieces for i in range(p.pairs // 2)]
@@ -141,4 +139,4 @@ def test_packing_does_not_change_the_words() -> None:
 def test_more_than_one_call_can_give_is_refused() -> None:
     stream = KeyStream(step_key(bytes(range(32)), step=0))
     with raises_code("noise.bytes-stream-asked"):
-        stream.run(0, 0, np.empty(MOST_BYTES // 8 + 2, dtype=np.uint64))
+        stream.run(0, 0, np.empty(MAX_CALL_BYTES // 8 + 2, dtype=np.uint64))

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 
 import lamina
 from lamina import Batch, Engine
-from lamina.errors import (
-    CouplingError,
-    LaminaError,
-)
+from lamina.errors import CouplingError, LaminaError
 from refusals import raises_code
 
 N = 6
@@ -76,8 +73,8 @@ def test_children_of_a_broadcasting_module_keep_their_rules() -> None:
         losses = losses_of(model, x, None)
         engine.clipped_sums(losses, Batch(x))
         kinds = {type(module.forward).__name__ for module in (model, model.embed, model.norm)}
-        assert kinds == {"Patched"}
-        assert model.forward.site.fallback is None
+        assert kinds == {"PatchedForward"}
+        assert model.forward.layer_forward.fallback is None
 
 
 class Narrow(nn.Module):
@@ -138,9 +135,7 @@ class Branch(nn.Module):
         self.scale, self.l = nn.Parameter(torch.randn(5)), nn.Linear(5, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat(
-            [self.l(row * self.scale if row.sum().item() > 0 else row).unsqueeze(0) for row in x]
-        )
+        return torch.cat([self.l(row * self.scale if row.sum().item() > 0 else row).unsqueeze(0) for row in x])
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot run under vmap")
@@ -152,9 +147,7 @@ def test_the_loop_says_so_once() -> None:
     model = nn.Sequential(Branch(), nn.Linear(4, 2))
     x = torch.randn(N, 5)
     with Engine(model, plan_of(model)):
-        with pytest.warns(
-            UserWarning, match=r"'0' \(Branch\) cannot run under vmap and will run one example"
-        ):
+        with pytest.warns(UserWarning, match=r"'0' \(Branch\) cannot run under vmap and will run one example"):
             model(x)
         model(x)
 
@@ -170,14 +163,7 @@ def test_the_loop_says_so_once() -> None:
         (nn.utils.parametrizations.orthogonal(nn.Linear(5, 5), use_trivialization=False), torch.randn(N, 5)),
         (nn.utils.parametrizations.weight_norm(nn.Conv1d(5, 4, 3)), torch.randn(N, 5, 6)),
     ],
-    ids=[
-        "prelu per channel",
-        "prelu",
-        "embedding bag",
-        "weight norm",
-        "orthogonal",
-        "weight norm of a convolution",
-    ],
+    ids=["prelu per channel", "prelu", "embedding bag", "weight norm", "orthogonal", "weight norm of a convolution"],
 )
 def test_modules_without_a_rule(module: nn.Module, x: Tensor) -> None:
     width = module(x).shape[-1]
@@ -189,10 +175,7 @@ def test_the_older_weight_norm_is_refused_or_run_per_contribution() -> None:
     """It makes the weight in a hook, before the module's own forward."""
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(5, 5)), nn.Tanh(), nn.Linear(5, 2))
     x = torch.randn(N, 5)
-    with (
-        Engine(model, plan_of(model)) as engine,
-        raises_code("engine.tensor-used-outside"),
-    ):
+    with Engine(model, plan_of(model)) as engine, raises_code("engine.tensor-used-outside"):
         engine.clipped_sums(losses_of(model, x, None), Batch(x))
     agree(model, x, engine={"per_contribution": [""]})
 
@@ -310,10 +293,7 @@ def test_a_module_called_without_the_batch_is_refused() -> None:
             return self.l(x + self.table())
 
     model = Uses()
-    with (
-        Engine(model, plan_of(model)),
-        raises_code("engine.called-without-tensor"),
-    ):
+    with Engine(model, plan_of(model)), raises_code("engine.called-without-tensor"):
         model(torch.randn(N, 3, 5))
     agree(model, torch.randn(N, 3, 5), engine={"per_contribution": [""]})
 
@@ -353,10 +333,7 @@ def test_a_cache_is_refused() -> None:
             return x * self.g
 
     model = Cached()
-    with (
-        Engine(model, plan_of(model)),
-        raises_code("engine.given-writes-runs"),
-    ):
+    with Engine(model, plan_of(model)), raises_code("engine.given-writes-runs"):
         model(torch.randn(N, 5), Cache())
 
 

@@ -20,7 +20,7 @@ from oracle import (
 from torch import Tensor, nn
 
 from lamina import Batch, Engine
-from lamina.engine.norms import SAFETY, row_norm_sq
+from lamina.engine.grads import NORM_SAFETY, row_norm_sq
 
 N = 6
 
@@ -31,11 +31,7 @@ def transformerish() -> nn.Module:
             super().__init__()
             self.embed, self.norm = nn.Embedding(11, 16), nn.LayerNorm(16)
             self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-            self.recur, self.rms, self.head = (
-                nn.GRU(16, 16, batch_first=True),
-                nn.RMSNorm(16),
-                nn.Linear(16, 4),
-            )
+            self.recur, self.rms, self.head = (nn.GRU(16, 16, batch_first=True), nn.RMSNorm(16), nn.Linear(16, 4))
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.norm(self.embed(x))
@@ -123,9 +119,7 @@ def test_float64_models_are_exact(case: str, form: str) -> None:
     with Engine(model, plan) as engine:
         sums = engine.clipped_sums(losses_of(model, x, None), Batch(x))
         assert all(v.dtype == torch.float64 for v in sums.values())
-        difference(
-            sums, clip_by_hand(grads, [0] * N, plan), relative=5e-6, absolute=1e-6
-        )  # SAFETY shrinks by 4e-6
+        difference(sums, clip_by_hand(grads, [0] * N, plan), relative=5e-6, absolute=1e-6)  # SAFETY shrinks by 4e-6
         engine.backward(losses_of(model, x, None), Batch(x))
     assert all(p.grad.dtype == torch.float64 for p in model.parameters())
 
@@ -138,7 +132,7 @@ def test_norms_do_not_read_low(width: int) -> None:
             t = torch.full((2, width), tail)
             t[:, :head] = 1.3
             ratio = (row_norm_sq(t) / t.double().square().sum(1)).sqrt()
-            assert float(ratio.min()) * 1.0 >= SAFETY
+            assert float(ratio.min()) * 1.0 >= NORM_SAFETY
             assert float(ratio.max()) <= 1 + 1e-5
 
 
@@ -151,9 +145,7 @@ def test_norm_of_ten_million_elements() -> None:
 @pytest.mark.parametrize("size", [1e-30, 1e-23, 1e-20, 1e-10, 1e10, 1e17, 1e18, 1e19])
 @pytest.mark.parametrize("slope", [1e-25, 2e-23, 1e-15, 1.0, 1e15, 1e18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_extreme_numbers_never_pass_the_bound(
-    size: float, slope: float, dtype: torch.dtype, form: str
-) -> None:
+def test_extreme_numbers_never_pass_the_bound(size: float, slope: float, dtype: torch.dtype, form: str) -> None:
     """Norms that under- or overflow on the way, and clip factors that are denormal."""
     for model, x in (
         (nn.Linear(64, 32, bias=False), torch.full((1, 64), size)),

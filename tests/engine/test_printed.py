@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lamina.engine import Batch, Engine, SeededNoise
-from lamina.engine.printed import ReproductionWarning
-from lamina.plan import LayerStack
-from lamina.plan.step import PlannedClass, PlannedLayer, StepPlan
+from lamina.engine.batch import Batch
+from lamina.engine.engine import Engine
+from lamina.engine.noise import SeededNoise
+from lamina.engine.paper_step import ReproductionWarning
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
 from refusals import raises_code
 
 ONE = PlannedClass(name="one", population=100, sampling_rate=0.1, delta=1e-5)
@@ -50,9 +52,7 @@ def test_the_mean_is_clamped_and_noised(parts: int, hardened: bool) -> None:
     plan, twin = plan_of(model, 0.05), copy.deepcopy(model)
     weight = torch.ones(7)
     weight[4] = 0.0
-    batch = Batch(
-        torch.randn(7, 3), torch.randn(7, 2), unit=torch.tensor([0, 0, 0, 1, 1, 2, 3]), weight=weight
-    )
+    batch = Batch(torch.randn(7, 3), torch.randn(7, 2), unit=torch.tensor([0, 0, 0, 1, 1, 2, 3]), weight=weight)
     (losses(twin, batch) * weight).sum().div(6).backward()
     with pytest.warns(ReproductionWarning, match="ε = 1 is claimed"):
         engine = Engine(model, plan, noise=SeededNoise(3, hardened=hardened))

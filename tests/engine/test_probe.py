@@ -31,12 +31,8 @@ COUPLED: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "functional batch norm of the input": lambda m, x, y: losses_of(
         m, F.batch_norm(x, None, None, training=True), None
     ),
-    "weighted by rank in the batch": lambda m, x, y: (
-        losses_of(m, x, None) * (1.0 + (x[:, :1] < x[:, 0]).sum(1))
-    ),
-    "only those above the batch's mean": lambda m, x, y: (
-        losses_of(m, x, None) * (x[:, 0] > x[:, 0].mean() - 0.4)
-    ),
+    "weighted by rank in the batch": lambda m, x, y: losses_of(m, x, None) * (1.0 + (x[:, :1] < x[:, 0]).sum(1)),
+    "only those above the batch's mean": lambda m, x, y: losses_of(m, x, None) * (x[:, 0] > x[:, 0].mean() - 0.4),
 }
 
 
@@ -128,8 +124,5 @@ def test_dropout_is_off_meanwhile_and_the_random_state_is_kept() -> None:
 
 def test_too_few_examples() -> None:
     model = mlp()
-    with (
-        Engine(model, plan_of(model)) as engine,
-        raises_code("engine.probe-got-examples"),
-    ):
+    with Engine(model, plan_of(model)) as engine, raises_code("engine.probe-got-examples"):
         engine.probe(lambda x, y: losses_of(model, x, y), X[:3])

@@ -13,7 +13,7 @@ from oracle import clip_by_hand, difference, example_grads, unit_grads
 from torch import nn
 
 from lamina import Batch, Engine, LayerStack, Policy, SeededNoise, make_plan
-from lamina.plan.step import StepPlan
+from lamina.plan.step_plan import StepPlan
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
@@ -34,9 +34,7 @@ PROFILES: dict[str, tuple[Callable[[], Made], dict[str, Any]]] = {
 }
 
 
-def planned(
-    model: nn.Module, clipping: str = "box", *, clip_norm: float = 0.1, **classes: dict[str, Any]
-) -> StepPlan:
+def planned(model: nn.Module, clipping: str = "box", *, clip_norm: float = 0.1, **classes: dict[str, Any]) -> StepPlan:
     common = {"population": 500, "clip_norm": clip_norm, "noise_multiplier": 1.0}
     policy = Policy.from_dict(
         {
@@ -90,11 +88,7 @@ def test_an_adapter_and_the_base_it_leaves_alone(base: Callable[[], Made], kind:
     targets = ["c_attn"] if base is gpt2 else ["q_proj", "v_proj"]
     config = (
         peft.LoraConfig(
-            task_type="CAUSAL_LM",
-            r=2,
-            target_modules=targets,
-            fan_in_fan_out=base is gpt2,
-            init_lora_weights=False,
+            task_type="CAUSAL_LM", r=2, target_modules=targets, fan_in_fan_out=base is gpt2, init_lora_weights=False
         )
         if kind == "lora"
         else peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)

@@ -20,14 +20,9 @@ from torch import Tensor, nn
 
 import lamina
 from lamina import Batch, Engine, SeededNoise
-from lamina.account import GaussianFilter
-from lamina.errors import (
-    BudgetExceeded,
-    CouplingError,
-    EngineError,
-    LaminaError,
-)
-from lamina.plan.step import PlannedClass, PlannedLayer, StepPlan
+from lamina.account.filters import GaussianFilter
+from lamina.errors import BudgetExceeded, CouplingError, EngineError, LaminaError
+from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
 from refusals import raises_code
 
 N = 6
@@ -44,9 +39,7 @@ def nothing_happens(model: nn.Module, engine: Engine | None = None) -> Iterator[
     tensors = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
     taken = engine.budget.taken if engine else 0
     yield
-    assert all(
-        torch.equal(a, b) for a, b in zip(tensors, (*model.parameters(), *model.buffers()), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(tensors, (*model.parameters(), *model.buffers()), strict=True))
     assert all(p.grad is None for p in model.parameters())
     assert engine is None or engine.budget.taken == taken
 
@@ -55,9 +48,7 @@ def nothing_happens(model: nn.Module, engine: Engine | None = None) -> Iterator[
 
 
 def layer(**changes: Any) -> PlannedLayer:
-    return PlannedLayer(
-        **{"name": "l", "depth": 0.0, "parameters": ("weight", "bias"), "size": 18, **changes}
-    )
+    return PlannedLayer(**{"name": "l", "depth": 0.0, "parameters": ("weight", "bias"), "size": 18, **changes})
 
 
 def test_clipping_without_noise_is_refused() -> None:
@@ -69,9 +60,7 @@ def test_clipping_without_noise_is_refused() -> None:
 def test_an_infinite_threshold_of_a_private_class_is_refused() -> None:
     private = PlannedClass(name="patients", population=100, sampling_rate=0.1, delta=1e-5)
     with raises_code("plan.finite-declare"):
-        StepPlan(
-            layers=(layer(),), classes=(private,), clip=((float("inf"),),), noise=(1.0,), batch=1.0, steps=1
-        )
+        StepPlan(layers=(layer(),), classes=(private,), clip=((float("inf"),),), noise=(1.0,), batch=1.0, steps=1)
 
 
 def test_the_plan_is_a_public_constant() -> None:
@@ -134,10 +123,7 @@ def test_a_model_of_another_size_is_refused() -> None:
 @pytest.mark.parametrize("affine", [True, False])
 def test_batch_norm_in_training_mode_is_refused(affine: bool) -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, affine=affine), nn.Linear(6, 2))
-    with (
-        nothing_happens(model),
-        raises_code("plan.check-coverage"),
-    ):
+    with nothing_happens(model), raises_code("plan.check-coverage"):
         Engine(model, plan_of(model))
 
 
@@ -145,10 +131,7 @@ def test_frozen_batch_norm_in_training_mode_is_refused() -> None:
     """Its weights do not train, but its buffers move with private data."""
     norm = nn.BatchNorm1d(6).requires_grad_(False)
     model = nn.Sequential(nn.Linear(5, 6), norm, nn.Linear(6, 2))
-    with (
-        nothing_happens(model),
-        raises_code("plan.check-coverage"),
-    ):
+    with nothing_happens(model), raises_code("plan.check-coverage"):
         Engine(model, plan_of(model))
 
 
@@ -158,9 +141,7 @@ def test_batch_norm_put_back_into_training_mode_is_refused(place: str, frozen: b
     """model.train() at the start of an epoch undoes an earlier .eval(): seen before the buffers move, or at the latest
     before the step."""
     norm = nn.BatchNorm1d(5 if place == "before" else 6).requires_grad_(not frozen)
-    model = (
-        nn.Sequential(norm, nn.Linear(5, 2)) if place == "before" else nn.Sequential(nn.Linear(5, 6), norm)
-    )
+    model = nn.Sequential(norm, nn.Linear(5, 2)) if place == "before" else nn.Sequential(nn.Linear(5, 6), norm)
     norm.eval()
     x = X.unsqueeze(2) if not frozen and place == "before" else X
     if x.dim() == 3:
@@ -197,9 +178,7 @@ def test_functional_batch_norm_is_refused() -> None:
             return self.b(F.batch_norm(self.a(x), None, None, training=True))
 
     model = Hidden()
-    refusal = pytest.raises(
-        CouplingError, match=r"batch normalisation in training mode.*(lamina\.fix|GroupNorm)"
-    )
+    refusal = pytest.raises(CouplingError, match=r"batch normalisation in training mode.*(lamina\.fix|GroupNorm)")
     with Engine(model, plan_of(model)) as engine, nothing_happens(model, engine), refusal:
         engine.backward(losses_of(model, X, None), Batch(X))
 
@@ -231,19 +210,11 @@ def test_fix_makes_the_model_acceptable() -> None:
 
 
 LOSSES: dict[str, tuple[Callable[[nn.Module], Any], type[LaminaError], str]] = {
-    "mean": (
-        lambda m: losses_of(m, X, None).mean(),
-        CouplingError,
-        "engine.losses-single-number",
-    ),
+    "mean": (lambda m: losses_of(m, X, None).mean(), CouplingError, "engine.losses-single-number"),
     "sum": (lambda m: losses_of(m, X, None).sum(), CouplingError, "engine.losses-single-number"),
     "per token": (lambda m: m(X), EngineError, "engine.losses-shape-expected"),
     "of another batch": (lambda m: losses_of(m, X[:4], None), EngineError, "engine.losses-examples-batch"),
-    "one column": (
-        lambda m: losses_of(m, X, None).unsqueeze(1),
-        EngineError,
-        "engine.losses-shape-expected",
-    ),
+    "one column": (lambda m: losses_of(m, X, None).unsqueeze(1), EngineError, "engine.losses-shape-expected"),
     "none": (lambda m: None, EngineError, "engine.losses-none-batch"),
     "half": (lambda m: losses_of(m, X, None).half(), EngineError, "engine.losses-float16-whose"),
 }
@@ -253,11 +224,7 @@ LOSSES: dict[str, tuple[Callable[[nn.Module], Any], type[LaminaError], str]] = {
 def test_losses_that_are_not_one_per_example(kind: str) -> None:
     make, _, code = LOSSES[kind]
     model = mlp()
-    with (
-        Engine(model, plan_of(model)) as engine,
-        nothing_happens(model, engine),
-        raises_code(code),
-    ):
+    with Engine(model, plan_of(model)) as engine, nothing_happens(model, engine), raises_code(code):
         engine.backward(make(model), Batch(X))
 
 
@@ -296,10 +263,7 @@ def test_closures_are_refused() -> None:
                 engine.backward(losses_of(model, X, None), Batch(X))
                 return torch.zeros(())
 
-            for call in (
-                lambda c=closure, o=optimizer: o.step(c),
-                lambda c=closure, o=optimizer: o.step(closure=c),
-            ):
+            for call in (lambda c=closure, o=optimizer: o.step(c), lambda c=closure, o=optimizer: o.step(closure=c)):
                 message = rf"{make.__name__}\.step was given a closure.*without a closure"
                 with nothing_happens(model, engine), pytest.raises(EngineError, match=message):
                     call()
@@ -328,10 +292,7 @@ def test_filters_are_asked_before_each_step() -> None:
             engine.backward(losses_of(model, X, None), Batch(X, cls=torch.zeros(len(X), dtype=torch.long)))
             model.zero_grad()
         left = loose.remaining
-        with (
-            nothing_happens(model, engine),
-            raises_code("engine.budget-class-not"),
-        ):
+        with nothing_happens(model, engine), raises_code("engine.budget-class-not"):
             engine.backward(losses_of(model, X, None), Batch(X, cls=torch.zeros(len(X), dtype=torch.long)))
         assert loose.remaining == left  # refused by one is charged to none
         engine.clipped_sums(losses_of(model, X, None), Batch(X, cls=torch.zeros(len(X), dtype=torch.long)))
@@ -513,10 +474,7 @@ def test_tensors_written_in_the_forward_pass_are_refused(target: str) -> None:
     model = Centre()
     x = torch.randn(6, 5)
     name = {"buffer": "centre", "frozen": "frozen", "covered": "l.weight"}[target]
-    with (
-        Engine(model, plan_of(model)),
-        raises_code("engine.written-during-forward") as refusal,
-    ):
+    with Engine(model, plan_of(model)), raises_code("engine.written-during-forward") as refusal:
         model(x)
     assert f"'{name}'" in refusal.value.problem
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lamina import Batch, Engine, SeededNoise
-from lamina.models import TransformerAutoencoder
-from lamina.plan.slices import Range
-from lamina.plan.step import StepPlan
+from lamina.models.autoencoders import TransformerAutoencoder
+from lamina.plan.selection import Range
+from lamina.plan.step_plan import StepPlan
 from refusals import raises_code
 
 STEPS, TOKENS = 50, 5
@@ -25,12 +25,7 @@ Make = Callable[[Any], Optimizer]
 
 def bits(t: Tensor) -> Tensor:
     """The tensor as whole numbers: -0.0 is not 0.0, and a NaN is itself."""
-    return (
-        t.detach()
-        .contiguous()
-        .view({4: torch.int32, 8: torch.int64, 2: torch.int16}[t.element_size()])
-        .clone()
-    )
+    return t.detach().contiguous().view({4: torch.int32, 8: torch.int64, 2: torch.int16}[t.element_size()]).clone()
 
 
 def transformer() -> TransformerAutoencoder:
@@ -51,9 +46,7 @@ def three_classes(model: nn.Module, form: str) -> tuple[StepPlan, dict[str, tupl
     band = {layer.name for layer in layers if layer.name.startswith(("decoder.1", "norm", "head"))}
     sparse = {"embed", "encoder.1.up", "decoder.0.norm2"}
     slices = [cut(f"{name}.weight", 8, (4, 8), axis=axis, cls="c0") for name, axis in heads.items()]
-    slices += [
-        cut(f"{name}.bias", 8, *([(4, 8)] if axis == 0 else []), cls="c0") for name, axis in heads.items()
-    ]
+    slices += [cut(f"{name}.bias", 8, *([(4, 8)] if axis == 0 else []), cls="c0") for name, axis in heads.items()]
     slices.append(cut("encoder.1.up.weight", 12, (2, 3), (7, 12), cls="c2"))
     rows = [[0.3 if layer.name in names else 0.0 for layer in layers] for names in (heads, band, sparse)]
     open_: dict[str, tuple[int, list[Range]]] = {
@@ -78,9 +71,7 @@ def parts(t: Tensor, open_: tuple[int, list[Range]] | None) -> tuple[Tensor, Ten
 
 
 def state_of(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
-    return {
-        k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, Tensor) and v.shape == p.shape
-    }
+    return {k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, Tensor) and v.shape == p.shape}
 
 
 def train(model: nn.Module, plan: StepPlan, optimizer: Optimizer, steps: int) -> None:
@@ -129,10 +120,7 @@ def check(make: Make, steps: int, form: str, warmed: bool) -> None:
 @pytest.mark.parametrize("warmed", [False, True], ids=["fresh", "trained before"])
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda ps: torch.optim.AdamW(ps, 0.01, weight_decay=0.1),
-        lambda ps: torch.optim.SGD(ps, 0.01, momentum=0.9),
-    ],
+    [lambda ps: torch.optim.AdamW(ps, 0.01, weight_decay=0.1), lambda ps: torch.optim.SGD(ps, 0.01, momentum=0.9)],
     ids=["adamw", "sgd"],
 )
 def test_three_classes_for_fifty_steps(make: Make, form: str, warmed: bool) -> None:
@@ -231,9 +219,7 @@ def test_averaged_weights_and_a_checkpoint_between_steps() -> None:
     """An average of weights that stay is those weights; state that was loaded is kept as it was loaded."""
     model, plan = linear()
     optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.3)
-    average = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    )
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     before = model.weight.detach().clone()
     for _ in steps(model, plan, optimizer, 4):
         average.update_parameters(model)

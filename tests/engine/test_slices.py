@@ -11,22 +11,12 @@ import torch
 from by_hand import MODELS, bands, cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import (
-    FORMS,
-    agree,
-    clip_by_hand,
-    difference,
-    example_grads,
-    losses_of,
-    masked_by_hand,
-    plan_of,
-    thresholds,
-)
+from oracle import FORMS, agree, clip_by_hand, difference, example_grads, losses_of, masked_by_hand, plan_of, thresholds
 from torch import Tensor, nn
 
 from lamina import Batch, Engine, SeededNoise, route
-from lamina.plan.slices import Slice
-from lamina.plan.step import StepPlan
+from lamina.plan.selection import Slice
+from lamina.plan.step_plan import StepPlan
 from refusals import raises_code
 
 pytestmark = pytest.mark.filterwarnings(
@@ -212,8 +202,7 @@ def sliced(form: str, **options: Any) -> tuple[nn.Module, Tensor, StepPlan]:
     more = [cut("encoder.0.up.weight", 24, (0, 3), (8, 24)), cut("encoder.0.up.bias", 24, cls="c2")]
     rows = bands(model, [*slices, *more])
     rows[2] = [
-        1.0 if layer.name == "encoder.0.up" else c
-        for layer, c in zip(plan_of(model).layers, rows[2], strict=True)
+        1.0 if layer.name == "encoder.0.up" else c for layer, c in zip(plan_of(model).layers, rows[2], strict=True)
     ]
     plan = plan_of(model, rows, 0.7, clipping=form, slices=[*slices, *more], **options)
     grads = example_grads(model, x)
@@ -247,12 +236,7 @@ def test_a_step_is_the_reference_with_the_same_noise(form: str) -> None:
         engine.backward(losses_of(model, x, None), batch)
         trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     want = route(
-        {name: grads[name] for name in engine._tensors},
-        MIXED,
-        plan,
-        noise=SeededNoise(3),
-        scale=scale,
-        ceiling=ceiling,
+        {name: grads[name] for name in engine._tensors}, MIXED, plan, noise=SeededNoise(3), scale=scale, ceiling=ceiling
     )
     assert set(trained) == set(want)
     for name, value in want.items():
@@ -271,24 +255,12 @@ def test_scale_and_ceiling(form: str) -> None:
     }
     agree(model, x, losses=losses, clip=rows, slices=slices, batch=batch, forms=[form])
     rows[0] = [inf] * len(rows[0])
-    agree(
-        model,
-        x,
-        losses=losses,
-        clip=rows,
-        slices=slices,
-        batch=batch,
-        forms=[form],
-        public=(0,),
-        must_clip=False,
-    )
+    agree(model, x, losses=losses, clip=rows, slices=slices, batch=batch, forms=[form], public=(0,), must_clip=False)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("scale", "ceiling"), [(0.3, inf), (1.0, 0.02), (0.5, 0.7)])
-def test_a_stricter_contribution_moves_no_more_than_its_price_says(
-    form: str, scale: float, ceiling: float
-) -> None:
+def test_a_stricter_contribution_moves_no_more_than_its_price_says(form: str, scale: float, ceiling: float) -> None:
     model, x, plan = sliced(form)
     for k in range(3):
         by = min(scale, ceiling / plan.norm(k))
@@ -300,9 +272,7 @@ def test_a_stricter_contribution_moves_no_more_than_its_price_says(
                 losses_of(model, x[:1], None) * 1e5, Batch(x[:1], cls=torch.tensor([k]), **limits)
             )
         layers = [
-            torch.cat(
-                [sums[name].flatten() for name in layer.parameters if name in sums] or [torch.zeros(1)]
-            ).norm()
+            torch.cat([sums[name].flatten() for name in layer.parameters if name in sums] or [torch.zeros(1)]).norm()
             for layer in plan.layers
         ]
         size = torch.stack([n / (s or 1.0) for n, s in zip(layers, plan.noise, strict=True)]).norm()
@@ -318,9 +288,7 @@ def test_gradient_of_one_contribution_is_routed_unless_a_probe_asks() -> None:
             batch = Batch(x, cls=MIXED)
             routed = engine.gradient_of(losses_of(model, x, None), batch, unit)
             whole = engine.gradient_of(losses_of(model, x, None), batch, unit, routed=False)
-            masked = masked_by_hand(
-                {n: g[unit : unit + 1] for n, g in grads.items()}, [int(MIXED[unit])], plan
-            )
+            masked = masked_by_hand({n: g[unit : unit + 1] for n, g in grads.items()}, [int(MIXED[unit])], plan)
             for i, layer in enumerate(plan.layers):
                 reach = plan.clip[int(MIXED[unit])][i] > 0
                 for name in set(layer.parameters) & set(routed):
@@ -336,7 +304,7 @@ def test_a_choice_measures_what_a_class_may_move() -> None:
     with Engine(model, plan) as engine:
         part = engine._examine(losses_of(model, x, None), Batch(x, cls=MIXED))
         assert part is not None
-        norms = engine._pass.norms(part, engine._reached(part), engine._openings(part))
+        norms = engine._backward_pass.norms(part, engine._reached(part), engine._openings(part))
     for u, k in enumerate(MIXED.tolist()):
         for i, layer in enumerate(plan.layers):
             if plan.clip[k][i] > 0:
@@ -349,9 +317,7 @@ def test_a_choice_measures_what_a_class_may_move() -> None:
 
 def test_no_noise_where_no_class_reaches_and_noise_everywhere_else() -> None:
     model, x, losses, slices = MODELS["ours"]()
-    plan = plan_of(
-        model, bands(model, slices)[1:2], 2.0, slices=[replace(s, cls="c0") for s in slices], batch=1.0
-    )
+    plan = plan_of(model, bands(model, slices)[1:2], 2.0, slices=[replace(s, cls="c0") for s in slices], batch=1.0)
     open_ = {s.tensor: s for s in slices}
     for batch in (Batch(x[:0]), Batch(x)):
         model.zero_grad()
@@ -374,9 +340,7 @@ def test_no_noise_where_no_class_reaches_and_noise_everywhere_else() -> None:
 
 def test_hardened_noise_is_silenced_too() -> None:
     model = nn.Linear(4, 6)
-    plan = plan_of(
-        model, [[1.0]], 2.0, slices=[cut("weight", 6, (2, 4), cls="c0"), cut("bias", 6, (2, 4), cls="c0")]
-    )
+    plan = plan_of(model, [[1.0]], 2.0, slices=[cut("weight", 6, (2, 4), cls="c0"), cut("bias", 6, (2, 4), cls="c0")])
     with Engine(model, plan, noise=SeededNoise(0, hardened=True)) as engine:
         engine.backward(None, Batch(torch.zeros(0, 4)))
     assert model.weight.grad is not None
@@ -386,11 +350,7 @@ def test_hardened_noise_is_silenced_too() -> None:
 
 def test_a_tensor_that_no_class_may_move_gets_no_gradient_at_all() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    shut = [
-        cut("0.bias", 6, cls="c0"),
-        cut("0.bias", 6, cls="c1"),
-        cut("2.weight", 6, (0, 3), axis=1, cls="c1"),
-    ]
+    shut = [cut("0.bias", 6, cls="c0"), cut("0.bias", 6, cls="c1"), cut("2.weight", 6, (0, 3), axis=1, cls="c1")]
     x = torch.randn(5, 4)
     agree(model, x, clip=[[1.0, 1.0]] * 2, slices=shut, batch={"cls": torch.tensor([0, 1, 1, 0, 1])})
     with Engine(model, plan_of(model, [[1.0, 1.0]] * 2, slices=shut)) as engine:
@@ -399,9 +359,7 @@ def test_a_tensor_that_no_class_may_move_gets_no_gradient_at_all() -> None:
     assert model[0].weight.grad is not None
 
 
-@pytest.mark.parametrize(
-    "part", [cut("weight", 5, (0, 2), cls="c0"), cut("weight", 4, (0, 2), axis=2, cls="c0")]
-)
+@pytest.mark.parametrize("part", [cut("weight", 5, (0, 2), cls="c0"), cut("weight", 4, (0, 2), axis=2, cls="c0")])
 def test_slices_of_another_model_are_refused(part: Slice) -> None:
     model = nn.Linear(4, 6)
     with raises_code("plan.slice-class-along"):
@@ -417,4 +375,4 @@ def test_no_slice_costs_nothing() -> None:
         found = engine._masks.openings(torch.tensor([0, 1]))
         assert set(found) == {s.tensor for s in slices}
         assert found["decoder.0.query.weight"] is found["decoder.0.query.bias"]
-        assert engine._masks.openings(torch.tensor([1]))["decoder.0.out.bias"].shut
+        assert engine._masks.openings(torch.tensor([1]))["decoder.0.out.bias"].all_blocked

@@ -16,9 +16,7 @@ X = torch.randn(6, 5, generator=torch.Generator().manual_seed(4))
 
 
 def mlp() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)
-    )
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
 
 
 OPTIMISERS: dict[str, Any] = {
@@ -88,7 +86,7 @@ def test_no_gradient_is_sent_below_what_the_batch_reaches(constant_time: bool) -
         engine.clipped_sums(losses, Batch(X, cls=zeros))  # the ownership check is past
         engine._ownership.due = lambda *_: False  # type: ignore[method-assign]
         for index in (0, 2, 3, 5):
-            rule = model[index].forward.site.rule
+            rule = model[index].forward.layer_forward.rule
             own = rule.input_grad
 
             def watch(*args: Any, index: int = index, own: Any = own) -> Tensor:

@@ -22,9 +22,7 @@ def verify(asked: dict) -> dict:
         "kind": type(message).__name__,
         "alg": message.phdr[Algorithm].identifier,
         "kid": message.phdr[KID].hex(),
-        "claims": {
-            str(key): value.hex() if isinstance(value, bytes) else value for key, value in claims.items()
-        },
+        "claims": {str(key): value.hex() if isinstance(value, bytes) else value for key, value in claims.items()},
         "typ": message.phdr[16],
         "hash": message.phdr[258],
         "content": message.phdr[259],

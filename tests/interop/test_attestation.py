@@ -8,8 +8,16 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from lamina.admit import Attestation, Descriptor, PrivateKey, attest, commit, subject_tag
-from lamina.admit.attestation import CONTENT, TYPE
+from lamina.admit.attestation import (
+    ATTESTATION_TYPE,
+    DESCRIPTOR_CONTENT_TYPE,
+    Attestation,
+    Descriptor,
+    attest,
+    commit,
+    subject_tag,
+)
+from lamina.admit.keys import PrivateKey
 
 Ask = Callable[[str, list[dict[str, Any]]], list[dict[str, Any]]]
 SEED = bytes(range(32))
@@ -61,7 +69,7 @@ def test_ours_verifies_there(peer: Ask) -> None:
         }  # fmt: skip
         assert found.pop("kind") in ("Sign1Message", "Sign1")
         assert found == {
-            "verified": True, "alg": -8, "kid": KEY.public.name, "typ": TYPE, "hash": -16, "content": CONTENT,
+            "verified": True, "alg": -8, "kid": KEY.public.name, "typ": ATTESTATION_TYPE, "hash": -16, "content": DESCRIPTOR_CONTENT_TYPE,
             "unprotected": 0, "detached": True, "claims": claims,
         }  # fmt: skip
 
@@ -108,7 +116,7 @@ def test_theirs_verifies_here(peer: Ask) -> None:
         theirs = bytes.fromhex(found["attestation"])
         read = Attestation.decode(theirs)
         assert read.signed_by(KEY.public, descriptor.digest())
-        assert read.agrees(descriptor) is None
+        assert read.mismatch(descriptor) is None
         assert read.tag == tag
         assert not read.signed_by(KEY.public, described(items=13).digest())
         assert theirs == ours

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from lamina.admit import Attestation, Descriptor, PrivateKey, attest, subject_tag
-from lamina.admit.contribute import State, attest_folder
+from lamina.admit.attestation import Attestation, Descriptor, attest, subject_tag
+from lamina.admit.keys import PrivateKey
+from lamina.admit.signing import SigningState, attest_folder
 from lamina.errors import LaminaError
-from lamina.plan import Policy
+from lamina.plan.policy import Policy
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "attestation.md"
@@ -37,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "p1").mkdir()
     np.savez(tmp_path / "p1" / "payload.npz", x=np.zeros((3, 4)))
     (outcome,) = attest_folder(tmp_path / "p1", KEY, Policy.template(), "sensitive")
-    assert outcome.state is State.SIGNED
+    assert outcome.state is SigningState.SIGNED
     (tmp_path / "alice.cose").write_bytes(KEY.public.cose())
     (script,) = blocks("python")
     (tmp_path / "check.py").write_text(script, encoding="utf-8")
@@ -162,8 +163,7 @@ def test_the_grammar_of_the_descriptor_is_what_is_checked(pycose: Path) -> None:
     }.items():  # fmt: skip
         changes += [{key: value} for value in values]
     data = [
-        encoded({key: value for key, value in (content | change).items() if value is not ...})
-        for change in changes
+        encoded({key: value for key, value in (content | change).items() if value is not ...}) for change in changes
     ]
     theirs = fits(pycose, grammar, data)
     for change, answer, each in zip(changes, theirs, data, strict=True):
@@ -179,9 +179,7 @@ def test_the_grammar_of_the_attestation_is_what_is_checked(pycose: Path) -> None
     header: dict[Any, Any] = cbor2.loads(body[0])
     claims = header[15]
 
-    def message(
-        protected: Any, unprotected: Any = None, payload: Any = None, signature: Any = bytes(64)
-    ) -> bytes:
+    def message(protected: Any, unprotected: Any = None, payload: Any = None, signature: Any = bytes(64)) -> bytes:
         items = (encoded(protected), {} if unprotected is None else unprotected, payload, signature)
         return b"\xd2\x84" + b"".join(encoded(each) for each in items)
 

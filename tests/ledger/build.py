@@ -10,54 +10,52 @@ from typing import Any
 
 from making import AUDITOR, LEDGER, ORIGIN, START, WITNESS, Clock, digest, key
 
-from lamina.admit.attestation import attest
-from lamina.admit.commitment import subject_tag
-from lamina.admit.descriptor import Descriptor
-from lamina.admit.key import PrivateKey
-from lamina.ledger import checkpoint
-from lamina.ledger.amounts import nano
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.records import (
-    Account,
-    Admitted,
-    Change,
-    Charge,
-    Effect,
-    Epoch,
-    Floors,
+from lamina.admit.attestation import Descriptor, attest, subject_tag
+from lamina.admit.keys import PrivateKey
+from lamina.ledger import signed_checkpoint
+from lamina.ledger.governance_records import (
     Header,
     Key,
+    KeyChange,
     KeyEvent,
-    Outcome,
+    LedgerFloors,
+    PartySignature,
     PolicyChange,
     Preset,
-    Reason,
     Release,
     Role,
-    Segment,
-    Signed,
-    Terms,
     Withdrawal,
-    in_force,
+    WithdrawalEffect,
+    WithdrawalReason,
+    policy_record_digest,
+)
+from lamina.ledger.records import (
+    ContributionRecord,
+    ContributionTerms,
+    Epoch,
+    EpochAccount,
+    EpochCharge,
+    Segment,
+    SegmentOutcome,
 )
 from lamina.ledger.retention import Retention
-from lamina.ledger.spend import Spending, due
-from lamina.plan.step import PlannedClass, PlannedLayer, StepPlan
+from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.spending import Spending, planned_charges
+from lamina.ledger.writer import Ledger
+from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
 
 HOUR = 3600
 YEAR = 365 * 24 * HOUR
 RUNS = (digest("run one")[:16], digest("run two")[:16])
 ALICE, BOB, BOBBY, CAROL = (key(name) for name in ("alice", "bob", "bobby", "carol"))
-FLOORS = Floors(clip_norm=100_000, noise_multiplier=500_000)
+FLOORS = LedgerFloors(clip_norm=100_000, noise_multiplier=500_000)
 PRESETS = (
-    Preset(
-        cls="clinical", clip_norm=1_000_000, noise_multiplier=1_000_000, profile="top=0.5", population=1000
-    ),
+    Preset(cls="clinical", clip_norm=1_000_000, noise_multiplier=1_000_000, profile="top=0.5", population=1000),
     Preset(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all"),
 )
-USUAL = Terms("clinical", "ecg", 1_000_000, 1_000_000, "top=0.5")
-STRICT = Terms("clinical", "ecg", 500_000, 4_000_000, "top=0.5")
-OPEN = Terms("open", "ecg", 0, 0)
+USUAL = ContributionTerms("clinical", "ecg", 1_000_000, 1_000_000, "top=0.5")
+STRICT = ContributionTerms("clinical", "ecg", 500_000, 4_000_000, "top=0.5")
+OPEN = ContributionTerms("open", "ecg", 0, 0)
 
 
 def plan(steps: int = 100, **changes: Any) -> StepPlan:
@@ -69,12 +67,7 @@ def plan(steps: int = 100, **changes: Any) -> StepPlan:
         ),
         "classes": (
             PlannedClass(
-                name="clinical",
-                population=1000,
-                sampling_rate=0.02,
-                delta=1e-5,
-                unit="patient",
-                profile="top 50 %",
+                name="clinical", population=1000, sampling_rate=0.02, delta=1e-5, unit="patient", profile="top 50 %"
             ),
             PlannedClass(name="open", population=None, sampling_rate=0.1, public=True, profile="all layers"),
         ),
@@ -113,13 +106,13 @@ class Made:
 
     descriptor: Descriptor
     attestation: bytes
-    record: Admitted
+    record: ContributionRecord
 
 
 def contribution(
     number: int,
     who: PrivateKey = ALICE,
-    terms: Terms = USUAL,
+    terms: ContributionTerms = USUAL,
     *,
     at: int = START,
     expires: int | None = None,
@@ -147,7 +140,7 @@ def contribution(
     )
     tag = None if subject is None else subject_tag(digest("subject key"), subject)
     signed = attest(descriptor, who, issued_at=at - HOUR, subject_tag=tag)
-    record = Admitted(
+    record = ContributionRecord(
         descriptor=descriptor.digest(),
         attestation=__import__("hashlib").sha256(signed).digest(),
         key=who.public.id,
@@ -185,7 +178,7 @@ class Story:
         self.ledger.append(
             [
                 KeyEvent(
-                    change=Change.ADD,
+                    change=KeyChange.ADD,
                     key=Key(name=f"contributor-{one.public.name[:8]}", x=one.public.x, role=Role.CONTRIBUTOR),
                     effective=int(self.clock.now),
                 )
@@ -202,16 +195,14 @@ class Story:
         run: bytes,
         segments: Sequence[Segment],
         of: StepPlan | None = None,
-        scales: dict[Terms, float] | None = None,
+        scales: dict[ContributionTerms, float] | None = None,
         change: Callable[[Epoch], Epoch] = lambda made: made,
     ) -> int:
         """Close an epoch, with what it really spends."""
         used = plan() if of is None else of
         accounts = []
-        for terms, scale in sorted(
-            (scales or {USUAL: 1.0, STRICT: 0.5}).items(), key=lambda pair: pair[0].bound
-        ):
-            charges = due(used, terms.cls, scale, segments)
+        for terms, scale in sorted((scales or {USUAL: 1.0, STRICT: 0.5}).items(), key=lambda pair: pair[0].bound):
+            charges = planned_charges(used, terms.cls, scale, segments)
             self.spending.charge(terms.bound, charges)
             accounts.append(account(terms, scale, charges, self.spending.spend(terms.bound)))
         made = Epoch(
@@ -225,8 +216,8 @@ class Story:
         return self.ledger.append([change(made)], [used.to_cbor()])[0]
 
 
-def account(terms: Terms, scale: float, charges: tuple[Charge, ...], spend: int) -> Account:
-    return Account(
+def account(terms: ContributionTerms, scale: float, charges: tuple[EpochCharge, ...], spend: int) -> EpochAccount:
+    return EpochAccount(
         cls=terms.cls,
         clip_norm=terms.clip_norm,
         noise_multiplier=terms.noise_multiplier,
@@ -241,7 +232,7 @@ def segment(
     generation: int = 0,
     *,
     read: int,
-    outcome: Outcome = Outcome.CLOSED,
+    outcome: SegmentOutcome = SegmentOutcome.CLOSED,
     length: int = 10,
     after: int | None = None,
 ) -> Segment:
@@ -260,7 +251,7 @@ def segment(
 def signed_by(record: Any, *keys: PrivateKey, origin: str = ORIGIN) -> Any:
     """A policy change or an aggregate with the signatures of these keys."""
     message = record.message(origin)
-    found = tuple(Signed(key=one.public.id, signature=one.sign(message)) for one in keys)
+    found = tuple(PartySignature(key=one.public.id, signature=one.sign(message)) for one in keys)
     return dataclasses.replace(record, signatures=found)
 
 
@@ -277,9 +268,7 @@ def build(where: str, *, prune: bool = True, **changes: Any) -> Story:
     story = begin(where, **changes)
     ledger, at = story.ledger, story.at
     made = [contribution(n, (ALICE, BOB, CAROL)[n % 3], STRICT if n % 4 == 0 else USUAL) for n in range(30)]
-    made += [
-        contribution(n, BOB, OPEN, subject=f"patient {n}", anchor=digest("anchor", n)) for n in range(30, 36)
-    ]
+    made += [contribution(n, BOB, OPEN, subject=f"patient {n}", anchor=digest("anchor", n)) for n in range(30, 36)]
     made.append(contribution(36, CAROL, STRICT, anchor=digest("anchor", 30)))
     at["first"], *_, at["last"] = story.admit(made)
     at["strict"] = at["first"]
@@ -290,7 +279,11 @@ def build(where: str, *, prune: bool = True, **changes: Any) -> Story:
     (at["withdrawal"],) = ledger.append(
         [
             Withdrawal(
-                target=at["first"] + 5, reason=Reason.CONSENT, effect=Effect.ABANDON, run=RUNS[0], segment=2
+                target=at["first"] + 5,
+                reason=WithdrawalReason.CONSENT,
+                effect=WithdrawalEffect.ABANDON,
+                run=RUNS[0],
+                segment=2,
             )
         ]
     )
@@ -299,7 +292,7 @@ def build(where: str, *, prune: bool = True, **changes: Any) -> Story:
     at["redone"] = story.epoch(
         RUNS[0],
         [
-            segment(1, 0, read=read, outcome=Outcome.ABANDONED),
+            segment(1, 0, read=read, outcome=SegmentOutcome.ABANDONED),
             segment(1, 1, read=read + 1),
             segment(2, read=read + 1, after=1),
         ],
@@ -308,34 +301,30 @@ def build(where: str, *, prune: bool = True, **changes: Any) -> Story:
     (at["policy"],) = ledger.append(
         [
             PolicyChange(
-                floors=Floors(clip_norm=200_000, noise_multiplier=500_000),
+                floors=LedgerFloors(clip_norm=200_000, noise_multiplier=500_000),
                 presets=PRESETS,
                 policy=digest("policy", 2),
-                previous=in_force(ledger.header),
+                previous=policy_record_digest(ledger.header),
             )
         ]
     )
     at["rotation"], at["revocation"] = ledger.append(
         [
             KeyEvent(
-                change=Change.ROTATE,
+                change=KeyChange.ROTATE,
                 key=Key(name="contributor-bobby", x=BOBBY.public.x, role=Role.CONTRIBUTOR),
                 target=BOB.public.id,
                 effective=int(story.clock.now),
             ),
-            KeyEvent(change=Change.REVOKE, target=CAROL.public.id, effective=int(story.clock.now)),
+            KeyEvent(change=KeyChange.REVOKE, target=CAROL.public.id, effective=int(story.clock.now)),
         ]
     )
     story.later(HOUR)
     now = int(story.clock.now)
-    at["second"], *_ = story.admit(
-        contribution(n, BOBBY, at=now, expires=now + 3 * YEAR) for n in range(40, 45)
-    )
-    at["run two"] = story.epoch(
-        RUNS[1], [segment(0, read=ledger.size)], of=plan(50, noise=(0.0, 0.0, 5.0, 5.0))
-    )
+    at["second"], *_ = story.admit(contribution(n, BOBBY, at=now, expires=now + 3 * YEAR) for n in range(40, 45))
+    at["run two"] = story.epoch(RUNS[1], [segment(0, read=ledger.size)], of=plan(50, noise=(0.0, 0.0, 5.0, 5.0)))
     (at["release"],) = ledger.append([Release(manifest=digest("manifest"), runs=RUNS, not_after=now + YEAR)])
-    cosigned = checkpoint.cosign(story.sign(), WITNESS, now, "witness.example")
+    cosigned = signed_checkpoint.add_cosignature(story.sign(), WITNESS, now, "witness.example")
     ledger.cosigned(cosigned)
     story.later(2 * YEAR)
     (at["late"],) = story.admit([contribution(50, ALICE, at=int(story.clock.now))])
@@ -348,4 +337,4 @@ def build(where: str, *, prune: bool = True, **changes: Any) -> Story:
 
 
 def nanos(epsilon: float) -> int:
-    return nano(epsilon)
+    return nano_epsilon(epsilon)

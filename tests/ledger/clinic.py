@@ -11,19 +11,17 @@ from typing import Any
 from making import LEDGER, START, Clock, digest, key
 
 from lamina.admit.admission import Admission
-from lamina.admit.attestation import attest
-from lamina.admit.commitment import commit, subject_tag
-from lamina.admit.descriptor import Descriptor
-from lamina.admit.gate import Gate
-from lamina.admit.key import PrivateKey
-from lamina.admit.keyring import KeyRing
-from lamina.admit.source import Contribution
-from lamina.admit.terms import Terms
-from lamina.ledger.check.verify import verify
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.opening import Contract, follow, open_or_create
-from lamina.ledger.records import Admitted
-from lamina.ledger.register import LedgerRegister
+from lamina.admit.attestation import Descriptor, attest, commit, subject_tag
+from lamina.admit.checks import SigningTerms
+from lamina.admit.contribution_sources import Contribution
+from lamina.admit.gate import AdmissionGate
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.keys import PrivateKey
+from lamina.ledger.admission_batch import LedgerRegister
+from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, open_or_create
+from lamina.ledger.records import ContributionRecord
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 
 HOUR = 3600
@@ -61,14 +59,14 @@ class Clinic:
             self.keys.add(one.public, label=name, valid_from=START - 10 * HOUR)
 
     def open(self) -> Ledger:
-        contract = Contract.of_policy(self.policy)
+        contract = CorpusTerms.of_policy(self.policy)
         ledger = open_or_create(self.where, contract, LEDGER, clock=self.clock)
-        follow(ledger, contract)
+        adopt_policy(ledger, contract)
         return ledger
 
-    def gate(self, ledger: Ledger | None = None) -> Gate:
+    def gate(self, ledger: Ledger | None = None) -> AdmissionGate:
         register = None if ledger is None else LedgerRegister(ledger)
-        return Gate(self.policy, self.keys, clock=self.clock, register=register)
+        return AdmissionGate(self.policy, self.keys, clock=self.clock, register=register)
 
     def admit(self, given: Iterable[Contribution] | str | Path) -> Admission:
         with self.open() as ledger:
@@ -92,10 +90,8 @@ class Clinic:
     ) -> Contribution:
         """The same for the same words, in every process."""
         nonce, payload = digest("nonce", id)[:16], id.encode()
-        terms = Terms.make(self.policy, cls, not_before=START - HOUR, expires=START + life)
-        made = terms.descriptor(
-            contributor=who.public.id, nonce=nonce, commitment=commit(nonce, payload), items=1
-        )
+        terms = SigningTerms.make(self.policy, cls, not_before=START - HOUR, expires=START + life)
+        made = terms.descriptor(contributor=who.public.id, nonce=nonce, commitment=commit(nonce, payload), items=1)
         if anchor is not None:
             made = Descriptor(**{**_fields(made), "anchor": anchor})
         tag = None if subject is None else subject_tag(digest("subject key"), subject)
@@ -123,8 +119,8 @@ def write(folder: Path, given: Iterable[Contribution]) -> Path:
     return folder
 
 
-def admitted(ledger: Ledger) -> list[Admitted]:
-    return [leaf.record for leaf in ledger.of_kind(Admitted) if isinstance(leaf.record, Admitted)]
+def admitted(ledger: Ledger) -> list[ContributionRecord]:
+    return [leaf.record for leaf in ledger.of_kind(ContributionRecord) if isinstance(leaf.record, ContributionRecord)]
 
 
 def digest_of(given: Contribution) -> bytes:

@@ -17,21 +17,19 @@ from typing import Any
 
 from making import LEDGER, START, admitted, digest, epoch
 
-from lamina.ledger import appending, checkpoint, retention
-from lamina.ledger.frontier import Frontier
-from lamina.ledger.hashing import HASH, leaf_hash
-from lamina.ledger.leaf import decode
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.records import Admitted, Aggregate
+from lamina.ledger import append, retention, signed_checkpoint
+from lamina.ledger.governance_records import Aggregate
+from lamina.ledger.merkle import HASH_SIZE, TILE_WIDTH, Frontier, leaf_hash
+from lamina.ledger.records import ContributionRecord, decode_leaf
 from lamina.ledger.retention import Retention
-from lamina.ledger.tiles import WIDTH
+from lamina.ledger.writer import Ledger
 
 LIFE = 40  # seconds for which a contribution of the worker is valid
 
 
 def work(where: str, acknowledged: Path, seed: int) -> None:
     """Append, sign and prune, for ever. A second passes with each leaf, so that old ones are ready to be pruned."""
-    appending.STEP, retention._CHUNK = 150, 40  # more of what happens rarely
+    append.INDEX_STEP, retention._LEAVES_PER_TRANSACTION = 150, 40  # more of what happens rarely
     out = os.open(acknowledged, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     coin = random.Random(seed)
     now = [float(START)]
@@ -50,7 +48,7 @@ def work(where: str, acknowledged: Path, seed: int) -> None:
             seqs = ledger.append(batch)
             os.write(out, b"appended %d %d\n" % (seqs[0], seqs[-1] + 1))
         elif deed == "sign":
-            found = checkpoint.parse(ledger.checkpoint())[0]
+            found = signed_checkpoint.parse_checkpoint(ledger.checkpoint())[0]
             os.write(out, b"signed %d %s\n" % (found.size, found.root.hex().encode()))
         elif (aggregate := Retention(ledger).propose()) is not None:
             seq = Retention(ledger).prune(aggregate)
@@ -82,7 +80,7 @@ def kill_after(seconds: float, target: Callable[[], None], ready: Path) -> None:
 
 def check(ledger: Ledger, acknowledged: Path) -> None:
     """Head, rows and root agree, and nothing that was acknowledged is lost."""
-    size, there = ledger.size, dict(ledger.raws())
+    size, there = ledger.size, dict(ledger.raw_leaves())
     gone = {
         seq
         for leaf in ledger.of_kind(Aggregate)
@@ -92,40 +90,40 @@ def check(ledger: Ledger, acknowledged: Path) -> None:
     }
     assert set(range(size)) - there.keys() <= gone
     _check_tree(ledger, there, size)
-    signed = {found.size: found.root for found, _ in map(checkpoint.parse, ledger.checkpoints())}
+    signed = {found.size: found.root for found, _ in map(signed_checkpoint.parse_checkpoint, ledger.checkpoints())}
     assert max(signed) <= size
     for at, root in signed.items():
         assert ledger.root_at(at) == root
-    records = {seq: decode(data).record for seq, data in there.items()}
+    records = {seq: decode_leaf(data).record for seq, data in there.items()}
     for line in acknowledged.read_text().splitlines():
         word, first, *rest = line.split()
         if word == "appended":
             assert int(rest[0]) <= size
             for seq in range(int(first), int(rest[0])):
                 assert seq in there or seq in gone
-                if isinstance(record := records.get(seq), Admitted):
+                if isinstance(record := records.get(seq), ContributionRecord):
                     assert record.descriptor == digest("descriptor", seq)
         elif word == "signed":
             assert signed[int(first)].hex() == rest[0]
         else:
             assert isinstance(records[int(first)], Aggregate)
-    found = {record.descriptor: seq for seq, record in records.items() if isinstance(record, Admitted)}
+    found = {record.descriptor: seq for seq, record in records.items() if isinstance(record, ContributionRecord)}
     assert ledger.known(list(found)) == found
 
 
 def _check_tree(ledger: Ledger, there: dict[int, bytes], size: int) -> None:
     """Every leaf hash is in its tile; tiles and edge give one root."""
     with ledger.store.read() as rows:
-        for index in range(-(-size // WIDTH)):
+        for index in range(-(-size // TILE_WIDTH)):
             tile = rows.tile(0, index)
-            places = range(index * WIDTH, min(size, (index + 1) * WIDTH))
+            places = range(index * TILE_WIDTH, min(size, (index + 1) * TILE_WIDTH))
             if tile is None:
                 assert not there.keys() & set(places), "a tile is gone whose leaves are there"
                 continue
-            assert len(tile) == HASH * len(places)
+            assert len(tile) == HASH_SIZE * len(places)
             for at, seq in enumerate(places):
                 if seq in there:
-                    assert tile[at * HASH : (at + 1) * HASH] == leaf_hash(there[seq])
+                    assert tile[at * HASH_SIZE : (at + 1) * HASH_SIZE] == leaf_hash(there[seq])
         head = rows.head()
         assert head is not None
         assert Frontier.decode(head.frontier).size == size

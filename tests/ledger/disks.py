@@ -104,9 +104,7 @@ class PowerCut(apsw.VFS):  # type: ignore[misc]
             coin.shuffle(chosen)
             file = found.setdefault(path, bytearray())
             for offset, data in chosen:
-                _apply(
-                    file, offset, data if data is None else data[: coin.choice([len(data), len(data), 512])]
-                )
+                _apply(file, offset, data if data is None else data[: coin.choice([len(data), len(data), 512])])
         return {path: bytes(data) for path, data in found.items()}
 
     def xOpen(self, name: object, flags: list[int]) -> _TrackedFile:

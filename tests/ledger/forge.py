@@ -9,19 +9,18 @@ from typing import Any
 import apsw
 from making import LEDGER
 
-from lamina.admit.key import PrivateKey
-from lamina.ledger import leaf as leaves
-from lamina.ledger import tiles
-from lamina.ledger.appending import reader
-from lamina.ledger.checkpoint import Checkpoint
-from lamina.ledger.frontier import Frontier
-from lamina.ledger.hashing import leaf_hashes
-from lamina.ledger.leaf import Leaf
-from lamina.ledger.ledger import digest_of
-from lamina.ledger.receipt import Seal
-from lamina.ledger.records import NUMBERS, Epoch, Header, Record, Withdrawal
-from lamina.ledger.store import SqliteStore
-from lamina.ledger.store.base import Attempt, Head, Signed, Writer
+from lamina.admit.keys import PrivateKey
+from lamina.ledger import merkle
+from lamina.ledger import records as leaves
+from lamina.ledger.append import tile_reader
+from lamina.ledger.governance_records import Header, Withdrawal
+from lamina.ledger.merkle import Frontier, leaf_hashes
+from lamina.ledger.receipt import TreeSignature
+from lamina.ledger.records import KIND_NUMBERS, Epoch, Leaf, Record
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint
+from lamina.ledger.store.interface import AttemptRow, LedgerHead, StoredCheckpoint, StoreWriter
+from lamina.ledger.store.sqlite import SqliteStore
+from lamina.ledger.writer import checkpoint_digest
 
 
 def sql(path: str, statement: str, *values: Any) -> list[Any]:
@@ -44,9 +43,9 @@ def all_leaves(path: str) -> list[bytes]:
 
 def changed(data: bytes, **changes: Any) -> bytes:
     """The leaf with other fields of its record; seq, time and epoch of the leaf itself by these names."""
-    old = leaves.decode(data)
+    old = leaves.decode_leaf(data)
     place = {name: changes.pop(name, getattr(old, name)) for name in ("seq", "time", "epoch")}
-    return leaves.encode(dataclasses.replace(old.record, **changes), **place)
+    return leaves.encode_leaf(dataclasses.replace(old.record, **changes), **place)
 
 
 Change = Callable[[list[bytes]], list[bytes]]
@@ -58,7 +57,7 @@ def rewritten(path: str, change: Change, key: PrivateKey | None = LEDGER, *, cha
     With a key, every checkpoint is signed anew and epochs name the new ones: what an operator can do who has the key
     and no scruples. Without one the old checkpoints stay.
     """
-    kept = [Signed(*row) for row in sql(path, "SELECT size, text, seal FROM checkpoint ORDER BY size")]
+    kept = [StoredCheckpoint(*row) for row in sql(path, "SELECT size, text, seal FROM checkpoint ORDER BY size")]
     data = change(all_leaves(path))
     for table in ("leaf", "tile", "head", "attempt", "withdrawn", *(["checkpoint"] if key else [])):
         sql(path, f"DELETE FROM {table}")
@@ -70,12 +69,12 @@ def rewritten(path: str, change: Change, key: PrivateKey | None = LEDGER, *, cha
             first = frontier.size
             if key is not None and chained:
                 data[first:size] = [_chained(one, previous) for one in data[first:size]]
-            rows.put_tiles(tiles.grow(frontier, leaf_hashes(data[first:size]), reader(rows)))
+            rows.put_tiles(merkle.grow_tiles(frontier, leaf_hashes(data[first:size]), tile_reader(rows)))
             if key is not None:
-                tree = Checkpoint(origin, size, frontier.root())
-                seal = Seal.sign(tree, key)
-                rows.put_checkpoint(Signed(size, tree.signed(key), seal.kid + seal.signature))
-                previous = digest_of(tree.signed(key))
+                tree = LedgerCheckpoint(origin, size, frontier.root())
+                seal = TreeSignature.sign(tree, key)
+                rows.put_checkpoint(StoredCheckpoint(size, tree.signed(key), seal.kid + seal.signature))
+                previous = checkpoint_digest(tree.signed(key))
         _fill(rows, data, frontier)
     store.close()
 
@@ -85,10 +84,10 @@ def _chained(data: bytes, previous: bytes | None) -> bytes:
     return changed(data, previous=previous) if found is not None and found.kind is Epoch else data
 
 
-def _fill(rows: Writer, data: list[bytes], frontier: Frontier) -> None:
+def _fill(rows: StoreWriter, data: list[bytes], frontier: Frontier) -> None:
     """Leaves, what the store lists of them, and the head."""
     found = [read(one) for one in data]
-    rows.add_leaves([(seq, NUMBERS[one.kind] if one else 2, data[seq]) for seq, one in enumerate(found)])
+    rows.add_leaves([(seq, KIND_NUMBERS[one.kind] if one else 2, data[seq]) for seq, one in enumerate(found)])
     attempts: dict[tuple[bytes, int, int], int] = {}
     withdrawn: dict[int, int] = {}
     for seq, one in enumerate(found):
@@ -96,16 +95,16 @@ def _fill(rows: Writer, data: list[bytes], frontier: Frontier) -> None:
             attempts = {**dict.fromkeys(one.record.attempts, seq), **attempts}
         if one is not None and isinstance(one.record, Withdrawal):
             withdrawn.setdefault(one.record.target, seq)
-    rows.add_attempts([Attempt(*attempt, seq) for attempt, seq in attempts.items()])
+    rows.add_attempts([AttemptRow(*attempt, seq) for attempt, seq in attempts.items()])
     rows.add_withdrawals(list(withdrawn.items()))
     last = next(one for one in reversed(found) if one is not None)
     epochs = sum(one is not None and one.kind is Epoch for one in found)
-    rows.put_head(Head(len(data), last.time, epochs, 0, frontier.encode()))
+    rows.put_head(LedgerHead(len(data), last.time, epochs, 0, frontier.encode()))
 
 
 def read(data: bytes) -> Leaf | None:
     try:
-        return leaves.decode(data)
+        return leaves.decode_leaf(data)
     except Exception:
         return None
 
@@ -124,7 +123,7 @@ def relinked(data: list[bytes]) -> list[bytes]:
     made, epochs = [], 0
     for seq, one in enumerate(data):
         made.append(changed(one, seq=seq, epoch=epochs))
-        epochs += leaves.decode(one).kind is Epoch
+        epochs += leaves.decode_leaf(one).kind is Epoch
     return made
 
 
@@ -133,8 +132,8 @@ def appended(record: Record, seq: int | None = None) -> Change:
 
     def change(data: list[bytes]) -> list[bytes]:
         at = len(data) if seq is None else seq
-        time = leaves.decode(data[at - 1]).time
-        return relinked([*data[:at], leaves.encode(record, at, time, 0), *data[at:]])
+        time = leaves.decode_leaf(data[at - 1]).time
+        return relinked([*data[:at], leaves.encode_leaf(record, at, time, 0), *data[at:]])
 
     return change
 
@@ -146,9 +145,9 @@ def sealed(path: str, key: PrivateKey, seal: PrivateKey | None = None) -> None:
     with store.write() as rows:
         head = rows.head()
         assert head is not None
-        origin = leaves.decode(rows.leaf(0) or b"").record
+        origin = leaves.decode_leaf(rows.leaf(0) or b"").record
         assert isinstance(origin, Header)
-        tree = Checkpoint(origin.origin, head.size, Frontier.decode(head.frontier).root())
-        made = Seal.sign(tree, seal or key)
-        rows.put_checkpoint(Signed(head.size, tree.signed(key), made.kid + made.signature))
+        tree = LedgerCheckpoint(origin.origin, head.size, Frontier.decode(head.frontier).root())
+        made = TreeSignature.sign(tree, seal or key)
+        rows.put_checkpoint(StoredCheckpoint(head.size, tree.signed(key), made.kid + made.signature))
     store.close()

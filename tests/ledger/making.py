@@ -8,27 +8,23 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from lamina.admit.key import PrivateKey
-from lamina.ledger.ledger import Ledger
+from lamina.admit.keys import PrivateKey
+from lamina.ledger.governance_records import Header, Key, LedgerFloors, Preset, Role
 from lamina.ledger.records import (
-    Account,
-    Admitted,
-    Charge,
+    ContributionRecord,
+    ContributionTerms,
     Epoch,
-    Floors,
-    Header,
-    Key,
-    Outcome,
-    Preset,
-    Role,
+    EpochAccount,
+    EpochCharge,
     Segment,
-    Terms,
+    SegmentOutcome,
 )
+from lamina.ledger.writer import Ledger
 
 ORIGIN = "clinic.example/ledger"
 START = 1_800_000_000
 RUN = bytes(range(16))
-TERMS = Terms("clinical", "ecg", 1_000_000, 4_000_000, "top 0.25")
+TERMS = ContributionTerms("clinical", "ecg", 1_000_000, 4_000_000, "top 0.25")
 
 
 def key(name: str) -> PrivateKey:
@@ -59,14 +55,10 @@ def header(**changes: Any) -> Header:
         "accountant": "pld",
         "version": "lamina 0.1.0; dp-accounting 0.6.0",
         "delta": 1e-5,
-        "floors": Floors(clip_norm=100_000, noise_multiplier=500_000),
+        "floors": LedgerFloors(clip_norm=100_000, noise_multiplier=500_000),
         "presets": (
             Preset(
-                cls="clinical",
-                clip_norm=1_000_000,
-                noise_multiplier=1_000_000,
-                profile="top 0.25",
-                population=1000,
+                cls="clinical", clip_norm=1_000_000, noise_multiplier=1_000_000, profile="top 0.25", population=1000
             ),
             Preset(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all layers"),
         ),
@@ -81,7 +73,7 @@ def header(**changes: Any) -> Header:
     return Header(**{**given, **changes})
 
 
-def admitted(number: int, **changes: Any) -> Admitted:
+def admitted(number: int, **changes: Any) -> ContributionRecord:
     given: dict[str, Any] = {
         "descriptor": digest("descriptor", number),
         "attestation": hashlib.sha256(attestation(number)).digest(),
@@ -90,7 +82,7 @@ def admitted(number: int, **changes: Any) -> Admitted:
         "expires": START + 500,
         "terms": TERMS,
     }
-    return Admitted(**{**given, **changes})
+    return ContributionRecord(**{**given, **changes})
 
 
 def attestation(number: int) -> bytes:
@@ -105,7 +97,7 @@ def segment(index: int = 0, generation: int = 0, **changes: Any) -> Segment:
         "first": 10 * index,
         "last": 10 * index + 10,
         "eligibility": 1,
-        "outcome": Outcome.CLOSED,
+        "outcome": SegmentOutcome.CLOSED,
     }
     return Segment(**{**given, **changes})
 
@@ -117,11 +109,11 @@ def epoch(index: int = 0, generation: int = 0, **changes: Any) -> Epoch:
         "plan": hashlib.sha256(b"plan").digest(),
         "variance": (0.1, 1.0, 1e-300),
         "accounts": (
-            Account(
+            EpochAccount(
                 cls="clinical",
                 clip_norm=1_000_000,
                 noise_multiplier=4_000_000,
-                charges=(Charge(sigma=4.31, rate=0.0128, steps=10),),
+                charges=(EpochCharge(sigma=4.31, rate=0.0128, steps=10),),
                 spend=1000 * (index + 1),
             ),
         ),
@@ -138,6 +130,6 @@ def reopen(where: str, clock: Callable[[], float] | None = None) -> Ledger:
     return Ledger.open(where, LEDGER, clock=clock or Clock())
 
 
-def batches(first: int, stop: int, size: int) -> Iterator[list[Admitted]]:
+def batches(first: int, stop: int, size: int) -> Iterator[list[ContributionRecord]]:
     for at in range(first, stop, size):
         yield [admitted(n) for n in range(at, min(at + size, stop))]

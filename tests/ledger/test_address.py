@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lamina.ledger.errors import LedgerError
-from lamina.ledger.store.address import Address, is_url, without_password
+from lamina.errors import LedgerError
+from lamina.ledger.store.open_store import PostgresAddress, is_postgres_url, without_password
 from refusals import raises_code
 
 
@@ -24,10 +24,10 @@ from refusals import raises_code
     ],
 )  # fmt: skip
 def test_parts(where: str, conninfo: str, schema: str, shown: str) -> None:
-    found = Address.parse(where)
+    found = PostgresAddress.parse(where)
     assert (found.conninfo, found.schema, found.shown) == (conninfo, schema, shown)
     assert without_password(where) == shown + (f"#{schema}" if schema else "")
-    assert is_url(where)
+    assert is_postgres_url(where)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_parts(where: str, conninfo: str, schema: str, shown: str) -> None:
 )
 def test_a_password_that_would_be_taken_apart(where: str) -> None:
     with pytest.raises(LedgerError) as caught:
-        Address.parse(where)
+        PostgresAddress.parse(where)
     assert "/ is %2F and @ is %40" in caught.value.remedy
     assert without_password(where) == "postgresql://…"
     for part in ("SEC", "RET", "ET", "EC"):
@@ -64,7 +64,7 @@ def test_a_password_that_would_be_taken_apart(where: str) -> None:
 )
 def test_what_was_meant_as_an_address_is_not_repeated(where: str) -> None:
     with raises_code("store.given-ledger-neither") as caught:
-        is_url(where)
+        is_postgres_url(where)
     assert "SECRET" not in str(caught.value)
 
 
@@ -84,8 +84,6 @@ def test_nothing_is_shown_that_could_be_secret(where: str) -> None:
     assert "SECRET" not in without_password(where)
 
 
-@pytest.mark.parametrize(
-    "path", ["runs/a.ledger.db", "C:/runs/a.db", "./password/a.db", "a:b.db", "postgres.db"]
-)
+@pytest.mark.parametrize("path", ["runs/a.ledger.db", "C:/runs/a.db", "./password/a.db", "a:b.db", "postgres.db"])
 def test_paths(path: str) -> None:
-    assert not is_url(path)
+    assert not is_postgres_url(path)

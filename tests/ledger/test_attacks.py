@@ -36,30 +36,27 @@ from forge import all_leaves, appended, changed, leaf, relinked, replacing, rewr
 from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, Clock, digest, key
 
 from lamina import cbor
-from lamina.ledger import leaf as leaves
-from lamina.ledger.check import Problem, Seen, Trust, Verification, verify
-from lamina.ledger.checkpoint import Checkpoint
-from lamina.ledger.hashing import leaf_hash
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.note import NoteKey
-from lamina.ledger.records import (
+from lamina.ledger import records as leaves
+from lamina.ledger.governance_records import (
     Aggregate,
-    Change,
     ClassTotal,
-    Epoch,
-    Floors,
     Key,
+    KeyChange,
     KeyEvent,
-    Outcome,
+    LeafSpan,
+    LedgerFloors,
     PolicyChange,
-    Reason,
     Role,
-    Segment,
-    Span,
-    Terms,
     Withdrawal,
-    in_force,
+    WithdrawalReason,
+    policy_record_digest,
 )
+from lamina.ledger.merkle import leaf_hash
+from lamina.ledger.records import ContributionTerms, Epoch, Segment, SegmentOutcome
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey
+from lamina.ledger.verify.replay_state import Finding, KnownCheckpoint, Trust, Verification
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.writer import Ledger
 
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
 
@@ -99,7 +96,7 @@ def path(whole: Template, tmp_path: Path) -> str:
     return whole.copy(tmp_path)
 
 
-def problem(path: str, **options: object) -> Problem:
+def problem(path: str, **options: object) -> Finding:
     """What is wrong with it; something must be."""
     found: Verification = verify(path, **options)  # type: ignore[arg-type]
     assert not found.verified
@@ -123,9 +120,7 @@ def test_what_nobody_touched_verifies(whole: Template, pruned: Template, tmp_pat
         assert found.trusted
         assert (found.size, found.signed) == (each.size, each.size)
         rewritten(path, lambda data: data) if each is whole else None
-        assert (
-            verify(path, trust=MINE, seen=each.signed).problem is None
-        )  # the forger's own tools change nothing
+        assert verify(path, trust=MINE, seen=each.signed).problem is None  # the forger's own tools change nothing
 
 
 # ------------------------------------------------------------------------------ who can write the file
@@ -143,7 +138,7 @@ def test_edited(path: str, whole: Template) -> None:
 @pytest.mark.parametrize("kind", ["epoch", "withdrawal", "policy", "revocation", "release", "late"])
 def test_edited_whatever_it_is(path: str, whole: Template, kind: str) -> None:
     seq = whole.at[kind]
-    old = leaves.decode(leaf(path, seq))
+    old = leaves.decode_leaf(leaf(path, seq))
     sql(path, "UPDATE leaf SET data = ? WHERE seq = ?", changed(leaf(path, seq), time=old.time + 1), seq)
     assert problem(path).index == seq
 
@@ -216,9 +211,7 @@ def test_truncated(path: str, whole: Template) -> None:
         (replacing(53, manifest=digest("another")), 44),
     ],
 )  # fmt: skip
-def test_the_tree_was_made_to_fit(
-    path: str, change: Callable[[list[bytes]], list[bytes]], first: int
-) -> None:
+def test_the_tree_was_made_to_fit(path: str, change: Callable[[list[bytes]], list[bytes]], first: int) -> None:
     """The tree, its tiles and the head are those of other leaves. What was signed is not."""
     rewritten(path, change, None)
     named(path, first, "checkpoint", "another root than was signed", signatures=False)
@@ -281,21 +274,21 @@ def test_a_file_that_is_damaged(path: str) -> None:
 
 
 def test_a_checkpoint_of_another_ledger(path: str, whole: Template) -> None:
-    strange = Checkpoint("other.example", whole.size, digest("root")).signed(OTHER)
+    strange = LedgerCheckpoint("other.example", whole.size, digest("root")).signed(OTHER)
     sql(path, "UPDATE checkpoint SET text = ? WHERE size = ?", strange, whole.size)
     named(path, 53 + 1, "checkpoint", "another ledger")
     named(path, 54, "checkpoint", "another ledger", seen=whole.signed)
 
 
 def test_a_checkpoint_that_was_seen_of_another_ledger(path: str, whole: Template, tmp_path: Path) -> None:
-    strange = Checkpoint("other.example", 1, digest("root")).signed(LEDGER)
+    strange = LedgerCheckpoint("other.example", 1, digest("root")).signed(LEDGER)
     named(path, None, "seen", "another ledger", seen=[strange])
 
 
 def test_a_checkpoint_signed_by_nobody_that_counts(path: str, whole: Template) -> None:
     root = Ledger.open(path).root
     for strange in (OTHER, AUDITOR):
-        text = Checkpoint(ORIGIN, whole.size, root).signed(strange)
+        text = LedgerCheckpoint(ORIGIN, whole.size, root).signed(strange)
         sql(path, "UPDATE checkpoint SET text = ? WHERE size = ?", text, whole.size)
         named(path, 54, "checkpoint", "no key of the ledger")
 
@@ -343,16 +336,16 @@ def test_forked(path: str, whole: Template) -> None:
     rewritten(path, replacing(whole.at["release"], manifest=digest("another")))
     assert verify(path, trust=MINE).verified
     named(path, 44, "seen", "forked", trust=MINE, seen=whole.signed)
-    named(path, 0, "seen", "forked", seen=[Seen.parse(whole.signed[-1])])
+    named(path, 0, "seen", "forked", seen=[KnownCheckpoint.parse(whole.signed[-1])])
     assert verify(path, trust=MINE, seen=whole.signed[:3]).verified  # up to there it is the same
 
 
 def test_signed_anew_by_another_key(path: str, whole: Template) -> None:
     mine = Key(name=ORIGIN, x=OTHER.public.x, role=Role.LEDGER)
-    keys = (mine, *leaves.decode(leaf(path, 0)).record.keys[1:])  # type: ignore[union-attr]
+    keys = (mine, *leaves.decode_leaf(leaf(path, 0)).record.keys[1:])  # type: ignore[union-attr]
     rewritten(path, replacing(0, keys=keys), OTHER)
     named(path, whole.at["policy"], "policy", "replaces another policy")  # it hangs together
-    forged = in_force(leaves.decode(leaf(path, 0)).record)
+    forged = policy_record_digest(leaves.decode_leaf(leaf(path, 0)).record)
     rewritten(path, replacing(whole.at["policy"], previous=forged), OTHER)
     assert verify(path).verified  # consistent in itself: it names its own key
     assert not verify(path).trusted
@@ -367,20 +360,20 @@ def test_signed_by_a_key_that_the_header_does_not_name(path: str) -> None:
 
 
 def test_replayed_contribution(path: str, whole: Template) -> None:
-    again = leaves.decode(leaf(path, 47)).record
+    again = leaves.decode_leaf(leaf(path, 47)).record
     rewritten(path, appended(again))
     named(path, whole.size, "contribution", "as leaf 47: it was replayed", signatures=False)
     assert problem(path).index == whole.size
 
 
 def test_replayed_attestation_under_another_name(path: str, whole: Template) -> None:
-    again = dataclasses.replace(leaves.decode(leaf(path, 47)).record, descriptor=digest("another"))
+    again = dataclasses.replace(leaves.decode_leaf(leaf(path, 47)).record, descriptor=digest("another"))
     rewritten(path, appended(again))
     named(path, whole.size, "contribution", "the attestation is in the ledger already", signatures=False)
 
 
 def test_the_same_person_twice(path: str, whole: Template) -> None:
-    found = leaves.decode(leaf(path, 34)).record
+    found = leaves.decode_leaf(leaf(path, 34)).record
     twice = dataclasses.replace(
         found, descriptor=digest("another"), attestation=digest("other"), expires=START + 9 * YEAR
     )
@@ -389,7 +382,7 @@ def test_the_same_person_twice(path: str, whole: Template) -> None:
 
 
 def test_replayed_epoch(path: str, whole: Template) -> None:
-    rewritten(path, appended(leaves.decode(leaf(path, whole.at["epoch"])).record))
+    rewritten(path, appended(leaves.decode_leaf(leaf(path, whole.at["epoch"])).record))
     named(path, whole.size, "epoch", "replayed")
 
 
@@ -447,7 +440,7 @@ def test_wrong_accountant_in_the_records(tmp_path: Path) -> None:
 
 
 def _account(path: str, seq: int, which: int, **changes: object) -> tuple[object, ...]:
-    record = leaves.decode(leaf(path, seq)).record
+    record = leaves.decode_leaf(leaf(path, seq)).record
     assert isinstance(record, Epoch)
     accounts = list(record.accounts)
     accounts[which] = dataclasses.replace(accounts[which], **changes)  # type: ignore[arg-type]
@@ -457,7 +450,7 @@ def _account(path: str, seq: int, which: int, **changes: object) -> tuple[object
 @pytest.mark.parametrize("part", [0.9999, 0.999, 1.001])
 def test_misreported_spend(path: str, whole: Template, part: float) -> None:
     seq = whole.at["run two"]
-    spend = leaves.decode(leaf(path, seq)).record.accounts[1].spend  # type: ignore[union-attr]
+    spend = leaves.decode_leaf(leaf(path, seq)).record.accounts[1].spend  # type: ignore[union-attr]
     rewritten(path, replacing(seq, accounts=_account(path, seq, 1, spend=round(spend * part))))
     named(path, seq, "epoch", "under-reported" if part < 1 else "over-reported")
 
@@ -471,7 +464,7 @@ def test_spend_that_falls(path: str, whole: Template) -> None:
 def test_under_reported_steps(path: str, whole: Template) -> None:
     """The charges say less than the plan takes, and the spend fits the charges."""
     seq = whole.at["redone"]
-    record = leaves.decode(leaf(path, seq)).record
+    record = leaves.decode_leaf(leaf(path, seq)).record
     assert isinstance(record, Epoch)
     fewer = tuple(dataclasses.replace(each, steps=each.steps - 10) for each in record.accounts[1].charges)
     rewritten(path, replacing(seq, accounts=_account(path, seq, 1, charges=fewer)))
@@ -483,7 +476,7 @@ def test_under_reported_steps(path: str, whole: Template) -> None:
 def test_an_attempt_that_was_given_up_is_hidden(path: str, whole: Template) -> None:
     """Its steps were taken, its noise was seen: charged means spent. Without it the numbers do not fit."""
     seq = whole.at["redone"]
-    record = leaves.decode(leaf(path, seq)).record
+    record = leaves.decode_leaf(leaf(path, seq)).record
     assert isinstance(record, Epoch)
     rewritten(path, replacing(seq, segments=record.segments[1:]))
     named(path, seq, "epoch", "charges 30 steps at multiplier")
@@ -530,9 +523,7 @@ def test_another_plan(path: str, whole: Template) -> None:
         ({"name": "strangers"}, "not one of the policy"),
     ],
 )
-def test_a_plan_that_the_policy_does_not_allow(
-    tmp_path: Path, changes: dict[str, object], reason: str
-) -> None:
+def test_a_plan_that_the_policy_does_not_allow(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
     story = begin(str(tmp_path / "a.db"))
     story.admit([contribution(1)])
     base = plan()
@@ -560,8 +551,8 @@ def test_more_than_was_signed(tmp_path: Path) -> None:
 
 def test_floor_lowered(path: str, whole: Template) -> None:
     lower = PolicyChange(
-        floors=Floors(clip_norm=1, noise_multiplier=1), presets=PRESETS, policy=digest("low"),
-        previous=in_force(leaves.decode(leaf(path, whole.at["policy"])).record),
+        floors=LedgerFloors(clip_norm=1, noise_multiplier=1), presets=PRESETS, policy=digest("low"),
+        previous=policy_record_digest(leaves.decode_leaf(leaf(path, whole.at["policy"])).record),
     )  # fmt: skip
     rewritten(path, appended(lower))
     named(path, whole.size, "policy", "the floor of the clip norm falls, and 0 of two")
@@ -577,16 +568,16 @@ def test_floor_lowered(path: str, whole: Template) -> None:
 
 def test_a_looser_policy_that_was_taken_back_is_not_adopted_again(path: str, whole: Template) -> None:
     """Two signed for it once; whoever keeps the ledger has their signatures still."""
-    before = leaves.decode(leaf(path, whole.at["policy"])).record
+    before = leaves.decode_leaf(leaf(path, whole.at["policy"])).record
     assert isinstance(before, PolicyChange)
     lower = PolicyChange(
-        floors=Floors(clip_norm=1, noise_multiplier=1),
+        floors=LedgerFloors(clip_norm=1, noise_multiplier=1),
         presets=PRESETS,
         policy=digest("low"),
-        previous=in_force(before),
+        previous=policy_record_digest(before),
     )
     signed = signed_by(lower, LEDGER, AUDITOR)
-    back = dataclasses.replace(before, previous=in_force(signed))
+    back = dataclasses.replace(before, previous=policy_record_digest(signed))
     rewritten(path, appended(signed))
     rewritten(path, appended(back))
     assert verify(path).verified
@@ -597,18 +588,18 @@ def test_a_looser_policy_that_was_taken_back_is_not_adopted_again(path: str, who
 @pytest.mark.parametrize(
     ("terms", "reason"),
     [
-        (Terms("clinical", "ecg", 50_000, 2_000_000), "below the floor of 0.1"),
-        (Terms("clinical", "ecg", 1_000_000, 400_000), "below the floor of 0.5"),
-        (Terms("clinical", "ecg", 2_000_000, 2_000_000), "above the 1 of class"),
-        (Terms("clinical", "ecg", 1_000_000, 900_000), "below the 1 of class"),
-        (Terms("clinical", "ecg", 1_000_000, 2_000_000, "top=0.25"), "reaches top=0.5"),
-        (Terms("clinical", "ecg", 1_000_000, 2_000_000, "sideways"), "not known"),
-        (Terms("clinical", "ecg", 0, 0), "signed no bound"),
-        (Terms("open", "ecg", 1_000_000, 2_000_000), "is public"),
-        (Terms("unheard-of", "ecg", 1_000_000, 2_000_000), "not one of the policy"),
+        (ContributionTerms("clinical", "ecg", 50_000, 2_000_000), "below the floor of 0.1"),
+        (ContributionTerms("clinical", "ecg", 1_000_000, 400_000), "below the floor of 0.5"),
+        (ContributionTerms("clinical", "ecg", 2_000_000, 2_000_000), "above the 1 of class"),
+        (ContributionTerms("clinical", "ecg", 1_000_000, 900_000), "below the 1 of class"),
+        (ContributionTerms("clinical", "ecg", 1_000_000, 2_000_000, "top=0.25"), "reaches top=0.5"),
+        (ContributionTerms("clinical", "ecg", 1_000_000, 2_000_000, "sideways"), "not known"),
+        (ContributionTerms("clinical", "ecg", 0, 0), "signed no bound"),
+        (ContributionTerms("open", "ecg", 1_000_000, 2_000_000), "is public"),
+        (ContributionTerms("unheard-of", "ecg", 1_000_000, 2_000_000), "not one of the policy"),
     ],
 )
-def test_a_bound_that_the_policy_does_not_allow(tmp_path: Path, terms: Terms, reason: str) -> None:
+def test_a_bound_that_the_policy_does_not_allow(tmp_path: Path, terms: ContributionTerms, reason: str) -> None:
     story = begin(str(tmp_path / "a.db"))
     many = [contribution(n, BOB) for n in range(40)]
     *_, seq = story.admit([*many, contribution(99, terms=terms)])
@@ -636,15 +627,13 @@ def test_a_public_class_outside_its_profile(tmp_path: Path) -> None:
     story.admit(contribution(n) for n in range(3))
     story.later(2 * HOUR)
     classes = (plan().classes[0], dataclasses.replace(plan().classes[1], profile="top 50 %"))
-    seq = story.epoch(
-        RUNS[0], [segment(0, read=story.ledger.size)], of=plan(classes=classes), scales={USUAL: 1.0}
-    )
+    seq = story.epoch(RUNS[0], [segment(0, read=story.ledger.size)], of=plan(classes=classes), scales={USUAL: 1.0})
     story.sign()
     named(str(tmp_path / "a.db"), seq, "epoch", "class 'open' has a threshold for layer 'layer.0'")
 
 
 def test_key_revoked(path: str, whole: Template) -> None:
-    made = contribution(77, CAROL, at=int(leaves.decode(leaf(path, whole.size - 1)).time))
+    made = contribution(77, CAROL, at=int(leaves.decode_leaf(leaf(path, whole.size - 1)).time))
     rewritten(path, appended(made.record))
     named(path, whole.size, "contribution", "is revoked from", signatures=False)
     sql(path, "INSERT INTO evidence VALUES (?, ?)", whole.size, made.attestation)
@@ -653,7 +642,7 @@ def test_key_revoked(path: str, whole: Template) -> None:
 
 def test_key_replaced(path: str, whole: Template) -> None:
     """What it signed before stays good; what it claims to have signed later does not."""
-    now = leaves.decode(leaf(path, whole.size - 1)).time
+    now = leaves.decode_leaf(leaf(path, whole.size - 1)).time
     old = contribution(77, BOB, at=START, expires=now + YEAR)
     rewritten(path, appended(old.record))
     sql(path, "INSERT INTO evidence VALUES (?, ?)", whole.size, old.attestation)
@@ -690,7 +679,7 @@ def test_an_attestation_that_was_bent(path: str) -> None:
 
 def test_an_attestation_of_something_else(path: str) -> None:
     ((data,),) = sql(path, "SELECT data FROM evidence WHERE seq = 12")
-    record = leaves.decode(leaf(path, 12)).record
+    record = leaves.decode_leaf(leaf(path, 12)).record
     sql(path, "UPDATE evidence SET data = ? WHERE seq = 9", data)
     rewritten(path, replacing(9, attestation=record.attestation, key=record.key))  # type: ignore[union-attr]
     found = problem(path)
@@ -734,13 +723,13 @@ def test_a_leaf_that_is_not_canonical(path: str) -> None:
 
 
 def test_a_second_header(path: str, whole: Template) -> None:
-    rewritten(path, appended(leaves.decode(leaf(path, 0)).record))
+    rewritten(path, appended(leaves.decode_leaf(leaf(path, 0)).record))
     named(path, whole.size, "header", "first and once")
 
 
 def test_a_ledger_without_a_header(path: str) -> None:
-    data = leaves.decode(leaf(path, 9))
-    sql(path, "UPDATE leaf SET data = ? WHERE seq = 0", leaves.encode(data.record, 0, data.time, 0))
+    data = leaves.decode_leaf(leaf(path, 9))
+    sql(path, "UPDATE leaf SET data = ? WHERE seq = 0", leaves.encode_leaf(data.record, 0, data.time, 0))
     named(path, 0, "contribution", "begins with its header")
 
 
@@ -752,10 +741,7 @@ def test_an_unknown_schema_of_profiles(path: str) -> None:
 def test_a_hidden_epoch(path: str, whole: Template) -> None:
     """Taken out with everything that points to it; the leaves after it have counted it."""
     seq = whole.at["run two"]
-    rewritten(
-        path,
-        lambda data: [*data[:seq], *(changed(one, seq=at) for at, one in enumerate(data[seq + 1 :], seq))],
-    )
+    rewritten(path, lambda data: [*data[:seq], *(changed(one, seq=at) for at, one in enumerate(data[seq + 1 :], seq))])
     named(path, seq, "release", "comes after 3 epochs by its own count")
 
 
@@ -764,8 +750,8 @@ def test_a_hidden_epoch(path: str, whole: Template) -> None:
 
 def test_an_epoch_too_precise_in_time(path: str, whole: Template) -> None:
     seq = whole.at["redone"]
-    time = leaves.decode(leaf(path, seq)).time
-    rewritten(path, lambda data: [changed(one, time=max(leaves.decode(one).time, time + 7)) if at >= seq else one
+    time = leaves.decode_leaf(leaf(path, seq)).time
+    rewritten(path, lambda data: [changed(one, time=max(leaves.decode_leaf(one).time, time + 7)) if at >= seq else one
                                   for at, one in enumerate(data)])  # fmt: skip
     named(path, seq, "epoch", "finer than 3600 s")
 
@@ -776,7 +762,7 @@ def test_more_segments_than_the_header_allows(path: str, whole: Template) -> Non
 
 
 def _segments(path: str, seq: int, which: int, **changes: object) -> tuple[Segment, ...]:
-    record = leaves.decode(leaf(path, seq)).record
+    record = leaves.decode_leaf(leaf(path, seq)).record
     assert isinstance(record, Epoch)
     found = list(record.segments)
     found[which] = dataclasses.replace(found[which], **changes)  # type: ignore[arg-type]
@@ -805,7 +791,7 @@ def test_an_epoch_that_names_a_strange_checkpoint(path: str, whole: Template) ->
     seq = whole.at["run two"]
     rewritten(path, replacing(seq, previous=digest("strange")), chained=False)
     named(path, seq, "epoch", "not one of this ledger")
-    first = leaves.decode(leaf(path, whole.at["epoch"])).record
+    first = leaves.decode_leaf(leaf(path, whole.at["epoch"])).record
     assert isinstance(first, Epoch)
 
 
@@ -822,12 +808,12 @@ def test_another_state_of_the_accountant(path: str, whole: Template) -> None:
 
 @pytest.mark.parametrize("target", [0, 1, 41, 10**6])
 def test_a_withdrawal_of_something_else(path: str, whole: Template, target: int) -> None:
-    rewritten(path, appended(Withdrawal(target=target, reason=Reason.DATA)))
+    rewritten(path, appended(Withdrawal(target=target, reason=WithdrawalReason.DATA)))
     named(path, whole.size, "withdrawal", "no contribution")
 
 
 def test_withdrawn_twice(path: str, whole: Template) -> None:
-    rewritten(path, appended(Withdrawal(target=9, reason=Reason.DATA)))
+    rewritten(path, appended(Withdrawal(target=9, reason=WithdrawalReason.DATA)))
     named(path, whole.size, "withdrawal", "withdrawn already, in leaf 42")
 
 
@@ -848,15 +834,15 @@ def test_a_manifest_that_was_changed(path: str, whole: Template) -> None:
 # ------------------------------------------------------------------------------ keys of the ledger
 
 
-def _new_key(change: Change, effective: int, name: str = ORIGIN, role: Role = Role.LEDGER) -> KeyEvent:
+def _new_key(change: KeyChange, effective: int, name: str = ORIGIN, role: Role = Role.LEDGER) -> KeyEvent:
     new = Key(name=name, x=OTHER.public.x, role=role)
-    return KeyEvent(change=change, key=new, target=LEDGER.public.id if change is Change.ROTATE else None,
+    return KeyEvent(change=change, key=new, target=LEDGER.public.id if change is KeyChange.ROTATE else None,
                     effective=effective)  # fmt: skip
 
 
 def test_a_key_that_makes_itself_the_ledgers(path: str, whole: Template) -> None:
     """Whoever can write, and has no key, names one, and signs with it."""
-    for change in (Change.ADD, Change.ROTATE):
+    for change in (KeyChange.ADD, KeyChange.ROTATE):
         shutil.copy(whole.path, path)
         with Ledger.open(path, OTHER, clock=Clock(START + 4 * YEAR)) as ledger:
             ledger.append([_new_key(change, START)])
@@ -864,20 +850,18 @@ def test_a_key_that_makes_itself_the_ledgers(path: str, whole: Template) -> None
         named(path, whole.size, "checkpoint", "no checkpoint of an earlier key vouches for")
 
 
-@pytest.mark.parametrize("change", [Change.ROTATE, Change.REVOKE])
-def test_a_key_that_was_put_out_lets_itself_in_again(path: str, whole: Template, change: Change) -> None:
+@pytest.mark.parametrize("change", [KeyChange.ROTATE, KeyChange.REVOKE])
+def test_a_key_that_was_put_out_lets_itself_in_again(path: str, whole: Template, change: KeyChange) -> None:
     """Its thief writes that it was added again, and signs that with it."""
     clock = Clock(START + 4 * YEAR)
     with Ledger.open(path, LEDGER, clock=clock) as ledger:
-        ledger.append([_new_key(Change.ROTATE if change is Change.ROTATE else Change.ADD, START)])
+        ledger.append([_new_key(KeyChange.ROTATE if change is KeyChange.ROTATE else KeyChange.ADD, START)])
         ledger.checkpoint()
-    again = KeyEvent(
-        change=Change.ADD, key=Key(name=ORIGIN, x=LEDGER.public.x, role=Role.LEDGER), effective=START
-    )
+    again = KeyEvent(change=KeyChange.ADD, key=Key(name=ORIGIN, x=LEDGER.public.x, role=Role.LEDGER), effective=START)
     with Ledger.open(path, OTHER, clock=clock) as ledger:
-        if change is Change.REVOKE:
+        if change is KeyChange.REVOKE:
             ledger.append([KeyEvent(change=change, target=LEDGER.public.id, effective=int(clock.now))])
-        ledger.append([Withdrawal(target=10, reason=Reason.REQUEST)])
+        ledger.append([Withdrawal(target=10, reason=WithdrawalReason.REQUEST)])
         ledger.checkpoint()
         size = ledger.size
         ledger.append([again])
@@ -892,10 +876,10 @@ def test_a_seal_by_a_key_that_was_revoked(path: str, whole: Template) -> None:
     """The checkpoint is signed as it must be; receipts would be by a key that counts no more."""
     clock = Clock(START + 4 * YEAR)
     with Ledger.open(path, LEDGER, clock=clock) as ledger:
-        ledger.append([_new_key(Change.ADD, START)])
+        ledger.append([_new_key(KeyChange.ADD, START)])
         ledger.checkpoint()
     with Ledger.open(path, OTHER, clock=clock) as ledger:
-        ledger.append([KeyEvent(change=Change.REVOKE, target=LEDGER.public.id, effective=int(clock.now))])
+        ledger.append([KeyEvent(change=KeyChange.REVOKE, target=LEDGER.public.id, effective=int(clock.now))])
     sealed(path, OTHER, seal=LEDGER)
     named(path, whole.size + 1, "checkpoint", "seal")
     sealed(path, OTHER)
@@ -905,16 +889,14 @@ def test_a_seal_by_a_key_that_was_revoked(path: str, whole: Template) -> None:
 def test_a_key_of_the_ledger_that_was_rotated(path: str, whole: Template) -> None:
     clock = Clock(START + 4 * YEAR)
     with Ledger.open(path, LEDGER, clock=clock) as ledger:
-        ledger.append([_new_key(Change.ROTATE, START + 4 * YEAR + HOUR)])
+        ledger.append([_new_key(KeyChange.ROTATE, START + 4 * YEAR + HOUR)])
         ledger.checkpoint()
     clock.now += 2 * HOUR
     with Ledger.open(path, OTHER, clock=clock) as ledger:
-        ledger.append([Withdrawal(target=10, reason=Reason.REQUEST)])
+        ledger.append([Withdrawal(target=10, reason=WithdrawalReason.REQUEST)])
         ledger.checkpoint()
     assert verify(path, trust=MINE, seen=whole.signed).trusted  # a trusted key vouched for the new one
-    assert verify(
-        path, trust=Trust(plain=(OTHER.public,))
-    ).trusted  # who knows the new one need not know the old
+    assert verify(path, trust=Trust(plain=(OTHER.public,))).trusted  # who knows the new one need not know the old
     assert problem(path, trust=Trust(plain=(AUDITOR.public,))).kind == "trust"
     named(path, 0, "trust", "none of the trusted keys is for a ledger", trust=Trust())
     # The old key goes on signing: what it signs now does not count.
@@ -923,28 +905,24 @@ def test_a_key_of_the_ledger_that_was_rotated(path: str, whole: Template) -> Non
 
 
 def test_a_key_of_the_ledger_that_was_revoked(path: str, whole: Template) -> None:
-    now = leaves.decode(leaf(path, whole.size - 1)).time
-    rewritten(path, appended(KeyEvent(change=Change.REVOKE, target=LEDGER.public.id, effective=now)))
+    now = leaves.decode_leaf(leaf(path, whole.size - 1)).time
+    rewritten(path, appended(KeyEvent(change=KeyChange.REVOKE, target=LEDGER.public.id, effective=now)))
     named(path, whole.size, "checkpoint", "is revoked from")
 
 
 @pytest.mark.parametrize(
     ("event", "reason"),
     [
-        (KeyEvent(change=Change.REVOKE, target=digest("ghost"), effective=START), "not one of the ledger"),
-        (_new_key(Change.ADD, START, name="another.example"), "is named 'another.example'"),
-        (_new_key(Change.ROTATE, START, role=Role.AUDITOR), "takes over from one for ledger"),
+        (KeyEvent(change=KeyChange.REVOKE, target=digest("ghost"), effective=START), "not one of the ledger"),
+        (_new_key(KeyChange.ADD, START, name="another.example"), "is named 'another.example'"),
+        (_new_key(KeyChange.ROTATE, START, role=Role.AUDITOR), "takes over from one for ledger"),
         (
-            KeyEvent(
-                change=Change.ADD,
-                key=Key(name="x", x=ALICE.public.x, role=Role.AUDITOR),
-                effective=START,
-            ),
+            KeyEvent(change=KeyChange.ADD, key=Key(name="x", x=ALICE.public.x, role=Role.AUDITOR), effective=START),
             "one role a key",
         ),
         (
             KeyEvent(
-                change=Change.ROTATE,
+                change=KeyChange.ROTATE,
                 key=Key(name="x", x=ALICE.public.x, role=Role.CONTRIBUTOR),
                 target=CAROL.public.id,
                 effective=START,
@@ -979,10 +957,10 @@ def test_leaves_after_a_witness_saw_them(path: str) -> None:
     """A witness saw the checkpoint long before its last leaf claims to have been written."""
     from making import WITNESS
 
-    from lamina.ledger import checkpoint
+    from lamina.ledger import signed_checkpoint
 
     ((text,),) = sql(path, "SELECT text FROM checkpoint WHERE size = 55")
-    early = checkpoint.cosign(text, WITNESS, START, "witness.example")
+    early = signed_checkpoint.add_cosignature(text, WITNESS, START, "witness.example")
     sql(path, "UPDATE checkpoint SET text = ? WHERE size = 55", early)
     named(path, 54, "checkpoint", "before its last leaf")
 
@@ -999,19 +977,16 @@ def _aggregate(path: str, first: int, stop: int, horizon: int, **changes: object
     data = all_leaves(path)[first:stop]
     classes: dict[str, int] = {}
     for one in data:
-        cls = leaves.decode(one).record.terms.cls  # type: ignore[union-attr]
+        cls = leaves.decode_leaf(one).record.terms.cls  # type: ignore[union-attr]
         classes[cls] = classes.get(cls, 0) + 1
     spent = {"clinical": max(account.spend for account in _last_epoch(path).accounts)}
     hashes = b"".join(map(leaf_hash, data))
     given = {
-        "spans": (Span(first=first, stop=stop),),
+        "spans": (LeafSpan(first=first, stop=stop),),
         "horizon": horizon,
         "classes": tuple(
             ClassTotal(
-                cls=cls,
-                count=count,
-                withdrawn=int(first <= 9 < stop and cls == "clinical"),
-                spend=spent.get(cls, 0),
+                cls=cls, count=count, withdrawn=int(first <= 9 < stop and cls == "clinical"), spend=spent.get(cls, 0)
             )
             for cls, count in sorted(classes.items())
         ),
@@ -1021,7 +996,7 @@ def _aggregate(path: str, first: int, stop: int, horizon: int, **changes: object
 
 
 def _last_epoch(path: str) -> Epoch:
-    found = [one.record for one in map(leaves.decode, all_leaves(path)) if one.kind is Epoch]
+    found = [one.record for one in map(leaves.decode_leaf, all_leaves(path)) if one.kind is Epoch]
     assert isinstance(found[-1], Epoch)
     return found[-1]
 
@@ -1038,7 +1013,7 @@ def test_an_aggregate_made_by_hand_is_good(path: str, whole: Template) -> None:
 
 
 def test_pruned_beyond_the_horizon(path: str, whole: Template) -> None:
-    now = leaves.decode(leaf(path, whole.size - 1)).time
+    now = leaves.decode_leaf(leaf(path, whole.size - 1)).time
     rewritten(path, appended(_aggregate(path, 4, 41, now)))
     named(path, whole.size, "aggregate", "pruned beyond the horizon")
     rewritten(path, lambda data: data[:-1])
@@ -1088,10 +1063,10 @@ def test_an_aggregate_that_says_something_else(
 
 def test_an_aggregate_over_other_records(path: str, whole: Template) -> None:
     made = _aggregate(path, 4, 41, START + HOUR)
-    spans = (Span(first=5, stop=42),)
+    spans = (LeafSpan(first=5, stop=42),)
     rewritten(path, appended(dataclasses.replace(made, spans=spans)))
     assert problem(path).kind == "aggregate"
-    later = (Span(first=whole.size - 10, stop=whole.size + 27),)
+    later = (LeafSpan(first=whole.size - 10, stop=whole.size + 27),)
     rewritten(path, replacing(whole.size, spans=later))
     named(path, whole.size, "aggregate", "come after it")
 
@@ -1109,9 +1084,7 @@ def test_a_countersignature_of_somebody_else(path: str, whole: Template) -> None
     assert not any("countersigned" in note for note in verify(path).notes)
     rewritten(path, replacing(whole.size, signatures=signed_by(made, AUDITOR, OTHER).signatures))
     named(path, whole.size, "aggregate", "does not count")
-    rewritten(
-        path, replacing(whole.size, signatures=signed_by(made, AUDITOR, origin="other.example").signatures)
-    )
+    rewritten(path, replacing(whole.size, signatures=signed_by(made, AUDITOR, origin="other.example").signatures))
     named(path, whole.size, "aggregate", "not one of it")
     rewritten(path, replacing(whole.size, signatures=()))
     assert any("countersigned by nobody" in note for note in verify(path).notes)
@@ -1143,7 +1116,7 @@ def test_hashes_of_what_is_gone_are_held_to_the_checkpoints(pruned: Template, tm
 # ------------------------------------------------------------------------------ an operator who signs what he likes
 
 
-def lying(path: Path, *segments: Segment, **options: Any) -> Problem | None:
+def lying(path: Path, *segments: Segment, **options: Any) -> Finding | None:
     """A ledger whose keeper writes down these segments of a run, each in an epoch with what it would cost."""
     story = begin(str(path))
     story.admit([contribution(1), contribution(2, terms=STRICT)])
@@ -1172,7 +1145,7 @@ def test_members_that_were_read_before_the_segment_before(tmp_path: Path) -> Non
 
 
 def test_a_class_whose_thresholds_are_scaled(tmp_path: Path) -> None:
-    whole = Terms("clinical", "ecg", 0, 0)
+    whole = ContributionTerms("clinical", "ecg", 0, 0)
     assert lying(tmp_path / "a.db", segment(0, read=0), scales={whole: 1.0, STRICT: 0.5}) is None
     found = lying(tmp_path / "b.db", segment(0, read=0), scales={whole: 0.05, STRICT: 0.5})
     assert found is not None and "its thresholds are scaled by 0.05" in found.reason
@@ -1191,10 +1164,10 @@ def test_a_scale_that_shrinks_on_the_way(tmp_path: Path) -> None:
 
 def test_a_class_that_goes_and_comes_back_looser(path: str, whole: Template) -> None:
     """It promised something: leaving it out needs two signatures like any other loosening."""
-    before = leaves.decode(leaf(path, whole.at["policy"])).record
+    before = leaves.decode_leaf(leaf(path, whole.at["policy"])).record
     assert isinstance(before, PolicyChange)
     gone = dataclasses.replace(
-        before, presets=tuple(each for each in PRESETS if each.public), previous=in_force(before)
+        before, presets=tuple(each for each in PRESETS if each.public), previous=policy_record_digest(before)
     )
     rewritten(path, appended(gone))
     named(path, whole.size, "policy", "could come back as anything")
@@ -1204,29 +1177,23 @@ def test_a_class_that_goes_and_comes_back_looser(path: str, whole: Template) -> 
 
 def test_whoever_signs_as_two_is_told_of(path: str, whole: Template) -> None:
     """The keeper names an auditor himself, and signs for both."""
-    before = leaves.decode(leaf(path, whole.at["policy"])).record
+    before = leaves.decode_leaf(leaf(path, whole.at["policy"])).record
     auditor = Key(name="auditor.example/2", x=OTHER.public.x, role=Role.AUDITOR)
-    rewritten(path, appended(KeyEvent(change=Change.ADD, key=auditor, effective=START)))
+    rewritten(path, appended(KeyEvent(change=KeyChange.ADD, key=auditor, effective=START)))
     lower = PolicyChange(
-        floors=Floors(clip_norm=1, noise_multiplier=1),
+        floors=LedgerFloors(clip_norm=1, noise_multiplier=1),
         presets=PRESETS,
         policy=digest("low"),
-        previous=in_force(before),
+        previous=policy_record_digest(before),
     )
     rewritten(path, appended(signed_by(lower, LEDGER, OTHER)))
     found = verify(path)
-    assert found.verified and any(
-        f"leaf {whole.size + 1}" in note and "does not name" in note for note in found.notes
-    )
+    assert found.verified and any(f"leaf {whole.size + 1}" in note and "does not name" in note for note in found.notes)
 
 
 def test_a_class_without_signed_members_is_not_charged(tmp_path: Path) -> None:
     story = begin(str(tmp_path / "a.db"))
-    (seq,) = (
-        story.epoch(
-            RUNS[0], [segment(0, read=1)], change=lambda made: dataclasses.replace(made, accounts=())
-        ),
-    )
+    (seq,) = (story.epoch(RUNS[0], [segment(0, read=1)], change=lambda made: dataclasses.replace(made, accounts=())),)
     story.sign()
     found = verify(story.ledger.store).problem
     story.ledger.close()
@@ -1238,7 +1205,7 @@ def test_an_auditor_who_has_only_the_new_key_knows_the_old_checkpoints(tmp_path:
     old = story.ledger.checkpoint()
     new = key("the next one")
     event = KeyEvent(
-        change=Change.ROTATE,
+        change=KeyChange.ROTATE,
         key=Key(name=ORIGIN, x=new.public.x, role=Role.LEDGER),
         target=LEDGER.public.id,
         effective=int(story.clock.now),
@@ -1253,7 +1220,7 @@ def test_an_auditor_who_has_only_the_new_key_knows_the_old_checkpoints(tmp_path:
                     floors=ledger.header.floors,
                     presets=PRESETS,
                     policy=digest("p"),
-                    previous=in_force(ledger.header),
+                    previous=policy_record_digest(ledger.header),
                 )
             ]
         )
@@ -1272,7 +1239,7 @@ def test_a_segment_that_read_nothing_hides_nobody(tmp_path: Path) -> None:
     story.later(HOUR)
     story.epoch(RUNS[0], [segment(0, read=story.ledger.size)])
     story.later(HOUR)
-    beside = segment(0, 1, read=1, outcome=Outcome.ABANDONED)
+    beside = segment(0, 1, read=1, outcome=SegmentOutcome.ABANDONED)
     seq = story.epoch(RUNS[0], [beside, segment(1, read=story.ledger.size)], scales={USUAL: 1.0})
     found = verify(story.ledger.store).problem
     assert found is not None and (found.index, found.kind) == (seq, "epoch")
@@ -1287,7 +1254,7 @@ def test_what_a_run_has_charged_it_does_not_forget(tmp_path: Path) -> None:
     story.later(HOUR)
     story.epoch(RUNS[0], [segment(0, read=story.ledger.size)])
     story.later(HOUR)
-    story.epoch(RUNS[0], [segment(0, 1, read=1, outcome=Outcome.ABANDONED)], scales={USUAL: 1.0})
+    story.epoch(RUNS[0], [segment(0, 1, read=1, outcome=SegmentOutcome.ABANDONED)], scales={USUAL: 1.0})
     story.later(HOUR)
     seq = story.epoch(RUNS[0], [segment(1, read=story.ledger.size)], scales={USUAL: 1.0})
     found = verify(story.ledger.store).problem
@@ -1301,12 +1268,14 @@ def test_the_strictest_promise_of_all_segments_holds(tmp_path: Path, hidden: boo
     story.later(HOUR)
     strict = (dataclasses.replace(PRESETS[0], noise_multiplier=400_000_000), *PRESETS[1:])
     header = story.ledger.header
-    change = PolicyChange(floors=header.floors, presets=strict, policy=digest("p"), previous=in_force(header))
+    change = PolicyChange(
+        floors=header.floors, presets=strict, policy=digest("p"), previous=policy_record_digest(header)
+    )
     story.ledger.append([change])
     story.later(HOUR)
     segments = [segment(0, 1, read=story.ledger.size), segment(1, read=story.ledger.size, after=1)]
-    first = [segment(0, read=1, outcome=Outcome.ABANDONED)] if hidden else []
-    seq = story.epoch(RUNS[0], [*first, *segments], scales={Terms("clinical", "ecg", 0, 0): 1.0})
+    first = [segment(0, read=1, outcome=SegmentOutcome.ABANDONED)] if hidden else []
+    seq = story.epoch(RUNS[0], [*first, *segments], scales={ContributionTerms("clinical", "ecg", 0, 0): 1.0})
     story.sign()
     found = verify(story.ledger.store).problem
     assert found is not None and (found.index, "that was signed" in found.reason) == (seq, True)

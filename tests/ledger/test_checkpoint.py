@@ -10,14 +10,21 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.admit.key import PrivateKey
-from lamina.errors import EncodingError, LaminaError
-from lamina.ledger import note
-from lamina.ledger.checkpoint import Checkpoint, cosign, joined, parse, verify
-from lamina.ledger.errors import LedgerError, NotVerified
-from lamina.ledger.note import Note, NoteKey
-from lamina.ledger.tree import EMPTY, Frontier, consistency, leaf_hash, node_hash
-from lamina.ledger.witness import WitnessKey, WitnessPolicy
+from lamina.admit.keys import PrivateKey
+from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
+from lamina.ledger import signed_checkpoint
+from lamina.ledger.merkle import EMPTY_ROOT, Frontier, consistency_proof, leaf_hash, node_hash
+from lamina.ledger.signed_checkpoint import (
+    LedgerCheckpoint,
+    Note,
+    NoteKey,
+    WitnessKey,
+    WitnessQuorum,
+    add_cosignature,
+    merge_signatures,
+    parse_checkpoint,
+    verify_checkpoint,
+)
 from refusals import raises_code
 
 ORIGIN = "example.org/ledger"
@@ -30,15 +37,15 @@ def private(seed: int) -> PrivateKey:
 
 KEY, OTHER, WITNESS = private(1), private(2), private(3)
 LEDGER = NoteKey(ORIGIN, KEY.public)
-ONE = Checkpoint(ORIGIN, 1, ROOT)
+ONE = LedgerCheckpoint(ORIGIN, 1, ROOT)
 SIGNED = ONE.signed(KEY)
 
 
 def test_a_checkpoint_is_what_the_specification_says() -> None:
     assert ONE.text() == f"{ORIGIN}\n1\n{base64.b64encode(ROOT).decode()}\n"
     assert SIGNED.startswith(ONE.text() + f"\n— {ORIGIN} ")
-    assert parse(SIGNED) == (ONE, Note.parse(SIGNED)) == parse(SIGNED.encode())
-    assert verify(SIGNED, [LEDGER]) == ONE == verify(SIGNED, [LEDGER], origin=ORIGIN)
+    assert parse_checkpoint(SIGNED) == (ONE, Note.parse(SIGNED)) == parse_checkpoint(SIGNED.encode())
+    assert verify_checkpoint(SIGNED, [LEDGER]) == ONE == verify_checkpoint(SIGNED, [LEDGER], origin=ORIGIN)
 
 
 def test_the_example_of_the_c2sp_page_is_read() -> None:
@@ -50,19 +57,15 @@ def test_the_example_of_the_c2sp_page_is_read() -> None:
         "— example.com/behind-the-sofa Az3grlgtzPICa5OS8npVmf1Myq/5IZniMp+ZJurmRDeOoRDe4URYN7u5/Zhcyv2q1gGzGku9nTo+"
         "zyWE+xeMcTOAYQ8=\n"
     )
-    head, found = parse(text)
-    assert (head.origin, head.size, head.root.hex()[:8]) == (
-        "example.com/behind-the-sofa",
-        20852163,
-        "0ac5186a",
-    )
+    head, found = parse_checkpoint(text)
+    assert (head.origin, head.size, head.root.hex()[:8]) == ("example.com/behind-the-sofa", 20852163, "0ac5186a")
     assert found.encode() == text and head.text() == found.text
 
 
 def test_lines_of_other_ledgers_are_read_and_kept() -> None:
-    more = Checkpoint(ORIGIN, 1, ROOT, ("first extension", "second"))
-    assert parse(more.signed(KEY))[0] == more
-    assert verify(more.signed(KEY), [LEDGER]).extensions == ("first extension", "second")
+    more = LedgerCheckpoint(ORIGIN, 1, ROOT, ("first extension", "second"))
+    assert parse_checkpoint(more.signed(KEY))[0] == more
+    assert verify_checkpoint(more.signed(KEY), [LEDGER]).extensions == ("first extension", "second")
 
 
 @pytest.mark.parametrize(
@@ -95,42 +98,42 @@ def test_lines_of_other_ledgers_are_read_and_kept() -> None:
 )
 def test_anything_else_is_no_checkpoint(text: str) -> None:
     with pytest.raises(EncodingError):
-        Checkpoint.of_text(text)
+        LedgerCheckpoint.of_text(text)
     line = SIGNED.rpartition("\n\n")[2]
     with pytest.raises(EncodingError):
-        parse(text + "\n" + line)
+        parse_checkpoint(text + "\n" + line)
 
 
 @given(st.integers(0, len(SIGNED) - 1), st.characters(codec="utf-8"))
 def test_no_single_changed_character_is_believed(at: int, char: str) -> None:
     changed = SIGNED[:at] + char + SIGNED[at + 1 :]
     if changed == SIGNED:
-        assert verify(changed, [LEDGER]) == ONE
+        assert verify_checkpoint(changed, [LEDGER]) == ONE
         return
     with pytest.raises((EncodingError, NotVerified)):
-        verify(changed, [LEDGER])
+        verify_checkpoint(changed, [LEDGER])
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60))
 def test_garbage_is_refused_as_such(data: Any) -> None:
     with pytest.raises(EncodingError):
-        parse(data)
+        parse_checkpoint(data)
 
 
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: Checkpoint(ORIGIN, -1, ROOT),
-        lambda: Checkpoint(ORIGIN, 2**63, ROOT),
-        lambda: Checkpoint(ORIGIN, True, ROOT),
-        lambda: Checkpoint(ORIGIN, 1, ROOT[:31]),
-        lambda: Checkpoint(ORIGIN, 0, ROOT),
-        lambda: Checkpoint("", 1, ROOT),
-        lambda: Checkpoint("a\nb", 1, ROOT),
-        lambda: Checkpoint("a\tb", 1, ROOT),
-        lambda: Checkpoint(ORIGIN, 1, ROOT, ("",)),
-        lambda: Checkpoint("with blank", 1, ROOT).signed(KEY),
-        lambda: Checkpoint("with+plus", 1, ROOT).signed(KEY),
+        lambda: LedgerCheckpoint(ORIGIN, -1, ROOT),
+        lambda: LedgerCheckpoint(ORIGIN, 2**63, ROOT),
+        lambda: LedgerCheckpoint(ORIGIN, True, ROOT),
+        lambda: LedgerCheckpoint(ORIGIN, 1, ROOT[:31]),
+        lambda: LedgerCheckpoint(ORIGIN, 0, ROOT),
+        lambda: LedgerCheckpoint("", 1, ROOT),
+        lambda: LedgerCheckpoint("a\nb", 1, ROOT),
+        lambda: LedgerCheckpoint("a\tb", 1, ROOT),
+        lambda: LedgerCheckpoint(ORIGIN, 1, ROOT, ("",)),
+        lambda: LedgerCheckpoint("with blank", 1, ROOT).signed(KEY),
+        lambda: LedgerCheckpoint("with+plus", 1, ROOT).signed(KEY),
         lambda: ONE.signed(KEY, "with blank"),
     ],
 )
@@ -140,60 +143,62 @@ def test_what_makes_no_sense_is_not_signed(build: Any) -> None:
 
 
 def test_an_empty_ledger_has_a_checkpoint() -> None:
-    empty = Checkpoint(ORIGIN, 0, EMPTY)
-    assert verify(empty.signed(KEY), [LEDGER]) == empty
+    empty = LedgerCheckpoint(ORIGIN, 0, EMPTY_ROOT)
+    assert verify_checkpoint(empty.signed(KEY), [LEDGER]) == empty
 
 
 # ------------------------------------------------------------------------------------------------------- attacks
 
 
 def test_a_checkpoint_of_another_ledger_is_not_believed() -> None:
-    other = Checkpoint("example.org/other", 1, ROOT)
+    other = LedgerCheckpoint("example.org/other", 1, ROOT)
     with raises_code("ledger.checkpoint-expected"):
-        verify(other.signed(KEY, ORIGIN), [LEDGER])
+        verify_checkpoint(other.signed(KEY, ORIGIN), [LEDGER])
     with raises_code("ledger.checkpoint-expected"):
-        verify(other.signed(KEY), [NoteKey("example.org/other", KEY.public)], origin=ORIGIN)
+        verify_checkpoint(other.signed(KEY), [NoteKey("example.org/other", KEY.public)], origin=ORIGIN)
 
 
 def test_a_checkpoint_signed_by_another_key_is_not_believed() -> None:
     with raises_code("ledger.note-not-signed"):
-        verify(ONE.signed(OTHER), [LEDGER])
+        verify_checkpoint(ONE.signed(OTHER), [LEDGER])
     with pytest.raises(NotVerified):
-        verify(ONE.signed(KEY), [])
-    stolen = parse(SIGNED)[1].signatures
-    two = Checkpoint(ORIGIN, 2, node_hash(ROOT, ROOT))
+        verify_checkpoint(ONE.signed(KEY), [])
+    stolen = parse_checkpoint(SIGNED)[1].signatures
+    two = LedgerCheckpoint(ORIGIN, 2, node_hash(ROOT, ROOT))
     with raises_code("ledger.signature-key-not"):
-        verify(Note(two.text(), stolen).encode(), [LEDGER])
+        verify_checkpoint(Note(two.text(), stolen).encode(), [LEDGER])
 
 
 def test_a_rotated_key_signs_on() -> None:
-    both = Note.parse(SIGNED).adding(*note.sign(ONE.text(), ORIGIN, OTHER).signatures).encode()
+    both = (
+        Note.parse(SIGNED).with_signatures(*signed_checkpoint.sign_note(ONE.text(), ORIGIN, OTHER).signatures).encode()
+    )
     for keys in ([LEDGER], [NoteKey(ORIGIN, OTHER.public)], [LEDGER, NoteKey(ORIGIN, OTHER.public)]):
-        assert verify(both, keys) == ONE
+        assert verify_checkpoint(both, keys) == ONE
 
 
 def test_a_witness_is_no_ledger_and_a_ledger_no_witness() -> None:
-    cosigned = cosign(SIGNED, WITNESS, 1_700_000_000, "witness.example")
-    policy = WitnessPolicy(1, (WitnessKey("witness.example", WITNESS.public),))
-    assert verify(cosigned, [LEDGER], policy=policy) == ONE
+    cosigned = add_cosignature(SIGNED, WITNESS, 1_700_000_000, "witness.example")
+    policy = WitnessQuorum(1, (WitnessKey("witness.example", WITNESS.public),))
+    assert verify_checkpoint(cosigned, [LEDGER], policy=policy) == ONE
     with raises_code("ledger.witnesses-cosigned-checkpoint"):
-        verify(SIGNED, [LEDGER], policy=policy)
-    only = Note(ONE.text(), parse(cosigned)[1].signatures[1:]).encode()
+        verify_checkpoint(SIGNED, [LEDGER], policy=policy)
+    only = Note(ONE.text(), parse_checkpoint(cosigned)[1].signatures[1:]).encode()
     with raises_code("ledger.note-not-signed"):
-        verify(only, [LEDGER], policy=policy)
-    own = WitnessPolicy(1, (WitnessKey(ORIGIN, KEY.public),))
+        verify_checkpoint(only, [LEDGER], policy=policy)
+    own = WitnessQuorum(1, (WitnessKey(ORIGIN, KEY.public),))
     with raises_code("ledger.witness-ledger-own"):
-        verify(cosign(SIGNED, KEY, 1_700_000_000, ORIGIN), [LEDGER], policy=own)
+        verify_checkpoint(add_cosignature(SIGNED, KEY, 1_700_000_000, ORIGIN), [LEDGER], policy=own)
 
 
 def test_cosignatures_that_come_one_by_one_are_joined() -> None:
-    copies = [cosign(SIGNED, private(seed), 1_700_000_000, f"w{seed}") for seed in (3, 4, 5)]
-    whole = joined(*copies, SIGNED)
-    policy = WitnessPolicy(3, tuple(WitnessKey(f"w{seed}", private(seed).public) for seed in (3, 4, 5)))
-    assert verify(whole, [LEDGER], policy=policy) == ONE
-    assert len(parse(whole)[1].signatures) == 4
+    copies = [add_cosignature(SIGNED, private(seed), 1_700_000_000, f"w{seed}") for seed in (3, 4, 5)]
+    whole = merge_signatures(*copies, SIGNED)
+    policy = WitnessQuorum(3, tuple(WitnessKey(f"w{seed}", private(seed).public) for seed in (3, 4, 5)))
+    assert verify_checkpoint(whole, [LEDGER], policy=policy) == ONE
+    assert len(parse_checkpoint(whole)[1].signatures) == 4
     with raises_code("ledger.copies-different-checkpoints"):
-        joined(SIGNED, Checkpoint(ORIGIN, 0, EMPTY).signed(KEY))
+        merge_signatures(SIGNED, LedgerCheckpoint(ORIGIN, 0, EMPTY_ROOT).signed(KEY))
 
 
 # ------------------------------------------------------------------------------------------------ one tree or two
@@ -209,25 +214,25 @@ class Rows:
     def node(self, level: int, index: int) -> bytes:
         return self.rows[level][index]
 
-    def head(self, size: int) -> Checkpoint:
+    def head(self, size: int) -> LedgerCheckpoint:
         frontier = Frontier()
         frontier.extend(self.rows[0][:size])
-        return Checkpoint(ORIGIN, size, frontier.root())
+        return LedgerCheckpoint(ORIGIN, size, frontier.root())
 
 
 def test_checkpoints_extend_and_fork() -> None:
     honest, forked = Rows([b"a", b"b", b"c", b"d"]), Rows([b"a", b"x", b"c", b"d"])
     two, four = honest.head(2), honest.head(4)
-    assert four.extends(two, consistency(honest, 2, 4))
-    assert not two.extends(four, consistency(honest, 2, 4))
-    assert not forked.head(4).extends(two, consistency(forked, 2, 4))
-    assert not four.extends(Checkpoint("example.org/other", 2, two.root), consistency(honest, 2, 4))
+    assert four.extends(two, consistency_proof(honest, 2, 4))
+    assert not two.extends(four, consistency_proof(honest, 2, 4))
+    assert not forked.head(4).extends(two, consistency_proof(forked, 2, 4))
+    assert not four.extends(LedgerCheckpoint("example.org/other", 2, two.root), consistency_proof(honest, 2, 4))
     assert forked.head(2).forks(two) and forked.head(4).forks(four)
     assert not two.forks(two) and not two.forks(four)
-    assert not Checkpoint("example.org/other", 2, forked.head(2).root).forks(two)
+    assert not LedgerCheckpoint("example.org/other", 2, forked.head(2).root).forks(two)
 
 
 def test_every_refusal_is_one_of_ours() -> None:
     for data in (b"", SIGNED[:-5], SIGNED.encode()[5:], SIGNED + SIGNED, SIGNED.replace("1", "2")):
         with pytest.raises(LaminaError):
-            verify(data, [LEDGER])
+            verify_checkpoint(data, [LEDGER])

@@ -12,9 +12,9 @@ import pytest
 from making import START, Clock, admitted, create, header, reopen
 
 import postgres
-from lamina.ledger.errors import LedgerError
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.records import Admitted
+from lamina.errors import LedgerError
+from lamina.ledger.records import ContributionRecord
+from lamina.ledger.writer import Ledger
 from refusals import raises_code
 
 
@@ -95,7 +95,7 @@ def test_a_server_that_crashes_is_waited_for(server: postgres.Server) -> None:
     assert len(appended) > 30
     with reopen(where) as ledger:
         assert ledger.size == len(appended) + 1
-        found = [leaf.record.descriptor for leaf in ledger.leaves(1) if isinstance(leaf.record, Admitted)]
+        found = [leaf.record.descriptor for leaf in ledger.leaves(1) if isinstance(leaf.record, ContributionRecord)]
         assert found == [admitted(n).descriptor for n in range(10, 10 + len(appended))]
         assert ledger.root_at(ledger.size) == ledger.root
 

@@ -10,11 +10,11 @@ import pytest
 from build import plan
 
 from lamina.errors import PlanError
-from lamina.ledger.check.depth import outside
-from lamina.plan.profile import DepthProfile
-from lamina.plan.slices import Slice
-from lamina.plan.stack import Layer, LayerStack
-from lamina.plan.step import PlannedClass, PlannedLayer, StepPlan
+from lamina.ledger.verify.plan_checks import first_layer_outside
+from lamina.plan.depth_profile import DepthProfile
+from lamina.plan.layer_stack import Layer, LayerStack
+from lamina.plan.selection import Slice
+from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
 
 
 def stack(blocks: int, kept: list[int] | None = None, tied: int | None = None) -> LayerStack:
@@ -81,7 +81,7 @@ def test_what_a_profile_reaches_on_a_model_is_never_refused() -> None:
         except PlanError:
             continue  # nothing there
         seen += 1
-        assert outside(planned(layers, reached), 0, profile) is None, (profile, blocks, kept)
+        assert first_layer_outside(planned(layers, reached), 0, profile) is None, (profile, blocks, kept)
     assert seen > 1000
 
 
@@ -108,7 +108,7 @@ def test_a_layer_outside_is_named(blocks: int, profile: DepthProfile, layer: int
     reached = list(profile.resolve(layers))
     assert not reached[layer]
     reached[layer] = True
-    assert outside(planned(layers, tuple(reached)), 0, profile) is not None
+    assert first_layer_outside(planned(layers, tuple(reached)), 0, profile) is not None
 
 
 def test_one_more_layer_is_found_nearly_always() -> None:
@@ -125,7 +125,7 @@ def test_one_more_layer_is_found_nearly_always() -> None:
                 for more in (i for i, inside in enumerate(reached) if not inside):
                     row = tuple(inside or i == more for i, inside in enumerate(reached))
                     asked += 1
-                    found += outside(planned(layers, row), 0, profile) is not None
+                    found += first_layer_outside(planned(layers, row), 0, profile) is not None
     assert asked > 300
     assert found / asked > 0.9
 
@@ -133,17 +133,17 @@ def test_one_more_layer_is_found_nearly_always() -> None:
 def test_the_only_block() -> None:
     layers = stack(1)
     made = planned(layers, (True,))
-    assert outside(made, 0, DepthProfile.band(0.0, 1.0)) is None
-    assert outside(made, 0, DepthProfile.blocks(0, -1)) is None
-    assert outside(made, 0, DepthProfile.top(0.5)) is None  # it may be the last of many
-    assert outside(made, 0, DepthProfile.band(0.0, 0.5)) == "blocks.0.linear"
+    assert first_layer_outside(made, 0, DepthProfile.band(0.0, 1.0)) is None
+    assert first_layer_outside(made, 0, DepthProfile.blocks(0, -1)) is None
+    assert first_layer_outside(made, 0, DepthProfile.top(0.5)) is None  # it may be the last of many
+    assert first_layer_outside(made, 0, DepthProfile.band(0.0, 0.5)) == "blocks.0.linear"
 
 
 def test_depths_that_were_not_counted_in_blocks_are_compared_as_they_are() -> None:
-    assert outside(plan(), 0, DepthProfile.top(0.5)) is None
-    assert outside(plan(), 0, DepthProfile.top(0.25)) == "layer.2"
+    assert first_layer_outside(plan(), 0, DepthProfile.top(0.5)) is None
+    assert first_layer_outside(plan(), 0, DepthProfile.top(0.25)) == "layer.2"
     odd = tuple(dataclasses.replace(each, depth=each.depth + 0.0123457) for each in plan().layers)
-    assert outside(plan(layers=odd), 0, DepthProfile.top(0.5)) is None
+    assert first_layer_outside(plan(layers=odd), 0, DepthProfile.top(0.5)) is None
 
 
 def test_an_adapter_moves_its_own_tensors() -> None:
@@ -154,25 +154,21 @@ def test_an_adapter_moves_its_own_tensors() -> None:
         size=128,
     )
     profile = DepthProfile.adapter("ward")
-    whole = plan(
-        layers=(adapted, *plan().layers[1:]), clip=((0.5, 0, 0, 0), (float("inf"),) * 4), noise=(4.0,) * 4
-    )
-    assert outside(whole, 0, profile) == "blocks.0.attn"
+    whole = plan(layers=(adapted, *plan().layers[1:]), clip=((0.5, 0, 0, 0), (float("inf"),) * 4), noise=(4.0,) * 4)
+    assert first_layer_outside(whole, 0, profile) == "blocks.0.attn"
     closed = Slice(cls="clinical", tensor="blocks.0.attn.weight", axis=0, length=8, ranges=())
-    assert outside(dataclasses.replace(whole, slices=(closed,)), 0, profile) is None
+    assert first_layer_outside(dataclasses.replace(whole, slices=(closed,)), 0, profile) is None
     ajar = dataclasses.replace(closed, ranges=((0, 2),))
-    assert outside(dataclasses.replace(whole, slices=(ajar,)), 0, profile) == "blocks.0.attn"
-    assert outside(dataclasses.replace(whole, slices=(closed,)), 0, DepthProfile.adapter("other")) is not None
-    assert outside(plan(), 0, profile) == "layer.2"
+    assert first_layer_outside(dataclasses.replace(whole, slices=(ajar,)), 0, profile) == "blocks.0.attn"
+    assert (
+        first_layer_outside(dataclasses.replace(whole, slices=(closed,)), 0, DepthProfile.adapter("other")) is not None
+    )
+    assert first_layer_outside(plan(), 0, profile) == "layer.2"
 
 
 def test_a_tied_tensor_is_meant_by_patterns_for_all_of_its_uses() -> None:
-    joined = PlannedLayer(
-        name="vision.embed", depth=0.0, parameters=("vision.embed.weight", "language.bias"), size=9
-    )
-    made = plan(
-        layers=(joined, *plan().layers[1:]), clip=((0.5, 0, 0, 0), (float("inf"),) * 4), noise=(4.0,) * 4
-    )
-    assert outside(made, 0, DepthProfile.layers(["vision.*"])) == "vision.embed"
-    assert outside(made, 0, DepthProfile.layers(["vision.embed"])) is None
-    assert outside(made, 0, DepthProfile.layers(["vision.*", "language.*"])) is None
+    joined = PlannedLayer(name="vision.embed", depth=0.0, parameters=("vision.embed.weight", "language.bias"), size=9)
+    made = plan(layers=(joined, *plan().layers[1:]), clip=((0.5, 0, 0, 0), (float("inf"),) * 4), noise=(4.0,) * 4)
+    assert first_layer_outside(made, 0, DepthProfile.layers(["vision.*"])) == "vision.embed"
+    assert first_layer_outside(made, 0, DepthProfile.layers(["vision.embed"])) is None
+    assert first_layer_outside(made, 0, DepthProfile.layers(["vision.*", "language.*"])) is None

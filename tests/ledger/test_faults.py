@@ -14,13 +14,13 @@ import pytest
 from making import LEDGER, START, Clock, admitted, attestation, create, epoch
 
 import postgres as servers
-from lamina.ledger import appending, checkpoint, retention
-from lamina.ledger.checkpoint import Checkpoint
-from lamina.ledger.errors import LedgerError
-from lamina.ledger.ledger import Ledger
+from lamina.errors import LedgerDamaged, LedgerError, StoreError, StoreLost
+from lamina.ledger import append as appending
+from lamina.ledger import retention, signed_checkpoint
 from lamina.ledger.retention import Retention
-from lamina.ledger.store.errors import Damaged, StoreError, StoreLost
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint
 from lamina.ledger.store.sqlite import SqliteStore
+from lamina.ledger.writer import Ledger
 from refusals import raises_code
 
 LATER = START + 5000
@@ -46,8 +46,8 @@ def power() -> Iterator[disks.PowerCut]:
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appending, "STEP", 40)
-    monkeypatch.setattr(retention, "_CHUNK", 30)
+    monkeypatch.setattr(appending, "INDEX_STEP", 40)
+    monkeypatch.setattr(retention, "_LEAVES_PER_TRANSACTION", 30)
 
 
 @pytest.fixture
@@ -90,22 +90,12 @@ def opened(path: Path, vfs: str | None = None) -> Ledger:
     ("stays", "kind", "stride"),
     [
         (False, "io", 4),
-        *(
-            pytest.param(stays, kind, 1, marks=pytest.mark.slow)
-            for stays in (False, True)
-            for kind in ("io", "full")
-        ),
+        *(pytest.param(stays, kind, 1, marks=pytest.mark.slow) for stays in (False, True) for kind in ("io", "full")),
     ],
 )
 @pytest.mark.parametrize("deed", DEEDS)
 def test_every_write_and_sync_may_fail(
-    base: Path,
-    tmp_path: Path,
-    disk: disks.Faults,
-    deed: Callable[[Ledger], None],
-    stays: bool,
-    kind: str,
-    stride: int,
+    base: Path, tmp_path: Path, disk: disks.Faults, deed: Callable[[Ledger], None], stays: bool, kind: str, stride: int
 ) -> None:
     trial, silent = tmp_path / "trial.db", tmp_path / "acknowledged"
     silent.touch()
@@ -119,7 +109,7 @@ def test_every_write_and_sync_may_fail(
         try:
             deed(ledger)
             done = True
-        except (StoreError, Damaged) as error:
+        except (StoreError, LedgerDamaged) as error:
             assert error.remedy
             done = False
         whole = disk.count < at
@@ -146,9 +136,9 @@ def _is_done(ledger: Ledger, deed: Callable[[Ledger], None]) -> bool:
     if deed is append:
         return ledger.size == 140 and ledger.find(admitted(139).descriptor) == [139]
     if deed is sign:
-        return checkpoint.parse(ledger.latest() or "")[0].size == 71
+        return signed_checkpoint.parse_checkpoint(ledger.latest() or "")[0].size == 71
     if deed is prune:
-        return len(list(ledger.raws())) == 3
+        return len(list(ledger.raw_leaves())) == 3
     return ledger.size == 71
 
 
@@ -160,14 +150,14 @@ def test_a_power_cut_takes_back_nothing_that_was_acknowledged_or_signed(
 ) -> None:
     """The power fails at every write and sync in turn; of what was not synced, a random part is left."""
     coin = random.Random(seed)
-    signed: list[Checkpoint] = []
-    through = Checkpoint.signed
+    signed: list[LedgerCheckpoint] = []
+    through = LedgerCheckpoint.signed
 
-    def remembered(tree: Checkpoint, key: Any, name: str | None = None) -> str:
+    def remembered(tree: LedgerCheckpoint, key: Any, name: str | None = None) -> str:
         signed.append(tree)
         return through(tree, key, name)
 
-    monkeypatch.setattr(Checkpoint, "signed", remembered)
+    monkeypatch.setattr(LedgerCheckpoint, "signed", remembered)
     trial, rest, silent = tmp_path / "trial.db", tmp_path / "rest.db", tmp_path / "acknowledged"
     silent.touch()
     start = disks.files_of(base)
@@ -182,15 +172,15 @@ def test_a_power_cut_takes_back_nothing_that_was_acknowledged_or_signed(
             for step in ("append", "sign", "prune", "append again"):
                 if step.startswith("append"):
                     size = (
-                        ledger.append(
-                            [admitted(n, expires=LATER + 9) for n in range(ledger.size, ledger.size + 33)]
-                        )[-1]
+                        ledger.append([admitted(n, expires=LATER + 9) for n in range(ledger.size, ledger.size + 33)])[
+                            -1
+                        ]
                         + 1
                     )
                 else:
                     (sign if step == "sign" else prune)(ledger)
             step = "done"
-        except (StoreError, Damaged):
+        except (StoreError, LedgerDamaged):
             pass
         ended = step == "done"
         left = power.left(coin)
@@ -230,9 +220,9 @@ def test_what_a_killed_writer_left_in_memory_is_made_durable_before_it_is_signed
     writer.close()
     trial, rest = tmp_path / "trial.db", tmp_path / "rest.db"
     names = {str(base): str(trial), f"{base}-wal": f"{trial}-wal"}
-    signed: list[Checkpoint] = []
-    sealing = Checkpoint.signed
-    monkeypatch.setattr(Checkpoint, "signed", lambda tree, key: signed.append(tree) or sealing(tree, key))
+    signed: list[LedgerCheckpoint] = []
+    sealing = LedgerCheckpoint.signed
+    monkeypatch.setattr(LedgerCheckpoint, "signed", lambda tree, key: signed.append(tree) or sealing(tree, key))
     seen = 0
     for left in found:
         for at in range(1, 100):
@@ -245,7 +235,7 @@ def test_what_a_killed_writer_left_in_memory_is_made_durable_before_it_is_signed
             try:
                 ledger = opened(trial, power.name)
                 sign(ledger)
-            except (StoreError, Damaged):
+            except (StoreError, LedgerDamaged):
                 pass
             ended = power.count < at
             disks.put(power.left(random.Random(at)), trial, rest)
@@ -268,16 +258,12 @@ def test_what_a_killed_writer_left_in_memory_is_made_durable_before_it_is_signed
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("deed", [append, sign, prune])
 def test_every_statement_and_commit_may_lose_its_connection(
-    server: servers.Server,
-    tmp_path: Path,
-    deed: Callable[[Ledger], None],
-    stride: int,
-    monkeypatch: pytest.MonkeyPatch,
+    server: servers.Server, tmp_path: Path, deed: Callable[[Ledger], None], stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut before each statement, before each commit, and after it, when only the answer is lost."""
     import psycopg
 
-    from lamina.ledger.store.pgdatabase import PgDatabase
+    from lamina.ledger.store.postgres import PostgresConnection
 
     silent = tmp_path / "acknowledged"
     silent.touch()
@@ -311,7 +297,7 @@ def test_every_statement_and_commit_may_lose_its_connection(
             raise psycopg.OperationalError("the answer is lost")
 
     for name in ("rows", "insert", "many", "find", "discard"):
-        monkeypatch.setattr(PgDatabase, name, cutting(getattr(PgDatabase, name)))
+        monkeypatch.setattr(PostgresConnection, name, cutting(getattr(PostgresConnection, name)))
     monkeypatch.setattr(psycopg.Connection, "commit", commits)
     for trial in range(stride, 400, stride):
         clock = Clock(START + 10_000 * trial)

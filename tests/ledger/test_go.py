@@ -14,13 +14,27 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from lamina.admit.key import PrivateKey
-from lamina.ledger.checkpoint import Checkpoint, cosign, verify
-from lamina.ledger.errors import NotVerified
-from lamina.ledger.note import Note, NoteKey
-from lamina.ledger.tiles import TileNodes, edge, grow, path
-from lamina.ledger.tree import Frontier, consistency, inclusion, leaf_hashes, root_at
-from lamina.ledger.witness import WitnessKey
+from lamina.admit.keys import PrivateKey
+from lamina.errors import NotVerified
+from lamina.ledger.merkle import (
+    Frontier,
+    TileNodes,
+    consistency_proof,
+    grow_tiles,
+    inclusion_proof,
+    leaf_hashes,
+    partial_tiles,
+    root_at,
+    tile_path,
+)
+from lamina.ledger.signed_checkpoint import (
+    LedgerCheckpoint,
+    Note,
+    NoteKey,
+    WitnessKey,
+    add_cosignature,
+    verify_checkpoint,
+)
 
 GOPATH = Path("/usr/share/gocode")  # where Debian puts golang-golang-x-mod-dev
 ORIGIN = "example.org/ledger"
@@ -47,7 +61,7 @@ class Shelf(dict[tuple[int, int], bytes]):
 def shelf() -> Shelf:
     tiles, frontier = Shelf(), Frontier()
     for first in range(0, SIZE, 1000):
-        for tile in grow(frontier, leaf_hashes(LEAVES[first : first + 1000]), tiles.read):
+        for tile in grow_tiles(frontier, leaf_hashes(LEAVES[first : first + 1000]), tiles.read):
             tiles[tile.level, tile.index] = tile.data
     return tiles
 
@@ -87,14 +101,14 @@ def b64(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
 
 
-def head(nodes: TileNodes, size: int) -> Checkpoint:
-    return Checkpoint(ORIGIN, size, root_at(nodes, size))
+def head(nodes: TileNodes, size: int) -> LedgerCheckpoint:
+    return LedgerCheckpoint(ORIGIN, size, root_at(nodes, size))
 
 
 def test_go_opens_our_checkpoints(go: Go, shelf: Shelf) -> None:
     nodes = TileNodes(shelf.read)
     signed = head(nodes, SIZE).signed(KEY)
-    cosigned = cosign(signed, WITNESS, 1_700_000_000, "witness.example")
+    cosigned = add_cosignature(signed, WITNESS, 1_700_000_000, "witness.example")
     stranger = WitnessKey("witness.example", private(4).public)
     witness = WitnessKey("witness.example", WITNESS.public)
     forged = cosigned.replace("70000", "70001")
@@ -124,16 +138,14 @@ def test_go_opens_our_checkpoints(go: Go, shelf: Shelf) -> None:
 def test_go_verifies_our_inclusion_proofs(go: Go, shelf: Shelf) -> None:
     nodes = TileNodes(shelf.read)
     pairs = [(index, size) for size in range(1, 20) for index in range(size)]
-    pairs += [
-        (index, size) for size in (255, 256, 257, 65_536, 65_537, SIZE) for index in range(0, size, 251)
-    ]
+    pairs += [(index, size) for size in (255, 256, 257, 65_536, 65_537, SIZE) for index in range(0, size, 251)]
     questions = [
         {
             "Index": index,
             "Size": size,
             "Leaf": b64(LEAVES[index]),
             "Root": b64(root_at(nodes, size)),
-            "Proof": [b64(step) for step in inclusion(nodes, index, size)],
+            "Proof": [b64(step) for step in inclusion_proof(nodes, index, size)],
         }
         for index, size in pairs
     ]
@@ -154,7 +166,7 @@ def test_go_verifies_our_consistency_proofs(go: Go, shelf: Shelf) -> None:
             "New": new,
             "OldRoot": b64(root_at(nodes, old)),
             "NewRoot": b64(root_at(nodes, new)),
-            "Proof": [b64(step) for step in consistency(nodes, old, new)],
+            "Proof": [b64(step) for step in consistency_proof(nodes, old, new)],
         }
         for old, new in pairs
     ]
@@ -168,42 +180,33 @@ def test_go_verifies_our_consistency_proofs(go: Go, shelf: Shelf) -> None:
 @pytest.mark.parametrize("size", [255, 256, 257, 65_536, 65_792, SIZE])
 def test_go_reads_our_tiles_and_makes_the_same_proofs(go: Go, shelf: Shelf, size: int) -> None:
     nodes = TileNodes(shelf.read)
-    tiles = {path(place.level, place.index, place.width): place for place in edge(size)}
+    tiles = {tile_path(place.level, place.index, place.width): place for place in partial_tiles(size)}
     files = {name: b64(shelf[place.level, place.index][: 32 * place.width]) for name, place in tiles.items()}
     for (level, index), data in shelf.items():
         if (index + 1) * 256 <= size >> 8 * level:
-            files[path(level, index)] = b64(data)
+            files[tile_path(level, index)] = b64(data)
     leaves = sorted({0, size // 3, size // 2, size - 1})
     olds = sorted({1, size // 3 + 1, size // 2 + 1, size})
-    question = {
-        "Size": size,
-        "Root": b64(root_at(nodes, size)),
-        "Tiles": files,
-        "Leaves": leaves,
-        "Olds": olds,
-    }
+    question = {"Size": size, "Root": b64(root_at(nodes, size)), "Tiles": files, "Leaves": leaves, "Olds": olds}
     (first,) = (name for name in files if name.startswith("tile/0/000"))
     damaged = question | {"Tiles": files | {first: b64(bytes(len(base64.b64decode(files[first]))))}}
     answer, refused = go({"Trees": [question, damaged]})["Trees"]
     assert answer["Problem"] == ""
-    ours = [[b64(step) for step in inclusion(nodes, leaf, size)] for leaf in leaves]
+    ours = [[b64(step) for step in inclusion_proof(nodes, leaf, size)] for leaf in leaves]
     assert [proof or [] for proof in answer["Records"]] == ours
-    ours = [[b64(step) for step in consistency(nodes, old, size)] for old in olds]
+    ours = [[b64(step) for step in consistency_proof(nodes, old, size)] for old in olds]
     assert [proof or [] for proof in answer["Trees"]] == ours
     # x/mod 0.7 does not compare every tile with the one above: then its proofs are others, and prove nothing.
-    assert refused["Problem"] or (refused["Records"], refused["Trees"]) != (
-        answer["Records"],
-        answer["Trees"],
-    )
+    assert refused["Problem"] or (refused["Records"], refused["Trees"]) != (answer["Records"], answer["Trees"])
 
 
 def test_we_verify_what_go_signed(go: Go) -> None:
-    text = Checkpoint(ORIGIN, 1, leaf_hashes([b"only"])[0]).text()
+    text = LedgerCheckpoint(ORIGIN, 1, leaf_hashes([b"only"])[0]).text()
     answer = go({"Sign": text, "Name": ORIGIN})
     key = NoteKey.parse(answer["SignedKey"])
-    assert verify(answer["SignedNote"], [key]).text() == text
+    assert verify_checkpoint(answer["SignedNote"], [key]).text() == text
     assert Note.parse(answer["SignedNote"]).encode() == answer["SignedNote"]
     with pytest.raises(NotVerified):
-        verify(answer["SignedNote"].replace("\n1\n", "\n2\n"), [key])
+        verify_checkpoint(answer["SignedNote"].replace("\n1\n", "\n2\n"), [key])
     with pytest.raises(NotVerified):
-        verify(answer["SignedNote"], [LEDGER])
+        verify_checkpoint(answer["SignedNote"], [LEDGER])

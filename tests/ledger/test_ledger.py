@@ -28,35 +28,32 @@ from making import (
     segment,
 )
 
-from lamina.ledger import appending, checkpoint, leaf, receipt
-from lamina.ledger.clock import SKEW, epoch_time, next_time
-from lamina.ledger.errors import LedgerError
-from lamina.ledger.hashing import EMPTY, leaf_hash, node_hash
-from lamina.ledger.ledger import Ledger, digest_of
-from lamina.ledger.note import NoteKey
-from lamina.ledger.proof import verify_consistency, verify_inclusion
-from lamina.ledger.proof_text import ProofText
-from lamina.ledger.records import (
-    Admitted,
+from lamina.errors import LedgerError
+from lamina.ledger import append, receipt, records, signed_checkpoint
+from lamina.ledger.governance_records import (
     Aggregate,
-    Change,
     ClassTotal,
-    Epoch,
-    Floors,
     Header,
     Key,
+    KeyChange,
     KeyEvent,
-    Outcome,
+    LeafSpan,
+    LedgerFloors,
+    PartySignature,
     PolicyChange,
-    Reason,
     Release,
     Role,
-    Signed,
-    Span,
     Withdrawal,
-    in_force,
+    WithdrawalReason,
+    policy_record_digest,
 )
-from lamina.ledger.view import View
+from lamina.ledger.merkle import EMPTY_ROOT, leaf_hash, node_hash, verify_consistency, verify_inclusion
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.receipt import TlogProof
+from lamina.ledger.records import ContributionRecord, Epoch, SegmentOutcome
+from lamina.ledger.schema import CLOCK_SKEW, next_leaf_time, rounded_epoch_time
+from lamina.ledger.signed_checkpoint import NoteKey
+from lamina.ledger.writer import Ledger, checkpoint_digest
 from refusals import raises_code
 
 
@@ -74,7 +71,7 @@ def ledger(where: str, clock: Clock) -> Iterator[Ledger]:
 def root_of(leaves: list[bytes]) -> bytes:
     """RFC 6962 §2.1, as it is written there."""
     if not leaves:
-        return EMPTY
+        return EMPTY_ROOT
     if len(leaves) == 1:
         return leaf_hash(leaves[0])
     k = 1
@@ -89,11 +86,11 @@ def root_of(leaves: list[bytes]) -> bytes:
 def test_a_new_ledger_is_its_header_signed(ledger: Ledger, where: str) -> None:
     assert ledger.size == 1
     first = ledger.leaf(0)
-    assert first == leaf.Leaf(Header, 0, START, 0, header())
+    assert first == records.Leaf(Header, 0, START, 0, header())
     assert ledger.root == leaf_hash(ledger.raw(0))
     signed = ledger.latest()
     assert signed is not None
-    found = checkpoint.verify(signed, [NoteKey(ORIGIN, LEDGER.public)])
+    found = signed_checkpoint.verify_checkpoint(signed, [NoteKey(ORIGIN, LEDGER.public)])
     assert (found.origin, found.size, found.root) == (ORIGIN, 1, ledger.root)
     with raises_code("ledger.ledger-already"):
         Ledger.create(where, header(), LEDGER, clock=Clock())
@@ -123,21 +120,19 @@ def test_records_get_their_index_time_and_epoch(ledger: Ledger, clock: Clock) ->
 def test_the_root_is_the_root_of_the_leaves(ledger: Ledger) -> None:
     for stop in (2, 3, 4, 9, 30, 300, 301, 700):
         ledger.append([admitted(n) for n in range(ledger.size, stop)])
-        data = [raw for _, raw in ledger.raws()]
+        data = [raw for _, raw in ledger.raw_leaves()]
         assert len(data) == ledger.size == stop
         assert ledger.root == root_of(data)
     assert ledger.root_at(300) == root_of(data[:300])
 
 
-def test_a_clock_a_little_behind_is_the_last_time_and_further_behind_is_refused(
-    ledger: Ledger, clock: Clock
-) -> None:
+def test_a_clock_a_little_behind_is_the_last_time_and_further_behind_is_refused(ledger: Ledger, clock: Clock) -> None:
     clock.now = START + 1000
     ledger.append([admitted(1)])
-    clock.now = START + 1000 - SKEW
+    clock.now = START + 1000 - CLOCK_SKEW
     ledger.append([admitted(2)])
     assert [each.time - START for each in ledger.leaves(1)] == [1000, 1000]
-    clock.now = START + 1000 - SKEW - 1
+    clock.now = START + 1000 - CLOCK_SKEW - 1
     with raises_code("ledger.clock-says-last"):
         ledger.append([admitted(3)])
     clock.now = float("nan")
@@ -147,10 +142,10 @@ def test_a_clock_a_little_behind_is_the_last_time_and_further_behind_is_refused(
 
 
 def test_time_by_itself() -> None:
-    assert next_time(0, 5.9) == 5
-    assert next_time(100, 50) == 100
-    assert epoch_time(0, 86_399, 86_400) == 0
-    assert epoch_time(7, 7, 1) == 7
+    assert next_leaf_time(0, 5.9) == 5
+    assert next_leaf_time(100, 50) == 100
+    assert rounded_epoch_time(0, 86_399, 86_400) == 0
+    assert rounded_epoch_time(7, 7, 1) == 7
 
 
 # ----------------------------------------------------------------------------------- all or nothing, once or refused
@@ -161,8 +156,8 @@ def test_a_batch_with_one_bad_record_is_not_appended(ledger: Ledger) -> None:
     for bad in (
         header(),
         "text",
-        Withdrawal(target=7, reason=Reason.DATA),
-        Withdrawal(target=0, reason=Reason.DATA),
+        Withdrawal(target=7, reason=WithdrawalReason.DATA),
+        Withdrawal(target=0, reason=WithdrawalReason.DATA),
     ):
         with pytest.raises(LedgerError):
             ledger.append([admitted(1), bad])  # type: ignore[list-item]
@@ -174,19 +169,13 @@ def test_a_batch_with_one_bad_record_is_not_appended(ledger: Ledger) -> None:
 def test_an_aggregate_is_only_written_by_pruning(ledger: Ledger) -> None:
     total = ClassTotal(cls="clinical", count=1, withdrawn=0, spend=0)
     with raises_code("ledger.not-appended-like"):
-        ledger.append(
-            [Aggregate(spans=(Span(first=1, stop=2),), horizon=1, classes=(total,), digest=bytes(32))]
-        )
+        ledger.append([Aggregate(spans=(LeafSpan(first=1, stop=2),), horizon=1, classes=(total,), digest=bytes(32))])
 
 
 def test_a_contribution_is_in_a_ledger_once(ledger: Ledger, where: str) -> None:
     assert ledger.append([admitted(1), admitted(2)]) == [1, 2]
     with reopen(where) as other:
-        assert other.append([admitted(3), admitted(1), admitted(4)]) == [
-            3,
-            1,
-            4,
-        ]  # the same again is found again
+        assert other.append([admitted(3), admitted(1), admitted(4)]) == [3, 1, 4]  # the same again is found again
     assert ledger.size == 5
     with raises_code("ledger.record-batch-ledger"):
         ledger.append([admitted(5), admitted(1, expires=START + 9999)])
@@ -195,9 +184,7 @@ def test_a_contribution_is_in_a_ledger_once(ledger: Ledger, where: str) -> None:
     with raises_code("ledger.records-batch-same"):
         ledger.append([admitted(6), admitted(6)])
     assert ledger.size == 5
-    assert ledger.known([admitted(n).descriptor for n in range(8)]) == {
-        admitted(n).descriptor: n for n in (1, 2, 3, 4)
-    }
+    assert ledger.known([admitted(n).descriptor for n in range(8)]) == {admitted(n).descriptor: n for n in (1, 2, 3, 4)}
 
 
 def test_a_subject_is_in_a_ledger_once_and_an_anchor_often(ledger: Ledger) -> None:
@@ -218,7 +205,7 @@ def test_a_subject_is_in_a_ledger_once_and_an_anchor_often(ledger: Ledger) -> No
 def test_keys_are_found_before_and_after_they_are_indexed(
     where: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(appending, "STEP", 50)
+    monkeypatch.setattr(append, "INDEX_STEP", 50)
     anchor = digest("anchor")
     with create(where, clock) as one, reopen(where, clock) as two:
         for number, batch in enumerate(batches(1, 201, 10)):
@@ -239,7 +226,7 @@ def test_keys_are_found_before_and_after_they_are_indexed(
 
 def test_a_batch_says_nothing_twice(ledger: Ledger) -> None:
     ledger.append([admitted(1)])
-    out = Withdrawal(target=1, reason=Reason.DATA)
+    out = Withdrawal(target=1, reason=WithdrawalReason.DATA)
     for twice in ([epoch(0), epoch(0)], [epoch(0), epoch(0, state=digest("other"))], [out, out]):
         with raises_code("ledger.records-batch-same"):
             ledger.append(twice)
@@ -254,14 +241,14 @@ def test_an_epoch_is_of_leaves_that_are_there(ledger: Ledger) -> None:
 
 def test_an_epoch_closes_as_many_segments_as_the_header_says(where: str) -> None:
     with create(where, granularity=2) as ledger:
-        lost = segment(1, outcome=Outcome.ABANDONED)
+        lost = segment(1, outcome=SegmentOutcome.ABANDONED)
         ledger.append([epoch(0, segments=(segment(0), lost, segment(1, 1)))])
         with raises_code("ledger.epoch-closes-segments"):
             ledger.append([epoch(2, segments=(segment(2), segment(3), segment(4)))])
 
 
 def test_what_a_ledger_remembers_is_bounded(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appending, "STEP", 100)
+    monkeypatch.setattr(append, "INDEX_STEP", 100)
     with create(where) as ledger:
         most = 0
         for batch in batches(1, 1001, 40):
@@ -284,9 +271,9 @@ def test_a_segment_is_closed_once(ledger: Ledger, where: str, clock: Clock) -> N
     for changed in (
         epoch(1, segments=(nonce,)),  # a copy of the run
         epoch(1, state=digest("other")),
-        epoch(1, segments=(segment(1, outcome=Outcome.ABANDONED),)),
-        epoch(1, segments=(segment(1), segment(5, outcome=Outcome.ABANDONED))),
-        epoch(0, segments=(segment(0), segment(1, outcome=Outcome.ABANDONED))),
+        epoch(1, segments=(segment(1, outcome=SegmentOutcome.ABANDONED),)),
+        epoch(1, segments=(segment(1), segment(5, outcome=SegmentOutcome.ABANDONED))),
+        epoch(0, segments=(segment(0), segment(1, outcome=SegmentOutcome.ABANDONED))),
     ):
         with raises_code("ledger.segment-run-ledger"):
             ledger.append([changed])
@@ -297,18 +284,18 @@ def test_a_segment_is_closed_once(ledger: Ledger, where: str, clock: Clock) -> N
 
 def test_a_withdrawal_is_of_a_contribution_that_is_there_and_once(ledger: Ledger) -> None:
     ledger.append([admitted(1), admitted(2), epoch(0)])
-    asked = Withdrawal(target=2, reason=Reason.REQUEST, request=hashlib.sha256(b"letter").digest())
+    asked = Withdrawal(target=2, reason=WithdrawalReason.REQUEST, request=hashlib.sha256(b"letter").digest())
     assert ledger.append([asked], [b"letter"]) == [4]
     assert ledger.evidence(4) == b"letter"
     assert ledger.append([asked]) == [4]
     with raises_code("ledger.leaf-withdrawn-already"):
-        ledger.append([Withdrawal(target=2, reason=Reason.DATA)])
+        ledger.append([Withdrawal(target=2, reason=WithdrawalReason.DATA)])
     for target in (0, 3, 4, 5, 2**50):
         with raises_code("ledger.leaf-not-withdrawn"):
-            ledger.append([Withdrawal(target=target, reason=Reason.DATA)])
+            ledger.append([Withdrawal(target=target, reason=WithdrawalReason.DATA)])
     assert (ledger.withdrawn(2), ledger.withdrawn(1)) == (4, None)
     assert ledger.withdrawals() == {2: 4}
-    assert isinstance(ledger.leaf(2).record, Admitted)  # nothing is erased
+    assert isinstance(ledger.leaf(2).record, ContributionRecord)  # nothing is erased
 
 
 # ----------------------------------------------------------------------------------- bytes beside the leaves
@@ -332,8 +319,8 @@ def test_bytes_are_kept_by_their_digest(ledger: Ledger) -> None:
 def test_leaves_are_found_by_kind(ledger: Ledger) -> None:
     ledger.append([admitted(1), epoch(0), admitted(2), epoch(1)])
     assert [each.seq for each in ledger.of_kind(Epoch)] == [2, 4]
-    assert [each.seq for each in ledger.of_kind(Admitted)] == [1, 3]
-    assert [each.seq for each in ledger.of_kind(Admitted, 2, 4)] == [3]
+    assert [each.seq for each in ledger.of_kind(ContributionRecord)] == [1, 3]
+    assert [each.seq for each in ledger.of_kind(ContributionRecord, 2, 4)] == [3]
     assert [each.seq for each in ledger.leaves(1, 3)] == [1, 2]
     for seq in (-1, 5, 2**63):
         with raises_code("ledger.no-leaf-ledger"):
@@ -351,9 +338,9 @@ def test_a_checkpoint_is_of_what_is_committed_and_of_each_size_one(ledger: Ledge
         assert other.checkpoint() == one
         other.append([admitted(2)])
     two = ledger.checkpoint()
-    sizes = [checkpoint.parse(text)[0].size for text in ledger.checkpoints()]
+    sizes = [signed_checkpoint.parse_checkpoint(text)[0].size for text in ledger.checkpoints()]
     assert sizes == [1, 2, 3]
-    assert checkpoint.verify(two, [NoteKey(ORIGIN, LEDGER.public)]).root == ledger.root
+    assert signed_checkpoint.verify_checkpoint(two, [NoteKey(ORIGIN, LEDGER.public)]).root == ledger.root
 
 
 def test_an_epoch_names_the_checkpoint_before_it(ledger: Ledger) -> None:
@@ -363,23 +350,25 @@ def test_an_epoch_names_the_checkpoint_before_it(ledger: Ledger) -> None:
     ledger.append([epoch(2)])
     assert first is not None
     named = [each.record.previous for each in ledger.of_kind(Epoch) if isinstance(each.record, Epoch)]
-    assert named == [digest_of(first), digest_of(first), digest_of(second)]
+    assert named == [checkpoint_digest(first), checkpoint_digest(first), checkpoint_digest(second)]
     with raises_code("ledger.epoch-names-another"):
         ledger.append([epoch(3, previous=bytes(32))])
     # Cosignatures come later, and change nothing of what was named.
-    assert digest_of(checkpoint.cosign(second, WITNESS, START, "witness.example")) == digest_of(second)
+    assert checkpoint_digest(
+        signed_checkpoint.add_cosignature(second, WITNESS, START, "witness.example")
+    ) == checkpoint_digest(second)
 
 
 def test_cosignatures_are_kept(ledger: Ledger) -> None:
     signed = ledger.checkpoint()
-    copy = checkpoint.cosign(signed, WITNESS, START + 5, "witness.example")
+    copy = signed_checkpoint.add_cosignature(signed, WITNESS, START + 5, "witness.example")
     assert ledger.cosigned(copy) == ledger.latest() == copy
     assert ledger.checkpoint() == copy
-    strange = checkpoint.Checkpoint(ORIGIN, 1, digest("fork")).signed(LEDGER)
+    strange = signed_checkpoint.LedgerCheckpoint(ORIGIN, 1, digest("fork")).signed(LEDGER)
     with pytest.raises(LedgerError):
         ledger.cosigned(strange)
     with raises_code("ledger.no-checkpoint-leaves"):
-        ledger.cosigned(checkpoint.Checkpoint(ORIGIN, 9, digest("fork")).signed(LEDGER))
+        ledger.cosigned(signed_checkpoint.LedgerCheckpoint(ORIGIN, 9, digest("fork")).signed(LEDGER))
 
 
 def test_a_ledger_is_not_made_with_another_key(where: str) -> None:
@@ -392,7 +381,7 @@ def test_a_ledger_is_not_made_with_another_key(where: str) -> None:
 def test_an_auditor_reads_without_being_able_to_write(ledger: Ledger, where: str) -> None:
     ledger.append([admitted(1)])
     ledger.checkpoint()
-    with View.read_only(where) as view:
+    with LedgerReader.read_only(where) as view:
         assert view.tree() == ledger.tree()
         assert view.find(admitted(1).descriptor) == [1]
         assert view.receipt(1) == ledger.receipt(1)
@@ -403,10 +392,7 @@ def test_an_auditor_reads_without_being_able_to_write(ledger: Ledger, where: str
 def test_another_key_signs_nothing(ledger: Ledger, where: str) -> None:
     ledger.append([admitted(1)])
     for key in (OTHER, AUDITOR):
-        with (
-            Ledger.open(where, key, clock=Clock()) as other,
-            raises_code("ledger.key-no-key"),
-        ):
+        with Ledger.open(where, key, clock=Clock()) as other, raises_code("ledger.key-no-key"):
             other.checkpoint()
     with Ledger.open(where, clock=Clock()) as other:
         assert not other.signs
@@ -417,7 +403,7 @@ def test_another_key_signs_nothing(ledger: Ledger, where: str) -> None:
 
 def test_keys_are_added_rotated_and_revoked(ledger: Ledger, where: str, clock: Clock) -> None:
     new = Key(name=ORIGIN, x=OTHER.public.x, role=Role.LEDGER)
-    ledger.append([KeyEvent(change=Change.ROTATE, key=new, target=LEDGER.public.id, effective=START + 100)])
+    ledger.append([KeyEvent(change=KeyChange.ROTATE, key=new, target=LEDGER.public.id, effective=START + 100)])
     ledger.checkpoint()
     with Ledger.open(where, OTHER, clock=clock) as other:
         other.append([admitted(1)])
@@ -433,35 +419,37 @@ def test_keys_are_added_rotated_and_revoked(ledger: Ledger, where: str, clock: C
         assert parties.usable(LEDGER.public.id, Role.LEDGER, START + 99) is not None
         assert parties.usable(LEDGER.public.id, Role.LEDGER, START + 100) is None
         assert other.parties(1).usable(OTHER.public.id, Role.LEDGER, START + 100) is None
-        other.append([KeyEvent(change=Change.REVOKE, target=AUDITOR.public.id, effective=START)])
+        other.append([KeyEvent(change=KeyChange.REVOKE, target=AUDITOR.public.id, effective=START)])
         assert other.parties().usable(AUDITOR.public.id, Role.AUDITOR, START) is None
-        other.append([KeyEvent(change=Change.ADD, key=header().keys[1], effective=START + 200)])
+        other.append([KeyEvent(change=KeyChange.ADD, key=header().keys[1], effective=START + 200)])
         assert other.parties().usable(AUDITOR.public.id, Role.AUDITOR, START + 199) is None
         assert other.parties().usable(AUDITOR.public.id, Role.AUDITOR, START + 200) is not None
         assert other.parties().usable(AUDITOR.public.id, Role.LEDGER, START + 200) is None
 
 
 def test_a_looser_policy_needs_two_signatures(ledger: Ledger) -> None:
-    stricter = PolicyChange(floors=Floors(clip_norm=200_000, noise_multiplier=500_000), presets=header().presets,
-                            policy=digest("stricter"), previous=in_force(ledger.header))  # fmt: skip
+    stricter = PolicyChange(floors=LedgerFloors(clip_norm=200_000, noise_multiplier=500_000), presets=header().presets,
+                            policy=digest("stricter"), previous=policy_record_digest(ledger.header))  # fmt: skip
     ledger.append([stricter])
     looser = dataclasses.replace(
-        stricter, floors=header().floors, policy=digest("looser"), previous=in_force(stricter)
+        stricter, floors=header().floors, policy=digest("looser"), previous=policy_record_digest(stricter)
     )
     message = looser.message(ORIGIN)
-    good = [Signed(key=each.public.id, signature=each.sign(message)) for each in (LEDGER, AUDITOR)]
-    stranger = Signed(key=OTHER.public.id, signature=OTHER.sign(message))
-    elsewhere = Signed(key=AUDITOR.public.id, signature=AUDITOR.sign(looser.message("other.example")))
+    good = [PartySignature(key=each.public.id, signature=each.sign(message)) for each in (LEDGER, AUDITOR)]
+    stranger = PartySignature(key=OTHER.public.id, signature=OTHER.sign(message))
+    elsewhere = PartySignature(key=AUDITOR.public.id, signature=AUDITOR.sign(looser.message("other.example")))
     for signatures in ([], good[:1], [good[0], good[0]], [good[0], stranger], [good[0], elsewhere]):
         with raises_code("ledger.policy-protect-less"):
             ledger.append([dataclasses.replace(looser, signatures=tuple(signatures))])
     assert ledger.append([dataclasses.replace(looser, signatures=tuple(good))]) == [2]
     with raises_code("ledger.policy-not-changed"):
         ledger.append([dataclasses.replace(looser, signatures=tuple(good))])  # not a second time
-    same = dataclasses.replace(looser, previous=in_force(dataclasses.replace(looser, signatures=tuple(good))))
+    same = dataclasses.replace(
+        looser, previous=policy_record_digest(dataclasses.replace(looser, signatures=tuple(good)))
+    )
     assert ledger.append([same]) == [3]  # it changes nothing
-    stricter = dataclasses.replace(stricter, previous=in_force(same))
-    looser = dataclasses.replace(looser, previous=in_force(stricter))
+    stricter = dataclasses.replace(stricter, previous=policy_record_digest(same))
+    looser = dataclasses.replace(looser, previous=policy_record_digest(stricter))
     with raises_code("ledger.policy-protect-less"):  # each is held against the one before, in a batch as well
         ledger.append([stricter, looser])
     assert ledger.size == 4
@@ -471,7 +459,7 @@ def test_proofs_and_receipts_hold(ledger: Ledger) -> None:
     for batch in batches(1, 600, 100):
         ledger.append(batch)
         ledger.checkpoint()
-    trees = [checkpoint.parse(text)[0] for text in ledger.checkpoints()]
+    trees = [signed_checkpoint.parse_checkpoint(text)[0] for text in ledger.checkpoints()]
     head = ledger.tree()
     for old in trees:
         assert ledger.root_at(old.size) == old.root
@@ -479,9 +467,9 @@ def test_proofs_and_receipts_hold(ledger: Ledger) -> None:
     for seq in (0, 1, 255, 256, 599):
         data = ledger.raw(seq)
         assert verify_inclusion(leaf_hash(data), seq, head.size, ledger.prove(seq), head.root)
-        assert receipt.verify(ledger.receipt(seq), data, LEDGER.public, ORIGIN)
-        assert not receipt.verify(ledger.receipt(seq), data + b"x", LEDGER.public, ORIGIN)
-        proof = ProofText.parse(ledger.proof_text(seq))
+        assert receipt.verify_receipt(ledger.receipt(seq), data, LEDGER.public, ORIGIN)
+        assert not receipt.verify_receipt(ledger.receipt(seq), data + b"x", LEDGER.public, ORIGIN)
+        proof = TlogProof.parse(ledger.proof_text(seq))
         assert proof.verify(data, [NoteKey(ORIGIN, LEDGER.public)]) == head
     assert verify_inclusion(leaf_hash(ledger.raw(1)), 1, 101, ledger.prove(1, 101), trees[1].root)
     ledger.append([admitted(600)])

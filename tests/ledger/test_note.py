@@ -11,11 +11,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.admit.key import PrivateKey, PublicKey
-from lamina.errors import EncodingError, LaminaError
-from lamina.ledger.errors import LedgerError, NotVerified
-from lamina.ledger.note import MAX_SIGNATURES, Note, NoteKey, Signature, sign, verify
-from lamina.ledger.text import MAX_TEXT, decimal, decode64
+from lamina.admit.keys import PrivateKey, PublicKey
+from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
+from lamina.ledger.signed_checkpoint import (
+    MAX_NOTE_BYTES,
+    MAX_SIGNATURES,
+    Note,
+    NoteKey,
+    NoteSignature,
+    decode64,
+    parse_decimal,
+    sign_note,
+    verify_note,
+)
 from refusals import raises_code
 
 NAME = "example.org/ledger"
@@ -34,7 +42,7 @@ MINE = NoteKey(NAME, KEY.public)
 
 
 def test_a_note_is_what_the_specification_says() -> None:
-    note = sign(TEXT, NAME, KEY)
+    note = sign_note(TEXT, NAME, KEY)
     text, empty, line = note.encode().rpartition("\n\n")
     assert text + "\n" == TEXT and empty
     dash, name, blob = line.rstrip("\n").split(" ")
@@ -54,19 +62,19 @@ def test_a_note_of_the_go_documentation_verifies() -> None:
         "\n"
         "— PeterNeumann x08go/ZJkuBS9UG/SffcvIAQxVBtiFupLLr8pAcElZInNIuGUgYN1FFYC2pZSNXgKvqfqdngotpRZb6KE6RyyBwJnAM=\n"
     )
-    (signature,) = verify(Note.parse(text), [key])
+    (signature,) = verify_note(Note.parse(text), [key])
     assert signature.name == "PeterNeumann" and key.text.startswith("PeterNeumann+c74f20a3+")
     with pytest.raises(NotVerified):
-        verify(Note.parse(text.replace("think", "thunk")), [key])
+        verify_note(Note.parse(text.replace("think", "thunk")), [key])
 
 
 def test_a_text_may_have_empty_lines_and_what_looks_like_a_signature() -> None:
-    forged = sign("promise\n", NAME, OTHER).encode()
+    forged = sign_note("promise\n", NAME, OTHER).encode()
     for text in ("\n", "a\n\n", "\n\n\n", forged):
-        note = sign(text, NAME, KEY)
+        note = sign_note(text, NAME, KEY)
         again = Note.parse(note.encode())
         assert again == note and again.text == text
-        assert verify(again, [MINE]) == note.signatures
+        assert verify_note(again, [MINE]) == note.signatures
 
 
 def test_a_verifier_key_is_written_and_read() -> None:
@@ -87,9 +95,7 @@ def test_a_verifier_key_is_written_and_read() -> None:
         lambda text: text + "\n",
         lambda text: "",
         lambda text: NAME + "+00000000+" + text.split("+", 2)[2],
-        lambda text: (
-            NAME + "+" + text.split("+")[1] + "+" + base64.b64encode(b"\x04" + KEY.public.x).decode()
-        ),
+        lambda text: NAME + "+" + text.split("+")[1] + "+" + base64.b64encode(b"\x04" + KEY.public.x).decode(),
         lambda text: NAME + "+" + text.split("+")[1] + "+" + base64.b64encode(b"\x01" + bytes(32)).decode(),
         lambda text: " " + text,
         lambda text: "\ud800" + text,
@@ -104,39 +110,39 @@ def test_a_verifier_key_is_read_strictly(change: Any) -> None:
 
 
 def test_signatures_by_others_are_passed_over() -> None:
-    note = sign(TEXT, NAME, KEY)
-    same_name = Signature(NAME, b"\x00\x01\x02\x03", b"whatever it is")
-    same_id = Signature("somebody.else", MINE.id, b"whatever it is")
-    crowd = note.adding(same_name, same_id)
-    assert verify(crowd, [MINE]) == note.signatures
-    assert verify(crowd, [NoteKey("unrelated", OTHER.public), MINE]) == note.signatures
+    note = sign_note(TEXT, NAME, KEY)
+    same_name = NoteSignature(NAME, b"\x00\x01\x02\x03", b"whatever it is")
+    same_id = NoteSignature("somebody.else", MINE.id, b"whatever it is")
+    crowd = note.with_signatures(same_name, same_id)
+    assert verify_note(crowd, [MINE]) == note.signatures
+    assert verify_note(crowd, [NoteKey("unrelated", OTHER.public), MINE]) == note.signatures
 
 
 def test_a_wrong_signature_by_a_known_key_spoils_the_note() -> None:
-    note = sign(TEXT, NAME, KEY)
-    wrong = Signature(NAME, MINE.id, OTHER.sign(TEXT.encode()))
+    note = sign_note(TEXT, NAME, KEY)
+    wrong = NoteSignature(NAME, MINE.id, OTHER.sign(TEXT.encode()))
     for order in ((wrong, *note.signatures), (*note.signatures, wrong)):
         with raises_code("ledger.signature-key-not"):
-            verify(Note(TEXT, order), [MINE])
+            verify_note(Note(TEXT, order), [MINE])
     for value in (b"x", note.signatures[0].value[:-1], note.signatures[0].value + b"x"):
         with pytest.raises(NotVerified):
-            verify(Note(TEXT, (Signature(NAME, MINE.id, value),)), [MINE])
+            verify_note(Note(TEXT, (NoteSignature(NAME, MINE.id, value),)), [MINE])
 
 
 def test_a_repeated_signature_counts_once() -> None:
-    note = sign(TEXT, NAME, KEY)
-    assert verify(Note(TEXT, note.signatures * 3), [MINE]) == note.signatures
+    note = sign_note(TEXT, NAME, KEY)
+    assert verify_note(Note(TEXT, note.signatures * 3), [MINE]) == note.signatures
 
 
 def test_without_a_known_signature_a_note_says_nothing() -> None:
-    note = sign(TEXT, NAME, KEY)
+    note = sign_note(TEXT, NAME, KEY)
     for keys in ([], [NoteKey(NAME, OTHER.public)], [NoteKey("example.org/other", KEY.public)]):
         with raises_code("ledger.note-not-signed"):
-            verify(note, keys)
+            verify_note(note, keys)
 
 
 def test_two_keys_that_cannot_be_told_apart_are_refused() -> None:
-    note = sign(TEXT, NAME, KEY)
+    note = sign_note(TEXT, NAME, KEY)
 
     class Twin:
         name, id = NAME, MINE.id
@@ -145,21 +151,21 @@ def test_two_keys_that_cannot_be_told_apart_are_refused() -> None:
             return True
 
     with raises_code("ledger.two-keys-name"):
-        verify(note, [MINE, Twin()])
-    assert verify(note, [MINE, MINE]) == note.signatures
+        verify_note(note, [MINE, Twin()])
+    assert verify_note(note, [MINE, MINE]) == note.signatures
 
 
 def test_adding_replaces_the_signature_of_the_same_key() -> None:
-    note = sign(TEXT, NAME, KEY)
-    other = sign(TEXT, "other", OTHER).signatures[0]
-    assert note.adding(other).signatures == (*note.signatures, other)
-    assert note.adding(other).adding(*note.signatures).signatures == (other, *note.signatures)
+    note = sign_note(TEXT, NAME, KEY)
+    other = sign_note(TEXT, "other", OTHER).signatures[0]
+    assert note.with_signatures(other).signatures == (*note.signatures, other)
+    assert note.with_signatures(other).with_signatures(*note.signatures).signatures == (other, *note.signatures)
 
 
 # ---------------------------------------------------------------------------------------------------- what is read
 
 
-GOOD = sign(TEXT, NAME, KEY).encode()
+GOOD = sign_note(TEXT, NAME, KEY).encode()
 LINE = GOOD.rpartition("\n\n")[2]
 
 
@@ -198,7 +204,7 @@ LINE = GOOD.rpartition("\n\n")[2]
         GOOD.encode("utf-16"),
         b"\xef\xbb\xbf",
         GOOD + LINE * MAX_SIGNATURES,
-        "x" * MAX_TEXT + GOOD,
+        "x" * MAX_NOTE_BYTES + GOOD,
     ],
 )
 def test_anything_else_is_no_note(data: str | bytes) -> None:
@@ -207,11 +213,11 @@ def test_anything_else_is_no_note(data: str | bytes) -> None:
 
 
 def test_as_many_signatures_as_the_specification_asks_for_are_read() -> None:
-    large = [Signature(f"witness-{n}", bytes(4), bytes(5000)) for n in range(16)]
-    note = sign(TEXT, NAME, KEY).adding(*large)
+    large = [NoteSignature(f"witness-{n}", bytes(4), bytes(5000)) for n in range(16)]
+    note = sign_note(TEXT, NAME, KEY).with_signatures(*large)
     assert len(note.encode()) > 100_000
-    assert verify(Note.parse(note.encode()), [MINE])
-    full = note.adding(*(Signature(f"w{n}", bytes(4), b"x") for n in range(MAX_SIGNATURES - 17)))
+    assert verify_note(Note.parse(note.encode()), [MINE])
+    full = note.with_signatures(*(NoteSignature(f"w{n}", bytes(4), b"x") for n in range(MAX_SIGNATURES - 17)))
     assert Note.parse(full.encode().encode()) == full
 
 
@@ -232,26 +238,26 @@ def test_what_is_read_is_written_the_same(data: Any, raw: bool) -> None:
     assert note.encode() == (data if isinstance(data, str) else data.decode())
     if note.encode() != GOOD:
         with pytest.raises(NotVerified):
-            verify(note, [MINE])
+            verify_note(note, [MINE])
 
 
-@pytest.mark.parametrize("text", ["", "no newline", "tab\t\n", "\ud800\n", "x" * MAX_TEXT + "\n"])
+@pytest.mark.parametrize("text", ["", "no newline", "tab\t\n", "\ud800\n", "x" * MAX_NOTE_BYTES + "\n"])
 def test_texts_that_no_note_may_have_are_not_signed(text: str) -> None:
     with pytest.raises(LedgerError):
-        sign(text, NAME, KEY)
+        sign_note(text, NAME, KEY)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a+b", "a\nb", "a\u3000b", "x" * 257, "\ud800", "a\x1cb"])
 def test_names_that_no_key_may_have_are_refused(name: str) -> None:
     with pytest.raises(LedgerError):
-        sign(TEXT, name, KEY)
+        sign_note(TEXT, name, KEY)
 
 
 def test_empty_signatures_and_notes_without_any_are_refused() -> None:
     with pytest.raises(LedgerError):
-        Signature(NAME, b"abc", b"x")
+        NoteSignature(NAME, b"abc", b"x")
     with pytest.raises(LedgerError):
-        Signature(NAME, b"abcd", b"")
+        NoteSignature(NAME, b"abcd", b"")
     with pytest.raises(LedgerError):
         Note(TEXT, ())
 
@@ -263,12 +269,7 @@ def test_empty_signatures_and_notes_without_any_are_refused() -> None:
 def test_base64_has_one_form(raw: bytes) -> None:
     text = base64.b64encode(raw).decode()
     assert decode64(text, "it") == raw
-    for wrong in (
-        text + "=",
-        text + " ",
-        text[:-1] or "A",
-        text.replace("=", "") + ("" if "=" in text else "*"),
-    ):
+    for wrong in (text + "=", text + " ", text[:-1] or "A", text.replace("=", "") + ("" if "=" in text else "*")):
         with pytest.raises(EncodingError):
             decode64(wrong, "it")
 
@@ -276,7 +277,7 @@ def test_base64_has_one_form(raw: bytes) -> None:
 @given(st.text(alphabet="0123456789+-_ .e٣", max_size=22))
 def test_numbers_have_one_form(text: str) -> None:
     try:
-        value = decimal(text, "it", 2**63 - 1)
+        value = parse_decimal(text, "it", 2**63 - 1)
     except EncodingError:
         assert not text.isascii() or not text.isdigit() or str(int(text)) != text or int(text) >= 2**63
     else:

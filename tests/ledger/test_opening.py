@@ -14,48 +14,54 @@ from clinic import policy
 from making import AUDITOR, LEDGER, START, Clock, key
 from test_writers import in_processes
 
-from lamina.admit.key import PrivateKey
-from lamina.admit.terms import floors_hash
-from lamina.ledger import checkpoint
-from lamina.ledger.check.verify import verify
-from lamina.ledger.errors import LedgerError
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.opening import (
+from lamina.admit.checks import floors_hash
+from lamina.admit.keys import PrivateKey
+from lamina.errors import LedgerError
+from lamina.ledger import signed_checkpoint
+from lamina.ledger.corpus_terms import (
     NO_POLICY,
-    Contract,
-    follow,
-    in_force,
-    ledger_key_beside,
+    CorpusTerms,
+    adopt_policy,
+    ledger_key_path,
     open_or_create,
-    slug,
+    origin_slug,
+    policy_in_force,
 )
-from lamina.ledger.records import Change, Floors, Key, KeyEvent, PolicyChange, Preset, Role
-from lamina.ledger.records.policy import Signed
+from lamina.ledger.governance_records import (
+    Key,
+    KeyChange,
+    KeyEvent,
+    LedgerFloors,
+    PartySignature,
+    PolicyChange,
+    Preset,
+    Role,
+)
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from refusals import raises_code
 
 
-def contract(**changes: Any) -> Contract:
-    return Contract.of_policy(policy(**changes))
+def contract(**changes: Any) -> CorpusTerms:
+    return CorpusTerms.of_policy(policy(**changes))
 
 
 def begin(where: str, **changes: Any) -> Ledger:
     return open_or_create(where, contract(**changes), LEDGER, clock=Clock())
 
 
-def signed(change: PolicyChange, origin: str, *keys: PrivateKey) -> tuple[Signed, ...]:
+def signed(change: PolicyChange, origin: str, *keys: PrivateKey) -> tuple[PartySignature, ...]:
     message = change.message(origin)
-    return tuple(Signed(key=one.public.id, signature=one.sign(message)) for one in keys)
+    return tuple(PartySignature(key=one.public.id, signature=one.sign(message)) for one in keys)
 
 
 # ------------------------------------------------------------------------------------------------ contracts
 
 
 def test_the_contract_of_a_policy_is_what_the_gate_demands() -> None:
-    made = contract(
-        floors={"clip_norm": 0.29, "noise_multiplier": 0.5000001}, clinical={"clip_norm": 1.0000009}
-    )
-    assert made.floors == Floors(clip_norm=290_000, noise_multiplier=500_001)
+    made = contract(floors={"clip_norm": 0.29, "noise_multiplier": 0.5000001}, clinical={"clip_norm": 1.0000009})
+    assert made.floors == LedgerFloors(clip_norm=290_000, noise_multiplier=500_001)
     assert (made.origin, made.accountant, made.delta) == ("clinic.example/ecg", "rdp", 1e-5)
     clinical, standard, public = made.presets
     assert (clinical.cls, clinical.clip_norm, clinical.profile) == ("clinical", 1_000_000, "top=0.25")
@@ -66,21 +72,16 @@ def test_the_contract_of_a_policy_is_what_the_gate_demands() -> None:
 
 def test_a_class_that_bounds_nothing_promises_no_noise() -> None:
     free = Policy.from_dict(
-        {
-            "corpus": {"origin": "a.example", "delta": 1e-5},
-            "class": {"free": {"population": 10, "clip_norm": 0.5}},
-        }
+        {"corpus": {"origin": "a.example", "delta": 1e-5}, "class": {"free": {"population": 10, "clip_norm": 0.5}}}
     )
-    made = Contract.of_policy(free)
-    assert made.presets == (
-        Preset(cls="free", clip_norm=500_000, noise_multiplier=0, profile="all", population=10),
-    )
-    assert made.floors == Floors()
+    made = CorpusTerms.of_policy(free)
+    assert made.presets == (Preset(cls="free", clip_norm=500_000, noise_multiplier=0, profile="all", population=10),)
+    assert made.floors == LedgerFloors()
 
 
 def test_the_contract_of_a_plan_promises_nothing() -> None:
-    made = Contract.of_plan(plan(), "lab.example/42")
-    assert made.policy == NO_POLICY and made.floors == Floors()
+    made = CorpusTerms.of_plan(plan(), "lab.example/42")
+    assert made.policy == NO_POLICY and made.floors == LedgerFloors()
     assert made.presets == (
         Preset(cls="clinical", clip_norm=0, noise_multiplier=0, profile="top 50 %", population=1000),
         Preset(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all layers"),
@@ -91,24 +92,24 @@ def test_the_contract_of_a_plan_promises_nothing() -> None:
 def test_a_long_profile_is_named_by_its_digest() -> None:
     long = plan()
     long = replace(long, classes=(replace(long.classes[0], profile="layers " + "x" * 2000), long.classes[1]))
-    assert Contract.of_plan(long, "a").presets[0].profile.startswith("sha256:")
+    assert CorpusTerms.of_plan(long, "a").presets[0].profile.startswith("sha256:")
 
 
 @pytest.mark.parametrize("origin", ["ward 7", "a+b", "Klinik Süd", "", "x" * 256, "tab\there"])
 def test_an_origin_that_cannot_name_a_ledger_is_told_what_would(origin: str) -> None:
     with raises_code("ledger.origin-not-name") as caught:
-        Contract.of_plan(plan(), origin)
+        CorpusTerms.of_plan(plan(), origin)
     suggested = caught.value.remedy.split('"')[1]
-    assert Contract.of_plan(plan(), suggested).origin == suggested == slug(origin)
+    assert CorpusTerms.of_plan(plan(), suggested).origin == suggested == origin_slug(origin)
 
 
 def test_slugs() -> None:
-    assert slug("example.org/ecg") == "example.org-ecg"
-    assert slug("../../etc/passwd") == "etc-passwd"
-    assert slug("ward 7") == "ward-7"
-    assert slug("病院") != slug("医院") and slug("病院").startswith("corpus-")
-    long = slug("x" * 300)
-    assert len(long) == 100 and long != slug("x" * 301)
+    assert origin_slug("example.org/ecg") == "example.org-ecg"
+    assert origin_slug("../../etc/passwd") == "etc-passwd"
+    assert origin_slug("ward 7") == "ward-7"
+    assert origin_slug("病院") != origin_slug("医院") and origin_slug("病院").startswith("corpus-")
+    long = origin_slug("x" * 300)
+    assert len(long) == 100 and long != origin_slug("x" * 301)
 
 
 # ------------------------------------------------------------------------------------------------ opening
@@ -139,9 +140,7 @@ def test_another_accountant_or_delta_is_refused(where: str) -> None:
         begin(where, accountant="pld")
     with raises_code("ledger.ledger-counts-delta"):
         begin(where, delta=1e-6)
-    with open_or_create(
-        where, Contract.of_plan(plan(), "clinic.example/ecg"), LEDGER, clock=Clock()
-    ) as ledger:
+    with open_or_create(where, CorpusTerms.of_plan(plan(), "clinic.example/ecg"), LEDGER, clock=Clock()) as ledger:
         assert ledger.header.accountant == "rdp"  # who has no policy is counted as the ledger counts
 
 
@@ -198,12 +197,12 @@ def test_the_key_lies_beside_a_file_and_only_its_owner_reads_it(tmp_path: Path) 
             assert ledger.signs
     finally:
         os.umask(before)
-    beside = ledger_key_beside(where)
+    beside = ledger_key_path(where)
     assert beside == tmp_path / "new" / "clinic.ledger.pem"
     assert mode(beside) == mode(where) == 0o600
     held = beside.read_bytes()
     with open_or_create(where, contract()) as ledger:
-        assert ledger.signs and checkpoint.parse(ledger.checkpoint())[0].size == 1
+        assert ledger.signs and signed_checkpoint.parse_checkpoint(ledger.checkpoint())[0].size == 1
     assert beside.read_bytes() == held
     beside.chmod(0o640)
     with raises_code("key.private-key-no"):
@@ -215,13 +214,8 @@ def test_the_key_lies_beside_a_file_and_only_its_owner_reads_it(tmp_path: Path) 
 
 
 def test_names_of_keys(tmp_path: Path) -> None:
-    for name, expected in (
-        ("a.db", "a.pem"),
-        ("a.ledger.db", "a.ledger.pem"),
-        ("a", "a.pem"),
-        ("a.x", "a.x.pem"),
-    ):
-        assert ledger_key_beside(tmp_path / name) == tmp_path / expected
+    for name, expected in (("a.db", "a.pem"), ("a.ledger.db", "a.ledger.pem"), ("a", "a.pem"), ("a.x", "a.x.pem")):
+        assert ledger_key_path(tmp_path / name) == tmp_path / expected
 
 
 def test_a_link_leads_to_the_ledger_and_its_key(tmp_path: Path) -> None:
@@ -231,7 +225,7 @@ def test_a_link_leads_to_the_ledger_and_its_key(tmp_path: Path) -> None:
     link.symlink_to(Path("..") / "clinic.ledger.db")
     with open_or_create(link, contract()) as ledger:
         assert ledger.signs
-    assert ledger_key_beside(link) == tmp_path / "clinic.ledger.pem"
+    assert ledger_key_path(link) == tmp_path / "clinic.ledger.pem"
     assert os.listdir(tmp_path / "run") == ["ledger.db"]
 
 
@@ -239,7 +233,7 @@ def test_what_a_killed_process_left_is_completed(tmp_path: Path) -> None:
     where = tmp_path / "a.db"
     where.touch(0o600)
     kept = PrivateKey.generate()
-    kept.save(ledger_key_beside(where), None)
+    kept.save(ledger_key_path(where), None)
     with open_or_create(where, contract()) as ledger:
         assert ledger.header.keys[0].x == kept.public.x and ledger.size == 1
     (tmp_path / "b.db").write_bytes(b"something else\n" * 400)
@@ -252,21 +246,19 @@ def test_what_a_killed_process_left_is_completed(tmp_path: Path) -> None:
 
 def test_the_same_policy_changes_nothing(where: str) -> None:
     with begin(where) as ledger:
-        assert follow(ledger, contract()) is False
+        assert adopt_policy(ledger, contract()) is False
         assert ledger.size == 1
 
 
 def test_a_stricter_policy_and_a_new_class_are_followed(where: str) -> None:
     with begin(where) as ledger:
-        stricter = contract(
-            floors={"clip_norm": 0.2, "noise_multiplier": 0.5}, standard={"noise_multiplier": 3.0}
-        )
-        assert follow(ledger, stricter) is True
-        assert follow(ledger, stricter) is False
-        changed = in_force(ledger)
+        stricter = contract(floors={"clip_norm": 0.2, "noise_multiplier": 0.5}, standard={"noise_multiplier": 3.0})
+        assert adopt_policy(ledger, stricter) is True
+        assert adopt_policy(ledger, stricter) is False
+        changed = policy_in_force(ledger)
         assert changed.floors == stricter.floors and changed.presets == stricter.presets
         latest = ledger.latest()
-        assert latest is not None and checkpoint.parse(latest)[0].size == ledger.size == 2
+        assert latest is not None and signed_checkpoint.parse_checkpoint(latest)[0].size == ledger.size == 2
         other = Policy.from_dict(
             {
                 "corpus": {
@@ -278,46 +270,38 @@ def test_a_stricter_policy_and_a_new_class_are_followed(where: str) -> None:
                 "class": {"late": {"population": 5, "epsilon": 1.0}},
             }
         )
-        assert follow(ledger, Contract.of_policy(other)) is True
-        assert [each.cls for each in in_force(ledger).presets] == ["clinical", "standard", "open", "late"]
-        assert in_force(ledger).presets[:3] == stricter.presets
+        assert adopt_policy(ledger, CorpusTerms.of_policy(other)) is True
+        assert [each.cls for each in policy_in_force(ledger).presets] == ["clinical", "standard", "open", "late"]
+        assert policy_in_force(ledger).presets[:3] == stricter.presets
     assert verify(where, now=START).verified
 
 
 def test_a_looser_policy_needs_two_signatures(where: str) -> None:
-    looser = contract(
-        floors={"clip_norm": 0.1}, standard={"noise_multiplier": 1.0}, clinical={"profile": "all"}
-    )
+    looser = contract(floors={"clip_norm": 0.1}, standard={"noise_multiplier": 1.0}, clinical={"profile": "all"})
     with begin(where) as ledger:
         with pytest.raises(LedgerError) as caught:
-            follow(ledger, looser)
-        for word in (
-            "floor of the noise multiplier falls",
-            "class 'standard' falls",
-            "class 'clinical' is not inside",
-        ):
+            adopt_policy(ledger, looser)
+        for word in ("floor of the noise multiplier falls", "class 'standard' falls", "class 'clinical' is not inside"):
             assert word in caught.value.problem
         assert "lamina ledger policy" in caught.value.remedy
-        change = looser.change(in_force(ledger))
+        change = looser.change(policy_in_force(ledger))
         assert change is not None
         auditor = Key(name="auditor.example", x=AUDITOR.public.x, role=Role.AUDITOR)
-        ledger.append([KeyEvent(change=Change.ADD, key=auditor, effective=START)])
+        ledger.append([KeyEvent(change=KeyChange.ADD, key=auditor, effective=START)])
         for keys in ((LEDGER,), (LEDGER, LEDGER), (LEDGER, key("other"))):
             with raises_code("ledger.policy-protect-less-ledger"):
-                follow(ledger, looser, signed(change, ledger.origin, *keys))
+                adopt_policy(ledger, looser, signed(change, ledger.origin, *keys))
         assert ledger.size == 2
-        assert follow(ledger, looser, signed(change, ledger.origin, LEDGER, AUDITOR)) is True
-        assert follow(ledger, looser) is False
+        assert adopt_policy(ledger, looser, signed(change, ledger.origin, LEDGER, AUDITOR)) is True
+        assert adopt_policy(ledger, looser) is False
     assert verify(where, now=START).verified
 
 
 def test_a_corpus_adopts_less_depth_by_its_policy_alone(where: str) -> None:
     with begin(where) as ledger:
-        assert follow(
-            ledger, contract(clinical={"profile": {"top": 0.125}}, standard={"profile": {"top": 0.5}})
-        )
+        assert adopt_policy(ledger, contract(clinical={"profile": {"top": 0.125}}, standard={"profile": {"top": 0.5}}))
         with raises_code("ledger.policy-protect-less-ledger"):
-            follow(ledger, contract(standard={"profile": {"top": 0.5}}))
+            adopt_policy(ledger, contract(standard={"profile": {"top": 0.5}}))
     assert verify(where, now=START).verified
 
 
@@ -327,8 +311,8 @@ def test_two_who_follow_at_once_write_one_change(where: str) -> None:
 
     def work() -> None:
         with begin(where) as ledger:
-            follow(ledger, stricter)
+            adopt_policy(ledger, stricter)
 
     in_processes(*[work] * 4)
     with begin(where) as ledger:
-        assert ledger.size == 2 and in_force(ledger).presets == stricter.presets
+        assert ledger.size == 2 and policy_in_force(ledger).presets == stricter.presets

@@ -19,16 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina import cbor
-from lamina.admit.key import PrivateKey, PublicKey
-from lamina.errors import EncodingError
+from lamina.admit.keys import PrivateKey, PublicKey
+from lamina.errors import EncodingError, LedgerError, NotVerified
 from lamina.ledger import receipt
-from lamina.ledger.checkpoint import Checkpoint, cosign
-from lamina.ledger.errors import LedgerError, NotVerified
-from lamina.ledger.note import NoteKey
-from lamina.ledger.proof_text import ProofText
-from lamina.ledger.receipt import Receipt, Seal
-from lamina.ledger.tree import Frontier, inclusion, leaf_hash, node_hash
-from lamina.ledger.witness import WitnessKey, WitnessPolicy
+from lamina.ledger.merkle import Frontier, inclusion_proof, leaf_hash, node_hash
+from lamina.ledger.receipt import Receipt, TlogProof, TreeSignature
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey, WitnessKey, WitnessQuorum, add_cosignature
 from refusals import raises_code
 
 ORIGIN = "example.org/ledger"
@@ -49,10 +45,10 @@ class Rows:
     def node(self, level: int, index: int) -> bytes:
         return self.rows[level][index]
 
-    def head(self, size: int) -> Checkpoint:
+    def head(self, size: int) -> LedgerCheckpoint:
         frontier = Frontier()
         frontier.extend(self.rows[0][:size])
-        return Checkpoint(ORIGIN, size, frontier.root())
+        return LedgerCheckpoint(ORIGIN, size, frontier.root())
 
 
 KEY, OTHER = private(1), private(2)
@@ -60,8 +56,8 @@ TREE = Rows(LEAVES)
 
 
 def made(index: int = 11, size: int = 21, key: PrivateKey = KEY) -> bytes:
-    seal = Seal.sign(TREE.head(size), key)
-    return seal.receipt(leaf_hash(LEAVES[index]), index, inclusion(TREE, index, size))
+    seal = TreeSignature.sign(TREE.head(size), key)
+    return seal.receipt(leaf_hash(LEAVES[index]), index, inclusion_proof(TREE, index, size))
 
 
 GOOD = made()
@@ -87,7 +83,7 @@ def test_a_receipt_is_what_rfc_9942_says() -> None:
     assert list(unprotected) == [396] and list(unprotected[396]) == [-1]
     (proof,) = unprotected[396][-1]
     size, index, path = cbor2.loads(proof)
-    assert (size, index, list(path)) == (21, 11, inclusion(TREE, 11, 21))
+    assert (size, index, list(path)) == (21, 11, inclusion_proof(TREE, 11, 21))
     # 11 = 0b01011 in a tree of 21: siblings left, left, right, left, right.
     root = hashlib.sha256(b"\x00" + LEAVES[11]).digest()
     for left, sibling in zip((1, 1, 0, 1, 0), path, strict=True):
@@ -101,39 +97,39 @@ def test_a_receipt_is_what_rfc_9942_says() -> None:
 
 def test_every_leaf_of_every_tree_gets_a_receipt_that_verifies() -> None:
     for size in range(2, 41):
-        seal = Seal.sign(TREE.head(size), KEY)
+        seal = TreeSignature.sign(TREE.head(size), KEY)
         assert seal.holds(KEY.public) and not seal.holds(OTHER.public)
         for index in range(size):
-            data = seal.receipt(leaf_hash(LEAVES[index]), index, inclusion(TREE, index, size))
+            data = seal.receipt(leaf_hash(LEAVES[index]), index, inclusion_proof(TREE, index, size))
             assert len(data) < 600
             if (size + index) % 5 == 0:
-                assert receipt.verify(data, LEAVES[index], KEY.public, ORIGIN)
-                assert not receipt.verify(data, LEAVES[index - 1], KEY.public, ORIGIN)
+                assert receipt.verify_receipt(data, LEAVES[index], KEY.public, ORIGIN)
+                assert not receipt.verify_receipt(data, LEAVES[index - 1], KEY.public, ORIGIN)
 
 
 def test_one_seal_serves_all_leaves_and_needs_no_key() -> None:
-    seal = Seal.sign(TREE.head(21), KEY)
-    kept = Seal(seal.origin, seal.size, seal.root, seal.kid, seal.signature)  # as a store brings it back
-    assert kept == seal and seal == Seal.sign(TREE.head(21), KEY), "the same each time"
-    receipts = {kept.receipt(leaf_hash(LEAVES[n]), n, inclusion(TREE, n, 21)) for n in range(21)}
+    seal = TreeSignature.sign(TREE.head(21), KEY)
+    kept = TreeSignature(seal.origin, seal.size, seal.root, seal.kid, seal.signature)  # as a store brings it back
+    assert kept == seal and seal == TreeSignature.sign(TREE.head(21), KEY), "the same each time"
+    receipts = {kept.receipt(leaf_hash(LEAVES[n]), n, inclusion_proof(TREE, n, 21)) for n in range(21)}
     assert len(receipts) == 21 and len({Receipt.decode(data).signature for data in receipts}) == 1
 
 
 def test_a_seal_makes_no_receipt_of_what_it_does_not_cover() -> None:
-    seal = Seal.sign(TREE.head(21), KEY)
-    path = inclusion(TREE, 11, 21)
+    seal = TreeSignature.sign(TREE.head(21), KEY)
+    path = inclusion_proof(TREE, 11, 21)
     for leaf, index, proof in (
         (leaf_hash(b"other"), 11, path),
         (leaf_hash(LEAVES[11]), 12, path),
         (leaf_hash(LEAVES[11]), 11, path[:-1]),
-        (leaf_hash(LEAVES[11]), 11, inclusion(TREE, 11, 40)),
-        (leaf_hash(LEAVES[30]), 30, inclusion(TREE, 30, 40)),
+        (leaf_hash(LEAVES[11]), 11, inclusion_proof(TREE, 11, 40)),
+        (leaf_hash(LEAVES[30]), 30, inclusion_proof(TREE, 30, 40)),
         (LEAVES[11], 11, path),
     ):
         with raises_code("ledger.leaf-not-shown-tree"):
             seal.receipt(leaf, index, proof)
     with raises_code("ledger.tree-leaf-receipt"):
-        Seal.sign(TREE.head(1), KEY).receipt(leaf_hash(LEAVES[0]), 0, [])
+        TreeSignature.sign(TREE.head(1), KEY).receipt(leaf_hash(LEAVES[0]), 0, [])
 
 
 def test_the_longest_receipt_fits() -> None:
@@ -141,9 +137,9 @@ def test_the_longest_receipt_fits() -> None:
     root = leaf_hash(b"first")
     for step in path:
         root = node_hash(root, step)
-    head = Checkpoint("o" * 255, 2**63 - 1, root)
-    data = Seal.sign(head, KEY).receipt(leaf_hash(b"first"), 0, path)
-    assert receipt.verify(data, b"first", KEY.public, "o" * 255)
+    head = LedgerCheckpoint("o" * 255, 2**63 - 1, root)
+    data = TreeSignature.sign(head, KEY).receipt(leaf_hash(b"first"), 0, path)
+    assert receipt.verify_receipt(data, b"first", KEY.public, "o" * 255)
 
 
 # ---------------------------------------------------------------------------------- other people's implementations
@@ -258,12 +254,12 @@ def test_receipts_have_the_schema_that_is_documented() -> None:
 
 def _built(change: Any = None, **parts: Any) -> bytes:
     """A receipt whose parts were replaced, signed again over what they are now where that makes sense."""
-    header = {1: -8, 4: KEY.public.id, 15: {1: ORIGIN, 2: "tree:21"}, 16: receipt.TYPE, 395: 1}
+    header = {1: -8, 4: KEY.public.id, 15: {1: ORIGIN, 2: "tree:21"}, 16: receipt.RECEIPT_TYPE, 395: 1}
     header |= parts.get("header", {})
     header = {label: value for label, value in header.items() if value is not ...}
     protected = cbor.encode(header, null=True, floats=True)
     root = TREE.head(21).root
-    proof = cbor.encode(parts.get("proof", [21, 11, inclusion(TREE, 11, 21)]), null=True, floats=True)
+    proof = cbor.encode(parts.get("proof", [21, 11, inclusion_proof(TREE, 11, 21)]), null=True, floats=True)
     message = [
         parts.get("protected", protected),
         parts.get("unprotected", {396: {-1: [proof]}}),
@@ -336,7 +332,7 @@ def test_anything_else_is_no_receipt(parts: dict[str, Any]) -> None:
     data = _built(**parts)
     with pytest.raises(EncodingError):
         Receipt.decode(data)
-    assert receipt.verify(data, LEAVES[11], KEY.public, ORIGIN) is False
+    assert receipt.verify_receipt(data, LEAVES[11], KEY.public, ORIGIN) is False
 
 
 @pytest.mark.parametrize(
@@ -356,65 +352,65 @@ def test_anything_else_is_no_receipt(parts: dict[str, Any]) -> None:
 def test_damaged_bytes_are_no_receipt(data: Any) -> None:
     with pytest.raises(EncodingError):
         Receipt.decode(data)
-    assert receipt.verify(data, LEAVES[11], KEY.public, ORIGIN) is False
+    assert receipt.verify_receipt(data, LEAVES[11], KEY.public, ORIGIN) is False
 
 
 def test_nothing_else_may_stand_in_the_unprotected_header() -> None:
-    proof = cbor.encode([21, 11, inclusion(TREE, 11, 21)])
-    assert receipt.verify(_built(unprotected={396: {-1: [proof]}}), LEAVES[11], KEY.public, ORIGIN)
+    proof = cbor.encode([21, 11, inclusion_proof(TREE, 11, 21)])
+    assert receipt.verify_receipt(_built(unprotected={396: {-1: [proof]}}), LEAVES[11], KEY.public, ORIGIN)
     for unprotected in (
         {396: {-1: [proof], -2: []}},
         {396: {-1: [proof]}, 4: KEY.public.id},
         {396: {-1: [proof, proof]}},
     ):
-        assert not receipt.verify(_built(unprotected=unprotected), LEAVES[11], KEY.public, ORIGIN)
+        assert not receipt.verify_receipt(_built(unprotected=unprotected), LEAVES[11], KEY.public, ORIGIN)
 
 
 def test_a_receipt_must_name_the_key_that_signed_it() -> None:
-    assert not receipt.verify(_built(header={4: OTHER.public.id}), LEAVES[11], KEY.public, ORIGIN)
+    assert not receipt.verify_receipt(_built(header={4: OTHER.public.id}), LEAVES[11], KEY.public, ORIGIN)
 
 
 def test_the_newer_name_of_the_algorithm_is_accepted() -> None:
-    assert receipt.verify(_built(header={1: -19}), LEAVES[11], KEY.public, ORIGIN)
-    assert not receipt.verify(
+    assert receipt.verify_receipt(_built(header={1: -19}), LEAVES[11], KEY.public, ORIGIN)
+    assert not receipt.verify_receipt(
         _built(header={1: -19}, signature=Receipt.decode(GOOD).signature), LEAVES[11], KEY.public, ORIGIN
     ), "the algorithm is signed"
 
 
 def test_a_receipt_is_for_one_leaf_one_key_and_one_ledger() -> None:
-    assert receipt.verify(GOOD, LEAVES[11], KEY.public, ORIGIN)
-    assert not receipt.verify(GOOD, LEAVES[12], KEY.public, ORIGIN)
-    assert not receipt.verify(GOOD, leaf_hash(LEAVES[11]), KEY.public, ORIGIN)
-    assert not receipt.verify(GOOD, LEAVES[11], OTHER.public, ORIGIN)
-    assert not receipt.verify(GOOD, LEAVES[11], KEY.public, "example.org/other")
-    assert not receipt.verify(made(key=OTHER), LEAVES[11], KEY.public, ORIGIN)
+    assert receipt.verify_receipt(GOOD, LEAVES[11], KEY.public, ORIGIN)
+    assert not receipt.verify_receipt(GOOD, LEAVES[12], KEY.public, ORIGIN)
+    assert not receipt.verify_receipt(GOOD, leaf_hash(LEAVES[11]), KEY.public, ORIGIN)
+    assert not receipt.verify_receipt(GOOD, LEAVES[11], OTHER.public, ORIGIN)
+    assert not receipt.verify_receipt(GOOD, LEAVES[11], KEY.public, "example.org/other")
+    assert not receipt.verify_receipt(made(key=OTHER), LEAVES[11], KEY.public, ORIGIN)
     renamed = _built(header={4: KEY.public.id}, signature=Receipt.decode(made(key=OTHER)).signature)
-    assert not receipt.verify(renamed, LEAVES[11], KEY.public, ORIGIN)
-    assert not receipt.verify(GOOD, None, KEY.public, ORIGIN)  # type: ignore[arg-type]
+    assert not receipt.verify_receipt(renamed, LEAVES[11], KEY.public, ORIGIN)
+    assert not receipt.verify_receipt(GOOD, None, KEY.public, ORIGIN)  # type: ignore[arg-type]
 
 
 def test_the_size_in_a_receipt_is_signed() -> None:
     """Leaf 2 of 3 has the path of leaf 1 of 2: with an unsigned size one receipt would serve for both."""
-    path = inclusion(TREE, 2, 3)
-    data = Seal.sign(TREE.head(3), KEY).receipt(leaf_hash(LEAVES[2]), 2, path)
+    path = inclusion_proof(TREE, 2, 3)
+    data = TreeSignature.sign(TREE.head(3), KEY).receipt(leaf_hash(LEAVES[2]), 2, path)
     signature = Receipt.decode(data).signature
     moved = {"header": {15: {1: ORIGIN, 2: "tree:2"}}, "proof": [2, 1, path], "signature": signature}
     assert Receipt.decode(_built(**moved)).index == 1
-    assert not receipt.verify(_built(**moved), LEAVES[2], KEY.public, ORIGIN)
+    assert not receipt.verify_receipt(_built(**moved), LEAVES[2], KEY.public, ORIGIN)
     moved["header"] = {15: {1: ORIGIN, 2: "tree:3"}}
-    assert not receipt.verify(_built(**moved), LEAVES[2], KEY.public, ORIGIN)
+    assert not receipt.verify_receipt(_built(**moved), LEAVES[2], KEY.public, ORIGIN)
 
 
 @given(st.integers(0, len(GOOD) * 8 - 1))
 def test_no_single_flipped_bit_is_believed(bit: int) -> None:
     wrong = bytearray(GOOD)
     wrong[bit // 8] ^= 1 << bit % 8
-    assert not receipt.verify(bytes(wrong), LEAVES[11], KEY.public, ORIGIN)
+    assert not receipt.verify_receipt(bytes(wrong), LEAVES[11], KEY.public, ORIGIN)
 
 
 @given(st.binary(max_size=300))
 def test_garbage_is_refused_without_a_word(data: bytes) -> None:
-    assert receipt.verify(data, b"", KEY.public, ORIGIN) is False
+    assert receipt.verify_receipt(data, b"", KEY.public, ORIGIN) is False
 
 
 def test_what_is_signed_for_a_receipt_is_nothing_else() -> None:
@@ -427,7 +423,7 @@ def test_what_is_signed_for_a_receipt_is_nothing_else() -> None:
             return super().sign(message)
 
     key = Recorder(Ed25519PrivateKey.from_private_bytes(bytes([1]) * 32))
-    Seal.sign(TREE.head(21), key)
+    TreeSignature.sign(TREE.head(21), key)
     TREE.head(21).signed(key)
     assert len(signed) == 2
     with pytest.raises(UnicodeDecodeError):
@@ -438,17 +434,17 @@ def test_what_is_signed_for_a_receipt_is_nothing_else() -> None:
 # ------------------------------------------------------------------------------------------------------------ text
 
 SIGNED = TREE.head(21).signed(KEY)
-TEXT = ProofText(11, tuple(inclusion(TREE, 11, 21)), SIGNED)
+TEXT = TlogProof(11, tuple(inclusion_proof(TREE, 11, 21)), SIGNED)
 LEDGER = NoteKey(ORIGIN, KEY.public)
 
 
 def test_the_text_is_what_c2sp_says() -> None:
-    hashes = "".join(base64.b64encode(step).decode() + "\n" for step in inclusion(TREE, 11, 21))
+    hashes = "".join(base64.b64encode(step).decode() + "\n" for step in inclusion_proof(TREE, 11, 21))
     assert TEXT.encode() == f"c2sp.org/tlog-proof@v1\nindex 11\n{hashes}\n{SIGNED}"
     more = dataclasses.replace(TEXT, extra=b"abc")
     assert more.encode().splitlines()[1] == "extra YWJj"
     for text in (TEXT, more):
-        assert ProofText.parse(text.encode()) == text == ProofText.parse(text.encode().encode())
+        assert TlogProof.parse(text.encode()) == text == TlogProof.parse(text.encode().encode())
     assert TEXT.verify(LEAVES[11], [LEDGER]) == TREE.head(21)
 
 
@@ -456,16 +452,16 @@ def test_every_leaf_has_its_text() -> None:
     for size in range(1, 41, 3):
         signed = TREE.head(size).signed(KEY)
         for index in range(size):
-            text = ProofText(index, tuple(inclusion(TREE, index, size)), signed).encode()
-            assert ProofText.parse(text).verify(LEAVES[index], [LEDGER], origin=ORIGIN).size == size
+            text = TlogProof(index, tuple(inclusion_proof(TREE, index, size)), signed).encode()
+            assert TlogProof.parse(text).verify(LEAVES[index], [LEDGER], origin=ORIGIN).size == size
 
 
 def test_a_text_carries_the_witnesses() -> None:
-    policy = WitnessPolicy(1, (WitnessKey("w.example", OTHER.public),))
+    policy = WitnessQuorum(1, (WitnessKey("w.example", OTHER.public),))
     with raises_code("ledger.witnesses-cosigned-checkpoint"):
         TEXT.verify(LEAVES[11], [LEDGER], policy=policy)
-    seen = dataclasses.replace(TEXT, checkpoint=cosign(SIGNED, OTHER, 1_700_000_000, "w.example"))
-    assert ProofText.parse(seen.encode()).verify(LEAVES[11], [LEDGER], policy=policy)
+    seen = dataclasses.replace(TEXT, checkpoint=add_cosignature(SIGNED, OTHER, 1_700_000_000, "w.example"))
+    assert TlogProof.parse(seen.encode()).verify(LEAVES[11], [LEDGER], policy=policy)
 
 
 def test_a_text_proves_nothing_else() -> None:
@@ -479,7 +475,7 @@ def test_a_text_proves_nothing_else() -> None:
         {"path": TEXT.path[::-1]},
         {"checkpoint": TREE.head(22).signed(KEY)},
         {"checkpoint": TREE.head(21).signed(OTHER)},
-        {"checkpoint": Checkpoint("example.org/other", 21, TREE.head(21).root).signed(KEY)},
+        {"checkpoint": LedgerCheckpoint("example.org/other", 21, TREE.head(21).root).signed(KEY)},
     ):
         with pytest.raises(NotVerified):
             dataclasses.replace(TEXT, **change).verify(LEAVES[11], [LEDGER])
@@ -517,7 +513,7 @@ WHOLE = TEXT.encode()
 )
 def test_anything_else_is_no_proof_text(data: str | bytes) -> None:
     with pytest.raises(EncodingError):
-        ProofText.parse(data)
+        TlogProof.parse(data)
 
 
 @given(st.integers(0, len(WHOLE) - 1), st.characters(codec="utf-8"))
@@ -526,16 +522,14 @@ def test_no_single_changed_character_of_a_text_is_believed(at: int, char: str) -
     if changed == WHOLE:
         return
     with pytest.raises((EncodingError, NotVerified)):
-        ProofText.parse(changed).verify(LEAVES[11], [LEDGER])
+        TlogProof.parse(changed).verify(LEAVES[11], [LEDGER])
 
 
-@pytest.mark.parametrize(
-    "change", [{"index": -1}, {"index": True}, {"path": (b"x",)}, {"path": (bytes(32),) * 64}]
-)
+@pytest.mark.parametrize("change", [{"index": -1}, {"index": True}, {"path": (b"x",)}, {"path": (bytes(32),) * 64}])
 def test_texts_that_make_no_sense_are_not_written(change: dict[str, Any]) -> None:
     with pytest.raises(LedgerError):
         dataclasses.replace(TEXT, **change)
 
 
 def test_a_public_key_is_all_that_is_needed() -> None:
-    assert receipt.verify(GOOD, LEAVES[11], PublicKey(KEY.public.x), ORIGIN)
+    assert receipt.verify_receipt(GOOD, LEAVES[11], PublicKey(KEY.public.x), ORIGIN)

@@ -17,82 +17,83 @@ from hypothesis import strategies as st
 from making import AUDITOR, LEDGER, ORIGIN, RUN, TERMS, admitted, digest, epoch, header, segment
 
 from lamina import cbor
-from lamina.admit.times import LAST
-from lamina.errors import EncodingError, LaminaError
-from lamina.ledger import leaf
-from lamina.ledger.amounts import UNBOUNDED, epsilon, exact_float, exact_text, nano
-from lamina.ledger.errors import LedgerError
-from lamina.ledger.records import (
-    KINDS,
-    NUMBERS,
-    WORDS,
-    Account,
-    Admitted,
+from lamina.admit.keys import LAST_SECOND
+from lamina.errors import EncodingError, LaminaError, LedgerError
+from lamina.ledger import records
+from lamina.ledger.governance_records import (
     Aggregate,
-    Change,
-    Charge,
     ClassTotal,
-    Effect,
-    Epoch,
-    Floors,
     Header,
     Key,
+    KeyChange,
     KeyEvent,
-    Outcome,
-    Parent,
+    LeafSpan,
+    LedgerFloors,
+    ParentLedger,
+    PartySignature,
     PolicyChange,
     Preset,
-    Reason,
-    Record,
     Release,
     Role,
-    Segment,
-    Signed,
-    Span,
-    Terms,
     Withdrawal,
+    WithdrawalEffect,
+    WithdrawalReason,
     loosened,
 )
-from lamina.ledger.records.fields import schema
+from lamina.ledger.records import (
+    KIND_NAMES,
+    KIND_NUMBERS,
+    RECORD_KINDS,
+    ContributionRecord,
+    ContributionTerms,
+    Epoch,
+    EpochAccount,
+    EpochCharge,
+    Record,
+    Segment,
+    SegmentOutcome,
+)
+from lamina.ledger.schema import UNBOUNDED, epsilon_of_nano, exact_float, exact_text, nano_epsilon, schema_of
 from refusals import raises_code
 
 AGGREGATE = Aggregate(
-    spans=(Span(first=1, stop=5), Span(first=6, stop=7)),
+    spans=(LeafSpan(first=1, stop=5), LeafSpan(first=6, stop=7)),
     horizon=1_800_000_000,
     classes=(ClassTotal(cls="clinical", count=5, withdrawn=1, spend=7),),
     digest=digest("pruned"),
 )
 CHANGE = PolicyChange(
-    floors=Floors(clip_norm=1), presets=header().presets, policy=digest("new"), previous=digest("old")
+    floors=LedgerFloors(clip_norm=1), presets=header().presets, policy=digest("new"), previous=digest("old")
 )
 SAMPLES: list[Record] = [
     header(),
-    header(
-        parent=Parent(origin="old.example/ledger", size=7, root=digest("root")), witnesses=1, cose_alg=-19
-    ),
+    header(parent=ParentLedger(origin="old.example/ledger", size=7, root=digest("root")), witnesses=1, cose_alg=-19),
     admitted(1),
     admitted(2, anchor=digest("anchor")),
     admitted(3, subject=digest("subject")),
     admitted(4, anchor=digest("anchor"), subject=digest("subject")),
-    admitted(5, not_before=3, expires=LAST),
+    admitted(5, not_before=3, expires=LAST_SECOND),
     epoch(),
     epoch(3, previous=digest("checkpoint"), accounts=()),
-    Withdrawal(target=1, reason=Reason.CONSENT),
+    Withdrawal(target=1, reason=WithdrawalReason.CONSENT),
     Withdrawal(
-        target=2**40, reason=Reason.KEY, effect=Effect.ABANDON, run=RUN, segment=4, request=digest("asked")
+        target=2**40,
+        reason=WithdrawalReason.KEY,
+        effect=WithdrawalEffect.ABANDON,
+        run=RUN,
+        segment=4,
+        request=digest("asked"),
     ),
+    KeyEvent(change=KeyChange.ADD, key=Key(name="x.example", x=AUDITOR.public.x, role=Role.AUDITOR), effective=5),
+    KeyEvent(change=KeyChange.REVOKE, target=AUDITOR.public.id, effective=6),
     KeyEvent(
-        change=Change.ADD, key=Key(name="x.example", x=AUDITOR.public.x, role=Role.AUDITOR), effective=5
-    ),
-    KeyEvent(change=Change.REVOKE, target=AUDITOR.public.id, effective=6),
-    KeyEvent(
-        change=Change.ROTATE,
+        change=KeyChange.ROTATE,
         key=Key(name=ORIGIN, x=AUDITOR.public.x, role=Role.LEDGER, valid_from=1, valid_until=9),
         target=LEDGER.public.id,
         effective=7,
     ),
     AGGREGATE,
-    dataclasses.replace(AGGREGATE, signatures=(Signed(key=AUDITOR.public.id, signature=bytes(64)),)),
+    dataclasses.replace(AGGREGATE, signatures=(PartySignature(key=AUDITOR.public.id, signature=bytes(64)),)),
     CHANGE,
     Release(manifest=digest("manifest"), runs=(RUN,), not_after=1_900_000_000),
     Release(manifest=digest("manifest"), runs=()),
@@ -101,10 +102,10 @@ SAMPLES: list[Record] = [
 
 @pytest.mark.parametrize("record", SAMPLES, ids=lambda record: type(record).__name__)
 def test_a_leaf_reads_back_and_has_the_one_deterministic_encoding(record: Record) -> None:
-    data = leaf.encode(record, 70_000, 1_800_000_000, 3)
-    assert leaf.decode(data) == leaf.Leaf(type(record), 70_000, 1_800_000_000, 3, record)
+    data = records.encode_leaf(record, 70_000, 1_800_000_000, 3)
+    assert records.decode_leaf(data) == records.Leaf(type(record), 70_000, 1_800_000_000, 3, record)
     plain = cbor2.loads(data)
-    assert (plain[1], plain[2], plain[3], plain[4]) == (NUMBERS[type(record)], 70_000, 1_800_000_000, 3)
+    assert (plain[1], plain[2], plain[3], plain[4]) == (KIND_NUMBERS[type(record)], 70_000, 1_800_000_000, 3)
     assert cbor2.dumps(plain, canonical=True) == data
     assert "float" not in repr(list(_types(plain)))
 
@@ -116,40 +117,36 @@ def _types(plain: Any) -> Any:
 
 
 def test_every_kind_has_a_number_a_word_and_a_sample() -> None:
-    assert {type(record) for record in SAMPLES} == set(KINDS.values()) == set(WORDS)
-    assert sorted(KINDS) == list(range(1, 9))
+    assert {type(record) for record in SAMPLES} == set(RECORD_KINDS.values()) == set(KIND_NAMES)
+    assert sorted(RECORD_KINDS) == list(range(1, 9))
 
 
 def test_the_wire_format_is_frozen() -> None:
     """Leaves that exist must be readable for ever: a change here is a new schema version, not a new digest."""
     total = hashlib.sha256()
     for seq, record in enumerate(SAMPLES):
-        total.update(leaf.encode(record, seq, 1_800_000_000 + seq, seq // 4))
+        total.update(records.encode_leaf(record, seq, 1_800_000_000 + seq, seq // 4))
     assert total.hexdigest() == FROZEN
 
 
 FROZEN = "16502d31eec51a1358e8660c06aa361b7d8a37b9595b1fd7c525ef4b0bd6c6ad"
 
 
-numbers = st.integers(0, 2**32) | st.sampled_from(
-    [0, 23, 24, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, LAST]
-)
+numbers = st.integers(0, 2**32) | st.sampled_from([0, 23, 24, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, LAST_SECOND])
 digests = st.binary(min_size=32, max_size=32)
 
 
 @st.composite
-def contributions(draw: st.DrawFn) -> Admitted:
-    start, end = sorted(
-        draw(st.lists(numbers.filter(lambda n: n <= LAST), min_size=2, max_size=2, unique=True))
-    )
+def contributions(draw: st.DrawFn) -> ContributionRecord:
+    start, end = sorted(draw(st.lists(numbers.filter(lambda n: n <= LAST_SECOND), min_size=2, max_size=2, unique=True)))
     bound = draw(st.sampled_from([(0, 0), (1, 1), (10**15, 10**15), (1_000_000, 4_310_000)]))
-    terms = Terms(
+    terms = ContributionTerms(
         draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True)),
         draw(st.from_regex(r"[a-z0-9-]{1,64}", fullmatch=True)),
         *bound,
         draw(st.none() | st.text(min_size=1, max_size=40).filter(str.isprintable)),
     )
-    return Admitted(
+    return ContributionRecord(
         descriptor=draw(digests),
         attestation=draw(digests),
         key=draw(digests),
@@ -161,19 +158,19 @@ def contributions(draw: st.DrawFn) -> Admitted:
     )
 
 
-@given(contributions(), numbers, numbers.filter(lambda n: n <= LAST), numbers)
+@given(contributions(), numbers, numbers.filter(lambda n: n <= LAST_SECOND), numbers)
 def test_the_fast_way_writes_and_reads_what_the_general_one_does(
-    record: Admitted, seq: int, time: int, number: int
+    record: ContributionRecord, seq: int, time: int, number: int
 ) -> None:
-    data = leaf.encode(record, seq, time, number)
-    assert data == cbor.encode({1: 2, 2: seq, 3: time, 4: number, 5: schema(Admitted).plain(record)})
-    assert leaf.decode(data) == leaf.Leaf(Admitted, seq, time, number, record)
-    assert schema(Admitted).value(cbor.decode(data)[5]) == record
+    data = records.encode_leaf(record, seq, time, number)
+    assert data == cbor.encode({1: 2, 2: seq, 3: time, 4: number, 5: schema_of(ContributionRecord).plain(record)})
+    assert records.decode_leaf(data) == records.Leaf(ContributionRecord, seq, time, number, record)
+    assert schema_of(ContributionRecord).value(cbor.decode(data)[5]) == record
 
 
 @given(st.sampled_from(SAMPLES), st.data())
 def test_changed_bytes_are_refused_or_are_another_canonical_leaf(record: Record, data: st.DataObject) -> None:
-    good = bytearray(leaf.encode(record, 9, 1_800_000_000, 1))
+    good = bytearray(records.encode_leaf(record, 9, 1_800_000_000, 1))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(good) - 1))
         good[at] ^= data.draw(st.integers(1, 255))
@@ -186,8 +183,8 @@ def test_bytes_that_are_no_leaf_are_refused(data: bytes) -> None:
 
 
 @given(contributions(), st.data())
-def test_the_fast_way_never_reads_what_the_strict_one_refuses(record: Admitted, data: st.DataObject) -> None:
-    good = bytearray(leaf.encode(record, 70_000, 1_800_000_000, 3))
+def test_the_fast_way_never_reads_what_the_strict_one_refuses(record: ContributionRecord, data: st.DataObject) -> None:
+    good = bytearray(records.encode_leaf(record, 70_000, 1_800_000_000, 3))
     kind = data.draw(st.sampled_from(["flip", "cut", "grow", "swap"]))
     at = data.draw(st.integers(0, len(good) - 1))
     if kind == "flip":
@@ -201,28 +198,28 @@ def test_the_fast_way_never_reads_what_the_strict_one_refuses(record: Admitted, 
         good[at], good[other] = good[other], good[at]
     try:
         plain = cbor.decode(bytes(good))
-        strict = schema(KINDS[plain[1]]).value(plain[5])
+        strict = schema_of(RECORD_KINDS[plain[1]]).value(plain[5])
     except (EncodingError, KeyError, TypeError, IndexError):
         with pytest.raises(EncodingError):
-            leaf.decode(bytes(good))
+            records.decode_leaf(bytes(good))
         return
     try:
-        assert leaf.decode(bytes(good)).record == strict
+        assert records.decode_leaf(bytes(good)).record == strict
     except EncodingError:  # the place of the leaf, which the strict reader above does not look at
-        assert plain.keys() != {1, 2, 3, 4, 5} or not plain[3] <= LAST or max(plain[2], plain[4]) >= 2**63
+        assert plain.keys() != {1, 2, 3, 4, 5} or not plain[3] <= LAST_SECOND or max(plain[2], plain[4]) >= 2**63
 
 
 def _reads_canonically(data: bytes) -> None:
     try:
-        found = leaf.decode(data)
+        found = records.decode_leaf(data)
     except EncodingError:
         return
-    assert leaf.encode(found.record, found.seq, found.time, found.epoch) == data
+    assert records.encode_leaf(found.record, found.seq, found.time, found.epoch) == data
 
 
 @pytest.mark.parametrize("record", SAMPLES, ids=lambda record: type(record).__name__)
 def test_unknown_missing_and_mistyped_fields_are_refused(record: Record) -> None:
-    plain = cbor.decode(leaf.encode(record, 1, 1, 1), max_size=1 << 20)
+    plain = cbor.decode(records.encode_leaf(record, 1, 1, 1), max_size=1 << 20)
     body = plain[5]
     for other in (
         {**plain, 6: 1},
@@ -230,7 +227,7 @@ def test_unknown_missing_and_mistyped_fields_are_refused(record: Record) -> None
         {**plain, 1: 9},
         {**plain, 1: True},
         {**plain, 2: -1},
-        {**plain, 3: LAST + 1},
+        {**plain, 3: LAST_SECOND + 1},
         {**plain, 5: []},
         {**plain, 5: {**body, 99: 1}},
         {**plain, 5: {**body, "x": 1}},
@@ -238,17 +235,17 @@ def test_unknown_missing_and_mistyped_fields_are_refused(record: Record) -> None
         {**plain, 5: {**body, 1: True}},
     ):
         with pytest.raises(EncodingError):
-            leaf.decode(cbor.encode(other, max_size=1 << 20))
+            records.decode_leaf(cbor.encode(other, max_size=1 << 20))
 
 
 def test_a_float_is_no_part_of_any_leaf() -> None:
-    plain = cbor.decode(leaf.encode(epoch(), 1, 1, 1))
+    plain = cbor.decode(records.encode_leaf(epoch(), 1, 1, 1))
     plain[5][4] = [0.1]
     with raises_code("cbor.cbor-byte"):
-        leaf.decode(cbor.encode(plain, floats=True))
+        records.decode_leaf(cbor.encode(plain, floats=True))
     plain[5][4] = ["0.10"]
     with raises_code("ledger.read-version-wrote"):
-        leaf.decode(cbor.encode(plain))
+        records.decode_leaf(cbor.encode(plain))
 
 
 BAD: list[tuple[Any, dict[str, Any]]] = [
@@ -272,7 +269,7 @@ BAD: list[tuple[Any, dict[str, Any]]] = [
     (admitted, {"number": 1, "attestation": "x" * 32}),
     (admitted, {"number": 1, "key": bytearray(32)}),
     (admitted, {"number": 1, "not_before": 5, "expires": 5}),
-    (admitted, {"number": 1, "expires": LAST + 1}),
+    (admitted, {"number": 1, "expires": LAST_SECOND + 1}),
     (admitted, {"number": 1, "not_before": True}),
     (admitted, {"number": 1, "anchor": bytes(31)}),
     (admitted, {"number": 1, "subject": bytes(33)}),
@@ -304,30 +301,30 @@ def test_a_record_that_makes_no_sense_is_not_made(make: Any, changes: dict[str, 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Terms("a b", "ecg", 1, 1),
-        lambda: Terms("clinical", "ECG", 1, 1),
-        lambda: Terms("clinical", "ecg", 0, 1),
-        lambda: Terms("clinical", "ecg", 1, 10**15 + 1),
-        lambda: Terms("clinical", "ecg", 1, 1, "line\nbreak"),
-        lambda: Terms("clinical", "ecg", 1, 1, "\udc80"),
-        lambda: Charge(sigma=0.0, rate=0.5, steps=1),
-        lambda: Charge(sigma=1.0, rate=1.5, steps=1),
-        lambda: Charge(sigma=1.0, rate=0.5, steps=-1),
-        lambda: Charge(sigma=1.0, rate=0.5, steps=1, order=0.5),
-        lambda: Account(cls="a", charges=(), spend=-1),
-        lambda: Account(cls="a", charges=(), spend=UNBOUNDED + 1),
-        lambda: Account(cls="a", charges=(), spend=0, scale=1.5),
-        lambda: Withdrawal(target=-1, reason=Reason.DATA),
+        lambda: ContributionTerms("a b", "ecg", 1, 1),
+        lambda: ContributionTerms("clinical", "ECG", 1, 1),
+        lambda: ContributionTerms("clinical", "ecg", 0, 1),
+        lambda: ContributionTerms("clinical", "ecg", 1, 10**15 + 1),
+        lambda: ContributionTerms("clinical", "ecg", 1, 1, "line\nbreak"),
+        lambda: ContributionTerms("clinical", "ecg", 1, 1, "\udc80"),
+        lambda: EpochCharge(sigma=0.0, rate=0.5, steps=1),
+        lambda: EpochCharge(sigma=1.0, rate=1.5, steps=1),
+        lambda: EpochCharge(sigma=1.0, rate=0.5, steps=-1),
+        lambda: EpochCharge(sigma=1.0, rate=0.5, steps=1, order=0.5),
+        lambda: EpochAccount(cls="a", charges=(), spend=-1),
+        lambda: EpochAccount(cls="a", charges=(), spend=UNBOUNDED + 1),
+        lambda: EpochAccount(cls="a", charges=(), spend=0, scale=1.5),
+        lambda: Withdrawal(target=-1, reason=WithdrawalReason.DATA),
         lambda: Withdrawal(target=1, reason="because"),
-        lambda: Withdrawal(target=1, reason=Reason.DATA, run=RUN),
-        lambda: KeyEvent(change=Change.ADD, effective=1),
-        lambda: KeyEvent(change=Change.REVOKE, effective=1),
-        lambda: KeyEvent(change=Change.REVOKE, key=header().keys[0], target=bytes(32), effective=1),
+        lambda: Withdrawal(target=1, reason=WithdrawalReason.DATA, run=RUN),
+        lambda: KeyEvent(change=KeyChange.ADD, effective=1),
+        lambda: KeyEvent(change=KeyChange.REVOKE, effective=1),
+        lambda: KeyEvent(change=KeyChange.REVOKE, key=header().keys[0], target=bytes(32), effective=1),
         lambda: Key(name="x", x=bytes(32), role=Role.LEDGER),
         lambda: Key(name="x", x=LEDGER.public.x, role=Role.LEDGER, valid_from=5, valid_until=5),
-        lambda: Span(first=3, stop=3),
-        lambda: dataclasses.replace(AGGREGATE, spans=(Span(first=1, stop=5), Span(first=5, stop=6))),
-        lambda: dataclasses.replace(AGGREGATE, spans=(Span(first=6, stop=7), Span(first=1, stop=5))),
+        lambda: LeafSpan(first=3, stop=3),
+        lambda: dataclasses.replace(AGGREGATE, spans=(LeafSpan(first=1, stop=5), LeafSpan(first=5, stop=6))),
+        lambda: dataclasses.replace(AGGREGATE, spans=(LeafSpan(first=6, stop=7), LeafSpan(first=1, stop=5))),
         lambda: dataclasses.replace(AGGREGATE, classes=(ClassTotal(cls="a", count=4, withdrawn=0, spend=0),)),
         lambda: ClassTotal(cls="a", count=1, withdrawn=2, spend=0),
         lambda: Release(manifest=b"", runs=()),
@@ -340,32 +337,32 @@ def test_a_part_that_makes_no_sense_is_not_made(make: Any) -> None:
 
 def test_what_is_no_record_is_not_written() -> None:
     with raises_code("ledger.no-record-ledger"):
-        leaf.encode("text", 0, 0, 0)  # type: ignore[arg-type]
+        records.encode_leaf("text", 0, 0, 0)  # type: ignore[arg-type]
     with raises_code("ledger.leaf-integer"):
-        leaf.encode(admitted(1), -1, 0, 0)
+        records.encode_leaf(admitted(1), -1, 0, 0)
     with raises_code("ledger.record-not-written"):
-        leaf.body(epoch(variance=(0.1234567890123456,) * 16_384, accounts=tuple(_accounts())))
+        records.encode_body(epoch(variance=(0.1234567890123456,) * 16_384, accounts=tuple(_accounts())))
 
 
 def _accounts() -> Any:
-    charge = Charge(sigma=1.2345678901234567, rate=0.12345678901234567, steps=2**50)
+    charge = EpochCharge(sigma=1.2345678901234567, rate=0.12345678901234567, steps=2**50)
     for number in range(1024):
-        yield Account(cls=f"c{number:06}", charges=(charge,) * 40, spend=1)
+        yield EpochAccount(cls=f"c{number:06}", charges=(charge,) * 40, spend=1)
 
 
 @given(st.floats(0, 1.8e10))
 def test_a_spend_is_never_recorded_below_what_it_is(value: float) -> None:
-    spend = nano(value)
+    spend = nano_epsilon(value)
     assert Fraction(spend, 10**9) >= Fraction(value) > Fraction(spend - 1, 10**9)
-    assert Fraction(epsilon(spend)) >= Fraction(spend, 10**9)
+    assert Fraction(epsilon_of_nano(spend)) >= Fraction(spend, 10**9)
 
 
 def test_a_spend_without_a_figure_stays_without_one() -> None:
-    assert nano(math.inf) == nano(1e11) == UNBOUNDED
-    assert epsilon(UNBOUNDED) == math.inf
+    assert nano_epsilon(math.inf) == nano_epsilon(1e11) == UNBOUNDED
+    assert epsilon_of_nano(UNBOUNDED) == math.inf
     for wrong in (-1.0, math.nan, True, "1"):
         with pytest.raises(LedgerError):
-            nano(wrong)  # type: ignore[arg-type]
+            nano_epsilon(wrong)  # type: ignore[arg-type]
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
@@ -375,9 +372,7 @@ def test_a_float_survives_as_text(value: float) -> None:
     assert (found, math.copysign(1, found)) == (value, math.copysign(1, value))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "nan", "inf", "-inf", "1", "+1.0", "1.00", " 1.0", "1e5", "0x1p0", "1_0.0", 1.0]
-)
+@pytest.mark.parametrize("text", ["", "nan", "inf", "-inf", "1", "+1.0", "1.00", " 1.0", "1e5", "0x1p0", "1_0.0", 1.0])
 def test_another_text_of_a_float_is_refused(text: object) -> None:
     assert exact_float(text) is None
 
@@ -400,11 +395,11 @@ def test_a_policy_that_protects_less_is_noticed(change: dict[str, Any], told: li
     found = loosened(old.floors, old.presets, old.floors, presets)
     assert len(found) == len(told)
     assert all(word in text for word, text in zip(told, found, strict=True))
-    assert len(loosened(old.floors, old.presets, Floors(), old.presets)) == 2
+    assert len(loosened(old.floors, old.presets, LedgerFloors(), old.presets)) == 2
 
 
 def test_signed_messages_are_of_one_ledger_and_one_content() -> None:
-    signed = dataclasses.replace(AGGREGATE, signatures=(Signed(key=bytes(32), signature=bytes(64)),))
+    signed = dataclasses.replace(AGGREGATE, signatures=(PartySignature(key=bytes(32), signature=bytes(64)),))
     assert signed.message("a") == AGGREGATE.message("a") != AGGREGATE.message("b")
     assert dataclasses.replace(AGGREGATE, horizon=1).message("a") != AGGREGATE.message("a")
     assert CHANGE.message("a") != AGGREGATE.message("a")
@@ -413,22 +408,24 @@ def test_signed_messages_are_of_one_ledger_and_one_content() -> None:
 
 def test_an_epoch_has_no_field_for_what_is_secret() -> None:
     """Who was sampled, batch sizes, seeds, drawn noise, norms, losses, durations: there is no place for them."""
-    names = {kind: {each.name for each in schema(kind).fields} for kind in (Epoch, Segment, Account, Charge)}
+    names = {
+        kind: {each.name for each in schema_of(kind).fields} for kind in (Epoch, Segment, EpochAccount, EpochCharge)
+    }
     assert names == {
         Epoch: {"run", "segments", "plan", "variance", "accounts", "state", "previous"},
         Segment: {"index", "generation", "nonce", "first", "last", "eligibility", "outcome", "after"},
-        Account: {"cls", "clip_norm", "noise_multiplier", "scale", "charges", "spend"},
-        Charge: {"sigma", "rate", "steps", "order"},
+        EpochAccount: {"cls", "clip_norm", "noise_multiplier", "scale", "charges", "spend"},
+        EpochCharge: {"sigma", "rate", "steps", "order"},
     }
 
 
 CDDL = {
-    "header": Header, "parent": Parent, "floors": Floors, "preset": Preset, "key": Key,
-    "contribution": Admitted, "terms": Terms,
-    "epoch": Epoch, "segment": Segment, "account": Account, "charge": Charge,
+    "header": Header, "parent": ParentLedger, "floors": LedgerFloors, "preset": Preset, "key": Key,
+    "contribution": ContributionRecord, "terms": ContributionTerms,
+    "epoch": Epoch, "segment": Segment, "account": EpochAccount, "charge": EpochCharge,
     "withdrawal": Withdrawal, "key-event": KeyEvent,
-    "aggregate": Aggregate, "span": Span, "class-total": ClassTotal,
-    "policy-change": PolicyChange, "signed": Signed, "release": Release,
+    "aggregate": Aggregate, "span": LeafSpan, "class-total": ClassTotal,
+    "policy-change": PolicyChange, "signed": PartySignature, "release": Release,
 }  # fmt: skip
 
 
@@ -439,14 +436,14 @@ def test_the_documented_schema_is_the_schema() -> None:
     rules = dict(re.findall(r"^([a-z-]+) = \{(.*?)\}", block, re.DOTALL | re.MULTILINE))
     for name, kind in CDDL.items():
         keys = [(bool(mark), int(key)) for mark, key in re.findall(r"(\?)?\s*\b([0-9]+) =>", rules[name])]
-        assert keys == [(each.optional, each.key) for each in schema(kind).fields], name
+        assert keys == [(each.optional, each.key) for each in schema_of(kind).fields], name
     assert set(rules) == {*CDDL, "leaf"}
 
 
 def test_terms_and_enumerations_have_their_documented_numbers() -> None:
-    assert [each.value for each in (*Outcome, *Effect)] == [1, 2, 1, 2]
+    assert [each.value for each in (*SegmentOutcome, *WithdrawalEffect)] == [1, 2, 1, 2]
     assert [each.name for each in Role] == ["LEDGER", "CONTRIBUTOR", "AUDITOR", "WITNESS", "RELEASE"]
-    assert [each.value for each in Reason] == list(range(1, 8))
+    assert [each.value for each in WithdrawalReason] == list(range(1, 8))
     assert TERMS.bound == ("clinical", 1_000_000, 4_000_000) == admitted(1).bound
     assert epoch().accounts[0].bound == TERMS.bound
     assert epoch().accounts[0].name == "clinical/1000000/4000000"

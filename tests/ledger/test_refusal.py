@@ -9,10 +9,10 @@ import pytest
 from making import LEDGER, Clock, admitted, header
 
 import postgres
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.store import make_store
-from lamina.ledger.store.errors import StoreError, StoreLost
-from lamina.ledger.view import View
+from lamina.errors import StoreError, StoreLost
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.store.open_store import make_store
+from lamina.ledger.writer import Ledger
 from refusals import raises_code
 
 SECRET = "hunter2"
@@ -117,20 +117,17 @@ def test_a_user_who_may_only_look(server: postgres.Server, doors: str) -> None:
     with Ledger.create(server.url("looked_at"), header(), LEDGER, clock=Clock()):
         pass
     with raises_code("store.user-not-look") as caught:
-        View.read_only(mine)
+        LedgerReader.read_only(mine)
     assert "GRANT USAGE ON SCHEMA looked_at" in caught.value.remedy
     with psycopg.connect(server.url(), autocommit=True) as db:
         db.execute("GRANT USAGE ON SCHEMA looked_at TO looker")
         with raises_code("store.user-not-ledger") as caught:
-            View.read_only(mine)
+            LedgerReader.read_only(mine)
         assert "SELECT to read" in caught.value.remedy
         db.execute("GRANT SELECT ON ALL TABLES IN SCHEMA looked_at TO looker")
-    with View.read_only(mine) as view:
+    with LedgerReader.read_only(mine) as view:
         assert view.size == 1
-    with (
-        Ledger.open(mine, clock=Clock()) as ledger,
-        raises_code("store.user-not-ledger"),
-    ):
+    with Ledger.open(mine, clock=Clock()) as ledger, raises_code("store.user-not-ledger"):
         ledger.append([admitted(1)])
     with psycopg.connect(server.url(), autocommit=True) as db:
         db.execute("DROP SCHEMA looked_at CASCADE")

@@ -12,18 +12,18 @@ from clinic import ALICE, BOB, HOUR, Clinic, admitted, check, digest_of, policy,
 from making import LEDGER, START, digest, key
 from test_writers import in_processes
 
-from lamina.admit.gate import Gate
-from lamina.admit.keyring import KeyRing
-from lamina.admit.reason import Reason as Why
-from lamina.admit.source import Contribution
-from lamina.ledger import checkpoint, register
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.opening import Contract, open_or_create
-from lamina.ledger.records import Admitted, Change, KeyEvent, Reason
-from lamina.ledger.register import LedgerRegister, registered
+from lamina.admit.contribution_sources import Contribution
+from lamina.admit.gate import AdmissionGate
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.verdicts import Reason as Why
+from lamina.ledger import admission_batch, signed_checkpoint
+from lamina.ledger.admission_batch import LedgerRegister, append_key_ring, open_register
+from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.ledger.governance_records import KeyChange, KeyEvent, WithdrawalReason
+from lamina.ledger.records import ContributionRecord
 from lamina.ledger.retention import Retention
-from lamina.ledger.ring import follow_ring
-from lamina.ledger.withdrawals import withdraw
+from lamina.ledger.withdrawal import withdraw
+from lamina.ledger.writer import Ledger
 from refusals import raises_code
 
 
@@ -40,7 +40,7 @@ def small(tmp_path: Path) -> Clinic:
 
 def out(clinic: Clinic, given: Contribution) -> None:
     with clinic.open() as ledger:
-        withdraw(ledger, digest_of(given).hex(), Reason.REQUEST)
+        withdraw(ledger, digest_of(given).hex(), WithdrawalReason.REQUEST)
 
 
 # ------------------------------------------------------------------------------------------------ what is written
@@ -58,20 +58,16 @@ def test_who_is_admitted_is_a_leaf_with_what_was_signed(clinic: Clinic) -> None:
         found = admitted(ledger)
         assert [each.descriptor for each in found] == [digest_of(one) for one in given]
         first, second, third = found
-        assert (first.terms.cls, first.terms.profile, first.terms.data_class) == (
-            "clinical",
-            "top=0.25",
-            "clinical",
-        )
+        assert (first.terms.cls, first.terms.profile, first.terms.data_class) == ("clinical", "top=0.25", "clinical")
         assert first.bound == ("clinical", 1_000_000, admission[0].bound.noise_multiplier)
         assert (first.subject, first.anchor) == (admission[0].tag, digest("anchor"))
         assert (second.key, second.terms.profile, second.subject) == (BOB.public.id, None, None)
         assert third.bound == ("open", 0, 0)
         assert (first.not_before, first.expires) == (START - HOUR, START + 100 * HOUR)
-        for leaf in ledger.of_kind(Admitted):
+        for leaf in ledger.of_kind(ContributionRecord):
             assert ledger.evidence(leaf.seq) == given[leaf.seq - ledger.size + 3].attestation
         latest = ledger.latest()
-        assert latest is not None and checkpoint.parse(latest)[0].size == ledger.size
+        assert latest is not None and signed_checkpoint.parse_checkpoint(latest)[0].size == ledger.size
     check(clinic.where)
 
 
@@ -108,9 +104,7 @@ def test_nobody_takes_a_place_twice(clinic: Clinic) -> None:
 def test_a_smaller_class_keeps_its_first(small: Clinic) -> None:
     small.admit(small.offers(0, 12))
     small.policy = policy(clinical={"population": 10})
-    assert reasons(small.admit(small.offers(0, 13))) == dict.fromkeys(
-        ["p0010", "p0011", "p0012"], "class-full"
-    )
+    assert reasons(small.admit(small.offers(0, 13))) == dict.fromkeys(["p0010", "p0011", "p0012"], "class-full")
 
 
 def test_who_expired_gives_up_the_place(small: Clinic) -> None:
@@ -140,7 +134,7 @@ def test_a_person_is_there_once(clinic: Clinic) -> None:
 def test_a_token_outlives_its_leaf(small: Clinic) -> None:
     """What was pruned is not found by its descriptor any more. It is not admitted again for that."""
     small.policy = policy()
-    contract = Contract.of_policy(small.policy)
+    contract = CorpusTerms.of_policy(small.policy)
     open_or_create(small.where, contract, LEDGER, retention=10, clock=small.clock).close()
     small.admit([small.offer("a", life=HOUR), small.offer("b")])
     small.clock.now += 2 * HOUR
@@ -235,17 +229,11 @@ def test_what_changed_after_it_was_examined_does_not_enter(small: Clinic, tmp_pa
     folder = write(tmp_path / "people", given)
     admission = small.gate().review(folder)
     (folder / "p0000" / "descriptor.cbor").write_bytes(given[1].descriptor or b"")
-    (folder / "p0001" / "attestation.cose").write_bytes(
-        small.resigned(given[1], START - 1).attestation or b""
-    )
+    (folder / "p0001" / "attestation.cose").write_bytes(small.resigned(given[1], START - 1).attestation or b"")
     (folder / "p0002" / "attestation.cose").unlink()
     with small.open() as ledger:
         lost = admission.enter_into(LedgerRegister(ledger))
-        assert {row: reason for row, (reason, _) in lost.items()} == {
-            0: Why.CHANGED,
-            1: Why.CHANGED,
-            2: Why.GONE,
-        }
+        assert {row: reason for row, (reason, _) in lost.items()} == {0: Why.CHANGED, 1: Why.CHANGED, 2: Why.GONE}
         assert [each.descriptor for each in admitted(ledger)] == [digest_of(given[3])]
     check(small.where)
 
@@ -261,7 +249,7 @@ class Passed:
 
 
 def test_sources_are_read_again_without_payloads(small: Clinic, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(register, "BATCH", 2)
+    monkeypatch.setattr(admission_batch, "ADMISSION_BATCH_SIZE", 2)
     given = small.offers(0, 5)
     with small.open() as ledger:
         assert len(small.gate(ledger).review(Passed(given))) == 5
@@ -278,7 +266,7 @@ def test_sources_are_read_again_without_payloads(small: Clinic, tmp_path: Path, 
 # ------------------------------------------------------------------------------------------------ keys
 
 
-def events(ledger: Ledger) -> list[tuple[Change, bytes]]:
+def events(ledger: Ledger) -> list[tuple[KeyChange, bytes]]:
     found = (leaf.record for leaf in ledger.of_kind(KeyEvent))
     return [
         (each.change, each.target or (each.key.id if each.key is not None else b""))
@@ -291,10 +279,10 @@ def test_a_key_comes_before_its_first_contribution_and_once(clinic: Clinic) -> N
     clinic.admit(clinic.offers(0, 2))
     clinic.admit([*clinic.offers(2, 4), clinic.offer("b", who=BOB)])
     with clinic.open() as ledger:
-        assert events(ledger) == [(Change.ADD, ALICE.public.id), (Change.ADD, BOB.public.id)]
+        assert events(ledger) == [(KeyChange.ADD, ALICE.public.id), (KeyChange.ADD, BOB.public.id)]
         kinds = [leaf.kind.__name__ for leaf in ledger.leaves()]
-        assert kinds == ["Header", "KeyEvent", *["Admitted"] * 2, "KeyEvent", *["Admitted"] * 3]
-        assert b"alice" not in b"".join(data for _, data in ledger.raws())  # labels are nobody's business
+        assert kinds == ["Header", "KeyEvent", *["ContributionRecord"] * 2, "KeyEvent", *["ContributionRecord"] * 3]
+        assert b"alice" not in b"".join(data for _, data in ledger.raw_leaves())  # labels are nobody's business
     check(clinic.where)
 
 
@@ -306,10 +294,10 @@ def test_a_revocation_is_recorded_once_and_an_earlier_one_again(clinic: Clinic) 
     for _ in range(2):
         assert reasons(clinic.admit(given)) == {"b": "revoked-key"}
     with clinic.open() as ledger:
-        assert events(ledger)[2:] == [(Change.REVOKE, BOB.public.id)]
+        assert events(ledger)[2:] == [(KeyChange.REVOKE, BOB.public.id)]
         clinic.keys.revoke(BOB.public.id, at=START + 5)
-        assert follow_ring(ledger, clinic.keys) == 1
-        assert follow_ring(ledger, clinic.keys) == 0
+        assert append_key_ring(ledger, clinic.keys) == 1
+        assert append_key_ring(ledger, clinic.keys) == 0
         assert len(events(ledger)) == 4
     check(clinic.where)
 
@@ -320,7 +308,7 @@ def test_a_revocation_is_recorded_even_if_nobody_is_left(small: Clinic) -> None:
     small.keys.revoke(ALICE.public.id, at=START + HOUR)
     assert len(small.admit(small.offers(0, 2))) == 0
     with small.open() as ledger:
-        assert events(ledger)[-1] == (Change.REVOKE, ALICE.public.id)
+        assert events(ledger)[-1] == (KeyChange.REVOKE, ALICE.public.id)
 
 
 def test_a_ledger_remembers_a_revocation_that_a_ring_forgot(small: Clinic) -> None:
@@ -346,9 +334,9 @@ def test_a_key_that_took_over_is_rotated(clinic: Clinic) -> None:
     assert reasons(clinic.admit([*clinic.offers(0, 4), new, forged])) == {"d": "retired-key"}
     with clinic.open() as ledger:
         assert events(ledger) == [
-            (Change.ADD, ALICE.public.id),
-            (Change.ROTATE, ALICE.public.id),
-            (Change.ROTATE, later.public.id),
+            (KeyChange.ADD, ALICE.public.id),
+            (KeyChange.ROTATE, ALICE.public.id),
+            (KeyChange.ROTATE, later.public.id),
         ]
         assert len(admitted(ledger)) == 5
     check(clinic.where)
@@ -360,7 +348,7 @@ def test_a_new_key_may_be_known_before_the_one_that_it_replaced(small: Clinic) -
     small.admit([small.offer("n", who=later, issued=START)])
     small.admit(small.offers(0, 2))
     with small.open() as ledger:
-        assert events(ledger) == [(Change.ADD, later.public.id), (Change.ADD, ALICE.public.id)]
+        assert events(ledger) == [(KeyChange.ADD, later.public.id), (KeyChange.ADD, ALICE.public.id)]
     check(small.where)
 
 
@@ -389,7 +377,7 @@ def test_gates_at_once_never_exceed_a_class_and_enter_nobody_twice(
     clinic: Clinic, monkeypatch: Any, tmp_path: Path
 ) -> None:
     """Three processes, overlapping contributions, small batches, 50 places."""
-    monkeypatch.setattr(register, "BATCH", 5)
+    monkeypatch.setattr(admission_batch, "ADMISSION_BATCH_SIZE", 5)
     clinic.policy = policy(clinical={"population": 50})
     clinic.open().close()
 
@@ -414,23 +402,18 @@ def test_gates_at_once_never_exceed_a_class_and_enter_nobody_twice(
 def test_a_batch_is_decided_again_when_somebody_was_quicker(clinic: Clinic, monkeypatch: Any) -> None:
     """Between decision and entry another gate takes all places but one, a person, and one of ours as it is."""
     clinic.policy = policy(clinical={"population": 3})
-    ours = [
-        clinic.offer("a"),
-        clinic.offer("b", "standard", subject="one"),
-        clinic.offer("c"),
-        clinic.offer("d"),
-    ]
+    ours = [clinic.offer("a"), clinic.offer("b", "standard", subject="one"), clinic.offer("c"), clinic.offer("d")]
     theirs = [clinic.offer("x"), clinic.offer("y", "standard", subject="one"), clinic.offer("c")]
-    write_real, calls = register.Entering.write, []
+    write_real, calls = admission_batch.AdmissionBatch.write, []
 
     def write_late(self: Any) -> None:
         calls.append(self)
         if len(calls) == 1:
-            assert len(Gate(clinic.policy, clinic.keys, clock=clinic.clock).review(theirs)) == 3
+            assert len(AdmissionGate(clinic.policy, clinic.keys, clock=clinic.clock).review(theirs)) == 3
             clinic.admit(theirs)
         write_real(self)
 
-    monkeypatch.setattr(register.Entering, "write", write_late)
+    monkeypatch.setattr(admission_batch.AdmissionBatch, "write", write_late)
     admission = clinic.admit(ours)
     assert list(admission.ids) == ["a", "c"]
     assert reasons(admission) == {"b": "duplicate-subject", "d": "class-full"}
@@ -441,10 +424,10 @@ def test_a_batch_is_decided_again_when_somebody_was_quicker(clinic: Clinic, monk
 def test_a_kill_between_batches_is_completed_by_the_same_again(
     clinic: Clinic, monkeypatch: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(register, "BATCH", 10)
+    monkeypatch.setattr(admission_batch, "ADMISSION_BATCH_SIZE", 10)
     folder = write(tmp_path / "people", clinic.offers(0, 45))
     clinic.open().close()
-    write_real, count = register.Entering.write, [0]
+    write_real, count = admission_batch.AdmissionBatch.write, [0]
 
     def die(self: Any) -> None:
         count[0] += 1
@@ -454,13 +437,13 @@ def test_a_kill_between_batches_is_completed_by_the_same_again(
 
     child = os.fork()
     if child == 0:
-        register.Entering.write = die  # type: ignore[method-assign]
+        admission_batch.AdmissionBatch.write = die  # type: ignore[method-assign]
         clinic.admit(folder)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     with clinic.open() as ledger:
         assert len(admitted(ledger)) == 20
-        assert checkpoint.parse(ledger.latest() or "")[0].size == 1
+        assert signed_checkpoint.parse_checkpoint(ledger.latest() or "")[0].size == 1
     assert len(clinic.admit(folder)) == 45
     with clinic.open() as ledger:
         found = [each.descriptor for each in admitted(ledger)]
@@ -472,17 +455,17 @@ def test_a_kill_between_batches_is_completed_by_the_same_again(
 
 
 def test_a_register_of_a_place_a_ledger_or_itself(small: Clinic) -> None:
-    with registered(small.where, small.policy, clock=small.clock) as one:
+    with open_register(small.where, small.policy, clock=small.clock) as one:
         assert isinstance(one, LedgerRegister) and one.ledger.signs
         opened = one.ledger
-        with registered(opened, small.policy) as two, registered(two, small.policy) as three:
+        with open_register(opened, small.policy) as two, open_register(two, small.policy) as three:
             assert isinstance(two, LedgerRegister) and two.ledger is opened and three is two
         assert opened.size == 1  # still open
     wider = policy(clinical={"population": 1000})
-    with registered(small.where, wider, clock=small.clock) as one:
+    with open_register(small.where, wider, clock=small.clock) as one:
         assert isinstance(one, LedgerRegister) and one.ledger.size == 2
     with (
         raises_code("ledger.ledger-not"),
-        registered(small.where, policy(origin="other.example/ecg"), clock=small.clock),
+        open_register(small.where, policy(origin="other.example/ecg"), clock=small.clock),
     ):
         pass

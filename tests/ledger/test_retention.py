@@ -23,18 +23,23 @@ from making import (
     reopen,
 )
 
-from lamina.ledger import appending, checkpoint, receipt, retention
-from lamina.ledger.hashing import leaf_hash
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.proof import verify_consistency, verify_inclusion
-from lamina.ledger.records import Admitted, Aggregate, ClassTotal, Reason, Signed, Span, Terms, Withdrawal
+from lamina.errors import LeafPruned
+from lamina.ledger import append, receipt, retention, signed_checkpoint
+from lamina.ledger.governance_records import (
+    Aggregate,
+    ClassTotal,
+    LeafSpan,
+    PartySignature,
+    Withdrawal,
+    WithdrawalReason,
+)
+from lamina.ledger.merkle import leaf_hash, verify_consistency, verify_inclusion
+from lamina.ledger.records import ContributionRecord, ContributionTerms
 from lamina.ledger.retention import Retention
-from lamina.ledger.store.errors import Pruned
+from lamina.ledger.writer import Ledger
 from refusals import raises_code
 
-LATER = (
-    START + 5000
-)  # contributions of the tests expire at START + 500, the header keeps them for 1000 seconds
+LATER = START + 5000  # contributions of the tests expire at START + 500, the header keeps them for 1000 seconds
 
 
 @pytest.fixture
@@ -53,7 +58,7 @@ def ledger(where: str, clock: Clock) -> Iterator[Ledger]:
         for batch in batches(301, 701, 150):
             made.append(batch)
             made.checkpoint()
-        made.append([Withdrawal(target=7, reason=Reason.CONSENT)])
+        made.append([Withdrawal(target=7, reason=WithdrawalReason.CONSENT)])
         clock.now = LATER
         made.append([admitted(n, expires=LATER + 9) for n in range(702, 706)])
         made.checkpoint()
@@ -62,7 +67,7 @@ def ledger(where: str, clock: Clock) -> Iterator[Ledger]:
 
 def signed(aggregate: Aggregate, *keys: object, origin: str = ORIGIN) -> Aggregate:
     message = aggregate.message(origin)
-    found = tuple(Signed(key=key.public.id, signature=key.sign(message)) for key in keys)  # type: ignore[attr-defined]
+    found = tuple(PartySignature(key=key.public.id, signature=key.sign(message)) for key in keys)  # type: ignore[attr-defined]
     return dataclasses.replace(aggregate, signatures=found)
 
 
@@ -78,9 +83,9 @@ def tiles(ledger: Ledger) -> set[int]:
 
 
 def test_the_proposal_sums_up_what_is_old_and_expired(ledger: Ledger) -> None:
-    old = [data for seq, data in ledger.raws() if seq in {*range(1, 300), *range(301, 701)}]
+    old = [data for seq, data in ledger.raw_leaves() if seq in {*range(1, 300), *range(301, 701)}]
     assert proposed(ledger) == Aggregate(
-        spans=(Span(first=1, stop=300), Span(first=301, stop=701)),
+        spans=(LeafSpan(first=1, stop=300), LeafSpan(first=301, stop=701)),
         horizon=LATER - 1000,
         classes=(ClassTotal(cls="clinical", count=699, withdrawn=1, spend=1000),),
         digest=hashlib.sha256(b"".join(map(leaf_hash, old))).digest(),
@@ -89,8 +94,8 @@ def test_the_proposal_sums_up_what_is_old_and_expired(ledger: Ledger) -> None:
 
 
 def test_pruned_bodies_are_gone_and_every_proof_still_holds(ledger: Ledger, where: str, clock: Clock) -> None:
-    trees = [checkpoint.parse(text)[0] for text in ledger.checkpoints()]
-    bodies = dict(ledger.raws())
+    trees = [signed_checkpoint.parse_checkpoint(text)[0] for text in ledger.checkpoints()]
+    bodies = dict(ledger.raw_leaves())
     receipts = dict(Retention(ledger).receipts(proposed(ledger)))
     assert receipts.keys() == {*range(1, 300), *range(301, 701)}
     seq = Retention(ledger).prune(proposed(ledger))
@@ -104,7 +109,7 @@ def test_pruned_bodies_are_gone_and_every_proof_still_holds(ledger: Ledger, wher
             assert each.find(admitted(gone).descriptor) == []
         assert each.find(admitted(702).descriptor) == [702]
         head = each.tree()
-        for old in [*trees, checkpoint.parse(each.latest() or "")[0]]:
+        for old in [*trees, signed_checkpoint.parse_checkpoint(each.latest() or "")[0]]:
             assert each.root_at(old.size) == old.root
             for new in trees:
                 if old.size <= new.size:
@@ -114,7 +119,7 @@ def test_pruned_bodies_are_gone_and_every_proof_still_holds(ledger: Ledger, wher
         for kept in (0, 300, 701, 706):
             assert verify_inclusion(leaf_hash(each.raw(kept)), kept, head.size, each.prove(kept), head.root)
         for gone in (1, 255, 256, 299, 301, 700):
-            assert receipt.verify(receipts[gone], bodies[gone], LEDGER.public, ORIGIN)
+            assert receipt.verify_receipt(receipts[gone], bodies[gone], LEDGER.public, ORIGIN)
         each.close()
 
 
@@ -132,21 +137,21 @@ def test_only_tiles_that_nothing_needs_are_dropped(where: str, clock: Clock) -> 
         assert tiles(ledger) == {0, 3, 5, 9}
         with raises_code("ledger.went-leaves-under"):
             ledger.prove(300)
-        with pytest.raises(Pruned):
+        with pytest.raises(LeafPruned):
             ledger.root_at(1600)  # no checkpoint is there
         for text in ledger.checkpoints():
-            old = checkpoint.parse(text)[0]
+            old = signed_checkpoint.parse_checkpoint(text)[0]
             assert ledger.root_at(old.size) == old.root
         # A ledger that goes on and is pruned again.
         ledger.append([admitted(n, expires=LATER + 9) for n in range(ledger.size, 2700)])
         ledger.checkpoint()
         clock.now = LATER + 5000
         again = proposed(ledger)
-        assert again.spans == (Span(first=2501, stop=2700),)
+        assert again.spans == (LeafSpan(first=2501, stop=2700),)
         Retention(ledger).prune(again)
         assert [found.seq for found in ledger.leaves()] == [0, 1300, 2500, 2700]
         for text in ledger.checkpoints():
-            old = checkpoint.parse(text)[0]
+            old = signed_checkpoint.parse_checkpoint(text)[0]
             assert ledger.root_at(old.size) == old.root
 
 
@@ -155,21 +160,21 @@ def test_what_has_not_expired_stays_also_in_between(where: str, clock: Clock) ->
         ledger.append([admitted(n, expires=LATER + 9 if n % 3 == 0 else START + 1) for n in range(1, 10)])
         clock.now = LATER
         first = proposed(ledger)
-        assert first.spans == (Span(first=1, stop=3), Span(first=4, stop=6), Span(first=7, stop=9))
+        assert first.spans == (LeafSpan(first=1, stop=3), LeafSpan(first=4, stop=6), LeafSpan(first=7, stop=9))
         Retention(ledger).prune(first)
         assert Retention(ledger).propose() is None
         with raises_code("ledger.record-batch-ledger"):
             ledger.append([admitted(3, expires=LATER + 10)])  # an attestation that is still good is found
         clock.now = LATER + 9
         second = proposed(ledger)
-        assert second.spans == (Span(first=3, stop=4), Span(first=6, stop=7), Span(first=9, stop=10))
+        assert second.spans == (LeafSpan(first=3, stop=4), LeafSpan(first=6, stop=7), LeafSpan(first=9, stop=10))
         Retention(ledger).prune(second)
         assert [found.seq for found in ledger.leaves()] == [0, 10, 11]
 
 
 def test_classes_are_summed_apart(where: str, clock: Clock) -> None:
     with create(where, clock) as ledger:
-        free = Terms("open", "ecg", 0, 0)
+        free = ContributionTerms("open", "ecg", 0, 0)
         ledger.append([admitted(1), admitted(2, terms=free), admitted(3), epoch(0), epoch(4), epoch(1)])
         clock.now = LATER
         assert proposed(ledger).classes == (
@@ -178,10 +183,8 @@ def test_classes_are_summed_apart(where: str, clock: Clock) -> None:
         )
 
 
-def test_many_spans_take_several_aggregates(
-    where: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retention, "MOST_SPANS", 2)
+def test_many_spans_take_several_aggregates(where: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "MAX_SPANS", 2)
     with create(where, clock) as ledger:
         ledger.append([admitted(n, expires=LATER + 9 if n % 2 else START + 1) for n in range(1, 8)])
         clock.now = LATER
@@ -202,7 +205,7 @@ def test_nothing_is_pruned_before_its_time(where: str, clock: Clock) -> None:
         clock.now = START + 1000
         assert Retention(ledger).propose() is None  # admitted at the horizon, not before it
         clock.now = START + 1001
-        assert proposed(ledger).spans == (Span(first=1, stop=2),)
+        assert proposed(ledger).spans == (LeafSpan(first=1, stop=2),)
         with raises_code("ledger.horizon-later-header"):
             Retention(ledger).propose(before=START + 2)
         assert Retention(ledger).propose(before=START) is None
@@ -220,7 +223,7 @@ def test_a_pruned_subject_does_not_come_back(where: str, clock: Clock) -> None:
         with raises_code("ledger.record-batch-ledger"):
             ledger.append([admitted(2, subject=subject, expires=LATER + 9)])
         with raises_code("ledger.leaf-not-withdrawn"):
-            ledger.append([Withdrawal(target=1, reason=Reason.DATA)])
+            ledger.append([Withdrawal(target=1, reason=WithdrawalReason.DATA)])
     with reopen(where, clock) as ledger, raises_code("ledger.record-batch-ledger"):
         ledger.append([admitted(2, subject=subject, expires=LATER + 9)])
 
@@ -246,7 +249,7 @@ def test_signatures_that_do_not_count_are_refused(ledger: Ledger) -> None:
         with raises_code("ledger.signatures-under-aggregate"):
             Retention(ledger).prune(bad)
     assert ledger.size == 706
-    assert isinstance(ledger.leaf(1).record, Admitted)
+    assert isinstance(ledger.leaf(1).record, ContributionRecord)
 
 
 def test_an_aggregate_that_is_not_true_is_refused(ledger: Ledger) -> None:
@@ -258,7 +261,7 @@ def test_an_aggregate_that_is_not_true_is_refused(ledger: Ledger) -> None:
         dataclasses.replace(aggregate, classes=(dataclasses.replace(total, withdrawn=0),)),
         dataclasses.replace(aggregate, horizon=aggregate.horizon - 4000),
         Aggregate(
-            spans=(Span(first=1, stop=2),),
+            spans=(LeafSpan(first=1, stop=2),),
             horizon=aggregate.horizon,
             classes=(dataclasses.replace(total, count=1),),
             digest=aggregate.digest,
@@ -266,10 +269,10 @@ def test_an_aggregate_that_is_not_true_is_refused(ledger: Ledger) -> None:
     ):
         with raises_code("ledger.ledger-changed-since"):
             Retention(ledger).prune(wrong)
-    ledger.append([Withdrawal(target=8, reason=Reason.DATA)])
+    ledger.append([Withdrawal(target=8, reason=WithdrawalReason.DATA)])
     with raises_code("ledger.ledger-changed-since"):
         Retention(ledger).prune(aggregate)
-    assert isinstance(ledger.leaf(1).record, Admitted)
+    assert isinstance(ledger.leaf(1).record, ContributionRecord)
 
 
 def test_a_ledger_that_grows_while_it_is_pruned_is_not_pruned(
@@ -286,8 +289,8 @@ def test_a_ledger_that_grows_while_it_is_pruned_is_not_pruned(
     monkeypatch.setattr(ledger, "append_aggregate", after_somebody_else)
     with raises_code("ledger.ledger-grew-while"):
         Retention(ledger).prune(aggregate)
-    assert [type(found.record).__name__ for found in ledger.leaves(705)] == ["Admitted", "Epoch"]
-    assert isinstance(ledger.leaf(1).record, Admitted)
+    assert [type(found.record).__name__ for found in ledger.leaves(705)] == ["ContributionRecord", "Epoch"]
+    assert isinstance(ledger.leaf(1).record, ContributionRecord)
 
 
 def test_pruning_needs_the_key(ledger: Ledger, where: str, clock: Clock) -> None:
@@ -311,16 +314,17 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("at", range(1, 10))
-def test_a_pruning_that_stopped_goes_on(
-    where: str, clock: Clock, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pruning_that_stopped_goes_on(where: str, clock: Clock, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped before each of its transactions: in between the ledger is whole, and the end is the same."""
-    monkeypatch.setattr(retention, "_CHUNK", 300)
-    monkeypatch.setattr(appending, "STEP", 200)
+    monkeypatch.setattr(retention, "_LEAVES_PER_TRANSACTION", 300)
+    monkeypatch.setattr(append, "INDEX_STEP", 200)
     with create(where, clock) as ledger:
         ledger.append([admitted(n) for n in range(1, 700)])
         clock.now = LATER
-        aggregate, roots = proposed(ledger), [checkpoint.parse(text)[0] for text in ledger.checkpoints()]
+        aggregate, roots = (
+            proposed(ledger),
+            [signed_checkpoint.parse_checkpoint(text)[0] for text in ledger.checkpoints()],
+        )
         through, count = ledger.transact, 0
 
         def counted(work: object) -> object:
@@ -343,7 +347,7 @@ def test_a_pruning_that_stopped_goes_on(
         if not there:
             assert left == set(range(700))
             return
-        latest = checkpoint.parse(again.latest() or "")[0]
+        latest = signed_checkpoint.parse_checkpoint(again.latest() or "")[0]
         assert latest.size == 701 or left == set(range(701))  # nothing goes before the aggregate is signed
         for old in roots:
             assert again.root_at(old.size) == old.root

@@ -12,9 +12,15 @@ import pytest
 from build import HOUR, RUNS, YEAR, Story, build
 from making import LEDGER, START, epoch
 
-from lamina.ledger.leaf import Leaf
-from lamina.ledger.records import WORDS, Account, Admitted, Epoch
-from lamina.ledger.show import KINDS, Filter, as_object, epsilon, in_words, remaining
+from lamina.ledger.records import KIND_NAMES, ContributionRecord, Epoch, EpochAccount, Leaf
+from lamina.ledger.show import (
+    KINDS_BY_NAME,
+    RecordFilter,
+    describe_leaf,
+    format_epsilon,
+    format_remaining,
+    leaf_to_dict,
+)
 from refusals import raises_code
 
 
@@ -26,38 +32,36 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 
 def seqs(story: Story, **given: object) -> list[int]:
-    return [leaf.seq for leaf in Filter(**given).leaves(story.ledger)]  # type: ignore[arg-type]
+    return [leaf.seq for leaf in RecordFilter(**given).leaves(story.ledger)]  # type: ignore[arg-type]
 
 
 def test_every_record_in_words(story: Story) -> None:
-    told = {WORDS[leaf.kind]: in_words(leaf) for leaf in story.ledger.leaves()}
-    assert told.keys() == KINDS.keys()
+    told = {KIND_NAMES[leaf.kind]: describe_leaf(leaf) for leaf in story.ledger.leaves()}
+    assert told.keys() == KINDS_BY_NAME.keys()
     assert all("\n" not in line and 10 < len(line) < 250 for line in told.values())
     assert told["header"].startswith("clinic.example/ledger: rdp at δ = 1e-05")
     assert told["withdrawal"] == "of leaf 9: consent, open segment: abandon"
     assert told["policy"] == "floors: clip norm 0.2, noise multiplier 0.5; 2 classes, 0 signatures"
     assert told["key"].startswith("revoke ")
-    lines = [in_words(leaf) for leaf in story.ledger.of_kind(Epoch)]
+    lines = [describe_leaf(leaf) for leaf in story.ledger.of_kind(Epoch)]
     assert "1 [10, 20) given up, 1.1 [10, 20), 2 [20, 30)" in lines[1]
     assert "clinical (c 0.5, z 4) ε 0." in lines[1]
     assert lines[0].startswith(f"run {RUNS[0].hex()[:8]}, segment 0 [0, 10): ")
-    assert told["aggregate"].startswith(
-        "of 37 contributions, admitted before 2028-01-15T12:00:00Z: 31 clinical (ε 0."
-    )
+    assert told["aggregate"].startswith("of 37 contributions, admitted before 2028-01-15T12:00:00Z: 31 clinical (ε 0.")
     assert told["aggregate"].endswith("; countersigned by 1")
 
 
 def test_every_record_as_an_object(story: Story) -> None:
     for leaf in story.ledger.leaves():
-        found = as_object(leaf)
+        found = leaf_to_dict(leaf)
         assert json.loads(json.dumps(found, allow_nan=False)) == found
-        assert (found["index"], found["kind"], found["epoch"]) == (leaf.seq, WORDS[leaf.kind], leaf.epoch)
+        assert (found["index"], found["kind"], found["epoch"]) == (leaf.seq, KIND_NAMES[leaf.kind], leaf.epoch)
         assert found["time"].startswith("20")
         for field in dataclasses.fields(leaf.record):
             assert field.name in found
     record = story.ledger.leaf(47).record
-    assert isinstance(record, Admitted)
-    found = as_object(story.ledger.leaf(47))
+    assert isinstance(record, ContributionRecord)
+    found = leaf_to_dict(story.ledger.leaf(47))
     assert found["descriptor"] == record.descriptor.hex()
     assert found["terms"] == {
         "class": "clinical", "data_class": "ecg", "clip_norm": 1.0, "noise_multiplier": 1.0, "profile": "top=0.5",
@@ -66,7 +70,7 @@ def test_every_record_as_an_object(story: Story) -> None:
 
 def test_one_form_for_numbers_and_times(story: Story) -> None:
     """Natural units and UTC, wherever they stand in a record."""
-    found = {each["index"]: each for each in map(as_object, story.ledger.leaves())}
+    found = {each["index"]: each for each in map(leaf_to_dict, story.ledger.leaves())}
     assert (found[0]["delta"], found[0]["retention"], found[0]["epoch_clock"]) == (1e-5, YEAR, HOUR)
     assert found[0]["floors"] == {"clip_norm": 0.1, "noise_multiplier": 0.5}
     assert (found[47]["not_before"], found[47]["expires"]) == ("2027-01-15T11:00:00Z", "2030-01-14T12:00:00Z")
@@ -102,8 +106,8 @@ def _check_forms(value: object) -> None:
 
 
 def test_an_infinite_spend_is_null() -> None:
-    account = Account(cls="clinical", charges=(), spend=2**64 - 1)
-    found = as_object(Leaf(Epoch, 1, 0, 0, epoch(0, accounts=(account,))))
+    account = EpochAccount(cls="clinical", charges=(), spend=2**64 - 1)
+    found = leaf_to_dict(Leaf(Epoch, 1, 0, 0, epoch(0, accounts=(account,))))
     assert found["accounts"][0]["epsilon"] is None
 
 
@@ -120,26 +124,26 @@ def test_filters(story: Story) -> None:
     assert seqs(story, first=50, stop=53) == [50, 51, 52]
     assert seqs(story, cls="nobody") == []
     with raises_code("ledger.no-kind-record"):
-        Filter(kinds=("epochs",))
+        RecordFilter(kinds=("epochs",))
 
 
 def test_spend_is_rounded_up() -> None:
-    assert [epsilon(1), epsilon(100_000), epsilon(100_001), epsilon(0)] == [
+    assert [format_epsilon(1), format_epsilon(100_000), format_epsilon(100_001), format_epsilon(0)] == [
         "0.0001",
         "0.0001",
         "0.0002",
         "0.0000",
     ]
-    assert epsilon(2**64 - 1) == "∞"
-    assert epsilon(1_500_000_000, 2) == "1.50"
+    assert format_epsilon(2**64 - 1) == "∞"
+    assert format_epsilon(1_500_000_000, 2) == "1.50"
 
 
 def test_what_remains_is_rounded_down() -> None:
-    assert [remaining(99_999), remaining(100_000), remaining(1_234_999_999), remaining(0), remaining(-5)] == [
-        "0.0000",
-        "0.0001",
-        "1.2349",
-        "0.0000",
-        "0.0000",
-    ]
-    assert remaining(2**64 - 1) == "∞"
+    assert [
+        format_remaining(99_999),
+        format_remaining(100_000),
+        format_remaining(1_234_999_999),
+        format_remaining(0),
+        format_remaining(-5),
+    ] == ["0.0000", "0.0001", "1.2349", "0.0000", "0.0000"]
+    assert format_remaining(2**64 - 1) == "∞"

@@ -11,14 +11,24 @@ import pytest
 from build import begin, contribution, segment, signed_by
 from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, Clock, admitted, create, digest, header, key
 
-from lamina.admit.key import PrivateKey
-from lamina.ledger.check import Trust, verify
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.note import NoteKey
-from lamina.ledger.receipt import Seal
-from lamina.ledger.records import Change, Floors, Key, KeyEvent, PolicyChange, Role, Signed, in_force
-from lamina.ledger.store.base import Signed as Stored
-from lamina.ledger.store.base import Writer
+from lamina.admit.keys import PrivateKey
+from lamina.ledger.governance_records import (
+    Key,
+    KeyChange,
+    KeyEvent,
+    LedgerFloors,
+    PartySignature,
+    PolicyChange,
+    Role,
+    policy_record_digest,
+)
+from lamina.ledger.receipt import TreeSignature
+from lamina.ledger.signed_checkpoint import NoteKey
+from lamina.ledger.store.interface import StoredCheckpoint as Stored
+from lamina.ledger.store.interface import StoreWriter
+from lamina.ledger.verify.replay_state import Trust
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.writer import Ledger
 from refusals import raises_code
 
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
@@ -30,15 +40,15 @@ def named(who: PrivateKey, role: Role = Role.LEDGER, name: str = ORIGIN) -> Key:
 
 
 def add(who: PrivateKey, effective: int = START) -> KeyEvent:
-    return KeyEvent(change=Change.ADD, key=named(who), effective=effective)
+    return KeyEvent(change=KeyChange.ADD, key=named(who), effective=effective)
 
 
 def rotate(old: PrivateKey, new: PrivateKey, effective: int = START) -> KeyEvent:
-    return KeyEvent(change=Change.ROTATE, key=named(new), target=old.public.id, effective=effective)
+    return KeyEvent(change=KeyChange.ROTATE, key=named(new), target=old.public.id, effective=effective)
 
 
 def revoke(who: PrivateKey, effective: int = START) -> KeyEvent:
-    return KeyEvent(change=Change.REVOKE, target=who.public.id, effective=effective)
+    return KeyEvent(change=KeyChange.REVOKE, target=who.public.id, effective=effective)
 
 
 @pytest.fixture
@@ -63,7 +73,7 @@ def test_a_key_signs_once_an_older_one_vouched_for_it(where: str, event: KeyEven
         new.append([admitted(2)])
         new.checkpoint()
         old.append([admitted(3)])
-        if event.change is Change.ROTATE:
+        if event.change is KeyChange.ROTATE:
             with raises_code("ledger.key-no-key"):
                 old.checkpoint()
         else:
@@ -86,7 +96,7 @@ def meanwhile(ledger: Ledger, monkeypatch: pytest.MonkeyPatch, what: Callable[[]
     """Let something happen between what the ledger settles and what it publishes."""
     transact, calls = ledger.transact, []
 
-    def slow(work: Callable[[Writer], Any]) -> Any:
+    def slow(work: Callable[[StoreWriter], Any]) -> Any:
         if len(calls) == 1:
             what()
         calls.append(work)
@@ -100,7 +110,7 @@ def test_a_checkpoint_that_came_between_is_seen(path: str, monkeypatch: pytest.M
     with create(path) as one, opened(path, LEDGER) as two:
         one.append([rotate(LEDGER, OTHER)])
         tree = one.tree()
-        seal = Seal.sign(tree, LEDGER)
+        seal = TreeSignature.sign(tree, LEDGER)
         smaller = Stored(tree.size, tree.signed(LEDGER), seal.kid + seal.signature)
         one.append([admitted(1)])
 
@@ -171,11 +181,11 @@ def test_what_is_asked_before_an_event_is_written(path: str) -> None:
     [
         ([revoke(OTHER)], "ledger.key-not-ledger"),
         ([rotate(OTHER, THIRD)], "ledger.key-not-ledger"),
-        ([KeyEvent(change=Change.ADD, key=named(AUDITOR), effective=START)], "ledger.key-already-not"),
+        ([KeyEvent(change=KeyChange.ADD, key=named(AUDITOR), effective=START)], "ledger.key-already-not"),
         ([add(OTHER), rotate(LEDGER, OTHER)], "ledger.key-ledger-already"),
         ([rotate(AUDITOR, OTHER)], "ledger.key-not-take"),
         (
-            [KeyEvent(change=Change.ADD, key=named(OTHER, name="another.example"), effective=START)],
+            [KeyEvent(change=KeyChange.ADD, key=named(OTHER, name="another.example"), effective=START)],
             "ledger.key-ledger-named",
         ),
         ([revoke(LEDGER)], "ledger.key-last-signs"),
@@ -183,9 +193,7 @@ def test_what_is_asked_before_an_event_is_written(path: str) -> None:
         ([revoke(LEDGER, START + 1000)], "ledger.key-last-signs"),
     ],
 )
-def test_events_that_verify_would_refuse_are_not_written(
-    path: str, events: list[KeyEvent], problem: str
-) -> None:
+def test_events_that_verify_would_refuse_are_not_written(path: str, events: list[KeyEvent], problem: str) -> None:
     with create(path) as ledger:
         with raises_code(problem):
             ledger.append(events)
@@ -194,17 +202,17 @@ def test_events_that_verify_would_refuse_are_not_written(
 
 def test_signatures_that_verify_would_refuse_are_not_written(path: str) -> None:
     change = PolicyChange(
-        floors=Floors(clip_norm=200_000, noise_multiplier=500_000),
+        floors=LedgerFloors(clip_norm=200_000, noise_multiplier=500_000),
         presets=header().presets,
         policy=digest("stricter"),
-        previous=in_force(header()),
+        previous=policy_record_digest(header()),
     )
     twice = dataclasses.replace(change, presets=(*change.presets, change.presets[0]))
     with create(path) as ledger:
         for wrong in (
             signed_by(change, OTHER),
             signed_by(change, LEDGER, origin="other.example"),
-            dataclasses.replace(change, signatures=(Signed(key=AUDITOR.public.id, signature=bytes(64)),)),
+            dataclasses.replace(change, signatures=(PartySignature(key=AUDITOR.public.id, signature=bytes(64)),)),
         ):
             with raises_code("ledger.signature-policy-key"):
                 ledger.append([wrong])
@@ -212,7 +220,7 @@ def test_signatures_that_verify_would_refuse_are_not_written(path: str) -> None:
             ledger.append([twice])
         assert ledger.append([signed_by(change, AUDITOR)]) == [1]
         # a key that goes in the same batch signs nothing after that
-        again = dataclasses.replace(change, previous=in_force(signed_by(change, AUDITOR)))
+        again = dataclasses.replace(change, previous=policy_record_digest(signed_by(change, AUDITOR)))
         with raises_code("ledger.signature-policy-key"):
             ledger.append([revoke(AUDITOR), signed_by(again, AUDITOR)])
 

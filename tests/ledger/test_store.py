@@ -13,22 +13,16 @@ from pathlib import Path
 import pytest
 
 import postgres
-from lamina.ledger.errors import LedgerError
-from lamina.ledger.store import (
-    Damaged,
-    SqliteStore,
-    Store,
-    StoreError,
-    make_store,
-    migrations,
-    sqlite,
-)
+from lamina.errors import LedgerDamaged, LedgerError, StoreError
+from lamina.ledger.merkle import Tile
 from lamina.ledger.store import postgres as postgres_store
-from lamina.ledger.store.base import Attempt, Head, LastBatch, Pruning, Signed
-from lamina.ledger.tiles import Tile
+from lamina.ledger.store import sql_rows, sqlite
+from lamina.ledger.store.interface import AttemptRow, LedgerHead, PruningRow, Store, StoredCheckpoint, WriterBatch
+from lamina.ledger.store.open_store import make_store
+from lamina.ledger.store.sqlite import SqliteStore
 from refusals import raises_code
 
-HEAD = Head(3, 100, 1, 0, b"edge")
+HEAD = LedgerHead(3, 100, 1, 0, b"edge")
 
 
 @pytest.fixture
@@ -44,16 +38,16 @@ def test_what_is_written_is_read(store: Store, where: str) -> None:
         rows.add_leaves([(0, 1, b"header"), (1, 2, b"one"), (2, 3, b"epoch")])
         rows.add_evidence([(1, b"attestation")])
         rows.add_keys([(b"k" * 16, 1), (b"l" * 16, 1), (b"l" * 16, 2)])
-        rows.add_attempts([Attempt(bytes(16), 4, 1, 2)])
+        rows.add_attempts([AttemptRow(bytes(16), 4, 1, 2)])
         rows.add_withdrawals([(1, 2)])
         rows.put_tiles([Tile(0, 0, b"h" * 96), Tile(1, 7, b"i" * 32)])
         rows.put_head(HEAD)
-        rows.put_checkpoint(Signed(2, "two", b"seal"))
-        rows.put_checkpoint(Signed(3, "three", b"other"))
+        rows.put_checkpoint(StoredCheckpoint(2, "two", b"seal"))
+        rows.put_checkpoint(StoredCheckpoint(3, "three", b"other"))
         rows.put_blob(b"d" * 32, b"plan")
         rows.put_blob(b"d" * 32, b"never again")
-        rows.put_pruning(Pruning(2, False))
-        rows.put_batch(b"w" * 16, LastBatch(b"t" * 16, b"seqs"), 100)
+        rows.put_pruning(PruningRow(2, False))
+        rows.put_batch(b"w" * 16, WriterBatch(b"t" * 16, b"seqs"), 100)
         rows.put_meta("name", b"\x00value")
     other = make_store(where)
     for each in (store, other):
@@ -72,12 +66,12 @@ def test_what_is_written_is_read(store: Store, where: str) -> None:
             assert (rows.withdrawn(1), rows.withdrawn(2)) == (2, None)
             assert list(rows.withdrawals()) == [(1, 2)]
             assert (rows.tile(0, 0), rows.tile(1, 7), rows.tile(1, 0)) == (b"h" * 96, b"i" * 32, None)
-            assert rows.checkpoint() == rows.checkpoint(3) == Signed(3, "three", b"other")
+            assert rows.checkpoint() == rows.checkpoint(3) == StoredCheckpoint(3, "three", b"other")
             assert rows.checkpoint(1) is None
             assert [signed.size for signed in rows.checkpoints()] == [2, 3]
             assert (rows.blob(b"d" * 32), rows.blob(bytes(32))) == (b"plan", None)
-            assert rows.prunings() == [Pruning(2, False)]
-            assert rows.batch(b"w" * 16) == LastBatch(b"t" * 16, b"seqs")
+            assert rows.prunings() == [PruningRow(2, False)]
+            assert rows.batch(b"w" * 16) == WriterBatch(b"t" * 16, b"seqs")
             assert rows.batch(bytes(16)) is None
             assert rows.meta("name") == b"\x00value"
         assert each.size_on_disk() > 1000
@@ -91,19 +85,19 @@ def test_rows_are_replaced_and_dropped(store: Store) -> None:
         rows.add_keys([(bytes([seq]) * 16, seq) for seq in range(10)])
         rows.put_tiles([Tile(0, index, b"t" * 32) for index in range(4)])
         rows.put_head(HEAD)
-        rows.put_checkpoint(Signed(2, "two", b"seal"))
-        rows.put_pruning(Pruning(2, False))
-        rows.put_batch(b"w" * 16, LastBatch(b"t" * 16, b"1"), 10)
+        rows.put_checkpoint(StoredCheckpoint(2, "two", b"seal"))
+        rows.put_pruning(PruningRow(2, False))
+        rows.put_batch(b"w" * 16, WriterBatch(b"t" * 16, b"1"), 10)
     with store.write() as rows:
         rows.drop_leaves(2, 5)
         rows.drop_keys([(bytes([2]) * 16, 2), (bytes([3]) * 16, 9)])
         rows.drop_tiles(0, [1, 3, 9])
         rows.put_tiles([Tile(0, 0, b"u" * 64)])
         rows.put_head(HEAD._replace(size=4))
-        rows.put_checkpoint(Signed(2, "two, cosigned", b"ignored"))
-        rows.put_pruning(Pruning(2, True))
-        rows.put_batch(b"w" * 16, LastBatch(b"u" * 16, b"2"), 11)
-        rows.put_batch(b"v" * 16, LastBatch(b"u" * 16, b"2"), 14)
+        rows.put_checkpoint(StoredCheckpoint(2, "two, cosigned", b"ignored"))
+        rows.put_pruning(PruningRow(2, True))
+        rows.put_batch(b"w" * 16, WriterBatch(b"u" * 16, b"2"), 11)
+        rows.put_batch(b"v" * 16, WriterBatch(b"u" * 16, b"2"), 14)
         rows.forget_writers(12)
         rows.put_blob(b"d" * 32, b"plan")
         rows.drop_blob(b"d" * 32)
@@ -113,10 +107,10 @@ def test_rows_are_replaced_and_dropped(store: Store) -> None:
         assert [seq for _, seq in rows.find([bytes([2]) * 16, bytes([3]) * 16])] == [3]
         assert [rows.tile(0, index) for index in range(4)] == [b"u" * 64, None, b"t" * 32, None]
         assert rows.head() == HEAD._replace(size=4)
-        assert rows.checkpoint() == Signed(2, "two, cosigned", b"seal")
-        assert rows.prunings() == [Pruning(2, True)]
+        assert rows.checkpoint() == StoredCheckpoint(2, "two, cosigned", b"seal")
+        assert rows.prunings() == [PruningRow(2, True)]
         assert rows.batch(b"w" * 16) is None  # a writer that was silent for days
-        assert rows.batch(b"v" * 16) == LastBatch(b"u" * 16, b"2")
+        assert rows.batch(b"v" * 16) == WriterBatch(b"u" * 16, b"2")
         assert rows.blob(b"d" * 32) is None
     store.compact()
     with store.read() as rows:
@@ -244,16 +238,14 @@ def test_a_store_does_not_survive_a_fork(store: Store) -> None:
 # ----------------------------------------------------------------------------------- versions
 
 
-def test_tables_of_an_older_version_are_brought_up_to_date(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_of_an_older_version_are_brought_up_to_date(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(where, create=True)
     with store.write() as rows:
         rows.put_head(HEAD)
     store.close()
-    more = (*migrations.STEPS, ("CREATE TABLE later (id {number} PRIMARY KEY)",))
-    monkeypatch.setattr(migrations, "STEPS", more)
-    monkeypatch.setattr(migrations, "VERSION", len(more))
+    more = (*sql_rows.MIGRATIONS, ("CREATE TABLE later (id {number} PRIMARY KEY)",))
+    monkeypatch.setattr(sql_rows, "MIGRATIONS", more)
+    monkeypatch.setattr(sql_rows, "TABLES_VERSION", len(more))
     for _ in range(2):  # the second time there is nothing to do
         store = make_store(where)
         with store.write() as rows:
@@ -269,9 +261,9 @@ def test_a_migration_that_fails_changes_nothing(where: str, monkeypatch: pytest.
     make_store(where, create=True).close()
     with monkeypatch.context() as patch:
         patch.setattr(
-            migrations, "STEPS", (*migrations.STEPS, ("CREATE TABLE later (id {number})", "CREATE nonsense"))
+            sql_rows, "MIGRATIONS", (*sql_rows.MIGRATIONS, ("CREATE TABLE later (id {number})", "CREATE nonsense"))
         )
-        patch.setattr(migrations, "VERSION", migrations.VERSION + 1)
+        patch.setattr(sql_rows, "TABLES_VERSION", sql_rows.TABLES_VERSION + 1)
         with pytest.raises(StoreError):
             make_store(where)
     make_store(where).close()
@@ -299,9 +291,9 @@ def test_who_reads_changes_nothing(where: str, monkeypatch: pytest.MonkeyPatch) 
         pass
     reader.close()
     store.close()
-    there = migrations.VERSION
-    for module in (migrations, sqlite, postgres_store):
-        monkeypatch.setattr(module, "VERSION", there + 1)
+    there = sql_rows.TABLES_VERSION
+    for module in (sql_rows, sqlite, postgres_store):
+        monkeypatch.setattr(module, "TABLES_VERSION", there + 1)
     with pytest.raises(LedgerError, match=f"tables of version {there}, to be brought up to {there + 1}"):
         make_store(where, readonly=True)
 
@@ -352,7 +344,7 @@ def test_other_files_are_not_taken_for_ledgers(tmp_path: Path) -> None:
     for name in ("other.db", "text"):
         before = (tmp_path / name).read_bytes()
         for create in (False, True):
-            with pytest.raises((LedgerError, Damaged)):
+            with pytest.raises((LedgerError, LedgerDamaged)):
                 SqliteStore(tmp_path / name, create=create)
         if name == "text":
             assert (tmp_path / name).read_bytes() == before
@@ -441,8 +433,7 @@ def test_names_of_schemas_are_plain_and_passwords_stay_secret(server: postgres.S
 
 
 def test_without_psycopg_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "lamina.ledger.store.postgres")
-    monkeypatch.delitem(sys.modules, "lamina.ledger.store.pgdatabase")
+    monkeypatch.delitem(sys.modules, "lamina.ledger.store.postgres", raising=False)
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with raises_code("store.psycopg-not-installed"):
         make_store("postgresql://somewhere/database")

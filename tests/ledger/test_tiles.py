@@ -10,14 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.ledger.errors import LedgerError
-from lamina.ledger.tiles import WIDTH, Place, TileNodes, edge, grow, path
-from lamina.ledger.tree import (
+from lamina.errors import LedgerError
+from lamina.ledger.merkle import (
+    TILE_WIDTH,
     Frontier,
-    consistency,
-    inclusion,
+    TileAddress,
+    TileNodes,
+    consistency_proof,
+    grow_tiles,
+    inclusion_proof,
     leaf_hashes,
+    partial_tiles,
     root_at,
+    tile_path,
     verify_consistency,
     verify_inclusion,
 )
@@ -61,17 +66,17 @@ class Shelf:
 
     def __init__(self, tiles: dict[tuple[int, int], bytes] | None = None) -> None:
         self.tiles = dict(tiles or {})
-        self.asked: list[Place] = []
+        self.asked: list[TileAddress] = []
 
     def read(self, level: int, index: int, width: int) -> bytes:
-        self.asked.append(Place(level, index, width))
+        self.asked.append(TileAddress(level, index, width))
         if (level, index) not in self.tiles:
             raise LedgerError("ledger.tile-pruned", f"tile {level}/{index} was pruned", "ask for a later one")
         return self.tiles[level, index]
 
     def append(self, frontier: Frontier, leaves: list[bytes]) -> None:
-        for tile in grow(frontier, leaves, self.read):
-            assert 1 <= tile.place.width <= WIDTH
+        for tile in grow_tiles(frontier, leaves, self.read):
+            assert 1 <= tile.place.width <= TILE_WIDTH
             self.tiles[tile.level, tile.index] = tile.data
 
 
@@ -93,22 +98,26 @@ FULL = Shelf(ORACLE.tiles(SIZE))
     ],
 )
 def test_paths_are_those_of_c2sp(place: tuple[int, int, int], expected: str) -> None:
-    assert path(*place) == Place(*place).path == expected
+    assert tile_path(*place) == TileAddress(*place).path == expected
 
 
 @pytest.mark.parametrize("place", [(-1, 0, 1), (64, 0, 1), (0, -1, 1), (0, 0, 0), (0, 0, 257), (0, 2**63, 1)])
 def test_there_are_no_other_tiles(place: tuple[int, int, int]) -> None:
     with raises_code("ledger.no-tile-level"):
-        path(*place)
+        tile_path(*place)
 
 
 def test_the_example_of_the_c2sp_page() -> None:
     tiles = ORACLE.tiles(70_000)
     assert sum(level == 0 and len(data) == 8192 for (level, _), data in tiles.items()) == 273
-    assert edge(70_000) == [Place(0, 273, 112), Place(1, 1, 17), Place(2, 0, 1)]
-    assert edge(256) == [Place(1, 0, 1)] and edge(0) == [] and edge(1) == [Place(0, 0, 1)]
+    assert partial_tiles(70_000) == [TileAddress(0, 273, 112), TileAddress(1, 1, 17), TileAddress(2, 0, 1)]
+    assert (
+        partial_tiles(256) == [TileAddress(1, 0, 1)]
+        and partial_tiles(0) == []
+        and partial_tiles(1) == [TileAddress(0, 0, 1)]
+    )
     with raises_code("ledger.tree-leaves-lie-give"):
-        edge(-1)
+        partial_tiles(-1)
 
 
 # --------------------------------------------------------------------------------------------------------- growing
@@ -123,7 +132,7 @@ def test_growing_by_any_batches_gives_the_tiles_of_the_tree(batches: list[int]) 
         size += count
     assert shelf.tiles == ORACLE.tiles(size)
     assert frontier.root() == root_at(ORACLE, size)
-    assert all(place in edge(size) or place.width < WIDTH for place in shelf.asked), (
+    assert all(place in partial_tiles(size) or place.width < TILE_WIDTH for place in shelf.asked), (
         "only tiles that go on are read"
     )
 
@@ -166,8 +175,8 @@ def test_proofs_from_tiles_are_those_of_the_tree(data: st.DataObject) -> None:
     index = data.draw(st.integers(0, size - 1))
     old = data.draw(st.integers(0, size))
     assert root_at(nodes, size) == root_at(ORACLE, size)
-    assert inclusion(nodes, index, size) == inclusion(ORACLE, index, size)
-    assert consistency(nodes, old, size) == consistency(ORACLE, old, size)
+    assert inclusion_proof(nodes, index, size) == inclusion_proof(ORACLE, index, size)
+    assert consistency_proof(nodes, old, size) == consistency_proof(ORACLE, old, size)
 
 
 def test_every_node_of_a_tree() -> None:
@@ -182,9 +191,9 @@ def test_a_folder_of_c2sp_tiles_is_asked_for_the_widths_of_its_tree() -> None:
     shelf = Shelf(ORACLE.tiles(size))
     nodes = TileNodes(shelf.read, size=size)
     for index in range(0, size, 1777):
-        inclusion(nodes, index, size)
-        consistency(nodes, index, size)
-    assert {place.path for place in shelf.asked if place.width < 256} == {place.path for place in edge(size)}
+        inclusion_proof(nodes, index, size)
+        consistency_proof(nodes, index, size)
+    assert {place.path for place in shelf.asked if place.width < 256} == {place.path for place in partial_tiles(size)}
     with raises_code("ledger.tile-level-index"):
         nodes.node(0, 70_000)
     with raises_code("ledger.tile-level-index"):
@@ -230,8 +239,8 @@ def test_threads_share_the_tiles() -> None:
     nodes = TileNodes(FULL.read, cached=3)
     indices = [n * 6971 % SIZE for n in range(400)]
     with ThreadPoolExecutor(8) as pool:
-        proofs = list(pool.map(lambda index: inclusion(nodes, index, SIZE), indices))
-    assert proofs == [inclusion(ORACLE, index, SIZE) for index in indices]
+        proofs = list(pool.map(lambda index: inclusion_proof(nodes, index, SIZE), indices))
+    assert proofs == [inclusion_proof(ORACLE, index, SIZE) for index in indices]
 
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(31), bytes(32 * 3), bytes(32 * 257), bytes(32 * 5 + 1)])
@@ -249,9 +258,9 @@ def test_a_changed_tile_never_yields_a_proof_of_the_signed_root() -> None:
         data = changed.tiles[level, tile]
         changed.tiles[level, tile] = bytes((data[0] ^ 1,)) + data[1:]
         index = (256 * tile + 1) << 8 * level  # the first leaf under the sibling of the changed hash
-        proof = inclusion(TileNodes(changed.read), index, SIZE)
+        proof = inclusion_proof(TileNodes(changed.read), index, SIZE)
         assert not verify_inclusion(HASHES[index], index, SIZE, proof, root)
-        assert verify_inclusion(HASHES[index], index, SIZE, inclusion(ORACLE, index, SIZE), root)
+        assert verify_inclusion(HASHES[index], index, SIZE, inclusion_proof(ORACLE, index, SIZE), root)
 
 
 @pytest.mark.parametrize(("cached", "size"), [(0, None), (1, -1)])
@@ -265,7 +274,7 @@ def test_a_cache_of_nothing_is_refused(cached: int, size: Any) -> None:
 
 def test_with_level_0_dropped_but_at_checkpoints_every_checkpoint_is_still_consistent_with_the_head() -> None:
     checkpoints = [2, 100, 256, 257, 1000, 4096, 65_535, 65_536, 65_537, 69_999, SIZE]
-    kept = {(place.level, place.index) for size in checkpoints for place in edge(size)}
+    kept = {(place.level, place.index) for size in checkpoints for place in partial_tiles(size)}
     pruned = Shelf({place: data for place, data in FULL.tiles.items() if place[0] > 0 or place in kept})
     assert len(pruned.tiles) < 20 < len(FULL.tiles)
     nodes = TileNodes(pruned.read)
@@ -273,7 +282,7 @@ def test_with_level_0_dropped_but_at_checkpoints_every_checkpoint_is_still_consi
         assert root_at(nodes, old) == root_at(ORACLE, old)
         for new in checkpoints:
             if old <= new:
-                proof = consistency(nodes, old, new)
+                proof = consistency_proof(nodes, old, new)
                 assert verify_consistency(old, new, proof, root_at(ORACLE, old), root_at(ORACLE, new))
     with raises_code("ledger.tile-pruned"):
-        inclusion(nodes, 30_000, SIZE)
+        inclusion_proof(nodes, 30_000, SIZE)

@@ -6,38 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from build import (
-    BOB,
-    CAROL,
-    HOUR,
-    OPEN,
-    RUNS,
-    STRICT,
-    USUAL,
-    Story,
-    begin,
-    build,
-    contribution,
-    segment,
-)
+from build import BOB, CAROL, HOUR, OPEN, RUNS, STRICT, USUAL, Story, begin, build, contribution, segment
 from forge import sql
 from making import LEDGER, Clock, digest
 
-from lamina.account import Event, accountant
-from lamina.ledger.amounts import nano
-from lamina.ledger.errors import LedgerError
-from lamina.ledger.find import find
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.records import (
-    Account,
-    Admitted,
-    Outcome,
-    Reason,
-    Release,
-    Withdrawal,
-)
-from lamina.ledger.store.errors import Pruned
-from lamina.ledger.trace import Trace, account_of, lost, trace
+from lamina.account.accountants import find_accountant
+from lamina.account.schedule import Event
+from lamina.errors import LeafPruned, LedgerError
+from lamina.ledger.contribution_trace import ContributionTrace, account_of, contribution_spend, trace_contribution
+from lamina.ledger.governance_records import Release, Withdrawal, WithdrawalReason
+from lamina.ledger.reader import find_contributions
+from lamina.ledger.records import ContributionRecord, EpochAccount, SegmentOutcome
+from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.writer import Ledger
 from refusals import raises_code
 
 
@@ -48,23 +29,21 @@ def story(tmp_path: Path) -> Iterator[Story]:
     made.ledger.close()
 
 
-def of(story: Story, seq: int) -> Trace:
-    return trace(story.ledger, story.ledger.leaf(seq))
+def of(story: Story, seq: int) -> ContributionTrace:
+    return trace_contribution(story.ledger, story.ledger.leaf(seq))
 
 
 def spent(*stretches: tuple[float, int]) -> int:
     """(sigma, steps) of class clinical, by the accountant of the header."""
     events = [Event(sigma=sigma, q=0.02, steps=steps) for sigma, steps in stretches]
-    return nano(accountant("rdp").epsilon(events, 1e-5))
+    return nano_epsilon(find_accountant("rdp").epsilon(events, 1e-5))
 
 
 def test_a_contribution_from_the_beginning(story: Story) -> None:
     """Segment 0; segment 1 twice and 2; and the second run: 10, 30 and 10 steps."""
     found = of(story, story.at["first"] + 1)
     assert found.record.terms == USUAL
-    assert [each.leaf.seq for each in found.epochs] == [
-        story.at[name] for name in ("epoch", "redone", "run two")
-    ]
+    assert [each.leaf.seq for each in found.epochs] == [story.at[name] for name in ("epoch", "redone", "run two")]
     assert [each.steps for each in found.epochs] == [10, 30, 10]
     assert [each.multiplier for each in found.epochs] == [4.0, 4.0, 5.0]
     assert [each.spend for each in found.epochs] == [
@@ -74,7 +53,7 @@ def test_a_contribution_from_the_beginning(story: Story) -> None:
     assert found.epochs[0].variance == {"layer.2": 16.0, "layer.3": 16.0}  # where its class reaches
     assert found.epochs[2].variance == {"layer.2": 25.0, "layer.3": 25.0}
     assert found.spend == found.epochs[-1].spend
-    summed = lost(story.ledger, found.leaf)
+    summed = contribution_spend(story.ledger, found.leaf)
     assert (summed.spend, summed.signed, summed.epochs) == (found.spend, found.signed, 3)
     assert summed.releases == found.releases
     assert found.withdrawal is None
@@ -93,11 +72,8 @@ def test_a_stricter_bound_loses_less(story: Story) -> None:
 def test_who_withdrew_loses_nothing_more(story: Story) -> None:
     """Withdrawn between the epochs: of the second it was in the attempt that was frozen before, and given up."""
     found = of(story, story.at["first"] + 5)
-    assert [(each.leaf.seq, each.steps) for each in found.epochs] == [
-        (story.at["epoch"], 10),
-        (story.at["redone"], 10),
-    ]
-    assert [one.outcome for one in found.epochs[1].segments] == [Outcome.ABANDONED]
+    assert [(each.leaf.seq, each.steps) for each in found.epochs] == [(story.at["epoch"], 10), (story.at["redone"], 10)]
+    assert [one.outcome for one in found.epochs[1].segments] == [SegmentOutcome.ABANDONED]
     assert found.spend == spent((4.0, 20))
     assert found.epochs[1].account == spent((4.0, 40))  # what the account lost is more
     assert found.withdrawal is not None
@@ -153,8 +129,8 @@ def test_releases_of_runs_that_it_was_given_up_in(tmp_path: Path) -> None:
     """An attempt that was given up is charged, and is in no model."""
     story = begin(str(tmp_path / "a.db"))
     (seq,) = story.admit([contribution(1)])
-    story.epoch(RUNS[0], [segment(0, read=5, outcome=Outcome.ABANDONED)], scales={USUAL: 1.0})
-    story.ledger.append([Withdrawal(target=seq, reason=Reason.REQUEST)])
+    story.epoch(RUNS[0], [segment(0, read=5, outcome=SegmentOutcome.ABANDONED)], scales={USUAL: 1.0})
+    story.ledger.append([Withdrawal(target=seq, reason=WithdrawalReason.REQUEST)])
     story.epoch(RUNS[0], [segment(0, 1, read=7)], scales={USUAL: 1.0})
     story.ledger.append([Release(manifest=digest("m"), runs=(RUNS[0],))])
     found = of(story, seq)
@@ -166,14 +142,14 @@ def test_a_plan_that_is_gone(story: Story, tmp_path: Path) -> None:
     story.ledger.close()
     sql(str(tmp_path / "a.db"), "DELETE FROM blob")
     with Ledger.open(str(tmp_path / "a.db"), LEDGER, clock=Clock()) as ledger:
-        found = trace(ledger, ledger.leaf(story.at["first"] + 1))
+        found = trace_contribution(ledger, ledger.leaf(story.at["first"] + 1))
     assert found.spend == spent((4.0, 40), (5.0, 10))
     assert found.epochs[0].variance == {"layer 0": 0.0, "layer 1": 0.0, "layer 2": 16.0, "layer 3": 16.0}
 
 
 def test_the_account_of_a_bound() -> None:
-    def account(clip: int, noise: int) -> Account:
-        return Account(cls="clinical", clip_norm=clip, noise_multiplier=noise, charges=(), spend=0)
+    def account(clip: int, noise: int) -> EpochAccount:
+        return EpochAccount(cls="clinical", clip_norm=clip, noise_multiplier=noise, charges=(), spend=0)
 
     whole, own, grid, far = account(0, 0), account(500, 4000), account(400, 4100), account(100, 9000)
     bound = ("clinical", 500, 4000)
@@ -191,45 +167,35 @@ def test_the_account_of_a_bound() -> None:
 def test_by_descriptor_anchor_subject_or_leaf(story: Story) -> None:
     ledger = story.ledger
     record = ledger.leaf(34).record
-    assert isinstance(record, Admitted)
+    assert isinstance(record, ContributionRecord)
     assert record.anchor is not None
     assert record.subject is not None
     for name in (record.descriptor.hex(), record.subject.hex().upper(), "34"):
-        assert [leaf.seq for leaf in find(ledger, name)] == [34]
-    assert [leaf.seq for leaf in find(ledger, record.anchor.hex())] == [34, 40]  # two with one anchor
-    for name in (
-        "",
-        "0",
-        "41",
-        "xyz",
-        "ab" * 31,
-        "99999999999999999999999",
-        digest("nobody").hex(),
-        "-1",
-        "١",
-    ):
+        assert [leaf.seq for leaf in find_contributions(ledger, name)] == [34]
+    assert [leaf.seq for leaf in find_contributions(ledger, record.anchor.hex())] == [34, 40]  # two with one anchor
+    for name in ("", "0", "41", "xyz", "ab" * 31, "99999999999999999999999", digest("nobody").hex(), "-1", "١"):
         with pytest.raises(LedgerError):
-            find(ledger, name)
+            find_contributions(ledger, name)
 
 
 def test_an_index_that_says_nothing_hides_nobody(story: Story, tmp_path: Path) -> None:
     record = story.ledger.leaf(34).record
-    assert isinstance(record, Admitted)
+    assert isinstance(record, ContributionRecord)
     story.ledger.close()
     path = str(tmp_path / "a.db")
     sql(path, "DELETE FROM known")
     sql(path, "UPDATE head SET indexed = size")
     with Ledger.open(path) as ledger:
         assert ledger.find(record.descriptor) == []
-        assert [leaf.seq for leaf in find(ledger, record.descriptor.hex())] == [34]
+        assert [leaf.seq for leaf in find_contributions(ledger, record.descriptor.hex())] == [34]
 
 
 def test_what_was_pruned_is_not_found(tmp_path: Path) -> None:
     story = build(str(tmp_path / "a.db"))
-    with pytest.raises(Pruned):
-        find(story.ledger, "34")
+    with pytest.raises(LeafPruned):
+        find_contributions(story.ledger, "34")
     with raises_code("ledger.no-contribution-ledger"):
-        find(story.ledger, contribution(1, BOB).record.descriptor.hex())
+        find_contributions(story.ledger, contribution(1, BOB).record.descriptor.hex())
 
 
 def test_the_answer_for_machines(story: Story) -> None:
@@ -241,9 +207,7 @@ def test_the_answer_for_machines(story: Story) -> None:
     assert found["withdrawn"]["effect"] == "abandon"
     assert found["epsilon"] == spent((4.0, 20)) / 1e9
     assert found["epsilon_signed"] > 4
-    assert [each["epsilon"] for each in found["epochs"]] == sorted(
-        each["epsilon"] for each in found["epochs"]
-    )
+    assert [each["epsilon"] for each in found["epochs"]] == sorted(each["epsilon"] for each in found["epochs"])
     assert found["epochs"][1]["segments"][0]["outcome"] == "abandoned"
     assert found["releases"][0]["index"] == story.at["release"]
     assert found["expires"] == "2027-07-16T20:00:00Z"

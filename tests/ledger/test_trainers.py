@@ -10,25 +10,26 @@ from build import HOUR, RUNS, STRICT, USUAL, YEAR, Story, begin, build, contribu
 from forge import sql
 from making import AUDITOR, LEDGER, ORIGIN, digest
 
-from lamina.account import Event, accountant
-from lamina.ledger.amounts import nano
-from lamina.ledger.check import Trust, verify
-from lamina.ledger.leaf import Leaf
-from lamina.ledger.note import NoteKey
-from lamina.ledger.records import Account, Charge, Epoch, Outcome, Terms
+from lamina.account.accountants import find_accountant
+from lamina.account.schedule import Event
+from lamina.ledger.contribution_trace import trace_contribution
+from lamina.ledger.records import ContributionTerms, Epoch, EpochAccount, EpochCharge, Leaf, SegmentOutcome
 from lamina.ledger.retention import Retention
-from lamina.ledger.show import Filter, as_object, in_words
-from lamina.ledger.store.base import Hold, RunRow
-from lamina.ledger.trace import trace
+from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.show import RecordFilter, describe_leaf, leaf_to_dict
+from lamina.ledger.signed_checkpoint import NoteKey
+from lamina.ledger.store.interface import RunHold, RunRow
+from lamina.ledger.verify.replay_state import Trust
+from lamina.ledger.verify.verifier import verify
 
-CLASS = Terms("clinical", "ecg", 0, 0)  # the class as a whole
+CLASS = ContributionTerms("clinical", "ecg", 0, 0)  # the class as a whole
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
 DAY = 86_400
 
 
 def spent(*stretches: tuple[float, int]) -> int:
     events = [Event(sigma=sigma, q=0.02, steps=steps) for sigma, steps in stretches]
-    return nano(accountant("rdp").epsilon(events, 1e-5))
+    return nano_epsilon(find_accountant("rdp").epsilon(events, 1e-5))
 
 
 @pytest.fixture
@@ -40,13 +41,13 @@ def story(tmp_path: Path) -> Iterator[Story]:
     read = made.ledger.size
     both = {CLASS: 1.0, STRICT: 0.5}
     for index, generation, outcome in (
-        (0, 0, Outcome.CLOSED),
-        (1, 0, Outcome.ABANDONED),
-        (1, 1, Outcome.CLOSED),
+        (0, 0, SegmentOutcome.CLOSED),
+        (1, 0, SegmentOutcome.ABANDONED),
+        (1, 1, SegmentOutcome.CLOSED),
     ):
         made.epoch(RUNS[0], [segment(index, generation, read=made.ledger.size, outcome=outcome)], scales=both)
         made.later(HOUR)
-    made.epoch(RUNS[1], [segment(0, read=read, outcome=Outcome.ABANDONED)], scales={CLASS: 1.0})
+    made.epoch(RUNS[1], [segment(0, read=read, outcome=SegmentOutcome.ABANDONED)], scales={CLASS: 1.0})
     made.sign()
     yield made
     made.ledger.close()
@@ -73,20 +74,20 @@ def test_who_is_charged_is_not_told_to_be_left_out(tmp_path: Path) -> None:
 
 
 def test_show(story: Story) -> None:
-    lines = [in_words(leaf) for leaf in Filter(kinds=("epoch",)).leaves(story.ledger)]
+    lines = [describe_leaf(leaf) for leaf in RecordFilter(kinds=("epoch",)).leaves(story.ledger)]
     assert len(lines) == 4
     assert "1 [10, 20) given up: clinical ε" in lines[1]
     assert "clinical (c 0.5, z 4) ε" in lines[1]
     assert "1.1 [10, 20): clinical" in lines[2]
-    found = [as_object(leaf) for leaf in Filter(kinds=("epoch",), cls="clinical").leaves(story.ledger)]
+    found = [leaf_to_dict(leaf) for leaf in RecordFilter(kinds=("epoch",), cls="clinical").leaves(story.ledger)]
     assert [len(each["accounts"]) for each in found] == [2, 2, 2, 1]
     assert found[1]["segments"][0]["outcome"] == "abandoned"
 
 
 def test_a_line_does_not_grow_with_the_bounds() -> None:
-    charge = (Charge(sigma=4.0, rate=0.02, steps=10),)
+    charge = (EpochCharge(sigma=4.0, rate=0.02, steps=10),)
     signed = [
-        Account(cls="clinical", clip_norm=n + 1, noise_multiplier=4_000_000, charges=charge, spend=n)
+        EpochAccount(cls="clinical", clip_norm=n + 1, noise_multiplier=4_000_000, charges=charge, spend=n)
         for n in range(20)
     ]
     record = Epoch(
@@ -94,21 +95,21 @@ def test_a_line_does_not_grow_with_the_bounds() -> None:
         segments=(segment(0, read=1),),
         plan=digest("plan"),
         variance=(1.0,),
-        accounts=(Account(cls="clinical", charges=charge, spend=99), *signed),
+        accounts=(EpochAccount(cls="clinical", charges=charge, spend=99), *signed),
         state=digest("state"),
     )
-    line = in_words(Leaf(Epoch, 1, 0, 0, record))
+    line = describe_leaf(Leaf(Epoch, 1, 0, 0, record))
     assert line.count("ε") == 5
     assert line.endswith("; and 16 more bounds")
 
 
 def test_trace_of_who_has_an_account_and_who_has_none(story: Story) -> None:
-    strict = trace(story.ledger, story.ledger.leaf(story.at["strict"]))
+    strict = trace_contribution(story.ledger, story.ledger.leaf(story.at["strict"]))
     assert [each.own for each in strict.epochs] == [True, True, True, False]
     assert [each.multiplier for each in strict.epochs] == [8.0, 8.0, 8.0, 4.0]
     assert strict.spend == spent((8.0, 30), (4.0, 10))
     assert (strict.shared, strict.unused) == (1, 0)
-    usual = trace(story.ledger, story.ledger.leaf(story.at["usual"]))
+    usual = trace_contribution(story.ledger, story.ledger.leaf(story.at["usual"]))
     assert [each.own for each in usual.epochs] == [False] * 4
     assert usual.spend == spent((4.0, 40))  # with its class: a stricter account would tell too little
     assert usual.epochs[2].account == spent((4.0, 30))
@@ -122,7 +123,7 @@ def test_trace_of_who_has_an_account_and_who_has_none(story: Story) -> None:
 
 def hold(story: Story, run: bytes, segment: int, leaf: int | None = None) -> None:
     with story.ledger.store.write() as rows:
-        rows.put_hold(Hold(run, segment, 0, bytes(16), leaf, b"not read"))
+        rows.put_hold(RunHold(run, segment, 0, bytes(16), leaf, b"not read"))
 
 
 def test_what_is_held_is_told(story: Story) -> None:
@@ -191,7 +192,7 @@ def test_who_may_be_in_an_open_attempt_is_not_summed_up(tmp_path: Path) -> None:
     assert whole.count == 2
     with story.ledger.store.write() as rows:
         rows.put_run(RunRow(RUNS[0], "open", now // DAY + 20, False))
-        rows.put_hold(Hold(RUNS[0], -1, 0, bytes(16), None, b""))
+        rows.put_hold(RunHold(RUNS[0], -1, 0, bytes(16), None, b""))
     assert Retention(story.ledger).propose() == whole  # a reservation has taken nothing
     hold(story, RUNS[0], 4)
     part = Retention(story.ledger).propose()

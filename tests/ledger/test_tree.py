@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.errors import EncodingError, LaminaError
-from lamina.ledger.errors import LedgerError
-from lamina.ledger.tree import (
-    EMPTY,
+from lamina.errors import EncodingError, LaminaError, LedgerError
+from lamina.ledger.merkle import (
+    EMPTY_ROOT,
     Frontier,
-    consistency,
+    consistency_proof,
     frontier_at,
-    inclusion,
+    inclusion_proof,
     leaf_hash,
     leaf_hashes,
     node_hash,
@@ -135,11 +134,11 @@ def test_the_reference_proofs_of_certificate_transparency() -> None:
     leaves = [bytes.fromhex(text) for text in INPUTS]
     roots = [bytes.fromhex(text) for text in REFERENCE_ROOTS]
     for index, size, proof in REFERENCE_PATHS:
-        found = inclusion(Plain(leaves), index, size)
+        found = inclusion_proof(Plain(leaves), index, size)
         assert [step.hex() for step in found] == proof
         assert verify_inclusion(leaf_hash(leaves[index]), index, size, found, roots[size])
     for old, new, proof in REFERENCE_CONSISTENCY:
-        found = consistency(Plain(leaves), old, new)
+        found = consistency_proof(Plain(leaves), old, new)
         assert [step.hex() for step in found] == proof
         assert verify_consistency(old, new, found, roots[old], roots[new])
 
@@ -160,7 +159,7 @@ def test_every_root_and_edge_up_to_64() -> None:
 def test_every_inclusion_proof_up_to_64_and_none_of_another_length() -> None:
     for size in range(1, 65):
         for index in range(size):
-            proof = inclusion(TREE, index, size)
+            proof = inclusion_proof(TREE, index, size)
             assert proof == path(index, LEAVES[:size])
             assert verify_inclusion(HASHES[index], index, size, proof, ROOTS[size])
             assert verify_inclusion(HASHES[index], index, size, tuple(proof), ROOTS[size])
@@ -174,11 +173,11 @@ def test_every_inclusion_proof_up_to_64_and_none_of_another_length() -> None:
 
 def test_every_consistency_proof_up_to_64_and_none_of_another_length() -> None:
     for new in range(65):
-        assert consistency(TREE, 0, new) == []
-        assert verify_consistency(0, new, [], EMPTY, ROOTS[new])
-        assert not verify_consistency(0, new, [EMPTY], EMPTY, ROOTS[new])
+        assert consistency_proof(TREE, 0, new) == []
+        assert verify_consistency(0, new, [], EMPTY_ROOT, ROOTS[new])
+        assert not verify_consistency(0, new, [EMPTY_ROOT], EMPTY_ROOT, ROOTS[new])
         for old in range(1, new + 1):
-            proof = consistency(TREE, old, new)
+            proof = consistency_proof(TREE, old, new)
             assert proof == subproof(old, LEAVES[:new], True)
             assert verify_consistency(old, new, proof, ROOTS[old], ROOTS[new])
             for wrong in _other_lengths(proof):
@@ -189,9 +188,7 @@ def test_every_consistency_proof_up_to_64_and_none_of_another_length() -> None:
 
 
 def _other_lengths(proof: list[bytes]) -> list[list[bytes]]:
-    longer = [
-        [*proof[:at], extra, *proof[at:]] for at in range(len(proof) + 1) for extra in (EMPTY, *proof[:1])
-    ]
+    longer = [[*proof[:at], extra, *proof[at:]] for at in range(len(proof) + 1) for extra in (EMPTY_ROOT, *proof[:1])]
     shorter = [proof[:at] + proof[at + 1 :] for at in range(len(proof))]
     return longer + shorter
 
@@ -207,14 +204,14 @@ def _no_single_bit_passes(sizes: range, step: int) -> int:
         for old in range(1, new + 1):
             bits = range((old + new) % step, 256, step)
             index = old - 1
-            parts = [HASHES[index], ROOTS[new], *inclusion(TREE, index, new)]
+            parts = [HASHES[index], ROOTS[new], *inclusion_proof(TREE, index, new)]
             assert verify_inclusion(parts[0], index, new, parts[2:], parts[1])
             for at, part in enumerate(parts):
                 for wrong in _one_bit_off(part, bits):
                     leaf, root, *proof = [*parts[:at], wrong, *parts[at + 1 :]]
                     assert not verify_inclusion(leaf, index, new, proof, root)
                     tried += 1
-            parts = [ROOTS[old], ROOTS[new], *consistency(TREE, old, new)]
+            parts = [ROOTS[old], ROOTS[new], *consistency_proof(TREE, old, new)]
             assert verify_consistency(old, new, parts[2:], parts[0], parts[1])
             for at, part in enumerate(parts):
                 for wrong in _one_bit_off(part, bits):
@@ -240,7 +237,7 @@ def test_no_proof_survives_a_flipped_bit_exhaustively() -> None:
 def test_an_inner_node_never_passes_as_a_leaf() -> None:
     for size in range(2, 65):
         for index in range(size):
-            proof = inclusion(TREE, index, size)
+            proof = inclusion_proof(TREE, index, size)
             # The node above the leaf, presented as a leaf: by its hash, and as the leaf whose bytes are its children.
             sibling = index ^ 1
             if sibling >= size:
@@ -257,7 +254,7 @@ def test_a_leaf_beyond_the_end_is_in_no_tree() -> None:
     for size in range(33):
         for index in range(size, 33):
             for larger in range(index + 1, 34):
-                proof = inclusion(TREE, index, larger)
+                proof = inclusion_proof(TREE, index, larger)
                 assert root_from_inclusion(HASHES[index], index, size, proof) is None
                 assert not verify_inclusion(HASHES[index], index, size, proof, ROOTS[larger])
 
@@ -273,7 +270,7 @@ def test_a_proof_is_made_of_hashes_alone() -> None:
 
 
 def test_a_root_alone_does_not_tell_the_size_of_its_tree() -> None:
-    proof = inclusion(TREE, 2, 3)
+    proof = inclusion_proof(TREE, 2, 3)
     assert verify_inclusion(HASHES[2], 2, 3, proof, ROOTS[3])
     assert verify_inclusion(HASHES[2], 1, 2, proof, ROOTS[3]), "hence sizes are signed beside roots"
 
@@ -283,7 +280,7 @@ def test_a_rewritten_tree_is_not_consistent_with_what_was_seen() -> None:
         for changed in range(size):
             forged = [*LEAVES[:changed], b"another", *LEAVES[changed + 1 : size]]
             for old in range(1, size):
-                proof = consistency(Plain(forged), old, size)
+                proof = consistency_proof(Plain(forged), old, size)
                 kept = changed >= old  # what was not there yet may still become anything
                 assert verify_consistency(old, size, proof, ROOTS[old], mth(forged)) == kept
 
@@ -307,12 +304,10 @@ def test_garbage_is_refused_without_a_word(a: Any, b: Any, c: Any, d: Any, e: An
 
 
 @given(hashes, sizes, sizes, st.lists(hashes, max_size=70), hashes, hashes)
-def test_random_hashes_prove_nothing(
-    leaf: bytes, a: int, b: int, proof: list[bytes], x: bytes, y: bytes
-) -> None:
+def test_random_hashes_prove_nothing(leaf: bytes, a: int, b: int, proof: list[bytes], x: bytes, y: bytes) -> None:
     assert not verify_inclusion(leaf, a, b, proof, x) or (a, b, proof, x) == (0, 1, [], leaf)
     if verify_consistency(a, b, proof, x, y):
-        assert proof == [] and ((a == b and x == y) or (a == 0 and x == EMPTY))
+        assert proof == [] and ((a == b and x == y) or (a == 0 and x == EMPTY_ROOT))
 
 
 @settings(max_examples=40)
@@ -346,13 +341,13 @@ def test_proofs_of_large_trees(size: int, data: st.DataObject) -> None:
             return levels[level]
 
     index = data.draw(st.integers(0, size - 1))
-    proof = inclusion(Same(), index, size)
+    proof = inclusion_proof(Same(), index, size)
     assert len(proof) <= size.bit_length() and asked <= 2 * size.bit_length()
     assert verify_inclusion(levels[0], index, size, proof, root_at(Same(), size))
     assert not verify_inclusion(leaf_hash(b"other"), index, size, proof, root_at(Same(), size))
     old = data.draw(st.integers(1, size))
     asked = 0
-    proof = consistency(Same(), old, size)
+    proof = consistency_proof(Same(), old, size)
     assert len(proof) <= size.bit_length() + 1 and asked <= 2 * size.bit_length() + 1
     assert verify_consistency(old, size, proof, root_at(Same(), old), root_at(Same(), size))
     assert root_at(Same(), size) == frontier_at(Same(), size).root()
@@ -393,11 +388,11 @@ def test_only_hashes_are_appended(leaf: Any) -> None:
 def test_sizes_that_are_none_are_refused(size: Any) -> None:
     for call in (
         lambda: root_at(TREE, size),
-        lambda: inclusion(TREE, 0, size),
-        lambda: consistency(TREE, 0, size),
+        lambda: inclusion_proof(TREE, 0, size),
+        lambda: consistency_proof(TREE, 0, size),
         lambda: Frontier(size, []),
-        lambda: inclusion(TREE, size, 64),
-        lambda: consistency(TREE, size, 64),
+        lambda: inclusion_proof(TREE, size, 64),
+        lambda: consistency_proof(TREE, size, 64),
     ):
         with pytest.raises(LedgerError):
             call()
@@ -405,15 +400,15 @@ def test_sizes_that_are_none_are_refused(size: Any) -> None:
 
 def test_a_proof_of_what_is_not_there_is_refused() -> None:
     with raises_code("ledger.leaf-not-tree"):
-        inclusion(TREE, 5, 5)
+        inclusion_proof(TREE, 5, 5)
     with raises_code("ledger.tree-leaves-not-begin"):
-        consistency(TREE, 6, 5)
+        consistency_proof(TREE, 6, 5)
 
 
 def test_a_full_tree_takes_no_more() -> None:
-    full = Frontier(2**63 - 1, [EMPTY] * 63)
+    full = Frontier(2**63 - 1, [EMPTY_ROOT] * 63)
     with raises_code("ledger.tree-leaves"):
-        full.append(EMPTY)
+        full.append(EMPTY_ROOT)
 
 
 @given(st.binary(max_size=80))
@@ -428,17 +423,7 @@ def test_an_edge_is_read_strictly(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "80",
-        "8200",
-        "820041ff",
-        "820180",
-        "82f580",
-        "82018141ff",
-        "8203815820" + "00" * 32,
-        "a0",
-        "820080" + "00",
-    ],
+    ["80", "8200", "820041ff", "820180", "82f580", "82018141ff", "8203815820" + "00" * 32, "a0", "820080" + "00"],
 )
 def test_damaged_edges_are_refused(text: str) -> None:
     with pytest.raises(EncodingError):

@@ -35,54 +35,40 @@ from build import header as full
 from forge import appended, leaf, replacing, rewritten, sql
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import (
-    AUDITOR,
-    LEDGER,
-    ORIGIN,
-    OTHER,
-    START,
-    WITNESS,
-    Clock,
-    admitted,
-    attestation,
-    digest,
-)
+from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, WITNESS, Clock, admitted, attestation, digest
 from making import create as create_plain
 
-from lamina.account.pooled import pooled
-from lamina.account.renyi import ORDERS
-from lamina.admit.keyring import KeyRing
+from lamina.account.accountants import pooled_epsilon
+from lamina.account.gaussian_rdp import RDP_ORDERS
+from lamina.admit.key_ring import KeyRing
 from lamina.errors import LaminaError
-from lamina.ledger import checkpoint
-from lamina.ledger import leaf as leaves
-from lamina.ledger.amounts import nano
-from lamina.ledger.check import Seen, Trust, verify
-from lamina.ledger.check.attestations import Attestations
-from lamina.ledger.check.columns import Columns, columns, other_kinds
-from lamina.ledger.check.contributions import Contributions
-from lamina.ledger.check.keys import Keys
-from lamina.ledger.check.policy import PolicyInForce
-from lamina.ledger.check.problem import Bad
-from lamina.ledger.check.tallies import Tallies
-from lamina.ledger.note import NoteKey
+from lamina.ledger import records as leaves
+from lamina.ledger import signed_checkpoint
+from lamina.ledger.governance_records import PolicyChange, Preset, Withdrawal, WithdrawalReason, policy_record_digest
 from lamina.ledger.records import (
-    Account,
-    Admitted,
-    Charge,
+    ContributionRecord,
+    ContributionTerms,
     Epoch,
-    Outcome,
-    PolicyChange,
-    Preset,
-    Reason,
-    Terms,
-    Withdrawal,
-    in_force,
+    EpochAccount,
+    EpochCharge,
+    SegmentOutcome,
 )
 from lamina.ledger.retention import Retention
-from lamina.ledger.spend import Spending, due, signed_spend, whole
-from lamina.plan.injection import Form, Injection
-from lamina.plan.rules import FollowBudget, FollowEnergy
-from lamina.plan.step import StepPlan
+from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.signed_checkpoint import NoteKey
+from lamina.ledger.spending import Spending, planned_charges, signed_spend, whole_plan_charges
+from lamina.ledger.verify.contribution_checks import (
+    AttestationChecks,
+    ContributionChecks,
+    ContributionColumns,
+    other_kinds,
+    read_columns,
+)
+from lamina.ledger.verify.replay_state import KnownCheckpoint, PolicyInForce, ReplayedKeys, Trust, VerificationStopped
+from lamina.ledger.verify.tree_checks import AggregateTallies
+from lamina.ledger.verify.verifier import verify
+from lamina.plan.rules import FollowBudget, FollowEnergy, Injection, InjectionForm
+from lamina.plan.step_plan import StepPlan
 from refusals import raises_code
 
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
@@ -156,11 +142,9 @@ def test_a_ledger_of_many_leaves_is_pruned_down_to_its_tiles(tmp_path: Path) -> 
     with create_plain(path, clock) as ledger:
         signed = [ledger.checkpoint()]
         for first, stop in ((1, 300), (300, 1100), (1100, 1153)):
-            ledger.append(
-                [admitted(n) for n in range(first, stop)], [attestation(n) for n in range(first, stop)]
-            )
+            ledger.append([admitted(n) for n in range(first, stop)], [attestation(n) for n in range(first, stop)])
             signed.append(ledger.checkpoint())
-        ledger.append([Withdrawal(target=17, reason=Reason.REQUEST)])
+        ledger.append([Withdrawal(target=17, reason=WithdrawalReason.REQUEST)])
         signed.append(ledger.checkpoint())
         before = verify(path, trust=MINE, seen=signed, signatures=False)
         assert before.problem is None
@@ -173,7 +157,7 @@ def test_a_ledger_of_many_leaves_is_pruned_down_to_its_tiles(tmp_path: Path) -> 
     assert found.problem is None
     assert found.counts["pruned"] == 1152
     # Somebody shows a checkpoint of a size at which nothing was ever signed here.
-    strange = Seen.parse(signed[2].replace("\n1100\n", "\n700\n"))
+    strange = KnownCheckpoint.parse(signed[2].replace("\n1100\n", "\n700\n"))
     found = verify(path, seen=[strange])
     assert found.problem is not None
     assert found.problem.kind == "seen"
@@ -198,15 +182,13 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
         "        if name.split('.')[0] == 'torch':\n"
         "            raise ImportError('there is no torch here')\n"
         "sys.meta_path.insert(0, NoTorch())\n"
-        "from lamina.ledger.check import verify\n"
-        "from lamina.ledger import find, inbox, show, trace, withdrawals, retention\n"
+        "from lamina.ledger.verify import verify\n"
+        "from lamina.ledger import contribution_trace, reader, retention, show, withdrawal\n"
         f"found = verify({str(tmp_path / 'a.db')!r})\n"
         "assert found.verified, found.problem\n"
         "print(found.spends)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
 
 
@@ -268,20 +250,20 @@ def some_leaves(seed: int, count: int) -> list[bytes]:
     """Contributions as varied as they come: widths of numbers, terms, anchors, subjects, keys."""
     draw = random.Random(seed)
     terms = [
-        USUAL, STRICT, OPEN, Terms("clinical", "ecg", 1_000_000, 1_000_000),
-        Terms("clinical", "eeg", 999, 5), Terms("unheard-of", "ecg", 10**9, 10**9),
+        USUAL, STRICT, OPEN, ContributionTerms("clinical", "ecg", 1_000_000, 1_000_000),
+        ContributionTerms("clinical", "eeg", 999, 5), ContributionTerms("unheard-of", "ecg", 10**9, 10**9),
     ]  # fmt: skip
     made = []
     for at in range(count):
         begin, end = sorted(draw.sample([0, 5, 300, 70_000, START - 500, START + 500, 2**33, 10**11], 2))
-        record = Admitted(
+        record = ContributionRecord(
             descriptor=draw.randbytes(32), attestation=draw.randbytes(32),
             key=draw.choice([ALICE, BOB, AUDITOR]).public.id, not_before=begin, expires=end,
             terms=draw.choice(terms), anchor=draw.choice([None, draw.randbytes(32)]),
             subject=draw.choice([None, draw.randbytes(32)]),
         )  # fmt: skip
         time = draw.choice([0, 23, 24, 255, 256, 65_535, 65_536, START, START + at, 2**33])
-        made.append(leaves.encode(record, draw.choice([at, at, at, 2**40, 7]), time, draw.choice([0, 0, 24])))
+        made.append(leaves.encode_leaf(record, draw.choice([at, at, at, 2**40, 7]), time, draw.choice([0, 0, 24])))
     return made
 
 
@@ -291,17 +273,17 @@ def test_columns_say_what_the_strict_reader_says(seed: int, few: int) -> None:
     block = some_leaves(seed, few)
     block *= 3  # so that there are groups
     seen: set[int] = set()
-    for group in columns(block):
-        rows = group.rows if isinstance(group, Columns) else group
+    for group in read_columns(block):
+        rows = group.rows if isinstance(group, ContributionColumns) else group
         assert seen.isdisjoint(rows.tolist())
         seen.update(rows.tolist())
-        if not isinstance(group, Columns):
+        if not isinstance(group, ContributionColumns):
             continue
         assert group.rows.tolist() == sorted(group.rows.tolist())
         for at, row in enumerate(rows.tolist()):
-            found = leaves.decode(block[row])
+            found = leaves.decode_leaf(block[row])
             record = found.record
-            assert isinstance(record, Admitted)
+            assert isinstance(record, ContributionRecord)
             numbers = (group.seq, group.time, group.epoch, group.not_before, group.expires)
             assert [int(column[at]) for column in numbers] == [
                 found.seq, found.time, found.epoch, record.not_before, record.expires,
@@ -317,36 +299,34 @@ def test_columns_say_what_the_strict_reader_says(seed: int, few: int) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 10**6), at=st.integers(0, 39), position=st.integers(0, 400), value=st.integers(0, 255)
-)
-def test_columns_read_nothing_that_the_strict_reader_refuses(
-    seed: int, at: int, position: int, value: int
-) -> None:
+@given(seed=st.integers(0, 10**6), at=st.integers(0, 39), position=st.integers(0, 400), value=st.integers(0, 255))
+def test_columns_read_nothing_that_the_strict_reader_refuses(seed: int, at: int, position: int, value: int) -> None:
     """Any byte of any leaf is changed: it is in no group, or it is still a leaf, and the group says what it says."""
-    made = leaves.encode(admitted(seed), 70_000, START, 0)
+    made = leaves.encode_leaf(admitted(seed), 70_000, START, 0)
     block = [made[:20] + bytes([k]) + made[21:] for k in range(40)]  # differ in their descriptors only
     data = bytearray(block[at])
     data[position % len(data)] = value
     block[at] = bytes(data)
     try:
-        real: Admitted | None = leaves.decode(block[at]).record  # type: ignore[assignment]
+        real: ContributionRecord | None = leaves.decode_leaf(block[at]).record  # type: ignore[assignment]
     except LaminaError:
         real = None
     if other_kinds(block):
         return  # it is none of ours any more
-    for group in columns(block):
-        if isinstance(group, Columns) and at in group.rows.tolist():
+    for group in read_columns(block):
+        if isinstance(group, ContributionColumns) and at in group.rows.tolist():
             place = group.rows.tolist().index(at)
             assert real is not None
             assert int(group.expires[place]) == real.expires
             assert group.terms == real.terms
 
 
-def checker(signatures: bool = False) -> Contributions:
+def checker(signatures: bool = False) -> ContributionChecks:
     opened = full()
-    keys, policy = Keys(opened), PolicyInForce(opened)
-    return Contributions(policy, keys, Attestations(ORIGIN, keys) if signatures else None, Tallies({}))
+    keys, policy = ReplayedKeys(opened), PolicyInForce(opened)
+    return ContributionChecks(
+        policy, keys, AttestationChecks(ORIGIN, keys) if signatures else None, AggregateTallies({})
+    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -358,10 +338,10 @@ def test_a_block_finds_what_one_by_one_finds(seed: int, first: int, time: int) -
     def one_by_one() -> str | None:
         before, alone = time, checker()
         for row, data in enumerate(block):
-            found = leaves.decode(data)
+            found = leaves.decode_leaf(data)
             try:
                 alone.check(found, first + row, before, 0)
-            except Bad as error:
+            except VerificationStopped as error:
                 return str(error)
             before = found.time
         return None
@@ -369,7 +349,7 @@ def test_a_block_finds_what_one_by_one_finds(seed: int, first: int, time: int) -
     def at_once() -> str | None:
         try:
             checker().block(first, block, time, 0, {})
-        except Bad as error:
+        except VerificationStopped as error:
             return str(error)
         return None
 
@@ -455,7 +435,7 @@ def test_what_a_ledger_states_is_what_another_accountant_finds(tmp_path: Path) -
     assert isinstance(last, Epoch)
     steps = {4.0: 10 + 30, 5.0: 10}  # run one: 10, then 10 given up, 10 again, 10; run two: 10
     for account, scale in zip(last.accounts, (0.5, 1.0), strict=True):
-        accountant = dp_accounting.rdp.RdpAccountant(orders=ORDERS)
+        accountant = dp_accounting.rdp.RdpAccountant(orders=RDP_ORDERS)
         for sigma, count in steps.items():
             step = dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(sigma / scale))
             accountant.compose(dp_accounting.SelfComposedDpEvent(step, count))
@@ -464,7 +444,7 @@ def test_what_a_ledger_states_is_what_another_accountant_finds(tmp_path: Path) -
 
 def test_the_state_of_the_accountant_is_of_its_charges_alone() -> None:
     one, two = Spending(full()), Spending(full())
-    charge = Charge(sigma=4.0, rate=0.02, steps=10)
+    charge = EpochCharge(sigma=4.0, rate=0.02, steps=10)
     one.charge(("clinical", 1, 1), [charge, charge])
     two.charge(("clinical", 1, 1), [dataclasses.replace(charge, steps=20)])
     assert one.state() == two.state()
@@ -472,7 +452,7 @@ def test_the_state_of_the_accountant_is_of_its_charges_alone() -> None:
     tried.charge(("clinical", 1, 1), [charge])
     assert tried.state() != two.state() == one.state()
     assert one.epsilon(("clinical", 1, 1), [charge]) == tried.epsilon(("clinical", 1, 1))
-    assert one.spend(("clinical", 1, 1)) == nano(one.epsilon(("clinical", 1, 1)))
+    assert one.spend(("clinical", 1, 1)) == nano_epsilon(one.epsilon(("clinical", 1, 1)))
     assert one.bounds() == [("clinical", 1, 1)]
 
 
@@ -494,7 +474,7 @@ def test_noise_that_follows_its_budget_is_charged_as_a_whole(tmp_path: Path) -> 
     story = begin(path, accountant="rdp")
     story.admit([contribution(1)])
     used = followed()
-    charges = whole(used, "clinical", 1.0)
+    charges = whole_plan_charges(used, "clinical", 1.0)
     assert [(c.steps, c.order) for c in charges] == [(100, 16.0)]
     first = _epoch(story, used, 0, charges)
     second = _epoch(story, used, 1, ())
@@ -502,12 +482,8 @@ def test_noise_that_follows_its_budget_is_charged_as_a_whole(tmp_path: Path) -> 
     story.ledger.close()
     assert verify(path).problem is None
     # Less than the whole of it is less than was spent.
-    for changes in (
-        (),
-        (dataclasses.replace(charges[0], steps=99),),
-        (dataclasses.replace(charges[0], order=None),),
-    ):
-        record = leaves.decode(leaf(path, first)).record
+    for changes in ((), (dataclasses.replace(charges[0], steps=99),), (dataclasses.replace(charges[0], order=None),)):
+        record = leaves.decode_leaf(leaf(path, first)).record
         assert isinstance(record, Epoch)
         accounts = (dataclasses.replace(record.accounts[0], charges=changes),)
         shutil.copy(path, tmp_path / "b.db")
@@ -518,20 +494,14 @@ def test_noise_that_follows_its_budget_is_charged_as_a_whole(tmp_path: Path) -> 
     assert second == first + 1
 
 
-def _epoch(story: Story, used: StepPlan, index: int, charges: tuple[Charge, ...], **changes: object) -> int:
+def _epoch(story: Story, used: StepPlan, index: int, charges: tuple[EpochCharge, ...], **changes: object) -> int:
     story.spending.charge(("clinical", 0, 0), charges)
     made = Epoch(
         run=RUNS[0],
         segments=(dataclasses.replace(segment(index, read=story.ledger.size), **changes),),  # type: ignore[arg-type]
         plan=used.digest(),
         variance=tuple(s * s for s in used.noise),
-        accounts=(
-            Account(
-                cls="clinical",
-                charges=charges,
-                spend=story.spending.spend(("clinical", 0, 0)),
-            ),
-        ),
+        accounts=(EpochAccount(cls="clinical", charges=charges, spend=story.spending.spend(("clinical", 0, 0))),),
         state=story.spending.state(),
     )
     return story.ledger.append([made], [used.to_cbor()])[0]
@@ -542,19 +512,19 @@ def test_raw_noise_with_a_cap_is_charged_for_every_attempt(tmp_path: Path) -> No
     path = str(tmp_path / "a.db")
     story = begin(path, accountant="gaussian", presets=_loose())
     story.admit([contribution(1)])
-    used = plan(injection=Injection(form=Form.RAW, occurrences=15), noise=(0.0, 0.0, 20.0, 20.0))
+    used = plan(injection=Injection(form=InjectionForm.RAW, occurrences=15), noise=(0.0, 0.0, 20.0, 20.0))
 
-    def events(count: int) -> tuple[Charge, ...]:
-        return (Charge(sigma=used.sigma("clinical"), rate=1.0, steps=count),) if count else ()
+    def events(count: int) -> tuple[EpochCharge, ...]:
+        return (EpochCharge(sigma=used.sigma("clinical"), rate=1.0, steps=count),) if count else ()
 
     _epoch(story, used, 0, events(10))
     _epoch(story, used, 1, events(5))  # the cap is reached
-    _epoch(story, used, 2, (), outcome=Outcome.ABANDONED)  # whoever was in it was counted on
+    _epoch(story, used, 2, (), outcome=SegmentOutcome.ABANDONED)  # whoever was in it was counted on
     third = _epoch(story, used, 2, events(10), generation=1)
     story.sign()
     story.ledger.close()
     assert verify(path).problem is None
-    record = leaves.decode(leaf(path, third)).record
+    record = leaves.decode_leaf(leaf(path, third)).record
     assert isinstance(record, Epoch)
     rewritten(path, replacing(third, accounts=(dataclasses.replace(record.accounts[0], charges=events(9)),)))
     found = verify(path).problem
@@ -564,9 +534,7 @@ def test_raw_noise_with_a_cap_is_charged_for_every_attempt(tmp_path: Path) -> No
 
 def _loose() -> tuple[Preset, ...]:
     return (
-        Preset(
-            cls="clinical", clip_norm=1_000_000, noise_multiplier=500_000, profile="top=0.5", population=1000
-        ),
+        Preset(cls="clinical", clip_norm=1_000_000, noise_multiplier=500_000, profile="top=0.5", population=1000),
         Preset(cls="open", clip_norm=0, noise_multiplier=0, public=True, profile="all"),
     )
 
@@ -594,10 +562,10 @@ def test_a_class_account_is_held_to_the_class(tmp_path: Path) -> None:
     loud = plan(3000, noise=(0.0, 0.0, 1.0, 1.0))
     for steps, good in ((300, True), (2900, False)):
         story = begin(str(tmp_path / f"{steps}.db"))
-        charges = due(loud, "clinical", 1.0, [segment(0, read=1, length=steps)])
+        charges = planned_charges(loud, "clinical", 1.0, [segment(0, read=1, length=steps)])
         story.spending.charge(("clinical", 0, 0), charges)
         spend = story.spending.spend(("clinical", 0, 0))
-        account = Account(cls="clinical", charges=charges, spend=spend)
+        account = EpochAccount(cls="clinical", charges=charges, spend=spend)
         made = Epoch(
             run=RUNS[0], segments=(segment(0, read=1, length=steps),), plan=loud.digest(),
             variance=tuple(s * s for s in loud.noise), accounts=(account,), state=story.spending.state(),
@@ -611,12 +579,14 @@ def test_a_class_account_is_held_to_the_class(tmp_path: Path) -> None:
 def test_several_charges_have_one_price() -> None:
     """Composed, not added: however a schedule was cut, it costs the same."""
     cut = {(4.0, 0.02, 0.0): 30}
-    assert pooled(cut, delta=1e-5, name="rdp") < 3 * pooled({(4.0, 0.02, 0.0): 10}, delta=1e-5, name="rdp")
-    assert pooled({(4.0, 0.02, 16.0): 30}, delta=1e-5, name="zcdp") == math.inf
-    assert pooled({(4.0, 0.02, 16.0): 30}, delta=1e-5, name="rdp@16") == pytest.approx(
-        pooled(cut, delta=1e-5, name="rdp@16"), rel=1e-9
+    assert pooled_epsilon(cut, delta=1e-5, name="rdp") < 3 * pooled_epsilon(
+        {(4.0, 0.02, 0.0): 10}, delta=1e-5, name="rdp"
     )
-    assert pooled({}, delta=1e-5, name="pld") == 0
+    assert pooled_epsilon({(4.0, 0.02, 16.0): 30}, delta=1e-5, name="zcdp") == math.inf
+    assert pooled_epsilon({(4.0, 0.02, 16.0): 30}, delta=1e-5, name="rdp@16") == pytest.approx(
+        pooled_epsilon(cut, delta=1e-5, name="rdp@16"), rel=1e-9
+    )
+    assert pooled_epsilon({}, delta=1e-5, name="pld") == 0
 
 
 # ------------------------------------------------------------------------------ the rest
@@ -627,7 +597,7 @@ def test_a_stricter_policy_binds_whoever_comes_later(tmp_path: Path) -> None:
     story = begin(path)
     story.admit([contribution(1), contribution(2, terms=STRICT)])
     doubled = tuple(dataclasses.replace(each, noise_multiplier=2 * each.noise_multiplier) for each in PRESETS)
-    previous = in_force(story.ledger.header)
+    previous = policy_record_digest(story.ledger.header)
     story.ledger.append([PolicyChange(floors=FLOORS, presets=doubled, policy=digest("p"), previous=previous)])
     story.admit([contribution(3, terms=STRICT)])
     story.sign()
@@ -665,7 +635,7 @@ def test_a_witness_is_heard_once_it_is_asked_for(tmp_path: Path) -> None:
     path = str(tmp_path / "a.db")
     story = begin(path, witnesses=1)
     assert not verify(path).verified
-    story.ledger.cosigned(checkpoint.cosign(story.sign(), WITNESS, START, "witness.example"))
+    story.ledger.cosigned(signed_checkpoint.add_cosignature(story.sign(), WITNESS, START, "witness.example"))
     assert verify(path).verified
 
 
@@ -673,14 +643,11 @@ def test_the_first_of_several_problems_is_named(tmp_path: Path) -> None:
     path = str(tmp_path / "a.db")
     story = build(path, prune=False)
     story.ledger.close()
-    again = leaves.decode(leaf(path, 47)).record
+    again = leaves.decode_leaf(leaf(path, 47)).record
     rewritten(path, appended(again))
-    spent = leaves.decode(leaf(path, story.at["redone"])).record
+    spent = leaves.decode_leaf(leaf(path, story.at["redone"])).record
     assert isinstance(spent, Epoch)
-    wrong = (
-        spent.accounts[0],
-        dataclasses.replace(spent.accounts[1], spend=spent.accounts[1].spend - 99_999),
-    )
+    wrong = (spent.accounts[0], dataclasses.replace(spent.accounts[1], spend=spent.accounts[1].spend - 99_999))
     rewritten(path, replacing(story.at["redone"], accounts=wrong))
     sql(path, "DELETE FROM leaf WHERE seq = 50")
     found = verify(path, signatures=False).problem

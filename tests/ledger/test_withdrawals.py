@@ -14,14 +14,12 @@ import pytest
 from build import ALICE, BOB, RUNS, STRICT, USUAL, Story, begin, contribution, segment
 from making import LEDGER, Clock, digest
 
-from lamina.ledger import inbox as boxes
-from lamina.ledger.check import verify
-from lamina.ledger.errors import LedgerError
-from lamina.ledger.inbox import Inbox
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.records import Effect, Reason, Withdrawal
-from lamina.ledger.store.errors import StoreError
-from lamina.ledger.withdrawals import effect_of, reason_of, withdraw
+from lamina.errors import LedgerError, StoreError
+from lamina.ledger import withdrawal as boxes
+from lamina.ledger.governance_records import Withdrawal, WithdrawalEffect, WithdrawalReason
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.withdrawal import WithdrawalInbox, parse_effect, parse_reason, withdraw
+from lamina.ledger.writer import Ledger
 from refusals import raises_code
 
 
@@ -44,15 +42,15 @@ def named(story: Story, number: int) -> str:
 
 def test_by_hand(story: Story) -> None:
     ledger, size = story.ledger, story.ledger.size
-    before = [data for _, data in ledger.raws()]
+    before = [data for _, data in ledger.raw_leaves()]
     (found,) = withdraw(
-        ledger, named(story, 1), Reason.CONSENT, effect=Effect.ABANDON, request=digest("request")
+        ledger, named(story, 1), WithdrawalReason.CONSENT, effect=WithdrawalEffect.ABANDON, request=digest("request")
     )
     assert (found.leaf.seq, found.again) == (size, False)
     record = ledger.leaf(size).record
-    assert record == Withdrawal(target=story.at["first"] + 1, reason=Reason.CONSENT, effect=Effect.ABANDON,
+    assert record == Withdrawal(target=story.at["first"] + 1, reason=WithdrawalReason.CONSENT, effect=WithdrawalEffect.ABANDON,
                                 request=digest("request"))  # fmt: skip
-    assert [data for _, data in ledger.raws()][:size] == before  # nothing is erased
+    assert [data for _, data in ledger.raw_leaves()][:size] == before  # nothing is erased
     assert found.lost.spend == story.spending.spend(USUAL.bound)  # reconciled
     told = found.to_dict()
     assert (told["reason"], told["effect"], told["epochs"]) == ("consent", "abandon", 1)
@@ -64,9 +62,9 @@ def test_by_hand(story: Story) -> None:
 
 def test_again_changes_nothing(story: Story) -> None:
     ledger = story.ledger
-    (first,) = withdraw(ledger, named(story, 1), Reason.CONSENT)
+    (first,) = withdraw(ledger, named(story, 1), WithdrawalReason.CONSENT)
     size, root = ledger.size, ledger.root
-    for reason in (Reason.CONSENT, Reason.LEGAL):
+    for reason in (WithdrawalReason.CONSENT, WithdrawalReason.LEGAL):
         (again,) = withdraw(ledger, named(story, 1), reason)
         assert (again.leaf.seq, again.again) == (first.leaf.seq, True)
     assert (ledger.size, ledger.root) == (size, root)
@@ -75,26 +73,26 @@ def test_again_changes_nothing(story: Story) -> None:
 
 def test_all_that_share_an_anchor(story: Story) -> None:
     ledger = story.ledger
-    withdraw(ledger, str(story.at["first"] + 4), Reason.DATA)
-    found = withdraw(ledger, digest("anchor").hex(), Reason.REQUEST)
+    withdraw(ledger, str(story.at["first"] + 4), WithdrawalReason.DATA)
+    found = withdraw(ledger, digest("anchor").hex(), WithdrawalReason.REQUEST)
     assert [each.again for each in found] == [True, False]
     assert ledger.withdrawals().keys() == {story.at["first"] + 4, story.at["first"] + 5}
 
 
 def test_the_next_segment_is_without_it(story: Story) -> None:
     ledger = story.ledger
-    (found,) = withdraw(ledger, named(story, 0), Reason.REQUEST)
+    (found,) = withdraw(ledger, named(story, 0), WithdrawalReason.REQUEST)
     story.epoch(RUNS[0], [segment(1, read=ledger.size)])
     story.sign()
     assert verify(ledger.store).verified
-    (after,) = withdraw(ledger, named(story, 0), Reason.REQUEST)
+    (after,) = withdraw(ledger, named(story, 0), WithdrawalReason.REQUEST)
     assert after.lost == found.lost
     assert after.lost.epochs == 1
 
 
 def test_without_a_key_it_is_signed_later(story: Story, where: str) -> None:
     with Ledger.open(where, clock=story.clock) as ledger:
-        withdraw(ledger, named(story, 0), Reason.REQUEST)
+        withdraw(ledger, named(story, 0), WithdrawalReason.REQUEST)
         found = verify(ledger.store)
     assert found.verified
     assert found.signed == found.size - 1
@@ -103,17 +101,17 @@ def test_without_a_key_it_is_signed_later(story: Story, where: str) -> None:
 def test_nobody_to_withdraw(story: Story) -> None:
     for name in (digest("nobody").hex(), "0", "999", "nonsense"):
         with pytest.raises(LedgerError):
-            withdraw(story.ledger, name, Reason.REQUEST)
+            withdraw(story.ledger, name, WithdrawalReason.REQUEST)
     assert story.ledger.withdrawals() == {}
 
 
 def test_reasons_are_an_enumeration() -> None:
-    assert reason_of("consent") is Reason.CONSENT
-    assert effect_of("abandon") is Effect.ABANDON
+    assert parse_reason("consent") is WithdrawalReason.CONSENT
+    assert parse_effect("abandon") is WithdrawalEffect.ABANDON
     with raises_code("ledger.no-reason-withdraw"):
-        reason_of("because")
+        parse_reason("because")
     with raises_code("ledger.no-effect-withdrawal"):
-        effect_of("erase")
+        parse_effect("erase")
 
 
 # ------------------------------------------------------------------------------ a folder
@@ -143,14 +141,14 @@ def test_files_become_records_once(story: Story, folder: Path) -> None:
                            "request": digest("request").hex()})  # fmt: skip
     put(folder, "notes.txt", "not for us")
     put(folder, ".hidden.json", "{}")
-    box = Inbox(story.ledger, folder)
+    box = WithdrawalInbox(story.ledger, folder)
     taken = list(box.take())
     assert [each.name for each in taken] == ["a.json", "b.json"]
     assert names(folder) == [".hidden.json", "notes.txt"]
     assert names(folder / "done") == ["a.answer.json", "a.json", "b.answer.json", "b.json"]
     assert names(folder / "refused") == []
     first = story.ledger.leaf(taken[0].withdrawn[0].leaf.seq).record
-    assert first == Withdrawal(target=story.at["first"], reason=Reason.LEGAL, effect=Effect.ABANDON,
+    assert first == Withdrawal(target=story.at["first"], reason=WithdrawalReason.LEGAL, effect=WithdrawalEffect.ABANDON,
                                request=digest("request"))  # fmt: skip
     answer = json.loads((folder / "done" / "a.answer.json").read_text())
     assert answer["withdrawn"][0]["index"] == taken[0].withdrawn[0].leaf.seq
@@ -186,12 +184,10 @@ def test_files_become_records_once(story: Story, folder: Path) -> None:
         ("[" * 5_000, "not JSON"),
     ],
 )
-def test_bad_files_are_moved_aside_with_a_reason(
-    story: Story, folder: Path, content: object, reason: str
-) -> None:
+def test_bad_files_are_moved_aside_with_a_reason(story: Story, folder: Path, content: object, reason: str) -> None:
     put(folder, "a.json", content)
     put(folder, "z.json", {"withdraw": named(story, 0), "reason": "consent"})
-    taken = list(Inbox(story.ledger, folder).take())
+    taken = list(WithdrawalInbox(story.ledger, folder).take())
     assert reason in taken[0].refused
     assert not taken[1].refused  # one bad file stops no other
     assert names(folder) == []
@@ -204,7 +200,7 @@ def test_links_and_folders_are_not_followed(story: Story, folder: Path, tmp_path
     (folder / "link.json").symlink_to(secret)
     (folder / "folder.json").mkdir()
     os.mkfifo(folder / "pipe.json")
-    taken = list(Inbox(story.ledger, folder).take())
+    taken = list(WithdrawalInbox(story.ledger, folder).take())
     assert [("no plain file" in each.refused) for each in taken] == [True, True, True]
     assert story.ledger.withdrawals() == {}
     assert secret.exists()
@@ -212,15 +208,13 @@ def test_links_and_folders_are_not_followed(story: Story, folder: Path, tmp_path
 
 def test_a_file_that_is_still_written_is_left_alone(story: Story, folder: Path) -> None:
     put(folder, "a.json", '{"withdraw": "', age=0.0)
-    assert list(Inbox(story.ledger, folder).take()) == []
+    assert list(WithdrawalInbox(story.ledger, folder).take()) == []
     assert names(folder) == ["a.json"]
     put(folder, "a.json", {"withdraw": named(story, 0), "reason": "consent"}, age=0.0)
-    assert len(list(Inbox(story.ledger, folder).take())) == 1
+    assert len(list(WithdrawalInbox(story.ledger, folder).take())) == 1
 
 
-def test_trouble_with_the_ledger_leaves_the_files(
-    story: Story, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trouble_with_the_ledger_leaves_the_files(story: Story, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(folder, "a.json", {"withdraw": named(story, 0), "reason": "consent"})
 
     def full(*_: object, **__: object) -> None:
@@ -228,10 +222,10 @@ def test_trouble_with_the_ledger_leaves_the_files(
 
     monkeypatch.setattr(boxes, "withdraw", full)
     with pytest.raises(StoreError):
-        list(Inbox(story.ledger, folder).take())
+        list(WithdrawalInbox(story.ledger, folder).take())
     assert names(folder) == ["a.json"]
     monkeypatch.undo()
-    assert len(list(Inbox(story.ledger, folder).take())) == 1
+    assert len(list(WithdrawalInbox(story.ledger, folder).take())) == 1
 
 
 def test_a_kill_between_record_and_move(story: Story, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,15 +236,15 @@ def test_a_kill_between_record_and_move(story: Story, folder: Path, monkeypatch:
 
     for place in ("replace", "rename"):
         if place == "replace":
-            monkeypatch.setattr(boxes.files, "replace", killed)
+            monkeypatch.setattr(boxes.keys, "replace_file", killed)
         else:
             monkeypatch.setattr(boxes.os, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
-            list(Inbox(story.ledger, folder).take())
+            list(WithdrawalInbox(story.ledger, folder).take())
         monkeypatch.undo()
         assert names(folder) == ["a.json"]
     size = story.ledger.size
-    (taken,) = Inbox(story.ledger, folder).take()
+    (taken,) = WithdrawalInbox(story.ledger, folder).take()
     assert taken.withdrawn[0].again
     assert story.ledger.size == size
     assert names(folder / "done") == ["a.answer.json", "a.json"]
@@ -259,7 +253,7 @@ def test_a_kill_between_record_and_move(story: Story, folder: Path, monkeypatch:
 def _look(where: str, folder: str) -> None:
     with Ledger.open(where, LEDGER, clock=Clock()) as ledger:
         for _ in range(3):
-            list(Inbox(ledger, folder).take())
+            list(WithdrawalInbox(ledger, folder).take())
 
 
 def _folder_of_thirty(where: str, folder: Path) -> None:
@@ -305,4 +299,4 @@ def test_two_processes_look_into_one_folder(where: str, folder: Path) -> None:
 
 def test_a_folder_that_is_not_there(story: Story, tmp_path: Path) -> None:
     with raises_code("ledger.no-folder"):
-        Inbox(story.ledger, tmp_path / "nowhere")
+        WithdrawalInbox(story.ledger, tmp_path / "nowhere")

@@ -11,13 +11,23 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.admit.key import PrivateKey
-from lamina.ledger.checkpoint import Checkpoint, parse
-from lamina.ledger.errors import LedgerError, NotVerified
-from lamina.ledger.note import Note, NoteKey, Signature, sign
-from lamina.ledger.observer import Observer
-from lamina.ledger.tree import Frontier, consistency, leaf_hash, node_hash
-from lamina.ledger.witness import SKEW, WitnessKey, WitnessPolicy, cosign, cosigned_at
+from lamina.admit.keys import PrivateKey
+from lamina.errors import LedgerError, NotVerified
+from lamina.ledger.merkle import Frontier, consistency_proof, leaf_hash, node_hash
+from lamina.ledger.signed_checkpoint import (
+    COSIGNATURE_SKEW,
+    LedgerCheckpoint,
+    Note,
+    NoteKey,
+    NoteSignature,
+    Witness,
+    WitnessKey,
+    WitnessQuorum,
+    cosignature_time,
+    make_cosignature,
+    parse_checkpoint,
+    sign_note,
+)
 from refusals import raises_code
 
 ORIGIN = "example.org/ledger"
@@ -31,12 +41,12 @@ def private(seed: int) -> PrivateKey:
 KEY = private(1)
 WITNESSES = [private(seed) for seed in (11, 12, 13)]
 KEYS = tuple(WitnessKey(f"w{n}.example", key.public) for n, key in enumerate(WITNESSES))
-TEXT = Checkpoint(ORIGIN, 1, leaf_hash(b"only")).text()
-NOTE = sign(TEXT, ORIGIN, KEY)
+TEXT = LedgerCheckpoint(ORIGIN, 1, leaf_hash(b"only")).text()
+NOTE = sign_note(TEXT, ORIGIN, KEY)
 
 
-def signature(n: int, text: str = TEXT, time: int = TIME) -> Signature:
-    return cosign(text, KEYS[n].name, WITNESSES[n], time)
+def signature(n: int, text: str = TEXT, time: int = TIME) -> NoteSignature:
+    return make_cosignature(text, KEYS[n].name, WITNESSES[n], time)
 
 
 def test_a_cosignature_is_what_the_specification_says() -> None:
@@ -46,7 +56,7 @@ def test_a_cosignature_is_what_the_specification_says() -> None:
     assert found.value[:8] == TIME.to_bytes(8, "big") and len(found.value) == 72
     message = f"cosignature/v1\ntime {TIME}\n{TEXT}".encode()
     Ed25519PublicKey.from_public_bytes(x).verify(found.value[8:], message)
-    assert cosigned_at(found) == TIME
+    assert cosignature_time(found) == TIME
     assert base64.b64decode(KEYS[0].text.split("+", 2)[2]) == b"\x04" + x
     assert WitnessKey.parse(KEYS[0].text) == KEYS[0]
 
@@ -57,7 +67,7 @@ def test_the_example_of_the_c2sp_page_is_read() -> None:
         "xUe+mbIUBkBIfZ+qnA==\n"
     )
     (found,) = Note.parse("text\n\n" + line).signatures
-    assert cosigned_at(found) == 1679315147 and len(found.value) == 72
+    assert cosignature_time(found) == 1679315147 and len(found.value) == 72
 
 
 def test_a_key_for_one_kind_is_none_for_the_other() -> None:
@@ -67,7 +77,7 @@ def test_a_key_for_one_kind_is_none_for_the_other() -> None:
         WitnessKey.parse(NoteKey("w0.example", key).text)
     with raises_code("ledger.verifier-key-not"):
         NoteKey.parse(KEYS[0].text)
-    plain = sign(TEXT, "w0.example", WITNESSES[0]).signatures[0]
+    plain = sign_note(TEXT, "w0.example", WITNESSES[0]).signatures[0]
     assert not KEYS[0].holds(TEXT, plain.value)
     assert not NoteKey("w0.example", key).holds(TEXT, signature(0).value)
     assert not NoteKey("w0.example", key).holds(TEXT, signature(0).value[8:])
@@ -76,7 +86,7 @@ def test_a_key_for_one_kind_is_none_for_the_other() -> None:
 @pytest.mark.parametrize("time", [-1, 2**63, 1.5, True, None])
 def test_times_that_are_none_are_not_signed(time: Any) -> None:
     with raises_code("ledger.time-seconds-since"):
-        cosign(TEXT, "w0.example", WITNESSES[0], time)
+        make_cosignature(TEXT, "w0.example", WITNESSES[0], time)
 
 
 def test_a_time_beyond_all_times_is_not_believed() -> None:
@@ -90,8 +100,8 @@ def test_a_time_beyond_all_times_is_not_believed() -> None:
 
 @given(st.sets(st.sampled_from([0, 1, 2])), st.integers(0, 3))
 def test_k_of_n(signed: set[int], quorum: int) -> None:
-    note = NOTE.adding(*(signature(n, time=TIME + n) for n in signed))
-    policy = WitnessPolicy(quorum, KEYS)
+    note = NOTE.with_signatures(*(signature(n, time=TIME + n) for n in signed))
+    policy = WitnessQuorum(quorum, KEYS)
     expected = {f"w{n}.example": TIME + n for n in signed}
     assert policy.cosigned(note) == expected
     if len(signed) >= quorum:
@@ -102,19 +112,17 @@ def test_k_of_n(signed: set[int], quorum: int) -> None:
 
 
 def test_one_witness_counts_once_with_its_latest_time() -> None:
-    twice = Note(
-        TEXT, (*NOTE.signatures, signature(0), signature(0, time=TIME + 9), signature(0, time=TIME + 5))
-    )
-    assert WitnessPolicy(1, KEYS).cosigned(twice) == {"w0.example": TIME + 9}
+    twice = Note(TEXT, (*NOTE.signatures, signature(0), signature(0, time=TIME + 9), signature(0, time=TIME + 5)))
+    assert WitnessQuorum(1, KEYS).cosigned(twice) == {"w0.example": TIME + 9}
     with raises_code("ledger.witnesses-cosigned-checkpoint"):
-        WitnessPolicy(2, KEYS).check(twice)
+        WitnessQuorum(2, KEYS).check(twice)
 
 
 def test_unknown_witnesses_are_passed_over_and_wrong_cosignatures_are_not() -> None:
-    stranger = cosign(TEXT, "w9.example", private(99), TIME)
-    pretender = cosign(TEXT, "w1.example", private(99), TIME)  # the name of a witness, the key of somebody
-    note = NOTE.adding(signature(0), stranger, pretender)
-    assert WitnessPolicy(1, KEYS).check(note) == {"w0.example": TIME}
+    stranger = make_cosignature(TEXT, "w9.example", private(99), TIME)
+    pretender = make_cosignature(TEXT, "w1.example", private(99), TIME)  # the name of a witness, the key of somebody
+    note = NOTE.with_signatures(signature(0), stranger, pretender)
+    assert WitnessQuorum(1, KEYS).check(note) == {"w0.example": TIME}
     for value in (
         signature(1, text=TEXT.replace("1", "2")).value,
         (TIME + 1).to_bytes(8, "big") + signature(1).value[8:],
@@ -122,34 +130,34 @@ def test_unknown_witnesses_are_passed_over_and_wrong_cosignatures_are_not() -> N
         signature(1).value + b"x",
         b"x",
     ):
-        wrong = NOTE.adding(signature(0), Signature("w1.example", KEYS[1].id, value))
+        wrong = NOTE.with_signatures(signature(0), NoteSignature("w1.example", KEYS[1].id, value))
         with raises_code("ledger.cosignature-not-checkpoint"):
-            WitnessPolicy(1, KEYS).check(wrong)
+            WitnessQuorum(1, KEYS).check(wrong)
 
 
 def test_a_cosignature_from_the_future_is_not_believed() -> None:
-    note = NOTE.adding(signature(0))
-    policy = WitnessPolicy(1, KEYS)
-    assert policy.check(note, now=TIME - SKEW) and policy.check(note, now=TIME + 10**9)
+    note = NOTE.with_signatures(signature(0))
+    policy = WitnessQuorum(1, KEYS)
+    assert policy.check(note, now=TIME - COSIGNATURE_SKEW) and policy.check(note, now=TIME + 10**9)
     with raises_code("ledger.cosignature-now"):
-        policy.check(note, now=TIME - SKEW - 1)
+        policy.check(note, now=TIME - COSIGNATURE_SKEW - 1)
 
 
 def test_a_policy_is_written_as_lines_and_read_back() -> None:
-    policy = WitnessPolicy(2, KEYS)
-    assert WitnessPolicy.of(2, policy.keys) == policy
-    assert WitnessPolicy() == WitnessPolicy.of(0, ()) and WitnessPolicy().check(NOTE) == {}
+    policy = WitnessQuorum(2, KEYS)
+    assert WitnessQuorum.of(2, policy.keys) == policy
+    assert WitnessQuorum() == WitnessQuorum.of(0, ()) and WitnessQuorum().check(NOTE) == {}
 
 
 @pytest.mark.parametrize("quorum", [-1, 4, True, 1.0, None])
 def test_quorums_that_cannot_be_met_are_refused(quorum: Any) -> None:
     with raises_code("ledger.quorum-lie-number"):
-        WitnessPolicy(quorum, KEYS)
+        WitnessQuorum(quorum, KEYS)
 
 
 def test_one_key_under_two_names_is_one_witness() -> None:
     with raises_code("ledger.two-witnesses-same"):
-        WitnessPolicy(2, (KEYS[0], WitnessKey("alias.example", KEYS[0].key)))
+        WitnessQuorum(2, (KEYS[0], WitnessKey("alias.example", KEYS[0].key)))
 
 
 # ------------------------------------------------------------------------------------------------------- observer
@@ -168,27 +176,27 @@ class Rows:
     def signed(self, size: int, key: PrivateKey = KEY) -> str:
         frontier = Frontier()
         frontier.extend(self.rows[0][:size])
-        return Checkpoint(ORIGIN, size, frontier.root()).signed(key)
+        return LedgerCheckpoint(ORIGIN, size, frontier.root()).signed(key)
 
 
 HONEST = Rows([b"%d" % n for n in range(20)])
 FORKED = Rows([b"%d" % n if n != 5 else b"another" for n in range(20)])
 
 
-def observer() -> Observer:
-    return Observer("w0.example", WITNESSES[0], {ORIGIN: [NoteKey(ORIGIN, KEY.public)]})
+def observer() -> Witness:
+    return Witness("w0.example", WITNESSES[0], {ORIGIN: [NoteKey(ORIGIN, KEY.public)]})
 
 
 def test_an_observer_follows_a_ledger_that_grows() -> None:
     watch, last = observer(), 0
     for size in (2, 3, 3, 10, 20):
         signed = HONEST.signed(size)
-        found = watch.observe(signed, consistency(HONEST, last, size), TIME + size)
-        assert watch.verifier == KEYS[0] and KEYS[0].holds(parse(signed)[1].text, found.value)
-        assert cosigned_at(found) == TIME + size
+        found = watch.observe(signed, consistency_proof(HONEST, last, size), TIME + size)
+        assert watch.verifier == KEYS[0] and KEYS[0].holds(parse_checkpoint(signed)[1].text, found.value)
+        assert cosignature_time(found) == TIME + size
         assert watch.last(ORIGIN).size == size
         last = size
-    assert parse(watch.seen[ORIGIN])[0].size == 20
+    assert parse_checkpoint(watch.seen[ORIGIN])[0].size == 20
 
 
 def test_an_observer_cosigns_no_fork_no_rollback_and_no_gap() -> None:
@@ -197,38 +205,38 @@ def test_an_observer_cosigns_no_fork_no_rollback_and_no_gap() -> None:
     before = dict(watch.seen)
     for signed, proof, problem in (
         (FORKED.signed(10), [], "ledger.tree-leaves-not"),
-        (FORKED.signed(20), consistency(FORKED, 10, 20), "ledger.tree-leaves-not"),
-        (FORKED.signed(20), consistency(HONEST, 10, 20), "ledger.tree-leaves-not"),
+        (FORKED.signed(20), consistency_proof(FORKED, 10, 20), "ledger.tree-leaves-not"),
+        (FORKED.signed(20), consistency_proof(HONEST, 10, 20), "ledger.tree-leaves-not"),
         (HONEST.signed(20), [], "ledger.tree-leaves-not"),
-        (HONEST.signed(20), consistency(HONEST, 9, 20), "ledger.tree-leaves-not"),
-        (HONEST.signed(8), consistency(HONEST, 8, 10), "ledger.checkpoint-leaves-seen"),
-        (HONEST.signed(20, private(2)), consistency(HONEST, 10, 20), "ledger.note-not-signed"),
+        (HONEST.signed(20), consistency_proof(HONEST, 9, 20), "ledger.tree-leaves-not"),
+        (HONEST.signed(8), consistency_proof(HONEST, 8, 10), "ledger.checkpoint-leaves-seen"),
+        (HONEST.signed(20, private(2)), consistency_proof(HONEST, 10, 20), "ledger.note-not-signed"),
         (
             HONEST.signed(20).replace(ORIGIN, "example.org/other"),
-            consistency(HONEST, 10, 20),
+            consistency_proof(HONEST, 10, 20),
             "ledger.no-ledger-witness",
         ),
     ):
         with raises_code(problem):
             watch.observe(signed, proof, TIME)
         assert watch.seen == before
-    assert watch.observe(HONEST.signed(20), consistency(HONEST, 10, 20), TIME)
+    assert watch.observe(HONEST.signed(20), consistency_proof(HONEST, 10, 20), TIME)
 
 
 def test_a_ledger_with_two_faces_does_not_reach_a_quorum_twice() -> None:
     watches = [
-        Observer(key.name, private_key, {ORIGIN: [NoteKey(ORIGIN, KEY.public)]})
+        Witness(key.name, private_key, {ORIGIN: [NoteKey(ORIGIN, KEY.public)]})
         for key, private_key in zip(KEYS, WITNESSES, strict=True)
     ]
     faces = [HONEST.signed(10), FORKED.signed(10)]
-    notes = [parse(face)[1] for face in faces]
+    notes = [parse_checkpoint(face)[1] for face in faces]
     for watch, shown in zip(watches, (0, 0, 1), strict=True):
         for face in (shown, 1 - shown):
             try:
-                notes[face] = notes[face].adding(watch.observe(faces[face], [], TIME))
+                notes[face] = notes[face].with_signatures(watch.observe(faces[face], [], TIME))
             except NotVerified:
                 assert face != shown
-    policy = WitnessPolicy(2, KEYS)
+    policy = WitnessQuorum(2, KEYS)
     assert len(policy.check(notes[0])) == 2
     with raises_code("ledger.witnesses-cosigned-checkpoint"):
         policy.check(notes[1])

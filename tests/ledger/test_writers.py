@@ -8,12 +8,12 @@ import pytest
 from making import LEDGER, Clock, admitted, create, epoch, reopen
 
 from forks import in_processes
-from lamina.ledger import checkpoint
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.proof import verify_consistency
-from lamina.ledger.records import Admitted
-from lamina.ledger.store.errors import StoreBusy
+from lamina.errors import StoreBusy
+from lamina.ledger import signed_checkpoint
+from lamina.ledger.merkle import verify_consistency
+from lamina.ledger.records import ContributionRecord
 from lamina.ledger.store.sqlite import SqliteStore
+from lamina.ledger.writer import Ledger
 
 BATCHES, EACH = 12, 25
 
@@ -39,14 +39,14 @@ def test_processes_that_append_at_once_make_one_ledger(where: str) -> None:
         records = [leaf.record for leaf in ledger.leaves()]
         assert len(records) == 1 + 10 + 3 * BATCHES * (EACH + 1) == ledger.size
         assert [leaf.seq for leaf in ledger.leaves()] == list(range(ledger.size))
-        found = [record.descriptor for record in records if isinstance(record, Admitted)]
+        found = [record.descriptor for record in records if isinstance(record, ContributionRecord)]
         assert len(set(found)) == len(found) == 10 + 3 * BATCHES * EACH
         numbers = [leaf.epoch for leaf in ledger.leaves()]
         assert numbers == sorted(numbers)
         assert numbers[-1] in (3 * BATCHES, 3 * BATCHES - 1)
         head = ledger.tree()
         for text in ledger.checkpoints():  # every one that was ever signed is the beginning of the head
-            old = checkpoint.parse(text)[0]
+            old = signed_checkpoint.parse_checkpoint(text)[0]
             assert verify_consistency(old.size, head.size, ledger.consistent(old.size), old.root, head.root)
 
 

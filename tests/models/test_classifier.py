@@ -11,7 +11,7 @@ from oracle import agree
 from torch import Tensor, nn
 
 from lamina import Batch, DepthProfile, Engine, LayerStack, Policy, make_plan
-from lamina.models import ClassifierLoss, ResidualClassifier
+from lamina.models.autoencoders import ClassifierLoss, ResidualClassifier
 from refusals import raises_code
 
 LOSS = ClassifierLoss(weight=2.0)
@@ -65,15 +65,7 @@ def test_the_engine_forms_the_clipped_sums_of_the_oracle(restricted: bool) -> No
     x *= torch.linspace(0.3, 3.0, 9)[:, None, None]
     unit = torch.tensor([0, 0, 1, 1, 2, 2, 3, 4, 5])
     cls = torch.tensor([0, 1, 1, 0, 1, 1])
-    agree(
-        model,
-        x,
-        y,
-        losses=losses,
-        clip=[[math.inf] * len(stack), row],
-        public=[0],
-        batch={"unit": unit, "cls": cls},
-    )
+    agree(model, x, y, losses=losses, clip=[[math.inf] * len(stack), row], public=[0], batch={"unit": unit, "cls": cls})
 
 
 def test_a_restricted_class_leaves_the_autoencoder_alone() -> None:
@@ -91,9 +83,7 @@ def test_a_restricted_class_leaves_the_autoencoder_alone() -> None:
     profile = { top = 0.25 }
     """
     model = small()
-    plan = make_plan(
-        LayerStack.from_model(model), Policy.parse(text), batch={"open": 5, "sensitive": 20}, steps=10
-    )
+    plan = make_plan(LayerStack.from_model(model), Policy.parse(text), batch={"open": 5, "sensitive": 20}, steps=10)
     x, y = torch.randn(6, 3, 16), torch.randint(0, 4, (6,))
     with Engine(model, plan) as engine:
         engine.backward(losses(model, x, y), Batch(x, y, cls=torch.ones(6, dtype=torch.long)))

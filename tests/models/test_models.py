@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.models import MLPAutoencoder, ResidualAutoencoder, TransformerAutoencoder
+from lamina.models.autoencoders import MLPAutoencoder, ResidualAutoencoder, TransformerAutoencoder
 from refusals import raises_code
 
 MODELS = {

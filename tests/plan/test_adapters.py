@@ -12,29 +12,22 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.plan import DepthProfile, LayerStack
-from lamina.plan.adapters import VOLATILE, config_digest
+from lamina.plan.adapters import VOLATILE_CONFIG_FIELDS, config_digest
+from lamina.plan.depth_profile import DepthProfile
+from lamina.plan.layer_stack import LayerStack
 from refusals import raises_code
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers as hf
-    from peft import (
-        LoraConfig,
-        PrefixTuningConfig,
-        PromptEncoderConfig,
-        get_peft_model,
-        get_peft_model_state_dict,
-    )
+    from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, get_peft_model, get_peft_model_state_dict
 
 hf.logging.set_verbosity_error()
 
 
 def gpt2() -> Any:
     tokens = {"bos_token_id": 0, "eos_token_id": 1}
-    return hf.GPT2LMHeadModel(
-        hf.GPT2Config(vocab_size=13, n_embd=8, n_layer=2, n_head=2, n_positions=8, **tokens)
-    )
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=13, n_embd=8, n_layer=2, n_head=2, n_positions=8, **tokens))
 
 
 def llama() -> Any:
@@ -57,9 +50,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "lora on llama": (llama, lambda: LoraConfig(r=2, target_modules=["q_proj", "down_proj"])),
     "dora, embedding, saved head": (
         llama,
-        lambda: LoraConfig(
-            r=2, target_modules=["q_proj", "embed_tokens"], use_dora=True, modules_to_save=["lm_head"]
-        ),
+        lambda: LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], use_dora=True, modules_to_save=["lm_head"]),
     ),
     "prefix tuning": (gpt2, lambda: PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),
     "prefix tuning, projected": (
@@ -81,19 +72,16 @@ def test_an_adapter_has_the_tensors_that_peft_saves_for_it(case: str) -> None:
     model = adapted(base(), config())
     model.requires_grad_(True)  # also the base, which the profile must leave alone
     if "prompt" not in case and "prefix" not in case:
-        saved = {
-            value.data_ptr()
-            for value in get_peft_model_state_dict(model, save_embedding_layers=False).values()
-        }
+        saved = {value.data_ptr() for value in get_peft_model_state_dict(model, save_embedding_layers=False).values()}
     else:
         saved = {value.data_ptr() for value in model.prompt_encoder.parameters()}
     stack = LayerStack.from_model(model)
     (adapter,) = stack.adapters
     assert {model.get_parameter(name).data_ptr() for name in adapter.tensors} == saved
     reach = DepthProfile.adapter("default").reach(stack)
-    reached = {
-        name for layer, kept in zip(stack, reach.layers, strict=True) if kept for name in layer.parameters
-    } - {o.tensor for o in reach.openings if not o.ranges}
+    reached = {name for layer, kept in zip(stack, reach.layers, strict=True) if kept for name in layer.parameters} - {
+        o.tensor for o in reach.openings if not o.ranges
+    }
     assert reached == set(adapter.tensors)
     assert reach.words == f"adapter default ({adapter.config[:12]})"
     one = LayerStack.from_model(model, group={"everything": ["*"]})
@@ -180,7 +168,7 @@ def test_what_belongs_to_the_identity_and_what_does_not() -> None:
         assert config_digest(LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **change})) != base
     volatile = {"inference_mode": True, "base_model_name_or_path": "/somewhere/else", "revision": "main"}
     assert config_digest(LoraConfig(r=4, target_modules=["q_proj"], **volatile)) == base
-    assert set(volatile) < set(VOLATILE)
+    assert set(volatile) < set(VOLATILE_CONFIG_FIELDS)
     kept = json.loads(json.dumps({"r": 4, "peft_version": "1.0", "nothing": None}))
     assert config_digest(kept) == config_digest({"r": 4})
     assert config_digest({"scale": float("inf"), "dtype": torch.float16}) != config_digest({"scale": 1.0})
@@ -198,9 +186,9 @@ def test_a_policy_may_pin_the_configuration_and_the_scope() -> None:
     with raises_code("plan.profile-pins-adapter"):
         profile.reach(other)
     free = DepthProfile.adapter("default", scope="ward-7/ecg")
-    assert free.told_by(free.reach(stack).words) and free.told_by(free.reach(other).words)
-    assert not free.told_by(DepthProfile.adapter("default").reach(stack).words)
-    assert not profile.told_by(free.reach(other).words)
+    assert free.described_by(free.reach(stack).words) and free.described_by(free.reach(other).words)
+    assert not free.described_by(DepthProfile.adapter("default").reach(stack).words)
+    assert not profile.described_by(free.reach(other).words)
 
 
 class Odd:

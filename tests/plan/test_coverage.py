@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lamina.plan import LayerStack, PlannedClass, PlannedLayer, StepPlan, check_coverage
+from lamina.plan.coverage import check_coverage
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
 from refusals import raises_code
 
 
@@ -39,10 +41,7 @@ def test_every_tensor_is_sorted() -> None:
     plan = plan_for(model)
     public = PlannedClass(name="open", population=10, sampling_rate=0.5, public=True)
     plan = dataclasses.replace(
-        plan,
-        classes=(*plan.classes, public),
-        clip=((0.0, 0.0, 1.0), (0.0, math.inf, math.inf)),
-        noise=(0.0, 0.0, 1.0),
+        plan, classes=(*plan.classes, public), clip=((0.0, 0.0, 1.0), (0.0, math.inf, math.inf)), noise=(0.0, 0.0, 1.0)
     )
     coverage = check_coverage(model, plan)
     assert coverage.covered == ("2.weight", "2.bias")
@@ -86,9 +85,7 @@ def test_lazy_modules_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "norm",
-    [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.BatchNorm1d(4, affine=False)],
-    ids=lambda m: repr(m)[:14],
+    "norm", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.BatchNorm1d(4, affine=False)], ids=lambda m: repr(m)[:14]
 )
 @pytest.mark.parametrize("frozen", [False, True])
 def test_batch_norm_in_training_mode_is_refused_also_when_frozen(norm: nn.Module, frozen: bool) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lamina.plan import DepthProfile, LayerStack
-from lamina.plan.parts import Part, PartKind
+from lamina.plan.depth_profile import DepthProfile
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.selection import PartKind, TensorPart
 from refusals import raises_code
 
 with warnings.catch_warnings():
@@ -42,9 +43,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.gate = nn.Linear(4, experts)
         self.experts = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(4, 5 if alike or i else 6), nn.Tanh(), nn.Linear(5 if alike or i else 6, 4)
-            )
+            nn.Sequential(nn.Linear(4, 5 if alike or i else 6), nn.Tanh(), nn.Linear(5 if alike or i else 6, 4))
             for i in range(experts)
         )
         self.shared_expert = nn.Linear(4, 4)
@@ -75,7 +74,7 @@ def told_by_list(model: nn.Module, group: str, expert: int) -> Tensor:
     return answer
 
 
-def users(part: Part) -> Iterator[tuple[int, set[int]]]:
+def users(part: TensorPart) -> Iterator[tuple[int, set[int]]]:
     for first, stop, who in part.pieces:
         for place in range(first, stop):
             yield place, set(who)
@@ -83,11 +82,7 @@ def users(part: Part) -> Iterator[tuple[int, set[int]]]:
 
 @pytest.mark.parametrize(
     ("make", "ask", "count"),
-    [
-        (mixtral, told_by_one, 4),
-        (gpt_oss, told_by_one, 8),
-        (lambda: nn.Sequential(Mixture()), told_by_list, 12),
-    ],
+    [(mixtral, told_by_one, 4), (gpt_oss, told_by_one, 8), (lambda: nn.Sequential(Mixture()), told_by_list, 12)],
 )
 def test_a_place_belongs_to_the_expert_that_it_serves(
     make: Callable[[], nn.Module], ask: Callable[[nn.Module, str, int], Tensor], count: int
@@ -126,13 +121,7 @@ def test_the_router_belongs_to_no_expert() -> None:
     names = [layer.name for layer, reached in zip(stack, both.layers, strict=True) if reached]
     assert names == [
         f"model.layers.0.{name}"
-        for name in (
-            "self_attn.q_proj",
-            "self_attn.k_proj",
-            "self_attn.v_proj",
-            "self_attn.o_proj",
-            "mlp.experts",
-        )
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.experts")
     ]
 
 
@@ -144,9 +133,7 @@ def test_an_expert_of_a_list_is_reached_with_its_own_layers() -> None:
         "0.experts.1.0", "0.experts.1.2", "1.experts.0.0", "1.experts.0.2", "1.experts.2.0", "1.experts.2.2",
     ]  # fmt: skip
     block = LayerStack.from_model(nn.Sequential(Mixture()), group={"all of it": ["0"]})
-    (one,) = (
-        o for o in DepthProfile.all().only(experts=[1]).reach(block).openings if "gate.weight" in o.tensor
-    )
+    (one,) = (o for o in DepthProfile.all().only(experts=[1]).reach(block).openings if "gate.weight" in o.tensor)
     assert one.ranges == ()
 
 
@@ -181,10 +168,7 @@ def test_a_model_may_declare_its_experts() -> None:
     model = nn.Sequential(Stack())
     with raises_code("plan.profile-asks-model"):
         DepthProfile.all().only(experts=[0]).reach(LayerStack.from_model(model))
-    for stack in (
-        LayerStack.from_model(model, experts={"0": 3}),
-        LayerStack.from_model(nn.Sequential(Told())),
-    ):
+    for stack in (LayerStack.from_model(model, experts={"0": 3}), LayerStack.from_model(nn.Sequential(Told()))):
         found = {o.tensor: o.ranges for o in DepthProfile.all().only(experts=[0, 1]).reach(stack).openings}
         places = ((0, 2),)
         assert found == {"0.up": places, "0.up_bias": places, "0.down": places, "0.route": ()}
@@ -218,16 +202,12 @@ class StrangeExperts(nn.Module):
 def test_experts_that_are_not_understood_are_refused_where_they_matter() -> None:
     uneven = nn.Sequential(Mixture(alike=False), Mixture())
     stack = LayerStack.from_model(uneven)
-    assert [(entry.module, entry.why) for entry in stack.unread] == [
-        ("0.experts", "its experts are not alike")
-    ]
+    assert [(entry.module, entry.why) for entry in stack.unread] == [("0.experts", "its experts are not alike")]
     with raises_code("plan.profile-reaches-no"):
         DepthProfile.all().only(experts=[0], others=True).reach(stack)
     assert sum(DepthProfile.all().only(experts=[0]).resolve(stack)) == 2
     assert sum(
-        DepthProfile.all()
-        .only(experts=[0], others=True)
-        .resolve(LayerStack.from_model(uneven, experts={"0": 0}))
+        DepthProfile.all().only(experts=[0], others=True).resolve(LayerStack.from_model(uneven, experts={"0": 0}))
     ) == (8 + 2 + 2)
     strange = LayerStack.from_model(nn.Sequential(StrangeExperts(), Mixture()))
     with raises_code("plan.profile-reaches-no"):

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lamina.plan.fix import fix, group_count
-from lamina.plan.hazards import hazards
+from lamina.plan.coverage import find_hazards, fix, group_count
 from refusals import raises_code
 
 
@@ -38,11 +37,9 @@ def test_a_model_is_mended_everywhere_and_the_original_is_untouched() -> None:
     model.stem[1].eval()
     before = copy.deepcopy(model.state_dict())
     fixed, report = fix(model)
-    assert list(hazards(model))
-    assert not list(hazards(fixed))
-    assert {name: v.tolist() for name, v in model.state_dict().items()} == {
-        n: v.tolist() for n, v in before.items()
-    }
+    assert list(find_hazards(model))
+    assert not list(find_hazards(fixed))
+    assert {name: v.tolist() for name, v in model.state_dict().items()} == {n: v.tolist() for n, v in before.items()}
     assert isinstance(fixed, Net)
     assert isinstance(fixed.stem[1], nn.GroupNorm)
     assert torch.equal(fixed.stem[1].weight, model.stem[1].weight)
@@ -157,9 +154,7 @@ def test_what_cannot_be_mended_is_named() -> None:
 
 
 def test_sound_models_are_left_as_they_are() -> None:
-    model = nn.Sequential(
-        nn.Linear(3, 3), nn.LayerNorm(3), nn.Dropout(), nn.InstanceNorm1d(3), nn.ReLU(inplace=True)
-    )
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Dropout(), nn.InstanceNorm1d(3), nn.ReLU(inplace=True))
     fixed, report = fix(model)
     assert repr(fixed) == repr(model)
     assert not report.changes

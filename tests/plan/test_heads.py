@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from lamina.models.transformer import TransformerAutoencoder
-from lamina.plan import DepthProfile, Heads, LayerStack
-from lamina.plan.parts import PartKind
+from lamina.models.autoencoders import TransformerAutoencoder
+from lamina.plan.depth_profile import DepthProfile
+from lamina.plan.heads_experts import Heads
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.selection import PartKind
 from refusals import raises_code
 
 with warnings.catch_warnings():
@@ -29,13 +31,7 @@ IDS = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
 
 
 def llama(**options: Any) -> nn.Module:
-    config = {
-        **SMALL,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "attention_bias": True,
-    }
+    config = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "attention_bias": True}
     return hf.LlamaForCausalLM(hf.LlamaConfig(**{**config, **options}, bos_token_id=0, eos_token_id=1))
 
 
@@ -47,9 +43,7 @@ def gpt2(**options: Any) -> nn.Module:
 
 
 def bert() -> nn.Module:
-    return hf.BertForSequenceClassification(
-        hf.BertConfig(**SMALL, num_attention_heads=3, max_position_embeddings=8)
-    )
+    return hf.BertForSequenceClassification(hf.BertConfig(**SMALL, num_attention_heads=3, max_position_embeddings=8))
 
 
 def vit() -> nn.Module:
@@ -65,9 +59,7 @@ def mixtral() -> nn.Module:
 
 
 def neox() -> nn.Module:
-    return hf.GPTNeoXForCausalLM(
-        hf.GPTNeoXConfig(**SMALL, num_attention_heads=3, bos_token_id=0, eos_token_id=1)
-    )
+    return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**SMALL, num_attention_heads=3, bos_token_id=0, eos_token_id=1))
 
 
 def phi3() -> nn.Module:
@@ -77,9 +69,7 @@ def phi3() -> nn.Module:
 
 def modernbert() -> nn.Module:
     tokens = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 1, "bos_token_id": 0, "eos_token_id": 1}
-    return hf.ModernBertForSequenceClassification(
-        hf.ModernBertConfig(**SMALL, **tokens, num_attention_heads=3)
-    )
+    return hf.ModernBertForSequenceClassification(hf.ModernBertConfig(**SMALL, **tokens, num_attention_heads=3))
 
 
 def qwen3() -> nn.Module:
@@ -93,17 +83,13 @@ def t5() -> nn.Module:
 
 
 def distilbert() -> nn.Module:
-    return hf.DistilBertModel(
-        hf.DistilBertConfig(vocab_size=13, dim=12, hidden_dim=10, n_layers=2, n_heads=3)
-    )
+    return hf.DistilBertModel(hf.DistilBertConfig(vocab_size=13, dim=12, hidden_dim=10, n_layers=2, n_heads=3))
 
 
 def opt() -> nn.Module:
     options = {"ffn_dim": 10, "word_embed_proj_dim": 12, "max_position_embeddings": 8, "pad_token_id": 0}
     del (small := dict(SMALL))["intermediate_size"]
-    return hf.OPTForCausalLM(
-        hf.OPTConfig(**small, **options, num_attention_heads=3, bos_token_id=0, eos_token_id=1)
-    )
+    return hf.OPTForCausalLM(hf.OPTConfig(**small, **options, num_attention_heads=3, bos_token_id=0, eos_token_id=1))
 
 
 def lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
@@ -243,9 +229,7 @@ def alone(model: nn.Module, x: Any, path: str) -> Callable[[], Tensor]:
     """A module of the model, called again and again as the model calls it."""
     calls: list[tuple[Any, Any]] = []
     module = model.get_submodule(path)
-    hook = module.register_forward_pre_hook(
-        lambda m, args, options: calls.append((args, options)), with_kwargs=True
-    )
+    hook = module.register_forward_pre_hook(lambda m, args, options: calls.append((args, options)), with_kwargs=True)
     model(x)
     hook.remove()
     ((args, options),) = calls
@@ -281,9 +265,7 @@ def test_a_place_belongs_to_the_heads_that_it_serves(family: str) -> None:
         for part in parts:
             if part.group != groups[-1] or "original_module" in part.tensor:  # PEFT uses its copy instead
                 continue
-            if (
-                family == "multihead, lora" and "lora" not in part.tensor
-            ):  # PEFT makes these anew at every call
+            if family == "multihead, lora" and "lora" not in part.tensor:  # PEFT makes these anew at every call
                 continue
             users: list[set[int]] = [set() for _ in range(part.length)]
             for first, stop, who in part.pieces:
@@ -320,9 +302,7 @@ def test_a_key_is_reached_only_with_all_of_its_queries() -> None:
     assert not any("k_proj" in name or "v_proj" in name for name in named)
     every = DepthProfile.all().only(heads=[0, 1, 2, 3]).reach(alone)
     assert sum(every.layers) == 8
-    assert {o.tensor.rpartition(".")[2] for o in every.openings} == {
-        "bias"
-    }  # of the output: common to all heads
+    assert {o.tensor.rpartition(".")[2] for o in every.openings} == {"bias"}  # of the output: common to all heads
 
 
 def test_fused_projections_are_cut_in_columns() -> None:
@@ -339,13 +319,9 @@ def test_others_are_what_has_no_heads() -> None:
     stack = LayerStack.from_model(bert())
     reach = DepthProfile.all().only(heads=[1], others=True).reach(stack)
     out = [layer.name for layer, kept in zip(stack, reach.layers, strict=True) if not kept]
-    assert out and all(
-        name.endswith("attention.output.LayerNorm") for name in out
-    )  # inside, and all heads share it
+    assert out and all(name.endswith("attention.output.LayerNorm") for name in out)  # inside, and all heads share it
     assert {o.tensor.rpartition(".")[2] for o in reach.openings if not o.ranges} == {"bias"}
-    assert all(
-        ".attention.self." in o.tensor or ".attention.output.dense." in o.tensor for o in reach.openings
-    )
+    assert all(".attention.self." in o.tensor or ".attention.output.dense." in o.tensor for o in reach.openings)
     assert len(reach.openings) == 16
 
 
@@ -396,18 +372,13 @@ def test_a_block_as_one_layer_is_cut_tensor_by_tensor() -> None:
 def test_a_tensor_of_two_attentions_is_reached_only_with_both() -> None:
     model = TransformerAutoencoder(3, 4, width=6, layers=2, heads=3, hidden=5, code=2)
     model.decoder[0].query.weight = model.encoder[0].query.weight
-    model.decoder[0].key.weight = model.squeeze.weight = nn.Parameter(
-        torch.zeros(6, 6)
-    )  # and one used otherwise
+    model.decoder[0].key.weight = model.squeeze.weight = nn.Parameter(torch.zeros(6, 6))  # and one used otherwise
     stack = LayerStack.from_model(model)
     both = openings(DepthProfile.all().only(heads={"encoder.0": [0, 1], "decoder.0": [1, 2]}), stack)
     assert both["encoder.0.query.weight"] == (0, ((2, 4),))
     assert both["encoder.0.query.bias"] == (0, ((0, 4),))
     reached = DepthProfile.all().only(heads=[0, 1, 2]).reach(stack)
-    assert {o.tensor for o in reached.openings if not o.ranges} >= {
-        "encoder.0.out.bias",
-        "decoder.0.out.bias",
-    }
+    assert {o.tensor for o in reached.openings if not o.ranges} >= {"encoder.0.out.bias", "decoder.0.out.bias"}
     key = next(o for o in reached.openings if o.tensor == "squeeze.weight")
     assert key.ranges == ()
 
@@ -430,31 +401,21 @@ class Named(Strange):
 def test_a_model_may_declare_its_heads() -> None:
     model = nn.Sequential(Strange(), Strange())
     spec = Heads(count=3, fused="mix", layout="concatenated", out="back")
-    found = openings(
-        DepthProfile.layers(["0.*"]).only(heads=[1]), LayerStack.from_model(model, heads={"?": spec})
-    )
+    found = openings(DepthProfile.layers(["0.*"]).only(heads=[1]), LayerStack.from_model(model, heads={"?": spec}))
     assert found["0.mix.weight"] == (0, ((2, 4), (8, 10), (14, 16)))
     assert found["0.back.weight"] == (1, ((2, 4),))
     stack = LayerStack.from_model(nn.Sequential(Named()))
     assert openings(DepthProfile.all().only(heads=[1]), stack)["0.mix.bias"] == (0, ((6, 12),))
     other = LayerStack.from_model(nn.Sequential(Named()), heads={"0": spec})  # who asks, knows better
-    assert openings(DepthProfile.all().only(heads=[1]), other)["0.mix.bias"] == (
-        0,
-        ((2, 4), (8, 10), (14, 16)),
-    )
-    bare = Heads(
-        count=3, fused="mix", layout="concatenated", out=""
-    )  # its output is projected by nothing of its own
+    assert openings(DepthProfile.all().only(heads=[1]), other)["0.mix.bias"] == (0, ((2, 4), (8, 10), (14, 16)))
+    bare = Heads(count=3, fused="mix", layout="concatenated", out="")  # its output is projected by nothing of its own
     found = openings(
         DepthProfile.all().only(heads=[0]), LayerStack.from_model(nn.Sequential(Strange()), heads={"0": bare})
     )
     assert set(found) == {"0.mix.weight", "0.mix.bias"}
     block = TransformerAutoencoder(3, 4, width=6, layers=2, heads=3, hidden=5, code=2)
     six = LayerStack.from_model(block, heads={"encoder.0": 6})
-    assert openings(DepthProfile.layers(["encoder.0"]).only(heads=[5]), six)["encoder.0.out.weight"] == (
-        1,
-        ((5, 6),),
-    )
+    assert openings(DepthProfile.layers(["encoder.0"]).only(heads=[5]), six)["encoder.0.out.weight"] == (1, ((5, 6),))
 
 
 @pytest.mark.parametrize(
@@ -530,30 +491,12 @@ def test_others_beside_an_attention_that_is_not_understood_are_refused() -> None
 @pytest.mark.parametrize(
     ("profile", "message"),
     [
-        (
-            DepthProfile.all().only(heads=[3]),
-            "plan.profile-names-number",
-        ),
-        (
-            DepthProfile.layers(["classifier"]).only(heads=[0]),
-            "plan.profile-asks-model",
-        ),
-        (
-            DepthProfile.all().only(experts=[0]),
-            "plan.profile-asks-model",
-        ),
-        (
-            DepthProfile.all().only(heads={"encoder.*": [0]}),
-            "plan.profile-pattern-means",
-        ),
-        (
-            DepthProfile.layers(["*.layer.0"]).only(heads={"*.layer.1.*": [0]}),
-            "plan.profile-chooses-no",
-        ),
-        (
-            DepthProfile.all().only(heads={"*.layer.1.*": [0], "*.attention": [1]}),
-            "plan.profile-two-patterns",
-        ),
+        (DepthProfile.all().only(heads=[3]), "plan.profile-names-number"),
+        (DepthProfile.layers(["classifier"]).only(heads=[0]), "plan.profile-asks-model"),
+        (DepthProfile.all().only(experts=[0]), "plan.profile-asks-model"),
+        (DepthProfile.all().only(heads={"encoder.*": [0]}), "plan.profile-pattern-means"),
+        (DepthProfile.layers(["*.layer.0"]).only(heads={"*.layer.1.*": [0]}), "plan.profile-chooses-no"),
+        (DepthProfile.all().only(heads={"*.layer.1.*": [0], "*.attention": [1]}), "plan.profile-two-patterns"),
     ],
 )
 def test_masks_that_mean_nothing_are_refused(profile: DepthProfile, message: str) -> None:

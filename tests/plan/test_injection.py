@@ -15,20 +15,13 @@ from scipy.stats import norm
 from torch import nn
 
 from lamina import LayerStack, Policy, make_plan
-from lamina.account import Adjacency, Event, RenyiFilter, accountant
+from lamina.account.accountants import find_accountant
+from lamina.account.filters import RenyiFilter
+from lamina.account.schedule import Adjacency, Event
 from lamina.engine.budget import Budget
 from lamina.errors import PlanError
-from lamina.plan import (
-    Choose,
-    Clipping,
-    FollowBudget,
-    FollowEnergy,
-    FollowQuantile,
-    Injection,
-    PlannedClass,
-    PlannedLayer,
-    StepPlan,
-)
+from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile, Injection
+from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 from refusals import raises_code
 
 SAME = [Injection(form="per_microbatch", parts=16), Injection(form="per_sample", parts=300)]
@@ -55,10 +48,7 @@ def gaussian_epsilon(mu: float, delta: float = 1e-5) -> float:
     """From the definition, by a solver that Lamina does not use."""
 
     def excess(epsilon: float) -> float:
-        return (
-            float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))
-            - delta
-        )
+        return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)) - delta
 
     return float(brentq(excess, 1e-9, 600.0, xtol=1e-12))
 
@@ -77,9 +67,7 @@ def test_parts_of_one_noise_cost_what_the_whole_costs(injection: Injection) -> N
 
 @pytest.mark.parametrize("name", ["pld", "rdp", "moments", "zcdp", "gaussian"])
 @pytest.mark.parametrize(("injection", "count"), [(RAW, 200), (CAPPED, 30)], ids=["every step", "capped"])
-def test_raw_noise_costs_its_occurrences_and_nothing_less(
-    name: str, injection: Injection, count: int
-) -> None:
+def test_raw_noise_costs_its_occurrences_and_nothing_less(name: str, injection: Injection, count: int) -> None:
     """ρ = N c²/(2 s²), its exact ε by an independent solver, and no accountant below it."""
     made = plan(injection=injection, accountant=name)
     assert made.schedule("k") == (Event(sigma=10.0, q=1.0, steps=count),)
@@ -99,9 +87,9 @@ def test_raw_noise_costs_its_occurrences_and_nothing_less(
 def test_stretches_add_up_to_the_whole_however_they_are_cut(cap: int, cuts: list[int]) -> None:
     made = plan(steps=50, injection=Injection(form="per_sample_raw", occurrences=cap))
     edges = sorted({0, 50, *cuts})
-    parts = [e.steps for a, b in pairwise(edges) for e in made.stretch("k", a, b)]
+    parts = [e.steps for a, b in pairwise(edges) for e in made.schedule_between("k", a, b)]
     assert sum(parts) == min(cap, 50)
-    assert all(e.q == 1.0 for e in made.stretch("k", 0, 50))
+    assert all(e.q == 1.0 for e in made.schedule_between("k", 0, 50))
 
 
 def test_a_scaled_contribution_under_raw_noise() -> None:
@@ -115,11 +103,7 @@ def test_a_scaled_contribution_under_raw_noise() -> None:
 
 @pytest.mark.parametrize(
     "rules",
-    [
-        (FollowEnergy(),),
-        (FollowQuantile(noise=9.0),),
-        (Choose(epsilon=0.1, every=10, names=("x",), noise=((1.0,),)),),
-    ],
+    [(FollowEnergy(),), (FollowQuantile(noise=9.0),), (Choose(epsilon=0.1, every=10, names=("x",), noise=((1.0,),)),)],
     ids=["energy", "quantile", "choose"],
 )
 def test_rules_are_priced_or_read_as_if_noise_hid_who_was_sampled(rules: Any) -> None:
@@ -215,9 +199,7 @@ def test_plans_take_it_from_the_policy() -> None:
 
 
 @pytest.mark.parametrize("name", ["pld", "rdp", "zcdp", "gaussian"])
-@pytest.mark.parametrize(
-    ("cap", "count"), [("", 200), ("\noccurrences = 12", 12), ("\noccurrences = 900", 200)]
-)
+@pytest.mark.parametrize(("cap", "count"), [("", 200), ("\noccurrences = 12", 12), ("\noccurrences = 900", 200)])
 def test_raw_plans_are_calibrated_for_what_they_claim(name: str, cap: str, count: int) -> None:
     made = made_from(f'"per_sample_raw"{cap}', name)
     assert 2.0 * (1 - 2e-3) <= made.epsilon("k") <= 2.0
@@ -258,5 +240,5 @@ def test_a_filter_is_asked_for_what_a_raw_step_costs() -> None:
         budget.charge()
     assert not enough.admits(10.0, 1.0)
     assert budget.epsilon(0) == made.epsilon("k")
-    exact = accountant("pld").epsilon([Event(sigma=10.0, q=1.0, steps=3)], 1e-5)
+    exact = find_accountant("pld").epsilon([Event(sigma=10.0, q=1.0, steps=3)], 1e-5)
     assert made.epsilon("k") == exact

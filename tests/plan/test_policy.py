@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lamina.errors import PlanError
-from lamina.plan import DepthProfile, Policy
+from lamina.plan.depth_profile import DepthProfile
+from lamina.plan.policy import Policy
 from refusals import raises_code
 
 GOOD = """
@@ -65,11 +66,7 @@ def test_the_template_restricts_sensitive_data_to_the_top_quarter() -> None:
         ("clip_norm = 2", "clip_norm = -1", ["class.clinical.clip_norm", "-1", "> 0"]),
         ("clip_norm = 2", 'clip_norm = "2"', ["class.clinical.clip_norm", "'2'", "number"]),
         ("clip_norm = 2", "clip_norm = inf", ["class.clinical.clip_norm", "inf", "finite"]),
-        (
-            "clip_norm = 2",
-            "clipnorm = 2",
-            ["class.clinical.clipnorm", "did you mean 'clip_norm'", "accepted"],
-        ),
+        ("clip_norm = 2", "clipnorm = 2", ["class.clinical.clipnorm", "did you mean 'clip_norm'", "accepted"]),
         ("clip_norm = 2", "clip_norm = 0.1", ["class.clinical.clip_norm", "0.1", "floor of 0.5"]),
         ("noise_multiplier = 1.0", "noise_multiplier = 0.4", ["clinical.noise_multiplier", "floor of 0.5"]),
         ("noise_multiplier = 1.0", "epsilon = 100.0", ["class.clinical.epsilon", "100", "floor"]),

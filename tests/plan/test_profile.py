@@ -12,20 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lamina.errors import PlanError
-from lamina.models.transformer import TransformerAutoencoder
-from lamina.plan import PROFILE_SCHEMA, DepthProfile, Kind, Layer, LayerStack
+from lamina.models.autoencoders import TransformerAutoencoder
+from lamina.plan.depth_profile import PROFILE_SCHEMA, DepthProfile, ProfileKind
+from lamina.plan.layer_stack import Layer, LayerStack
 from refusals import raises_code
 
 
 def stack_of(blocks: int) -> LayerStack:
     layers = tuple(
         Layer(
-            name=f"b.{i}",
-            depth=i / max(blocks - 1, 1),
-            block=i,
-            parameters=(f"b.{i}.w",),
-            size=1,
-            spans=((i, i + 1),),
+            name=f"b.{i}", depth=i / max(blocks - 1, 1), block=i, parameters=(f"b.{i}.w",), size=1, spans=((i, i + 1),)
         )
         for i in range(blocks)
     )
@@ -118,10 +114,7 @@ def test_empty_is_refused_unless_allowed() -> None:
         ({"layers": []}, "plan.profile-layers-hold"),
         ({"layers": [""]}, "plan.profile-layers-hold"),
         ({"layers": [True]}, "plan.profile-layers-hold"),
-        (
-            {"head": [1]},
-            "plan.profile-not-known-kind-write",
-        ),
+        ({"head": [1]}, "plan.profile-not-known-kind-write"),
         ({"top": 0.25, "band": [0, 1]}, "plan.profile-not-known-kind"),
         ({"heads": []}, "plan.profile-number-list"),
         ({"heads": 3}, "plan.profile-number-list"),
@@ -230,10 +223,7 @@ def test_a_weight_finds_a_tied_layer_by_any_of_its_names() -> None:
 
 def test_a_pattern_means_a_tied_layer_only_with_all_of_its_uses() -> None:
     towers = nn.ModuleDict(
-        {
-            "vision": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]),
-            "language": nn.ModuleList([nn.Linear(3, 3)]),
-        }
+        {"vision": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), "language": nn.ModuleList([nn.Linear(3, 3)])}
     )
     towers["language"][0].weight = towers["vision"][1].weight
     stack = LayerStack.from_model(towers)
@@ -257,17 +247,17 @@ FRACTIONS = st.fractions(0, 1, max_denominator=40).map(float)
 
 @st.composite
 def profiles(draw: st.DrawFn) -> DepthProfile:
-    kind = draw(st.sampled_from(Kind))
-    if kind is Kind.ALL:
+    kind = draw(st.sampled_from(ProfileKind))
+    if kind is ProfileKind.ALL:
         made = DepthProfile.all()
-    elif kind is Kind.TOP:
+    elif kind is ProfileKind.TOP:
         made = DepthProfile.top(draw(FRACTIONS.filter(bool)))
-    elif kind is Kind.BAND:
+    elif kind is ProfileKind.BAND:
         low, high = sorted(draw(st.tuples(FRACTIONS, FRACTIONS).filter(lambda pair: pair[0] != pair[1])))
         made = DepthProfile.band(low, high)
-    elif kind is Kind.BLOCKS:
+    elif kind is ProfileKind.BLOCKS:
         made = DepthProfile.blocks(draw(st.integers(-9, 9)), draw(st.integers(-9, 9)))
-    elif kind is Kind.LAYERS:
+    elif kind is ProfileKind.LAYERS:
         made = DepthProfile.layers(draw(st.lists(NAMES | st.integers(-5, 5), min_size=1, max_size=4)))
     else:
         config = st.none() | st.binary(min_size=32, max_size=32).map(bytes.hex)
@@ -288,14 +278,14 @@ def test_both_written_forms_read_back(profile: DepthProfile) -> None:
     assert DepthProfile.parse(profile.to_dict()) == profile
     assert profile.text().isprintable()
     assert profile.within(profile) and profile.within(DepthProfile.all())
-    assert profile.told_by(str(profile))
+    assert profile.described_by(str(profile))
 
 
 @given(profiles(), profiles())
 @settings(max_examples=300, deadline=None)
 def test_equal_texts_are_equal_profiles(one: DepthProfile, other: DepthProfile) -> None:
     assert (one.text() == other.text()) == (one == other)
-    if one.within(other) and other.within(one) and one.kind is other.kind and one.kind is not Kind.BLOCKS:
+    if one.within(other) and other.within(one) and one.kind is other.kind and one.kind is not ProfileKind.BLOCKS:
         assert one.text() == other.text() or one.whole or one.weights != other.weights
 
 
@@ -356,11 +346,7 @@ WITHIN = [
     (DepthProfile.blocks(5, -2), DepthProfile.blocks(4, 9), False),
     (DepthProfile.blocks(5, 6), DepthProfile.top(0.5), False),
     (DepthProfile.layers(["a.*"]), DepthProfile.layers(["b", "a.*"]), True),
-    (
-        DepthProfile.layers(["a.1"]),
-        DepthProfile.layers(["a.*"]),
-        False,
-    ),  # a tied layer may be meant by its name alone
+    (DepthProfile.layers(["a.1"]), DepthProfile.layers(["a.*"]), False),  # a tied layer may be meant by its name alone
     (DepthProfile.adapter("a"), DepthProfile.all(), True),
     (DepthProfile.adapter("a"), DepthProfile.adapter("b"), False),
     (DepthProfile.adapter("a", config="00" * 32, scope="s"), DepthProfile.adapter("a"), True),
@@ -376,11 +362,7 @@ WITHIN = [
     (DepthProfile.all().only(heads=[0], others=True), DepthProfile.all().only(heads=[0]), False),
     (DepthProfile.all().only(heads=[0]), DepthProfile.all().only(heads=[0], others=True), True),
     (DepthProfile.all().only(heads=[0]), DepthProfile.all().only(experts=[0], others=True), False),
-    (
-        DepthProfile.all().only(heads=[0], experts=[1]),
-        DepthProfile.all().only(experts=[1], others=True),
-        True,
-    ),
+    (DepthProfile.all().only(heads=[0], experts=[1]), DepthProfile.all().only(experts=[1], others=True), True),
     (DepthProfile.all().only(heads=[0], experts=[1]), DepthProfile.all().only(experts=[1]), False),
     (DepthProfile.all().weighted({"a": 0.5}), DepthProfile.all(), True),
     (DepthProfile.all(), DepthProfile.all().weighted({"a": 0.5}), False),
@@ -443,15 +425,10 @@ def pairs(draw: st.DrawFn) -> tuple[DepthProfile, DepthProfile]:
     if draw(st.booleans()):
         one = replace(one, kind=other.kind, bounds=other.bounds, names=other.names)
     if other.heads is not None and draw(st.booleans()):
-        rows = {
-            pattern: draw(st.lists(st.sampled_from(numbers), min_size=1))
-            for pattern, numbers in other.heads.rows
-        }
+        rows = {pattern: draw(st.lists(st.sampled_from(numbers), min_size=1)) for pattern, numbers in other.heads.rows}
         one = one.only(heads=rows, others=other.others and draw(st.booleans()))
     if draw(st.booleans()):
-        one = one.weighted(
-            {pattern: factor * draw(st.sampled_from([0.5, 1.0])) for pattern, factor in other.weights}
-        )
+        one = one.weighted({pattern: factor * draw(st.sampled_from([0.5, 1.0])) for pattern, factor in other.weights})
     return one, other
 
 

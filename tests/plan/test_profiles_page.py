@@ -7,8 +7,8 @@ import tomllib
 from pathlib import Path
 
 import pages
-from lamina.plan import DepthProfile
-from lamina.plan.adapters import VOLATILE
+from lamina.plan.adapters import VOLATILE_CONFIG_FIELDS
+from lamina.plan.depth_profile import DepthProfile
 
 PAGE = Path(__file__).parents[2] / "docs" / "profiles.md"
 
@@ -31,4 +31,4 @@ def test_every_profile_is_read() -> None:
 
 def test_it_names_every_field_that_is_left_out() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert all(f"`{field}`" in text for field in VOLATILE)
+    assert all(f"`{field}`" in text for field in VOLATILE_CONFIG_FIELDS)

@@ -11,22 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.account import Event, accountant, choice_multiplier, order_of
-from lamina.account.renyi import ORDERS
+from lamina.account.accountants import find_accountant, rdp_order_of
+from lamina.account.gaussian_rdp import RDP_ORDERS, choice_noise_multiplier
+from lamina.account.schedule import Event
 from lamina.errors import LaminaError, PlanError
-from lamina.plan import (
+from lamina.plan.rules import (
+    RULE_KINDS,
     Choose,
-    Clipping,
     FollowBudget,
     FollowEnergy,
     FollowQuantile,
-    PlannedClass,
-    PlannedLayer,
-    StepPlan,
     effective_sigma,
-    rescale,
+    rescale_noise,
+    rule_from_dict,
+    rule_to_dict,
 )
-from lamina.plan.rules import KINDS, from_plain, to_plain
+from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 from refusals import raises_code
 
 LAYERS = tuple(
@@ -59,7 +59,7 @@ def test_every_rule_survives_both_encodings(rule: Any) -> None:
     for again in (StepPlan.from_json(plan.to_json()), StepPlan.from_cbor(plan.to_cbor())):
         assert again == plan and again.digest() == plan.digest() and again.rules == (rule,)
     assert plan.digest() != plan_of().digest()
-    assert from_plain(json.loads(json.dumps(to_plain(rule)))) == rule
+    assert rule_from_dict(json.loads(json.dumps(rule_to_dict(rule)))) == rule
 
 
 def test_counts_are_part_of_sigma() -> None:
@@ -74,9 +74,9 @@ def test_counts_are_part_of_sigma() -> None:
 
 def test_choices_are_part_of_the_schedule() -> None:
     plan = plan_of(rules=(CHOOSE,))
-    event = Event(sigma=choice_multiplier(0.5), q=0.02, steps=4)  # at steps 0, 30, 60, 90
+    event = Event(sigma=choice_noise_multiplier(0.5), q=0.02, steps=4)  # at steps 0, 30, 60, 90
     assert plan.schedule(0) == (Event(sigma=plan.sigma(0), q=0.02, steps=100), event)
-    assert plan.epsilon(0) == accountant("pld").epsilon(plan.schedule(0), 1e-5) > plan_of().epsilon(0)
+    assert plan.epsilon(0) == find_accountant("pld").epsilon(plan.schedule(0), 1e-5) > plan_of().epsilon(0)
     assert plan.rho("a") == pytest.approx(50 / plan.sigma(0) ** 2 + 2 / event.sigma**2, rel=1e-14)
 
 
@@ -87,14 +87,10 @@ def test_the_calls_of_stretches_add_up(first: int, length: int, every: int) -> N
     assert rule.calls(first, last) == sum(t % every == 0 for t in range(first, last))
 
 
-@given(
-    st.lists(st.floats(0.01, 100), min_size=2, max_size=5),
-    st.floats(0.3, 50),
-    st.floats(0.0, 0.999),
-)
+@given(st.lists(st.floats(0.01, 100), min_size=2, max_size=5), st.floats(0.3, 50), st.floats(0.0, 0.999))
 def test_rescaled_noise_pays_for_the_counts_exactly(row: list[float], sigma: float, part: float) -> None:
     beside = part / sigma
-    noise = rescale([row], [1.0] * len(row), [sigma], [beside])
+    noise = rescale_noise([row], [1.0] * len(row), [sigma], [beside])
     found = effective_sigma(row, noise, beside)
     assert found >= sigma and found == pytest.approx(sigma, rel=1e-9)
     paid = (sigma**-2 - beside**2) ** -0.5  # the multiplier that is left for the gradient
@@ -103,7 +99,7 @@ def test_rescaled_noise_pays_for_the_counts_exactly(row: list[float], sigma: flo
 
 def test_counts_that_cost_more_than_the_step_are_refused() -> None:
     with raises_code("plan.noised-counts-alone"):
-        rescale([[1.0]], [1.0], [1.0], [2.0])
+        rescale_noise([[1.0]], [1.0], [1.0], [2.0])
 
 
 @pytest.mark.parametrize(
@@ -115,10 +111,7 @@ def test_counts_that_cost_more_than_the_step_are_refused() -> None:
         ({"rules": (FollowBudget(order=24),), "accountant": "rdp@25"}, "plan.noise-follows-budget"),
         ({"rules": (replace(CHOOSE, noise=((1, 1), (2, 2))),)}, "plan.candidate-noise-plan"),
         ({"rules": (replace(CHOOSE, noise=((1, 1, 1), (1, 0, 1))),)}, "plan.candidate-noise-plan"),
-        (
-            {"clipping": Clipping.ELEMENTWISE, "batch": 1.0},
-            "plan.elementwise-clipping-plan",
-        ),
+        ({"clipping": Clipping.ELEMENTWISE, "batch": 1.0}, "plan.elementwise-clipping-plan"),
         ({"claimed": (1.0, 1.0)}, "plan.claimed"),
         ({"claimed": (1.0,), "allocation": "printed-lsab"}, "plan.claimed"),
     ],
@@ -153,7 +146,7 @@ def test_rules_that_make_no_sense_are_refused(make: Any) -> None:
 
 def test_damaged_rules_are_refused() -> None:
     for rule in RULES:
-        state = to_plain(rule)
+        state = rule_to_dict(rule)
         for damaged in (
             {**state, "kind": "follow"},
             {**state, "more": 1},
@@ -162,8 +155,8 @@ def test_damaged_rules_are_refused() -> None:
             {**state, list(state)[1]: True},
         ):
             with pytest.raises(PlanError):
-                from_plain(damaged)
-    assert set(KINDS) == {to_plain(rule)["kind"] for rule in RULES}
+                rule_from_dict(damaged)
+    assert set(RULE_KINDS) == {rule_to_dict(rule)["kind"] for rule in RULES}
 
 
 class Unwritable:
@@ -181,16 +174,16 @@ JUNK: list[Any] = [
 
 @pytest.mark.parametrize("rule", RULES)
 def test_whatever_is_written_in_place_of_a_value_is_refused_as_a_plan_error(rule: Any) -> None:
-    state = to_plain(rule)
+    state = rule_to_dict(rule)
     for key in state:
         for junk in JUNK:
             if key == "names" and junk == ["12", "13"]:
                 continue  # two names
             with pytest.raises(PlanError, match="Remedy: "):
-                from_plain({**state, key: junk})
+                rule_from_dict({**state, key: junk})
     for junk in [*JUNK, {"kind": Unwritable()}, {1: 2, "kind": state["kind"], None: 3}, {**state, 5: 1.0}]:
         with raises_code("plan.rule-fields", "plan.rule-plan"):
-            from_plain(junk)
+            rule_from_dict(junk)
 
 
 @pytest.mark.parametrize(
@@ -215,14 +208,14 @@ def test_a_choice_of_absurd_candidates_is_refused(changes: dict[str, Any], probl
 
 def test_the_edges_of_a_candidate_are_fine() -> None:
     rule = replace(CHOOSE, noise=((1e-20, 1e20, 0), (1, 1, 1)))
-    assert from_plain(to_plain(rule)) == rule
+    assert rule_from_dict(rule_to_dict(rule)) == rule
 
 
 def test_an_order_is_what_the_name_of_its_accountant_says() -> None:
     """Otherwise the filter would be at one order, and the plan priced at another that reads the same."""
     assert FollowBudget(order=7.5).accountant == "rdp@7.5"
     assert FollowBudget(order=24).accountant == "rdp@24"
-    for order in ORDERS[1:]:
-        assert order_of(FollowBudget(order=order).accountant) == order
+    for order in RDP_ORDERS[1:]:
+        assert rdp_order_of(FollowBudget(order=order).accountant) == order
     with raises_code("plan.order-rule-those"):
         FollowBudget(order=8.000012)

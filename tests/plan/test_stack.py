@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from lamina.plan import ROOT, LayerStack
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.selection import ROOT
 from refusals import raises_code
 
 
@@ -275,9 +276,7 @@ def test_transformers_are_cut_into_their_blocks() -> None:
 
     ids = torch.zeros(1, 4, dtype=torch.long)
     gpt2 = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=50, n_positions=8, n_embd=8, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
-        )
+        GPT2Config(vocab_size=50, n_positions=8, n_embd=8, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0)
     )
     stack = LayerStack.from_model(gpt2, "block", example=ids)
     assert stack.blocks == (
@@ -303,10 +302,7 @@ def test_transformers_are_cut_into_their_blocks() -> None:
         )
     )
     stack = LayerStack.from_model(bert, "block", example={"input_ids": ids})
-    assert [name for name in stack.blocks if "encoder" in name] == [
-        "bert.encoder.layer.0",
-        "bert.encoder.layer.1",
-    ]
+    assert [name for name in stack.blocks if "encoder" in name] == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
     tied = next(layer for layer in stack if "cls.predictions.decoder.weight" in layer.aliases)
     assert tied.depth == 0.0
     assert tied.spans[-1][1] == len(stack.blocks)

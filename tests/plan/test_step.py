@@ -13,28 +13,22 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lamina.account import Adjacency, Event, accountant
+from lamina.account.accountants import find_accountant
+from lamina.account.schedule import Adjacency, Event
 from lamina.errors import PlanError
-from lamina.plan import Clipping, PlannedClass, PlannedLayer, StepPlan, effective_sigma, rescale
+from lamina.plan.rules import effective_sigma, rescale_noise
+from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 from refusals import raises_code
 
 
-def plan_of(
-    clip: list[list[float]], noise: list[float], *, public: tuple[int, ...] = (), **changes: Any
-) -> StepPlan:
+def plan_of(clip: list[list[float]], noise: list[float], *, public: tuple[int, ...] = (), **changes: Any) -> StepPlan:
     layers = tuple(
-        PlannedLayer(
-            name=f"l{i}", depth=i / max(len(noise) - 1, 1), parameters=(f"l{i}.w", f"l{i}.b"), size=10 + i
-        )
+        PlannedLayer(name=f"l{i}", depth=i / max(len(noise) - 1, 1), parameters=(f"l{i}.w", f"l{i}.b"), size=10 + i)
         for i in range(len(noise))
     )
     classes = tuple(
         PlannedClass(
-            name=f"c{k}",
-            population=1000,
-            sampling_rate=0.1,
-            public=k in public,
-            delta=0.0 if k in public else 1e-5,
+            name=f"c{k}", population=1000, sampling_rate=0.1, public=k in public, delta=0.0 if k in public else 1e-5
         )
         for k in range(len(clip))
     )
@@ -50,9 +44,7 @@ def matrices(draw: st.DrawFn) -> tuple[list[list[float]], list[float]]:
     classes, layers = draw(st.integers(1, 4)), draw(st.integers(1, 8))
     noise = draw(st.lists(numbers, min_size=layers, max_size=layers))
     cell = st.one_of(st.just(0.0), numbers)
-    clip = draw(
-        st.lists(st.lists(cell, min_size=layers, max_size=layers), min_size=classes, max_size=classes)
-    )
+    clip = draw(st.lists(st.lists(cell, min_size=layers, max_size=layers), min_size=classes, max_size=classes))
     return clip, noise
 
 
@@ -99,7 +91,7 @@ def test_rescale_gives_every_class_its_sigma_and_no_more_than_needed(
     clip, noise = given_
     sigma = declared[: len(clip)]
     assume(any(any(row) for row in clip))
-    scaled = rescale(clip, noise, sigma)
+    scaled = rescale_noise(clip, noise, sigma)
     owed = [(effective_sigma(row, scaled), s) for row, s in zip(clip, sigma, strict=True) if any(row)]
     assert all(got >= s for got, s in owed)  # exactly, not approximately
     assert min(got / s for got, s in owed) <= 1 + 1e-12
@@ -109,10 +101,10 @@ def test_rescale_gives_every_class_its_sigma_and_no_more_than_needed(
 
 def test_rescale_leaves_public_rows_and_silent_layers_alone() -> None:
     clip = [[1.0, 0.0], [math.inf, math.inf]]
-    assert rescale(clip, [2.0, 0.0], [3.0, math.inf]) == (3.0, 0.0)
-    assert rescale([[math.inf]], [0.0], [math.inf]) == (0.0,)
+    assert rescale_noise(clip, [2.0, 0.0], [3.0, math.inf]) == (3.0, 0.0)
+    assert rescale_noise([[math.inf]], [0.0], [math.inf]) == (0.0,)
     with raises_code("plan.layer-private-class"):
-        rescale([[1.0]], [0.0], [1.0])
+        rescale_noise([[1.0]], [0.0], [1.0])
 
 
 def test_rescaled_plan_declares_by_name() -> None:
@@ -126,7 +118,7 @@ def test_epsilon_is_the_joint_event_priced_by_the_plans_accountant() -> None:
     assert plan.sigma(0) == pytest.approx(1.0)
     event = (Event(sigma=plan.sigma(0), q=0.1, steps=50),)
     assert plan.schedule(0) == event
-    assert plan.epsilon(0) == accountant("rdp").epsilon(event, 1e-5, Adjacency.ADD_REMOVE)
+    assert plan.epsilon(0) == find_accountant("rdp").epsilon(event, 1e-5, Adjacency.ADD_REMOVE)
     assert plan.epsilon(0, scale=0.5) < plan.epsilon(0)
 
 
@@ -269,9 +261,7 @@ def test_table_and_summary_tell_the_same() -> None:
         [[1.0, 2.0, 0.0], [math.inf] * 3], [2.0, 4.0, 0.0], public=(1,), accountant="rdp", allocation="pareto"
     )
     text = str(plan)
-    assert text.splitlines()[0].startswith(
-        "3 layers, 33 parameters; pareto allocation, box clipping; 50 steps"
-    )
+    assert text.splitlines()[0].startswith("3 layers, 33 parameters; pareto allocation, box clipping; 50 steps")
     assert all(line == line.rstrip() for line in text.splitlines())
     row = next(line for line in text.splitlines() if line.startswith("l1")).split()
     assert row == ["l1", "0.50", "11", "4", "2", "public", "50.0", "%"]

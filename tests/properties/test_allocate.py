@@ -14,22 +14,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lamina.allocate import (
-    LADP,
-    LSAB,
-    Automatic,
-    Flat,
-    Pareto,
-    PrintedLADP,
-    PrintedLSAB,
-    Proportional,
-    Quantile,
-    Uniform,
-    make_plan,
-    offers,
-)
-from lamina.plan import Choose, Clipping, LayerStack, Policy, StepPlan
-from lamina.sensitivity import Measure
+from lamina.allocate.basic import LSAB, Automatic, Flat, Pareto, Proportional, Quantile, Uniform
+from lamina.allocate.ladp import LADP, plan_candidates
+from lamina.allocate.make_plan import make_plan
+from lamina.allocate.paper import PaperLADP, PaperLSAB
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.rules import Choose
+from lamina.plan.step_plan import Clipping, StepPlan
+from lamina.sensitivity.measure import Measure
 
 BOTH = (Clipping.BOX, Clipping.JOINT)
 
@@ -72,9 +65,7 @@ def settings_of_a_plan(draw: st.DrawFn) -> tuple[LayerStack, Policy, Measure, di
         classes[f"class-{k}"] = {
             "population": draw(st.integers(200, 5000)),
             "clip_norm": draw(st.floats(0.01, 100.0)),
-            "profile": draw(
-                st.sampled_from([{"all": True}, {"blocks": [first, last]}, {"layers": [first, last]}])
-            ),
+            "profile": draw(st.sampled_from([{"all": True}, {"blocks": [first, last]}, {"layers": [first, last]}])),
         }
         rho[f"class-{k}"] = draw(st.floats(5.0, 50.0))
     if draw(st.booleans()):
@@ -106,9 +97,7 @@ def owed(plan: StepPlan, rho: dict[str, float]) -> dict[str, float]:
 def test_no_policy_undercuts_the_declared_sigma(asked: Any, policy: Any, steps: int) -> None:
     stack, rules, measure, rho = asked
     public = any(entry.public for entry in rules.classes.values())
-    assume(
-        not (public and getattr(policy, "name", policy) == "automatic")
-    )  # refused where it divides by less
+    assume(not (public and getattr(policy, "name", policy) == "automatic"))  # refused where it divides by less
     plan = make_plan(stack, rules, batch=20, steps=steps, rho=rho, allocate=policy, measure=measure)
     declared = owed(plan, rho)
     ratios = [plan.sigma(name) / declared[name] for name in rho]
@@ -119,7 +108,7 @@ def test_no_policy_undercuts_the_declared_sigma(asked: Any, policy: Any, steps: 
         profile = rules.classes[name].profile.resolve(stack)
         assert [c > 0 for c in plan.clip[plan.index(name)]] == list(profile)
     if plan.rule(Choose) is not None:
-        for offer in offers(plan):
+        for offer in plan_candidates(plan):
             taken = replace(plan, clip=offer.clip, noise=offer.noise)
             assert all(taken.sigma(name) >= plan.sigma(name) for name in rho)
 
@@ -129,7 +118,7 @@ def test_no_policy_undercuts_the_declared_sigma(asked: Any, policy: Any, steps: 
 def test_printed_policies_always_spend_more_than_they_claim(asked: Any, lsab: bool, steps: int) -> None:
     """The plan's own ε is above the claim in every class that the claim's layers are all reached by."""
     stack, rules, measure, rho = asked
-    policy: Any = PrintedLSAB() if lsab else PrintedLADP()
+    policy: Any = PaperLSAB() if lsab else PaperLADP()
     if lsab:
         plan = make_plan(stack, rules, batch=20, steps=steps, rho=rho, allocate=policy, measure=measure)
     else:

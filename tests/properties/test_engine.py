@@ -86,9 +86,7 @@ def piece(kind: str, shared: nn.Module) -> nn.Module:
         "no bias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
         "conv": lambda: Swap(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
         "depthwise": lambda: Swap(nn.Conv1d(WIDTH, WIDTH, 3, padding="same", groups=WIDTH)),
-        "dilated": lambda: Swap(
-            nn.Conv1d(WIDTH, WIDTH, 3, padding=2, dilation=2, groups=2, padding_mode="circular")
-        ),
+        "dilated": lambda: Swap(nn.Conv1d(WIDTH, WIDTH, 3, padding=2, dilation=2, groups=2, padding_mode="circular")),
         "layer norm": lambda: nn.LayerNorm(WIDTH),
         "rms norm": lambda: nn.RMSNorm(WIDTH),
         "group norm": lambda: Swap(nn.GroupNorm(2, WIDTH)),
@@ -145,9 +143,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     places = {u: i for i, u in enumerate(sorted(set(unit)))}
     units = [places[u] for u in unit]
     cls = draw(st.lists(st.integers(0, classes - 1), min_size=max(units) + 1, max_size=max(units) + 1))
-    weight = draw(
-        st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.0, 1.0, 3.0]), min_size=examples, max_size=examples)
-    )
+    weight = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.0, 1.0, 3.0]), min_size=examples, max_size=examples))
     return {
         "model": model,
         "x": torch.randint(0, 9, (examples, TIME)),

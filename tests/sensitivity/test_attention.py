@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lamina.sensitivity.attention import expected_jacobian_norm, row_stochastic_norm, softmax_jacobian_norm
+from lamina.sensitivity.gains import expected_jacobian_norm, row_stochastic_norm, softmax_jacobian_norm
 from refusals import raises_code
 
 
@@ -87,7 +87,7 @@ def test_shapes_and_precision() -> None:
 def test_chunks_do_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     a = rows(4, 37, 6, 1.5)
     whole = softmax_jacobian_norm(a)
-    monkeypatch.setattr("lamina.sensitivity.attention._ENTRIES", 30)
+    monkeypatch.setattr("lamina.sensitivity.gains._ENTRIES_PER_CHUNK", 30)
     torch.testing.assert_close(softmax_jacobian_norm(a), whole, rtol=1e-13, atol=0)
 
 
@@ -111,10 +111,7 @@ def test_row_stochastic_norms_are_largest_singular_values(queries: int, keys: in
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (
-            lambda: softmax_jacobian_norm(torch.tensor([0.5, float("nan")])),
-            "measure.attention-weights-negative",
-        ),
+        (lambda: softmax_jacobian_norm(torch.tensor([0.5, float("nan")])), "measure.attention-weights-negative"),
         (lambda: softmax_jacobian_norm(torch.tensor([1.5, -0.5])), "measure.attention-weights-negative"),
         (lambda: softmax_jacobian_norm(torch.tensor([0.5, 0.4])), "measure.row-attention-weights"),
         (lambda: softmax_jacobian_norm(torch.empty(3, 0)), "measure.attention-weights-shape-give"),

@@ -14,15 +14,13 @@ import torch.nn.functional as F
 from scipy.stats import norm
 from torch import Tensor, nn
 
-from lamina.models import MLPAutoencoder, ResidualAutoencoder, ResidualClassifier, TransformerAutoencoder
-from lamina.plan import LayerStack
-from lamina.sensitivity.bounds import Bounds, bounds
-from lamina.sensitivity.flow import Depth
-from lamina.sensitivity.graph import trace
-from lamina.sensitivity.lipschitz import local
-from lamina.sensitivity.profile import Profile, profile
-from lamina.sensitivity.program import Program, export
-from lamina.sensitivity.rules import step
+from lamina.models.autoencoders import MLPAutoencoder, ResidualAutoencoder, ResidualClassifier, TransformerAutoencoder
+from lamina.plan.layer_stack import LayerStack
+from lamina.sensitivity.activations import local
+from lamina.sensitivity.bounds import PropagationState, SensitivityBounds, apply_rule, bounds
+from lamina.sensitivity.profile import profile
+from lamina.sensitivity.profile_record import ActivationProfile
+from lamina.sensitivity.trace import TracedProgram, export, trace
 from refusals import raises_code
 
 
@@ -39,7 +37,9 @@ class Forward(nn.Module):
         return self._function(self, x)
 
 
-def measured(model: nn.Module, x: Tensor, radius: float = 1.0, passes: int = 40) -> tuple[Bounds, Profile]:
+def measured(
+    model: nn.Module, x: Tensor, radius: float = 1.0, passes: int = 40
+) -> tuple[SensitivityBounds, ActivationProfile]:
     found = profile(model, example=x, passes=passes, batch=20, radius=radius)
     return bounds(trace(model, x), found, LayerStack.from_model(model)), found
 
@@ -72,18 +72,14 @@ def test_a_layer_has_the_norm_of_the_matrix_it_is(layer: nn.Module, shape: tuple
     x = torch.zeros(1, *shape, dtype=torch.float64)
     jacobian = torch.autograd.functional.jacobian(layer.double(), x).reshape(-1, x.numel())
     exact = 2 * float(torch.linalg.matrix_norm(jacobian, 2))
-    slack = (
-        1.5 if getattr(layer, "padding_mode", "zeros") == "circular" else 1.02
-    )  # padding is a node of its own
+    slack = 1.5 if getattr(layer, "padding_mode", "zeros") == "circular" else 1.02  # padding is a node of its own
     assert exact * (1 - 1e-9) <= found.worst[0] <= slack * exact
 
 
 def test_a_residual_sum_is_the_sum_and_printed_as_a_hypotenuse() -> None:
     """y = x + x: two inputs at distance Δ₀ end up 2Δ₀ apart, which √(a²+b²) denies."""
     model = Forward(lambda self, x: x + self.linear(x), linear=nn.Linear(4, 4))
-    model = Forward(
-        lambda self, x: self.head(x + self.linear(x)), linear=nn.Linear(4, 4), head=nn.Linear(4, 4)
-    )
+    model = Forward(lambda self, x: self.head(x + self.linear(x)), linear=nn.Linear(4, 4), head=nn.Linear(4, 4))
     with torch.no_grad():
         for part in (model.linear, model.head):
             part.weight.copy_(torch.eye(4))
@@ -208,7 +204,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-def values(program: Program, model: nn.Module, x: Tensor, names: set[str]) -> dict[str, Tensor]:
+def values(program: TracedProgram, model: nn.Module, x: Tensor, names: set[str]) -> dict[str, Tensor]:
     """The value of these nodes on one input; dropout draws what it drew before."""
     kept: dict[str, Tensor] = {}
     torch.manual_seed(0)
@@ -235,7 +231,7 @@ RADIUS = 2.0
 
 
 @cache
-def prepared(name: str) -> tuple[nn.Module, Tensor, Bounds]:
+def prepared(name: str) -> tuple[nn.Module, Tensor, SensitivityBounds]:
     make, shape = MODELS[name]
     torch.manual_seed(1)
     model, x = make(), torch.zeros(1, *shape)
@@ -266,9 +262,9 @@ def test_no_value_within_the_radius_is_larger_than_its_size(name: str) -> None:
     model, x, _ = prepared(name)
     graph, program = trace(model, x), export(model, x)
     seen = profile(model, example=x, passes=20, radius=RADIUS)
-    depth = Depth(graph=graph, profile=seen, flows={})
+    depth = PropagationState(graph=graph, profile=seen, flows={})
     for node in graph:
-        depth.flows[node.name] = step(node, depth)
+        depth.flows[node.name] = apply_rule(node, depth)
     for a, b in pairs(x, RADIUS, 4):
         for inputs in (a, b):
             floating = {node.name for node in graph if node.floating}
@@ -426,9 +422,7 @@ def test_a_layer_of_several_modules_ends_at_its_last_use() -> None:
 
 
 def test_an_activation_counts_only_if_it_is_all_that_follows() -> None:
-    model = Forward(
-        lambda self, x: self.b(torch.relu(h := self.a(x)) + h), a=nn.Linear(4, 4), b=nn.Linear(4, 4)
-    )
+    model = Forward(lambda self, x: self.b(torch.relu(h := self.a(x)) + h), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     found, _ = measured(model, torch.zeros(1, 4))
     assert found["a"].node == "linear"
 
@@ -451,7 +445,7 @@ def test_the_table_labels_every_number() -> None:
 
 
 def test_unknown_operations_are_refused_by_name_only_where_they_matter() -> None:
-    def stacked(model: nn.Module, shape: tuple[int, ...]) -> Bounds:
+    def stacked(model: nn.Module, shape: tuple[int, ...]) -> SensitivityBounds:
         return measured(model, torch.zeros(1, *shape))[0]
 
     lstm = Forward(
@@ -462,10 +456,7 @@ def test_unknown_operations_are_refused_by_name_only_where_they_matter() -> None
     with raises_code("measure.slope-not-known"):
         stacked(Forward(lambda self, x: self.b(1 / self.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4)), (4,))
     with raises_code("measure.divides-value-depends"):
-        stacked(
-            Forward(lambda self, x: self.b(torch.ones(4) / self.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4)),
-            (4,),
-        )
+        stacked(Forward(lambda self, x: self.b(torch.ones(4) / self.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4)), (4,))
     harmless = Forward(lambda self, x: self.a(x).cumsum(1), a=nn.Linear(4, 4))
     assert len(stacked(harmless, (4,))) == 1
 

@@ -46,9 +46,7 @@ def test_the_spread_tends_to_the_stationary_formula() -> None:
     estimate, a, d, s = EnergyEstimate.start(1, decay=0.9), 0.9, 1000, 0.7
     for _ in range(400):
         estimate = estimate.observed([d * s * s], noise=[s], sizes=[d])
-    assert estimate.deviations()[0] == pytest.approx(
-        math.sqrt(2 * d) * s * s * math.sqrt((1 - a) / (1 + a)), rel=1e-12
-    )
+    assert estimate.deviations()[0] == pytest.approx(math.sqrt(2 * d) * s * s * math.sqrt((1 - a) / (1 + a)), rel=1e-12)
     assert estimate.energies()[0] == pytest.approx(0.0, abs=1e-9)
 
 
@@ -96,12 +94,7 @@ def test_nothing_seen_means_the_proxy() -> None:
     least=st.floats(1e-3, 1.0),
 )
 def test_a_simplex_above_the_floor_whatever_arrives(
-    rounds: list[list[float]],
-    noise: list[float],
-    raw: list[float],
-    sizes: list[int],
-    decay: float,
-    least: float,
+    rounds: list[list[float]], noise: list[float], raw: list[float], sizes: list[int], decay: float, least: float
 ) -> None:
     proxy = np.array(raw) / sum(raw)
     estimate = EnergyEstimate.start(4, decay=decay)
@@ -112,23 +105,14 @@ def test_a_simplex_above_the_floor_whatever_arrives(
         assert math.fsum(w) == pytest.approx(1.0, abs=1e-12)
         assert len(measured) == 4
         assert not np.isnan(estimate.signal_to_noise()).any()
-        assert (
-            EnergyEstimate.from_state(json.loads(json.dumps(estimate.to_state(), allow_nan=False)))
-            == estimate
-        )
+        assert EnergyEstimate.from_state(json.loads(json.dumps(estimate.to_state(), allow_nan=False))) == estimate
 
 
 def test_what_is_not_a_squared_norm_is_ignored_for_its_layer_only() -> None:
     before = EnergyEstimate.start(5).observed([5.0] * 5, noise=[1.0] * 5, sizes=[3] * 5)
-    after = before.observed(
-        [math.nan, math.inf, -1.0, 7.0, 1.7e308], noise=[1, 1, 1, 1, 1e160], sizes=[3] * 5
-    )
+    after = before.observed([math.nan, math.inf, -1.0, 7.0, 1.7e308], noise=[1, 1, 1, 1, 1e160], sizes=[3] * 5)
     for i in (0, 1, 2, 4):
-        assert (after.energy[i], after.sd[i], after.mass[i]) == (
-            before.energy[i],
-            before.sd[i],
-            before.mass[i],
-        )
+        assert (after.energy[i], after.sd[i], after.mass[i]) == (before.energy[i], before.sd[i], before.mass[i])
     assert after.energy[3] > before.energy[3]
     assert after.mass[3] > before.mass[3]
 

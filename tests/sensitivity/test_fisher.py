@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lamina.models import ResidualAutoencoder, TransformerAutoencoder
-from lamina.plan import LayerStack
-from lamina.sensitivity.fisher import fisher
-from lamina.sensitivity.proxy import LossesOf, reconstruction, take
+from lamina.models.autoencoders import ResidualAutoencoder, TransformerAutoencoder
+from lamina.plan.layer_stack import LayerStack
+from lamina.sensitivity.influence import LossesOf, fisher, reconstruction_losses, take_examples
 from refusals import raises_code
 
 
@@ -24,7 +23,7 @@ def by_hand(model: nn.Module, losses_of: LossesOf, x: Any, y: Any, stack: LayerS
     rows = []
     model.eval()
     for i in range(len(y)):
-        loss = losses_of(*take((x, y), slice(i, i + 1))).sum()
+        loss = losses_of(*take_examples((x, y), slice(i, i + 1))).sum()
         found = torch.autograd.grad(loss, [held[name] for name in names], materialize_grads=True)
         squares = {name: float(g.double().square().sum()) for name, g in zip(names, found, strict=True)}
         rows.append([sum(squares[name] for name in layer.parameters) ** 0.5 for layer in stack])
@@ -71,10 +70,7 @@ def test_against_autograd(kind: type[nn.Module], chunk: int | None, no_trace: An
 
         def losses_of(x: Any, y: Any) -> Tensor:  # branches per example
             return torch.cat(
-                [
-                    F.cross_entropy(model(a[None]), b[None], reduction="none")
-                    for a, b in zip(x, y, strict=True)
-                ]
+                [F.cross_entropy(model(a[None]), b[None], reduction="none") for a, b in zip(x, y, strict=True)]
             )
 
     with no_trace(model):
@@ -122,7 +118,7 @@ def test_examples_that_do_not_reach_a_layer_have_no_say_in_its_norm() -> None:
 def test_the_models_of_this_library(make: Any, shape: tuple[int, ...], no_trace: Any) -> None:
     model = make()
     stack = LayerStack.from_model(model)
-    x, losses_of = torch.randn(5, *shape), reconstruction(model)
+    x, losses_of = torch.randn(5, *shape), reconstruction_losses(model)
     with no_trace(model):
         found = fisher(model, losses_of, x, x, stack)
     norms = by_hand(model, losses_of, x, x, stack)
@@ -146,7 +142,7 @@ class Counting(nn.Linear):
 def test_buffers_are_put_back(no_trace: Any) -> None:
     model, x = Counting(), torch.randn(4, 2)
     with no_trace(model):
-        fisher(model, reconstruction(model), x, None, LayerStack.from_model(model))
+        fisher(model, reconstruction_losses(model), x, None, LayerStack.from_model(model))
     model(torch.ones(1, 2))
     assert float(model.written) == 1.0
     assert float(model.replaced) == 1.0
@@ -157,13 +153,7 @@ def test_inputs_may_be_trees() -> None:
     stack = LayerStack.from_model(model)
     a, b, y = torch.randn(6, 2), torch.randn(6, 2), torch.randn(6, 1)
     plain = fisher(model, lambda x, y: (model(x) - y).square().sum(1), a + b, y, stack)
-    tree = fisher(
-        model,
-        lambda x, y: (model(x["a"] + x["b"][0]) - y).square().sum(1),
-        {"a": a, "b": (b,)},
-        y,
-        stack,
-    )
+    tree = fisher(model, lambda x, y: (model(x["a"] + x["b"][0]) - y).square().sum(1), {"a": a, "b": (b,)}, y, stack)
     assert tree.information == pytest.approx(plain.information)
 
 
@@ -175,13 +165,13 @@ def test_refusals() -> None:
     with raises_code("measure.proxy-losses-not"):
         fisher(model, lambda x, y: model(x).sum(1) / 0, x, None, stack)
     with raises_code("measure.chunk-whole-number"):
-        fisher(model, reconstruction(model), x, None, stack, chunk=0)
+        fisher(model, reconstruction_losses(model), x, None, stack, chunk=0)
     with raises_code("measure.proxy-inputs-first"):
-        fisher(model, reconstruction(model), torch.zeros(0, 2), None, stack)
+        fisher(model, reconstruction_losses(model), torch.zeros(0, 2), None, stack)
     with raises_code("measure.layer-names-tensor"):
         fisher(nn.Linear(2, 2), lambda x, y: x.sum(1), x, None, stack)
     with raises_code("measure.layer-numbers-model"):
-        fisher(model, reconstruction(model), x, None, LayerStack.from_model(nn.Sequential(nn.Linear(3, 3))))
+        fisher(model, reconstruction_losses(model), x, None, LayerStack.from_model(nn.Sequential(nn.Linear(3, 3))))
     nn.init.zeros_(model[1].weight)
     with raises_code("measure.layer-gradient-proxy"):
-        fisher(model, reconstruction(model), x, None, stack)
+        fisher(model, reconstruction_losses(model), x, None, stack)

@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lamina.models import MLPAutoencoder, ResidualAutoencoder, ResidualClassifier, TransformerAutoencoder
-from lamina.sensitivity.graph import Graph, trace
-from lamina.sensitivity.kinds import Kind
-from lamina.sensitivity.program import export
+from lamina.models.autoencoders import MLPAutoencoder, ResidualAutoencoder, ResidualClassifier, TransformerAutoencoder
+from lamina.sensitivity.trace import OperationKind, TracedGraph, export, trace
 from refusals import raises_code
 
 Trace = Callable[[nn.Module], AbstractContextManager[None]]
@@ -61,11 +59,7 @@ class Cnn(nn.Module):
 ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "mlp": (lambda: MLPAutoencoder((8, 6, 4)), (8,), 0),
     "residual": (lambda: ResidualAutoencoder(4, (8, 16), groups=4), (4, 16), 4),
-    "transformer": (
-        lambda: TransformerAutoencoder(6, 5, width=8, layers=2, heads=2, hidden=16, code=3),
-        (5, 6),
-        4,
-    ),
+    "transformer": (lambda: TransformerAutoencoder(6, 5, width=8, layers=2, heads=2, hidden=16, code=3), (5, 6), 4),
     "classifier": (lambda: ResidualClassifier(4, 16, 3), (4, 16), 5),
     "cnn": (Cnn, (3, 16, 16), 1),
     "encoder layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (5, 8), 2),
@@ -73,9 +67,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_every_parameter_of_the_zoo_is_reached_and_every_residual_sum_found(
-    name: str, no_trace: Trace
-) -> None:
+def test_every_parameter_of_the_zoo_is_reached_and_every_residual_sum_found(name: str, no_trace: Trace) -> None:
     make, shape, sums = ZOO[name]
     model, x = make(), torch.randn(3, *shape)
     with no_trace(model):
@@ -83,7 +75,7 @@ def test_every_parameter_of_the_zoo_is_reached_and_every_residual_sum_found(
     reached = {p for node in graph for p in node.parameters}
     assert reached == {p for p, _ in model.named_parameters()}
     assert len(graph.residual()) == sums
-    assert all(node.kind is not Kind.OTHER for node in graph)
+    assert all(node.kind is not OperationKind.OTHER for node in graph)
     assert graph.nodes[0].shape == (1, *shape)
 
 
@@ -114,16 +106,16 @@ def test_modes_do_not_matter_and_the_fast_path_of_attention_neither() -> None:
     training, evaluating = trace(layer.train(), x), trace(layer.eval(), x)
     assert [n.operation for n in training] == [n.operation for n in evaluating]
     assert not layer.training
-    assert sum(n.kind is Kind.ATTENTION for n in evaluating) == 1
+    assert sum(n.kind is OperationKind.ATTENTION for n in evaluating) == 1
 
 
 def test_attention_that_returns_its_weights_is_a_softmax_and_two_products() -> None:
     model = Forward(lambda self, x: self.mha(x, x, x)[0], mha=nn.MultiheadAttention(8, 2, batch_first=True))
     graph = trace(model, torch.randn(1, 5, 8))
-    assert [n.kind for n in graph if n.kind in (Kind.SOFTMAX, Kind.PRODUCT)] == [
-        Kind.PRODUCT,
-        Kind.SOFTMAX,
-        Kind.PRODUCT,
+    assert [n.kind for n in graph if n.kind in (OperationKind.SOFTMAX, OperationKind.PRODUCT)] == [
+        OperationKind.PRODUCT,
+        OperationKind.SOFTMAX,
+        OperationKind.PRODUCT,
     ]
 
 
@@ -178,7 +170,7 @@ def test_tied_and_derived_weights_are_known_by_their_first_names() -> None:
 
     graph = trace(Tied(), torch.randint(0, 10, (2, 3)))
     uses = graph.uses(("embed.weight",))
-    assert [node.kind for node in uses] == [Kind.EMBEDDING, Kind.LINEAR]
+    assert [node.kind for node in uses] == [OperationKind.EMBEDDING, OperationKind.LINEAR]
     prefix = "normed.parametrizations.weight.original"
     assert set(graph["linear"].parameters) == {"normed.bias", f"{prefix}0", f"{prefix}1"}
 
@@ -205,17 +197,21 @@ def test_what_reads_only_a_shape_does_not_depend_on_the_input() -> None:
 )
 def test_what_no_rule_knows_is_other_and_never_guessed(forward: Callable[[Any, Tensor], Tensor]) -> None:
     graph = trace(Forward(forward, linear=nn.Linear(4, 4)), torch.randn(2, 4))
-    assert any(node.kind is Kind.OTHER for node in graph)
+    assert any(node.kind is OperationKind.OTHER for node in graph)
 
 
 def test_ids_may_be_looked_up_and_moved_about_but_not_computed_with() -> None:
-    def kinds(forward: Callable[[Any, Tensor], Tensor]) -> list[Kind]:
+    def kinds(forward: Callable[[Any, Tensor], Tensor]) -> list[OperationKind]:
         graph = trace(Forward(forward, table=nn.Embedding(9, 4)), torch.randint(0, 9, (2, 3)))
         return [node.kind for node in graph]
 
-    assert kinds(lambda self, x: self.table(x.flip(1))) == [Kind.INPUT, Kind.RESHAPE, Kind.EMBEDDING]
-    assert Kind.OTHER in kinds(lambda self, x: self.table(x) * (x != 0).unsqueeze(-1))
-    assert Kind.OTHER in kinds(lambda self, x: self.table(x) + x.float().unsqueeze(-1))
+    assert kinds(lambda self, x: self.table(x.flip(1))) == [
+        OperationKind.INPUT,
+        OperationKind.RESHAPE,
+        OperationKind.EMBEDDING,
+    ]
+    assert OperationKind.OTHER in kinds(lambda self, x: self.table(x) * (x != 0).unsqueeze(-1))
+    assert OperationKind.OTHER in kinds(lambda self, x: self.table(x) + x.float().unsqueeze(-1))
 
 
 def test_what_cannot_be_traced_is_refused_with_the_remedy(no_trace: Trace) -> None:
@@ -243,7 +239,7 @@ def test_bert_with_random_weights() -> None:
         max_position_embeddings=16,
     )  # fmt: skip
     model = transformers.BertForSequenceClassification(config)
-    graph: Graph = trace(model, {"input_ids": torch.randint(0, 50, (2, 7))})
+    graph: TracedGraph = trace(model, {"input_ids": torch.randint(0, 50, (2, 7))})
     assert {p for node in graph for p in node.parameters} == {p for p, _ in model.named_parameters()}
-    assert sum(node.kind is Kind.ATTENTION for node in graph) == 2
-    assert all(node.kind is not Kind.OTHER for node in graph)
+    assert sum(node.kind is OperationKind.ATTENTION for node in graph) == 2
+    assert all(node.kind is not OperationKind.OTHER for node in graph)

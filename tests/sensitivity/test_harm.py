@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from lamina.models import TransformerAutoencoder
-from lamina.plan import LayerStack
-from lamina.sensitivity.harm import FLOOR, harm, hessian_trace, positive
-from lamina.sensitivity.proxy import reconstruction
+from lamina.models.autoencoders import TransformerAutoencoder
+from lamina.plan.layer_stack import LayerStack
+from lamina.sensitivity.influence import hessian_trace, reconstruction_losses
+from lamina.sensitivity.measure import NOISE_COST_FLOOR, noise_cost, raise_to_floor
 from refusals import raises_code
 
 
@@ -38,7 +38,7 @@ def test_a_quadratic_in_closed_form() -> None:
     d, draws = 50, 400
     model = Bowl({"flat": 1e-3, "steep": 7.0}, d)
     stack = LayerStack.from_model(model)
-    found = harm(model, lambda x, y: model(x), torch.zeros(3, 1), None, stack, draws=draws)
+    found = noise_cost(model, lambda x, y: model(x), torch.zeros(3, 1), None, stack, draws=draws)
     trace = hessian_trace(model, lambda x, y: model(x), torch.zeros(3, 1), None, stack, draws=2)
     for i, c in enumerate((1e-3, 7.0)):
         error = c * math.sqrt(d / 2 / draws)
@@ -47,7 +47,7 @@ def test_a_quadratic_in_closed_form() -> None:
         assert found.values[0] > 0
         assert trace[i] == pytest.approx(c * d, rel=1e-9)  # signs are exact on a diagonal Hessian
     assert found.floored == (True, False)  # 1e-3 is below a hundredth of the mean per parameter
-    assert found.values[0] == pytest.approx(FLOOR * 0.5 * (found.raw[0] + found.raw[1]), rel=1e-9)
+    assert found.values[0] == pytest.approx(NOISE_COST_FLOOR * 0.5 * (found.raw[0] + found.raw[1]), rel=1e-9)
 
 
 def test_least_squares_in_closed_form() -> None:
@@ -59,11 +59,11 @@ def test_least_squares_in_closed_form() -> None:
         return (model(x) - y).square().mean(1)
 
     exact = float(x.square().sum(1).mean()) + 1
-    found = harm(model, losses_of, x, y, stack, draws=300, batch=20)
+    found = noise_cost(model, losses_of, x, y, stack, draws=300, batch=20)
     assert found.raw[0] == pytest.approx(exact, abs=4 * found.error[0])
     assert found.error[0] < 0.05 * exact
     assert found.loss == pytest.approx(float(losses_of(x, y).detach().mean()), rel=1e-9)
-    whole = harm(model, losses_of, x, y, stack, draws=300, batch=3)  # other examples for every pair
+    whole = noise_cost(model, losses_of, x, y, stack, draws=300, batch=3)  # other examples for every pair
     assert whole.raw[0] == pytest.approx(exact, abs=4 * whole.error[0])
 
 
@@ -71,7 +71,7 @@ def test_against_the_exact_hessian_and_hutchinson() -> None:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 4)).double()
     stack, x = LayerStack.from_model(model), torch.randn(12, 4).double()
-    losses_of = reconstruction(model)
+    losses_of = reconstruction_losses(model)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(given: dict[str, Tensor]) -> Tensor:
@@ -87,7 +87,7 @@ def test_against_the_exact_hessian_and_hutchinson() -> None:
     exact = [float(blocks[i][i].trace()) for i in range(len(stack))]
     trace = hessian_trace(model, losses_of, x, None, stack, draws=100, chunk=6)
     # small steps: here the limit is what is being tested; the error comes from the draws
-    mine = harm(model, losses_of, x, None, stack, std=0.01, draws=200, batch=12)
+    mine = noise_cost(model, losses_of, x, None, stack, std=0.01, draws=200, batch=12)
     for i in range(len(stack)):
         # the variance of Hutchinson's estimate with signs, in closed form
         within = 2 * (blocks[i][i].square().sum() - blocks[i][i].diag().square().sum())
@@ -100,29 +100,29 @@ def test_against_the_exact_hessian_and_hutchinson() -> None:
 def test_negative_curvature_is_raised_and_told() -> None:
     model = Bowl({"up": 2.0, "down": -2.0})
     stack = LayerStack.from_model(model)
-    found = harm(model, lambda x, y: model(x), torch.zeros(2, 1), None, stack, draws=50)
+    found = noise_cost(model, lambda x, y: model(x), torch.zeros(2, 1), None, stack, draws=50)
     assert found.raw[1] == pytest.approx(-50.0, abs=5)
     assert found.floored == (False, True)
-    assert found.values[1] == pytest.approx(max(found.error[1], FLOOR * 50 * found.raw[0] / 100))
+    assert found.values[1] == pytest.approx(max(found.error[1], NOISE_COST_FLOOR * 50 * found.raw[0] / 100))
     assert "parts.down" in found.report()
     assert found.report().count("raised") == 1
 
 
 def test_the_floor_rule() -> None:
-    assert positive([8.0, 1.0, -1.0], [0.1, 2.0, 0.0], [10, 10, 10]) == (
-        (8.0, 2.0, FLOOR * 3.0),
+    assert raise_to_floor([8.0, 1.0, -1.0], [0.1, 2.0, 0.0], [10, 10, 10]) == (
+        (8.0, 2.0, NOISE_COST_FLOOR * 3.0),
         (False, True, True),
     )
     # nothing stands out of its error: the parameter counts
-    assert positive([1.0, -4.0], [2.0, 1.0], [30, 7]) == ((30.0, 7.0), (True, True))
+    assert raise_to_floor([1.0, -4.0], [2.0, 1.0], [30, 7]) == ((30.0, 7.0), (True, True))
 
 
 def test_it_is_seeded_and_leaves_no_trace(no_trace: Any) -> None:
     model = TransformerAutoencoder(4, 6, width=8, layers=2, heads=2, hidden=8, code=4)
     stack, x = LayerStack.from_model(model), torch.randn(10, 6, 4)
     with no_trace(model):
-        runs = [harm(model, reconstruction(model), x, None, stack, draws=2, seed=s) for s in (0, 0, 1)]
-        trace = hessian_trace(model, reconstruction(model), x, None, stack, draws=1)
+        runs = [noise_cost(model, reconstruction_losses(model), x, None, stack, draws=2, seed=s) for s in (0, 0, 1)]
+        trace = hessian_trace(model, reconstruction_losses(model), x, None, stack, draws=1)
     assert runs[0] == runs[1] != runs[2]
     assert all(map(math.isfinite, trace))
 
@@ -131,7 +131,7 @@ def test_a_layer_of_zeros_is_perturbed_at_the_scale_of_the_model() -> None:
     model = Bowl({"a": 2.0, "b": 2.0})
     nn.init.zeros_(model.parts["b"].weight)
     stack = LayerStack.from_model(model)
-    found = harm(model, lambda x, y: model(x), torch.zeros(2, 1), None, stack, std=0.1, draws=50)
+    found = noise_cost(model, lambda x, y: model(x), torch.zeros(2, 1), None, stack, std=0.1, draws=50)
     whole = float(model.parts["a"].weight.detach().square().sum() / 100) ** 0.5
     assert found.std[1] == pytest.approx(0.1 * whole)
     assert found.raw[1] == pytest.approx(50.0, abs=5)
@@ -148,7 +148,9 @@ def test_a_layer_of_zeros_is_perturbed_at_the_scale_of_the_model() -> None:
 def test_options_are_checked(options: dict[str, Any], named: str) -> None:
     model = nn.Linear(2, 2)
     with raises_code(named):
-        harm(model, reconstruction(model), torch.randn(4, 2), None, LayerStack.from_model(model), **options)
+        noise_cost(
+            model, reconstruction_losses(model), torch.randn(4, 2), None, LayerStack.from_model(model), **options
+        )
 
 
 def test_weights_without_a_scale_are_refused() -> None:
@@ -156,8 +158,8 @@ def test_weights_without_a_scale_are_refused() -> None:
     stack = LayerStack.from_model(model)
     nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
     with raises_code("measure.weights-model"):
-        harm(model, reconstruction(model), torch.randn(4, 2), None, stack)
+        noise_cost(model, reconstruction_losses(model), torch.randn(4, 2), None, stack)
     with torch.no_grad():
         model.bias.fill_(math.nan)
     with raises_code("measure.layer-weights-not"):
-        harm(model, reconstruction(model), torch.randn(4, 2), None, stack)
+        noise_cost(model, reconstruction_losses(model), torch.randn(4, 2), None, stack)

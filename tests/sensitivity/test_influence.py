@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from lamina.plan import LayerStack
-from lamina.sensitivity.hessian import Hessian
-from lamina.sensitivity.influence import influence, inverse
+from lamina.plan.layer_stack import LayerStack
+from lamina.sensitivity.influence import Hessian, damped_inverse_product, influence
 from refusals import raises_code
 
 N, D, RIDGE = 40, 5, 0.05
@@ -101,7 +100,7 @@ def test_it_predicts_what_leaving_an_example_out_does(fitted: Logistic) -> None:
     stack = LayerStack.from_model(fitted)
     h = Hessian(fitted, fitted.losses, x, y, stack)
     v = Hessian(fitted, fitted.losses, x_ref, y_ref, stack).gradient()
-    s, *_ = inverse(h, v, damping=0.0, tolerance=1e-9)
+    s, *_ = damped_inverse_product(h, v, damping=0.0, tolerance=1e-9)
     before = float(fitted.losses(x_ref, y_ref).detach().mean())
     predicted, true = [], []
     for i in range(0, N, 5):
@@ -133,9 +132,7 @@ def test_products_against_the_dense_hessian_and_by_rows(fitted: Logistic) -> Non
     assert torch.allclose(mine.product(v), h @ v, rtol=1e-10, atol=1e-12)
     assert torch.allclose(mine.gradient(), g, rtol=1e-10, atol=1e-12)
     rows = torch.tensor([3, 1, 30])
-    assert torch.allclose(
-        mine.product(v, rows), exact(fitted, x[rows], y[rows])[0] @ v, rtol=1e-10, atol=1e-12
-    )
+    assert torch.allclose(mine.product(v, rows), exact(fitted, x[rows], y[rows])[0] @ v, rtol=1e-10, atol=1e-12)
     largest = float(torch.linalg.eigvalsh(h).abs().max())
     assert largest * 0.97 < mine.largest() < largest * (1 + 1e-9)
 
@@ -169,9 +166,7 @@ def test_away_from_a_minimum_the_damping_grows_or_is_refused() -> None:
 def test_options_are_checked(fitted: Logistic, options: dict[str, Any], named: str) -> None:
     x, y, x_ref, y_ref = data()
     with raises_code(named):
-        influence(
-            fitted, fitted.losses, x, y, LayerStack.from_model(fitted), reference=(x_ref, y_ref), **options
-        )
+        influence(fitted, fitted.losses, x, y, LayerStack.from_model(fitted), reference=(x_ref, y_ref), **options)
 
 
 def test_a_series_that_diverges_is_refused(fitted: Logistic, monkeypatch: pytest.MonkeyPatch) -> None:

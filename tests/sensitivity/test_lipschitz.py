@@ -19,11 +19,21 @@ from numpy.typing import NDArray
 from scipy import integrate, special, stats
 
 from lamina.errors import PlanError
-from lamina.sensitivity.affine import affine_norm_constant
-from lamina.sensitivity.gelu import ZERO, gelu_local, gelu_signed, gelu_slope
-from lamina.sensitivity.lipschitz import ACTIVATIONS, activation, local, local_of, supremum, supremum_of
-from lamina.sensitivity.quadrature import expectation
-from lamina.sensitivity.slopes import SILU_ZERO
+from lamina.sensitivity.activations import (
+    ACTIVATIONS,
+    GELU_SLOPE_ZERO,
+    SILU_SLOPE_ZERO,
+    find_activation,
+    gaussian_expectation,
+    gelu_local,
+    gelu_signed,
+    gelu_slope,
+    local,
+    local_of,
+    supremum,
+    supremum_of,
+)
+from lamina.sensitivity.gains import affine_norm_constant
 
 Array = NDArray[np.float64]
 
@@ -102,9 +112,7 @@ def test_the_suprema_of_the_theory() -> None:
     assert local("dropout", 3.0, 1.0, p=0.2) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("name", "mean", "std"), [("gelu", -1.0, 1.0), ("silu", 0.5, 2.0), ("mish", -1.0, 0.7)]
-)
+@pytest.mark.parametrize(("name", "mean", "std"), [("gelu", -1.0, 1.0), ("silu", 0.5, 2.0), ("mish", -1.0, 0.7)])
 def test_monte_carlo_agrees(name: str, mean: float, std: float) -> None:
     f = {"gelu": F.gelu, "silu": F.silu, "mish": F.mish}[name]
     z = np.random.default_rng(4).normal(mean, std, 1_000_000)
@@ -115,12 +123,12 @@ def test_monte_carlo_agrees(name: str, mean: float, std: float) -> None:
 @pytest.mark.parametrize(("name", "options", "f"), TORCH, ids=LABELS)
 def test_slopes_are_those_of_torch(name: str, options: dict[str, float], f: Any) -> None:
     z = np.concatenate([np.linspace(-12.0, 12.0, 2400) + 1e-4, [-60.0, 60.0]])
-    np.testing.assert_allclose(activation(name, **options).slope(z), torch_slope(f, z), rtol=1e-9, atol=1e-13)
+    np.testing.assert_allclose(find_activation(name, **options).slope(z), torch_slope(f, z), rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize(("name", "options", "f"), TORCH, ids=LABELS)
 def test_suprema_are_attained_and_never_passed(name: str, options: dict[str, float], f: Any) -> None:
-    breaks = activation(name, **options).breaks
+    breaks = find_activation(name, **options).breaks
     z = np.concatenate([np.linspace(-40, 40, 200_001), np.asarray(breaks) + 1e-9, np.asarray(breaks) - 1e-9])
     steepest = float(np.abs(torch_slope(f, z)).max())
     top = supremum(name, **options)
@@ -132,7 +140,7 @@ def test_suprema_are_attained_and_never_passed(name: str, options: dict[str, flo
 def test_local_constants_against_quadpack(
     name: str, options: dict[str, float], f: Any, mean: float, std: float
 ) -> None:
-    cuts = activation(name, **options).breaks
+    cuts = find_activation(name, **options).breaks
     assert local(name, mean, std, **options) == pytest.approx(reference(f, mean, std, cuts), abs=2e-9)
 
 
@@ -148,28 +156,28 @@ def test_gelu_closed_form_is_the_integral() -> None:
     rng = np.random.default_rng(0)
     mean = rng.normal(size=1500) * 10 ** rng.uniform(-3, 3, 1500)
     std = 10 ** rng.uniform(-6, 6, 1500)
-    by_quadrature = expectation(lambda z: np.abs(gelu_slope(z)), mean, std, breaks=(ZERO,))
+    by_quadrature = gaussian_expectation(lambda z: np.abs(gelu_slope(z)), mean, std, breaks=(GELU_SLOPE_ZERO,))
     np.testing.assert_allclose(gelu_local(mean, std), by_quadrature, rtol=1e-9, atol=2e-15)
-    np.testing.assert_allclose(gelu_signed(mean, std), expectation(gelu_slope, mean, std), rtol=0, atol=1e-10)
+    np.testing.assert_allclose(gelu_signed(mean, std), gaussian_expectation(gelu_slope, mean, std), rtol=0, atol=1e-10)
 
 
 def test_gelu_closed_form_is_mpmath() -> None:
-    for mean, std in [(0.0, 1.0), (-1.0, 1.0), (ZERO, 0.3), (-4.0, 0.5), (2.5, 40.0)]:
+    for mean, std in [(0.0, 1.0), (-1.0, 1.0), (GELU_SLOPE_ZERO, 0.3), (-4.0, 0.5), (2.5, 40.0)]:
 
         def f(z: Any, mean: float = mean, std: float = std) -> Any:
             return abs(mpmath.ncdf(z) + z * mpmath.npdf(z)) * mpmath.npdf(z, mean, std)
 
-        cuts = sorted({mean + k * std for k in range(-12, 13, 2)} | {ZERO, -3.0, 0.0, 3.0})
+        cuts = sorted({mean + k * std for k in range(-12, 13, 2)} | {GELU_SLOPE_ZERO, -3.0, 0.0, 3.0})
         wanted = float(mpmath.quad(f, [c for c in cuts if abs(c - mean) <= 12 * std]))
         assert float(gelu_local(mean, std)) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_zeros_of_the_slopes() -> None:
-    assert abs(float(gelu_slope(np.array(ZERO)))) < 1e-15
-    assert abs(float(activation("silu").slope(np.array(SILU_ZERO)))) < 1e-15
-    assert round(ZERO, 6) == -0.751792 and round(SILU_ZERO, 6) == -1.278465
+    assert abs(float(gelu_slope(np.array(GELU_SLOPE_ZERO)))) < 1e-15
+    assert abs(float(find_activation("silu").slope(np.array(SILU_SLOPE_ZERO)))) < 1e-15
+    assert round(GELU_SLOPE_ZERO, 6) == -0.751792 and round(SILU_SLOPE_ZERO, 6) == -1.278465
     for name in ("gelu_tanh", "mish", "hardswish"):
-        assert min(abs(float(activation(name).slope(np.array(b)))) for b in activation(name).breaks) < 1e-14
+        assert min(abs(float(find_activation(name).slope(np.array(b)))) for b in find_activation(name).breaks) < 1e-14
 
 
 MEANS = st.floats(-1e6, 1e6) | st.floats(-1e300, 1e300) | st.floats(-10, 10)
@@ -193,7 +201,7 @@ def test_between_zero_and_the_supremum(pairs: list[tuple[float, float]]) -> None
 def test_a_narrow_gaussian_sees_the_slope_at_its_mean(mean: list[float], scale: list[float]) -> None:
     means, stds = np.array(mean), 10.0 ** np.array(scale)
     for name, options, f in TORCH:
-        corners = np.array([*activation(name, **options).breaks, math.inf])
+        corners = np.array([*find_activation(name, **options).breaks, math.inf])
         clear = np.abs(means[:, None] - corners).min(axis=1) > 20 * stds
         slope = np.abs(torch_slope(f, means[clear]))
         # |f''| ≤ 4 in this list; torch's own slope is good to about 1e-12 where it cancels

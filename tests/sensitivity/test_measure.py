@@ -16,11 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lamina.allocate import LSAB, make_plan
+from lamina.allocate.basic import LSAB
+from lamina.allocate.make_plan import make_plan
 from lamina.errors import PlanError
-from lamina.models import ResidualAutoencoder, TransformerAutoencoder
-from lamina.plan import LayerStack, Policy
-from lamina.sensitivity import Measure, bounds, fisher, harm, measure, profile, trace
+from lamina.models.autoencoders import ResidualAutoencoder, TransformerAutoencoder
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.sensitivity.bounds import bounds
+from lamina.sensitivity.influence import fisher
+from lamina.sensitivity.measure import Measure, measure, noise_cost
+from lamina.sensitivity.profile import profile
+from lamina.sensitivity.trace import trace
 from refusals import raises_code
 
 ROWS = ("tight", "worst", "printed", "harm", "norms", "fisher")
@@ -158,13 +164,7 @@ def test_it_joins_the_parts_and_leaves_no_trace(no_trace: Any) -> None:
     def losses_of(x: Any, y: Any) -> Tensor:
         return F.cross_entropy(model(x), y, reduction="none")
 
-    options: dict[str, Any] = {
-        "x": x,
-        "y": y,
-        "losses_of": losses_of,
-        "proxy": "simulated: noise",
-        "radius": 3.0,
-    }
+    options: dict[str, Any] = {"x": x, "y": y, "losses_of": losses_of, "proxy": "simulated: noise", "radius": 3.0}
     with no_trace(model):
         found = measure(model, stack, seed=5, **options, **QUICK)
         again = measure(model, stack, seed=5, **options, **QUICK)
@@ -174,7 +174,7 @@ def test_it_joins_the_parts_and_leaves_no_trace(no_trace: Any) -> None:
     seen = profile(model, inputs=x, proxy="simulated", passes=50, radius=3.0, seed=5)
     deltas = bounds(trace(model, x), seen, stack)
     assert (found.tight, found.worst, found.printed) == (deltas.tight, deltas.worst, deltas.printed)
-    assert found.harm == harm(model, losses_of, x[:12], y[:12], stack, draws=2, seed=5).values
+    assert found.harm == noise_cost(model, losses_of, x[:12], y[:12], stack, draws=2, seed=5).values
     norms = fisher(model, losses_of, x[:12], y[:12], stack)
     assert (found.norms, found.fisher) == (norms.norms, norms.information)
 
@@ -230,9 +230,7 @@ def test_floored_harm_and_unreached_layers_are_told() -> None:
         losses_of=lambda x, y: -ridge(x).square().sum(1), **QUICK,
     )  # fmt: skip
     assert told.harm == (6.0,)  # d: nothing better is known
-    assert any(
-        note.startswith("harm was raised in 1 of 1 layers") and note.endswith("a") for note in told.notes
-    )
+    assert any(note.startswith("harm was raised in 1 of 1 layers") and note.endswith("a") for note in told.notes)
 
 
 @pytest.mark.parametrize(
@@ -280,9 +278,7 @@ def test_a_model_that_cannot_be_followed_is_measured_without_delta() -> None:
     assert any(note.startswith("no Δ, which lsab needs: layer '2' has Δ tight 0") for note in found.notes)
     assert len(found.norms) == len(found.harm) == 1 and Measure.from_json(found.to_json()) == found
     assert found.report().splitlines()[1].split() == ["layer", "harm", "norms", "fisher"]
-    policy = Policy.parse(
-        '[corpus]\norigin = "x"\ndelta = 1e-5\n[class.a]\npopulation = 1000\nepsilon = 1.0\n'
-    )
+    policy = Policy.parse('[corpus]\norigin = "x"\ndelta = 1e-5\n[class.a]\npopulation = 1000\nepsilon = 1.0\n')
     with raises_code("allocate.needs-layers-measure"):
         make_plan(stack, policy, batch=50, steps=10, allocate="lsab", measure=found)
     assert make_plan(stack, policy, batch=50, steps=10, measure=found).epsilon("a") <= 1.0
@@ -338,9 +334,7 @@ def test_token_ids_for_a_model_that_cannot_be_traced_are_refused() -> None:
 @pytest.mark.parametrize("worst", [(math.inf, math.inf), (math.inf, 1.0), (1e300, 1e-300), (1.0, 5e-324)])
 def test_a_spread_that_overflows_is_refused_without_a_warning(worst: tuple[float, float]) -> None:
     stack = LayerStack.from_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    policy = Policy.parse(
-        '[corpus]\norigin = "x"\ndelta = 1e-5\n[class.a]\npopulation = 1000\nepsilon = 1.0\n'
-    )
+    policy = Policy.parse('[corpus]\norigin = "x"\ndelta = 1e-5\n[class.a]\npopulation = 1000\nepsilon = 1.0\n')
     known = made(layers=("0", "1"), worst=worst)
     with raises_code("allocate.delta-layers-spans"):
         make_plan(stack, policy, batch=50, steps=10, allocate=LSAB(bound="worst"), measure=known)

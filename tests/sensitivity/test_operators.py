@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lamina.models import ResidualAutoencoder
-from lamina.sensitivity.convolution import Convolution
-from lamina.sensitivity.krylov import golub_kahan
-from lamina.sensitivity.operators import (
+from lamina.models.autoencoders import ResidualAutoencoder
+from lamina.sensitivity.spectral import (
+    ConvolutionOperator,
+    golub_kahan,
     spectral_bracket,
     spectral_bracket_of,
     spectral_norm,
@@ -83,9 +83,7 @@ CASES: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
 
 
 @pytest.mark.parametrize(("make", "shape"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_the_bracket_holds_the_largest_singular_value(
-    make: Callable[[], nn.Module], shape: tuple[int, ...]
-) -> None:
+def test_the_bracket_holds_the_largest_singular_value(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     torch.manual_seed(7)
     layer = make()
     norm = largest(dense(layer, shape))
@@ -98,13 +96,11 @@ def test_the_bracket_holds_the_largest_singular_value(
     assert sharp.upper == pytest.approx(norm, rel=2e-9)
 
 
-@pytest.mark.parametrize(
-    ("make", "shape"), [case[1:] for case in CASES[2:]], ids=[case[0] for case in CASES[2:]]
-)
+@pytest.mark.parametrize(("make", "shape"), [case[1:] for case in CASES[2:]], ids=[case[0] for case in CASES[2:]])
 def test_the_torus_bounds_from_above(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     torch.manual_seed(8)
     layer: Any = make()
-    given = Convolution.of(layer.double())
+    given = ConvolutionOperator.of(layer.double())
     bound, norm = given.bound(shape), largest(dense(layer, shape))
     if given.padding_mode in ("reflect", "replicate"):
         assert bound == math.inf
@@ -122,13 +118,13 @@ def test_a_circular_convolution_is_its_symbol() -> None:
         ).double()
         matrix = dense(layer, (3, 30))
         assert matrix.shape[0] == 4 * 30 // stride
-        assert Convolution.of(layer).bound((3, 30)) == pytest.approx(largest(matrix), rel=1e-13)
+        assert ConvolutionOperator.of(layer).bound((3, 30)) == pytest.approx(largest(matrix), rel=1e-13)
 
 
 def test_the_excess_of_the_torus_falls_with_the_length() -> None:
     torch.manual_seed(10)
     layer = nn.Conv1d(3, 3, 5, padding=2).double()
-    excess = [Convolution.of(layer).bound((3, n)) / largest(dense(layer, (3, n))) - 1 for n in (10, 40, 160)]
+    excess = [ConvolutionOperator.of(layer).bound((3, n)) / largest(dense(layer, (3, n))) - 1 for n in (10, 40, 160)]
     assert excess[0] > 4 * excess[1] > 16 * excess[2] > 0
 
 
@@ -165,7 +161,7 @@ def test_any_convolution(
     if mode == "transposed" and (length - 1) * stride - 2 * padding + dilation * (kernel - 1) + 1 < 1:
         return
     norm = largest(dense(layer, (wide, length)))
-    assert Convolution.of(layer.double()).bound((wide, length)) >= norm * (1 - 1e-13)
+    assert ConvolutionOperator.of(layer.double()).bound((wide, length)) >= norm * (1 - 1e-13)
     found = spectral_bracket(layer, (wide, length))
     assert found.lower <= norm <= found.upper <= found.lower * (1 + 1e-3)
 
@@ -205,11 +201,9 @@ def test_a_top_vector_that_the_start_hardly_sees_is_not_missed(monkeypatch: pyte
     values[0] = 1.0
     start = torch.randn(400, generator=generator, dtype=torch.float64)
     start[0] = 1e-9 * start.norm()
-    monkeypatch.setattr("lamina.sensitivity.krylov.torch.randn", lambda *size, **options: start)
+    monkeypatch.setattr("lamina.sensitivity.spectral.torch.randn", lambda *size, **options: start)
     for most in (5, 10, 15, 20, 40, 80):
-        found = golub_kahan(
-            lambda v: values * v, lambda u: values * u, (400, 400), tolerance=1e-6, most=most, seed=0
-        )
+        found = golub_kahan(lambda v: values * v, lambda u: values * u, (400, 400), tolerance=1e-6, most=most, seed=0)
         assert found.upper >= 1.0
         if most <= 10:
             assert found.lower < 0.95  # not found yet, and nothing claims otherwise
@@ -247,13 +241,9 @@ def test_zero_layers_have_norm_zero() -> None:
 
 def test_the_residual_is_that_of_the_top_pair() -> None:
     values = torch.linspace(0, 1, 200, dtype=torch.float64)
-    found = golub_kahan(
-        lambda v: values * v, lambda u: values * u, (200, 200), tolerance=1e-9, most=200, seed=1
-    )
+    found = golub_kahan(lambda v: values * v, lambda u: values * u, (200, 200), tolerance=1e-9, most=200, seed=1)
     assert found.residual < 1e-6
-    early = golub_kahan(
-        lambda v: values * v, lambda u: values * u, (200, 200), tolerance=1e-9, most=6, seed=1
-    )
+    early = golub_kahan(lambda v: values * v, lambda u: values * u, (200, 200), tolerance=1e-9, most=6, seed=1)
     assert early.residual > 1e-3
 
 

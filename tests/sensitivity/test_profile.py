@@ -19,10 +19,9 @@ from scipy import stats
 from torch import Tensor, nn
 
 from lamina.errors import PlanError
-from lamina.models import MLPAutoencoder, ResidualAutoencoder, TransformerAutoencoder
-from lamina.sensitivity.inputs import clipped
-from lamina.sensitivity.moments import Moments, Sample, kolmogorov
-from lamina.sensitivity.profile import Profile, profile
+from lamina.models.autoencoders import MLPAutoencoder, ResidualAutoencoder, TransformerAutoencoder
+from lamina.sensitivity.profile import RunningMoments, StreamSample, clip_inputs, kolmogorov_distance, profile
+from lamina.sensitivity.profile_record import ActivationProfile
 from refusals import raises_code
 
 Trace = Callable[[nn.Module], AbstractContextManager[None]]
@@ -47,9 +46,7 @@ def test_moments_agree_with_hooks_on_the_clipped_inputs() -> None:
         np.testing.assert_allclose(before.unit_means, z.double().mean(0), atol=1e-6)
         np.testing.assert_allclose(before.unit_variances, z.double().var(0, correction=0), rtol=1e-4)
     assert found["tanh"].std == pytest.approx(float(seen["1"].double().std(correction=0)), rel=1e-5)
-    assert found["layer_norm"].seen[0] == pytest.approx(
-        float(seen["1"].var(1, correction=0).mean()), rel=1e-5
-    )
+    assert found["layer_norm"].seen[0] == pytest.approx(float(seen["1"].var(1, correction=0).mean()), rel=1e-5)
     assert found.passes == 83
 
 
@@ -58,9 +55,7 @@ def test_channels_are_the_units_of_a_convolution_and_groups_those_of_a_group_nor
     x = torch.randn(40, 2, 9)
     found = profile(model, inputs=x, proxy="simulated", radius=100.0)
     h = model[0](x).detach()
-    np.testing.assert_allclose(
-        found["group_norm"].seen, h.reshape(40, 3, -1).var(-1, correction=0).mean(0), rtol=1e-5
-    )
+    np.testing.assert_allclose(found["group_norm"].seen, h.reshape(40, 3, -1).var(-1, correction=0).mean(0), rtol=1e-5)
     before = found["relu"].before
     assert before is not None
     np.testing.assert_allclose(before.unit_means, model[1](h).detach().mean((0, 2)), atol=1e-6)
@@ -104,7 +99,7 @@ def test_a_profile_takes_no_more_than_it_was_told_and_ends_with_its_inputs() -> 
 def test_joined_moments_are_those_of_the_whole(seed: int, shift: float, n: int, m: int) -> None:
     x = torch.randn(n + m, 3, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + shift
     for axis in (None, 1, 2):
-        joined = Moments()
+        joined = RunningMoments()
         joined.add(x[:n], axis)
         joined.add(x[n:], axis)
         assert joined.mean == pytest.approx(float(x.mean()), rel=1e-12, abs=1e-12)
@@ -114,12 +109,12 @@ def test_joined_moments_are_those_of_the_whole(seed: int, shift: float, n: int, 
 def test_kolmogorov_agrees_with_scipy() -> None:
     z = np.random.default_rng(0).exponential(size=500)
     expected = stats.kstest(z, stats.norm(1.1, 0.8).cdf).statistic
-    assert kolmogorov(z, 1.1, 0.64) == pytest.approx(expected, rel=1e-12)
-    assert kolmogorov(np.zeros(4), 0.0, 0.0) == 0.5
+    assert kolmogorov_distance(z, 1.1, 0.64) == pytest.approx(expected, rel=1e-12)
+    assert kolmogorov_distance(np.zeros(4), 0.0, 0.0) == 0.5
 
 
 def test_the_sample_has_a_fixed_size_whatever_flows_through_it() -> None:
-    sample = Sample(100, 10, torch.Generator().manual_seed(0))
+    sample = StreamSample(100, 10, torch.Generator().manual_seed(0))
     for _ in range(10):
         sample.add(torch.randn(5000))
     assert sum(map(len, sample._parts)) == 100
@@ -134,7 +129,7 @@ def test_a3_is_reported_where_it_fails() -> None:
     side = torch.where(torch.arange(4000) % 2 == 0, 1.0, -1.0)[:, None]
     two = profile(model, inputs=side + 0.1 * torch.randn(4000, 2), proxy="simulated", passes=4000, radius=9.0)
     one = profile(model, inputs=torch.randn(4000, 2), proxy="simulated", passes=4000, radius=9.0)
-    assert [node.name for node in two.a3_failures()] == ["relu"] and not one.a3_failures()
+    assert [node.name for node in two.non_gaussian()] == ["relu"] and not one.non_gaussian()
     assert two["relu"].before is not None and 0.25 < two["relu"].before.ks < 0.45
     assert one["relu"].before is not None and one["relu"].before.ks < 0.03
     assert "A3 fails" in two.report() and "A3 fails" not in one.report()
@@ -186,10 +181,8 @@ def test_equal_arguments_give_an_equal_profile_and_no_trace(reinitialise: bool, 
         nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.GELU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(24, 2)
     )
 
-    def run(seed: int) -> Profile:
-        return profile(
-            model, example=torch.zeros(1, 3, 8), passes=30, batch=10, seed=seed, reinitialise=reinitialise
-        )
+    def run(seed: int) -> ActivationProfile:
+        return profile(model, example=torch.zeros(1, 3, 8), passes=30, batch=10, seed=seed, reinitialise=reinitialise)
 
     with no_trace(model):
         a = run(0)
@@ -205,9 +198,7 @@ def test_weights_drawn_anew_are_really_other_weights() -> None:
             parameter.fill_(0.0)
     own = profile(model, example=torch.zeros(1, 8), passes=20, batch=5)
     drawn = profile(model, example=torch.zeros(1, 8), passes=20, batch=1, reinitialise=True)
-    assert (
-        own["relu"].before is not None and own["relu"].before.variance == 0.0 and own["relu"].before.ks == 0.5
-    )
+    assert own["relu"].before is not None and own["relu"].before.variance == 0.0 and own["relu"].before.ks == 0.5
     assert drawn["relu"].before is not None and drawn["relu"].before.variance > 0.001
     assert drawn.initialisations == 20
     assert not any(p.detach().any() for p in model.parameters())
@@ -229,13 +220,13 @@ def test_a_module_that_cannot_be_drawn_anew_is_named() -> None:
 def test_inputs_of_several_tensors_are_clipped_together() -> None:
     x, y = torch.randn(5, 3) * 10, torch.randn(5, 2, 2)
     mask = torch.ones(5, 3, dtype=torch.long)
-    a, b, same = clipped((x, y, mask), 2.0)
+    a, b, same = clip_inputs((x, y, mask), 2.0)
     norms = (a.square().sum(1) + b.flatten(1).square().sum(1)).sqrt()
     torch.testing.assert_close(norms, torch.full((5,), 2.0))
     torch.testing.assert_close(a / x, (b / y).reshape(5, 4)[:, :1].expand(5, 3))
     assert torch.equal(same, mask)
     small = torch.full((2, 3), 0.1)
-    torch.testing.assert_close(clipped({"x": small}, 2.0)["x"], small)
+    torch.testing.assert_close(clip_inputs({"x": small}, 2.0)["x"], small)
 
 
 def test_token_ids_are_even_over_the_vocabulary() -> None:
@@ -260,7 +251,7 @@ def test_saved_and_loaded_is_the_same_and_damage_is_refused(tmp_path: Path) -> N
     model = TransformerAutoencoder(6, 5, width=8, layers=2, heads=2, hidden=16, code=3)
     found = profile(model, example=torch.zeros(1, 5, 6), passes=12, batch=5)
     found.save(tmp_path / "p.json")
-    assert Profile.load(tmp_path / "p.json") == found
+    assert ActivationProfile.load(tmp_path / "p.json") == found
     good = json.loads(found.to_json())
 
     def damaged(change: Callable[[dict[str, Any]], object]) -> str:
@@ -268,7 +259,7 @@ def test_saved_and_loaded_is_the_same_and_damage_is_refused(tmp_path: Path) -> N
         change(state)
         return json.dumps(state)
 
-    assert Profile.from_json(json.dumps(good)) == found
+    assert ActivationProfile.from_json(json.dumps(good)) == found
     place = next(i for i, node in enumerate(good["nodes"]) if node["before"])
 
     def node(state: dict[str, Any]) -> dict[str, Any]:
@@ -296,12 +287,12 @@ def test_saved_and_loaded_is_the_same_and_damage_is_refused(tmp_path: Path) -> N
     }
     for word, change in changes.items():
         with pytest.raises(PlanError, match=f"(?s){word}.*Remedy"):
-            Profile.from_json(damaged(change))
+            ActivationProfile.from_json(damaged(change))
     for text in ("", "[]", '{"kind": 1, "kind": 1}', "nonsense"):
         with raises_code("measure.not-version", "measure.profile-not-json"):
-            Profile.from_json(text)
+            ActivationProfile.from_json(text)
     with raises_code("measure.profile-not-read"):
-        Profile.load(tmp_path / "none.json")
+        ActivationProfile.load(tmp_path / "none.json")
     with raises_code("measure.profile-no-node"):
         found["elsewhere"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lamina.ledger.check import verify
+from lamina.ledger.verify.verifier import verify
 
 for folder in (Path(__file__).parent, Path(__file__).with_name("store")):
     if str(folder) not in sys.path:

@@ -15,16 +15,17 @@ import problem
 from history_acts import FOLDERS, SIGNED, Act, During, Killed, killed_at
 from history_plans import BOUND, Spec, more, plan_of, policy_of
 
-from lamina.admit.key import PrivateKey
+from lamina.admit.keys import PrivateKey
 from lamina.errors import LaminaError
-from lamina.ledger.check import verify
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.records import Change, Epoch, Key, KeyEvent, Role
-from lamina.ledger.store.base import WHOLE
-from lamina.ledger.view import View
-from lamina.train.book import Account, Book
-from lamina.train.book.account import name_of
-from lamina.train.store.journal import Journal
+from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, Role
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import Epoch
+from lamina.ledger.store.interface import WHOLE_BUDGET_SEGMENT
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.writer import Ledger
+from lamina.spend.accounts import SignedAccount, account_name
+from lamina.spend.spend_ledger import SpendLedger
+from lamina.train.journal import Journal
 from lamina.train.trainer import Trainer
 
 
@@ -92,10 +93,7 @@ class World:
 
     def _beside(self, folder: str, act: Act) -> None:
         """While a run is at work nobody puts its ledger or its folder back."""
-        if act["do"] not in ("restore", "restore_ledger") and (act["do"], act.get("folder")) != (
-            "go",
-            folder,
-        ):
+        if act["do"] not in ("restore", "restore_ledger") and (act["do"], act.get("folder")) != ("go", folder):
             self.act(act)
 
     def fit(self, folder: str, spec: Spec, **options: Any) -> None:
@@ -103,13 +101,11 @@ class World:
 
     def trainer(self, folder: str, spec: Spec, **options: Any) -> Trainer:
         promised = {"clinical": BOUND, "sensitive": BOUND} if self.promised is None else None
-        corpus = (
-            problem.unpromised() if promised else problem.corpus(policy=policy_of(spec.form, self.promised))
-        )
+        corpus = problem.unpromised() if promised else problem.corpus(policy=policy_of(spec.form, self.promised))
         if spec.withdrawn:
             corpus.withdraw(*spec.withdrawn)
         accounts = [
-            Account(name=f"clinical@c=9,{name}", cls="clinical", scale=SIGNED[name], epsilon=BOUND)
+            SignedAccount(name=f"clinical@c=9,{name}", cls="clinical", scale=SIGNED[name], epsilon=BOUND)
             for name in spec.signed
         ]
         return problem.trainer(
@@ -129,7 +125,7 @@ class World:
 
     def _watched(self, made: Trainer, folder: str) -> Trainer:
         """An attempt begins at the same weights however often, and every step of it leaves the same ones."""
-        carry_out, guarded = made._carry_out, made._guarded
+        carry_out, guarded = made._run_steps, made._run_step
 
         def same(seed: bytes, step: int) -> None:
             digest = hashlib.sha256()
@@ -148,8 +144,8 @@ class World:
             same(seed, step + 1)
             return loss
 
-        made._carry_out = watched  # type: ignore[method-assign,assignment]
-        made._guarded = stepped  # type: ignore[method-assign]
+        made._run_steps = watched  # type: ignore[method-assign,assignment]
+        made._run_step = stepped  # type: ignore[method-assign]
         return made
 
     # ------------------------------------------------------------------------------------ other acts
@@ -193,7 +189,7 @@ class World:
     def do_lose(self, folder: str) -> None:
         if (run := self.run_of(folder)) and self.there:
             with self.ledger() as ledger:
-                Book(ledger).lose(run)
+                SpendLedger(ledger).abandon_run(run)
 
     def do_forget(self, folder: str) -> None:
         """Nobody has it any more."""
@@ -202,7 +198,7 @@ class World:
     def do_finish(self, folder: str) -> None:
         if (run := self.run_of(folder)) and self.there:
             with self.ledger() as ledger:
-                Book(ledger).finish(run)
+                SpendLedger(ledger).finish(run)
 
     def do_stricter(self, by: float) -> None:
         if self.promised is not None:
@@ -215,7 +211,7 @@ class World:
         with self.ledger() as ledger:
             added = Key(name=ledger.origin, x=new.public.x, role=Role.LEDGER)
             old = self.signer().public.id
-            event = KeyEvent(change=Change.ROTATE, key=added, target=old, effective=ledger.now())
+            event = KeyEvent(change=KeyChange.ROTATE, key=added, target=old, effective=ledger.now())
             ledger.check_signs([event])
             ledger.append([event])
             ledger.checkpoint()
@@ -235,7 +231,7 @@ class World:
     def there(self) -> bool:
         """Whether there is a ledger, and not only the beginning of one."""
         try:
-            View.read_only(self.place).close()
+            LedgerReader.read_only(self.place).close()
         except LaminaError:
             return False
         return True
@@ -259,7 +255,7 @@ class World:
         found = verify(self.place, signatures=signatures)
         assert found.problem is None, f"verify: {found.problem}"
         with self.ledger() as ledger:
-            book, header, stated = Book(ledger), ledger.header, _stated(ledger)
+            book, header, stated = SpendLedger(ledger), ledger.header, _stated(ledger)
             with ledger.store.read() as rows:
                 held = any(hold.segment >= 0 for hold in rows.holds())
             for name in {each.cls: None for each in book.accounts()}:
@@ -267,9 +263,7 @@ class World:
                 told, near = stated.get(name, 0) / 1e9, 2e-9 + 1e-7 * total.spent
                 assert total.spent <= total.committed, f"{name}: {total.spent} > {total.committed}"
                 assert told <= total.spent + near, f"{name}: {told} stated, {total.spent} spent"
-                assert held or total.spent <= told + near, (
-                    f"{name}: {told} stated, {total.spent} spent, none held"
-                )
+                assert held or total.spent <= told + near, f"{name}: {told} stated, {total.spent} spent, none held"
 
     def end(self) -> None:
         """Every run goes on to its end, or is lost. Then no attempt is open, and all that was drawn is in a leaf.
@@ -284,12 +278,14 @@ class World:
             return
         with self.ledger() as ledger:
             here = {self.run_of(folder) for folder in FOLDERS} - self._put_back
-            for run in Book(ledger).labels().keys() - here:
-                Book(ledger).lose(run)  # nobody has its folder any more, or all that was open in it
+            for run in SpendLedger(ledger).labels().keys() - here:
+                SpendLedger(ledger).abandon_run(run)  # nobody has its folder any more, or all that was open in it
         self.check(signatures=True)
         with self.ledger() as ledger:
             with ledger.store.read() as rows:
-                left = [(hold.run.hex()[:8], *hold[1:3]) for hold in rows.holds() if hold.segment < WHOLE]
+                left = [
+                    (hold.run.hex()[:8], *hold[1:3]) for hold in rows.holds() if hold.segment < WHOLE_BUDGET_SEGMENT
+                ]
             assert not left, f"held in the end: {left}"
             known = {
                 (leaf.record.run.hex(), each.index, each.generation, each.nonce)
@@ -321,5 +317,5 @@ def _stated(ledger: Ledger) -> Mapping[str, int]:
     found: dict[str, int] = {}
     for leaf in ledger.of_kind(Epoch):
         assert isinstance(leaf.record, Epoch)
-        found |= {name_of(each.bound): each.spend for each in leaf.record.accounts}
+        found |= {account_name(each.bound): each.spend for each in leaf.record.accounts}
     return found

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lamina.engine import Engine
-from lamina.ledger.ledger import Ledger
-from lamina.train.book import Book
-from lamina.train.corpus.sampler import Sampler
-from lamina.train.progress import Silent
-from lamina.train.store.checkpoint import Checkpoints
-from lamina.train.store.journal import Journal
+from lamina.corpus.sampler import Sampler
+from lamina.engine.engine import Engine
+from lamina.ledger.writer import Ledger
+from lamina.spend.spend_ledger import SpendLedger
+from lamina.train.journal import Journal
+from lamina.train.progress import SilentProgress
+from lamina.train.training_checkpoint import TrainingCheckpoints
 
 Act = Mapping[str, Any]
 FOLDERS = ("a", "b", "c", "d")
@@ -33,7 +33,7 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
-class During(Silent):
+class During(SilentProgress):
     """Does something after a step, once."""
 
     def __init__(self, acts: Mapping[int, Callable[[], None]]) -> None:
@@ -73,10 +73,10 @@ def killed_at(number: int, only: str = "") -> Iterator[None]:
     for owner, names in (
         (os, ("fsync", "rename", "replace", "link", "unlink")),
         (Journal, ("append", "_erase")),
-        (Checkpoints, ("save",)),
+        (TrainingCheckpoints, ("save",)),
         (Sampler, ("draw",)),
         (Engine, ("backward",)),
-        (Book, ("reserve", "charge", "record", "finish")),
+        (SpendLedger, ("reserve", "charge", "record", "finish")),
         (Ledger, ("append_with", "checkpoint")),
     ):
         for name in names:

@@ -10,9 +10,10 @@ import problem
 import torch
 
 from lamina import LayerStack, Policy, StepPlan, make_plan
-from lamina.account import Filter, GaussianFilter
-from lamina.allocate import LADP, Quantile
-from lamina.plan import FollowEnergy
+from lamina.account.filters import GaussianFilter, PrivacyFilter
+from lamina.allocate.basic import Quantile
+from lamina.allocate.ladp import LADP
+from lamina.plan.rules import FollowEnergy
 
 WIDE = problem.POLICY.replace("epsilon = 4.0", "epsilon = 60.0").replace("epsilon = 2.0", "epsilon = 60.0")
 NOISE = {
@@ -30,9 +31,7 @@ RULES: dict[str, Any] = {
 }
 FORMS = (*NOISE, *RULES)
 BOUND = 400.0  # where there is no policy
-torch.optim.SGD(
-    problem.net().parameters(), lr=0.1
-)  # the first of a process imports half of torch, which none may cut
+torch.optim.SGD(problem.net().parameters(), lr=0.1)  # the first of a process imports half of torch, which none may cut
 
 
 @lru_cache(maxsize=256)
@@ -67,5 +66,5 @@ class Spec:
     withdrawn: tuple[str, ...] = ()
 
     @property
-    def filters(self) -> dict[str, Filter] | None:
+    def filters(self) -> dict[str, PrivacyFilter] | None:
         return {"clinical": GaussianFilter.for_target(60.0, delta=1e-5)} if self.filtered else None

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 import lamina
 from lamina import KeyRing, LayerStack, Policy, PrivateKey, StepPlan, Trainer, make_plan
-from lamina.admit.contribute import YEAR, State, attest_folder
-from lamina.admit.source import Contribution
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.opening import Contract, open_or_create
-from lamina.train.corpus.signed import AdmittedCorpus
+from lamina.admit.contribution_sources import Contribution
+from lamina.admit.signing import SECONDS_PER_YEAR, SigningState, attest_folder
+from lamina.corpus.admitted import AdmittedCorpus
+from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.ledger.writer import Ledger
 
 NOW = 1_800_000_000  # when everything is signed, unless a test says otherwise
 POLICY = """
@@ -94,10 +94,10 @@ class Hospital:
 
     def sign(self, classes: Mapping[str, str], *, key: PrivateKey | None = None, **options: Any) -> None:
         now = int(time.time()) if self.real else NOW
-        options = {"now": now, "not_before": now, "expires": now + YEAR, **options}
+        options = {"now": now, "not_before": now, "expires": now + SECONDS_PER_YEAR, **options}
         made = attest_folder(self.people, key or self.key, self.policy, classes, force=True, **options)
         found = {each.id: each for each in made if each.id in classes}
-        assert {each.state for each in found.values()} <= {State.SIGNED}, found
+        assert {each.state for each in found.values()} <= {SigningState.SIGNED}, found
         assert found.keys() == classes.keys()
 
     def gate(self, **options: Any) -> lamina.Gate:
@@ -106,7 +106,7 @@ class Hospital:
 
     def ledger(self, where: Path) -> Ledger:
         """With the hospital's clock."""
-        return open_or_create(where, Contract.of_policy(self.policy), clock=self.clock)
+        return open_or_create(where, CorpusTerms.of_policy(self.policy), clock=self.clock)
 
     def admit(self, **options: Any) -> AdmittedCorpus:
         return self.gate().admit(self.people, **options)

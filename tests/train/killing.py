@@ -20,29 +20,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lamina.spend import spend_ledger
+from lamina.spend.accounts import SignedAccount
+
 sys.path.insert(0, str(Path(__file__).parent))
 import problem
 import torch
 
-from lamina.engine import Engine
-from lamina.ledger.check import verify
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.view import View
-from lamina.plan import StepPlan
-from lamina.train import book, run
-from lamina.train.corpus import sampler
-from lamina.train.store import journal
-from lamina.train.store.checkpoint import Checkpoints
+from lamina.corpus import sampler
+from lamina.engine.engine import Engine
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.writer import Ledger
+from lamina.plan.step_plan import StepPlan
+from lamina.train import journal, run
+from lamina.train.training_checkpoint import TrainingCheckpoints
 
 OPTIONS: dict[str, Any] = {"ema": 0.9, "max_occurrences": {"clinical": 4}}
 STRICT = "clinical@c=1,z=0.05"
 SCALE = 0.5
 
 
-def accounts(plan: StepPlan) -> list[book.Account]:
+def accounts(plan: StepPlan) -> list[SignedAccount]:
     """A signed bound that the whole run meets exactly: a step charged twice would not fit."""
     epsilon = plan.epsilon("clinical", scale=SCALE)
-    return [book.Account(name=STRICT, cls="clinical", scale=SCALE, epsilon=epsilon)]
+    return [SignedAccount(name=STRICT, cls="clinical", scale=SCALE, epsilon=epsilon)]
 
 
 def calls(act: Callable[[], None]) -> None:
@@ -63,11 +65,11 @@ def calls(act: Callable[[], None]) -> None:
         watched(os, name)
     watched(journal.Journal, "append")
     watched(journal.Journal, "_erase")
-    watched(Checkpoints, "save")
+    watched(TrainingCheckpoints, "save")
     watched(sampler.Sampler, "draw")
     watched(Engine, "backward")
     for name in ("reserve", "charge", "record", "finish"):
-        watched(book.Book, name)
+        watched(spend_ledger.SpendLedger, name)
     for name in ("append_with", "checkpoint"):
         watched(Ledger, name)
 
@@ -84,7 +86,7 @@ def seeds() -> None:
 def ledger(folder: Path) -> dict[str, Any]:
     """What an auditor finds: the same, however often the run was killed."""
     found = verify(folder / "ledger.db")
-    with View.read_only(folder / "ledger.db") as view, view.store.read() as rows:
+    with LedgerReader.read_only(folder / "ledger.db") as view, view.store.read() as rows:
         held = len(rows.holds())
     return {"problem": str(found.problem), "size": found.size, "signed": found.signed, "held": held}
 

@@ -83,6 +83,4 @@ def trainer(folder: Path, *, steps: int = 24, segment: int = 5, seed: int = 0, *
         options["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, made.steps)
     data = options.pop("corpus", None) or (corpus() if options.get("bounds") is None else unpromised())
     options = {"progress": False, "segment": segment, **options}
-    return lamina.Trainer(
-        model, optimizer, options.pop("loss_fn", loss), data, made, folder=folder, **options
-    )
+    return lamina.Trainer(model, optimizer, options.pop("loss_fn", loss), data, made, folder=folder, **options)

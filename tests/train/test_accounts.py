@@ -12,13 +12,16 @@ import pytest
 from test_trainer import _known_seeds, killed, same, weights
 
 import lamina
-from lamina.account import Event, accountant
-from lamina.allocate import LADP
+from lamina.account.accountants import find_accountant
+from lamina.account.schedule import Event
+from lamina.allocate.ladp import LADP
 from lamina.errors import BudgetExceeded
-from lamina.ledger.ledger import Ledger
-from lamina.plan.signed import scale_for, signed_epsilon
-from lamina.train.book import Account, Book, Charge, charges
-from lamina.train.store.journal import Journal
+from lamina.ledger.writer import Ledger
+from lamina.plan.signed_bounds import scale_for_signed_bound, signed_epsilon
+from lamina.spend.accounts import SignedAccount
+from lamina.spend.charge import Charge, plan_charges
+from lamina.spend.spend_ledger import SpendLedger
+from lamina.train.journal import Journal
 from refusals import raises_code
 
 known_seeds = _known_seeds
@@ -26,21 +29,21 @@ LOOSE = {"clinical": 50.0, "sensitive": 50.0}
 STRICT = "clinical@c=9,z=2.25"
 
 
-def account(plan: Any, z: float = 2.25, c: float = 9.0, epsilon: float | None = None) -> Account:
+def account(plan: Any, z: float = 2.25, c: float = 9.0, epsilon: float | None = None) -> SignedAccount:
     """As a resolver makes it: the scale that this plan needs, the ε that was signed."""
     named = z if epsilon is None else 0.1  # what is signed is held to as well
-    return Account(
+    return SignedAccount(
         name=f"clinical@c={c:g},z={named:g}",
         cls="clinical",
-        scale=scale_for(plan, "clinical", c, z),
+        scale=scale_for_signed_bound(plan, "clinical", c, z),
         epsilon=signed_epsilon(plan, "clinical", z) if epsilon is None else epsilon,
     )
 
 
-def priced(plan: Any, made: Account, steps: int) -> float:
+def priced(plan: Any, made: SignedAccount, steps: int) -> float:
     event = plan.schedule(made.cls)[0]
     more = Event(sigma=plan.sigma(made.cls, made.scale), q=event.q, steps=steps)
-    return accountant("pld").epsilon([more], 1e-5)
+    return find_accountant("pld").epsilon([more], 1e-5)
 
 
 def bounds(folder: Path) -> dict[str, Any]:
@@ -55,7 +58,7 @@ def test_charges_of_a_bound_are_the_plans_at_its_scale() -> None:
     plan = problem.plan(problem.net())
     made = account(plan)
     assert made.name == STRICT and made.scale < 1
-    own, more = charges(plan, 3, 8), charges(plan, 3, 8, [made])
+    own, more = plan_charges(plan, 3, 8), plan_charges(plan, 3, 8, [made])
     assert more[:-1] == own
     assert more[-1] == Charge(
         cls=STRICT,
@@ -115,14 +118,10 @@ def test_another_run_may_need_another_scale_and_both_are_added_up(tmp_path: Path
     made = [account(plan, epsilon=3.0) for plan in plans]
     assert made[0].name == made[1].name and made[0].scale != made[1].scale
     for i, plan in enumerate(plans):
-        problem.trainer(
-            tmp_path / str(i), model=problem.net(), plan=plan, accounts=[made[i]], bounds=LOOSE
-        ).fit()
-    together = accountant("pld").epsilon(
+        problem.trainer(tmp_path / str(i), model=problem.net(), plan=plan, accounts=[made[i]], bounds=LOOSE).fit()
+    together = find_accountant("pld").epsilon(
         [
-            Event(
-                sigma=plan.sigma("clinical", each.scale), q=plan.schedule("clinical")[0].q, steps=plan.steps
-            )
+            Event(sigma=plan.sigma("clinical", each.scale), q=plan.schedule("clinical")[0].q, steps=plan.steps)
             for plan, each in zip(plans, made, strict=True)
         ],
         1e-5,
@@ -133,9 +132,7 @@ def test_another_run_may_need_another_scale_and_both_are_added_up(tmp_path: Path
 def test_a_bound_at_the_scale_of_its_class_is_held_to_as_well(tmp_path: Path) -> None:
     """A plan that spends little needs no scaling for it; two such plans may still be too much."""
     plan = problem.plan(problem.net())
-    made = Account(
-        name="clinical@c=9,z=0.1", cls="clinical", scale=1.0, epsilon=plan.epsilon("clinical") * 1.05
-    )
+    made = SignedAccount(name="clinical@c=9,z=0.1", cls="clinical", scale=1.0, epsilon=plan.epsilon("clinical") * 1.05)
     problem.trainer(tmp_path / "a", accounts=[made], bounds=LOOSE).fit()
     with raises_code("spend.give-up-run"):
         problem.trainer(tmp_path / "b", accounts=[made], bounds=LOOSE).fit()
@@ -149,7 +146,7 @@ def test_a_killed_run_resumes_at_the_same_cost(tmp_path: Path, step: int) -> Non
     """The bound is exactly what the run takes: one step charged twice would not fit."""
     plan = problem.plan(problem.net())
     scale = account(plan).scale
-    made = Account(name=STRICT, cls="clinical", scale=scale, epsilon=plan.epsilon("clinical", scale=scale))
+    made = SignedAccount(name=STRICT, cls="clinical", scale=scale, epsilon=plan.epsilon("clinical", scale=scale))
     whole = problem.trainer(tmp_path / "whole" / "a", accounts=[made])
     whole.fit()
     killed(tmp_path / "cut" / "a", step, accounts=[made])
@@ -189,7 +186,7 @@ def test_a_lost_book_is_made_whole(tmp_path: Path) -> None:
     with raises_code("train.run-charged-ledger"):  # not forgotten by chance
         problem.trainer(tmp_path / "a", accounts=[made]).fit()
     problem.trainer(tmp_path / "a", accounts=[made], ledger=tmp_path / "tests.ledger.db").fit()
-    found = Book(Ledger.open(tmp_path / "tests.ledger.db")).total(STRICT, delta=1e-5)
+    found = SpendLedger(Ledger.open(tmp_path / "tests.ledger.db")).total(STRICT, delta=1e-5)
     assert found.spent == pytest.approx(plan.epsilon("clinical", scale=made.scale))
     assert found.runs[0].redone == 0
 
@@ -215,8 +212,8 @@ def followed() -> lamina.StepPlan:
     return lamina.make_plan(stack, policy, batch=48, steps=10, allocate=LADP(mode="budget"))
 
 
-def bound_of(name: str, epsilon: float) -> Account:
-    return Account(name=f"clinical@{name}", cls="clinical", scale=0.25, epsilon=epsilon)
+def bound_of(name: str, epsilon: float) -> SignedAccount:
+    return SignedAccount(name=f"clinical@{name}", cls="clinical", scale=0.25, epsilon=epsilon)
 
 
 def test_where_sigma_follows_the_budget_a_bound_pays_what_its_class_pays(tmp_path: Path) -> None:
@@ -231,13 +228,10 @@ def test_where_sigma_follows_the_budget_a_bound_pays_what_its_class_pays(tmp_pat
 
 def test_a_followed_budget_that_a_bound_has_no_room_for_is_not_booked_at_all(tmp_path: Path) -> None:
     plan = followed()
-    good, bad = (
-        bound_of("c=9,z=0.1", plan.epsilon("clinical")),
-        bound_of("c=9,z=0.2", 0.5 * plan.epsilon("clinical")),
-    )
+    good, bad = (bound_of("c=9,z=0.1", plan.epsilon("clinical")), bound_of("c=9,z=0.2", 0.5 * plan.epsilon("clinical")))
     with raises_code("spend.give-up-run"):
         problem.trainer(tmp_path / "a", plan=plan, accounts=[good, bad]).fit()
-    book = Book(Ledger.open(tmp_path / "tests.ledger.db"))
+    book = SpendLedger(Ledger.open(tmp_path / "tests.ledger.db"))
     for name in ("clinical", good.name, bad.name):
         assert book.total(name, delta=1e-5, accountant=plan.accountant).committed == 0
 
@@ -249,7 +243,7 @@ def test_bounds_come_and_go_under_a_followed_budget(tmp_path: Path) -> None:
     killed(tmp_path / "a", 4, plan=plan, accounts=[first], segment=2)
     for _ in range(2):
         problem.trainer(tmp_path / "a", plan=plan, accounts=[later], segment=2).fit()
-    book = Book(Ledger.open(tmp_path / "tests.ledger.db"))
+    book = SpendLedger(Ledger.open(tmp_path / "tests.ledger.db"))
     for name in ("clinical", first.name, later.name):
         total = book.total(name, delta=1e-5, accountant=plan.accountant)
         assert total.spent == pytest.approx(plan.epsilon("clinical")) == total.committed
@@ -261,9 +255,7 @@ def test_raw_noise_charges_a_bound_its_occurrences(tmp_path: Path) -> None:
     made = account(plan)
     problem.trainer(tmp_path / "a", plan=plan, corpus=problem.corpus(policy=policy), accounts=[made]).fit()
     event = Event(sigma=plan.sigma("clinical", made.scale), q=1.0, steps=2)
-    assert bounds(tmp_path / "a")[STRICT]["epsilon"] == pytest.approx(
-        accountant("pld").epsilon([event], 1e-5)
-    )
+    assert bounds(tmp_path / "a")[STRICT]["epsilon"] == pytest.approx(find_accountant("pld").epsilon([event], 1e-5))
 
 
 def test_a_bound_that_comes_into_a_run_of_raw_noise_later_pays_too(tmp_path: Path) -> None:
@@ -274,9 +266,7 @@ def test_a_bound_that_comes_into_a_run_of_raw_noise_later_pays_too(tmp_path: Pat
     killed(tmp_path / "a", 12, plan=plan, corpus=data)
     problem.trainer(tmp_path / "a", plan=plan, corpus=problem.corpus(policy=policy), accounts=[made]).fit()
     event = Event(sigma=plan.sigma("clinical", made.scale), q=1.0, steps=2)
-    assert bounds(tmp_path / "a")[STRICT]["epsilon"] == pytest.approx(
-        accountant("pld").epsilon([event], 1e-5)
-    )
+    assert bounds(tmp_path / "a")[STRICT]["epsilon"] == pytest.approx(find_accountant("pld").epsilon([event], 1e-5))
 
 
 # ---------------------------------------------------------------------------------------- what is refused
@@ -300,15 +290,15 @@ def test_a_bound_that_comes_into_a_run_of_raw_noise_later_pays_too(tmp_path: Pat
 )
 def test_accounts_that_mean_nothing(change: dict[str, Any], word: str) -> None:
     good: dict[str, Any] = {"name": STRICT, "cls": "clinical", "scale": 0.5, "epsilon": 1.0}
-    Account(**good)
+    SignedAccount(**good)
     with raises_code(word):
-        Account(**{**good, **change})
+        SignedAccount(**{**good, **change})
 
 
 def test_accounts_that_do_not_fit_the_plan(tmp_path: Path) -> None:
-    made = Account(name=STRICT, cls="clinical", scale=0.5, epsilon=1.0)
-    public = Account(name="open@c=1,z=1", cls="open", scale=0.5, epsilon=1.0)
-    other = Account(name="else@c=1,z=1", cls="else", scale=0.5, epsilon=1.0)
+    made = SignedAccount(name=STRICT, cls="clinical", scale=0.5, epsilon=1.0)
+    public = SignedAccount(name="open@c=1,z=1", cls="open", scale=0.5, epsilon=1.0)
+    other = SignedAccount(name="else@c=1,z=1", cls="else", scale=0.5, epsilon=1.0)
     for wrong, word in (
         ([made, made], "spend.account-given-twice"),
         ([public], "spend.account-class-public"),

@@ -16,14 +16,16 @@ from problem import POLICY, corpus, net, trainer
 
 import lamina
 from lamina import LayerStack, Policy, StepPlan, make_plan
-from lamina.account import GaussianFilter, accountant
-from lamina.account.zcdp import classical_epsilon, epsilon_of_rho
-from lamina.allocate import LADP, Quantile
-from lamina.engine import Engine
+from lamina.account.accountants import find_accountant
+from lamina.account.filters import GaussianFilter
+from lamina.account.gaussian_rdp import classical_zcdp_epsilon, epsilon_of_rho
+from lamina.allocate.basic import Quantile
+from lamina.allocate.ladp import LADP
+from lamina.corpus.sampler import Sampler
+from lamina.engine.engine import Engine
 from lamina.errors import BudgetExceeded
-from lamina.plan import Choose, FollowBudget, FollowEnergy, FollowQuantile
-from lamina.train.book.charge import charges, follows_budget, in_units
-from lamina.train.corpus.sampler import Sampler
+from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile
+from lamina.spend.charge import charges_in_declared_steps, follows_budget, plan_charges
 from lamina.train.run import Run
 from refusals import raises_code
 
@@ -36,9 +38,7 @@ LAMINAS: dict[str, Any] = {
 
 
 def plan_of(name: str, steps: int = 24, **changes: Any) -> StepPlan:
-    made = make_plan(
-        LayerStack.from_model(net()), Policy.parse(POLICY), batch=48, steps=steps, allocate=LAMINAS[name]
-    )
+    made = make_plan(LayerStack.from_model(net()), Policy.parse(POLICY), batch=48, steps=steps, allocate=LAMINAS[name])
     made = replace(made, rules=tuple(_quick(rule) for rule in made.rules))
     return replace(made, **changes)
 
@@ -124,11 +124,11 @@ def test_caps_and_choices_do_not_go_together(tmp_path: Path) -> None:
 def test_units_price_other_noise_by_the_order_of_the_plan() -> None:
     plan = plan_of("budget")
     assert follows_budget(plan)
-    as_declared = in_units(plan, 0, 10, 1.0)
-    assert as_declared == charges(plan, 0, 10)
-    price = accountant(plan.accountant)
+    as_declared = charges_in_declared_steps(plan, 0, 10, 1.0)
+    assert as_declared == plan_charges(plan, 0, 10)
+    price = find_accountant(plan.accountant)
     for factor in (0.7, 0.9, 1.3):
-        for units, whole in zip(in_units(plan, 0, 10, factor), as_declared, strict=True):
+        for units, whole in zip(charges_in_declared_steps(plan, 0, 10, factor), as_declared, strict=True):
             actual = price.epsilon((replace(whole.event, sigma=whole.sigma * factor),), 1e-5)
             told = price.epsilon((units.event,), 1e-5)
             fewer = price.epsilon((replace(units.event, steps=units.steps - 1),), 1e-5)
@@ -151,15 +151,11 @@ def test_noise_below_the_declared_one_ends_the_run_early_and_keeps_the_model(
         assert outcome.epsilon[name] == pytest.approx(plan.epsilon(name), rel=1e-12)
         assert outcome.total[name] <= plan.epsilon(name) * (1 + 1e-9)
         booked = made.book.total(name, delta=1e-5, accountant="pld")
-        assert booked.spent == pytest.approx(
-            plan.epsilon(name), rel=1e-9
-        )  # never the smaller figure of a PLD
+        assert booked.spent == pytest.approx(plan.epsilon(name), rel=1e-9)  # never the smaller figure of a PLD
     assert all(torch.isfinite(p).all() for p in made.model.parameters())
 
 
-def test_noise_above_the_declared_one_still_counts_in_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_above_the_declared_one_still_counts_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("budget", steps=20)
     rule = plan.rule(FollowBudget)
     assert rule is not None and rule.most > 1
@@ -176,16 +172,14 @@ def test_noise_above_the_declared_one_still_counts_in_full(
 def test_a_later_run_is_priced_with_the_order_of_an_earlier_one(tmp_path: Path) -> None:
     large = POLICY.replace("epsilon = 4.0", "epsilon = 30.0").replace("epsilon = 2.0", "epsilon = 30.0")
     stack = LayerStack.from_model(net())
-    first = make_plan(
-        stack, Policy.parse(large), batch=48, steps=10, epsilon=2.0, allocate=LADP(mode="budget")
-    )
+    first = make_plan(stack, Policy.parse(large), batch=48, steps=10, epsilon=2.0, allocate=LADP(mode="budget"))
     trainer(tmp_path / "one", plan=first, corpus=corpus(policy=large)).fit()
     second = make_plan(stack, Policy.parse(large), batch=48, steps=10, epsilon=1.0)
     found = trainer(tmp_path / "two", plan=second, corpus=corpus(policy=large)).fit()
     both = (*first.schedule("clinical"), *second.schedule("clinical"))
-    by_order = accountant(first.accountant).epsilon(both, 1e-5)
+    by_order = find_accountant(first.accountant).epsilon(both, 1e-5)
     assert found.total["clinical"] == pytest.approx(by_order, rel=1e-9)
-    assert found.total["clinical"] > accountant("pld").epsilon(both, 1e-5)
+    assert found.total["clinical"] > find_accountant("pld").epsilon(both, 1e-5)
     figures = json.loads((tmp_path / "two" / "metrics.json").read_text())
     assert figures["classes"]["clinical"]["total"] == found.total["clinical"]
 
@@ -205,9 +199,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, at: int) -> Any:
     return lambda: monkeypatch.setattr(Engine, "backward", real)
 
 
-def test_the_whole_budget_is_spent_when_the_run_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_whole_budget_is_spent_when_the_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is used of it: nothing comes back, on no path."""
     plan = plan_of("budget", steps=20)
     interrupt(monkeypatch, 8)
@@ -237,9 +229,7 @@ def test_reading_a_copy_of_a_finished_run_costs_nothing(tmp_path: Path) -> None:
 def test_epsilon_does_not_fall_when_the_plan_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = POLICY.replace("epsilon = 4.0", "epsilon = 30.0").replace("epsilon = 2.0", "epsilon = 30.0")
     stack, data = LayerStack.from_model(net()), corpus(policy=large)
-    first = make_plan(
-        stack, Policy.parse(large), batch=48, steps=20, epsilon=4.0, allocate=LADP(mode="budget")
-    )
+    first = make_plan(stack, Policy.parse(large), batch=48, steps=20, epsilon=4.0, allocate=LADP(mode="budget"))
     second = make_plan(stack, Policy.parse(large), batch=48, steps=20, epsilon=2.0)
     go_on = interrupt(monkeypatch, 12)
     with pytest.raises(KeyboardInterrupt):
@@ -269,12 +259,7 @@ def test_a_copy_of_the_run_pays_for_itself(tmp_path: Path, monkeypatch: pytest.M
     """Two folders that both go on would be two budgets: the copy is booked, or refused."""
     large = POLICY.replace("epsilon = 4.0", "epsilon = 30.0").replace("epsilon = 2.0", "epsilon = 30.0")
     plan = make_plan(
-        LayerStack.from_model(net()),
-        Policy.parse(large),
-        batch=48,
-        steps=20,
-        epsilon=2.0,
-        allocate=LADP(mode="budget"),
+        LayerStack.from_model(net()), Policy.parse(large), batch=48, steps=20, epsilon=2.0, allocate=LADP(mode="budget")
     )
     go_on = interrupt(monkeypatch, 12)
     with pytest.raises(KeyboardInterrupt):
@@ -287,12 +272,9 @@ def test_a_copy_of_the_run_pays_for_itself(tmp_path: Path, monkeypatch: pytest.M
     made.fit()
     both = (*plan.schedule("clinical"), *plan.schedule("clinical"))
     spent = made.book.total("clinical", delta=1e-5).spent
-    assert spent == pytest.approx(accountant(plan.accountant).epsilon(both, 1e-5), rel=1e-9)
+    assert spent == pytest.approx(find_accountant(plan.accountant).epsilon(both, 1e-5), rel=1e-9)
     refused = trainer(
-        tmp_path / "third",
-        plan=plan,
-        corpus=corpus(policy=large),
-        bounds={"clinical": spent, "sensitive": 30.0},
+        tmp_path / "third", plan=plan, corpus=corpus(policy=large), bounds={"clinical": spent, "sensitive": 30.0}
     )
     with pytest.raises(BudgetExceeded):
         refused.fit()
@@ -304,14 +286,12 @@ def test_a_zcdp_budget_from_plan_to_book(tmp_path: Path) -> None:
     made = trainer(tmp_path / "run", plan=plan)
     outcome = made.fit()
     figures = json.loads((tmp_path / "run" / "metrics.json").read_text())["classes"]
-    assert (
-        0.05 * (1 - 1e-12) <= max(plan.rho("clinical"), plan.rho("sensitive")) <= 0.05
-    )  # the one that decides S
+    assert 0.05 * (1 - 1e-12) <= max(plan.rho("clinical"), plan.rho("sensitive")) <= 0.05  # the one that decides S
     for name in ("clinical", "sensitive"):
         assert figures[name]["rho"] == pytest.approx(plan.rho(name), rel=1e-12)
         tight = epsilon_of_rho(plan.rho(name), 1e-5)
         assert outcome.epsilon[name] == pytest.approx(tight, rel=1e-12)
-        assert tight < classical_epsilon(plan.rho(name), 1e-5)
+        assert tight < classical_zcdp_epsilon(plan.rho(name), 1e-5)
         assert made.book.total(name, delta=1e-5, accountant="zcdp").spent == pytest.approx(tight)
 
 
@@ -344,9 +324,7 @@ def test_a_choice_draws_other_coins_than_its_step() -> None:
     assert abs(sum(sizes) / 200 - expected) < 5 * math.sqrt(expected / 200)
 
 
-def test_what_rules_learned_is_forgotten_under_another_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_rules_learned_is_forgotten_under_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, count = Engine.backward, 0
 
     def interrupted(self: Engine, losses: Any, batch: Any) -> None:
@@ -372,11 +350,7 @@ def test_a_plan_with_rules_needs_no_trainer() -> None:
     engine = lamina.Engine(model, plan)
     before = engine.applied.clip
     for batch in corpus().batches(plan):
-        losses = (
-            torch.nn.functional.cross_entropy(model(batch.x), batch.y, reduction="none")
-            if len(batch)
-            else None
-        )
+        losses = torch.nn.functional.cross_entropy(model(batch.x), batch.y, reduction="none") if len(batch) else None
         engine.backward(losses, batch)
         for p in model.parameters():
             p.grad = None

@@ -32,9 +32,7 @@ def coins(step: int, row: int, members: int) -> np.ndarray:
     return np.frombuffer(stream.update(bytes(4 * members + 16)), dtype="<u4")[:members]
 
 
-def clipped_sum(
-    model: nn.Module, plan: StepPlan, data: dict[str, np.ndarray], step: int
-) -> dict[str, Tensor]:
+def clipped_sum(model: nn.Module, plan: StepPlan, data: dict[str, np.ndarray], step: int) -> dict[str, Tensor]:
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -47,9 +45,7 @@ def clipped_sum(
         drawn = members[coins(step, row, len(members)).astype(np.float64) / 2**32 < entry.sampling_rate]
         for unit in drawn:
             rows = data["unit"] == unit
-            gradient = grad(loss)(
-                parameters, torch.from_numpy(data["x"][rows]), torch.from_numpy(data["y"][rows])
-            )
+            gradient = grad(loss)(parameters, torch.from_numpy(data["x"][rows]), torch.from_numpy(data["y"][rows]))
             for name, part in clipped(gradient, plan, row).items():
                 sums[name] += part
     return sums
@@ -78,9 +74,7 @@ def test_a_segment_is_what_the_plan_says(tmp_path: Path, monkeypatch: pytest.Mon
     plan = problem.plan(model, steps=steps)
     assert plan.clipping is lamina.Clipping.JOINT
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    problem.trainer(
-        tmp_path / "a", model=model, plan=plan, optimizer=optimizer, scheduler=None, segment=steps
-    ).fit()
+    problem.trainer(tmp_path / "a", model=model, plan=plan, optimizer=optimizer, scheduler=None, segment=steps).fit()
     noise = SecureNoise.of_journal(SEED)
     names = [name for layer in plan.layers for name in layer.parameters]
     stds = [plan.noise[i] / plan.batch for i, layer in enumerate(plan.layers) for _ in layer.parameters]

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from lamina.allocate import make_plan
-from lamina.models.transformer import TransformerAutoencoder
-from lamina.plan import LayerStack, Policy, Slice, StepPlan
-from lamina.train.depth import NOT_COMPARED, check_depth
+from lamina.allocate.make_plan import make_plan
+from lamina.models.autoencoders import TransformerAutoencoder
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.selection import Slice
+from lamina.plan.step_plan import StepPlan
+from lamina.train.trainer_checks import DEPTH_NOT_COMPARED, check_depth_profiles
 from refusals import raises_code
 
 
@@ -34,9 +37,9 @@ def stacked() -> nn.Module:
 
 def test_a_plan_of_this_policy_passes() -> None:
     model, under = stacked(), policy({"top": 0.5})
-    assert check_depth(model, under, planned(model, under)) is None
-    assert check_depth(model, None, planned(model, under)) is None
-    assert check_depth(model, under, planned(model, under, group="block")) is None
+    assert check_depth_profiles(model, under, planned(model, under)) is None
+    assert check_depth_profiles(model, None, planned(model, under)) is None
+    assert check_depth_profiles(model, under, planned(model, under, group="block")) is None
 
 
 def test_thresholds_outside_of_the_profile_are_refused_whatever_the_words_say() -> None:
@@ -46,23 +49,21 @@ def test_thresholds_outside_of_the_profile_are_refused_whatever_the_words_say() 
     deep = replace(plan, clip=tuple(row if i != k else (0.1,) * 4 for i, row in enumerate(plan.clip)))
     assert deep.classes[k].profile == plan.classes[k].profile
     with raises_code("train.class-moves-plan"):
-        check_depth(model, under, deep)
+        check_depth_profiles(model, under, deep)
 
 
 def test_heads_outside_of_the_mask_are_refused() -> None:
     model = TransformerAutoencoder(4, tokens=4, width=8, layers=2, heads=4, hidden=8, code=4)
     under = policy({"heads": [1]})
     plan = planned(model, under)
-    assert plan.slices and check_depth(model, under, plan) is None
+    assert plan.slices and check_depth_profiles(model, under, plan) is None
     with raises_code("train.class-moves-plan"):
-        check_depth(model, under, replace(plan, slices=()))
+        check_depth_profiles(model, under, replace(plan, slices=()))
     part = next(part for part in plan.slices if part.ranges)
-    wider = Slice(
-        cls=part.cls, tensor=part.tensor, axis=part.axis, length=part.length, ranges=((0, part.length),)
-    )
+    wider = Slice(cls=part.cls, tensor=part.tensor, axis=part.axis, length=part.length, ranges=((0, part.length),))
     others = tuple(each for each in plan.slices if each is not part)
     with raises_code("train.class-moves-plan"):
-        check_depth(model, under, replace(plan, slices=(*others, wider)))
+        check_depth_profiles(model, under, replace(plan, slices=(*others, wider)))
 
 
 def test_what_cannot_be_compared_is_said() -> None:
@@ -71,4 +72,4 @@ def test_what_cannot_be_compared_is_said() -> None:
     turned = replace(
         plan, layers=tuple(replace(layer, depth=1 - layer.depth) for layer in plan.layers)
     )  # as an example may order them
-    assert check_depth(model, under, turned) == NOT_COMPARED
+    assert check_depth_profiles(model, under, turned) == DEPTH_NOT_COMPARED

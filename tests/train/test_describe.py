@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.train.describe import Describe
+from lamina.train.resume import CodeFingerprint
 
 FACTOR = 2.0
 
 
 def words(value: Any) -> str:
-    made = Describe()
+    made = CodeFingerprint()
     made.feed(value)
     return made.text()
 
@@ -87,10 +87,10 @@ def test_equal_things_are_described_alike() -> None:
     assert words(closure([1])) == words(closure([1]))
     assert words(Thing({"a": np.ones(2)})) == words(Thing({"a": np.ones(2)}))
     assert words(torch.bfloat16) == words(torch.bfloat16)
-    quiet = Describe()
+    quiet = CodeFingerprint()
     quiet.values = False
     quiet.feed(first)
-    other = Describe()
+    other = CodeFingerprint()
     other.values = False
     other.feed(net())
     assert quiet.text() == other.text()  # weights are the checkpoint's
@@ -123,7 +123,7 @@ def test_models_of_others_are_described_alike_when_made_again() -> None:
             n_layer=2, n_head=2, n_embd=8, vocab_size=20, n_positions=8, resid_pdrop=dropout
         )
         torch.manual_seed(0)
-        quiet = Describe()
+        quiet = CodeFingerprint()
         quiet.values = False
         quiet.feed(transformers.GPT2LMHeadModel(config))
         return quiet.text()

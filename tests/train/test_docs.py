@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamina.cli import main
+from lamina.cli.app import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
 
@@ -30,11 +30,7 @@ def contributions(folder: Path) -> None:
     generator, rows = np.random.default_rng(1), ["id,class"]
     for i in range(60):
         (folder / f"p{i:02d}").mkdir(parents=True)
-        np.savez(
-            folder / f"p{i:02d}" / "payload.npz",
-            x=generator.normal(size=(2, 12)) + i % 2,
-            y=np.full(2, i % 2),
-        )
+        np.savez(folder / f"p{i:02d}" / "payload.npz", x=generator.normal(size=(2, 12)) + i % 2, y=np.full(2, i % 2))
         rows.append(f"p{i:02d},{'volunteers' if i < 15 else 'sensitive'}")
     (folder / "contributions.csv").write_text("\n".join(rows) + "\n")
 
@@ -69,6 +65,4 @@ def test_the_quickstart_runs(
     assert (tmp_path / "runs" / "third" / "model.safetensors").exists()
     assert "60 admitted, 0 refused" in printed
     assert "third.ledger.db: verified" in printed
-    assert {path.name for path in (tmp_path / "runs").glob("*.ledger.db")} > {
-        "elsewhere.example-cardiology.ledger.db"
-    }
+    assert {path.name for path in (tmp_path / "runs").glob("*.ledger.db")} > {"elsewhere.example-cardiology.ledger.db"}

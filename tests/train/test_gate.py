@@ -14,21 +14,21 @@ import torch
 from hospital import NOW, POLICY, Hospital, net, npz, usual
 
 import lamina
-from lamina.account import accountant, epsilon_of_multiplier
-from lamina.admit.contribute import YEAR
-from lamina.admit.reason import Reason
-from lamina.admit.register import Beside, Entry, Lost, MemoryRegister
-from lamina.admit.source import Contribution
-from lamina.ledger.check.verify import verify
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.opening import Contract, open_or_create
-from lamina.ledger.records import Admitted, Header, KeyEvent
-from lamina.ledger.records import Reason as WithdrawnFor
-from lamina.ledger.register import LedgerRegister
-from lamina.ledger.withdrawals import withdraw
-from lamina.train.corpus import shares
-from lamina.train.corpus.payloads import PayloadChanged
-from lamina.train.corpus.sampler import Sampler
+from lamina.account.accountants import epsilon_of_noise_multiplier, find_accountant
+from lamina.admit.contribution_sources import Contribution
+from lamina.admit.signing import SECONDS_PER_YEAR
+from lamina.admit.verdicts import EntryContext, MemoryRegister, Reason, RefusedRows, RegisterEntry
+from lamina.corpus import payloads
+from lamina.corpus.payloads import PayloadChanged
+from lamina.corpus.sampler import Sampler
+from lamina.ledger.admission_batch import LedgerRegister
+from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.ledger.governance_records import Header, KeyEvent
+from lamina.ledger.governance_records import WithdrawalReason as WithdrawnFor
+from lamina.ledger.records import ContributionRecord
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.withdrawal import withdraw
+from lamina.ledger.writer import Ledger
 from refusals import raises_code
 
 
@@ -118,7 +118,7 @@ def test_a_ledger_is_made_and_everybody_is_in_it_once(hospital: Hospital, tmp_pa
     with Ledger.open(where, clock=hospital.clock) as ledger:
         size = ledger.size
         kinds = Counter(leaf.kind for leaf in ledger.leaves())
-    assert kinds == {Header: 1, KeyEvent: 1, Admitted: 57}
+    assert kinds == {Header: 1, KeyEvent: 1, ContributionRecord: 57}
     again = hospital.gate().admit(hospital.people, ledger=str(where))
     assert list(again.ids) == list(first.ids) and not again.admission.refused
     assert again.membership(b"k") == first.membership(b"k")
@@ -160,7 +160,7 @@ def test_whose_data_cannot_be_opened_is_not_entered(hospital: Hospital, tmp_path
     corpus = hospital.gate().admit(hospital.people, ledger=tmp_path / "ledger.db")
     assert refused(corpus) == {"c05": "unreadable"}
     with Ledger.open(tmp_path / "ledger.db") as ledger:
-        assert sum(leaf.kind is Admitted for leaf in ledger.leaves()) == 56
+        assert sum(leaf.kind is ContributionRecord for leaf in ledger.leaves()) == 56
 
 
 def test_a_ledger_of_another_corpus_or_a_promise_that_is_broken(hospital: Hospital, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_ledger_of_another_corpus_or_a_promise_that_is_broken(hospital: Hospit
 
 def test_an_admission_is_entered_into_the_ledger_of_a_run_too(hospital: Hospital, tmp_path: Path) -> None:
     corpus = hospital.gate().admit(hospital.people, ledger=tmp_path / "gate.db")
-    contract = Contract.of_policy(hospital.policy)
+    contract = CorpusTerms.of_policy(hospital.policy)
     with open_or_create(tmp_path / "run.db", contract, clock=hospital.clock) as ledger:
         assert corpus.admission.enter_into(LedgerRegister(ledger)) == {}
         size = ledger.size
@@ -258,10 +258,7 @@ def test_what_cannot_be_opened_is_refused_and_stops_nobody(hospital: Hospital) -
     assert "no array 'x'" in details["c01"]
     assert "2 examples in x and y of shape (3,)" in details["c02"]
     assert "no payload" in details["c03"]
-    assert (
-        details["c04"].startswith("it has x (5,) torch.float32")
-        and "the others have x (6,)" in details["c04"]
-    )
+    assert details["c04"].startswith("it has x (5,) torch.float32") and "the others have x (6,)" in details["c04"]
     assert "no y" in details["c05"]
     assert len(corpus) == 51
     corpus.source.fetch(np.arange(len(corpus.source)))
@@ -269,11 +266,10 @@ def test_what_cannot_be_opened_is_refused_and_stops_nobody(hospital: Hospital) -
 
 def signed_anyway(hospital: Hospital, *names: str, items: int = 2) -> None:
     """With somebody else's program: ours would not sign what it cannot read."""
-    from lamina.admit.attestation import attest
-    from lamina.admit.commitment import commit
-    from lamina.admit.terms import Terms
+    from lamina.admit.attestation import attest, commit
+    from lamina.admit.checks import SigningTerms
 
-    terms = Terms.make(hospital.policy, "clinical", not_before=NOW, expires=NOW + YEAR)
+    terms = SigningTerms.make(hospital.policy, "clinical", not_before=NOW, expires=NOW + SECONDS_PER_YEAR)
     for name in names:
         folder, nonce = hospital.people / name, os.urandom(16)
         descriptor = terms.descriptor(
@@ -299,7 +295,7 @@ def test_the_number_of_processes_changes_nothing(hospital: Hospital, monkeypatch
     signed_anyway(hospital, "s07", items=3)
     (hospital.people / "s09" / "attestation.cose").unlink()
     alone = hospital.admit()
-    monkeypatch.setattr(shares, "LEAST", 8)
+    monkeypatch.setattr(payloads, "MIN_PAYLOADS_PER_PROCESS", 8)
     corpus = hospital.gate(processes=3).admit(hospital.people)
     assert corpus.admission.to_dict() == alone.admission.to_dict()
     assert len(corpus.admission.refused) == 3
@@ -367,9 +363,7 @@ def test_what_was_read_and_checked_once_may_be_kept(hospital: Hospital) -> None:
     corpus = hospital.admit()
     first = corpus.source.fetch(np.array([0, 1]))[0].clone()
     hospital.write("c00", 77)
-    assert torch.equal(
-        corpus.source.fetch(np.array([0, 1]))[0], first
-    )  # the bytes that were signed, not the file's
+    assert torch.equal(corpus.source.fetch(np.array([0, 1]))[0], first)  # the bytes that were signed, not the file's
 
 
 def test_the_digest_of_the_data_is_over_what_was_signed(hospital: Hospital) -> None:
@@ -404,9 +398,7 @@ def test_batches_carry_the_limits_of_those_who_are_in_them(strict: Hospital) -> 
     for step in range(plan.steps):
         batch = sampler.draw(step)
         assert batch.scale is not None and batch.ceiling is not None and batch.cls is not None
-        for cls, scale, ceiling in zip(
-            batch.cls.tolist(), batch.scale.tolist(), batch.ceiling.tolist(), strict=True
-        ):
+        for cls, scale, ceiling in zip(batch.cls.tolist(), batch.scale.tolist(), batch.ceiling.tolist(), strict=True):
             limits.setdefault(plan.classes[cls].name, set()).add((round(scale, 6), ceiling))
     assert limits["open"] == {(1.0, float("inf"))}
     assert limits["sensitive"] == {(1.0, 1.0)}  # what the class asks for
@@ -417,7 +409,7 @@ def test_batches_carry_the_limits_of_those_who_are_in_them(strict: Hospital) -> 
     (by_noise,) = [scale for scale, ceiling in found if ceiling == 1.0 and scale < 0.99]
     # An accountant of its own, asked by hand: what is spent is what was signed, and not much less.
     events = plan.schedule("clinical", scale=by_noise)
-    spent, signed = accountant("pld").epsilon(events, 1e-5), epsilon_of_multiplier(3.0, 1e-5)
+    spent, signed = find_accountant("pld").epsilon(events, 1e-5), epsilon_of_noise_multiplier(3.0, 1e-5)
     assert 0.999 * signed < spent <= signed
 
 
@@ -434,16 +426,13 @@ def test_a_bound_that_no_scale_keeps_is_never_sampled(hospital: Hospital) -> Non
     corpus, model = hospital.admit(), net()
     stack = lamina.LayerStack.from_model(model)
     plan = lamina.make_plan(stack, hospital.policy, batch=30, steps=12, allocate="quantile")
-    assert corpus.out_of_reach(plan) == 2
+    assert corpus.count_unsampled(plan) == 2
     rows = corpus.members_of(plan)[plan.index("sensitive")]
     assert [corpus.ids[row] for row in rows.tolist()] == [f"s{i:02d}" for i in range(2, 15)]
     names = {each.name for each in corpus.accounts(plan)}
     assert not any("z=400" in name for name in names)
     outcome = hospital.trainer(corpus=corpus, model=model, plan=plan).fit()
-    assert any(
-        note.startswith("2 admitted contributions signed a bound that no scale keeps")
-        for note in outcome.notes
-    )
+    assert any(note.startswith("2 admitted contributions signed a bound that no scale keeps") for note in outcome.notes)
 
 
 def test_one_account_per_distinct_bound_and_a_second_run_is_refused_by_name(strict: Hospital) -> None:
@@ -453,7 +442,7 @@ def test_one_account_per_distinct_bound_and_a_second_run_is_refused_by_name(stri
     assert {name.split(",")[0] for name in accounts} == {"clinical@c=1", "clinical@c=0.25", "sensitive@c=1"}
     assert len(accounts) == 5  # of the class, stricter noise, stricter norm, both; and of the sensitive
     strictest = accounts["clinical@c=1,z=3"]
-    assert strictest.epsilon == pytest.approx(epsilon_of_multiplier(3.0, 1e-5), rel=1e-12)
+    assert strictest.epsilon == pytest.approx(epsilon_of_noise_multiplier(3.0, 1e-5), rel=1e-12)
     assert 0 < strictest.scale < 1
     outcome = trainer.fit()
     assert outcome.epsilon["clinical"] <= 3.0
@@ -480,16 +469,16 @@ def test_windows_and_keys_are_looked_at_again(hospital: Hospital) -> None:
     hospital.sign({"c00": "clinical", "c01": "clinical"}, expires=NOW + 100)
     hospital.sign({"s00": "sensitive"}, key=other)
     corpus = hospital.admit()
-    assert corpus.renew() == {}
+    assert corpus.revalidate() == {}
     hospital.clock.now = NOW + 100
-    assert corpus.renew() == {Reason.EXPIRED: 2}
-    assert corpus.renew() == {}  # told once
+    assert corpus.revalidate() == {Reason.EXPIRED: 2}
+    assert corpus.revalidate() == {}  # told once
     assert len(corpus) == 55 and corpus.revision == 2
     with lamina.KeyRing.editing(hospital.keys) as ring:
         ring.revoke(other.public.id, at=NOW + 150)
-    assert corpus.renew() == {}  # not yet
+    assert corpus.revalidate() == {}  # not yet
     hospital.clock.now = NOW + 150
-    assert corpus.renew() == {Reason.REVOKED_KEY: 1}
+    assert corpus.revalidate() == {Reason.REVOKED_KEY: 1}
     assert len(corpus) == 54
 
 
@@ -497,7 +486,7 @@ def test_a_ring_in_memory_is_asked_as_it_is(hospital: Hospital) -> None:
     ring = lamina.KeyRing.load(hospital.keys)
     corpus = lamina.Gate(hospital.policy, ring, clock=hospital.clock).admit(hospital.people)
     ring.revoke(hospital.key.public.id, at=NOW)
-    assert corpus.renew() == {Reason.REVOKED_KEY: 57}
+    assert corpus.revalidate() == {Reason.REVOKED_KEY: 57}
 
 
 def test_after_an_epoch_signatures_are_verified_again(hospital: Hospital) -> None:
@@ -506,9 +495,9 @@ def test_after_an_epoch_signatures_are_verified_again(hospital: Hospital) -> Non
     shutil.rmtree(hospital.people / "c01")
     hospital.write("c02", 222)
     hospital.clock.now = NOW + hospital.policy.corpus.epoch - 1
-    assert corpus.renew() == {}  # within the epoch the gate relies on what it verified
+    assert corpus.revalidate() == {}  # within the epoch the gate relies on what it verified
     hospital.clock.now = NOW + hospital.policy.corpus.epoch
-    assert corpus.renew() == {Reason.NO_ATTESTATION: 1, Reason.GONE: 1, Reason.PAYLOAD_MISMATCH: 1}
+    assert corpus.revalidate() == {Reason.NO_ATTESTATION: 1, Reason.GONE: 1, Reason.PAYLOAD_MISMATCH: 1}
     assert len(corpus) == 54
 
 
@@ -543,7 +532,7 @@ def test_who_was_admitted_elsewhere_meanwhile_is_left_out_and_the_rest_is_in(hos
     class Raced(MemoryRegister):
         raced = False
 
-        def enter(self, entries: Iterable[Entry], beside: Beside) -> Lost:
+        def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
             first, *rest = entries
             if not self.raced:
                 self.raced = True

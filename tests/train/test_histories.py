@@ -19,7 +19,7 @@ from history_plans import FORMS, RULES
 from wards import Ward
 
 import postgres
-from lamina.train import members
+from lamina.train import membership
 
 BUDGET = {"form": "budget"}
 FOUND: dict[str, list[dict[str, Any]]] = {
@@ -67,7 +67,7 @@ FOUND: dict[str, list[dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def _attentive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run looks for withdrawals after every step."""
-    monkeypatch.setattr(members, "_PAUSE", 0.0)
+    monkeypatch.setattr(membership, "_POLL_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,10 @@ import pytest
 from hospital import NOW, Hospital, usual
 
 import lamina
-from lamina.admit.attestation import attest
-from lamina.admit.commitment import commit
-from lamina.admit.terms import Terms
-from lamina.train.corpus.signed import AdmittedCorpus
-from lamina.train.progress import Silent
+from lamina.admit.attestation import attest, commit
+from lamina.admit.checks import SigningTerms
+from lamina.corpus.admitted import AdmittedCorpus
+from lamina.train.progress import SilentProgress
 from refusals import raises_code
 
 
@@ -37,7 +36,7 @@ def put(hospital: Hospital, payload: bytes, kind: str, items: int = 1) -> None:
     folder.mkdir(exist_ok=True)
     for file in folder.iterdir():
         file.unlink()
-    signed = Terms.make(hospital.policy, "clinical", not_before=NOW, expires=NOW + 1000).descriptor(
+    signed = SigningTerms.make(hospital.policy, "clinical", not_before=NOW, expires=NOW + 1000).descriptor(
         contributor=hospital.key.public.id, nonce=nonce, commitment=commit(nonce, payload), items=items
     )
     (folder / "descriptor.cbor").write_bytes(signed.encode())
@@ -125,12 +124,7 @@ def test_a_payload_that_is_malformed_is_refused_by_itself(ward: Hospital, what: 
         assert fetched(corpus) == 5
 
 
-TABLES = {
-    "nul": b"1,\0\n",
-    "long": b'"' + b"1" * 200_000 + b'"\n',
-    "not text": b"\xff\xfe1\n",
-    "_": b"1_0,2\n",
-}
+TABLES = {"nul": b"1,\0\n", "long": b'"' + b"1" * 200_000 + b'"\n', "not text": b"\xff\xfe1\n", "_": b"1_0,2\n"}
 
 
 @pytest.mark.parametrize("what", TABLES)
@@ -166,7 +160,7 @@ def test_a_wrong_checksum_stops_no_run(ward: Hospital) -> None:
 # ------------------------------------------------------------------------------------------------ key ring
 
 
-class At(Silent):
+class At(SilentProgress):
     """Does something after the first segment."""
 
     def __init__(self, action: object) -> None:
@@ -189,9 +183,7 @@ def test_a_damaged_ring_refuses_each_time(tmp_path: Path) -> None:
     assert trainer.fit().steps == 12
 
 
-def test_the_ring_that_was_compared_is_the_one_that_is_loaded(
-    ward: Hospital, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ring_that_was_compared_is_the_one_that_is_loaded(ward: Hospital, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that changes between two reads must not be taken for the one of the first."""
     gate, reads = ward.gate(), []
     before = ward.keys.read_bytes()
@@ -199,7 +191,7 @@ def test_the_ring_that_was_compared_is_the_one_that_is_loaded(
     ring.revoke(ward.key.public.id, at=NOW)
     ring.save(ward.keys)
     revoked = ward.keys.read_bytes()
-    real = lamina.train.gate.read_small
+    real = lamina.corpus.admitted.read_small
 
     def racing(path: Path, what: str) -> bytes:
         reads.append(path)
@@ -208,11 +200,11 @@ def test_the_ring_that_was_compared_is_the_one_that_is_loaded(
         return found
 
     try:
-        monkeypatch.setattr("lamina.train.gate.read_small", racing)
-        found = gate.reread()
+        monkeypatch.setattr("lamina.corpus.admitted.read_small", racing)
+        found = gate.reload_keys()
         assert found is not None and not found.usable(ward.key.public.id, NOW)
         ward.keys.write_bytes(revoked)
-        assert gate.reread() is None and len(reads) == 2
+        assert gate.reload_keys() is None and len(reads) == 2
     finally:
         ward.keys.write_bytes(before)
 

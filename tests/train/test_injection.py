@@ -15,15 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_trainer import _known_seeds, killed, same, weights
 
-from lamina.account import Event, accountant
-from lamina.ledger.check.occurrences import Occurrences
-from lamina.ledger.records import Outcome, Segment
-from lamina.plan import StepPlan
-from lamina.train.corpus.sampler import Sampler
-from lamina.train.occurrences import events_due
-from lamina.train.store.history import History
-from lamina.train.store.journal import Journal
-from lamina.train.store.records import Close, GivenUp, Moved, Open, Start
+from lamina.account.accountants import find_accountant
+from lamina.account.schedule import Event
+from lamina.corpus.sampler import Sampler
+from lamina.ledger.records import Segment, SegmentOutcome
+from lamina.ledger.verify.plan_checks import AttemptTree
+from lamina.plan.step_plan import StepPlan
+from lamina.train.journal import Journal
+from lamina.train.journal_records import (
+    AttemptAbandoned,
+    AttemptClosed,
+    AttemptOpened,
+    JournalMoved,
+    RunHistory,
+    RunStarted,
+)
+from lamina.train.run_budget import events_due
 from refusals import raises_code
 
 known_seeds = _known_seeds  # for every run of this file, too
@@ -46,7 +53,7 @@ def parts(form: str, **options: Any) -> dict[str, Any]:
 
 def events(made: StepPlan, count: int, name: str = "clinical") -> float:
     """ε of so many unsampled events of a class."""
-    return accountant("pld").epsilon([Event(sigma=made.sigma(name), q=1.0, steps=count)], 1e-5)
+    return find_accountant("pld").epsilon([Event(sigma=made.sigma(name), q=1.0, steps=count)], 1e-5)
 
 
 # ---------------------------------------------------------------------------------------- the same run again
@@ -54,9 +61,7 @@ def events(made: StepPlan, count: int, name: str = "clinical") -> float:
 
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 13])
 @pytest.mark.parametrize("form", list(FORMS))
-def test_a_killed_run_resumes_to_the_same_weights_at_the_same_cost(
-    tmp_path: Path, form: str, step: int
-) -> None:
+def test_a_killed_run_resumes_to_the_same_weights_at_the_same_cost(tmp_path: Path, form: str, step: int) -> None:
     whole = problem.trainer(tmp_path / "whole" / "a", **parts(form), microbatches=3)
     expected = whole.fit()
     assert expected.epsilon["clinical"] == pytest.approx(whole.plan.epsilon("clinical"), rel=1e-6)
@@ -111,9 +116,7 @@ def test_occurrences_are_capped_by_the_plan(tmp_path: Path) -> None:
     metrics = json.loads((tmp_path / "a" / "metrics.json").read_text())["classes"]["clinical"]
     assert metrics["adjacency"] == "zero-out, no amplification"
     assert metrics["rho"] == pytest.approx(run.plan.rho("clinical"))
-    assert metrics["epsilon_replace_one"] == pytest.approx(
-        run.plan.epsilon("clinical", "replace_one"), rel=1e-2
-    )
+    assert metrics["epsilon_replace_one"] == pytest.approx(run.plan.epsilon("clinical", "replace_one"), rel=1e-2)
     assert metrics["epsilon_unamplified"] == pytest.approx(run.plan.epsilon("clinical"), rel=1e-2)
 
 
@@ -220,23 +223,21 @@ class _Tree:
 class _Line:
     """One folder of a run: its journal, and the checkpoints it could go back to."""
 
-    def __init__(
-        self, plan: StepPlan, history: History, closed: list[tuple[int, int, int]], copy: int = 0
-    ) -> None:
+    def __init__(self, plan: StepPlan, history: RunHistory, closed: list[tuple[int, int, int]], copy: int = 0) -> None:
         self.plan, self.journal, self.closed = plan, history, closed  # [(step, node, generation)]
         self._copy = copy
         self.charged = 0
 
     @property
-    def attempts(self) -> list[Open]:
+    def attempts(self) -> list[AttemptOpened]:
         return list(self.journal.opens)
 
-    def take(self, tree: _Tree, steps: int, fate: str, audited: Occurrences | None = None) -> None:
+    def take(self, tree: _Tree, steps: int, fate: str, audited: AttemptTree | None = None) -> None:
         first, node, after = self.closed[-1]
         due = events_due(self, self.plan, first, first + steps, "clinical")  # type: ignore[arg-type]
         self.charged += due
         number = 2 * len(self.journal.opens) + self._copy  # no other attempt has it
-        charge = partial(Open, segment=len(self.closed) - 1, generation=number, nonce=bytes([number]) * 16)
+        charge = partial(AttemptOpened, segment=len(self.closed) - 1, generation=number, nonce=bytes([number]) * 16)
         made = charge(
             first=first,
             last=first + steps,
@@ -259,17 +260,17 @@ class _Line:
         if fate == "open":
             return
         if fate == "given up":
-            self.journal._add(GivenUp(**key, charged=True))
+            self.journal._add(AttemptAbandoned(**key, charged=True))
         else:
-            self.journal._add(Close(**key, checkpoint=bytes(32)))
+            self.journal._add(AttemptClosed(**key, checkpoint=bytes(32)))
             self.closed.append((first + steps, here, number))
         if fate == "lost":
             self.closed.pop()
         if audited is not None:
-            audited.add([_segment(made, Outcome.ABANDONED if fate == "given up" else Outcome.CLOSED)])
+            audited.add([_segment(made, SegmentOutcome.ABANDONED if fate == "given up" else SegmentOutcome.CLOSED)])
 
 
-def _segment(opened: Open, outcome: Outcome) -> Segment:
+def _segment(opened: AttemptOpened, outcome: SegmentOutcome) -> Segment:
     return Segment(
         index=opened.segment,
         generation=opened.generation,
@@ -283,9 +284,9 @@ def _segment(opened: Open, outcome: Outcome) -> Segment:
 
 
 def _charges(plan: StepPlan, due: int) -> Any:
-    from lamina.train.book.charge import charges
+    from lamina.spend.charge import plan_charges
 
-    return [c.times(due) for c in charges(plan, 0, 1)] if due else []
+    return [c.times(due) for c in plan_charges(plan, 0, 1)] if due else []
 
 
 STEPS = st.tuples(st.integers(1, 6), st.sampled_from(["closed", "closed", "given up", "lost"]))
@@ -308,18 +309,18 @@ def test_whatever_happened_no_contribution_was_used_more_often_than_was_paid(
 ) -> None:
     """An auditor, who sees the attempts of both in any order, asks for that, and never for more than was paid."""
     plan = problem_plan(cap)
-    tree, history, audited = _Tree(cap), History(), Occurrences(cap)
-    history._add(Start(run="a" * 32, salt=bytes(32), place=1))
+    tree, history, audited = _Tree(cap), RunHistory(), AttemptTree(cap)
+    history._add(RunStarted(run="a" * 32, salt=bytes(32), place=1))
     line = _Line(plan, history, [(0, 0, 0)])
     for steps, fate in before:
         line.take(tree, steps, fate, audited)
         assert line.charged >= audited.most
     lines = [line]
     if copied:
-        twin = History()
+        twin = RunHistory()
         for record in history.records:
             twin._add(record)
-        twin._add(Moved(place=2))
+        twin._add(JournalMoved(place=2))
         lines.append(_Line(plan, twin, list(line.closed), 1))
     waiting = [(each, list(more)) for each, more in zip(lines, after, strict=False)]
     for turn in (*turns, *([False] * 3), *([True] * 3)):
@@ -341,8 +342,8 @@ def problem_plan(cap: int) -> StepPlan:
 
 def test_an_open_segment_counts_as_done_where_it_is_replayed() -> None:
     """Reserving the rest of a run while a segment waits for its replay: nothing is wasted by it."""
-    plan, history = problem_plan(3), History()
-    history._add(Start(run="a" * 32, salt=bytes(32), place=1))
+    plan, history = problem_plan(3), RunHistory()
+    history._add(RunStarted(run="a" * 32, salt=bytes(32), place=1))
     line = _Line(plan, history, [(0, 0, 0)])
     line.take(_Tree(3), 2, "closed")
     line.take(_Tree(3), 2, "open")

@@ -113,7 +113,5 @@ def test_killed_before_some_calls(killer: Killer, whole: dict[str, Any], tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_killed_before_every_call_that_changes_something(
-    killer: Killer, whole: dict[str, Any], tmp_path: Path
-) -> None:
+def test_killed_before_every_call_that_changes_something(killer: Killer, whole: dict[str, Any], tmp_path: Path) -> None:
     kill_before_calls(killer, whole, tmp_path, range(1, whole["calls"] + 1))

@@ -17,18 +17,19 @@ from test_trainer import killed
 
 import lamina
 import postgres
-from lamina.admit.key import PrivateKey
+from lamina.admit.keys import PrivateKey
 from lamina.errors import BudgetExceeded
-from lamina.ledger.check import Trust, Verification, verify
-from lamina.ledger.inbox import Inbox
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.records import Admitted, Effect, Epoch, KeyEvent, Outcome, PolicyChange, Reason, Withdrawal
-from lamina.ledger.trace import trace
-from lamina.ledger.view import View
-from lamina.ledger.withdrawals import withdraw
-from lamina.train.book import Book
-from lamina.train.progress import Silent
-from lamina.train.store.journal import Journal
+from lamina.ledger.contribution_trace import trace_contribution
+from lamina.ledger.governance_records import KeyEvent, PolicyChange, Withdrawal, WithdrawalEffect, WithdrawalReason
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import ContributionRecord, Epoch, SegmentOutcome
+from lamina.ledger.verify.replay_state import Trust, Verification
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.withdrawal import WithdrawalInbox, withdraw
+from lamina.ledger.writer import Ledger
+from lamina.spend.spend_ledger import SpendLedger
+from lamina.train.journal import Journal
+from lamina.train.progress import SilentProgress
 from refusals import raises_code
 
 
@@ -39,7 +40,7 @@ def sound(where: str | Path, **options: Any) -> Verification:
 
 
 def epochs(where: str | Path) -> list[Epoch]:
-    with View.read_only(where) as view:
+    with LedgerReader.read_only(where) as view:
         return [leaf.record for leaf in view.of_kind(Epoch) if isinstance(leaf.record, Epoch)]
 
 
@@ -55,10 +56,10 @@ def agrees(folder: Path) -> None:
     known = {o.key: o for o in journal.opens if not journal.void(o) and o is not journal.pending}
     assert told.keys() == known.keys()
     for key, outcome in told.items():
-        assert (outcome is Outcome.CLOSED) == journal.closed(known[key])
+        assert (outcome is SegmentOutcome.CLOSED) == journal.closed(known[key])
 
 
-class During(Silent):
+class During(SilentProgress):
     """Does something after a step."""
 
     def __init__(self, act: Callable[[int], None]) -> None:
@@ -80,14 +81,14 @@ def test_a_run_on_signed_contributions_can_be_audited(ward: hospital.Hospital) -
     outcome = ward.trainer().fit()
     where = ward.root / "runs" / "a" / "ledger.db"
     assert where.is_symlink() and where.resolve() == ward.root / "runs" / "ward-7.ledger.db"
-    with View.read_only(where) as view:
+    with LedgerReader.read_only(where) as view:
         key = next(each for each in view.header.keys).public
-        counts = {kind: sum(1 for _ in view.of_kind(kind)) for kind in (Admitted, KeyEvent, Epoch)}
-        first = next(view.of_kind(Admitted))
+        counts = {kind: sum(1 for _ in view.of_kind(kind)) for kind in (ContributionRecord, KeyEvent, Epoch)}
+        first = next(view.of_kind(ContributionRecord))
         record = first.record
-        assert isinstance(record, Admitted)
-        told = trace(view, first)
-    assert counts == {Admitted: 57, KeyEvent: 1, Epoch: 4}
+        assert isinstance(record, ContributionRecord)
+        told = trace_contribution(view, first)
+    assert counts == {ContributionRecord: 57, KeyEvent: 1, Epoch: 4}
     found = sound(where, trust=Trust(plain=(key,), ring=lamina.KeyRing.load(ward.keys)))
     assert found.trusted and found.attestations == 57 and found.signed == found.size
     last = {account.bound: account.spend / 1e9 for account in epochs(where)[-1].accounts}
@@ -110,11 +111,11 @@ def test_runs_add_up_in_one_ledger_and_are_held_to_what_it_promises(ward: hospit
 def test_the_same_folder_admitted_again_enters_nobody_twice(ward: hospital.Hospital) -> None:
     ledger = ward.root / "ledger.db"
     corpus = ward.admit(ledger=ledger)
-    size = View.read_only(ledger).size
+    size = LedgerReader.read_only(ledger).size
     ward.trainer(corpus=corpus, ledger=ledger).fit()
     again = ward.admit(ledger=ledger)
     assert len(again) == 57 and not again.admission.refused
-    assert View.read_only(ledger).size == size + 4  # four epochs
+    assert LedgerReader.read_only(ledger).size == size + 4  # four epochs
     sound(ledger)
 
 
@@ -123,32 +124,29 @@ def test_data_without_a_policy_has_a_ledger_that_promises_nothing(tmp_path: Path
     problem.trainer(tmp_path / "b", bounds={}).fit()
     found = sound(tmp_path / "tests.ledger.db")
     assert found.counts["epoch"] == 10 and found.counts["contribution"] == 0
-    with View.read_only(tmp_path / "tests.ledger.db") as view:
+    with LedgerReader.read_only(tmp_path / "tests.ledger.db") as view:
         assert {preset.noise_multiplier for preset in view.header.presets} == {0}
 
 
 def test_a_policy_that_promises_less_is_refused(tmp_path: Path) -> None:
     problem.trainer(tmp_path / "a").fit()
     looser = problem.POLICY.replace("epsilon = 4.0", "epsilon = 5.0")
-    size = View.read_only(tmp_path / "tests.ledger.db").size
+    size = LedgerReader.read_only(tmp_path / "tests.ledger.db").size
     plan = problem.plan(problem.net(), policy=looser)
     with raises_code("ledger.policy-protect-less-ledger"):
         problem.trainer(tmp_path / "b", corpus=problem.corpus(policy=looser), plan=plan).fit()
-    assert View.read_only(tmp_path / "tests.ledger.db").size == size
+    assert LedgerReader.read_only(tmp_path / "tests.ledger.db").size == size
     with raises_code("ledger.ledger-under-policy"):
         problem.trainer(tmp_path / "b", bounds={}).fit()
 
 
 def test_a_policy_that_promises_more_is_followed(tmp_path: Path) -> None:
     problem.trainer(tmp_path / "a", steps=4).fit()
-    stricter = (
-        problem.POLICY.replace("epsilon = 2.0", "epsilon = 1.9")
-        + "[class.new]\nepsilon = 1.0\npopulation = 9\n"
-    )
+    stricter = problem.POLICY.replace("epsilon = 2.0", "epsilon = 1.9") + "[class.new]\nepsilon = 1.0\npopulation = 9\n"
     plan = problem.plan(problem.net(), policy=stricter)
     with pytest.raises(BudgetExceeded):
         problem.trainer(tmp_path / "b", corpus=problem.corpus(policy=stricter), plan=plan).fit()
-    with View.read_only(tmp_path / "tests.ledger.db") as view:
+    with LedgerReader.read_only(tmp_path / "tests.ledger.db") as view:
         assert sum(1 for _ in view.of_kind(PolicyChange)) == 1
     problem.trainer(tmp_path / "a", steps=4, corpus=problem.corpus(policy=stricter)).fit()
     sound(tmp_path / "tests.ledger.db")
@@ -201,9 +199,7 @@ def test_a_ledger_of_another_corpus_is_refused(tmp_path: Path) -> None:
 def test_an_open_ledger_is_used_and_left_open(tmp_path: Path) -> None:
     problem.trainer(tmp_path / "a", ledger=tmp_path / "l.db", steps=4).fit()
     with Ledger.open(tmp_path / "l.db") as ledger:  # without its key: nothing is signed
-        problem.trainer(
-            tmp_path / "b", ledger=ledger, steps=4, plan=problem.plan(problem.net(), 4)
-        ).rehearse()
+        problem.trainer(tmp_path / "b", ledger=ledger, steps=4, plan=problem.plan(problem.net(), 4)).rehearse()
         size = ledger.size
     assert size == 2
 
@@ -215,10 +211,12 @@ def test_every_attempt_is_a_leaf_however_it_ended(tmp_path: Path) -> None:
     loose = {"clinical": 9.0, "sensitive": 9.0}
     killed(tmp_path / "a", 8, bounds=loose)
     problem.trainer(tmp_path / "a", bounds=loose, microbatches=2).fit()  # the open segment is redone
-    outcomes = [
-        (s.index, s.generation, s.outcome) for e in epochs(tmp_path / "tests.ledger.db") for s in e.segments
+    outcomes = [(s.index, s.generation, s.outcome) for e in epochs(tmp_path / "tests.ledger.db") for s in e.segments]
+    assert outcomes[:3] == [
+        (0, 0, SegmentOutcome.CLOSED),
+        (1, 0, SegmentOutcome.ABANDONED),
+        (1, 1, SegmentOutcome.CLOSED),
     ]
-    assert outcomes[:3] == [(0, 0, Outcome.CLOSED), (1, 0, Outcome.ABANDONED), (1, 1, Outcome.CLOSED)]
     sound(tmp_path / "tests.ledger.db")
     agrees(tmp_path / "a")
 
@@ -262,7 +260,7 @@ def test_what_is_held_counts_until_it_is_a_leaf(tmp_path: Path) -> None:
     trainer = killed(tmp_path / "a", 8)  # segment 0 is a leaf, segment 1 is held
     (run,) = trainer.book.labels()
     event = trainer.plan.schedule("clinical")[0]
-    ten = lamina.account.accountant("pld").epsilon(
+    ten = lamina.account.find_accountant("pld").epsilon(
         [lamina.account.Event(sigma=event.sigma, q=event.q, steps=10)], 1e-5
     )
     assert trainer.book.spent(run, "clinical", delta=1e-5) == pytest.approx(ten)
@@ -273,9 +271,7 @@ def test_what_is_held_counts_until_it_is_a_leaf(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------- withdrawals
 
 
-def stopped(
-    ward: hospital.Hospital, at: int, act: Callable[[Ledger, str], None], **options: Any
-) -> tuple[Any, str]:
+def stopped(ward: hospital.Hospital, at: int, act: Callable[[Ledger, str], None], **options: Any) -> tuple[Any, str]:
     """A run during whose step `at` somebody does something to the ledger from outside."""
     corpus = ward.admit(ledger=ward.root / "l.db")
     digest = corpus.digests[20]  # clinical
@@ -292,12 +288,12 @@ def stopped(
 
 
 def test_a_withdrawal_from_outside_is_out_from_the_next_segment(ward: hospital.Hospital) -> None:
-    trainer, _ = stopped(ward, 5, lambda ledger, name: withdraw(ledger, name, Reason.CONSENT) and None)
+    trainer, _ = stopped(ward, 5, lambda ledger, name: withdraw(ledger, name, WithdrawalReason.CONSENT) and None)
     outcome = trainer.fit()
     assert outcome.steps == 12
     assert "contributions that were withdrawn, and are out from step 6 on: 1" in outcome.notes
     assert len(trainer.corpus) == 56
-    with View.read_only(ward.root / "l.db") as view:
+    with LedgerReader.read_only(ward.root / "l.db") as view:
         (leaf,) = view.of_kind(Withdrawal)
         read = [segment.eligibility for epoch in epochs(ward.root / "l.db") for segment in epoch.segments]
         assert [each > leaf.seq for each in read] == [False, False, True, True]
@@ -308,12 +304,14 @@ def test_a_withdrawal_from_outside_is_out_from_the_next_segment(ward: hospital.H
 
 def test_a_withdrawal_that_asks_for_it_ends_the_segment(ward: hospital.Hospital) -> None:
     trainer, _ = stopped(
-        ward, 5, lambda ledger, name: withdraw(ledger, name, Reason.REQUEST, effect=Effect.ABANDON) and None
+        ward,
+        5,
+        lambda ledger, name: withdraw(ledger, name, WithdrawalReason.REQUEST, effect=WithdrawalEffect.ABANDON) and None,
     )
     outcome = trainer.fit()
     assert any("given up" in note for note in outcome.notes)
     outcomes = [segment.outcome for epoch in epochs(ward.root / "l.db") for segment in epoch.segments]
-    assert outcomes.count(Outcome.ABANDONED) == 1
+    assert outcomes.count(SegmentOutcome.ABANDONED) == 1
     sound(ward.root / "l.db")
     agrees(ward.root / "runs" / "a")
 
@@ -323,7 +321,7 @@ def test_a_file_in_a_watched_folder_reaches_a_run(ward: hospital.Hospital) -> No
         inbox = ward.root / "inbox"
         inbox.mkdir()
         (inbox / "one.json").write_text(json.dumps({"withdraw": digest, "reason": "legal"}))
-        (taken,) = Inbox(ledger, inbox).take()
+        (taken,) = WithdrawalInbox(ledger, inbox).take()
         assert not taken.refused
 
     trainer, _ = stopped(ward, 2, drop)
@@ -342,7 +340,7 @@ def test_who_leaves_through_the_corpus_leaves_the_ledger(ward: hospital.Hospital
 
     ward.trainer(corpus=corpus, progress=During(during)).fit()
     where = ward.root / "runs" / "ward-7.ledger.db"
-    with View.read_only(where) as view:
+    with LedgerReader.read_only(where) as view:
         targets = [view.leaf(leaf.record.target).record for leaf in view.of_kind(Withdrawal)]  # type: ignore[union-attr]
     assert {t.descriptor.hex() for t in targets} == set(corpus.marks(["c03", "c04"]))  # type: ignore[union-attr]
     sound(where)
@@ -360,7 +358,7 @@ def test_a_segment_is_not_replayed_with_somebody_who_withdrew_meanwhile(ward: ho
     with pytest.raises(KeyboardInterrupt):
         ward.trainer(corpus=corpus, ledger=ward.root / "l.db", progress=During(stop)).fit()
     with Ledger.open(ward.root / "l.db") as ledger:
-        withdraw(ledger, corpus.digests[20], Reason.CONSENT)
+        withdraw(ledger, corpus.digests[20], WithdrawalReason.CONSENT)
     outcome = ward.trainer(ledger=ward.root / "l.db").fit()
     assert any("added or withdrawn" in note for note in outcome.notes)
     sound(ward.root / "l.db")
@@ -384,12 +382,10 @@ def test_a_server_that_restarts_is_waited_for(tmp_path: Path, server: postgres.S
     found = sound(where)
     assert found.counts["epoch"] == 5 and found.signed == found.size
     with Ledger.open(where, key) as ledger:
-        assert Book(ledger).total("clinical", delta=1e-5).spent == pytest.approx(outcome.total["clinical"])
+        assert SpendLedger(ledger).total("clinical", delta=1e-5).spent == pytest.approx(outcome.total["clinical"])
 
 
-def test_a_server_that_stays_away_stops_the_run_and_loses_nothing(
-    tmp_path: Path, server: postgres.Server
-) -> None:
+def test_a_server_that_stays_away_stops_the_run_and_loses_nothing(tmp_path: Path, server: postgres.Server) -> None:
     where, key = server.url("run_away"), PrivateKey.generate()
     problem.trainer(tmp_path / "x", ledger=where, key=key).ledger.close()
 
@@ -434,10 +430,10 @@ def test_a_bound_that_a_run_has_charged_goes_on_being_charged(ward: hospital.Hos
     charged = [any(a.noise_multiplier == 3_000_000 for a in epoch.accounts) for epoch in epochs(where)]
     assert charged[:2] == [True, True] and set(charged[2:]) == {how != "expired"}
     with Ledger.open(where) as ledger:
-        for leaf in list(ledger.of_kind(Admitted)):
-            assert isinstance(leaf.record, Admitted)
+        for leaf in list(ledger.of_kind(ContributionRecord)):
+            assert isinstance(leaf.record, ContributionRecord)
             if leaf.record.terms.noise_multiplier == 3_000_000 and how != "expired":
-                withdraw(ledger, str(leaf.seq), Reason.DATA)
+                withdraw(ledger, str(leaf.seq), WithdrawalReason.DATA)
     ward.trainer().fit()  # only read
     sound(where)
 
@@ -446,12 +442,12 @@ def test_a_withdrawal_may_name_a_segment_that_is_not_open_yet_or_is_given_up(war
     def name(ledger: Ledger, digest: str) -> None:
         run = bytes.fromhex(Journal.load(ward.root / "runs" / "a" / "journal").start.run)
         with raises_code("ledger.segment-run-opened"):
-            withdraw(ledger, digest, Reason.REQUEST, run=run, segment=1)
-        withdraw(ledger, digest, Reason.REQUEST, effect=Effect.ABANDON, run=run, segment=1)
+            withdraw(ledger, digest, WithdrawalReason.REQUEST, run=run, segment=1)
+        withdraw(ledger, digest, WithdrawalReason.REQUEST, effect=WithdrawalEffect.ABANDON, run=run, segment=1)
 
     trainer, _ = stopped(ward, 5, name)
     trainer.fit()
-    assert [s.outcome for e in epochs(ward.root / "l.db") for s in e.segments].count(Outcome.ABANDONED) == 1
+    assert [s.outcome for e in epochs(ward.root / "l.db") for s in e.segments].count(SegmentOutcome.ABANDONED) == 1
     sound(ward.root / "l.db")
 
 
@@ -475,9 +471,7 @@ def test_a_ledger_that_is_not_where_it_was_is_not_begun_anew(tmp_path: Path) -> 
     sound(tmp_path / "runs" / "tests.ledger.db")
 
 
-def test_a_restored_ledger_takes_up_a_run_whose_neighbour_is_gone_and_whose_plan_changed(
-    tmp_path: Path,
-) -> None:
+def test_a_restored_ledger_takes_up_a_run_whose_neighbour_is_gone_and_whose_plan_changed(tmp_path: Path) -> None:
     loose = {"clinical": 9.0, "sensitive": 9.0}
     problem.trainer(tmp_path / "x", bounds=loose).fit()
     killed(tmp_path / "y", 8, bounds=loose)
@@ -505,5 +499,5 @@ def test_a_run_says_that_it_changed_the_policy(tmp_path: Path) -> None:
         tmp_path / "a", steps=4, plan=problem.plan(problem.net(), 4), corpus=problem.corpus(policy=more)
     )
     assert any("policy in force" in note for note in trainer.fit().notes)
-    with View.read_only(tmp_path / "tests.ledger.db") as view:
+    with LedgerReader.read_only(tmp_path / "tests.ledger.db") as view:
         assert sum(1 for _ in view.of_kind(PolicyChange)) == 1

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import lamina
-from lamina.account import epsilon_of_multiplier
-from lamina.train import local, private
+from lamina.account.accountants import epsilon_of_noise_multiplier
+from lamina.train import private
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(60) % 2
@@ -24,9 +24,7 @@ def net() -> nn.Module:
 
 
 def made(data: Any = (X, Y), **options: Any) -> tuple[lamina.Engine, lamina.Corpus, lamina.StepPlan]:
-    return lamina.make_private(
-        net(), data, **{"epsilon": 3.0, "delta": 1e-5, "batch": 10, "steps": 5, **options}
-    )
+    return lamina.make_private(net(), data, **{"epsilon": 3.0, "delta": 1e-5, "batch": 10, "steps": 5, **options})
 
 
 def test_one_attestation_says_what_the_data_is_allowed_to_lose() -> None:
@@ -38,7 +36,7 @@ def test_one_attestation_says_what_the_data_is_allowed_to_lose() -> None:
     assert found.kid == key.public.id
     assert found.items == 20  # contributions, not rows
     assert found.bound.cls == plan.classes[0].name == "data"
-    assert 2.9999 < epsilon_of_multiplier(found.bound.z, 1e-5) <= 3.0
+    assert 2.9999 < epsilon_of_noise_multiplier(found.bound.z, 1e-5) <= 3.0
     assert found.bound.c == 1.0
     assert found.expires > time.time()
 
@@ -102,16 +100,14 @@ def test_a_run_takes_it_as_it_is(tmp_path: Any) -> None:
     engine, corpus, plan = lamina.make_private(model, (X, Y), epsilon=3.0, batch=10, steps=5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = nn.CrossEntropyLoss(reduction="none")
-    run = lamina.Trainer(
-        model, optimizer, loss, corpus, plan, engine=engine, folder=tmp_path / "a", progress=False
-    )
+    run = lamina.Trainer(model, optimizer, loss, corpus, plan, engine=engine, folder=tmp_path / "a", progress=False)
     assert run.fit().epsilon["data"] <= 3.0
 
 
 def test_signing_is_a_small_part_of_starting_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is some 4 seconds, nearly all of it the import of torch."""
     spent = []
-    real = local.signed
+    real = private.sign_corpus
 
     def timed(*args: Any) -> Any:
         began = time.process_time()
@@ -119,7 +115,7 @@ def test_signing_is_a_small_part_of_starting_up(monkeypatch: pytest.MonkeyPatch)
         spent.append(time.process_time() - began)
         return found
 
-    monkeypatch.setattr(private, "signed", timed)
+    monkeypatch.setattr(private, "sign_corpus", timed)
     x = torch.randn(5_000, 100)
     lamina.make_private(nn.Linear(100, 2), (x, torch.zeros(5_000).long()), epsilon=2.5, batch=100, epochs=5)
     assert spent[0] < 0.2

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lamina.errors import StorageError
-from lamina.train import origin as module
-from lamina.train.origin import origin_secret
+from lamina.train import run as module
+from lamina.train.run import origin_secret
 from refusals import raises_code
 
 
@@ -22,13 +22,13 @@ def test_it_is_drawn_once_and_kept(tmp_path: Path) -> None:
 
 
 def test_whoever_is_second_takes_the_first_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = module._draw
+    draw = module._draw_secret
 
     def raced(path: Path) -> None:
         path.write_bytes(b"f" * 32)  # somebody was faster
         draw(path)
 
-    monkeypatch.setattr(module, "_draw", raced)
+    monkeypatch.setattr(module, "_draw_secret", raced)
     assert origin_secret(tmp_path) == b"f" * 32
 
 

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from lamina.train.progress import Lines, Screen, Silent, screen
+from lamina.train.progress import LogProgress, SilentProgress, TerminalProgress, make_progress
 from refusals import raises_code
 
 
@@ -17,7 +17,7 @@ def terminal() -> tuple[Console, io.StringIO]:
 
 def test_a_terminal_gets_a_bar_with_epsilon_and_no_loss() -> None:
     console, text = terminal()
-    bar = Screen(console)
+    bar = TerminalProgress(console)
     bar.begin(0, 10)
     for step in range(1, 6):
         bar.step(step, None)
@@ -32,7 +32,7 @@ def test_a_terminal_gets_a_bar_with_epsilon_and_no_loss() -> None:
 
 def test_a_loss_is_shown_only_if_it_is_passed() -> None:
     console, text = terminal()
-    bar = Screen(console)
+    bar = TerminalProgress(console)
     bar.begin(0, 2)
     bar.step(1, 0.5)
     bar.end()
@@ -41,7 +41,7 @@ def test_a_loss_is_shown_only_if_it_is_passed() -> None:
 
 def test_a_log_gets_some_twenty_lines_without_times() -> None:
     text = io.StringIO()
-    lines = Lines(Console(file=text, width=140, highlight=False))
+    lines = LogProgress(Console(file=text, width=140, highlight=False))
     lines.begin(0, 1000)
     for done in range(1, 1001):
         lines.step(done, 0.123)
@@ -53,7 +53,7 @@ def test_a_log_gets_some_twenty_lines_without_times() -> None:
 
 
 def test_the_right_one_is_chosen() -> None:
-    assert type(screen(wanted=False, inside=False)) is Silent
-    assert type(screen(wanted=True, inside=False)) is Lines  # tests have no terminal
+    assert type(make_progress(wanted=False, inside=False)) is SilentProgress
+    assert type(make_progress(wanted=True, inside=False)) is LogProgress  # tests have no terminal
     with raises_code("train.inside-true-shows"):
-        screen(wanted=True, inside=True)
+        make_progress(wanted=True, inside=True)

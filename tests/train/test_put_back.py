@@ -13,10 +13,11 @@ import pytest
 from test_injection import parts
 from test_trainer import KillAt, Killed
 
-from lamina.ledger.check import verify
-from lamina.ledger.records import Epoch, Outcome
-from lamina.plan import FollowBudget, StepPlan
-from lamina.train.store.journal import Journal
+from lamina.ledger.records import Epoch, SegmentOutcome
+from lamina.ledger.verify.verifier import verify
+from lamina.plan.rules import FollowBudget
+from lamina.plan.step_plan import StepPlan
+from lamina.train.journal import Journal
 
 LOOSE = {"clinical": 500.0, "sensitive": 500.0}
 
@@ -97,5 +98,5 @@ def test_what_it_was_at_is_given_up(tmp_path: Path) -> None:
     made = problem.trainer(folder, bounds=LOOSE, **given)
     made.fit()
     found = [leaf.record.segments[0] for leaf in made.ledger.of_kind(Epoch)]  # type: ignore[union-attr]
-    assert [(s.index, s.generation) for s in found if s.outcome is Outcome.ABANDONED] == [(1, 0)]
+    assert [(s.index, s.generation) for s in found if s.outcome is SegmentOutcome.ABANDONED] == [(1, 0)]
     assert verify(tmp_path / "tests.ledger.db", signatures=False).held == ()

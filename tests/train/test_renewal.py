@@ -16,16 +16,16 @@ from hospital import NOW, Hospital, net, usual
 
 import lamina
 from lamina import cbor
-from lamina.admit.contribute import YEAR
-from lamina.engine import Engine
+from lamina.admit.signing import SECONDS_PER_YEAR
+from lamina.corpus.admitted import AdmittedCorpus
+from lamina.corpus.payloads import PayloadChanged
+from lamina.corpus.sampler import Sampler
+from lamina.engine.engine import Engine
 from lamina.errors import BudgetExceeded
-from lamina.train.corpus.payloads import PayloadChanged
-from lamina.train.corpus.sampler import Sampler
-from lamina.train.corpus.signed import AdmittedCorpus
-from lamina.train.progress import Silent
+from lamina.train.journal import Journal
+from lamina.train.journal_records import AttemptOpened
+from lamina.train.progress import SilentProgress
 from lamina.train.run import Run
-from lamina.train.store.journal import Journal
-from lamina.train.store.records import Open
 from refusals import raises_code
 
 
@@ -72,7 +72,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def opens(hospital: Hospital, name: str) -> tuple[Open, ...]:
+def opens(hospital: Hospital, name: str) -> tuple[AttemptOpened, ...]:
     return tuple(Journal.load(hospital.root / "runs" / name / "journal").opens)
 
 
@@ -83,7 +83,7 @@ def ids_in(hospital: Hospital, name: str, file: str) -> list[str]:
     return [admitted[mark] for mark in marks]
 
 
-class At(Silent):
+class At(SilentProgress):
     """Does something when so many steps are done."""
 
     def __init__(self, actions: Mapping[int, Any]) -> None:
@@ -142,12 +142,7 @@ def test_who_expires_or_loses_their_key_is_out_at_the_next_segment(hospital: Hos
     assert between & revoked and not after & (gone | revoked)
     first, second, third, fourth = (each.membership for each in opens(hospital, "a"))
     assert first != second == third != fourth  # frozen when a segment opens
-    assert [(each.first, each.generation) for each in opens(hospital, "a")] == [
-        (0, 0),
-        (3, 0),
-        (6, 0),
-        (9, 0),
-    ]
+    assert [(each.first, each.generation) for each in opens(hospital, "a")] == [(0, 0), (3, 0), (6, 0), (9, 0)]
     assert "10 (expired 10)" in told(outcome.notes, "expired")
     assert "4 (revoked-key 4)" in told(outcome.notes, "revoked-key")
     assert len(corpus) == 43
@@ -180,7 +175,7 @@ def test_a_ring_that_cannot_be_read_stops_the_run_between_segments(hospital: Hos
 
 def test_a_run_on_whom_nobody_is_left_stops(hospital: Hospital) -> None:
     def later() -> None:
-        hospital.clock.now = NOW + 10 * YEAR
+        hospital.clock.now = NOW + 10 * SECONDS_PER_YEAR
 
     with raises_code("train.nobody-left-learned"):
         hospital.trainer(progress=At({6: later})).fit()
@@ -238,9 +233,7 @@ def test_killed_and_admitted_again_it_is_the_same_run(
 
 
 @pytest.mark.parametrize("how", ["expired", "revoked-key", "gone", "payload-mismatch"])
-def test_killed_and_somebody_is_out_the_open_segment_is_redone_without_them(
-    hospital: Hospital, how: str
-) -> None:
+def test_killed_and_somebody_is_out_the_open_segment_is_redone_without_them(hospital: Hospital, how: str) -> None:
     other = lamina.PrivateKey.generate()
     hospital.trust(other)
     hospital.sign({"c03": "clinical", "c04": "clinical"}, key=other, expires=NOW + 100)
@@ -309,7 +302,7 @@ def test_a_segment_that_could_be_replayed_is_not_if_somebody_expires_just_then(h
 def test_somebody_new_may_join_a_run_that_goes_on(hospital: Hospital) -> None:
     loose = hospital.plan(hospital.trainer("x").model, epsilon={"clinical": 2.0, "sensitive": 1.0})
 
-    class Stop(Silent):
+    class Stop(SilentProgress):
         def segment(self, done: int, spent: Mapping[str, float]) -> None:
             raise Killed
 
@@ -378,9 +371,7 @@ def _stop() -> None:
 # ------------------------------------------------------------------------------------------------ payloads
 
 
-def test_a_payload_that_is_swapped_stops_the_run_before_anything_is_drawn(
-    hospital: Hospital,
-) -> None:
+def test_a_payload_that_is_swapped_stops_the_run_before_anything_is_drawn(hospital: Hospital) -> None:
     trainer = hospital.trainer("a")
     held = {path: path.read_bytes() for path in sorted(hospital.people.glob("*/payload.npz"))}
     for path in held:
@@ -451,9 +442,7 @@ def test_who_withdrew_does_not_come_back_under_another_name(hospital: Hospital) 
     assert "xc05" not in [again.ids[row] for name in again.names for row in again.members(name).tolist()]
 
 
-def test_occurrences_are_counted_on_under_another_name(
-    hospital: Hospital, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_occurrences_are_counted_on_under_another_name(hospital: Hospital, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: Counter[str] = Counter()
     corpora: list[AdmittedCorpus] = []
     sampled = Sampler._sampled

@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 
 import pytest
 
-from lamina.train.resume import Action, Facts, decide, mismatches
-from lamina.train.store.records import Open
+from lamina.train.journal_records import AttemptOpened
+from lamina.train.resume import ResumeAction, SegmentInputs, decide_resume, replay_mismatches
 
-FACTS = Facts(
+FACTS = SegmentInputs(
     plan=b"p" * 32,
     settings=b"s" * 32,
     membership=b"m" * 32,
@@ -19,7 +19,7 @@ FACTS = Facts(
     threads=2,
     code="lamina 1",
 )
-PENDING = Open(
+PENDING = AttemptOpened(
     segment=3,
     generation=0,
     nonce=b"n" * 16,
@@ -40,25 +40,23 @@ PENDING = Open(
 
 
 def test_all_the_same_is_replayed() -> None:
-    assert decide(PENDING, FACTS, newest=3, copied=False) == (Action.REPLAY, ())
+    assert decide_resume(PENDING, FACTS, newest=3, copied=False) == (ResumeAction.REPLAY, ())
 
 
 def test_a_newer_checkpoint_is_finished_whatever_changed() -> None:
     other = replace(FACTS, data=b"x" * 32, checkpoint=b"new checkpoint".ljust(32))
-    assert decide(PENDING, other, newest=4, copied=False)[0] is Action.FINISH
+    assert decide_resume(PENDING, other, newest=4, copied=False)[0] is ResumeAction.FINISH
 
 
-@pytest.mark.parametrize("name", [f.name for f in fields(Facts)])
+@pytest.mark.parametrize("name", [f.name for f in fields(SegmentInputs)])
 def test_every_single_fact_counts(name: str) -> None:
     value = getattr(FACTS, name)
-    changed = (
-        value + 1 if isinstance(value, int) else value[:-1] + (b"!" if isinstance(value, bytes) else "!")
-    )
-    action, reasons = decide(PENDING, replace(FACTS, **{name: changed}), newest=3, copied=False)
-    assert action is Action.REDO
+    changed = value + 1 if isinstance(value, int) else value[:-1] + (b"!" if isinstance(value, bytes) else "!")
+    action, reasons = decide_resume(PENDING, replace(FACTS, **{name: changed}), newest=3, copied=False)
+    assert action is ResumeAction.REDO
     assert len(reasons) == 1 and reasons[0]
 
 
 def test_a_copy_or_a_lost_seed_is_redone() -> None:
-    assert decide(PENDING, FACTS, newest=3, copied=True)[0] is Action.REDO
-    assert mismatches(replace(PENDING, seed=b""), FACTS, copied=False) == ("its seed is gone",)
+    assert decide_resume(PENDING, FACTS, newest=3, copied=True)[0] is ResumeAction.REDO
+    assert replay_mismatches(replace(PENDING, seed=b""), FACTS, copied=False) == ("its seed is gone",)

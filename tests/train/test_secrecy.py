@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from lamina import Batch, Engine
+from lamina.corpus.sampler import Sampler
+from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
-from lamina.ledger.view import View
-from lamina.train.corpus.sampler import Sampler
+from lamina.train.journal import Journal
 from lamina.train.run import Run
-from lamina.train.store.checkpoint import Checkpoints
-from lamina.train.store.journal import Journal
+from lamina.train.training_checkpoint import TrainingCheckpoints
 from refusals import raises_code
 
 
@@ -62,7 +62,7 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> Secrets:
 
 def leaves(folder: Path) -> list[Any]:
     """Every leaf of the ledger, and what its store keeps beside the leaves; what is random by design is put aside."""
-    with View.read_only(folder / "ledger.db") as view:
+    with LedgerReader.read_only(folder / "ledger.db") as view:
         found = []
         for leaf in view.leaves():
             fields = asdict(leaf.record)
@@ -71,9 +71,7 @@ def leaves(folder: Path) -> list[Any]:
             for segment in fields.get("segments", ()):
                 segment.pop("nonce")
             clock = view.header.epoch_clock if leaf.kind is Epoch else 1
-            assert (
-                leaf.time % clock == 0 or leaf.time == view.leaf(0).time
-            )  # an hour at best, never how long it took
+            assert leaf.time % clock == 0 or leaf.time == view.leaf(0).time  # an hour at best, never how long it took
             found.append([leaf.kind.__name__, leaf.seq, leaf.epoch, fields])
         with view.store.read() as rows:
             found += [[run.label, run.finished] for run in rows.runs()]
@@ -94,19 +92,13 @@ def left(folder: Path) -> dict[str, Any]:
             fields.pop(name, None)
         records.append([type(record).__name__, fields])
     states = []
-    checkpoints = Checkpoints(folder / "checkpoint")
+    checkpoints = TrainingCheckpoints(folder / "checkpoint")
     for index in checkpoints.indices():
         snapshot, _ = checkpoints.load(index)
         state = {k: v for k, v in snapshot.state.items() if k not in ("run", "nonce", "order")}
         states.append([state, {name: (t.dtype, t.shape) for name, t in snapshot.tensors.items()}])
     names = sorted((str(p.relative_to(folder)), p.stat().st_size) for p in folder.rglob("*") if p.is_file())
-    return {
-        "metrics": metrics,
-        "journal": records,
-        "checkpoints": states,
-        "ledger": leaves(folder),
-        "files": names,
-    }
+    return {"metrics": metrics, "journal": records, "checkpoints": states, "ledger": leaves(folder), "files": names}
 
 
 def test_what_two_runs_leave_does_not_depend_on_their_coins(
@@ -152,9 +144,7 @@ def test_no_seed_loss_or_name_is_found_anywhere(
         assert name.encode() not in everything
 
 
-def test_an_error_in_a_step_is_told_without_its_text(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_in_a_step_is_told_without_its_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         losses = problem.loss(output, y)
         return losses if len(losses) <= 6 else losses[:1]  # right in the rehearsal, wrong later

@@ -14,16 +14,16 @@ from histories import World
 from history_plans import NOISE, RULES, Spec, more
 
 from lamina import LayerStack, Policy, StepPlan, Trainer, make_plan
-from lamina.ledger.ledger import DAY, Ledger
-from lamina.ledger.opening import Contract, open_or_create
-from lamina.ledger.records import Effect, Reason
+from lamina.corpus.admitted import AdmittedCorpus
+from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.ledger.governance_records import WithdrawalEffect, WithdrawalReason
 from lamina.ledger.retention import Retention
-from lamina.ledger.withdrawals import withdraw
-from lamina.train.corpus.signed import AdmittedCorpus
+from lamina.ledger.withdrawal import withdraw
+from lamina.ledger.writer import DAY_SECONDS, Ledger
 
 POLICY = hospital.POLICY.replace("4.0", "60.0").replace("2.0", "60.0").replace('"ward-7"', '"tests"')
-KEPT = 10 * DAY  # retention of the ledger
-VALID = 30 * DAY  # of what is signed
+KEPT = 10 * DAY_SECONDS  # retention of the ledger
+VALID = 30 * DAY_SECONDS  # of what is signed
 
 
 @lru_cache(maxsize=64)
@@ -68,7 +68,7 @@ class Ward(World):
         self.clock = self.ward.clock
 
     def fit(self, folder: str, spec: Spec, **options: Any) -> None:
-        contract = Contract.of_policy(self.ward.policy)
+        contract = CorpusTerms.of_policy(self.ward.policy)
         with open_or_create(self.place, contract, self.key, retention=KEPT, clock=self.clock) as ledger:
             corpus = self.ward.gate().admit(self.ward.people, ledger=ledger)
             corpus.withdraw(*(name for name in spec.withdrawn if name in corpus.ids))
@@ -97,7 +97,7 @@ class Ward(World):
     def do_withdraw(self, leaf: int, effect: str) -> None:
         if self.there:
             with self.ledger() as ledger:
-                withdraw(ledger, str(leaf), Reason.CONSENT, effect=Effect[effect])
+                withdraw(ledger, str(leaf), WithdrawalReason.CONSENT, effect=WithdrawalEffect[effect])
 
     def do_leave(self, name: str) -> None:
         shutil.rmtree(self.ward.people / name, ignore_errors=True)
@@ -116,8 +116,8 @@ class Ward(World):
 
     def do_later(self, days: int) -> None:
         """When all that was signed has expired, there are others."""
-        self.ward.clock.now += days * DAY
-        if days * DAY > VALID:
+        self.ward.clock.now += days * DAY_SECONDS
+        if days * DAY_SECONDS > VALID:
             for number in range(9):
                 cls = ("clinical", "clinical", "sensitive")[number % 3]
                 self.do_join(f"{cls[0]}{number}-{self.ward.clock.now:.0f}", cls, (None, 0.3)[number == 1])

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from lamina.account.accountant import ACCOUNTANTS, Accountant, accountant, order_of
-from lamina.account.calibrate import calibrate
-from lamina.account.choice import choice_multiplier
-from lamina.account.cost import Cost, capped, cost, epsilon_of_multiplier
-from lamina.account.curve import SpendCurve
-from lamina.account.event import Adjacency, Event, Schedule, grouped, prefix, total_steps
-from lamina.account.filters import Filter, GaussianFilter, RenyiFilter, choose_order
+from lamina.account.accountants import (
+    ACCOUNTANTS,
+    Accountant,
+    Cost,
+    SpendCurve,
+    calibrate,
+    cap_occurrences,
+    cost,
+    epsilon_of_noise_multiplier,
+    find_accountant,
+    rdp_order_of,
+)
+from lamina.account.filters import GaussianFilter, PrivacyFilter, RenyiFilter, choose_order
+from lamina.account.gaussian_rdp import choice_noise_multiplier
+from lamina.account.schedule import Adjacency, Event, Schedule, grouped, prefix, total_steps
 
 __all__ = [
     "ACCOUNTANTS",
@@ -16,20 +24,20 @@ __all__ = [
     "Adjacency",
     "Cost",
     "Event",
-    "Filter",
+    "PrivacyFilter",
     "GaussianFilter",
     "RenyiFilter",
     "Schedule",
     "SpendCurve",
-    "accountant",
+    "find_accountant",
     "calibrate",
-    "capped",
-    "choice_multiplier",
+    "cap_occurrences",
+    "choice_noise_multiplier",
     "choose_order",
     "cost",
-    "epsilon_of_multiplier",
+    "epsilon_of_noise_multiplier",
     "grouped",
-    "order_of",
+    "rdp_order_of",
     "prefix",
     "total_steps",
 ]

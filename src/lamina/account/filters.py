@@ -20,15 +20,15 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import ClassVar, Protocol, Self
 
-from lamina.account import gaussian, rdp
-from lamina.account.event import Event, check_delta, grouped
-from lamina.account.renyi import ORDERS, divergence
+from lamina.account import gaussian_rdp
+from lamina.account.gaussian_rdp import RDP_ORDERS, step_rdp
+from lamina.account.schedule import Event, check_delta, grouped
 from lamina.errors import AccountingError, BudgetExceeded
 
-_UNITS = 2**60  # the whole budget; below 2^63, so that the state fits into CBOR integers
+_BUDGET_UNITS = 2**60  # the whole budget; below 2^63, so that the state fits into CBOR integers
 
 
-class Filter(Protocol):
+class PrivacyFilter(Protocol):
     """What the engine asks before each step."""
 
     def admits(self, sigma: float, q: float, steps: int = 1) -> bool:
@@ -42,23 +42,21 @@ class Filter(Protocol):
         """What is left, in the units of the price."""
 
 
-class _Meter(ABC):
+class _IntegerBudget(ABC):
     """A budget counted in integers; subclasses say what a step costs."""
 
     kind: ClassVar[str]
 
-    def __init__(self, *, budget: float, limit: int = _UNITS, spent: int = 0) -> None:
+    def __init__(self, *, budget: float, limit: int = _BUDGET_UNITS, spent: int = 0) -> None:
         if not 0 < budget < math.inf:
             raise AccountingError(
                 "account.filter-budget-lie",
                 f"{self.kind} filter has budget {budget!r}, must lie in (0, inf)",
                 "raise epsilon",
             )
-        if not 0 <= spent <= limit or limit < _UNITS:
+        if not 0 <= spent <= limit or limit < _BUDGET_UNITS:
             raise AccountingError(
-                "account.filter-spent",
-                f"{self.kind} filter has spent {spent} of {limit}",
-                "restore an intact state",
+                "account.filter-spent", f"{self.kind} filter has spent {spent} of {limit}", "restore an intact state"
             )
         self.budget = float(budget)
         self._limit, self._spent = limit, spent
@@ -74,7 +72,7 @@ class _Meter(ABC):
         price = self._price(event)
         if not math.isfinite(price):
             return None
-        return event.steps * math.ceil(Fraction(price) * _UNITS / Fraction(self.budget))
+        return event.steps * math.ceil(Fraction(price) * _BUDGET_UNITS / Fraction(self.budget))
 
     def _allow(self, schedule: Iterable[Event]) -> None:
         """Lifts the limit by the rounding (1e-18 per step) of the schedule that the budget was made for."""
@@ -102,14 +100,14 @@ class _Meter(ABC):
         """The cost that can never be passed: the budget, rounding included."""
         return (
             self.budget
-            if self._limit == _UNITS
-            else math.nextafter(self.budget * (self._limit / _UNITS), math.inf)
+            if self._limit == _BUDGET_UNITS
+            else math.nextafter(self.budget * (self._limit / _BUDGET_UNITS), math.inf)
         )
 
     @property
     def remaining(self) -> float:
         """What is left, in the units of the price."""
-        return self.budget * ((self._limit - self._spent) / _UNITS)
+        return self.budget * ((self._limit - self._spent) / _BUDGET_UNITS)
 
     @property
     def share_left(self) -> float:
@@ -137,7 +135,7 @@ class _Meter(ABC):
         return {name: float(state[name]) for name in ("budget", *names)}
 
 
-class GaussianFilter(_Meter):
+class GaussianFilter(_IntegerBudget):
     """Σ steps/sigma² ≤ budget = μ². No amplification: q counts only as zero or not."""
 
     kind = "gaussian"
@@ -145,13 +143,13 @@ class GaussianFilter(_Meter):
     @classmethod
     def for_target(cls, epsilon: float, *, delta: float) -> Self:
         """The largest budget whose exact ε at `delta` is at most `epsilon`."""
-        return cls(budget=gaussian.mu_of_epsilon(epsilon, check_delta(delta)) ** 2 * (1 - 1e-15))
+        return cls(budget=gaussian_rdp.mu_of_epsilon(epsilon, check_delta(delta)) ** 2 * (1 - 1e-15))
 
     @classmethod
     def for_schedule(cls, schedule: Iterable[Event]) -> Self:
         """The budget of a planned schedule: exactly these steps fit."""
         parts = grouped(schedule)
-        made = cls(budget=gaussian.squared_mu(parts))
+        made = cls(budget=gaussian_rdp.squared_mu(parts))
         made._allow(parts)
         return made
 
@@ -165,20 +163,18 @@ class GaussianFilter(_Meter):
 
     def epsilon(self, delta: float) -> float:
         """The ε that holds whatever is charged: known before the first step."""
-        return gaussian.epsilon_of_mu(math.sqrt(self.ceiling) * (1 + 1e-15), check_delta(delta))
+        return gaussian_rdp.epsilon_of_mu(math.sqrt(self.ceiling) * (1 + 1e-15), check_delta(delta))
 
 
-class RenyiFilter(_Meter):
+class RenyiFilter(_IntegerBudget):
     """Σ RDP(order) ≤ budget at one order; credits sampling. Add/remove adjacency."""
 
     kind = "renyi"
 
-    def __init__(self, *, order: float, budget: float, limit: int = _UNITS, spent: int = 0) -> None:
+    def __init__(self, *, order: float, budget: float, limit: int = _BUDGET_UNITS, spent: int = 0) -> None:
         if not 1.01 < order < 1e6:
             raise AccountingError(
-                "account.nyi-order-lie",
-                f"Rényi order is {order!r}, must lie in (1.01, 1e6)",
-                "use choose_order",
+                "account.nyi-order-lie", f"Rényi order is {order!r}, must lie in (1.01, 1e6)", "use choose_order"
             )
         self.order = float(order)
         super().__init__(budget=budget, limit=limit, spent=spent)
@@ -192,11 +188,9 @@ class RenyiFilter(_Meter):
             )
         if not 1.01 < order < 1e6:
             raise AccountingError(
-                "account.nyi-order-lie",
-                f"Rényi order is {order!r}, must lie in (1.01, 1e6)",
-                "use choose_order",
+                "account.nyi-order-lie", f"Rényi order is {order!r}, must lie in (1.01, 1e6)", "use choose_order"
             )
-        budget = epsilon - rdp.order_offset(order, delta)
+        budget = epsilon - gaussian_rdp.order_offset(order, delta)
         if budget <= 0:
             raise AccountingError(
                 "account.order-not-show",
@@ -209,7 +203,7 @@ class RenyiFilter(_Meter):
     def for_schedule(cls, schedule: Iterable[Event], *, order: float) -> Self:
         """The budget of a planned schedule at `order`: exactly these steps fit."""
         parts = grouped(schedule)
-        made = cls(order=order, budget=math.fsum(e.steps * divergence(e.q, e.sigma, order) for e in parts))
+        made = cls(order=order, budget=math.fsum(e.steps * step_rdp(e.q, e.sigma, order) for e in parts))
         made._allow(parts)
         return made
 
@@ -223,12 +217,12 @@ class RenyiFilter(_Meter):
         return {**super().to_state(), "order": self.order}
 
     def _price(self, event: Event) -> float:
-        return divergence(event.q, event.sigma, self.order)
+        return step_rdp(event.q, event.sigma, self.order)
 
     def epsilon(self, delta: float) -> float:
         """The ε that holds whatever is charged: known before the first step."""
         return (
-            max(0.0, self.ceiling + rdp.order_offset(self.order, delta))
+            max(0.0, self.ceiling + gaussian_rdp.order_offset(self.order, delta))
             if check_delta(delta) > 0
             else math.inf
         )
@@ -237,7 +231,7 @@ class RenyiFilter(_Meter):
 def choose_order(schedule: Iterable[Event], *, delta: float) -> float:
     """The order at which the *intended* schedule converts best. It is then fixed for the whole run."""
     costs = {
-        order: float(total) + rdp.order_offset(order, check_delta(delta))
-        for order, total in zip(ORDERS, rdp.curve(grouped(schedule)), strict=True)
+        order: float(total) + gaussian_rdp.order_offset(order, check_delta(delta))
+        for order, total in zip(RDP_ORDERS, gaussian_rdp.rdp_curve(grouped(schedule)), strict=True)
     }
     return min(costs, key=costs.__getitem__)

@@ -1,18 +1,8 @@
-"""Privacy loss distributions: the tightest accountant, pessimistic by construction.
-
-One step's loss is put on a grid of spacing h by "connect the dots" (Doroshenko et al. 2022, from
-dp-accounting): the discrete loss dominates the true one. A whole schedule is then one product of Fourier
-transforms, Π_e F_e^steps_e, on a window whose outside is bounded by Chernoff and counted as infinite loss.
-ε is the larger of both directions.
-
-Rounding to the grid adds a variance of about h²/6 per step, so h = (rms loss)/29 costs 1e-4 of ε. When that
-grid would be too long it is coarsened, which is still pessimistic; RDP and the unamplified Gaussian bound
-the result too, and the smallest of the valid bounds is returned. That is also the answer when δ is so small
-that the transform's rounding, counted as `_noise`, drowns it.
-"""
+"""Privacy loss distributions of Poisson-subsampled Gaussian steps: the tightest accountant."""
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,22 +10,34 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 import scipy
+from scipy import special
 
-from lamina.account import gaussian, rdp, sampled
-from lamina.account.event import Adjacency, Event, Schedule
-from lamina.account.gaussian import Array
-from lamina.account.sampled import Direction
+from lamina.account import gaussian_rdp
+from lamina.account.gaussian_rdp import Array, hockey_stick
+from lamina.account.schedule import Adjacency, Event, Schedule
+
+# Privacy loss distributions: the tightest accountant, pessimistic by construction.
+#
+# One step's loss is put on a grid of spacing h by "connect the dots" (Doroshenko et al. 2022, from
+# dp-accounting): the discrete loss dominates the true one. A whole schedule is then one product of Fourier
+# transforms, Π_e F_e^steps_e, on a window whose outside is bounded by Chernoff and counted as infinite loss.
+# ε is the larger of both directions.
+#
+# Rounding to the grid adds a variance of about h²/6 per step, so h = (rms loss)/29 costs 1e-4 of ε. When that
+# grid would be too long it is coarsened, which is still pessimistic; RDP and the unamplified Gaussian bound
+# the result too, and the smallest of the valid bounds is returned. That is also the answer when δ is so small
+# that the transform's rounding, counted as `_noise`, drowns it.
 
 _FINENESS = 29.0  # grid points per standard deviation of one step's loss
-_LONGEST_STEP = 2**17  # grid points of one step
-_LONGEST_SUM = 2**20  # grid points of the composition
+_MAX_STEP_POINTS = 2**17  # grid points of one step
+_MAX_SUM_POINTS = 2**20  # grid points of the composition
 _SMALLEST_MU, _LARGEST_MU, _SMALLEST_Q = 1e-60, 1e5, 1e-60  # what doubles can tabulate
 _COARSEST = 50.0  # spacing beyond which a grid says nothing that RDP does not
-_OUTSIDE = 1e-15  # probability that may leave the window; counted as infinite loss
+_TAIL_PROBABILITY = 1e-15  # probability that may leave the window; counted as infinite loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Losses:
+class PrivacyLossDistribution:
     """The composed loss: P[loss = (first + i)·h] = probabilities[i], P[loss = inf] ≤ infinite."""
 
     h: float
@@ -76,7 +78,7 @@ class Losses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _StepLosses:
     """`count` equal steps. One of them: P[loss = (centre + offsets[i])·h] = probabilities[i]."""
 
     count: int
@@ -87,16 +89,16 @@ class _Step:
 
 
 @lru_cache(maxsize=256)
-def _step(event: Event, h: float, direction: Direction, low: float, high: float) -> _Step:
+def _step_losses(event: Event, h: float, direction: Direction, low: float, high: float) -> _StepLosses:
     from dp_accounting.pld import pld_pmf  # a second to import: only who prices by it waits
 
     first, last = math.floor(low / h), math.ceil(high / h)
-    curve = sampled.curve(np.arange(first, last + 1, dtype=np.float64) * h, event.q, event.mu, direction)
+    curve = step_hockey_stick(np.arange(first, last + 1, dtype=np.float64) * h, event.q, event.mu, direction)
     deltas = np.minimum.accumulate(curve)
     pmf = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(h, first, last, deltas).to_dense_pmf()
     p = np.asarray(pmf._probs, dtype=np.float64)
     mean = round(_dot(p, np.arange(len(p), dtype=np.float64)) / float(p.sum()))
-    return _Step(
+    return _StepLosses(
         count=event.steps,
         centre=first + mean,
         offsets=np.arange(len(p), dtype=np.int64) - mean,
@@ -105,30 +107,30 @@ def _step(event: Event, h: float, direction: Direction, low: float, high: float)
     )
 
 
-def _grid(parts: Schedule, ranges: tuple[tuple[float, float], ...], direction: Direction) -> float:
+def _grid_spacing(parts: Schedule, ranges: tuple[tuple[float, float], ...], direction: Direction) -> float:
     """The spacing: fine enough for 1e-4 of ε, coarse enough to be fast; a power of √2, to be reused."""
     steps = sum(event.steps for event in parts)
-    variance = math.fsum(e.steps * sampled.loss_variance(e.q, e.mu, direction) for e in parts)
+    variance = math.fsum(e.steps * loss_variance(e.q, e.mu, direction) for e in parts)
     widest = max(max(high - low, abs(low), abs(high)) for low, high in ranges)
     fine = math.sqrt(variance / steps) / _FINENESS
-    coarse = max(widest / _LONGEST_STEP, 20.0 * math.sqrt(variance) / _LONGEST_SUM)
+    coarse = max(widest / _MAX_STEP_POINTS, 20.0 * math.sqrt(variance) / _MAX_SUM_POINTS)
     halves = math.floor(2 * math.log2(fine)) if fine > coarse else math.ceil(2 * math.log2(coarse))
     return math.exp2(halves / 2)
 
 
 @lru_cache(maxsize=128)
-def losses(parts: Schedule, direction: Direction) -> Losses | None:
+def compose_losses(parts: Schedule, direction: Direction) -> PrivacyLossDistribution | None:
     """The composed loss of a grouped schedule, or None where no grid of bearable length holds it."""
     parts = _merge_unsampled(parts)
     if not all(_SMALLEST_MU < event.mu < _LARGEST_MU and event.q > _SMALLEST_Q for event in parts):
         return None
-    outside = _OUTSIDE / sum(event.steps for event in parts)
-    ranges = tuple(sampled.loss_range(event.q, event.mu, direction, outside) for event in parts)
-    h = _grid(parts, ranges, direction)
+    outside = _TAIL_PROBABILITY / sum(event.steps for event in parts)
+    ranges = tuple(loss_range(event.q, event.mu, direction, outside) for event in parts)
+    h = _grid_spacing(parts, ranges, direction)
     while h <= _COARSEST:
-        steps = [_step(event, h, direction, *bounds) for event, bounds in zip(parts, ranges, strict=True)]
+        steps = [_step_losses(event, h, direction, *bounds) for event, bounds in zip(parts, ranges, strict=True)]
         low, high = _window(steps)
-        if high - low < _LONGEST_SUM:
+        if high - low < _MAX_SUM_POINTS:
             return _compose(steps, h, low, high)
         h *= 2.0
     return None
@@ -139,11 +141,11 @@ def _merge_unsampled(parts: Schedule) -> Schedule:
     plain = tuple(event for event in parts if event.q == 1)
     if not plain:
         return parts
-    mu = math.sqrt(gaussian.squared_mu(plain))
+    mu = math.sqrt(gaussian_rdp.squared_mu(plain))
     return (*(e for e in parts if e.q < 1), Event(sigma=1.0 / mu, q=1.0, steps=1))
 
 
-def _compose(steps: list[_Step], h: float, low: int, high: int) -> Losses:
+def _compose(steps: list[_StepLosses], h: float, low: int, high: int) -> PrivacyLossDistribution:
     size = scipy.fft.next_fast_len(high - low + 1, real=True)
     product = np.ones(size // 2 + 1, dtype=np.complex128)
     for step in steps:
@@ -151,30 +153,28 @@ def _compose(steps: list[_Step], h: float, low: int, high: int) -> Losses:
         product *= scipy.fft.rfft(folded) ** step.count
     composed = np.roll(scipy.fft.irfft(product, size), -(low % size))[: high - low + 1]
     infinite = -math.expm1(math.fsum(step.count * math.log1p(-step.infinite) for step in steps))
-    return Losses(
+    return PrivacyLossDistribution(
         h=h,
         first=sum(step.count * step.centre for step in steps) + low,
         probabilities=np.maximum(composed, 0.0),
-        infinite=infinite + _OUTSIDE + _noise(sum(step.count for step in steps)),
+        infinite=infinite + _TAIL_PROBABILITY + _transform_rounding(sum(step.count for step in steps)),
     )
 
 
-def _window(steps: list[_Step]) -> tuple[int, int]:
+def _window(steps: list[_StepLosses]) -> tuple[int, int]:
     """Bounds, relative to the centres, that the sum leaves with probability ≤ _OUTSIDE (Chernoff)."""
     low = sum(step.count * int(step.offsets[0]) for step in steps)
     high = sum(step.count * int(step.offsets[-1]) for step in steps)
-    variance = sum(
-        step.count * _dot(step.probabilities, step.offsets.astype(np.float64) ** 2) for step in steps
-    )
-    surprise = math.log(2.0 / _OUTSIDE)
+    variance = sum(step.count * _dot(step.probabilities, step.offsets.astype(np.float64) ** 2) for step in steps)
+    surprise = math.log(2.0 / _TAIL_PROBABILITY)
     for exponent in range(-10, 4):
         rate = 2.0**exponent * math.sqrt(2.0 * surprise / max(variance, 1e-9))
-        high = min(high, _ceil((_log_growth(steps, rate) + surprise) / rate, high))
-        low = max(low, -_ceil((_log_growth(steps, -rate) + surprise) / rate, -low))
+        high = min(high, _ceil_or((_log_mgf(steps, rate) + surprise) / rate, high))
+        low = max(low, -_ceil_or((_log_mgf(steps, -rate) + surprise) / rate, -low))
     return min(low, high), high
 
 
-def _log_growth(steps: list[_Step], rate: float) -> float:
+def _log_mgf(steps: list[_StepLosses], rate: float) -> float:
     """log E[exp(rate · sum)], with the infinite part left out."""
     total = 0.0
     for step in steps:
@@ -190,11 +190,11 @@ def _dot(p: Array, x: Array) -> float:
     return float((p * x).sum())
 
 
-def _ceil(value: float, otherwise: int) -> int:
+def _ceil_or(value: float, otherwise: int) -> int:
     return math.ceil(value) if math.isfinite(value) else otherwise
 
 
-def _noise(steps: int) -> float:
+def _transform_rounding(steps: int) -> float:
     """What the rounding of the transforms may hide, as probability."""
     return 1e-14 + 1e-16 * steps
 
@@ -205,25 +205,133 @@ def _directions(adjacency: Adjacency) -> tuple[Direction, ...]:
     return (Direction.REPLACE,)
 
 
-def epsilon(schedule: Schedule, delta: float, adjacency: Adjacency) -> float:
+def pld_epsilon(schedule: Schedule, delta: float, adjacency: Adjacency) -> float:
     """ε of a grouped schedule with amplification; the larger of both directions."""
-    bound = gaussian.epsilon(schedule, delta, adjacency)
+    bound = gaussian_rdp.gaussian_epsilon(schedule, delta, adjacency)
     if delta == 0 or all(event.q == 1 for event in schedule):
         return bound
     if adjacency is Adjacency.ADD_REMOVE:
-        bound = min(bound, rdp.epsilon(schedule, delta, adjacency))
-    composed = [losses(schedule, direction) for direction in _directions(adjacency)]
+        bound = min(bound, gaussian_rdp.rdp_epsilon(schedule, delta, adjacency))
+    composed = [compose_losses(schedule, direction) for direction in _directions(adjacency)]
     found = max(math.inf if each is None else each.epsilon(delta) for each in composed)
     return min(bound, found)
 
 
-def delta(schedule: Schedule, epsilon: float, adjacency: Adjacency) -> float:
+def pld_delta(schedule: Schedule, epsilon: float, adjacency: Adjacency) -> float:
     """δ of a grouped schedule with amplification; the larger of both directions."""
-    bound = gaussian.delta(schedule, epsilon, adjacency)
+    bound = gaussian_rdp.gaussian_delta(schedule, epsilon, adjacency)
     if math.isinf(epsilon) or all(event.q == 1 for event in schedule):
         return bound
     if adjacency is Adjacency.ADD_REMOVE:
-        bound = min(bound, rdp.delta(schedule, epsilon, adjacency))
-    composed = [losses(schedule, direction) for direction in _directions(adjacency)]
+        bound = min(bound, gaussian_rdp.rdp_delta(schedule, epsilon, adjacency))
+    composed = [compose_losses(schedule, direction) for direction in _directions(adjacency)]
     found = max(1.0 if each is None else each.delta(epsilon) for each in composed)
     return min(bound, found)
+
+
+# Hockey-stick curves δ(ε) of one Poisson-subsampled Gaussian step, per direction, without cancellation.
+#
+# In units of the noise let Q = N(0,1), P± = N(±μ,1), μ = 1/sigma, and mix± = (1-q)Q + qP±.
+#
+#     REMOVE   δ(ε) = H(mix+ ‖ Q)      = q · g(ε'),            e^ε' = 1 + (e^ε - 1)/q
+#     ADD      δ(ε) = H(Q ‖ mix+)      = a · g(ε''),           a = 1 - (1-q)e^ε,  e^ε'' = q e^ε / a
+#     REPLACE  δ(ε) = H(mix- ‖ mix+)   cut at the z where the likelihood ratio is e^ε
+#
+# with g the curve of the plain Gaussian (`gaussian.hockey_stick`). The factor q stands in front, so the
+# rounding error is 1e-16·q rather than 1e-16: that is what lets a fine grid be used when q/sigma is tiny.
+
+_TAIL_Z = 10.0  # Φ(-10) = 8e-24; used where the loss is flat, so that reaching far costs nothing
+
+
+class Direction(enum.Enum):
+    """The ordered pair of output distributions that is told apart."""
+
+    REMOVE = "remove"
+    ADD = "add"
+    REPLACE = "replace"
+
+
+def log_ratio(z: Array | float, q: float, mu: float) -> Array:
+    """log of mix+ over Q at z: log(1-q + q·exp(μz - μ²/2))."""
+    shift = mu * np.asarray(z, dtype=np.float64) - 0.5 * mu * mu
+    if q == 1:
+        return shift
+    small = np.log1p(q * np.expm1(np.minimum(shift, 1.0)))
+    large = np.logaddexp(math.log1p(-q), math.log(q) + shift)
+    return np.where(shift < 1.0, small, large)
+
+
+def loss_range(q: float, mu: float, direction: Direction, outside: float) -> tuple[float, float]:
+    """Losses between which one step stays, except above with probability ≤ outside (and below: harmless).
+
+    Q exceeds z with probability Φ(-z), the sampled part with q·Φ(μ-z).
+    """
+    reach = float(max(-special.ndtri(outside / 2), mu - special.ndtri(min(0.5, outside / (2 * q)))))
+    low, high = (float(x) for x in log_ratio(np.array([-_TAIL_Z, reach]), q, mu))
+    if direction is Direction.REMOVE:
+        return low, high
+    if direction is Direction.ADD:
+        return -high, -low
+    mirrored = float(log_ratio(-reach, q, mu))
+    return mirrored - high, high - mirrored
+
+
+def loss_variance(q: float, mu: float, direction: Direction) -> float:
+    """The variance of the privacy loss of one step, by quadrature on 4001 points: to choose a grid."""
+    edge = _TAIL_Z + mu
+    z = np.linspace(-edge, edge, 4001)
+    base, shifted = np.exp(-0.5 * z * z), np.exp(-0.5 * (z - mu) ** 2)
+    loss = log_ratio(z, q, mu)
+    weight = base if direction is Direction.ADD else (1 - q) * base + q * shifted
+    if direction is Direction.REPLACE:
+        loss = loss - log_ratio(-z, q, mu)
+    weight = weight / weight.sum()
+    mean = float((weight * loss).sum())
+    return float((weight * (loss - mean) ** 2).sum())
+
+
+def step_hockey_stick(epsilon: Array, q: float, mu: float, direction: Direction) -> Array:
+    """δ(ε) of one step for an array of ε of any sign."""
+    if direction is Direction.REMOVE:
+        return _hockey_stick_remove(epsilon, q, mu)
+    if direction is Direction.ADD:
+        return _hockey_stick_add(epsilon, q, mu)
+    return _hockey_stick_replace(epsilon, q, mu)
+
+
+def _hockey_stick_remove(epsilon: Array, q: float, mu: float) -> Array:
+    if q == 1:
+        return hockey_stick(epsilon, mu)
+    excess = np.expm1(np.minimum(epsilon, 1.0))
+    inside = excess > -q
+    # log1p(excess/q) without overflow for large ε
+    large = np.log(1 - (1 - q) * np.exp(-np.maximum(epsilon, 1.0))) + np.maximum(epsilon, 1.0) - math.log(q)
+    moderate = np.log1p(np.where(inside & (epsilon < 1.0), excess, 0.0) / q)
+    plain = np.where(epsilon < 1.0, moderate, large)
+    return np.where(inside, q * hockey_stick(plain, mu), np.clip(-excess, 0.0, 1.0))
+
+
+def _hockey_stick_add(epsilon: Array, q: float, mu: float) -> Array:
+    if q == 1:
+        return hockey_stick(epsilon, mu)
+    capped = np.minimum(epsilon, 1.0 - math.log1p(-q))  # beyond -log(1-q) the divergence is 0
+    factor = q * np.exp(capped) - np.expm1(capped)
+    inside = factor > 0
+    safe = np.where(inside, factor, 1.0)
+    plain = capped + math.log(q) - np.log(safe)
+    return np.where(inside, safe * hockey_stick(plain, mu), 0.0)
+
+
+def _hockey_stick_replace(epsilon: Array, q: float, mu: float) -> Array:
+    if q == 1:
+        return hockey_stick(epsilon, 2.0 * mu)
+    half = 0.5 * np.abs(epsilon)
+    with np.errstate(divide="ignore"):
+        log_sinh = half + np.log(-np.expm1(-2.0 * half)) - math.log(2.0)
+    t = log_sinh + 0.5 * mu * mu + math.log1p(-q) - math.log(q)
+    asinh = np.logaddexp(0.5 * np.logaddexp(0.0, 2.0 * t), t)
+    z = -(np.sign(epsilon) * (asinh + half)) / mu
+    scale = np.minimum(epsilon, 700.0)
+    kept = -np.expm1(scale) * special.ndtr(z) * (1 - q)
+    moved = special.ndtr(z + mu) - np.exp(np.minimum(epsilon + special.log_ndtr(z - mu), 0.0))
+    return np.asarray(np.clip(kept + q * moved, 0.0, 1.0))

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from lamina.admit.admission import Admission, Admitted
-from lamina.admit.attestation import Attestation, attest
-from lamina.admit.bound import Bound
-from lamina.admit.commitment import commit, subject_tag
-from lamina.admit.contribute import Outcome, attest_folder
-from lamina.admit.descriptor import SCHEMA, Descriptor
-from lamina.admit.gate import Gate
-from lamina.admit.key import PrivateKey, PublicKey
-from lamina.admit.keyring import KeyEntry, KeyRing, Standing
-from lamina.admit.lapse import Lapse
-from lamina.admit.reason import Reason
-from lamina.admit.refusal import Refusal
-from lamina.admit.register import MemoryRegister, Register
-from lamina.admit.resolution import Resolution
-from lamina.admit.resolver import check_bound, resolve
-from lamina.admit.source import Contribution, FolderContributions
-from lamina.admit.terms import Terms, floors_hash, preset
+from lamina.admit.admission import Admission, AdmittedRow, Revalidation
+from lamina.admit.attestation import DESCRIPTOR_SCHEMA, Attestation, Descriptor, attest, commit, subject_tag
+from lamina.admit.checks import SigningTerms, floors_hash, preset
+from lamina.admit.contribution_sources import Contribution, FolderContributions
+from lamina.admit.gate import AdmissionGate
+from lamina.admit.key_ring import KeyEntry, KeyRing, KeyStatus
+from lamina.admit.keys import PrivateKey, PublicKey
+from lamina.admit.resolver import Resolution, check_bound, resolve
+from lamina.admit.signing import SigningOutcome, attest_folder
+from lamina.admit.verdicts import Bound, MemoryRegister, Reason, Refusal, Register
 
 __all__ = [
-    "PublicKey", "PrivateKey", "KeyRing", "KeyEntry", "Standing",
-    "Descriptor", "SCHEMA", "Attestation", "attest", "commit", "subject_tag",
-    "Terms", "floors_hash", "preset", "attest_folder", "Outcome",
-    "Contribution", "FolderContributions", "Gate", "Register", "MemoryRegister",
-    "Admission", "Admitted", "Lapse", "Reason", "Refusal",
+    "PublicKey", "PrivateKey", "KeyRing", "KeyEntry", "KeyStatus",
+    "Descriptor", "DESCRIPTOR_SCHEMA", "Attestation", "attest", "commit", "subject_tag",
+    "SigningTerms", "floors_hash", "preset", "attest_folder", "SigningOutcome",
+    "Contribution", "FolderContributions", "AdmissionGate", "Register", "MemoryRegister",
+    "Admission", "AdmittedRow", "Revalidation", "Reason", "Refusal",
     "Bound", "check_bound", "resolve", "Resolution",
 ]  # fmt: skip

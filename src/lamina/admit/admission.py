@@ -1,4 +1,7 @@
-"""`Admission`: who was admitted, what each signed, and whether that still holds."""
+"""`Admission`: the contributions that the gate admitted, as columns.
+
+Cross checks between them, and revalidation later.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,228 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.bound import Bound, Bounds
-from lamina.admit.keyring import KeyRing
-from lamina.admit.lapse import STANDS, Codes, Lapse, Standings
-from lamina.admit.reason import CODES, REASONS, Reason
-from lamina.admit.refusal import Refusal, Refusals
-from lamina.admit.register import Beside, Lost, Register
-from lamina.admit.report import summary, table
-from lamina.admit.resolution import Resolution
-from lamina.admit.resolver import Caps, resolve
-from lamina.admit.rows import PROFILED, TAGGED, Ids, Rows, name_of, unpack
-from lamina.admit.source import Contribution, Reader
-from lamina.plan.step import StepPlan
+from lamina.admit.checks import CONTRIBUTOR_ROLE, PolicyChecks
+from lamina.admit.contribution_sources import Contribution, SignedBytesReader
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.keys import LAST_SECOND
+from lamina.admit.resolver import Caps, Resolution, resolve
+from lamina.admit.verdicts import (
+    PROFILED,
+    REASON_CODES,
+    REASON_OF_STATUS,
+    REASONS,
+    TAGGED,
+    AdmittedRows,
+    Bound,
+    BoundColumns,
+    EntryContext,
+    Reason,
+    Refusal,
+    Refusals,
+    RefusedRows,
+    Register,
+    RegisterStatus,
+    RowIds,
+    class_full,
+    id_hash,
+    is_repeat,
+    unpack_row,
+)
+from lamina.plan.step_plan import StepPlan
+from lamina.plan.table import align_columns
 
 if TYPE_CHECKING:
-    from lamina.admit.gate import Gate
+    from lamina.admit.gate import AdmissionGate
+
+
+STILL_VALID = 0xFF  # in a column of reasons: none
+
+ReasonCodes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Revalidation:
+    """Rows of an admission that may no longer be used, and why."""
+
+    rows: NDArray[np.int64]
+    codes: ReasonCodes
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def reasons(self) -> list[Reason]:
+        """One for each row."""
+        return [REASONS[code] for code in self.codes]
+
+    def __iter__(self) -> Iterator[tuple[int, Reason]]:
+        return zip(self.rows.tolist(), self.reasons, strict=True)
+
+
+class KeyStatusColumns:
+    """What the keys of a ring are worth, as columns over `kids`."""
+
+    def __init__(self, keys: KeyRing, kids: Sequence[bytes]) -> None:
+        entries = [keys.get(kid) for kid in kids]
+        self._known = np.array([entry is not None for entry in entries], dtype=np.bool_)
+        self._role = np.array(
+            [entry is not None and entry.role == CONTRIBUTOR_ROLE for entry in entries], dtype=np.bool_
+        )
+        never = LAST_SECOND + 1
+        self._from, self._retired, self._revoked = (
+            np.array(
+                [never if entry is None or (at := getattr(entry, name)) is None else at for entry in entries],
+                dtype=np.int64,
+            )
+            for name in ("valid_from", "retired_from", "revoked_from")
+        )
+
+    def revalidate(self, table: NDArray[Any], now: int) -> ReasonCodes:
+        """For each row the code of a reason, or STANDS; the same rules as for one contribution."""
+        codes = np.full(len(table), STILL_VALID, dtype=np.uint8)
+        key, issued = table["key"], table["issued"]
+        begins = self._from[key]
+        for reason, holds in (  # the last one that holds is the one that is told
+            (Reason.EXPIRED, now >= table["expires"]),
+            (Reason.RETIRED_KEY, issued >= self._retired[key]),
+            (Reason.EARLY_KEY, (now < begins) | (issued < begins)),
+            (Reason.REVOKED_KEY, now >= self._revoked[key]),
+            (Reason.WRONG_ROLE, ~self._role[key]),
+            (Reason.UNKNOWN_KEY, ~self._known[key]),
+        ):
+            codes[holds] = REASON_CODES[reason]
+        return codes
+
+
+RowMask = NDArray[np.bool_]
+
+
+class CrossChecks:
+    """Settles rows in the order of their source: of two that exclude each other, the first stays.
+
+    Each rule looks at those whom the rules before it left, so whoever is refused takes nobody's place.
+    """
+
+    def __init__(self, rows: AdmittedRows, refusals: Refusals, kids: Sequence[bytes], demands: PolicyChecks) -> None:
+        self._rows = rows
+        self._refusals = refusals
+        self._kids = kids
+        self._names = list(demands.classes)
+        self._places = [demand.population for demand in demands.classes.values()]
+        self._stays: RowMask = np.ones(len(rows), dtype=np.bool_)
+        self._known = np.full(len(rows), _STATUS_CODE[RegisterStatus.NEW], dtype=np.uint8)
+
+    def settle(self, lapsed: NDArray[np.uint8], register: Register | None) -> None:
+        """Drop from the rows who may not enter. `lapsed` says who ran out while the others were examined."""
+        for code in np.unique(lapsed[lapsed != STILL_VALID]):
+            self._drop(np.flatnonzero(lapsed == code), REASONS[code])
+        self._drop_repeated(("key", "cti"), Reason.REPLAYED)
+        self._drop_repeated(("descriptor",), Reason.REPLAYED)
+        if register is not None:
+            self._ask(register)
+        self._drop_by_status(RegisterStatus.WITHDRAWN)
+        self._drop_by_status(RegisterStatus.REPLAYED)
+        self._drop_repeated(("name",), Reason.DUPLICATE_ID)
+        self._drop_repeated(("tag",), Reason.DUPLICATE_SUBJECT, (self._rows.table["flags"] & TAGGED) > 0)
+        self._drop_by_status(RegisterStatus.REPRESENTED)
+        self._drop_beyond_population(register)
+        self._rows.keep(self._stays)
+
+    def _drop(self, rows: NDArray[np.int64], reason: Reason, detail: str = "") -> None:
+        for row, place in zip(rows.tolist(), self._rows.places[rows].tolist(), strict=True):
+            self._refusals.add(place, self._rows.ids[row].decode(), reason, detail)
+        self._stays[rows] = False
+
+    def _drop_repeated(self, columns: tuple[str, ...], reason: Reason, among: RowMask | None = None) -> None:
+        rows = np.flatnonzero(self._stays if among is None else self._stays & among)
+        table = self._rows.table
+        keys = np.empty(len(rows), dtype=[(name, table.dtype[name]) for name in columns])
+        for name in columns:
+            keys[name] = table[name][rows]
+        self._drop(rows[is_repeat(keys)], reason)
+
+    def _ask(self, register: Register) -> None:
+        for rows, entries in self._rows.entries(np.flatnonzero(self._stays), self._kids, self._names):
+            self._known[rows] = [_STATUS_CODE[each] for each in register.look(entries)]
+
+    def _drop_by_status(self, known: RegisterStatus) -> None:
+        self._drop(np.flatnonzero(self._stays & (self._known == _STATUS_CODE[known])), REASON_OF_STATUS[known])
+
+    def _drop_beyond_population(self, register: Register | None) -> None:
+        """The first so many of each class. Who stands already keeps his place; the others take those that are left."""
+        for row, (name, places) in enumerate(zip(self._names, self._places, strict=True)):
+            if places is None:
+                continue
+            ours = self._stays & (self._rows.table["cls"] == row)
+            same = np.flatnonzero(ours & (self._known == _STATUS_CODE[RegisterStatus.SAME]))
+            new = np.flatnonzero(ours & (self._known == _STATUS_CODE[RegisterStatus.NEW]))
+            before = register.members(name) if register is not None and len(new) else 0
+            for late in (same[places:], new[max(0, places - before) :]):
+                self._drop(late, *class_full(name, places))
+
+
+_STATUS_CODE = {known: code for code, known in enumerate(RegisterStatus)}
+
+
+REFUSALS_SHOWN = 20  # refusals in the table
+
+
+def count_by_class(admission: Admission) -> dict[str, int]:
+    """How many of each class are admitted."""
+    counts = np.bincount(admission.cls, minlength=len(admission.classes))
+    return {name: int(counts[row]) for row, name in enumerate(admission.classes)}
+
+
+def admission_summary(admission: Admission) -> dict[str, Any]:
+    """Every refusal, and what they come to."""
+    refused = admission.refused
+    left = admission.left
+    return {
+        "admitted": len(admission),
+        "refused": [refusal.to_dict() for refusal in refused],
+        "reasons": {reason.value: count for reason, count in refused.counts().items()},
+        "classes": count_by_class(admission),
+        "untagged": admission.untagged,
+        **({"left": [refusal.to_dict() for refusal in left]} if left else {}),
+    }
+
+
+def admission_table(admission: Admission) -> str:
+    """One line per class, one per reason, and the first refusals by id."""
+    refused = admission.refused
+    counts = count_by_class(admission)
+    distinct = np.bincount(admission.bounds.cls, minlength=len(admission.classes))
+    classes = [["class", "reaches", "admitted", "bounds"]]
+    for row, name in enumerate(admission.classes):
+        classes.append([name, admission.profile(name), f"{counts[name]:,}", f"{int(distinct[row]):,}"])
+    lines = [f"{len(admission):,} admitted, {len(refused):,} refused", "", *align_columns(classes, left=2)]
+    if admission.untagged:
+        lines.append(
+            f"{admission.untagged:,} without a subject tag: what is protected is the descriptor, not a person "
+            "(lamina attest --subject-key signs one)"
+        )
+    if refused:
+        reasons = [["refused for", "", "how many"]]
+        reasons += [[str(reason), reason.meaning, f"{n:,}"] for reason, n in refused.counts().items()]
+        lines += ["", *align_columns(reasons, left=2), ""]
+        lines += align_columns(
+            [["id", "reason", "detail"], *([r.id, str(r.reason), r.detail] for r in refused[:REFUSALS_SHOWN])], 3
+        )
+        if len(refused) > REFUSALS_SHOWN:
+            lines.append(f"… and {len(refused) - REFUSALS_SHOWN:,} more")
+    if left := admission.left:
+        gone = [["had to leave", "reason"], *([r.id, str(r.reason)] for r in left[:REFUSALS_SHOWN])]
+        lines += ["", *align_columns(gone, left=2)]
+        if len(left) > REFUSALS_SHOWN:
+            lines.append(f"… and {len(left) - REFUSALS_SHOWN:,} more")
+    return "\n".join(lines)
+
 
 Progress = Callable[[int, int | None], None]  # how many are examined, of how many if that is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted:
+class AdmittedRow:
     """One admitted contribution, as a ledger records it. Neither nonce nor payload is part of it."""
 
     row: int
@@ -58,9 +262,9 @@ class Admission:
 
     def __init__(
         self,
-        gate: Gate,
+        gate: AdmissionGate,
         source: Iterable[Contribution],
-        rows: Rows,
+        rows: AdmittedRows,
         refused: Refusals,
         kids: Sequence[bytes],
         verified: int,
@@ -68,12 +272,12 @@ class Admission:
         self.refused = refused
         self.source = source
         self.kids = tuple(kids)
-        self.classes = tuple(gate.demands.classes)
-        self.ids = Ids(rows.ids)
+        self.classes = tuple(gate.policy_checks.classes)
+        self.ids = RowIds(rows.ids)
         self._gate = gate
         self._rows = rows
         self._verified = verified  # when the signatures of all who stand were
-        self._left = np.full(len(rows), STANDS, dtype=np.uint8)
+        self._left = np.full(len(rows), STILL_VALID, dtype=np.uint8)
 
     # ----------------------------------------------------------------------------------- who
 
@@ -98,12 +302,12 @@ class Admission:
         return self.columns["cls"]
 
     @cached_property
-    def _bounds(self) -> tuple[Bounds, NDArray[np.int32]]:
+    def _bounds(self) -> tuple[BoundColumns, NDArray[np.int32]]:
         found = (self.columns[name] for name in ("cls", "clip_norm", "noise_multiplier"))
-        return Bounds.distinct(self.classes, *found)
+        return BoundColumns.distinct(self.classes, *found)
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> BoundColumns:
         """The distinct bounds that were signed."""
         return self._bounds[0]
 
@@ -115,31 +319,28 @@ class Admission:
     @property
     def standing(self) -> NDArray[np.bool_]:
         """(n,) who has not had to leave."""
-        return np.equal(self._left, STANDS)
+        return np.equal(self._left, STILL_VALID)
 
     @property
     def left(self) -> list[Refusal]:
         """Who had to leave, and why."""
-        return [
-            Refusal(self.ids[row], REASONS[self._left[row]])
-            for row in np.flatnonzero(~self.standing).tolist()
-        ]
+        return [Refusal(self.ids[row], REASONS[self._left[row]]) for row in np.flatnonzero(~self.standing).tolist()]
 
     @property
     def untagged(self) -> int:
         """How many of private classes carry no subject tag: nobody can tell whether two are about one person."""
-        private = np.array([not each.public for each in self._gate.demands.classes.values()], dtype=np.bool_)
+        private = np.array([not each.public for each in self._gate.policy_checks.classes.values()], dtype=np.bool_)
         return int(np.count_nonzero(private[self.cls] & ((self.columns["flags"] & TAGGED) == 0)))
 
     def profile(self, name: str) -> str:
         """How deep a class may reach, in words: the same for all its contributions."""
         return str(self._gate.policy.classes[name].profile)
 
-    def __getitem__(self, row: int) -> Admitted:
+    def __getitem__(self, row: int) -> AdmittedRow:
         found = self.columns[row]
         row %= len(self)
         bound = self.bounds[int(self.bound[row])]
-        return Admitted(
+        return AdmittedRow(
             row=row,
             id=self.ids[row],
             descriptor=found["descriptor"].tobytes(),
@@ -155,7 +356,7 @@ class Admission:
             items=int(found["items"]),
         )
 
-    def __iter__(self) -> Iterator[Admitted]:
+    def __iter__(self) -> Iterator[AdmittedRow]:
         return (self[row] for row in range(len(self)))
 
     @cached_property
@@ -167,7 +368,7 @@ class Admission:
     def row_of(self, id: str) -> int | None:
         """The row of an id, if it was admitted."""
         names, order = self._by_name
-        wanted = np.frombuffer(name_of(id), dtype="S16")[0]
+        wanted = np.frombuffer(id_hash(id), dtype="S16")[0]
         at = int(np.searchsorted(names, wanted))
         return int(order[at]) if at < len(names) and names[at] == wanted else None
 
@@ -185,12 +386,8 @@ class Admission:
     # ----------------------------------------------------------------------------------- whether it still holds
 
     def recheck(
-        self,
-        now: float | None = None,
-        keys: KeyRing | None = None,
-        *,
-        progress: Progress | None = None,
-    ) -> Lapse:
+        self, now: float | None = None, keys: KeyRing | None = None, *, progress: Progress | None = None
+    ) -> Revalidation:
         """Who has to leave now, and why; told once. `keys` replaces the gate's ring.
 
         Within an epoch windows and keys are looked at, for all rows at once. What was verified more than an epoch ago
@@ -200,33 +397,33 @@ class Admission:
         current = gate.clock.now() if now is None else gate.clock.see(now)
         if keys is not None:
             gate.keys = keys
-        codes = Standings(gate.keys, self.kids).lapsed(self._rows.table, current)
-        over = self.standing & (codes == STANDS)
+        codes = KeyStatusColumns(gate.keys, self.kids).revalidate(self._rows.table, current)
+        over = self.standing & (codes == STILL_VALID)
         if self._verified + gate.policy.corpus.epoch <= current and over.any():
-            codes[over] = self._verified_again(over, current, progress)[over]
+            codes[over] = self._verify_again(over, current, progress)[over]
             self._verified = current
-        rows = np.flatnonzero((codes != STANDS) & self.standing)
+        rows = np.flatnonzero((codes != STILL_VALID) & self.standing)
         self._left[rows] = codes[rows]
-        return Lapse(rows, codes[rows])
+        return Revalidation(rows, codes[rows])
 
-    def _verified_again(self, over: NDArray[np.bool_], now: int, progress: Progress | None) -> Codes:
+    def _verify_again(self, over: NDArray[np.bool_], now: int, progress: Progress | None) -> ReasonCodes:
         """For the rows that are `over`, what the source says of them now."""
-        codes = np.full(len(self), CODES[Reason.GONE], dtype=np.uint8)
+        codes = np.full(len(self), REASON_CODES[Reason.GONE], dtype=np.uint8)
         if isinstance(self.source, Iterator):
-            codes[:] = CODES[Reason.NOT_REPEATED]
+            codes[:] = REASON_CODES[Reason.NOT_REPEATED]
             return codes
         table = self._rows.table
         examiner = self._gate.examiner()
         for id, verdict in self._gate.verdicts(self.source, examiner, now, progress):
             row = self.row_of(id)
-            if row is None or not over[row] or codes[row] == STANDS:
+            if row is None or not over[row] or codes[row] == STILL_VALID:
                 continue
             if not isinstance(verdict, bytes):
-                codes[row] = CODES[verdict[0]]
+                codes[row] = REASON_CODES[verdict[0]]
                 continue
-            found, kept = unpack(verdict), table[row]
+            found, kept = unpack_row(verdict), table[row]
             same = all(found[name] == kept[name] for name in ("descriptor", "attestation"))
-            codes[row] = STANDS if same else CODES[Reason.CHANGED]
+            codes[row] = STILL_VALID if same else REASON_CODES[Reason.CHANGED]
         return codes
 
     @property
@@ -251,22 +448,20 @@ class Admission:
         self.refuse(lost)
         return len(lost)
 
-    def enter_into(self, register: Register) -> Lost:
+    def enter_into(self, register: Register) -> RefusedRows:
         """Tell a register who is admitted and has not left; the rows that may not enter, and why.
 
         They stay rows of this admission: leave them out. May be repeated at any time, and changes nothing then.
         """
-        gate, reader = self._gate, Reader(self.source)
-        places = {name: demand.population for name, demand in gate.demands.classes.items()}
-        beside = Beside(
-            lambda row: reader.read(self.ids[row], int(self._rows.places[row])), gate.keys, places
-        )
+        gate, reader = self._gate, SignedBytesReader(self.source)
+        places = {name: demand.population for name, demand in gate.policy_checks.classes.items()}
+        beside = EntryContext(lambda row: reader.read(self.ids[row], int(self._rows.places[row])), gate.keys, places)
         parts = self._rows.entries(np.flatnonzero(self.standing), self.kids, self.classes)
         return register.enter((entry for _, entries in parts for entry in entries), beside)
 
     def dismiss(self, rows: NDArray[np.int64], reason: Reason) -> None:
         """Let these rows leave, e.g. because a plan cannot keep what they signed."""
-        self._left[rows[self.standing[rows]]] = CODES[reason]
+        self._left[rows[self.standing[rows]]] = REASON_CODES[reason]
 
     # ----------------------------------------------------------------------------------- what it comes to
 
@@ -276,11 +471,11 @@ class Admission:
 
     def table(self) -> str:
         """For people."""
-        return table(self)
+        return admission_table(self)
 
     def to_dict(self) -> dict[str, Any]:
         """For machines: {"admitted": n, "refused": [{"id", "reason", "detail"}], "reasons", "classes"}."""
-        return summary(self)
+        return admission_summary(self)
 
     def __repr__(self) -> str:
         return f"Admission({len(self)} admitted, {len(self.refused)} refused)"

@@ -1,75 +1,208 @@
-"""The resolver: from signed bounds to a noise schedule, and from a class to a depth.
-
-S, q, B and T are the class table's and change for nobody. What a contribution signed beyond its class scales its own
-thresholds (plan/signed.py); each distinct bound has an accountant of its own.                        docs/admission.md
-"""
+"""The resolver: from signed bounds to threshold scales and noise under a plan, and from a class to its depth."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.bound import Bound, Bounds, Ints
-from lamina.admit.demands import Demands, check_class
-from lamina.admit.descriptor import Descriptor
-from lamina.admit.reason import Reason
-from lamina.admit.refusal import Refused
-from lamina.admit.resolution import MOST, Depth, Resolution, Resolved
+from lamina.admit.attestation import Descriptor
+from lamina.admit.checks import PolicyChecks, check_class_bound
+from lamina.admit.verdicts import Bound, BoundColumns, ContributionRefused, Int64Array, Reason
 from lamina.errors import AdmissionError, PlanError
 from lamina.plan.policy import Policy
-from lamina.plan.signed import occurrences, scale_for, sigma_acc, signed_epsilon
-from lamina.plan.step import StepPlan
+from lamina.plan.signed_bounds import occurrence_count, scale_for_signed_bound, sigma_acc, signed_epsilon
+from lamina.plan.step_plan import StepPlan
+from lamina.plan.table import align_columns
+
+BOUNDS_SHOWN = 40  # entries in the table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedBound:
+    """One distinct bound (c, z) of a class under a plan.
+
+    scale             thresholds of the class are multiplied by this; 0: no scale keeps the bound, so it must stay out
+    ceiling           c: whatever the thresholds are, its clipped gradient is no longer; infinite in a public class
+    sigma_acc         the multiplier that a step needs for ε(z)
+    sigma             the multiplier that a step has for it: plan.sigma(class, scale)
+    occurrences       N: the cap (`capped`), or how often it takes part on average
+    variance_floor    (sigma_acc·c)², or N·z²·c² if a cap makes that less: enough while the sampling is secret
+    variance_ceiling  N·z²·c²: with a capped N enough even if all occurrences become known
+    variance          (sigma·c)², what is applied: the noise of a step as this contribution meets it, in units in which
+                      its gradient has norm c. Never below the floor. Above the ceiling where the class has more noise
+                      than this bound asks for, or c is small beside the class's thresholds: S is the class's alone
+    epsilon_signed    ε(z) at the δ of the class
+    epsilon           what the whole plan spends on it
+    problem           why there is no scale
+    """
+
+    bound: Bound
+    scale: float
+    ceiling: float
+    sigma_acc: float
+    sigma: float
+    occurrences: float
+    capped: bool
+    variance_floor: float
+    variance_ceiling: float
+    variance: float
+    epsilon_signed: float
+    epsilon: float
+    problem: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain figures; what is infinite is null."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "bound"}
+        return {
+            "class": self.bound.cls,
+            "clip_norm": self.bound.clip_norm,
+            "noise_multiplier": self.bound.noise_multiplier,
+            **{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassDepth:
+    """Where a class may reach: its profile in the policy, and the plan's layers that it comes to."""
+
+    profile: str
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolution:
+    """`entries` are the distinct bounds; `index[i]` is the entry that bound i is held to; `depth` is by class alone.
+
+    `rounded` names the classes whose bounds were too many and were taken to a grid, and its ratio.
+    """
+
+    entries: tuple[ResolvedBound, ...]
+    index: NDArray[np.int32]
+    depth: Mapping[str, ClassDepth]
+    rounded: Mapping[str, float]
+
+    @cached_property
+    def scale(self) -> NDArray[np.float64]:
+        """For each bound that was asked about; 0 where it must stay out."""
+        return self._column([entry.scale for entry in self.entries])
+
+    @cached_property
+    def ceiling(self) -> NDArray[np.float64]:
+        """For each bound that was asked about, c in plain units."""
+        return self._column([entry.ceiling for entry in self.entries])
+
+    def _column(self, values: Sequence[float]) -> NDArray[np.float64]:
+        return np.asarray(values, dtype=np.float64)[self.index] if values else np.empty(0)
+
+    def __getitem__(self, bound: int) -> ResolvedBound:
+        """What bound number `bound` is held to."""
+        return self.entries[int(self.index[bound])]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "bounds": [entry.to_dict() for entry in self.entries],
+            "depth": {
+                name: {"profile": depth.profile, "layers": list(depth.layers)} for name, depth in self.depth.items()
+            },
+            "rounded": dict(self.rounded),
+        }
+
+    def table(self) -> str:
+        """For people: one line per bound, then one per class with its depth."""
+        rows = [["class", "c", "z", "scale", "floor", "variance", "ceiling", "ε signed", "ε spent"]]
+        rows += [_table_row(entry) for entry in self.entries[:BOUNDS_SHOWN]]
+        lines = align_columns(rows, left=1)
+        if len(self.entries) > BOUNDS_SHOWN:
+            lines.append(f"… and {len(self.entries) - BOUNDS_SHOWN} more")
+        for name, ratio in self.rounded.items():
+            lines.append(
+                f"class {name} has more than {MAX_DISTINCT_BOUNDS} distinct bounds: they are taken to a grid of ratio {ratio:.4g}, "
+                "c down and z up"
+            )
+        depths = [[name, depth.profile, f"{len(depth.layers)} layers"] for name, depth in self.depth.items()]
+        return "\n".join([*lines, "", *align_columns([["class", "reaches", ""], *depths], left=2)])
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+MAX_DISTINCT_BOUNDS = 256  # distinct bounds of a class: each has an accountant of its own
+
+
+def _table_row(entry: ResolvedBound) -> list[str]:
+    bound = entry.bound
+    if not bound.noise_multiplier:
+        return [bound.cls, "public", "", "1", "", "", "", "", "0"]
+    line = [bound.cls, f"{bound.c:.4g}", f"{bound.z:.4g}"]
+    if entry.problem:
+        return [*line, "stays out", "", "", "", f"{entry.epsilon_signed:.4g}", ""]
+    ceiling = f"{entry.variance_ceiling:.4g}{'' if entry.capped else ' (expected)'}"
+    figures = [f"{entry.scale:.4g}", f"{entry.variance_floor:.4g}", f"{entry.variance:.4g}", ceiling]
+    return [*line, *figures, f"{entry.epsilon_signed:.4f}", f"{_round_up(entry.epsilon):.4f}"]
+
+
+def _round_up(epsilon: float) -> float:
+    """A printed guarantee is rounded up, as far as what was signed allows."""
+    return math.ceil(epsilon * 1e4) / 1e4
+
+
+# The resolver: from signed bounds to a noise schedule, and from a class to a depth.
+#
+# S, q, B and T are the class table's and change for nobody. What a contribution signed beyond its class scales its
+# own thresholds (plan/signed_bounds.py); each distinct bound has an accountant of its own.
+# docs/admission.md
 
 Caps = int | Mapping[str, int] | None
 
-_GRID = 1.01  # ratio of the grid that too many bounds are taken to
+_GRID_RATIO = 1.01  # ratio of the grid that too many bounds are taken to
 
 
 def check_bound(policy: Policy, descriptor: Descriptor) -> Reason | None:
     """Whether a signed bound is more permissive than its class, by the policy alone; None if it is not."""
-    demand = Demands(policy).classes.get(descriptor.admissibility)
+    demand = PolicyChecks(policy).classes.get(descriptor.admissibility)
     if demand is None:
         return Reason.UNKNOWN_CLASS
     if demand.public:
         return Reason.PUBLIC_BOUND if descriptor.clip_norm or descriptor.noise_multiplier else None
     try:
-        check_class(demand, descriptor)
-    except Refused as refused:
+        check_class_bound(demand, descriptor)
+    except ContributionRefused as refused:
         return refused.reason
     return None
 
 
-def resolve(
-    bounds: Sequence[Bound], policy: Policy, plan: StepPlan, *, max_occurrences: Caps = None
-) -> Resolution:
+def resolve(bounds: Sequence[Bound], policy: Policy, plan: StepPlan, *, max_occurrences: Caps = None) -> Resolution:
     """The schedule of each bound under a plan, and the depth of each class.
 
     `max_occurrences` is the cap on how often one contribution is used, if the sampler keeps one: for all classes, or
     by class. A class with more than 256 distinct bounds has them taken to a grid, c down and z up, which is stricter.
     """
-    columns = Bounds.of(bounds)
+    columns = BoundColumns.of(bounds)
     for name in sorted({columns.names[row] for row in np.unique(columns.cls)}):
         _check_plan(name, policy, plan)
     index = np.zeros(len(columns), dtype=np.int32)
-    entries: list[Resolved] = []
+    entries: list[ResolvedBound] = []
     rounded: dict[str, float] = {}
     for row, name in enumerate(columns.names):
         members = np.flatnonzero(columns.cls == row)
         if not len(members):
             continue
-        kept, where, ratio = _few(columns, members)
+        kept, where, ratio = _merge_to_grid(columns, members)
         if ratio is not None:
             rounded[name] = ratio
         index[members] = len(entries) + where
         cap = max_occurrences.get(name) if isinstance(max_occurrences, Mapping) else max_occurrences
-        entries += [_resolved(bound, plan, cap) for bound in kept]
+        entries += [_resolve_bound(bound, plan, cap) for bound in kept]
     depth = {
-        entry.name: Depth(
-            profile=entry.profile,
-            layers=tuple(layer.name for i, layer in enumerate(plan.layers) if plan.reaches(k, i)),
+        entry.name: ClassDepth(
+            profile=entry.profile, layers=tuple(layer.name for i, layer in enumerate(plan.layers) if plan.reaches(k, i))
         )
         for k, entry in enumerate(plan.classes)
     }
@@ -80,9 +213,7 @@ def _check_plan(name: str, policy: Policy, plan: StepPlan) -> None:
     """The plan was made under this policy: a class with another depth or δ is not the one that was signed for."""
     if name not in policy.classes:
         raise AdmissionError(
-            "admit.policy-no-class",
-            f"the policy has no class {name!r}",
-            "resolve under the policy of the gate",
+            "admit.policy-no-class", f"the policy has no class {name!r}", "resolve under the policy of the gate"
         )
     found = next((entry for entry in plan.classes if entry.name == name), None)
     if found is None:
@@ -94,7 +225,7 @@ def _check_plan(name: str, policy: Policy, plan: StepPlan) -> None:
     entry = policy.classes[name]
     told = (found.public, found.profile, found.delta)
     wanted = (entry.public, str(entry.profile), 0.0 if entry.public else policy.corpus.delta)
-    same_depth = entry.profile.told_by(found.profile)  # the plan may name an adapter more exactly
+    same_depth = entry.profile.described_by(found.profile)  # the plan may name an adapter more exactly
     if not same_depth or (told[0], told[2]) != (wanted[0], wanted[2]):
         raise AdmissionError(
             "admit.class-public-reaches",
@@ -104,26 +235,26 @@ def _check_plan(name: str, policy: Policy, plan: StepPlan) -> None:
         )
 
 
-def _few(columns: Bounds, members: Ints) -> tuple[Bounds, NDArray[np.int32], float | None]:
+def _merge_to_grid(columns: BoundColumns, members: Int64Array) -> tuple[BoundColumns, NDArray[np.int32], float | None]:
     """At most 256 distinct bounds of one class, where each member is among them, and the ratio of the grid if any.
 
     The grid begins at the most permissive of them: who signed what the class asks for keeps it exactly.
     """
     row, clip, noise = columns.cls[members], columns.clip_norm[members], columns.noise_multiplier[members]
-    kept, where = Bounds.distinct(columns.names, row, clip, noise)
-    if len(kept) <= MOST:
+    kept, where = BoundColumns.distinct(columns.names, row, clip, noise)
+    if len(kept) <= MAX_DISTINCT_BOUNDS:
         return kept, where, None
-    ratio = _GRID
+    ratio = _GRID_RATIO
     while True:  # a grid of twice the step has every second rung of the one before
-        rounded = _down(kept.clip_norm, ratio), _up(kept.noise_multiplier, ratio)
-        kept, again = Bounds.distinct(columns.names, kept.cls, *rounded)
+        rounded = _grid_down(kept.clip_norm, ratio), _grid_up(kept.noise_multiplier, ratio)
+        kept, again = BoundColumns.distinct(columns.names, kept.cls, *rounded)
         where = again[where]
-        if len(kept) <= MOST:
+        if len(kept) <= MAX_DISTINCT_BOUNDS:
             return kept, where, ratio
         ratio *= ratio
 
 
-def _up(values: Ints, ratio: float) -> Ints:
+def _grid_up(values: Int64Array, ratio: float) -> Int64Array:
     """The least ⌈low·ratio^j⌉ that is not below each value."""
     low = int(values.min())
     rungs = [low]
@@ -134,7 +265,7 @@ def _up(values: Ints, ratio: float) -> Ints:
     return grid[np.searchsorted(grid, values, side="left")]
 
 
-def _down(values: Ints, ratio: float) -> Ints:
+def _grid_down(values: Int64Array, ratio: float) -> Int64Array:
     """The largest ⌊high·ratio^-j⌋ that is not above each value; at least 1."""
     high, low = int(values.max()), int(values.min())
     rungs = [high]
@@ -144,23 +275,23 @@ def _down(values: Ints, ratio: float) -> Ints:
     return grid[np.searchsorted(grid, values, side="right") - 1]
 
 
-def _resolved(bound: Bound, plan: StepPlan, cap: int | None) -> Resolved:
+def _resolve_bound(bound: Bound, plan: StepPlan, cap: int | None) -> ResolvedBound:
     k = plan.index(bound.cls)
     if plan.classes[k].public:
-        return _unbounded(bound)
+        return _resolve_public(bound)
     c, z = bound.c, bound.z
-    often = occurrences(plan, k, cap)
+    often = occurrence_count(plan, k, cap)
     most = often.count * (z * c) ** 2
     signed = signed_epsilon(plan, k, z)
     try:
-        scale, needed = scale_for(plan, k, c, z), sigma_acc(plan, k, z)
+        scale, needed = scale_for_signed_bound(plan, k, c, z), sigma_acc(plan, k, z)
     except PlanError as error:
         scale, needed, problem = 0.0, math.inf, error.problem
     else:
         problem = ""
     sigma = plan.sigma(k, scale=scale) if scale else math.inf
     least = (needed * c) ** 2 if scale else math.inf
-    return Resolved(
+    return ResolvedBound(
         bound=bound,
         scale=scale,
         ceiling=c,
@@ -177,9 +308,9 @@ def _resolved(bound: Bound, plan: StepPlan, cap: int | None) -> Resolved:
     )
 
 
-def _unbounded(bound: Bound) -> Resolved:
+def _resolve_public(bound: Bound) -> ResolvedBound:
     """In a public class nothing is owed to anybody."""
-    return Resolved(
+    return ResolvedBound(
         bound=bound,
         scale=1.0,
         ceiling=math.inf,

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from lamina.allocate.automatic import Automatic, automatic
-from lamina.allocate.choice import Offer, draw, offers, utilities
-from lamina.allocate.flat import Flat, flat
-from lamina.allocate.ladp import LADP, ladp
-from lamina.allocate.lsab import LSAB, lsab
-from lamina.allocate.make_plan import explained_plan, make_plan
-from lamina.allocate.pareto import Pareto, pareto
-from lamina.allocate.printed_ladp import PrintedLADP, printed_ladp
-from lamina.allocate.printed_lsab import PrintedLSAB, printed_lsab
-from lamina.allocate.problem import Allocate, Allocation, Problem
-from lamina.allocate.proportional import Proportional, proportional
-from lamina.allocate.quantile import Quantile, quantile
-from lamina.allocate.registry import ALLOCATIONS, allocation
-from lamina.allocate.uniform import Uniform, uniform
+from lamina.allocate.basic import (
+    LSAB,
+    Automatic,
+    Flat,
+    Pareto,
+    Proportional,
+    Quantile,
+    Uniform,
+    automatic,
+    flat,
+    lsab,
+    pareto,
+    proportional,
+    quantile,
+    uniform,
+)
+from lamina.allocate.ladp import LADP, Candidate, draw, ladp, plan_candidates, utilities
+from lamina.allocate.make_plan import ALLOCATIONS, explained_plan, find_allocation, make_plan
+from lamina.allocate.paper import PaperLADP, PaperLSAB, paper_ladp, paper_lsab
+from lamina.allocate.problem import Allocate, Allocation, AllocationProblem
 
 __all__ = [
     "make_plan", "explained_plan",
-    "Problem", "Allocation", "Allocate", "ALLOCATIONS", "allocation",
+    "AllocationProblem", "Allocation", "Allocate", "ALLOCATIONS", "find_allocation",
     "Flat", "Uniform", "Proportional", "Pareto", "LSAB", "LADP", "Quantile", "Automatic",
-    "PrintedLSAB", "PrintedLADP",
+    "PaperLSAB", "PaperLADP",
     "flat", "uniform", "proportional", "pareto", "lsab", "ladp", "quantile", "automatic",
-    "printed_lsab", "printed_ladp",
-    "Offer", "offers", "utilities", "draw",
+    "paper_lsab", "paper_ladp",
+    "Candidate", "plan_candidates", "utilities", "draw",
 ]  # fmt: skip

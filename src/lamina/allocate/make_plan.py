@@ -1,30 +1,309 @@
-"""From layers and policy to a step plan whose ε is known before the first step."""
+"""`make_plan`: from layers, policy and allocation to a step plan whose ε is known before the first step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from fractions import Fraction
+from functools import partial
+from types import MappingProxyType
 
-from lamina.allocate.declare import declare, known, paces
-from lamina.allocate.problem import Allocate, Allocation, Problem
-from lamina.allocate.registry import DEFAULT, allocation
-from lamina.errors import PlanError
-from lamina.plan import (
-    Clipping,
-    FollowBudget,
-    FollowQuantile,
-    LayerStack,
-    PlannedClass,
-    PlannedLayer,
-    Policy,
-    StepPlan,
-    rescale,
-)
-from lamina.plan.opened import opened_sizes
-from lamina.plan.reach import Reach
-from lamina.sensitivity.measurement import Measure
+from lamina.account.accountants import calibrate, find_accountant
+from lamina.account.filters import choose_order
+from lamina.account.gaussian_rdp import step_rdp
+from lamina.account.schedule import Event
+from lamina.allocate.basic import automatic, flat, lsab, pareto, proportional, quantile, uniform
+from lamina.allocate.ladp import LADP, ladp
+from lamina.allocate.paper import paper_ladp, paper_lsab
+from lamina.allocate.problem import Allocate, Allocation, AllocationProblem, Allocator
+from lamina.errors import AccountingError, PlanError
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.profile_reach import Reach
+from lamina.plan.rules import FollowBudget, FollowQuantile, rescale_noise
+from lamina.plan.selection import noised_sizes
+from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
+from lamina.sensitivity.measure import Measure
+
+_ALL: tuple[Allocator, ...] = (
+    flat, uniform, proportional, pareto, lsab, ladp, LADP(mode="budget"), quantile, automatic,
+    paper_lsab, paper_ladp,
+)  # fmt: skip
+ALLOCATIONS: Mapping[str, Allocator] = MappingProxyType({policy.name: policy for policy in _ALL})
+"""Every policy with its default options. The printed ones reproduce documents and are not what these claim."""
+
+DEFAULT_ALLOCATION = pareto.name
+"""What `make_plan` does unless it is told otherwise. Without a measure and with one class it is `flat`, which real data
+support (docs/policies/utility.md); with several it gives each its whole budget, which `flat` does not."""
+
+
+def find_allocation(name: str | Allocate) -> Allocate:
+    """The allocation of that name; a policy or function stands for itself."""
+    if not isinstance(name, str):
+        if isinstance(name, type):
+            raise PlanError(
+                "allocate.allocate-class", f"allocate is the class {name.__name__}", f"make one: {name.__name__}()"
+            )
+        if not callable(name):
+            raise PlanError(
+                "allocate.allocate", f"allocate is a {type(name).__name__}", f"use one of {', '.join(ALLOCATIONS)}"
+            )
+        return name
+    if name not in ALLOCATIONS:
+        close = get_close_matches(name, ALLOCATIONS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise PlanError(
+            "allocate.allocation-not-known",
+            f"allocation {name!r} is not known{hint}",
+            f"use one of {', '.join(ALLOCATIONS)}",
+        )
+    return ALLOCATIONS[name]
+
+
+_MOST_EXCESS_NOISE = 4.0  # times the noise that a class needs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibratedNoise:
+    """sigma and target ε by class (inf: public), the accountant that says so, and its order if it has one."""
+
+    sigma: tuple[float, ...]
+    targets: tuple[float, ...]
+    accountant: str
+    order: float | None = None
+    rho: tuple[float, ...] = ()
+
+
+def calibrate_classes(
+    policy: Policy,
+    rates: Mapping[str, float],
+    steps: int,
+    *,
+    epsilon: float | Mapping[str, float] | None,
+    rho: float | Mapping[str, float] | None,
+    chooser: Allocate,
+) -> CalibratedNoise:
+    """sigma_k by class. `rates` names the classes that take part, with their q.
+
+    Raw noise credits nothing to sampling: it is calibrated for as many unsampled steps as a contribution takes part in.
+    """
+    if epsilon is not None and rho is not None:
+        raise PlanError("allocate.epsilon-rho", f"epsilon is {epsilon!r} and rho is {rho!r}", "give one of them")
+    side = getattr(chooser, "side", lambda _: ())(steps)
+    if policy.noise.as_injection.raw:
+        if side or getattr(chooser, "follows_budget", False):
+            raise PlanError(
+                "allocate.noise-enters-per",
+                "noise enters per_sample_raw, and the allocation releases or follows something that is priced with "
+                "sampling",
+                "use injection per_step, or an allocation that is fixed before the first step",
+            )
+        rates, steps = dict.fromkeys(rates, 1.0), policy.noise.as_injection.events(0, steps)
+    besides = {name: tuple(Event(sigma=sigma, q=q, steps=calls) for sigma, calls in side) for name, q in rates.items()}
+    if rho is not None and getattr(chooser, "follows_budget", False):
+        raise PlanError(
+            "allocate.rho-allocation-chooses",
+            f"rho is {rho!r}, and the allocation chooses its noise on the way, which is priced at one Rényi order",
+            "give epsilon, or an allocation whose noise is fixed: LADP(mode='shares')",
+        )
+    if rho is not None:
+        return _calibrate_to_rho(policy, rates, steps, rho, besides)
+    targets, corpus = _target_epsilons(policy, list(rates), epsilon), policy.corpus
+    name, order = corpus.accountant, None
+    if getattr(chooser, "follows_budget", False):
+        order = _shared_order(policy, rates, steps, targets, besides)
+        name = f"rdp@{order:g}"
+    sigma = {
+        cls: calibrate(target, delta=corpus.delta, q=rates[cls], steps=steps, accountant=name, besides=besides[cls])
+        for cls, target in targets.items()
+    }
+    return CalibratedNoise(
+        sigma=tuple(sigma.get(cls, math.inf) for cls in rates),
+        targets=tuple(targets.get(cls, math.inf) for cls in rates),
+        accountant=name,
+        order=order,
+    )
+
+
+def _shared_order(
+    policy: Policy,
+    rates: Mapping[str, float],
+    steps: int,
+    targets: Mapping[str, float],
+    besides: Mapping[str, tuple[Event, ...]],
+) -> float:
+    """One order for all classes: of those that suit one class best, the one that costs the worst-off class least."""
+    if not targets:
+        raise PlanError(
+            "allocate.every-class-public",
+            "every class is public: there is no budget to follow",
+            "use another allocation",
+        )
+    delta = policy.corpus.delta
+
+    def needed(cls: str, name: str) -> float:
+        return calibrate(targets[cls], delta=delta, q=rates[cls], steps=steps, accountant=name, besides=besides[cls])
+
+    best = {cls: needed(cls, "rdp") for cls in targets}
+    orders = {
+        float(f"{choose_order((Event(sigma=s, q=rates[cls], steps=steps), *besides[cls]), delta=delta):g}")
+        for cls, s in best.items()
+    }
+    worst = {}
+    for order in sorted(orders):
+        try:
+            worst[order] = max(needed(cls, f"rdp@{order:g}") / s for cls, s in best.items())
+        except AccountingError:  # too small an order for the strictest class
+            continue
+    if not worst:
+        raise PlanError(
+            "allocate.no-nyi-order",
+            f"no one Rényi order serves classes with epsilon {', '.join(f'{e:g}' for e in targets.values())}",
+            "bring them closer together, or use LADP(mode='shares')",
+        )
+    order = min(worst, key=worst.__getitem__)
+    if worst[order] > _MOST_EXCESS_NOISE:
+        raise PlanError(
+            "allocate.classes-epsilon-share",
+            f"classes with epsilon {', '.join(f'{e:g}' for e in targets.values())} share one Rényi order so badly that "
+            f"one of them would get {worst[order]:.3g} times the noise that it needs",
+            "bring them closer together, or use LADP(mode='shares'), which needs no such order",
+        )
+    return order
+
+
+def sigma_factor_range(declared: CalibratedNoise, rates: Iterable[float]) -> tuple[float, float]:
+    """Factors on sigma between which a step of any class costs at most twice, and at least half, the declared price.
+
+    At small sigma the price rises steeply: without this a run could spend its budget in a few steps.
+    """
+    order = declared.order
+    assert order is not None
+    lows, highs = [], []
+    for sigma, q in zip(declared.sigma, rates, strict=True):
+        if math.isfinite(sigma):
+            at = step_rdp(q, sigma, order)
+            lows.append(_least_factor(partial(_costs_at_most, q, sigma, order, 2 * at), 0.1, 1.0))
+            highs.append(_least_factor(partial(_costs_at_most, q, sigma, order, at / 2), 1.0, 10.0))
+    return max(lows), min(highs)
+
+
+def _costs_at_most(q: float, sigma: float, order: float, price: float, factor: float) -> bool:
+    return step_rdp(q, sigma * factor, order) <= price
+
+
+def _least_factor(cheap: Callable[[float], bool], low: float, high: float) -> float:
+    """The smallest factor in [low, high] that is cheap, to 1e-6; `high` counts as cheap."""
+    while high - low > 1e-6:
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if cheap(middle) else (middle, high)
+    return high
+
+
+def _calibrate_to_rho(
+    policy: Policy,
+    rates: Mapping[str, float],
+    steps: int,
+    rho: float | Mapping[str, float],
+    besides: Mapping[str, tuple[Event, ...]],
+) -> CalibratedNoise:
+    """ρ/T for every step: sigma = √(T/(2ρ)), rounded up so that T steps take at most ρ, and no less than 1e-12 of it.
+
+    What else is released takes its ρ from the same budget.
+    """
+    private = [name for name in rates if not policy.classes[name].public]
+    asked = rho if isinstance(rho, Mapping) else dict.fromkeys(private, rho)
+    refuse_unknown_classes(policy, asked, "rho")
+    sigma, targets, priced = {}, {}, find_accountant("zcdp")
+    for name in private:
+        cap = asked.get(name)
+        if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf:
+            raise PlanError(
+                "allocate.rho-class-finite",
+                f"rho of class {name!r} is {cap!r}, must be finite and > 0",
+                "give every class one",
+            )
+        left = cap - math.fsum(0.5 * event.steps * event.mu**2 for event in besides[name])
+        if left <= 0:
+            raise PlanError(
+                "allocate.rho-class-releases",
+                f"rho of class {name!r} is {cap:g}, and the other releases alone take {cap - left:.4g}",
+                "raise it, or make them rarer",
+            )
+        sigma[name] = math.sqrt(steps / (2.0 * left))
+        while steps * 0.5 * (1.0 / sigma[name]) ** 2 > left:
+            sigma[name] = math.nextafter(sigma[name], math.inf)
+        schedule = (Event(sigma=sigma[name], q=1.0, steps=steps), *besides[name])
+        targets[name] = priced.epsilon(schedule, policy.corpus.delta)
+        bound = policy.bound(name)
+        if bound is not None and targets[name] > bound:
+            raise PlanError(
+                "allocate.rho-class-epsilon",
+                f"rho of class {name!r} is {cap:g}, which is ε = {targets[name]:.4g} at δ = {policy.corpus.delta:g}, "
+                f"above the policy's bound of {bound:.6g}",
+                "ask for less, or change the policy",
+            )
+    return CalibratedNoise(
+        sigma=tuple(sigma.get(name, math.inf) for name in rates),
+        targets=tuple(targets.get(name, math.inf) for name in rates),
+        accountant="zcdp",
+        rho=tuple(asked.get(name, math.inf) for name in rates),
+    )
+
+
+def _target_epsilons(policy: Policy, names: list[str], epsilon: float | Mapping[str, float] | None) -> dict[str, float]:
+    """The ε that each private class is to spend, checked against the policy's bound."""
+    private = [name for name in names if not policy.classes[name].public]
+    asked: dict[str, float] = {}
+    if isinstance(epsilon, Mapping):
+        refuse_unknown_classes(policy, epsilon, "epsilon")
+        for name in epsilon:
+            if name not in private:
+                raise PlanError(
+                    "allocate.epsilon-given-class",
+                    f"epsilon is given for class {name!r}, which is public or left out",
+                    "drop it",
+                )
+        asked = dict(epsilon)
+    elif epsilon is not None:
+        asked = dict.fromkeys(private, epsilon)
+    targets = {}
+    for name in private:
+        bound, entry = policy.bound(name), policy.classes[name]
+        target = asked.get(name, bound if entry.epsilon or entry.noise_multiplier else None)
+        if target is None:
+            raise PlanError(
+                "allocate.class-neither-epsilon",
+                f"class {name!r} has neither epsilon nor noise_multiplier",
+                f"add one to [class.{name}], or give make_plan(epsilon={{{name!r}: 1.0}})",
+            )
+        if isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target < math.inf:
+            raise PlanError(
+                "allocate.epsilon-class-finite",
+                f"epsilon of class {name!r} is {target!r}, must be finite and > 0",
+                "correct it",
+            )
+        if bound is not None and target > bound:
+            raise PlanError(
+                "allocate.epsilon-class-above",
+                f"epsilon of class {name!r} is {target:g}, above the policy's bound of {bound:.6g}",
+                "ask for less, or change the policy",
+            )
+        targets[name] = float(target)
+    return targets
+
+
+def refuse_unknown_classes(policy: Policy, names: Mapping[str, float], what: str) -> None:
+    """Refuse names that are no class of the policy."""
+    for name in names:
+        if name not in policy.classes:
+            raise PlanError(
+                "allocate.names-class-policy",
+                f"{what} names class {name!r}, which the policy does not have",
+                f"its classes are {', '.join(policy.classes)}",
+            )
 
 
 def make_plan(
@@ -34,7 +313,7 @@ def make_plan(
     batch: int | Mapping[str, int],
     steps: int | None = None,
     epochs: float | None = None,
-    allocate: str | Allocate = DEFAULT,
+    allocate: str | Allocate = DEFAULT_ALLOCATION,
     epsilon: float | Mapping[str, float] | None = None,
     rho: float | Mapping[str, float] | None = None,
     clipping: Clipping | str | None = None,
@@ -76,7 +355,7 @@ def explained_plan(
     batch: int | Mapping[str, int],
     steps: int | None = None,
     epochs: float | None = None,
-    allocate: str | Allocate = DEFAULT,
+    allocate: str | Allocate = DEFAULT_ALLOCATION,
     epsilon: float | Mapping[str, float] | None = None,
     rho: float | Mapping[str, float] | None = None,
     clipping: Clipping | str | None = None,
@@ -91,9 +370,9 @@ def explained_plan(
         raise PlanError(
             "allocate.policy", f"policy is a {type(policy).__name__}", "use lamina.Policy.load('policy.toml')"
         )
-    sizes = _batches(policy, batch)
+    sizes = _batch_sizes(policy, batch)
     total, population = sum(sizes.values()), sum(_population(policy, name) for name in sizes)
-    count = _steps(steps, epochs, Fraction(population) / total)
+    count = _step_count(steps, epochs, Fraction(population) / total)
     if measure is not None:
         if not isinstance(measure, Measure):
             raise PlanError(
@@ -102,13 +381,13 @@ def explained_plan(
                 "give lamina.Measure.load(path) or lamina.measure(model, …)",
             )
         measure.check(stack)
-    chooser = allocation(allocate)
+    chooser = find_allocation(allocate)
     rates = {name: float(size / _population(policy, name)) for name, size in sizes.items()}
-    declared = declare(policy, rates, count, epsilon=epsilon, rho=rho, chooser=chooser)
-    reaches = {name: _reach(policy, name, stack) for name in sizes}
+    declared = calibrate_classes(policy, rates, count, epsilon=epsilon, rho=rho, chooser=chooser)
+    reaches = {name: _class_reach(policy, name, stack) for name in sizes}
     slices = tuple(part for name, reach in reaches.items() for part in reach.slices(name))
-    numbers = opened_sizes(stack, {name: r.layers for name, r in reaches.items()}, slices, stack.shapes)
-    problem = Problem(
+    numbers = noised_sizes(stack, {name: r.layers for name, r in reaches.items()}, slices, stack.shapes)
+    problem = AllocationProblem(
         sizes=numbers,
         weights=tuple(map(float, numbers)),
         reach=tuple(reach.layers for reach in reaches.values()),
@@ -127,36 +406,38 @@ def explained_plan(
         factors=tuple(reach.factors for reach in reaches.values()),
     )
     chosen = chooser(problem)
-    _respects_reach(problem, chosen, list(sizes), stack)
-    chosen = replace(chosen, clip=problem.weighed(chosen.clip))
+    _refuse_wider_reach(problem, chosen, list(sizes), stack)
+    chosen = replace(chosen, clip=problem.clip_with_factors(chosen.clip))
     rules = tuple(chosen.rules)
     if declared.order is not None:
-        pace = paces(declared, rates.values())
-        rules = tuple(_paced(r, declared.order, pace) if isinstance(r, FollowBudget) else r for r in rules)
+        pace = sigma_factor_range(declared, rates.values())
+        rules = tuple(
+            _with_order_and_range(r, declared.order, pace) if isinstance(r, FollowBudget) else r for r in rules
+        )
     form = Clipping.ELEMENTWISE if chosen.clipping is Clipping.ELEMENTWISE else clipping or chosen.clipping
-    _fits_profiles(reaches, chosen, form)
+    _refuse_unsupported_profiles(reaches, chosen, form)
     plan = StepPlan(
         layers=tuple(
             PlannedLayer(name=layer.name, depth=layer.depth, parameters=layer.parameters, size=layer.size)
             for layer in stack
         ),
-        classes=tuple(_planned(policy, name, rates[name], reaches[name]) for name in sizes),
+        classes=tuple(_planned_class(policy, name, rates[name], reaches[name]) for name in sizes),
         clip=chosen.clip,
-        noise=chosen.noise if chosen.claimed else _owed(chosen, declared.sigma),
+        noise=chosen.noise if chosen.claimed else _noise_for_sigma(chosen, declared.sigma),
         batch=1.0 if form is Clipping.ELEMENTWISE else float(total) * chosen.divide,
         steps=count,
         clipping=form,  # type: ignore[arg-type]  # the plan reads text
         accountant="gaussian" if chosen.claimed else declared.accountant,
         allocation=str(getattr(chooser, "name", None) or getattr(chooser, "__name__", "function")),
         rules=rules,
-        injection=policy.noise.enters,
+        injection=policy.noise.as_injection,
         slices=slices,
         claimed=chosen.claimed,
     )
-    return _within_norms(plan, problem), chosen
+    return _scaled_to_clip_norms(plan, problem), chosen
 
 
-def _within_norms(plan: StepPlan, problem: Problem) -> StepPlan:
+def _scaled_to_clip_norms(plan: StepPlan, problem: AllocationProblem) -> StepPlan:
     """C and S times the factor for which no clipped gradient is longer than its class's clip norm; sigma stays.
 
     A joint clip bounds (g_l/S_l)_l: where S differs between layers, all of it may fall on the layer with the largest S,
@@ -169,11 +450,11 @@ def _within_norms(plan: StepPlan, problem: Problem) -> StepPlan:
     if factor >= 1 - 1e-9:
         return plan
     clip = tuple(tuple(c * factor for c in row) for row in plan.clip)
-    noise = rescale(clip, [s * factor for s in plan.noise], problem.sigma)
+    noise = rescale_noise(clip, [s * factor for s in plan.noise], problem.sigma)
     return replace(plan, clip=clip, noise=noise)
 
 
-def _reach(policy: Policy, name: str, stack: LayerStack) -> Reach:
+def _class_reach(policy: Policy, name: str, stack: LayerStack) -> Reach:
     """What the class reaches; a refusal names the class."""
     try:
         return policy.classes[name].profile.reach(stack)
@@ -181,7 +462,7 @@ def _reach(policy: Policy, name: str, stack: LayerStack) -> Reach:
         raise PlanError("allocate.class", f"class {name!r}: {error.problem}", error.remedy) from error
 
 
-def _fits_profiles(reaches: Mapping[str, Reach], chosen: Allocation, form: Clipping | str) -> None:
+def _refuse_unsupported_profiles(reaches: Mapping[str, Reach], chosen: Allocation, form: Clipping | str) -> None:
     """Refuse weights that clipping would not keep to, and slices in what a document does not know them in."""
     for (name, reach), row in zip(reaches.items(), chosen.clip, strict=True):
         weighed = any(factor != 1 for factor in reach.factors)
@@ -206,22 +487,21 @@ def _fits_profiles(reaches: Mapping[str, Reach], chosen: Allocation, form: Clipp
             )
 
 
-def _paced(rule: FollowBudget, order: float, pace: tuple[float, float]) -> FollowBudget:
+def _with_order_and_range(rule: FollowBudget, order: float, pace: tuple[float, float]) -> FollowBudget:
     """The rule at the plan's order, within the factors at which a step costs half to twice the declared price."""
     return replace(rule, order=order, least=max(rule.least, pace[0]), most=min(rule.most, pace[1]))
 
 
-def _owed(chosen: Allocation, sigma: tuple[float, ...]) -> tuple[float, ...]:
+def _noise_for_sigma(chosen: Allocation, sigma: tuple[float, ...]) -> tuple[float, ...]:
     """S of the allocation's shape, so large that every class has its sigma, noised counts included."""
     counted = next((rule for rule in chosen.rules if isinstance(rule, FollowQuantile)), None)
     bits = [
-        0.0 if counted is None else math.sqrt(sum(c > 0 for c in row)) / (2.0 * counted.noise)
-        for row in chosen.clip
+        0.0 if counted is None else math.sqrt(sum(c > 0 for c in row)) / (2.0 * counted.noise) for row in chosen.clip
     ]
-    return rescale(chosen.clip, chosen.noise, sigma, bits)
+    return rescale_noise(chosen.clip, chosen.noise, sigma, bits)
 
 
-def _planned(policy: Policy, name: str, rate: float, reach: Reach) -> PlannedClass:
+def _planned_class(policy: Policy, name: str, rate: float, reach: Reach) -> PlannedClass:
     entry = policy.classes[name]
     return PlannedClass(
         name=name,
@@ -246,10 +526,10 @@ def _population(policy: Policy, name: str) -> int:
     return population
 
 
-def _batches(policy: Policy, batch: int | Mapping[str, int]) -> dict[str, Fraction]:
+def _batch_sizes(policy: Policy, batch: int | Mapping[str, int]) -> dict[str, Fraction]:
     """Expected contributions per step of each class that takes part, exactly."""
     if isinstance(batch, Mapping):
-        known(policy, batch, "batch")
+        refuse_unknown_classes(policy, batch, "batch")
         missing = [name for name in policy.classes if name not in batch]
         if missing:
             raise PlanError(
@@ -257,14 +537,14 @@ def _batches(policy: Policy, batch: int | Mapping[str, int]) -> dict[str, Fracti
                 f"batch names no size for class {missing[0]!r}",
                 "give every class one; 0 leaves a class out",
             )
-        given = {name: _whole(batch[name], f"batch of class {name!r}", least=0) for name in policy.classes}
+        given = {name: _whole_number(batch[name], f"batch of class {name!r}", least=0) for name in policy.classes}
         sizes = {name: Fraction(size) for name, size in given.items() if size}
         if not sizes:
             raise PlanError(
                 "allocate.batch-every-class", "batch is 0 for every class", "give one class a size at least"
             )
     else:
-        whole = _whole(batch, "batch", least=1)
+        whole = _whole_number(batch, "batch", least=1)
         population = sum(_population(policy, name) for name in policy.classes)
         sizes = {name: Fraction(whole * _population(policy, name), population) for name in policy.classes}
     for name, size in sizes.items():
@@ -278,16 +558,14 @@ def _batches(policy: Policy, batch: int | Mapping[str, int]) -> dict[str, Fracti
     return sizes
 
 
-def _steps(steps: int | None, epochs: float | None, epoch: Fraction) -> int:
+def _step_count(steps: int | None, epochs: float | None, epoch: Fraction) -> int:
     """The number of steps; one epoch is Σ N_k / Σ b_k of them."""
     if (steps is None) == (epochs is None):
         raise PlanError(
-            "allocate.steps-epochs",
-            f"steps is {steps!r} and epochs is {epochs!r}",
-            "give exactly one of them",
+            "allocate.steps-epochs", f"steps is {steps!r} and epochs is {epochs!r}", "give exactly one of them"
         )
     if steps is not None:
-        return _whole(steps, "steps", least=1)
+        return _whole_number(steps, "steps", least=1)
     if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not 0 < epochs < math.inf:
         raise PlanError(
             "allocate.epochs-finite-number",
@@ -297,7 +575,7 @@ def _steps(steps: int | None, epochs: float | None, epoch: Fraction) -> int:
     return math.ceil(Fraction(epochs).limit_denominator(1_000_000) * epoch) or 1
 
 
-def _respects_reach(problem: Problem, chosen: Allocation, names: list[str], stack: LayerStack) -> None:
+def _refuse_wider_reach(problem: AllocationProblem, chosen: Allocation, names: list[str], stack: LayerStack) -> None:
     """An allocation may shape C and S, never widen what a class reaches."""
     shape = [len(row) for row in problem.reach]
     if [len(row) for row in chosen.clip] != shape or len(chosen.noise) != len(stack):
@@ -317,7 +595,7 @@ def _respects_reach(problem: Problem, chosen: Allocation, names: list[str], stac
                 )
 
 
-def _whole(value: int, what: str, *, least: int) -> int:
+def _whole_number(value: int, what: str, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise PlanError(
             "allocate.whole-number", f"{what} is {value!r}, must be a whole number >= {least}", "correct it"

@@ -1,23 +1,32 @@
-"""What an allocation is asked, and what it answers."""
+"""What an allocation is asked and what it answers.
+
+Its options, thresholds of a shape, and the least-noise program.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lamina.errors import PlanError
-from lamina.plan import Clipping, LayerStack, Rule
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.rules import Rule
+from lamina.plan.step_plan import Clipping
 
 if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure
 
-Rows = tuple[tuple[float, ...], ...]
+
+ClipMatrix = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
+class AllocationProblem:
     """Choose C (K × L) and S (L), given what the classes may reach and what each is owed.
 
     sizes[l]      d_l, numbers in layer l that some class reaches
@@ -66,9 +75,7 @@ class Problem:
             )
         if self.factors and [len(row) for row in self.factors] != [layers] * classes:
             raise PlanError(
-                "allocate.factors",
-                f"factors must be {classes} × {layers}",
-                "leave them out, or check their shape",
+                "allocate.factors", f"factors must be {classes} × {layers}", "leave them out, or check their shape"
             )
         if len(self.clip_norm) != classes or len(self.sigma) != classes:
             raise PlanError(
@@ -79,9 +86,7 @@ class Problem:
         for what, values in (("weights", self.weights), ("clip_norm", self.clip_norm), ("sigma", self.sigma)):
             for i, value in enumerate(values):
                 if not value > 0 or (what == "weights" and math.isinf(value)):
-                    raise PlanError(
-                        "allocate.correct", f"{what}[{i}] is {value!r}, must be > 0", "correct it"
-                    )
+                    raise PlanError("allocate.correct", f"{what}[{i}] is {value!r}, must be > 0", "correct it")
 
     @property
     def private(self) -> tuple[int, ...]:
@@ -95,7 +100,7 @@ class Problem:
             return (1.0,) * len(self.sizes)
         return tuple(size / layer.size for size, layer in zip(self.sizes, self.stack, strict=True))
 
-    def weighed(self, clip: Rows) -> Rows:
+    def clip_with_factors(self, clip: ClipMatrix) -> ClipMatrix:
         """C times the factors of the profiles: what a step is clipped to."""
         if not self.factors:
             return clip
@@ -116,7 +121,7 @@ class Problem:
         """The layers that some private class reaches; the others have S = 0."""
         return tuple(any(self.reach[k][i] for k in self.private) for i in range(len(self.sizes)))
 
-    def same_noise(self) -> tuple[float, ...]:
+    def equal_noise(self) -> tuple[float, ...]:
         """One S for all layers that need noise, up to the common factor that `rescale` finds."""
         return tuple(1.0 if needed else 0.0 for needed in self.noised())
 
@@ -140,19 +145,19 @@ class Allocation:
     why: tuple[str, ...] = ()
 
 
-Allocate = Callable[[Problem], Allocation]
+Allocate = Callable[[AllocationProblem], Allocation]
 
 
-class Policy(Protocol):
+class Allocator(Protocol):
     """An allocation with a name and options of its own: a frozen dataclass."""
 
     @property
     def name(self) -> str: ...
 
-    def __call__(self, problem: Problem) -> Allocation: ...
+    def __call__(self, problem: AllocationProblem) -> Allocation: ...
 
 
-class Demanding(Policy, Protocol):
+class BudgetedAllocator(Allocator, Protocol):
     """A policy that takes something from the budget beside the steps, or prices them in its own way.
 
     side(steps)     (noise multiplier, how often) of its other releases
@@ -163,3 +168,216 @@ class Demanding(Policy, Protocol):
 
     @property
     def follows_budget(self) -> bool: ...
+
+
+Array = NDArray[np.float64]
+_SLICE_EXPONENTS = {"norms": 0.5, "harm": 1.0, "fisher": 1.0}
+
+
+def check_number(policy: str, option: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
+    """Refuse an option outside (low, high), or [low, high] if closed."""
+    fits = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (fits and (low <= value <= high if closed else low < value < high)):
+        interval = f"[{low:g}, {high:g}]" if closed else f"({low:g}, {high:g})"
+        raise PlanError("allocate.lie", f"{option} of {policy} is {value!r}, must lie in {interval}", "correct it")
+
+
+def check_whole_number(policy: str, option: str, value: int, least: int = 1) -> None:
+    """Refuse an option that is not a whole number >= least."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PlanError(
+            "allocate.whole-number-correct",
+            f"{option} of {policy} is {value!r}, must be a whole number >= {least}",
+            "correct it",
+        )
+
+
+def check_one_of(policy: str, option: str, value: str, accepted: Iterable[str]) -> None:
+    """Refuse an option that is none of these words."""
+    words = list(accepted)
+    if not isinstance(value, str) or value not in words:
+        raise PlanError(
+            "allocate.not-known", f"{option} of {policy} is {value!r}, which is not known", f"use {' or '.join(words)}"
+        )
+
+
+def check_clipping(policy: str, value: Clipping | str) -> Clipping:
+    """The form of clipping that is meant: box or joint."""
+    word = value.value if isinstance(value, Clipping) else value
+    check_one_of(policy, "clipping", word, (Clipping.BOX.value, Clipping.JOINT.value))
+    return Clipping(word)
+
+
+def measured_row(problem: AllocationProblem, what: str, policy: str) -> Array:
+    """A row of the measurement, one number > 0 per layer; refused if there is none, or one of another model.
+
+    It was measured on whole layers: where slices leave a part of one out, norms shrink with its root, harm and Fisher
+    information with it, as if all of its numbers were alike.
+    """
+    if problem.measure is None:
+        raise PlanError(
+            "allocate.needs-measure-layers",
+            f"{policy} needs a measure of the layers (its `{what}`), and the plan has none",
+            "`lamina plan --proxy gaussian --save-measure measure.json` makes one; give it as --measure FILE, as "
+            "`measure` in a RUN.toml, or as make_plan(measure=lamina.measure(model, stack, …))",
+        )
+    row = np.asarray(getattr(problem.measure, what), dtype=np.float64)
+    if not row.size:
+        why = next((note for note in problem.measure.notes if note.startswith("no Δ")), "it was measured without")
+        raise PlanError(
+            "allocate.needs-layers-measure",
+            f"{policy} needs `{what}` of the layers, and the measure has none: {why}",
+            "use a policy that needs no Δ (pareto, proportional), or a model that can be followed to its last layer",
+        )
+    if row.shape != (len(problem.sizes),):
+        raise PlanError(
+            "allocate.measurement-layers-plan",
+            f"the measurement has {what} for {row.size} layers, the plan has {len(problem.sizes)}",
+            "measure the model that the plan is for",
+        )
+    return row * np.asarray(problem.opened) ** _SLICE_EXPONENTS.get(what, 0.0)
+
+
+def noise_weights(problem: AllocationProblem, kind: str, policy: str) -> Array:
+    """m_l, the loss that a unit of noise variance costs: measured ("harm"), or the number of parameters ("sizes")."""
+    if kind == "harm":
+        return measured_row(problem, "harm", policy)
+    return np.asarray(problem.weights, dtype=np.float64)
+
+
+# The convex program behind `pareto`, solved through its dual with a certificate.
+#
+#     primal   min_x Σ_l m_l/x_l   subject to  Σ_l A[k,l] x_l ≤ 1 for every class k;   x = 1/S², A = (C sigma)²
+#     dual     max_λ≥0  2 Σ_l √(m_l a_l) − Σ_k λ_k,   a = Aᵀλ,   attained at  x_l = √(m_l/a_l)
+#
+# The dual has one variable per class, however many layers there are. Its gradient in λ is the slack A x − 1, so
+# the conditions of optimality are  s = 1 − A x ≥ 0,  λ ≥ 0,  λ s = 0. Newton's method solves them for λ s = μ,
+# μ → 0. Any λ bounds the primal from below, and x divided by max_k (A x)_k is feasible: the gap between the two
+# says how far from the optimum the answer is.
+
+TOLERANCE = 1e-10
+_MOST_NEWTON_STEPS = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeastNoise:
+    """S per layer, the price λ of each class, and the relative duality gap."""
+
+    noise: Array
+    price: Array
+    gap: float
+
+
+def least_noise(clip: Array, weights: Array, sigma: Array) -> LeastNoise:
+    """The S (L) that minimises Σ m S² such that every row of C (K × L) has sigma at least as declared."""
+    a = np.square(clip * sigma[:, None])
+    scale_a, scale_m = (a.max(), weights.max())  # units: x counts in 1/scale_a, the objective in scale_a·scale_m
+    a, m = a / scale_a, weights / scale_m
+    price = _single_class_price(a[0], m) if len(a) == 1 else _interior_point(a, m)
+    x, gap = _feasible_point(a, m, price)
+    if not gap <= TOLERANCE:
+        raise PlanError(
+            "allocate.allocation-not-converge",
+            f"the allocation did not converge: relative gap {gap:.1e}, must be <= {TOLERANCE:.0e}",
+            "bring clip norms and weights closer to one scale, or use allocate='flat'",
+        )
+    return LeastNoise(noise=np.sqrt(scale_a / x), price=price * scale_a * scale_m, gap=gap)
+
+
+def _single_class_price(a: Array, m: Array) -> Array:
+    """One class: √λ = Σ_l √(m_l a_l)."""
+    return np.array([np.sqrt(m * a).sum() ** 2])
+
+
+def _feasible_point(a: Array, m: Array, price: Array) -> tuple[Array, float]:
+    """The feasible x of these prices, and its relative distance from the dual bound.
+
+    Scaling λ is free in the dual; at the best scale its value is (Σ_l √(m_l a_l))²/Σ_k λ_k.
+    """
+    pull = a.T @ price
+    x = np.sqrt(m / pull)
+    x /= (a @ x).max()
+    above, below = (m / x).sum(), np.sqrt(m * pull).sum() ** 2 / price.sum()
+    return x, float((above - below) / above)
+
+
+def _interior_point(a: Array, m: Array) -> Array:
+    """Primal-dual interior point on  1 − A x(λ) = s,  λ s = μ."""
+    classes = len(a)
+    direction = np.full(classes, 1.0 / classes)
+    price = direction * np.sqrt(m * (a.T @ direction)).sum() ** 2
+    slack = np.full(classes, 1.0)
+    best, best_gap = price, np.inf
+    for _ in range(_MOST_NEWTON_STEPS):
+        pull = a.T @ price
+        x = np.sqrt(m / pull)
+        gap = _feasible_point(a, m, price)[1]
+        if gap < best_gap:
+            best, best_gap = price, gap
+        mu = float(price @ slack) / classes
+        residual = 1.0 - a @ x - slack
+        if mu <= 1e-17 * price.sum() and np.abs(residual).max() <= 1e-14:
+            break
+        target = 0.1 * mu
+        hessian = (a * (0.5 * x / pull)) @ a.T
+        # eliminate the slack: (H + diag(s/λ)) dλ = −residual + μ'/λ − s
+        try:
+            step = np.linalg.solve(hessian + np.diag(slack / price), target / price - slack - residual)
+        except np.linalg.LinAlgError:  # classes that are all but equal: the certificate decides
+            break
+        slack_step = (target - slack * step) / price - slack
+        length = min(_step_to_boundary(price, step), _step_to_boundary(slack, slack_step))
+        price, slack = price + length * step, slack + length * slack_step
+    return np.asarray(best)
+
+
+def _step_to_boundary(value: Array, step: Array) -> float:
+    """The longest part of the step, at most 1, that keeps every entry well above 0."""
+    falling = step < 0
+    return float(min(1.0, 0.99 * np.min(-value[falling] / step[falling], initial=np.inf)))
+
+
+def clip_of_shape(problem: AllocationProblem, shape: Array) -> ClipMatrix:
+    """C[k,l] = c_k·r_l/√Σ_j r_j² over the layers that class k reaches: the shape r, and ‖C[k]‖ = c_k."""
+    for name, r in zip(problem.layers, shape.tolist(), strict=True):
+        if not 0 < r < math.inf:
+            raise PlanError(
+                "allocate.threshold-layer-finite",
+                f"the threshold of layer {name!r} is {r!r}, must be finite and > 0",
+                "freeze the layer, or leave it out of the profiles",
+            )
+    rows = []
+    for reach, c, sigma in zip(problem.reach, problem.clip_norm, problem.sigma, strict=True):
+        if math.isinf(sigma):
+            rows.append(tuple(math.inf if reached else 0.0 for reached in reach))
+            continue
+        r = np.where(reach, shape, 0.0)
+        r = r / max(r.max(), np.finfo(float).tiny)  # squares that neither overflow nor vanish
+        rows.append(tuple((c * r / max(float(np.linalg.norm(r)), np.finfo(float).tiny)).tolist()))
+    return tuple(rows)
+
+
+def noise_by_shares(problem: AllocationProblem, clip: ClipMatrix, parts: Array) -> tuple[float, ...]:
+    """S such that layer l takes the part w_l of a class's budget:  S_l = sigma·C_l/√w_l,  Σ_l w_l = 1.
+
+    With several classes each has its own w, `parts` over what it reaches, and S_l is the largest that any asks for:
+    no class is served worse than declared.
+    """
+    noise, clip = np.zeros(len(problem.sizes)), problem.clip_with_factors(clip)
+    for k in problem.private:
+        reach = np.asarray(problem.reach[k])
+        w = parts[reach] / parts[reach].sum()
+        asked = problem.sigma[k] * np.asarray(clip[k])[reach] / np.sqrt(w)
+        noise[reach] = np.maximum(noise[reach], asked)
+    return tuple(noise.tolist())
+
+
+def optimal_noise(problem: AllocationProblem, clip: ClipMatrix, weights: Array) -> tuple[float, ...]:
+    """S that minimises Σ m_l S_l² such that every private class has its sigma (allocate/problem.py)."""
+    private, noised, clip = problem.private, np.array(problem.noised()), problem.clip_with_factors(clip)
+    noise = np.zeros(len(problem.sizes))
+    if private:
+        thresholds = np.array([clip[k] for k in private])[:, noised]
+        sigma = np.array([problem.sigma[k] for k in private])
+        noise[noised] = least_noise(thresholds, weights[noised], sigma).noise
+    return tuple(noise.tolist())

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from lamina.audit.ascent import ascend
-from lamina.audit.canary import random_canaries, variants
-from lamina.audit.check import Check, Verdict
-from lamina.audit.independence import moved_others
-from lamina.audit.noise import Level, noise_levels
-from lamina.audit.paired import Paired, paired_step
-from lamina.audit.price import epsilon_of_noise, epsilon_of_sensitivity
-from lamina.audit.step import audit_step
-from lamina.audit.subject import Stepper, Subject
+from lamina.audit.canaries import ascent_canary, named_canaries, random_canaries
+from lamina.audit.paired_step import PairedStep, coupling_to_others, paired_step
+from lamina.audit.step_audit import (
+    Check,
+    NoiseLevel,
+    Verdict,
+    audit_step,
+    epsilon_of_noise,
+    epsilon_of_sensitivity,
+    noise_levels,
+)
+from lamina.audit.target import AuditTarget, Stepper
 
 __all__ = [
-    "Subject", "Stepper",
+    "AuditTarget", "Stepper",
     "audit_step", "Check", "Verdict",
-    "paired_step", "Paired", "moved_others",
-    "noise_levels", "Level",
-    "variants", "random_canaries", "ascend",
+    "paired_step", "PairedStep", "coupling_to_others",
+    "noise_levels", "NoiseLevel",
+    "named_canaries", "random_canaries", "ascent_canary",
     "epsilon_of_sensitivity", "epsilon_of_noise",
 ]  # fmt: skip

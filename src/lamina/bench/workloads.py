@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.errors import LaminaError
-from lamina.models import MLPAutoencoder, ResidualAutoencoder, TransformerAutoencoder
+from lamina.models.autoencoders import MLPAutoencoder, ResidualAutoencoder, TransformerAutoencoder
 
 SEED = 20240501
 
@@ -102,7 +102,7 @@ class SmallBert(nn.Module):
         return logits
 
 
-def _signal(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+def _gaussian_signal(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     """Gaussian input that is its own target."""
 
     def data(n: int) -> tuple[Tensor, Tensor]:
@@ -120,13 +120,13 @@ def _sentences(n: int) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 1_000, (n, 128)), torch.randint(0, 2, (n,))
 
 
-_ALL = (
+_WORKLOAD_LIST = (
     Workload(
         name="resae",
         batch=256,
         about="residual Conv1d autoencoder, 12 × 256",
         build=lambda: ResidualAutoencoder(12, (32, 64, 64)),
-        data=_signal(12, 256),
+        data=_gaussian_signal(12, 256),
         losses=squared_error,
     ),
     Workload(
@@ -134,7 +134,7 @@ _ALL = (
         batch=64,
         about="transformer autoencoder, 8 layers of width 128, 64 tokens",
         build=lambda: TransformerAutoencoder(48, 64, width=128, layers=8),
-        data=_signal(64, 48),
+        data=_gaussian_signal(64, 48),
         losses=squared_error,
     ),
     Workload(
@@ -151,7 +151,7 @@ _ALL = (
         batch=32,
         about="autoencoder 864-512-256-128-64-32 and back",
         build=MLPAutoencoder,
-        data=_signal(864),
+        data=_gaussian_signal(864),
         losses=squared_error,
     ),
     Workload(
@@ -159,31 +159,22 @@ _ALL = (
         batch=256,
         about="the same with a batch of 256",
         build=MLPAutoencoder,
-        data=_signal(864),
+        data=_gaussian_signal(864),
         losses=squared_error,
     ),
-    Workload(
-        name="cnn",
-        batch=512,
-        about="MNIST CNN",
-        build=MnistCNN,
-        data=_images,
-        losses=cross_entropy,
-    ),
+    Workload(name="cnn", batch=512, about="MNIST CNN", build=MnistCNN, data=_images, losses=cross_entropy),
 )
-WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _ALL}
+WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _WORKLOAD_LIST}
 
 
-def workload(name: str) -> Workload:
+def find_workload(name: str) -> Workload:
     """The workload of that name.
 
-    >>> workload("cnn").batch
+    >>> find_workload("cnn").batch
     512
     """
     if name not in WORKLOADS:
         raise LaminaError(
-            "bench.workload-not-known",
-            f"workload '{name}' is not known",
-            f"choose from {', '.join(WORKLOADS)}",
+            "bench.workload-not-known", f"workload '{name}' is not known", f"choose from {', '.join(WORKLOADS)}"
         )
     return WORKLOADS[name]

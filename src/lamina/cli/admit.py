@@ -1,7 +1,11 @@
-"""`lamina admit`: who of a folder of contributions may be learned from, and why the others may not."""
+"""`lamina admit`: who of a folder of contributions may be learned from, why the others may not.
+
+And what to do about it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,20 +13,70 @@ from typing import Annotated, Any
 import typer
 
 from lamina.admit.admission import Admission
-from lamina.admit.gate import Gate
-from lamina.admit.keyring import KeyRing
-from lamina.admit.resolution import Resolution
-from lamina.admit.resolver import Caps
-from lamina.cli.bars import bar
-from lamina.cli.output import out, print_json, results_only
-from lamina.cli.passphrase import open_key
-from lamina.cli.remedies import remedies
+from lamina.admit.gate import AdmissionGate
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.resolver import Caps, Resolution
+from lamina.admit.verdicts import Reason
+from lamina.cli.terminal import open_private_key, out, print_json, progress_bar, results_only
 from lamina.errors import AdmissionError
-from lamina.plan import Policy, StepPlan
-from lamina.plan.table import aligned
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import StepPlan
+from lamina.plan.table import align_columns
 
-_LEDGER = "Where admissions are recorded, and withdrawals remembered"
-_PLAN = "What signed bounds come to in a run (nothing is trained)"
+_SIGN_IT = "sign it: lamina attest"
+_SIGN_AGAIN = "sign it again: lamina attest"
+_SHOW_KEYS = "lamina keys list shows what the ring says of it"
+
+REMEDIES: dict[Reason, str] = {
+    Reason.BAD_ID: "rename its folder to printable text",
+    Reason.UNREADABLE: "put one plain, readable payload.npz or payload.csv of the common form there",
+    Reason.TOO_LARGE: "cut it into several contributions, or see whether the file is the right one",
+    Reason.NO_ATTESTATION: _SIGN_IT,
+    Reason.NO_DESCRIPTOR: f"put descriptor.cbor back, or {_SIGN_AGAIN}",
+    Reason.NO_PAYLOAD: "put the payload that was signed there",
+    Reason.MALFORMED: _SIGN_AGAIN,
+    Reason.UNKNOWN_SCHEMA: "use a version of Lamina that knows it",
+    Reason.WRONG_ALGORITHM: "sign with Ed25519: lamina attest",
+    Reason.UNKNOWN_KEY: "make sure whose key it is, then lamina keys add; or leave it out",
+    Reason.WRONG_ROLE: f"sign with a key for contributors: lamina attest --force; {_SHOW_KEYS}",
+    Reason.REVOKED_KEY: "let its owner sign it again with a new key: lamina attest --force",
+    Reason.RETIRED_KEY: "let its owner sign it again with the key that took over: lamina attest --force",
+    Reason.EARLY_KEY: f"wait, or correct valid_from in the ring; {_SHOW_KEYS}",
+    Reason.BAD_SIGNATURE: f"it was changed, or never signed by that key: {_SIGN_AGAIN}",
+    Reason.MISMATCH: f"let all places say the same, or {_SIGN_AGAIN}",
+    Reason.WRONG_AUDIENCE: "ask its owner to sign it for this corpus",
+    Reason.NOT_YET_VALID: "wait; or set the clock of whoever signed right",
+    Reason.EXPIRED: "ask its owner whether it may be used longer, and to sign it again",
+    Reason.POLICY_MISMATCH: "ask its owner to sign under the floors in force: lamina attest",
+    Reason.UNKNOWN_CLASS: "add the class to the policy, or ask its owner to sign for another one",
+    Reason.UNBOUNDED_CLASS: "give the class an epsilon or a noise_multiplier in the policy",
+    Reason.PUBLIC_BOUND: "ask its owner for which class it is meant",
+    Reason.CLIP_BELOW_FLOOR: "it is too strict for this corpus: leave it out, or lower the floor",
+    Reason.NOISE_BELOW_FLOOR: "ask its owner to sign a larger noise multiplier",
+    Reason.CLIP_ABOVE_CLASS: "ask its owner to sign the class's clip norm or a smaller one",
+    Reason.NOISE_BELOW_CLASS: "ask its owner to sign the class's noise multiplier or a larger one",
+    Reason.PROFILE_MISMATCH: "it signed less depth than the policy gives its class: ask its owner, or narrow the class",
+    Reason.PAYLOAD_MISMATCH: "put back the data that was signed, or let its owner sign the new data",
+    Reason.CHECK_FAILED: "try again; if it stays, report it",
+    Reason.WITHDRAWN: "leave it out: a withdrawal is final; lamina ledger trace shows when and why",
+    Reason.DUPLICATE_ID: "give every contribution an id of its own",
+    Reason.REPLAYED: "leave the copy out: one contribution is admitted once",
+    Reason.DUPLICATE_SUBJECT: "make one contribution of all that is about one person",
+    Reason.CLASS_FULL: "raise population in the policy and plan again, or leave some out",
+    Reason.OUT_OF_REACH: "plan with fewer steps or a smaller batch, or leave it out",
+    Reason.GONE: "put it back, or leave it out for good",
+    Reason.CHANGED: "admit again: it is another contribution now",
+    Reason.NOT_REPEATED: "admit again; a folder can be read as often as needed",
+}
+
+
+def remedies_for(reasons: Iterable[Reason]) -> dict[Reason, str]:
+    """What to do about each of these."""
+    return {reason: REMEDIES[reason] for reason in reasons}
+
+
+_LEDGER_PANEL = "Where admissions are recorded, and withdrawals remembered"
+_PLAN_PANEL = "What signed bounds come to in a run (nothing is trained)"
 
 
 def admit(
@@ -38,7 +92,7 @@ def admit(
         typer.Option(
             metavar="WHERE",
             help="enter them: a path, made if there is none, or postgresql://…/database#schema",
-            rich_help_panel=_LEDGER,
+            rich_help_panel=_LEDGER_PANEL,
         ),
     ] = None,
     ledger_key: Annotated[
@@ -46,26 +100,24 @@ def admit(
         typer.Option(
             metavar="FILE",
             help="the private key that signs it; default: WHERE.pem beside WHERE.db",
-            rich_help_panel=_LEDGER,
+            rich_help_panel=_LEDGER_PANEL,
         ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="how many check signatures at once")] = 1,
     run: Annotated[
-        Path | None,
-        typer.Option("--plan", metavar="RUN.toml", help="the run to plan for", rich_help_panel=_PLAN),
+        Path | None, typer.Option("--plan", metavar="RUN.toml", help="the run to plan for", rich_help_panel=_PLAN_PANEL)
     ] = None,
     model: Annotated[
-        str, typer.Option(help="without --plan: as for lamina plan", rich_help_panel=_PLAN)
+        str, typer.Option(help="without --plan: as for lamina plan", rich_help_panel=_PLAN_PANEL)
     ] = "residual",
     batch: Annotated[
-        int | None,
-        typer.Option(help="without --plan: expected contributions per step", rich_help_panel=_PLAN),
+        int | None, typer.Option(help="without --plan: expected contributions per step", rich_help_panel=_PLAN_PANEL)
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="without --plan: steps; or give --epochs", rich_help_panel=_PLAN)
+        int | None, typer.Option(help="without --plan: steps; or give --epochs", rich_help_panel=_PLAN_PANEL)
     ] = None,
     epochs: Annotated[
-        float | None, typer.Option(help="without --plan: passes over the populations", rich_help_panel=_PLAN)
+        float | None, typer.Option(help="without --plan: passes over the populations", rich_help_panel=_PLAN_PANEL)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
@@ -94,8 +146,8 @@ def admit(
       lamina admit policy.toml contributions --batch 256 --epochs 20 --json
     """
     opened = Policy.load(policy)
-    planned = _planned(opened, policy, run, model, batch, steps, epochs)
-    found = _reviewed(opened, folder, keys, processes, ledger, ledger_key)
+    planned = _plan_for_bounds(opened, policy, run, model, batch, steps, epochs)
+    found = _review_folder(opened, folder, keys, processes, ledger, ledger_key)
     if not len(found) and not found.refused:
         raise AdmissionError(
             "cli.holds-no-contributions",
@@ -104,32 +156,32 @@ def admit(
         )
     resolution = None if planned is None else found.resolve(planned[0], max_occurrences=planned[1])
     if as_json:
-        print_json(as_object(found, resolution))
+        print_json(admission_json(found, resolution))
     else:
-        out.print(page(found, resolution), markup=False, soft_wrap=True)
+        out.print(admission_page(found, resolution), markup=False, soft_wrap=True)
     if found.refused:
         raise typer.Exit(1)
 
 
-def _reviewed(
+def _review_folder(
     policy: Policy, folder: Path, keys: Path, processes: int, ledger: str | None, ledger_key: Path | None
 ) -> Admission:
-    gate = Gate(policy, KeyRing.load(keys), processes=processes)
+    gate = AdmissionGate(policy, KeyRing.load(keys), processes=processes)
     with ExitStack() as stack:
         if ledger is not None:
-            from lamina.ledger.register import registered
+            from lamina.ledger.admission_batch import open_register
 
-            key = None if ledger_key is None else open_key(ledger_key, None)
-            gate.register = stack.enter_context(registered(ledger, policy, key=key, clock=gate.clock.now))
+            key = None if ledger_key is None else open_private_key(ledger_key, None)
+            gate.register = stack.enter_context(open_register(ledger, policy, key=key, clock=gate.clock.now))
         elif ledger_key is not None:
             raise typer.BadParameter("give --ledger with it", param_hint="--ledger-key")
-        tick = stack.enter_context(bar("checking signatures"))
+        tick = stack.enter_context(progress_bar("checking signatures"))
         return gate.review(folder, progress=tick)
 
 
-def as_object(found: Admission, resolution: Resolution | None = None) -> dict[str, Any]:
+def admission_json(found: Admission, resolution: Resolution | None = None) -> dict[str, Any]:
     """For machines: `admitted`, `refused[].{id, reason}` and more."""
-    todo = remedies(found.refused.counts())
+    todo = remedies_for(found.refused.counts())
     return {
         **found.to_dict(),
         "remedies": {str(reason): text for reason, text in todo.items()},
@@ -137,38 +189,29 @@ def as_object(found: Admission, resolution: Resolution | None = None) -> dict[st
     }
 
 
-def page(found: Admission, resolution: Resolution | None = None) -> str:
+def admission_page(found: Admission, resolution: Resolution | None = None) -> str:
     """For people: who is in, who is not, what to do about it, and what bounds come to."""
     lines = [found.table()]
-    if todo := remedies(found.refused.counts()):
-        lines += [
-            "",
-            *aligned([["refused for", "what to do"], *([str(r), t] for r, t in todo.items())], left=2),
-        ]
+    if todo := remedies_for(found.refused.counts()):
+        lines += ["", *align_columns([["refused for", "what to do"], *([str(r), t] for r, t in todo.items())], left=2)]
     if resolution is not None:
         lines += ["", resolution.table()]
     return "\n".join(lines)
 
 
-def _planned(
-    policy: Policy,
-    path: Path,
-    run: Path | None,
-    model: str,
-    batch: int | None,
-    steps: int | None,
-    epochs: float | None,
+def _plan_for_bounds(
+    policy: Policy, path: Path, run: Path | None, model: str, batch: int | None, steps: int | None, epochs: float | None
 ) -> tuple[StepPlan, Caps] | None:
     """The plan to resolve bounds under, and the caps on occurrences, if one is asked for. That takes torch."""
     by_hand = [value is not None for value in (batch, steps, epochs)]
     if run is not None:
         if any(by_hand):
             raise typer.BadParameter("give --plan, or --batch with --steps or --epochs", param_hint="--plan")
-        from lamina.cli.prepare import Planned
         from lamina.cli.run_file import RunFile
+        from lamina.cli.train import PlannedRun
 
         with results_only():
-            planned = Planned.of(RunFile.load(run), run.resolve().parent)
+            planned = PlannedRun.of(RunFile.load(run), run.resolve().parent)
         if planned.policy != policy:
             raise AdmissionError(
                 "cli.under-another-policy",
@@ -180,10 +223,10 @@ def _planned(
         return None
     if batch is None or (steps is None) == (epochs is None):
         raise typer.BadParameter("give --batch, and one of --steps and --epochs", param_hint="--batch")
-    from lamina.allocate import make_plan
-    from lamina.cli import named
-    from lamina.plan import LayerStack
+    from lamina.allocate.make_plan import make_plan
+    from lamina.cli import by_name
+    from lamina.plan.layer_stack import LayerStack
 
     with results_only():
-        stack = LayerStack.from_model(named.model(model))
+        stack = LayerStack.from_model(by_name.make_model(model))
     return make_plan(stack, policy, batch=batch, steps=steps, epochs=epochs), None

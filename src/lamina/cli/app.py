@@ -1,4 +1,4 @@
-"""`lamina`: the program. Exit codes: 0 ok, 1 refused or not verified, 2 misuse."""
+"""`lamina`: the program and its list of commands. Exit codes: 0 ok, 1 refused or not verified, 2 misuse."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lamina import __version__
-from lamina.cli.output import complain, folded, out, print_json, refusal
+from lamina.cli.terminal import help_text, out, print_json, print_refusal, refusal_json
 from lamina.errors import LaminaError
 
 # In the order in which they are used: a function, or a program of commands of its own; and how its help begins.
-HOMES = {
+COMMANDS = {
     "demo": (
         "lamina.cli.demo:demo",
         "Sign, admit and train on simulated ECG under differential privacy; show what it cost and what it was "
@@ -59,21 +59,21 @@ HOMES = {
 }
 
 
-class _OnDemand(TyperGroup):
+class _LazyCommands(TyperGroup):
     """Commands, imported when they are asked for: whoever makes a key, or checks a ledger, need not wait for torch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.commands = dict.fromkeys(HOMES)  # type: ignore[assignment]  # names to suggest; `get_command` makes them
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # names to suggest; `get_command` makes them
         self._listing = False
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(HOMES)
+        return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in HOMES:
+        if cmd_name not in COMMANDS:
             return None
-        return TyperCommand(cmd_name, help=HOMES[cmd_name][1]) if self._listing else _command(cmd_name)
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1]) if self._listing else _command(cmd_name)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         with self._only_listed():
@@ -95,11 +95,11 @@ class _OnDemand(TyperGroup):
 
 @cache
 def _command(name: str) -> Any:
-    home, _, attribute = HOMES[name][0].partition(":")
+    home, _, attribute = COMMANDS[name][0].partition(":")
     found = getattr(import_module(home), attribute)
     if not isinstance(found, typer.Typer):
         only = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-        only.command(name, help=folded(found.__doc__))(found)
+        only.command(name, help=help_text(found.__doc__))(found)
         found = only
     command = typer.main.get_command(found)
     command.name = name
@@ -127,7 +127,7 @@ With your own data:
 
 app = typer.Typer(
     name="lamina",
-    cls=_OnDemand,
+    cls=_LazyCommands,
     epilog="Every command explains itself (lamina train --help), takes --json and prints one object for machines. "
     "Exit codes: 0 done, 1 refused, 2 misuse. Tab completion: lamina --install-completion",
     no_args_is_help=True,
@@ -142,7 +142,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback(help=folded(_HELP))
+@app.callback(help=help_text(_HELP))
 def _lamina(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version and exit")
@@ -161,29 +161,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=[word for word in words if word != "--debug"], prog_name="lamina")
     except LaminaError as error:
-        _end(error, error, as_json="--json" in words, debug=debug)
+        _exit_with(error, error, as_json="--json" in words, debug=debug)
     except Exception as error:
-        from lamina.train.blame import last_line, place
+        from lamina.train.user_errors import raising_line, user_line
 
         told = LaminaError(
             "cli.line-not-yours",
-            f"{type(error).__name__}: {error} (at {place(error) or last_line(error)})",
+            f"{type(error).__name__}: {error} (at {user_line(error) or raising_line(error)})",
             "if that line is not yours, it is a defect of Lamina: --debug shows the traceback to report",
         )
-        _end(told, error, as_json="--json" in words, debug=debug)
+        _exit_with(told, error, as_json="--json" in words, debug=debug)
 
 
-def _end(told: LaminaError, error: Exception, *, as_json: bool, debug: bool) -> None:
-    complain(told)
+def _exit_with(told: LaminaError, error: Exception, *, as_json: bool, debug: bool) -> None:
+    print_refusal(told)
     if as_json:
-        print_json(refusal(told))
+        print_json(refusal_json(told))
     if not debug:
         sys.exit(1)
     original = getattr(error, "original", None)  # of an error whose text was withheld
-    if isinstance(original, BaseException) and _is_terminal():
+    if isinstance(original, BaseException) and _stderr_is_terminal():
         raise error from original
     raise error
 
 
-def _is_terminal() -> bool:
+def _stderr_is_terminal() -> bool:
     return sys.stderr.isatty()

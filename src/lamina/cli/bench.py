@@ -9,23 +9,18 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from lamina.bench.peers import PEERS, missing
-from lamina.bench.picture import draw
-from lamina.bench.run import Settings, failures, run
-from lamina.bench.workloads import WORKLOADS, workload
-from lamina.cli.output import complain, err, out, print_json, refusal
+from lamina.bench.benchmark import BenchSettings, draw_benchmark, lamina_failures, run_benchmark
+from lamina.bench.step_variants import PEERS, opacus_missing
+from lamina.bench.workloads import WORKLOADS, find_workload
+from lamina.cli.terminal import err, out, print_json, print_refusal, refusal_json
 from lamina.errors import LaminaError
 
 
 def bench(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="about five minutes; fewer rounds, wider limits")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="about five minutes; fewer rounds, wider limits")] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"one of {', '.join(WORKLOADS)}; may be repeated", autocompletion=lambda: list(WORKLOADS)
-        ),
+        typer.Option(help=f"one of {', '.join(WORKLOADS)}; may be repeated", autocompletion=lambda: list(WORKLOADS)),
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="rounds per workload, all of them measured")] = None,
     threads: Annotated[int, typer.Option(help="torch threads")] = 2,
@@ -44,31 +39,31 @@ def bench(
       lamina bench --quick
       lamina bench --only residual --out results
     """
-    names = tuple(workload(name).name for name in only or WORKLOADS)
-    settings = Settings.quick(names, threads) if quick else Settings(workloads=names, threads=threads)
+    names = tuple(find_workload(name).name for name in only or WORKLOADS)
+    settings = BenchSettings.quick(names, threads) if quick else BenchSettings(workloads=names, threads=threads)
     if rounds is not None:
         if rounds < 1:
             raise typer.BadParameter("must be 1 or more", param_hint="--rounds")
-        settings = Settings(workloads=names, threads=threads, rounds=rounds, minimum=rounds)
-    if reason := missing():
+        settings = BenchSettings(workloads=names, threads=threads, rounds=rounds, minimum=rounds)
+    if reason := opacus_missing():
         err.print(f"peers are left out: {reason}", markup=False)
     with err.status("measuring") as status:
-        result = run(settings, say=status.update)
+        result = run_benchmark(settings, say=status.update)
     if to is not None:
         _write(result, to)
-    problems = failures(result)
+    problems = lamina_failures(result)
     refused = LaminaError(
         "cli.lamina-could-not",
         "Lamina could not run every workload: " + "; ".join(problems),
         "see the reasons beside the figures",
     )
     if as_json:
-        print_json(result | (refusal(refused) if problems else {}))  # one object, also where it failed
+        print_json(result | (refusal_json(refused) if problems else {}))  # one object, also where it failed
     else:
         out.print(_table(result))
-        out.print(_lines(result))
+        out.print(_summary_lines(result))
     if problems:
-        complain(refused)
+        print_refusal(refused)
         raise typer.Exit(1)
 
 
@@ -82,12 +77,10 @@ def main(arguments: list[str]) -> None:
 def _write(result: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "step.json"
-    path.write_text(
-        json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
-    )
+    path.write_text(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     err.print(f"wrote {path}", markup=False)
     try:
-        err.print(f"wrote {draw(result, folder / 'step.png')}", markup=False)
+        err.print(f"wrote {draw_benchmark(result, folder / 'step.png')}", markup=False)
     except LaminaError as error:
         err.print(f"no picture: {error}", markup=False)
 
@@ -98,28 +91,28 @@ def _table(result: dict[str, Any]) -> Table:
     rows |= {"Lamina joint": ("joint", "median"), **{name: (name, "median") for name in PEERS}}
     for label, (variant, field) in rows.items():
         times = [(w["detail"].get(variant) or {}).get("time") for w in result["workloads"].values()]
-        table.add_row(label, *(_figure(time and time[field]) for time in times))
+        table.add_row(label, *(_ratio_text(time and time[field]) for time in times))
     for label, variant in (("memory, box", "box"), ("memory, joint", "joint")):
         ratios = [(w["detail"].get(variant) or {}).get("memory_ratio") for w in result["workloads"].values()]
-        table.add_row(label, *(_figure(ratio) for ratio in ratios))
+        table.add_row(label, *(_ratio_text(ratio) for ratio in ratios))
     return table
 
 
-def _lines(result: dict[str, Any]) -> str:
+def _summary_lines(result: dict[str, Any]) -> str:
     routing = result["routing"]
     lines = [
-        f"box:   median {_figure(result['median_time_ratio'])}, worst {_figure(result['worst_time_ratio'])}, "
-        f"memory at most {_figure(result['worst_memory_ratio'])}",
-        f"joint: median {_figure(result['joint']['median_time_ratio'])}, "
-        f"worst {_figure(result['joint']['worst_time_ratio'])}, "
-        f"memory at most {_figure(result['joint']['worst_memory_ratio'])}",
-        f"routing: mask overhead {_figure(routing['mask_overhead'])}, "
-        f"restricted to the top 25 % {_figure(routing['restricted_ratio'])} of the full private step",
+        f"box:   median {_ratio_text(result['median_time_ratio'])}, worst {_ratio_text(result['worst_time_ratio'])}, "
+        f"memory at most {_ratio_text(result['worst_memory_ratio'])}",
+        f"joint: median {_ratio_text(result['joint']['median_time_ratio'])}, "
+        f"worst {_ratio_text(result['joint']['worst_time_ratio'])}, "
+        f"memory at most {_ratio_text(result['joint']['worst_memory_ratio'])}",
+        f"routing: mask overhead {_ratio_text(routing['mask_overhead'])}, "
+        f"restricted to the top 25 % {_ratio_text(routing['restricted_ratio'])} of the full private step",
     ]
     for name, found in result["workloads"].items():
         lines += [f"{name}, {what}: {reason}" for what, reason in found["reasons"].items()]
     return "\n".join(lines).replace("[", r"\[")
 
 
-def _figure(value: float | None) -> str:
+def _ratio_text(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"

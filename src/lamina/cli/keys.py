@@ -1,21 +1,182 @@
-"""`lamina keys`: make keys, and keep the ring of those whose signatures count."""
+"""`lamina keys`: make signing keys, and keep the ring of those whose signatures count."""
 
 from __future__ import annotations
 
+import secrets
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from lamina.admit.key import ALGORITHMS, PublicKey
-from lamina.admit.keyring import ROLES, KeyRing
-from lamina.admit.times import when
-from lamina.cli import key_files
-from lamina.cli.key_files import RING, Json, Ring
-from lamina.cli.key_table import report, row, table, told
-from lamina.cli.output import columns, folded, out, print_json
+from lamina.admit import keys
+from lamina.admit.key_ring import ROLES, KeyEntry, KeyRing, KeyStatus
+from lamina.admit.keys import ALGORITHMS, PrivateKey, PublicKey, format_utc, parse_time
+from lamina.cli.terminal import PassphraseOption, columns, help_text, out, print_json, read_passphrase
+from lamina.errors import BadKey
+
+RingOption = Annotated[Path, typer.Option("--keys", metavar="FILE", help="the key ring")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+DEFAULT_RING = Path("keys.json")
+
+
+def new_key(
+    path: Annotated[Path, typer.Argument(metavar="KEY", help="the private key to write, such as alice.key")],
+    no_passphrase: Annotated[
+        bool, typer.Option("--no-passphrase", help="whoever can read the file can sign: for tests and machines")
+    ] = False,
+    passphrase_file: PassphraseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make an Ed25519 key: KEY (private, mode 0600, encrypted) and the same name with .pub (public).
+
+    An existing file is never overwritten. The passphrase is asked for, or read from --passphrase-file or
+    LAMINA_PASSPHRASE; it is never given on the command line, where others can see it.
+
+    Examples:
+
+      lamina keys new alice.key
+      lamina keys new robot.key --passphrase-file /run/secrets/robot
+    """
+    if no_passphrase and passphrase_file is not None:
+        raise typer.BadParameter("a passphrase, or --no-passphrase", param_hint="--passphrase-file")
+    public = path.with_suffix(".pub")
+    if public == path:
+        raise BadKey("key.name-public-key", f"'{path}' is the name of a public key", "call the private one .key")
+    for file in (path, public):
+        if file.exists():
+            raise BadKey(
+                "key.exists-not-overwritten",
+                f"'{file}' exists and is not overwritten",
+                "give another name, or move it away",
+            )
+    secret = None if no_passphrase else read_passphrase(passphrase_file, what=f"the new key '{path}'", new=True)
+    key = PrivateKey.generate()
+    key.save(path, secret)
+    keys.write_new(public, key.public.pem(), "the public key", mode=0o644)
+    if as_json:
+        print_json({"id": key.public.name, "private": str(path), "public": str(public), "sealed": not no_passphrase})
+        return
+    out.print(f"key {key.public.name}", markup=False, soft_wrap=True)
+    out.print(f"  private  {path}   keep it; a copy in a safe place", markup=False, soft_wrap=True)
+    out.print(f"  public   {public}   hand this one out", markup=False, soft_wrap=True)
+
+
+def export_key(
+    name: Annotated[str, typer.Argument(metavar="KEY", help="a public key file, or id or label in the ring")],
+    form: Annotated[str, typer.Option("--format", help="pem or cose", autocompletion=lambda: ["pem", "cose"])] = "pem",
+    output: Annotated[Path | None, typer.Option(help="file to write; default: standard output")] = None,
+    ring: RingOption = DEFAULT_RING,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a public key for others: PEM (openssl reads it) or COSE_Key (RFC 9052).
+
+    Private keys are not exported; copy the file.
+
+    Examples:
+
+      lamina keys export alice
+      lamina keys export alice.pub --format cose --output alice.cose
+    """
+    if form not in ("pem", "cose"):
+        raise typer.BadParameter(f"{form!r} is neither pem nor cose", param_hint="--format")
+    key = PublicKey.load(name) if Path(name).is_file() else KeyRing.load(ring).find(name).key
+    data = key.pem() if form == "pem" else key.cose()
+    if output is not None:
+        keys.write_new(output, data, "the public key", mode=0o644)
+    if as_json:
+        shown_as = data.decode("ascii") if form == "pem" else data.hex()
+        print_json({"id": key.name, "format": form, "key": shown_as, "output": None if output is None else str(output)})
+    elif output is not None:
+        out.print(f"{output}: {key.name}", markup=False, soft_wrap=True)
+    elif form == "pem":
+        sys.stdout.write(data.decode("ascii"))
+    elif sys.stdout.isatty():
+        raise BadKey(
+            "key.cose-key-binary", "a COSE key is binary, and standard output is a terminal", "give --output FILE"
+        )
+    else:
+        sys.stdout.buffer.write(data)
+
+
+def new_subject_key(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="the file to write")], as_json: JsonOption = False
+) -> None:
+    """Make a secret key for subject tags: 32 random bytes, mode 0600.
+
+    `lamina attest --subject-key FILE` signs a keyed tag of whom the data is about, so that two contributions about
+    one person are noticed without naming anybody. Whoever has this key can test names against tags: keep it among
+    those who sign, and use the same one for the whole corpus.
+
+    Example:
+
+      lamina keys subject subject.key
+    """
+    keys.write_new(path, (secrets.token_hex(32) + "\n").encode("ascii"), "the subject key", mode=0o600)
+    if as_json:
+        print_json({"subject_key": str(path)})
+    else:
+        out.print(f"{path}: keep it secret, and a copy", markup=False, soft_wrap=True)
+
+
+def key_json(entry: KeyEntry, now: int) -> dict[str, Any]:
+    """As machines read it."""
+
+    def time_of(instant: int | None) -> str | None:
+        return None if instant is None else format_utc(instant)
+
+    return {
+        "id": entry.key.name,
+        "label": entry.label,
+        "role": entry.role,
+        "algorithms": list(entry.algorithms),
+        "valid_from": format_utc(entry.valid_from),
+        "retired_from": time_of(entry.retired_from),
+        "replaced_by": None if entry.replaced_by is None else entry.replaced_by.hex(),
+        "revoked_from": time_of(entry.revoked_from),
+        "standing": entry.standing(now).value,
+    }
+
+
+def key_table(ring: KeyRing, now: int) -> str:
+    """One line per key; empty for an empty ring."""
+    rows = [["id", "label", "role", "valid from", "now"]]
+    for each in ring:
+        rows.append([each.key.name[:16], each.label, each.role, format_utc(each.valid_from), each.standing(now).value])
+    return columns(rows, left=5) if len(ring) else ""
+
+
+def field_text(value: Any) -> str:
+    """A value of a row for people."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "-" if value is None else str(value)
+
+
+def print_changed_keys(ring: KeyRing, path: Path, entries: list[KeyEntry], as_json: bool) -> None:
+    """What a key event has changed."""
+    now = int(time.time())
+    if as_json:
+        rows = [key_json(each, now) for each in entries]
+        print_json({"ring": str(path), "version": ring.version.hex(), "keys": rows})
+        return
+    for each in entries:
+        out.print(f"{each.label} ({each.role}) {each.key.name}", markup=False, soft_wrap=True)
+        out.print(f"  {_validity_text(each, now)}", markup=False, soft_wrap=True)
+    out.print(f"{path}: {len(ring)} keys", markup=False, soft_wrap=True)
+
+
+def _validity_text(entry: KeyEntry, now: int) -> str:
+    parts = [f"valid from {format_utc(entry.valid_from)}"]
+    if entry.retired_from is not None:
+        parts.append(f"retired from {format_utc(entry.retired_from)}")
+    if entry.revoked_from is not None:
+        parts.append(f"revoked from {format_utc(entry.revoked_from)}")
+    standing = entry.standing(now)
+    return ", ".join(parts) + ("" if standing is KeyStatus.USABLE else f" ({standing.value} now)")
+
 
 _HELP = """Make signing keys, and keep the ring of those whose signatures count. Spends nothing.
 
@@ -36,14 +197,14 @@ Examples:
   lamina keys export alice --format cose --output alice.cose
 """
 
-app = typer.Typer(no_args_is_help=True, help=folded(_HELP))
+app = typer.Typer(no_args_is_help=True, help=help_text(_HELP))
 
-At = Annotated[
+AtOption = Annotated[
     str | None, typer.Option("--at", metavar="TIME", help="2026-03-01, or 2026-03-01T12:00Z; default: now")
 ]
 
 
-def _list(ring: Ring = RING, as_json: Json = False) -> None:
+def list_keys(ring: RingOption = DEFAULT_RING, as_json: JsonOption = False) -> None:
     """Show the keys of a ring, and what each is worth now.
 
     Examples:
@@ -54,16 +215,16 @@ def _list(ring: Ring = RING, as_json: Json = False) -> None:
     opened, now = KeyRing.load(ring), int(time.time())
     if as_json:
         print_json(
-            {"ring": str(ring), "version": opened.version.hex(), "keys": [row(each, now) for each in opened]}
+            {"ring": str(ring), "version": opened.version.hex(), "keys": [key_json(each, now) for each in opened]}
         )
         return
-    out.print(table(opened, now) or f"'{ring}' has no keys.", markup=False, soft_wrap=True)
+    out.print(key_table(opened, now) or f"'{ring}' has no keys.", markup=False, soft_wrap=True)
 
 
-def _show(
+def show_key(
     name: Annotated[str, typer.Argument(metavar="KEY", help="a public key file, or id or label in the ring")],
-    ring: Ring = RING,
-    as_json: Json = False,
+    ring: RingOption = DEFAULT_RING,
+    as_json: JsonOption = False,
 ) -> None:
     """Show one key: its id (COSE key thumbprint, RFC 9679) and what the ring says of it.
 
@@ -78,33 +239,29 @@ def _show(
     else:
         known = KeyRing.load(ring).find(name)
         key = known.key
-    figures = None if known is None else row(known, int(time.time()))
+    figures = None if known is None else key_json(known, int(time.time()))
     if as_json:
         print_json({"id": key.name, "x": key.x.hex(), "ring": figures})
         return
     listed = {"id": key.name, "x": key.x.hex(), **(figures or {"ring": f"not in '{ring}'"})}
-    lines = [[word.replace("_", " "), told(value)] for word, value in listed.items()]
+    lines = [[word.replace("_", " "), field_text(value)] for word, value in listed.items()]
     out.print(columns(lines, left=2), markup=False, soft_wrap=True)
 
 
-def _add(
+def add_key(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="a public key, PEM or COSE")],
     label: Annotated[str | None, typer.Option(help="whose key it is; default: the name of the file")] = None,
     role: Annotated[
-        str,
-        typer.Option(
-            help=f"one of {', '.join(ROLES)}: a key has one role", autocompletion=lambda: list(ROLES)
-        ),
+        str, typer.Option(help=f"one of {', '.join(ROLES)}: a key has one role", autocompletion=lambda: list(ROLES))
     ] = ROLES[0],
     valid_from: Annotated[
-        str | None,
-        typer.Option("--valid-from", metavar="TIME", help="refuse what is signed earlier; default: 1970"),
+        str | None, typer.Option("--valid-from", metavar="TIME", help="refuse what is signed earlier; default: 1970")
     ] = None,
     algorithm: Annotated[
         int | None, typer.Option(help="accept this name of Ed25519 only: -8 or -19; default: both")
     ] = None,
-    ring: Ring = RING,
-    as_json: Json = False,
+    ring: RingOption = DEFAULT_RING,
+    as_json: JsonOption = False,
 ) -> None:
     """Trust a public key. The ring is made if there is none.
 
@@ -123,19 +280,19 @@ def _add(
             key,
             label=path.stem if label is None else label,
             role=role,
-            valid_from=0 if valid_from is None else when(valid_from),
+            valid_from=0 if valid_from is None else parse_time(valid_from),
             algorithms=ALGORITHMS if algorithm is None else (algorithm,),
         )
-    report(opened, ring, [entry], as_json)
+    print_changed_keys(opened, ring, [entry], as_json)
 
 
-def _rotate(
+def rotate_key(
     old: Annotated[str, typer.Argument(metavar="OLD", help="id or label of the key that retires")],
     new: Annotated[Path, typer.Argument(metavar="NEW", help="public key file of the one that takes over")],
-    at: At = None,
+    at: AtOption = None,
     label: Annotated[str | None, typer.Option(help="of the new key; default: as the old one")] = None,
-    ring: Ring = RING,
-    as_json: Json = False,
+    ring: RingOption = DEFAULT_RING,
+    as_json: JsonOption = False,
 ) -> None:
     """Let a new key take over from an old one.
 
@@ -150,15 +307,15 @@ def _rotate(
     key = PublicKey.load(new)
     with KeyRing.editing(ring) as opened:
         retiring = opened.find(old)
-        added = opened.rotate(retiring.id, key, at=_when(at), label=label)
-    report(opened, ring, [opened.find(retiring.key.name), added], as_json)
+        added = opened.rotate(retiring.id, key, at=_parse_time_or_now(at), label=label)
+    print_changed_keys(opened, ring, [opened.find(retiring.key.name), added], as_json)
 
 
-def _revoke(
+def revoke_key(
     name: Annotated[str, typer.Argument(metavar="KEY", help="id or label in the ring")],
-    at: At = None,
-    ring: Ring = RING,
-    as_json: Json = False,
+    at: AtOption = None,
+    ring: RingOption = DEFAULT_RING,
+    as_json: JsonOption = False,
 ) -> None:
     """Stop trusting a key from an instant on, for good.
 
@@ -171,23 +328,23 @@ def _revoke(
       lamina keys revoke 3f9c21aa --at 2026-03-01T12:00Z
     """
     with KeyRing.editing(ring) as opened:
-        revoked = opened.revoke(opened.find(name).id, at=_when(at))
-    report(opened, ring, [revoked], as_json)
+        revoked = opened.revoke(opened.find(name).id, at=_parse_time_or_now(at))
+    print_changed_keys(opened, ring, [revoked], as_json)
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {
-    "new": key_files.new,
-    "list": _list,
-    "show": _show,
-    "add": _add,
-    "rotate": _rotate,
-    "revoke": _revoke,
-    "export": key_files.export,
-    "subject": key_files.subject,
+    "new": new_key,
+    "list": list_keys,
+    "show": show_key,
+    "add": add_key,
+    "rotate": rotate_key,
+    "revoke": revoke_key,
+    "export": export_key,
+    "subject": new_subject_key,
 }
 for _name, _command in _COMMANDS.items():
-    app.command(_name, help=folded(_command.__doc__))(_command)
+    app.command(_name, help=help_text(_command.__doc__))(_command)
 
 
-def _when(at: str | None) -> int:
-    return int(time.time()) if at is None else when(at)
+def _parse_time_or_now(at: str | None) -> int:
+    return int(time.time()) if at is None else parse_time(at)

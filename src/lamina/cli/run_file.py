@@ -1,24 +1,100 @@
-"""RUN.toml: everything that decides a training run, in one file that is checked before anything is read or spent."""
+"""RUN.toml: everything that decides a training run, checked before anything is read or spent.
+
+And the folder of the run.
+"""
 
 from __future__ import annotations
 
+import json
 import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from lamina.allocate.problem import Policy
-from lamina.allocate.registry import DEFAULT
-from lamina.cli import allocations
-from lamina.cli.ledgers import shown
-from lamina.cli.run_checks import admits_a_folder, has_the_least, names_a_ledger
+from lamina.allocate.make_plan import DEFAULT_ALLOCATION
+from lamina.allocate.problem import Allocator
+from lamina.cli import by_name
+from lamina.cli.open_ledger import printable_location
 from lamina.errors import LaminaError, PlanError
-from lamina.plan.schema_errors import explain
+from lamina.plan.policy import explain_validation_error
+from lamina.train.run_files import make_folder, write_atomically
+
+_REQUIRED_KEYS = {
+    "policy": 'policy = "policy.toml"',
+    "model": 'model = "package.module:factory"',
+    "data": '[data] with kind = "npz" and path = "data.npz"',
+    "loss": 'loss = "cross_entropy"',
+    "optimizer": 'optimizer = { name = "adam", lr = 1e-3 }',
+    "batch": "batch = 256",
+}
+
+
+def check_required_keys(data: Mapping[str, Any], source: str) -> None:
+    """What every run file has, with an example of each; one length and not two."""
+    missing = [key for key in _REQUIRED_KEYS if key not in data]
+    if missing:
+        tables = [key for key, value in data.items() if isinstance(value, dict)]
+        strayed = [f"[{t}]" for t in tables for key in missing if key in data[t]]
+        hint = f" (a key below {strayed[0]} belongs to that table)" if strayed else ""
+        raise PlanError(
+            "cli.missing",
+            f"{source}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{hint}",
+            "add " + "; ".join(_REQUIRED_KEYS[key] for key in missing) + ", above the first [table] what is not one",
+        )
+    if ("steps" in data) == ("epochs" in data):
+        raise PlanError(
+            "cli.steps-epochs",
+            f"{source}: steps is {data.get('steps', 'missing')} and epochs is {data.get('epochs', 'missing')}",
+            "give exactly one of them: steps = 1000, or epochs = 20",
+        )
+    if "epsilon" in data and "rho" in data:
+        raise PlanError(
+            "cli.epsilon-rho",
+            f"{source}: epsilon is {data['epsilon']} and rho is {data['rho']}",
+            "give one of them: epsilon for the policy's accountant, rho for zCDP",
+        )
+
+
+def check_no_spend_book(data: Mapping[str, Any], source: str) -> None:
+    """`book` was the spend book of earlier versions; what runs spend is in the corpus's ledger now."""
+    if "book" in data:
+        raise PlanError(
+            "cli.book-no-spend",
+            f"{source}: book is {data['book']!r}, and there are no spend books any more: what runs spend is in the "
+            "ledger of their corpus",
+            'write ledger = "NAME.ledger.db" instead; or remove it, and the ledger is beside the output folder',
+        )
+
+
+def check_admit_table(data: Mapping[str, Any], source: str) -> None:
+    """[admit] reads a signature beside each payload, and the class that was signed."""
+    table = data["data"]
+    if "admit" not in data or not isinstance(table, dict):
+        return
+    if (kind := table.get("kind")) != "folder":
+        raise PlanError(
+            "cli.admit-given-data",
+            f"{source}: [admit] is given, and data.kind is {kind!r}: only a folder has a signature beside each payload",
+            'use kind = "folder" with ID/payload.npz, signed by lamina attest; or remove [admit]',
+        )
+    for key, why in (
+        ("class", "the class of each is the one that was signed"),
+        ("version", "signed commitments say which data it is"),
+    ):
+        if key in table:
+            raise PlanError(
+                "cli.data-admit",
+                f"{source}: data.{key} is {table[key]!r}, and with [admit] {why}",
+                f"remove data.{key}",
+            )
+
 
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
-_OPEN = ConfigDict(strict=True, extra="allow", frozen=True)
+_EXTRA_ALLOWED = ConfigDict(strict=True, extra="allow", frozen=True)
 
 
 def _as_table(key: str) -> BeforeValidator:
@@ -48,7 +124,7 @@ def _per_class(kind: type, least: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _public_figures(value: Any) -> Any:
+def _not_private(value: Any) -> Any:
     if value == "private":
         raise ValueError(
             "a figure on private data, and early stopping or a best checkpoint by it, is a release that no budget "
@@ -57,7 +133,7 @@ def _public_figures(value: Any) -> Any:
     return value
 
 
-def _columns(value: Any) -> Any:
+def _column_names(value: Any) -> Any:
     if isinstance(value, list) and value and all(isinstance(name, str) for name in value):
         return tuple(value)
     if isinstance(value, str | tuple):
@@ -71,7 +147,7 @@ Positive = Annotated[float, Field(gt=0)]
 Arguments = dict[str, Any]
 
 
-class Model(BaseModel):
+class ModelTable(BaseModel):
     """`package.module:factory` or a built-in name, and what it is called with."""
 
     model_config = _STRICT
@@ -79,7 +155,7 @@ class Model(BaseModel):
     args: Arguments = {}
 
 
-class Data(BaseModel):
+class DataTable(BaseModel):
     """Where examples come from, and whose they are.
 
     npz, csv   `path`; x, y, unit, class and subject name arrays or columns
@@ -94,8 +170,8 @@ class Data(BaseModel):
     path: Text | None = None
     factory: Text | None = None
     args: Arguments = {}
-    x: Annotated[str | tuple[str, ...] | None, BeforeValidator(_columns)] = None
-    y: Annotated[str | tuple[str, ...] | None, BeforeValidator(_columns)] = None
+    x: Annotated[str | tuple[str, ...] | None, BeforeValidator(_column_names)] = None
+    y: Annotated[str | tuple[str, ...] | None, BeforeValidator(_column_names)] = None
     unit: Text | None = None
     cls: Annotated[Text | None, Field(alias="class")] = None
     subject: Text | None = None
@@ -113,22 +189,22 @@ class Data(BaseModel):
         }[self.kind]
         if getattr(self, taken[0]) is None:
             raise ValueError(f'kind = "{self.kind}" needs {taken[0]}')
-        given = {Data.model_fields[name].alias or name for name in self.model_fields_set}
+        given = {DataTable.model_fields[name].alias or name for name in self.model_fields_set}
         for name in sorted(given - {"kind", "class", "examples_per_unit", "version", *taken}):
-            why = _ELSEWHERE.get(self.kind, f"it takes {', '.join(taken)}, class, examples_per_unit, version")
+            why = _WHERE_INSTEAD.get(self.kind, f"it takes {', '.join(taken)}, class, examples_per_unit, version")
             raise ValueError(f'kind = "{self.kind}" takes no {name}: {why}')
         if self.kind == "npz" and not (isinstance(self.x, str | None) and isinstance(self.y, str | None)):
             raise ValueError('x and y of kind = "npz" are one array each: name one')
         return self
 
 
-_ELSEWHERE = {
+_WHERE_INSTEAD = {
     "folder": "y, class and subject of each contribution stand in its contributions.csv",
     "factory": "return lamina.Corpus(x, y, unit=…, subject=…)",
 }
 
 
-class Admit(BaseModel):
+class AdmitTable(BaseModel):
     """Only what was signed gets in: `lamina.Gate` stands before the folder of contributions.
 
     keys        the key ring: whose signatures count
@@ -142,10 +218,10 @@ class Admit(BaseModel):
     on_refusal: Literal["skip", "stop"] = "skip"
 
 
-class Tool(BaseModel):
+class NamedTable(BaseModel):
     """A loss, an optimiser or a schedule: its name, and any further argument that it takes."""
 
-    model_config = _OPEN
+    model_config = _EXTRA_ALLOWED
     name: Text
 
     @property
@@ -153,7 +229,7 @@ class Tool(BaseModel):
         return dict(self.model_extra or {})
 
 
-class Allocate(Tool):
+class AllocateTable(NamedTable):
     """How clipping and noise are shared out: the name of a policy, and its options."""
 
     @model_validator(mode="after")
@@ -165,17 +241,17 @@ class Allocate(Tool):
         return self
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> Allocator:
         """The policy with these options."""
-        return allocations.allocation_of(self.name, self.arguments)
+        return by_name.allocation_with_options(self.name, self.arguments)
 
 
-class Evaluate(BaseModel):
+class EvaluateTable(BaseModel):
     """A function of the model alone, asked between segments, on data that is not protected."""
 
     model_config = _STRICT
     function: Text
-    on: Annotated[Literal["public", "simulated"], BeforeValidator(_public_figures)]
+    on: Annotated[Literal["public", "simulated"], BeforeValidator(_not_private)]
     every: Count = 1
     best: Text | None = None
     patience: Count | None = None
@@ -192,16 +268,16 @@ class RunFile(BaseModel):
 
     model_config = _STRICT
     policy: Text
-    model: Annotated[Model, _as_table("factory")]
-    data: Data
-    admit: Admit | None = None
-    loss: Annotated[Tool, _as_table("name")]
-    optimizer: Annotated[Tool, _as_table("name")]
-    scheduler: Annotated[Tool, _as_table("name")] | None = None
+    model: Annotated[ModelTable, _as_table("factory")]
+    data: DataTable
+    admit: AdmitTable | None = None
+    loss: Annotated[NamedTable, _as_table("name")]
+    optimizer: Annotated[NamedTable, _as_table("name")]
+    scheduler: Annotated[NamedTable, _as_table("name")] | None = None
     batch: Annotated[int | dict[str, int], _per_class(int, ">= 0")]
     steps: Count | None = None
     epochs: Positive | None = None
-    allocate: Annotated[Allocate, _as_table("name")] = Allocate(name=DEFAULT)
+    allocate: Annotated[AllocateTable, _as_table("name")] = AllocateTable(name=DEFAULT_ALLOCATION)
     measure: Text | None = None
     clipping: Literal["box", "joint"] | None = None
     epsilon: Annotated[float | dict[str, float], _per_class(float, "> 0")] | None = None
@@ -212,7 +288,7 @@ class RunFile(BaseModel):
     threads: Count | None = None
     max_occurrences: Annotated[int | dict[str, int], _per_class(int, "> 0")] | None = None
     hardened: bool = False
-    evaluate: Evaluate | None = None
+    evaluate: EvaluateTable | None = None
     output: Text | None = None
     ledger: Text | None = None
     ledger_key: Text | None = None
@@ -239,20 +315,88 @@ class RunFile(BaseModel):
             raise PlanError(
                 "cli.not-toml", f"{source} is not TOML: {error}", "correct the line that it names"
             ) from error
-        has_the_least(data, source)
-        names_a_ledger(data, source)
-        admits_a_folder(data, source)
+        check_required_keys(data, source)
+        check_no_spend_book(data, source)
+        check_admit_table(data, source)
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise explain(error, cls, source) from error
+            raise explain_validation_error(error, cls, source) from error
 
     def asked(self) -> dict[str, Any]:
         """What was written, to be kept beside the run: passwords in addresses are left out."""
         found = self.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        return found | ({} if self.ledger is None else {"ledger": shown(self.ledger)})
+        return found | ({} if self.ledger is None else {"ledger": printable_location(self.ledger)})
 
     @staticmethod
     def template_text() -> str:
         """An annotated run file to copy and change."""
         return resources.files("lamina.cli").joinpath("run_template.toml").read_text(encoding="utf-8")
+
+
+# Which folder a run lives in: the newest of its name, or the next one for a fresh run.
+#
+#     runs/NAME, runs/NAME-2, runs/NAME-3, …
+#
+# A folder counts once its run has begun (it holds a journal) and if it says that it belongs to this output: another
+# run file may well have been given `output = "runs/NAME-2"`.
+
+_SETTINGS_FILE = "run.json"
+
+
+def newest_run_folder(output: Path) -> Path:
+    """Where `lamina train` goes on: the latest run that was begun, or `output` itself."""
+    begun = [folder for folder in _folders_of_output(output) if (folder / "journal").exists()]
+    return begun[-1] if begun else output
+
+
+def unused_run_folder(output: Path) -> Path:
+    """Where `lamina train --fresh` begins: the first folder in which nothing has begun."""
+    number, folder = 1, output
+    while folder.exists() and not (_belongs_to(folder, output) and not (folder / "journal").exists()):
+        number += 1
+        folder = _numbered_folder(output, number)
+    return folder
+
+
+def write_run_settings(folder: Path, output: Path, settings: dict[str, Any]) -> None:
+    """Write down what the run was asked to do, and to which output it belongs. Public facts only."""
+    text = json.dumps({"output": output.name, "settings": settings}, indent=2, ensure_ascii=False)
+    make_folder(folder)
+    write_atomically(folder / _SETTINGS_FILE, f"{text}\n".encode(), mode=0o644)
+
+
+def read_run_figures(folder: Path) -> dict[str, Any]:
+    """The run's public figures, if it has any yet."""
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _folders_of_output(output: Path) -> list[Path]:
+    """`output` and the fresh runs of it, in the order of their numbers; a deleted one leaves a gap."""
+    found = {1: output}
+    for folder in output.parent.glob(f"{_escape_glob(output.name)}-*"):
+        number = folder.name.removeprefix(output.name + "-")
+        if number.isdecimal() and str(int(number)) == number and int(number) > 1 and _belongs_to(folder, output):
+            found[int(number)] = folder
+    return [found[number] for number in sorted(found)]
+
+
+def _numbered_folder(output: Path, number: int) -> Path:
+    return output.with_name(f"{output.name}-{number}")
+
+
+def _belongs_to(folder: Path, output: Path) -> bool:
+    if folder == output:
+        return True
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))
+        return isinstance(found, dict) and found.get("output") == output.name
+    return False
+
+
+def _escape_glob(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

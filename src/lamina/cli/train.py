@@ -2,35 +2,459 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
+from torch import nn
 
-from lamina.cli import run_folder
-from lamina.cli.explain.words import asked, rules_in_words
-from lamina.cli.ledgers import shown
-from lamina.cli.notes import plan_notes
-from lamina.cli.output import err, out, print_json, results_only
-from lamina.cli.prepare import Planned
-from lamina.cli.run_file import RunFile
-from lamina.cli.train_report import result, tell, tell_admission, tell_plan
-from lamina.errors import LaminaError, RunError
-from lamina.train import Outcome, Trainer
-from lamina.train.blame import layer_and_input, place
+from lamina.admit.keys import PrivateKey
+from lamina.admit.verdicts import Register
+from lamina.allocate.make_plan import make_plan
+from lamina.cli import by_name, run_file
+from lamina.cli.admit import admission_page
+from lamina.cli.by_name import make_loss, make_optimizer, make_scheduler
+from lamina.cli.explain import admission_notes, plan_notes, requested_epsilon, rules_in_words
+from lamina.cli.open_ledger import (
+    check_policy_not_looser,
+    ledger_exists,
+    printable_location,
+    read_only_register,
+    read_spend,
+)
+from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, RunFile
+from lamina.cli.terminal import columns, err, open_private_key, out, print_json, progress_bar, results_only, round_up
+from lamina.corpus.admitted import AdmittedCorpus, Gate
+from lamina.corpus.corpus import Corpus
+from lamina.errors import AdmissionError, CorpusError, LaminaError, PlanError, RunError
+from lamina.ledger.corpus_terms import CorpusTerms, ledger_key_path, open_or_create
+from lamina.ledger.store.open_store import is_postgres_url
+from lamina.ledger.writer import Ledger
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import StepPlan
+from lamina.spend.accounts import describe_account, is_bound
+from lamina.spend.charge import plan_charges
+from lamina.spend.spend_ledger import SpendLedger
+from lamina.train.evaluation import Evaluation
+from lamina.train.publisher import Outcome
+from lamina.train.run import default_ledger_path
+from lamina.train.trainer import Trainer
+from lamina.train.user_errors import failing_layer_and_input, user_code, user_line
+
+if TYPE_CHECKING:
+    from lamina.sensitivity.measure import Measure
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """What a run would do and cost: known before any data is read."""
+
+    file: RunFile
+    beside: Path
+    policy: Policy
+    model: nn.Module
+    plan: StepPlan
+
+    @classmethod
+    def of(cls, file: RunFile, beside: Path) -> PlannedRun:
+        """Read the policy, make the model, make the plan. Paths are relative to `beside`."""
+        policy = Policy.load(beside / file.policy)
+        model = by_name.make_model(file.model.factory, file.model.args, beside=beside)
+        plan = make_plan(
+            LayerStack.from_model(model),
+            policy,
+            batch=file.batch,
+            steps=file.steps,
+            epochs=file.epochs,
+            allocate=file.allocate.policy,
+            epsilon=file.epsilon,
+            rho=file.rho,
+            clipping=file.clipping,
+            measure=None if file.measure is None else _load_measure(beside / file.measure, file.measure),
+        )
+        return cls(file=file, beside=beside, policy=policy, model=model, plan=plan)
+
+    def output(self, name: str) -> Path:
+        """The folder of the run; `name` is that of the run file."""
+        return self.beside / (self.file.output or f"runs/{name}")
+
+    def ledger(self, output: Path) -> str:
+        """The ledger of the corpus: a path, or the address of a database."""
+        if (given := self.file.ledger) is not None:
+            return given if is_postgres_url(given) else str(self.beside / given)
+        return str(default_ledger_path(self.policy.corpus.origin, output.parent))
+
+    def contract(self) -> CorpusTerms:
+        """What the ledger will say of the corpus."""
+        return CorpusTerms.of_policy(self.policy)
+
+    def key(self) -> PrivateKey | None:
+        """The key that signs the ledger, if the file names one; else it lies beside the ledger."""
+        if (given := self.file.ledger_key) is None:
+            return None
+        if not (self.beside / given).exists():
+            raise RunError(
+                "cli.ledger-key-no",
+                f"ledger_key is '{given}', and there is no '{self.beside / given}'",
+                f"paths are relative to the run file; make one: lamina keys new {given}",
+            )
+        return open_private_key(self.beside / given, None)
+
+    def corpus(self, ledger: str, *, look: bool = False) -> tuple[Corpus, Ledger | None]:
+        """The contributions of the run; and the ledger that they were entered in, if they are admitted by signature.
+
+        With `look` nobody is entered. Where there is no ledger yet, the trainer makes it and enters them when it
+        begins: what is refused before leaves nothing behind.
+        """
+        data, table = self.file.data, self.file.admit
+        if table is None:
+            return read_corpus(data, self.policy, self.beside), None
+        if look or not ledger_exists(ledger):
+            with read_only_register(ledger, self.contract()) as register:
+                return admit_corpus(data, table, self.policy, self.beside, register), None
+        opened = open_or_create(ledger, self.contract(), self.key())
+        try:
+            return admit_corpus(data, table, self.policy, self.beside, opened), opened
+        except BaseException:
+            opened.close()
+            raise
+
+    def trainer(self, *, folder: Path, ledger: str, inside: bool, look: bool = False) -> Trainer:
+        """Read the data and put everything together. Checks much, and spends nothing.
+
+        Who is admitted by signature is entered into a ledger that is there, unless this is only a `look`.
+        """
+        file = self.file
+        loss_fn = make_loss(file.loss.name, file.loss.arguments, beside=self.beside)
+        tool = make_optimizer(file.optimizer.name, file.optimizer.arguments, self.model)
+        schedule = file.scheduler and make_scheduler(
+            file.scheduler.name, file.scheduler.arguments, tool, self.plan.steps
+        )
+        corpus, opened = self.corpus(ledger, look=look)
+        return Trainer(
+            self.model,
+            tool,
+            loss_fn,
+            corpus,
+            self.plan,
+            folder=folder,
+            ledger=ledger if opened is None else opened,
+            key=None if look or opened is not None else self.key(),
+            scheduler=schedule,
+            microbatches=file.microbatches,
+            ema=file.ema,
+            evaluate=None if file.evaluate is None else make_evaluation(file.evaluate, self.beside),
+            segment=file.segment,
+            max_occurrences=self._caps(),
+            hardened=file.hardened,
+            inside=inside,
+        )
+
+    def _caps(self) -> Mapping[str, int] | None:
+        """Occurrences by class; one number holds for every private class."""
+        given = self.file.max_occurrences
+        if isinstance(given, int):
+            return {entry.name: given for entry in self.plan.classes if not entry.public}
+        for name in given or ():
+            self.plan.index(name)
+        return given
+
+
+def _load_measure(path: Path, name: str) -> Measure:
+    from lamina.sensitivity.measure import Measure
+
+    if not path.exists():
+        raise PlanError(
+            "cli.measure-no",
+            f"measure is '{name}', and there is no '{path}'",
+            "paths are relative to the run file; make one: lamina plan policy.toml --model … --epochs … "
+            f"--proxy gaussian --save-measure {name}",
+        )
+    return Measure.load(path)
+
+
+def read_corpus(data: DataTable, policy: Policy, beside: Path) -> Corpus:
+    """The corpus that a [data] table describes, under the run's policy."""
+    common: dict[str, Any] = {"policy": policy, "cls": data.cls, "version": data.version}
+    common["examples_per_unit"] = data.examples_per_unit
+    try:
+        if data.factory is not None:
+            return _corpus_of_factory(data.factory, data, common, beside)
+        path = beside / (data.path or "")
+        if not path.exists():
+            raise CorpusError(
+                "cli.path-no", f"path is '{data.path}', and there is no '{path}'", "paths are relative to the run file"
+            )
+        if data.kind == "folder":
+            return Corpus.of_folder(path, **common)
+        common |= {"unit": data.unit, "subject": data.subject, "y": data.y}
+        common |= {} if data.x is None else {"x": data.x}
+        if data.kind == "npz":
+            return Corpus.of_npz(path, **common)
+        return Corpus.of_csv(path, **common, delimiter=data.delimiter or ",")
+    except CorpusError as error:
+        raise CorpusError("cli.data", f"data: {error.problem}", error.remedy.replace("cls=", "data.class =")) from error
+
+
+def admit_corpus(
+    data: DataTable, table: AdmitTable, policy: Policy, beside: Path, ledger: Ledger | Register | None = None
+) -> Corpus:
+    """What the gate lets in of a folder. A key ring that is revoked from later on is read again at every segment."""
+    path = beside / (data.path or "")
+    if not (beside / table.keys).exists():
+        raise AdmissionError(
+            "cli.admit-keys-no",
+            f"admit.keys is '{table.keys}', and there is no '{beside / table.keys}'",
+            "paths are relative to the run file; lamina keys add makes a ring",
+        )
+    gate = Gate(policy, beside / table.keys, processes=table.processes)
+    with progress_bar("checking signatures") as tick:
+        return gate.admit(
+            path, ledger, on_refusal=table.on_refusal, examples_per_unit=data.examples_per_unit, progress=tick
+        )
+
+
+def _corpus_of_factory(name: str, data: DataTable, common: Mapping[str, Any], beside: Path) -> Corpus:
+    """What the user's factory returns, as a corpus. A factory that takes `policy` gets the run's."""
+    factory = by_name.import_by_name(name, "data factory", beside=beside)
+    policy = {"policy": common["policy"]} if "policy" in by_name.parameter_names(factory) else {}
+    made = by_name.call_factory(factory, f"data factory '{name}'", {**policy, **data.args})
+    if not isinstance(made, Corpus):
+        with user_code(f"data factory '{name}' returned a {type(made).__name__}", _FACTORY_RETURNS):
+            return (
+                Corpus(*made, unit=data.unit, **common)
+                if isinstance(made, tuple) and len(made) == 2
+                else Corpus(made, unit=data.unit, **common)
+            )
+    for key in ("examples_per_unit", "version", "cls"):
+        if common[key] is not None:
+            raise CorpusError(
+                "cli.factory-returned-corpus-given",
+                f"factory '{name}' returned a Corpus, and {'class' if key == 'cls' else key} is given beside it",
+                "give it to the Corpus",
+            )
+    if made.policy != common["policy"]:
+        raise CorpusError(
+            "cli.factory-returned-corpus",
+            f"factory '{name}' returned a Corpus under {'no' if made.policy is None else 'another'} policy: what it "
+            "spends would be booked elsewhere",
+            "let the factory take it: def data(policy): return lamina.Corpus(x, y, unit=…, policy=policy)",
+        )
+    return made
+
+
+_FACTORY_RETURNS = "return a lamina.Corpus, a torch Dataset, or (x, y)"
+
+
+def make_evaluation(table: EvaluateTable, beside: Path) -> Evaluation:
+    """The rule of an [evaluate] table. What its function raises is told in full: it sees no private data."""
+    function: Callable[[nn.Module], Mapping[str, float]] = by_name.import_by_name(
+        table.function, "evaluate.function", beside=beside
+    )
+
+    def figures(model: nn.Module) -> Mapping[str, float]:
+        with user_code(
+            f"evaluate.function '{table.function}' failed", "correct the line, then go on with the same command"
+        ):
+            return function(model)
+
+    return Evaluation(function=figures, on=table.on, every=table.every, best=table.best, patience=table.patience)
+
+
+_MAX_BOUNDS_SHOWN = 20  # bounds in the table
+_NO_RUN = "00" * 16  # a run that holds nothing yet
+
+
+def print_admission(trainer: Trainer, screen: Console) -> tuple[str, ...]:
+    """Who was let in, who was not, and what their bounds come to under the plan; returns what is to be noted."""
+    corpus = trainer.corpus
+    if isinstance(corpus, AdmittedCorpus):
+        found = admission_page(corpus.admission, corpus.resolution(trainer.plan, trainer.max_occurrences))
+        screen.print(f"{found}\n", markup=False, soft_wrap=True)
+    return admission_notes(corpus)
+
+
+def outcome_json(outcome: Outcome, planned: PlannedRun, corpus: Corpus, ledger: str) -> dict[str, Any]:
+    """Keys that machines read."""
+    admission = corpus.admission
+    return {
+        "run": outcome.run,
+        "folder": str(outcome.folder),
+        "steps": outcome.steps,
+        "planned_steps": planned.plan.steps,
+        "private": outcome.private,
+        "classes": {
+            entry.name: {
+                "epsilon": _finite_or_none(outcome.epsilon.get(entry.name, 0.0)),
+                "total": _finite_or_none(outcome.total.get(entry.name, 0.0)),
+                "delta": entry.delta,
+                "unit": entry.unit,
+            }
+            for entry in planned.plan.classes
+        },
+        "allocation": planned.plan.allocation,
+        "rules": list(rules_in_words(planned.plan)),
+        "admission": None if admission is None else admission.to_dict(),
+        "bounds": run_file.read_run_figures(outcome.folder).get("bounds", {}),
+        "metrics": dict(outcome.metrics),
+        "notes": list(outcome.notes),
+        "model": str(outcome.folder / "model.safetensors"),
+        "ledger": ledger,
+    }
+
+
+def print_outcome(outcome: Outcome, planned: PlannedRun, corpus: Corpus, ledger: str) -> None:
+    rows = [["class", "unit", "δ", "ε of this run", "ε over all runs", "steps"]]
+    for entry in planned.plan.classes:
+        name = entry.name
+        if entry.public:
+            rows.append([name, entry.unit, "0", "public", "public", f"{outcome.steps:,}"])
+            continue
+        spent, total = (
+            _epsilon_text(_finite_or_none(found.get(name, 0.0))) for found in (outcome.epsilon, outcome.total)
+        )
+        rows.append([name, entry.unit, f"{entry.delta:g}", spent, total, f"{outcome.steps:,}"])
+    lines = [columns(rows, left=2), "", *_bound_lines(outcome)]
+    if (admission := corpus.admission) is not None:
+        lines.append(f"admitted by signature: {len(admission):,}; refused: {len(admission.refused):,}")
+    if not outcome.private:
+        lines.append("NOT PRIVATE: something about this run voids its guarantee")
+    lines += [f"rule: {rule}" for rule in rules_in_words(planned.plan)]
+    lines += [f"{name}: {value:.4g}" for name, value in outcome.metrics.items()]
+    lines += [f"note: {note}" for note in outcome.notes]
+    folder = outcome.folder
+    lines += [
+        f"model:   {folder / 'model.safetensors'}",
+        f"figures: {folder / 'metrics.json'}",
+        f"ledger:  {ledger}",
+        f"         lamina spend {quote(ledger)} reads it, lamina ledger verify {quote(ledger)} checks it",
+        *_key_lines(ledger),
+        f"journal: {folder / 'journal'}  (secret, like checkpoint/: they never leave this machine)",
+    ]
+    out.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def _key_lines(ledger: str) -> list[str]:
+    """Where the ledger's key lies, if it lies beside it."""
+    beside = None if is_postgres_url(ledger) else ledger_key_path(ledger)
+    if beside is None or not beside.exists():
+        return []
+    return [f"key:     {beside}  (secret: whoever has it can sign another history)"]
+
+
+def _bound_lines(outcome: Outcome) -> list[str]:
+    """What was signed, and what was spent on it."""
+    bounds = run_file.read_run_figures(outcome.folder).get("bounds", {})
+    if not bounds:
+        return []
+    rows = [["signed bound", "δ", "ε signed", "ε of this run", "ε over all runs", "scale"]]
+    for name, row in list(bounds.items())[:_MAX_BOUNDS_SHOWN]:
+        signed, scale = row.get("signed"), row.get("scale")
+        figures = [_epsilon_text(_finite_or_none(row[key])) for key in ("epsilon", "total")]
+        rows.append(
+            [
+                name,
+                f"{row['delta']:g}",
+                "–" if signed is None else f"{signed:.4f}",
+                *figures,
+                "–" if scale is None else f"{scale:.4g}",
+            ]
+        )
+    more = [f"… and {len(bounds) - _MAX_BOUNDS_SHOWN} more, in metrics.json"] if len(bounds) > _MAX_BOUNDS_SHOWN else []
+    return [columns(rows), *more, ""]
+
+
+def print_plan_only(
+    planned: PlannedRun, trainer: Trainer, folder: Path, where: str, notes: tuple[str, ...], *, as_json: bool
+) -> bool:
+    """What would happen: which folder, and what the ledger says about each class. False if it would be refused."""
+    begun = run_file.read_run_figures(folder).get("steps") if (folder / "journal").exists() else None
+    with read_spend(where) if (there := ledger_exists(where)) else nullcontext() as held:
+        if held is not None:
+            check_policy_not_looser(held.ledger, planned.contract())
+        standing = _spend_by_class(planned, held)
+        refused = [] if begun is not None or held is None else _over_budget(planned, trainer, held)
+    if as_json:
+        facts = {
+            "folder": str(folder),
+            "begun": begun,
+            "ledger": printable_location(where),
+            "standing": standing,
+            "refused": refused,
+            "admission": None if trainer.corpus.admission is None else trainer.corpus.admission.to_dict(),
+            "notes": list(notes),
+        }
+        print_json({**planned.plan.to_dict(), **facts})
+        return not refused
+    rows = [["class", "ε planned", "ε spent by all runs", "with what is reserved", "bound"]]
+    for name, row in standing.items():
+        bound = "none" if row["bound"] is None else f"{row['bound']:g}"
+        rows.append([name, *(_epsilon_text(row[key]) for key in ("planned", "spent", "committed")), bound])
+    state = f"would go on at step {begun} of {planned.plan.steps}" if begun is not None else "would begin"
+    if refused:
+        state = f"would be refused: there is no room in the ledger for {', '.join(map(describe_account, refused))}"
+    place = f"ledger: {printable_location(where)}{'' if there else ' (not there yet)'}"
+    lines = [columns(rows), "", f"{folder}: {state}", place]
+    out.print("\n".join([*lines, "nothing was spent or written"]), markup=False, soft_wrap=True)
+    return not refused
+
+
+def _spend_by_class(planned: PlannedRun, held: SpendLedger | None) -> dict[str, Any]:
+    """What is planned, spent, and allowed, by class."""
+    found: dict[str, Any] = {}
+    for entry in planned.plan.classes:
+        if not entry.public:
+            total = held and held.total(entry.name, delta=entry.delta, accountant=planned.plan.accountant)
+            found[entry.name] = {
+                "planned": planned.plan.epsilon(entry.name),
+                "spent": _finite_or_none(total.spent if total else 0.0),
+                "committed": _finite_or_none(total.committed if total else 0.0),
+                "bound": planned.policy.bound(entry.name),
+            }
+    return found
+
+
+def _over_budget(planned: PlannedRun, trainer: Trainer, book: SpendLedger) -> list[str]:
+    """The classes and signed bounds that do not allow a new run of this plan, by what all have spent and reserved."""
+    plan, found = planned.plan, []
+    bounds = {entry.name: planned.policy.bound(entry.name) for entry in plan.classes}
+    bounds |= {each.name: each.epsilon for each in trainer.accounts}
+    every = plan_charges(plan, 0, plan.steps, trainer.accounts)
+    for name, bound in bounds.items():
+        due = [c for c in every if c.cls == name]
+        if due and bound is not None:
+            most, *besides = due
+            fit = book.fits(_NO_RUN, charge=most, bound=bound, besides=besides)
+            whole = plan.epsilon(name) if not is_bound(name) else 0.0
+            if fit < most.steps or whole > bound:
+                found.append(name)
+    return found
+
+
+def _finite_or_none(value: float) -> float | None:
+    """JSON has no infinity: an account without any bound left is null."""
+    return value if math.isfinite(value) else None
+
+
+def _epsilon_text(value: float | None) -> str:
+    return "∞" if value is None else round_up(value)
 
 
 def train(
     run: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN.toml", help="the run: policy, model, data, loss, optimiser, length"),
+        Path | None, typer.Argument(metavar="RUN.toml", help="the run: policy, model, data, loss, optimiser, length")
     ] = None,
     plan_only: Annotated[
-        bool,
-        typer.Option("--plan-only", help="check everything, show plan and ledger, spend and write nothing"),
+        bool, typer.Option("--plan-only", help="check everything, show plan and ledger, spend and write nothing")
     ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="a new run in a new folder NAME-2, NAME-3, …; charged anew")
@@ -39,8 +463,7 @@ def train(
         bool, typer.Option("--inside", help="show the raw private loss in this terminal; it is never written")
     ] = False,
     threads: Annotated[
-        int | None,
-        typer.Option(min=1, help="torch threads, instead of the file's; a resumed run needs the same"),
+        int | None, typer.Option(min=1, help="torch threads, instead of the file's; a resumed run needs the same")
     ] = None,
     template: Annotated[
         bool, typer.Option("--template", help="print an annotated RUN.toml to start from, and exit")
@@ -74,7 +497,7 @@ def train(
         return
     if run is None:
         raise typer.BadParameter("give the run file, or --template to get one", param_hint="RUN.toml")
-    if inside and not _is_terminal():
+    if inside and not _stderr_is_terminal():
         raise RunError(
             "cli.inside-shows-raw",
             "--inside shows the raw private loss, and standard error is not a terminal: it would be written down",
@@ -84,47 +507,47 @@ def train(
     if threads or file.threads:
         torch.set_num_threads(threads or file.threads or 1)
     with results_only():
-        planned = Planned.of(file, run.resolve().parent)
+        planned = PlannedRun.of(file, run.resolve().parent)
     output = planned.output(run.stem)
     ledger = planned.ledger(output)
-    wanted = asked(file.epsilon, file.rho, planned.policy.corpus.delta)
+    wanted = requested_epsilon(file.epsilon, file.rho, planned.policy.corpus.delta)
     notes = plan_notes(planned.plan, planned.policy, wanted)
     screen = err if as_json else out
     rules = [f"rule: {rule}" for rule in rules_in_words(planned.plan)]
     for line in (str(planned.plan), *rules, *(f"note: {note}" for note in notes), ""):
         screen.print(line, markup=False, soft_wrap=True)
-    folder = run_folder.unused(output) if fresh else run_folder.newest(output)
+    folder = run_file.unused_run_folder(output) if fresh else run_file.newest_run_folder(output)
     if plan_only:
         with results_only():
             trainer = planned.trainer(folder=folder, ledger=ledger, inside=False, look=True)
             _rehearse(trainer)
-        notes = (*notes, *tell_admission(trainer, screen))
-        if not tell_plan(planned, trainer, folder, ledger, notes, as_json=as_json):
+        notes = (*notes, *print_admission(trainer, screen))
+        if not print_plan_only(planned, trainer, folder, ledger, notes, as_json=as_json):
             raise typer.Exit(1)
         return
-    before = run_folder.figures(folder)
+    before = run_file.read_run_figures(folder)
     with results_only():
         trainer = planned.trainer(folder=folder, ledger=ledger, inside=inside)
-    notes = (*notes, *tell_admission(trainer, screen))
+    notes = (*notes, *print_admission(trainer, screen))
     with results_only():
-        run_folder.sign(folder, output, file.asked())
-        outcome = _fit(trainer, again=_command(run, threads))
+        run_file.write_run_settings(folder, output, file.asked())
+        outcome = _fit_or_explain(trainer, again=_resume_command(run, threads))
         trainer.ledger.close()
     outcome = replace(outcome, notes=(*outcome.notes, *notes))
     if before and before.get("steps") == outcome.steps:
-        outcome = replace(outcome, notes=(*outcome.notes, _FINISHED))
+        outcome = replace(outcome, notes=(*outcome.notes, _ALREADY_FINISHED))
     if as_json:
-        print_json(result(outcome, planned, trainer.corpus, shown(ledger)))
+        print_json(outcome_json(outcome, planned, trainer.corpus, printable_location(ledger)))
     else:
-        tell(outcome, planned, trainer.corpus, shown(ledger))
+        print_outcome(outcome, planned, trainer.corpus, printable_location(ledger))
 
 
-_FINISHED = (
+_ALREADY_FINISHED = (
     "the run was finished before: nothing was trained or charged now; --fresh trains anew and is charged anew"
 )
 
 
-def _fit(trainer: Trainer, *, again: str) -> Outcome:
+def _fit_or_explain(trainer: Trainer, *, again: str) -> Outcome:
     try:
         return trainer.fit()
     except KeyboardInterrupt:
@@ -136,16 +559,16 @@ def _fit(trainer: Trainer, *, again: str) -> Outcome:
         )
         raise typer.Exit(130) from None
     except LaminaError as error:
-        raise _located(error, trainer) from error.__cause__
+        raise _with_location(error, trainer) from error.__cause__
 
 
-def _located(error: LaminaError, trainer: Trainer) -> LaminaError:
+def _with_location(error: LaminaError, trainer: Trainer) -> LaminaError:
     """A refusal of the rehearsal, with the layer and the line of the user's code that it comes from."""
     cause = error.__cause__
     if cause is None:
         return error
-    where = place(cause)
-    found = [layer_and_input(cause, trainer.model), f"at {where}" if where else None]
+    where = user_line(cause)
+    found = [failing_layer_and_input(cause, trainer.model), f"at {where}" if where else None]
     extra = "; ".join(text for text in found if text and text not in error.problem)
     if extra:
         error.problem = f"{error.problem} ({extra})"
@@ -157,13 +580,13 @@ def _rehearse(trainer: Trainer) -> None:
     try:
         trainer.rehearse()
     except LaminaError as error:
-        raise _located(error, trainer) from error.__cause__
+        raise _with_location(error, trainer) from error.__cause__
 
 
-def _command(run: Path, threads: int | None) -> str:
+def _resume_command(run: Path, threads: int | None) -> str:
     """Without --fresh: that would begin another run."""
     return f"lamina train {run}" + (f" --threads {threads}" if threads else "")
 
 
-def _is_terminal() -> bool:
+def _stderr_is_terminal() -> bool:
     return sys.stderr.isatty()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lamina.data.ecg import CLASSES, ECGSimulator, Recordings
-from lamina.data.leads import LEADS
+from lamina.data.ecg_simulator import CLASSES, ECGSimulator, Recordings
+from lamina.data.heart_model import LEADS
 
 __all__ = ["ECGSimulator", "Recordings", "CLASSES", "LEADS"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from lamina.engine.batch import Batch
+from lamina.engine.batch import Batch, examples, rows
 from lamina.engine.engine import Engine
 from lamina.engine.noise import NoiseSource, SecureNoise, SeededNoise
-from lamina.engine.route import route
-from lamina.engine.scope import examples, rows
+from lamina.engine.step import route
 
 __all__ = ["Batch", "Engine", "NoiseSource", "SecureNoise", "SeededNoise", "examples", "route", "rows"]

@@ -12,26 +12,42 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from lamina.engine import scope
-from lamina.engine.adapters import EveryPrompt, adapters_of, holds_loose, refuse_merged
-from lamina.engine.flattened import FlattenedSite
-from lamina.engine.function import Covered, Desk, Target, Use
-from lamina.engine.hooks import AfterForward, BeforeForward, guard, guards, plain_forward, refuse_gradient
-from lamina.engine.owner import BroadcastSite, OwnerSite
-from lamina.engine.rules import Rule, Site, rule_for
-from lamina.engine.rules.embedding import EmbeddingSite
-from lamina.engine.rules.experts import ExpertsSite, blocks_of
-from lamina.engine.rules.rule import NOTHING
+from lamina.engine import batch
+from lamina.engine.layers.layer_registry import layer_forward_for
+from lamina.engine.layers.layer_rule import (
+    NO_INPUT,
+    CoveredFunction,
+    LayerForward,
+    LayerRule,
+    ReceiverSlot,
+    RuleCall,
+    Target,
+)
+from lamina.engine.layers.linear import EmbeddingForward
+from lamina.engine.layers.stacked_experts import ExpertsForward, modules_in_expert_blocks
+from lamina.engine.model_hooks import (
+    CopySafePostHook,
+    CopySafePreHook,
+    PromptPerExample,
+    class_forward,
+    gradient_refusing_hook,
+    mergeable_adapters,
+    modules_with_running_buffers,
+    refuse_hazards,
+    refuse_merged_adapters,
+    uses_parameter_containers,
+)
+from lamina.engine.per_contribution import BroadcastForward, FlattenedTokensForward, PerContributionForward
 from lamina.errors import CouplingError, EngineError, LaminaError, UnsupportedLayer
 
 # Attention modules that look a bias up by relative position, without the batch axis.
-_RELATIVE_BIAS = ("T5Attention", "MT5Attention", "UMT5Attention", "LongT5Attention", "Pop2PianoAttention")
+_RELATIVE_BIAS_MODULES = ("T5Attention", "MT5Attention", "UMT5Attention", "LongT5Attention", "Pop2PianoAttention")
 
 
 class Attachment:
     """The engine's hold on a model: nothing is wrapped, and `detach` leaves no trace.
 
-    While attached, every module that owns a covered tensor runs through its `Site`. Modules and
+    While attached, every module that owns a covered tensor runs through its `LayerForward`. Modules and
     tensors keep their classes, names and identity.
     """
 
@@ -44,26 +60,26 @@ class Attachment:
         per_contribution: Sequence[str] = (),
     ) -> None:
         self.model = model
-        self.desk = Desk()
+        self.desk = ReceiverSlot()
         self.rows = dict(rows or {})
         self.examples: int | None = None
-        self._flat = blocks_of(model)
-        self._adapters = adapters_of(model)
-        refuse_merged(self._adapters)
+        self._flat = modules_in_expert_blocks(model)
+        self._adapters = mergeable_adapters(model)
+        refuse_merged_adapters(self._adapters)
         self._state = [*model.named_parameters(), *model.named_buffers()]
         self.targets = {id(p): targets[name] for name, p in model.named_parameters() if name in targets}
-        see = BeforeForward(self._see_batch)
+        see = CopySafePreHook(self._note_batch_size)
         self._handles = [model.register_forward_pre_hook(see, prepend=True, with_kwargs=True)]
-        self._handles.append(model.register_forward_hook(AfterForward(self._see_writes)))
+        self._handles.append(model.register_forward_hook(CopySafePostHook(self._refuse_writes)))
         self._versions: dict[str, int] = {}
-        for module in guards(model):
+        for module in modules_with_running_buffers(model):
             self._handles.append(
-                module.register_forward_pre_hook(BeforeForward(guard), prepend=True, with_kwargs=True)
+                module.register_forward_pre_hook(CopySafePreHook(refuse_hazards), prepend=True, with_kwargs=True)
             )
         self._watched = [p for name, p in model.named_parameters() if name in targets]
         for name, p in model.named_parameters():
             if name in targets:
-                self._handles.append(p.register_hook(refuse_gradient(name)))
+                self._handles.append(p.register_hook(gradient_refusing_hook(name)))
         self._patched: list[tuple[nn.Module, str, Any]] = []
         try:
             self._attach(per_contribution)
@@ -80,7 +96,7 @@ class Attachment:
                 "use names of model.named_modules()",
             )
         for name, module in self.model.named_modules():
-            if isinstance(getattr(module, "forward", None), Patched):
+            if isinstance(getattr(module, "forward", None), PatchedForward):
                 raise EngineError(
                     "engine.module-attached-engine",
                     f"module '{name}' is attached to an engine already",
@@ -89,14 +105,14 @@ class Attachment:
             own = any(p.requires_grad for p in module.parameters(recurse=False))
             forced = (
                 name in per_contribution
-                or holds_loose(module)
+                or uses_parameter_containers(module)
                 or (
-                    type(module).__name__ in _RELATIVE_BIAS
+                    type(module).__name__ in _RELATIVE_BIAS_MODULES
                     and bool(getattr(module, "has_relative_attention_bias", False))
                 )
             )
-            if EveryPrompt.suits(module):
-                self._stand_in(module, "get_prompt", EveryPrompt(module))
+            if PromptPerExample.applies_to(module):
+                self._replace_method(module, "get_prompt", PromptPerExample(module))
             if own or forced or hasattr(module, "parametrizations"):
                 self._patch(name, module, forced)
 
@@ -104,24 +120,26 @@ class Attachment:
         original = module.forward
         _refuse_spectral_norm(name, module)
         try:
-            site = None if forced else rule_for(module)
+            site = None if forced else layer_forward_for(module)
         except LaminaError as problem:
             raise type(problem)(problem.code, f"module '{name}': {problem.problem}", problem.remedy) from None
-        if site is None and not forced and ExpertsSite.suits(module):
-            site = ExpertsSite(name, module, original, lambda x: self._token_rows(name, x))
+        if site is None and not forced and ExpertsForward.applies_to(module):
+            site = ExpertsForward(name, module, original, lambda x: self._token_rows(name, x))
         if site is None:
             plain = not forced and not hasattr(module, "parametrizations")
-            kind: type[FlattenedSite] | type[BroadcastSite] | type[OwnerSite] = OwnerSite
+            kind: type[FlattenedTokensForward] | type[BroadcastForward] | type[PerContributionForward] = (
+                PerContributionForward
+            )
             if plain and name in self._flat:
-                kind = FlattenedSite
-            elif plain and BroadcastSite.suits(module):
-                kind = BroadcastSite
+                kind = FlattenedTokensForward
+            elif plain and BroadcastForward.applies_to(module):
+                kind = BroadcastForward
             site = kind(name, module, original, lambda: self.examples_now)
         if not site.parameters:
             return
-        self._stand_in(module, "forward", Patched(self, name, module, original, site))
+        self._replace_method(module, "forward", PatchedForward(self, name, module, original, site))
 
-    def _stand_in(self, module: nn.Module, method: str, call: Callable[..., Any]) -> None:
+    def _replace_method(self, module: nn.Module, method: str, call: Callable[..., Any]) -> None:
         self._patched.append((module, method, vars(module).get(method)))
         setattr(module, method, call)
 
@@ -140,19 +158,17 @@ class Attachment:
 
     @property
     def examples_now(self) -> int | None:
-        said = scope.current_examples()
+        said = batch.current_examples()
         return self.examples if said is None else said
 
-    def _see_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _note_batch_size(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """How many examples a forward pass of the whole model carries: the first axis of its first tensor."""
-        first = next(
-            (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), None
-        )
+        first = next((t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), None)
         self.examples = None if first is None else first.shape[0]
-        refuse_merged(self._adapters)
+        refuse_merged_adapters(self._adapters)
         self._versions = self._written_so_far()
 
-    def _see_writes(self) -> None:
+    def _refuse_writes(self) -> None:
         """A forward pass must leave every tensor of the model alone: what it writes was never noised."""
         now = self._written_so_far()
         for name, version in self._versions.items():
@@ -169,7 +185,7 @@ class Attachment:
 
     def example_of_row(self, name: str, x: Tensor) -> Tensor | None:
         """The row map in force for a module's input: declared in the model, or by name to the engine."""
-        said = scope.current_rows()
+        said = batch.current_rows()
         if said is not None:
             return said
         for pattern, order in self.rows.items():
@@ -185,34 +201,34 @@ class Attachment:
         return _row_map(name, x.shape[0], "contiguous", self.examples_now) if said is None else said
 
 
-Found = tuple[tuple[nn.Parameter, ...], tuple[Target | None, ...], tuple[int, ...]]
+ResolvedParameters = tuple[tuple[nn.Parameter, ...], tuple[Target | None, ...], tuple[int, ...]]
 
 
-class Patched:
+class PatchedForward:
     """What stands in for a module's `forward`. A deep copy or pickle of the model gets the original."""
 
     def __init__(
-        self, attachment: Attachment, name: str, module: nn.Module, original: Callable[..., Any], site: Site
+        self, attachment: Attachment, name: str, module: nn.Module, original: Callable[..., Any], site: LayerForward
     ) -> None:
-        self.attachment, self.name, self.module, self.original, self.site = (
+        self.attachment, self.name, self.module, self.original, self.layer_forward = (
             attachment,
             name,
             module,
             original,
             site,
         )
-        slots = [_slot(module, local) for local in site.parameters]
+        slots = [_owning_dict(module, local) for local in site.parameters]
         self.own = [(parameters, name, parameters[name]) for parameters, name in slots]
-        self._found: dict[tuple[str, ...], Found] = {}
+        self._found: dict[tuple[str, ...], ResolvedParameters] = {}
         self._positions = False
         functools.update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._untouched():
             return self.original(*args, **kwargs)
-        if isinstance(self.site, EmbeddingSite):
+        if isinstance(self.layer_forward, EmbeddingForward):
             args, kwargs = (self._batched_ids(args[0] if args else kwargs["input"]),), {}
-        return self.site.forward(self.apply, *args, **kwargs)
+        return self.layer_forward.forward(self.apply, *args, **kwargs)
 
     def _untouched(self) -> bool:
         """False while somebody (an owner, functional_call) runs the module with other tensors."""
@@ -225,20 +241,17 @@ class Patched:
         the batch's. If it is so from the start, the ownership check decides.
         """
         n = self.attachment.examples_now
-        if n is None or scope.current_rows() is not None:
+        if n is None or batch.current_rows() is not None:
             return ids
         if ids.dim() == 1 and (self._positions or ids.shape[0] != n):
             self._positions = True
             return ids.unsqueeze(0).expand(n, -1)
         return ids.expand(n, *ids.shape[1:]) if ids.dim() > 1 and ids.shape[0] == 1 else ids
 
-    def apply(self, rule: Rule, x: Tensor, *names: str) -> Tensor:
+    def apply(self, rule: LayerRule, x: Tensor, *names: str) -> Tensor:
         """Run a rule on the module's own parameters, through the engine where they are covered."""
         tensors, targets, layers = self._find(names)
-        params = [
-            p if t is not None and p.requires_grad else p.detach()
-            for p, t in zip(tensors, targets, strict=True)
-        ]
+        params = [p if t is not None and p.requires_grad else p.detach() for p, t in zip(tensors, targets, strict=True)]
         if not layers:
             return rule.run(x, params)[0]
         if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16:
@@ -247,11 +260,11 @@ class Patched:
                 f"'{self.name}' runs under float16 autocast",
                 "use bfloat16 autocast, without GradScaler",
             )
-        rows = None if x is NOTHING else self.attachment.example_of_row(self.name, x)
-        use = Use(self.name, rule, targets, layers, self.attachment.desk, rows, x.dtype)
-        return Covered.apply(use, x, *params)  # type: ignore[no-any-return, no-untyped-call]
+        rows = None if x is NO_INPUT else self.attachment.example_of_row(self.name, x)
+        use = RuleCall(self.name, rule, targets, layers, self.attachment.desk, rows, x.dtype)
+        return CoveredFunction.apply(use, x, *params)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _find(self, names: tuple[str, ...]) -> Found:
+    def _find(self, names: tuple[str, ...]) -> ResolvedParameters:
         """The named parameters and where their gradients go; looked up once."""
         found = self._found.get(names)
         if found is None:
@@ -262,13 +275,13 @@ class Patched:
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return plain_forward(memo.get(id(self.module), self.module))
+        return class_forward(memo.get(id(self.module), self.module))
 
     def __reduce__(self) -> Any:
-        return plain_forward, (self.module,)
+        return class_forward, (self.module,)
 
 
-def _slot(module: nn.Module, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
+def _owning_dict(module: nn.Module, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
     """Where a module keeps a parameter of its own or of a module below it."""
     path, _, local = name.rpartition(".")
     return module.get_submodule(path)._parameters, local
@@ -286,9 +299,7 @@ def _row_map(name: str, rows: int, order: str, examples: int | None) -> Tensor:
     if order == "interleaved":
         return torch.arange(examples).repeat(rows // examples)
     raise EngineError(
-        "engine.rows-order",
-        f"rows order {order!r} for '{name}'",
-        "use 'contiguous' (r // k) or 'interleaved' (r % n)",
+        "engine.rows-order", f"rows order {order!r} for '{name}'", "use 'contiguous' (r // k) or 'interleaved' (r % n)"
     )
 
 

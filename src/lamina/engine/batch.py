@@ -1,10 +1,13 @@
-"""`Batch`: the examples of one step, and which contribution each of them belongs to."""
+"""`Batch`, `rows`, `examples`: which example and which row of an activation belongs to which contribution."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lamina.errors import EngineError
+from lamina.errors import EngineError, OwnershipError
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +47,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         n = self.examples
-        unit = _integers("unit", self.unit, n, default=lambda: torch.arange(n))
+        unit = _check_integers("unit", self.unit, n, default=lambda: torch.arange(n))
         units = len(torch.unique(unit))
         if n and units != int(unit.max()) + 1:
             raise EngineError(
@@ -59,7 +62,7 @@ class Batch:
                 "give one class per contribution, not per example",
             )
         object.__setattr__(self, "classified", self.cls is not None or units == 0)
-        cls = _integers("cls", self.cls, units, default=lambda: torch.zeros(units, dtype=torch.long))
+        cls = _check_integers("cls", self.cls, units, default=lambda: torch.zeros(units, dtype=torch.long))
         weight = torch.ones(n) if self.weight is None else torch.as_tensor(self.weight, dtype=torch.float32)
         if weight.shape != (n,) or not bool(torch.isfinite(weight).all() and (weight >= 0).all()):
             raise EngineError(
@@ -68,9 +71,9 @@ class Batch:
                 "give one weight >= 0 per example; 0 marks padding",
             )
         if self.scale is not None:
-            object.__setattr__(self, "scale", _limits("scale", self.scale, units, most=1.0))
+            object.__setattr__(self, "scale", _check_limits("scale", self.scale, units, most=1.0))
         if self.ceiling is not None:
-            object.__setattr__(self, "ceiling", _limits("ceiling", self.ceiling, units, most=math.inf))
+            object.__setattr__(self, "ceiling", _check_limits("ceiling", self.ceiling, units, most=math.inf))
         object.__setattr__(self, "unit", unit)
         object.__setattr__(self, "cls", cls)
         object.__setattr__(self, "weight", weight)
@@ -78,11 +81,7 @@ class Batch:
     @property
     def examples(self) -> int:
         """The number of examples, padding included: the first axis of every tensor in x and y."""
-        sizes = {
-            t.shape[0] if t.dim() else -1
-            for t in pytree.tree_leaves((self.x, self.y))
-            if isinstance(t, Tensor)
-        }
+        sizes = {t.shape[0] if t.dim() else -1 for t in pytree.tree_leaves((self.x, self.y)) if isinstance(t, Tensor)}
         if not sizes:
             raise EngineError(
                 "engine.without-tensors",
@@ -115,8 +114,8 @@ class Batch:
         for i, (low, high) in enumerate(pairwise(bounds)):
             rows = ((self.unit >= low) & (self.unit < high)).nonzero().flatten()
             yield Batch(
-                _take(self.x, rows),
-                _take(self.y, rows),
+                _take_rows(self.x, rows),
+                _take_rows(self.y, rows),
                 unit=self.unit[rows] - low,
                 cls=self.cls[low:high] if self.classified else None,
                 weight=self.weight[rows],
@@ -127,7 +126,7 @@ class Batch:
             )
 
 
-def _limits(name: str, value: Any, size: int, *, most: float) -> Tensor:
+def _check_limits(name: str, value: Any, size: int, *, most: float) -> Tensor:
     given = torch.as_tensor(value, dtype=torch.float64)
     if given.shape != (size,) or not bool(((given > 0) & (given <= most)).all()):
         raise EngineError(
@@ -138,11 +137,11 @@ def _limits(name: str, value: Any, size: int, *, most: float) -> Tensor:
     return given
 
 
-def _take(tree: Any, rows: Tensor) -> Any:
+def _take_rows(tree: Any, rows: Tensor) -> Any:
     return pytree.tree_map(lambda t: t[rows] if isinstance(t, Tensor) else t, tree)
 
 
-def _integers(name: str, value: Any, size: int, default: Callable[[], Tensor]) -> Tensor:
+def _check_integers(name: str, value: Any, size: int, default: Callable[[], Tensor]) -> Tensor:
     if value is None:
         return default()
     try:
@@ -163,3 +162,123 @@ def _integers(name: str, value: Any, size: int, default: Callable[[], Tensor]) -
     if size and int(numbers.min()) < 0:
         raise EngineError("engine.contains", f"{name} contains {int(numbers.min())}", f"{name} counts from 0")
     return numbers
+
+
+_example_of_row: ContextVar[Tensor | None] = ContextVar("lamina_rows", default=None)
+_example_count: ContextVar[int | None] = ContextVar("lamina_examples", default=None)
+
+
+@contextmanager
+def rows(owner: Tensor) -> Iterator[None]:
+    """Say which example of the batch each leading row belongs to, for the layers called inside.
+
+    Needed where the leading axis is not the batch's: flattened tokens, windows, the tokens that
+    were routed to one expert. `owner[r]` is the example's place in the batch; -1 marks a row that
+    belongs to nobody.
+
+    >>> import torch, lamina
+    >>> tokens = torch.randn(4 * 16, 8)                        # 4 examples of 16 tokens, flattened
+    >>> with lamina.rows(torch.arange(4).repeat_interleave(16)):
+    ...     y = torch.nn.Linear(8, 8)(tokens)
+    """
+    if owner.dim() != 1 or owner.dtype.is_floating_point or owner.dtype == torch.bool:
+        raise OwnershipError(
+            "engine.rows-got-tensor",
+            f"rows() got a tensor of shape {tuple(owner.shape)} and dtype {owner.dtype}",
+            "give one integer per row: the place of its example in the batch",
+        )
+    token = _example_of_row.set(owner.detach().long())
+    try:
+        yield
+    finally:
+        _example_of_row.reset(token)
+
+
+@contextmanager
+def examples(count: int) -> Iterator[None]:
+    """Say how many examples a forward pass carries, where its first argument does not show it."""
+    token = _example_count.set(count)
+    try:
+        yield
+    finally:
+        _example_count.reset(token)
+
+
+def current_rows() -> Tensor | None:
+    return _example_of_row.get()
+
+
+def current_examples() -> int | None:
+    return _example_count.get()
+
+
+@dataclass(frozen=True, eq=False)
+class RowLayout:
+    """The owner of every leading row of an activation.
+
+    `owner[r]` is the contribution of row r, or -1 where the row is padding. `fold` brings a tensor
+    with R leading rows into the form (P contributions, m rows each, …): the m rows then act like m
+    more sequence positions of one sample (docs/theory.md, "Unit"). Padding and filler rows are set
+    to zero with `where`, never by multiplication, because 0 · NaN is NaN.
+    """
+
+    owner: Tensor
+    units: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.owner)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether every row is a contribution of its own, in order."""
+        return self._per_unit == 1 and self._padding is None
+
+    @cached_property
+    def _per_unit(self) -> int:
+        """m if row r belongs to contribution r // m for every r, else 0."""
+        if self.units == 0 or self.rows % self.units or self.rows == 0:
+            return 0
+        m = self.rows // self.units
+        plain = torch.arange(self.units)
+        if m > 1:
+            plain = plain.repeat_interleave(m)
+        return m if torch.equal(torch.where(self.owner < 0, plain, self.owner), plain) else 0
+
+    @cached_property
+    def _padding(self) -> Tensor | None:
+        mask = self.owner < 0
+        return mask if bool(mask.any()) else None
+
+    @cached_property
+    def _index(self) -> tuple[Tensor, Tensor]:
+        """For a ragged layout: row numbers (P, M) and where they are filler."""
+        counts = torch.bincount(self.owner[self.owner >= 0], minlength=self.units)
+        width = max(1, int(counts.max()) if self.units else 1)
+        order = torch.argsort(self.owner, stable=True)
+        order = order[self.owner[order] >= 0]
+        owner = self.owner[order]
+        start = torch.cumsum(counts, 0) - counts
+        index = torch.zeros(self.units, width, dtype=torch.long)
+        filler = torch.ones(self.units, width, dtype=torch.bool)
+        place = torch.arange(len(order)) - start[owner]
+        index[owner, place] = order
+        filler[owner, place] = False
+        return index, filler
+
+    def fold(self, t: Tensor) -> Tensor:
+        """(R, …) → (P, m, …)."""
+        if self._per_unit:
+            if self._padding is not None:
+                t = t.masked_fill(self._padding.view(-1, *[1] * (t.dim() - 1)), 0)
+            return t.unsqueeze(1) if self._per_unit == 1 else t.reshape(self.units, self._per_unit, *t.shape[1:])
+        index, filler = self._index
+        if self.rows == 0:
+            return t.new_zeros(self.units, 1, *t.shape[1:])
+        return t[index].masked_fill(filler.view(*filler.shape, *[1] * (t.dim() - 1)), 0)
+
+    def through(self, example_of_row: Tensor) -> RowLayout:
+        """The layout of rows that each come from one example of this layout (-1: from none)."""
+        known = example_of_row >= 0
+        owner = torch.where(known, self.owner[example_of_row.clamp(min=0)], -1)
+        return RowLayout(owner, self.units)

@@ -1,15 +1,16 @@
-"""Asking before each step whether it may be taken."""
+"""`Budget`: asks the filters of every class before each step whether it may be taken, and charges it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from lamina.account import Filter, RenyiFilter, SpendCurve, choice_multiplier
+from lamina.account.accountants import SpendCurve
+from lamina.account.filters import PrivacyFilter, RenyiFilter
+from lamina.account.gaussian_rdp import choice_noise_multiplier
 from lamina.errors import BudgetExceeded, PlanError
-from lamina.plan.limits import shown
-from lamina.plan.rules import Choose, FollowBudget
-from lamina.plan.step import StepPlan
+from lamina.plan.rules import Choose, FollowBudget, short_repr
+from lamina.plan.step_plan import StepPlan
 
 
 class Budget:
@@ -21,17 +22,17 @@ class Budget:
     plan's whole schedule. `lent` says that somebody else asks such filters for this stretch of steps.
     """
 
-    def __init__(self, plan: StepPlan, filters: Mapping[str, Filter], taken: int = 0) -> None:
+    def __init__(self, plan: StepPlan, filters: Mapping[str, PrivacyFilter], taken: int = 0) -> None:
         if not 0 <= taken <= plan.steps:
             raise PlanError(
                 "engine.taken-plan-steps",
                 f"taken is {taken}, the plan has {plan.steps} steps",
                 "say how many were taken before",
             )
-        self.plan, self.lent = plan, False
-        self.go_to(taken)
+        self.plan, self.filters_asked_elsewhere = plan, False
+        self.set_taken(taken)
         self._curves: dict[int, SpendCurve] = {}
-        self._given: list[tuple[int, Filter]] = []
+        self._given: list[tuple[int, PrivacyFilter]] = []
         for name, filter_ in filters.items():
             k = plan.index(name)
             if plan.classes[k].public:
@@ -46,14 +47,14 @@ class Budget:
             for k in range(len(plan.classes)):
                 if schedule := plan.schedule(k):
                     self._own[k] = RenyiFilter.for_schedule(schedule, order=follow.order)
-            self._assume(follow.least)
+            self._charge_earlier_steps(follow.least)
 
-    def go_to(self, step: int) -> None:
+    def set_taken(self, step: int) -> None:
         """`step` steps were taken, and every choice that fell on them was made. Nothing is charged."""
         choose = self.plan.rule(Choose)
         self.taken, self._choices = step, 0 if choose is None else choose.calls(0, step)
 
-    def _assume(self, factor: float) -> None:
+    def _charge_earlier_steps(self, factor: float) -> None:
         """Steps of an earlier engine whose sigma is not known here: charged as if each had been the dearest."""
         for k, filter_ in self._own.items():
             sigma, q = self.plan.sigma(k), self.plan.classes[k].sampling_rate
@@ -96,12 +97,10 @@ class Budget:
                 f"the plan was priced for {self.plan.steps} steps, and all are taken: no choice is left",
                 "make a plan with more steps: its noise, or its epsilon, will be larger",
             )
-        self._take(
-            [(k, f, *self._choice(k)) for k, f in self._asked()], f"the choice before step {self.taken + 1}"
-        )
+        self._take([(k, f, *self._choice(k)) for k, f in self._asked()], f"the choice before step {self.taken + 1}")
         self._choices += 1
 
-    def _take(self, due: list[tuple[int, Filter, float, float]], what: str) -> None:
+    def _take(self, due: list[tuple[int, PrivacyFilter, float, float]], what: str) -> None:
         for k, filter_, sigma, q in due:
             if not filter_.admits(sigma, q):
                 raise BudgetExceeded(
@@ -113,8 +112,8 @@ class Budget:
         for _, filter_, sigma, q in due:
             filter_.charge(sigma, q)
 
-    def _asked(self) -> list[tuple[int, Filter]]:
-        return [*self._given, *(() if self.lent else self._own.items())]
+    def _asked(self) -> list[tuple[int, PrivacyFilter]]:
+        return [*self._given, *(() if self.filters_asked_elsewhere else self._own.items())]
 
     def _rate(self, k: int) -> float:
         """At which a step is priced: raw noise credits nothing to sampling."""
@@ -123,7 +122,7 @@ class Budget:
     def _choice(self, k: int) -> tuple[float, float]:
         choose = self.plan.rule(Choose)
         assert choose is not None
-        return choice_multiplier(choose.epsilon), self._rate(k)
+        return choice_noise_multiplier(choose.epsilon), self._rate(k)
 
     def epsilon(self, k: int) -> float:
         """An ε that holds for class k after what was charged so far.
@@ -139,7 +138,7 @@ class Budget:
             return plan.epsilon(k)
         if k not in self._curves:
             self._curves[k] = SpendCurve(
-                lambda steps: plan.stretch(k, 0, steps),
+                lambda steps: plan.schedule_between(k, 0, steps),
                 steps=plan.steps,
                 delta=plan.delta(k),
                 accountant=plan.accountant,
@@ -157,17 +156,17 @@ class Budget:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """What `to_state` said, exactly. Refused, and nothing changes, if it is not of this plan."""
         if not isinstance(state, Mapping) or set(state) != {"taken", "choices", "filters"}:
-            raise _not_mine("has other fields")
+            raise _foreign_state_error("has other fields")
         taken, choices, filters = state["taken"], state["choices"], state["filters"]
         if type(taken) is not int or not 0 <= taken <= self.plan.steps:
-            raise _not_mine(f"says that {shown(taken)} of {self.plan.steps} steps were taken")
+            raise _foreign_state_error(f"says that {short_repr(taken)} of {self.plan.steps} steps were taken")
         choose = self.plan.rule(Choose)
         made = [0 if choose is None else choose.calls(0, steps) for steps in (taken, taken + 1)]
         if type(choices) is not int or not made[0] <= choices <= made[1]:
-            raise _not_mine(f"says that {shown(choices)} choices were made in {taken} steps")
+            raise _foreign_state_error(f"says that {short_repr(choices)} choices were made in {taken} steps")
         names = {self.plan.classes[k].name: k for k in self._own}
         if not isinstance(filters, Mapping) or set(filters) != set(names):
-            raise _not_mine("has filters of other classes")
+            raise _foreign_state_error("has filters of other classes")
         own = {names[name]: self._restored(names[name], each) for name, each in filters.items()}
         self.taken, self._choices, self._own = taken, choices, own
 
@@ -177,20 +176,18 @@ class Budget:
         assert follow is not None
         whole = RenyiFilter.for_schedule(self.plan.schedule(k), order=follow.order).to_state()
         if not isinstance(state, Mapping) or set(state) != set(whole):
-            raise _not_mine(f"has no filter for class '{name}'")
+            raise _foreign_state_error(f"has no filter for class '{name}'")
         for what in ("kind", "order", "budget", "limit"):
             if type(state[what]) is not type(whole[what]) or state[what] != whole[what]:
-                raise _not_mine(
-                    f"has a filter for class '{name}' with {what} {shown(state[what])}, not {whole[what]!r}"
+                raise _foreign_state_error(
+                    f"has a filter for class '{name}' with {what} {short_repr(state[what])}, not {whole[what]!r}"
                 )
         if type(state["spent"]) is not int or not 0 <= state["spent"] <= int(whole["limit"]):
-            raise _not_mine(f"says that class '{name}' spent {shown(state['spent'])} units")
+            raise _foreign_state_error(f"says that class '{name}' spent {short_repr(state['spent'])} units")
         return RenyiFilter.from_state(state)
 
 
-def _not_mine(why: str) -> PlanError:
+def _foreign_state_error(why: str) -> PlanError:
     return PlanError(
-        "engine.state-budget",
-        f"the state of the budget {why}",
-        "give what to_state() of the same plan's budget said",
+        "engine.state-budget", f"the state of the budget {why}", "give what to_state() of the same plan's budget said"
     )

@@ -10,29 +10,51 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lamina.account import Filter
-from lamina.engine.adapt import Adaptation
-from lamina.engine.adapt.choosing import OpenChoice
+from lamina.account.filters import PrivacyFilter
+from lamina.engine import grads
+from lamina.engine.adaptive import Adaptation, OpenChoice
 from lamina.engine.attach import Attachment
 from lamina.engine.batch import Batch
 from lamina.engine.budget import Budget
-from lamina.engine.collect import BoxCollector
-from lamina.engine.differentiate import Differentiator
-from lamina.engine.examine import Examined, examine
-from lamina.engine.function import Target
-from lamina.engine.gradients import Gradients, refuse_half
-from lamina.engine.limits import Limits
-from lamina.engine.masks import ALL_OPEN, Masks, Openings, trained
+from lamina.engine.clipping import BoxCollector, ClipBounds, Collector, NormCollector
+from lamina.engine.layers.layer_rule import ReceiverSlot, Target
 from lamina.engine.noise import NoiseSource, SecureNoise
-from lamina.engine.open_step import OpenStep, Sums, batch_given, out_of_order, zeros
-from lamina.engine.ownership import OwnershipCheck
-from lamina.engine.printed import PlainSums, PrintedStep, warn_if_printed
-from lamina.engine.probe import probe
-from lamina.engine.restore import Restore
+from lamina.engine.paper_step import PaperStep, UnclippedSums, warn_if_reproduction
+from lamina.engine.safety_checks import CheckedBatch, GradWriter, OwnershipCheck, check_batch, probe, refuse_float16
+from lamina.engine.slices import NO_MASKS, PlanSlices, RestoreUnreached, TensorMasks, trained_tensors
+from lamina.engine.step import ClippedSums, OpenStep, check_is_batch, parts_out_of_order_error, zero_sums
 from lamina.errors import CouplingError, EngineError
-from lamina.plan.coverage import check_coverage
-from lamina.plan.hazards import hazards
-from lamina.plan.step import Clipping, StepPlan
+from lamina.plan.coverage import check_coverage, find_hazards
+from lamina.plan.step_plan import Clipping, StepPlan
+
+
+class BackwardPass:
+    """Opens the desk for one collector at a time; refuses whatever else is written meanwhile."""
+
+    def __init__(self, gradients: GradWriter, layer_of: Mapping[str, int], desk: ReceiverSlot) -> None:
+        self.gradients, self.layer_of, self.desk = gradients, layer_of, desk
+
+    def run(self, part: CheckedBatch, collector: Collector) -> None:
+        before = self.gradients.held()
+        tensors = self.gradients.tensors.items()
+        inputs = [p for name, p in tensors if collector.reached[self.layer_of[name]]]
+        self.desk.receiver = collector
+        try:
+            with torch.autocast("cpu", enabled=False):
+                torch.autograd.backward(part.losses, part.weights, inputs=inputs)
+            with torch.no_grad():
+                collector.finish()
+        finally:
+            self.desk.receiver = None
+            grads.release_buffers()
+        self.gradients.check_unchanged(before)
+
+    def norms(self, part: CheckedBatch, reached: list[bool], openings: TensorMasks = NO_MASKS) -> Tensor:
+        """(P, L) norms of every contribution at every layer that is reached: secret."""
+        collector = NormCollector(part.graph, part.layouts, reached, {}, openings, units=part.layout.units)
+        if any(reached):
+            self.run(part, collector)
+        return collector.norms
 
 
 class Engine:
@@ -53,7 +75,7 @@ class Engine:
         plan: StepPlan,
         *,
         noise: NoiseSource | None = None,
-        filters: Mapping[str, Filter] | None = None,
+        filters: Mapping[str, PrivacyFilter] | None = None,
         rows: Mapping[str, str] | None = None,
         per_contribution: Sequence[str] = (),
         constant_time: bool = False,
@@ -79,26 +101,24 @@ class Engine:
         self._trained = [any(row[i] > 0 for row in plan.clip) for i in range(len(plan.layers))]
         self._layer_of = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
         parameters = dict(model.named_parameters())
-        self._tensors = {name: parameters[name] for name in trained(plan)}
+        self._tensors = {name: parameters[name] for name in trained_tensors(plan)}
         self._names = {id(p): name for name, p in parameters.items()}
-        self._masks = Masks(plan, parameters)
+        self._masks = PlanSlices(plan, parameters)
         self.adaptation = Adaptation.of(plan, self._masks.sizes)
-        refuse_half(parameters)
-        warn_if_printed(plan)
+        refuse_float16(parameters)
+        warn_if_reproduction(plan)
         self._printed = plan.clipping is Clipping.ELEMENTWISE
-        self._bounds = Limits(plan)
+        self._bounds = ClipBounds(plan)
         self._ownership = OwnershipCheck()
-        self._gradients = Gradients(self._tensors)
+        self._gradients = GradWriter(self._tensors)
         self._detached = False
         self.probed = False
         self._open: OpenStep | None = None
         self._choice: OpenChoice | None = None
-        targets = {
-            name: Target(name, i) if name in self._tensors else None for name, i in self._layer_of.items()
-        }
+        targets = {name: Target(name, i) if name in self._tensors else None for name, i in self._layer_of.items()}
         self._attachment = Attachment(model, targets, rows=rows, per_contribution=per_contribution)
-        self._pass = Differentiator(self._gradients, self._layer_of, self._attachment.desk)
-        restore = Restore(self._tensors, self._masks.closed)
+        self._backward_pass = BackwardPass(self._gradients, self._layer_of, self._attachment.desk)
+        restore = RestoreUnreached(self._tensors, self._masks.closed)
         self._hooks = [
             register_optimizer_step_pre_hook(self._gradients.before_optimizer_step),
             register_optimizer_step_pre_hook(restore.before),
@@ -113,7 +133,7 @@ class Engine:
         `losses` holds one loss per example, or is None for an empty batch, which still gets its
         noise. With `batch.split`, call it once per part: noise and `.grad` come with the last.
         """
-        if batch_given(batch).first:
+        if check_is_batch(batch).first:
             self._open = None  # an earlier step that was not finished is given up; its charge stays
         try:
             self._take(losses, batch)
@@ -132,13 +152,13 @@ class Engine:
         if batch.first:
             self._open = self._begin()
         if self._open is None:
-            raise out_of_order()
+            raise parts_out_of_order_error()
         if part is not None:
             self._accumulate(part, self._open)
         if batch.last:
             step, self._open = self._open, None
             released = step.release()
-            self._masks.silence_all(released)
+            self._masks.zero_all_unreached(released)
             self._gradients.write(released)
             if self.adaptation is not None:
                 self.adaptation.after(step.step, released, step.counts)
@@ -146,9 +166,9 @@ class Engine:
     def _begin(self) -> OpenStep:
         factor = 1.0
         if self.adaptation is not None:
-            self.adaptation.keep_pace()
+            self.adaptation.apply_proposed_factor()
             factor = self.adaptation.factor
-        made = PrintedStep if self._printed else OpenStep
+        made = PaperStep if self._printed else OpenStep
         return made(self.applied, self.noise, self._tensors, self._layer_of, self.budget.charge(factor))
 
     @property
@@ -164,7 +184,7 @@ class Engine:
         is written. Like `backward`, it may be called once for each part of `batch.split`.
         """
         try:
-            self._choose(losses, batch_given(batch))
+            self._choose(losses, check_is_batch(batch))
         except BaseException:
             self._choice = None  # if it was charged, it stays charged, and S stays as it is
             raise
@@ -181,41 +201,39 @@ class Engine:
             self.budget.charge_choice()
             self._choice, adaptation.chosen = choice, step
         if self._choice is None:
-            raise out_of_order()
+            raise parts_out_of_order_error()
         if part is not None:
-            self._choice.add(part, self._pass.norms(part, self._reached(part), self._openings(part)))
+            self._choice.add(part, self._backward_pass.norms(part, self._reached(part), self._openings(part)))
         if batch.last:
             choice, self._choice = self._choice, None
             adaptation.settle(choice.drawn(self.noise, step))
 
-    def gradient_of(
-        self, losses: Tensor, batch: Batch, unit: int, *, routed: bool = True
-    ) -> dict[str, Tensor]:
+    def gradient_of(self, losses: Tensor, batch: Batch, unit: int, *, routed: bool = True) -> dict[str, Tensor]:
         """The unclipped gradient of one contribution: for probes on proxy data only.
 
         `routed`: 0 where its class may not move a tensor or a part of it.
         """
         part = self._examine(losses, batch)
-        sums = zeros(self._tensors)
+        sums = zero_sums(self._tensors)
         if part is not None:
             bounds = torch.zeros(part.layout.units, len(self.plan.layers), dtype=torch.float64)
             reach = self._limits.clip[part.classes[unit]] > 0
             bounds[unit] = torch.where(reach, torch.inf, 0.0) if routed else torch.inf
-            openings = self._openings(part) if routed else ALL_OPEN
+            openings = self._openings(part) if routed else NO_MASKS
             start = part.graph, part.layouts, self._trained, sums, openings
-            self._pass.run(part, BoxCollector(*start, bounds=bounds, scale=1.0))
+            self._backward_pass.run(part, BoxCollector(*start, bounds=bounds, scale=1.0))
         return sums
 
     def clipped_sums(self, losses: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         """The routed, clipped sum without noise and without division: for tests and audits only."""
         part = self._examine(losses, batch)
-        plain = PlainSums(self.plan, self._tensors, self._layer_of) if self._printed else None
-        into = Sums(zeros(self._tensors)) if plain is None else plain
+        plain = UnclippedSums(self.plan, self._tensors, self._layer_of) if self._printed else None
+        into = ClippedSums(zero_sums(self._tensors)) if plain is None else plain
         if part is not None:
             self._accumulate(part, into)
         return into.sums if plain is None else plain.mean()
 
-    def _examine(self, losses: Tensor | None, batch: Batch) -> Examined | None:
+    def _examine(self, losses: Tensor | None, batch: Batch) -> CheckedBatch | None:
         """Everything that can be refused, before anything is spent."""
         if self._detached:
             raise EngineError(
@@ -224,14 +242,12 @@ class Engine:
                 "make a new one: lamina.Engine(model, plan)",
             )
         self._gradients.check()
-        part = examine(losses, batch, self.plan, self._names)
+        part = check_batch(losses, batch, self.plan, self._names)
         if part is not None and self._ownership.due(part.graph, part.layout.units):
-            for hazard in hazards(self.model):
+            for hazard in find_hazards(self.model):
                 raise CouplingError("engine.examine", str(hazard), hazard.remedy)
             with torch.autocast("cpu", enabled=False):
-                self._ownership.run(
-                    part.losses, part.layout.owner, part.layout.units, part.graph, part.layouts
-                )
+                self._ownership.run(part.losses, part.layout.owner, part.layout.units, part.graph, part.layouts)
         return part
 
     @property
@@ -240,22 +256,22 @@ class Engine:
         return self.plan if self.adaptation is None else self.adaptation.applied
 
     @property
-    def _limits(self) -> Limits:
+    def _limits(self) -> ClipBounds:
         if self._bounds.plan is not self.applied:
-            self._bounds = Limits(self.applied)
+            self._bounds = ClipBounds(self.applied)
         return self._bounds
 
-    def _reached(self, part: Examined) -> list[bool]:
+    def _reached(self, part: CheckedBatch) -> list[bool]:
         return self._trained if self.constant_time else self._limits.reached(part)
 
-    def _openings(self, part: Examined) -> Openings:
+    def _openings(self, part: CheckedBatch) -> TensorMasks:
         return self._masks.openings(part.classes, narrow=not self.constant_time)
 
-    def _accumulate(self, part: Examined, into: Sums) -> None:
+    def _accumulate(self, part: CheckedBatch, into: ClippedSums) -> None:
         reached = self._reached(part)
         if any(reached):
             part = into.admit(part)
-            self._pass.run(part, self._limits.collector(part, into, reached, self._openings(part)))
+            self._backward_pass.run(part, self._limits.collector(part, into, reached, self._openings(part)))
 
     # ---------------------------------------------------------------------------------------- around it
 
@@ -282,14 +298,14 @@ class Engine:
                 "check the run",
             )
         if self.adaptation is not None:
-            self.budget.lent = self.adaptation.fix(factor)
+            self.budget.filters_asked_elsewhere = self.adaptation.fix(factor)
         elif factor not in (None, 1.0):
             raise EngineError(
                 "engine.factor-plan-no", f"factor is {factor!r}, and the plan has no rules", "leave it out"
             )
         self._open = self._choice = None
         self.noise = noise
-        self.budget.go_to(step)
+        self.budget.set_taken(step)
 
     def probe(self, losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any = None) -> None:
         """Refuse a model or loss in which examples influence each other, on proxy data: see `probe`.

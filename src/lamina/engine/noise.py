@@ -1,25 +1,9 @@
-"""The Gaussian noise of a private step.
-
-    source.add_many_(sums, stds, step=t)        sums[i] <- sums[i] + stds[i] · z_i,   z_i ~ N(0, I)
-
-Two sources, one construction (`stream`: AES counter mode; `normal`: Box–Muller from 64-bit words):
-
-- `SecureNoise()` is keyed by the system's generator. It draws a (step, tensor) once and refuses it a second
-  time, refuses to be copied, pickled or used in a forked child: the difference of two releases under the same
-  noise is the difference of their sums. `SecureNoise.of_journal(seed)` replays a segment whose seed a journal
-  kept.
-- `SeededNoise(seed)` is for tests: `private` is False, and so is everything derived from it.
-
-Formal guarantees. With uniform words the draws are N(0, 1) up to the floating-point error stated in `normal`,
-and cut at 9.35 standard deviations (mass 2^-63 a pair). Not hardened (the default): the sum is taken in the
-sums' own precision; which low bits can occur then depends on the sum, so a certificate lists floating point as
-not covered. `hardened=True`: normals and sum in float64, the result rounded to the public grid
-`normal.grid(std)`. docs/decisions/noise.md says what that does and does not protect against.
-"""
+"""The Gaussian noise of a private step: `SecureNoise`, `SeededNoise`, and normal draws from uniform words."""
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -30,10 +14,164 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
 
-from lamina.engine.normal import Reals, Workspace, add_pack, add_rounded, grid, workspace
-from lamina.engine.stream import CELL, SEED_BYTES, KeyStream, Pack, Purpose, layout, step_key
+from lamina.engine.random_stream import (
+    CELL_ELEMENTS,
+    SEED_BYTES,
+    KeyStream,
+    Pack,
+    StreamPurpose,
+    Words,
+    plan_packs,
+    step_key,
+)
 from lamina.errors import NoiseError
+
+# Normal draws from uniform words: Box–Muller with the tail kept, in float32 or float64.
+#
+# A pair takes two 64-bit words, read as signed integers w1, w2; the last bit of w1 is set:
+#
+#     u = |w1| / 2^63  in (0, 1]     r = sqrt(-2 ln u)     theta = pi · w2 / 2^63  in [-pi, pi]
+#     (r cos theta, r sin theta)     two independent N(0, 1)
+#
+# u has the 53 bits of a float64 *relative* to itself on a grid of 2^-62, so the tail, which is made near u = 0,
+# goes on: the largest r is sqrt(126 ln 2) = 9.35, the smallest 0. The logarithm is always taken in float64: in
+# float32 u would round to 1, and r to 0, once in 2^25 draws, and the exact sum would be released there. Everything
+# after it (root, angle, cosine, sine, product) is smooth, so float32 there moves a draw by at most a few 1e-7 of its
+# radius, the size of the rounding when it is added to a float32 sum.
+
+GRID_BITS = 8
+MAX_RADIUS = math.sqrt(126 * math.log(2.0))
+
+Reals = NDArray[Any]  # float32 or float64
+StoreDraws = Callable[[int, int, Reals, Reals], None]  # (slot, first element, r, cos or sin): put their product there
+
+_WORD_TO_UNIT = 2.0**-63
+_WORD_TO_ANGLE = math.pi * 2.0**-63
+
+
+def radius(words: Words, work: NDArray[np.float64], out: Reals) -> None:
+    """out = sqrt(-ln u²) = sqrt(-2 ln u). `work` is float64 scratch; the cast comes after the logarithm.
+
+    Signed words, because uint64 to float64 is a branch per element. Setting the last bit of `words`, in place,
+    keeps u from 0; u² is at most 1.
+    """
+    np.bitwise_or(words, np.uint64(1), out=words)
+    np.copyto(work, words.view(np.int64))
+    np.multiply(work, _WORD_TO_UNIT, out=work)
+    np.multiply(work, work, out=work)
+    np.log(work, out=work)
+    np.copyto(out, work, casting="same_kind")
+    np.negative(out, out=out)
+    np.sqrt(out, out=out)
+
+
+def angle(words: Words, out: Reals) -> None:
+    """out = theta. The same word gives the same angle in both precisions, up to their rounding."""
+    np.copyto(out, words.view(np.int64), casting="same_kind")
+    np.multiply(out, _WORD_TO_ANGLE, out=out)
+
+
+def cosine(theta: Reals, out: Reals) -> None:
+    if theta.dtype == np.float32:
+        np.cos(theta, out=out)
+    else:  # four times as fast as numpy's float64, and parallel: on the main thread only
+        torch.cos(torch.from_numpy(theta), out=torch.from_numpy(out))
+
+
+def sine(theta: Reals, out: Reals) -> None:
+    if theta.dtype == np.float32:
+        np.sin(theta, out=out)
+    else:
+        torch.sin(torch.from_numpy(theta), out=torch.from_numpy(out))
+
+
+def rounding_grid(std: float) -> float:
+    """The public grid of a hardened release: the power of two with 2^8 <= std/grid < 2^9."""
+    return math.ldexp(1.0, math.frexp(std)[1] - 1 - GRID_BITS)
+
+
+def add_rounded(total: Reals, noise: NDArray[np.float64], spacing: float) -> None:
+    """total = the multiple of `spacing` nearest to total + noise, computed in float64. Overwrites `noise`."""
+    np.add(total, noise, out=noise)
+    np.multiply(noise, 1.0 / spacing, out=noise)
+    np.rint(noise, out=noise)
+    np.multiply(noise, spacing, out=total, casting="same_kind")
+
+
+def _aligned_empty(size: int, dtype: torch.dtype) -> NDArray[Any]:
+    """Uninitialised memory on a cache line, which torch gives and numpy does not: a quarter of the time."""
+    return torch.empty(size, dtype=dtype).numpy()
+
+
+class NoiseBuffers:
+    """The buffers of one thread: words and two precisions of (radius, angle, product). Made once."""
+
+    def __init__(self) -> None:
+        self.words: Words = _aligned_empty(CELL_ELEMENTS + 2, torch.int64).view(np.uint64)
+        self._log: NDArray[np.float64] = _aligned_empty(CELL_ELEMENTS // 2, torch.float64)
+        self._real: dict[torch.dtype, tuple[Reals, Reals, Reals]] = {}
+
+    def polar(self, pairs: int, dtype: torch.dtype) -> tuple[Reals, Reals, Reals]:
+        """(r, theta, scratch) in this precision from the first 2·pairs words."""
+        if dtype not in self._real:
+            size = CELL_ELEMENTS // 2
+            self._real[dtype] = (_aligned_empty(size, dtype), _aligned_empty(size, dtype), _aligned_empty(size, dtype))
+        r, theta, scratch = (buffer[:pairs] for buffer in self._real[dtype])
+        radius(self.words[:pairs], self._log[:pairs], r)
+        angle(self.words[pairs : 2 * pairs], theta)
+        return r, theta, scratch
+
+
+_thread_local = threading.local()
+
+
+def noise_buffers() -> NoiseBuffers:
+    """The buffers of the calling thread."""
+    if not hasattr(_thread_local, "space"):
+        _thread_local.space = NoiseBuffers()
+    space: NoiseBuffers = _thread_local.space
+    return space
+
+
+def draw_pack(
+    stream: KeyStream, pack: Pack, space: NoiseBuffers, stds: Reals, precise: bool, store: StoreDraws
+) -> None:
+    """Draw one pack and store it. The one place that a native kernel has to replace."""
+    pairs = pack.pairs
+    if pack.counters is None:
+        piece = pack.pieces[0]
+        stream.run(piece.tensor, piece.block, space.words[: 2 * pairs])
+        scale = stds[piece.slot]
+    else:
+        stream.gather(pack.counters, space.words)
+        scale = np.repeat(stds[pack.slots], pack.widths)
+    r, theta, noise = space.polar(pairs, torch.float64 if precise else torch.float32)
+    np.multiply(r, scale, out=r)
+    for function, spans in ((cosine, pack.cosines), (sine, pack.sines)):
+        function(theta, noise)
+        for slot, start, count, at in spans:
+            store(slot, start, r[at : at + count], noise[at : at + count])
+
+
+# The Gaussian noise of a private step.
+#
+#     source.add_many_(sums, stds, step=t)        sums[i] <- sums[i] + stds[i] · z_i,   z_i ~ N(0, I)
+#
+# Two sources, one construction (`stream`: AES counter mode; `normal`: Box–Muller from 64-bit words):
+#
+# - `SecureNoise()` is keyed by the system's generator. It draws a (step, tensor) once and refuses it a second
+#   time, refuses to be copied, pickled or used in a forked child: the difference of two releases under the same
+#   noise is the difference of their sums. `SecureNoise.of_journal(seed)` replays a segment whose seed a journal
+#   kept.
+# - `SeededNoise(seed)` is for tests: `private` is False, and so is everything derived from it.
+#
+# Formal guarantees. With uniform words the draws are N(0, 1) up to the floating-point error stated in `normal`,
+# and cut at 9.35 standard deviations (mass 2^-63 a pair). Not hardened (the default): the sum is taken in the
+# sums' own precision; which low bits can occur then depends on the sum, so a certificate lists floating point as
+# not covered. `hardened=True`: normals and sum in float64, the result rounded to the public grid
+# `normal.grid(std)`. docs/decisions/noise.md says what that does and does not protect against.
 
 STD_RANGE = (1e-30, 1e30)
 
@@ -41,7 +179,7 @@ STD_RANGE = (1e-30, 1e30)
 class NoiseSource:
     """N(0, std²) for tensors, determined by (seed, step, rank, part, tensor index, element index) alone.
 
-    `part` numbers independent draws for one step and tensor: the bins, slots or contributions of plan/injection.py.
+    `part` numbers independent draws for one step and tensor: the bins, slots or contributions of plan/rules.py.
     """
 
     private: ClassVar[bool] = False
@@ -116,8 +254,8 @@ class NoiseSource:
         fill: bool,
         rounded: bool,
     ) -> None:
-        indices = _checked(totals, stds, tensors)
-        key = step_key(self._seed, step=step, rank=self._rank, purpose=Purpose.NOISE, part=part)
+        indices = _check_tensors(totals, stds, tensors)
+        key = step_key(self._seed, step=step, rank=self._rank, purpose=StreamPurpose.NOISE, part=part)
         self._claim(step, [(part << 64) + index for index in indices])
         if fill:
             for total, std in zip(totals, stds, strict=True):
@@ -136,19 +274,13 @@ class NoiseSource:
                 )
 
     def _draw(
-        self,
-        totals: list[torch.Tensor],
-        stds: list[float],
-        indices: list[int],
-        key: bytes,
-        fill: bool,
-        rounded: bool,
+        self, totals: list[torch.Tensor], stds: list[float], indices: list[int], key: bytes, fill: bool, rounded: bool
     ) -> None:
         flat = [x if x.is_contiguous() else x.detach().contiguous() for x in totals]
         arrays: list[Reals] = [x.detach().numpy().reshape(-1) for x in flat]
         precise = self._hardened or arrays[0].dtype == np.float64
         scales = np.array(stds, dtype=np.float64 if precise else np.float32)
-        spacing = [grid(std) for std in stds] if rounded else []
+        spacing = [rounding_grid(std) for std in stds] if rounded else []
 
         def put(slot: int, start: int, r: Reals, noise: Reals) -> None:
             np.multiply(r, noise, out=arrays[slot][start : start + noise.size])
@@ -163,17 +295,15 @@ class NoiseSource:
             add_rounded(arrays[slot][start : start + noise.size], noise, spacing[slot])
 
         store = add_hardened if rounded else put if fill else add
-        packs = layout(tuple(x.size for x in arrays), tuple(indices))
+        packs = plan_packs(tuple(x.size for x in arrays), tuple(indices))
         threads = torch.get_num_threads() if self._threads is None else self._threads
-        if (
-            precise
-        ):  # float64 uses torch's own threads: entered from a second one, they would outnumber the cores
+        if precise:  # float64 uses torch's own threads: entered from a second one, they would outnumber the cores
             threads = 1
 
-        def work(stream: KeyStream, pack: Pack, space: Workspace) -> None:
-            add_pack(stream, pack, space, scales, precise, store)
+        def work(stream: KeyStream, pack: Pack, space: NoiseBuffers) -> None:
+            draw_pack(stream, pack, space, scales, precise, store)
 
-        _spread(packs, key, threads, work)
+        _draw_on_threads(packs, key, threads, work)
         for total, written in zip(totals, flat, strict=True):
             if written is not total:
                 total.detach().copy_(written)
@@ -220,13 +350,13 @@ class SecureNoise(NoiseSource):
 
     def _start(self, seed: bytes, *, rank: int, hardened: bool, threads: int | None) -> None:
         super().__init__(seed, rank=rank, hardened=hardened, threads=threads)
-        self._lineage = _lineage()
+        self._lineage = _process_identity()
         self._lock = threading.Lock()
         self._step = -1
         self._drawn: set[int] = set()
 
     def _claim(self, step: int, indices: list[int]) -> None:
-        if self._lineage != _lineage():
+        if self._lineage != _process_identity():
             raise NoiseError(
                 "noise.noise-source-belongs",
                 "this noise source belongs to the parent process, whose stream a child must not repeat",
@@ -254,17 +384,13 @@ class SecureNoise(NoiseSource):
 class SeededNoise(NoiseSource):
     """Noise that anyone can predict: for tests and audits. It may be drawn again and again."""
 
-    def __init__(
-        self, seed: int, *, rank: int = 0, hardened: bool = False, threads: int | None = None
-    ) -> None:
+    def __init__(self, seed: int, *, rank: int = 0, hardened: bool = False, threads: int | None = None) -> None:
         raw = repr(int(seed)).encode()
         derived = HKDF(algorithm=SHA256(), length=SEED_BYTES, salt=None, info=b"lamina/test seed").derive(raw)
         super().__init__(derived, rank=rank, hardened=hardened, threads=threads)
 
 
-def add_rounded_many_(
-    totals: Sequence[torch.Tensor], noises: Sequence[torch.Tensor], stds: Sequence[float]
-) -> None:
+def add_rounded_many_(totals: Sequence[torch.Tensor], noises: Sequence[torch.Tensor], stds: Sequence[float]) -> None:
     """totals[i] <- the multiple of grid(stds[i]) nearest to totals[i] + noises[i]: a hardened sum of gathered noise.
 
     `noises` are float64 and overwritten. A std of 0 leaves its tensor as it is.
@@ -273,15 +399,13 @@ def add_rounded_many_(
         if std > 0:
             whole = total.detach()
             flat = whole.contiguous()
-            add_rounded(flat.numpy().reshape(-1), noise.numpy().reshape(-1), grid(std))
+            add_rounded(flat.numpy().reshape(-1), noise.numpy().reshape(-1), rounding_grid(std))
             if flat is not whole:
                 whole.copy_(flat)
     torch.autograd.graph.increment_version(list(totals))
 
 
-def _checked(
-    totals: Sequence[torch.Tensor], stds: Sequence[float], tensors: Sequence[int] | None
-) -> list[int]:
+def _check_tensors(totals: Sequence[torch.Tensor], stds: Sequence[float], tensors: Sequence[int] | None) -> list[int]:
     """The tensors' indices, once everything about the call is in order."""
     indices = list(range(len(totals))) if tensors is None else list(tensors)
     if not len(totals) == len(stds) == len(indices):
@@ -300,9 +424,7 @@ def _checked(
     for index, std in zip(indices, stds, strict=True):
         if not (low <= std <= high or std == 0):  # NaN fails both
             raise NoiseError(
-                "noise.std-tensor",
-                f"std of tensor {index} is {std}, must be 0 or in [{low}, {high}]",
-                "check the plan",
+                "noise.std-tensor", f"std of tensor {index} is {std}, must be 0 or in [{low}, {high}]", "check the plan"
             )
     seen: set[int] = set()
     for index, total in zip(indices, totals, strict=True):
@@ -337,8 +459,8 @@ def _checked(
     return indices
 
 
-def _spread(
-    packs: tuple[Pack, ...], key: bytes, threads: int, work: Callable[[KeyStream, Pack, Workspace], None]
+def _draw_on_threads(
+    packs: tuple[Pack, ...], key: bytes, threads: int, work: Callable[[KeyStream, Pack, NoiseBuffers], None]
 ) -> None:
     """Do every pack, on several threads if there is enough to do."""
     rest = iter(packs)
@@ -346,13 +468,13 @@ def _spread(
     def drain() -> None:
         stream = KeyStream(key)
         for pack in rest:
-            work(stream, pack, workspace())
+            work(stream, pack, noise_buffers())
 
     threads = min(threads, len(packs))
-    if threads < 2 or sum(pack.pairs for pack in packs) < CELL // 2:
+    if threads < 2 or sum(pack.pairs for pack in packs) < CELL_ELEMENTS // 2:
         drain()
         return
-    others = [_pool().submit(drain) for _ in range(threads - 1)]
+    others = [_noise_threads().submit(drain) for _ in range(threads - 1)]
     try:
         drain()
     finally:
@@ -360,23 +482,21 @@ def _spread(
             other.result()
 
 
-_forks = [0]
+_fork_count = [0]
 
 
 @functools.lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(
-        max_workers=max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="lamina-noise"
-    )
+def _noise_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="lamina-noise")
 
 
-def _lineage() -> tuple[int, int]:
-    return os.getpid(), _forks[0]
+def _process_identity() -> tuple[int, int]:
+    return os.getpid(), _fork_count[0]
 
 
 def _after_fork() -> None:
-    _forks[0] += 1
-    _pool.cache_clear()
+    _fork_count[0] += 1
+    _noise_threads.cache_clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

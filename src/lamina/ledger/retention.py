@@ -1,4 +1,4 @@
-"""`Retention`: after the horizon, contributions are summed up and their bodies go. What was proven stays proven.
+"""Pruning after the retention horizon: contributions are aggregated and their bodies deleted.
 
 In two steps, so that an auditor can look in between:
 
@@ -25,37 +25,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lamina.ledger.errors import LedgerError
-from lamina.ledger.hashing import leaf_hash
-from lamina.ledger.leaf import decode
-from lamina.ledger.ledger import DAY, Ledger
-from lamina.ledger.lookup import keys_of, lasting
-from lamina.ledger.records import (
-    MOST_SPANS,
-    NUMBERS,
-    Admitted,
-    Aggregate,
-    ClassTotal,
-    Epoch,
-    Role,
-    Span,
-    Withdrawal,
-)
-from lamina.ledger.store.base import Pruning, Reader, Writer
-from lamina.ledger.tiles import WIDTH
-from lamina.ledger.view import head_of
+from lamina.errors import LedgerError
+from lamina.ledger.append import index_keys, survives_pruning
+from lamina.ledger.governance_records import MAX_SPANS, Aggregate, ClassTotal, LeafSpan, Role, Withdrawal
+from lamina.ledger.merkle import TILE_WIDTH, leaf_hash
+from lamina.ledger.reader import head_of
+from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, Epoch, decode_leaf
+from lamina.ledger.store.interface import PruningRow, StoreReader, StoreWriter
+from lamina.ledger.writer import DAY_SECONDS, Ledger
 
-LAST = 1 << 62  # later than any time
-_CHUNK = 4096  # leaves that go in one transaction
-_MOVING = (
-    NUMBERS[Epoch],
-    NUMBERS[Withdrawal],
-    NUMBERS[Aggregate],
+_NEVER = 1 << 62  # later than any time
+_LEAVES_PER_TRANSACTION = 4096  # leaves that go in one transaction
+_KINDS_CHANGING_AGGREGATE = (
+    KIND_NUMBERS[Epoch],
+    KIND_NUMBERS[Withdrawal],
+    KIND_NUMBERS[Aggregate],
 )  # kinds that change what an aggregate says
 
 
 @dataclass(slots=True)
-class _Sum:
+class _ClassSum:
     """What is left of a class."""
 
     count: int = 0
@@ -93,7 +82,7 @@ class Retention:
                 "prune less",
             )
         with self._store.read() as rows:
-            return _summed(rows, horizon, now)
+            return _propose_aggregate(rows, horizon, now)
 
     def receipts(self, aggregate: Aggregate) -> Iterator[tuple[int, bytes]]:
         """(leaf, COSE receipt) of everything that would go, under the newest checkpoint: to be handed out before."""
@@ -110,7 +99,7 @@ class Retention:
         self.resume()
         with self._store.read() as rows:
             size = head_of(rows).size
-            fresh = _summed(rows, aggregate.horizon, self._ledger.now())
+            fresh = _propose_aggregate(rows, aggregate.horizon, self._ledger.now())
         if aggregate.horizon > self.horizon():
             raise LedgerError(
                 "ledger.horizon-not-reached",
@@ -125,15 +114,13 @@ class Retention:
             )
         self._check_signatures(aggregate)
 
-        def mark(rows: Writer, seqs: list[int]) -> None:
-            for kind in _MOVING:
+        def mark(rows: StoreWriter, seqs: list[int]) -> None:
+            for kind in _KINDS_CHANGING_AGGREGATE:
                 if next(rows.of_kind(kind, size, seqs[0]), None) is not None:
                     raise LedgerError(
-                        "ledger.ledger-grew-while",
-                        "the ledger grew while it was being pruned",
-                        "propose again",
+                        "ledger.ledger-grew-while", "the ledger grew while it was being pruned", "propose again"
                     )
-            rows.put_pruning(Pruning(seqs[0], False))
+            rows.put_pruning(PruningRow(seqs[0], False))
 
         (seq,) = self._ledger.append_aggregate(aggregate, mark)
         self.resume()
@@ -148,10 +135,10 @@ class Retention:
             aggregate = self._ledger.leaf(seq).record
             assert isinstance(aggregate, Aggregate)
             for span in aggregate.spans:
-                for first in range(span.first, span.stop, _CHUNK):
-                    self._drop(first, min(first + _CHUNK, span.stop))
+                for first in range(span.first, span.stop, _LEAVES_PER_TRANSACTION):
+                    self._drop(first, min(first + _LEAVES_PER_TRANSACTION, span.stop))
             self._drop_tiles(aggregate)
-            self._ledger.transact(partial(_done, seq))
+            self._ledger.transact(partial(_mark_done, seq))
 
     # ----------------------------------------------------------------------------------- inside
 
@@ -167,17 +154,17 @@ class Retention:
             )
 
     def _drop(self, first: int, stop: int) -> None:
-        def drop(rows: Writer) -> None:
+        def drop(rows: StoreWriter) -> None:
             gone = []
             for seq, data in rows.leaves(first, stop):
-                record = decode(data).record
-                if not isinstance(record, Admitted):
+                record = decode_leaf(data).record
+                if not isinstance(record, ContributionRecord):
                     raise LedgerError(
                         "ledger.leaf-no-contribution-not",
                         f"leaf {seq} is no contribution, and is not pruned",
                         "the aggregate is wrong",
                     )
-                gone += [(key, seq) for key in keys_of(record) if not lasting(key)]
+                gone += [(key, seq) for key in index_keys(record) if not survives_pruning(key)]
             rows.drop_keys(gone)
             rows.drop_leaves(first, stop)
 
@@ -185,53 +172,53 @@ class Retention:
 
     def _drop_tiles(self, aggregate: Aggregate) -> None:
         with self._store.read() as rows:
-            spans = _joined(span for pruned in _aggregates(rows) for span in pruned.spans)
-            cut = {signed.size // WIDTH for signed in rows.checkpoints() if signed.size % WIDTH}
+            spans = _merge_spans(span for pruned in _read_aggregates(rows) for span in pruned.spans)
+            cut = {signed.size // TILE_WIDTH for signed in rows.checkpoints() if signed.size % TILE_WIDTH}
         asked = {
-            index for span in aggregate.spans for index in range(span.first // WIDTH, -(-span.stop // WIDTH))
+            index for span in aggregate.spans for index in range(span.first // TILE_WIDTH, -(-span.stop // TILE_WIDTH))
         }
-        whole = (range(-(-first // WIDTH), stop // WIDTH) for first, stop in spans)
+        whole = (range(-(-first // TILE_WIDTH), stop // TILE_WIDTH) for first, stop in spans)
         gone = [index for tiles in whole for index in tiles if index in asked and index not in cut]
-        for at in range(0, len(gone), _CHUNK):
-            self._ledger.transact(partial(_without_tiles, gone[at : at + _CHUNK]))
+        for at in range(0, len(gone), _LEAVES_PER_TRANSACTION):
+            self._ledger.transact(partial(_delete_tiles, gone[at : at + _LEAVES_PER_TRANSACTION]))
 
 
-def _done(seq: int, rows: Writer) -> None:
-    rows.put_pruning(Pruning(seq, True))
+def _mark_done(seq: int, rows: StoreWriter) -> None:
+    rows.put_pruning(PruningRow(seq, True))
 
 
-def _without_tiles(indices: Sequence[int], rows: Writer) -> None:
+def _delete_tiles(indices: Sequence[int], rows: StoreWriter) -> None:
     rows.drop_tiles(0, indices)
 
 
-def _summed(rows: Reader, horizon: int, now: int) -> Aggregate | None:
+def _propose_aggregate(rows: StoreReader, horizon: int, now: int) -> Aggregate | None:
     size = head_of(rows).size
-    going, used = _going(rows), _in_use(rows)
+    going, used = _leaves_being_pruned(rows), _earliest_open_run(rows)
     withdrawn = dict(rows.withdrawals())
-    sums: dict[str, _Sum] = {}
+    sums: dict[str, _ClassSum] = {}
     spans: list[list[int]] = []
     digest = hashlib.sha256()
-    for seq, data in rows.of_kind(NUMBERS[Admitted], 0, size):
-        leaf = decode(data)
-        assert isinstance(leaf.record, Admitted)
+    for seq, data in rows.of_kind(KIND_NUMBERS[ContributionRecord], 0, size):
+        leaf = decode_leaf(data)
+        assert isinstance(leaf.record, ContributionRecord)
         if leaf.time >= horizon:
             break  # time never falls
         if leaf.record.expires > min(now, used) or seq in going:
             continue
         if not spans or spans[-1][1] != seq:
-            if len(spans) == MOST_SPANS:
+            if len(spans) == MAX_SPANS:
                 break  # the rest is for another aggregate
             spans.append([seq, seq])
         spans[-1][1] = seq + 1
         digest.update(leaf_hash(data))
-        total = sums.setdefault(leaf.record.terms.cls, _Sum())
+        total = sums.setdefault(leaf.record.terms.cls, _ClassSum())
         total.count += 1
         total.withdrawn += seq in withdrawn
     if not spans:
         return None
-    spent = _spent(rows, size)
+    spent = _largest_spend(rows, size)
     return Aggregate(
-        spans=tuple(Span(first=first, stop=stop) for first, stop in spans),
+        spans=tuple(LeafSpan(first=first, stop=stop) for first, stop in spans),
         horizon=horizon,
         classes=tuple(
             ClassTotal(cls=cls, count=each.count, withdrawn=each.withdrawn, spend=spent.get(cls, 0))
@@ -241,43 +228,43 @@ def _summed(rows: Reader, horizon: int, now: int) -> Aggregate | None:
     )
 
 
-def _going(rows: Reader) -> set[int]:
+def _leaves_being_pruned(rows: StoreReader) -> set[int]:
     """Leaves that are summed up already, by an aggregate that was stopped before their bodies were gone."""
     found: set[int] = set()
     for pruning in rows.prunings():
         if not pruning.done and (data := rows.leaf(pruning.seq)) is not None:
-            record = decode(data).record
+            record = decode_leaf(data).record
             assert isinstance(record, Aggregate)
             found.update(*(range(span.first, span.stop) for span in record.spans))
     return found
 
 
-def _in_use(rows: Reader) -> int:
+def _earliest_open_run(rows: StoreReader) -> int:
     """The time from which on attempts that are still open may have read their members."""
     at_work = {hold.run for hold in rows.holds() if hold.attempt}
     days = {run.id: run.day for run in rows.runs()}
-    return min((days.get(run, 0) * DAY for run in at_work), default=LAST)
+    return min((days.get(run, 0) * DAY_SECONDS for run in at_work), default=_NEVER)
 
 
-def _spent(rows: Reader, size: int) -> dict[str, int]:
+def _largest_spend(rows: StoreReader, size: int) -> dict[str, int]:
     """By class the largest spend that an epoch has recorded: spend never falls."""
     found: dict[str, int] = {}
-    for _, data in rows.of_kind(NUMBERS[Epoch], 0, size):
-        record = decode(data).record
+    for _, data in rows.of_kind(KIND_NUMBERS[Epoch], 0, size):
+        record = decode_leaf(data).record
         assert isinstance(record, Epoch)
         for account in record.accounts:
             found[account.cls] = max(account.spend, found.get(account.cls, 0))
     return found
 
 
-def _aggregates(rows: Reader) -> Iterator[Aggregate]:
-    for _, data in rows.of_kind(NUMBERS[Aggregate], 0, head_of(rows).size):
-        record = decode(data).record
+def _read_aggregates(rows: StoreReader) -> Iterator[Aggregate]:
+    for _, data in rows.of_kind(KIND_NUMBERS[Aggregate], 0, head_of(rows).size):
+        record = decode_leaf(data).record
         assert isinstance(record, Aggregate)
         yield record
 
 
-def _joined(spans: Iterator[Span]) -> Sequence[tuple[int, int]]:
+def _merge_spans(spans: Iterator[LeafSpan]) -> Sequence[tuple[int, int]]:
     """The same leaves in spans that do not touch, in order."""
     found: list[tuple[int, int]] = []
     for span in sorted(spans, key=lambda each: each.first):

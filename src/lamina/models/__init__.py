@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from lamina.models.classifier import ClassifierLoss, ResidualClassifier
-from lamina.models.mlp import MLPAutoencoder
-from lamina.models.residual import ResidualAutoencoder
-from lamina.models.transformer import TransformerAutoencoder
+from lamina.models.autoencoders import (
+    ClassifierLoss,
+    MLPAutoencoder,
+    ResidualAutoencoder,
+    ResidualClassifier,
+    TransformerAutoencoder,
+)
 
-__all__ = [
-    "MLPAutoencoder",
-    "ResidualAutoencoder",
-    "ResidualClassifier",
-    "ClassifierLoss",
-    "TransformerAutoencoder",
-]
+__all__ = ["MLPAutoencoder", "ResidualAutoencoder", "ResidualClassifier", "ClassifierLoss", "TransformerAutoencoder"]

@@ -7,37 +7,47 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lamina.plan.injection import Form, Injection
-from lamina.plan.policy import ClassPolicy, Corpus, Floors, Noise, Policy
-from lamina.plan.profile import PROFILE_SCHEMA, DepthProfile, Kind
-from lamina.plan.rescale import effective_sigma, radius, rescale
-from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile, Rule
-from lamina.plan.slices import Slice
-from lamina.plan.step import Clipping, PlannedClass, PlannedLayer, StepPlan
+from lamina.plan.depth_profile import PROFILE_SCHEMA, DepthProfile, ProfileKind
+from lamina.plan.policy import ClassPolicy, CorpusPolicy, NoisePolicy, Policy, PolicyFloors
+from lamina.plan.rules import (
+    Choose,
+    FollowBudget,
+    FollowEnergy,
+    FollowQuantile,
+    Injection,
+    InjectionForm,
+    Rule,
+    clip_radius,
+    effective_sigma,
+    rescale_noise,
+)
+from lamina.plan.selection import Slice
+from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 
 if TYPE_CHECKING:
-    from lamina.plan.attention import Heads
     from lamina.plan.coverage import Coverage, check_coverage
-    from lamina.plan.stack import ROOT, Layer, LayerStack
+    from lamina.plan.heads_experts import Heads
+    from lamina.plan.layer_stack import Layer, LayerStack
+    from lamina.plan.selection import ROOT
 
 __all__ = [
     "LayerStack", "Layer", "ROOT",
-    "DepthProfile", "Kind", "PROFILE_SCHEMA", "Heads",
-    "Policy", "Corpus", "Floors", "ClassPolicy", "Noise",
-    "StepPlan", "PlannedLayer", "PlannedClass", "Clipping", "Slice", "Injection", "Form",
+    "DepthProfile", "ProfileKind", "PROFILE_SCHEMA", "Heads",
+    "Policy", "CorpusPolicy", "PolicyFloors", "ClassPolicy", "NoisePolicy",
+    "StepPlan", "PlannedLayer", "PlannedClass", "Clipping", "Slice", "Injection", "InjectionForm",
     "Rule", "FollowEnergy", "FollowQuantile", "Choose", "FollowBudget",
-    "rescale", "effective_sigma", "radius",
+    "rescale_noise", "effective_sigma", "clip_radius",
     "Coverage", "check_coverage",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in ("LayerStack", "Layer", "ROOT"):
-        from lamina.plan import stack
+        from lamina.plan import layer_stack
 
-        return getattr(stack, name)
+        return getattr(layer_stack, name)
     if name == "Heads":
-        from lamina.plan.attention import Heads
+        from lamina.plan.heads_experts import Heads
 
         return Heads
     if name in ("Coverage", "check_coverage"):

@@ -13,10 +13,11 @@ from lamina.errors import EncodingError, PlanError
 from lamina.plan import rules
 
 if TYPE_CHECKING:
-    from lamina.plan.step import StepPlan
+    from lamina.plan.step_plan import StepPlan
+
 
 KIND, VERSION = "lamina.plan", 3
-_LARGEST = 1 << 26
+_MAX_BYTES = 1 << 26
 _INF = "inf"  # JSON has no infinity; CBOR has, but one form for both is easier to read and to check
 _FIELDS = {
     "": {
@@ -37,22 +38,13 @@ _FIELDS = {
     "injection": {"form", "parts", "occurrences"},
     "slices": {"cls", "tensor", "axis", "length", "ranges"},
     "layers": {"name", "depth", "parameters", "size"},
-    "classes": {
-        "name",
-        "population",
-        "sampling_rate",
-        "public",
-        "delta",
-        "unit",
-        "profile",
-        "purposes",
-    },
+    "classes": {"name", "population", "sampling_rate", "public", "delta", "unit", "profile", "purposes"},
 }
 
 
 def to_json(plan: StepPlan) -> str:
     """One line of JSON; floats in the shortest form that reads back exactly."""
-    return json.dumps(_state(plan), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(_plan_to_fields(plan), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
 def from_json(text: str) -> dict[str, Any]:
@@ -63,18 +55,18 @@ def from_json(text: str) -> dict[str, Any]:
         raise PlanError(
             "plan.plan-not-json", f"the plan is not JSON: {error}", "give what StepPlan.to_json wrote"
         ) from error
-    return _fields(data)
+    return _check_fields(data)
 
 
 def to_cbor(plan: StepPlan) -> bytes:
     """RFC 8949 deterministic encoding, with floats."""
-    return cbor.encode(_state(plan), floats=True, null=True, max_size=_LARGEST)
+    return cbor.encode(_plan_to_fields(plan), floats=True, null=True, max_size=_MAX_BYTES)
 
 
 def from_cbor(data: bytes) -> dict[str, Any]:
     """The fields of a plan, from `to_cbor`."""
     try:
-        return _fields(cbor.decode(data, floats=True, null=True, max_size=_LARGEST))
+        return _check_fields(cbor.decode(data, floats=True, null=True, max_size=_MAX_BYTES))
     except EncodingError as error:
         raise PlanError(
             "plan.plan-not-deterministic",
@@ -83,7 +75,7 @@ def from_cbor(data: bytes) -> dict[str, Any]:
         ) from error
 
 
-def _state(plan: StepPlan) -> dict[str, Any]:
+def _plan_to_fields(plan: StepPlan) -> dict[str, Any]:
     state = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     return {
         "kind": KIND,
@@ -93,34 +85,31 @@ def _state(plan: StepPlan) -> dict[str, Any]:
         "classes": [dataclasses.asdict(entry) for entry in plan.classes],
         "clip": [[_INF if math.isinf(c) else c for c in row] for row in plan.clip],
         "clipping": plan.clipping.value,
-        "rules": [rules.to_plain(rule) for rule in plan.rules],
+        "rules": [rules.rule_to_dict(rule) for rule in plan.rules],
         "injection": plan.injection.to_plain(),
         "slices": [
-            {**dataclasses.asdict(part), "ranges": [list(places) for places in part.ranges]}
-            for part in plan.slices
+            {**dataclasses.asdict(part), "ranges": [list(places) for places in part.ranges]} for part in plan.slices
         ],
         "claimed": [_INF if math.isinf(e) else e for e in plan.claimed],
     }
 
 
-def _fields(data: Any) -> dict[str, Any]:
+def _check_fields(data: Any) -> dict[str, Any]:
     """Check names and types of everything; the meaning is checked by the plan itself."""
     if not isinstance(data, dict) or data.get("kind") != KIND or data.get("version") != VERSION:
         raise PlanError(
-            "plan.not-version",
-            f"this is not a {KIND} of version {VERSION}",
-            "give a plan that this version wrote",
+            "plan.not-version", f"this is not a {KIND} of version {VERSION}", "give a plan that this version wrote"
         )
     state = {key: value for key, value in data.items() if key not in ("kind", "version")}
-    _exactly(state, "", "plan")
-    _exactly(state["injection"], "injection", "injection")
+    _check_keys(state, "", "plan")
+    _check_keys(state["injection"], "injection", "injection")
     for part in ("layers", "classes", "slices"):
         for row in _list(state[part], part):
-            _exactly(row, part, part)
+            _check_keys(row, part, part)
     return {
         **state,
-        "layers": [_layer(row) for row in state["layers"]],
-        "classes": [_class(row) for row in state["classes"]],
+        "layers": [_read_layer(row) for row in state["layers"]],
+        "classes": [_read_class(row) for row in state["classes"]],
         "clip": tuple(
             tuple(math.inf if c == _INF else _number(c, "clip") for c in _list(row, "clip"))
             for row in _list(state["clip"], "clip")
@@ -131,25 +120,23 @@ def _fields(data: Any) -> dict[str, Any]:
         "clipping": _typed(state["clipping"], str, "clipping"),
         "accountant": _typed(state["accountant"], str, "accountant"),
         "allocation": _typed(state["allocation"], str, "allocation"),
-        "rules": tuple(rules.from_plain(rule) for rule in _list(state["rules"], "rules")),
-        "injection": _injection(state["injection"]),
-        "slices": [_slice(row) for row in state["slices"]],
-        "claimed": tuple(
-            math.inf if e == _INF else _number(e, "claimed") for e in _list(state["claimed"], "claimed")
-        ),
+        "rules": tuple(rules.rule_from_dict(rule) for rule in _list(state["rules"], "rules")),
+        "injection": _read_injection(state["injection"]),
+        "slices": [_read_slice(row) for row in state["slices"]],
+        "claimed": tuple(math.inf if e == _INF else _number(e, "claimed") for e in _list(state["claimed"], "claimed")),
     }
 
 
-def _layer(row: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layer(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": _typed(row["name"], str, "layers.name"),
         "depth": _number(row["depth"], "layers.depth"),
-        "parameters": _words(row["parameters"], "layers.parameters"),
+        "parameters": _strings(row["parameters"], "layers.parameters"),
         "size": _typed(row["size"], int, "layers.size"),
     }
 
 
-def _class(row: Mapping[str, Any]) -> dict[str, Any]:
+def _read_class(row: Mapping[str, Any]) -> dict[str, Any]:
     population = row["population"]
     return {
         "name": _typed(row["name"], str, "classes.name"),
@@ -159,11 +146,11 @@ def _class(row: Mapping[str, Any]) -> dict[str, Any]:
         "delta": _number(row["delta"], "classes.delta"),
         "unit": _typed(row["unit"], str, "classes.unit"),
         "profile": _typed(row["profile"], str, "classes.profile"),
-        "purposes": _words(row["purposes"], "classes.purposes"),
+        "purposes": _strings(row["purposes"], "classes.purposes"),
     }
 
 
-def _injection(row: Mapping[str, Any]) -> dict[str, Any]:
+def _read_injection(row: Mapping[str, Any]) -> dict[str, Any]:
     cap = row["occurrences"]
     return {
         "form": _typed(row["form"], str, "injection.form"),
@@ -172,26 +159,22 @@ def _injection(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _slice(row: Mapping[str, Any]) -> dict[str, Any]:
+def _read_slice(row: Mapping[str, Any]) -> dict[str, Any]:
     places = [_list(places, "slices.ranges") for places in _list(row["ranges"], "slices.ranges")]
     if any(len(pair) != 2 for pair in places):
         raise PlanError(
-            "plan.slices-ranges-plan",
-            f"slices.ranges of the plan is {row['ranges']!r}",
-            "the plan is damaged",
+            "plan.slices-ranges-plan", f"slices.ranges of the plan is {row['ranges']!r}", "the plan is damaged"
         )
     return {
         "cls": _typed(row["cls"], str, "slices.cls"),
         "tensor": _typed(row["tensor"], str, "slices.tensor"),
         "axis": _typed(row["axis"], int, "slices.axis"),
         "length": _typed(row["length"], int, "slices.length"),
-        "ranges": tuple(
-            (_typed(a, int, "slices.ranges"), _typed(b, int, "slices.ranges")) for a, b in places
-        ),
+        "ranges": tuple((_typed(a, int, "slices.ranges"), _typed(b, int, "slices.ranges")) for a, b in places),
     }
 
 
-def _exactly(row: Any, part: str, where: str) -> None:
+def _check_keys(row: Any, part: str, where: str) -> None:
     if not isinstance(row, dict) or set(row) != _FIELDS[part]:
         found = sorted(map(str, row)) if isinstance(row, dict) else type(row).__name__
         raise PlanError("plan.fields", f"{where} has fields {found}", f"it must have {sorted(_FIELDS[part])}")
@@ -201,7 +184,7 @@ def _list(value: Any, where: str) -> list[Any]:
     return list(_typed(value, list, where))
 
 
-def _words(value: Any, where: str) -> tuple[str, ...]:
+def _strings(value: Any, where: str) -> tuple[str, ...]:
     return tuple(_typed(word, str, where) for word in _list(value, where))
 
 

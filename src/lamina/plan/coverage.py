@@ -1,20 +1,28 @@
-"""Whether a plan covers a model: every trainable tensor once, and nothing else that data could move."""
+"""Whether a plan covers a model, modules that break a private step, and `fix`, which repairs them."""
 
 from __future__ import annotations
 
+import copy
+import enum
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils import parametrize, remove_spectral_norm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from lamina.errors import CoverageError
-from lamina.plan.hazards import hazards
-from lamina.plan.slices import outside
-from lamina.plan.step import StepPlan
-from lamina.plan.table import places
-from lamina.plan.tensors import Tensors
-from lamina.plan.trace import call
+from lamina.errors import CoverageError, PlanError
+from lamina.plan.layer_stack import ModelTensors, call_model
+from lamina.plan.selection import complement_ranges
+from lamina.plan.step_plan import StepPlan
+from lamina.plan.table import index_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +59,7 @@ def check_coverage(model: nn.Module, plan: StepPlan, example: Any = None) -> Cov
     With `example`, a public or made-up input, one forward pass also shows buffers that no list of modules
     names; model and random state are left as they were.
     """
-    tensors = Tensors.of(model)
+    tensors = ModelTensors.of(model)
     planned = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
     for name in tensors.trainable:
         if name not in planned:
@@ -90,36 +98,35 @@ def check_coverage(model: nn.Module, plan: StepPlan, example: Any = None) -> Cov
                 f"tensor is {' × '.join(map(str, shape))}",
                 "make stack and plan again from this model",
             )
-    for hazard in hazards(model):
+    for hazard in find_hazards(model):
         raise CoverageError("plan.check-coverage", str(hazard), hazard.remedy)
     if example is not None:
-        _watch_buffers(model, example)
-    return _sort(model, plan, tensors)
+        _check_buffers_unwritten(model, example)
+    return _classify_tensors(model, plan, tensors)
 
 
-def _watch_buffers(model: nn.Module, example: Any) -> None:
+def _check_buffers_unwritten(model: nn.Module, example: Any) -> None:
     """Refuse a buffer that a forward pass, in the modes that the modules are in, writes to."""
     before = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        call(model, example)
+        call_model(model, example)
         after = dict(model.named_buffers())
-        moved = [name for name, (_, value) in before.items() if not _same(after.get(name), value)]
+        moved = [name for name, (_, value) in before.items() if not _buffer_unchanged(after.get(name), value)]
         for buffer, value in before.values():
             buffer.copy_(value)
     if moved:
         raise CoverageError(
             "plan.buffer-written-forward",
             f"buffer {moved[0]!r} is written in the forward pass: private data would move it without noise",
-            f"hold its module in eval mode: model.get_submodule({moved[0].rpartition('.')[0]!r}).eval(), "
-            "or replace it",
+            f"hold its module in eval mode: model.get_submodule({moved[0].rpartition('.')[0]!r}).eval(), or replace it",
         )
 
 
-def _same(now: torch.Tensor | None, then: torch.Tensor) -> bool:
+def _buffer_unchanged(now: torch.Tensor | None, then: torch.Tensor) -> bool:
     return now is not None and now.shape == then.shape and torch.equal(now.nan_to_num(), then.nan_to_num())
 
 
-def _sort(model: nn.Module, plan: StepPlan, tensors: Tensors) -> Coverage:
+def _classify_tensors(model: nn.Module, plan: StepPlan, tensors: ModelTensors) -> Coverage:
     found: dict[str, list[str]] = {"covered": [], "public_only": [], "unreached": []}
     closed: list[str] = []
     for i, layer in enumerate(plan.layers):
@@ -137,7 +144,7 @@ def _sort(model: nn.Module, plan: StepPlan, tensors: Tensors) -> Coverage:
                 found[place].append(name)
                 axis, ranges = opened
                 length = next(part.length for part in plan.slices if part.tensor == name)
-                closed.append(f"{name}{places(axis, outside(ranges, length))}")
+                closed.append(f"{name}{index_text(axis, complement_ranges(ranges, length))}")
     return Coverage(
         covered=tuple(found["covered"]),
         public_only=tuple(found["public_only"]),
@@ -146,3 +153,291 @@ def _sort(model: nn.Module, plan: StepPlan, tensors: Tensors) -> Coverage:
         buffers=tuple(name for name, _ in model.named_buffers()),
         closed=tuple(closed),
     )
+
+
+# Modules that break a private step whatever the plan says: each with its reason, and its remedy.
+#
+# Clipping bounds what a contribution adds to the gradient. It bounds nothing if a module mixes contributions
+# in its forward pass, or writes to buffers or weights by another way than the optimiser's step.
+
+
+class HazardKind(enum.Enum):
+    """What goes wrong."""
+
+    BATCH_STATISTICS = "normalises each contribution by the others"
+    RUNNING_STATISTICS = "moves its buffers with private data"
+    RENORMALISES = "rewrites its weight in the forward pass, by the rows that were looked up"
+    COUNTS_BATCH = "scales gradients by how often the batch holds a row"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hazard:
+    """One module that breaks the step: where, what it is, why, and what to do."""
+
+    module: str
+    kind: str
+    what: HazardKind
+    state: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"module {self.module!r} is {self.kind} {self.state}, which {self.what.value}"
+
+
+def find_hazards(model: nn.Module) -> Iterator[Hazard]:
+    """Everything in the model, as it stands now, that breaks a private step."""
+    for path, module in model.named_modules():
+        found = _module_hazard(module)
+        if found is not None:
+            what, state, remedy = found
+            name, here = path or "(root)", f"model.get_submodule({path!r})"
+            yield Hazard(
+                module=name, kind=type(module).__name__, what=what, state=state, remedy=remedy.format(here=here)
+            )
+
+
+def running_buffers(module: nn.Module) -> list[str]:
+    """Names of the buffers that a module keeps as running statistics."""
+    return [
+        name
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer is not None and (name == "num_batches_tracked" or name.startswith("running_"))
+    ]
+
+
+def _module_hazard(module: nn.Module) -> tuple[HazardKind, str, str] | None:
+    if isinstance(module, _BatchNorm):
+        if module.training:
+            return (
+                HazardKind.BATCH_STATISTICS,
+                "in training mode",
+                "use `model, report = lamina.fix(model)` or GroupNorm",
+            )
+        if module.running_mean is None:
+            return (
+                HazardKind.BATCH_STATISTICS,
+                "without running statistics",
+                "use `model, report = lamina.fix(model)` or GroupNorm",
+            )
+        return None
+    if isinstance(module, _InstanceNorm):
+        if module.training and running_buffers(module):
+            return (
+                HazardKind.RUNNING_STATISTICS,
+                "that tracks running statistics in training mode",
+                "use `model, report = lamina.fix(model)`, or track_running_stats=False",
+            )
+        return None
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if module.max_norm is not None:
+            return (
+                HazardKind.RENORMALISES,
+                f"with max_norm={module.max_norm:g}",
+                "use `model, report = lamina.fix(model)`, or max_norm=None",
+            )
+        if module.scale_grad_by_freq:
+            return (
+                HazardKind.COUNTS_BATCH,
+                "with scale_grad_by_freq=True",
+                "use `model, report = lamina.fix(model)`, or scale_grad_by_freq=False",
+            )
+        return None
+    if module.training and (names := running_buffers(module)):
+        return (
+            HazardKind.RUNNING_STATISTICS,
+            f"with buffers {', '.join(names)} in training mode",
+            "replace it by a module without running statistics; if it never writes them, call {here}.eval()",
+        )
+    return None
+
+
+MAX_GROUPS, MIN_CHANNELS_PER_GROUP = 32, 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleChange:
+    """One module, and what was done to it, or why nothing could be."""
+
+    module: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.what}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FixReport:
+    """What `fix` changed, and what it left for you."""
+
+    changes: tuple[ModuleChange, ...] = ()
+    left: tuple[ModuleChange, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"changed  {change}" for change in self.changes] or ["nothing to change"]
+        return "\n".join([*lines, *(f"left     {change}" for change in self.left)])
+
+
+class Fixed(NamedTuple):
+    """`model, report = lamina.fix(model)`."""
+
+    model: nn.Module
+    report: FixReport
+
+
+def fix(model: nn.Module, *, inplace: bool = False) -> Fixed:
+    """A model whose forward pass treats contributions one by one, and a report of what was changed.
+
+    BatchNorm becomes GroupNorm (its weight and bias are kept, its running statistics are gone: outputs
+    change, so train it further); InstanceNorm forgets its running statistics; Embedding loses max_norm,
+    scale_grad_by_freq and sparse; spectral normalisation is removed at its present weight. Dropout and
+    in-place activations are harmless and stay. Device, dtype, requires_grad and training mode are kept.
+
+    The model is copied unless `inplace`. What cannot be repaired without guessing is in `report.left`.
+    """
+    _refuse_lazy(model)
+    fixed = model if inplace else _copy_model(model)
+    changes: list[ModuleChange] = []
+    left: list[ModuleChange] = []
+    replaced: dict[int, nn.Module] = {}
+    for path, module in list(fixed.named_modules(remove_duplicate=False)):
+        name = path or "(root)"
+        if id(module) not in replaced:
+            new, done, open_ = _repair(module)
+            replaced[id(module)] = new
+            changes.extend(ModuleChange(module=name, what=what) for what in done)
+            left.extend(ModuleChange(module=name, what=what) for what in open_)
+        new = replaced[id(module)]
+        if new is module:
+            continue
+        if not path:
+            fixed = new
+        else:
+            parent, _, child = path.rpartition(".")
+            setattr(fixed.get_submodule(parent), child, new)
+    return Fixed(fixed, FixReport(changes=tuple(changes), left=tuple(left)))
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise PlanError(
+                "plan.tensor-lazy-no",
+                f"tensor {name!r} is lazy and has no shape yet",
+                "run model(...) once on a public or made-up input before fixing",
+            )
+
+
+def _copy_model(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise PlanError(
+            "plan.model-not-copied", f"the model cannot be copied: {error}", "use lamina.fix(model, inplace=True)"
+        ) from error
+
+
+_Repair = tuple[nn.Module, list[str], list[str]]
+
+
+def _repair(module: nn.Module) -> _Repair:
+    """The module to put in its place (itself, if changed or left as it is), what was done, what is left."""
+    rules: list[tuple[type | tuple[type, ...], Callable[[nn.Module], _Repair]]] = [
+        (_BatchNorm, _fix_batch_norm),
+        (_InstanceNorm, _fix_instance_norm),
+        ((nn.Embedding, nn.EmbeddingBag), _fix_embedding),
+    ]
+    for kind, rule in rules:
+        if isinstance(module, kind):
+            return rule(module)
+    done, left = _remove_spectral_norm(module)
+    if names := running_buffers(module):
+        left.append(
+            f"{type(module).__name__} keeps {', '.join(names)}: replace it, or hold it in eval mode if it "
+            "never writes them"
+        )
+    return module, done, left
+
+
+def _fix_batch_norm(module: nn.Module) -> _Repair:
+    assert isinstance(module, _BatchNorm)
+    exact = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    kind, channels = type(module).__name__, module.num_features
+    if type(module) not in exact:
+        return module, [], [f"{kind} is a BatchNorm that does more: replace it by hand"]
+    if channels == 1 and isinstance(module, nn.BatchNorm1d):
+        return module, [], [f"{kind}(1) of a single number has nothing to normalise by: remove it by hand"]
+    groups = group_count(channels)
+    new = nn.GroupNorm(groups, channels, eps=module.eps, affine=False)
+    new.affine = module.affine
+    new.weight, new.bias = module.weight, module.bias  # the same tensors: optimisers and ties still hold
+    new.train(module.training)
+    what = f"{kind}({channels}) → GroupNorm({groups}, {channels}); its running statistics are gone"
+    return new, [what], []
+
+
+def group_count(channels: int) -> int:
+    """The most groups, up to 32, that divide the channels into eights or more.
+
+    Groups of one or two channels would make a (batch, channels) activation constant.
+    """
+    return next(
+        g for g in range(MAX_GROUPS, 0, -1) if channels % g == 0 and (g == 1 or channels // g >= MIN_CHANNELS_PER_GROUP)
+    )
+
+
+def _fix_instance_norm(module: nn.Module) -> _Repair:
+    assert isinstance(module, _InstanceNorm)
+    names = running_buffers(module)
+    if not names:
+        return module, [], []
+    module.track_running_stats = False
+    for name in names:
+        setattr(module, name, None)
+    return module, [f"{type(module).__name__} no longer tracks running statistics"], []
+
+
+def _fix_embedding(module: nn.Module) -> _Repair:
+    assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    done = []
+    if module.max_norm is not None:
+        done.append(f"max_norm={module.max_norm:g} → None: the clip bounds what one contribution moves")
+        module.max_norm = None
+    if module.scale_grad_by_freq:
+        done.append("scale_grad_by_freq → False: counts of the batch would mix contributions")
+        module.scale_grad_by_freq = False
+    if module.sparse:
+        done.append("sparse → False: noise is dense, and which rows were touched is private")
+        module.sparse = False
+    return module, done, []
+
+
+def _give_own_class(module: nn.Module) -> None:
+    """Give a parametrised module a class to itself.
+
+    torch hangs the parametrised tensor on the module's class as a property, a copy shares that class, and
+    removal deletes the property: without this, mending a copy would break the original.
+    """
+    shared = type(module)
+    fields = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__")}
+    module.__class__ = type(shared.__name__, shared.__bases__, fields)
+
+
+def _remove_spectral_norm(module: nn.Module) -> tuple[list[str], list[str]]:
+    """Remove spectral normalisation, in its old and new form; weight normalisation is only named."""
+    done, left = [], []
+    for hook in list(module._forward_pre_hooks.values()):
+        if isinstance(hook, SpectralNorm):
+            remove_spectral_norm(module, hook.name)
+            done.append(f"spectral_norm of {hook.name!r} removed at its present value")
+        elif isinstance(hook, WeightNorm):
+            left.append(f"weight_norm of {hook.name!r}: remove_weight_norm(module) makes it a plain weight")
+    if parametrize.is_parametrized(module):
+        for tensor, chain in list(module.parametrizations.items()):  # type: ignore[union-attr,operator]
+            kinds = [type(step).__name__ for step in chain]
+            if all(isinstance(step, _SpectralNorm) for step in chain):
+                _give_own_class(module)
+                parametrize.remove_parametrizations(module, tensor, leave_parametrized=True)
+                done.append(f"spectral_norm of {tensor!r} removed at its present value")
+            else:
+                left.append(f"{tensor!r} is parametrised by {', '.join(kinds)}: its leaf is not the weight")
+    return done, left

@@ -1,4 +1,7 @@
-"""What a corpus allows: classes with their presets and depth profiles, floors, accountant and δ."""
+"""policy.toml: classes with their presets and depth profiles, floors, accountant and δ.
+
+And readable schema errors.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from lamina.account import accountant, epsilon_of_multiplier, order_of
+from lamina.account.accountants import epsilon_of_noise_multiplier, find_accountant, rdp_order_of
 from lamina.errors import AccountingError, PlanError
-from lamina.plan.injection import MOST_PARTS, Form, Injection
-from lamina.plan.profile import DepthProfile
-from lamina.plan.schema_errors import explain
+from lamina.plan.depth_profile import DepthProfile
+from lamina.plan.rules import MAX_INJECTION_PARTS, Injection, InjectionForm
+from lamina.plan.selection import did_you_mean
 
 _STRICT = ConfigDict(
-    strict=True,
-    extra="forbid",
-    frozen=True,
-    populate_by_name=True,
-    allow_inf_nan=False,
-    arbitrary_types_allowed=True,
+    strict=True, extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False, arbitrary_types_allowed=True
 )
 
 
@@ -43,20 +33,18 @@ def _as_profile(value: Any) -> Any:
     return value if isinstance(value, DepthProfile) else DepthProfile.parse(value)
 
 
-def _known_accountant(name: Any) -> Any:
+def _check_accountant(name: Any) -> Any:
     if isinstance(name, str):
         try:
-            accountant(name)
+            find_accountant(name)
         except AccountingError as error:
             raise ValueError(str(error)) from error
-        if order_of(name) is not None:
-            raise ValueError(
-                f"{name!r} belongs to plans that follow their budget, which choose it themselves: use pld"
-            )
+        if rdp_order_of(name) is not None:
+            raise ValueError(f"{name!r} belongs to plans that follow their budget, which choose it themselves: use pld")
     return name
 
 
-def _signable(origin: str) -> str:
+def _check_origin(origin: str) -> str:
     """An origin names the ledger, in every signed checkpoint: a signed note has no blanks and no plus in a name."""
     if not re.fullmatch(r"[!-*,-~]{1,255}", origin):
         better = re.sub(r"[^!-*,-~]+", "-", origin).strip("-")[:255] or "example.org/corpus"
@@ -67,21 +55,21 @@ def _signable(origin: str) -> str:
     return origin
 
 
-Positive = Annotated[float, Field(gt=0)]
-Words = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
-Profile = Annotated[DepthProfile, BeforeValidator(_as_profile)]
-ClassName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
+PositiveField = Annotated[float, Field(gt=0)]
+StringsField = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
+ProfileField = Annotated[DepthProfile, BeforeValidator(_as_profile)]
+ClassNameField = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
 
 
-class Floors(BaseModel):
+class PolicyFloors(BaseModel):
     """The least that any private class may declare."""
 
     model_config = _STRICT
-    clip_norm: Positive | None = None
-    noise_multiplier: Positive | None = None
+    clip_norm: PositiveField | None = None
+    noise_multiplier: PositiveField | None = None
 
 
-class Corpus(BaseModel):
+class CorpusPolicy(BaseModel):
     """What holds for all classes: who answers for the corpus, how privacy is counted, and δ.
 
     floors          the least that a class, and a contribution, may declare
@@ -90,17 +78,17 @@ class Corpus(BaseModel):
     """
 
     model_config = _STRICT
-    origin: Annotated[str, Field(min_length=1), AfterValidator(_signable)]
+    origin: Annotated[str, Field(min_length=1), AfterValidator(_check_origin)]
     delta: Annotated[float, Field(gt=0, lt=1)]
-    accountant: Annotated[str, BeforeValidator(_known_accountant)] = "pld"
-    floors: Floors = Floors()
-    earlier_floors: Annotated[tuple[Floors, ...], BeforeValidator(_as_tuple)] = ()
+    accountant: Annotated[str, BeforeValidator(_check_accountant)] = "pld"
+    floors: PolicyFloors = PolicyFloors()
+    earlier_floors: Annotated[tuple[PolicyFloors, ...], BeforeValidator(_as_tuple)] = ()
     epoch: Annotated[int, Field(gt=0)] = 86_400
 
     @model_validator(mode="after")
     def _floors_only_rise(self) -> Self:
         for earlier in self.earlier_floors:
-            for key in Floors.model_fields:
+            for key in PolicyFloors.model_fields:
                 before, now = getattr(earlier, key), getattr(self.floors, key)
                 if before is not None and (now is None or before > now):
                     stands = "none" if now is None else f"{now:g}"
@@ -124,12 +112,12 @@ class ClassPolicy(BaseModel):
 
     model_config = _STRICT
     population: Annotated[int, Field(gt=0)] | None = None
-    clip_norm: Positive = 1.0
-    noise_multiplier: Positive | None = None
-    epsilon: Positive | None = None
-    profile: Profile = DepthProfile.all()
+    clip_norm: PositiveField = 1.0
+    noise_multiplier: PositiveField | None = None
+    epsilon: PositiveField | None = None
+    profile: ProfileField = DepthProfile.all()
     unit: Annotated[str, Field(min_length=1)] = "contribution"
-    purposes: Words = ()
+    purposes: StringsField = ()
     public: bool = False
 
     @model_validator(mode="after")
@@ -137,16 +125,14 @@ class ClassPolicy(BaseModel):
         if self.public:
             given = {"clip_norm", "noise_multiplier", "epsilon"} & self.model_fields_set
             if given:
-                raise ValueError(
-                    f"a public class has no {', '.join(sorted(given))}: remove it, or public = true"
-                )
+                raise ValueError(f"a public class has no {', '.join(sorted(given))}: remove it, or public = true")
         elif self.population is None:
             raise ValueError("a private class needs its population: sampling is batch / population")
         return self
 
 
-class Noise(BaseModel):
-    """Which noise, and where it enters (plan/injection.py).
+class NoisePolicy(BaseModel):
+    """Which noise, and where it enters (plan/rules.py).
 
     injection    per_step, per_microbatch, per_sample (by shares) or per_sample_raw
     bins         of per_microbatch: how many fixed parts
@@ -157,8 +143,8 @@ class Noise(BaseModel):
     model_config = _STRICT
     kind: Literal["gaussian"] = "gaussian"
     injection: Literal["per_step", "per_microbatch", "per_sample", "per_sample_raw"] = "per_step"
-    bins: Annotated[int, Field(ge=1, le=MOST_PARTS)] | None = None
-    slots: Annotated[int, Field(ge=1, le=MOST_PARTS)] | None = None
+    bins: Annotated[int, Field(ge=1, le=MAX_INJECTION_PARTS)] | None = None
+    slots: Annotated[int, Field(ge=1, le=MAX_INJECTION_PARTS)] | None = None
     occurrences: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
@@ -166,20 +152,16 @@ class Noise(BaseModel):
         form, needs = self.injection, {"per_microbatch": "bins", "per_sample": "slots"}
         if (need := needs.get(form)) is not None and getattr(self, need) is None:
             raise ValueError(f"injection {form!r} needs {need}: how many parts the noise of a step has")
-        for key, owner in {
-            "bins": "per_microbatch",
-            "slots": "per_sample",
-            "occurrences": "per_sample_raw",
-        }.items():
+        for key, owner in {"bins": "per_microbatch", "slots": "per_sample", "occurrences": "per_sample_raw"}.items():
             if getattr(self, key) is not None and form != owner:
                 raise ValueError(f"{key} belongs to injection {owner!r}, not to {form!r}: remove it")
         return self
 
     @property
-    def enters(self) -> Injection:
+    def as_injection(self) -> Injection:
         """As a plan has it."""
         parts = self.bins or self.slots or 1
-        return Injection(form=Form(self.injection), parts=parts, occurrences=self.occurrences)
+        return Injection(form=InjectionForm(self.injection), parts=parts, occurrences=self.occurrences)
 
 
 class Policy(BaseModel):
@@ -189,9 +171,9 @@ class Policy(BaseModel):
     """
 
     model_config = _STRICT
-    corpus: Corpus
-    classes: Annotated[Mapping[ClassName, ClassPolicy], Field(alias="class", min_length=1)]
-    noise: Noise = Noise()
+    corpus: CorpusPolicy
+    classes: Annotated[Mapping[ClassNameField, ClassPolicy], Field(alias="class", min_length=1)]
+    noise: NoisePolicy = NoisePolicy()
 
     @classmethod
     def load(cls, path: str | Path) -> Policy:
@@ -223,7 +205,7 @@ class Policy(BaseModel):
         try:
             return cls.model_validate(dict(data))
         except ValidationError as error:
-            raise explain(error, cls, source) from error
+            raise explain_validation_error(error, cls, source) from error
         except PlanError as error:
             raise PlanError("plan.from-dict", f"{source}: {error.problem}", error.remedy) from error
 
@@ -271,7 +253,7 @@ class Policy(BaseModel):
 
     def epsilon_of(self, noise_multiplier: float) -> float:
         """ε of one Gaussian release with multiplier z at the corpus's δ: exact, μ = 1/z."""
-        return epsilon_of_multiplier(noise_multiplier, self.corpus.delta)
+        return epsilon_of_noise_multiplier(noise_multiplier, self.corpus.delta)
 
     def bound(self, name: str) -> float | None:
         """The ε that class `name` may spend: the strictest of epsilon, noise_multiplier and floor.
@@ -286,3 +268,73 @@ class Policy(BaseModel):
         if entry.epsilon is not None:
             bounds.append(entry.epsilon)
         return min(bounds, default=None)
+
+
+_ERROR_TEXTS = {
+    "greater_than": "must be > {gt}",
+    "greater_than_equal": "must be >= {ge}",
+    "less_than": "must be < {lt}",
+    "less_than_equal": "must be <= {le}",
+    "literal_error": "is not available; accepted: {expected}",
+    "finite_number": "must be finite",
+    "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must be letters, digits, '_', '-' or '.'",
+    "too_short": "must not be empty",
+    "float_type": "must be a number",
+    "int_type": "must be a whole number without quotes or decimal point",
+    "string_type": "must be text in quotes",
+    "bool_type": "must be true or false",
+    "tuple_type": "must be a list",
+    "model_type": "must be a table",
+    "dict_type": "must be a table",
+    "mapping_type": "must be a table",
+}
+
+
+def explain_validation_error(error: ValidationError, schema: type[BaseModel], source: str) -> PlanError:
+    """All complaints in one PlanError."""
+    problems, remedies = [], []
+    for item in error.errors(include_url=False):
+        problem, remedy = _explain_one(dict(item), schema)
+        problems.append(problem)
+        remedies.append(remedy)
+    return PlanError("plan.explain", f"{source}: {'; '.join(problems)}", "; ".join(dict.fromkeys(remedies)))
+
+
+def _explain_one(item: dict[str, Any], schema: type[BaseModel]) -> tuple[str, str]:
+    path = [str(part) for part in item["loc"] if part != "[key]"]
+    key = ".".join(path)
+    kind, value, context = item["type"], item["input"], item.get("ctx", {})
+    if kind == "missing":
+        return f"{key} is missing", f"add it under [{'.'.join(path[:-1]) or path[0]}]"
+    if kind == "extra_forbidden":
+        known = _accepted_keys(schema, path[:-1])
+        hint = did_you_mean(path[-1], known)
+        return f"{key} is not a known key{hint}", f"accepted here: {', '.join(known)}"
+    if kind in _ERROR_TEXTS:
+        return f"{key} is {value!r}, {_ERROR_TEXTS[kind].format(**context)}", f"change {key}"
+    message = str(context["error"]) if "error" in context else str(item["msg"])
+    if kind == "value_error" and isinstance(value, dict | BaseModel):
+        return f"{key}: {message}", f"correct [{key}]"
+    return f"{key} is {value!r}: {message}", f"correct {key}"
+
+
+def _accepted_keys(schema: type[BaseModel], path: list[str]) -> list[str]:
+    """The keys that the schema accepts at `path`; names of classes are free, so they are stepped over."""
+    for part in path:
+        for name, field in schema.model_fields.items():
+            if part in (name, field.alias):
+                inner = _model_in(field.annotation)
+                schema = inner or schema
+    return [field.alias or name for name, field in schema.model_fields.items()]
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model named in a field's type, if there is one."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in getattr(annotation, "__args__", ()):
+        found = _model_in(inner)
+        if found is not None:
+            return found
+    return None

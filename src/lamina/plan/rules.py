@@ -1,21 +1,193 @@
-"""How a plan may change while it runs: rules of plain numbers, public and fixed before the first step.
+"""Noise of a plan: where it enters a step, the effective noise multiplier.
 
-A rule moves C and S between layers on the strength of what was already noised (free), or of a release of its own that
-the plan pays for. What a rule can never do is lower a class's sigma below what the plan declares, except under a
-filter that was asked first (`FollowBudget`). docs/theory.md, "When the plan changes during training".
+And the rules by which a plan changes while it runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lamina.account import choice_multiplier
-from lamina.account.renyi import ORDERS
+from lamina.account.gaussian_rdp import RDP_ORDERS, choice_noise_multiplier
 from lamina.errors import AccountingError, PlanError
-from lamina.plan.limits import LEAST, MOST, shown
+
+LEAST_MAGNITUDE, MOST_MAGNITUDE = 1e-20, 1e20
+"""Thresholds and noise that float32 sums can carry."""
+
+
+def short_repr(value: object, width: int = 80) -> str:
+    """A value for a message: cut where it is long, and named by its type where it cannot be written at all."""
+    try:
+        text = repr(value)
+    except Exception:  # a whole number of thousands of digits, or an object of somebody else's
+        return f"a {type(value).__name__} that cannot be written"
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+MAX_INJECTION_PARTS = 1 << 16
+
+
+class InjectionForm(enum.Enum):
+    """per step, per microbatch, per sample by shares, or per sample as the document has it."""
+
+    STEP = "per_step"
+    MICROBATCH = "per_microbatch"
+    SHARES = "per_sample"
+    RAW = "per_sample_raw"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Injection:
+    """
+      per_step        N(0, S²) once
+      per_microbatch  `parts` fixed bins, each N(0, S²/parts), also when a bin is empty: in sum N(0, S²)
+      per_sample      `parts` slots, each N(0, S²/parts), unused ones topped up; contributions beyond carry no share
+      per_sample_raw  every private contribution brings N(0, S²) of its own, on what its class reaches; an empty batch
+                      brings none. `occurrences` caps how often one takes part (None: in every step)
+
+    The first three have the same law whoever was sampled, so the claim of `StepPlan` holds for them as it stands.
+
+    Raw noise depends on who was sampled, so its size tells who was, and a contribution can rely on its own noise only.
+    The claim is another: for replacing a contribution's gradient by 0 and leaving its noise (zero-out), a step in which
+    it takes part is one Gaussian mechanism with multiplier sigma_k, and nothing is credited to sampling. N occurrences
+    are ρ = N/(2 sigma_k²). Every price of such a plan is that (`StepPlan.stretch`).
+    """
+
+    form: InjectionForm = InjectionForm.STEP
+    parts: int = 1
+    occurrences: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.form, InjectionForm):
+            object.__setattr__(self, "form", _parse_injection_form(self.form))
+        if (
+            isinstance(self.parts, bool)
+            or not isinstance(self.parts, int)
+            or not 1 <= self.parts <= MAX_INJECTION_PARTS
+        ):
+            raise PlanError(
+                "plan.noise-enters-parts",
+                f"noise enters in {self.parts!r} parts, must be 1 to {MAX_INJECTION_PARTS}",
+                "correct bins or slots",
+            )
+        if self.form in (InjectionForm.STEP, InjectionForm.RAW) and self.parts != 1:
+            raise PlanError(
+                "plan.noise-parts", f"{self.form.value} noise has {self.parts} parts", "leave out bins and slots"
+            )
+        cap = self.occurrences
+        if cap is not None and (
+            self.form is not InjectionForm.RAW or isinstance(cap, bool) or not isinstance(cap, int) or cap < 1
+        ):
+            raise PlanError(
+                "plan.occurrences-under-noise",
+                f"occurrences is {cap!r} under {self.form.value} noise",
+                "a number >= 1, under per_sample_raw only",
+            )
+
+    def events(self, first: int, last: int) -> int:
+        """How often one contribution takes part, at most, in the steps first … last-1, as they count toward the cap.
+
+        After t steps it has taken part min(N, t) times at most.
+        """
+        most = last if self.occurrences is None else self.occurrences
+        return min(most, last) - min(most, first)
+
+    def to_plain(self) -> dict[str, str | int | None]:
+        """As a codec writes it."""
+        return {"form": self.form.value, "parts": self.parts, "occurrences": self.occurrences}
+
+    def __str__(self) -> str:
+        if self.form in (InjectionForm.MICROBATCH, InjectionForm.SHARES):
+            return f"{self.form.value} in {self.parts} {'bins' if self.form is InjectionForm.MICROBATCH else 'slots'}"
+        cap = "" if self.occurrences is None else f", at most {self.occurrences} occurrences"
+        return f"{self.form.value}{cap}"
+
+    @property
+    def raw(self) -> bool:
+        """Whether a contribution is credited with its own noise only."""
+        return self.form is InjectionForm.RAW
+
+
+PER_STEP_INJECTION = Injection()
+
+
+def _parse_injection_form(value: object) -> InjectionForm:
+    try:
+        return InjectionForm(value)
+    except ValueError:
+        accepted = ", ".join(form.value for form in InjectionForm)
+        raise PlanError(
+            "plan.injection-not-known", f"injection is {value!r}, which is not known", f"accepted: {accepted}"
+        ) from None
+
+
+Row = Sequence[float]
+
+
+def clip_radius(clip: Row, noise: Row) -> float:
+    """How far a contribution can move the step, in units of its noise: √Σ_l (C_l/S_l)², 0/0 counting as 0.
+
+    Infinite if a layer with C > 0 has S = 0: then nothing hides it.
+    """
+    if any(c > 0 and s == 0 for c, s in zip(clip, noise, strict=True)):
+        return math.inf
+    return math.hypot(*(c / s for c, s in zip(clip, noise, strict=True) if c > 0))
+
+
+def effective_sigma(clip: Row, noise: Row, beside: float = 0.0) -> float:
+    """sigma = (Σ_l (C_l/S_l)² + beside²)^(-1/2) (docs/theory.md, "The step").
+
+    `beside`: how far the contribution moves what else the step releases, in units of that noise.
+    """
+    reach = math.hypot(clip_radius(clip, noise), beside)
+    if reach == 0:
+        return math.inf
+    return 1.0 / reach
+
+
+def rescale_noise(clip: Sequence[Row], noise: Row, sigma: Row, beside: Row | None = None) -> tuple[float, ...]:
+    """κ·S with κ = max_k √(Σ_l (C[k,l]/S_l)² / (sigma_k^-2 - beside_k²)): the least noise that serves every class.
+
+    Rows with sigma = inf or with infinite thresholds are public and owed nothing. The result is on the safe
+    side in floating point: `effective_sigma` of every row is at least the declared sigma, exactly.
+    """
+    extra = [0.0] * len(clip) if beside is None else beside
+    owed = [(row, s, b) for row, s, b in zip(clip, sigma, extra, strict=True) if _is_private_row(row, s)]
+    for _, s, b in owed:
+        if b * s >= 1:
+            raise PlanError(
+                "plan.noised-counts-alone",
+                f"the noised counts alone have a multiplier of {1 / b:.4g}, below the {s:.4g} of the whole step",
+                "give the counts more noise",
+            )
+    kappa = max((clip_radius(row, noise) / math.sqrt((1 / s - b) * (1 / s + b)) for row, s, b in owed), default=0.0)
+    if kappa == 0:
+        return tuple(noise)
+    if not math.isfinite(kappa):
+        raise PlanError(
+            "plan.layer-private-class", "a layer that a private class reaches has no noise", "give it S > 0, or C = 0"
+        )
+    step = math.ulp(kappa)
+    while True:
+        scaled = tuple(kappa * s for s in noise)
+        if all(effective_sigma(row, scaled, b) >= s for row, s, b in owed):
+            return scaled
+        kappa, step = kappa + step, 2 * step  # where counts take nearly all, one ulp would move nothing
+
+
+def _is_private_row(row: Row, sigma: float) -> bool:
+    return math.isfinite(sigma) and sigma > 0 and all(map(math.isfinite, row))
+
+
+# How a plan may change while it runs: rules of plain numbers, public and fixed before the first step.
+#
+# A rule moves C and S between layers on the strength of what was already noised (free), or of a release of its own that
+# the plan pays for. What a rule can never do is lower a class's sigma below what the plan declares, except under a
+# filter that was asked first (`FollowBudget`). docs/theory.md, "When the plan changes during training".
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,9 +204,9 @@ class FollowEnergy:
     every: int = 10
 
     def __post_init__(self) -> None:
-        _between("decay", self.decay, 0.0, 1.0)
-        _between("least", self.least, 0.0, 1.0)
-        _count("every", self.every)
+        _check_between("decay", self.decay, 0.0, 1.0)
+        _check_between("least", self.least, 0.0, 1.0)
+        _check_step_count("every", self.every)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,16 +224,16 @@ class FollowQuantile:
     noise: float
 
     def __post_init__(self) -> None:
-        _between("target", self.target, 0.0, 1.0)
-        _between("rate", self.rate, 0.0, 10.0)
-        _between("noise", self.noise, 0.0, 1e12)
+        _check_between("target", self.target, 0.0, 1.0)
+        _check_between("rate", self.rate, 0.0, 10.0)
+        _check_between("noise", self.noise, 0.0, 1e12)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choose:
     """An exponential mechanism picks one of several shapes of S, at steps 0, every, 2·every, …
 
-    epsilon  ε of one call: p ∝ exp(epsilon·u); priced as a Gaussian that dominates it (account/choice.py)
+    epsilon  ε of one call: p ∝ exp(epsilon·u); priced as a Gaussian that dominates it (account/gaussian_rdp.py)
     names    what the candidates are called
     noise    S of each candidate, up to a common factor: 0 or within [1e-20, 1e20]
     price    λ of  u(a) = Σ_i s_i(a) − λ·noise(a): how many kept contributions a unit of relative noise is worth
@@ -76,14 +248,14 @@ class Choose:
     price: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", _names(self.names))
-        object.__setattr__(self, "noise", _rows(self.noise))
+        object.__setattr__(self, "names", _check_candidate_names(self.names))
+        object.__setattr__(self, "noise", _check_candidate_noise(self.noise))
         try:
-            choice_multiplier(self.epsilon)
+            choice_noise_multiplier(self.epsilon)
         except AccountingError as error:
             raise PlanError("plan.post-init", error.problem, error.remedy) from error
-        _count("every", self.every)
-        _between("price", self.price, 0.0, 1e12, closed=True)
+        _check_step_count("every", self.every)
+        _check_between("price", self.price, 0.0, 1e12, closed=True)
         if len(self.names) != len(self.noise) or len(set(self.names)) != len(self.names) or not self.names:
             raise PlanError(
                 "plan.choice-names-candidates",
@@ -109,18 +281,16 @@ class FollowBudget:
     most: float = 1.5
 
     def __post_init__(self) -> None:
-        _between("order", self.order, 1.01, 1e6)
-        if (
-            self.order not in ORDERS
-        ):  # so that budgets at several orders add up, and more of them never cost less
-            nearest = min(ORDERS, key=lambda each: abs(each - self.order))
+        _check_between("order", self.order, 1.01, 1e6)
+        if self.order not in RDP_ORDERS:  # so that budgets at several orders add up, and more of them never cost less
+            nearest = min(RDP_ORDERS, key=lambda each: abs(each - self.order))
             raise PlanError(
                 "plan.order-rule-those",
                 f"order of a rule is {self.order!r}, must be one of those that RDP is computed at",
                 f"the nearest one is {nearest:g}",
             )
-        _between("least", self.least, 0.1, 1.0, closed=True)
-        _between("most", self.most, 1.0, 10.0, closed=True)
+        _check_between("least", self.least, 0.1, 1.0, closed=True)
+        _check_between("most", self.most, 1.0, 10.0, closed=True)
 
     @property
     def accountant(self) -> str:
@@ -128,9 +298,9 @@ class FollowBudget:
         return f"rdp@{self.order:g}"
 
 
-_MOST_STEPS = 2**53 - 1  # whole numbers that every codec carries
+_MAX_STEPS = 2**53 - 1  # whole numbers that every codec carries
 Rule = FollowEnergy | FollowQuantile | Choose | FollowBudget
-KINDS: dict[str, type[Rule]] = {
+RULE_KINDS: dict[str, type[Rule]] = {
     "follow energy": FollowEnergy,
     "follow quantile": FollowQuantile,
     "choose": Choose,
@@ -138,38 +308,38 @@ KINDS: dict[str, type[Rule]] = {
 }
 
 
-def to_plain(rule: Rule) -> dict[str, Any]:
+def rule_to_dict(rule: Rule) -> dict[str, Any]:
     """The rule as plain values, for a codec."""
-    kind = next(name for name, made in KINDS.items() if type(rule) is made)
+    kind = next(name for name, made in RULE_KINDS.items() if type(rule) is made)
     state = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
     floats = {field.name for field in dataclasses.fields(rule) if field.type == "float"}
-    return {"kind": kind, **{name: float(v) if name in floats else _lists(v) for name, v in state.items()}}
+    return {"kind": kind, **{name: float(v) if name in floats else _tuples_to_lists(v) for name, v in state.items()}}
 
 
-def from_plain(state: Any) -> Rule:
+def rule_from_dict(state: Any) -> Rule:
     """The rule that `to_plain` described; anything else is refused."""
     kind = state.get("kind") if isinstance(state, Mapping) else None
-    if not isinstance(kind, str) or kind not in KINDS:
+    if not isinstance(kind, str) or kind not in RULE_KINDS:
         raise PlanError(
             "plan.rule-plan",
-            f"a rule of the plan is {shown(state)}",
-            f"its kind must be one of {', '.join(KINDS)}",
+            f"a rule of the plan is {short_repr(state)}",
+            f"its kind must be one of {', '.join(RULE_KINDS)}",
         )
-    made = KINDS[kind]
+    made = RULE_KINDS[kind]
     fields = {field.name: field.type for field in dataclasses.fields(made)}
     given = {name: value for name, value in state.items() if name != "kind"}
     if set(given) != set(fields):
         raise PlanError(
             "plan.rule-fields",
-            f"rule '{kind}' has fields {shown(sorted(map(shown, given)))}",
+            f"rule '{kind}' has fields {short_repr(sorted(map(short_repr, given)))}",
             f"it must have {sorted(fields)}",
         )
     for name, value in given.items():
-        word, fits = _PLAIN[str(fields[name])]
+        word, fits = _PLAIN_TYPES[str(fields[name])]
         if not fits(value):
             raise PlanError(
                 "plan.rule",
-                f"{name} of rule '{kind}' is {shown(value)}, must be {word}",
+                f"{name} of rule '{kind}' is {short_repr(value)}, must be {word}",
                 "the plan is damaged: make it again",
             )
     return made(**given)
@@ -179,13 +349,10 @@ def _is_list_of(value: Any, each: Callable[[Any], bool]) -> bool:
     return type(value) is list and all(map(each, value))
 
 
-_PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {  # by a field's type: what it is read from
+_PLAIN_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # by a field's type: what it is read from
     "int": ("a whole number", lambda value: type(value) is int),
     "float": ("a floating-point number", lambda value: type(value) is float),
-    "tuple[str, ...]": (
-        "a list of texts",
-        lambda value: _is_list_of(value, lambda name: type(name) is str),
-    ),
+    "tuple[str, ...]": ("a list of texts", lambda value: _is_list_of(value, lambda name: type(name) is str)),
     "tuple[tuple[float, ...], ...]": (
         "a list of lists of floating-point numbers",
         lambda value: _is_list_of(value, lambda row: _is_list_of(row, lambda s: type(s) is float)),
@@ -193,52 +360,48 @@ _PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {  # by a field's type: w
 }
 
 
-def _lists(value: Any) -> Any:
-    return [_lists(each) for each in value] if isinstance(value, tuple) else value
+def _tuples_to_lists(value: Any) -> Any:
+    return [_tuples_to_lists(each) for each in value] if isinstance(value, tuple) else value
 
 
-def _names(given: Any) -> tuple[str, ...]:
+def _check_candidate_names(given: Any) -> tuple[str, ...]:
     if not isinstance(given, tuple | list) or any(not isinstance(name, str) or not name for name in given):
         raise PlanError(
-            "plan.names-choice",
-            f"names of a choice are {shown(given)}",
-            "give every candidate a name, not empty",
+            "plan.names-choice", f"names of a choice are {short_repr(given)}", "give every candidate a name, not empty"
         )
     return tuple(given)
 
 
-def _rows(given: Any) -> tuple[tuple[float, ...], ...]:
+def _check_candidate_noise(given: Any) -> tuple[tuple[float, ...], ...]:
     if not isinstance(given, tuple | list) or not all(isinstance(row, tuple | list) for row in given):
         raise PlanError(
             "plan.noise-choice",
-            f"noise of a choice is {shown(given)}",
+            f"noise of a choice is {short_repr(given)}",
             "give a row of numbers for every candidate",
         )
     for s in (s for row in given for s in row):
         number = isinstance(s, int | float) and not isinstance(s, bool)
-        if not number or not (s == 0 or LEAST <= s <= MOST):
+        if not number or not (s == 0 or LEAST_MAGNITUDE <= s <= MOST_MAGNITUDE):
             raise PlanError(
                 "plan.candidate-choice-noise",
-                f"a candidate of a choice has noise {shown(s)}, must be 0 or lie in [{LEAST:g}, {MOST:g}]",
+                f"a candidate of a choice has noise {short_repr(s)}, must be 0 or lie in [{LEAST_MAGNITUDE:g}, {MOST_MAGNITUDE:g}]",
                 "scale the row: only its shape matters",
             )
     return tuple(tuple(float(s) for s in row) for row in given)
 
 
-def _between(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
+def _check_between(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
     inside = isinstance(value, int | float) and not isinstance(value, bool)
     inside = inside and (low <= value <= high if closed else low < value < high)
     if not inside:
         edge = f"[{low:g}, {high:g}]" if closed else f"({low:g}, {high:g})"
-        raise PlanError(
-            "plan.rule-lie", f"{name} of a rule is {shown(value)}, must lie in {edge}", "correct it"
-        )
+        raise PlanError("plan.rule-lie", f"{name} of a rule is {short_repr(value)}, must lie in {edge}", "correct it")
 
 
-def _count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_STEPS:
+def _check_step_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_STEPS:
         raise PlanError(
             "plan.rule-whole-number",
-            f"{name} of a rule is {shown(value)}, must be a whole number >= 1 (and below 2^53)",
+            f"{name} of a rule is {short_repr(value)}, must be a whole number >= 1 (and below 2^53)",
             "correct it",
         )

@@ -7,15 +7,14 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lamina.plan.injection import PER_STEP
-from lamina.plan.rules import to_plain
-from lamina.plan.slices import Range
+from lamina.plan.rules import PER_STEP_INJECTION, rule_to_dict
+from lamina.plan.selection import Range
 
 if TYPE_CHECKING:
-    from lamina.plan.step import StepPlan
+    from lamina.plan.step_plan import StepPlan
 
 
-def shares(plan: StepPlan) -> tuple[float, ...]:
+def layer_shares(plan: StepPlan) -> tuple[float, ...]:
     """The part of the budget that each layer takes, averaged over the private classes; sums to 1."""
     rows = [plan.share(k) for k in range(len(plan.classes)) if math.isfinite(plan.sigma(k))]
     if not rows:
@@ -23,14 +22,14 @@ def shares(plan: StepPlan) -> tuple[float, ...]:
     return tuple(math.fsum(column) / len(rows) for column in zip(*rows, strict=True))
 
 
-def summary(plan: StepPlan) -> dict[str, Any]:
+def plan_summary(plan: StepPlan) -> dict[str, Any]:
     """Figures per class and per layer; an infinite sigma or threshold (a public class) is null."""
     return {
         "classes": {
             entry.name: {
-                "sigma": _finite(plan.sigma(k)),
-                "epsilon": _finite(plan.epsilon(k)),
-                "rho": _finite(plan.rho(k)),
+                "sigma": _finite_or_none(plan.sigma(k)),
+                "epsilon": _finite_or_none(plan.epsilon(k)),
+                "rho": _finite_or_none(plan.rho(k)),
                 "delta": plan.delta(k),
                 "sampling_rate": entry.sampling_rate,
                 "steps": plan.steps,
@@ -38,7 +37,7 @@ def summary(plan: StepPlan) -> dict[str, Any]:
                 "adjacency": plan.adjacency,
                 "public": entry.public,
                 "profile": entry.profile,
-                **({"claimed": _finite(plan.claimed[k])} if plan.claimed else {}),
+                **({"claimed": _finite_or_none(plan.claimed[k])} if plan.claimed else {}),
             }
             for k, entry in enumerate(plan.classes)
         },
@@ -48,17 +47,17 @@ def summary(plan: StepPlan) -> dict[str, Any]:
                 "depth": layer.depth,
                 "parameters": layer.size,
                 "noise_std": plan.noise[i],
-                "clip": {entry.name: _finite(plan.clip[k][i]) for k, entry in enumerate(plan.classes)},
+                "clip": {entry.name: _finite_or_none(plan.clip[k][i]) for k, entry in enumerate(plan.classes)},
                 "share": share,
             }
-            for i, (layer, share) in enumerate(zip(plan.layers, shares(plan), strict=True))
+            for i, (layer, share) in enumerate(zip(plan.layers, layer_shares(plan), strict=True))
         ],
         "batch": plan.batch,
         "steps": plan.steps,
         "clipping": plan.clipping.value,
         "accountant": plan.accountant,
         "allocation": plan.allocation,
-        "rules": [to_plain(rule) for rule in plan.rules],
+        "rules": [rule_to_dict(rule) for rule in plan.rules],
         "injection": plan.injection.to_plain(),
         "slices": [
             {
@@ -74,21 +73,19 @@ def summary(plan: StepPlan) -> dict[str, Any]:
     }
 
 
-def table(plan: StepPlan) -> str:
+def plan_table(plan: StepPlan) -> str:
     """One row per layer, then one row per class with its ε before the first step."""
     size = sum(layer.size for layer in plan.layers)
     head = (
         f"{len(plan.layers)} layers, {size:,} parameters; {plan.allocation} allocation, "
-        f"{plan.clipping.value} clipping; {plan.steps:,} steps of {_batch(plan)}; "
-        f"accountant {plan.accountant}{_entering(plan)}"
+        f"{plan.clipping.value} clipping; {plan.steps:,} steps of {_batch_text(plan)}; "
+        f"accountant {plan.accountant}{_injection_text(plan)}"
     )
     layers = [["layer", "depth", "parameters", "noise S", *(f"C {c.name}" for c in plan.classes), "share"]]
-    for i, (layer, share) in enumerate(zip(plan.layers, shares(plan), strict=True)):
-        clips = [threshold(plan, k, i) for k in range(len(plan.classes))]
+    for i, (layer, share) in enumerate(zip(plan.layers, layer_shares(plan), strict=True)):
+        clips = [clip_text(plan, k, i) for k in range(len(plan.classes))]
         noise = f"{plan.noise[i]:.4g}" if plan.noise[i] else "none"
-        layers.append(
-            [layer.name, f"{layer.depth:.2f}", f"{layer.size:,}", noise, *clips, f"{100 * share:.1f} %"]
-        )
+        layers.append([layer.name, f"{layer.depth:.2f}", f"{layer.size:,}", noise, *clips, f"{100 * share:.1f} %"])
     classes = [["class", "reaches", "population", "rate q", "sigma", "ε", "δ", "unit"]]
     notes = []
     if plan.injection.raw:
@@ -121,7 +118,7 @@ def table(plan: StepPlan) -> str:
         if entry.population is not None and entry.delta * entry.population >= 1:
             notes.append(f"note: δ of class {entry.name} is not below 1/population")
     parts = ["", *slice_lines(plan)] if plan.slices else []
-    return "\n".join([head, "", *aligned(layers, left=1), "", *aligned(classes, left=2), *notes, *parts])
+    return "\n".join([head, "", *align_columns(layers, left=1), "", *align_columns(classes, left=2), *notes, *parts])
 
 
 def slice_lines(plan: StepPlan) -> list[str]:
@@ -134,18 +131,18 @@ def slice_lines(plan: StepPlan) -> list[str]:
     rows = [["* reached in part by", "tensor", "places", "of", ""]]
     for (cls, _, axis, length, ranges), owners in found.items():
         owner, names = next(iter(owners.items()))
-        told = places(axis, ranges) if ranges else "none"  # type: ignore[arg-type]
+        told = index_text(axis, ranges) if ranges else "none"  # type: ignore[arg-type]
         more = f"and {len(owners) - 1} like it" if len(owners) > 1 else ""
         rows.append([str(cls), f"{owner}.{', '.join(names)}".lstrip("."), told, str(length), more])
-    return aligned(rows, left=3)
+    return align_columns(rows, left=3)
 
 
-def places(axis: int, ranges: Sequence[Range]) -> str:
+def index_text(axis: int, ranges: Sequence[Range]) -> str:
     """Places along an axis as an index would have them: '[:, 0:8, 16:24]'."""
     return "[" + ":, " * axis + ", ".join(f"{first}:{stop}" for first, stop in ranges) + "]"
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Columns of equal width; the first `left` flush left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -158,7 +155,7 @@ def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     return lines
 
 
-def _batch(plan: StepPlan) -> str:
+def _batch_text(plan: StepPlan) -> str:
     """How many contributions a step expects, and the divisor of the sum where that is another number."""
     expected = math.fsum(e.sampling_rate * (e.population or math.nan) for e in plan.classes)
     if math.isnan(expected) or math.isclose(expected, plan.batch, rel_tol=1e-9):
@@ -166,22 +163,22 @@ def _batch(plan: StepPlan) -> str:
     return f"expected batch {expected:g}, its sum divided by {plan.batch:g}"
 
 
-def _entering(plan: StepPlan) -> str:
-    return "" if plan.injection == PER_STEP else f"; noise {plan.injection}"
+def _injection_text(plan: StepPlan) -> str:
+    return "" if plan.injection == PER_STEP_INJECTION else f"; noise {plan.injection}"
 
 
-def threshold(plan: StepPlan, k: int, layer: int) -> str:
+def clip_text(plan: StepPlan, k: int, layer: int) -> str:
     """C of a class at a layer for a table; with a star where it reaches the layer in part."""
     c = plan.clip[k][layer]
     star = "*" if c > 0 and any(plan.slice(k, name) for name in plan.layers[layer].parameters) else ""
-    return f"{_threshold(c)}{star}"
+    return f"{_clip_number_text(c)}{star}"
 
 
-def _threshold(c: float) -> str:
+def _clip_number_text(c: float) -> str:
     if c == 0:
         return "-"
     return "public" if math.isinf(c) else f"{c:.4g}"
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None

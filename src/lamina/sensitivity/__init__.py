@@ -11,23 +11,20 @@ energy     `EnergyEstimate`: gradient energy read from noised sums, for shares t
 
 from __future__ import annotations
 
-from lamina.sensitivity.bounds import Bounds, bounds
+from lamina.sensitivity.bounds import SensitivityBounds, bounds
 from lamina.sensitivity.energy import EnergyEstimate
-from lamina.sensitivity.fisher import Fisher, fisher
-from lamina.sensitivity.graph import Graph, trace
-from lamina.sensitivity.harm import Harm, harm
-from lamina.sensitivity.hessian import Hessian, hessian_trace
-from lamina.sensitivity.influence import Influence, influence
-from lamina.sensitivity.measure import measure
-from lamina.sensitivity.measurement import Measure
-from lamina.sensitivity.profile import Profile, profile
+from lamina.sensitivity.influence import Fisher, Hessian, Influence, fisher, hessian_trace, influence
+from lamina.sensitivity.measure import Measure, NoiseCost, measure, noise_cost
+from lamina.sensitivity.profile import profile
+from lamina.sensitivity.profile_record import ActivationProfile
+from lamina.sensitivity.trace import TracedGraph, trace
 
 __all__ = [
     "measure", "Measure",
-    "profile", "Profile",
-    "trace", "Graph",
-    "bounds", "Bounds",
-    "harm", "Harm",
+    "profile", "ActivationProfile",
+    "trace", "TracedGraph",
+    "bounds", "SensitivityBounds",
+    "noise_cost", "NoiseCost",
     "hessian_trace", "Hessian",
     "fisher", "Fisher",
     "influence", "Influence",

@@ -1,22 +1,461 @@
-"""Phase 2 of LSAB: how far exchanging one patient's input can move the output of every layer."""
+"""Sensitivity of every layer's output to its input, by recursion through the traced graph (phase 2 of LSAB)."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from lamina.errors import NoBound
-from lamina.plan import LayerStack
-from lamina.sensitivity.flow import Depth
-from lamina.sensitivity.graph import Graph, Node
-from lamina.sensitivity.record import Profile
-from lamina.sensitivity.rules import refuse_unknown, step
+import torch
+from torch import Tensor
 
-__all__ = ["bounds", "Bounds", "LayerBound"]
+from lamina.errors import NoBound, PlanError
+from lamina.plan.layer_stack import LayerStack
+from lamina.sensitivity import gains
+from lamina.sensitivity.activations import local, local_of, supremum
+from lamina.sensitivity.gains import (
+    affine_norm_constant,
+    paper_compression_clamped,
+    paper_gelu_slope,
+    paper_relu_slope,
+    paper_residual,
+)
+from lamina.sensitivity.profile import product_factors
+from lamina.sensitivity.profile_record import ActivationProfile
+from lamina.sensitivity.trace import SAME_ENTRIES, Node, OperationKind, TracedGraph
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerBound:
+class NodeSensitivity:
+    """What is known of a node's value when one patient's input is exchanged for another.
+
+    tight       Δ with local constants: an expectation, no bound
+    worst       Δ that is not exceeded
+    printed     Δ as the LSAB document prints its recursion
+    size        norm that the value of one patient does not exceed
+    everywhere  whether `worst` is a Lipschitz constant times Δ₀ on the whole space; if not, it holds for inputs
+                within the radius: attention, and every product of two values, has no constant on the whole space
+    """
+
+    tight: float
+    worst: float
+    printed: float
+    size: float
+    everywhere: bool = True
+
+
+NO_CHANGE = NodeSensitivity(tight=0.0, worst=0.0, printed=0.0, size=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PropagationState:
+    """The recursion as far as it has come."""
+
+    graph: TracedGraph
+    profile: ActivationProfile
+    flows: dict[str, NodeSensitivity]
+
+    def into(self, node: Node) -> list[NodeSensitivity]:
+        return [self.flows[name] for name in node.inputs]
+
+    def of(self, argument: object) -> NodeSensitivity:
+        """The flow of an argument: a node's, or that of a tensor that does not move."""
+        if isinstance(argument, str):
+            return self.flows[argument]
+        return NodeSensitivity(tight=0.0, worst=0.0, printed=0.0, size=gains.euclidean_norm(argument))
+
+    def shape(self, argument: str | Tensor) -> tuple[int, ...]:
+        """The shape of an argument, moving or not."""
+        return self.graph[argument].shape if isinstance(argument, str) else tuple(argument.shape)
+
+    def at(self, node: Node) -> dict[str, Tensor]:
+        """A zero for every input of a node."""
+        sources = [self.graph[name] for name in node.inputs]
+        return {source.name: torch.zeros(source.shape, dtype=source.dtype) for source in sources}
+
+    def compression(self, node: Node) -> float:
+        """γ of eq. 12 for a layer, its activation included, forced into (0, 1]."""
+        before = self.profile[node.inputs[0]].std
+        after = self.profile[self.graph.output_of(node).name].std
+        if before == 0:
+            return 1.0
+        return max(paper_compression_clamped(after, before), self.profile.epsilon_n)
+
+
+def product_or_zero(a: float, b: float) -> float:
+    """a·b with 0·∞ = 0: what does not move is not stretched."""
+    return 0.0 if a == 0 or b == 0 else a * b
+
+
+def stretch(
+    flow: NodeSensitivity, worst: float, *, tight: float | None = None, printed: float | None = None, rest: float = 0.0
+) -> NodeSensitivity:
+    """Distances multiplied by a factor (one for all unless said otherwise); `rest` is ‖f(0)‖."""
+    tight = worst if tight is None else tight
+    return NodeSensitivity(
+        tight=product_or_zero(tight, flow.tight),
+        worst=product_or_zero(worst, flow.worst),
+        printed=product_or_zero(tight if printed is None else printed, flow.printed),
+        size=product_or_zero(worst, flow.size) + rest,
+        everywhere=flow.everywhere,
+    )
+
+
+def input_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    if not node.floating:
+        return NO_CHANGE  # token ids: the distance arises in the table they are looked up in
+    delta = 2.0 * depth.profile.radius
+    return NodeSensitivity(tight=delta, worst=delta, printed=delta, size=depth.profile.radius)
+
+
+def linear_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    at = depth.at(node)
+    if node.kind is OperationKind.CONV:
+        factor = gains.conv_norm(node, next(iter(at.values())).shape)
+    else:
+        factor = gains.linear_norm(node, at)
+    printed = factor * depth.compression(node)
+    return stretch(depth.into(node)[0], factor, printed=printed, rest=gains.norm_at_zero(node, at))
+
+
+def reshape_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    flow = depth.into(node)[0]
+    source = depth.graph[node.inputs[0]]
+    if node.base in SAME_ENTRIES or None in (node.dtype, source.dtype) or not node.floating:
+        return flow
+    return stretch(flow, gains.copy_norm(node, depth.at(node)))
+
+
+def concat_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    flows = depth.into(node)
+    rest = gains.norm_at_zero(node, depth.at(node))
+    return NodeSensitivity(
+        tight=math.hypot(*(f.tight for f in flows)),
+        worst=math.hypot(*(f.worst for f in flows)),
+        printed=math.hypot(*(f.printed for f in flows)),
+        size=math.hypot(*(f.size for f in flows)) + rest,
+        everywhere=all(f.everywhere for f in flows),
+    )
+
+
+def add_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    given = node.arguments
+    at = depth.at(node)
+    alpha = abs(float(given.get("alpha", 1)))
+    weights = (alpha, 1.0) if node.base == "rsub" else (1.0, alpha)
+    parts = [
+        stretch(depth.flows[name], weight * math.sqrt(math.prod(node.shape) / math.prod(at[name].shape)))
+        for name, weight in zip((given["self"], given["other"]), weights, strict=True)
+        if isinstance(name, str)
+    ]
+    if len(parts) == 1:
+        return stretch(parts[0], 1.0, rest=gains.norm_at_zero(node, at))
+    a, b = parts
+    return NodeSensitivity(
+        tight=a.tight + b.tight,
+        worst=a.worst + b.worst,
+        printed=paper_residual(a.printed, b.printed),
+        size=a.size + b.size,
+        everywhere=a.everywhere and b.everywhere,
+    )
+
+
+def scale_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    given, at = node.arguments, depth.at(node)
+    copies = math.sqrt(math.prod(node.shape) / math.prod(next(iter(at.values())).shape))
+    if node.base in ("mul", "div"):
+        moving_first = isinstance(given["self"], str)
+        if (node.base == "div" and not moving_first) or given.get("rounding_mode"):
+            raise NoBound(
+                "measure.divides-value-depends",
+                f"{node} divides by a value that depends on the input, or rounds: its slope has no bound",
+                "use an operation with a bounded slope there",
+            )
+        other = given["other"] if moving_first else given["self"]
+        sizes = torch.as_tensor(other).detach().double().abs()
+        factor = float(sizes.max()) if node.base == "mul" else float(1 / sizes.min())
+    else:
+        factor = 1.0
+    return stretch(depth.into(node)[0], factor * copies, rest=gains.norm_at_zero(node, at))
+
+
+def pool_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    at = depth.at(node)
+    if "max" in node.base or "min" in node.base:
+        return stretch(depth.into(node)[0], gains.max_pool_norm(node, next(iter(at.values())).shape))
+    return stretch(depth.into(node)[0], gains.schur_norm_bound(node, at), rest=gains.norm_at_zero(node, at))
+
+
+def dropout_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    given = node.arguments
+    if not given["train"] or given["p"] == 0:
+        return depth.into(node)[0]
+    return stretch(depth.into(node)[0], supremum("dropout", p=float(given["p"])), tight=1.0)
+
+
+def embedding_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    """All n ids of a patient may change: √n times the distance between two rows of the table.
+
+    tight: their root mean square distance. worst: twice the largest distance to the mean row.
+    """
+    table: Tensor = node.arguments["weight"].detach().double()
+    around = (table - table.mean(0)).norm(dim=1)
+    ids = math.sqrt(math.prod(depth.graph[node.inputs[0]].shape))
+    tight = ids * math.sqrt(2.0 * float(around.square().mean()))
+    return NodeSensitivity(
+        tight=tight, worst=2.0 * ids * float(around.max()), printed=tight, size=ids * float(table.norm(dim=1).max())
+    )
+
+
+_TABLE_NAMES = {
+    "log_sigmoid": "logsigmoid",
+    "abs": "identity",
+    "clamp": "hardtanh",
+    "clamp_min": "hardtanh",
+    "clamp_max": "hardtanh",
+}
+_TORCH_FUNCTIONS = {
+    "sin": (torch.sin, 1.0),
+    "cos": (torch.cos, 1.0),
+    "atan": (torch.atan, 1.0),
+    "erf": (torch.erf, 2 / math.sqrt(math.pi)),
+}
+_ACTIVATION_OPTIONS = {
+    "leaky_relu": ("negative_slope",),
+    "elu": ("alpha",),
+    "celu": ("alpha",),
+    "softplus": ("beta",),
+    "softshrink": ("lambd",),
+}
+_NO_CLAMP = 1e300
+_KEEP_ROWS = {"view", "reshape", "_unsafe_view", "contiguous", "clone", "to", "squeeze", "unsqueeze"}
+
+
+def activation_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    before = depth.profile[node.name].before
+    if before is None:
+        raise NoBound(
+            "measure.no-pre-activation", f"{node} has no pre-activation in the profile", "profile the model again"
+        )
+    mean, std = before.mean, math.sqrt(before.variance + depth.profile.epsilon_n)
+    flow = depth.into(node)[0]
+    if node.base in _TORCH_FUNCTIONS:
+        function, most = _TORCH_FUNCTIONS[node.base]
+        tight = printed = min(float(local_of(function, mean, std)), most)
+    elif node.base == "prelu":
+        slopes = node.arguments["weight"].detach().double().abs()
+        tight = printed = local("leaky_relu", mean, std, negative_slope=float(slopes.mean()))
+        most = max(1.0, float(slopes.max()))
+    else:
+        name, options = _activation_entry(node)
+        tight = printed = local(name, mean, std, **options)
+        most = supremum(name, **options)
+        if name == "relu":
+            printed = float(paper_relu_slope(before.mean, before.variance, depth.profile.epsilon_n))
+        elif name == "gelu":  # eq. 10 can be negative, a Δ cannot
+            printed = max(float(paper_gelu_slope(before.mean, before.variance)), depth.profile.epsilon_n)
+    return stretch(flow, most, tight=tight, printed=printed, rest=gains.norm_at_zero(node, depth.at(node)))
+
+
+def _activation_entry(node: Node) -> tuple[str, dict[str, float]]:
+    """An activation as lipschitz.py knows it."""
+    given = node.arguments
+    name = _TABLE_NAMES.get(node.base, node.base)
+    if name == "gelu" and given["approximate"] == "tanh":
+        return "gelu_tanh", {}
+    if name == "hardtanh":
+        low, high = given.get("min_val", given.get("min")), given.get("max_val", given.get("max"))
+        if isinstance(low, Tensor) or isinstance(high, Tensor):
+            raise NoBound("measure.clamps-tensors", f"{node} clamps to tensors", "clamp to two numbers")
+        return name, {
+            "min_val": -_NO_CLAMP if low is None else float(low),
+            "max_val": _NO_CLAMP if high is None else float(high),
+        }
+    if name == "elu" and not (float(given["scale"]) == float(given["input_scale"]) == 1):
+        raise NoBound("measure.scales-input-output", f"{node} scales its input or output", "use ELU, SELU or CELU")
+    return name, {option: float(given[option]) for option in _ACTIVATION_OPTIONS.get(name, ())}
+
+
+def normalisation_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    given, at, flow = node.arguments, depth.at(node), depth.into(node)[0]
+    weight = given["weight"]
+    gain = weight.detach().double() if isinstance(weight, Tensor) else torch.ones(1, dtype=torch.float64)
+    steepest = float(gain.abs().max())
+    rest = gains.norm_at_zero(node, at)
+    fixed = node.base == "batch_norm" or (node.base == "instance_norm" and not given["use_input_stats"])
+    if fixed:
+        if given.get("training") or not isinstance(given["running_var"], Tensor):
+            raise NoBound(
+                "measure.normalises-over-batch",
+                f"{node} normalises over the batch, which mixes patients",
+                "use GroupNorm: lamina.fix(model)",
+            )
+        factor = affine_norm_constant(gain, given["running_var"].double(), given["eps"])
+        return stretch(flow, factor, printed=depth.compression(node), rest=rest)
+    eps = given["eps"]
+    if eps is None:  # RMSNorm's default
+        eps = torch.finfo(node.dtype or torch.float32).eps
+    seen = torch.tensor(depth.profile[node.name].seen, dtype=torch.float64)
+    grouped = gain.reshape(len(seen), -1) if gain.numel() > 1 and len(seen) > 1 else gain.reshape(1, -1)
+    tight = affine_norm_constant(grouped, seen.reshape(-1, 1), eps)
+    worst = steepest / math.sqrt(eps) if eps > 0 else math.inf
+    made = stretch(flow, worst, tight=tight, printed=depth.compression(node), rest=rest)
+    # a normalised group of n entries has norm ≤ √n, whatever comes in; at 0 only the bias is left
+    most = steepest * math.sqrt(math.prod(node.shape)) + rest
+    return replace(made, size=min(made.size, most))
+
+
+def softmax_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    seen = depth.profile[node.name]
+    if seen.jacobian is None or seen.peak is None:
+        raise NoBound(
+            "measure.no-attention-weights-profile",
+            f"{node} has no attention weights in the profile",
+            "profile the model again",
+        )
+    made = stretch(depth.into(node)[0], 0.5, tight=seen.jacobian, printed=seen.peak)
+    rows = math.prod(node.shape) / node.shape[node.arguments["dim"]]
+    return replace(made, size=math.sqrt(rows))
+
+
+def attention_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    """softmax(s·QKᵀ)V: Δ ≤ ‖A‖Δ_V + ‖J‖·s·‖V‖(‖K‖Δ_Q + ‖Q‖Δ_K), J the Jacobian of a row of the softmax.
+
+    tight: mean norms on the proxy. worst: ‖A‖ ≤ √queries, ‖J‖ ≤ ½ and the sizes within the radius.
+    printed: eq. 19 and 20, E[a_max(1-a_max)]·Δ_V.
+    """
+    given, seen = node.arguments, depth.profile[node.name]
+    if isinstance(given["attn_mask"], str):
+        raise NoBound(
+            "measure.mask-depends-input",
+            f"{node} has a mask that depends on the input",
+            "use a mask that is the same for all inputs",
+        )
+    if seen.jacobian is None or seen.peak is None or len(seen.norms) != 4:
+        raise NoBound(
+            "measure.no-attention-weights-profile",
+            f"{node} has no attention weights in the profile",
+            "profile the model again",
+        )
+    q, k, v = (depth.of(given[part]) for part in ("query", "key", "value"))
+    shape = depth.shape(given["query"])
+    if given["enable_gqa"]:
+        heads = depth.shape(given["key"])
+        k, v = (stretch(f, math.sqrt(shape[-3] / heads[-3])) for f in (k, v))
+    s = abs(float(given["scale"])) if given["scale"] is not None else 1 / math.sqrt(shape[-1])
+    kept = supremum("dropout", p=float(given["dropout_p"]))
+    rows = math.sqrt(shape[-2])
+    weights, query, key, value = seen.norms
+    logits = product_or_zero(k.size, q.worst) + product_or_zero(q.size, k.worst)
+    return NodeSensitivity(
+        tight=weights * v.tight + seen.jacobian * s * value * (key * q.tight + query * k.tight),
+        worst=kept * (product_or_zero(rows, v.worst) + 0.5 * s * product_or_zero(v.size, logits)),
+        printed=seen.peak * v.printed,
+        size=kept * rows * v.size,
+        everywhere=False,
+    )
+
+
+def product_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    """Δ(ab) ≤ ‖b‖Δ_a + ‖a‖Δ_b, for entries as for matrices."""
+    given = node.arguments
+    if node.base == "mul":
+        names = (given["self"], given["other"])
+        a, b = (depth.of(name) for name in names)
+        x, y = (math.hypot(depth.profile[name].mean, depth.profile[name].std) for name in names)
+        # a factor that is repeated meets as many entries of the other
+        x *= math.sqrt(math.prod(node.shape) / math.prod(depth.graph[names[1]].shape))
+        y *= math.sqrt(math.prod(node.shape) / math.prod(depth.graph[names[0]].shape))
+        left, right, alpha, rest, peak = a.size, b.size, 1.0, 0.0, None
+    else:
+        names = product_factors(node.base, given)
+        shapes = [depth.graph[name].shape for name in names]
+        if shapes[0][:-2] != shapes[1][:-2]:
+            raise NoBound(
+                "measure.multiplies-matrices",
+                f"{node} multiplies matrices {shapes[0]} by {shapes[1]}",
+                "expand both to one batch first",
+            )
+        a, b = (depth.of(name) for name in names)
+        x, y = depth.profile[node.name].norms
+        alpha = abs(float(given.get("alpha", 1)))
+        rest = gains.euclidean_norm(given["self"]) if node.base == "baddbmm" else 0.0
+        rows, peak = _attention_weight_bound(names[0], depth)
+        left, right = min(a.size, rows), b.size
+    return NodeSensitivity(
+        tight=alpha * (y * a.tight + x * b.tight),
+        worst=alpha * (product_or_zero(right, a.worst) + product_or_zero(left, b.worst)),
+        printed=alpha * (y * a.printed + x * b.printed) if peak is None else peak * b.printed,
+        size=alpha * product_or_zero(left, right) + rest,
+        everywhere=False,
+    )
+
+
+def _attention_weight_bound(name: str, depth: PropagationState) -> tuple[float, float | None]:
+    """If a node holds attention weights, some perhaps dropped: what their matrices' norm cannot exceed, and their peak.
+
+    The rows sum to 1, or to 1/(1-p) at most after dropout, so that the norm is at most √rows times that.
+    """
+    node, kept, shape = depth.graph[name], 1.0, depth.graph[name].shape
+    while node.kind is OperationKind.DROPOUT or node.base in _KEEP_ROWS:
+        if node.kind is OperationKind.DROPOUT and node.arguments["train"]:
+            kept *= supremum("dropout", p=float(node.arguments["p"]))
+        node = depth.graph[node.inputs[0]]
+    if node.kind is not OperationKind.SOFTMAX or node.arguments["dim"] not in (-1, len(node.shape) - 1):
+        return math.inf, None
+    if shape[-2:] != node.shape[-2:]:
+        return math.inf, None
+    return kept * math.sqrt(shape[-2]), depth.profile[node.name].peak
+
+
+NodeRule = Callable[[Node, PropagationState], NodeSensitivity]
+
+NODE_RULES: Mapping[OperationKind, NodeRule] = {
+    OperationKind.INPUT: input_rule,
+    OperationKind.LINEAR: linear_rule,
+    OperationKind.CONV: linear_rule,
+    OperationKind.ACTIVATION: activation_rule,
+    OperationKind.ATTENTION: attention_rule,
+    OperationKind.SOFTMAX: softmax_rule,
+    OperationKind.NORM: normalisation_rule,
+    OperationKind.ADD: add_rule,
+    OperationKind.SCALE: scale_rule,
+    OperationKind.PRODUCT: product_rule,
+    OperationKind.RESHAPE: reshape_rule,
+    OperationKind.CONCAT: concat_rule,
+    OperationKind.POOL: pool_rule,
+    OperationKind.RESAMPLE: pool_rule,
+    OperationKind.REDUCE: pool_rule,
+    OperationKind.DROPOUT: dropout_rule,
+    OperationKind.EMBEDDING: embedding_rule,
+}
+
+_UNKNOWN_SLOPE_REMEDY = (
+    "use operations with a known slope (linear and convolution layers, activations, LayerNorm, GroupNorm, RMSNorm, "
+    "pooling, dropout, sums, attention) between the input and the layers, or an allocation that needs no Δ"
+)
+
+
+def apply_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+    """The flow of a node from the flows of what it reads; a refusal names the node."""
+    try:
+        return NODE_RULES[node.kind](node, depth)
+    except PlanError as error:
+        if node.name in error.problem:
+            raise
+        raise NoBound("measure.step", f"{node}: {error.problem}", error.remedy) from error
+
+
+def refuse_unknown_operations(nodes: Sequence[Node]) -> None:
+    """Refuse operations that no rule knows, all of them by name."""
+    bad = [node for node in nodes if node.kind not in NODE_RULES]
+    if bad:
+        named = ", ".join(map(str, bad[:6])) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
+        raise NoBound("measure.slope-not-known", f"the slope of {named} is not known", _UNKNOWN_SLOPE_REMEDY)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSensitivity:
     """Δ at the output of a layer's last use, after the activation that directly follows it, if one does.
 
     tight       by local constants E|f'(Z)| on the profile, norms as fixed affine maps, a+b at a sum.
@@ -44,17 +483,17 @@ class LayerBound:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bounds:
+class SensitivityBounds:
     """Δ_l of every layer of a stack, from Δ₀ = 2·radius (token ids: from the rows of the embedding)."""
 
     radius: float
     proxy: str
-    layers: tuple[LayerBound, ...]
+    layers: tuple[LayerSensitivity, ...]
 
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __getitem__(self, name: str) -> LayerBound:
+    def __getitem__(self, name: str) -> LayerSensitivity:
         for layer in self.layers:
             if layer.name == name:
                 return layer
@@ -90,10 +529,7 @@ class Bounds:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"Δ per layer from Δ₀ = {2 * self.radius:g}, profiled on {self.proxy} inputs", ""]
         for row in rows:
-            cells = [
-                c.rjust(w) if 0 < i < 5 else c.ljust(w)
-                for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            ]
+            cells = [c.rjust(w) if 0 < i < 5 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
             lines.append("  ".join(cells).rstrip())
         return "\n".join(
             [
@@ -110,25 +546,23 @@ class Bounds:
         return self.table()
 
 
-def bounds(graph: Graph, profile: Profile, stack: LayerStack) -> Bounds:
+def bounds(graph: TracedGraph, profile: ActivationProfile, stack: LayerStack) -> SensitivityBounds:
     """Δ of every layer of `stack`, by recursion through the traced graph.
 
     `profile` must be of the same model; the weights are those of `graph`. An operation between the input and a layer
     whose slope is not known is refused by name, as is a layer that the input does not reach, or that is zero.
     """
-    ends = {layer.name: _end(graph, layer.name, layer.parameters) for layer in stack}
-    needed = _before(graph, [node.name for node in ends.values()])
-    refuse_unknown(needed)
-    depth = Depth(graph=graph, profile=profile, flows={})
+    ends = {layer.name: _last_use(graph, layer.name, layer.parameters) for layer in stack}
+    needed = _nodes_before(graph, [node.name for node in ends.values()])
+    refuse_unknown_operations(needed)
+    depth = PropagationState(graph=graph, profile=profile, flows={})
     for node in needed:
-        _same(node, profile)
-        depth.flows[node.name] = step(node, depth)
+        _refuse_other_model(node, profile)
+        depth.flows[node.name] = apply_rule(node, depth)
     layers = []
     for name, node in ends.items():
         flow = depth.flows[node.name]
-        if math.isnan(flow.worst) or not (
-            0 < flow.tight < math.inf and 0 < flow.printed < math.inf and flow.worst > 0
-        ):
+        if math.isnan(flow.worst) or not (0 < flow.tight < math.inf and 0 < flow.printed < math.inf and flow.worst > 0):
             raise NoBound(
                 "measure.layer-delta-tight",
                 f"layer {name!r} has Δ tight {flow.tight:g}, worst {flow.worst:g}, printed {flow.printed:g} "
@@ -137,7 +571,7 @@ def bounds(graph: Graph, profile: Profile, stack: LayerStack) -> Bounds:
                 "or use an allocation that needs no Δ",
             )
         layers.append(
-            LayerBound(
+            LayerSensitivity(
                 name=name,
                 tight=flow.tight,
                 worst=flow.worst,
@@ -146,10 +580,10 @@ def bounds(graph: Graph, profile: Profile, stack: LayerStack) -> Bounds:
                 node=node.name,
             )
         )
-    return Bounds(radius=profile.radius, proxy=profile.proxy, layers=tuple(layers))
+    return SensitivityBounds(radius=profile.radius, proxy=profile.proxy, layers=tuple(layers))
 
 
-def _end(graph: Graph, name: str, parameters: tuple[str, ...]) -> Node:
+def _last_use(graph: TracedGraph, name: str, parameters: tuple[str, ...]) -> Node:
     uses = graph.uses(parameters)
     if not uses:
         raise NoBound(
@@ -160,7 +594,7 @@ def _end(graph: Graph, name: str, parameters: tuple[str, ...]) -> Node:
     return graph.output_of(uses[-1])
 
 
-def _before(graph: Graph, names: list[str]) -> list[Node]:
+def _nodes_before(graph: TracedGraph, names: list[str]) -> list[Node]:
     """The nodes on the way from the input to any of these, in order."""
     wanted = set(names)
     kept: list[Node] = []
@@ -171,7 +605,7 @@ def _before(graph: Graph, names: list[str]) -> list[Node]:
     return kept[::-1]
 
 
-def _same(node: Node, profile: Profile) -> None:
+def _refuse_other_model(node: Node, profile: ActivationProfile) -> None:
     if node.dtype is not None and node.floating and profile[node.name].operation != node.operation:
         raise NoBound(
             "measure.profile",

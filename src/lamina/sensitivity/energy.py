@@ -1,4 +1,4 @@
-"""The energy of a gradient sum, read from its noised release: free of charge, and often too faint to use."""
+"""`EnergyEstimate`: the energy of a gradient sum, read from its noised release at no extra privacy cost."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ class EnergyEstimate:
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
         if not 0 <= self.decay < 1:
             raise PlanError(
-                "measure.decay",
-                f"decay is {self.decay!r}, must be in [0, 1)",
-                "0.9 averages over about 20 steps",
+                "measure.decay", f"decay is {self.decay!r}, must be in [0, 1)", "0.9 averages over about 20 steps"
             )
         layers = len(self.energy)
         if not layers or len(self.sd) != layers or len(self.mass) != layers:
@@ -78,7 +76,7 @@ class EnergyEstimate:
         self, squares: Sequence[float] | Array, *, noise: Sequence[float] | Array, sizes: Sequence[int]
     ) -> EnergyEstimate:
         """After one more release: ‖Y_l‖² of the noised *sum* (not divided by B), its S_l and d_l."""
-        s, d = self._row(noise, "noise"), _sizes(sizes, len(self))
+        s, d = self._row(noise, "noise"), _checked_sizes(sizes, len(self))
         for i, value in enumerate(s):
             if not 0 <= value < math.inf:
                 raise PlanError(
@@ -97,9 +95,7 @@ class EnergyEstimate:
         with np.errstate(all="ignore"):  # what overflows is ignored below
             unit = s * s
             energy = a * np.array(self.energy) + keep * (y - d * unit)
-            sd = np.hypot(
-                a * np.array(self.sd), keep * np.sqrt(2.0 * d) * unit
-            )  # no S⁴, which would overflow
+            sd = np.hypot(a * np.array(self.sd), keep * np.sqrt(2.0 * d) * unit)  # no S⁴, which would overflow
             mass = a * np.array(self.mass) + keep
             usable = np.isfinite(y) & (y >= 0) & np.isfinite(energy) & np.isfinite(sd)
         return EnergyEstimate(
@@ -136,7 +132,7 @@ class EnergyEstimate:
         for layers whose norm is √E_l (docs/theory.md). Shares below least/L are raised to it, at the expense of
         the others in proportion.
         """
-        base, d = self._proxy(proxy), _sizes(sizes, len(self))
+        base, d = self._proxy(proxy), _checked_sizes(sizes, len(self))
         if not 0 < least <= 1:
             raise PlanError(
                 "measure.least",
@@ -153,7 +149,7 @@ class EnergyEstimate:
             mixed = mix * left * target / target.sum() + (1.0 - mix) * base[measured]
             if (total := mixed.sum()) > 0:
                 w[measured] = mixed * (left / total)
-        return tuple(_raised(w, least / len(self)).tolist()), tuple(bool(m) for m in measured)
+        return tuple(_raise_to_floor(w, least / len(self)).tolist()), tuple(bool(m) for m in measured)
 
     # ----------------------------------------------------------------------------------- checkpoints
 
@@ -170,9 +166,7 @@ class EnergyEstimate:
         if not isinstance(state, Mapping) or sorted(state) != known:
             found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise PlanError(
-                "measure.state-energy-estimate",
-                f"the state of an energy estimate has {found}",
-                f"it must have {known}",
+                "measure.state-energy-estimate", f"the state of an energy estimate has {found}", f"it must have {known}"
             )
         try:
             return cls(
@@ -198,9 +192,7 @@ class EnergyEstimate:
         row = np.asarray(values, dtype=np.float64)
         if row.shape != (len(self),):
             raise PlanError(
-                "measure.shape",
-                f"{what} has shape {row.shape}",
-                f"give one number for each of {len(self)} layers",
+                "measure.shape", f"{what} has shape {row.shape}", f"give one number for each of {len(self)} layers"
             )
         return row
 
@@ -222,13 +214,11 @@ class EnergyEstimate:
         return np.asarray(row / row.sum())
 
 
-def _sizes(sizes: Sequence[int], layers: int) -> Array:
+def _checked_sizes(sizes: Sequence[int], layers: int) -> Array:
     d = np.asarray(sizes, dtype=np.float64)
     if d.shape != (layers,):
         raise PlanError(
-            "measure.sizes-shape",
-            f"sizes has shape {d.shape}",
-            f"give one number for each of {layers} layers",
+            "measure.sizes-shape", f"sizes has shape {d.shape}", f"give one number for each of {layers} layers"
         )
     for i, value in enumerate(d):
         if not 1 <= value < math.inf:
@@ -240,7 +230,7 @@ def _sizes(sizes: Sequence[int], layers: int) -> Array:
     return d
 
 
-def _raised(w: Array, floor: float) -> Array:
+def _raise_to_floor(w: Array, floor: float) -> Array:
     """The shares with every one at least `floor`: those below are raised, the others shrink in proportion.
 
     Shrinking can push another share below, so it is repeated; each round fixes one more, or ends.

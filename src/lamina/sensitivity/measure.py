@@ -1,7 +1,17 @@
-"""Everything that is measured of a model before it sees private data, in one call."""
+"""`measure`: everything that is learned of a model's layers from proxy data.
+
+In one `Measure` that a file can keep; and what noise in a layer costs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,19 +19,363 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lamina.errors import NoBound, PlanError
-from lamina.plan import LayerStack
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.rules import short_repr
 from lamina.sensitivity.bounds import bounds
-from lamina.sensitivity.example import arguments, first, mapped
-from lamina.sensitivity.fisher import Fisher, fisher
-from lamina.sensitivity.graph import trace
-from lamina.sensitivity.harm import Harm, harm
-from lamina.sensitivity.inputs import gaussian
-from lamina.sensitivity.measurement import Measure
-from lamina.sensitivity.profile import GAUSSIAN, Profile, profile
-from lamina.sensitivity.program import export
-from lamina.sensitivity.proxy import Losses, LossesOf, count, reconstruction, take, tensors_of, untouched
+from lamina.sensitivity.influence import (
+    ExampleLosses,
+    Fisher,
+    LossesOf,
+    NamedTensors,
+    example_count,
+    fisher,
+    layer_tensors,
+    model_unchanged,
+    reconstruction_losses,
+    take_examples,
+)
+from lamina.sensitivity.profile import GAUSSIAN, gaussian_batches, profile
+from lamina.sensitivity.profile_record import ActivationProfile
+from lamina.sensitivity.trace import call_arguments, export, first_patients, map_arguments, trace
 
-__all__ = ["Measure", "measure"]
+MEASURE_KIND, MEASURE_VERSION = "lamina.measure", 1
+_OPTIONAL_ROWS = ("tight", "worst", "printed")
+_ROW_WITH_INFINITY, _INF = "worst", "inf"  # JSON has no infinity
+
+_ROW_REMEDIES = {
+    "tight": "0 means that the input does not reach the layer: look at the profile's report() and at the model",
+    "worst": "a spectral norm of 0 or a product that overflows: initialise the weights again",
+    "printed": "a spectral norm of 0 or a product that overflows: initialise the weights again",
+    "harm": "measure again with more draws, or with a smaller std",
+    "norms": "freeze a layer that gets no gradient with requires_grad_(False), or measure on data that reach it",
+    "fisher": "freeze a layer that gets no gradient with requires_grad_(False), or measure on data that reach it",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measure:
+    """Per layer of a stack, all learned from proxy data, all > 0, all finite but `worst`, which may overflow:
+
+      tight, worst, printed  Δ_l by the recursion with local constants, with global suprema, and as printed; all three
+                             empty where no Δ can be had
+      harm                   m_l, loss increase per unit of noise variance
+      norms                  n_l, the typical norm of an example's gradient
+      fisher                 mean squared norm of an example's gradient
+
+    `proxy` says what the data were, `notes` what a reader of a plan should know. None of these numbers is a
+    guarantee: they shape C and S, and clipping makes the step private whatever they are.
+    """
+
+    proxy: str
+    layers: tuple[str, ...]
+    tight: tuple[float, ...]
+    worst: tuple[float, ...]
+    printed: tuple[float, ...]
+    harm: tuple[float, ...]
+    norms: tuple[float, ...]
+    fisher: tuple[float, ...]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.proxy, str) or not self.proxy:
+            raise PlanError(
+                "measure.proxy", f"proxy is {short_repr(self.proxy)}", "say what the data were: 'gaussian', 'public: …'"
+            )
+        for what in ("layers", "notes"):
+            row = getattr(self, what)
+            if not isinstance(row, tuple | list) or not all(isinstance(word, str) for word in row):
+                raise PlanError(
+                    "measure.measure", f"{what} of the measure is {short_repr(row)}", "give a list of texts"
+                )
+            object.__setattr__(self, what, tuple(row))
+        if not self.layers or len(set(self.layers)) != len(self.layers):
+            raise PlanError(
+                "measure.layers-measure",
+                f"the layers of the measure are {self.layers}",
+                "name each layer once, at least one",
+            )
+        for what in _ROW_REMEDIES:
+            object.__setattr__(self, what, self._row(what, getattr(self, what)))
+        if len({len(self.tight), len(self.worst), len(self.printed)}) > 1:
+            raise PlanError(
+                "measure.measure-delta-lacks",
+                "the measure has some Δ and lacks others",
+                "give tight, worst and printed, or none",
+            )
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether Δ is known: not where the model has an operation whose slope is not."""
+        return bool(self.tight)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def check(self, stack: LayerStack | Sequence[str]) -> None:
+        """Refuse a stack, or names of layers, that this was not measured on."""
+        names = tuple(layer.name for layer in stack) if isinstance(stack, LayerStack) else tuple(stack)
+        if len(names) != len(self):
+            raise PlanError(
+                "measure.measure-layers-stack",
+                f"the measure has {len(self)} layers and the stack {len(names)}",
+                "measure the model that is to be trained, with the same grouping of layers",
+            )
+        for mine, other in zip(self.layers, names, strict=True):
+            if mine != other:
+                raise PlanError(
+                    "measure.measure-knows-layer",
+                    f"the measure knows the layer {mine!r} where the stack has {other!r}",
+                    "measure the model that is to be trained, with the same grouping of layers",
+                )
+
+    @property
+    def ratio(self) -> tuple[float, ...]:
+        """How much of the global bound the local constants leave: tight/worst."""
+        return tuple(t / w for t, w in zip(self.tight, self.worst, strict=True))
+
+    def report(self) -> str:
+        """A table per layer, and the notes."""
+        columns = [what for what in _ROW_REMEDIES if getattr(self, what)]
+        width = max(5, *(len(name) for name in self.layers))
+        lines = [f"proxy: {self.proxy}", f"{'layer':<{width}}" + "".join(f"  {what:>9}" for what in columns)]
+        for i, name in enumerate(self.layers):
+            lines.append(f"{name:<{width}}" + "".join(f"  {getattr(self, what)[i]:9.3g}" for what in columns))
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def __str__(self) -> str:
+        return self.report()
+
+    # ----------------------------------------------------------------------------------- keeping it
+
+    def to_json(self) -> str:
+        """Strict JSON from which `from_json` makes the same value, bit for bit."""
+        state = {"kind": MEASURE_KIND, "version": MEASURE_VERSION, **dataclasses.asdict(self)}
+        state[_ROW_WITH_INFINITY] = [_INF if math.isinf(value) else value for value in self.worst]
+        return json.dumps(state, allow_nan=False, ensure_ascii=False, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Measure:
+        """Read what `to_json` wrote; refuse NaN, unknown or missing keys, and whatever the value itself refuses."""
+        try:
+            state = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_no_duplicates)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(
+                "measure.measure-not-json", f"the measure is not JSON: {error}", "give what Measure.save wrote"
+            ) from error
+        if not isinstance(state, dict) or state.get("kind") != MEASURE_KIND or state.get("version") != MEASURE_VERSION:
+            raise PlanError(
+                "measure.not-version",
+                f"this is not a {MEASURE_KIND} of version {MEASURE_VERSION}",
+                "give a measure that this version wrote",
+            )
+        known = {field.name for field in dataclasses.fields(cls)}
+        if set(state) - {"kind", "version"} != known:
+            raise PlanError(
+                "measure.measure-keys",
+                f"the measure has the keys {sorted(set(state) - {'kind', 'version'})}",
+                f"it must have {sorted(known)}",
+            )
+        if isinstance(state[_ROW_WITH_INFINITY], list):
+            state[_ROW_WITH_INFINITY] = [math.inf if value == _INF else value for value in state[_ROW_WITH_INFINITY]]
+        return cls(**{name: state[name] for name in known})
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Measure:
+        """Read what `save` wrote."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(
+                "measure.measure-not-read",
+                f"the measure {str(path)!r} cannot be read: {error}",
+                "give what Measure.save wrote",
+            ) from error
+        return cls.from_json(text)
+
+    def _row(self, what: str, row: Any) -> tuple[float, ...]:
+        if what in _OPTIONAL_ROWS and isinstance(row, Sequence) and not len(row):
+            return ()
+        if isinstance(row, str) or not isinstance(row, Sequence) or len(row) != len(self.layers):
+            told = len(row) if isinstance(row, Sequence) else type(row).__name__
+            raise PlanError(
+                "measure.measure-entries",
+                f"{what} of the measure has {told} entries",
+                f"it has {len(self.layers)} layers",
+            )
+        for name, value in zip(self.layers, row, strict=True):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            most = math.inf if what == _ROW_WITH_INFINITY and isinstance(value, float) else sys.float_info.max
+            if not number or not 0 < value <= most:
+                raise PlanError(
+                    "measure.layer-finite-number",
+                    f"{what} of layer {name!r} is {short_repr(value)}, must be a finite number > 0",
+                    _ROW_REMEDIES[what],
+                )
+        return tuple(float(value) for value in row)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return made
+
+
+NOISE_COST_FLOOR = 0.01
+"""The least harm per parameter, as a part of the mean harm per parameter of the whole model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseCost:
+    """With L the mean proxy loss and z ~ N(0, I) over the numbers of layer l,
+
+        raw[l] = ( E[½L(θ + s_l z) + ½L(θ − s_l z)] − L(θ) ) / s_l²   →   ½ tr H_ll   as s_l → 0
+
+    which contains the parameter count d_l. The pair ± cancels the gradient exactly, which is far larger than the
+    curvature. `error[l]` is the standard error over the draws. Curvature that sits in the kinks of a ReLU is seen
+    here, though not by H.
+
+    Away from a minimum the trace may be negative, but an allocation needs m_l > 0. So
+
+        values[l] = max( raw[l], error[l], FLOOR · d_l · mean ),       mean = Σ_j raw[j]₊ / Σ_j d_j
+
+    A harm below its own error cannot be told from it, so the error takes its place: rather too much care for a
+    layer than a share that the draws decide. Where no layer stands out of its error, values[l] = d_l, the choice
+    without a measurement. `floored` says which layers the rule raised.
+    """
+
+    layers: tuple[str, ...]
+    values: tuple[float, ...]
+    raw: tuple[float, ...]
+    error: tuple[float, ...]
+    floored: tuple[bool, ...]
+    std: tuple[float, ...]
+    loss: float
+
+    def report(self) -> str:
+        """A table, with the floor where it was applied."""
+        width = max(5, *(len(name) for name in self.layers))
+        lines = [f"{'layer':<{width}}  {'m':>10}  {'measured':>10}  {'± error':>9}  {'std':>8}"]
+        rows = zip(self.layers, self.values, self.raw, self.error, self.std, self.floored, strict=True)
+        for name, value, raw, error, std, floored in rows:
+            mark = "  raised (see Harm)" if floored else ""
+            lines.append(f"{name:<{width}}  {value:10.4g}  {raw:10.4g}  {error:9.2g}  {std:8.2g}{mark}")
+        return "\n".join(lines)
+
+
+def noise_cost(
+    model: nn.Module,
+    losses_of: LossesOf,
+    x: Any,
+    y: Any,
+    stack: LayerStack,
+    *,
+    std: float = 0.1,
+    draws: int = 16,
+    batch: int = 8,
+    seed: int = 0,
+) -> NoiseCost:
+    """Measure m_l on public or simulated data.
+
+    std    s_l as a part of the root mean square of the layer's own weights (of all weights where these are 0):
+           small enough for the curvature to count alone, large enough to stand out of rounding and of kinks
+    draws  antithetic pairs per layer
+    batch  examples that a pair sees, drawn anew for each pair: cost and error depend on draws · batch
+    """
+    if not 0 < std < math.inf:
+        raise PlanError(
+            "measure.std-finite",
+            f"std is {std!r}, must be finite and > 0",
+            "0.1 perturbs each layer by a tenth of its weights",
+        )
+    for what, value, least in (("draws", draws, 2), ("batch", batch, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise PlanError(
+                "measure.whole-number", f"{what} is {value!r}, must be a whole number >= {least}", "leave it out"
+            )
+    held, losses = layer_tensors(model, stack), ExampleLosses(model, losses_of)
+    scales = _weight_scales(held, stack)
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.zeros(draws, len(stack), dtype=torch.float64)
+    with model_unchanged(model), torch.no_grad():
+        n = losses.checked(x, y)
+        base = torch.zeros(draws, dtype=torch.float64)
+        for draw in range(draws):
+            rows = torch.randperm(n, generator=generator)[:batch]
+            part = take_examples((x, y), rows)
+            here = losses.at({}, *part).double()
+            base[draw] = here.mean()
+            for i, layer in enumerate(held):
+                s = std * scales[i]
+                shift = {name: _gaussian_like(t, generator) * s for name, t in layer.items()}
+                pair = [losses.at(_shifted(layer, shift, sign), *part).double() for sign in (1, -1)]
+                found[draw, i] = (0.5 * (pair[0] + pair[1]) - here).mean() / s**2
+    raw, error = found.mean(0), found.std(0) / math.sqrt(draws)
+    for layer_, value in zip(stack, raw, strict=True):
+        if not value.isfinite():
+            raise PlanError(
+                "measure.layer-harm",
+                f"layer {layer_.name!r} has a harm of {float(value)!r}",
+                f"lower std, which is {std:g}",
+            )
+    values, floored = raise_to_floor(raw.tolist(), error.tolist(), [layer.size for layer in stack])
+    return NoiseCost(
+        layers=tuple(layer.name for layer in stack),
+        values=values,
+        raw=tuple(raw.tolist()),
+        error=tuple(error.tolist()),
+        floored=floored,
+        std=tuple(std * scale for scale in scales),
+        loss=float(base.mean()),
+    )
+
+
+def raise_to_floor(
+    raw: Sequence[float], error: Sequence[float], sizes: Sequence[int]
+) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+    """The floor rule of `NoiseCost`: positive values, and which of them it raised."""
+    if not any(value > spread for value, spread in zip(raw, error, strict=True)):
+        return tuple(float(d) for d in sizes), (True,) * len(sizes)
+    mean = math.fsum(max(value, 0.0) for value in raw) / sum(sizes)
+    least = [max(spread, NOISE_COST_FLOOR * d * mean) for spread, d in zip(error, sizes, strict=True)]
+    return (
+        tuple(max(value, low) for value, low in zip(raw, least, strict=True)),
+        tuple(value < low for value, low in zip(raw, least, strict=True)),
+    )
+
+
+def _weight_scales(held: Sequence[NamedTensors], stack: LayerStack) -> list[float]:
+    """The root mean square of each layer's weights."""
+    squares = [sum(float(t.detach().double().square().sum()) for t in layer.values()) for layer in held]
+    for layer, value in zip(stack, squares, strict=True):
+        if not math.isfinite(value):
+            raise PlanError(
+                "measure.layer-weights-not",
+                f"layer {layer.name!r} has weights that are not finite",
+                "initialise the model again",
+            )
+    whole = math.sqrt(sum(squares) / stack.size)
+    if not whole > 0:
+        raise PlanError(
+            "measure.weights-model", "all weights of the model are 0", "initialise the model before measuring it"
+        )
+    return [math.sqrt(v / layer.size) or whole for v, layer in zip(squares, stack, strict=True)]
+
+
+def _gaussian_like(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like)
+
+
+def _shifted(layer: NamedTensors, shift: NamedTensors, sign: int) -> NamedTensors:
+    return {name: t + sign * shift[name] for name, t in layer.items()}
 
 
 def measure(
@@ -54,18 +408,14 @@ def measure(
     can be had (an operation whose slope is not known, a layer of zeros), the measure has none, and a note says why.
     Private data has no place here: whatever is read from it would have to be paid for.
     """
-    tensors_of(model, stack)
+    layer_tensors(model, stack)
     if isinstance(examples, bool) or not isinstance(examples, int) or examples < 2:
         raise PlanError(
-            "measure.examples-whole-number",
-            f"examples is {examples!r}, must be a whole number >= 2",
-            "256 is usual",
+            "measure.examples-whole-number", f"examples is {examples!r}, must be a whole number >= 2", "256 is usual"
         )
     if x is None and (example is None or y is not None):
         raise PlanError(
-            "measure.measure-given-no",
-            "measure was given no x",
-            "give x, or for made-up inputs example=x and no y",
+            "measure.measure-given-no", "measure was given no x", "give x, or for made-up inputs example=x and no y"
         )
     if (x is None) != (proxy.partition(":")[0].strip() == GAUSSIAN):
         raise PlanError(
@@ -73,12 +423,12 @@ def measure(
             f"proxy is {proxy!r} and x is {'not ' * (x is None)}given",
             "say proxy='public' or 'simulated' for x; private data must not be measured",
         )
-    data = _made_up(model, example, examples, seed) if x is None else x
-    part_x, part_y = take((data, y), slice(min(examples, count(data))))
-    losses = reconstruction(model) if losses_of is None else losses_of
-    with untouched(model):
-        Losses(model, losses).checked(*take((part_x, part_y), slice(2)))  # before the long part
-    radius = _largest(part_x) if radius is None else radius
+    data = _gaussian_inputs(model, example, examples, seed) if x is None else x
+    part_x, part_y = take_examples((data, y), slice(min(examples, example_count(data))))
+    losses = reconstruction_losses(model) if losses_of is None else losses_of
+    with model_unchanged(model):
+        ExampleLosses(model, losses).checked(*take_examples((part_x, part_y), slice(2)))  # before the long part
+    radius = _largest_norm(part_x) if radius is None else radius
     seen = found = None
     try:
         graph = trace(model, example if x is None else x)
@@ -87,7 +437,7 @@ def measure(
         missing = ""
     except NoBound as error:
         missing = error.problem
-    harms = harm(model, losses, part_x, part_y, stack, draws=draws, seed=seed)
+    harms = noise_cost(model, losses, part_x, part_y, stack, draws=draws, seed=seed)
     norms = fisher(model, losses, part_x, part_y, stack)
     return Measure(
         proxy=proxy,
@@ -98,22 +448,22 @@ def measure(
         harm=harms.values,
         norms=norms.norms,
         fisher=norms.information,
-        notes=_notes(seen, missing, harms, norms, part_x, radius),
+        notes=_reader_notes(seen, missing, harms, norms, part_x, radius),
     )
 
 
-def _made_up(model: nn.Module, example: Any, examples: int, seed: int) -> Any:
+def _gaussian_inputs(model: nn.Module, example: Any, examples: int, seed: int) -> Any:
     """Gaussian inputs (even token ids) of the example's shape; not those of the profile.
 
     Only token ids need a trace, which tells how many there are. A model that cannot be traced gets its numbers all
     the same.
     """
     generator = torch.Generator().manual_seed(seed + 1)
-    one = first(example, 1)
+    one = first_patients(example, 1)
     try:
         program, graph = export(model, one), trace(model, example)
     except NoBound:
-        args, kwargs = arguments(one)
+        args, kwargs = call_arguments(one)
         if not all(t.is_floating_point() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)):
             raise
 
@@ -123,21 +473,21 @@ def _made_up(model: nn.Module, example: Any, examples: int, seed: int) -> Any:
             made = torch.randn((examples, *value.shape[1:]), generator=generator, dtype=torch.float32)
             return made.to(device=value.device, dtype=value.dtype)
 
-        return mapped(one, draw)
-    return next(gaussian(example, program, graph, examples, examples, generator))
+        return map_arguments(one, draw)
+    return next(gaussian_batches(example, program, graph, examples, examples, generator))
 
 
-def _notes(
-    seen: Profile | None, missing: str, harms: Harm, norms: Fisher, x: Any, radius: float
+def _reader_notes(
+    seen: ActivationProfile | None, missing: str, harms: NoiseCost, norms: Fisher, x: Any, radius: float
 ) -> tuple[str, ...]:
     """What a reader of a plan should know about these numbers."""
     notes = [f"no Δ, which lsab needs: {missing}"] if missing else []
-    if seen is not None and (failed := seen.a3_failures()):
+    if seen is not None and (failed := seen.non_gaussian()):
         total = len(seen.activations)
         notes.append(
             f"{len(failed)} of {total} pre-activations are not Gaussian (KS > 0.1), which the local constants assume"
         )
-    if float(typical := _sizes(x).median()) > radius:
+    if float(typical := _input_norms(x).median()) > radius:
         notes.append(
             f"the radius {radius:g} clips most proxy inputs (median norm {float(typical):.3g}): the sensitivities are "
             "those of inputs that small"
@@ -153,16 +503,16 @@ def _notes(
     return tuple(notes)
 
 
-def _largest(x: Any) -> float:
+def _largest_norm(x: Any) -> float:
     """The L2 norm of the largest proxy input; 1 for inputs that are only token ids or zeros."""
-    return float(_sizes(x).max()) or 1.0
+    return float(_input_norms(x).max()) or 1.0
 
 
-def _sizes(x: Any) -> Tensor:
+def _input_norms(x: Any) -> Tensor:
     """The L2 norm of every input, over the tensors that are numbers; 0 where there are none."""
-    found = [t.double().flatten(1).square().sum(1) for t in pytree.tree_leaves(x) if _counts(t)]
+    found = [t.double().flatten(1).square().sum(1) for t in pytree.tree_leaves(x) if _has_norm(t)]
     return torch.stack(found).sum(0).sqrt() if found else torch.zeros(1)
 
 
-def _counts(t: Any) -> bool:
+def _has_norm(t: Any) -> bool:
     return isinstance(t, Tensor) and t.is_floating_point() and t.ndim > 1

@@ -1,26 +1,449 @@
-"""Phase 1 of LSAB: what the pre-activations of a model look like on inputs that are no patient's."""
+"""The activation profile: statistics of every operation while proxy inputs run through a model (phase 1 of LSAB).
+
+He activation profile: statistics of every operation while proxy inputs run through a model (phase 1 of
+LSAB).
+"""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from scipy import special
+from torch import Tensor, fx, nn
 
 from lamina.errors import PlanError
-from lamina.sensitivity.example import count
-from lamina.sensitivity.graph import Graph, read, trace, traced
-from lamina.sensitivity.inputs import clipped, gaussian, given, peek
-from lamina.sensitivity.observe import Observer
-from lamina.sensitivity.program import Program, export, isolated
-from lamina.sensitivity.record import NodeProfile, PreActivation, Profile
+from lamina.sensitivity.gains import paper_attention_norm, softmax_jacobian_norm
+from lamina.sensitivity.profile_record import ActivationProfile, NodeProfile, PreActivation
+from lamina.sensitivity.trace import (
+    SAME_ENTRIES,
+    Node,
+    OperationKind,
+    TracedGraph,
+    TracedProgram,
+    call_arguments,
+    export,
+    first_patients,
+    isolated_rng,
+    map_arguments,
+    patient_count,
+    read_graph,
+    trace,
+    trace_with_program,
+)
 
-__all__ = ["profile", "Profile", "NodeProfile", "PreActivation"]
+Batches = Iterator[Any]
+
+
+def clip_inputs(example: Any, radius: float) -> Any:
+    """The batch with every patient (first axis) scaled to norm ≤ radius, over all its floating-point tensors."""
+    args, kwargs = call_arguments(example)
+    floats = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
+    if not floats:
+        return example
+    squares = [t.detach().double().flatten(1).square().sum(1) if t.ndim > 1 else t.double() ** 2 for t in floats]
+    norms = torch.stack(squares).sum(0).sqrt()
+    if not norms.isfinite().all():
+        raise PlanError(
+            "measure.input-proxy-not",
+            "an input of the proxy is not finite",
+            "remove NaN and infinite entries from the public or simulated inputs",
+        )
+    scale = (radius / norms.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1.0)
+
+    def put(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return (value.double() * scale.reshape(-1, *([1] * (value.ndim - 1)))).to(value.dtype)
+
+    return map_arguments(example, put)
+
+
+def gaussian_batches(
+    example: Any, program: TracedProgram, graph: TracedGraph, passes: int, batch: int, generator: torch.Generator
+) -> Batches:
+    """Standard Gaussian tensors of the example's shape, and token ids drawn evenly from the table they are read from.
+
+    Whole numbers that no table is read by (a mask) stay as the example has them.
+    """
+    rows = dict(zip(program.inputs, program.flat(example), strict=True))
+    sizes = {id(value): _vocabulary_size(name, graph) for name, value in rows.items()}
+    for start in range(0, passes, batch):
+        n = min(batch, passes - start)
+
+        def draw(value: Any, n: int = n) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            shape = (n, *value.shape[1:])
+            if value.is_floating_point():
+                made = torch.randn(shape, generator=generator, dtype=torch.float32)
+            elif sizes.get(id(value)):
+                made = torch.randint(sizes[id(value)], shape, generator=generator)
+            else:
+                return value[:1].expand(shape).clone()
+            return made.to(device=value.device, dtype=value.dtype)
+
+        yield map_arguments(example, draw)
+
+
+def given_batches(inputs: Any, passes: int, batch: int) -> Batches:
+    """At most `passes` patients: the rows of tensors, `batch` at a time, or batches as an iterable gives them."""
+    left = passes
+    for part in _split_batches(inputs, batch):
+        n = patient_count(part)
+        if n == 0:
+            continue
+        yield first_patients(part, min(n, left))
+        left -= min(n, left)
+        if left == 0:
+            return
+
+
+def peek_batch(batches: Iterable[Any]) -> tuple[Any, Batches]:
+    """The first batch, and all of them."""
+    stream = iter(batches)
+    try:
+        head = next(stream)
+    except StopIteration:
+        raise PlanError(
+            "measure.inputs-hold-no", "inputs hold no patient", "give at least one public or simulated input"
+        ) from None
+    return head, itertools.chain([head], stream)
+
+
+def _split_batches(inputs: Any, batch: int) -> Iterator[Any]:
+    if not isinstance(inputs, Tensor | tuple | Mapping):
+        if not isinstance(inputs, Iterable):
+            raise PlanError(
+                "measure.inputs",
+                f"inputs is a {type(inputs).__name__}",
+                "give a tensor whose first axis counts patients, a tuple or dict of such, or an iterable of batches",
+            )
+        yield from inputs
+        return
+    n = patient_count(inputs)
+    for start in range(0, n, batch):
+        yield map_arguments(inputs, partial(_slice_rows, slice(start, start + batch)))
+
+
+def _vocabulary_size(name: str, graph: TracedGraph) -> int:
+    """The rows of the smallest table that this input is looked up in; 0 if there is none."""
+    reached, sizes = {name}, []
+    for node in graph:
+        if reached.intersection(node.inputs):
+            if node.kind is OperationKind.EMBEDDING:
+                sizes.append(int(node.arguments["weight"].shape[0]))
+            elif node.kind is OperationKind.RESHAPE:
+                reached.add(node.name)
+    return min(sizes, default=0)
+
+
+def _slice_rows(rows: slice, value: Any) -> Any:
+    return value[rows] if isinstance(value, Tensor) else value
+
+
+Array = NDArray[np.float64]
+
+
+class RunningMoments:
+    """Running mean and variance per unit (an axis of the tensors), or of all entries if there is no axis.
+
+    Two sets of n and m entries with means a, b and variances u, v are one set with (Chan, Golub, LeVeque 1979)
+
+        mean = a + (b-a)·m/(n+m)        variance = (n·u + m·v)/(n+m) + (b-a)²·n·m/(n+m)²
+
+    A batch is reduced in its own precision, batches are joined in float64. Variances are over n, not n-1.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._mean: Array = np.zeros(1)
+        self._variance: Array = np.zeros(1)
+
+    def add(self, values: Tensor, axis: int | None = None) -> None:
+        """One more batch."""
+        x = values.detach().reshape(-1, 1) if axis is None else values.detach()
+        x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        others = [0] if axis is None else [i for i in range(x.ndim) if i != axis]
+        centre = x.mean(others, keepdim=True)
+        spread = (x - centre).square_().mean(others)  # three times as fast as var_mean, and as exact
+        n, m = self.count, x.numel() // centre.numel()
+        b, v = _to_array(centre).reshape(-1), _to_array(spread).reshape(-1)
+        if n == 0:
+            self._mean, self._variance = b, v
+        else:
+            shift = b - self._mean
+            self._mean = self._mean + shift * (m / (n + m))
+            self._variance = (n * self._variance + m * v) / (n + m) + shift**2 * (n / (n + m) * (m / (n + m)))
+        self.count = n + m
+
+    @property
+    def units(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and variance of every unit."""
+        return tuple(self._mean.tolist()), tuple(self._variance.tolist())
+
+    @property
+    def mean(self) -> float:
+        """Of all entries."""
+        return float(self._mean.mean())
+
+    @property
+    def variance(self) -> float:
+        """Of all entries: the mean variance of a unit, plus the variance of the units' means."""
+        return float(self._variance.mean() + self._mean.var())
+
+
+class RunningMean:
+    """The running mean of a vector."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sum: Array = np.zeros(1)
+
+    def add(self, values: Tensor) -> None:
+        """One more batch (count, length) or (count,)."""
+        rows = values.detach().double().reshape(values.shape[0], -1)
+        self._sum = self._sum + _to_array(rows.sum(0))
+        self.count += rows.shape[0]
+
+    @property
+    def value(self) -> tuple[float, ...]:
+        return tuple((self._sum / self.count).tolist())
+
+
+class StreamSample:
+    """A sample of fixed size of all entries of a stream of `batches` tensors of equal size, drawn with replacement.
+
+    Every batch gives an equal part of it, so that the whole is one pass and memory does not grow.
+    """
+
+    def __init__(self, size: int, batches: int, generator: torch.Generator) -> None:
+        self._part = -(-size // batches)
+        self._generator = generator
+        self._parts: list[Array] = []
+
+    def add(self, values: Tensor) -> None:
+        """One more batch."""
+        flat = values.detach().reshape(-1)
+        rows = torch.randint(len(flat), (self._part,), generator=self._generator)
+        self._parts.append(_to_array(flat[rows.to(flat.device)]))
+
+    def distance(self, mean: float, variance: float) -> float:
+        return kolmogorov_distance(np.concatenate(self._parts), mean, variance)
+
+
+def kolmogorov_distance(sample: Array, mean: float, variance: float) -> float:
+    """sup |F - Φ((z-mean)/std)|, F the distribution function of the sample: how far assumption A3 is from true.
+
+    A constant has no density: its distance to a Gaussian of vanishing width around it is ½.
+    """
+    if not variance > 0:
+        return 0.5
+    z = np.sort(sample)
+    fitted = special.ndtr((z - mean) / math.sqrt(variance))
+    n = len(z)
+    steps = np.arange(n + 1) / n
+    return float(max(np.max(steps[1:] - fitted), np.max(fitted - steps[:-1])))
+
+
+def _to_array(values: Tensor) -> Array:
+    return np.asarray(values.detach().cpu().to(torch.float64).numpy())
+
+
+KS_SAMPLE_SIZE = 4096
+"""Entries from which a KS distance is read; for Gaussian data it then reads about 0.013 instead of 0."""
+
+MOST_UNITS = 4096
+PATIENTS_FOR_NORMS = 4
+"""Patients per batch whose matrices are looked at for spectral norms."""
+
+_CHANNELS_FIRST = {OperationKind.CONV, OperationKind.POOL, OperationKind.RESAMPLE}
+_CHANNEL_NORMS = {"group_norm", "batch_norm", "instance_norm"}
+
+
+class ActivationObserver:
+    """Streams statistics of the nodes of `graph`; nothing grows with the number of passes."""
+
+    def __init__(self, graph: TracedGraph, batches: int, generator: torch.Generator) -> None:
+        self.graph = graph
+        self._nodes = {node.name: node for node in graph}
+        self._logits = _softmax_logits(graph)
+        self._entering = {node.inputs[0] for node in graph if node.kind is OperationKind.ACTIVATION}
+        self._moments: defaultdict[str, RunningMoments] = defaultdict(RunningMoments)
+        self._samples = {name: StreamSample(KS_SAMPLE_SIZE, batches, generator) for name in sorted(self._entering)}
+        self._seen: defaultdict[str, RunningMean] = defaultdict(RunningMean)
+        self._jacobian: defaultdict[str, RunningMean] = defaultdict(RunningMean)
+        self._peak: defaultdict[str, RunningMean] = defaultdict(RunningMean)
+        self._norms: defaultdict[str, RunningMean] = defaultdict(RunningMean)
+
+    def __call__(self, node: fx.Node, given: Mapping[str, Any], value: Any) -> None:
+        """Called for every operation; only those that depend on the input are noted."""
+        mine = self._nodes.get(node.name)
+        if mine is None or not isinstance(value, Tensor) or not value.is_floating_point():
+            return
+        if mine.name in self._entering:
+            axis = self._unit_axis(mine, value)
+            self._moments[mine.name].add(value, axis)
+            self._samples[mine.name].add(value)
+        elif mine.base not in SAME_ENTRIES:
+            masked = mine.name in self._logits and (value == -math.inf).any()
+            self._moments[mine.name].add(value[value != -math.inf] if masked else value)
+        if mine.kind is OperationKind.NORM:
+            variance = _normalising_variance(mine.base, given)
+            if variance is not None:
+                self._seen[mine.name].add(variance)
+        elif mine.kind is OperationKind.ATTENTION:
+            self._attention(mine.name, given)
+        elif mine.kind is OperationKind.SOFTMAX:
+            self._rows(mine.name, value.movedim(given["dim"], -1))
+        elif mine.kind is OperationKind.PRODUCT and mine.base != "mul":
+            left, right = product_factors(mine.base, given)
+            self._norms[mine.name].add(
+                torch.stack((_mean_spectral_norm(left), _mean_spectral_norm(right))).reshape(1, 2)
+            )
+
+    def results(self) -> tuple[NodeProfile, ...]:
+        """One record for every node that holds floating-point numbers."""
+        return tuple(self._result(node) for node in self.graph if self._source(node) is not None)
+
+    # ----------------------------------------------------------------------------------- within
+
+    def _source(self, node: Node) -> str | None:
+        """The node whose moments are this node's: itself, or what it is a mere rearrangement of."""
+        while node.name not in self._moments:
+            if node.base not in SAME_ENTRIES or not node.inputs:
+                return None
+            node = self._nodes[node.inputs[0]]
+        return node.name
+
+    def _result(self, node: Node) -> NodeProfile:
+        moments = self._moments[str(self._source(node))]
+        if not (math.isfinite(moments.mean) and math.isfinite(moments.variance)):
+            raise PlanError(
+                "measure.not-finite-proxy",
+                f"{node} is not finite on the proxy inputs",
+                "check the weights for NaN, or give smaller inputs",
+            )
+
+        def number(found: dict[str, RunningMean]) -> float | None:
+            return found[node.name].value[0] if node.name in found else None
+
+        return NodeProfile(
+            name=node.name,
+            operation=node.operation,
+            kind=node.kind,
+            module=node.module,
+            mean=moments.mean,
+            variance=moments.variance,
+            before=self._before(node.inputs[0]) if node.kind is OperationKind.ACTIVATION else None,
+            seen=self._seen[node.name].value if node.name in self._seen else (),
+            jacobian=number(self._jacobian),
+            peak=number(self._peak),
+            norms=self._norms[node.name].value if node.name in self._norms else (),
+        )
+
+    def _before(self, name: str) -> PreActivation:
+        moments = self._moments[name]
+        means, variances = moments.units
+        many = 1 < len(means) <= MOST_UNITS
+        return PreActivation(
+            mean=moments.mean,
+            variance=moments.variance,
+            ks=self._samples[name].distance(moments.mean, moments.variance),
+            unit_means=means if many else (),
+            unit_variances=variances if many else (),
+        )
+
+    def _unit_axis(self, node: Node, value: Tensor) -> int | None:
+        """The axis of channels after a convolution and the like, else the last one."""
+        if value.ndim < 2:
+            return None
+        while node.kind in (OperationKind.ADD, OperationKind.SCALE, OperationKind.DROPOUT, OperationKind.ACTIVATION):
+            node = self._nodes[node.inputs[0]]
+        first = node.kind in _CHANNELS_FIRST or node.base in _CHANNEL_NORMS
+        axis = 1 if first else value.ndim - 1
+        return axis if value.shape[axis] <= MOST_UNITS else None
+
+    def _attention(self, name: str, given: Mapping[str, Any]) -> None:
+        q, k, v = (given[part][:PATIENTS_FOR_NORMS].detach().double() for part in ("query", "key", "value"))
+        scale = given.get("scale") or 1 / math.sqrt(q.shape[-1])
+        if given.get("enable_gqa"):
+            k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+        logits = (q @ k.mT) * scale
+        mask = given.get("attn_mask")
+        if given.get("is_causal"):
+            mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        if isinstance(mask, Tensor):
+            mask = mask[:PATIENTS_FOR_NORMS] if mask.ndim == q.ndim and mask.shape[0] > 1 else mask
+            logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+        weights = logits.softmax(-1)
+        self._rows(name, weights)
+        whole = weights.nan_to_num(0.0)
+        norms = (_mean_spectral_norm(whole), _mean_spectral_norm(q), _mean_spectral_norm(k), _mean_spectral_norm(v))
+        self._norms[name].add(torch.stack(norms).reshape(1, 4))
+
+    def _rows(self, name: str, weights: Tensor) -> None:
+        rows = weights[:PATIENTS_FOR_NORMS].detach().double().reshape(-1, weights.shape[-1])
+        rows = rows[rows.isfinite().all(-1)]  # a row whose keys are all masked has no weights
+        if len(rows):
+            self._jacobian[name].add(softmax_jacobian_norm(rows))
+            self._peak[name].add(paper_attention_norm(rows))
+
+
+def _softmax_logits(graph: TracedGraph) -> set[str]:
+    """The nodes that only lead to a softmax, where a mask of -∞ is no overflow."""
+    found: set[str] = set()
+    for node in reversed(graph.nodes):
+        readers = graph.readers(node.name)
+        only = bool(readers) and all(r.kind is OperationKind.SOFTMAX or r.name in found for r in readers)
+        if only and node.kind in (OperationKind.ADD, OperationKind.SCALE, OperationKind.RESHAPE, OperationKind.PRODUCT):
+            found.add(node.name)
+    return found
+
+
+def _mean_spectral_norm(matrices: Tensor) -> Tensor:
+    """The mean spectral norm of a stack of matrices."""
+    m = matrices[:PATIENTS_FOR_NORMS].detach().double()
+    gram = m @ m.mT if m.shape[-2] <= m.shape[-1] else m.mT @ m
+    found: Tensor = torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0).sqrt().mean()
+    return found
+
+
+def product_factors(base: str, given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Left and right factor of a product of matrices."""
+    left, right = {"baddbmm": ("batch1", "batch2"), "matmul": ("self", "other")}.get(base, ("self", "mat2"))
+    return given[left], given[right]
+
+
+def _normalising_variance(base: str, given: Mapping[str, Any]) -> Tensor | None:
+    """The variance that a normalisation finds in its input: (rows, groups); None if it is fixed."""
+    x: Tensor = given["input"].detach().float()
+    if base == "layer_norm":
+        return _last_axis_variance(x.flatten(-len(given["normalized_shape"]))).reshape(-1, 1)
+    if base == "rms_norm":
+        return x.flatten(-len(given["normalized_shape"])).square().mean(-1).reshape(-1, 1)
+    if base == "group_norm":
+        return _last_axis_variance(x.reshape(x.shape[0], given["num_groups"], -1))
+    if base == "instance_norm":
+        return _last_axis_variance(x.flatten(2))
+    return None
+
+
+def _last_axis_variance(x: Tensor) -> Tensor:
+    """Along the last axis, over n."""
+    return (x - x.mean(-1, keepdim=True)).square_().mean(-1)
+
 
 GAUSSIAN = "gaussian"
-_SOURCES = ("public", "simulated")
+_PROXY_SOURCES = ("public", "simulated")
 
 
 def profile(
@@ -35,7 +458,7 @@ def profile(
     reinitialise: bool = False,
     seed: int = 0,
     epsilon_n: float = 1e-12,
-) -> Profile:
+) -> ActivationProfile:
     """Run `passes` proxy inputs through `model`, `batch` at a time, and note the statistics of every operation.
 
       example       what model(...) accepts, for its shapes only: a tensor, a tuple of arguments or a dict;
@@ -55,36 +478,36 @@ def profile(
 
     Private data has no place here: what a profile of private inputs says would have to be paid for.
     """
-    _check(inputs, proxy, passes, batch, radius, epsilon_n)
+    _check_profile_options(inputs, proxy, passes, batch, radius, epsilon_n)
     generator = torch.Generator().manual_seed(seed)
     if inputs is not None:
-        head, stream = peek(given(inputs, passes, batch))
-        graph, size = trace(model, head), count(head)
+        head, stream = peek_batch(given_batches(inputs, passes, batch))
+        graph, size = trace(model, head), patient_count(head)
     elif example is not None:
-        graph, program = traced(model, example)
-        stream, size = gaussian(example, program, graph, passes, batch, generator), min(batch, passes)
+        graph, program = trace_with_program(model, example)
+        stream, size = gaussian_batches(example, program, graph, passes, batch, generator), min(batch, passes)
     else:
         raise PlanError(
             "measure.profile-given-neither",
             "profile was given neither example nor inputs",
             "give example=x, an input of the right shape",
         )
-    subject = _copied(model) if reinitialise else model
-    programs: dict[int, Program] = {}
-    observer = Observer(graph, max(1, math.ceil(passes / size)), generator)
+    subject = _copy_for_reset(model) if reinitialise else model
+    programs: dict[int, TracedProgram] = {}
+    observer = ActivationObserver(graph, max(1, math.ceil(passes / size)), generator)
     done = drawn = 0
-    with isolated(seed):
+    with isolated_rng(seed):
         for part in stream:
-            n = count(part)
-            part = clipped(part, radius)
+            n = patient_count(part)
+            part = clip_inputs(part, radius)
             if n not in programs:
-                programs[n] = _program(model, part, graph)
+                programs[n] = _program_for_batch(model, part, graph)
             if reinitialise:
-                _reset(subject)
+                _reset_parameters(subject)
                 drawn += 1
             programs[n].run(subject, part, observer)
             done += n
-    return Profile(
+    return ActivationProfile(
         model=type(model).__name__,
         proxy=proxy,
         passes=done,
@@ -97,7 +520,7 @@ def profile(
     )
 
 
-def _check(inputs: Any, proxy: str, passes: int, batch: int, radius: float, epsilon_n: float) -> None:
+def _check_profile_options(inputs: Any, proxy: str, passes: int, batch: int, radius: float, epsilon_n: float) -> None:
     for name, value in (("passes", passes), ("batch", batch)):
         if not isinstance(value, int) or value < 1:
             raise PlanError(
@@ -117,28 +540,28 @@ def _check(inputs: Any, proxy: str, passes: int, batch: int, radius: float, epsi
             f"proxy is {proxy!r} but there are no inputs",
             "give inputs=…, or proxy='gaussian'",
         )
-    if inputs is not None and source not in _SOURCES:
+    if inputs is not None and source not in _PROXY_SOURCES:
         raise PlanError(
             "measure.inputs-given-proxy",
-            f"inputs are given and proxy is {proxy!r}, must be {' or '.join(_SOURCES)}",
+            f"inputs are given and proxy is {proxy!r}, must be {' or '.join(_PROXY_SOURCES)}",
             "name where the inputs come from; private data must not be profiled",
         )
 
 
-def _program(model: nn.Module, part: Any, graph: Graph) -> Program:
+def _program_for_batch(model: nn.Module, part: Any, graph: TracedGraph) -> TracedProgram:
     """The model traced at this batch size: the same operations as for one patient, or refused."""
     program = export(model, part)
-    found = [(node.name, node.operation) for node in read(model, program)]
+    found = [(node.name, node.operation) for node in read_graph(model, program)]
     if found != [(node.name, node.operation) for node in graph]:
         raise PlanError(
             "measure.runs-operations-inputs",
-            f"{type(model).__name__} runs other operations on {count(part)} inputs than on one",
+            f"{type(model).__name__} runs other operations on {patient_count(part)} inputs than on one",
             "write forward so that it does not ask for the batch size, or profile with batch=1",
         )
     return program
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copy_for_reset(model: nn.Module) -> nn.Module:
     try:
         subject = copy.deepcopy(model)
     except Exception as error:
@@ -164,7 +587,7 @@ def _resetter(module: nn.Module) -> Any:
     return None
 
 
-def _reset(model: nn.Module) -> None:
+def _reset_parameters(model: nn.Module) -> None:
     """Children first, so that a parent's rule for its children has the last word."""
     for module in reversed(list(model.modules())):
         if (reset := _resetter(module)) is not None:

@@ -1,4 +1,4 @@
-"""What may be looked at during a private run: figures on public or simulated data."""
+"""`Evaluation`: what may be looked at during a private run, figures on public or simulated data."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lamina.corpus.example_sources import preserve_global_generators, seed_global_generators
 from lamina.errors import RunError
-from lamina.train.randomness import borrowed_generators, seed_all
 
-_ON = ("public", "simulated")
+_ALLOWED_DATA = ("public", "simulated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Evaluation:
                 f"the evaluation is a {type(self.function).__name__}",
                 "give a function of the model",
             )
-        if self.on not in _ON:
+        if self.on not in _ALLOWED_DATA:
             raise RunError(
                 "train.evaluation-data-figure",
                 f"the evaluation is on {self.on!r} data: a figure on private data, and early stopping or a best "
@@ -52,14 +52,10 @@ class Evaluation:
             )
         for name, value in (("every", self.every), ("patience", self.patience)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise RunError(
-                    "train.whole-number", f"{name} is {value!r}, must be a whole number >= 1", "correct it"
-                )
+                raise RunError("train.whole-number", f"{name} is {value!r}, must be a whole number >= 1", "correct it")
         if self.patience is not None and self.best is None:
             raise RunError(
-                "train.patience-given-without",
-                "patience is given without best",
-                'name the figure to watch: best="auc"',
+                "train.patience-given-without", "patience is given without best", 'name the figure to watch: best="auc"'
             )
 
     def due(self, segments: int, *, last: bool) -> bool:
@@ -71,8 +67,8 @@ class Evaluation:
         try:
             model.eval()
             before = [(t.data_ptr(), t._version) for t in model.state_dict(keep_vars=True).values()]
-            with torch.no_grad(), borrowed_generators():
-                seed_all(0)  # never where the private steps left them
+            with torch.no_grad(), preserve_global_generators():
+                seed_global_generators(0)  # never where the private steps left them
                 figures = self.function(model)
             if before != [(t.data_ptr(), t._version) for t in model.state_dict(keep_vars=True).values()]:
                 raise RunError(
@@ -93,9 +89,7 @@ class Evaluation:
         for name, value in plain.items():
             if not math.isfinite(value):
                 raise RunError(
-                    "train.evaluation-figure",
-                    f"the evaluation's figure {name!r} is {value}",
-                    "return finite numbers",
+                    "train.evaluation-figure", f"the evaluation's figure {name!r} is {value}", "return finite numbers"
                 )
         if self.best is not None and self.best.removeprefix("-") not in plain:
             raise RunError(

@@ -1,21 +1,63 @@
-"""`make_private`: from a model and data to engine, corpus and plan in one call."""
+"""`make_private`: from a model and data to engine, corpus and plan in one call.
+
+The data is signed with a local key.
+"""
 
 from __future__ import annotations
 
+import secrets
+import time
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from lamina.admit.key import PrivateKey
-from lamina.allocate.make_plan import make_plan
-from lamina.allocate.registry import DEFAULT
-from lamina.engine import Engine
-from lamina.errors import PlanError
-from lamina.plan import LayerStack, Policy, StepPlan
-from lamina.train.checks import refuse_loader
-from lamina.train.corpus import Corpus
-from lamina.train.local import signed
+from lamina.admit.admission import Admission
+from lamina.admit.attestation import NONCE_BYTES, attest, commit
+from lamina.admit.checks import SigningTerms
+from lamina.admit.contribution_sources import Contribution
+from lamina.admit.gate import AdmissionGate
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.keys import PrivateKey
+from lamina.admit.signing import SECONDS_PER_YEAR
+from lamina.allocate.make_plan import DEFAULT_ALLOCATION, make_plan
+from lamina.corpus.corpus import Corpus
+from lamina.engine.engine import Engine
+from lamina.errors import AdmissionError, PlanError
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import StepPlan
+from lamina.train.trainer_checks import refuse_loader
+
+LOCAL_CONTRIBUTION = "data"
+
+
+def sign_corpus(corpus: Corpus, policy: Policy, cls: str, key: PrivateKey | None = None) -> Admission:
+    """One attestation for all contributions of a corpus, signed by `key` and verified by the gate.
+
+    items       the number of contributions
+    commitment  SHA-256(nonce ‖ SHA-256 of all data), or of its declared version
+    bound       the class's: ε as the policy has it
+
+    Without a key one is made for the call and forgotten: the evidence then says that one process saw this data under
+    this bound, and not who vouches for it.
+    """
+    key = PrivateKey.generate() if key is None else key
+    now, nonce, data = int(time.time()), secrets.token_bytes(NONCE_BYTES), corpus.fingerprint()
+    descriptor = SigningTerms.make(policy, cls, not_before=now, expires=now + SECONDS_PER_YEAR).descriptor(
+        contributor=key.public.id, nonce=nonce, commitment=commit(nonce, data), items=len(corpus)
+    )
+    ring = KeyRing()
+    ring.add(key.public, label="local")
+    offered = Contribution(LOCAL_CONTRIBUTION, descriptor.encode(), attest(descriptor, key, issued_at=now), data)
+    found = AdmissionGate(policy, ring).review([offered])
+    for refusal in found.refused:
+        raise AdmissionError(
+            "train.data-signed-local",
+            f"the data, signed with a local key, is refused: {refusal.reason.meaning}",
+            "report this",
+        )
+    return found
 
 
 def make_private(
@@ -28,7 +70,7 @@ def make_private(
     epochs: float | None = None,
     steps: int | None = None,
     unit: Any = None,
-    allocate: str = DEFAULT,
+    allocate: str = DEFAULT_ALLOCATION,
     key: PrivateKey | None = None,
 ) -> tuple[Engine, Corpus, StepPlan]:
     """One private class, every layer, ε and δ as given: the short way to a private model.
@@ -50,12 +92,10 @@ def make_private(
     population in a policy instead. ε counts the steps of this engine; `lamina.Trainer` also adds up over runs.
     """
     refuse_loader(data)
-    corpus = data if isinstance(data, Corpus) else _corpus(data, unit)
+    corpus = data if isinstance(data, Corpus) else _make_corpus(data, unit)
     if isinstance(data, Corpus) and unit is not None:
         raise PlanError(
-            "train.unit-given-beside",
-            "unit is given beside a Corpus, which has its own",
-            "give it to the Corpus",
+            "train.unit-given-beside", "unit is given beside a Corpus, which has its own", "give it to the Corpus"
         )
     names = corpus.names
     if len(names) > 1:
@@ -66,11 +106,11 @@ def make_private(
         )
     policy = Policy.from_dict(
         {
-            "corpus": {"origin": corpus.origin or "local", "delta": _number("delta", delta, below=1.0)},
+            "corpus": {"origin": corpus.origin or "local", "delta": _check_number("delta", delta, below=1.0)},
             "class": {
                 names[0]: {
                     "population": len(corpus),
-                    "epsilon": _number("epsilon", epsilon),
+                    "epsilon": _check_number("epsilon", epsilon),
                     "unit": corpus.unit_name,
                 }
             },
@@ -83,24 +123,22 @@ def make_private(
             "it is the expected number of contributions per step: choose well below, for example "
             f"{max(1, len(corpus) // 20)}",
         )
-    plan = make_plan(
-        LayerStack.from_model(model), policy, batch=batch, epochs=epochs, steps=steps, allocate=allocate
-    )
+    plan = make_plan(LayerStack.from_model(model), policy, batch=batch, epochs=epochs, steps=steps, allocate=allocate)
     engine = Engine(model, plan)
-    if corpus.walked:
-        corpus.admitted_by(partial(signed, corpus, policy, names[0], key))
+    if corpus.digest_reads_all:
+        corpus.set_admission(partial(sign_corpus, corpus, policy, names[0], key))
     elif corpus.admission is None:
-        corpus.admitted_by(signed(corpus, policy, names[0], key))
+        corpus.set_admission(sign_corpus(corpus, policy, names[0], key))
     return engine, corpus, plan
 
 
-def _corpus(data: Any, unit: Any) -> Corpus:
+def _make_corpus(data: Any, unit: Any) -> Corpus:
     if isinstance(data, tuple) and len(data) == 2:
         return Corpus(*data, unit=unit)
     return Corpus(data, unit=unit)
 
 
-def _number(name: str, value: Any, below: float = float("inf")) -> float:
+def _check_number(name: str, value: Any, below: float = float("inf")) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < below:
         raise PlanError(
             "train.number-above-below",

@@ -33,7 +33,7 @@ class Progress(Protocol):
     def end(self) -> None: ...
 
 
-class Silent:
+class SilentProgress:
     """Says nothing."""
 
     def begin(self, done: int, total: int) -> None: ...
@@ -47,7 +47,7 @@ class Silent:
     def end(self) -> None: ...
 
 
-class Lines(Silent):
+class LogProgress(SilentProgress):
     """For logs: at most some twenty lines, at the ends of segments."""
 
     def __init__(self, console: Console) -> None:
@@ -61,15 +61,13 @@ class Lines(Silent):
     def segment(self, done: int, spent: Mapping[str, float]) -> None:
         if done == self._total or (done - self._said) * 20 >= self._total:
             self._said = done
-            self._console.print(
-                f"step {done} of {self._total}, {_spent(spent)}", markup=False, soft_wrap=True
-            )
+            self._console.print(f"step {done} of {self._total}, {_spent_text(spent)}", markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         self._console.print(f"note: {text}", markup=False, soft_wrap=True)
 
 
-class Screen(Silent):
+class TerminalProgress(SilentProgress):
     """For a terminal: a bar with ε and the time that is left."""
 
     def __init__(self, console: Console) -> None:
@@ -100,7 +98,7 @@ class Screen(Silent):
             self._bar.update(self._task, completed=done, loss=text)
 
     def segment(self, done: int, spent: Mapping[str, float]) -> None:
-        self._bar.update(self._task, completed=done, spent=escape(_spent(spent)))
+        self._bar.update(self._task, completed=done, spent=escape(_spent_text(spent)))
 
     def note(self, text: str) -> None:
         self._bar.console.print(f"note: {text}", markup=False, soft_wrap=True)
@@ -109,7 +107,7 @@ class Screen(Silent):
         self._bar.stop()
 
 
-def screen(*, wanted: bool, inside: bool) -> Progress:
+def make_progress(*, wanted: bool, inside: bool) -> Progress:
     """The right one for where standard error goes."""
     console = Console(stderr=True, highlight=False)
     if inside and not console.is_terminal:
@@ -119,11 +117,11 @@ def screen(*, wanted: bool, inside: bool) -> Progress:
             "run it in a terminal, or leave inside out and evaluate on public data",
         )
     if not wanted:
-        return Silent()
-    return Screen(console) if console.is_terminal else Lines(console)
+        return SilentProgress()
+    return TerminalProgress(console) if console.is_terminal else LogProgress(console)
 
 
-def _spent(spent: Mapping[str, float]) -> str:
+def _spent_text(spent: Mapping[str, float]) -> str:
     """Rounded up: a guarantee is never shown smaller than it is."""
     figures = ", ".join(f"{name} {math.ceil(value * 1000) / 1000:.3f}" for name, value in spent.items())
     return f"ε so far: {figures or 'nothing private'}"

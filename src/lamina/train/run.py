@@ -1,13 +1,4 @@
-"""`Run`: the lasting side of a training run. Its folder, its journal, its checkpoints, its place in the ledger.
-
-runs/NAME/  plan.cbor        what every step does
-            journal          segments opened and closed; secret (mode 0600): it holds the seed of an open segment
-            checkpoint/      the newest two; secret while occurrences are counted in them
-            metrics.json     public figures
-            model.safetensors, ema.safetensors, best.safetensors   what may leave, written when a segment closed
-            lease            who is working on it
-            ledger.db        a link to the ledger, which all runs on a corpus share
-"""
+"""`Run`: the folder of a run, its journal, its checkpoints and the ledger that it is charged in."""
 
 from __future__ import annotations
 
@@ -18,20 +9,155 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from lamina.account import Event, Schedule, grouped
-from lamina.engine.stream import SEED_BYTES
-from lamina.errors import BudgetExceeded, RunError
-from lamina.ledger.records import Outcome
-from lamina.plan import StepPlan
-from lamina.train import followed
-from lamina.train.book import Account, Book
-from lamina.train.book.charge import Charge
-from lamina.train.book.held import Begun
-from lamina.train.resume import Facts
-from lamina.train.store.checkpoint import Checkpoints
-from lamina.train.store.durable import sweep, write_atomically
-from lamina.train.store.journal import Journal
-from lamina.train.store.records import Close, Done, GivenUp, Moved, Open
+from lamina.account.schedule import Event, Schedule, grouped
+from lamina.admit.keys import PrivateKey
+from lamina.corpus.corpus import Corpus
+from lamina.engine.random_stream import SEED_BYTES
+from lamina.errors import BudgetExceeded, LedgerError, RunError, StorageError
+from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, open_or_create, origin_slug
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import SegmentOutcome
+from lamina.ledger.writer import Ledger
+from lamina.plan.step_plan import StepPlan
+from lamina.spend.accounts import SignedAccount
+from lamina.spend.charge import Charge
+from lamina.spend.reservation import OpenAttempt
+from lamina.spend.spend_ledger import SpendLedger
+from lamina.train import run_budget
+from lamina.train.journal import Journal
+from lamina.train.journal_records import AttemptAbandoned, AttemptClosed, AttemptOpened, JournalMoved, RunEnded
+from lamina.train.resume import SegmentInputs
+from lamina.train.run_files import make_folder, remove_temporary_files, replacing, write_all, write_atomically
+from lamina.train.training_checkpoint import TrainingCheckpoints
+
+_SECRET_BYTES = 32
+
+
+def origin_secret(folder: Path) -> bytes:
+    """32 bytes of `origin.key` there (mode 0600), drawn once: of two that begin at once the first one's count."""
+    path = folder / "origin.key"
+    try:
+        if not path.exists():
+            _draw_secret(path)
+        key = path.read_bytes()
+    except OSError as error:
+        raise StorageError(
+            "train.not-read", f"'{path}' cannot be read: {error}", "restore it: it belongs to the ledgers beside it"
+        ) from error
+    if len(key) != _SECRET_BYTES:
+        raise StorageError(
+            "train.bytes",
+            f"'{path}' has {len(key)} bytes, must have {_SECRET_BYTES}",
+            "restore it: it belongs to the ledgers beside it",
+        )
+    return key
+
+
+def _draw_secret(path: Path) -> None:
+    try:
+        with replacing(path, fresh=True) as file:
+            write_all(file, os.urandom(_SECRET_BYTES))
+    except StorageError:
+        if not path.exists():  # nobody was faster: it is the disk
+            raise
+
+
+LEDGER_LINK = "ledger.db"  # in the folder of a run
+_DATABASE_URLS = ("postgresql://", "postgres://")
+
+LedgerArgument = Ledger | str | os.PathLike[str] | None
+
+
+def default_ledger_path(origin: str, folder: Path) -> Path:
+    """Where the ledger of a corpus is kept, for runs in `folder`/…"""
+    return folder / f"{origin_slug(origin)}.ledger.db"
+
+
+def open_run_ledger(
+    given: LedgerArgument, corpus: Corpus, plan: StepPlan, *, folder: Path, key: PrivateKey | None
+) -> tuple[Ledger, bool]:
+    """Open it, or make it, and bring its policy up to date; whether that changed it. `folder` is that of the run.
+
+    Data without a declared origin gets one from a digest under a secret. A run that goes on keeps the ledger, and with
+    it the origin, that it began with.
+    """
+    if isinstance(given, Ledger):
+        contract = _ledger_terms(corpus, plan, corpus.origin or given.origin)
+        if contract.origin != given.origin:
+            raise LedgerError(
+                "train.ledger-corpus",
+                f"the ledger {given.name} is of {given.origin!r}, the corpus of {contract.origin!r}",
+                "give the ledger of this corpus: one ledger, one corpus",
+            )
+        return given, adopt_policy(given, contract)
+    begun = folder / LEDGER_LINK
+    if given is None and begun.is_symlink():
+        given = Path(os.path.realpath(begun))
+        if not given.exists() and (folder / "journal").exists():
+            raise LedgerError(
+                "train.run-charged-ledger",
+                f"the run in '{folder}' was charged in the ledger '{given}', which is not there",
+                "put it back, or say where it is now: ledger=…; a new one would forget what was spent",
+            )
+    origin = corpus.origin
+    if origin is None and begun.exists() and (folder / "journal").exists():
+        with LedgerReader.read_only(begun) as view:
+            origin = view.origin
+    if origin is None:
+        beside = folder.parent if given is None or _is_database_url(given) else Path(os.path.realpath(given)).parent
+        make_folder(beside)
+        origin = corpus.origin_or_digest(origin_secret(beside))
+    contract = _ledger_terms(corpus, plan, origin)
+    where = given if given is not None else default_ledger_path(origin, folder.parent)
+    ledger = open_or_create(where, contract, key)
+    try:
+        return ledger, adopt_policy(ledger, contract)
+    except BaseException:
+        ledger.close()
+        raise
+
+
+def link_ledger(ledger: Ledger, folder: Path) -> None:
+    """Let the ledger be found from the folder of a run."""
+    if ledger.store.remote:
+        return
+    path, target = (folder / LEDGER_LINK, os.path.relpath(os.path.realpath(ledger.name), os.path.realpath(folder)))
+    try:
+        if path.exists() and not path.is_symlink() and not path.samefile(ledger.name):
+            raise StorageError(
+                "train.ledger-own-not",
+                f"'{path}' is a ledger of its own, and not a link to '{ledger.name}', which the run is charged in",
+                "remove it if it is a copy; a folder is copied with its links: cp -a",
+            )
+        if path.is_symlink() and os.readlink(path) != target:
+            path.unlink()
+        if not os.path.lexists(path):
+            path.symlink_to(target)
+    except OSError as error:
+        raise StorageError(
+            "train.not-made", f"'{path}' cannot be made: {error}", "make room for a link there"
+        ) from error
+
+
+def _ledger_terms(corpus: Corpus, plan: StepPlan, origin: str) -> CorpusTerms:
+    if corpus.policy is None:
+        return CorpusTerms.of_plan(plan, origin)
+    return CorpusTerms.of_policy(corpus.policy)
+
+
+def _is_database_url(given: str | os.PathLike[str]) -> bool:
+    return isinstance(given, str) and given.startswith(_DATABASE_URLS)
+
+
+# `Run`: the lasting side of a training run. Its folder, its journal, its checkpoints, its place in the ledger.
+#
+# runs/NAME/  plan.cbor        what every step does
+#             journal          segments opened and closed; secret (mode 0600): it holds the seed of an open segment
+#             checkpoint/      the newest two; secret while occurrences are counted in them
+#             metrics.json     public figures
+#             model.safetensors, ema.safetensors, best.safetensors   what may leave, written when a segment closed
+#             lease            who is working on it
+#             ledger.db        a link to the ledger, which all runs on a corpus share
 
 
 class Run:
@@ -43,12 +169,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        book: Book,
-        bounds: Mapping[str, float],
-        accounts: Sequence[Account] = (),
+        self, folder: Path, *, book: SpendLedger, bounds: Mapping[str, float], accounts: Sequence[SignedAccount] = ()
     ) -> None:
         self.folder, self.book, self.accounts = folder, book, tuple(accounts)
         self.plan: StepPlan | None = None  # the one that it goes on with
@@ -65,12 +186,12 @@ class Run:
             self.journal = Journal.create(path, run=secrets.token_hex(16), salt=os.urandom(32))
         else:
             self.journal = Journal.load(path)
-        self.checkpoints = Checkpoints(folder / "checkpoint")
+        self.checkpoints = TrainingCheckpoints(folder / "checkpoint")
         self.forgotten = self.book.forgotten(
             self.id, self.journal.place, {opened.nonce for opened in self.journal.opens}
         )
         self.copied = self.journal.copied or self.forgotten > self.journal.lost
-        sweep(folder)  # what killed writers left
+        remove_temporary_files(folder)  # what killed writers left
 
     @property
     def id(self) -> str:
@@ -92,16 +213,16 @@ class Run:
         if (pending := self.journal.pending) is None:
             return False
         found = self.book.recorded(self.id, pending.segment, pending.generation)
-        return found is not None and (found.nonce, found.outcome) == (pending.nonce, Outcome.ABANDONED)
+        return found is not None and (found.nonce, found.outcome) == (pending.nonce, SegmentOutcome.ABANDONED)
 
-    def settle_copy(self) -> None:
+    def acknowledge_copy(self) -> None:
         """Remember the new place of a folder that was copied, or what it had forgotten in the old one.
 
         What it was at in this place, and does not know of, nobody will go on with.
         """
         known, here = {opened.nonce for opened in self.journal.opens}, self.journal.place
         self.book.give_up(self.id, lambda nonce, place: place == here and nonce not in known)
-        self.journal.append(Moved(place=here, lost=self.forgotten))
+        self.journal.append(JournalMoved(place=here, lost=self.forgotten))
 
     # ------------------------------------------------------------------------------------ one segment
 
@@ -111,16 +232,16 @@ class Run:
         segment: int,
         first: int,
         last: int,
-        facts: Facts,
+        facts: SegmentInputs,
         due: Sequence[Charge],
         eligibility: int,
         after: int,
         variance: Sequence[float] = (),
-    ) -> Open:
+    ) -> AttemptOpened:
         """Draw a seed, write it down with what the segment takes, and charge it. Only then may a coin be tossed."""
         generation = self.generation(segment)
         while True:
-            opened = Open(
+            opened = AttemptOpened(
                 segment=segment,
                 generation=generation,
                 nonce=os.urandom(16),
@@ -149,9 +270,9 @@ class Run:
         """Thirty-two bytes from the system: coins, noise and dropout of a segment."""
         return os.urandom(SEED_BYTES)
 
-    def charge(self, opened: Open, *, already: bool = False) -> bool:
+    def charge(self, opened: AttemptOpened, *, already: bool = False) -> bool:
         """False if another process charged this very generation: the run was copied, and the copy was faster."""
-        due = followed.booked(opened)
+        due = run_budget.charges_to_record(opened)
         return self.book.charge(
             self.id,
             segment=opened.segment,
@@ -161,7 +282,7 @@ class Run:
             bounds=self.bounds,
             scales=opened.scales,
             plan=opened.plan,
-            begun=_begun(opened),
+            begun=_opened_attempt(opened),
             place=self.journal.place,
             already=already,
         )
@@ -172,11 +293,11 @@ class Run:
         capped = self.plan is not None and self.plan.injection.occurrences is not None
         return {each.name: each.scale for each in self.accounts if capped or each.name in names}
 
-    def record(self, opened: Open, outcome: Outcome) -> None:
+    def record(self, opened: AttemptOpened, outcome: SegmentOutcome) -> None:
         """The leaf of an attempt that has ended: what it took, from whom, and what everybody has lost after it."""
-        plan, begun = self.plan_of(opened.plan), _begun(opened)
+        plan, begun = self.plan_of(opened.plan), _opened_attempt(opened)
         # in a ledger that was restored from an older copy, leaves are not where they were when the segment was opened
-        least, most = self.book.readable(self.id, opened.segment - 1, opened.after)
+        least, most = self.book.eligibility_range(self.id, opened.segment - 1, opened.after)
         read = min(max(opened.eligibility, least), most)
         self.book.record(
             self.id,
@@ -206,22 +327,19 @@ class Run:
         mine = [opened.generation + 1 for opened in self.journal.opens if opened.segment == segment]
         return max([*mine, self.book.next_generation(self.id, segment), 1 if self.copied else 0])
 
-    def give_up(self, opened: Open, *, charged: bool = True) -> None:
+    def give_up(self, opened: AttemptOpened, *, charged: bool = True) -> None:
         """Never finish or replay it: the seed is erased. What was charged stays charged, and is recorded."""
         segment, generation, nonce = opened.key
-        self.journal.append(GivenUp(segment=segment, generation=generation, nonce=nonce, charged=charged))
+        self.journal.append(AttemptAbandoned(segment=segment, generation=generation, nonce=nonce, charged=charged))
         if charged:
-            self.record(opened, Outcome.ABANDONED)
+            self.record(opened, SegmentOutcome.ABANDONED)
 
-    def close(self, opened: Open, checkpoint: bytes) -> None:
+    def close(self, opened: AttemptOpened, checkpoint: bytes) -> None:
         """The checkpoint is durable: record it, say so, and forget the seed."""
-        self.record(opened, Outcome.CLOSED)
+        self.record(opened, SegmentOutcome.CLOSED)
         self.journal.append(
-            Close(
-                segment=opened.segment,
-                generation=opened.generation,
-                nonce=opened.nonce,
-                checkpoint=checkpoint,
+            AttemptClosed(
+                segment=opened.segment, generation=opened.generation, nonce=opened.nonce, checkpoint=checkpoint
             )
         )
 
@@ -230,13 +348,13 @@ class Run:
         if (pending := self.journal.pending) is not None:
             self.give_up(pending)
         if self.journal.done is None:
-            self.journal.append(Done(steps=steps, reason=reason))
+            self.journal.append(RunEnded(steps=steps, reason=reason))
         self.book.finish(self.id)
 
     # ------------------------------------------------------------------------------------ what it cost
 
     @property
-    def attempts(self) -> list[Open]:
+    def attempts(self) -> list[AttemptOpened]:
         """Every segment that was charged, finished or not."""
         return [opened for opened in self.journal.opens if not self.journal.void(opened)]
 
@@ -248,11 +366,11 @@ class Run:
         """
         events: dict[str, list[Event]] = {}
         for opened in self.attempts:
-            for charge in followed.booked(opened):
+            for charge in run_budget.charges_to_record(opened):
                 events.setdefault(charge.cls, []).append(charge.event)
         return {name: grouped(rows) for name, rows in events.items()}
 
-    def wasted(self, step: int) -> list[Open]:
+    def wasted(self, step: int) -> list[AttemptOpened]:
         """The attempts that the weights at `step` do not come from: given up, lost, or done again since."""
         found, need = [], step
         for opened in reversed(self.attempts):
@@ -267,5 +385,5 @@ class Run:
         write_atomically(self.folder / name, data, mode=0o644)
 
 
-def _begun(opened: Open) -> Begun:
-    return Begun(opened.first, opened.last, opened.eligibility, opened.after, opened.variance)
+def _opened_attempt(opened: AttemptOpened) -> OpenAttempt:
+    return OpenAttempt(opened.first, opened.last, opened.eligibility, opened.after, opened.variance)

@@ -18,20 +18,18 @@ from typing import Any
 
 import torch
 
+from lamina.corpus.corpus import Corpus
 from lamina.errors import RunError
-from lamina.plan import StepPlan
-from lamina.train import promise
-from lamina.train.book.charge import Charge, follows_budget, in_units
-from lamina.train.corpus import Corpus
-from lamina.train.followed import room
-from lamina.train.members import Members
-from lamina.train.recharge import recharge
-from lamina.train.resume import Action, Facts, decide
+from lamina.plan.step_plan import StepPlan
+from lamina.spend.charge import Charge, charges_in_declared_steps, follows_budget
+from lamina.train import run_budget
+from lamina.train.journal_records import AttemptClosed, AttemptOpened
+from lamina.train.membership import LedgerMembership
+from lamina.train.resume import ResumeAction, SegmentInputs, code_version, decide_resume
 from lamina.train.run import Run
-from lamina.train.settings import code_version
-from lamina.train.snapshot import TrainingState
-from lamina.train.store.checkpoint import Snapshot
-from lamina.train.store.records import Close, Open
+from lamina.train.run_budget import adaptive_budget_fits, repair_ledger
+from lamina.train.training_checkpoint import TrainingCheckpoint
+from lamina.train.training_state import TrainingState
 
 
 class Segments:
@@ -44,7 +42,7 @@ class Segments:
         *,
         plan: StepPlan,
         corpus: Corpus,
-        members: Members,
+        members: LedgerMembership,
         settings: bytes,
         caps: Mapping[str, int],
         length: int,
@@ -56,7 +54,7 @@ class Segments:
         self.members = members
         self.say = say  # on the screen only
         self.end = plan.steps
-        self._replay: Open | None = None
+        self._replay: AttemptOpened | None = None
         self._checkpoint = bytes(32)
         self._written_by = bytes(16)  # the nonce of the segment that the checkpoint ended
         self._after = 0  # its generation
@@ -69,7 +67,7 @@ class Segments:
         """A new run, or one that goes on."""
         if self.run.fresh or not (self.run.checkpoints.indices() or self.run.journal.opens):
             self.run.checkpoints.room(self.state.capture(self._header(None)))  # before anything is reserved
-            promise.begin(self.run, self.plan)
+            run_budget.reserve_plan(self.run, self.plan)
             self._save(None)  # also after a kill before the first checkpoint: nothing was drawn then
         else:
             self._resume()
@@ -77,7 +75,7 @@ class Segments:
     def _resume(self) -> None:
         run, state = self.run, self.state
         self._restore()
-        recharge(run)
+        repair_ledger(run)
         self.members.freeze()  # who withdrew meanwhile is out: what they were in is not replayed
         self._refuse_another_plan()
         pending = run.journal.pending
@@ -91,30 +89,30 @@ class Segments:
                 "and charged again"
             )
         if run.copied:
-            run.settle_copy()
+            run.acknowledge_copy()
         self._charge_filters()
-        self._go_on(self._replay.last if self._replay else state.step)
+        self._reserve_rest(self._replay.last if self._replay else state.step)
         if run.journal.done is not None:
             self.say(f"the run was finished before, at step {state.step}: nothing is trained or charged now")
         else:
             again = f"; steps up to {self._replay.last - 1} are replayed at no cost" if self._replay else ""
             self.say(f"going on at step {state.step} of {self.plan.steps}{again}")
 
-    def _settle(self, pending: Open) -> None:
+    def _settle(self, pending: AttemptOpened) -> None:
         """A segment was open when the run stopped."""
         run = self.run
-        action, reasons = decide(
+        action, reasons = decide_resume(
             pending, self._facts(), newest=self.state.segments, copied=run.copied, disowned=run.disowned
         )
-        if action is Action.FINISH and self._written_by != pending.nonce:
+        if action is ResumeAction.FINISH and self._written_by != pending.nonce:
             raise RunError(
                 "train.checkpoint-not-journal",
                 f"checkpoint {self.state.segments} is not what the journal's open segment {pending.segment} left",
                 "put the run's own checkpoint and journal back together",
             )
-        if action is Action.FINISH:
+        if action is ResumeAction.FINISH:
             self.run.close(pending, self._checkpoint)
-        elif action is Action.REPLAY:
+        elif action is ResumeAction.REPLAY:
             self._replay = pending
         else:
             self.note(
@@ -136,17 +134,17 @@ class Segments:
                 "give the plan that it was begun with, or another folder: what both cost is added up in the ledger",
             )
 
-    def _go_on(self, first: int) -> None:
+    def _reserve_rest(self, first: int) -> None:
         if self.run.journal.done is not None:  # only read: nothing is asked for
             self.run.plan, self.end = self.plan, first
             return
-        self.end = promise.go_on(self.run, self.plan, first)
+        self.end = run_budget.reserve_rest(self.run, self.plan, first)
         if self.end < self.plan.steps:
             self.note(f"the bounds allow {self.end} of {self.plan.steps} steps: the run will end there")
 
     # ------------------------------------------------------------------------------------ one after the other
 
-    def open(self) -> Open | None:
+    def open(self) -> AttemptOpened | None:
         """The next segment, charged; None if there is none, or no filter has room for it."""
         if self._replay is not None:
             opened, self._replay = self._replay, None
@@ -194,23 +192,23 @@ class Segments:
         Where noise follows the budget, it is fixed for a segment, and the segment ends where the budget does.
         """
         if not follows_budget(self.plan):
-            return last, promise.due(self.run, self.plan, first, last)
+            return last, run_budget.charges_due(self.run, self.plan, first, last)
         factor = self.state.factor
         while last > first:
-            due = in_units(self.plan, first, last, factor)
-            if room(self.plan, self.run.attempts, due):
+            due = charges_in_declared_steps(self.plan, first, last, factor)
+            if adaptive_budget_fits(self.plan, self.run.attempts, due):
                 return last, due
             last -= 1
         return first, ()
 
-    def close(self, opened: Open) -> None:
+    def close(self, opened: AttemptOpened) -> None:
         """Everything of the segment is in `state`: make it durable, then let it out."""
         self.state.segments, self.state.step = opened.segment + 1, opened.last
         self._save(opened)
         self.run.close(opened, self._checkpoint)
         self.run.checkpoints.prune()
 
-    def abandon(self, opened: Open) -> None:
+    def abandon(self, opened: AttemptOpened) -> None:
         """Back to the checkpoint. The charge stays, and the seed is never used again."""
         self.note(
             f"a contribution was withdrawn: steps {opened.first} to {opened.last - 1} are given up, stay charged, "
@@ -219,7 +217,7 @@ class Segments:
         self.run.give_up(opened)
         self._restore()
         self._charge_filters()
-        self._go_on(self.state.step)
+        self._reserve_rest(self.state.step)
 
     # ------------------------------------------------------------------------------------ inside
 
@@ -230,12 +228,12 @@ class Segments:
                 if opened.segment >= self.state.segments and c.cls in self.state.filters:
                     self.state.filters[c.cls].charge(c.sigma, c.q, c.steps)
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> SegmentInputs:
         revision, key = self.corpus.revision, self.run.salt
         if self._membership is None or self._membership[0] != revision:
             self._membership = revision, self.corpus.membership(key)
         self.revision = revision
-        return Facts(
+        return SegmentInputs(
             plan=self.plan.digest(),
             settings=self.settings,
             membership=self._membership[1],
@@ -246,7 +244,7 @@ class Segments:
             code=code_version(),
         )
 
-    def _header(self, opened: Open | None) -> dict[str, Any]:
+    def _header(self, opened: AttemptOpened | None) -> dict[str, Any]:
         """Whose checkpoint it is, and what may not change while the run lasts."""
         return {
             "run": self.run.id,
@@ -258,7 +256,7 @@ class Segments:
             "caps": self.caps,
         }
 
-    def _save(self, opened: Open | None) -> None:
+    def _save(self, opened: AttemptOpened | None) -> None:
         snapshot = self.state.capture(self._header(opened))
         self._checkpoint = self.run.checkpoints.save(self.state.segments, snapshot)
         self._after = snapshot.state["generation"]
@@ -280,9 +278,7 @@ class Segments:
         self.state.restore(snapshot)
         if snapshot.state["settings"] != self.settings:
             changes = self.state.apply_given()
-            self.note(
-                f"optimiser, scheduler, loss, model or options are not those of the checkpoint: {changes}"
-            )
+            self.note(f"optimiser, scheduler, loss, model or options are not those of the checkpoint: {changes}")
 
     def _go_back(self, indices: list[int]) -> None:
         """The newest checkpoint comes from steps that the ledger records as given up: the one before it counts."""
@@ -294,7 +290,7 @@ class Segments:
             )
         self.run.checkpoints.drop(indices.pop())
 
-    def _check(self, snapshot: Snapshot, index: int) -> None:
+    def _check(self, snapshot: TrainingCheckpoint, index: int) -> None:
         """Whether a checkpoint is this run's, and the one that its journal closed."""
         header, folder = snapshot.state, self.run.folder
         if header.get("run") != self.run.id:
@@ -303,7 +299,7 @@ class Segments:
                 f"checkpoint {index} in '{folder}' belongs to another run",
                 "put the run's own checkpoint back",
             )
-        closes = [r for r in self.run.journal.records if isinstance(r, Close) and r.segment == index - 1]
+        closes = [r for r in self.run.journal.records if isinstance(r, AttemptClosed) and r.segment == index - 1]
         pending = self.run.journal.pending
         finished = pending is not None and pending.segment == index - 1
         if index and not finished and (not closes or closes[-1].checkpoint != self._checkpoint):

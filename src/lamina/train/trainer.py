@@ -12,49 +12,45 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lamina.account import Filter
-from lamina.admit.key import PrivateKey
-from lamina.engine import Batch, Engine, SecureNoise
-from lamina.engine.stream import Purpose
+from lamina.account.filters import PrivacyFilter
+from lamina.admit.keys import PrivateKey
+from lamina.corpus.corpus import Corpus
+from lamina.corpus.example_sources import preserve_global_generators, seed_step
+from lamina.corpus.payloads import PayloadChanged
+from lamina.corpus.sampler import Sampler, occurrence_caps
+from lamina.engine.batch import Batch
+from lamina.engine.engine import Engine
+from lamina.engine.noise import SecureNoise
+from lamina.engine.random_stream import StreamPurpose
 from lamina.errors import RunError
-from lamina.ledger.ledger import Ledger
-from lamina.plan import StepPlan
-from lamina.train.account import spent_so_far
-from lamina.train.blame import discreet, withhold
-from lamina.train.book import Account, Book
-from lamina.train.book.account import check_accounts
-from lamina.train.checks import (
-    check_caps,
-    check_filters,
-    check_names,
-    check_options,
-    check_parts,
-    count,
-    policy_bounds,
-)
-from lamina.train.corpus import Corpus
-from lamina.train.corpus.payloads import PayloadChanged
-from lamina.train.corpus.sampler import Sampler, caps_of
-from lamina.train.depth import check_depth
-from lamina.train.ema import MovingAverage
+from lamina.ledger.writer import Ledger
+from lamina.plan.step_plan import StepPlan
+from lamina.spend.accounts import SignedAccount, check_accounts
+from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.evaluation import Evaluation
-from lamina.train.members import Members
-from lamina.train.opening import Given, link, open_ledger
-from lamina.train.outcome import Outcome
-from lamina.train.progress import Progress, screen
-from lamina.train.randomness import borrowed_generators, reseed
-from lamina.train.recharge import keep
-from lamina.train.rehearsal import check_labels, rehearse
-from lamina.train.renewal import Renewal
-from lamina.train.run import Run
+from lamina.train.journal_records import AttemptOpened
+from lamina.train.membership import AdmissionRenewal, LedgerMembership, remember_withdrawals
+from lamina.train.progress import Progress, make_progress
+from lamina.train.publisher import Outcome, Publisher, spent_so_far
+from lamina.train.resume import settings_digest
+from lamina.train.run import LedgerArgument, Run, link_ledger, open_run_ledger
+from lamina.train.run_budget import keep_charging_bounds
+from lamina.train.run_files import Lease, make_folder
 from lamina.train.segments import Segments
-from lamina.train.settings import settings
-from lamina.train.snapshot import TrainingState
-from lamina.train.store.durable import make_folder
-from lamina.train.store.lease import Lease
-from lamina.train.store.records import Open
-from lamina.train.watch import Watch
-from lamina.train.withdrawals import remembered
+from lamina.train.trainer_checks import (
+    check_caps,
+    check_class_labels,
+    check_class_names,
+    check_count,
+    check_depth_profiles,
+    check_filters,
+    check_trainer_arguments,
+    check_trainer_options,
+    epsilon_bounds_of_policy,
+    rehearse,
+)
+from lamina.train.training_state import MovingAverage, TrainingState
+from lamina.train.user_errors import hide_warning_texts, withhold_text
 
 
 class Trainer:
@@ -102,10 +98,10 @@ class Trainer:
         plan: StepPlan,
         *,
         folder: str | Path,
-        ledger: Given = None,
+        ledger: LedgerArgument = None,
         key: PrivateKey | None = None,
         bounds: Mapping[str, float] | None = None,
-        accounts: Sequence[Account] | None = None,
+        accounts: Sequence[SignedAccount] | None = None,
         engine: Engine | None = None,
         scheduler: Any = None,
         microbatches: int = 1,
@@ -113,7 +109,7 @@ class Trainer:
         evaluate: Evaluation | None = None,
         segment: int | None = None,
         max_occurrences: Mapping[str, int] | None = None,
-        filters: Mapping[str, Filter] | None = None,
+        filters: Mapping[str, PrivacyFilter] | None = None,
         augment: Callable[[Any], Any] | None = None,
         on_withdrawal: str = "finish",
         hardened: bool = False,
@@ -121,40 +117,38 @@ class Trainer:
         inside: bool = False,
         progress: bool | Progress = True,
     ) -> None:
-        check_parts(model, optimizer, loss_fn, corpus, plan, scheduler)
-        check_options(folder, evaluate, max_occurrences)
+        check_trainer_arguments(model, optimizer, loss_fn, corpus, plan, scheduler)
+        check_trainer_options(folder, evaluate, max_occurrences)
         corpus.check(plan)
-        self._depth = check_depth(model, corpus.policy, plan)
+        self._depth = check_depth_profiles(model, corpus.policy, plan)
         if on_withdrawal not in ("finish", "abandon"):
-            raise RunError(
-                "train.withdrawal", f"on_withdrawal is {on_withdrawal!r}", 'use "finish" or "abandon"'
-            )
+            raise RunError("train.withdrawal", f"on_withdrawal is {on_withdrawal!r}", 'use "finish" or "abandon"')
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.corpus, self.plan, self.scheduler = corpus, plan, scheduler
         self.folder = Path(folder)
         self._given, self._key = ledger, key
         self._ledger: Ledger | None = None
         self._changed = False  # the ledger's policy, by opening it
-        self._book: Book | None = None
-        self.bounds = policy_bounds(corpus, plan) if bounds is None else dict(bounds)
-        check_names(plan, bounds=self.bounds, filters=filters or {})
+        self._book: SpendLedger | None = None
+        self.bounds = epsilon_bounds_of_policy(corpus, plan) if bounds is None else dict(bounds)
+        check_class_names(plan, bounds=self.bounds, filters=filters or {})
         check_filters(plan, filters or {})
-        self.microbatches = count("microbatches", microbatches)
-        self.segment = count("segment", min(1000, math.ceil(plan.steps / 10)) if segment is None else segment)
+        self.microbatches = check_count("microbatches", microbatches)
+        self.segment = check_count("segment", min(1000, math.ceil(plan.steps / 10)) if segment is None else segment)
         self.evaluate, self.augment, self.probe, self.inside = evaluate, augment, probe, inside
-        self.max_occurrences = dict(caps_of(plan, max_occurrences) or {})
+        self.max_occurrences = dict(occurrence_caps(plan, max_occurrences) or {})
         signed = corpus.accounts(plan, self.max_occurrences)
         self.accounts = check_accounts(plan, (*signed, *(accounts or ())))
         check_caps(corpus, plan, self.max_occurrences)
         self.on_withdrawal, self.hardened = on_withdrawal, hardened
-        self.progress = screen(wanted=progress, inside=inside) if isinstance(progress, bool) else progress
+        self.progress = make_progress(wanted=progress, inside=inside) if isinstance(progress, bool) else progress
         average = None if ema is None else MovingAverage(model, ema)
         self.state = TrainingState(
             model=model, optimizer=optimizer, scheduler=scheduler, ema=average, filters=dict(filters or {})
         )
         self._engine = engine if engine is not None else Engine(model, plan)
         self.state.adaptation = self._engine.adaptation
-        self._renewal = Renewal(corpus, plan, self.folder / "admitted")
+        self._renewal = AdmissionRenewal(corpus, plan, self.folder / "admitted")
         self.state.names = self._renewal.names
         if self._engine.model is not model or self._engine.plan.digest() != plan.digest():
             raise RunError(
@@ -165,7 +159,7 @@ class Trainer:
 
     def _settings(self) -> bytes:
         """What the outcome of a step depends on beside plan, data and seed; asked anew at every fit."""
-        return settings(
+        return settings_digest(
             self.model,
             self.optimizer,
             self.scheduler,
@@ -187,22 +181,22 @@ class Trainer:
     def ledger(self) -> Ledger:
         """The ledger; opened, or made, when it is first asked for."""
         if self._ledger is None:
-            self._ledger, self._changed = open_ledger(
+            self._ledger, self._changed = open_run_ledger(
                 self._given, self.corpus, self.plan, folder=self.folder, key=self._key
             )
         return self._ledger
 
-    def _let_go(self) -> None:
+    def _close_ledger(self) -> None:
         """Close the ledger if it was opened here; it is opened again when it is asked for."""
         if self._ledger is not None and self._ledger is not self._given:
             self._ledger.close()
             self._ledger = self._book = None
 
     @property
-    def book(self) -> Book:
+    def book(self) -> SpendLedger:
         """The ledger as runs charge it."""
         if self._book is None:
-            self._book = Book(self.ledger)
+            self._book = SpendLedger(self.ledger)
         return self._book
 
     # ------------------------------------------------------------------------------------ the job
@@ -210,8 +204,8 @@ class Trainer:
     def fit(self) -> Outcome:
         """Train to the end of the plan, or go on from where the folder's run was left."""
         make_folder(self.folder)
-        withdrawn = remembered(self.corpus, self.folder / "withdrawn")
-        with Lease.take(self.folder), withdrawn, borrowed_generators():
+        withdrawn = remember_withdrawals(self.corpus, self.folder / "withdrawn")
+        with Lease.take(self.folder), withdrawn, preserve_global_generators():
             self._attach()
             try:
                 return self._fit()
@@ -219,8 +213,8 @@ class Trainer:
                 self.progress.note("stopped; the same again goes on where it was, at no further cost")
                 raise
             finally:
-                self.corpus.when_asked = None
-                self._let_go()
+                self.corpus.on_withdrawal_request = None
+                self._close_ledger()
                 self.progress.end()
                 self.optimizer.zero_grad()
                 self._engine.detach()
@@ -230,24 +224,20 @@ class Trainer:
         self.corpus.refresh()
         self._rehearse()
         self.state.notes[:] = [] if self._depth is None else [self._depth]
-        watch = Watch(
-            self.plan,
-            self.evaluate,
-            caps=self.max_occurrences,
-            progress=self.progress,
-            notes=self.state.notes,
+        watch = Publisher(
+            self.plan, self.evaluate, caps=self.max_occurrences, progress=self.progress, notes=self.state.notes
         )
         self._renewal.begin(watch.note)
-        members = Members(self.ledger, self.corpus)
+        members = LedgerMembership(self.ledger, self.corpus)
         if self._changed:
             watch.note(
                 "the policy in force in the ledger is another one now, this run's: lamina ledger policy shows it"
             )
-        members.enrol(watch.note)
-        self.corpus.when_asked = members.withdraw
-        link(self.ledger, self.folder)
+        members.enter_ledger(watch.note)
+        self.corpus.on_withdrawal_request = members.withdraw
+        link_ledger(self.ledger, self.folder)
         run = Run(self.folder, book=self.book, bounds=self.bounds, accounts=self.accounts)
-        keep(run, self.plan, members.standing)
+        keep_charging_bounds(run, self.plan, members.standing)
         segments = Segments(
             run,
             self.state,
@@ -265,7 +255,7 @@ class Trainer:
         self.progress.begin(self.state.step, segments.end)
         reason = watch.look(run, self.state)
         while reason is None and (opened := self._next(segments, watch)) is not None:
-            if self._carried_out(opened, segments):
+            if self._run_segment(opened, segments):
                 segments.close(opened)
                 reason = watch.look(run, self.state)
                 self.progress.segment(self.state.step, spent_so_far(run, self.plan))
@@ -274,7 +264,7 @@ class Trainer:
         reason = reason or ("complete" if self.state.step == self.plan.steps else "budget")
         return watch.finish(run, self.state, reason=reason, private=self._engine.private)
 
-    def _next(self, segments: Segments, watch: Watch) -> Open | None:
+    def _next(self, segments: Segments, watch: Publisher) -> AttemptOpened | None:
         """The next segment, among those who may still be learned from when it begins."""
         self._renewal.again(watch.note, self.state.step)
         return segments.open()
@@ -295,61 +285,59 @@ class Trainer:
     def _rehearse(self) -> None:
         if self.evaluate is not None:
             self.evaluate.run(self.model)
-        check_labels(self.corpus, self.loss_fn, self._output)
+        check_class_labels(self.corpus, self.loss_fn, self._output)
         rehearse(self._engine, self._losses, self.corpus, probe=self.probe)
 
-    def _carried_out(self, opened: Open, segments: Segments) -> bool:
+    def _run_segment(self, opened: AttemptOpened, segments: Segments) -> bool:
         """As `_carry_out`. A payload that was changed shows when somebody was sampled: these coins are over."""
         try:
-            return self._carry_out(opened, segments.revision, segments.members)
+            return self._run_steps(opened, segments.revision, segments.members)
         except PayloadChanged:
             segments.run.give_up(opened)
             raise
 
-    def _carry_out(self, opened: Open, revision: int, members: Members) -> bool:
+    def _run_steps(self, opened: AttemptOpened, revision: int, members: LedgerMembership) -> bool:
         """The steps of a segment. False if it is to be given up because somebody withdrew."""
         counts = None if self.state.counts is None else self.state.counts.copy()
         caps = self.max_occurrences or None
         sampler = Sampler(self.corpus, self.plan, seed=opened.seed, max_occurrences=caps, counts=counts)
-        if (
-            self.corpus.revision != revision
-        ):  # between the charge and now: these are not the members that were frozen
+        if self.corpus.revision != revision:  # between the charge and now: these are not the members that were frozen
             return False
         noise = SecureNoise.of_journal(opened.seed, hardened=self.hardened)
         self._engine.continue_at(opened.first, noise, factor=self.state.factor)
         self.model.train()
-        with discreet(self.progress.note, inside=self.inside):
+        with hide_warning_texts(self.progress.note, inside=self.inside):
             for step in range(opened.first, opened.last):
-                self.progress.step(step + 1, self._guarded(sampler, opened.seed, step))
+                self.progress.step(step + 1, self._run_step(sampler, opened.seed, step))
                 if self.on_withdrawal == "abandon" and self.corpus.revision != revision:
                     return False
-                if members.abandons():
+                if members.abandon_requested():
                     return False
         self.state.counts = sampler.counts
         return True
 
-    def _guarded(self, sampler: Sampler, seed: bytes, step: int) -> float | None:
+    def _run_step(self, sampler: Sampler, seed: bytes, step: int) -> float | None:
         """One step; what goes wrong in it is told without its text."""
         try:
             if self._engine.choice_due:
                 self._choose(sampler, seed, step)
-            reseed(seed, step=step, purpose=Purpose.AUGMENT)
+            seed_step(seed, step=step, purpose=StreamPurpose.AUGMENT)
             batch = sampler.draw(step)
             if self.augment is not None and len(batch):
                 batch = replace(batch, x=self.augment(batch.x))
-            reseed(seed, step=step, purpose=Purpose.DROPOUT)
+            seed_step(seed, step=step, purpose=StreamPurpose.DROPOUT)
             return self._step(batch)
         except PayloadChanged:  # its text names nobody and holds no size
             raise
         except Exception as error:
             if self.inside:
                 raise
-            told = withhold(error, self.model)
+            told = withhold_text(error, self.model)
         raise told  # outside of the handler, which would attach the error and its text
 
     def _choose(self, sampler: Sampler, seed: bytes, step: int) -> None:
         """The exponential mechanism of the plan, on a draw of its own."""
-        reseed(seed, step=step, purpose=Purpose.CHOICE_DROPOUT)
+        seed_step(seed, step=step, purpose=StreamPurpose.CHOICE_DROPOUT)
         batch = sampler.draw_for_choice(step)
         self._engine.choose(self._losses(batch.x, batch.y) if len(batch) else None, batch)
 

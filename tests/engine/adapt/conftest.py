@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lamina.engine import Batch
-from lamina.plan import LayerStack
+from lamina.engine.batch import Batch
+from lamina.plan.layer_stack import LayerStack
 from lamina.plan.rules import Rule
-from lamina.plan.step import PlannedClass, PlannedLayer, StepPlan
+from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
 
 ALL = PlannedClass(name="all", population=1000, sampling_rate=0.02, delta=1e-5)
 TOP = PlannedClass(name="top", population=500, sampling_rate=0.05, delta=1e-5, profile="upper half")
@@ -33,9 +33,7 @@ def _losses(model: nn.Module, batch: Batch) -> Tensor | None:
     return (model(batch.x) - batch.y).square().mean(1) if batch.examples else None
 
 
-def _plan(
-    model: nn.Module, *rules: Rule, several: bool = True, scale: float = 1.0, **changes: Any
-) -> StepPlan:
+def _plan(model: nn.Module, *rules: Rule, several: bool = True, scale: float = 1.0, **changes: Any) -> StepPlan:
     layers = tuple(
         PlannedLayer(name=x.name, depth=x.depth, parameters=x.parameters, size=x.size)
         for x in LayerStack.from_model(model)
@@ -95,11 +93,7 @@ def norms_of() -> Callable[[nn.Module, Batch, StepPlan], Tensor]:
             model.zero_grad(set_to_none=True)
             loss = (model(batch.x[i : i + 1]) - batch.y[i : i + 1]).square().mean()
             grads = dict(
-                zip(
-                    dict(model.named_parameters()),
-                    torch.autograd.grad(loss, list(model.parameters())),
-                    strict=True,
-                )
+                zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True)
             )
             rows.append([_length([grads[n] for n in layer.parameters]) for layer in plan.layers])
         return torch.tensor(rows, dtype=torch.float64)

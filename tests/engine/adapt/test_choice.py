@@ -14,11 +14,16 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from lamina.account import Event, RenyiFilter, accountant, choice_multiplier
-from lamina.engine import Batch, Engine, SecureNoise, SeededNoise
-from lamina.engine.adapt.choosing import OpenChoice, uniform
+from lamina.account.accountants import find_accountant
+from lamina.account.filters import RenyiFilter
+from lamina.account.gaussian_rdp import choice_noise_multiplier
+from lamina.account.schedule import Event
+from lamina.engine.adaptive import OpenChoice, uniform_draw
+from lamina.engine.batch import Batch
+from lamina.engine.engine import Engine
+from lamina.engine.noise import SecureNoise, SeededNoise
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy
-from lamina.plan.step import StepPlan
+from lamina.plan.step_plan import StepPlan
 from refusals import raises_code
 
 Plans = Callable[..., StepPlan]
@@ -58,7 +63,7 @@ def opened(engine: Engine, losses_of: Any, batch: Batch, parts: int = 1) -> Open
     for piece in batch.split(parts):
         part = engine._examine(losses_of(engine.model, piece), piece)
         assert part is not None
-        choice.add(part, engine._pass.norms(part, engine._reached(part)))
+        choice.add(part, engine._backward_pass.norms(part, engine._reached(part)))
     return choice
 
 
@@ -125,9 +130,9 @@ def test_the_step_waits_for_its_choice(
         assert not engine.choice_due  # the plan is at its end
         assert engine.epsilon("all") == pytest.approx(plan.epsilon("all"))
     steps = Event(sigma=plan.sigma(0), q=0.02, steps=6)
-    choices = Event(sigma=choice_multiplier(RULE.epsilon), q=0.02, steps=2)
-    assert plan.epsilon("all") == accountant("pld").epsilon((steps, choices), 1e-5)
-    assert plan.epsilon("all") > accountant("pld").epsilon((steps,), 1e-5)
+    choices = Event(sigma=choice_noise_multiplier(RULE.epsilon), q=0.02, steps=2)
+    assert plan.epsilon("all") == find_accountant("pld").epsilon((steps, choices), 1e-5)
+    assert plan.epsilon("all") > find_accountant("pld").epsilon((steps,), 1e-5)
 
 
 def test_epsilon_on_the_way_is_never_below_the_truth(model: nn.Module, plan_of: Plans) -> None:
@@ -137,14 +142,12 @@ def test_epsilon_on_the_way_is_never_below_the_truth(model: nn.Module, plan_of: 
         for t in range(1, 26):
             engine.continue_at(t, SeededNoise(0))
             now = engine.epsilon("top")
-            assert now >= max(last, accountant("pld").epsilon(plan.stretch("top", 0, t), 1e-5))
+            assert now >= max(last, find_accountant("pld").epsilon(plan.schedule_between("top", 0, t), 1e-5))
             last = now
         assert last == plan.epsilon("top")
 
 
-def test_the_chosen_shape_is_what_is_applied(
-    model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any
-) -> None:
+def test_the_chosen_shape_is_what_is_applied(model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any) -> None:
     plan = plan_of(model, RULE, clipping="joint")
     found = set()
     for seed in range(12):
@@ -177,9 +180,7 @@ def test_a_choice_that_fails_stays_charged_and_is_not_repeated(
         engine.backward(losses_of(model, batch), batch)
 
 
-def test_filters_are_asked_for_choices(
-    model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any
-) -> None:
+def test_filters_are_asked_for_choices(model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any) -> None:
     plan = plan_of(model, RULE, FollowBudget(order=8.0), accountant="rdp@8", clipping="joint", steps=3)
     mine = RenyiFilter.for_schedule(plan.schedule(0), order=8.0)
     with Engine(model, plan, noise=SeededNoise(0), filters={"all": mine}) as engine:
@@ -198,7 +199,7 @@ def test_filters_are_asked_for_choices(
 
 @pytest.mark.parametrize("hardened", [False, True])
 def test_uniform_numbers(hardened: bool) -> None:
-    found = np.array([uniform(SeededNoise(s, hardened=hardened), 5) for s in range(2000)])
+    found = np.array([uniform_draw(SeededNoise(s, hardened=hardened), 5) for s in range(2000)])
     assert ((found >= 0) & (found < 1)).all() and len(np.unique(found)) == 2000
     assert stats.kstest(found, "uniform").pvalue > 1e-3
     last = (found * 2**53).astype(np.int64) & 0xFF  # the low bits are uniform, too

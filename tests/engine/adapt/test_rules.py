@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import lamina
-from lamina.engine import Batch, Engine, SeededNoise
-from lamina.engine.adapt import Adaptation
-from lamina.engine.open_step import COUNTS
+from lamina.engine.adaptive import Adaptation
+from lamina.engine.batch import Batch
+from lamina.engine.engine import Engine
+from lamina.engine.noise import SeededNoise
+from lamina.engine.step import COUNTS_TENSOR
 from lamina.errors import BudgetExceeded
 from lamina.plan.rules import FollowBudget, FollowEnergy, FollowQuantile
-from lamina.plan.step import StepPlan
+from lamina.plan.step_plan import StepPlan
 from refusals import raises_code
 
 Plans = Callable[..., StepPlan]
@@ -47,9 +49,7 @@ def scaled(clip: Any, shape: Any, wanted: Any, bits: float = 0.0) -> Any:
 
 
 @pytest.mark.parametrize("form", ["box", "joint"])
-def test_shares_follow_the_energy(
-    model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any, form: str
-) -> None:
+def test_shares_follow_the_energy(model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any, form: str) -> None:
     decay, least, every = 0.7, 0.2, 2
     rule = FollowEnergy(decay=decay, least=least, every=every)
     plan = plan_of(model, rule, clipping=form, scale=0.1)
@@ -117,7 +117,7 @@ def counted(plan: StepPlan, clip: Any, batch: Batch, norms: Tensor) -> np.ndarra
 
 def noise_of_counts(seed: int, std: float, t: int, layers: int = 3) -> np.ndarray[Any, Any]:
     z = torch.empty(layers, dtype=torch.float64)
-    SeededNoise(seed).fill_(z, std, step=t, tensor=COUNTS)
+    SeededNoise(seed).fill_(z, std, step=t, tensor=COUNTS_TENSOR)
     return z.numpy()
 
 
@@ -218,9 +218,7 @@ def test_a_layer_without_gradient_counts_as_unclipped_whoever_else_is_there(plan
     np.testing.assert_allclose(np.abs(counts[0] - counts[1]), 0.5, atol=1e-4)
 
 
-def test_the_pace_keeps_signal_to_noise(
-    model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any
-) -> None:
+def test_the_pace_keeps_signal_to_noise(model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any) -> None:
     decay = 0.5
     rules = (FollowBudget(order=4.0, least=0.3, most=2.0), FollowEnergy(decay=decay, every=1))
     plan = plan_of(model, *rules, accountant="rdp@4", several=False, noise=(3.0, 3.6, 4.2), steps=400)
@@ -233,7 +231,7 @@ def test_the_pace_keeps_signal_to_noise(
             one, n = batch_of(1, seed=2, several=False), 200 if t < 5 else 90
             batch = Batch(one.x.expand(n, 4), one.y.expand(n, 2))
             assert engine.adaptation is not None
-            engine.adaptation.keep_pace()
+            engine.adaptation.apply_proposed_factor()
             noise = np.array(engine.applied.noise)
             assert engine.adaptation.factor == pytest.approx(factor, rel=1e-12)
             assert engine.applied.sigma(0) == pytest.approx(factor * plan.sigma(0))
@@ -260,11 +258,7 @@ def test_a_rule_that_would_leave_the_range_is_not_followed(model: nn.Module, pla
         adaptation = engine.adaptation
         assert adaptation is not None
         adaptation.update(None, [-1e6, 0.0, math.nan])
-        assert [c / d for c, d in zip(adaptation.applied.clip[0], plan.clip[0], strict=True)] == [
-            1.0,
-            1.0,
-            1.0,
-        ]
+        assert [c / d for c, d in zip(adaptation.applied.clip[0], plan.clip[0], strict=True)] == [1.0, 1.0, 1.0]
         for _ in range(40):
             adaptation.update(None, [-8.0, 0.0, 8.0])
         low, high = adaptation.applied.clip[0][2], adaptation.applied.clip[0][0]

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lamina.account.renyi import divergence
-from lamina.engine import Engine, SeededNoise
-from lamina.engine.adapt import Adaptation
+from lamina.account.gaussian_rdp import step_rdp
+from lamina.engine.adaptive import Adaptation
 from lamina.engine.budget import Budget
+from lamina.engine.engine import Engine
+from lamina.engine.noise import SeededNoise
 from lamina.errors import BudgetExceeded, EngineError
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile
-from lamina.plan.step import Clipping, StepPlan
+from lamina.plan.step_plan import Clipping, StepPlan
 from refusals import raises_code
 
 LAYERS = 3
@@ -28,9 +29,7 @@ numbers = st.one_of(st.sampled_from(ODD), st.floats(allow_nan=True, allow_infini
 row = st.lists(numbers, min_size=LAYERS, max_size=LAYERS)
 seen = st.lists(st.tuples(st.one_of(st.none(), row), row, st.integers(0, 2)), min_size=1, max_size=12)
 ENERGY = FollowEnergy(decay=0.5, least=0.01, every=1)
-CHOOSE = Choose(
-    epsilon=0.5, every=1, names=("a", "b", "c"), noise=((1.0, 1.0, 1.0), (9.0, 1.0, 0.1), (1e-9, 1.0, 1e9))
-)
+CHOOSE = Choose(epsilon=0.5, every=1, names=("a", "b", "c"), noise=((1.0, 1.0, 1.0), (9.0, 1.0, 0.1), (1e-9, 1.0, 1e9)))
 KINDS = {
     "energy": (ENERGY,),
     "quantile": (FollowQuantile(rate=5.0, noise=20.0),),
@@ -45,9 +44,7 @@ def made(plan_of: Callable[..., StepPlan], kind: str, **changes: Any) -> StepPla
     rules = KINDS[kind]
     follows = any(isinstance(rule, FollowBudget) for rule in rules)
     accountant = {"accountant": "rdp@8"} if follows else {}
-    return plan_of(
-        nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1)), *rules, **accountant, **changes
-    )
+    return plan_of(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1)), *rules, **accountant, **changes)
 
 
 def holds(adaptation: Adaptation) -> None:
@@ -73,7 +70,7 @@ def test_sigma_is_never_below_the_declared_one(plan_of: Any, kind: str, shown: A
         if adaptation.due(0):
             adaptation.settle(adaptation.offers()[pick])
             holds(adaptation)
-        adaptation.keep_pace()
+        adaptation.apply_proposed_factor()
         holds(adaptation)
         adaptation.update(None if squares is None else np.array(squares), counts)
         holds(adaptation)
@@ -86,7 +83,7 @@ def test_a_fixed_factor_holds_through_a_segment(plan_of: Any, shown: Any, factor
     assert adaptation is not None
     assert adaptation.fix(factor)
     for squares, counts, _ in shown:
-        adaptation.keep_pace()
+        adaptation.apply_proposed_factor()
         assert adaptation.factor == factor
         holds(adaptation)
         adaptation.update(None if squares is None else np.array(squares), counts)
@@ -102,22 +99,21 @@ def test_the_second_mode_never_passes_its_budget(plan_of: Any, energies: Any, le
     adaptation, budget = Adaptation(plan), Budget(plan, {})
     spent = [0.0] * len(plan.classes)
     for t in range(2 * plan.steps):
-        adaptation.keep_pace()
+        adaptation.apply_proposed_factor()
         try:
             budget.charge(adaptation.factor)
         except BudgetExceeded:
             break
         for k, entry in enumerate(plan.classes):
-            spent[k] += divergence(entry.sampling_rate, adaptation.applied.sigma(k), 8.0)
+            spent[k] += step_rdp(entry.sampling_rate, adaptation.applied.sigma(k), 8.0)
         energy = energies[t % len(energies)]
         adaptation.update(
-            np.array([energy * layer.size * s**2 for layer, s in zip(plan.layers, plan.noise, strict=True)]),
-            None,
+            np.array([energy * layer.size * s**2 for layer, s in zip(plan.layers, plan.noise, strict=True)]), None
         )
     else:
         pytest.fail("more steps than the plan has")
     for k, entry in enumerate(plan.classes):
-        most = plan.steps * divergence(entry.sampling_rate, plan.sigma(k), 8.0)
+        most = plan.steps * step_rdp(entry.sampling_rate, plan.sigma(k), 8.0)
         assert spent[k] <= most * (1 + 1e-12)
 
 
@@ -134,9 +130,7 @@ def test_the_second_mode_stops_early_and_the_model_stays_usable(
             # the gradient fades: first all are alike and add up, then hardly anything is there
             batch = batch_of(64 if t < 8 else 4, seed=t, several=False)
             if t < 8:
-                batch = type(batch)(
-                    batch.x[:1].expand(64, 4) * 9, batch.y[:1].expand(64, 2) * 9, cls=batch.cls
-                )
+                batch = type(batch)(batch.x[:1].expand(64, 4) * 9, batch.y[:1].expand(64, 2) * 9, cls=batch.cls)
             try:
                 engine.backward(losses_of(model, batch), batch)
             except BudgetExceeded as refused:
@@ -177,36 +171,18 @@ def test_sigma_at_every_step_of_a_run(
 # ------------------------------------------------------------------------------------------------------- states
 
 
-JUNK: list[Any] = [
-    None,
-    True,
-    "x",
-    "1",
-    5,
-    -1.0,
-    0.0,
-    math.nan,
-    math.inf,
-    10**400,
-    10**5000,
-    1e300,
-    [],
-    {},
-    [None],
-]
+JUNK: list[Any] = [None, True, "x", "1", 5, -1.0, 0.0, math.nan, math.inf, 10**400, 10**5000, 1e300, [], {}, [None]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15)
 @given(shown=seen)
-def test_a_state_comes_back_or_is_refused_and_then_nothing_changed(
-    plan_of: Any, kind: str, shown: Any
-) -> None:
+def test_a_state_comes_back_or_is_refused_and_then_nothing_changed(plan_of: Any, kind: str, shown: Any) -> None:
     """What an adversary writes into one field of a state: an EngineError, or numbers under which all still holds."""
     plan = made(plan_of, kind)
     adaptation, other = Adaptation(plan), Adaptation(plan)
     for squares, counts, _ in shown:
-        adaptation.keep_pace()
+        adaptation.apply_proposed_factor()
         adaptation.update(None if squares is None else np.array(squares), counts)
     good = adaptation.to_state()
     other.load_state(good)
@@ -222,7 +198,7 @@ def test_a_state_comes_back_or_is_refused_and_then_nothing_changed(
                 assert refused.remedy
                 assert repr(other.to_state()) == repr(good)
                 continue
-            other.keep_pace()
+            other.apply_proposed_factor()
             holds(other)
             other.update(np.ones(LAYERS), [0.0] * LAYERS)
             holds(other)
@@ -250,11 +226,7 @@ def test_a_state_comes_back_or_is_refused_and_then_nothing_changed(
         ("energy", {"noise": None}, "noise None"),
         ("energy", {"clip": [[1.0, "a", 1.0], [0.0, 1.0, 1.0]]}, "clip"),
         ("energy", {"energy": {"decay": 0.1}}, "energy"),
-        (
-            "energy",
-            {"energy": {"decay": 0.9, "energy": [0.0] * 3, "sd": [0.0] * 3, "mass": [0.0] * 3}},
-            "decay 0.9",
-        ),
+        ("energy", {"energy": {"decay": 0.9, "energy": [0.0] * 3, "sd": [0.0] * 3, "mass": [0.0] * 3}}, "decay 0.9"),
         ("energy", {"energy": {"decay": 0.5, "energy": [0.0], "sd": [0.0], "mass": [0.0]}}, "energy"),
         ("budget", {"pace": {"seen": 1.5, "reference": 0.0}}, "pace"),
         ("budget", {"pace": {"seen": 1, "reference": math.nan}}, "pace"),
@@ -309,9 +281,7 @@ def test_no_choice_is_left_when_all_steps_are_taken(plan_of: Any) -> None:
 
 
 @pytest.mark.parametrize("form", [Clipping.BOX, Clipping.JOINT])
-def test_a_candidate_that_no_step_can_take_is_refused_before_anything_is_paid(
-    plan_of: Any, form: Clipping
-) -> None:
+def test_a_candidate_that_no_step_can_take_is_refused_before_anything_is_paid(plan_of: Any, form: Clipping) -> None:
     wild = Choose(epsilon=0.5, every=1, names=("a", "wild"), noise=((1.0, 1.0, 1.0), (1e-20, 1.0, 1e20)))
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1))
     with raises_code("engine.candidate-plan-choice"):

@@ -13,7 +13,7 @@ from torch import nn
 
 from lamina import Batch, Engine, SeededNoise
 from lamina.plan.rules import Choose, FollowEnergy, FollowQuantile
-from lamina.plan.step import StepPlan
+from lamina.plan.step_plan import StepPlan
 
 
 def sliced(**options: object) -> tuple[nn.Module, StepPlan]:
@@ -52,7 +52,7 @@ def test_thresholds_follow_what_a_class_may_move() -> None:
         batch = Batch(x)
         part = engine._examine(losses_of(model, x, None), batch)
         assert part is not None
-        norms = engine._pass.norms(part, [True, True], engine._openings(part))[:, 0]
+        norms = engine._backward_pass.norms(part, [True, True], engine._openings(part))[:, 0]
         assert engine.adaptation is not None
         engine.backward(losses_of(model, x, None), batch)
         counts = engine.adaptation.counts
@@ -64,9 +64,7 @@ def test_thresholds_follow_what_a_class_may_move() -> None:
 
 def test_a_choice_with_slices_is_taken() -> None:
     _, plain = sliced()
-    model, plan = sliced(
-        rules=(Choose(epsilon=0.5, every=5, names=("a", "b"), noise=(plain.noise, (0.4, 0.9))),)
-    )
+    model, plan = sliced(rules=(Choose(epsilon=0.5, every=5, names=("a", "b"), noise=(plain.noise, (0.4, 0.9))),))
     x = torch.randn(6, 40)
     with Engine(model, plan, noise=SeededNoise(2)) as engine:
         engine.choose(losses_of(model, x, None), Batch(x))

@@ -20,12 +20,7 @@ class Attend(nn.Module):
     """Attention between batch-first tensors, whatever the module's own layout."""
 
     def __init__(
-        self,
-        *,
-        cross: bool = False,
-        weights: bool = False,
-        call: dict[str, Any] | None = None,
-        **options: Any,
+        self, *, cross: bool = False, weights: bool = False, call: dict[str, Any] | None = None, **options: Any
     ):
         super().__init__()
         self.attention = nn.MultiheadAttention(D, 2, **options)
@@ -88,16 +83,12 @@ def test_one_source_for_key_and_value() -> None:
 @pytest.mark.parametrize("average", [True, False])
 def test_weights_averaged_or_per_head(average: bool) -> None:
     agree(
-        Attend(cross=True, weights=True, call={"average_attn_weights": average}, batch_first=True),
-        torch.randn(N, T, D),
+        Attend(cross=True, weights=True, call={"average_attn_weights": average}, batch_first=True), torch.randn(N, T, D)
     )
 
 
 CAUSAL = torch.ones(T, T, dtype=torch.bool).triu(1)
-MASKS = {
-    "bool": CAUSAL,
-    "float": torch.zeros(T, T).masked_fill(CAUSAL, -1e4) + torch.randn(T, T) * 0.1,
-}
+MASKS = {"bool": CAUSAL, "float": torch.zeros(T, T).masked_fill(CAUSAL, -1e4) + torch.randn(T, T) * 0.1}
 
 
 @pytest.mark.parametrize("weights", [True, False])
@@ -165,9 +156,7 @@ def test_a_time_first_module_given_batch_first_data_is_refused() -> None:
 class Encoder(nn.Module):
     def __init__(self, *, norm_first: bool, batch_first: bool) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            D, 2, 12, dropout=0.0, batch_first=batch_first, norm_first=norm_first
-        )
+        layer = nn.TransformerEncoderLayer(D, 2, 12, dropout=0.0, batch_first=batch_first, norm_first=norm_first)
         self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.first = batch_first
 

@@ -38,9 +38,7 @@ def body(conv: nn.Module, out: int, dimensions: int) -> nn.Module:
     return nn.Sequential(conv, nn.Tanh(), CONV[dimensions](out, 2, 1))
 
 
-@pytest.mark.parametrize(
-    "options", OPTIONS, ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()) or "plain"
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()) or "plain")
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 def test_convolution(dimensions: int, options: dict[str, Any]) -> None:
     conv = CONV[dimensions](4, 8, 3, **options)
@@ -52,18 +50,13 @@ def test_convolution(dimensions: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kernel", [2, 4])
 def test_even_kernel_with_same_padding_is_asymmetric(kernel: int, mode: str) -> None:
     agree(body(nn.Conv1d(4, 6, kernel, padding="same", padding_mode=mode), 6, 1), torch.randn(N, 4, 9))
-    agree(
-        body(nn.Conv2d(4, 6, (kernel, 3), padding="same", padding_mode=mode), 6, 2), torch.randn(N, 4, 6, 7)
-    )
+    agree(body(nn.Conv2d(4, 6, (kernel, 3), padding="same", padding_mode=mode), 6, 2), torch.randn(N, 4, 6, 7))
 
 
 def test_different_numbers_along_each_axis() -> None:
     conv = nn.Conv2d(4, 6, (3, 2), stride=(1, 2), padding=(2, 1), dilation=(2, 1), groups=2)
     agree(body(conv, 6, 2), torch.randn(N, 4, 7, 8))
-    agree(
-        body(nn.Conv3d(4, 6, (3, 2, 1), padding=(1, 0, 2), stride=(2, 1, 1)), 6, 3),
-        torch.randn(N, 4, 5, 4, 3),
-    )
+    agree(body(nn.Conv3d(4, 6, (3, 2, 1), padding=(1, 0, 2), stride=(2, 1, 1)), 6, 3), torch.randn(N, 4, 5, 4, 3))
 
 
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
@@ -101,9 +94,7 @@ TRANSPOSED_OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "options", TRANSPOSED_OPTIONS, ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items())
-)
+@pytest.mark.parametrize("options", TRANSPOSED_OPTIONS, ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()))
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 def test_transposed(dimensions: int, options: dict[str, Any]) -> None:
     conv = TRANSPOSED[dimensions](4, 8, 3, **options)
@@ -128,7 +119,7 @@ def test_transposed_to_an_output_size(size: list[int]) -> None:
 
 
 def test_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.engine.rules.conv.CHUNK", 400)
+    monkeypatch.setattr("lamina.engine.layers.conv.CHUNK_ELEMENTS", 400)
     agree(body(nn.Conv2d(4, 6, 3, padding=1), 6, 2), torch.randn(N, 4, 5, 5))
 
 

@@ -99,9 +99,7 @@ def test_one_example_with_flat_positions() -> None:
     agree(Positions("(T,)"), torch.randint(0, 20, (1, 6)), must_clip=False)
 
 
-@pytest.mark.parametrize(
-    "option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str
-)
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
 def test_options_that_look_at_the_batch_are_refused(option: dict[str, float]) -> None:
     model = nn.Sequential(nn.Embedding(9, 6, **option), nn.Linear(6, 2))
     plan = plan_of(model)

@@ -13,8 +13,8 @@ from oracle import FORMS, Batch, agree, plan_of
 from torch import Tensor, nn
 
 from lamina import Engine, SeededNoise
-from lamina.engine.rules.experts import ExpertsSite
-from lamina.plan.slices import Slice
+from lamina.engine.layers.stacked_experts import ExpertsForward
+from lamina.plan.selection import Slice
 from refusals import raises_code
 
 MIXED = torch.tensor([0, 1, 2, 1, 0])
@@ -28,14 +28,7 @@ def test_mixtral() -> None:
 @pytest.mark.parametrize("cls", [MIXED.tolist(), [1] * N], ids=["mixed", "alike"])
 def test_expert_slices(cls: list[int]) -> None:
     model, x, losses, slices = mixtral()
-    agree(
-        model.train(),
-        x,
-        losses=losses,
-        clip=bands(model, slices),
-        slices=slices,
-        batch={"cls": torch.tensor(cls)},
-    )
+    agree(model.train(), x, losses=losses, clip=bands(model, slices), slices=slices, batch={"cls": torch.tensor(cls)})
 
 
 def test_rows_and_columns_of_experts() -> None:
@@ -62,15 +55,7 @@ def test_patients_with_several_windows() -> None:
         "weight": torch.tensor([1.0, 1.0, 2.0, 1.0, 0.0]),
         "cls": torch.tensor([1, 0, 1]),
     }
-    agree(
-        model.train(),
-        x,
-        losses=losses,
-        clip=bands(model, slices),
-        slices=slices,
-        batch=batch,
-        forms=("joint",),
-    )
+    agree(model.train(), x, losses=losses, clip=bands(model, slices), slices=slices, batch=batch, forms=("joint",))
 
 
 def test_padding_and_a_length_that_is_the_batch() -> None:
@@ -93,9 +78,7 @@ def test_every_implementation_of_the_model_gives_the_same() -> None:
             found = losses(model, x, None)
             torch.testing.assert_close(found.detach(), want, rtol=1e-4, atol=1e-5)
             sums[kind] = engine.clipped_sums(found, Batch(x))
-            torch.testing.assert_close(
-                losses(copy.deepcopy(model), x, None).detach(), want, rtol=1e-4, atol=1e-5
-            )
+            torch.testing.assert_close(losses(copy.deepcopy(model), x, None).detach(), want, rtol=1e-4, atol=1e-5)
     for name, value in sums["eager"].items():
         torch.testing.assert_close(sums["grouped_mm"][name], value, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(sums["batched_mm"][name], value, rtol=1e-4, atol=1e-6)
@@ -120,12 +103,7 @@ def test_generate_while_attached_and_no_trace_after() -> None:
     prompt = x["input_ids"][:2, :3]
 
     def text() -> Tensor:
-        options: dict[str, Any] = {
-            "max_new_tokens": 4,
-            "do_sample": False,
-            "pad_token_id": 0,
-            "use_cache": True,
-        }
+        options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": True}
         return model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
 
     want = text()
@@ -180,9 +158,7 @@ def deepseek() -> nn.Module:
     )  # fmt: skip
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:There is a performance"
-)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:There is a performance")
 @pytest.mark.parametrize("make", [qwen, olmoe, gpt_oss, deepseek], ids=lambda f: f.__name__)
 def test_other_mixtures(make: Any) -> None:
     torch.manual_seed(3)
@@ -241,7 +217,7 @@ class Block(nn.Module):
 
 def test_what_only_looks_like_experts_is_refused() -> None:
     model = Block(Odd())
-    assert ExpertsSite.suits(model.experts)
+    assert ExpertsForward.applies_to(model.experts)
     with Engine(model, plan_of(model)), raises_code("engine.not-compute-stacked"):
         model(torch.randn(4, 3, 3))
     agree(model, torch.randn(4, 3, 3), engine={"per_contribution": [""]})

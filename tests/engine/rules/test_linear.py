@@ -42,7 +42,7 @@ def test_hugging_face_conv1d(shape: tuple[int, ...]) -> None:
 
 
 def test_wide_enough_for_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.engine.unitgrad.CHUNK", 64)
+    monkeypatch.setattr("lamina.engine.grads.CHUNK_ELEMENTS", 64)
     agree(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 8)), torch.randn(N, 3, 5))
 
 

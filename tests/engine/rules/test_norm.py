@@ -31,8 +31,7 @@ def test_layer_norm(shape: tuple[int, ...], bias: bool) -> None:
 def test_layer_norm_on_rows_and_images() -> None:
     agree(shaken(nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 2))), torch.randn(N, 5))
     agree(
-        shaken(nn.Sequential(nn.Conv2d(2, 3, 2), nn.LayerNorm((3, 4, 4)), nn.Conv2d(3, 2, 1))),
-        torch.randn(N, 2, 5, 5),
+        shaken(nn.Sequential(nn.Conv2d(2, 3, 2), nn.LayerNorm((3, 4, 4)), nn.Conv2d(3, 2, 1))), torch.randn(N, 2, 5, 5)
     )
 
 

@@ -13,10 +13,10 @@ if str(Path(__file__).parent) not in sys.path:  # last: other folders have files
 
 from keeping import passing_book
 
-from lamina.train.book import Book
+from lamina.spend.spend_ledger import SpendLedger
 
 
 @pytest.fixture
-def book() -> Iterator[Book]:
+def book() -> Iterator[SpendLedger]:
     with passing_book() as made:
         yield made

@@ -17,17 +17,20 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
-from lamina.admit.key import PrivateKey
-from lamina.ledger.check import Trust, Verification, verify
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.opening import NO_POLICY, Contract, open_or_create
-from lamina.ledger.records import Epoch, Floors, Outcome, Preset, Segment
-from lamina.plan import FollowBudget, Form, Injection, StepPlan
-from lamina.plan.step import PlannedClass, PlannedLayer
-from lamina.train.book import Account, Book, Charge, charges
-from lamina.train.book.charge import follows_budget
-from lamina.train.book.held import Begun
-from lamina.train.followed import nonce, parts
+from lamina.admit.keys import PrivateKey
+from lamina.ledger.corpus_terms import NO_POLICY, CorpusTerms, open_or_create
+from lamina.ledger.governance_records import LedgerFloors, Preset
+from lamina.ledger.records import Epoch, Segment, SegmentOutcome
+from lamina.ledger.verify.replay_state import Trust, Verification
+from lamina.ledger.verify.verifier import verify
+from lamina.ledger.writer import Ledger
+from lamina.plan.rules import FollowBudget, Injection, InjectionForm
+from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
+from lamina.spend.accounts import SignedAccount
+from lamina.spend.charge import Charge, follows_budget, plan_charges
+from lamina.spend.reservation import OpenAttempt
+from lamina.spend.spend_ledger import SpendLedger
+from lamina.train.run_budget import adaptive_budget_charges, adaptive_budget_nonce
 
 FIRST, SECOND, THIRD = "a1" * 16, "b2" * 16, "c3" * 16
 DELTA = 1e-5
@@ -36,14 +39,14 @@ KEY = PrivateKey(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"key of th
 PROFILE = "every layer"
 
 
-def contract(**changes: Any) -> Contract:
+def contract(**changes: Any) -> CorpusTerms:
     """No class is promised anything, unless `promised` gives it a noise multiplier in 1e-6."""
     promised: dict[str, int] = changes.pop("promised", {})
     given: dict[str, Any] = {
         "origin": "o",
         "accountant": "gaussian",
         "delta": DELTA,
-        "floors": Floors(),
+        "floors": LedgerFloors(),
         "presets": tuple(
             Preset(
                 cls=name,
@@ -55,16 +58,16 @@ def contract(**changes: Any) -> Contract:
         ),
         "policy": NO_POLICY,
     }
-    return Contract(**{**given, **changes})
+    return CorpusTerms(**{**given, **changes})
 
 
-def open_book(where: str | Path, **changes: Any) -> Book:
+def open_book(where: str | Path, **changes: Any) -> SpendLedger:
     """The book of a ledger, which is made if there is none."""
-    return Book(open_or_create(where, contract(**changes), KEY))
+    return SpendLedger(open_or_create(where, contract(**changes), KEY))
 
 
 @contextmanager
-def passing_book(**changes: Any) -> Iterator[Book]:
+def passing_book(**changes: Any) -> Iterator[SpendLedger]:
     """In memory where the system has a place for that, where syncing is free."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
@@ -75,7 +78,7 @@ def passing_book(**changes: Any) -> Iterator[Book]:
             made.ledger.close()
 
 
-def contents(book: Book) -> list[Any]:
+def contents(book: SpendLedger) -> list[Any]:
     """Every row of every table of a ledger in a file."""
     db = apsw.Connection(book.path, flags=apsw.SQLITE_OPEN_READONLY)
     try:
@@ -107,20 +110,18 @@ def exact(*events: tuple[float, int], delta: float = DELTA) -> float:
     return 0.0 if excess(0) <= 0 else float(brentq(excess, 0, 500, xtol=1e-12))
 
 
-def pay(
-    book: Book, run: str, segment: int, *charges: Charge, bound: float | None = None, **other: Any
-) -> bool:
+def pay(book: SpendLedger, run: str, segment: int, *charges: Charge, bound: float | None = None, **other: Any) -> bool:
     bounds = {} if bound is None else {each.cls: bound for each in charges}
     given = {"generation": 0, "nonce": b"n" * 16, **other}
     return book.charge(run, segment=segment, charges=charges, bounds=bounds, **given)
 
 
-def hold(book: Book, run: str, *charges: Charge, bound: float | None = None, **other: Any) -> None:
+def hold(book: SpendLedger, run: str, *charges: Charge, bound: float | None = None, **other: Any) -> None:
     bounds = {} if bound is None else {each.cls: bound for each in charges}
     book.reserve(run, charges=charges, bounds=bounds, **other)
 
 
-def spent(book: Book, cls: str = "clinical") -> tuple[float, float]:
+def spent(book: SpendLedger, cls: str = "clinical") -> tuple[float, float]:
     found = book.total(cls, delta=DELTA, accountant="gaussian")
     return found.spent, found.committed
 
@@ -136,9 +137,7 @@ def plan(steps: int = 40, sigma: float = 6.0, **changes: Any) -> StepPlan:
             for i in range(2)
         ),
         "classes": tuple(
-            PlannedClass(
-                name=name, population=1000, sampling_rate=0.02, delta=DELTA, unit="patient", profile=PROFILE
-            )
+            PlannedClass(name=name, population=1000, sampling_rate=0.02, delta=DELTA, unit="patient", profile=PROFILE)
             for name in ("clinical", "wearable")
         ),
         "clip": ((0.8, 0.6), (0.0, 0.5)),
@@ -152,7 +151,7 @@ def plan(steps: int = 40, sigma: float = 6.0, **changes: Any) -> StepPlan:
 
 def capped(occurrences: int = 4, **changes: Any) -> StepPlan:
     """Raw noise: who takes part pays for every occurrence, of which there are few."""
-    return plan(injection=Injection(form=Form.RAW, occurrences=occurrences), **changes)
+    return plan(injection=Injection(form=InjectionForm.RAW, occurrences=occurrences), **changes)
 
 
 def following(**changes: Any) -> StepPlan:
@@ -160,22 +159,20 @@ def following(**changes: Any) -> StepPlan:
     return plan(rules=(FollowBudget(order=16),), accountant="rdp@16", **changes)
 
 
-def signed(name: str, scale: float, epsilon: float = 50.0) -> Account:
-    return Account(name=name, cls=name.partition("@")[0], scale=scale, epsilon=epsilon)
+def signed(name: str, scale: float, epsilon: float = 50.0) -> SignedAccount:
+    return SignedAccount(name=name, cls=name.partition("@")[0], scale=scale, epsilon=epsilon)
 
 
 @dataclass
 class Attempts:
     """A run as it charges segments of ten steps, and records them."""
 
-    book: Book
+    book: SpendLedger
     run: str = FIRST
     plan: StepPlan = field(default_factory=plan)
-    accounts: tuple[Account, ...] = ()
+    accounts: tuple[SignedAccount, ...] = ()
     bounds: dict[str, float] = field(default_factory=dict)
-    newest: dict[int, int] = field(
-        default_factory=dict
-    )  # segment → the generation of it that was closed last
+    newest: dict[int, int] = field(default_factory=dict)  # segment → the generation of it that was closed last
 
     def segment(self, index: int, generation: int = 0, **changes: Any) -> Segment:
         given: dict[str, Any] = {
@@ -184,19 +181,17 @@ class Attempts:
             "nonce": hashlib.sha256(f"{self.run} {index} {generation}".encode()).digest()[:16],
             "first": 10 * index,
             "last": 10 * index + 10,
-            "eligibility": self.book.ledger.patiently(lambda: self.book.ledger.size),
-            "outcome": Outcome.CLOSED,
+            "eligibility": self.book.ledger.retry_while_lost(lambda: self.book.ledger.size),
+            "outcome": SegmentOutcome.CLOSED,
             "after": self.newest.get(index - 1, 0) or None,
         }
         return Segment(**{**given, **changes})
 
-    def charge(
-        self, index: int = 0, generation: int = 0, due: Sequence[Charge] | None = None, **other: Any
-    ) -> bool:
+    def charge(self, index: int = 0, generation: int = 0, due: Sequence[Charge] | None = None, **other: Any) -> bool:
         """Charge what the plan takes in these steps, or what is given."""
         made = self.segment(index, generation)
         if due is None:
-            due = charges(self.plan, made.first, made.last, self.accounts)
+            due = plan_charges(self.plan, made.first, made.last, self.accounts)
         all_of_them = self.plan.injection.occurrences is not None or follows_budget(self.plan)
         given: dict[str, Any] = {
             "segment": index,
@@ -204,31 +199,25 @@ class Attempts:
             "nonce": made.nonce,
             "charges": due,
             "bounds": self.bounds,
-            "scales": {
-                a.name: a.scale for a in self.accounts if all_of_them or a.name in {each.cls for each in due}
-            },
+            "scales": {a.name: a.scale for a in self.accounts if all_of_them or a.name in {each.cls for each in due}},
             "plan": self.plan.digest(),
-            "begun": Begun(made.first, made.last, made.eligibility, made.after or 0),
+            "begun": OpenAttempt(made.first, made.last, made.eligibility, made.after or 0),
         }
         return self.book.charge(self.run, **{**given, **other})
 
     def budget(self) -> None:
         """Charge the whole of a budget that is followed, as a run does when it begins."""
-        for segment, due in parts(self.plan, self.accounts).items():
-            mark, generation = nonce(self.plan, "0"), 0
+        for segment, due in adaptive_budget_charges(self.plan, self.accounts).items():
+            mark, generation = adaptive_budget_nonce(self.plan, "0"), 0
             while not self.charge(generation=generation, due=due, segment=segment, nonce=mark):
                 generation += 1
 
     def record(self, index: int, generation: int = 0, **changes: Any) -> int:
         segment = self.segment(index, generation, **changes)
-        if segment.outcome is Outcome.CLOSED:
+        if segment.outcome is SegmentOutcome.CLOSED:
             self.newest[index] = generation
         return self.book.record(
-            self.run,
-            segment=segment,
-            plan=self.plan,
-            variance=[s * s for s in self.plan.noise],
-            accounts=self.accounts,
+            self.run, segment=segment, plan=self.plan, variance=[s * s for s in self.plan.noise], accounts=self.accounts
         )
 
     def done(self, *indices: int) -> None:
@@ -241,7 +230,7 @@ def epochs(ledger: Ledger) -> list[Epoch]:
     return [leaf.record for leaf in ledger.of_kind(Epoch) if isinstance(leaf.record, Epoch)]
 
 
-def verified(book: Book) -> Verification:
+def verified(book: SpendLedger) -> Verification:
     """Everything in the ledger is as an auditor finds it who trusts its key only."""
     found = verify(book.ledger.store, trust=Trust(plain=(KEY.public,)))
     assert found.verified and found.trusted, found.problem
@@ -249,8 +238,8 @@ def verified(book: Book) -> Verification:
     return found
 
 
-def stated(book: Book) -> dict[str, float]:
+def stated(book: SpendLedger) -> dict[str, float]:
     """By account, the spend that the last epoch of it states, in 1e-9."""
-    from lamina.train.book.account import name_of
+    from lamina.spend.accounts import account_name
 
-    return {name_of(each.bound): each.spend for epoch in epochs(book.ledger) for each in epoch.accounts}
+    return {account_name(each.bound): each.spend for epoch in epochs(book.ledger) for each in epoch.accounts}

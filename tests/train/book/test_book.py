@@ -16,37 +16,26 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from keeping import (
-    DELTA,
-    FIRST,
-    SECOND,
-    THIRD,
-    contents,
-    exact,
-    hold,
-    open_book,
-    owed,
-    passing_book,
-    pay,
-    spent,
-)
+from keeping import DELTA, FIRST, SECOND, THIRD, contents, exact, hold, open_book, owed, passing_book, pay, spent
 
 from lamina import cbor
-from lamina.account import Event, accountant, calibrate
+from lamina.account.accountants import calibrate, find_accountant
+from lamina.account.schedule import Event
 from lamina.errors import AccountingError, BudgetExceeded, RunError
-from lamina.ledger.store.base import RESERVED
-from lamina.train.book import Book, Booked, Charge
-from lamina.train.book.held import Begun, Held
+from lamina.ledger.store.interface import RESERVATION_SEGMENT
+from lamina.spend.charge import Charge
+from lamina.spend.reservation import OpenAttempt, OpenCharges
+from lamina.spend.spend_ledger import PricedAccount, SpendLedger
 from refusals import raises_code
 
 
-def holds(book: Book) -> dict[tuple[str, int, int], Held]:
+def holds(book: SpendLedger) -> dict[tuple[str, int, int], OpenCharges]:
     """What runs hold, as the store has it."""
     with book.ledger.store.read() as rows:
-        return {(h.run.hex(), h.segment, h.generation): Held.decode(h.body) for h in rows.holds()}
+        return {(h.run.hex(), h.segment, h.generation): OpenCharges.decode(h.body) for h in rows.holds()}
 
 
-def again(book: Book) -> Book:
+def again(book: SpendLedger) -> SpendLedger:
     """The same ledger, as another process would see it."""
     return open_book(book.path)
 
@@ -54,31 +43,29 @@ def again(book: Book) -> Book:
 # --------------------------------------------------------------------------------------- the total
 
 
-def test_runs_are_priced_together_and_not_added_up(book: Book) -> None:
+def test_runs_are_priced_together_and_not_added_up(book: SpendLedger) -> None:
     pay(book, FIRST, 0, owed(100, sigma=30))
     pay(book, SECOND, 0, owed(50, sigma=20))
     together = exact((30, 100), (20, 50))
     assert spent(book) == pytest.approx((together, together), rel=1e-6)
     assert together < exact((30, 100)) + exact((20, 50))
-    assert book.spent(FIRST, "clinical", delta=DELTA, accountant="gaussian") == pytest.approx(
-        exact((30, 100))
-    )
+    assert book.spent(FIRST, "clinical", delta=DELTA, accountant="gaussian") == pytest.approx(exact((30, 100)))
     assert book.spent(SECOND, "clinical", delta=1e-3, accountant="gaussian") == pytest.approx(
         exact((20, 50), delta=1e-3)
     )
 
 
-def test_the_price_is_that_of_an_accountant_asked_for_the_whole_schedule(book: Book) -> None:
+def test_the_price_is_that_of_an_accountant_asked_for_the_whole_schedule(book: SpendLedger) -> None:
     for segment, steps in enumerate((17, 400, 83)):
         pay(book, FIRST, segment, owed(steps, sigma=1.3, q=0.01, accountant="pld"))
     pay(book, SECOND, 0, owed(100, sigma=2.0, q=0.02, accountant="rdp", delta=1e-7))
     schedule = [Event(sigma=1.3, q=0.01, steps=500), Event(sigma=2.0, q=0.02, steps=100)]
     for name in ("pld", "rdp", "zcdp"):
         found = book.total("clinical", delta=1e-6, accountant=name)
-        assert found.spent == found.committed == accountant(name).epsilon(schedule, 1e-6)
+        assert found.spent == found.committed == find_accountant(name).epsilon(schedule, 1e-6)
 
 
-def test_ledgers_and_classes_are_kept_apart(book: Book) -> None:
+def test_ledgers_and_classes_are_kept_apart(book: SpendLedger) -> None:
     pay(book, FIRST, 0, owed(100), owed(50, cls="sensitive"))
     with passing_book(origin="elsewhere") as other:
         pay(other, FIRST, 1, owed(7))
@@ -91,7 +78,7 @@ def test_ledgers_and_classes_are_kept_apart(book: Book) -> None:
     assert book.spent(SECOND, "clinical", delta=DELTA, accountant="gaussian") == 0.0
 
 
-def test_redone_and_abandoned_attempts_stay_charged(book: Book) -> None:
+def test_redone_and_abandoned_attempts_stay_charged(book: SpendLedger) -> None:
     hold(book, FIRST, owed(100), label="a label")
     for generation, steps in enumerate((20, 20, 7)):
         assert book.next_generation(FIRST, 4) == generation
@@ -106,7 +93,7 @@ def test_redone_and_abandoned_attempts_stay_charged(book: Book) -> None:
     assert (run.label, run.finished) == ("a label", False)
 
 
-def test_a_charge_comes_off_the_reservation_and_not_below_zero(book: Book) -> None:
+def test_a_charge_comes_off_the_reservation_and_not_below_zero(book: SpendLedger) -> None:
     hold(book, FIRST, owed(100))
     pay(book, FIRST, 0, owed(30))
     assert spent(book) == pytest.approx((exact((10, 30)), exact((10, 100))))
@@ -118,22 +105,22 @@ def test_a_charge_comes_off_the_reservation_and_not_below_zero(book: Book) -> No
     assert spent(book) == pytest.approx((exact((10, 120), (11, 10)), exact((10, 160), (11, 10))))
 
 
-def test_every_event_has_a_reservation_of_its_own(book: Book) -> None:
+def test_every_event_has_a_reservation_of_its_own(book: SpendLedger) -> None:
     events = [owed(10, sigma=sigma, q=q) for sigma in (2.0, 3.0) for q in (0.1, 0.2)]
     hold(book, FIRST, *events, *events)  # the same twice is twice as much
     pay(book, FIRST, 0, events[0], events[3].times(4), events[3].times(5))
     left: Counter[tuple[float, float]] = Counter()
-    for each in holds(book)[FIRST, RESERVED, 0].charges:
+    for each in holds(book)[FIRST, RESERVATION_SEGMENT, 0].charges:
         left[each.sigma, each.q] += each.steps
     assert left == {(2.0, 0.1): 10, (2.0, 0.2): 20, (3.0, 0.1): 20, (3.0, 0.2): 11}
     pay(book, FIRST, 1, events[2].times(3))
     found = book.total("clinical", delta=DELTA, accountant="rdp")
     paid = [events[0], events[2].times(3), events[3].times(9)]
-    assert found.spent == accountant("rdp").epsilon([each.event for each in paid], DELTA)
-    assert found.committed == accountant("rdp").epsilon([each.times(20).event for each in events], DELTA)
+    assert found.spent == find_accountant("rdp").epsilon([each.event for each in paid], DELTA)
+    assert found.committed == find_accountant("rdp").epsilon([each.times(20).event for each in events], DELTA)
 
 
-def test_a_reservation_replaces_the_one_before_and_is_given_back(book: Book) -> None:
+def test_a_reservation_replaces_the_one_before_and_is_given_back(book: SpendLedger) -> None:
     hold(book, FIRST, owed(100), owed(5, cls="sensitive"))
     hold(book, FIRST, owed(60))
     assert spent(book) == pytest.approx((0.0, exact((10, 60))))
@@ -149,7 +136,7 @@ def test_a_reservation_replaces_the_one_before_and_is_given_back(book: Book) -> 
 # --------------------------------------------------------------------------------------- idempotence
 
 
-def test_the_same_charge_twice_is_charged_once(book: Book) -> None:
+def test_the_same_charge_twice_is_charged_once(book: SpendLedger) -> None:
     hold(book, FIRST, owed(50), bound=exact((10, 50)) * 1.0001)
     assert pay(book, FIRST, 0, owed(10))
     before = contents(book)
@@ -157,7 +144,7 @@ def test_the_same_charge_twice_is_charged_once(book: Book) -> None:
     assert contents(book) == before
 
 
-def test_a_copied_run_is_told_so_and_charged_nothing(book: Book) -> None:
+def test_a_copied_run_is_told_so_and_charged_nothing(book: SpendLedger) -> None:
     assert pay(book, FIRST, 0, owed(10), nonce=b"1" * 16)
     before = contents(book)
     assert not pay(book, FIRST, 0, owed(10), nonce=b"2" * 16)
@@ -166,7 +153,7 @@ def test_a_copied_run_is_told_so_and_charged_nothing(book: Book) -> None:
     assert spent(book)[0] == pytest.approx(exact((10, 20)))
 
 
-def test_other_charges_under_a_booked_nonce_are_refused(book: Book) -> None:
+def test_other_charges_under_a_booked_nonce_are_refused(book: SpendLedger) -> None:
     pay(book, FIRST, 0, owed(10))
     before = contents(book)
     for other in (owed(11), owed(10, sigma=9.0), owed(10, cls="else"), owed(10, delta=1e-6)):
@@ -177,7 +164,7 @@ def test_other_charges_under_a_booked_nonce_are_refused(book: Book) -> None:
     assert contents(book) == before
 
 
-def test_a_run_of_public_classes_books_attempts_without_charges(book: Book) -> None:
+def test_a_run_of_public_classes_books_attempts_without_charges(book: SpendLedger) -> None:
     hold(book, FIRST)
     assert pay(book, FIRST, 0, nonce=b"1" * 16)
     assert not pay(book, FIRST, 0, nonce=b"2" * 16)
@@ -187,7 +174,7 @@ def test_a_run_of_public_classes_books_attempts_without_charges(book: Book) -> N
 # --------------------------------------------------------------------------------------- the bound
 
 
-def test_two_runs_that_fit_alone_but_not_together(book: Book) -> None:
+def test_two_runs_that_fit_alone_but_not_together(book: SpendLedger) -> None:
     bound = exact((10, 150))
     hold(book, FIRST, owed(100), bound=bound)
     before = contents(book)
@@ -201,7 +188,7 @@ def test_two_runs_that_fit_alone_but_not_together(book: Book) -> None:
     hold(book, SECOND, owed(129), bound=bound)
 
 
-def test_nothing_is_booked_if_one_of_the_classes_is_over(book: Book) -> None:
+def test_nothing_is_booked_if_one_of_the_classes_is_over(book: SpendLedger) -> None:
     fine, over = owed(10, cls="a"), owed(100, cls="b")
     bounds = {"a": exact((10, 10)) * 1.01, "b": exact((10, 50))}
     hold(book, FIRST, owed(1, cls="b"))
@@ -214,7 +201,7 @@ def test_nothing_is_booked_if_one_of_the_classes_is_over(book: Book) -> None:
     assert contents(book) == before
 
 
-def test_a_redo_beyond_the_reservation_is_checked(book: Book) -> None:
+def test_a_redo_beyond_the_reservation_is_checked(book: SpendLedger) -> None:
     bound = exact((10, 100)) * (1 + 1e-9)
     hold(book, FIRST, owed(100), bound=bound)
     for segment in range(9):
@@ -227,7 +214,7 @@ def test_a_redo_beyond_the_reservation_is_checked(book: Book) -> None:
     assert spent(book)[0] <= bound
 
 
-def test_a_lowered_bound_is_obeyed_at_the_next_charge(book: Book) -> None:
+def test_a_lowered_bound_is_obeyed_at_the_next_charge(book: SpendLedger) -> None:
     high, low = exact((10, 100)), exact((10, 60))
     hold(book, FIRST, owed(99), bound=high)
     assert pay(book, FIRST, 0, owed(10), bound=high)
@@ -240,7 +227,7 @@ def test_a_lowered_bound_is_obeyed_at_the_next_charge(book: Book) -> None:
     assert spent(book)[1] <= low
 
 
-def test_another_delta_or_accountant_is_priced_anew(book: Book) -> None:
+def test_another_delta_or_accountant_is_priced_anew(book: SpendLedger) -> None:
     bound = exact((10, 100))
     hold(book, FIRST, owed(99), bound=bound)
     assert pay(book, FIRST, 0, owed(10), bound=bound)
@@ -252,7 +239,7 @@ def test_another_delta_or_accountant_is_priced_anew(book: Book) -> None:
     assert pay(book, FIRST, 1, owed(10), bound=bound)
 
 
-def test_a_run_is_stopped_when_one_with_a_looser_bound_has_passed_its_own(book: Book) -> None:
+def test_a_run_is_stopped_when_one_with_a_looser_bound_has_passed_its_own(book: SpendLedger) -> None:
     strict = exact((10, 100))
     hold(book, FIRST, owed(50), bound=strict)
     pay(book, FIRST, 0, owed(10), bound=strict)
@@ -265,7 +252,7 @@ def test_a_run_is_stopped_when_one_with_a_looser_bound_has_passed_its_own(book: 
     assert pay(book, FIRST, 1, owed(10), bound=strict)
 
 
-def test_charges_of_a_lost_book_are_booked_again_whatever_the_bound(book: Book) -> None:
+def test_charges_of_a_lost_book_are_booked_again_whatever_the_bound(book: SpendLedger) -> None:
     bound = exact((10, 15))
     for segment in range(3):
         assert pay(book, FIRST, segment, owed(10))
@@ -278,9 +265,9 @@ def test_charges_of_a_lost_book_are_booked_again_whatever_the_bound(book: Book) 
 
 
 @pytest.mark.parametrize("name", ["pld", "rdp", "gaussian"])
-def test_the_bound_is_met_exactly_and_not_passed_by_the_last_bit(book: Book, name: str) -> None:
+def test_the_bound_is_met_exactly_and_not_passed_by_the_last_bit(book: SpendLedger, name: str) -> None:
     charge = owed(100, sigma=2.0, q=0.1, accountant=name)
-    bound = accountant(name).epsilon([charge.event], DELTA)
+    bound = find_accountant(name).epsilon([charge.event], DELTA)
     for booking in (hold, lambda *given, **other: pay(given[0], given[1], 0, *given[2:], **other)):
         with pytest.raises(BudgetExceeded):
             booking(book, FIRST, charge, bound=math.nextafter(bound, 0))
@@ -297,12 +284,7 @@ def test_the_bound_is_met_exactly_and_not_passed_by_the_last_bit(book: Book, nam
     resumes=st.booleans(),
 )
 def test_a_plan_for_exactly_the_bound_is_charged_to_its_last_step(
-    name: str,
-    steps: int,
-    q: float,
-    target: float,
-    cuts: list[int],
-    resumes: bool,
+    name: str, steps: int, q: float, target: float, cuts: list[int], resumes: bool
 ) -> None:
     sigma = calibrate(target, delta=DELTA, q=q, steps=steps, accountant=name)
     whole = owed(steps, sigma=sigma, q=q, accountant=name)
@@ -318,7 +300,7 @@ def test_a_plan_for_exactly_the_bound_is_charged_to_its_last_step(
                 assert book.fits(FIRST, charge=whole.times(left), bound=target) == left
                 hold(book, FIRST, whole.times(left), bound=target)
         found = book.total("clinical", delta=DELTA, accountant=name)
-        assert found.spent == found.committed == accountant(name).epsilon([whole.event], DELTA) <= target
+        assert found.spent == found.committed == find_accountant(name).epsilon([whole.event], DELTA) <= target
         several = max(1, steps // 10)  # far beyond the rounding of the calibration
         with pytest.raises(BudgetExceeded):
             pay(book, FIRST, 99, whole.times(several), bound=target)
@@ -326,16 +308,14 @@ def test_a_plan_for_exactly_the_bound_is_charged_to_its_last_step(
             hold(book, SECOND, whole.times(several), bound=target)
 
 
-def test_a_charge_within_its_reservation_asks_no_accountant(
-    book: Book, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_charge_within_its_reservation_asks_no_accountant(book: SpendLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     hold(book, FIRST, owed(50), bound=5.0)
 
     def never(*_: Any, **__: Any) -> float:
         raise AssertionError("priced")
 
-    monkeypatch.setattr("lamina.train.book.limits.pooled", never)
-    monkeypatch.setattr("lamina.train.book.asking.pooled", never)
+    monkeypatch.setattr("lamina.spend.reservation.pooled_epsilon", never)
+    monkeypatch.setattr("lamina.spend.spend_ledger.pooled_epsilon", never)
     assert pay(book, FIRST, 0, owed(20), bound=5.0)
     assert pay(book, FIRST, 1, owed(20), bound=6.0)
     assert book.fits(FIRST, charge=owed(10), bound=5.0) == 10
@@ -428,7 +408,7 @@ def test_fits_is_the_largest_number_that_is_admitted(
             hold(book, FIRST, owed(found, sigma=5.0), bound=bound)
 
 
-def test_fits_knows_what_was_promised_already(book: Book) -> None:
+def test_fits_knows_what_was_promised_already(book: SpendLedger) -> None:
     sigma = calibrate(1.0, delta=DELTA, q=0.02, steps=200)
     plan = owed(200, sigma=sigma, q=0.02, accountant="pld")
     hold(book, FIRST, plan, bound=1.0)
@@ -438,7 +418,7 @@ def test_fits_knows_what_was_promised_already(book: Book) -> None:
     half = book.fits(SECOND, charge=plan, bound=1.2)
     together = [Event(sigma=sigma, q=0.02, steps=200 + half)]
     assert 0 < half < 200
-    assert accountant("pld").epsilon(together, DELTA) <= 1.2
+    assert find_accountant("pld").epsilon(together, DELTA) <= 1.2
 
 
 # --------------------------------------------------------------------------------------- the refusal
@@ -471,23 +451,21 @@ def test_a_refusal_teaches(tmp_path: Path) -> None:
         assert f"{math.ceil(figure * 1e4) / 1e4:.4f}" in text
 
 
-def test_a_refusal_names_a_signed_bound_and_leaves_it_as_it_is(book: Book) -> None:
+def test_a_refusal_names_a_signed_bound_and_leaves_it_as_it_is(book: SpendLedger) -> None:
     name = "clinical@c=1,z=1"
     hold(book, FIRST, owed(100), owed(100, sigma=20.0, cls=name))
     bound = exact((20.0, 150)) * (1 + 1e-9)
     with pytest.raises(BudgetExceeded) as refused:
         book.reserve(SECOND, charges=[owed(100), owed(100, sigma=20.0, cls=name)], bounds={name: bound})
     told = str(refused.value)
-    assert told.startswith(
-        f"signed bound 'c=1,z=1' of class 'clinical' of corpus 'o' is bound to ε ≤ {bound:.6g}"
-    )
+    assert told.startswith(f"signed bound 'c=1,z=1' of class 'clinical' of corpus 'o' is bound to ε ≤ {bound:.6g}")
     assert "leave out those who signed it, for whom this is final" in told
     assert "a new bound in the policy" not in told
     most = owed(100, sigma=20.0, cls=name)
     assert book.fits(SECOND, charge=most, bound=bound) == 50
 
 
-def test_a_refusal_stays_short_and_names_no_run_to_release_if_none_holds_anything(book: Book) -> None:
+def test_a_refusal_stays_short_and_names_no_run_to_release_if_none_holds_anything(book: SpendLedger) -> None:
     for number in range(12):
         pay(book, f"{number:032x}", 0, owed(10 + number))
     with pytest.raises(BudgetExceeded) as caught:
@@ -525,7 +503,7 @@ def test_numbers_come_back_bit_for_bit(sigma: float, q: float, delta: float, ste
         ]
         assert found.steps == steps
         if steps:
-            assert book.accounts()[0] == Booked(cls="clinical", delta=delta, accountant="gaussian")
+            assert book.accounts()[0] == PricedAccount(cls="clinical", delta=delta, accountant="gaussian")
 
 
 @pytest.mark.parametrize("name", ["pld", "rdp"])
@@ -533,7 +511,7 @@ def test_numbers_come_back_bit_for_bit(sigma: float, q: float, delta: float, ste
     ("sigma", "q", "steps"),
     [(1e-300, 1.0, 1), (1e-3, 1e-12, 5), (1e9, 1.0, 2**40), (1e300, 1e-300, 2**40), (2.0, 1e-9, 2**40)],
 )
-def test_extreme_charges_have_a_price(book: Book, name: str, sigma: float, q: float, steps: int) -> None:
+def test_extreme_charges_have_a_price(book: SpendLedger, name: str, sigma: float, q: float, steps: int) -> None:
     charge = owed(steps, sigma=sigma, q=q, accountant=name)
     pay(book, FIRST, 0, charge)
     pay(book, SECOND, 0, charge)
@@ -561,21 +539,9 @@ def test_any_text_is_the_label_of_a_run(label: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "ümlaut",
-        "with blank",
-        "a" * 65,
-        "@c=1,z=2",
-        "a@",
-        "a@c=1",
-        "a@c=1,z=02",
-        "a@c=0,z=0",
-        "a@c=1,z=1e3",
-    ],
+    "name", ["", "ümlaut", "with blank", "a" * 65, "@c=1,z=2", "a@", "a@c=1", "a@c=1,z=02", "a@c=0,z=0", "a@c=1,z=1e3"]
 )
-def test_an_account_that_no_leaf_can_name_is_refused(book: Book, name: str) -> None:
+def test_an_account_that_no_leaf_can_name_is_refused(book: SpendLedger, name: str) -> None:
     """What is charged is to be recorded."""
     before = contents(book)
     for attempt in (
@@ -592,7 +558,7 @@ class Kind(str, Enum):  # noqa: UP042  # a kind of str that is printed as someth
     A = "a"
 
 
-def test_texts_and_numbers_of_other_kinds_are_made_plain(book: Book) -> None:
+def test_texts_and_numbers_of_other_kinds_are_made_plain(book: SpendLedger) -> None:
     charge = Charge(
         cls=Kind.A,
         sigma=np.float32(1.5),  # type: ignore[arg-type]
@@ -604,9 +570,7 @@ def test_texts_and_numbers_of_other_kinds_are_made_plain(book: Book) -> None:
     for _ in range(2):
         given: dict[str, Any] = {"charges": [charge], "bounds": {"a": np.float64(9)}}
         book.reserve(np.str_(FIRST), label=np.str_("x"), **given)
-        assert book.charge(
-            np.str_(FIRST), segment=np.int64(0), generation=np.int64(0), nonce=b"n" * 16, **given
-        )
+        assert book.charge(np.str_(FIRST), segment=np.int64(0), generation=np.int64(0), nonce=b"n" * 16, **given)
         book.ledger.close()
         book = again(book)
     assert spent(book, "a")[0] == pytest.approx(exact((1.5, 3)))
@@ -632,7 +596,7 @@ def test_texts_and_numbers_of_other_kinds_are_made_plain(book: Book) -> None:
         {"cls": "\ud800"},
     ],
 )
-def test_a_charge_without_meaning_is_refused_and_not_booked(book: Book, change: dict[str, Any]) -> None:
+def test_a_charge_without_meaning_is_refused_and_not_booked(book: SpendLedger, change: dict[str, Any]) -> None:
     before = contents(book)
     wrong = replace(owed(1), **change)
     for attempt in (
@@ -646,7 +610,7 @@ def test_a_charge_without_meaning_is_refused_and_not_booked(book: Book, change: 
 
 
 @pytest.mark.parametrize("bound", [math.nan, -1.0, -math.inf, "1", True])
-def test_a_bound_without_meaning_is_refused(book: Book, bound: Any) -> None:
+def test_a_bound_without_meaning_is_refused(book: SpendLedger, bound: Any) -> None:
     for attempt in (
         lambda: hold(book, FIRST, owed(1), bound=bound),
         lambda: pay(book, FIRST, 0, owed(1), bound=bound),
@@ -678,7 +642,7 @@ def test_a_bound_without_meaning_is_refused(book: Book, bound: Any) -> None:
         lambda book: hold(book, FIRST, owed(1), label=None),
     ],
 )
-def test_a_booking_without_a_name_is_refused(book: Book, wrong: Callable[[Book], Any]) -> None:
+def test_a_booking_without_a_name_is_refused(book: SpendLedger, wrong: Callable[[SpendLedger], Any]) -> None:
     before = contents(book)
     with pytest.raises(RunError):
         wrong(book)
@@ -688,39 +652,35 @@ def test_a_booking_without_a_name_is_refused(book: Book, wrong: Callable[[Book],
 # --------------------------------------------------------------------------------------- what is kept
 
 
-def test_nothing_but_charges_is_kept(book: Book) -> None:
+def test_nothing_but_charges_is_kept(book: SpendLedger) -> None:
     """A new field must be weighed here: sizes, losses, norms, coins and times of segments have no place."""
     hold(book, FIRST, owed(5), label="ward 7")
     pay(book, FIRST, 0, owed(3), bound=5.0)
     kept = dict(contents(book))
     (run,), attempts, (terms,) = kept["run"], kept["held"], kept["terms"]
-    assert (
-        run[:2] == (bytes.fromhex(FIRST), "ward 7") and run[2] < 40_000 and run[3] == 0
-    )  # days, not seconds
+    assert run[:2] == (bytes.fromhex(FIRST), "ward 7") and run[2] < 40_000 and run[3] == 0  # days, not seconds
     assert [row[:5] for row in attempts] == [
-        (bytes.fromhex(FIRST), RESERVED, 0, b"", None),
+        (bytes.fromhex(FIRST), RESERVATION_SEGMENT, 0, b"", None),
         (bytes.fromhex(FIRST), 0, 0, b"n" * 16, None),
     ]
     assert [len(row) for row in (run, *attempts, terms)] == [4, 6, 6, 2]
     bodies = [cbor.decode(row[5], floats=True) for row in attempts]
     assert bodies == [[[["clinical", 10.0, 1.0, n, DELTA, "gaussian"]], {}, b"", [], 0] for n in (2, 3)]
-    begun = Held((), begun=Begun(10, 20, 7, 1, (0.25,)))  # what the leaf of the attempt will say
+    begun = OpenCharges((), begun=OpenAttempt(10, 20, 7, 1, (0.25,)))  # what the leaf of the attempt will say
     assert cbor.decode(begun.encode(), floats=True) == [[], {}, b"", [10, 20, 7, 1, [0.25]], 0]
-    assert Held.decode(begun.encode()) == begun
+    assert OpenCharges.decode(begun.encode()) == begun
     assert terms[0] == "clinical"
     assert cbor.decode(terms[1], floats=True, null=True) == [[5.0, DELTA, "gaussian"]]
 
 
-def test_a_run_is_dated_by_day_and_by_when_it_last_booked(book: Book) -> None:
+def test_a_run_is_dated_by_day_and_by_when_it_last_booked(book: SpendLedger) -> None:
     pay(book, FIRST, 0, owed(3))
     (run,) = book.total("clinical", delta=DELTA, accountant="gaussian").runs
     today = datetime.datetime.now(datetime.UTC).date()
     assert datetime.date.fromisoformat(run.day) in (today, today - datetime.timedelta(days=1))
 
 
-@pytest.mark.parametrize(
-    "name", ["with space", "ümläut ☃", "100%20?mode=ro#x", "file:odd", "-dash", "quote'\""]
-)
+@pytest.mark.parametrize("name", ["with space", "ümläut ☃", "100%20?mode=ro#x", "file:odd", "-dash", "quote'\""])
 def test_any_path_will_do(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     book = open_book(Path(name) / f"{name}.db")

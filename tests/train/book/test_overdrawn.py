@@ -9,18 +9,18 @@ from itertools import product
 import pytest
 from keeping import FIRST, Attempts, following, passing_book
 
-from lamina.ledger.check import verify
-from lamina.ledger.records import Account, Epoch
-from lamina.ledger.spend import Bound, Spending, whole
-from lamina.plan import Clipping, StepPlan
-from lamina.train.book import Book
+from lamina.ledger.records import Epoch, EpochAccount
+from lamina.ledger.spending import Bound, Spending, whole_plan_charges
+from lamina.ledger.verify.verifier import verify
+from lamina.plan.step_plan import Clipping, StepPlan
+from lamina.spend.spend_ledger import SpendLedger
 
 CLINICAL, WEARABLE = ("clinical", 0, 0), ("wearable", 0, 0)
 SIGNED, OTHER = ("clinical", 9_000_000, 2_250_000), ("wearable", 9_000_000, 2_250_000)
 Paid = Callable[[int], list[tuple[Bound, float, bool]]]
 
 
-def written(book: Book, plan: StepPlan, copies: int, paid: Paid, variance: Sequence[float] = ()) -> None:
+def written(book: SpendLedger, plan: StepPlan, copies: int, paid: Paid, variance: Sequence[float] = ()) -> None:
     """A whole run, again and again, by who has the key: spends and states are right for what he says he charged.
 
     `paid(copy)`: accounts, their scales, and whether each pays for the copy.
@@ -29,14 +29,12 @@ def written(book: Book, plan: StepPlan, copies: int, paid: Paid, variance: Seque
     for copy, index in product(range(copies), range(4)):
         accounts = []
         for bound, scale, pays in paid(copy):
-            charged = whole(plan, bound[0], scale) if pays and not index else ()
+            charged = whole_plan_charges(plan, bound[0], scale) if pays and not index else ()
             spending.charge(bound, charged)
             cls, clip, noise = bound
             spend = spending.spend(bound)
             accounts.append(
-                Account(
-                    cls=cls, clip_norm=clip, noise_multiplier=noise, scale=scale, charges=charged, spend=spend
-                )
+                EpochAccount(cls=cls, clip_norm=clip, noise_multiplier=noise, scale=scale, charges=charged, spend=spend)
             )
         epoch = Epoch(
             run=bytes.fromhex(FIRST),
@@ -66,12 +64,12 @@ def bound_once(copy: int) -> list[tuple[Bound, float, bool]]:
 
 
 @pytest.fixture
-def book() -> Iterator[Book]:
+def book() -> Iterator[SpendLedger]:
     with passing_book(accountant="rdp") as made:
         yield made
 
 
-def test_who_pays_for_every_copy(book: Book) -> None:
+def test_who_pays_for_every_copy(book: SpendLedger) -> None:
     written(book, following(), 3, every)
     assert verify(book.ledger.store).problem is None
 
@@ -80,19 +78,14 @@ def test_who_pays_for_every_copy(book: Book) -> None:
     ("plan", "paid", "factor", "reason"),
     [
         (following(), once, 1.0, "clinical/0/0 has used its budget for 50 steps, and 40 are charged"),
-        (
-            following(clipping=Clipping.JOINT),
-            once,
-            1.0,
-            "has used its budget for .* steps, and 40 are charged",
-        ),
+        (following(clipping=Clipping.JOINT), once, 1.0, "has used its budget for .* steps, and 40 are charged"),
         (following(), once, 1e6, "every class has more than 1.5 times the noise of its plan"),
         (following(), bounds_alone, 1.0, "trains on class 'clinical' and does not charge it as a whole"),
         (following(), bound_once, 1.0, "clinical/9000000/2250000 has used its budget for 50 steps, and 40"),
     ],
     ids=["one budget", "thresholds unknown", "noise overstated", "bounds alone", "a bound pays once"],
 )
-def test_who_does_not(book: Book, plan: StepPlan, paid: Paid, factor: float, reason: str) -> None:
+def test_who_does_not(book: SpendLedger, plan: StepPlan, paid: Paid, factor: float, reason: str) -> None:
     written(book, plan, 10, paid, [factor * s * s for s in plan.noise])
     problem = verify(book.ledger.store).problem
     assert problem is not None and re.search(reason, problem.reason), problem

@@ -20,14 +20,16 @@ import pytest
 from keeping import DELTA, FIRST, KEY, Attempts, contents, epochs, open_book, owed, plan, stated, verified
 
 from forks import in_processes
-from lamina.account import Event, accountant
+from lamina.account.accountants import find_accountant
+from lamina.account.schedule import Event
 from lamina.errors import BudgetExceeded
-from lamina.ledger.amounts import nano
-from lamina.ledger.ledger import Ledger
-from lamina.ledger.records import Outcome
+from lamina.ledger.records import SegmentOutcome
+from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.store.sqlite import SqliteStore
-from lamina.plan import PlannedLayer
-from lamina.train.book import Book, charges
+from lamina.ledger.writer import Ledger
+from lamina.plan.step_plan import PlannedLayer
+from lamina.spend.charge import plan_charges
+from lamina.spend.spend_ledger import SpendLedger
 from refusals import raises_code
 
 # Newer Pythons warn of forking beside threads; the children here touch SQLite and arithmetic only.
@@ -38,13 +40,13 @@ FORK = multiprocessing.get_context("fork")  # a fresh interpreter would spend se
 
 
 def pay(
-    book: Book, segment: int = 0, *, run: str = FIRST, steps: int = 10, nonce: bytes = b"n" * 16, **other: Any
+    book: SpendLedger, segment: int = 0, *, run: str = FIRST, steps: int = 10, nonce: bytes = b"n" * 16, **other: Any
 ) -> bool:
     given = {"generation": 0, "nonce": nonce, "charges": [CHARGE.times(steps)], "bounds": {}, **other}
     return book.charge(run, segment=segment, **given)
 
 
-def steps_of(book: Book, run: str = FIRST) -> int:
+def steps_of(book: SpendLedger, run: str = FIRST) -> int:
     runs = book.total("clinical", delta=DELTA, accountant="gaussian").runs
     return sum(each.steps for each in runs if each.run == run)
 
@@ -54,7 +56,7 @@ def path(tmp_path: Path) -> Path:
     """A ledger with 40 charges of 10 steps."""
     with open_book(tmp_path / "ledger.db").ledger as ledger:
         for segment in range(40):
-            pay(Book(ledger), segment)
+            pay(SpendLedger(ledger), segment)
     return tmp_path / "ledger.db"
 
 
@@ -141,7 +143,7 @@ def test_a_ledger_that_cannot_be_written_is_refused_and_nothing_is_booked(path: 
                 os.setgroups([])
                 os.setegid(65534)
                 os.seteuid(65534)
-            return pay(Book(Ledger.open(copy)), 99)
+            return pay(SpendLedger(Ledger.open(copy)), 99)
 
         kind, text = in_child(writing)
         assert kind == "StoreError"
@@ -152,7 +154,7 @@ def test_a_ledger_that_cannot_be_written_is_refused_and_nothing_is_booked(path: 
 
 def test_a_ledger_held_for_too_long_is_a_clear_refusal(path: Path) -> None:
     with Ledger(SqliteStore(path, patience=0.05), KEY) as ledger, open_book(path).ledger as other:
-        book = Book(ledger)
+        book = SpendLedger(ledger)
         with other.store.write():
             with raises_code("store.another-process-holds"):
                 pay(book, 99)
@@ -168,8 +170,8 @@ def test_an_exception_inside_a_booking_undoes_it(path: Path, monkeypatch: pytest
     def stop(*_: Any, **__: Any) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lamina.train.book.limits.pooled", stop)
-    monkeypatch.setattr("lamina.train.book.asking.pooled", stop)
+    monkeypatch.setattr("lamina.spend.reservation.pooled_epsilon", stop)
+    monkeypatch.setattr("lamina.spend.spend_ledger.pooled_epsilon", stop)
     for booking in (
         lambda: pay(book, 99, bounds={"clinical": 9.0}),
         lambda: book.reserve(FIRST, charges=[CHARGE], bounds={"clinical": 9.0}),
@@ -182,9 +184,7 @@ def test_an_exception_inside_a_booking_undoes_it(path: Path, monkeypatch: pytest
     assert pay(book, 99)
 
 
-def test_an_exception_while_an_epoch_is_recorded_undoes_it(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exception_while_an_epoch_is_recorded_undoes_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     book = open_book(place)
     run = Attempts(book)
     assert run.charge(0)
@@ -193,7 +193,7 @@ def test_an_exception_while_an_epoch_is_recorded_undoes_it(
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lamina.train.book.ended.Ended.settle", stop)
+    monkeypatch.setattr("lamina.spend.spend_ledger.EpochBuilder.settle", stop)
     with pytest.raises(KeyboardInterrupt):
         run.record(0)
     monkeypatch.undo()
@@ -255,14 +255,14 @@ def test_many_processes_begin_one_ledger_and_lose_no_charge(tmp_path: Path) -> N
         each * (number + 1) for number in range(count)
     ]
     steps = each * count * (count + 1) // 2
-    assert book.total("clinical", delta=DELTA, accountant="gaussian").spent == accountant("gaussian").epsilon(
+    assert book.total("clinical", delta=DELTA, accountant="gaussian").spent == find_accountant("gaussian").epsilon(
         [Event(sigma=10.0, q=1.0, steps=steps)], DELTA
     )
 
 
 @pytest.mark.parametrize("how", ["reserve", "charge"])
 def test_of_runs_that_fit_alone_exactly_one_is_admitted(place: Path, how: str) -> None:
-    bound = accountant("gaussian").epsilon([Event(sigma=10.0, q=1.0, steps=15)], DELTA)
+    bound = find_accountant("gaussian").epsilon([Event(sigma=10.0, q=1.0, steps=15)], DELTA)
 
     def work(number: int, end: Connection) -> None:
         go.wait(30)
@@ -313,11 +313,11 @@ def test_of_two_copies_of_a_run_one_is_told(place: Path) -> None:
 
 def train(where: str, number: int) -> None:
     """A run of its own: four segments, the second of them given up and done again."""
-    with Book(Ledger.open(where, KEY)).ledger as ledger:
-        run = Attempts(Book(ledger), f"{number:032x}")
+    with SpendLedger(Ledger.open(where, KEY)).ledger as ledger:
+        run = Attempts(SpendLedger(ledger), f"{number:032x}")
         run.done(0)
         assert run.charge(1)
-        run.record(1, outcome=Outcome.ABANDONED)
+        run.record(1, outcome=SegmentOutcome.ABANDONED)
         assert run.charge(1, 1)
         run.record(1, 1)
         run.done(2, 3)
@@ -327,12 +327,12 @@ def test_processes_that_record_at_once_all_land_and_verify(where: str) -> None:
     open_book(where, accountant="rdp").ledger.close()
     in_processes(*(lambda number=number: train(where, number) for number in range(3)))
     with open_book(where, accountant="rdp").ledger as ledger:
-        book = Book(ledger)
+        book = SpendLedger(ledger)
         assert verified(book).counts["epoch"] == 15
         assert len({epoch.state for epoch in epochs(ledger)}) == 15
         total = book.total("clinical", delta=DELTA, accountant="rdp")
         assert total.spent == total.committed
-        assert stated(book)["clinical"] == nano(total.spent)
+        assert stated(book)["clinical"] == nano_epsilon(total.spent)
         assert [(each.steps, each.redone) for each in total.runs] == [(50, 10)] * 3
 
 
@@ -358,7 +358,7 @@ def test_threads_may_share_a_book(place: Path) -> None:
     assert verified(book).counts["epoch"] == 16
     total = book.total("clinical", delta=DELTA, accountant="rdp")
     assert [each.steps for each in total.runs] == [40] * 4
-    assert stated(book)["clinical"] == nano(total.spent)
+    assert stated(book)["clinical"] == nano_epsilon(total.spent)
 
 
 def test_a_ledger_that_was_restored_from_a_copy_is_made_whole_by_booking_again(place: Path) -> None:
@@ -408,9 +408,7 @@ def test_who_was_overtaken_records_after_the_other(place: Path, monkeypatch: pyt
     assert spends == sorted(spends) and len(set(spends)) == 4
 
 
-def test_of_two_that_record_the_same_attempt_one_writes_the_leaf(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_that_record_the_same_attempt_one_writes_the_leaf(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     book, quick = Attempts(open_book(place, accountant="rdp")), Attempts(open_book(place, accountant="rdp"))
     assert book.charge(0)
     append = book.book.ledger.append_with
@@ -431,7 +429,7 @@ def kill_and_look(path: Path, chance: random.Random) -> None:
     """Kill a process that books without pause; nothing that it was told is lost, nothing is half there."""
     open_book(path, accountant="rdp").ledger.close()
     run = f"{chance.getrandbits(128):032x}"
-    every = [each.times(10_000) for each in charges(plan(), 0, 1)]
+    every = [each.times(10_000) for each in plan_charges(plan(), 0, 1)]
 
     def work(_: int, end: Connection) -> None:
         mine = Attempts(open_book(path, accountant="rdp"), run)
@@ -455,7 +453,7 @@ def kill_and_look(path: Path, chance: random.Random) -> None:
     except EOFError:
         pass
     with open_book(path, accountant="rdp").ledger as ledger:
-        mine = Attempts(Book(ledger), run)
+        mine = Attempts(SpendLedger(ledger), run)
         generation, recorded = told
         for name in ("clinical", "wearable"):
             runs = mine.book.total(name, delta=DELTA, accountant="rdp").runs
@@ -494,7 +492,7 @@ def test_many_kills(place: Path) -> None:
 def test_a_server_that_restarts_between_charge_and_record_is_waited_for(server: Any) -> None:
     where = server.url(f"restarted_{os.getpid()}")
     with open_book(where, accountant="rdp").ledger as ledger:
-        run = Attempts(Book(ledger))
+        run = Attempts(SpendLedger(ledger))
         assert run.charge(0)
         server.stop("immediate")
         starter = FORK.Process(target=lambda: (time.sleep(0.5), server.start()))

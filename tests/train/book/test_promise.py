@@ -25,13 +25,15 @@ from keeping import (
     verified,
 )
 
-from lamina.account import Event, accountant
+from lamina.account.accountants import find_accountant
+from lamina.account.schedule import Event
 from lamina.errors import BudgetExceeded
-from lamina.ledger.amounts import nano
-from lamina.ledger.check import verify
-from lamina.ledger.opening import follow
-from lamina.ledger.spend import signed_spend
-from lamina.train.book import Book, charges
+from lamina.ledger.corpus_terms import adopt_policy
+from lamina.ledger.schema import nano_epsilon
+from lamina.ledger.spending import signed_spend
+from lamina.ledger.verify.verifier import verify
+from lamina.spend.charge import plan_charges
+from lamina.spend.spend_ledger import SpendLedger
 from refusals import raises_code
 
 ONE = {"clinical": 1_000_000}  # a noise multiplier of 1: a hundred steps at sigma 10, exactly
@@ -84,7 +86,7 @@ def test_the_promise_is_at_the_ledgers_own_terms() -> None:
         hold(book, FIRST, loose.times(100), bound=1e6)
 
 
-def test_a_signed_bound_is_kept_to_what_was_signed(book: Book) -> None:
+def test_a_signed_bound_is_kept_to_what_was_signed(book: SpendLedger) -> None:
     for bound in (None, math.inf, 50.0):
         with raises_code("spend.give-up-run"):
             hold(book, FIRST, owed(101, sigma=20.0, cls=SIGNED), bound=bound)
@@ -93,10 +95,7 @@ def test_a_signed_bound_is_kept_to_what_was_signed(book: Book) -> None:
     most = book.fits(FIRST, charge=owed(500, sigma=20.0, cls=SIGNED), bound=50.0)
     assert most == 100
     hold(book, FIRST, owed(1000), owed(most, sigma=20.0, cls=SIGNED))  # the class itself is promised nothing
-    assert (
-        book.total(SIGNED, delta=DELTA, accountant="gaussian").committed
-        <= signed_spend(2_000_000, DELTA) / 1e9
-    )
+    assert book.total(SIGNED, delta=DELTA, accountant="gaussian").committed <= signed_spend(2_000_000, DELTA) / 1e9
 
 
 def test_what_a_class_is_promised_does_not_bind_who_signed() -> None:
@@ -119,7 +118,7 @@ def test_what_is_admitted_to_the_last_step_verifies(z: int, who: str) -> None:
     with passing_book(promised={"clinical": z} if who == "class" else {}) as book:
         accounts = (signed(bound, 1.0),) if who == "signed" else ()
         run = Attempts(book, plan=capped(500, steps=500), accounts=accounts)
-        one = charges(run.plan, 0, 1, accounts)
+        one = plan_charges(run.plan, 0, 1, accounts)
         name = bound if who == "signed" else "clinical"
         (mine,) = (each for each in one if each.cls == name)
         most = book.fits(FIRST, charge=mine.times(500), bound=math.inf)
@@ -129,7 +128,7 @@ def test_what_is_admitted_to_the_last_step_verifies(z: int, who: str) -> None:
         assert run.charge(0, due=[each.times(most) for each in one])
         run.record(0, last=most)
         verified(book)
-        assert nano(book.total(name, delta=DELTA, accountant="gaussian").spent) <= signed_spend(z, DELTA) * (
+        assert nano_epsilon(book.total(name, delta=DELTA, accountant="gaussian").spent) <= signed_spend(z, DELTA) * (
             1 + 1e-6 * (who == "class")
         )
 
@@ -141,7 +140,7 @@ def test_a_stricter_policy_is_obeyed_at_the_next_charge() -> None:
     with passing_book(promised=ONE) as book:
         hold(book, FIRST, owed(100))
         assert pay(book, FIRST, 0, owed(10))
-        assert follow(book.ledger, contract(promised={"clinical": 2_000_000}))  # 25 steps
+        assert adopt_policy(book.ledger, contract(promised={"clinical": 2_000_000}))  # 25 steps
         before = contents(book)
         with pytest.raises(BudgetExceeded):
             pay(book, FIRST, 1, owed(10))
@@ -151,9 +150,9 @@ def test_a_stricter_policy_is_obeyed_at_the_next_charge() -> None:
         assert pay(book, FIRST, 1, owed(10))
 
 
-def test_a_class_that_comes_with_a_policy_is_promised_what_that_says(book: Book) -> None:
+def test_a_class_that_comes_with_a_policy_is_promised_what_that_says(book: SpendLedger) -> None:
     hold(book, FIRST, owed(200))
-    assert follow(book.ledger, contract(promised=ONE))
+    assert adopt_policy(book.ledger, contract(promised=ONE))
     with pytest.raises(BudgetExceeded):
         pay(book, FIRST, 0, owed(10))
 
@@ -168,9 +167,7 @@ def test_what_was_drawn_is_charged_whatever_is_promised_and_bound() -> None:
         assert spent(book)[0] == pytest.approx(exact((10, 95)))
         assert spent(book)[1] == pytest.approx(exact((10, 185)))
         with pytest.raises(BudgetExceeded):
-            pay(
-                book, FIRST, 0, owed(1), bound=4.2
-            )  # out of its own reservation, and priced again all the same
+            pay(book, FIRST, 0, owed(1), bound=4.2)  # out of its own reservation, and priced again all the same
         with pytest.raises(BudgetExceeded):
             pay(book, SECOND, 1, owed(1, sigma=20.0, cls=SIGNED))
         assert book.fits(FIRST, charge=owed(90), bound=math.inf) == 5
@@ -179,25 +176,25 @@ def test_what_was_drawn_is_charged_whatever_is_promised_and_bound() -> None:
 
 
 def test_an_account_is_priced_once_after_something_was_charged_already(
-    book: Book, monkeypatch: pytest.MonkeyPatch
+    book: SpendLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(book, FIRST, owed(50), owed(5, cls="wearable"), bound=5.0)
     assert pay(book, SECOND, 0, owed(1), already=True)
     priced: list[Any] = []
-    pooled = accountant("gaussian").epsilon
+    pooled = find_accountant("gaussian").epsilon
 
     def counted(events: Any, *, delta: float, name: str) -> float:
         priced.append(name)
         return pooled([Event(sigma=s, q=q, steps=n) for (s, q, _), n in events.items()], delta)
 
-    monkeypatch.setattr("lamina.train.book.limits.pooled", counted)
-    monkeypatch.setattr("lamina.train.book.asking.pooled", counted)
+    monkeypatch.setattr("lamina.spend.reservation.pooled_epsilon", counted)
+    monkeypatch.setattr("lamina.spend.spend_ledger.pooled_epsilon", counted)
     for segment in range(3):
         assert pay(book, FIRST, segment, owed(10), owed(1, cls="wearable"), bound=5.0)
     assert len(priced) == 1
 
 
-def test_what_was_drawn_already_comes_off_the_reservation_and_is_charged_once(book: Book) -> None:
+def test_what_was_drawn_already_comes_off_the_reservation_and_is_charged_once(book: SpendLedger) -> None:
     hold(book, FIRST, owed(50))
     for _ in range(2):
         assert pay(book, FIRST, 0, owed(20), bound=0.0, already=True)
@@ -209,7 +206,7 @@ def test_a_promise_that_was_broken_is_told_by_the_auditor() -> None:
     """A ledger that was lost is told what was drawn, also what it would have refused."""
     with passing_book(promised=ONE) as book:
         run = Attempts(book, plan=capped(500, steps=500))
-        one = charges(run.plan, 0, 1)
+        one = plan_charges(run.plan, 0, 1)
         assert run.charge(0, due=[each.times(40) for each in one], already=True)
         run.record(0, last=40)
         found = verify(book.ledger.store).problem
@@ -219,7 +216,7 @@ def test_a_promise_that_was_broken_is_told_by_the_auditor() -> None:
 
 def test_a_server_keeps_the_same_promises(server: Any) -> None:
     with open_book(server.url("promises"), promised=ONE).ledger as ledger:
-        book = Book(ledger)
+        book = SpendLedger(ledger)
         hold(book, FIRST, owed(60), owed(10, sigma=20.0, cls=SIGNED), label="ward 7")
         with raises_code("spend.give-up-run"):
             pay(book, SECOND, 0, owed(41))

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from lamina.engine.stream import KeyStream, Purpose, Words, counter, step_key
-from lamina.train.corpus.coins import AT_ONCE, heads, threshold, windows
+from lamina.corpus.sampler import WORDS_PER_RUN, choose_examples, poisson_sample, sampling_threshold
+from lamina.engine.random_stream import KeyStream, StreamPurpose, Words, block_counter, step_key
 
 SEED = bytes(range(32))
 
 
 def key(step: int) -> bytes:
-    return step_key(SEED, step=step, purpose=Purpose.COINS)
+    return step_key(SEED, step=step, purpose=StreamPurpose.COINS)
 
 
 def aes_word(secret: bytes, tensor: int, block: int, word: int) -> int:
@@ -61,23 +61,33 @@ def test_first_words_are_those_of_aes(row: int) -> None:
     words = [aes_word(key(5), row, j // 4, j % 4) for j in range(2001)]
     for rate in (0.5, 0.01, 1 / 3):
         expected = [j for j, word in enumerate(words) if Fraction(word, 2**32) < Fraction(rate)]
-        assert heads(KeyStream(key(5)), row, 2001, rate).tolist() == expected
+        assert poisson_sample(KeyStream(key(5)), row, 2001, rate).tolist() == expected
 
 
 def test_chunks_of_the_stream_join_without_seam() -> None:
-    members = 2 * AT_ONCE + 3
-    found = set(heads(KeyStream(key(1)), 2, members, 0.25).tolist())
-    for j in [0, AT_ONCE - 1, AT_ONCE, AT_ONCE + 1, 2 * AT_ONCE - 1, 2 * AT_ONCE, members - 1]:
+    members = 2 * WORDS_PER_RUN + 3
+    found = set(poisson_sample(KeyStream(key(1)), 2, members, 0.25).tolist())
+    for j in [
+        0,
+        WORDS_PER_RUN - 1,
+        WORDS_PER_RUN,
+        WORDS_PER_RUN + 1,
+        2 * WORDS_PER_RUN - 1,
+        2 * WORDS_PER_RUN,
+        members - 1,
+    ]:
         assert (aes_word(key(1), 2, j // 4, j % 4) < 1 << 30) == (j in found)
-    assert heads(KeyStream(key(1)), 2, AT_ONCE, 0.25).tolist() == sorted(j for j in found if j < AT_ONCE)
+    assert poisson_sample(KeyStream(key(1)), 2, WORDS_PER_RUN, 0.25).tolist() == sorted(
+        j for j in found if j < WORDS_PER_RUN
+    )
 
 
 @pytest.mark.parametrize("members", [0, 1, 2, 3, 4, 5, 8, 9])
 def test_everyone_at_rate_one_and_nobody_below_the_resolution(members: int) -> None:
-    assert heads(KeyStream(key(0)), 0, members, 1.0).tolist() == list(range(members))
-    assert heads(KeyStream(key(0)), 0, members, 2.0**-70).tolist() == []
+    assert poisson_sample(KeyStream(key(0)), 0, members, 1.0).tolist() == list(range(members))
+    assert poisson_sample(KeyStream(key(0)), 0, members, 2.0**-70).tolist() == []
     most = math.nextafter(1.0, 0.0)
-    assert len(heads(KeyStream(key(0)), 0, members, most)) == members  # misses with probability 2^-53
+    assert len(poisson_sample(KeyStream(key(0)), 0, members, most)) == members  # misses with probability 2^-53
 
 
 # ------------------------------------------------------------------------------------------ probability
@@ -85,7 +95,7 @@ def test_everyone_at_rate_one_and_nobody_below_the_resolution(members: int) -> N
 
 @given(rate=st.floats(min_value=1e-30, max_value=1.0))
 def test_threshold_is_at_most_2_to_minus_64_below_the_rate(rate: float) -> None:
-    gap = Fraction(rate) - Fraction(threshold(rate), 2**64)
+    gap = Fraction(rate) - Fraction(sampling_threshold(rate), 2**64)
     assert 0 <= gap < Fraction(1, 2**64)
 
 
@@ -97,17 +107,17 @@ def test_a_tie_is_decided_by_the_low_half(rate: float, low: int) -> None:
     words = [max(high - 1, 0), high, min(high + 1, 2**32 - 1), high, 0, 2**32 - 1]
     stream = Forced(np.array(words, dtype=np.uint32), dict.fromkeys(range(6), low))
     expected = [j for j, word in enumerate(words) if (word << 32) + low < bound]
-    assert heads(stream, 0, 6, rate).tolist() == expected
+    assert poisson_sample(stream, 0, 6, rate).tolist() == expected
     assert stream.asked == [j for j, word in enumerate(words) if word == high]  # no other word is spent
 
 
 def test_ties_probability_counted_out() -> None:
     """All pairs (first word at the tie, second word on a coarse grid): the share of heads is that of T."""
     rate = 0.3
-    bound = threshold(rate)
+    bound = sampling_threshold(rate)
     seconds = [i << 24 for i in range(256)]
     stream = Forced(np.full(256, bound >> 32, dtype=np.uint32), dict(enumerate(seconds)))
-    assert len(heads(stream, 0, 256, rate)) == math.ceil((bound & 0xFFFFFFFF) / 2**24)
+    assert len(poisson_sample(stream, 0, 256, rate)) == math.ceil((bound & 0xFFFFFFFF) / 2**24)
 
 
 def test_a_tie_takes_the_word_beyond_all_first_words() -> None:
@@ -116,12 +126,12 @@ def test_a_tie_takes_the_word_beyond_all_first_words() -> None:
     word = aes_word(key(9), 1, member // 4, member % 4)
     second = aes_word(key(9), 1, (1 << 63) + member, 0)
     exact = math.ldexp(word, -32)  # T's low half is 0: the tie is lost whatever the second word
-    assert member not in heads(KeyStream(key(9)), 1, 10, exact)
-    above = next(r for r in _above(exact) if (threshold(r) & 0xFFFFFFFF) > second)
-    below = next(r for r in reversed(list(_above(exact))) if (threshold(r) & 0xFFFFFFFF) <= second)
-    assert threshold(above) >> 32 == threshold(below) >> 32 == word
-    assert member in heads(KeyStream(key(9)), 1, 10, above)
-    assert member not in heads(KeyStream(key(9)), 1, 10, below)
+    assert member not in poisson_sample(KeyStream(key(9)), 1, 10, exact)
+    above = next(r for r in _above(exact) if (sampling_threshold(r) & 0xFFFFFFFF) > second)
+    below = next(r for r in reversed(list(_above(exact))) if (sampling_threshold(r) & 0xFFFFFFFF) <= second)
+    assert sampling_threshold(above) >> 32 == sampling_threshold(below) >> 32 == word
+    assert member in poisson_sample(KeyStream(key(9)), 1, 10, above)
+    assert member not in poisson_sample(KeyStream(key(9)), 1, 10, below)
 
 
 def _above(exact: float) -> list[float]:
@@ -141,7 +151,7 @@ def coins() -> list[NDArray[np.float64]]:
     for row, rate in enumerate(RATES):
         table = np.zeros((STEPS, MEMBERS))
         for step in range(STEPS):
-            table[step, heads(KeyStream(key(step)), row, MEMBERS, rate)] = 1.0
+            table[step, poisson_sample(KeyStream(key(step)), row, MEMBERS, rate)] = 1.0
         tables.append((table - rate) / math.sqrt(rate * (1 - rate)))
     return tables
 
@@ -206,7 +216,7 @@ def test_the_checks_can_fail(coins: list[NDArray[np.float64]]) -> None:
 
 
 def test_one_draw_of_a_million() -> None:
-    count = len(heads(KeyStream(key(0)), 0, 10**6, 0.001))
+    count = len(poisson_sample(KeyStream(key(0)), 0, 10**6, 0.001))
     assert abs(count - 1000) < 5 * math.sqrt(1000)
 
 
@@ -214,7 +224,7 @@ def test_one_draw_of_a_million() -> None:
 
 
 def augment(step: int) -> KeyStream:
-    return KeyStream(step_key(SEED, step=step, purpose=Purpose.AUGMENT))
+    return KeyStream(step_key(SEED, step=step, purpose=StreamPurpose.AUGMENT))
 
 
 def rows(*values: int) -> NDArray[np.int64]:
@@ -223,7 +233,7 @@ def rows(*values: int) -> NDArray[np.int64]:
 
 def test_windows_keep_at_most_so_many_of_each() -> None:
     sizes = rows(1, 5, 3, 8, 2)
-    used = windows(augment(0), rows(4, 9, 2, 11, 0), sizes, 3)
+    used = choose_examples(augment(0), rows(4, 9, 2, 11, 0), sizes, 3)
     assert [int(part.sum()) for part in np.split(used, np.cumsum(sizes)[:-1])] == [1, 3, 3, 3, 2]
     assert used.dtype == np.bool_ and len(used) == 19
 
@@ -238,21 +248,21 @@ def test_windows_of_a_contribution_do_not_depend_on_the_others(
     sizes: list[int], most: int, step: int, first: int
 ) -> None:
     units = first + np.arange(len(sizes))
-    used = windows(augment(step), units, rows(*sizes), most)
+    used = choose_examples(augment(step), units, rows(*sizes), most)
     for unit, size, part in zip(units, sizes, np.split(used, np.cumsum(sizes)[:-1]), strict=True):
-        alone = windows(augment(step), rows(int(unit)), rows(size), most)
+        alone = choose_examples(augment(step), rows(int(unit)), rows(size), most)
         assert part.tolist() == alone.tolist()
         assert part.sum() == min(size, most)
 
 
 def test_windows_are_those_with_the_smallest_words() -> None:
     unit, size, most = 77, 7, 3
-    secret = step_key(SEED, step=3, purpose=Purpose.AUGMENT)
+    secret = step_key(SEED, step=3, purpose=StreamPurpose.AUGMENT)
     cipher = Cipher(algorithms.AES(secret), modes.ECB()).encryptor()
-    stream = cipher.update(b"".join(counter((1 << 63) + unit, block) for block in range(4)))
+    stream = cipher.update(b"".join(block_counter((1 << 63) + unit, block) for block in range(4)))
     words = [int.from_bytes(stream[8 * i : 8 * i + 8], "little") for i in range(size)]
     expected = sorted(range(size), key=words.__getitem__)[:most]
-    used = windows(augment(3), rows(unit), rows(size), most)
+    used = choose_examples(augment(3), rows(unit), rows(size), most)
     assert np.flatnonzero(used).tolist() == sorted(expected)
 
 
@@ -260,10 +270,10 @@ def test_every_subset_of_windows_is_equally_likely() -> None:
     counts: Counter[tuple[int, ...]] = Counter()
     units = np.arange(200)
     for step in range(60):
-        used = windows(augment(step), units, np.full(200, 5), 2).reshape(200, 5)
+        used = choose_examples(augment(step), units, np.full(200, 5), 2).reshape(200, 5)
         counts.update(tuple(np.flatnonzero(row)) for row in used)
     assert set(counts) == set(itertools.combinations(range(5), 2))
     assert stats.chisquare(list(counts.values())).pvalue > 1e-6
-    again = windows(augment(0), units, np.full(200, 5), 2)
-    assert again.tolist() == windows(augment(0), units, np.full(200, 5), 2).tolist()
-    assert again.tolist() != windows(augment(1), units, np.full(200, 5), 2).tolist()
+    again = choose_examples(augment(0), units, np.full(200, 5), 2)
+    assert again.tolist() == choose_examples(augment(0), units, np.full(200, 5), 2).tolist()
+    assert again.tolist() != choose_examples(augment(1), units, np.full(200, 5), 2).tolist()

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lamina.allocate import make_plan
-from lamina.plan import LayerStack, Policy, StepPlan
-from lamina.train.corpus import Corpus
-from lamina.train.corpus.keyed import keyed, put
-from lamina.train.corpus.text import Texts
+from lamina.allocate.make_plan import make_plan
+from lamina.corpus.contribution_index import PackedTexts
+from lamina.corpus.corpus import Corpus
+from lamina.corpus.example_sources import hash_parts, keyed_hasher
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import StepPlan
 from refusals import raises_code
 
 X = np.arange(6.0)
@@ -35,11 +37,7 @@ def policy_of(**classes: dict[str, Any]) -> Policy:
 
 def plan_of(**classes: dict[str, Any]) -> StepPlan:
     return make_plan(
-        LayerStack.from_model(nn.Linear(1, 1)),
-        policy_of(**classes),
-        batch=len(classes),
-        steps=2,
-        allocate="flat",
+        LayerStack.from_model(nn.Linear(1, 1)), policy_of(**classes), batch=len(classes), steps=2, allocate="flat"
     )
 
 
@@ -76,9 +74,7 @@ def test_units_in_order_of_first_appearance(unit: Any) -> None:
     assert examples_of(corpus) == [[0, 2, 5], [1, 4], [3]]
     assert corpus.layout.rows_of(np.array([2, 0])).tolist() == [3, 0, 2, 5]
     assert corpus.layout.sizes(np.array([2, 0])).tolist() == [1, 3]
-    corpus.withdraw(
-        str(unit[1].item() if hasattr(unit[1], "item") else unit[1])
-    )  # ids are the units' values as text
+    corpus.withdraw(str(unit[1].item() if hasattr(unit[1], "item") else unit[1]))  # ids are the units' values as text
     assert corpus.members("data").tolist() == [0, 2]
 
 
@@ -111,9 +107,7 @@ def test_classes_by_example_unit_or_id(cls: Any) -> None:
 
 
 def test_classes_by_contribution_where_the_order_is_clear() -> None:
-    corpus = Corpus(
-        X, unit=[1, 1, 2, 2, 3, 3], cls=["a", "b", "a"], ids=["u", "v", "w"], subject=["s", "t", "r"]
-    )
+    corpus = Corpus(X, unit=[1, 1, 2, 2, 3, 3], cls=["a", "b", "a"], ids=["u", "v", "w"], subject=["s", "t", "r"])
     assert corpus.members("a").tolist() == [0, 2]
     corpus.withdraw("v")
     assert corpus.members("b").tolist() == []
@@ -221,15 +215,15 @@ def test_origin() -> None:
     assert Corpus(X, policy=policy_of(a={})).origin == "ward-7"
     assert Corpus(X, origin="here").origin == "here"
     assert Corpus(X).origin is None
-    assert Corpus(X, origin="here").booked_under(b"k") == "here"
-    unnamed = Corpus(X).booked_under(b"key")
+    assert Corpus(X, origin="here").origin_or_digest(b"k") == "here"
+    unnamed = Corpus(X).origin_or_digest(b"key")
     assert re.fullmatch("data-[0-9a-f]{16}", unnamed)
-    assert Corpus(X.copy()).booked_under(b"key") == unnamed
+    assert Corpus(X.copy()).origin_or_digest(b"key") == unnamed
     units = np.arange(len(X)) // 2
     for other in (
-        Corpus(X + 1).booked_under(b"key"),
-        Corpus(X).booked_under(b"other"),
-        Corpus(X, unit=units).booked_under(b"key"),
+        Corpus(X + 1).origin_or_digest(b"key"),
+        Corpus(X).origin_or_digest(b"other"),
+        Corpus(X, unit=units).origin_or_digest(b"key"),
     ):
         assert other != unnamed
 
@@ -239,72 +233,37 @@ def test_origin() -> None:
 
 REFUSED: list[tuple[str, Callable[[], Any], str, str]] = [
     ("empty", lambda: Corpus(np.zeros((0, 3))), "corpus.corpus-no-examples", "at least one"),
-    (
-        "unit too short",
-        lambda: Corpus(X, unit=[1, 2, 3, 4]),
-        "corpus.unit-entries-examples",
-        "every example",
-    ),
+    ("unit too short", lambda: Corpus(X, unit=[1, 2, 3, 4]), "corpus.unit-entries-examples", "every example"),
     (
         "unit per contribution",
         lambda: Corpus(X, unit=["p", "q", "r"]),
         "corpus.unit-entries-examples",
         r"np.repeat\(unit, 2\)",
     ),
-    (
-        "unit as counts",
-        lambda: Corpus(X, unit=[1, 2, 3]),
-        "corpus.unit-entries-examples",
-        r"np.repeat\(np.arange",
-    ),
+    ("unit as counts", lambda: Corpus(X, unit=[1, 2, 3]), "corpus.unit-entries-examples", r"np.repeat\(np.arange"),
     ("unit two-dimensional", lambda: Corpus(X, unit=np.zeros((6, 1))), "corpus.shape", "flat"),
     ("unit as text", lambda: Corpus(X, unit="patient"), "corpus.give-sequence-per", "sequence"),
-    (
-        "unit missing",
-        lambda: Corpus(X, unit=[1.0, np.nan, 1, 1, 1, 1]),
-        "corpus.missing-position",
-        "every example",
-    ),
+    ("unit missing", lambda: Corpus(X, unit=[1.0, np.nan, 1, 1, 1, 1]), "corpus.missing-position", "every example"),
     (
         "unit missing in an array",
         lambda: Corpus(X, unit=np.array([1, 1, 1, 1, 1, np.nan])),
         "corpus.missing-position",
         "every",
     ),
-    (
-        "unit None",
-        lambda: Corpus(X, unit=["a", "a", None, "a", "a", "a"]),
-        "corpus.missing-position",
-        "every example",
-    ),
+    ("unit None", lambda: Corpus(X, unit=["a", "a", None, "a", "a", "a"]), "corpus.missing-position", "every example"),
     ("unit of tensors", lambda: Corpus(X, unit=list(torch.zeros(6))), "corpus.list-tensors", "torch.stack"),
     ("unit of lists", lambda: Corpus(X, unit=[[1]] * 6), "corpus.unit-values-not", "numbers or text"),
-    (
-        "two units, one name",
-        lambda: Corpus(X[:2], unit=[1, "1"]),
-        "corpus.id-names-two",
-        "its own id",
-    ),
+    ("two units, one name", lambda: Corpus(X[:2], unit=[1, "1"]), "corpus.id-names-two", "its own id"),
     ("ids twice", lambda: Corpus(X[:2], ids=["p", "p"]), "corpus.id-names-two", "unit=ids"),
     ("empty id", lambda: Corpus(X[:2], ids=["p", ""]), "corpus.contribution-empty-id", "a name"),
-    (
-        "ids too few",
-        lambda: Corpus(X, ids=["p", "q"]),
-        "corpus.entries-contributions-examples",
-        "dict",
-    ),
+    ("ids too few", lambda: Corpus(X, ids=["p", "q"]), "corpus.entries-contributions-examples", "dict"),
     (
         "subject twice",
         lambda: Corpus(X[:3], ids=["p", "q", "r"], subject=["s", "t", "s"]),
         "corpus.contributions-same-subject",
         "subject as unit=",
     ),
-    (
-        "subject empty",
-        lambda: Corpus(X[:2], subject=["s", ""]),
-        "corpus.contribution-empty-subject",
-        "or none",
-    ),
+    ("subject empty", lambda: Corpus(X[:2], subject=["s", ""]), "corpus.contribution-empty-subject", "or none"),
     (
         "classes disagree",
         lambda: Corpus(X, unit=[7, 3, 7, 5, 3, 7], cls=["b", "a", "b", "b", "b", "b"]),
@@ -317,18 +276,8 @@ REFUSED: list[tuple[str, Callable[[], Any], str, str]] = [
         "corpus.contribution-example-another",
         "one cls",
     ),
-    (
-        "class missing",
-        lambda: Corpus(X[:2], cls={0: "a"}),
-        "corpus.no-entry-contribution",
-        "every contribution",
-    ),
-    (
-        "class of a stranger",
-        lambda: Corpus(X[:1], cls={0: "a", 9: "a"}),
-        "corpus.entry-no-examples",
-        "leave it out",
-    ),
+    ("class missing", lambda: Corpus(X[:2], cls={0: "a"}), "corpus.no-entry-contribution", "every contribution"),
+    ("class of a stranger", lambda: Corpus(X[:1], cls={0: "a", 9: "a"}), "corpus.entry-no-examples", "leave it out"),
     ("class numbers", lambda: Corpus(X[:2], cls=[0, 1]), "corpus.cls-names-class", "text"),
     ("no class name", lambda: Corpus(X, cls=""), "corpus.cls-names-class", "text"),
     (
@@ -337,47 +286,17 @@ REFUSED: list[tuple[str, Callable[[], Any], str, str]] = [
         "corpus.entry-per-contribution",
         "dict from unit",
     ),
-    (
-        "classes, none given",
-        lambda: Corpus(X, policy=policy_of(a={}, b={})),
-        "corpus.policy-classes-cls",
-        "give cls=",
-    ),
-    (
-        "class not in policy",
-        lambda: Corpus(X, cls="z", policy=policy_of(a={})),
-        "corpus.corpus-class-not",
-        "class.z",
-    ),
+    ("classes, none given", lambda: Corpus(X, policy=policy_of(a={}, b={})), "corpus.policy-classes-cls", "give cls="),
+    ("class not in policy", lambda: Corpus(X, cls="z", policy=policy_of(a={})), "corpus.corpus-class-not", "class.z"),
     ("policy path", lambda: Corpus(X, policy="policy.toml"), "corpus.policy", "Policy.load"),  # type: ignore[arg-type]
-    (
-        "two origins",
-        lambda: Corpus(X, origin="x", policy=policy_of(a={})),
-        "corpus.origin-policy-says",
-        "leave origin",
-    ),
+    ("two origins", lambda: Corpus(X, origin="x", policy=policy_of(a={})), "corpus.origin-policy-says", "leave origin"),
     ("empty origin", lambda: Corpus(X, origin=""), "corpus.origin-empty", "leave it out"),
-    (
-        "no windows",
-        lambda: Corpus(X, examples_per_unit=0),
-        "corpus.examples-per-unit",
-        "leave it out",
-    ),
+    ("no windows", lambda: Corpus(X, examples_per_unit=0), "corpus.examples-per-unit", "leave it out"),
     ("half a window", lambda: Corpus(X, examples_per_unit=0.5), "corpus.examples-per-unit", "leave it out"),  # type: ignore[arg-type]
     ("a true window", lambda: Corpus(X, examples_per_unit=True), "corpus.examples-per-unit", "leave it out"),
     ("unknown members", lambda: Corpus(X).members("z"), "corpus.class-not-corpus", "classes are data"),
-    (
-        "class not in plan",
-        lambda: Corpus(X, cls="z").check(plan_of(a={})),
-        "corpus.corpus-class-not",
-        "classes are a:",
-    ),
-    (
-        "which class",
-        lambda: Corpus(X).check(plan_of(a={}, b={})),
-        "corpus.classes-corpus-not",
-        "give cls=",
-    ),
+    ("class not in plan", lambda: Corpus(X, cls="z").check(plan_of(a={})), "corpus.corpus-class-not", "classes are a:"),
+    ("which class", lambda: Corpus(X).check(plan_of(a={}, b={})), "corpus.classes-corpus-not", "give cls="),
     (
         "too many members",
         lambda: Corpus(np.zeros(11)).check(plan_of(a={})),
@@ -421,8 +340,8 @@ def test_repr_tells_classes_and_no_numbers() -> None:
 @given(st.lists(st.text(max_size=3), max_size=4), st.lists(st.text(max_size=3), max_size=4))
 def test_different_parts_are_different_digests(one: list[str], other: list[str]) -> None:
     def digest(parts: list[str], purpose: str = "a") -> bytes:
-        hasher = keyed(b"k", purpose)
-        put(hasher, parts)
+        hasher = keyed_hasher(b"k", purpose)
+        hash_parts(hasher, parts)
         return hasher.digest()
 
     assert (digest(one) == digest(other)) == (one == other)
@@ -432,8 +351,8 @@ def test_different_parts_are_different_digests(one: list[str], other: list[str])
 def test_where_one_part_ends_counts() -> None:
     digests = []
     for parts in (["ab", "c"], ["a", "bc"], ["abc"], ["abc", ""]):
-        hasher = keyed(b"k", "a")
-        put(hasher, parts)
+        hasher = keyed_hasher(b"k", "a")
+        hash_parts(hasher, parts)
         digests.append(hasher.digest())
     assert len(set(digests)) == 4
 
@@ -443,7 +362,7 @@ def test_where_one_part_ends_counts() -> None:
 
 @given(st.lists(st.text(st.characters(codec=None), max_size=4), max_size=30))
 def test_texts_against_a_list(values: list[str]) -> None:
-    texts = Texts(values)
+    texts = PackedTexts(values)
     assert list(texts) == values and len(texts) == len(values)
     assert [texts[i] for i in range(len(values))] == values
     twice = [v for i, v in enumerate(values) if v in values[:i]]
@@ -456,6 +375,6 @@ def test_texts_against_a_list(values: list[str]) -> None:
 
 
 def test_texts_that_hash_alike_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.train.corpus.text.hash", lambda text: len(text), raising=False)
-    assert Texts(["aa", "bb", "cc"]).repeat() is None
-    assert Texts(["aa", "bb", "cc", "bb"]).repeat() == (1, 3)
+    monkeypatch.setattr("lamina.corpus.contribution_index.hash", lambda text: len(text), raising=False)
+    assert PackedTexts(["aa", "bb", "cc"]).repeat() is None
+    assert PackedTexts(["aa", "bb", "cc", "bb"]).repeat() == (1, 3)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lamina.train.corpus.committed import Given
-from lamina.train.corpus.keyed import keyed
+from lamina.corpus.admitted import GivenPayloads
+from lamina.corpus.example_sources import keyed_hasher
 
 
 def digest(ids: list[str], payloads: list[bytes | Path]) -> bytes:
-    hasher = keyed(bytes(32), "test")
-    Given(ids, payloads).feed(hasher)
+    hasher = keyed_hasher(bytes(32), "test")
+    GivenPayloads(ids, payloads).feed(hasher)
     return hasher.digest()
 
 

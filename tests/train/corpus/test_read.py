@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.plan import Policy
-from lamina.train.corpus import Corpus
-from lamina.train.corpus.table import read_table
+from lamina.corpus.corpus import Corpus
+from lamina.corpus.files import read_table
+from lamina.plan.policy import Policy
 from refusals import raises_code
 
 ALL = np.arange(4)
@@ -97,12 +97,8 @@ def test_labels_are_whole_only_if_all_are(tmp_path: Path) -> None:
     assert x[:, 0].tolist() == [*range(5000), 1]
 
 
-@given(
-    st.lists(st.lists(st.floats(allow_nan=False, width=64), min_size=2, max_size=2), min_size=1, max_size=20)
-)
-def test_numbers_are_read_exactly(
-    tmp_path_factory: pytest.TempPathFactory, values: list[list[float]]
-) -> None:
+@given(st.lists(st.lists(st.floats(allow_nan=False, width=64), min_size=2, max_size=2), min_size=1, max_size=20))
+def test_numbers_are_read_exactly(tmp_path_factory: pytest.TempPathFactory, values: list[list[float]]) -> None:
     path = tmp_path_factory.mktemp("numbers") / "t.csv"
     path.write_text("a,b\n" + "".join(f"{a!r},{b!r}\n" for a, b in values))
     assert read_table(path, dtype=np.float64).x.tolist() == values
@@ -131,9 +127,7 @@ TABLES: list[tuple[str, str, dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("what", "text", "given_", "problem", "remedy"), TABLES, ids=[row[0] for row in TABLES]
-)
+@pytest.mark.parametrize(("what", "text", "given_", "problem", "remedy"), TABLES, ids=[row[0] for row in TABLES])
 def test_tables_refused(
     tmp_path: Path, what: str, text: str, given_: dict[str, Any], problem: str, remedy: str
 ) -> None:
@@ -158,9 +152,7 @@ def test_files_that_are_not_there_or_not_text(tmp_path: Path) -> None:
 
 def test_an_archive(tmp_path: Path) -> None:
     path = tmp_path / "d.npz"
-    np.savez(
-        path, x=np.arange(8.0).reshape(4, 2), y=np.arange(4), who=["p", "q", "p", "q"], ward=list("abab")
-    )
+    np.savez(path, x=np.arange(8.0).reshape(4, 2), y=np.arange(4), who=["p", "q", "p", "q"], ward=list("abab"))
     corpus = Corpus.of_npz(path, unit="who", cls="ward")
     x, y = corpus.source.fetch(ALL)
     assert x.tolist() == np.arange(8.0).reshape(4, 2).tolist() and y.tolist() == [0, 1, 2, 3]
@@ -229,9 +221,7 @@ def test_a_folder_without_a_list(tmp_path: Path) -> None:
     x, y = corpus.source.fetch(np.arange(3))
     assert x.dtype == torch.uint8 and x[:, 0].tolist() == [1, 0, 0] and y.tolist() == [4, 5, 6]
     assert corpus.names == ("a",) and y.dtype == torch.int64
-    assert (
-        Corpus.of_folder(tmp_path, dtype=torch.float32).source.fetch(np.arange(1))[0].dtype == torch.float32
-    )
+    assert Corpus.of_folder(tmp_path, dtype=torch.float32).source.fetch(np.arange(1))[0].dtype == torch.float32
 
 
 def test_digest_of_a_folder(tmp_path: Path) -> None:
@@ -286,11 +276,7 @@ FOLDERS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("one number", lambda root: payload(root, "p", x=np.float32(1)), "corpus.array-single-number"),
     ("no examples", lambda root: payload(root, "p", x=np.zeros((0, 2))), "corpus.array-no-examples"),
     ("text", lambda root: payload(root, "p", x=np.array(["a"])), "corpus.holds-text-model"),
-    (
-        "labels short",
-        lambda root: payload(root, "p", x=np.zeros((2, 2)), y=np.zeros(1)),
-        "corpus.examples-shape",
-    ),
+    ("labels short", lambda root: payload(root, "p", x=np.zeros((2, 2)), y=np.zeros(1)), "corpus.examples-shape"),
     (
         "shapes",
         lambda root: (payload(root, "p", x=np.zeros((2, 2))), payload(root, "q", x=np.zeros((2, 3)))),
@@ -298,18 +284,12 @@ FOLDERS: list[tuple[str, Callable[[Path], Any], str]] = [
     ),
     (
         "types",
-        lambda root: (
-            payload(root, "p", x=np.zeros((2, 2))),
-            payload(root, "q", x=np.zeros((2, 2), np.uint8)),
-        ),
+        lambda root: (payload(root, "p", x=np.zeros((2, 2))), payload(root, "q", x=np.zeros((2, 2), np.uint8))),
         "corpus.contribution",
     ),
     (
         "labels on some",
-        lambda root: (
-            payload(root, "p", x=np.zeros((2, 2))),
-            payload(root, "q", x=np.zeros((2, 2)), y=np.zeros(2)),
-        ),
+        lambda root: (payload(root, "p", x=np.zeros((2, 2))), payload(root, "q", x=np.zeros((2, 2)), y=np.zeros(2))),
         "corpus.contribution",
     ),
     (

@@ -18,12 +18,14 @@ import torch
 from scipy import stats
 from torch import nn
 
-from lamina.account import capped
-from lamina.allocate import make_plan
-from lamina.engine import Batch
-from lamina.plan import LayerStack, Policy, StepPlan
-from lamina.train.corpus import Corpus
-from lamina.train.corpus.sampler import Sampler
+from lamina.account.accountants import cap_occurrences
+from lamina.allocate.make_plan import make_plan
+from lamina.corpus.corpus import Corpus
+from lamina.corpus.sampler import Sampler
+from lamina.engine.batch import Batch
+from lamina.plan.layer_stack import LayerStack
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import StepPlan
 from refusals import raises_code
 
 SEED = bytes(range(32))
@@ -37,9 +39,7 @@ def plan_of(batch: int | dict[str, int], steps: int = 20, **classes: dict[str, A
             "class": {name: {"epsilon": 1.0, **entry} for name, entry in classes.items()},
         }
     )
-    return make_plan(
-        LayerStack.from_model(nn.Linear(2, 1)), policy, batch=batch, steps=steps, allocate="flat"
-    )
+    return make_plan(LayerStack.from_model(nn.Linear(2, 1)), policy, batch=batch, steps=steps, allocate="flat")
 
 
 def two_classes() -> tuple[Corpus, StepPlan]:
@@ -176,8 +176,8 @@ PROGRAM = """
 import hashlib, sys
 import numpy as np
 from lamina.plan import StepPlan
-from lamina.train.corpus import Corpus
-from lamina.train.corpus.sampler import Sampler
+from lamina.corpus import Corpus
+from lamina.corpus.sampler import Sampler
 
 def told(text):
     people = [f"p{i}" for i in range(30)]
@@ -248,20 +248,14 @@ def test_caps_are_reached_and_never_exceeded() -> None:
         assert sampler.counts is not None and sampler.counts.tolist() == seen.tolist()
     assert set(seen[corpus.members("a")]) == {3}
     assert seen[corpus.members("b")].max() > 5  # no cap there
-    assert capped(sampler.schedule("a"), 3)[0].steps == 3
+    assert cap_occurrences(sampler.schedule("a"), 3)[0].steps == 3
 
 
 def test_below_its_cap_a_contribution_is_drawn_as_without_caps() -> None:
     """The coins are the same: a cap only takes away, and only from those who have reached it."""
     corpus, plan = two_classes()
-    free, bound = (
-        Sampler(corpus, plan, seed=SEED),
-        Sampler(corpus, plan, seed=SEED, max_occurrences={"a": 4, "b": 1}),
-    )
-    caps = {
-        **dict.fromkeys(corpus.members("a").tolist(), 4),
-        **dict.fromkeys(corpus.members("b").tolist(), 1),
-    }
+    free, bound = (Sampler(corpus, plan, seed=SEED), Sampler(corpus, plan, seed=SEED, max_occurrences={"a": 4, "b": 1}))
+    caps = {**dict.fromkeys(corpus.members("a").tolist(), 4), **dict.fromkeys(corpus.members("b").tolist(), 1)}
     seen = dict.fromkeys(range(100), 0)
     for step in range(60):
         expected = [v for v in numbers(free.draw(step)) if seen[v] < caps[v]]
@@ -386,7 +380,7 @@ def test_nothing_is_told() -> None:
 MEASURE = """
 import gc, json, os
 import numpy as np
-from lamina.train.corpus import Corpus
+from lamina.corpus import Corpus
 def resident():
     gc.collect()
     with open("/proc/self/statm") as file:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from lamina import Corpus, Engine
+from lamina.corpus.sampler import Sampler
 from lamina.engine.noise import SeededNoise
-from lamina.plan import Choose, Clipping, PlannedClass, PlannedLayer, StepPlan
-from lamina.train.corpus.sampler import Sampler
+from lamina.plan.rules import Choose
+from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 from refusals import raises_code
 
 KEY = bytes(range(32))
@@ -123,12 +124,7 @@ def test_a_scaled_contribution_moves_the_step_by_less() -> None:
         for unit in range(4):
             weight = (batch.unit == unit).float()  # the others become slots of weight 0
             alone = type(batch)(
-                batch.x,
-                unit=batch.unit,
-                cls=batch.cls,
-                weight=weight,
-                scale=batch.scale,
-                ceiling=batch.ceiling,
+                batch.x, unit=batch.unit, cls=batch.cls, weight=weight, scale=batch.scale, ceiling=batch.ceiling
             )
             sums = engine.clipped_sums(1e3 * model(alone.x).squeeze(1), alone)
             norms.append(float(sums["weight"].norm()))

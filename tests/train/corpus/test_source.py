@@ -15,9 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from lamina.train.corpus.arrays import ArraySource
-from lamina.train.corpus.dataset import DatasetSource
-from lamina.train.corpus.source import Source, source_of
+from lamina.corpus.example_sources import ArraySource, DatasetSource, ExampleSource, make_source
 from refusals import raises_code
 
 ROWS = np.array([4, 0, 4, 2])
@@ -44,8 +42,8 @@ class Items(Dataset[Any]):
 @pytest.mark.parametrize("make", [np.asarray, torch.as_tensor, lambda a: a.tolist()])
 def test_rows_of_an_array(make: Callable[[Any], Any]) -> None:
     x = np.arange(30, dtype=np.float64).reshape(6, 5)
-    source = source_of(make(x), make(np.arange(6)))
-    assert len(source) == 6 and isinstance(source, Source)
+    source = make_source(make(x), make(np.arange(6)))
+    assert len(source) == 6 and isinstance(source, ExampleSource)
     got, y = source.fetch(ROWS)
     assert got.dtype == torch.float32 and got.tolist() == x[ROWS].tolist()
     assert y.dtype == torch.int64 and y.tolist() == [4, 0, 4, 2]
@@ -55,13 +53,13 @@ def test_rows_of_an_array(make: Callable[[Any], Any]) -> None:
 
 def test_a_fetched_batch_is_a_copy() -> None:
     for x in (np.ones((3, 2), dtype=np.float32), torch.ones(3, 2)):
-        source_of(x).fetch(np.arange(3))[0].zero_()
+        make_source(x).fetch(np.arange(3))[0].zero_()
         assert float(x.sum()) == 6
 
 
 def test_tuples_and_dicts_keep_their_form() -> None:
     x = {"a": np.arange(6.0), "more": (torch.arange(6), np.ones((6, 2)))}
-    got, y = source_of(x, (np.arange(6), np.arange(6.0))).fetch(ROWS)
+    got, y = make_source(x, (np.arange(6), np.arange(6.0))).fetch(ROWS)
     assert list(got) == ["a", "more"] and isinstance(got["more"], tuple)
     assert got["a"].tolist() == got["more"][0].tolist() == [4, 0, 4, 2]
     assert got["more"][1].shape == (4, 2)
@@ -72,12 +70,12 @@ def test_a_memmap_stays_where_it_is(tmp_path: Path) -> None:
     big = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype=np.float32, shape=(1000, 8))
     big[:] = np.arange(1000)[:, None]
     big.flush()
-    source = source_of(np.load(tmp_path / "x.npy", mmap_mode="r"))
+    source = make_source(np.load(tmp_path / "x.npy", mmap_mode="r"))
     big[999] = 1234  # seen: nothing was copied
     big.flush()
     got, _ = source.fetch(np.array([7, 999]))
     assert got[:, 0].tolist() == [7, 1234]
-    assert source.digest(b"k") == source_of(np.array(big)).digest(b"k")
+    assert source.digest(b"k") == make_source(np.array(big)).digest(b"k")
 
 
 def test_pandas_columns_are_arrays() -> None:
@@ -90,7 +88,7 @@ def test_pandas_columns_are_arrays() -> None:
         def to_numpy(self) -> Any:
             return np.array(self.values)
 
-    x, y = source_of(Frame([[1.0, 3.0], [2.0, 4.0]]), Frame([0, 1])).fetch(np.array([1]))
+    x, y = make_source(Frame([[1.0, 3.0], [2.0, 4.0]]), Frame([0, 1])).fetch(np.array([1]))
     assert x.tolist() == [[2.0, 4.0]] and y.tolist() == [1] and y.dtype == torch.int64
 
 
@@ -113,24 +111,24 @@ def test_pandas_columns_are_arrays() -> None:
 )
 def test_dtypes(given_dtype: Any, x_dtype: torch.dtype, y_dtype: torch.dtype) -> None:
     values = np.array([0, 1, 1, 0, 1, 1]).astype(given_dtype)
-    x, y = source_of(values, values).fetch(ROWS)
+    x, y = make_source(values, values).fetch(ROWS)
     assert (x.dtype, y.dtype) == (x_dtype, y_dtype)
     assert x.tolist() == y.tolist() == [1, 0, 1, 1]
 
 
 def test_dtype_asked_for() -> None:
-    x, y = source_of(np.ones(6), np.ones(6), dtype=torch.float64).fetch(ROWS)
+    x, y = make_source(np.ones(6), np.ones(6), dtype=torch.float64).fetch(ROWS)
     assert (x.dtype, y.dtype) == (torch.float64, torch.float64)
-    x, y = source_of(np.ones(6, np.uint8), np.ones(6, np.uint8), dtype=torch.float32).fetch(ROWS)
+    x, y = make_source(np.ones(6, np.uint8), np.ones(6, np.uint8), dtype=torch.float32).fetch(ROWS)
     assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
-    x, y = source_of(np.ones(6), np.ones(6), dtype=torch.int64).fetch(ROWS)
+    x, y = make_source(np.ones(6), np.ones(6), dtype=torch.int64).fetch(ROWS)
     assert (x.dtype, y.dtype) == (torch.int64, torch.float32)
     with raises_code("corpus.dtype"):
-        source_of(np.ones(6), dtype=np.float64)  # type: ignore[arg-type]
+        make_source(np.ones(6), dtype=np.float64)  # type: ignore[arg-type]
 
 
 def test_values_that_are_not_finite_pass() -> None:
-    assert source_of(np.array([np.nan, np.inf])).fetch(np.arange(2))[0].isnan().tolist() == [True, False]
+    assert make_source(np.array([np.nan, np.inf])).fetch(np.arange(2))[0].isnan().tolist() == [True, False]
 
 
 # ------------------------------------------------------------------------------------------ digests
@@ -139,39 +137,39 @@ def test_values_that_are_not_finite_pass() -> None:
 def test_every_byte_counts() -> None:
     x = np.arange(24, dtype=np.float32).reshape(6, 4)
     y = np.arange(6)
-    before = source_of(x, y).digest(b"k")
-    assert len(before) == 32 and source_of(x.copy(), y).digest(b"k") == before
-    assert source_of(torch.from_numpy(x), torch.from_numpy(y)).digest(b"k") == before
-    assert source_of(x.astype(">f4"), y).digest(b"k") == before
-    assert source_of(np.asfortranarray(x), y).digest(b"k") == before
+    before = make_source(x, y).digest(b"k")
+    assert len(before) == 32 and make_source(x.copy(), y).digest(b"k") == before
+    assert make_source(torch.from_numpy(x), torch.from_numpy(y)).digest(b"k") == before
+    assert make_source(x.astype(">f4"), y).digest(b"k") == before
+    assert make_source(np.asfortranarray(x), y).digest(b"k") == before
     bits = x.view(np.uint32)
     for place in np.ndindex(6, 4):
         bits[place] ^= 1
-        assert source_of(x, y).digest(b"k") != before
+        assert make_source(x, y).digest(b"k") != before
         bits[place] ^= 1
-    assert source_of(x, y).digest(b"k") == before
+    assert make_source(x, y).digest(b"k") == before
 
 
 def test_form_counts() -> None:
     x = np.zeros((4, 6), dtype=np.float32)
     different = [
-        source_of(x),
-        source_of(x, np.zeros(4, np.int64)),
-        source_of(x.reshape(4, 3, 2)),
-        source_of(x.reshape(12, 2)),
-        source_of(x.view(np.int32)),
-        source_of(x, dtype=torch.float64),
-        source_of((x,)),
-        source_of({"0": x}),
-        source_of((x[:, :3], x[:, 3:])),
-        source_of((x[:, :4], x[:, 4:])),
-        source_of(torch.zeros(4, 12, dtype=torch.bfloat16)),
+        make_source(x),
+        make_source(x, np.zeros(4, np.int64)),
+        make_source(x.reshape(4, 3, 2)),
+        make_source(x.reshape(12, 2)),
+        make_source(x.view(np.int32)),
+        make_source(x, dtype=torch.float64),
+        make_source((x,)),
+        make_source({"0": x}),
+        make_source((x[:, :3], x[:, 3:])),
+        make_source((x[:, :4], x[:, 4:])),
+        make_source(torch.zeros(4, 12, dtype=torch.bfloat16)),
     ]
     assert len({source.digest(b"k") for source in different}) == len(different)
 
 
 def test_another_key_is_another_digest() -> None:
-    source = source_of(np.zeros(3))
+    source = make_source(np.zeros(3))
     assert len({source.digest(key) for key in (b"", b"a", b"b", bytes(32), bytes(64))}) == 5
     with raises_code("corpus.key-digest-bytes"):
         source.digest(bytes(65))
@@ -179,24 +177,22 @@ def test_another_key_is_another_digest() -> None:
 
 def test_large_arrays_are_hashed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.arange(1000, dtype=np.float32).reshape(100, 10)
-    whole = source_of(x).digest(b"k"), source_of(torch.from_numpy(x)).digest(b"k")
-    monkeypatch.setattr("lamina.train.corpus.leaves.CHUNK_BYTES", 128)
-    assert (source_of(x).digest(b"k"), source_of(torch.from_numpy(x)).digest(b"k")) == whole
+    whole = make_source(x).digest(b"k"), make_source(torch.from_numpy(x)).digest(b"k")
+    monkeypatch.setattr("lamina.corpus.example_sources.CHUNK_BYTES", 128)
+    assert (make_source(x).digest(b"k"), make_source(torch.from_numpy(x)).digest(b"k")) == whole
 
 
-@given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=4), st.lists(st.integers(0, 3), min_size=1, max_size=4)
-)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.lists(st.integers(0, 3), min_size=1, max_size=4))
 def test_arrays_that_differ_have_different_digests(one: list[int], other: list[int]) -> None:
     same = one == other
-    assert (source_of(np.array(one)).digest(b"") == source_of(np.array(other)).digest(b"")) == same
+    assert (make_source(np.array(one)).digest(b"") == make_source(np.array(other)).digest(b"")) == same
 
 
 # ------------------------------------------------------------------------------------------ datasets
 
 
 def test_items_of_a_dataset_are_stacked() -> None:
-    source = source_of(Items(lambda i: (np.full(3, float(i)), i)))
+    source = make_source(Items(lambda i: (np.full(3, float(i)), i)))
     assert isinstance(source, DatasetSource)
     x, y = source.fetch(ROWS)
     assert x.dtype == torch.float32 and x[:, 0].tolist() == [4, 0, 4, 2]
@@ -216,7 +212,7 @@ def test_items_of_a_dataset_are_stacked() -> None:
     ],
 )
 def test_forms_of_items(item: Callable[[int], Any]) -> None:
-    x, y = source_of(Items(item)).fetch(ROWS)
+    x, y = make_source(Items(item)).fetch(ROWS)
     leaf = x["ids"] if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x
     assert leaf[:, 0].tolist() == [4, 0, 4, 2]
     labelled = isinstance(item(0), tuple | list) and len(item(0)) == 2
@@ -224,10 +220,10 @@ def test_forms_of_items(item: Callable[[int], Any]) -> None:
 
 
 def test_a_tensor_dataset_is_its_arrays() -> None:
-    source = source_of(TensorDataset(torch.arange(6.0), torch.arange(6)))
+    source = make_source(TensorDataset(torch.arange(6.0), torch.arange(6)))
     assert isinstance(source, ArraySource)
     assert source.fetch(ROWS)[1].tolist() == [4, 0, 4, 2]
-    subset = source_of(Subset(TensorDataset(torch.arange(12.0)), range(6, 12)))
+    subset = make_source(Subset(TensorDataset(torch.arange(12.0)), range(6, 12)))
     assert subset.fetch(ROWS)[0].tolist() == [10, 6, 10, 8]
 
 
@@ -236,7 +232,7 @@ def test_datasets_that_fetch_many_are_asked_once() -> None:
         def __getitems__(self, rows: list[int]) -> list[Any]:
             return [torch.tensor(float(-i)) for i in rows]
 
-    assert source_of(Many(lambda i: torch.tensor(0.0))).fetch(ROWS)[0].tolist() == [-4, 0, -4, -2]
+    assert make_source(Many(lambda i: torch.tensor(0.0))).fetch(ROWS)[0].tolist() == [-4, 0, -4, -2]
 
 
 def test_digest_of_a_dataset_sees_every_item_and_leaves_the_generators_alone() -> None:
@@ -244,26 +240,26 @@ def test_digest_of_a_dataset_sees_every_item_and_leaves_the_generators_alone() -
         legacy = np.random.rand()  # noqa: NPY002
         return torch.rand(2) + random.random() + legacy, i
 
-    source = source_of(Items(noisy))
+    source = make_source(Items(noisy))
     torch.manual_seed(5), random.seed(5), np.random.seed(5)  # noqa: NPY002
     one = source.digest(b"k")
     after = torch.rand(1), random.random(), np.random.rand()  # noqa: NPY002
     torch.manual_seed(5), random.seed(5), np.random.seed(5)  # noqa: NPY002
     assert after == (torch.rand(1), random.random(), np.random.rand())  # noqa: NPY002
-    assert source.digest(b"k") == one == source_of(Items(noisy)).digest(b"k")
+    assert source.digest(b"k") == one == make_source(Items(noisy)).digest(b"k")
     values = [0, 1, 2, 3, 4, 5]
-    plain = source_of(Items(lambda i: torch.tensor(values[i])))
+    plain = make_source(Items(lambda i: torch.tensor(values[i])))
     before = plain.digest(b"k")
     values[5] = 6
     assert plain.digest(b"k") != before
-    assert source_of(Items(lambda i: torch.tensor(float(i)))).digest(b"k") != before
+    assert make_source(Items(lambda i: torch.tensor(float(i)))).digest(b"k") != before
 
 
 def test_making_a_source_leaves_the_generators_alone() -> None:
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
-    source_of(Items(lambda i: torch.rand(1))).fetch(NONE)
+    make_source(Items(lambda i: torch.rand(1))).fetch(NONE)
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -273,12 +269,12 @@ def test_what_fails_in_a_batch_is_told_without_saying_where() -> None:
             raise KeyError("scan-of-patient-4")
         return torch.zeros(2)
 
-    source = source_of(Items(fails))
+    source = make_source(Items(fails))
     with raises_code("corpus.dataset-failed-example") as refusal:
         source.fetch(ROWS)
     assert "4" not in str(refusal.value) and refusal.value.__cause__ is None
     assert refusal.value.__suppress_context__
-    ragged = source_of(Items(lambda i: torch.zeros(2 + i // 4)))
+    ragged = make_source(Items(lambda i: torch.zeros(2 + i // 4)))
     with raises_code("corpus.dataset-failed-example"):
         ragged.fetch(ROWS)
     with raises_code("corpus.example-dataset-example"):
@@ -296,84 +292,54 @@ class Endless(IterableDataset[Any]):
 REFUSED: list[tuple[str, Callable[[], Any], str, str]] = [
     (
         "a DataLoader",
-        lambda: source_of(DataLoader(TensorDataset(torch.zeros(4, 1)))),
+        lambda: make_source(DataLoader(TensorDataset(torch.zeros(4, 1)))),
         "corpus.dataloader-shuffles-cuts",
         r"pass the dataset itself: Corpus\(loader.dataset\)",
     ),
-    ("an iterable Dataset", lambda: source_of(Endless()), "corpus.read-order-poisson", "map-style Dataset"),
-    ("a generator", lambda: source_of(i for i in range(3)), "corpus.read-order-poisson", "arrays"),
-    ("lengths", lambda: source_of(np.zeros(4), np.zeros(3)), "corpus.examples", "as many labels"),
-    (
-        "part lengths",
-        lambda: source_of((np.zeros(4), np.zeros(5))),
-        "corpus.examples",
-        "first axis",
-    ),
+    ("an iterable Dataset", lambda: make_source(Endless()), "corpus.read-order-poisson", "map-style Dataset"),
+    ("a generator", lambda: make_source(i for i in range(3)), "corpus.read-order-poisson", "arrays"),
+    ("lengths", lambda: make_source(np.zeros(4), np.zeros(3)), "corpus.examples", "as many labels"),
+    ("part lengths", lambda: make_source((np.zeros(4), np.zeros(5))), "corpus.examples", "first axis"),
     (
         "text labels",
-        lambda: source_of(np.zeros(2), ["a", "b"]),
+        lambda: make_source(np.zeros(2), ["a", "b"]),
         "corpus.holds-text-loss",
         r"numpy.unique\(y, return_inverse=True\)",
     ),
     (
         "text labels of pandas",
-        lambda: source_of(np.zeros(2), np.array(["a", "b"], object)),
+        lambda: make_source(np.zeros(2), np.array(["a", "b"], object)),
         "corpus.holds-text-loss",
         "numpy.unique",
     ),
-    ("text", lambda: source_of({"a": ["u", "v"]}), "corpus.holds-text-model", "public table"),
-    ("objects", lambda: source_of(np.array([{}, {}])), "corpus.dtype-python-objects", "np.stack"),
-    (
-        "records",
-        lambda: source_of(np.zeros(2, dtype=[("a", "f4")])),
-        "corpus.dtype-python-objects",
-        "np.stack",
-    ),
-    ("dates", lambda: source_of(np.array(["2020-01-01"], "datetime64[D]")), "corpus.holds-dates", "astype"),
-    (
-        "ragged lists",
-        lambda: source_of([[1.0], [1.0, 2.0]]),
-        "corpus.rows-differ-length",
-        "pad every example",
-    ),
-    (
-        "corpus.list-tensors-stack",
-        lambda: source_of([torch.zeros(2)]),
-        "corpus.list-tensors-stack",
-        "torch.stack",
-    ),
+    ("text", lambda: make_source({"a": ["u", "v"]}), "corpus.holds-text-model", "public table"),
+    ("objects", lambda: make_source(np.array([{}, {}])), "corpus.dtype-python-objects", "np.stack"),
+    ("records", lambda: make_source(np.zeros(2, dtype=[("a", "f4")])), "corpus.dtype-python-objects", "np.stack"),
+    ("dates", lambda: make_source(np.array(["2020-01-01"], "datetime64[D]")), "corpus.holds-dates", "astype"),
+    ("ragged lists", lambda: make_source([[1.0], [1.0, 2.0]]), "corpus.rows-differ-length", "pad every example"),
+    ("corpus.list-tensors-stack", lambda: make_source([torch.zeros(2)]), "corpus.list-tensors-stack", "torch.stack"),
     (
         "corpus.sparse-quantised-tensor",
-        lambda: source_of(torch.zeros(2, 2).to_sparse()),
+        lambda: make_source(torch.zeros(2, 2).to_sparse()),
         "corpus.sparse-quantised-tensor",
         "to_dense",
     ),
-    ("one number", lambda: source_of(torch.tensor(1.0)), "corpus.single-number", "first axis"),
-    ("unnamed keys", lambda: source_of({0: np.zeros(2)}), "corpus.key", "text"),
-    ("nothing", lambda: source_of(()), "corpus.no-arrays", "give an array"),
-    ("a path", lambda: source_of("data.csv"), "corpus.not-data", "Corpus.of_csv"),
-    ("another path", lambda: source_of(Path("data.npz")), "corpus.not-data", "Corpus.of_npz"),
-    ("a function", lambda: source_of(len), "corpus.examples-not-taken", "torch Dataset"),
-    (
-        "y beside a Dataset",
-        lambda: source_of(Items(float), np.zeros(6)),
-        "corpus.given-beside",
-        r"\(x, y\)",
-    ),
+    ("one number", lambda: make_source(torch.tensor(1.0)), "corpus.single-number", "first axis"),
+    ("unnamed keys", lambda: make_source({0: np.zeros(2)}), "corpus.key", "text"),
+    ("nothing", lambda: make_source(()), "corpus.no-arrays", "give an array"),
+    ("a path", lambda: make_source("data.csv"), "corpus.not-data", "Corpus.of_csv"),
+    ("another path", lambda: make_source(Path("data.npz")), "corpus.not-data", "Corpus.of_npz"),
+    ("a function", lambda: make_source(len), "corpus.examples-not-taken", "torch Dataset"),
+    ("y beside a Dataset", lambda: make_source(Items(float), np.zeros(6)), "corpus.given-beside", r"\(x, y\)"),
     (
         "y beside a Source",
-        lambda: source_of(source_of(np.zeros(2)), np.zeros(2)),
+        lambda: make_source(make_source(np.zeros(2)), np.zeros(2)),
         "corpus.dtype-given-beside",
         "fetch",
     ),
-    (
-        "triples",
-        lambda: source_of(Items(lambda i: (1.0, 2.0, 3.0))),
-        "corpus.item-dataset-parts",
-        r"\(\(a, b\), y\)",
-    ),
-    ("text items", lambda: source_of(Items(lambda i: (1.0, "a"))), "corpus.dataset-made-not", "numpy.unique"),
-    ("object items", lambda: source_of(Items(lambda i: object())), "corpus.items-dataset-not", "one shape"),
+    ("triples", lambda: make_source(Items(lambda i: (1.0, 2.0, 3.0))), "corpus.item-dataset-parts", r"\(\(a, b\), y\)"),
+    ("text items", lambda: make_source(Items(lambda i: (1.0, "a"))), "corpus.dataset-made-not", "numpy.unique"),
+    ("object items", lambda: make_source(Items(lambda i: object())), "corpus.items-dataset-not", "one shape"),
 ]
 
 
@@ -385,5 +351,5 @@ def test_refusals_teach(what: str, attempt: Callable[[], Any], problem: str, rem
 
 
 def test_nothing_of_the_data_is_shown() -> None:
-    for source in (source_of(np.arange(7.0), np.arange(7)), source_of(Items(lambda i: float(i)))):
+    for source in (make_source(np.arange(7.0), np.arange(7)), make_source(Items(lambda i: float(i)))):
         assert not any(letter.isdigit() for letter in repr(source))

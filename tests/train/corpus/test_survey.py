@@ -13,14 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from lamina.train.corpus import look as looking
-from lamina.train.corpus import shares
-from lamina.train.corpus.committed import Given
-from lamina.train.corpus.folder import FolderSource
-from lamina.train.corpus.leaves import settle
-from lamina.train.corpus.look import Look
-from lamina.train.corpus.payloads import Files, name_of
-from lamina.train.corpus.survey import tolerant
+from lamina.corpus import payloads as looking
+from lamina.corpus import payloads as shares
+from lamina.corpus.admitted import GivenPayloads
+from lamina.corpus.example_sources import to_model_dtype
+from lamina.corpus.payloads import FolderPayloads, PayloadInspector, PayloadSource, payload_path, survey_and_refuse
 from refusals import raises_code
 
 
@@ -34,7 +31,7 @@ def usual(count: int, kind: Any = np.float32) -> bytes:
     return npz(x=np.zeros((count, 3), dtype=kind), y=np.zeros(count, dtype=np.int64))
 
 
-def ward(root: Path, **bad: bytes | None) -> Files:
+def ward(root: Path, **bad: bytes | None) -> FolderPayloads:
     """Twelve payloads of one to three examples, and what else is given."""
     held: dict[str, bytes | None] = {f"p{i:02d}": usual(1 + i % 3) for i in range(12)}
     held |= bad
@@ -42,13 +39,13 @@ def ward(root: Path, **bad: bytes | None) -> Files:
         (root / name).mkdir()
         if data is not None:
             (root / name / "payload.npz").write_bytes(data)
-    return Files(root, sorted(held))
+    return FolderPayloads(root, sorted(held))
 
 
-def surveyed(payloads: Files | Given, processes: int = 1, labels: Any = None) -> Any:
+def surveyed(payloads: FolderPayloads | GivenPayloads, processes: int = 1, labels: Any = None) -> Any:
     """(row of each that fits, its size, the form), and why the others do not."""
     refused: dict[int, str] = {}
-    survey, rows = tolerant(payloads, Look(labels, None), refused.__setitem__, processes)
+    survey, rows = survey_and_refuse(payloads, PayloadInspector(labels, None), refused.__setitem__, processes)
     return survey and (rows.tolist(), survey.sizes.tolist(), survey.form.told()), refused
 
 
@@ -86,14 +83,14 @@ def test_the_number_of_processes_changes_nothing(
 ) -> None:
     payloads = ward(tmp_path, **BAD)
     alone = surveyed(payloads)
-    monkeypatch.setattr(shares, "LEAST", 1)
+    monkeypatch.setattr(shares, "MIN_PAYLOADS_PER_PROCESS", 1)
     assert surveyed(payloads, processes) == alone
     assert not multiprocessing.active_children()
 
 
 def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "LEAST", 1)
-    payloads = Given(["a", "b"], [b"PK", b"PK"])
+    monkeypatch.setattr(shares, "MIN_PAYLOADS_PER_PROCESS", 1)
+    payloads = GivenPayloads(["a", "b"], [b"PK", b"PK"])
     for processes in (1, 2):
         found, refused = surveyed(payloads, processes)
         assert found is None and refused.keys() == {0, 1}
@@ -102,14 +99,14 @@ def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_as_many_of_two_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever is first is named first, whoever looked at it."""
     other = npz(x=np.zeros((1, 4), dtype=np.float32))
-    payloads = Given(["a", "b", "c", "d"], [usual(1), other, other, usual(1)])
-    monkeypatch.setattr(shares, "LEAST", 1)
+    payloads = GivenPayloads(["a", "b", "c", "d"], [usual(1), other, other, usual(1)])
+    monkeypatch.setattr(shares, "MIN_PAYLOADS_PER_PROCESS", 1)
     for processes in (1, 2, 4):
         with raises_code("corpus.contributions-many"):
             surveyed(payloads, processes)
 
 
-class Deadly(Given):
+class Deadly(GivenPayloads):
     """Ends the process that looks at its last payload, if it is not ours."""
 
     ours = os.getpid()
@@ -120,12 +117,10 @@ class Deadly(Given):
         return super().look(row)
 
 
-def test_a_process_that_is_killed_is_told_and_nothing_is_taken_for_granted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_is_killed_is_told_and_nothing_is_taken_for_granted(monkeypatch: pytest.MonkeyPatch) -> None:
     payloads = Deadly(["a", "b", "c"], [usual(1)] * 3)
     monkeypatch.setattr(Deadly, "ours", os.getpid())
-    monkeypatch.setattr(shares, "LEAST", 1)
+    monkeypatch.setattr(shares, "MIN_PAYLOADS_PER_PROCESS", 1)
     assert surveyed(payloads)[1] == {}
     with raises_code("corpus.process-looks-payloads"):
         surveyed(payloads, 3)
@@ -133,8 +128,8 @@ def test_a_process_that_is_killed_is_told_and_nothing_is_taken_for_granted(
 
 
 def test_few_payloads_are_looked_at_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "_Share", None)
-    assert surveyed(Given(["a"] * 9, [usual(1)] * 9), 2)[1] == {}
+    monkeypatch.setattr(shares, "_InspectionProcess", None)
+    assert surveyed(GivenPayloads(["a"] * 9, [usual(1)] * 9), 2)[1] == {}
 
 
 def test_a_form_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,17 +137,17 @@ def test_a_form_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(*given: Any, **options: Any) -> Any:
         asked.append(options)
-        return settle(*given, **options)
+        return to_model_dtype(*given, **options)
 
-    monkeypatch.setattr(looking, "settle", counted)
-    payloads = Given([f"{i}" for i in range(40)], [usual(1 + i % 7) for i in range(40)])
+    monkeypatch.setattr(looking, "to_model_dtype", counted)
+    payloads = GivenPayloads([f"{i}" for i in range(40)], [usual(1 + i % 7) for i in range(40)])
     assert surveyed(payloads)[1] == {}
     assert len(asked) == 2  # x and y
 
 
 def test_labels_from_elsewhere(tmp_path: Path) -> None:
     only_x = npz(x=np.zeros((2, 3), dtype=np.float32))
-    payloads = Given(["a", "b", "c"], [only_x, usual(2), only_x])
+    payloads = GivenPayloads(["a", "b", "c"], [only_x, usual(2), only_x])
     (rows, _, form), refused = surveyed(payloads, labels=np.array([1.0, 2.0, 3.0]))
     assert (rows, form) == ([0, 2], "x (3,) torch.float32, y () torch.float32")
     assert "has y, and so has contributions.csv" in refused[1]
@@ -163,11 +158,11 @@ def test_labels_from_elsewhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("root", [".", "people", "./people/", "/people"])
 def test_a_name_is_the_path_as_text(root: str) -> None:
-    payloads = Files(Path(root), ["a", "b c", "é"], np.array([0, 1, 0], dtype=np.uint8))
+    payloads = FolderPayloads(Path(root), ["a", "b c", "é"], np.array([0, 1, 0], dtype=np.uint8))
     names = ["a/payload.npz", "b c/payload.csv", "é/payload.npz"]
     for row, name in enumerate(names):
         assert payloads.path(row) == Path(root) / name
-        assert name_of(payloads, row) == str(Path(root) / name)
+        assert payload_path(payloads, row) == str(Path(root) / name)
 
 
 def test_one_payload_in_each_folder(tmp_path: Path) -> None:
@@ -177,7 +172,7 @@ def test_one_payload_in_each_folder(tmp_path: Path) -> None:
             (tmp_path / name / f"payload.{kind}").write_bytes(usual(1))
     (tmp_path / "folder" / "payload.npz").mkdir(parents=True)
     (tmp_path / "other").symlink_to(tmp_path / "link")
-    payloads = Files(tmp_path, ["none", "two", "folder", "absent", "link", "other"])
+    payloads = FolderPayloads(tmp_path, ["none", "two", "folder", "absent", "link", "other"])
     for row, what in enumerate(["no payload", "two payloads", "no payload", "no payload"]):
         with raises_code("corpus.put-payload-npz") as refusal:
             payloads.path(row)
@@ -188,5 +183,5 @@ def test_one_payload_in_each_folder(tmp_path: Path) -> None:
 def test_what_was_taken_for_an_archive_is_read_as_one(tmp_path: Path) -> None:
     path = tmp_path / "payload.NPZ"
     path.write_bytes(npz(x=np.arange(6, dtype=np.float32).reshape(2, 3)))
-    x, y = FolderSource(Given(["a"], [path]), None).fetch(np.array([1]))
+    x, y = PayloadSource(GivenPayloads(["a"], [path]), None).fetch(np.array([1]))
     assert torch.equal(x, torch.tensor([[3.0, 4.0, 5.0]])) and y is None

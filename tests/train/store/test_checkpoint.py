@@ -26,8 +26,7 @@ from torch import Tensor
 
 from lamina import cbor
 from lamina.errors import StorageError
-from lamina.train.store.archive import _DTYPES, Archive
-from lamina.train.store.checkpoint import Checkpoints, Snapshot
+from lamina.train.training_checkpoint import _DTYPES, CheckpointArchive, TrainingCheckpoint, TrainingCheckpoints
 from refusals import raises_code
 
 
@@ -38,15 +37,15 @@ def bits(tensor: Tensor) -> bytes:
     return f"{plain.dtype} {tuple(plain.shape)} ".encode() + raw
 
 
-def same(one: Snapshot, two: Snapshot) -> bool:
+def same(one: TrainingCheckpoint, two: TrainingCheckpoint) -> bool:
     return one.state == two.state and {n: bits(t) for n, t in one.tensors.items()} == {
         n: bits(t) for n, t in two.tensors.items()
     }
 
 
-def small(number: int = 1) -> Snapshot:
+def small(number: int = 1) -> TrainingCheckpoint:
     tensors = {"model/w": torch.arange(3.0) + number, "model/b": torch.tensor([True, False])}
-    return Snapshot(tensors=tensors, state={"step": number, "lr": 0.1})
+    return TrainingCheckpoint(tensors=tensors, state={"step": number, "lr": 0.1})
 
 
 def put(path: Path, data: bytes) -> None:
@@ -78,8 +77,8 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
         'ünïcode / "quoted" \\ name': torch.ones(1),
     }
     state = {"none": None, "floats": [0.1, math.inf, -0.0], "deep": {"er": [[1], {"2": b"x"}]}, 7: True}
-    snapshot = Snapshot(tensors=tensors, state=state)
-    checkpoints = Checkpoints(tmp_path / "checkpoint")
+    snapshot = TrainingCheckpoint(tensors=tensors, state=state)
+    checkpoints = TrainingCheckpoints(tmp_path / "checkpoint")
     digest = checkpoints.save(7, snapshot)
     read, again = checkpoints.load(7)
     assert same(read, snapshot) and again == digest and len(digest) == 32
@@ -93,15 +92,8 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
 names = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S")), min_size=1, max_size=8)
 shapes = st.lists(st.integers(0, 4), max_size=3)
 values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**64), 2**64 - 1)
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.binary(),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.integers(0, 9), inner, max_size=3)
-    ),
+    st.none() | st.booleans() | st.integers(-(2**64), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.integers(0, 9), inner, max_size=3),
     max_leaves=8,
 )
 
@@ -111,27 +103,25 @@ values = st.recursive(
     st.dictionaries(st.text(), values, max_size=3),
 )
 def test_any_snapshot_comes_back(
-    tmp_path_factory: pytest.TempPathFactory,
-    spec: dict[str, tuple[torch.dtype, list[int]]],
-    state: dict[str, object],
+    tmp_path_factory: pytest.TempPathFactory, spec: dict[str, tuple[torch.dtype, list[int]]], state: dict[str, object]
 ) -> None:
-    checkpoints = Checkpoints(tmp_path_factory.getbasetemp() / "any")
+    checkpoints = TrainingCheckpoints(tmp_path_factory.getbasetemp() / "any")
     tensors = {}
     for i, (name, (dtype, shape)) in enumerate(spec.items()):
         raw = torch.arange(i, i + math.prod(shape) * dtype.itemsize) % 2
         tensors[name] = (
             raw.to(torch.uint8).view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
         )
-    snapshot = Snapshot(tensors=tensors, state=state)
+    snapshot = TrainingCheckpoint(tensors=tensors, state=state)
     with mock.patch("os.fsync"):
         digest = checkpoints.save(0, snapshot)
     read, again = checkpoints.load(0)
     assert same(read, snapshot) and digest == again
-    assert checkpoints.path(0).stat().st_size == Archive.of(0, tensors, state).size()
+    assert checkpoints.path(0).stat().st_size == CheckpointArchive.of(0, tensors, state).size()
 
 
 def test_the_digest_is_what_it_says(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TrainingCheckpoints(tmp_path)
     snapshot = small()
     digest = checkpoints.save(3, snapshot)
     header = checkpoints.path(3).read_bytes()
@@ -150,41 +140,34 @@ def test_the_digest_is_what_it_says(tmp_path: Path) -> None:
 
 
 def test_anything_that_differs_has_another_digest(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TrainingCheckpoints(tmp_path)
     w = torch.arange(6.0)
-    variants: list[Snapshot] = [
-        Snapshot(tensors={"a": w}, state={}),
-        Snapshot(tensors={"b": w}, state={}),
-        Snapshot(tensors={"a": w.view(2, 3)}, state={}),
-        Snapshot(tensors={"a": w.view(torch.int32)}, state={}),
-        Snapshot(tensors={"a": w + 1}, state={}),
-        Snapshot(tensors={"a": w[:3], "b": w[3:]}, state={}),
-        Snapshot(tensors={"a": w[:2], "b": w[2:]}, state={}),
-        Snapshot(tensors={"a": w}, state={"x": 1}),
-        Snapshot(tensors={"a": w}, state={"x": 1.0}),
-        Snapshot(tensors={"a": w}, state={"x": True}),
+    variants: list[TrainingCheckpoint] = [
+        TrainingCheckpoint(tensors={"a": w}, state={}),
+        TrainingCheckpoint(tensors={"b": w}, state={}),
+        TrainingCheckpoint(tensors={"a": w.view(2, 3)}, state={}),
+        TrainingCheckpoint(tensors={"a": w.view(torch.int32)}, state={}),
+        TrainingCheckpoint(tensors={"a": w + 1}, state={}),
+        TrainingCheckpoint(tensors={"a": w[:3], "b": w[3:]}, state={}),
+        TrainingCheckpoint(tensors={"a": w[:2], "b": w[2:]}, state={}),
+        TrainingCheckpoint(tensors={"a": w}, state={"x": 1}),
+        TrainingCheckpoint(tensors={"a": w}, state={"x": 1.0}),
+        TrainingCheckpoint(tensors={"a": w}, state={"x": True}),
     ]
     digests = [checkpoints.save(0, v) for v in variants] + [checkpoints.save(1, variants[0])]
     assert len(set(digests)) == len(digests)
-    assert checkpoints.save(0, Snapshot(tensors={"a": w.clone()}, state={})) == digests[0]
+    assert checkpoints.save(0, TrainingCheckpoint(tensors={"a": w.clone()}, state={})) == digests[0]
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     w = torch.randn(1000)
     z = torch.randn(4, dtype=torch.complex64)
-    tensors = {
-        "embed": w,
-        "head": w.view(1000),
-        "part": w[:999],
-        "shape": w.view(10, 100),
-        "z": z,
-        "z*": z.conj(),
-    }
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(0, Snapshot(tensors=tensors, state={}))
+    tensors = {"embed": w, "head": w.view(1000), "part": w[:999], "shape": w.view(10, 100), "z": z, "z*": z.conj()}
+    checkpoints = TrainingCheckpoints(tmp_path)
+    checkpoints.save(0, TrainingCheckpoint(tensors=tensors, state={}))
     assert set(load_file(checkpoints.path(0))) == set(tensors) - {"head"}
     read, _ = checkpoints.load(0)
-    assert same(read, Snapshot(tensors=tensors, state={}))
+    assert same(read, TrainingCheckpoint(tensors=tensors, state={}))
     assert read.tensors["head"] is read.tensors["embed"]
 
 
@@ -192,8 +175,8 @@ def test_a_checkpoint_is_smaller_than_twice_the_model_and_optimiser(tmp_path: Pa
     tensors = {f"layer{i}/w": torch.randn(64, 64) for i in range(24)}
     tensors |= {f"optimizer/{i}/step": torch.tensor(1.0) for i in range(24)}
     size = sum(t.numel() * t.element_size() for t in tensors.values())
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(0, Snapshot(tensors=tensors, state={"optimizer": [["d", "lr", 0.1]] * 24}))
+    checkpoints = TrainingCheckpoints(tmp_path)
+    checkpoints.save(0, TrainingCheckpoint(tensors=tensors, state={"optimizer": [["d", "lr", 0.1]] * 24}))
     assert size < checkpoints.path(0).stat().st_size < 1.05 * size
 
 
@@ -203,38 +186,34 @@ def test_saving_copies_at_most_one_tensor_at_a_time(tmp_path: Path) -> None:
     def work() -> int:
         torch.set_num_threads(1)  # a forked child has no threads of OpenMP to wait for
         tensors = {str(i): torch.ones(512, 1024).t() for i in range(32)}  # 2 MB each, 64 MB in all
-        checkpoints = Checkpoints(tmp_path)
-        checkpoints.save(0, Snapshot(tensors={"warm": tensors["0"]}, state={}))
+        checkpoints = TrainingCheckpoints(tmp_path)
+        checkpoints.save(0, TrainingCheckpoint(tensors={"warm": tensors["0"]}, state={}))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        checkpoints.save(1, Snapshot(tensors=tensors, state={}))
+        checkpoints.save(1, TrainingCheckpoint(tensors=tensors, state={}))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
     assert int(in_child(work)) < 16_000  # kilobytes
     tracemalloc.start()
-    Checkpoints(tmp_path).save(2, Snapshot(tensors={"w": torch.ones(1 << 20)}, state={}))
+    TrainingCheckpoints(tmp_path).save(2, TrainingCheckpoint(tensors={"w": torch.ones(1 << 20)}, state={}))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TrainingCheckpoints(tmp_path)
     checkpoints.save(0, small())
-    for wrong in (
-        torch.ones(2, dtype=torch.complex128),
-        torch.eye(2).to_sparse(),
-        torch.empty(2, device="meta"),
-    ):
+    for wrong in (torch.ones(2, dtype=torch.complex128), torch.eye(2).to_sparse(), torch.empty(2, device="meta")):
         for attempt in (lambda s: checkpoints.save(1, s), checkpoints.room):
             with raises_code("train.tensor-checkpoint-not") as caught:
-                attempt(Snapshot(tensors={"model/odd": wrong}, state={}))
+                attempt(TrainingCheckpoint(tensors={"model/odd": wrong}, state={}))
             assert caught.value.remedy
     with raises_code("train.tensor-checkpoint-not"):
-        checkpoints.save(1, Snapshot(tensors={"__metadata__": torch.ones(1)}, state={}))
+        checkpoints.save(1, TrainingCheckpoint(tensors={"__metadata__": torch.ones(1)}, state={}))
     with raises_code("train.tensor-checkpoint-not"):
-        checkpoints.save(1, Snapshot(tensors={"\ud800": torch.ones(1)}, state={}))
+        checkpoints.save(1, TrainingCheckpoint(tensors={"\ud800": torch.ones(1)}, state={}))
     for state in ({"x": math.nan}, {"x": torch.ones(1)}, {"x": {1.5: 2}}, {"x": b"y" * (1 << 26)}):
         with raises_code("train.state-not-saved"):
-            checkpoints.save(1, Snapshot(tensors={}, state=state))
+            checkpoints.save(1, TrainingCheckpoint(tensors={}, state=state))
     with raises_code("train.index"):
         checkpoints.save(-1, small())
     assert checkpoints.indices() == [0] and same(checkpoints.load(0)[0], small())
@@ -244,7 +223,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_name(tmp_path: Path) -> Non
 
 
 def test_which_are_there_and_pruning(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TrainingCheckpoints(tmp_path)
     assert checkpoints.indices() == []
     for index in (3, 0, 1_234_567, 12, 999_999):
         checkpoints.save(index, small(index))
@@ -266,7 +245,7 @@ def test_which_are_there_and_pruning(tmp_path: Path) -> None:
 
 
 def test_a_missing_one_is_told_with_those_there(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TrainingCheckpoints(tmp_path)
     checkpoints.save(3, small())
     with raises_code("train.no-checkpoint") as caught:
         checkpoints.load(4)
@@ -274,8 +253,8 @@ def test_a_missing_one_is_told_with_those_there(tmp_path: Path) -> None:
 
 
 def test_room_is_asked_for_before_anything_is_spent(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    snapshot = Snapshot(tensors={"w": torch.zeros(250_000)}, state={})
+    checkpoints = TrainingCheckpoints(tmp_path)
+    snapshot = TrainingCheckpoint(tensors={"w": torch.zeros(250_000)}, state={})
     checkpoints.room(snapshot)
     checkpoints.save(0, snapshot)
     size = checkpoints.path(0).stat().st_size
@@ -293,7 +272,7 @@ def test_room_is_asked_for_before_anything_is_spent(tmp_path: Path) -> None:
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TrainingCheckpoints(tmp_path)
     checkpoints.save(5, small())
     path = checkpoints.path(5)
     data = path.read_bytes()
@@ -308,7 +287,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
 
 
 def test_cut_or_lengthened_anywhere_it_is_refused(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TrainingCheckpoints(tmp_path)
     checkpoints.save(5, small())
     path = checkpoints.path(5)
     data = path.read_bytes()
@@ -325,7 +304,7 @@ def test_cut_or_lengthened_anywhere_it_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_cut_after_it_was_read_does_no_harm(tmp_path: Path) -> None:
     """A mapped tensor would meet SIGBUS here, which no handler can turn into a message."""
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TrainingCheckpoints(tmp_path)
     checkpoints.save(5, small())
 
     def work() -> bool:
@@ -340,7 +319,7 @@ def test_a_file_that_is_cut_after_it_was_read_does_no_harm(tmp_path: Path) -> No
 def test_bytes_that_nobody_wrote_are_refused(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, length: int
 ) -> None:
-    checkpoints = Checkpoints(tmp_path_factory.getbasetemp() / "nobody's")
+    checkpoints = TrainingCheckpoints(tmp_path_factory.getbasetemp() / "nobody's")
     checkpoints.path(0).touch()
     for content in (data, length.to_bytes(8, "little") + b'{"__metadata__":{' + data):
         put(checkpoints.path(0), content)
@@ -348,15 +327,15 @@ def test_bytes_that_nobody_wrote_are_refused(
             checkpoints.load(0)
 
 
-def forged(checkpoints: Checkpoints, content: object, tensors: dict[str, Tensor], index: int = 0) -> None:
+def forged(checkpoints: TrainingCheckpoints, content: object, tensors: dict[str, Tensor], index: int = 0) -> None:
     """A file with a right digest over a content that this version never writes."""
-    archive = Archive(tensors=tensors, body=cbor.encode(content, floats=True))
+    archive = CheckpointArchive(tensors=tensors, body=cbor.encode(content, floats=True))
     data = archive.header(archive.digest()) + b"".join(archive.data())
     checkpoints.path(index).write_bytes(data)
 
 
 def test_a_later_format_a_swapped_file_and_a_strange_state_are_told(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TrainingCheckpoints(tmp_path)
     plain = {"format": 1, "index": 0, "alias": {}, "state": {}}
     forged(checkpoints, plain, {})
     checkpoints.load(0)
@@ -400,7 +379,7 @@ def test_a_later_format_a_swapped_file_and_a_strange_state_are_told(tmp_path: Pa
 def test_a_failed_save_leaves_everything_as_it_was(
     tmp_path: Path, call: str, nth: int, error: int, advice: str, index: int
 ) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TrainingCheckpoints(tmp_path)
     checkpoints.save(1, small(1))
     with failing(call, error, nth=nth), pytest.raises(StorageError) as caught:
         checkpoints.save(index, small(9))
@@ -409,7 +388,7 @@ def test_a_failed_save_leaves_everything_as_it_was(
 
 
 def test_a_failed_prune_or_read_is_told(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TrainingCheckpoints(tmp_path)
     for index in range(3):
         checkpoints.save(index, small(index))
     with failing("unlink", errno.EROFS), pytest.raises(StorageError) as caught:
@@ -425,9 +404,9 @@ def test_a_failed_prune_or_read_is_told(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_in_earnest(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TrainingCheckpoints(tmp_path)
     checkpoints.save(1, small())
-    large = Snapshot(tensors={"w": torch.ones(100_000)}, state={})
+    large = TrainingCheckpoint(tensors={"w": torch.ones(100_000)}, state={})
 
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -440,9 +419,9 @@ def test_a_full_disk_in_earnest(tmp_path: Path) -> None:
 
 def test_a_read_only_folder_in_earnest(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    Checkpoints(folder).save(1, small())
+    TrainingCheckpoints(folder).save(1, small())
     folder.chmod(0o555)
-    answer = in_child(lambda: as_nobody(folder, lambda: Checkpoints(Path()).save(2, small())))
+    answer = in_child(lambda: as_nobody(folder, lambda: TrainingCheckpoints(Path()).save(2, small())))
     assert answer.startswith("StorageError") and "writable" in answer
     folder.chmod(0o755)
     assert os.listdir(folder) == ["000001.safetensors"]
@@ -450,10 +429,10 @@ def test_a_read_only_folder_in_earnest(tmp_path: Path) -> None:
 
 def test_killed_at_any_instant_each_checkpoint_is_whole(tmp_path: Path) -> None:
     snapshots = [
-        Snapshot(tensors={f"w{i}": torch.full((50_000,), n + 0.5) for i in range(3)}, state={"n": n})
+        TrainingCheckpoint(tensors={f"w{i}": torch.full((50_000,), n + 0.5) for i in range(3)}, state={"n": n})
         for n in range(2)
     ]
-    Checkpoints(tmp_path).save(0, snapshots[0])
+    TrainingCheckpoints(tmp_path).save(0, snapshots[0])
     left = 0
     for round_ in range(80):
         if left and round_ >= 8:
@@ -461,7 +440,7 @@ def test_killed_at_any_instant_each_checkpoint_is_whole(tmp_path: Path) -> None:
         child = os.fork()
         if child == 0:
             try:
-                checkpoints = Checkpoints(tmp_path)
+                checkpoints = TrainingCheckpoints(tmp_path)
                 while True:
                     for snapshot in snapshots:
                         checkpoints.save(0, snapshot)
@@ -470,7 +449,7 @@ def test_killed_at_any_instant_each_checkpoint_is_whole(tmp_path: Path) -> None:
         time.sleep(0.004 * (round_ % 40 + 1))
         kill(child)
         left += len(os.listdir(tmp_path)) - 1
-        checkpoints = Checkpoints(tmp_path)
+        checkpoints = TrainingCheckpoints(tmp_path)
         assert os.listdir(tmp_path) == ["000000.safetensors"]
         read, _ = checkpoints.load(0)
         assert same(read, snapshots[read.state["n"]])

@@ -14,7 +14,7 @@ import pytest
 from forked import as_nobody, failing, in_child, kill, refusal
 
 from lamina.errors import StorageError
-from lamina.train.store.durable import make_folder, replacing, sweep, write_all, write_atomically
+from lamina.train.run_files import make_folder, remove_temporary_files, replacing, write_all, write_atomically
 from refusals import raises_code
 
 
@@ -106,10 +106,7 @@ def test_a_fresh_file_takes_nobodys_place(tmp_path: Path) -> None:
             write_all(file, b"second")
         assert "another folder" in refusal(caught.value, path)
     assert path.read_bytes() == b"first" and os.listdir(tmp_path) == ["journal"]
-    with (
-        failing("link", errno.EPERM),
-        replacing(tmp_path / "other", fresh=True) as file,
-    ):  # no hard links here
+    with failing("link", errno.EPERM), replacing(tmp_path / "other", fresh=True) as file:  # no hard links here
         write_all(file, b"third")
     assert (tmp_path / "other").read_bytes() == b"third"
 
@@ -160,7 +157,7 @@ def test_killed_at_any_instant_the_file_is_old_or_new(tmp_path: Path) -> None:
         time.sleep(0.003 * (round_ + 1))
         kill(child)
         assert path.read_bytes() in contents
-    sweep(tmp_path)
+    remove_temporary_files(tmp_path)
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -175,7 +172,7 @@ def test_sweeping_takes_our_temporary_files_and_no_others(tmp_path: Path) -> Non
     others = [".tmpAbC123", "a.lamina-tmp", ".x.0123.lamina-tmp", ".hidden", "notes.tmp", left + "x"]
     for name in others:
         (tmp_path / name).write_bytes(b"")
-    sweep(tmp_path)
+    remove_temporary_files(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted(others)
 
 

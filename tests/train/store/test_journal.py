@@ -22,10 +22,20 @@ from hypothesis import strategies as st
 
 from lamina import cbor
 from lamina.errors import EncodingError, RunError, StorageError
-from lamina.train.book.charge import Charge
-from lamina.train.store import frame
-from lamina.train.store.journal import Journal
-from lamina.train.store.records import Close, Done, GivenUp, Moved, Open, Record, Start, from_body, to_body
+from lamina.spend.charge import Charge
+from lamina.train import journal as frame
+from lamina.train.journal import Journal
+from lamina.train.journal_records import (
+    AttemptAbandoned,
+    AttemptClosed,
+    AttemptOpened,
+    JournalMoved,
+    JournalRecord,
+    RunEnded,
+    RunStarted,
+    from_body,
+    to_body,
+)
 from refusals import raises_code
 
 RUN, SALT = "0123456789abcdef" * 2, bytes(range(32))
@@ -36,7 +46,7 @@ def charge(**other: object) -> Charge:
     return Charge(accountant="pld", **{**plain, **other})  # type: ignore[arg-type]
 
 
-def opened(segment: int, generation: int = 0, /, **other: object) -> Open:
+def opened(segment: int, generation: int = 0, /, **other: object) -> AttemptOpened:
     rng = random.Random(f"{segment} {generation}")
     digests = {name: rng.randbytes(32) for name in ("plan", "settings", "membership", "checkpoint", "data")}
     plain: dict[str, object] = {
@@ -55,11 +65,11 @@ def opened(segment: int, generation: int = 0, /, **other: object) -> Open:
         "seed": rng.randbytes(32),
         **digests,
     }
-    return Open(**{**plain, **other})  # type: ignore[arg-type]
+    return AttemptOpened(**{**plain, **other})  # type: ignore[arg-type]
 
 
-def close(record: Open) -> Close:
-    return Close(
+def close(record: AttemptOpened) -> AttemptClosed:
+    return AttemptClosed(
         segment=record.segment,
         generation=record.generation,
         nonce=record.nonce,
@@ -67,7 +77,7 @@ def close(record: Open) -> Close:
     )
 
 
-def make(path: Path, *records: Record) -> Journal:
+def make(path: Path, *records: JournalRecord) -> Journal:
     journal = Journal.create(path, run=RUN, salt=SALT)
     for record in records:
         journal.append(record)
@@ -87,19 +97,19 @@ def no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
-def bare(records: tuple[Record, ...]) -> list[Record]:
+def bare(records: tuple[JournalRecord, ...]) -> list[JournalRecord]:
     """Records without their seeds."""
-    return [dataclasses.replace(r, seed=b"") if isinstance(r, Open) else r for r in records]
+    return [dataclasses.replace(r, seed=b"") if isinstance(r, AttemptOpened) else r for r in records]
 
 
-def story() -> list[Record]:
+def story() -> list[JournalRecord]:
     """Two closed segments, attempts that were given up with and without a word, and one that is pending."""
     first, second, third, again = opened(0), opened(1), opened(2), opened(2, 1)
     return [first, close(first), second, close(second), third, again]
 
 
-def given_up(record: Open, *, charged: bool = True) -> GivenUp:
-    return GivenUp(segment=record.segment, generation=record.generation, nonce=record.nonce, charged=charged)
+def given_up(record: AttemptOpened, *, charged: bool = True) -> AttemptAbandoned:
+    return AttemptAbandoned(segment=record.segment, generation=record.generation, nonce=record.nonce, charged=charged)
 
 
 # ---------------------------------------------------------------------------------------------------- what it says
@@ -107,12 +117,12 @@ def given_up(record: Open, *, charged: bool = True) -> GivenUp:
 
 def test_a_journal_reads_back_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    end = [Moved(place=5), Done(steps=100, reason="the plan's steps")]
+    end = [JournalMoved(place=5), RunEnded(steps=100, reason="the plan's steps")]
     journal = make(path, *story(), *end)
     read = Journal.load(path)
     assert read.records == journal.records
     assert bare(read.records[1:]) == bare((*story(), *end))
-    assert read.start == Start(run=RUN, salt=SALT, place=path.stat().st_ino)
+    assert read.start == RunStarted(run=RUN, salt=SALT, place=path.stat().st_ino)
     assert [(o.segment, o.generation) for o in read.opens] == [(0, 0), (1, 0), (2, 0), (2, 1)]
     assert [read.closed(o) for o in read.opens] == [True, True, False, False]
     assert read.pending == opened(2, 1)  # its seed included
@@ -127,7 +137,7 @@ def test_what_is_pending_and_what_is_done(tmp_path: Path) -> None:
     assert journal.pending == first and not journal.closed(other)
     journal.append(close(first))
     assert journal.pending is None and journal.closed(first) and not journal.closed(other)
-    end = Done(steps=50, reason="bounds")
+    end = RunEnded(steps=50, reason="bounds")
     journal.append(end)
     assert journal.done == end
     journal.append(opened(1))
@@ -160,7 +170,7 @@ def test_records_come_in_order(tmp_path: Path) -> None:
     first = opened(0)
     journal = make(tmp_path / "journal", first)
     size = journal.path.stat().st_size
-    wrong: list[Record] = [
+    wrong: list[JournalRecord] = [
         journal.start,
         opened(0),
         close(opened(0, nonce=bytes(16))),
@@ -198,7 +208,7 @@ def test_a_copy_is_noticed_and_a_move_is_not(tmp_path: Path) -> None:
     assert not Journal.load(path).copied
     journal = Journal.load(copy)
     assert journal.copied
-    journal.append(Moved(place=journal.place))
+    journal.append(JournalMoved(place=journal.place))
     assert not journal.copied and not Journal.load(copy).copied
     os.rename(copy, tmp_path / "elsewhere")
     assert not Journal.load(tmp_path / "elsewhere").copied
@@ -222,7 +232,7 @@ def test_only_the_pending_seed_is_in_the_file(tmp_path: Path) -> None:
     seeds: list[bytes] = []
     for record in story():
         journal.append(record)
-        if isinstance(record, Open):
+        if isinstance(record, AttemptOpened):
             seeds.append(record.seed)
         data = path.read_bytes()
         pending = journal.pending
@@ -234,11 +244,7 @@ def test_nothing_prints_a_seed(tmp_path: Path) -> None:
     record = opened(0, seed=b"S" * 32)
     journal = make(tmp_path / "journal", record)
     shown = (
-        repr(record)
-        + repr(journal.records)
-        + str(record)
-        + repr(journal)
-        + repr(frame.write(record, 0, b"")[1])
+        repr(record) + repr(journal.records) + str(record) + repr(journal) + repr(frame.encode_frame(record, 0, b"")[1])
     )
     assert "SSSS" not in shown and (b"S" * 32).hex() not in shown and "nonce" in shown
 
@@ -324,13 +330,11 @@ def test_cut_anywhere_the_whole_records_are_there_and_it_goes_on(tmp_path: Path)
         read = Journal.load(path)
         assert bare(read.records) == records[:whole]
         if length % 17 == 0:  # the tail is cut by the next append
-            read.append(Moved(place=7))
-            assert bare(Journal.load(path).records) == [*records[:whole], Moved(place=7)]
+            read.append(JournalMoved(place=7))
+            assert bare(Journal.load(path).records) == [*records[:whole], JournalMoved(place=7)]
 
 
-@pytest.mark.parametrize(
-    "tail", [b"\0" * 3, bytes(700), b"\x17" * 50, b"LMJ1", b"LMJ1" + bytes(60), b"LMJ9" * 30]
-)
+@pytest.mark.parametrize("tail", [b"\0" * 3, bytes(700), b"\x17" * 50, b"LMJ1", b"LMJ1" + bytes(60), b"LMJ9" * 30])
 def test_a_tail_that_was_never_acknowledged_is_ignored(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "journal"
     journal = make(path, opened(0))
@@ -347,7 +351,7 @@ def test_bytes_that_nobody_wrote_are_refused(tmp_path_factory: pytest.TempPathFa
     path = tmp_path_factory.getbasetemp() / "nobody's journal"
     path.touch()
     for start in (b"", b"LMJ1", b"LMJ1\x01\x00\x00\x00\x10"):
-        for end in (b"", frame.MARK):
+        for end in (b"", frame.DURABLE_MARK):
             put(path, start + data + end)
             with raises_code("train.journal-damaged-byte"):
                 Journal.load(path)
@@ -359,7 +363,7 @@ def test_frames_cannot_be_lost_doubled_or_exchanged(tmp_path: Path) -> None:
     journal = Journal.create(path, run=RUN, salt=SALT)
     ends.append(path.stat().st_size)
     for step in range(4):
-        journal.append(Moved(place=step))
+        journal.append(JournalMoved(place=step))
         ends.append(path.stat().st_size)
     data = path.read_bytes()
     parts = [data[a:b] for a, b in itertools.pairwise(ends)]
@@ -374,9 +378,9 @@ def seal(path: Path, kind: int, body: bytes, *, version: bytes = b"1") -> None:
     data = path.read_bytes()
     length = len(data)
     chain = Journal.load(path)._chain
-    checksum = frame._checksum(chain, kind, body)
+    checksum = frame._frame_checksum(chain, kind, body)
     head = b"LMJ" + version + bytes([kind]) + len(body).to_bytes(4, "big") + checksum + body
-    path.write_bytes(data + head + bytes(-(length + len(head)) % 16) + frame.MARK)
+    path.write_bytes(data + head + bytes(-(length + len(head)) % 16) + frame.DURABLE_MARK)
 
 
 def test_a_record_of_a_later_version_is_told(tmp_path: Path) -> None:
@@ -387,7 +391,7 @@ def test_a_record_of_a_later_version_is_told(tmp_path: Path) -> None:
         (4, cbor.encode({"train.journal-damaged-byte": -1}), b"1", "train.journal-damaged-byte"),
         (4, cbor.encode([1]), b"1", "train.journal-damaged-byte"),
         (4, b"\xff", b"1", "train.journal-damaged-byte"),
-        (1, to_body(Start(run=RUN, salt=SALT, place=1))[1], b"1", "train.journal-damaged-byte"),
+        (1, to_body(RunStarted(run=RUN, salt=SALT, place=1))[1], b"1", "train.journal-damaged-byte"),
         (3, to_body(close(opened(4)))[1], b"1", "train.journal-damaged-byte"),
     ]:
         path = tmp_path / "journal"
@@ -406,7 +410,7 @@ def test_a_record_of_a_later_version_is_told(tmp_path: Path) -> None:
 def test_power_lost_at_any_instant(tmp_path: Path) -> None:
     """After any crash it reads, holds all that was acknowledged and at most one record more, and only its seeds."""
     path = tmp_path / "journal"
-    wide = [dataclasses.replace(r, code="v" * 900) if isinstance(r, Open) else r for r in story()]
+    wide = [dataclasses.replace(r, code="v" * 900) if isinstance(r, AttemptOpened) else r for r in story()]
     journal = make(path)
     recorder = Recorder(path)
     acknowledged = [(0, 1)]  # events so far, records so far
@@ -427,7 +431,7 @@ def test_power_lost_at_any_instant(tmp_path: Path) -> None:
             pending = read.pending
             if pending is not None:
                 assert pending.seed == next(
-                    o.seed for o in wide if isinstance(o, Open) and o.key == pending.key
+                    o.seed for o in wide if isinstance(o, AttemptOpened) and o.key == pending.key
                 )
             torn += len(image) > read._end
             if image_number < 3:  # and the run goes on
@@ -504,9 +508,7 @@ def test_a_killed_creation_leaves_no_journal_or_a_whole_one(tmp_path: Path) -> N
         ("fsync", 2, errno.EIO),
     ],
 )
-def test_a_failed_append_leaves_the_journal_as_it_was(
-    tmp_path: Path, call: str, nth: int, error: int
-) -> None:
+def test_a_failed_append_leaves_the_journal_as_it_was(tmp_path: Path, call: str, nth: int, error: int) -> None:
     path, first = tmp_path / "journal", opened(0)
     journal = make(path, first)
     data = path.read_bytes()
@@ -607,12 +609,10 @@ def test_what_is_not_there_or_no_file_is_told(tmp_path: Path) -> None:
 digests = st.binary(min_size=32, max_size=32)
 numbers = st.integers(0, 2**64 - 1)
 finite = st.floats(allow_nan=False)
-charges = st.builds(
-    Charge, cls=st.text(), sigma=finite, q=finite, steps=numbers, delta=finite, accountant=st.text()
-)
+charges = st.builds(Charge, cls=st.text(), sigma=finite, q=finite, steps=numbers, delta=finite, accountant=st.text())
 nonces = st.binary(min_size=16, max_size=16)
 opens = st.builds(
-    lambda span, **fields: Open(first=min(span), last=max(span), **fields),
+    lambda span, **fields: AttemptOpened(first=min(span), last=max(span), **fields),
     span=st.tuples(numbers, numbers),
     segment=numbers,
     generation=numbers,
@@ -634,22 +634,22 @@ opens = st.builds(
 names = st.text(alphabet="0123456789abcdef", min_size=32, max_size=32)
 any_record = st.one_of(
     opens,
-    st.builds(Start, run=names, salt=digests, place=numbers),
-    st.builds(Close, segment=numbers, generation=numbers, nonce=nonces, checkpoint=digests),
-    st.builds(GivenUp, segment=numbers, generation=numbers, nonce=nonces, charged=st.booleans()),
-    st.builds(Moved, place=numbers),
-    st.builds(Done, steps=numbers, reason=st.text()),
+    st.builds(RunStarted, run=names, salt=digests, place=numbers),
+    st.builds(AttemptClosed, segment=numbers, generation=numbers, nonce=nonces, checkpoint=digests),
+    st.builds(AttemptAbandoned, segment=numbers, generation=numbers, nonce=nonces, charged=st.booleans()),
+    st.builds(JournalMoved, place=numbers),
+    st.builds(RunEnded, steps=numbers, reason=st.text()),
 )
 
 
 @given(any_record)
-def test_a_record_reads_back_without_its_seed(record: Record) -> None:
+def test_a_record_reads_back_without_its_seed(record: JournalRecord) -> None:
     kind, body = to_body(record)
     assert [from_body(kind, body)] == bare((record,))
-    data, written = frame.write(record, 32, b"c" * 32)
-    whole = bytes(32) + data[:-16] + frame.MARK
+    data, written = frame.encode_frame(record, 32, b"c" * 32)
+    whole = bytes(32) + data[:-16] + frame.DURABLE_MARK
     assert (
-        frame.read(whole, 32, b"c" * 32) == written and written.record == record and written.end == len(whole)
+        frame.decode_frame(whole, 32, b"c" * 32) == written and written.record == record and written.end == len(whole)
     )
 
 
@@ -681,7 +681,7 @@ def test_a_record_is_checked_where_it_is_made(wrong: dict[str, object]) -> None:
     assert caught.value.remedy
     for name in ("XYZ", "A" * 32, "0" * 31):
         with pytest.raises(RunError):
-            Start(run=name, salt=SALT, place=1)
+            RunStarted(run=name, salt=SALT, place=1)
 
 
 def test_a_value_that_has_no_encoding_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -690,7 +690,7 @@ def test_a_value_that_has_no_encoding_is_refused_before_anything_is_written(tmp_
     for record in (
         opened(0, charges=(charge(sigma=float("nan")),)),
         opened(0, code="x" * (1 << 20)),
-        Done(steps=1, reason="\ud800"),
+        RunEnded(steps=1, reason="\ud800"),
     ):
         with pytest.raises(RunError):
             journal.append(record)

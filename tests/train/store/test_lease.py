@@ -13,7 +13,7 @@ import pytest
 from forked import as_nobody, child_that, failing, in_child, kill, refusal
 
 from lamina.errors import RunInUse, StorageError
-from lamina.train.store.lease import Lease
+from lamina.train.run_files import Lease
 from refusals import raises_code
 
 

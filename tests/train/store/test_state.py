@@ -21,8 +21,7 @@ from torch.optim import lr_scheduler
 
 from lamina import cbor
 from lamina.errors import LaminaError, StorageError
-from lamina.train.store.checkpoint import Checkpoints, Snapshot
-from lamina.train.store.state import flatten, unflatten
+from lamina.train.training_checkpoint import TrainingCheckpoint, TrainingCheckpoints, flatten, unflatten
 from refusals import raises_code
 
 
@@ -58,8 +57,8 @@ def round_trip(tree: Any, folder: Path | None = None) -> Any:
             cbor.encode(plain, floats=True, null=True, max_depth=100), floats=True, null=True, max_depth=100
         )
         return unflatten("part", tensors, plain)
-    checkpoints = Checkpoints(folder)
-    checkpoints.save(0, Snapshot(tensors=tensors, state={"part": plain}))
+    checkpoints = TrainingCheckpoints(folder)
+    checkpoints.save(0, TrainingCheckpoint(tensors=tensors, state={"part": plain}))
     read, _ = checkpoints.load(0)
     return unflatten("part", read.tensors, read.state["part"])
 
@@ -125,11 +124,7 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": scheduler,
-        }
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
@@ -143,9 +138,7 @@ COMBINATIONS += [("tensor lr", "none")] + [("momentum", name) for name in SCHEDU
 
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), COMBINATIONS)
-def test_a_restored_optimiser_and_scheduler_make_the_same_steps(
-    tmp_path: Path, optimizer: str, scheduler: str
-) -> None:
+def test_a_restored_optimiser_and_scheduler_make_the_same_steps(tmp_path: Path, optimizer: str, scheduler: str) -> None:
     with warnings.catch_warnings():
         # SequentialLR calls its parts with the step, which torch itself deprecates.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.optim\.lr_scheduler")
@@ -195,15 +188,7 @@ tensors = st.sampled_from(
     ]
 )
 numpy_scalars = st.sampled_from(
-    [
-        np.float64(0.1),
-        np.float32(-0.0),
-        np.float16("nan"),
-        np.int64(-3),
-        np.uint8(7),
-        np.bool_(True),
-        np.complex64(1j),
-    ]
+    [np.float64(0.1), np.float32(-0.0), np.float16("nan"), np.int64(-3), np.uint8(7), np.bool_(True), np.complex64(1j)]
 )
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(max_size=9), numpy_scalars
@@ -230,25 +215,9 @@ def test_any_state_comes_back_as_it_was(tree: Any) -> None:
 
 def test_odd_floats_and_integers() -> None:
     payload = struct.unpack(">d", bytes.fromhex("7ff8000000001234"))[0]
-    tree = [
-        math.nan,
-        -math.nan,
-        payload,
-        math.inf,
-        -math.inf,
-        -0.0,
-        5e-324,
-        2**64,
-        -(2**64) - 1,
-        7**9000,
-        True,
-        1,
-        1.0,
-    ]
+    tree = [math.nan, -math.nan, payload, math.inf, -math.inf, -0.0, 5e-324, 2**64, -(2**64) - 1, 7**9000, True, 1, 1.0]
     assert identical(round_trip(tree), tree)
-    assert (
-        not identical([-0.0], [0.0]) and not identical([math.nan], [payload]) and not identical([1], [True])
-    )
+    assert not identical([-0.0], [0.0]) and not identical([math.nan], [payload]) and not identical([1], [True])
 
 
 def test_order_names_and_sameness() -> None:
@@ -339,11 +308,7 @@ def test_a_plain_form_that_nobody_wrote_is_refused(plain: Any) -> None:
 
 
 junk = st.recursive(
-    st.none()
-    | st.integers()
-    | st.text(max_size=3)
-    | st.binary(max_size=8)
-    | st.sampled_from(list("dloctzxfin")),
+    st.none() | st.integers() | st.text(max_size=3) | st.binary(max_size=8) | st.sampled_from(list("dloctzxfin")),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
     max_leaves=10,
 )

@@ -6,18 +6,10 @@ from collections.abc import Callable
 
 import typer
 
-from lamina.cli.ledger.checkpoint import checkpoint
-from lamina.cli.ledger.copy import copy
-from lamina.cli.ledger.key import key
-from lamina.cli.ledger.policy import policy
-from lamina.cli.ledger.prove import prove
-from lamina.cli.ledger.prune import prune
-from lamina.cli.ledger.receipt import receipt
-from lamina.cli.ledger.show import show
-from lamina.cli.ledger.trace import trace
-from lamina.cli.ledger.verify import verify
-from lamina.cli.ledger.withdraw import withdraw
-from lamina.cli.output import folded
+from lamina.cli.ledger.policy_key_commands import key, policy
+from lamina.cli.ledger.proof_commands import checkpoint, copy, prove, receipt, verify
+from lamina.cli.ledger.record_commands import prune, show, trace, withdraw
+from lamina.cli.terminal import help_text
 
 _HELP = """The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.
 
@@ -47,7 +39,7 @@ DIGEST is of a descriptor or of a content anchor, 64 hex digits or the first 8 o
 the number of a leaf, does as well. What every class has lost, and what remains to it: lamina spend.
 """
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=folded(_HELP))
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=help_text(_HELP))
 _COMMANDS: dict[str, Callable[..., None]] = {
     "show": show,
     "verify": verify,
@@ -62,4 +54,4 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "key": key,
 }
 for _name, _command in _COMMANDS.items():
-    app.command(_name, help=folded(_command.__doc__))(_command)
+    app.command(_name, help=help_text(_command.__doc__))(_command)

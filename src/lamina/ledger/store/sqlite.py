@@ -21,17 +21,15 @@ from urllib.parse import quote
 
 import apsw
 
-from lamina.ledger.errors import LedgerError
-from lamina.ledger.store.errors import Damaged, StoreBusy, StoreError
-from lamina.ledger.store.migrations import VERSION, migrate
-from lamina.ledger.store.rows import Rows
+from lamina.errors import LedgerDamaged, LedgerError, StoreBusy, StoreError
+from lamina.ledger.store.sql_rows import TABLES_VERSION, SqlRows, migrate
 
-SAFE = (3, 51, 3)  # the first version without the WAL-reset bug
-APPLICATION = 0x4C6D4C67  # "LmLg", in the header of the file
-_WORDS = {"number": "INTEGER", "bytes": "BLOB", "sorted": "WITHOUT ROWID"}
-_FLAGS = apsw.SQLITE_OPEN_NOFOLLOW | apsw.SQLITE_OPEN_URI
-_CACHE = -32 * 1024  # KiB of pages in memory
-_CHECKPOINT = 4096  # pages of WAL after which it is copied into the file: 16 MB
+MIN_SQLITE_VERSION = (3, 51, 3)  # the first version without the WAL-reset bug
+APPLICATION_ID = 0x4C6D4C67  # "LmLg", in the header of the file
+_SQLITE_TYPES = {"number": "INTEGER", "bytes": "BLOB", "sorted": "WITHOUT ROWID"}
+_OPEN_FLAGS = apsw.SQLITE_OPEN_NOFOLLOW | apsw.SQLITE_OPEN_URI
+_CACHE_SIZE = -32 * 1024  # KiB of pages in memory
+_WAL_CHECKPOINT_PAGES = 4096  # pages of WAL after which it is copied into the file: 16 MB
 
 
 class SqliteStore:
@@ -52,10 +50,10 @@ class SqliteStore:
         patience: float = 30.0,
         vfs: str | None = None,
     ) -> None:
-        if _version() < SAFE:
+        if _sqlite_version() < MIN_SQLITE_VERSION:
             raise StoreError(
                 "store.sqlite-lose-committed",
-                f"SQLite {apsw.sqlite_lib_version()} may lose committed rows (WAL reset), {'.'.join(map(str, SAFE))} "
+                f"SQLite {apsw.sqlite_lib_version()} may lose committed rows (WAL reset), {'.'.join(map(str, MIN_SQLITE_VERSION))} "
                 "does not",
                 "install a newer apsw",
             )
@@ -68,42 +66,38 @@ class SqliteStore:
             self._make_file()
         elif not self.path.is_file():
             raise LedgerError(
-                "store.no-ledger-give",
-                f"there is no ledger '{self.path}'",
-                "give the path of one, or create it",
+                "store.no-ledger-give", f"there is no ledger '{self.path}'", "give the path of one, or create it"
             )
-        with _errors(self.name):
+        with _sqlite_errors(self.name):
             self._prepare(create)
 
     # ----------------------------------------------------------------------------------- transactions
 
     @contextmanager
-    def read(self) -> Iterator[Rows]:
+    def read(self) -> Iterator[SqlRows]:
         with self._transaction("read", "BEGIN") as rows:
             yield rows
 
     @contextmanager
-    def write(self) -> Iterator[Rows]:
+    def write(self) -> Iterator[SqlRows]:
         if self._readonly:
             raise LedgerError(
-                "store.ledger-opened-reading",
-                f"the ledger '{self.name}' was opened for reading",
-                "open it for writing",
+                "store.ledger-opened-reading", f"the ledger '{self.name}' was opened for reading", "open it for writing"
             )
         with self._transaction("write", "BEGIN IMMEDIATE") as rows:
             yield rows
 
     @contextmanager
-    def _transaction(self, purpose: str, begin: str) -> Iterator[Rows]:
+    def _transaction(self, purpose: str, begin: str) -> Iterator[SqlRows]:
         if self._pid != os.getpid():
             raise LedgerError(
                 "store.ledger-opened-before",
                 f"the ledger '{self.name}' was opened before a fork",
                 "open it in the process that uses it",
             )
-        with self._locks[purpose], _errors(self.name):
+        with self._locks[purpose], _sqlite_errors(self.name):
             db = self._connection(purpose)
-            rows = Rows(_Database(db))
+            rows = SqlRows(_SqliteConnection(db))
             if db.in_transaction and purpose == "read":  # a view inside a view is the same view
                 yield rows
                 return
@@ -126,7 +120,7 @@ class SqliteStore:
     # ----------------------------------------------------------------------------------- the file
 
     def compact(self) -> None:
-        with self._locks["write"], _errors(self.name):
+        with self._locks["write"], _sqlite_errors(self.name):
             db = self._connection("write")
             db.execute("VACUUM")
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
@@ -140,7 +134,7 @@ class SqliteStore:
                 f"'{target}' exists and is not overwritten",
                 "give another path, or move it away",
             )
-        with self._locks["read"], _errors(self.name):
+        with self._locks["read"], _sqlite_errors(self.name):
             self._connection("read").execute("VACUUM INTO ?", (str(target),))
 
     def size_on_disk(self) -> int:
@@ -178,7 +172,7 @@ class SqliteStore:
         if len(first) < 100 or not first.startswith(b"SQLite format 3\0"):
             return False
         tables, application = int.from_bytes(first[40:44], "big"), int.from_bytes(first[68:72], "big")
-        return application != APPLICATION and bool(tables or application)
+        return application != APPLICATION_ID and bool(tables or application)
 
     def _prepare(self, create: bool) -> None:
         if self._vfs is None and self._foreign():
@@ -188,21 +182,17 @@ class SqliteStore:
         db.execute("BEGIN IMMEDIATE" if create else "BEGIN")
         try:
             application, version = db.pragma("application_id"), db.pragma("user_version")
-            if (
-                create
-                and (application, version) == (0, 0)
-                and not db.execute("SELECT 1 FROM sqlite_schema").fetchall()
-            ):
-                db.pragma("application_id", APPLICATION)
-            elif application != APPLICATION:
+            if create and (application, version) == (0, 0) and not db.execute("SELECT 1 FROM sqlite_schema").fetchall():
+                db.pragma("application_id", APPLICATION_ID)
+            elif application != APPLICATION_ID:
                 raise LedgerError("store.no-ledger", f"'{self.path}' is no ledger", "give the path of one")
-            if self._readonly and version < VERSION:
+            if self._readonly and version < TABLES_VERSION:
                 raise LedgerError(
                     "store.tables-version-brought-up",
-                    f"'{self.path}' has tables of version {version}, to be brought up to {VERSION}",
+                    f"'{self.path}' has tables of version {version}, to be brought up to {TABLES_VERSION}",
                     "open it for writing once",
                 )
-            current = migrate(_Database(db), version, _WORDS)
+            current = migrate(_SqliteConnection(db), version, _SQLITE_TYPES)
             if current != version:
                 db.pragma("user_version", current)
             db.execute("COMMIT")
@@ -214,7 +204,7 @@ class SqliteStore:
         if (db := self._open.get(purpose)) is not None:
             return db
         flags = apsw.SQLITE_OPEN_READONLY if self._readonly else apsw.SQLITE_OPEN_READWRITE
-        db = apsw.Connection(self._address(), flags=flags | _FLAGS, vfs=self._vfs)
+        db = apsw.Connection(self._address(), flags=flags | _OPEN_FLAGS, vfs=self._vfs)
         try:
             db.set_busy_timeout(int(self._patience * 1000))
             if not self._readonly and db.pragma("journal_mode", "wal") != "wal":
@@ -225,8 +215,8 @@ class SqliteStore:
                 )
             for name, value in (
                 ("synchronous", "FULL"),
-                ("wal_autocheckpoint", _CHECKPOINT),
-                ("cache_size", _CACHE),
+                ("wal_autocheckpoint", _WAL_CHECKPOINT_PAGES),
+                ("cache_size", _CACHE_SIZE),
                 ("secure_delete", "ON"),  # what is pruned is overwritten
                 ("trusted_schema", "OFF"),
                 ("cell_size_check", "ON"),
@@ -246,15 +236,11 @@ class SqliteStore:
 
     def _address(self) -> str:
         """The file; as one that nobody can change, where there is no room for the files that readers share."""
-        fixed = (
-            self._readonly
-            and not os.access(self.path.parent, os.W_OK)
-            and not Path(f"{self.path}-wal").exists()
-        )
+        fixed = self._readonly and not os.access(self.path.parent, os.W_OK) and not Path(f"{self.path}-wal").exists()
         return f"file:{quote(str(self.path))}{'?immutable=1' if fixed else ''}"
 
 
-class _Database:
+class _SqliteConnection:
     """SQLite's side of `Rows`."""
 
     def __init__(self, db: apsw.Connection) -> None:
@@ -272,9 +258,7 @@ class _Database:
 
     def find(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
         query = "SELECT key, seq FROM known WHERE key IN carray(?)"
-        found: list[Any] = (
-            self._db.execute(query, (apsw.carray(tuple(sorted(keys))),)).fetchall() if keys else []
-        )
+        found: list[Any] = self._db.execute(query, (apsw.carray(tuple(sorted(keys))),)).fetchall() if keys else []
         return found
 
     def discard(self, rows: Sequence[tuple[bytes, int]]) -> None:
@@ -282,19 +266,15 @@ class _Database:
 
     def tokens(self, keys: Sequence[bytes]) -> set[bytes]:
         query = "SELECT key FROM token WHERE key IN carray(?)"
-        return (
-            {key for (key,) in self._db.execute(query, (apsw.carray(tuple(sorted(keys))),))}
-            if keys
-            else set()
-        )
+        return {key for (key,) in self._db.execute(query, (apsw.carray(tuple(sorted(keys))),))} if keys else set()
 
 
-def _version() -> tuple[int, ...]:
+def _sqlite_version() -> tuple[int, ...]:
     return tuple(int(part) for part in apsw.sqlite_lib_version().split("."))
 
 
 @contextmanager
-def _errors(name: str) -> Iterator[None]:
+def _sqlite_errors(name: str) -> Iterator[None]:
     """SQLite's refusals in our words."""
     try:
         yield
@@ -305,7 +285,7 @@ def _errors(name: str) -> Iterator[None]:
             "wait until it is done, or stop it, then try again",
         ) from error
     except (apsw.CorruptError, apsw.NotADBError) as error:
-        raise Damaged(
+        raise LedgerDamaged(
             "store.ledger-damaged", f"the ledger '{name}' is damaged: {error}", "restore it from a copy"
         ) from error
     except apsw.FullError as error:
@@ -321,7 +301,7 @@ def _errors(name: str) -> Iterator[None]:
             "make it writable for this user",
         ) from error
     except apsw.ConstraintError as error:
-        raise Damaged(
+        raise LedgerDamaged(
             "store.ledger-holds-row-should",
             f"the ledger '{name}' holds a row that should not be there: {error}",
             "restore it from a copy",

@@ -1,0 +1,552 @@
+"""Where contributions come from: folders on disk, and strict readers of the .npz payloads in them."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import math
+import os
+import stat
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, BinaryIO, NamedTuple, Protocol, cast, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.admit.attestation import MAX_ATTESTATION, MAX_DESCRIPTOR
+from lamina.admit.verdicts import ContributionRefused, PackedBytes, Reason, SignedBytes, printable
+from lamina.errors import AdmissionError
+
+DESCRIPTOR_FILE, ATTESTATION_FILE, PAYLOAD_STEM = "descriptor.cbor", "attestation.cose", "payload"
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What somebody offers. Nothing about it is believed yet.
+
+    A payload is its bytes, or the path of a file. `trouble` is what kept the source from reading it.
+    """
+
+    id: str
+    descriptor: bytes | None = field(default=None, repr=False)
+    attestation: bytes | None = field(default=None, repr=False)
+    payload: bytes | Path | None = field(default=None, repr=False)
+    read_error: tuple[Reason, str] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str):
+            raise AdmissionError(
+                "admit.id-contribution", f"the id of a contribution is a {type(self.id).__name__}", "give text"
+            )
+        for name, kinds in _FIELD_TYPES:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                raise AdmissionError(
+                    "admit.contribution",
+                    f"the {name} of contribution {printable(self.id)!r} is a {type(value).__name__}",
+                    "give bytes",
+                )
+
+
+_FIELD_TYPES = (("descriptor", bytes), ("attestation", bytes), ("payload", (bytes, Path)))
+
+
+@runtime_checkable
+class ContributionSource(Protocol):
+    """Contributions that can be named first and fetched later, by any process and as often as asked."""
+
+    def names(self) -> PackedBytes:
+        """All ids, in their order; UTF-8, with surrogates for what is none."""
+        ...
+
+    def get(self, id: str) -> Contribution:
+        """One of them. What cannot be read is told in `trouble`."""
+        ...
+
+
+class FolderContributions:
+    """ID/descriptor.cbor, ID/attestation.cose, ID/payload.* for each contribution, in the order of the ids.
+
+    Links are not followed, devices and pipes not opened. Plain files beside the folders and hidden names are nobody's.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._prefix = os.path.join(self.path, "")  # text: to make a Path takes longer than to open it
+        try:
+            os.scandir(self.path).close()
+        except OSError as error:
+            raise self._listing_error(error) from None
+
+    def names(self) -> PackedBytes:
+        """The ids that are there now."""
+        return PackedBytes(name.encode("utf-8", "surrogateescape") for name in sorted(self._list_ids()))
+
+    def _list_ids(self) -> list[str]:
+        try:
+            with os.scandir(self.path) as entries:
+                return [
+                    entry.name
+                    for entry in entries
+                    if not entry.name.startswith(".") and not entry.is_file(follow_symlinks=False)
+                ]
+        except OSError as error:
+            raise self._listing_error(error) from None
+
+    def _listing_error(self, error: OSError) -> AdmissionError:
+        return AdmissionError(
+            "admit.contributions-not-listed",
+            f"the contributions in '{self.path}' cannot be listed: {error.strerror}",
+            "give the folder that holds one folder for each contribution",
+        )
+
+    def __len__(self) -> int:
+        return len(self._list_ids())
+
+    def __iter__(self) -> Iterator[Contribution]:
+        names = self.names()
+        return (self.get(names[row].decode("utf-8", "surrogateescape")) for row in range(len(names)))
+
+    def get(self, id: str) -> Contribution:
+        """What the folder `id` holds."""
+        try:
+            return self._held(id, payload=True)
+        except FileNotFoundError as error:
+            return Contribution(id, read_error=(Reason.UNREADABLE, _error_text(error)))
+        except ContributionRefused as refused:
+            return Contribution(id, read_error=(refused.reason, refused.detail))
+
+    def signed(self, id: str) -> Contribution:
+        """The same without the payload; nothing at all if the folder is gone."""
+        try:
+            return self._held(id, payload=False)
+        except FileNotFoundError:
+            return Contribution(id)
+        except ContributionRefused as refused:
+            return Contribution(id, read_error=(refused.reason, refused.detail))
+
+    def _held(self, id: str, *, payload: bool) -> Contribution:
+        """Listed and opened in one open folder, which nobody can exchange for another, or for a link, meanwhile."""
+        if id in ("", ".", "..") or "/" in id or "\0" in id:
+            raise ContributionRefused(Reason.BAD_ID, "not the name of a folder")
+        folder = _open_folder(self._prefix + id)
+        try:
+            name = _find_payload(folder) if payload else None
+            return Contribution(
+                id,
+                _read_small_file(DESCRIPTOR_FILE, folder, MAX_DESCRIPTOR),
+                _read_small_file(ATTESTATION_FILE, folder, MAX_ATTESTATION),
+                None if name is None else self.path.joinpath(id, name),
+            )
+        finally:
+            os.close(folder)
+
+    def __repr__(self) -> str:
+        return f"FolderContributions({str(self.path)!r})"
+
+
+class SignedBytesReader:
+    """Descriptors and attestations of a source once more, without payloads."""
+
+    def __init__(self, source: Iterable[Contribution]) -> None:
+        self._source = source
+        self._next = 0  # place of a source that can only be passed over, and what follows there
+        self._rest: Iterator[Contribution] = iter(())
+        self._given: Callable[[str, int], Contribution] = self._next_in_order
+        if isinstance(source, FolderContributions):
+            folder = source
+            self._given = lambda id, place: folder.signed(id)
+        elif isinstance(source, ContributionSource):
+            named = source
+            self._given = lambda id, place: named.get(id)
+        elif isinstance(source, Sequence):
+            listed: Sequence[Contribution] = source
+            self._given = lambda id, place: listed[place]
+
+    def read(self, id: str, place: int) -> SignedBytes:
+        """Of the contribution `id`, which was at `place`. Refused if it is not there any more."""
+        try:
+            found = self._given(id, place)
+        except (LookupError, StopIteration):
+            raise ContributionRefused(Reason.GONE) from None
+        if found.read_error is not None:
+            raise ContributionRefused(*found.read_error)
+        if found.id != id or found.descriptor is None or found.attestation is None:
+            raise ContributionRefused(Reason.GONE)
+        return SignedBytes(found.descriptor, found.attestation)
+
+    def _next_in_order(self, id: str, place: int) -> Contribution:
+        if isinstance(self._source, Iterator):
+            raise AdmissionError(
+                "admit.contributions-read-once",
+                "the contributions can be read once only, and the ledger keeps what was signed",
+                "give a list of them, or their folder",
+            )
+        if self._next == 0 or self._next > place:
+            self._next, self._rest = 0, iter(self._source)
+        found = next(islice(self._rest, place - self._next, None))
+        self._next = place + 1
+        return found
+
+
+def _open_folder(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        other = isinstance(error, OSError) and error.errno in (errno.ENOTDIR, errno.ELOOP)
+        raise ContributionRefused(
+            Reason.UNREADABLE, "not a folder of its own" if other else _error_text(error)
+        ) from None
+
+
+def _find_payload(folder: int) -> str | None:
+    try:
+        found = [name for name in os.listdir(folder) if name.partition(".")[0] == PAYLOAD_STEM]
+    except OSError as error:
+        raise ContributionRefused(Reason.UNREADABLE, _error_text(error)) from None
+    if len(found) > 1:
+        first, second = sorted(found)[:2]
+        raise ContributionRefused(Reason.UNREADABLE, f"several payloads: {first}, {second}")
+    return found[0] if found else None
+
+
+def _read_small_file(name: str, folder: int, most: int) -> bytes | None:
+    """The bytes of a small file, one more than `most` if it is larger; None if it is not there."""
+    try:
+        file, _ = open_with_size(name, folder)
+    except FileNotFoundError:
+        return None
+    try:
+        return os.read(file, most + 1)
+    except OSError as error:
+        raise ContributionRefused(Reason.UNREADABLE, f"{name}: {_error_text(error)}") from None
+    finally:
+        os.close(file)
+
+
+def open_regular_file(path: Path) -> int:
+    """Open a plain file for reading, and nothing else: not what a link points to, not a pipe that never ends."""
+    return open_with_size(path)[0]
+
+
+def open_with_size(path: str | Path, folder: int | None = None) -> tuple[int, int]:
+    """The same, and the size that it has then. A name is looked up in an open `folder`."""
+    try:
+        file = os.open(path, _OPEN_FLAGS, dir_fd=folder)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ContributionRefused(Reason.UNREADABLE, f"{_printable_name(path)}: {_error_text(error)}") from None
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(file)
+        raise ContributionRefused(Reason.UNREADABLE, f"{_printable_name(path)}: not a plain file")
+    return file, found.st_size
+
+
+def _printable_name(path: str | Path) -> str:
+    return printable(os.path.basename(path))
+
+
+def _error_text(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError):
+        return "a link" if error.errno == errno.ELOOP else error.strerror or type(error).__name__
+    return "its name cannot be opened"
+
+
+TAIL_BYTES = 1 << 12  # bytes: most payloads have fewer, and most directories
+
+_ZIP_ENTRY = struct.Struct("<4s2xBxHH8xLLHHHH6xL")
+_ZIP_END = struct.Struct("<4sHHHHLLH")
+_ZIP64_LOCATOR = b"PK\x06\x07"
+_ZIP64_LOCATOR_BYTES = 20
+_MAX_ZIP_VERSION = 45  # of the format, which numpy writes; zipfile knows some later ones
+
+
+class FileTail:
+    """A file whose end is at hand: of a small one, that is all of it."""
+
+    __slots__ = ("_base", "_raw", "end", "tail")
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._base = raw.seek(max(0, raw.seek(0, 2) - TAIL_BYTES))
+        self.tail = raw.read(TAIL_BYTES)
+        self.end = self._base + len(self.tail)
+
+    def read(self, at: int, size: int) -> bytes:
+        """So many bytes from there, fewer where the file ends."""
+        if at >= self._base:
+            at -= self._base
+            return self.tail[at : at + size]
+        self._raw.seek(at)
+        return self._raw.read(size)
+
+
+class ZipEntry(NamedTuple):
+    """As in `zipfile.ZipInfo`."""
+
+    flag_bits: int
+    compress_type: int
+    compress_size: int
+    file_size: int
+    header_offset: int
+
+
+def read_zip_directory(near: FileTail) -> dict[bytes, ZipEntry] | None:
+    """The entries by their names, as zipfile would find them; None if zipfile has to be asked.
+
+    It has to for anything but one short directory that ends where the file does, of entries without flags, comments
+    and extra fields: those may change what the others mean.
+    """
+    tail = near.tail
+    end = len(tail) - _ZIP_END.size
+    if end < 0:
+        return None
+    signature, disk, first_disk, _, _, size, offset, comment = _ZIP_END.unpack_from(tail, end)
+    if signature != b"PK\x05\x06" or disk or first_disk or comment:
+        return None
+    at = end - size
+    if at < 0 or offset + size != near.end - _ZIP_END.size:
+        return None
+    if tail.startswith(_ZIP64_LOCATOR, max(0, end - _ZIP64_LOCATOR_BYTES)):  # of another directory, for huge archives
+        return None
+    found = {}
+    while at < end:
+        if end - at < _ZIP_ENTRY.size:
+            return None
+        fields = _ZIP_ENTRY.unpack_from(tail, at)
+        signature, version, flags, how, packed, unpacked, name, extra, comment, disk, place = fields
+        if signature != b"PK\x01\x02" or version > _MAX_ZIP_VERSION or flags or extra or comment or disk:
+            return None
+        at += _ZIP_ENTRY.size
+        called = tail[at : at + name]
+        at += name
+        if b"\0" in called:  # where zipfile cuts a name off
+            return None
+        found[called] = ZipEntry(flags, how, packed, unpacked, place)
+    return found if at == end else None
+
+
+MAX_HEADER = 10_000  # bytes, as numpy has it
+_MAX_CACHED_HEADER = 512  # bytes: what longer ones say is not remembered
+MAX_ARRAY = 1 << 30  # bytes of one array
+MAX_AXES = 32
+MAX_DIRECTORY = 1 << 20  # bytes: the names of some ten thousand arrays
+
+_HEADER_LENGTHS = {  # how each version of the format begins, and writes the length of its header
+    b"\x93NUMPY\x01\x00": struct.Struct("<8xH"),
+    b"\x93NUMPY\x02\x00": struct.Struct("<8xI"),
+}
+_MAX_PREFIX = max(kind.size for kind in _HEADER_LENGTHS.values()) + MAX_HEADER
+_HEADER_FIELDS = {"descr", "fortran_order", "shape"}
+_REFUSED_FLAGS = 0x1 | 0x20 | 0x40  # flags: encrypted, patched, strongly encrypted
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # what stands before an entry: signature, lengths of name and extra
+_PIECE_BYTES = 1 << 18
+
+
+class BadArray(ValueError):
+    """An array that cannot be what it says. The text may be shown: sizes, and nothing else that the file holds."""
+
+
+class ArrayHeader(NamedTuple):
+    """What an array says of itself; its numbers begin at the byte `start` of its entry."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    fortran: bool
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_headers(raw: BinaryIO, names: Sequence[str]) -> dict[str, ArrayHeader]:
+    """The headers of these arrays, as far as they are there, once they agree with what the archive holds.
+
+    What passes can be read as long as the bytes stay as they are. A compressed array is unpacked for that, piece by
+    piece; of any other the archive's directory says enough. Raises BadArray, and whatever zipfile, zlib and numpy do.
+    """
+    near = FileTail(raw)
+    if (known := read_zip_directory(near)) is not None:
+        usual = {name: known[full] for name in names if (full := f"{name}.npy".encode()) in known}
+        if all(info.compress_type == zipfile.ZIP_STORED for info in usual.values()):
+            return {name: _stored_header(near, info, name) for name, info in usual.items()}
+    with _open_archive(raw) as archive:
+        return {
+            name: _checked_header(raw, near, archive, info, name) for name, info in _archive_entries(archive, names)
+        }
+
+
+def read_arrays(raw: BinaryIO, names: Sequence[str], *, crc: bool = True) -> dict[str, NDArray[Any]]:
+    """These arrays, as far as they are there. `crc` is for bytes that nothing else vouches for."""
+    found = {}
+    with _open_archive(raw) as archive:
+        for name, info in _archive_entries(archive, names):
+            _check_size(info, name)
+            data = b"".join(_read_pieces(raw, archive, info))
+            header = _parse_header(data[:_MAX_PREFIX], name)
+            if len(data) != info.file_size or len(data) != header.start + header.nbytes:
+                raise BadArray(f"array {name!r} is cut off")
+            if crc and zlib.crc32(data) != info.CRC:
+                raise BadArray(f"array {name!r} is damaged")
+            flat = np.frombuffer(data, header.dtype, offset=header.start)
+            found[name] = flat.reshape(header.shape, order="F" if header.fortran else "C")
+    return found
+
+
+# ------------------------------------------------------------------------------------------ the archive
+
+
+class _LimitedReads:
+    """A file of which little is read at a time: zipfile reads a directory in one go, however long."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self.seek, self.tell, self.seekable = raw.seek, raw.tell, raw.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        found = b"" if size > MAX_DIRECTORY else self._raw.read(size if size >= 0 else MAX_DIRECTORY + 1)
+        if max(size, len(found)) > MAX_DIRECTORY:
+            raise BadArray(f"the directory has more than {MAX_DIRECTORY} bytes")
+        return found
+
+
+def _open_archive(raw: BinaryIO) -> zipfile.ZipFile:
+    return zipfile.ZipFile(cast(IO[bytes], _LimitedReads(raw)))
+
+
+def _archive_entries(archive: zipfile.ZipFile, names: Sequence[str]) -> Iterator[tuple[str, zipfile.ZipInfo]]:
+    known = set(archive.namelist())
+    return ((name, archive.getinfo(f"{name}.npy")) for name in names if f"{name}.npy" in known)
+
+
+def _check_size(info: ZipEntry | zipfile.ZipInfo, name: str) -> None:
+    if info.flag_bits & _REFUSED_FLAGS or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise BadArray(f"array {name!r} is packed in a way that numpy never uses")
+    if info.file_size > MAX_ARRAY:
+        raise BadArray(f"array {name!r} has {info.file_size} bytes, the most is {MAX_ARRAY}")
+    if info.compress_type == zipfile.ZIP_STORED and info.compress_size != info.file_size:
+        raise BadArray(f"array {name!r} has two sizes")
+
+
+def _checked_header(
+    raw: BinaryIO, near: FileTail, archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str
+) -> ArrayHeader:
+    if info.compress_type == zipfile.ZIP_STORED:
+        return _stored_header(near, info, name)
+    _check_size(info, name)
+    pieces = _read_pieces(raw, archive, info)
+    first = next(pieces, b"")
+    header = _parse_header(first[:_MAX_PREFIX], name)
+    if not _is_pickle(header, info, name) and len(first) + sum(map(len, pieces)) < info.file_size:
+        raise BadArray(f"array {name!r} is cut off")
+    return header
+
+
+def _stored_header(near: FileTail, info: ZipEntry | zipfile.ZipInfo, name: str) -> ArrayHeader:
+    """Of an entry that is not compressed: the directory says the rest."""
+    _check_size(info, name)
+    begin = _data_offset(near.read(info.header_offset, _LOCAL_HEADER.size), info)
+    header = _parse_header(near.read(begin, min(info.file_size, _MAX_PREFIX)), name)
+    if not _is_pickle(header, info, name) and near.end - begin < info.file_size:
+        raise BadArray(f"array {name!r} is cut off")
+    return header
+
+
+def _is_pickle(header: ArrayHeader, info: ZipEntry | zipfile.ZipInfo, name: str) -> bool:
+    """Which may be of any length, and is never read. Anything else is as long as it says."""
+    if header.dtype.hasobject:
+        return True
+    if info.file_size != header.start + header.nbytes:
+        raise BadArray(f"array {name!r} holds more or fewer numbers than its header says")
+    return False
+
+
+def _data_offset(local: bytes, info: ZipEntry | zipfile.ZipInfo) -> int:
+    """Where the bytes of an entry begin, by what stands before it."""
+    signature, name, extra = _LOCAL_HEADER.unpack(local)
+    if signature != b"PK\x03\x04":
+        raise BadArray("the directory points to nothing")
+    return info.header_offset + _LOCAL_HEADER.size + int(name + extra)
+
+
+def _read_pieces(raw: BinaryIO, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Iterator[bytes]:
+    """The bytes of an entry, and never many at a time. The checksum of a plain one is not looked at."""
+    if info.compress_type == zipfile.ZIP_STORED:
+        raw.seek(info.header_offset)
+        raw.seek(_data_offset(raw.read(_LOCAL_HEADER.size), info))
+        left = info.file_size
+        while left and (piece := raw.read(min(left, _PIECE_BYTES))):
+            left -= len(piece)
+            yield piece
+    else:
+        with archive.open(info) as file:
+            while piece := file.read(_PIECE_BYTES):
+                yield piece
+
+
+# ------------------------------------------------------------------------------------------ a header
+
+
+def _parse_header(begin: bytes, name: str) -> ArrayHeader:
+    """From the first bytes of an entry."""
+    kind = _HEADER_LENGTHS.get(begin[:8])
+    if kind is None:
+        raise BadArray(f"array {name!r} is not of the .npy format 1.0 or 2.0")
+    (length,) = kind.unpack_from(begin)
+    if length > MAX_HEADER:
+        raise BadArray(f"array {name!r} has a header of {length} bytes, the most is {MAX_HEADER}")
+    start = kind.size + length
+    said = _parse_header_text if length <= _MAX_CACHED_HEADER else _parse_header_text.__wrapped__
+    return said(begin[kind.size : start], name, start)
+
+
+@lru_cache(maxsize=256)  # in a corpus nearly all say the same
+def _parse_header_text(text: bytes, name: str, start: int) -> ArrayHeader:
+    """Shape, kind of number, and whether columns come first."""
+    said = ast.literal_eval(text.decode("latin1").strip())
+    if not isinstance(said, dict) or said.keys() != _HEADER_FIELDS or type(said["fortran_order"]) is not bool:
+        raise BadArray(f"array {name!r} has a header of other fields")
+    shape, dtype = said["shape"], np.lib.format.descr_to_dtype(said["descr"])
+    if type(shape) is not tuple or any(type(axis) is not int or axis < 0 for axis in shape):
+        raise BadArray(f"array {name!r} has a shape that is none")
+    if len(shape) > MAX_AXES:
+        raise BadArray(f"array {name!r} has {len(shape)} axes, the most is {MAX_AXES}")
+    if dtype.subdtype is not None:
+        raise BadArray(f"array {name!r} has arrays for elements")
+    return ArrayHeader(shape, dtype, said["fortran_order"], start)
+
+
+_NPZ_REMEDY = "write it with np.savez(path, x=x, y=y)"
+
+
+def count_examples(payload: Path) -> int:
+    """.npz: the first axis of its array `x`. Anything else is one example: a table, an image, a text."""
+    if payload.suffix.lower() != ".npz":
+        return 1
+    try:
+        with payload.open("rb") as file:
+            found = read_headers(file, ["x"])
+    except Exception as error:  # whatever zipfile, zlib and numpy make of it
+        why = str(error) if isinstance(error, BadArray) else type(error).__name__
+        raise AdmissionError("admit.not-read-npz", f"'{payload}' cannot be read as .npz ({why})", _NPZ_REMEDY) from None
+    if "x" not in found:
+        raise AdmissionError("admit.no-array", f"'{payload}' has no array 'x'", _NPZ_REMEDY)
+    shape = found["x"].shape
+    if not shape or shape[0] < 1:
+        raise AdmissionError(
+            "admit.array-no-examples", f"array 'x' of '{payload}' has no examples", "its first axis counts examples"
+        )
+    return shape[0]

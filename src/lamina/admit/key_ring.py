@@ -1,0 +1,349 @@
+"""The key ring: which public keys are trusted, in which role, and when each is valid, retired or revoked."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lamina import cbor
+from lamina.admit import keys
+from lamina.admit.keys import ALGORITHMS, LAST_SECOND, PublicKey, format_utc, parse_utc
+from lamina.errors import AdmissionError, BadKey, LaminaError
+
+ROLES = ("contributor", "ledger", "release")
+
+
+class KeyStatus(enum.Enum):
+    """What a key is worth at an instant."""
+
+    USABLE = "usable"
+    NOT_YET = "not yet valid"
+    RETIRED = "retired"
+    REVOKED = "revoked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyEntry:
+    """A key of the ring. Times are instants from which something holds.
+
+    revoked_from   at or after it nothing that the key signed counts, whenever it claims to have been signed: a
+                   thief can write any date
+    retired_from   what claims to have been signed at or after it does not count; earlier signatures stay good
+    replaced_by    the id of the key that took over
+    algorithms     COSE algorithms under which it may sign: both names of Ed25519, or one of them
+    """
+
+    key: PublicKey
+    label: str
+    role: str
+    valid_from: int
+    revoked_from: int | None = None
+    replaced_by: bytes | None = None
+    retired_from: int | None = None
+    algorithms: tuple[int, ...] = ALGORITHMS
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, PublicKey):
+            raise BadKey(
+                "key.key-publickey", f"the key is a {type(self.key).__name__}, must be a PublicKey", "give key.public"
+            )
+        if not isinstance(self.label, str) or not 0 < len(self.label) <= 128 or not self.label.isprintable():
+            raise BadKey(
+                "key.label-key-printable",
+                f"the label {self.label!r} of key {self.key.name[:16]} must be 1 to 128 printable characters",
+                "name whose key it is",
+            )
+        if self.role not in ROLES:
+            raise BadKey(
+                "key.key-role",
+                f"key {self.label!r} has role {self.role!r}",
+                f"roles are {', '.join(ROLES)}: one key for each",
+            )
+        for name in ("valid_from", "revoked_from", "retired_from"):
+            value = getattr(self, name)
+            if value is None and name != "valid_from":
+                continue
+            if type(value) is not int or not 0 <= value <= LAST_SECOND:
+                raise BadKey(
+                    "key.key-seconds-since",
+                    f"{name} of key {self.label!r} is {value!r}, must be seconds since 1970",
+                    "give an instant",
+                )
+        if self.replaced_by is not None and (type(self.replaced_by) is not bytes or len(self.replaced_by) != 32):
+            raise BadKey(
+                "key.replaced-key-no", f"replaced_by of key {self.label!r} is no key id", "give the 32 bytes of one"
+            )
+        if not self.algorithms or not set(self.algorithms) <= set(ALGORITHMS):
+            raise BadKey(
+                "key.key-algorithms",
+                f"key {self.label!r} is for algorithms {list(self.algorithms)}",
+                f"known are {list(ALGORITHMS)}",
+            )
+
+    @property
+    def id(self) -> bytes:
+        """The thumbprint of the key."""
+        return self.key.id
+
+    def standing(self, at: int, issued_at: int | None = None) -> KeyStatus:
+        """What the key is worth at `at` for something that claims to be signed at `issued_at` (default: at `at`)."""
+        issued = at if issued_at is None else issued_at
+        if self.revoked_from is not None and at >= self.revoked_from:
+            return KeyStatus.REVOKED
+        if at < self.valid_from or issued < self.valid_from:
+            return KeyStatus.NOT_YET
+        if self.retired_from is not None and issued >= self.retired_from:
+            return KeyStatus.RETIRED
+        return KeyStatus.USABLE
+
+    def accepts(self, alg: int) -> bool:
+        """Whether the key is registered for this COSE algorithm."""
+        return alg in self.algorithms
+
+
+KEY_RING_SCHEMA = 1
+
+_ENTRY_FIELDS = {"id", "x", "label", "role", "valid_from", "algorithms"}
+_OPTIONAL_ENTRY_FIELDS = {"retired_from", "revoked_from", "replaced_by"}
+
+
+class KeyRing:
+    """The public keys that a verifier trusts, by id. On disk: readable JSON, beside what it is used to verify.
+
+    Entries are added, rotated and revoked, never taken out: what was signed must stay attributable. `version` is a
+    digest of the content; whoever caches a verification keys it by that.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[bytes, KeyEntry] = {}
+        self._version: bytes | None = None
+
+    # ----------------------------------------------------------------------------------- questions
+
+    @property
+    def entries(self) -> tuple[KeyEntry, ...]:
+        """In the order in which they were added."""
+        return tuple(self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[KeyEntry]:
+        return iter(self._entries.values())
+
+    def get(self, kid: bytes) -> KeyEntry | None:
+        """The entry of this id."""
+        return self._entries.get(kid)
+
+    def usable(self, kid: bytes, at: int, issued_at: int | None = None) -> bool:
+        """Whether the ring knows the key and it may be relied on: see KeyEntry.standing."""
+        entry = self._entries.get(kid)
+        return entry is not None and entry.standing(at, issued_at) is KeyStatus.USABLE
+
+    def find(self, name: str) -> KeyEntry:
+        """By the beginning of an id (4 digits at least), or by label."""
+        found = [each for each in self if each.label == name]
+        if not found and len(name) >= 4:
+            found = [each for each in self if each.key.name.startswith(name.lower())]
+        if len(found) != 1:
+            known = "several keys" if found else "no key"
+            raise BadKey("key.key-ring", f"the key ring has {known} {name!r}", "lamina keys list shows ids and labels")
+        return found[0]
+
+    @property
+    def version(self) -> bytes:
+        """SHA-256 of the content: it changes with every key event, and not otherwise."""
+        if self._version is None:
+            rows = [_entry_to_json(self._entries[kid]) for kid in sorted(self._entries)]
+            self._version = hashlib.sha256(cbor.encode(rows, max_size=keys.MAX_SMALL_FILE)).digest()
+        return self._version
+
+    # ----------------------------------------------------------------------------------- key events
+
+    def add(
+        self,
+        key: PublicKey,
+        *,
+        label: str,
+        role: str = "contributor",
+        valid_from: int = 0,
+        algorithms: tuple[int, ...] = ALGORITHMS,
+    ) -> KeyEntry:
+        """Trust a key. One key has one role: a signature made for one purpose must be worth nothing for another."""
+        entry = KeyEntry(key=key, label=label, role=role, valid_from=valid_from, algorithms=tuple(algorithms))
+        self._put_new(entry)
+        return entry
+
+    def rotate(self, old: bytes, new: PublicKey, *, at: int, label: str | None = None) -> KeyEntry:
+        """`new` takes over from `old` at the instant `at`; what `old` signed before stays good."""
+        entry = self._known(old)
+        if entry.revoked_from is not None or entry.retired_from is not None:
+            state = "revoked" if entry.revoked_from is not None else "replaced"
+            raise BadKey(
+                "key.key-already", f"key {entry.label!r} was {state} already", "add the new key as one of its own"
+            )
+        if at <= entry.valid_from:
+            raise BadKey(
+                "key.key-valid-not",
+                f"key {entry.label!r} is valid from {format_utc(entry.valid_from)}, it cannot retire at {format_utc(at)}",
+                "give a later instant",
+            )
+        added = KeyEntry(
+            key=new, label=label or entry.label, role=entry.role, valid_from=at, algorithms=entry.algorithms
+        )
+        retired = replace(entry, retired_from=at, replaced_by=new.id)
+        self._put_new(added)
+        self._entries[old] = retired
+        return added
+
+    def revoke(self, kid: bytes, *, at: int) -> KeyEntry:
+        """From `at` on nothing that the key signed counts. A revocation can be moved to earlier, never to later."""
+        entry = self._known(kid)
+        if entry.revoked_from is not None and at > entry.revoked_from:
+            raise BadKey(
+                "key.key-revoked-later",
+                f"key {entry.label!r} is revoked from {format_utc(entry.revoked_from)}, {format_utc(at)} would be later",
+                "a revocation is not undone: add a new key",
+            )
+        self._entries[kid] = revoked = replace(entry, revoked_from=at)
+        self._version = None
+        return revoked
+
+    def _known(self, kid: bytes) -> KeyEntry:
+        if (entry := self._entries.get(kid)) is None:
+            raise BadKey(
+                "key.key-ring-no", f"the key ring has no key {kid.hex()}", "lamina keys list shows ids and labels"
+            )
+        return entry
+
+    def _put_new(self, entry: KeyEntry) -> None:
+        if (known := self._entries.get(entry.id)) is not None:
+            raise BadKey(
+                "key.key-ring-already",
+                f"the key ring has {entry.key.name} already, as {known.label!r} in role {known.role!r}",
+                "use another key for another role; rotate or revoke this one",
+            )
+        self._entries[entry.id] = entry
+        self._version = None
+
+    # ----------------------------------------------------------------------------------- on disk
+
+    @classmethod
+    def load(cls, path: str | Path, held: bytes | None = None) -> KeyRing:
+        """Read a ring, or what its file held. Anything that is not what `save` writes is refused."""
+        data = keys.read_small(Path(path), "the key ring") if held is None else held
+        try:
+            content = json.loads(data, object_pairs_hook=_refuse_duplicate_fields)
+            if not isinstance(content, dict) or content.keys() != {"schema", "keys"}:
+                raise BadKey("key.fields-schema-keys", "it must have the fields schema and keys, and no others")
+            if type(content["schema"]) is not int or content["schema"] != KEY_RING_SCHEMA:
+                raise BadKey(
+                    "key.schema-program-reads",
+                    f"its schema is {content['schema']!r}, this program reads {KEY_RING_SCHEMA}",
+                )
+            if not isinstance(content["keys"], list):
+                raise BadKey("key.keys-list", "keys must be a list")
+            ring = cls()
+            for number, row in enumerate(content["keys"]):
+                ring._put_new(_entry_from_json(row, number))
+        except (ValueError, RecursionError):  # JSON, UTF-8
+            raise BadKey("key.key-ring-not", f"the key ring '{path}' is not JSON", "restore it from a copy") from None
+        except LaminaError as error:
+            raise BadKey(
+                "key.key-ring-not-valid",
+                f"the key ring '{path}' is not valid: {error.problem}",
+                "restore it from a copy",
+            ) from None
+        return ring
+
+    def save(self, path: str | Path) -> None:
+        """Write it, whole or not at all."""
+        rows = [_entry_to_json(entry) for entry in self]
+        text = json.dumps({"schema": KEY_RING_SCHEMA, "keys": rows}, indent=2, ensure_ascii=False)
+        keys.replace_file(Path(path), (text + "\n").encode("utf-8"), "the key ring", mode=0o644)
+
+    @classmethod
+    @contextmanager
+    def editing(cls, path: str | Path, *, create: bool = False) -> Iterator[KeyRing]:
+        """The ring, to be changed and saved when the block ends without an error; one editor at a time."""
+        path = Path(path)
+        with keys.folder_lock(path.parent):
+            ring = cls() if create and not path.exists() else cls.load(path)
+            yield ring
+            ring.save(path)
+
+    def __repr__(self) -> str:
+        return f"KeyRing({len(self)} keys, version {self.version.hex()[:16]})"
+
+
+def _entry_to_json(entry: KeyEntry) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "id": entry.key.name,
+        "x": entry.key.x.hex(),
+        "label": entry.label,
+        "role": entry.role,
+        "algorithms": list(entry.algorithms),
+        "valid_from": format_utc(entry.valid_from),
+    }
+    if entry.retired_from is not None:
+        row["retired_from"] = format_utc(entry.retired_from)
+    if entry.replaced_by is not None:
+        row["replaced_by"] = entry.replaced_by.hex()
+    if entry.revoked_from is not None:
+        row["revoked_from"] = format_utc(entry.revoked_from)
+    return row
+
+
+def _entry_from_json(row: Any, number: int) -> KeyEntry:
+    if (
+        not isinstance(row, dict)
+        or not row.keys() >= _ENTRY_FIELDS
+        or not row.keys() <= _ENTRY_FIELDS | _OPTIONAL_ENTRY_FIELDS
+    ):
+        raise BadKey(
+            "key.entry-nothing-unknown",
+            f"entry {number} must have {', '.join(sorted(_ENTRY_FIELDS))}, and nothing unknown",
+        )
+    if not isinstance(row["algorithms"], list) or any(type(each) is not int for each in row["algorithms"]):
+        raise BadKey("key.algorithms-entry-list", f"algorithms of entry {number} must be a list of numbers")
+    texts = {name: value for name, value in row.items() if name != "algorithms"}
+    if wrong := next((name for name, value in texts.items() if not isinstance(value, str)), None):
+        raise BadKey("key.entry-text", f"{wrong} of entry {number} must be text")
+    entry = KeyEntry(
+        key=PublicKey(_parse_hex32(row["x"], "x", number)),
+        label=row["label"],
+        role=row["role"],
+        valid_from=parse_utc(row["valid_from"]),
+        revoked_from=parse_utc(row["revoked_from"]) if "revoked_from" in row else None,
+        replaced_by=_parse_hex32(row["replaced_by"], "replaced_by", number) if "replaced_by" in row else None,
+        retired_from=parse_utc(row["retired_from"]) if "retired_from" in row else None,
+        algorithms=tuple(row["algorithms"]),
+    )
+    if entry.key.name != row["id"]:
+        raise BadKey(
+            "key.entry-says-id", f"entry {number} says id {row['id']!r}, the thumbprint of its key is {entry.key.name}"
+        )
+    return entry
+
+
+def _parse_hex32(text: str, field: str, number: int) -> bytes:
+    try:
+        value = bytes.fromhex(text)
+    except ValueError:
+        value = b""
+    if value.hex() != text or len(value) != 32:
+        raise BadKey("key.entry-hexadecimal-digits", f"{field} of entry {number} must be 64 hexadecimal digits")
+    return value
+
+
+def _refuse_duplicate_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise AdmissionError("admit.field-twice", "a field is there twice")
+    return result

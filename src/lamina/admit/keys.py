@@ -1,0 +1,460 @@
+"""Ed25519 keys: make, sign, verify, and read and write them as PEM or COSE.
+
+The files and UTC times they are written with.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NoReturn
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.pbkdf2 import PBKDF2HMAC
+from nacl.bindings import crypto_core_ed25519_is_valid_point, crypto_sign_open
+from nacl.exceptions import CryptoError
+
+from lamina import cbor
+from lamina.errors import AdmissionError, BadKey, EncodingError
+
+LAST_SECOND = 253_402_300_799  # the end of the year 9999: what a calendar can still show
+
+_UTC_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+
+
+def format_utc(seconds: int) -> str:
+    """UTC, to the second.
+
+    >>> format_utc(1_767_225_600)
+    '2026-01-01T00:00:00Z'
+    """
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ").rjust(20, "0")
+
+
+def parse_utc(text: str) -> int:
+    """What `shown` wrote, and only that: strict, because key rings are compared byte by byte."""
+    try:
+        seconds = int(datetime.strptime(text, _UTC_FORMAT).replace(tzinfo=UTC).timestamp())
+    except ValueError:
+        seconds = -1
+    if not 0 <= seconds <= LAST_SECOND or format_utc(seconds) != text:
+        raise AdmissionError(
+            "admit.time-not-form",
+            f"the time {text!r} is not of the form 2026-01-31T12:00:00Z",
+            "give UTC, to the second",
+        )
+    return seconds
+
+
+def parse_time(text: str) -> int:
+    """A time as people write it: a day, or a day and an hour with or without offset; UTC where none is given.
+
+    >>> parse_time("2026-01-01") == parse_time("2026-01-01T02:00+02:00") == parse_time("1767225600")
+    True
+    """
+    try:
+        if text.isascii() and text.strip().isdecimal():
+            seconds = int(text)
+        else:
+            moment = datetime.fromisoformat(text.strip())
+            seconds = int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
+    except (ValueError, OverflowError):
+        seconds = -1
+    if not 0 <= seconds <= LAST_SECOND:
+        raise AdmissionError(
+            "admit.not-time-between",
+            f"{text!r} is not a time between 1970 and 9999",
+            "write 2026-01-31 or 2026-01-31T12:00Z",
+        )
+    return seconds
+
+
+MAX_SMALL_FILE = 64 * 1024 * 1024  # a key ring of 100,000 entries has some 30 MB
+
+
+def read_small(path: Path, what: str, *, most: int = MAX_SMALL_FILE) -> bytes:
+    """All bytes of a file that has no reason to be large."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise AdmissionError(
+            "admit.not-read", f"{what} '{path}' cannot be read: {error.strerror}", "give the path of a readable file"
+        ) from None
+    if len(data) > most:
+        raise AdmissionError(
+            "admit.bytes", f"{what} '{path}' has more than {most} bytes", "give the file that is meant"
+        )
+    return data
+
+
+def write_new(path: Path, data: bytes, what: str, *, mode: int) -> None:
+    """Write a file that is not there yet, whole or not at all; one that is stays as it is."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.lamina-tmp")
+    try:
+        if os.path.lexists(path):
+            raise FileExistsError
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(file, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.link(temporary, path)  # refuses what is there, and is all or nothing
+        os.unlink(temporary)
+        _sync_folder(path.parent)
+    except FileExistsError:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise AdmissionError(
+            "admit.exists-not-overwritten",
+            f"{what} '{path}' exists and is not overwritten",
+            "give another path, or move it away",
+        ) from None
+    except OSError as error:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise _write_error(what, path, error) from None
+
+
+def replace_file(path: Path, data: bytes, what: str, *, mode: int, durable: bool = True) -> None:
+    """Make `path` hold exactly `data`, or leave it as it was."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.lamina-tmp")
+    try:
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            with os.fdopen(file, "wb") as stream:
+                stream.write(data)
+                if durable:
+                    stream.flush()
+                    os.fsync(stream.fileno())
+            os.replace(temporary, path)
+            if durable:
+                _sync_folder(path.parent)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise _write_error(what, path, error) from None
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Nobody else who asks so writes into this folder meanwhile; the lock ends with the process."""
+    try:
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise AdmissionError(
+            "admit.folder-not-opened",
+            f"the folder '{folder}' cannot be opened: {error.strerror}",
+            "make it, or give another path",
+        ) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make names in a folder survive a power cut: a revocation must not be forgotten."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _write_error(what: str, path: Path, error: OSError) -> AdmissionError:
+    reason = error.strerror or type(error).__name__
+    return AdmissionError(
+        "admit.not-written", f"{what} '{path}' cannot be written: {reason}", "make its folder writable"
+    )
+
+
+# An Ed25519 seed as PKCS#8 in PEM, encrypted with a passphrase (RFC 5958, 8018, 8410).
+#
+# The library's own writer stretches a passphrase by 2,048 rounds of PBKDF2, which a graphics card tries some million
+# times a second. This one writes the same structure with 600,000 rounds; every length in it is fixed, so it is a
+# template with four holes. What reads it is the library, or `openssl pkey`.
+
+PBKDF2_ROUNDS = 600_000
+
+_ED25519_PREFIX = bytes.fromhex("302e020100300506032b657004220420")  # version 0, id-Ed25519, the seed follows
+_PBES2_HEADER = bytes.fromhex(
+    "3081a4"  # EncryptedPrivateKeyInfo
+    "3060"
+    "06092a864886f70d01050d"  # PBES2
+    "3053"
+    "3032"
+    "06092a864886f70d01050c"  # PBKDF2
+    "3025"
+    "0410"  # salt: 16 bytes
+)
+_ROUNDS_TAG = bytes.fromhex("0203")  # three bytes, the first of them below 0x80
+_CIPHER_PARAMETERS = bytes.fromhex(
+    "300c06082a864886f70d02090500"  # HMAC with SHA-256
+    "301d"
+    "060960864801650304012a"  # AES-256-CBC
+    "0410"  # initial vector: 16 bytes
+)
+_CIPHERTEXT_TAG = bytes.fromhex("0440")  # 48 bytes of key and a block of padding
+
+
+def unencrypted_pem(seed: bytes) -> bytes:
+    """The seed as it is: whoever can read the file has the key."""
+    return _to_pem("PRIVATE KEY", _ED25519_PREFIX + seed)
+
+
+def encrypted_pem(seed: bytes, passphrase: bytes) -> bytes:
+    """The seed under a passphrase."""
+    salt, vector = os.urandom(16), os.urandom(16)
+    key = PBKDF2HMAC(algorithm=SHA256(), length=32, salt=salt, iterations=PBKDF2_ROUNDS).derive(passphrase)
+    cipher = Cipher(algorithms.AES(key), modes.CBC(vector)).encryptor()
+    sealed = cipher.update(_ED25519_PREFIX + seed + b"\x10" * 16) + cipher.finalize()
+    der = (
+        _PBES2_HEADER
+        + salt
+        + _ROUNDS_TAG
+        + PBKDF2_ROUNDS.to_bytes(3, "big")
+        + _CIPHER_PARAMETERS
+        + vector
+        + _CIPHERTEXT_TAG
+        + sealed
+    )
+    return _to_pem("ENCRYPTED PRIVATE KEY", der)
+
+
+def _to_pem(label: str, der: bytes) -> bytes:
+    text = base64.b64encode(der).decode("ascii")
+    lines = [text[i : i + 64] for i in range(0, len(text), 64)]
+    return "\n".join([f"-----BEGIN {label}-----", *lines, f"-----END {label}-----", ""]).encode("ascii")
+
+
+EDDSA, ED25519 = -8, -19  # two names of one algorithm: RFC 9053 §2.2, RFC 9864 §2.2
+ALGORITHMS = (EDDSA, ED25519)
+
+_MAX_KEY_FILE = 16 * 1024
+_THUMBPRINT_PREFIX = bytes.fromhex("a301012006215820")  # {1: 1, -1: 6, -2: h'x'}: kty OKP, crv Ed25519
+_KTY, _KID, _ALG, _OPS, _CRV, _X, _D = 1, 2, 3, 4, -1, -2, -4  # RFC 9052 §7.1, RFC 9053 §7.2
+_OPERATION_VERIFY = 2  # key operation
+_ENCRYPTED_PEM_LABEL = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PublicKey:
+    """A point of prime order on Ed25519, in its one encoding of 32 bytes.
+
+    `id` is its COSE key thumbprint (RFC 9679, SHA-256): the `kid` of everything that it signs. Points of small or
+    mixed order and encodings that are not canonical are refused here, so that they never enter a ring.
+    """
+
+    x: bytes
+    id: bytes = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.x, bytes) or len(self.x) != 32:
+            size = f"{len(self.x)} bytes" if isinstance(self.x, bytes) else type(self.x).__name__
+            raise BadKey(
+                "key.public-key-ed25519",
+                f"the public key is {size}, an Ed25519 key has 32 bytes",
+                "give its x coordinate",
+            )
+        if not crypto_core_ed25519_is_valid_point(self.x):
+            raise BadKey(
+                "key.public-key-no",
+                f"the public key {self.x.hex()} is no point of prime order on Ed25519",
+                "make a key with lamina keys new: this one is damaged, or made so that anybody can sign for it",
+            )
+        object.__setattr__(self, "id", hashlib.sha256(_THUMBPRINT_PREFIX + self.x).digest())
+
+    @property
+    def name(self) -> str:
+        """The id in hexadecimal."""
+        return self.id.hex()
+
+    def verify(self, message: bytes, signature: bytes) -> bool:
+        """Whether `signature` is this key's over `message`. Only the one encoding of it counts: S ≥ L is refused."""
+        if not isinstance(signature, bytes) or len(signature) != 64:
+            return False
+        try:
+            crypto_sign_open(signature + message, self.x)
+        except (CryptoError, TypeError):
+            return False
+        return True
+
+    def __repr__(self) -> str:
+        return f"PublicKey({self.name})"
+
+    # ----------------------------------------------------------------------------------- formats
+
+    def cose(self) -> bytes:
+        """A COSE_Key in deterministic CBOR."""
+        return cbor.encode({_KTY: 1, _KID: self.id, _ALG: EDDSA, _CRV: 6, _X: self.x})
+
+    @classmethod
+    def from_cose(cls, data: bytes) -> PublicKey:
+        """Read a COSE_Key; what it says of itself (kid, algorithm, operations) must be true."""
+        try:
+            found = cbor.decode(data, max_size=_MAX_KEY_FILE)
+        except EncodingError as error:
+            raise BadKey("key.cose-key-damaged", f"the COSE key is damaged: {error.problem}", error.remedy) from None
+        if not isinstance(found, dict) or (found.get(_KTY), found.get(_CRV)) != (1, 6):
+            raise BadKey("key.cose-key-not", "the COSE key is not of kind OKP on curve Ed25519", "give an Ed25519 key")
+        if _D in found:
+            raise BadKey(
+                "key.cose-key-holds", "the COSE key holds its private part", "never hand that out: make a new key"
+            )
+        if unknown := sorted(map(str, found.keys() - {_KTY, _KID, _ALG, _OPS, _CRV, _X})):
+            raise BadKey(
+                "key.cose-key-unknown", f"the COSE key has unknown fields {', '.join(unknown)}", "leave them out"
+            )
+        if found.get(_ALG, EDDSA) not in ALGORITHMS:
+            raise BadKey(
+                "key.cose-key-algorithm",
+                f"the COSE key is for algorithm {found[_ALG]!r}, known are {EDDSA} and {ED25519}",
+                "give a key for EdDSA",
+            )
+        operations = found.get(_OPS, [_OPERATION_VERIFY])
+        if not isinstance(operations, list) or _OPERATION_VERIFY not in operations:
+            raise BadKey(
+                "key.cose-key-not-verifying", "the COSE key is not for verifying", "give it key operation 2, or none"
+            )
+        key = cls(found.get(_X, b""))
+        if found.get(_KID, key.id) != key.id:
+            raise BadKey(
+                "key.cose-key-says",
+                f"the COSE key says its id is {_hex_or_repr(found[_KID])}, its thumbprint is {key.name}",
+                "leave the id out, or give the thumbprint (RFC 9679)",
+            )
+        return key
+
+    def pem(self) -> bytes:
+        """SubjectPublicKeyInfo in PEM (RFC 8410), as openssl reads it."""
+        return Ed25519PublicKey.from_public_bytes(self.x).public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+
+    @classmethod
+    def from_pem(cls, data: bytes) -> PublicKey:
+        """Read a public key in PEM."""
+        try:
+            key = serialization.load_pem_public_key(data)
+        except (ValueError, UnsupportedAlgorithm):
+            raise BadKey(
+                "key.public-key-no-pem", "the public key is no PEM that can be read", "give a BEGIN PUBLIC KEY block"
+            ) from None
+        if not isinstance(key, Ed25519PublicKey):
+            raise BadKey(
+                "key.public-key-ed25519-make",
+                f"the public key is a {_key_type(key)}, must be Ed25519",
+                "make one with lamina keys new",
+            )
+        return cls(key.public_bytes_raw())
+
+    @classmethod
+    def load(cls, path: str | Path) -> PublicKey:
+        """Read a public key in PEM or COSE, whichever the file holds."""
+        data = read_small(Path(path), "the public key", most=_MAX_KEY_FILE)
+        if b"PRIVATE KEY-----" in data:
+            raise BadKey(
+                "key.private-key-public",
+                f"'{path}' is a private key, a public one is asked for",
+                "give its .pub file; nobody but its owner should have the private one",
+            )
+        return cls.from_pem(data) if data.lstrip().startswith(b"-----BEGIN") else cls.from_cose(data)
+
+
+class PrivateKey:
+    """A key that signs. Nothing but its id is ever shown; on disk it is PKCS#8, encrypted with a passphrase."""
+
+    __slots__ = ("_key", "public")
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.public = PublicKey(key.public_key().public_bytes_raw())
+
+    @classmethod
+    def generate(cls) -> PrivateKey:
+        """A new key from the system's generator."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load(cls, path: str | Path, passphrase: bytes | None) -> PrivateKey:
+        """Open a private key in PEM. A file without a passphrase must be readable by its owner alone."""
+        path = Path(path)
+        data = read_small(path, "the private key", most=_MAX_KEY_FILE)
+        sealed = _ENCRYPTED_PEM_LABEL in data
+        if passphrase and not sealed:
+            passphrase = None  # it is not locked: there is nothing to open
+        if sealed and not passphrase:
+            raise BadKey(
+                "key.private-key-passphrase", f"the private key '{path}' has a passphrase", "give the passphrase"
+            )
+        try:
+            key = serialization.load_pem_private_key(data, passphrase)
+        except (ValueError, TypeError, UnsupportedAlgorithm):
+            problem = "is not opened by this passphrase, or damaged" if sealed else "is no PEM that can be read"
+            raise BadKey(
+                "key.private-key", f"the private key '{path}' {problem}", "give its own passphrase and file"
+            ) from None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise BadKey(
+                "key.private-key-ed25519",
+                f"the private key '{path}' is a {_key_type(key)}, must be Ed25519",
+                "make one with lamina keys new",
+            )
+        if not sealed and (mode := os.stat(path).st_mode & 0o077):
+            raise BadKey(
+                "key.private-key-no",
+                f"the private key '{path}' has no passphrase and others may open it (mode …{mode:03o})",
+                f"chmod 600 '{path}'",
+            )
+        return cls(key)
+
+    @staticmethod
+    def sealed(path: str | Path) -> bool:
+        """Whether opening this file takes a passphrase."""
+        return _ENCRYPTED_PEM_LABEL in read_small(Path(path), "the private key", most=_MAX_KEY_FILE)
+
+    def save(self, path: str | Path, passphrase: bytes | None) -> None:
+        """Write it to a new file, mode 0600, never over another. None: without a passphrase."""
+        if passphrase is not None and not passphrase:
+            raise BadKey(
+                "key.passphrase-empty",
+                "the passphrase is empty",
+                "give one, or None for a key that anybody with the file can use",
+            )
+        seed = self._key.private_bytes_raw()
+        data = unencrypted_pem(seed) if passphrase is None else encrypted_pem(seed, passphrase)
+        write_new(Path(path), data, "the private key", mode=0o600)
+
+    def sign(self, message: bytes) -> bytes:
+        """The signature of `message`, 64 bytes, the same each time."""
+        return self._key.sign(message)
+
+    def __repr__(self) -> str:
+        return f"PrivateKey(id={self.public.name})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a private key is never pickled")
+
+
+def _key_type(key: object) -> str:
+    return type(key).__name__.removesuffix("PublicKey").removesuffix("PrivateKey") or "key of another kind"
+
+
+def _hex_or_repr(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else repr(value)

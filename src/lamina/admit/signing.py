@@ -1,0 +1,449 @@
+"""Sign the contributions of a folder; keep what is signed already unless that would loosen it."""
+
+from __future__ import annotations
+
+import enum
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from lamina.admit import keys
+from lamina.admit.attestation import NONCE_BYTES, Attestation, Descriptor, attest, commit, subject_tag
+from lamina.admit.checks import PolicyChecks, SigningTerms, check_id
+from lamina.admit.contribution_sources import (
+    ATTESTATION_FILE,
+    DESCRIPTOR_FILE,
+    PAYLOAD_STEM,
+    Contribution,
+    FolderContributions,
+    count_examples,
+    open_regular_file,
+)
+from lamina.admit.keys import LAST_SECOND, PrivateKey, format_utc
+from lamina.admit.verdicts import ContributionRefused
+from lamina.errors import AdmissionError, EncodingError, LaminaError
+from lamina.plan.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviousSignature:
+    """Descriptor and attestation as far as they can be read; `attested` if there is an attestation at all."""
+
+    descriptor: Descriptor | None
+    claims: Attestation | None
+    attested: bool
+
+    @classmethod
+    def of(cls, given: Contribution) -> PreviousSignature:
+        descriptor = claims = None
+        with suppress(EncodingError, AdmissionError):
+            descriptor = None if given.descriptor is None else Descriptor.decode(given.descriptor)
+        with suppress(EncodingError, AdmissionError):
+            claims = None if given.attestation is None else Attestation.decode(given.attestation)
+        return cls(descriptor=descriptor, claims=claims, attested=given.attestation is not None)
+
+    def names_other_key(self, kid: bytes | None) -> bool:
+        """Whether it names another key than this one. Its signature cannot be verified: only its thumbprint is known.
+
+        What was torn while this key replaced it names this key in its descriptor, which is written first.
+        """
+        owner = None
+        if self.descriptor is not None:
+            owner = self.descriptor.contributor
+        elif self.claims is not None:
+            owner = self.claims.kid
+        return self.attested and owner is not None and owner != kid
+
+    def by(self, key: PrivateKey | None) -> Descriptor | None:
+        """The descriptor, if it names this key; whether it is signed is another question."""
+        if key is None or self.descriptor is None or self.descriptor.contributor != key.public.id:
+            return None
+        return self.descriptor
+
+    def holds(self, key: PrivateKey | None) -> bool:
+        """Whether the two belong together and this key signed them."""
+        if key is None or self.descriptor is None or self.claims is None:
+            return False
+        return self.claims.mismatch(self.descriptor) is None and self.claims.signed_by(
+            key.public, self.descriptor.digest()
+        )
+
+
+def is_as_strict(signed: Descriptor, terms: SigningTerms) -> bool:
+    """Whether the signed bound is at least as strict as the one in `terms`."""
+    if not terms.noise_multiplier or not signed.noise_multiplier:  # public: no bound at all
+        return not terms.noise_multiplier
+    return signed.clip_norm <= terms.clip_norm and signed.noise_multiplier >= terms.noise_multiplier
+
+
+def would_loosen(terms: SigningTerms, signed: Descriptor, demands: PolicyChecks) -> bool:
+    """Whether signing `terms` would give up anything that was promised: c, z or depth."""
+    if signed.noise_multiplier:
+        if not terms.noise_multiplier:
+            return True
+        if terms.clip_norm > signed.clip_norm or terms.noise_multiplier < signed.noise_multiplier:
+            return True
+    if signed.profile is None:
+        return False
+    if not demands.profile_allows(signed.profile, terms.admissibility):
+        return True
+    return terms.profile is None and not demands.classes[terms.admissibility].profile.whole
+
+
+def strictest_terms(terms: SigningTerms, signed: Descriptor) -> SigningTerms:
+    """The terms, with what was signed in the same class wherever that is stricter."""
+    if terms.noise_multiplier and signed.noise_multiplier:
+        terms = replace(
+            terms,
+            clip_norm=min(terms.clip_norm, signed.clip_norm),
+            noise_multiplier=max(terms.noise_multiplier, signed.noise_multiplier),
+        )
+    return terms if terms.profile is not None else replace(terms, profile=signed.profile)
+
+
+SECONDS_PER_YEAR = 365 * 86_400
+
+
+class SigningState(enum.Enum):
+    """What became of one contribution."""
+
+    SIGNED = "signed"
+    KEPT = "kept"
+    STRICTER = "kept: stricter than asked"
+    ANOTHER = "kept: signed by another key"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigningOutcome:
+    """One contribution after `attest_folder` has looked at it.
+
+    `problem` says why it was refused, or what else is to be known of one that was kept. `replaced` is what `force`
+    did away with: STRICTER or ANOTHER. `carried`: signed anew, with a bound or depth of its own that was stricter.
+    """
+
+    id: str
+    state: SigningState
+    digest: bytes | None = None
+    problem: str | None = None
+    replaced: SigningState | None = None
+    carried: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidityWindow:
+    """When what is signed is valid: from now on, for a year, where nothing else is asked for."""
+
+    not_before: int | None
+    expires: int | None
+    now: int
+
+    def __post_init__(self) -> None:
+        if not self.begin < self.end:
+            raise AdmissionError(
+                "admit.window-ends-begins",
+                f"the window ends at {format_utc(self.end)}, and begins at {format_utc(self.begin)}",
+                "give a later end",
+            )
+
+    @property
+    def begin(self) -> int:
+        return self.now if self.not_before is None else self.not_before
+
+    @property
+    def end(self) -> int:
+        return min(self.begin + SECONDS_PER_YEAR, LAST_SECOND) if self.expires is None else self.expires
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing that is signed for it would ever be admitted."""
+        return self.end <= self.now
+
+    def fits(self, signed: Descriptor) -> bool:
+        """Whether what is signed need not be signed again: it has not ended, and nobody asks for another window."""
+        return (
+            self.now < signed.expires
+            and self.not_before in (None, signed.not_before)
+            and self.expires in (None, signed.expires)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SigningRequest:
+    """What is to be signed about one contribution."""
+
+    terms: SigningTerms
+    items: int
+    tag: str | None
+    anchor: bytes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signer:
+    key: PrivateKey | None
+    window: ValidityWindow
+    policy_checks: PolicyChecks
+    named: bool  # the data class was asked for by name
+    force: bool
+    dry_run: bool
+
+    def sign(
+        self, given: Contribution, terms: SigningTerms, tag: str | None, anchor: bytes | None, folder: Path
+    ) -> SigningOutcome:
+        check_id(given.id)
+        if given.read_error is not None:
+            raise ContributionRefused(*given.read_error)
+        if not isinstance(given.payload, Path):
+            raise AdmissionError(
+                "admit.no-payload", "there is no payload", "put one payload.npz, payload.csv or payload.* there"
+            )
+        os.close(open_regular_file(given.payload))  # a link is refused here as it would be at the gate
+        asked = _SigningRequest(terms=terms, items=count_examples(given.payload), tag=tag, anchor=anchor)
+        prior = PreviousSignature.of(given)
+        if self.force:
+            return self._write(given.id, given.payload, asked, folder, replaced=self._what_force_replaces(prior, terms))
+        if prior.names_other_key(None if self.key is None else self.key.public.id):
+            digest = None if prior.descriptor is None else prior.descriptor.digest()
+            return SigningOutcome(id=given.id, state=SigningState.ANOTHER, digest=digest)
+        signed = prior.by(self.key)
+        if signed is None or signed.audience != terms.audience:
+            return self._write(given.id, given.payload, asked, folder)
+        valid = prior.holds(self.key)
+        same = valid and commit(signed.nonce, given.payload) == signed.commitment
+        if same and (kept := self._kept(given.id, asked, signed, prior)) is not None:
+            return kept
+        carried = self._merged_with_previous(asked, signed, prior, valid=valid, same=same)
+        stricter = would_loosen(terms, signed, self.policy_checks) and carried.terms != terms
+        return self._write(given.id, given.payload, carried, folder, carried=stricter)
+
+    def _what_force_replaces(self, prior: PreviousSignature, terms: SigningTerms) -> SigningState | None:
+        """What is done away with by signing `terms` whatever there is."""
+        if prior.names_other_key(None if self.key is None else self.key.public.id):
+            return SigningState.ANOTHER
+        signed = prior.by(self.key)
+        if signed is None or signed.audience != terms.audience or not prior.holds(self.key):
+            return None
+        return SigningState.STRICTER if would_loosen(terms, signed, self.policy_checks) else None
+
+    def _kept(
+        self, id: str, asked: _SigningRequest, signed: Descriptor, prior: PreviousSignature
+    ) -> SigningOutcome | None:
+        """What is signed already, by this key for this payload, if there is nothing to sign again."""
+        assert prior.claims is not None
+        try:
+            self.policy_checks.check(signed)
+        except ContributionRefused:
+            return None
+        stricter = would_loosen(asked.terms, signed, self.policy_checks)
+        if signed.admissibility != asked.terms.admissibility:
+            if not stricter or self.window.now >= signed.expires:
+                return None
+            problem = f"signed as {signed.admissibility!r}, which is stricter than {asked.terms.admissibility!r}"
+            return SigningOutcome(id=id, state=SigningState.STRICTER, digest=signed.digest(), problem=problem)
+        if not (
+            is_as_strict(signed, asked.terms)
+            and self.window.fits(signed)
+            and signed.items == asked.items
+            and asked.tag in (None, prior.claims.tag)
+            and asked.anchor in (None, signed.anchor)
+            and (not self.named or signed.data_class == asked.terms.data_class)
+        ):
+            return None
+        return SigningOutcome(
+            id=id, state=SigningState.STRICTER if stricter else SigningState.KEPT, digest=signed.digest()
+        )
+
+    def _merged_with_previous(
+        self, asked: _SigningRequest, signed: Descriptor, prior: PreviousSignature, *, valid: bool, same: bool
+    ) -> _SigningRequest:
+        """What is asked, and of what was signed before all that was stricter or is not asked for now.
+
+        Refused where that cannot be had together: then something would be taken back.
+        """
+        terms = asked.terms
+        try:
+            if signed.admissibility == terms.admissibility:
+                self._check(terms, signed)
+                terms = strictest_terms(terms, signed)
+                terms = terms if self.named else replace(terms, data_class=signed.data_class)
+            elif would_loosen(terms, signed, self.policy_checks):
+                raise AdmissionError("admit.signed", f"it was signed as {signed.admissibility!r}", "sign it by force")
+        except (ContributionRefused, AdmissionError) as error:
+            why = error.detail if isinstance(error, ContributionRefused) else error.problem
+            if valid:
+                raise AdmissionError(
+                    "admit.signing-again-loosen",
+                    f"signing it again would loosen what was signed ({why}): only by force",
+                    "sign it by force",
+                ) from None
+        tag = prior.claims.tag if asked.tag is None and valid and prior.claims is not None else asked.tag
+        anchor = signed.anchor if asked.anchor is None and same else asked.anchor
+        return _SigningRequest(terms=terms, items=asked.items, tag=tag, anchor=anchor)
+
+    def _check(self, terms: SigningTerms, signed: Descriptor) -> None:
+        """Whether the policy would admit the strictest of both. Refused otherwise."""
+        if not would_loosen(terms, signed, self.policy_checks):
+            return
+        stricter = strictest_terms(terms, signed)
+        self.policy_checks.check(
+            replace(
+                signed,
+                clip_norm=stricter.clip_norm or signed.clip_norm,  # 0: public now, and was not
+                noise_multiplier=stricter.noise_multiplier or signed.noise_multiplier,
+                policy=terms.policy,
+            )
+        )
+
+    def _write(
+        self,
+        id: str,
+        payload: Path,
+        asked: _SigningRequest,
+        folder: Path,
+        *,
+        replaced: SigningState | None = None,
+        carried: bool = False,
+    ) -> SigningOutcome:
+        if self.dry_run or self.key is None:
+            return SigningOutcome(id=id, state=SigningState.SIGNED, replaced=replaced, carried=carried)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        descriptor = asked.terms.descriptor(
+            contributor=self.key.public.id,
+            nonce=nonce,
+            commitment=commit(nonce, payload),
+            items=asked.items,
+            anchor=asked.anchor,
+        )
+        signed = attest(descriptor, self.key, issued_at=self.window.now, subject_tag=asked.tag)
+        # The attestation last: until it is there, the pair does not verify, and the next call signs again.
+        mode = os.stat(payload).st_mode & 0o666  # whoever may read the payload may read what is signed about it
+        keys.replace_file(folder / DESCRIPTOR_FILE, descriptor.encode(), "the descriptor", mode=mode, durable=False)
+        keys.replace_file(folder / ATTESTATION_FILE, signed, "the attestation", mode=mode, durable=False)
+        return SigningOutcome(
+            id=id, state=SigningState.SIGNED, digest=descriptor.digest(), replaced=replaced, carried=carried
+        )
+
+
+_Value = TypeVar("_Value", str, bytes)
+
+
+def contribution_ids(folder: str | Path) -> tuple[Path, list[str]]:
+    """The folder of contributions and the ids in it; a folder with a payload of its own is one contribution."""
+    root = Path(folder)
+    try:
+        names = os.listdir(root)
+    except OSError as error:
+        raise AdmissionError(
+            "admit.not-listed",
+            f"'{root}' cannot be listed: {error.strerror}",
+            "give a contribution (a folder with payload.*), or the folder that holds one folder for each",
+        ) from None
+    if any(name.split(".", 1)[0] == PAYLOAD_STEM and not (root / name).is_dir() for name in names):
+        whole = root.resolve()
+        return whole.parent, [whole.name]
+    found = sorted(name for name in names if not name.startswith(".") and (root / name).is_dir())
+    if not found:
+        raise AdmissionError(
+            "admit.holds-no-contributions", f"'{root}' holds no contributions", "put each into a folder: ID/payload.npz"
+        )
+    return root, found
+
+
+def attest_folder(
+    folder: str | Path,
+    key: PrivateKey | None,
+    policy: Policy,
+    cls: str | Mapping[str, str],
+    *,
+    not_before: int | None = None,
+    expires: int | None = None,
+    data_class: str | None = None,
+    clip_norm: float | None = None,
+    noise_multiplier: float | None = None,
+    profile: bool = True,
+    subjects: Mapping[str, str] | None = None,
+    subject_key: bytes | None = None,
+    anchors: Mapping[str, bytes] | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    now: int | None = None,
+) -> Iterator[SigningOutcome]:
+    """Sign every contribution of a folder, or the one that the folder is; says of each what became of it.
+
+    `cls` is the class of all, or of each by id. `subjects` says whom each is about: only a tag under `subject_key` is
+    signed. What this key signed already for this very payload is kept if the policy still admits it and nothing
+    stricter is asked for; so a second call finishes what an interrupted one began. Without `force` nothing that was
+    promised is taken back: a stricter bound or depth stays, and what another key signed is left alone.
+    One contribution that cannot be signed stops no other. Everything that is wrong for all of them is refused before
+    the first is signed. `dry_run` says the same and writes nothing; only then the key may be missing, and whatever is
+    signed counts as another's.
+    """
+    root, ids = contribution_ids(folder)
+    moment = int(time.time()) if now is None else now
+    window = ValidityWindow(not_before=not_before, expires=expires, now=moment)
+    if window.is_over and not force:
+        raise AdmissionError(
+            "admit.window-ended-never",
+            f"the window ended at {format_utc(window.end)}: it would never be admitted",
+            "give a later end, or sign by force",
+        )
+    if key is None and not dry_run:
+        raise AdmissionError(
+            "admit.no-key-sign", "there is no key to sign with", "give the private key of the contributor"
+        )
+    if (subjects is None) != (subject_key is None):
+        raise AdmissionError(
+            "admit.subject-key-given",
+            "a subject key is given without subjects" if subjects is None else "subjects are given without a key",
+            "give both: only a keyed tag of a subject is signed",
+        )
+    classes = {cls} if isinstance(cls, str) else {cls[id] for id in ids if id in cls}
+    terms = {
+        name: SigningTerms.make(
+            policy,
+            name,
+            not_before=window.begin,
+            expires=window.end,
+            data_class=data_class,
+            clip_norm=clip_norm,
+            noise_multiplier=noise_multiplier,
+            profile=profile,
+        )
+        for name in sorted(classes)
+    }
+    signer = Signer(
+        key=key,
+        window=window,
+        policy_checks=PolicyChecks(policy),
+        named=data_class is not None,
+        force=force,
+        dry_run=dry_run,
+    )
+    source = FolderContributions(root)
+
+    def outcomes() -> Iterator[SigningOutcome]:
+        for id in ids:
+            try:
+                name = cls if isinstance(cls, str) else _value_for(cls, id, "class")
+                tag = None if subjects is None else subject_tag(subject_key or b"", _value_for(subjects, id, "subject"))
+                anchor = None if anchors is None else _value_for(anchors, id, "anchor")
+                yield signer.sign(source.get(id), terms[name], tag, anchor, root / id)
+            except LaminaError as error:
+                yield SigningOutcome(id=id, state=SigningState.REFUSED, problem=error.problem)
+            except ContributionRefused as refused:
+                yield SigningOutcome(
+                    id=id, state=SigningState.REFUSED, problem=refused.detail or refused.reason.meaning
+                )
+
+    return outcomes()
+
+
+def _value_for(values: Mapping[str, _Value], id: str, what: str) -> _Value:
+    if id not in values:
+        raise AdmissionError("admit.no", f"there is no {what} for it", f"give it a {what}")
+    return values[id]

@@ -1,0 +1,591 @@
+"""What the gate decides about a contribution.
+
+A reason to refuse it, or a row to keep with the bound it signed; and the register of earlier admissions.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+import struct
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.account.accountants import epsilon_of_noise_multiplier
+from lamina.admit.attestation import MICRO, Attestation, Descriptor
+from lamina.admit.key_ring import KeyRing
+
+
+class PackedBytes:
+    """An append-only list of byte strings. It takes their bytes, and eight more for each."""
+
+    __slots__ = ("_data", "_ends")
+
+    def __init__(self, items: Iterable[bytes] = ()) -> None:
+        self._data = bytearray()
+        self._ends = array("q")
+        for item in items:
+            self.append(item)
+
+    def append(self, item: bytes) -> None:
+        self._data += item
+        self._ends.append(len(self._data))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, row: int) -> bytes:
+        end = self._ends[row]  # raises IndexError, and takes -1 for the last
+        row %= len(self._ends)
+        return bytes(self._data[self._ends[row - 1] if row else 0 : end])
+
+    def keep(self, mask: NDArray[np.bool_]) -> None:
+        """Drop the others."""
+        kept = PackedBytes(self[int(row)] for row in np.flatnonzero(mask))
+        self._data, self._ends = kept._data, kept._ends
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._data) + 8 * len(self._ends)
+
+
+class Reason(enum.Enum):
+    """A refusal of the gate or of the resolver. The value is what `--json` prints; it never changes its meaning.
+
+    In the order in which they are looked for. The resolver's own are the two that end in "class".
+    """
+
+    meaning: str
+
+    def __new__(cls, word: str, meaning: str) -> Reason:
+        member = object.__new__(cls)
+        member._value_ = word
+        member.meaning = meaning
+        return member
+
+    BAD_ID = "bad-id", "its id is empty, longer than 255 bytes, or not printable text"
+    UNREADABLE = "unreadable", "it cannot be read: a link, a device, several payloads, no permission"
+    TOO_LARGE = "too-large", "descriptor, attestation or payload has more bytes than are looked at"
+    NO_ATTESTATION = "no-attestation", "nobody signed it"
+    NO_DESCRIPTOR = "no-descriptor", "what was signed is not there"
+    NO_PAYLOAD = "no-payload", "there is no data"
+    MALFORMED = "malformed", "descriptor or attestation is not the one strict encoding of a valid one"
+    UNKNOWN_SCHEMA = "unknown-schema", "the descriptor has a version that this program does not know"
+    WRONG_ALGORITHM = "wrong-algorithm", "signed under an algorithm that is not allowed, or not for this key"
+    UNKNOWN_KEY = "unknown-key", "the key ring does not have the key that signed it"
+    WRONG_ROLE = "wrong-role", "the key is registered, but not for contributors"
+    REVOKED_KEY = "revoked-key", "the key that signed it is revoked"
+    RETIRED_KEY = "retired-key", "it claims to be signed after its key was replaced"
+    EARLY_KEY = "key-not-yet-valid", "it is used, or claims to be signed, before its key becomes valid"
+    BAD_SIGNATURE = "bad-signature", "the signature is not the key's over this descriptor"
+    MISMATCH = "mismatch", "the signed claims say something else than the descriptor"
+    WRONG_AUDIENCE = "wrong-audience", "it was signed for another corpus"
+    NOT_YET_VALID = "not-yet-valid", "its window has not begun, or it claims to be signed in the future"
+    EXPIRED = "expired", "its window is over"
+    POLICY_MISMATCH = "policy-mismatch", "it was signed under floors that never were this corpus's"
+    UNKNOWN_CLASS = "unknown-class", "the policy does not have its admissibility class"
+    UNBOUNDED_CLASS = "unbounded-class", "its class bounds no ε, so that no bound can be held against it"
+    PUBLIC_BOUND = "bound-in-public-class", "it signs a bound, which a public class would not keep"
+    CLIP_BELOW_FLOOR = "clip-norm-below-floor", "its clip norm is below the corpus minimum"
+    NOISE_BELOW_FLOOR = "noise-below-floor", "its noise multiplier is below the corpus minimum"
+    CLIP_ABOVE_CLASS = "clip-norm-above-class", "its clip norm is more permissive than its class"
+    NOISE_BELOW_CLASS = "noise-below-class", "its noise multiplier is more permissive than its class"
+    PROFILE_MISMATCH = "profile-mismatch", "its class reaches deeper than the depth profile that was signed"
+    PAYLOAD_MISMATCH = "payload-mismatch", "the data is not what was committed to"
+    CHECK_FAILED = "check-failed", "the check itself could not be finished; nothing enters on half a check"
+    REPLAYED = "replayed", "the same attestation or descriptor was admitted before"
+    WITHDRAWN = "withdrawn", "it was withdrawn, which the ledger remembers for good"
+    DUPLICATE_ID = "duplicate-id", "another contribution has the same id"
+    DUPLICATE_SUBJECT = "duplicate-subject", "another contribution is about the same person"
+    CLASS_FULL = "class-full", "its class holds as many contributions as were declared"
+    OUT_OF_REACH = "out-of-reach", "no scale of its class's thresholds keeps its bound under this plan"
+    GONE = "gone", "it was admitted, and its source no longer has it"
+    CHANGED = "changed", "it was admitted, and its descriptor or attestation is another one now"
+    NOT_REPEATED = "not-repeated", "its epoch is over, and its source cannot be read a second time"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+REASONS = tuple(Reason)
+REASON_CODES = {reason: code for code, reason in enumerate(REASONS)}  # how a reason is kept in a column of bytes
+
+
+MAX_PRINTED_CHARACTERS = 255  # characters of an id or a detail that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One contribution that does not enter. `id` and `detail` are safe to print: see `plain`."""
+
+    id: str
+    reason: Reason
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """One entry of `refused` in `lamina admit --json`."""
+        return {"id": self.id, "reason": self.reason.value, "detail": self.detail}
+
+    def __str__(self) -> str:
+        return f"{self.id}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
+
+
+class ContributionRefused(Exception):
+    """How a check says no, inside this package: a verdict, not an error of ours."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+
+class Refusals(Sequence[Refusal]):
+    """Refusals in the order of their source. A flood of a million of them takes a hundred megabytes, not a gigabyte."""
+
+    def __init__(self) -> None:
+        self._ids, self._details = PackedBytes(), PackedBytes()
+        self._codes, self._places = bytearray(), array("q")
+        self._order: list[int] | None = None
+
+    def add(self, place: int, id: str, reason: Reason, detail: str = "") -> None:
+        """Note a refusal; `place` is the position in the source."""
+        self._ids.append(printable(id).encode())
+        self._details.append(printable(detail).encode())
+        self._codes.append(REASON_CODES[reason])
+        self._places.append(place)
+        self._order = None
+
+    def __len__(self) -> int:
+        return len(self._codes)
+
+    @overload
+    def __getitem__(self, index: int) -> Refusal: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Refusal]: ...
+    def __getitem__(self, index: int | slice) -> Refusal | list[Refusal]:
+        if self._order is None:
+            self._order = sorted(range(len(self)), key=self._places.__getitem__)
+        if isinstance(index, slice):
+            return [self._at(row) for row in self._order[index]]
+        return self._at(self._order[index])
+
+    def _at(self, row: int) -> Refusal:
+        return Refusal(self._ids[row].decode(), REASONS[self._codes[row]], self._details[row].decode())
+
+    def __iter__(self) -> Iterator[Refusal]:
+        return (self[index] for index in range(len(self)))
+
+    def counts(self) -> dict[Reason, int]:
+        """How many for each reason, in the order of `Reason`."""
+        found = Counter(self._codes)
+        return {reason: found[code] for code, reason in enumerate(REASONS) if found[code]}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def printable(text: str) -> str:
+    r"""Text from outside as it may be shown: printable, on one line, not endless.
+
+    >>> printable("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    if len(text) > MAX_PRINTED_CHARACTERS:
+        text = f"{text[: MAX_PRINTED_CHARACTERS - 1]}…"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+RefusedRows = dict[int, tuple[Reason, str]]  # row → why it may not enter
+
+
+class RegisterEntry(NamedTuple):
+    """What must not be admitted twice: (kid, cti), descriptor, subject. And the class, which has so many places."""
+
+    row: int  # of the admission that asks
+    kid: bytes
+    cti: bytes
+    descriptor: bytes
+    attestation: bytes
+    tag: bytes | None
+    cls: str
+    issued: int
+    expires: int
+
+
+class RegisterStatus(enum.Enum):
+    """What a register says of an entry."""
+
+    NEW = "new"
+    SAME = "same"  # it was admitted before by this very attestation: it stands, and takes no new place
+    REPLAYED = "replayed"  # its descriptor or token was admitted before, by another attestation
+    REPRESENTED = "represented"  # its subject is there, under another descriptor
+    WITHDRAWN = "withdrawn"
+
+
+REASON_OF_STATUS = {
+    RegisterStatus.REPLAYED: Reason.REPLAYED,
+    RegisterStatus.REPRESENTED: Reason.DUPLICATE_SUBJECT,
+    RegisterStatus.WITHDRAWN: Reason.WITHDRAWN,
+}
+
+
+class SignedBytes(NamedTuple):
+    """The bytes of what was examined."""
+
+    descriptor: bytes
+    attestation: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EntryContext:
+    """What a register may want of those who enter: their bytes, the keys that signed, the places of each class."""
+
+    read: Callable[[int], SignedBytes]  # by row; Refused if its source does not have it any more
+    keys: KeyRing
+    places: Mapping[str, int | None]
+
+    def evidence(self, entry: RegisterEntry) -> SignedBytes:
+        """What was examined, read again; Refused if it is something else by now."""
+        found = self.read(entry.row)
+        given = tuple(hashlib.sha256(data).digest() for data in found)
+        if given != (entry.descriptor, entry.attestation):
+            raise ContributionRefused(Reason.CHANGED, "it is another one than was examined a moment ago")
+        return found
+
+
+class Register(Protocol):
+    """Asked about everybody who passed, and told of everybody who is admitted."""
+
+    def look(self, entries: Sequence[RegisterEntry]) -> Sequence[RegisterStatus]:
+        """What is known of each."""
+        ...
+
+    def members(self, cls: str) -> int:
+        """How many contributions of a class stand: admitted, neither withdrawn nor expired."""
+        ...
+
+    def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
+        """Note those who are new; who may not enter after all, since much may have happened since `look`.
+
+        Never more of a class than it has places, however many enter at the same time. The same again changes nothing.
+        """
+        ...
+
+
+class MemoryRegister:
+    """A register that lives as long as its process, 500 bytes an entry. It knows of no withdrawals."""
+
+    def __init__(self) -> None:
+        self._tokens: set[bytes] = set()
+        self._descriptors: dict[bytes, bytes] = {}  # → attestation
+        self._tags: set[bytes] = set()
+        self._members: Counter[str] = Counter()
+
+    def look(self, entries: Sequence[RegisterEntry]) -> Sequence[RegisterStatus]:
+        return [self._known(entry) for entry in entries]
+
+    def members(self, cls: str) -> int:
+        return self._members[cls]
+
+    def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
+        lost: RefusedRows = {}
+        for entry in entries:
+            known = self._known(entry)
+            if known in REASON_OF_STATUS:
+                lost[entry.row] = REASON_OF_STATUS[known], ADMITTED_MEANWHILE
+            elif known is RegisterStatus.NEW and self._members[entry.cls] >= (
+                beside.places[entry.cls] or UNLIMITED_PLACES
+            ):
+                lost[entry.row] = class_full(entry.cls, beside.places[entry.cls])
+            elif known is RegisterStatus.NEW:
+                self._add(entry)
+        return lost
+
+    def _known(self, entry: RegisterEntry) -> RegisterStatus:
+        if (by := self._descriptors.get(entry.descriptor)) is not None:
+            return RegisterStatus.SAME if by == entry.attestation else RegisterStatus.REPLAYED
+        if entry.kid + entry.cti in self._tokens:
+            return RegisterStatus.REPLAYED
+        return RegisterStatus.REPRESENTED if entry.tag is not None and entry.tag in self._tags else RegisterStatus.NEW
+
+    def _add(self, entry: RegisterEntry) -> None:
+        self._tokens.add(entry.kid + entry.cti)
+        self._descriptors[entry.descriptor] = entry.attestation
+        if entry.tag is not None:
+            self._tags.add(entry.tag)
+        self._members[entry.cls] += 1
+
+
+UNLIMITED_PLACES = 1 << 62  # places of a class that declares no population
+ADMITTED_MEANWHILE = "admitted elsewhere meanwhile"
+
+
+def class_full(cls: str, places: int | None) -> tuple[Reason, str]:
+    """The refusal of who finds no place."""
+    return Reason.CLASS_FULL, f"class {cls!r} has {places} places"
+
+
+REGISTER_BATCH = 4096  # entries of one question to a register
+TAGGED, PROFILED = 1, 2  # flags: it has a subject tag; it signed a depth profile
+
+# Byte strings are void ("V"): numpy's "S" would drop the zeros at the end of a digest.
+ROW_DTYPE = np.dtype(
+    [
+        ("name", "V16"),  # BLAKE2b of the id
+        ("descriptor", "V32"),  # SHA-256 of its bytes: the identity of the contribution
+        ("attestation", "V32"),  # SHA-256 of its bytes
+        ("commitment", "V32"),
+        ("tag", "V32"),
+        ("nonce", "V16"),  # secret
+        ("cti", "V16"),
+        ("not_before", "<i8"),
+        ("expires", "<i8"),
+        ("issued", "<i8"),
+        ("clip_norm", "<i8"),  # both in 1e-6
+        ("noise_multiplier", "<i8"),
+        ("items", "<i8"),
+        ("key", "<u4"),  # row of the key ring
+        ("cls", "<u2"),  # row of the policy
+        ("flags", "<u1"),
+    ]
+)
+ROW_STRUCT = struct.Struct("<16s32s32s32s32s16s16s6qIHB")
+assert ROW_STRUCT.size == ROW_DTYPE.itemsize
+
+_NO_TAG = bytes(32)
+
+
+def pack_row(id: str, descriptor: Descriptor, attestation: Attestation, digest: bytes, key: int, cls: int) -> bytes:
+    """One row. `digest` is that of the attestation as it was received."""
+    tag = attestation.tag
+    flags = (TAGGED if tag is not None else 0) | (PROFILED if descriptor.profile is not None else 0)
+    return ROW_STRUCT.pack(
+        id_hash(id),
+        descriptor.digest(),
+        digest,
+        descriptor.commitment,
+        _NO_TAG if tag is None else bytes.fromhex(tag),
+        descriptor.nonce,
+        attestation.cti,
+        descriptor.not_before,
+        descriptor.expires,
+        attestation.iat,
+        descriptor.clip_norm,
+        descriptor.noise_multiplier,
+        descriptor.items,
+        key,
+        cls,
+        flags,
+    )
+
+
+def id_hash(id: str) -> bytes:
+    """What stands for an id in a column: 16 bytes, never the same for two ids."""
+    return hashlib.blake2b(id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+class AdmittedRows:
+    """Rows with their ids and their places in the source."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self.ids = PackedBytes()
+        self._places = bytearray()
+
+    def add(self, place: int, id: str, row: bytes) -> None:
+        self._data += row
+        self.ids.append(id.encode())
+        self._places += place.to_bytes(8, "little")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def table(self) -> NDArray[Any]:
+        """All rows, (n,) of `ROW`: a view, which must not outlive the next `add` or `keep`."""
+        return np.frombuffer(self._data, dtype=ROW_DTYPE)
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        return np.frombuffer(self._places, dtype="<i8")
+
+    def keep(self, mask: NDArray[np.bool_]) -> None:
+        """Drop the others, in place: the table is the largest thing that the gate holds."""
+        if mask.all():
+            return
+        self.ids.keep(mask)
+        self._data = _filter_in_place(self._data, ROW_DTYPE, mask)
+        self._places = _filter_in_place(self._places, np.dtype("<i8"), mask)
+
+    def entries(
+        self, rows: NDArray[np.int64], kids: Sequence[bytes], classes: Sequence[str]
+    ) -> Iterator[tuple[NDArray[np.int64], list[RegisterEntry]]]:
+        """What a register is asked and told about these rows, a part of them after the other."""
+        for start in range(0, len(rows), REGISTER_BATCH):
+            part = rows[start : start + REGISTER_BATCH]
+            found = zip(part.tolist(), self.table[part], strict=True)
+            yield part, [_register_entry(row, each, kids, classes) for row, each in found]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._data) + len(self._places) + self.ids.nbytes
+
+
+class RowIds(Sequence[str]):
+    """The ids of all rows."""
+
+    def __init__(self, packed: PackedBytes) -> None:
+        self._packed = packed
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        return self._packed[index].decode()
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[row] for row in range(len(self)))
+
+
+def unpack_row(row: bytes) -> np.void:
+    """One row by itself."""
+    return np.frombuffer(row, dtype=ROW_DTYPE)[0]  # type: ignore[no-any-return]
+
+
+def _register_entry(row: int, found: np.void, kids: Sequence[bytes], classes: Sequence[str]) -> RegisterEntry:
+    return RegisterEntry(
+        row=row,
+        kid=kids[int(found["key"])],
+        cti=found["cti"].tobytes(),
+        descriptor=found["descriptor"].tobytes(),
+        attestation=found["attestation"].tobytes(),
+        tag=found["tag"].tobytes() if found["flags"] & TAGGED else None,
+        cls=classes[int(found["cls"])],
+        issued=int(found["issued"]),
+        expires=int(found["expires"]),
+    )
+
+
+def _filter_in_place(data: bytearray, dtype: np.dtype[Any], mask: NDArray[np.bool_]) -> bytearray:
+    try:
+        data.append(0)
+        data.pop()
+    except BufferError:  # somebody looks at it: leave him what he sees
+        return bytearray(np.frombuffer(data, dtype=dtype)[mask].tobytes())
+    view = np.frombuffer(data, dtype=dtype)
+    filled, at_once = 0, 1 << 16
+    for start in range(0, len(mask), at_once):
+        kept = view[start : start + at_once][mask[start : start + at_once]]
+        view[filled : filled + len(kept)] = kept
+        filled += len(kept)
+    del view
+    del data[filled * dtype.itemsize :]
+    return data
+
+
+def is_repeat(keys: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which entries of a column (or of the columns of a structured array) occurred further up."""
+    text = np.ascontiguousarray(keys).view(f"S{keys.dtype.itemsize}")  # of one length, so no zero is lost
+    order = np.argsort(text, kind="stable")
+    result = np.zeros(len(text), dtype=np.bool_)
+    result[order[1:]] = text[order[1:]] == text[order[:-1]]
+    return result
+
+
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A class, a clip norm c and a noise multiplier z, both in 1e-6.
+
+    "Over all my occurrences, no worse than one Gaussian release of norm c with multiplier z." Both are 0 in a public
+    class, where nothing is bounded.
+    """
+
+    cls: str
+    clip_norm: int
+    noise_multiplier: int
+
+    @property
+    def c(self) -> float:
+        """The clip norm in plain units."""
+        return self.clip_norm / MICRO
+
+    @property
+    def z(self) -> float:
+        """The noise multiplier in plain units."""
+        return self.noise_multiplier / MICRO
+
+    def epsilon(self, delta: float) -> float:
+        """The ε that was signed, at that δ: exact, μ = 1/z. Infinite where nothing is bounded."""
+        return epsilon_of_noise_multiplier(self.z, delta) if self.noise_multiplier else math.inf
+
+
+class BoundColumns(Sequence[Bound]):
+    """Distinct bounds as columns: `cls` counts in `names`. A corpus in which everybody signs another one has many."""
+
+    def __init__(
+        self, names: Sequence[str], cls: Int64Array, clip_norm: Int64Array, noise_multiplier: Int64Array
+    ) -> None:
+        self.names = tuple(names)
+        self.cls, self.clip_norm, self.noise_multiplier = cls, clip_norm, noise_multiplier
+
+    @classmethod
+    def of(cls, bounds: Sequence[Bound]) -> BoundColumns:
+        """Columns of given bounds."""
+        if isinstance(bounds, BoundColumns):
+            return bounds
+        names = tuple(dict.fromkeys(bound.cls for bound in bounds))
+        return cls(
+            names,
+            np.array([names.index(bound.cls) for bound in bounds], dtype=np.int64),
+            np.array([bound.clip_norm for bound in bounds], dtype=np.int64),
+            np.array([bound.noise_multiplier for bound in bounds], dtype=np.int64),
+        )
+
+    @classmethod
+    def distinct(
+        cls, names: Sequence[str], row: Int64Array, clip: Int64Array, noise: Int64Array
+    ) -> tuple[BoundColumns, NDArray[np.int32]]:
+        """Each bound once, sorted by class, c and z, and where each of the given ones is."""
+        order = np.lexsort((noise, clip, row))
+        columns = [np.asarray(column)[order].astype(np.int64) for column in (row, clip, noise)]
+        new = np.ones(len(order), dtype=np.bool_)
+        if len(order):
+            new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+        index = np.empty(len(order), dtype=np.int32)
+        index[order] = np.cumsum(new, dtype=np.int32) - 1
+        return cls(names, *(column[new] for column in columns)), index
+
+    def __len__(self) -> int:
+        return len(self.cls)
+
+    @overload
+    def __getitem__(self, index: int) -> Bound: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Bound]: ...
+    def __getitem__(self, index: int | slice) -> Bound | list[Bound]:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        return Bound(self.names[int(self.cls[index])], int(self.clip_norm[index]), int(self.noise_multiplier[index]))
+
+    def __iter__(self) -> Iterator[Bound]:
+        return (self[row] for row in range(len(self)))

@@ -1,0 +1,163 @@
+"""The LSAB and LADP papers' noise exactly as they print it, to be measured.
+
+Not private: never use them to train.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from lamina.account.gaussian_rdp import classical_zcdp_epsilon
+from lamina.allocate.ladp import SensitiveLayers, check_sensitive, sensitive_layers
+from lamina.allocate.problem import (
+    Allocation,
+    AllocationProblem,
+    check_number,
+    check_one_of,
+    measured_row,
+    noise_weights,
+)
+from lamina.errors import PlanError
+from lamina.plan.step_plan import Clipping
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperLSAB:
+    """C_l = Δ_l by the printed recursion, and  S_l = Δ_l·√(L·m_l/(2·ρ_cap·Σ_j m_j))        (eq. 16)
+
+    A step then spends  ½ Σ (C_l/S_l)² = ρ_cap·(Σm)(Σ1/m)/L = ρ_cap · L·AM(m)/HM(m):  12 times the whole budget for 12
+    layers of equal m, 306 times for six of m = 1 and six of m = 100, at every one of T steps.
+
+      per_step  puts ρ_cap/T for ρ_cap, as eq. 21 has it and eq. 16 does not: T times less, still L·AM/HM too much
+      weights   m_l: "harm" (measured, the document's MSE per unit of noise) or "sizes"
+
+    ρ_cap is what the plan was asked for, or what eq. 4 makes of the target ε. The claim is eq. 22,
+    ε = ρ_cap + 2√(ρ_cap log 1/δ). `plan.epsilon` is the true figure: exact for Gaussian noise, no credit for sampling.
+    """
+
+    name: ClassVar[str] = "printed-lsab"
+    per_step: bool = False
+    weights: str = "harm"
+
+    def __post_init__(self) -> None:
+        check_one_of(self.name, "weights", self.weights, ("harm", "sizes"))
+
+    def __call__(self, problem: AllocationProblem) -> Allocation:
+        if not problem.private:
+            raise PlanError(
+                "allocate.no-private-class",
+                f"{self.name} has no private class to make a claim for",
+                "use another allocation",
+            )
+        if len(problem.targets) != len(problem.sigma) or len(problem.delta) != len(problem.sigma):
+            raise PlanError(
+                "allocate.knows-neither-epsilon", f"{self.name} knows neither ε nor δ of the classes", "use make_plan"
+            )
+        delta, m = (measured_row(problem, "printed", self.name), noise_weights(problem, self.weights, self.name))
+        cap = min(rho_cap(problem, k) for k in problem.private)
+        budget = cap / problem.steps if self.per_step else cap
+        noise = delta * np.sqrt(len(m) * m / (2.0 * budget * m.sum()))
+        noised = np.array(problem.noised())
+        clip = tuple(
+            tuple(
+                (math.inf if math.isinf(sigma) else float(c)) if reached else 0.0
+                for c, reached in zip(delta, reach, strict=True)
+            )
+            for reach, sigma in zip(problem.reach, problem.sigma, strict=True)
+        )
+        over = float(m.sum() * (1 / m).sum() / len(m))
+        return Allocation(
+            clip=clip,
+            noise=tuple(np.where(noised, noise, 0.0).tolist()),
+            clipping=Clipping.BOX,
+            claimed=tuple(
+                classical_zcdp_epsilon(cap, problem.delta[k]) if k in problem.private else 0.0 for k in range(len(clip))
+            ),
+            why=(
+                f"printed-lsab reproduces eq. 16 with ρ_cap = {cap:.4g}{' / T' if self.per_step else ', without T'}: "
+                f"one step spends {over:.4g} times {'ρ_cap / T' if self.per_step else 'ρ_cap'}. By its own "
+                "accounting the claim does not hold.",
+            ),
+        )
+
+
+def rho_cap(problem: AllocationProblem, k: int) -> float:
+    """ρ_cap of class k: asked for, or eq. 4 solved for the target ε:  √ρ = √(log 1/δ + ε) − √(log 1/δ)."""
+    if problem.rho:
+        return problem.rho[k]
+    log, target = math.log(1.0 / problem.delta[k]), problem.targets[k]
+    return (target / (math.sqrt(log + target) + math.sqrt(log))) ** 2
+
+
+paper_lsab = PaperLSAB()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperLADP:
+    """Every entry of the batch's mean gradient is clipped to ±c_l and gets noise of standard deviation ε_l:
+
+        ε_l = part_l·ε/T,  Σ part = 1;      c_l = 1.0, noise ε_l        in sensitive layers
+                                            c_l = 5.0, noise ε_l/2      in others
+
+    so that ε − Σ_t Σ_l ε_l reaches 0 after T steps (lines 4, 7 to 13, 18). Nothing bounds one contribution but the box
+    itself: adding or replacing it can move each of the d_l entries from one edge to the other, an L2 sensitivity of
+    C_l = 2·c_l·√d_l. The noise grows with ε, so asking for more privacy gives less. `plan.epsilon` is the true figure.
+
+      split      "even", or "fisher": in proportion to the proxy's Fisher information
+      sensitive  as for `LADP`
+    """
+
+    name: ClassVar[str] = "printed-ladp"
+    sensitive: SensitiveLayers | None = None
+    share: float = 0.25
+    split: str = "even"
+
+    def __post_init__(self) -> None:
+        check_sensitive(self.name, self.sensitive)
+        check_number(self.name, "share", self.share, 0.0, 1.0)
+        check_one_of(self.name, "split", self.split, ("even", "fisher"))
+
+    def __call__(self, problem: AllocationProblem) -> Allocation:
+        if not problem.private:
+            raise PlanError(
+                "allocate.no-private-class",
+                f"{self.name} has no private class to make a claim for",
+                "use another allocation",
+            )
+        if len(problem.targets) != len(problem.sigma):
+            raise PlanError(
+                "allocate.not-know-epsilon", f"{self.name} does not know ε of the classes", "use make_plan(epsilon=…)"
+            )
+        picked, because = sensitive_layers(problem, self.sensitive, self.share, self.name)
+        layers = len(problem.sizes)
+        parts = np.ones(layers) if self.split == "even" else measured_row(problem, "fisher", self.name)
+        target = min(problem.targets[k] for k in problem.private)
+        each = target / problem.steps * parts / parts.sum()
+        noise = np.where(problem.noised(), each * np.where(picked, 1.0, 0.5), 0.0)
+        bound = 2.0 * np.where(picked, 1.0, 5.0) * np.sqrt(np.asarray(problem.sizes, dtype=np.float64))
+        clip = tuple(
+            tuple(
+                (math.inf if math.isinf(sigma) else float(c)) if reached else 0.0
+                for c, reached in zip(bound, reach, strict=True)
+            )
+            for reach, sigma in zip(problem.reach, problem.sigma, strict=True)
+        )
+        return Allocation(
+            clip=clip,
+            noise=tuple(noise.tolist()),
+            clipping=Clipping.ELEMENTWISE,
+            claimed=tuple(target if k in problem.private else 0.0 for k in range(len(clip))),
+            why=(
+                because,
+                f"printed-ladp reproduces algorithm 1: ε = {target:g} over {problem.steps:,} steps and {layers} layers "
+                f"is noise of standard deviation {noise[noise > 0].min():.3g} to {noise.max():.3g} on a batch gradient "
+                f"that one contribution can move by {bound.max():.4g}. Its claim does not hold.",
+            ),
+        )
+
+
+paper_ladp = PaperLADP()

@@ -1,0 +1,325 @@
+"""Run the benchmark over all workloads, put the result together, and draw it."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lamina.bench import step_cost, step_variants
+from lamina.bench.step_cost import PairedRatio, Step, StepTimes, interleave
+from lamina.bench.step_variants import BASELINE, LAMINA, PEERS, ROUTING, build_step
+from lamina.bench.workloads import WORKLOADS, Workload, find_workload
+from lamina.errors import LaminaError
+
+# The outcome of a benchmark as one JSON object. The keys are a contract: machines read them.
+#
+# `time_ratio` is the *upper* 95 % bootstrap limit of Lamina's box step over the plain step, so noise cannot flatter it;
+# a peer's figure is its median. `memory_ratio` is the quotient of the peaks. Everything else is under `detail`.
+
+ROUTING_WORKLOADS = ("resae", "tfae")  # the two deep workloads on which routing is measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadResult:
+    """What was found on one workload; `reasons` says for each missing variant why it is missing."""
+
+    name: str
+    times: StepTimes | None
+    memory: Mapping[str, int]
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def time(self, variant: str, baseline: str = BASELINE) -> PairedRatio | None:
+        if self.times is None or not {variant, baseline} <= self.times.seconds.keys():
+            return None
+        return self.times.ratio(variant, baseline)
+
+    def upper(self, variant: str, baseline: str = BASELINE) -> float | None:
+        ratio = self.time(variant, baseline)
+        return None if ratio is None else round(ratio.high, 4)
+
+    def memory_ratio(self, variant: str) -> float | None:
+        if variant not in self.memory or BASELINE not in self.memory:
+            return None
+        return round(self.memory[variant] / self.memory[BASELINE], 4)
+
+    def peer(self, name: str) -> float | None:
+        ratio = self.time(name)
+        return None if ratio is None else round(ratio.median, 4)
+
+    def as_json(self) -> dict[str, Any]:
+        seconds = {} if self.times is None else self.times.seconds
+        detail: dict[str, Any] = {
+            name: {
+                "milliseconds": round(1_000 * statistics.median(values.tolist()), 3),
+                "time": None if (ratio := self.time(name)) is None else ratio.as_json(),
+                "peak_bytes": self.memory.get(name),
+                "memory_ratio": self.memory_ratio(name),
+            }
+            for name, values in sorted(seconds.items())
+        }
+        return {
+            "time_ratio": self.upper("box"),
+            "memory_ratio": self.memory_ratio("box"),
+            "joint": {"time_ratio": self.upper("joint"), "memory_ratio": self.memory_ratio("joint")},
+            "peers": {name: self.peer(name) for name in PEERS},
+            "reasons": dict(self.reasons),
+            "detail": detail,
+        }
+
+
+def benchmark_json(measured: list[WorkloadResult], about: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole result. A figure that could not be measured anywhere is null."""
+    overhead = [m.upper("masked", "box") for m in measured]
+    restricted = [m.upper("restricted", "box") for m in measured]
+    worst_overhead = _largest_known(overhead)
+    return {
+        **_summary_json(measured, "box"),
+        "joint": _summary_json(measured, "joint"),
+        "workloads": {m.name: m.as_json() for m in measured},
+        "routing": {
+            "mask_overhead": None if worst_overhead is None else round(worst_overhead - 1, 4),
+            "restricted_ratio": _largest_known(restricted),
+            "detail": {
+                m.name: {
+                    "mask": None if (mask := m.time("masked", "box")) is None else mask.as_json(),
+                    "restricted": None if (top := m.time("restricted", "box")) is None else top.as_json(),
+                }
+                for m in measured
+                if m.name in ROUTING_WORKLOADS
+            },
+        },
+        "about": dict(about),
+    }
+
+
+def _summary_json(measured: list[WorkloadResult], variant: str) -> dict[str, float | None]:
+    times = [t for m in measured if (t := m.upper(variant)) is not None]
+    memory = [m.memory_ratio(variant) for m in measured]
+    return {
+        "median_time_ratio": round(statistics.median(times), 4) if times else None,
+        "worst_time_ratio": _largest_known(list(times)),
+        "worst_memory_ratio": _largest_known(memory),
+    }
+
+
+def _largest_known(values: list[float | None] | list[float]) -> float | None:
+    known = [value for value in values if value is not None]
+    return max(known) if known else None
+
+
+ReportProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSettings:
+    """How long to measure. `seconds` is for the whole benchmark; None measures every round."""
+
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    rounds: int = 25
+    minimum: int = 20
+    seconds: float | None = None
+    threads: int = 2
+    peers: bool = True
+    peer_memory: bool = True
+    memory: bool = True
+
+    @classmethod
+    def quick(cls, workloads: tuple[str, ...] = tuple(WORKLOADS), threads: int = 2) -> BenchSettings:
+        """Under five minutes for all six: fewer rounds, wider limits, memory of Lamina only."""
+        return cls(workloads=workloads, rounds=20, minimum=3, seconds=220.0, threads=threads, peer_memory=False)
+
+    def variants(self, name: str) -> list[str]:
+        """Everything timed on a workload, the baseline first."""
+        routing = list(ROUTING) if name in ROUTING_WORKLOADS else []
+        return [BASELINE, *LAMINA, *routing, *(step_variants.PEERS if self.peers else ())]
+
+
+def run_benchmark(settings: BenchSettings, say: ReportProgress = lambda text: None) -> dict[str, Any]:
+    """The result object of `lamina.bench.benchmark`; `say` gets one line of progress at a time."""
+    started = time.perf_counter()
+    chosen = [find_workload(name) for name in settings.workloads]
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(settings.threads)
+    try:
+        peaks = _measure_peaks(settings, chosen, say)
+        measured = []
+        for index, each in enumerate(chosen):
+            left = None
+            if settings.seconds is not None:
+                left = (settings.seconds - (time.perf_counter() - started)) / (len(chosen) - index)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # peers warn; the figures are what matters here
+                measured.append(_measure_workload(settings, each, peaks, left, say))
+    finally:
+        torch.set_num_threads(threads_before)
+    return benchmark_json(measured, _about_json(settings, time.perf_counter() - started))
+
+
+def _measure_peaks(
+    settings: BenchSettings, chosen: Iterable[Workload], say: ReportProgress
+) -> dict[tuple[str, str], int | str]:
+    if not settings.memory:
+        return {}
+    with_peers = settings.peers and settings.peer_memory and step_variants.opacus_missing() is None
+    variants = [BASELINE, *LAMINA, *(step_variants.PEERS if with_peers else ())]
+    pairs = [(each.name, variant) for variant in variants for each in chosen if not each.missing()]
+    say(f"peak memory: {len(pairs)} steps, each in a process of its own")
+    seconds = None if settings.seconds is None else settings.seconds / 2
+    return step_cost.measure_memory(pairs, threads=settings.threads, seconds=seconds)
+
+
+def _measure_workload(
+    settings: BenchSettings,
+    each: Workload,
+    peaks: dict[tuple[str, str], int | str],
+    seconds: float | None,
+    say: ReportProgress,
+) -> WorkloadResult:
+    reasons: dict[str, str] = {}
+    bytes_of: dict[str, int] = {}
+    for (name, variant), found in peaks.items():
+        if name == each.name:
+            if isinstance(found, int):
+                bytes_of[variant] = found
+            else:
+                reasons[f"{variant} memory"] = found
+    began = time.perf_counter()
+    steps = _build_steps(settings, each, reasons, say)
+    times: StepTimes | None = None
+    if BASELINE in steps:
+        budget = float("inf") if seconds is None else seconds - (time.perf_counter() - began)
+        times = interleave(
+            steps,
+            rounds=settings.rounds,
+            budget=budget,
+            minimum=settings.minimum,
+            tick=lambda done: say(f"{each.name}: round {done} of at most {settings.rounds}"),
+        )
+    steps.clear()
+    gc.collect()
+    return WorkloadResult(name=each.name, times=times, memory=bytes_of, reasons=reasons)
+
+
+def _build_steps(
+    settings: BenchSettings, each: Workload, reasons: dict[str, str], say: ReportProgress
+) -> dict[str, Step]:
+    """Every variant that can run here, warmed up; `reasons` learns about the others."""
+    steps: dict[str, Step] = {}
+    for variant in settings.variants(each.name):
+        problem = each.missing() or (step_variants.opacus_missing() if variant in step_variants.PEERS else None)
+        if problem is None:
+            say(f"{each.name}: building {variant}")
+            try:
+                steps[variant] = build_step(each, variant)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+        if problem is not None:
+            reasons[variant] = problem
+    return steps
+
+
+def lamina_failures(result: dict[str, Any]) -> list[str]:
+    """What Lamina itself could not do, one line each: a benchmark with such a line has failed."""
+    own = {BASELINE, *LAMINA, *ROUTING}
+    return [
+        f"{name}: {variant}: {reason}"
+        for name, found in result["workloads"].items()
+        for variant, reason in found["reasons"].items()
+        if variant in own and not WORKLOADS[name].missing()
+    ]
+
+
+def _about_json(settings: BenchSettings, seconds: float) -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 1),
+        "threads": settings.threads,
+        "cores": os.cpu_count(),
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "opacus": _version("opacus"),
+        "transformers": _version("transformers"),
+        "rounds": settings.rounds,
+        "time": "paired ratios within interleaved rounds; time_ratio = upper 95 % bootstrap limit of the median",
+        "memory": "peak resident set of a step less parameters, AdamW moments and batch, in a process of its own",
+    }
+
+
+def _version(package: str) -> str | None:
+    return importlib.metadata.version(package) if importlib.util.find_spec(package) else None
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+_VARIANT_LABELS = {
+    "box": "Lamina, box",
+    "joint": "Lamina, joint",
+    "opacus_hooks": "Opacus hooks",
+    "opacus_per_layer": "Opacus per layer",
+    "opacus_ghost": "Opacus ghost",
+}
+_COLOURS = ("#0b6e4f", "#6bbf9c", "#8c2d04", "#d94801", "#fdae6b")
+
+
+def draw_benchmark(result: dict[str, Any], path: Path) -> Path:
+    """Write a PNG (or SVG, PDF by suffix) and return its path."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise LaminaError(
+            "bench.matplotlib-not-installed", "matplotlib is not installed", "pip install 'lamina[plot]'"
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    workloads = list(result["workloads"])
+    figure, axes = plt.subplots(2, 1, figsize=(9.5, 7.5), sharex=True, layout="constrained")
+    width = 0.8 / len(_VARIANT_LABELS)
+    for row, axis in enumerate(axes):
+        for position, (variant, label) in enumerate(_VARIANT_LABELS.items()):
+            heights = [_bar_height(result["workloads"][name], variant, row) for name in workloads]
+            places = [index + (position - (len(_VARIANT_LABELS) - 1) / 2) * width for index in range(len(workloads))]
+            bars = axis.bar(places, heights, width, label=label, color=_COLOURS[position])
+            axis.bar_label(bars, [f"{h:.2g}" if h else "–" for h in heights], fontsize=6, padding=1)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_yscale("log")
+        axis.grid(axis="y", which="both", alpha=0.25)
+    axes[0].set_ylabel("time of a step / plain step")
+    axes[1].set_ylabel("peak memory / plain step")
+    axes[0].legend(ncols=len(_VARIANT_LABELS), fontsize=7, loc="upper center")
+    axes[1].set_xticks(range(len(workloads)), workloads)
+    about = result["about"]
+    figure.suptitle(f"Cost of a private step: medians, {about['threads']} threads, torch {about['torch']}", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def _bar_height(found: dict[str, Any], variant: str, row: int) -> float:
+    detail = found["detail"].get(variant) or {}
+    if row == 1:
+        return float(detail.get("memory_ratio") or 0.0)
+    return float((detail.get("time") or {}).get("median") or 0.0)

@@ -1,0 +1,549 @@
+"""Models, losses, optimisers.
+
+Schedules and allocations by the names that RUN.toml and the command line give them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import sys
+import tomllib
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
+
+from lamina.allocate.make_plan import ALLOCATIONS, find_allocation
+from lamina.allocate.problem import Allocator
+from lamina.errors import EngineError, LaminaError, PlanError
+from lamina.models import autoencoders
+from lamina.plan.depth_profile import DepthProfile
+from lamina.plan.selection import did_you_mean
+from lamina.train.user_errors import user_code
+
+BUILT_IN_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "residual": autoencoders.ResidualAutoencoder,
+    "transformer": partial(autoencoders.TransformerAutoencoder, features=48),
+    "mlp": autoencoders.MLPAutoencoder,
+}
+MODEL_INPUT_SHAPES: dict[str, tuple[int, ...]] = {"residual": (12, 256), "transformer": (64, 48), "mlp": (864,)}
+"""One example of each, without the batch axis."""
+
+
+def make_model(name: str, arguments: Mapping[str, Any] | None = None, *, beside: Path | None = None) -> nn.Module:
+    """A model by its built-in name, or made by `package.module:factory`."""
+    found = (
+        BUILT_IN_MODELS[name]
+        if name in BUILT_IN_MODELS
+        else import_by_name(name, "model", beside=beside, built_in=tuple(BUILT_IN_MODELS))
+    )
+    if isinstance(found, nn.Module):
+        if arguments:
+            raise PlanError(
+                "cli.model-model-already",
+                f"model '{name}' is a model already, and args are given",
+                "name its class, or drop args",
+            )
+        return found
+    made = call_factory(found, f"model '{name}'", arguments)
+    if not isinstance(made, nn.Module):
+        raise PlanError("cli.model-made", f"model '{name}' made a {type(made).__name__}", "return a torch.nn.Module")
+    return made
+
+
+def import_by_name(name: str, what: str, *, beside: Path | None = None, built_in: tuple[str, ...] = ()) -> Any:
+    """What `package.module:name` stands for. `beside` is searched first, then the folder of the command."""
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        known = f", or one of {', '.join(built_in)}" if built_in else ""
+        raise PlanError(
+            "cli.not",
+            f"{what} '{name}' is not {'built in' if built_in else 'of the form package.module:name'}"
+            f"{did_you_mean(name, built_in)}",
+            f"use package.module:name{known}",
+        )
+    folders = _make_importable(beside)
+    try:
+        with user_code(f"{what} '{name}' cannot be imported", "correct the line; or --debug for the whole traceback"):
+            found = importlib.import_module(module)
+    except LaminaError as error:
+        missing = error.__cause__
+        if isinstance(missing, ModuleNotFoundError) and _is_module_or_parent(missing.name, module):
+            raise PlanError(
+                "cli.no-module-nor",
+                f"{what} '{name}': there is no module '{missing.name}' in {' or '.join(folders)}, nor installed",
+                "put the file there, or correct the name before the colon",
+            ) from error
+        raise
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise PlanError(
+                "cli.no",
+                f"{what} '{name}': '{module}' has no '{attribute}'{did_you_mean(part, dir(found))}",
+                "correct the name after the colon",
+            )
+        found = getattr(found, part)
+    return found
+
+
+def call_factory(factory: Any, what: str, arguments: Mapping[str, Any] | None = None) -> Any:
+    """`factory(**arguments)`, with arguments that do not fit told before it runs."""
+    given = dict(arguments or {})
+    if not callable(factory):
+        raise PlanError(
+            "cli.name-function-class", f"{what} is a {type(factory).__name__}", "name a function or a class"
+        )
+    check_arguments(factory, what, given)
+    with user_code(f"{what} cannot be made", "correct the line; or --debug for the whole traceback"):
+        return factory(**given)
+
+
+def check_arguments(factory: Callable[..., Any], what: str, given: Mapping[str, Any], *, taken: int = 0) -> None:
+    """Refuse arguments that `factory` does not take; the first `taken` are given by position."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return  # written in C: it will say so itself
+    accepted = parameter_names(factory)[taken:]
+    remedy = f"it takes {', '.join(accepted) or 'no arguments'}"
+    if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        for name in given:
+            if name not in accepted:
+                raise PlanError(
+                    "cli.takes-no-argument", f"{what} takes no argument '{name}'{did_you_mean(name, accepted)}", remedy
+                )
+    try:
+        signature.bind(*[None] * taken, **given)
+    except TypeError as error:
+        raise PlanError("cli.check-arguments", f"{what}: {error}", remedy) from error
+
+
+def parameter_names(factory: Any) -> list[str]:
+    """The names of what a function takes, as far as it tells."""
+    try:
+        found = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
+def _make_importable(beside: Path | None) -> list[str]:
+    """Put the folder of the command, and before it the folder of the run file, on the search path."""
+    folders = [str(Path.cwd())] if beside is None else [str(beside.resolve()), str(Path.cwd())]
+    folders = list(dict.fromkeys(folders))
+    for folder in reversed(folders):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    importlib.invalidate_caches()  # a file written a moment ago counts
+    return [f"'{folder}'" for folder in folders]
+
+
+def _is_module_or_parent(missing: str | None, module: str) -> bool:
+    """Whether the missing module is the one that was named, or a package around it."""
+    return missing is not None and (module == missing or module.startswith(missing + "."))
+
+
+_TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+
+
+def allocation_with_options(name: str, options: Mapping[str, Any] | None = None) -> Allocator:
+    """The allocation of that name with these options: fields of its dataclass, anything else is refused.
+
+    >>> allocation_with_options("ladp", {"mode": "budget"}).name
+    'ladp-budget'
+    """
+    find_allocation(name)
+    policy: Any = ALLOCATIONS[name]
+    if not options:
+        return ALLOCATIONS[name]
+    takes = allocation_options(name)
+    for key in options:
+        if key not in takes:
+            listed = ", ".join(f"{k} = {v}" for k, v in takes.items())
+            raise PlanError(
+                "cli.allocation-no-option",
+                f"allocation '{name}' has no option '{key}'{did_you_mean(key, list(takes))}",
+                f"it takes {listed}" if listed else f"it takes none: write '{name}' alone",
+            )
+    kinds = typing.get_type_hints(type(policy))
+    made = {key: _checked_option(name, key, kinds[key], value) for key, value in options.items()}
+    changed: Allocator = dataclasses.replace(policy, **made)
+    return changed
+
+
+def allocation_options(name: str) -> dict[str, str]:
+    """The options of an allocation, each with its default in words."""
+    policy: Any = ALLOCATIONS[name]
+    return {field.name: _option_text(getattr(policy, field.name)) for field in dataclasses.fields(policy)}
+
+
+def parse_allocation(text: str) -> Allocator:
+    """`NAME`, or `NAME:key=value,key=value`. Values are read as TOML; a word needs no quotes, a list may hold words.
+
+    >>> parse_allocation("ladp:sensitive=[head,encoder.*],thresholds=[1,4]").thresholds
+    (1.0, 4.0)
+    """
+    name, colon, rest = text.strip().partition(":")
+    if not colon:
+        return allocation_with_options(name)
+    find_allocation(name)
+    options: dict[str, Any] = {}
+    for part in _split_at_commas(rest):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (key and equals and value):
+            takes = ", ".join(allocation_options(name)) or "none"
+            raise PlanError(
+                "cli.not-option",
+                f"'{part}' in '{text}' is not an option",
+                f"write {name}:key=value,key=value; it takes {takes}",
+            )
+        if key in options:
+            raise PlanError("cli.option-twice", f"option '{key}' is in '{text}' twice", "give it once")
+        options[key] = _parse_value(value)
+    return allocation_with_options(name, options)
+
+
+def split_allocations(text: str) -> tuple[str, ...]:
+    """Allocations separated by commas, each with its options; none of them is checked here.
+
+    >>> split_allocations("flat,ladp:mode=budget,least=0.2,uniform")
+    ('flat', 'ladp:mode=budget,least=0.2', 'uniform')
+    """
+    found: list[str] = []
+    for part in _split_at_commas(text):
+        head, equals, _ = part.partition("=")
+        if equals and ":" not in head and found:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def _checked_option(name: str, key: str, kind: Any, value: Any) -> Any:
+    """The value as the policy takes it; what a policy itself checks (bounds, words) is left to it."""
+    plain = {inner for inner in (kind, *typing.get_args(kind)) if inner in _TYPE_WORDS}
+    if key == "sensitive":
+        return _layer_selection(value)
+    if key == "candidates" and isinstance(value, Mapping):
+        return tuple((each, tuple(row) if isinstance(row, Sequence) else row) for each, row in value.items())
+    if isinstance(value, list):
+        return tuple(value)
+    if plain and not any(_has_type(value, each) for each in plain):
+        word = " or ".join(_TYPE_WORDS[each] for each in plain)
+        raise PlanError(
+            "cli.write", f"{key} of '{name}' is {value!r}, must be {word}", f"write {key}={_EXAMPLE_VALUES[word]}"
+        )
+    return value
+
+
+_EXAMPLE_VALUES = {"true or false": "true", "a whole number": "10", "a number": "0.5", "a word": "word"}
+
+
+def _has_type(value: Any, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is kind
+
+
+def _layer_selection(value: Any) -> Any:
+    """Which layers: names, patterns or indices, or a depth profile as in a policy.toml."""
+    if isinstance(value, Mapping):
+        return DepthProfile.parse(value)
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    return (value,)
+
+
+def _option_text(value: Any) -> str:
+    if value is None:
+        return "none"
+    word = getattr(value, "value", value)
+    return str(list(word)) if isinstance(word, tuple) else f"{word:g}" if isinstance(word, float) else str(word)
+
+
+def _parse_value(text: str) -> Any:
+    """A value as TOML has it; a list of words without quotes; or else the text itself."""
+    if "\n" not in text:
+        try:
+            return tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            pass
+    if text.startswith("[") and text.endswith("]"):
+        return [_parse_value(part) for part in _split_at_commas(text[1:-1])]
+    return text
+
+
+def _split_at_commas(text: str) -> list[str]:
+    """At commas that are in no bracket and in no quotes."""
+    parts, closing, quote = [""], [], ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in _BRACKETS:
+            closing.append(_BRACKETS[sign])
+        elif closing and sign == closing[-1]:
+            closing.pop()
+        elif sign == "," and not closing:
+            parts.append("")
+            continue
+        parts[-1] += sign
+    return [part.strip() for part in parts]
+
+
+class PerExampleLoss(nn.Module, ABC):
+    """loss[n] = mean over all other axes of ℓ(output[n], y[n]).
+
+    Sums over the batch never occur, so a contribution's loss depends on that contribution alone. Messages name
+    shapes without the first axis: how many examples were drawn is nobody's business. A module, so that its
+    arguments are part of what a run was told and a replayed segment is compared by them.
+    """
+
+    takes: tuple[str, ...] = ()
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        unknown = [name for name in arguments if name not in self.takes]
+        if unknown:
+            raise PlanError(
+                "cli.loss-no-argument",
+                f"loss '{self.title}' has no argument '{unknown[0]}'",
+                f"it takes {', '.join(self.takes) or 'none'}",
+            )
+        self.arguments = dict(arguments)
+        self.__name__ = self.title  # by which the rehearsal knows losses that need class numbers
+
+    @property
+    def title(self) -> str:
+        return next((name for name, kind in LOSSES.items() if kind is type(self)), type(self).__name__)
+
+    def forward(self, output: Any, y: Any) -> Tensor:
+        output, y = self._tensor("the model's output", output), self._tensor("y", y)
+        if not output.dim() or not y.dim() or len(output) != len(y):
+            raise EngineError(
+                "cli.loss-output-not",
+                f"loss '{self.title}': output and y do not have the same first axis",
+                "give it one row per example",
+            )
+        losses = self.elementwise(output, y)
+        return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
+
+    @abstractmethod
+    def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
+        """The loss before anything is averaged."""
+
+    def _tensor(self, what: str, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        raise EngineError(
+            "cli.loss-not-tensor",
+            f"loss '{self.title}': {what} is a {type(value).__name__}, not a tensor",
+            'write your own, package.module:function of (output, y), and name it: loss = "package.module:function"',
+        )
+
+    def _target_like(self, output: Tensor, y: Tensor) -> Tensor:
+        """y in the shape and type of the output; axes of length 1 do not matter, anything else does."""
+        if _example_shape(output) != _example_shape(y):
+            raise EngineError(
+                "cli.loss-model-gives",
+                f"loss '{self.title}': the model gives {_shape_text(output)} per example, y is {_shape_text(y)}",
+                "make the last layer as wide as y",
+            )
+        return y.reshape(output.shape).to(output.dtype)
+
+
+class SquaredError(PerExampleLoss):
+    """(output - y)²"""
+
+    def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
+        return (output - self._target_like(output, y)) ** 2
+
+
+class AbsoluteError(PerExampleLoss):
+    """|output - y|"""
+
+    def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
+        return (output - self._target_like(output, y)).abs()
+
+
+class Huber(PerExampleLoss):
+    """½(output - y)² where that is below `delta`, linear beyond."""
+
+    takes = ("delta",)
+
+    def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
+        return F.huber_loss(output, self._target_like(output, y), reduction="none", **self.arguments)
+
+
+class BinaryCrossEntropy(PerExampleLoss):
+    """Of a logit per label (no sigmoid in the model), y in [0, 1]."""
+
+    def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
+        y = self._target_like(output, y)
+        if bool(((y < 0) | (y > 1)).any()):
+            raise EngineError(
+                "cli.loss-values-outside",
+                f"loss '{self.title}': y has values outside 0 … 1",
+                "label the two kinds 0 and 1",
+            )
+        return F.binary_cross_entropy_with_logits(output, y, reduction="none")
+
+
+class CrossEntropy(PerExampleLoss):
+    """Of logits (N, classes, …), class axis second as in torch, against class numbers (N, …) or probabilities.
+
+    -100 marks positions without a label: they count as loss 0, and the mean is still over all positions, so
+    that the divisor does not depend on the data.
+    """
+
+    takes = ("label_smoothing",)
+
+    def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
+        if output.dim() < 2:
+            raise EngineError(
+                "cli.loss-model-gives-number",
+                f"loss '{self.title}': the model gives one number per example, not one per class",
+                'end the model with as many outputs as there are classes; for two classes and one output, loss = "bce"',
+            )
+        if y.is_floating_point():
+            if y.shape != output.shape:
+                raise EngineError(
+                    "cli.loss-shape-per",
+                    f"loss '{self.title}': y is {y.dtype} of shape {_shape_text(y)} per example, not a class number",
+                    "give class numbers as integers: y.astype('int64')",
+                )
+            return F.cross_entropy(output, y.to(output.dtype), reduction="none", **self.arguments)
+        return F.cross_entropy(output, self._numbers(output, y), reduction="none", **self.arguments)
+
+    def _numbers(self, output: Tensor, y: Tensor) -> Tensor:
+        classes, positions = output.shape[1], output.shape[2:]
+        if y.shape[1:] != positions:
+            if _example_shape(y) != tuple(n for n in positions if n != 1):
+                raise EngineError(
+                    "cli.loss-model-gives",
+                    f"loss '{self.title}': the model gives {_shape_text(output)} per example, y is {_shape_text(y)}",
+                    f"the first of these axes counts classes, so y must be {tuple(positions) or 'one number'}; "
+                    "output.transpose(1, 2) if the classes come last",
+                )
+            y = y.reshape(len(y), *positions)
+        y = y.long()
+        if bool((((y < 0) | (y >= classes)) & (y != -100)).any()):
+            raise EngineError(
+                "cli.loss-class-numbers",
+                f"loss '{self.title}': y has class numbers outside 0 … {classes - 1}",
+                "number the classes from 0, and give the model one output for each of them",
+            )
+        return y
+
+
+LOSSES: dict[str, type[PerExampleLoss]] = {
+    "cross_entropy": CrossEntropy,
+    "bce": BinaryCrossEntropy,
+    "mse": SquaredError,
+    "l1": AbsoluteError,
+    "huber": Huber,
+}
+
+
+def make_loss(name: str, arguments: Mapping[str, Any], *, beside: Any = None) -> Any:
+    """A loss by its built-in name, or `package.module:name`: a function of (output, y), or what makes one.
+
+    A class, and anything that is given arguments, is called once to make the loss.
+    """
+    if name in LOSSES:
+        return LOSSES[name](**arguments)
+    found = import_by_name(name, "loss", beside=beside, built_in=tuple(LOSSES))
+    if isinstance(found, type) or arguments:
+        found = call_factory(found, f"loss '{name}'", arguments)
+    if not callable(found):
+        raise PlanError("cli.loss", f"loss '{name}' is a {type(found).__name__}", "name a function of (output, y)")
+    return found
+
+
+def _example_shape(t: Tensor) -> tuple[int, ...]:
+    """The shape of one example without axes of length 1."""
+    return tuple(n for n in t.shape[1:] if n != 1)
+
+
+def _shape_text(t: Tensor) -> str:
+    return str(tuple(t.shape[1:])) if t.dim() > 1 else "one number"
+
+
+OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+    "adam": optim.Adam,
+    "adamw": optim.AdamW,
+    "sgd": optim.SGD,
+    "rmsprop": optim.RMSprop,
+    "adagrad": optim.Adagrad,
+    "adadelta": optim.Adadelta,
+    "adamax": optim.Adamax,
+    "nadam": optim.NAdam,
+    "radam": optim.RAdam,
+    "asgd": optim.ASGD,
+    "adafactor": optim.Adafactor,
+}
+
+SCHEDULERS: dict[str, Callable[..., Any]] = {
+    "cosine": lr_scheduler.CosineAnnealingLR,
+    "one_cycle": lr_scheduler.OneCycleLR,
+    "linear": lr_scheduler.LinearLR,
+    "constant": lr_scheduler.ConstantLR,
+    "step": lr_scheduler.StepLR,
+    "multi_step": lr_scheduler.MultiStepLR,
+    "exponential": lr_scheduler.ExponentialLR,
+    "polynomial": lr_scheduler.PolynomialLR,
+}
+
+_REFUSED_OPTIMIZERS = {
+    "lbfgs": "asks for several gradients in one step, and each of them would be a release",
+    "plateau": "follows a loss, and the private loss is a release that no budget paid for",
+    "reducelronplateau": "follows a loss, and the private loss is a release that no budget paid for",
+}
+
+
+def make_optimizer(name: str, arguments: Mapping[str, Any], model: nn.Module) -> optim.Optimizer:
+    """A torch optimiser over the model's parameters, with any further argument that it takes."""
+    kind = _look_up(name, "optimizer", OPTIMIZERS)
+    made: optim.Optimizer = _construct(kind, f"optimizer '{name}'", arguments, list(model.parameters()))
+    return made
+
+
+def make_scheduler(name: str, arguments: Mapping[str, Any], over: optim.Optimizer, steps: int) -> Any:
+    """A torch schedule, stepped once per private step. Where it has a length, that is the run's by default."""
+    kind = _look_up(name, "scheduler", SCHEDULERS)
+    lengths: dict[str, dict[str, Any]] = {
+        "cosine": {"T_max": steps},
+        "linear": {"total_iters": steps},
+        "polynomial": {"total_iters": steps},
+        "one_cycle": {"total_steps": steps, "max_lr": [group["lr"] for group in over.param_groups]},
+    }
+    return _construct(kind, f"scheduler '{name}'", {**lengths.get(name, {}), **arguments}, over)
+
+
+def _look_up(name: str, what: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    if name in known:
+        return known[name]
+    if reason := _REFUSED_OPTIMIZERS.get(name.lower()):
+        raise PlanError("cli.use", f"{what} '{name}' {reason}", f"use one of {', '.join(known)}")
+    raise PlanError(
+        "cli.not-known",
+        f"{what} '{name}' is not known{did_you_mean(name, list(known))}",
+        f"use one of {', '.join(known)}",
+    )
+
+
+def _construct(kind: Callable[..., Any], what: str, arguments: Mapping[str, Any], *given: Any) -> Any:
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
+    check_arguments(kind, what, plain, taken=len(given))
+    with user_code(f"{what} cannot be made", "correct its arguments; torch's documentation names their ranges"):
+        return kind(*given, **plain)

@@ -1,0 +1,379 @@
+"""The layers of a plan in figures: what clipping keeps, signal to noise; as a table, as bars and as a picture."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.cli.terminal import columns
+from lamina.errors import LaminaError, PlanError
+from lamina.plan.step_plan import Clipping, StepPlan
+from lamina.plan.table import clip_text, layer_shares
+
+if TYPE_CHECKING:
+    from lamina.sensitivity.measure import Measure
+
+
+# Figures of a plan that follow from C, S, q and a measurement: what is kept of a gradient, signal to noise.
+#
+# The signal of layer l is what a step's clipped sum would be if all contributions pulled the same way,
+#
+#     signal_l = Σ_k b_k·n̂_kl,      b_k = q_k·N_k contributions of class k expected in a step,
+#
+# with n̂_kl the norm that a typical contribution has at layer l after clipping:
+#
+#     box          min(n_l, C[k,l])
+#     joint        n_l·min(1, r_k/‖(n_j/S_j)_j‖),   r_k = ‖(C[k,j]/S_j)_j‖, over the layers that it reaches
+#     elementwise  the mean gradient instead of the sum: min(n_l, c_l·√d_l), c_l = C_l/(2√d_l), and b = 1
+#     no measure   C[k,l] (elementwise C_l/2): as if every contribution were at its bound
+#
+# n_l is the typical norm of an example's gradient on the proxy. The noise of layer l has the norm S_l·√d_l, and
+#
+#     signal to noise = signal_l/(S_l·√d_l):
+#
+# an upper figure at the first step. Gradients that disagree cancel, and they shrink as the model learns.
+#
+# `sizes` are the d_l that count: the numbers that some class reaches (plan/selection.py), where slices leave others
+# out. Norms were measured on whole layers, and are taken to shrink by √(d_l/size).
+
+Array = NDArray[np.float64]
+ReachedSizes = Sequence[int] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerFigures:
+    """One row of `lamina plan --explain`. None: nothing was measured, or the layer has no noise."""
+
+    name: str
+    depth: float
+    size: int
+    reached: int
+    clip: tuple[float, ...]
+    noise: float
+    share: float
+    tight: float | None
+    worst: float | None
+    norm: float | None
+    signal_to_noise: float | None
+
+
+def layer_figures(plan: StepPlan, measure: Measure | None, sizes: ReachedSizes = None) -> tuple[LayerFigures, ...]:
+    """A row for each layer, in the order of the plan."""
+    ratio, numbers = signal_to_noise(plan, measure, sizes), _reached_sizes(plan, sizes)
+    return tuple(
+        LayerFigures(
+            name=layer.name,
+            depth=layer.depth,
+            size=layer.size,
+            reached=numbers[i],
+            clip=tuple(row[i] for row in plan.clip),
+            noise=plan.noise[i],
+            share=share,
+            tight=measure.tight[i] if measure is not None and measure.has_bounds else None,
+            worst=measure.worst[i] if measure is not None and measure.has_bounds else None,
+            norm=None if measure is None else measure.norms[i],
+            signal_to_noise=ratio[i],
+        )
+        for i, (layer, share) in enumerate(zip(plan.layers, layer_shares(plan), strict=True))
+    )
+
+
+def signal_to_noise(plan: StepPlan, measure: Measure | None, sizes: ReachedSizes = None) -> tuple[float | None, ...]:
+    """signal_l/(S_l·√d_l) of every layer; None where there is no noise."""
+    found = zip(layer_signal(plan, measure, sizes).tolist(), plan.noise, _reached_sizes(plan, sizes), strict=True)
+    return tuple(up / (s * math.sqrt(d)) if s > 0 else None for up, s, d in found)
+
+
+def whole_signal_to_noise(plan: StepPlan, measure: Measure | None, sizes: ReachedSizes = None) -> float | None:
+    """‖signal‖/√(Σ_l d_l S_l²) over the layers with noise."""
+    noise, up = np.array(plan.noise), layer_signal(plan, measure, sizes)
+    power = _noise_power(plan, sizes)
+    return float(np.linalg.norm(up[noise > 0]) / math.sqrt(power)) if power > 0 else None
+
+
+def total_noise(plan: StepPlan, sizes: ReachedSizes = None) -> float:
+    """Σ_l d_l S_l², times (b/B)²: what a plan divides by another B counts as the optimiser sees it."""
+    return _noise_power(plan, sizes) * (float(expected_contributions(plan).sum()) / plan.batch) ** 2
+
+
+def kept_norm(plan: StepPlan, measure: Measure, sizes: ReachedSizes = None) -> tuple[float | None, ...]:
+    """The part of a typical contribution's norm that clipping keeps, by class; None for a class that is not clipped."""
+    found: list[float | None] = []
+    n = _reached_norms(plan, measure, sizes)
+    for k, entry in enumerate(plan.classes):
+        reach = np.array(plan.clip[k]) > 0
+        whole = float(np.linalg.norm(n[reach]))
+        found.append(None if entry.public or not whole else float(np.linalg.norm(_typical_norms(plan, k, n)) / whole))
+    return tuple(found)
+
+
+def expected_contributions(plan: StepPlan) -> Array:
+    """b_k, the contributions of each class that a step expects."""
+    return np.array([entry.sampling_rate * (entry.population or 0) for entry in plan.classes])
+
+
+def layer_signal(plan: StepPlan, measure: Measure | None, sizes: ReachedSizes = None) -> Array:
+    """Σ_k b_k·n̂_kl by layer. A public class counts only where its norms were measured."""
+    n = None if measure is None else _reached_norms(plan, measure, sizes)
+    rows = [_typical_norms(plan, k, n) for k in range(len(plan.classes))]
+    if plan.clipping is Clipping.ELEMENTWISE:
+        return np.asarray(np.max(rows, axis=0))
+    return np.asarray(expected_contributions(plan) @ np.array(rows))
+
+
+def _typical_norms(plan: StepPlan, k: int, n: Array | None) -> Array:
+    """n̂_kl: the norms of a typical contribution of class k after clipping."""
+    c, s = np.array(plan.clip[k]), np.array(plan.noise)
+    reach = c > 0
+    if plan.classes[k].public:
+        return np.zeros(len(c)) if n is None else np.where(reach, n, 0.0)
+    if plan.clipping is Clipping.ELEMENTWISE:
+        c = c / 2
+    if n is None:
+        return c
+    if plan.clipping is not Clipping.JOINT:
+        return np.asarray(np.minimum(n, c))
+    length = float(np.linalg.norm(n[reach] / s[reach]))
+    return np.asarray(np.where(reach, n, 0.0) * min(1.0, plan.joint(k) / length if length else 1.0))
+
+
+def _noise_power(plan: StepPlan, sizes: ReachedSizes) -> float:
+    return math.fsum(d * s * s for d, s in zip(_reached_sizes(plan, sizes), plan.noise, strict=True))
+
+
+def _reached_sizes(plan: StepPlan, sizes: ReachedSizes) -> tuple[int, ...]:
+    return tuple(layer.size for layer in plan.layers) if sizes is None else tuple(sizes)
+
+
+def _reached_norms(plan: StepPlan, measure: Measure, sizes: ReachedSizes) -> Array:
+    part = np.array(_reached_sizes(plan, sizes)) / np.array([layer.size for layer in plan.layers])
+    return np.asarray(np.array(measure.norms) * np.sqrt(part))
+
+
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_BAR_WIDTH = 14
+_LOG_SCALE_FROM = 1000.0
+
+
+def layer_table(plan: StepPlan, rows: Sequence[LayerFigures]) -> str:
+    """One row per layer: parameters, Δ tight and global, typical norm, C by class, S, share, signal to noise."""
+    measured = any(row.norm is not None for row in rows)
+    head = ["layer", "depth", "parameters"]
+    head += ["Δ tight", "Δ global", "norm n"] if measured else []
+    head += [f"C {entry.name}" for entry in plan.classes] + ["noise S", "share", "S/N"]
+    lines = [head]
+    for i, row in enumerate(rows):
+        reached = f"{row.reached:,} of " if row.reached != row.size else ""
+        cells = [row.name, f"{row.depth:.2f}", f"{reached}{row.size:,}"]
+        cells += [three_digits(row.tight), three_digits(row.worst), three_digits(row.norm)] if measured else []
+        cells += [clip_text(plan, k, i) for k in range(len(plan.classes))]
+        cells += [
+            f"{row.noise:.4g}" if row.noise else "none",
+            percent_text(row.share),
+            three_digits(row.signal_to_noise),
+        ]
+        lines.append(cells)
+    return columns(lines)
+
+
+def layer_bars(rows: Sequence[LayerFigures]) -> str:
+    """Bars from input to output: share of the budget, noise S, signal to noise, Δ where it was measured.
+
+    Lengths are in proportion; where figures differ by more than a thousand, in proportion to their logarithm.
+    """
+    shown: list[tuple[str, list[float | None], list[str]]] = [
+        ("share", [row.share for row in rows], [percent_text(row.share) for row in rows]),
+        ("noise S", [row.noise for row in rows], [three_digits(row.noise) for row in rows]),
+        ("S/N", [row.signal_to_noise for row in rows], [three_digits(row.signal_to_noise) for row in rows]),
+    ]
+    if any(row.tight is not None for row in rows):
+        shown.append(("Δ tight", [row.tight for row in rows], [three_digits(row.tight) for row in rows]))
+    titles = ["layer"]
+    table: list[list[str]] = [[row.name] for row in rows]
+    for title, values, told in shown:
+        if title != "share" and (logs := _log_scaled(values)) is not None:
+            title, values = f"{title} (log)", logs
+        most = max((value for value in values if value is not None), default=0.0)
+        wide = max(map(len, told))
+        titles.append(title)
+        for cells, value, text in zip(table, values, told, strict=True):
+            cells.append(f"{text.rjust(wide)} {text_bar(value or 0.0, most)}".ljust(wide + 1 + _BAR_WIDTH))
+    return columns([titles, *table], left=len(titles))
+
+
+def _log_scaled(values: Sequence[float | None]) -> list[float | None] | None:
+    """Orders of magnitude above a tenth of the least, where figures differ by more than a thousand."""
+    some = [value for value in values if value is not None and value > 0]
+    if not some or max(some) <= _LOG_SCALE_FROM * min(some):
+        return None
+    return [math.log10(10 * value / min(some)) if value is not None and value > 0 else None for value in values]
+
+
+def text_bar(value: float, most: float, wide: int = _BAR_WIDTH) -> str:
+    """A bar whose length is value/most of `wide` characters, in eighths.
+
+    >>> text_bar(1.0, 2.0, 4), text_bar(0.0, 1.0, 4)
+    ('██', '')
+    """
+    if not most > 0 or not value > 0:
+        return ""
+    eighths = max(1, round(8 * wide * min(1.0, value / most)))
+    return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8]).rstrip()
+
+
+def three_digits(value: float | None) -> str:
+    """A figure of three digits; "-" where there is none."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def percent_text(share: float) -> str:
+    """A share of the budget."""
+    return f"{100 * share:.1f} %"
+
+
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf", ".html")
+_BLUE, _GREY, _GREEN, _BROWN = "#1f6f8b", "#b9b4a7", "#0b6e4f", "#8c2d04"
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a name that says no format, before anything is computed."""
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise PlanError(
+            "cli.picture-names-no",
+            f"picture is '{path}', which names no format",
+            f"end it in {', '.join(PICTURE_SUFFIXES)}",
+        )
+
+
+def draw_plan(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[str], path: Path) -> None:
+    """Write the picture; the suffix says which kind. HTML needs nothing installed, the others matplotlib."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix.lower() == ".html":
+            path.write_text(_html_page(plan, rows, reasons), encoding="utf-8")
+        else:
+            _plot(plan, rows, path)
+    except OSError as error:
+        raise PlanError(
+            "cli.picture-not-written", f"the picture '{path}' cannot be written: {error}", "name a file that can be"
+        ) from error
+
+
+def _plot(plan: StepPlan, rows: Sequence[LayerFigures], path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise LaminaError(
+            "cli.matplotlib-not-installed",
+            "matplotlib is not installed",
+            "pip install 'lamina[plot]', or --picture FILE.html, which needs nothing",
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    measured = any(row.tight is not None for row in rows)
+    panels = 4 if measured else 3
+    places = range(len(rows))
+    figure, axes = plt.subplots(
+        panels, 1, figsize=(max(6.0, 0.35 * len(rows) + 2), 2.0 * panels + 1), sharex=True, layout="constrained"
+    )
+    for axis, title, values, colour in zip(axes, *_series(rows), strict=False):
+        axis.bar(places, values, color=colour)
+        axis.set_ylabel(title)
+    axes[2].axhline(1.0, color="black", linewidth=0.8)
+    _use_log_axis(axes[1], [row.noise for row in rows])
+    _use_log_axis(axes[2], [row.signal_to_noise or 0.0 for row in rows])
+    if measured:
+        axes[3].plot(places, [row.worst for row in rows], "o-", color=_GREY, label="global")
+        axes[3].plot(places, [row.tight for row in rows], "o-", color=_BLUE, label="tight")
+        axes[3].set_yscale("log")
+        axes[3].set_ylabel("Δ")
+        axes[3].legend(fontsize=8)
+    for axis in axes:
+        axis.grid(axis="y", alpha=0.25)
+    axes[-1].set_xticks(list(places), [row.name for row in rows], rotation=60, ha="right", fontsize=7)
+    axes[-1].set_xlabel("layers, from input to output")
+    figure.suptitle(_title(plan), fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _series(rows: Sequence[LayerFigures]) -> tuple[tuple[str, ...], tuple[list[float], ...], tuple[str, ...]]:
+    return (
+        ("share of the budget", "noise S", "signal to noise"),
+        ([row.share for row in rows], [row.noise for row in rows], [row.signal_to_noise or 0.0 for row in rows]),
+        (_BLUE, _BROWN, _GREEN),
+    )
+
+
+def _use_log_axis(axis: Any, values: Sequence[float]) -> None:
+    """A logarithmic axis where bars differ by more than a factor of 30."""
+    some = [value for value in values if value > 0]
+    if some and max(some) > 30 * min(some):
+        axis.set_yscale("log")
+
+
+def _title(plan: StepPlan) -> str:
+    return f"{plan.allocation}, {plan.clipping.value} clipping, {plan.steps:,} steps"
+
+
+# ------------------------------------------------------------------------------------ one page, nothing to load
+
+_HTML_TEMPLATE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Lamina plan</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; color: #1b1b1b }}
+table {{ border-collapse: collapse }}
+td, th {{ padding: .15rem .6rem; border-bottom: 1px solid #e4e1d8; text-align: right; white-space: nowrap }}
+td:first-child, th:first-child {{ text-align: left }}
+.bar {{ width: 9rem; text-align: left }} .bar i {{ display: block; height: .9em }}
+pre {{ background: #f5f5f2; padding: 1rem; overflow-x: auto; font-size: .8rem }}
+</style></head><body>
+<h1>{title}</h1>
+<table><tr>{head}</tr>
+{rows}
+</table>
+<h2>Why this plan</h2>
+<ul>{reasons}</ul>
+<h2>The plan</h2>
+<pre>{plan}</pre>
+</body></html>
+"""
+
+
+def _html_page(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[str]) -> str:
+    shown: list[tuple[str, list[float], list[str], str]] = [
+        (title, values, [percent_text(v) if title.startswith("share") else three_digits(v) for v in values], colour)
+        for title, values, colour in zip(*_series(rows), strict=True)
+    ]
+    for title, found, colour in (
+        ("Δ tight", [row.tight for row in rows], _BLUE),
+        ("Δ global", [row.worst for row in rows], _GREY),
+    ):
+        values = [value for value in found if value is not None]
+        if values:
+            shown.append((title, values, [three_digits(value) for value in values], colour))
+    head = "<th>layer</th><th>parameters</th>" + "".join(f'<th colspan="2">{title}</th>' for title, *_ in shown)
+    lines = []
+    for i, row in enumerate(rows):
+        cells = [f"<td>{html.escape(row.name)}</td><td>{row.size:,}</td>"]
+        for _, values, told, colour in shown:
+            width = 100 * values[i] / (max(values) or 1.0)
+            cells.append(f"<td>{told[i]}</td>")
+            cells.append(f'<td class="bar"><i style="width:{width:.1f}%;background:{colour}"></i></td>')
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return _HTML_TEMPLATE.format(
+        title=html.escape(_title(plan)),
+        head=head,
+        rows="\n".join(lines),
+        reasons="".join(f"<li>{html.escape(reason)}</li>" for reason in reasons),
+        plan=html.escape(str(plan)),
+    )

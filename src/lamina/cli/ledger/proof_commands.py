@@ -1,0 +1,405 @@
+"""`lamina ledger verify, checkpoint, prove, receipt, copy`.
+
+Whether a ledger is what it claims, and proofs that others check.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from lamina.admit import keys
+from lamina.admit import keys as files
+from lamina.admit.keys import format_utc
+from lamina.cli.open_ledger import (
+    LEAF_HELP,
+    JsonOption,
+    KeyOption,
+    LedgerArgument,
+    OutputOption,
+    contribution_digest,
+    existing_ledger,
+    is_file_ledger,
+    open_ledger,
+    open_view,
+    print_line,
+    printable_location,
+)
+from lamina.cli.terminal import PassphraseOption, err, print_json, print_refusal, progress_bar, refusal_json
+from lamina.errors import LaminaError, LedgerError, NotVerified
+from lamina.ledger import receipt as receipts
+from lamina.ledger import records as leaves
+from lamina.ledger import signed_checkpoint as notes
+from lamina.ledger.merkle import leaf_hash
+from lamina.ledger.reader import LedgerReader, find_leaf
+from lamina.ledger.receipt import Receipt, TlogProof
+from lamina.ledger.show import describe_leaf, pluralize
+from lamina.ledger.signed_checkpoint import NoteKey, encode64
+from lamina.ledger.store.open_store import make_store
+from lamina.ledger.store.sqlite import SqliteStore
+from lamina.ledger.verify.replay_state import KnownCheckpoint, Trust, Verification
+from lamina.ledger.verify.verifier import verify as audit
+
+_PLURALS = {"policy": "policies", "pruned": "pruned"}
+
+
+def verify(
+    ledger: LedgerArgument,
+    trust: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEYS", help="keys from elsewhere: a key ring, a public key, or verifier keys, one a line"
+        ),
+    ] = None,
+    seen: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="CHECKPOINT", help="a checkpoint that you kept; may be given several times"),
+    ] = None,
+    no_signatures: Annotated[
+        bool, typer.Option("--no-signatures", help="leave attestations unchecked: faster by far")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay a ledger from its first leaf, and name the first record that is wrong, and why.
+
+    Checked are form, order, hashes and times; every checkpoint and its signature; every attestation; bounds against
+    floors and classes; keys, policies, withdrawals, aggregates and releases; and every ε, computed anew from the
+    recorded plans by the accountant of the header. Neither data nor models are needed.
+
+    A ledger names its own keys, so whoever can write all of it can sign all of it anew. With --trust its signatures
+    must be of keys that you have from elsewhere: keep these beside, never inside, the ledger. With --seen it must go on
+    from a checkpoint that you kept: one that was rolled back or forked does not.
+
+    Exit code 0 if it is verified, 1 if it is not, 2 if there is nothing to verify, or a database cannot be reached.
+
+    Examples:
+
+      lamina ledger verify runs/first/ledger.db
+      lamina ledger verify ledger.db --trust keys.json --seen last.checkpoint
+      lamina ledger verify ledger.db --no-signatures --json
+    """
+    place = existing_ledger(ledger)
+    trusted = None if trust is None else Trust.load(trust)
+    known = [KnownCheckpoint.load(path) for path in seen or ()]
+    if not is_file_ledger(ledger):
+        _check_reachable(place, as_json)
+    with progress_bar("replaying") as tick:
+        found = audit(place, trust=trusted, seen=known, signatures=not no_signatures, progress=tick)
+    if as_json:
+        print_json({"ledger": printable_location(ledger), **found.to_dict()})
+    else:
+        print_line(verification_page(printable_location(ledger), found))
+    if found.problem is not None:
+        err.print(f"[bold red]not verified:[/] {escape(str(found.problem))}", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _check_reachable(place: str, as_json: bool) -> None:
+    """A server that is away is no ledger that is wrong."""
+    try:
+        make_store(place, readonly=True).close()
+    except LedgerError as error:
+        print_refusal(error)
+        if as_json:
+            print_json(refusal_json(error))
+        raise typer.Exit(2) from None
+
+
+def verification_page(name: str, found: Verification) -> str:
+    """For people."""
+    state = "not verified" if not found.verified else "verified and trusted" if found.trusted else "verified"
+    lines = [f"{name}: {state}"]
+    if found.origin is not None:
+        kinds = ", ".join(pluralize(count, word, _PLURALS.get(word)) for word, count in found.counts.items() if count)
+        lines += [f"  origin       {found.origin}", f"  leaves       {found.size:,}: {kinds}"]
+    if found.root is not None:
+        lines.append(f"  root         {found.root.hex()}")
+    if found.verified:
+        covered = pluralize(found.signed, "leaf", "leaves")
+        lines.append(
+            f"  checkpoints  {found.checkpoints:,}" + (f"; the newest covers {covered}" * bool(found.checkpoints))
+        )
+        checked = f"{pluralize(found.attestations, 'attestation')}, {pluralize(found.spends, 'figure')} of ε"
+        lines.append(f"  checked      {checked}")
+    return "\n".join([*lines, *(f"  note         {note}" for note in found.notes)])
+
+
+_MAX_FILE_BYTES = 1 << 20
+
+
+def checkpoint(
+    ledger: LedgerArgument,
+    key: KeyOption = None,
+    cosigned: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="add the signatures of this copy, back from a witness")
+    ] = None,
+    size: Annotated[int | None, typer.Option(min=0, help="the checkpoint of so many leaves; default: newest")] = None,
+    output: OutputOption = None,
+    passphrase_file: PassphraseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print a checkpoint: size and root of the ledger, signed. With --key, sign what is there first.
+
+    Keep one, outside the ledger: with lamina ledger verify --seen it shows later that nothing before it was changed or
+    taken away. The form is a C2SP signed note, which other programs read.
+
+    Examples:
+
+      lamina ledger checkpoint ledger.db --key ledger.key
+      lamina ledger checkpoint ledger.db > last.checkpoint
+      lamina ledger checkpoint ledger.db --cosigned from-witness.txt
+    """
+    if key is not None or cosigned is not None:
+        with open_ledger(ledger, key, passphrase_file) as book:
+            if key is not None:
+                book.checkpoint()
+            if cosigned is not None:
+                given = keys.read_small(cosigned, "the checkpoint", most=_MAX_FILE_BYTES)
+                book.cosigned(given.decode("utf-8", "replace"))
+    with open_view(ledger) as view:
+        text, leaves = _checkpoint_text(view, size), view.size
+    head, note = notes.parse_checkpoint(text)
+    if output is not None:
+        keys.replace_file(output, text.encode("utf-8"), "the checkpoint", mode=0o644)
+    if as_json:
+        print_json(
+            {
+                "ledger": printable_location(ledger),
+                "origin": head.origin,
+                "size": head.size,
+                "root": head.root.hex(),
+                "unsigned": leaves - head.size if size is None else None,
+                "signers": [each.name for each in note.signatures],
+                "checkpoint": text,
+            }
+        )
+    elif output is not None:
+        signers = ", ".join(each.name for each in note.signatures)
+        print_line(f"{output}: {pluralize(head.size, 'leaf', 'leaves')}, signed by {signers}")
+    else:
+        sys.stdout.write(text)
+
+
+def _checkpoint_text(book: LedgerReader, size: int | None) -> str:
+    if size is None:
+        found = book.latest()
+    else:
+        found = next((text for text in book.checkpoints() if notes.parse_checkpoint(text)[0].size == size), None)
+    if found is None:
+        which = "has no checkpoint" if size is None else f"has no checkpoint of {pluralize(size, 'leaf', 'leaves')}"
+        raise LedgerError("cli.ledger", f"the ledger {book.name} {which}", "sign one: --key")
+    return found
+
+
+def prove(
+    ledger: LedgerArgument,
+    name: Annotated[str | None, typer.Argument(metavar="LEAF", help=LEAF_HELP)] = None,
+    old: Annotated[
+        int | None, typer.Option("--from", metavar="SIZE", help="prove that the ledger goes on from this size")
+    ] = None,
+    size: Annotated[
+        int | None, typer.Option(metavar="SIZE", help="in the checkpoint of so many leaves; default: newest")
+    ] = None,
+    output: OutputOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove that a leaf is in the ledger, or that a later checkpoint goes on from an earlier one.
+
+    An inclusion proof is printed as C2SP tlog-proof text, with its checkpoint. A consistency proof (--from) is printed
+    as a C2SP witness takes it: the old size, the proof, the new checkpoint. Both grow with the logarithm of the ledger.
+
+    Examples:
+
+      lamina ledger prove ledger.db 17
+      lamina ledger prove ledger.db 9f86d081 -o mine.tlog-proof
+      lamina ledger prove ledger.db --from 1000
+    """
+    if (name is None) == (old is None):
+        raise typer.BadParameter("give a leaf, or --from SIZE", param_hint="LEAF")
+    with open_view(ledger) as book:
+        signed = _checkpoint_to_prove(book, size)
+        found = _consistency_proof(book, old, signed) if old is not None else _inclusion_proof(book, str(name), signed)
+    if output is not None:
+        keys.replace_file(output, found["text"].encode("utf-8"), "the proof", mode=0o644)
+    if as_json:
+        print_json({"ledger": printable_location(ledger), **found})
+    elif output is not None:
+        hashes = pluralize(len(found["path"]), "hash", "hashes")
+        print_line(f"{output}: {hashes}, under the checkpoint of {pluralize(found['size'], 'leaf', 'leaves')}")
+    else:
+        sys.stdout.write(found["text"])
+
+
+def _checkpoint_to_prove(book: LedgerReader, size: int | None) -> str:
+    for text in book.checkpoints() if size is not None else [book.latest()]:
+        if text is not None and size in (None, notes.parse_checkpoint(text)[0].size):
+            return text
+    raise LedgerError(
+        "cli.ledger-no-checkpoint",
+        f"the ledger {book.name} has no checkpoint"
+        + ("" if size is None else f" of {pluralize(size, 'leaf', 'leaves')}"),
+        "sign one: lamina ledger checkpoint --key",
+    )
+
+
+def _inclusion_proof(book: LedgerReader, name: str, signed: str) -> dict[str, Any]:
+    seq = find_leaf(book, contribution_digest(name))
+    head, _ = notes.parse_checkpoint(signed)
+    hash = leaf_hash(book.raw(seq))
+    if seq >= head.size:
+        raise LedgerError(
+            "cli.leaf-not-under",
+            f"leaf {seq} is not under the checkpoint of {pluralize(head.size, 'leaf', 'leaves')}",
+            "sign a newer one",
+        )
+    path = book.prove(seq, head.size)
+    return {
+        "index": seq,
+        "size": head.size,
+        "root": head.root.hex(),
+        "leaf_hash": hash.hex(),
+        "path": [each.hex() for each in path],
+        "text": TlogProof(seq, tuple(path), signed).encode(),
+    }
+
+
+def _consistency_proof(book: LedgerReader, old: int, signed: str) -> dict[str, Any]:
+    head, _ = notes.parse_checkpoint(signed)
+    if not 0 <= old <= head.size:
+        raise LedgerError(
+            "cli.checkpoint-not-go",
+            f"the checkpoint has {pluralize(head.size, 'leaf', 'leaves')}, and does not go on from {old}",
+            "give a size that it has reached",
+        )
+    path = book.consistent(old, head.size)
+    lines = [f"old {old}", *map(encode64, path)]
+    return {
+        "from": old,
+        "size": head.size,
+        "root": head.root.hex(),
+        "path": [each.hex() for each in path],
+        "text": "\n".join(lines) + "\n\n" + signed,
+    }
+
+
+_LEAF_SUFFIX, _COSE_SUFFIX, _TEXT_SUFFIX = ".leaf", ".cose", ".tlog-proof"
+
+
+def receipt(
+    ledger: Annotated[
+        str | None, typer.Argument(metavar="LEDGER", help="ledger.db, or postgresql://…/database#schema")
+    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="LEAF", help=LEAF_HELP)] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PREFIX", help="beginning of the names of the files")
+    ] = Path("receipt"),
+    check: Annotated[
+        Path | None, typer.Option(metavar="PREFIX", help="check a receipt instead; needs --trust and no ledger")
+    ] = None,
+    trust: Annotated[
+        Path | None, typer.Option(metavar="KEYS", help="for --check: the keys of the ledger, from elsewhere")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a receipt: proof, under the newest checkpoint, that a record is in the ledger.
+
+    Three files: PREFIX.leaf, the record itself; PREFIX.cose, a COSE receipt (RFC 9942); and PREFIX.tlog-proof, the same
+    as C2SP text with the cosignatures of witnesses. Keep them: after pruning, only who kept a receipt can prove a
+    record.
+
+    Examples:
+
+      lamina ledger receipt ledger.db 9f86d081 -o mine
+      lamina ledger receipt --check mine --trust ledger.pub
+    """
+    if check is not None:
+        if trust is None:
+            raise typer.BadParameter("whose signature must it have?", param_hint="--trust")
+        _check_receipt(check, Trust.load(trust), as_json)
+        return
+    if ledger is None or name is None:
+        raise typer.BadParameter("give a ledger and a leaf, or --check", param_hint="LEDGER")
+    with open_view(ledger) as book:
+        seq = find_leaf(book, contribution_digest(name))
+        parts = {
+            _LEAF_SUFFIX: book.raw(seq),
+            _COSE_SUFFIX: book.receipt(seq),
+            _TEXT_SUFFIX: book.proof_text(seq).encode("utf-8"),
+        }
+    written = {suffix[1:]: str(_with_suffix(output, suffix)) for suffix in parts}
+    for suffix, data in parts.items():
+        files.write_new(_with_suffix(output, suffix), data, "the receipt", mode=0o644)
+    size = Receipt.decode(parts[_COSE_SUFFIX]).size
+    if as_json:
+        print_json({"ledger": printable_location(ledger), "index": seq, "size": size, "files": written})
+    else:
+        print_line(f"receipt of leaf {seq} of {size:,}: {', '.join(written.values())}")
+
+
+def _check_receipt(prefix: Path, trust: Trust, as_json: bool) -> None:
+    """Both proofs, by keys of the origin that they name."""
+    leaf, cose, text = (
+        files.read_small(_with_suffix(prefix, s), "the receipt", most=_MAX_FILE_BYTES)
+        for s in (_LEAF_SUFFIX, _COSE_SUFFIX, _TEXT_SUFFIX)
+    )
+    try:
+        found, proof = Receipt.decode(cose), TlogProof.parse(text)
+        record = leaves.decode_leaf(leaf)
+    except LaminaError as error:
+        raise NotVerified(
+            "cli.no-receipt", f"'{prefix}' is no receipt: {error.problem}", "ask the ledger for it again"
+        ) from None
+    keys = trust.keys(found.origin)
+    if not any(receipts.verify_receipt(cose, leaf, key, found.origin) for key in keys):
+        raise NotVerified(
+            "cli.receipt-not-signed",
+            f"the receipt of {found.origin!r} is not signed by a trusted key, or not of this leaf",
+            _ASK_AGAIN,
+        )
+    named = [NoteKey(found.origin, key) for key in dict.fromkeys(keys)]
+    head = proof.verify(leaf, named, origin=found.origin)
+    if proof.index != found.index or record.seq != found.index:
+        raise NotVerified("cli.proofs-leaves", f"the proofs are of leaves {found.index} and {proof.index}", _ASK_AGAIN)
+    if as_json:
+        print_json({"verified": True, "origin": found.origin, "index": found.index, "size": head.size})
+    else:
+        print_line(f"verified: leaf {found.index} of {head.size:,} in {found.origin}, {format_utc(record.time)}")
+        print_line(f"  {describe_leaf(record)}")
+
+
+_ASK_AGAIN = "ask the ledger for the receipt again, and whoever answers for it for its keys"
+
+
+def _with_suffix(prefix: Path, suffix: str) -> Path:
+    if not prefix.name:
+        raise LedgerError("cli.no-beginning-name", f"'{prefix}' is no beginning of a name", "give one, like mine")
+    return prefix.with_name(prefix.name + suffix)
+
+
+def copy(
+    ledger: LedgerArgument,
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="the copy; must not exist yet")],
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a ledger as it is at one moment, also while runs write it.
+
+    A plain cp may miss the last records, which lie in a second file (-wal) until SQLite moves them over.
+
+    Examples:
+
+      lamina ledger copy runs/clinic.ledger.db for-the-auditor.db
+    """
+    with open_view(ledger) as book:
+        if not isinstance(book.store, SqliteStore):
+            raise LedgerError("cli.database", f"{printable_location(ledger)} is a database", "copy it with pg_dump")
+        book.store.copy(target)
+    with open_view(str(target)) as book:
+        size = book.size
+    if as_json:
+        print_json({"ledger": printable_location(ledger), "copy": str(target), "size": size})
+        return
+    print_line(f"{target}: {pluralize(size, 'leaf', 'leaves')}")

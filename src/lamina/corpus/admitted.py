@@ -1,0 +1,538 @@
+"""`Gate` and the corpus that it makes.
+
+Only signed contributions, each read under its commitment and kept to the bound that it signed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lamina.admit import gate
+from lamina.admit.admission import Admission, Progress
+from lamina.admit.attestation import commit
+from lamina.admit.checks import MAX_PAYLOAD
+from lamina.admit.contribution_sources import Contribution, FolderContributions, open_regular_file
+from lamina.admit.key_ring import KeyRing
+from lamina.admit.keys import read_small
+from lamina.admit.resolver import Resolution
+from lamina.admit.verdicts import Bound, ContributionRefused, Reason, Register
+from lamina.corpus.contribution_index import PackedTexts
+from lamina.corpus.corpus import LISTING, ContributionListing, Corpus, LimitsOfRows
+from lamina.corpus.example_sources import Hasher, hash_parts
+from lamina.corpus.payloads import (
+    PAYLOAD_SUFFIXES,
+    FolderPayloads,
+    PayloadChanged,
+    PayloadInspector,
+    Payloads,
+    PayloadSource,
+    PayloadSurvey,
+    survey_and_refuse,
+)
+from lamina.corpus.sampler import Sampler
+from lamina.engine.batch import Batch
+from lamina.engine.random_stream import SEED_BYTES
+from lamina.errors import AdmissionError, CorpusError
+from lamina.ledger.admission_batch import open_register
+from lamina.ledger.writer import Ledger
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import Clipping, StepPlan
+from lamina.spend.accounts import SignedAccount, account_name
+
+
+class GivenPayloads:
+    """Payloads that were handed over: bytes, or paths."""
+
+    where = "that was handed over"
+    frozen = False
+
+    def __init__(self, ids: Sequence[str], payloads: Sequence[bytes | Path]) -> None:
+        self.ids, self._payloads = PackedTexts(ids), payloads
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def path(self, row: int) -> Path:
+        payload = self._payloads[row]
+        return payload if isinstance(payload, Path) else Path(self.ids[row]) / f"payload.{_payload_suffix(payload)}"
+
+    def look(self, row: int) -> bytes | None:
+        payload = self._payloads[row]
+        return None if isinstance(payload, Path) else payload
+
+    def read(self, row: int) -> bytes | None:
+        return self.look(row)
+
+    def take(self, rows: NDArray[np.int64]) -> GivenPayloads:
+        return GivenPayloads([self.ids[row] for row in rows.tolist()], [self._payloads[row] for row in rows.tolist()])
+
+    def feed(self, hasher: Hasher) -> None:
+        """Ids and contents."""
+        for row, name in enumerate(self.ids):
+            held = self.look(row)
+            hash_parts(hasher, [name, _read_whole(self.path(row)) if held is None else held])
+
+    def __repr__(self) -> str:
+        return "given"
+
+
+class CommittedPayloads:
+    """The payloads of admitted contributions.
+
+    A payload is read once and whole; its bytes are held against the signed commitment, and only then taken for data.
+    Swapping a file after it was admitted, even while it is read, stops the run, and nothing is learned from it.
+    """
+
+    frozen = True
+
+    def __init__(self, payloads: Payloads, *, nonces: NDArray[Any], commitments: NDArray[Any]) -> None:
+        self._payloads, self._nonces, self._commitments = payloads, nonces, commitments
+        self.where, self.ids = payloads.where, payloads.ids
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    def path(self, row: int) -> Path:
+        return self._payloads.path(row)
+
+    def look(self, row: int) -> bytes | None:
+        return self._payloads.look(row)
+
+    def read(self, row: int) -> bytes:
+        try:
+            held = self._payloads.read(row)
+            held = _read_whole(self._payloads.path(row)) if held is None else held
+        except (OSError, ContributionRefused):
+            raise self._changed() from None
+        found = commit(self._nonces[row].tobytes(), held)
+        if not hmac.compare_digest(found, self._commitments[row].tobytes()):
+            raise self._changed()
+        return held
+
+    def take(self, rows: NDArray[np.int64]) -> CommittedPayloads:
+        return CommittedPayloads(
+            self._payloads.take(rows), nonces=self._nonces[rows], commitments=self._commitments[rows]
+        )
+
+    def feed(self, hasher: Hasher) -> None:
+        """Ids and commitments: no other bytes are ever read under them."""
+        for row, name in enumerate(self.ids):
+            hash_parts(hasher, [name, self._commitments[row].tobytes()])
+
+    def _changed(self) -> PayloadChanged:
+        return PayloadChanged(
+            "corpus.payload-not-signed",
+            f"a payload {self.where} is not the one that was signed and admitted; nothing was learned from it",
+            "put back what was signed, or leave it out; admitting the contributions again names it",
+        )
+
+    def __repr__(self) -> str:
+        return f"signed, {self._payloads!r}"
+
+
+def _read_whole(path: Path) -> bytes:
+    with os.fdopen(open_regular_file(path), "rb") as file:
+        return file.read()
+
+
+def _payload_suffix(payload: bytes) -> str:
+    """What bytes without a name are: an .npz is a zip archive."""
+    return PAYLOAD_SUFFIXES[0] if payload.startswith(b"PK") else PAYLOAD_SUFFIXES[1]
+
+
+MAX_BOUNDS = 1000  # distinct bounds of a corpus: each is an account, and all of them stand in each epoch
+
+
+class AdmittedCorpus(Corpus):
+    """Made by `lamina.Gate.admit`. `admission` says who was let in and who was not, and why.
+
+    Under a plan every contribution keeps to what it signed: `limits_of` gives its scale and ceiling to the batches, a
+    bound that no scale keeps is never sampled, and `accounts` has one account per distinct bound, which the ledger
+    holds to over all runs. `renew` looks at windows and keys again: whoever is out is withdrawn.
+    """
+
+    def __init__(
+        self,
+        source: PayloadSource,
+        admission: Admission,
+        *,
+        ids: list[str],
+        subject: list[str] | None,
+        policy: Policy,
+        keys: Callable[[], KeyRing | None],
+        examples_per_unit: int | None = None,
+    ) -> None:
+        names = admission.classes
+        super().__init__(
+            source,
+            unit=np.repeat(np.arange(len(ids)), source.sizes),
+            cls=[names[row] for row in admission.cls.tolist()],
+            ids=ids,
+            subject=subject,
+            examples_per_unit=examples_per_unit,
+            policy=policy,
+        )
+        self._signed = admission
+        self._keys = keys
+        self._resolved: dict[tuple[Any, ...], Resolution] = {}
+
+    @property
+    def ids(self) -> PackedTexts:
+        """What contributions are called, by row."""
+        return self._index.ids
+
+    @cached_property
+    def digests(self) -> PackedTexts:
+        """What contributions are, by row: the digest of the signed descriptor, whatever its folder is called."""
+        return PackedTexts(digest.tobytes().hex() for digest in self._signed.columns["descriptor"])
+
+    def marks(self, ids: Sequence[str]) -> list[str]:
+        return [self.digests[row] for row in self._index.find(ids).tolist()]
+
+    def marked(self, *marks: str) -> list[str]:
+        return [self.ids[row] for row in self.digests.find(marks).values()]
+
+    # ------------------------------------------------------------------------------------ what each signed
+
+    @property
+    def admission(self) -> Admission:
+        """Who was let in, who was not, and why."""
+        return self._signed
+
+    def resolution(self, plan: StepPlan, max_occurrences: Mapping[str, int] | None = None) -> Resolution:
+        """The resolver's answer for this plan; worked out once."""
+        key = plan.digest(), tuple(sorted((max_occurrences or {}).items()))
+        if key not in self._resolved:
+            self._resolved[key] = self._signed.resolve(plan, max_occurrences=max_occurrences)
+        return self._resolved[key]
+
+    def members_of(self, plan: StepPlan) -> tuple[NDArray[np.int64], ...]:
+        """As `Corpus.members_of`, without those whose bound no scale keeps under this plan."""
+        kept = self.resolution(plan).scale > 0
+        found = super().members_of(plan)
+        return found if kept.all() else tuple(rows[kept[self._signed.bound[rows]]] for rows in found)
+
+    def count_unsampled(self, plan: StepPlan) -> int:
+        """How many signed a bound that no scale keeps under this plan."""
+        return int(np.count_nonzero(self.resolution(plan).scale[self._signed.bound] == 0))
+
+    def limits_of(self, plan: StepPlan, max_occurrences: Mapping[str, int] | None = None) -> LimitsOfRows:
+        """Scale and ceiling of contributions, by row."""
+        found = self.resolution(plan, max_occurrences)
+        scale, ceiling, bound = found.scale, found.ceiling, self._signed.bound
+        norm = np.array([plan.norm(each.cls) for each in self._signed.bounds])
+        if not plan.rules and (scale == 1).all() and (np.isinf(norm) | (ceiling >= norm)).all():
+            return lambda rows: (None, None)  # nobody is stricter than the class
+
+        def limits(rows: NDArray[np.int64]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            which = bound[rows]
+            return torch.from_numpy(scale[which]), torch.from_numpy(ceiling[which])
+
+        return limits
+
+    def accounts(self, plan: StepPlan, max_occurrences: Mapping[str, int] | None = None) -> tuple[SignedAccount, ...]:
+        """One per distinct bound of a private class that some eligible contribution signed."""
+        found, admission = self.resolution(plan, max_occurrences), self._signed
+        rows = np.concatenate(self.members_of(plan))
+        distinct = np.unique(admission.bound[rows]).tolist()
+        private = [which for which in distinct if admission.bounds[which].noise_multiplier]
+        if len(private) > MAX_BOUNDS:
+            raise CorpusError(
+                "corpus.contributions-signed-distinct",
+                f"contributions signed {len(private)} distinct bounds, at most {MAX_BOUNDS} can be accounted for",
+                "let them sign one of a few bounds: a stricter class in the policy for each",
+            )
+        return tuple(
+            SignedAccount(
+                name=account_name(_bound_key(bound := admission.bounds[which])),
+                cls=bound.cls,
+                scale=found[which].scale,
+                epsilon=bound.epsilon(plan.delta(bound.cls)),
+            )
+            for which in private
+        )
+
+    def check(self, plan: StepPlan) -> None:
+        super().check(plan)
+        private = any(bound.noise_multiplier for bound in self._signed.bounds)
+        if private and plan.clipping is Clipping.ELEMENTWISE:
+            raise CorpusError(
+                "corpus.contributions-signed-clip",
+                "contributions signed a clip norm, and the plan clamps the mean of the batch, which bounds nobody",
+                "use a plan with box or joint clipping",
+            )
+
+    def membership(self, key: bytes) -> bytes:
+        """Also over what each signed: its identity is the digest of its descriptor."""
+        signed = self._signed.columns["descriptor"].tobytes()
+        return self._index.digest(key, f"examples_per_unit={self.examples_per_unit}", signed.hex())
+
+    # ------------------------------------------------------------------------------------ whether it still holds
+
+    def revalidate(self) -> dict[Reason, int]:
+        """Windows, keys (a file of them is read again), signatures once an epoch is over: who is out is withdrawn.
+
+        Returns how many for which reason; never who.
+        """
+        lapse = self._signed.recheck(keys=self._keys())
+        if len(lapse):
+            self.leave([self._signed.ids[row] for row in lapse.rows.tolist()])
+        return dict(Counter(lapse.reasons))
+
+    def batches(self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None) -> Iterator[Batch]:
+        """As `Corpus.batches`; at each pass over the declared population windows and keys are looked at again."""
+        rates = [entry.sampling_rate for entry in plan.classes if entry.sampling_rate > 0]
+        length = max(1, round(1 / max(rates, default=1.0)))
+        counts = None
+        for first in range(0, plan.steps, length):
+            self.revalidate()
+            sampler = Sampler(self, plan, seed=os.urandom(SEED_BYTES), max_occurrences=max_occurrences, counts=counts)
+            for step in range(first, min(first + length, plan.steps)):
+                yield sampler.draw(step)
+            counts = sampler.counts
+
+    def __repr__(self) -> str:
+        return f"Admitted{super().__repr__()}"
+
+
+def _bound_key(bound: Bound) -> tuple[str, int, int]:
+    return bound.cls, bound.clip_norm, bound.noise_multiplier
+
+
+def reasons_text(reasons: Mapping[Reason, int]) -> str:
+    """How many left, and why: "3 (expired 2, revoked-key 1)"."""
+    parts = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
+    return f"{sum(reasons.values())} ({parts})"
+
+
+SKIP, STOP = "skip", "stop"
+
+
+class Gate(gate.AdmissionGate):
+    """Admits contributions under a policy, by the keys of a ring, and makes a corpus of those that may enter.
+
+        corpus = lamina.Gate(policy, "keys.json").admit("contributions", ledger="corpus.ledger.db")
+        print(corpus.admission.table())
+
+    keys   the path of a key ring, which is read again at each segment of a run, so that a revocation is obeyed at the
+           next one; or a `KeyRing`, which is asked as it is
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        keys: KeyRing | str | Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        register: Register | None = None,
+        processes: int = 1,
+        max_payload: int = MAX_PAYLOAD,
+    ) -> None:
+        if not isinstance(policy, Policy):
+            raise AdmissionError(
+                "train.policy", f"the policy is a {type(policy).__name__}", "use lamina.Policy.load('policy.toml')"
+            )
+        self._path = None if isinstance(keys, KeyRing) else Path(keys)
+        self._seen: bytes | None = None  # digest of the file that was loaded
+        ring = keys
+        if not isinstance(ring, KeyRing):
+            self._seen, held = _read_key_ring(Path(ring))
+            ring = KeyRing.load(ring, held)
+        super().__init__(policy, ring, clock=clock, register=register, processes=processes, max_payload=max_payload)
+
+    def reload_keys(self) -> KeyRing | None:
+        """Rely on the ring as its file has it now; None if it came from none, or the file is as it was.
+
+        A file that cannot be read is refused each time it is asked for: it may have said that a key is revoked.
+        """
+        if self._path is None:
+            return None
+        digest, held = _read_key_ring(self._path)
+        if digest == self._seen:
+            return None
+        self.keys = KeyRing.load(self._path, held)
+        self._seen = digest  # not before: what cannot be loaded was not seen
+        return self.keys
+
+    def admit(
+        self,
+        contributions: str | Path | Iterable[Contribution],
+        ledger: Ledger | Register | str | os.PathLike[str] | None = None,
+        *,
+        on_refusal: str = SKIP,
+        examples_per_unit: int | None = None,
+        dtype: torch.dtype | None = None,
+        progress: Progress | None = None,
+    ) -> AdmittedCorpus:
+        """Examine all of them and make a corpus of those that are admitted; `corpus.admission` has the report.
+
+        contributions  a folder with ID/payload.npz or ID/payload.csv, ID/descriptor.cbor and ID/attestation.cose, and
+                       perhaps a contributions.csv with y; or `Contribution`s with their bytes
+        ledger         where those who are admitted are recorded, and who was withdrawn: the path of a ledger, which is
+                       made if there is none, "postgresql://…#schema", an open `Ledger`, or any register. Who stands in
+                       it already is admitted again, and nothing is written
+        on_refusal     "skip" whoever is refused, or "stop" with an AdmissionError
+        progress       hears (how many are examined, of how many)
+
+        The class of a contribution is the one that it signed. Payloads are read when they are sampled, and held against
+        their commitment again.
+        """
+        if on_refusal not in (SKIP, STOP):
+            raise AdmissionError("train.refusal", f"on_refusal is {on_refusal!r}", f'use "{SKIP}" or "{STOP}"')
+        self.reload_keys()
+        if ledger is None:
+            return self._admit(contributions, on_refusal, examples_per_unit, dtype, progress)
+        with open_register(ledger, self.policy, clock=self.clock.now) as register:
+            before, self.register = self.register, register
+            try:
+                return self._admit(contributions, on_refusal, examples_per_unit, dtype, progress)
+            finally:
+                self.register = before
+
+    def _admit(
+        self,
+        contributions: str | Path | Iterable[Contribution],
+        on_refusal: str,
+        examples_per_unit: int | None,
+        dtype: torch.dtype | None,
+        progress: Progress | None,
+    ) -> AdmittedCorpus:
+        folder = Path(contributions) if isinstance(contributions, str | Path) else None
+        source: Iterable[Contribution] = (
+            FolderContributions(contributions)
+            if isinstance(contributions, str | Path)
+            else list(contributions)  # it may be read once only, and is read again when an epoch is over
+        )
+        admission = self.review(source, progress=progress, enter=False)
+        listing = _read_listing(folder)
+        data = _AdmittedData.of(admission, folder, listing, dtype, self._processes)
+        if on_refusal == STOP and admission.refused:
+            raise AdmissionError(
+                "train.refusal-2", f"{_refusal_counts_text(admission)}, and on_refusal is {STOP!r}", _REFUSED_REMEDY
+            )
+        if admission.enter() and data is not None:  # much may have happened meanwhile: go on without them
+            data = _AdmittedData.of(admission, folder, listing, dtype, self._processes)
+        if data is None:
+            raise AdmissionError(
+                "train.nobody-admitted", f"nobody is admitted: {_refusal_counts_text(admission)}", _REFUSED_REMEDY
+            )
+        return AdmittedCorpus(
+            data.source,
+            admission,
+            ids=list(admission.ids),
+            subject=data.subjects,
+            policy=self.policy,
+            keys=self.reload_keys,
+            examples_per_unit=examples_per_unit,
+        )
+
+
+def _read_key_ring(path: Path) -> tuple[bytes, bytes]:
+    """Digest and bytes of a key ring."""
+    held = read_small(path, "the key ring")
+    return hashlib.sha256(held).digest(), held
+
+
+_REFUSED_REMEDY = "corpus.admission.table(), or lamina admit, says who was refused and why"
+
+
+def _refusal_counts_text(admission: Admission) -> str:
+    reasons = ", ".join(f"{reason} {count}" for reason, count in admission.refused.counts().items())
+    return f"{len(admission.refused)} of {len(admission) + len(admission.refused)} refused ({reasons or 'none'})"
+
+
+def _read_listing(folder: Path | None) -> ContributionListing | None:
+    path = None if folder is None else folder / LISTING
+    return ContributionListing.read(path) if path is not None and path.exists() else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AdmittedData:
+    """What was admitted, opened: payloads under their commitments, labels and subjects of a contributions.csv."""
+
+    source: PayloadSource
+    subjects: list[str] | None
+
+    @classmethod
+    def of(
+        cls,
+        admission: Admission,
+        folder: Path | None,
+        listing: ContributionListing | None,
+        dtype: torch.dtype | None,
+        processes: int,
+    ) -> _AdmittedData | None:
+        """None if nothing is left. Whoever cannot be opened is refused, each for itself."""
+        found: dict[int, tuple[Reason, str]] = {}
+        lines = _listing_lines(admission, listing, found)
+        y = None if listing is None or listing.y is None else listing.y[lines]
+        payloads = _payloads_of(admission, folder)
+        look = PayloadInspector(y, dtype)
+
+        def refuse(row: int, why: str) -> None:
+            found.setdefault(row, (Reason.UNREADABLE, why))
+
+        survey, rows = survey_and_refuse(payloads, look, refuse, processes)
+        for row, size in zip(rows.tolist(), survey.sizes.tolist() if survey else (), strict=True):
+            if size != (signed := int(admission.columns["items"][row])):
+                found.setdefault(row, (Reason.MISMATCH, f"{signed} items were signed, the payload has {size}"))
+        kept = np.setdiff1d(np.arange(len(admission)), np.array(list(found), dtype=np.int64))
+        if survey is None or not len(kept):
+            admission.refuse(found)
+            return None
+        sizes = survey.sizes[np.searchsorted(rows, kept)]
+        admission.refuse(found)
+        columns = admission.columns
+        committed = CommittedPayloads(
+            payloads.take(kept), nonces=columns["nonce"].copy(), commitments=columns["commitment"].copy()
+        )
+        subjects = None if listing is None else listing.subjects
+        return cls(
+            source=PayloadSource(
+                committed,
+                None if y is None else y[kept],
+                dtype=dtype,
+                survey=PayloadSurvey(form=survey.form, sizes=sizes),
+            ),
+            subjects=None if subjects is None else [subjects[line] for line in lines[kept].tolist()],
+        )
+
+
+def _listing_lines(
+    admission: Admission, listing: ContributionListing | None, found: dict[int, tuple[Reason, str]]
+) -> NDArray[np.int64]:
+    """The line of each contribution in contributions.csv, which may not say another class than was signed."""
+    lines = np.zeros(len(admission), dtype=np.int64)
+    if listing is None:
+        return lines
+    known = {one: line for line, one in enumerate(listing.ids)}
+    for row, one in enumerate(admission.ids):
+        line = known.get(one)
+        if line is None:
+            found[row] = Reason.UNREADABLE, f"{LISTING} does not list it"
+            continue
+        lines[row], signed = line, admission.classes[admission.cls[row]]
+        if listing.classes is not None and listing.classes[line] != signed:
+            said = listing.classes[line]
+            found[row] = Reason.MISMATCH, f"{LISTING} says class {said!r}, {signed!r} was signed"
+    return lines
+
+
+def _payloads_of(admission: Admission, folder: Path | None) -> Payloads:
+    if folder is not None:
+        return FolderPayloads(folder, list(admission.ids))
+    held = [each.payload for each in admission.source]
+    return GivenPayloads(list(admission.ids), [held[place] for place in admission.places.tolist()])

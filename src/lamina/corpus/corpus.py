@@ -1,0 +1,523 @@
+"""`Corpus`: the contributions that a run may learn from, from arrays, a file or a folder."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lamina.admit.admission import Admission
+from lamina.corpus.contribution_index import (
+    ContributionIndex,
+    ExampleLayout,
+    check_classes,
+    declared_origin,
+    default_class,
+)
+from lamina.corpus.example_sources import (
+    ArraySource,
+    DatasetSource,
+    ExampleSource,
+    hash_parts,
+    keyed_hasher,
+    make_source,
+)
+from lamina.corpus.files import (
+    LabelColumns,
+    NameColumn,
+    corpus_arguments_from_csv,
+    corpus_arguments_from_npz,
+    csv_header,
+    csv_lines,
+    open_csv,
+)
+from lamina.corpus.payloads import FolderPayloads, PayloadSource
+from lamina.corpus.sampler import Sampler
+from lamina.engine.batch import Batch
+from lamina.engine.random_stream import SEED_BYTES
+from lamina.errors import CorpusError
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import Clipping, StepPlan
+from lamina.spend.accounts import SignedAccount
+
+LISTING_COLUMNS = ("id", "class", "subject", "y")
+LISTING = "contributions.csv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContributionListing:
+    """ROOT/contributions.csv: one line per contribution."""
+
+    ids: list[str]
+    classes: list[str] | None
+    subjects: list[str] | None
+    y: NDArray[Any] | None
+
+    @classmethod
+    def read(cls, path: Path) -> ContributionListing:
+        with open_csv(path) as file:
+            lines = csv_lines(path, csv.reader(file, strict=True))
+            header = csv_header(path, lines, ",")
+            rows = list(lines)
+        strange = [name for name in header if name not in LISTING_COLUMNS]
+        if strange or "id" not in header:
+            what = f"has a column {strange[0]!r}" if strange else "has no column 'id'"
+            raise CorpusError(
+                "corpus.columns-id-required",
+                f"'{path}' {what}",
+                f"its columns are {', '.join(LISTING_COLUMNS)}; only id is required",
+            )
+        if not rows:
+            raise CorpusError(
+                "corpus.lists-no-contributions", f"'{path}' lists no contributions", "give one line per contribution"
+            )
+
+        def names(column: str) -> list[str] | None:
+            if column not in header:
+                return None
+            reader = NameColumn(path, header, column)
+            reader.read(rows)
+            return reader.values
+
+        y = None
+        if "y" in header:
+            labels = LabelColumns(path, header, ["y"])
+            labels.read(rows)
+            y = labels.array()[:, 0]
+        ids = names("id")
+        assert ids is not None
+        return cls(ids=ids, classes=names("class"), subjects=names("subject"), y=y)
+
+    def sorted(self) -> ContributionListing:
+        """By id, which is the order of a corpus of a folder."""
+        order = sorted(range(len(self.ids)), key=self.ids.__getitem__)
+
+        def by_id(values: list[str] | None) -> list[str] | None:
+            return None if values is None else [values[i] for i in order]
+
+        return ContributionListing(
+            ids=[self.ids[i] for i in order],
+            classes=by_id(self.classes),
+            subjects=by_id(self.subjects),
+            y=None if self.y is None else self.y[order],
+        )
+
+
+def corpus_arguments_from_folder(
+    path: str | Path, *, cls: Any, subject: Any, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """What a corpus is made of, from a folder."""
+    root = Path(path)
+    if not root.is_dir():
+        raise CorpusError(
+            "corpus.not-folder", f"'{root}' is not a folder", "give the folder that holds one folder per contribution"
+        )
+    there = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    listing = ContributionListing(ids=there, classes=None, subjects=None, y=None)
+    if (root / LISTING).exists():
+        listing = ContributionListing.read(root / LISTING).sorted()
+        _check_listing_matches_folders(root, listing.ids, there)
+    if not there:
+        raise CorpusError(
+            "corpus.holds-no-contributions",
+            f"'{root}' holds no contributions",
+            "put each into a folder: ID/payload.npz",
+        )
+    for what, column, given in (("cls", listing.classes, cls), ("subject", listing.subjects, subject)):
+        if column is not None and given is not None:
+            raise CorpusError(
+                "corpus.given-too",
+                f"{what} is given, and '{root / LISTING}' has it too",
+                "keep it in one of the two places",
+            )
+    source = PayloadSource(FolderPayloads(root, listing.ids), listing.y, dtype=dtype)
+    return {
+        "x": source,
+        "unit": np.repeat(np.arange(len(listing.ids)), source.sizes),
+        "ids": listing.ids,
+        "cls": cls if listing.classes is None else listing.classes,
+        "subject": subject if listing.subjects is None else listing.subjects,
+    }
+
+
+def _check_listing_matches_folders(root: Path, listed: list[str], there: list[str]) -> None:
+    """The list and the folders name the same contributions, each once."""
+    for one, next_one in pairwise(listed):
+        if one == next_one:
+            raise CorpusError(
+                "corpus.lists-twice", f"'{root / LISTING}' lists {one!r} twice", "list every contribution once"
+            )
+    if missing := sorted(set(listed) - set(there)):
+        raise CorpusError(
+            "corpus.lists-no-folder", f"'{root / LISTING}' lists {missing[0]!r}, which has no folder", "remove the line"
+        )
+    if strange := sorted(set(there) - set(listed)):
+        raise CorpusError(
+            "corpus.folder-not", f"folder {strange[0]!r} is not in '{root / LISTING}'", "list it, or move it away"
+        )
+
+
+LimitsOfRows = Callable[[NDArray[np.int64]], tuple[torch.Tensor | None, torch.Tensor | None]]
+EACH_EXAMPLE = "each"  # every example is a contribution of its own, and that is meant
+UNITS_OF_ONE_EXAMPLE = ("contribution", "example", "record", "row", "sample")
+
+
+class Corpus:
+    """Contributions with their examples, classes, ids and subject tags.
+
+    x, y      tensors or arrays (memmaps too), tuples or dicts of them; or a map-style torch Dataset of x or (x, y);
+              or a `Source`. The first axis counts examples
+    unit      the contribution of each example: the patient of a window. Default: every example is its own. The
+              unit is what ε protects: one person in two contributions is protected half as well. Where a policy
+              protects patients, say so even if every example is another one: unit="each"
+    cls       the class of each contribution: one name for all, a dict by unit or id, or a sequence by example.
+              Default: the only class of the plan
+    ids       a name for each contribution, as text; default: the unit's value
+    subject   a keyed tag of the person behind each contribution; two contributions with one tag are refused
+    scale     in (0, 1], by contribution as `cls`: its thresholds are its class's times this (`lamina.plan.signed_bounds`)
+    ceiling   > 0, by contribution: the largest norm that its clipped gradient may have, in plain units
+    examples_per_unit  at most so many examples of a contribution per step, chosen afresh at every step
+    policy    the policy that the corpus is under: its origin, its classes, its bounds
+    origin    what spending is booked under; default: the policy's, or a digest of the data
+    version   a name for this state of the data, if hashing all of it at every start takes too long. Whoever changes
+              the data and not the version has a replay that is not one
+    dtype     of x, instead of float32 for floating point and whatever it was for integers
+    unit_name what a contribution is called; default: the column it came from
+
+    A corpus is named and counted, never shown: its repr says neither who is in it nor how many.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        unit: Any = None,
+        cls: Any = None,
+        ids: Any = None,
+        subject: Any = None,
+        scale: Any = None,
+        ceiling: Any = None,
+        examples_per_unit: int | None = None,
+        policy: Policy | None = None,
+        origin: str | None = None,
+        version: str | None = None,
+        dtype: torch.dtype | None = None,
+        unit_name: str | None = None,
+    ) -> None:
+        if policy is not None and not isinstance(policy, Policy):
+            raise CorpusError(
+                "corpus.policy", f"policy is a {type(policy).__name__}", "use lamina.Policy.load('policy.toml')"
+            )
+        most = examples_per_unit
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise CorpusError(
+                "corpus.examples-per-unit",
+                f"examples_per_unit is {most!r}, must be a whole number >= 1",
+                "leave it out to use all examples",
+            )
+        self.source: ExampleSource = make_source(x, y, dtype=dtype)
+        each = isinstance(unit, str) and unit == EACH_EXAMPLE
+        self._said = unit is not None or ids is not None or subject is not None
+        unit = None if each else unit
+        self.unit_name = unit_name or ("contribution" if self._said else "example")
+        self.examples_per_unit = most
+        self.policy = policy
+        self._origin = declared_origin(origin, policy)
+        self._version = version
+        self._index = ContributionIndex(
+            len(self.source),
+            unit=unit,
+            cls=default_class(cls, policy),
+            ids=ids,
+            subject=subject,
+            scale=scale,
+            ceiling=ceiling,
+        )
+        self._digests: dict[bytes, bytes] = {}
+        self._admission: Admission | Callable[[], Admission] | None = None
+        self.on_exclusion: Callable[[Sequence[str]], None] | None = None  # a run writes it down
+        self.on_withdrawal_request: Callable[[Sequence[str]], None] | None = None  # and its ledger, who asked for it
+        self.asked: list[str] = []  # marks of those who did
+        if policy is not None:
+            check_classes(self.names, list(policy.classes), "policy")
+
+    # ------------------------------------------------------------------------------------ from files
+
+    @classmethod
+    def of_csv(
+        make,
+        path: str | Path,
+        *,
+        x: Sequence[str] | None = None,
+        y: str | Sequence[str] | None = None,
+        unit: Any = None,
+        cls: Any = None,
+        ids: Any = None,
+        subject: Any = None,
+        delimiter: str = ",",
+        **options: Any,
+    ) -> Self:
+        """From a table with a header, one row an example. Text in x, y, unit, cls, ids, subject names columns.
+
+        x defaults to all other columns. A `cls` that is a class of `policy` is the class of all rows.
+        """
+        parts = corpus_arguments_from_csv(
+            path,
+            x=x,
+            y=y,
+            columns={"unit": None if unit == EACH_EXAMPLE else unit, "cls": cls, "ids": ids, "subject": subject},
+            policy=options.get("policy"),
+            dtype=options.get("dtype"),
+            delimiter=delimiter,
+        )
+        return make(**_with_unit_name(parts, unit, options), **options)
+
+    @classmethod
+    def of_npz(
+        make,
+        path: str | Path,
+        *,
+        x: str = "x",
+        y: str | None = "y",
+        unit: Any = None,
+        cls: Any = None,
+        ids: Any = None,
+        subject: Any = None,
+        **options: Any,
+    ) -> Self:
+        """From the arrays of an .npz file. Text in x, y, unit, cls, ids, subject names arrays; y=None: no labels."""
+        columns = {"unit": None if unit == EACH_EXAMPLE else unit, "cls": cls, "ids": ids, "subject": subject}
+        parts = corpus_arguments_from_npz(path, x=x, y=y, columns=columns, policy=options.get("policy"))
+        return make(**_with_unit_name(parts, unit, options), **options)
+
+    @classmethod
+    def of_folder(make, path: str | Path, *, cls: Any = None, subject: Any = None, **options: Any) -> Self:
+        """From PATH/ID/payload.npz (x with one example a row, perhaps y) or payload.csv (one example, a table).
+
+        PATH/contributions.csv, if it is there, lists id and perhaps class, subject and y of each. Contributions are
+        sorted by id. Payloads are read when they are sampled.
+        """
+        parts = corpus_arguments_from_folder(path, cls=cls, subject=subject, dtype=options.pop("dtype", None))
+        return make(**parts, **options)
+
+    @classmethod
+    def of_dataset(make, dataset: Any, *, unit: Any = None, cls: Any = None, **options: Any) -> Self:
+        """From a map-style torch Dataset whose items are x or (x, y)."""
+        return make(dataset, unit=unit, cls=cls, **options)
+
+    # ------------------------------------------------------------------------------------ who is in it
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The classes that occur, in order of appearance; ("data",) if none was named."""
+        return self._index.names
+
+    @property
+    def layout(self) -> ExampleLayout:
+        """Where the examples of each contribution lie."""
+        return self._index.layout
+
+    @property
+    def revision(self) -> int:
+        """How many contributions were withdrawn."""
+        return self._index.revision
+
+    def __len__(self) -> int:
+        """The number of eligible contributions."""
+        return len(self._index)
+
+    def members(self, name: str) -> NDArray[np.int64]:
+        """The eligible contributions of a class, by row. Rows count contributions in order of first appearance."""
+        return self._index.members(name)
+
+    def members_of(self, plan: StepPlan) -> tuple[NDArray[np.int64], ...]:
+        """The eligible contributions of each class of a plan; none where the corpus has nobody of the class."""
+        if not self._index.named:
+            return (self.members(self.names[0]),)
+        nobody = np.empty(0, dtype=np.int64)
+        return tuple(self.members(entry.name) if entry.name in self.names else nobody for entry in plan.classes)
+
+    def limits(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Scale and ceiling of these contributions, as a `Batch` takes them; None where nobody has one."""
+        scale, ceiling = self._index.scale, self._index.ceiling
+        return (
+            None if scale is None else torch.from_numpy(scale[rows]),
+            None if ceiling is None else torch.from_numpy(ceiling[rows]),
+        )
+
+    def limits_of(self, plan: StepPlan, max_occurrences: Mapping[str, int] | None = None) -> LimitsOfRows:
+        """`limits` as a plan has them: here they are given, and the same for every plan."""
+        return self.limits
+
+    def accounts(self, plan: StepPlan, max_occurrences: Mapping[str, int] | None = None) -> tuple[SignedAccount, ...]:
+        """Bounds that contributions signed, each held to over all runs; none where nobody signed."""
+        return ()
+
+    @property
+    def admission(self) -> Admission | None:
+        """The gate's report where contributions were admitted by signature, None where nobody signed."""
+        if callable(self._admission):
+            self._admission = self._admission()
+        return self._admission
+
+    def set_admission(self, admission: Admission | Callable[[], Admission]) -> None:
+        """The evidence under which this data is used; a function is asked for it when it is first wanted."""
+        self._admission = admission
+
+    def withdraw(self, *ids: str) -> None:
+        """Never sampled again, from the next Sampler on. An unknown id is refused, and then nobody is withdrawn.
+
+        What a model learned before stays in it: a withdrawal stops further loss, it does not unlearn.
+        """
+        marks = self.marks(self._known(ids))
+        if self.on_withdrawal_request is not None:
+            self.on_withdrawal_request(marks)  # the ledger first: it is what counts, in other runs too
+        self.asked += marks
+        self.leave(ids)
+
+    def leave(self, ids: Sequence[str]) -> None:
+        """The same for whoever did not ask for it: expired, revoked, or withdrawn in the ledger already."""
+        rows = self._index.find(ids)
+        if self.on_exclusion is not None:
+            self.on_exclusion(self.marks(ids))  # on disk first: a restart must not let them in again
+        self._index.withdraw(rows)
+
+    def _known(self, ids: Sequence[str]) -> Sequence[str]:
+        self._index.find(ids)  # refuses an id that is not known
+        return ids
+
+    # ------------------------------------------------------------------------------------ what it is
+
+    def has(self, one: str) -> bool:
+        """Whether there is a contribution of this id, withdrawn or not."""
+        return bool(self.known_ids(one))
+
+    def known_ids(self, *ids: str) -> list[str]:
+        """Which of these ids are contributions of this corpus, withdrawn or not."""
+        return list(self._index.ids.find(ids))
+
+    def marks(self, ids: Sequence[str]) -> list[str]:
+        """What these contributions are known by in the files of a run: here their ids."""
+        return [str(one) for one in ids]
+
+    def marked(self, *marks: str) -> list[str]:
+        """The ids of those who are known by these marks, as far as they are in this corpus."""
+        return self.known_ids(*marks)
+
+    def order(self, key: bytes) -> bytes:
+        """32 bytes over which contribution is which row: what occurrence counters belong to."""
+        return self._index.order(key)
+
+    def membership(self, key: bytes) -> bytes:
+        """32 bytes over ids, classes, subjects, scales and ceilings, the layout of examples and who is eligible."""
+        return self._index.digest(key, f"examples_per_unit={self.examples_per_unit}")
+
+    def digest(self, key: bytes) -> bytes:
+        """32 bytes over all data, or over `version` and the number of examples. Worked out once per key."""
+        if key not in self._digests:
+            if self._version is None:
+                self._digests[key] = self.source.digest(key)
+            else:
+                hasher = keyed_hasher(key, "lamina/version")
+                hash_parts(hasher, [self._version, len(self.source)])
+                self._digests[key] = hasher.digest()
+        return self._digests[key]
+
+    def fingerprint(self) -> bytes:
+        """SHA-256 over all data, or its `version`: for whoever signs it under a nonce. It must not leave by itself."""
+        hasher = hashlib.sha256()
+        if self._version is None and isinstance(self.source, ArraySource):
+            self.source.feed(hasher)
+        else:
+            hash_parts(hasher, [self.digest(b"lamina/fingerprint")])
+        self.layout.feed(hasher)
+        return hasher.digest()
+
+    @property
+    def digest_reads_all(self) -> bool:
+        """Whether a digest has to make every example: a Dataset without a version."""
+        return self._version is None and isinstance(self.source, DatasetSource)
+
+    @property
+    def origin(self) -> str | None:
+        """The declared origin: the policy's, or the one given; None if nobody declared one."""
+        return self._origin
+
+    def origin_or_digest(self, key: bytes) -> str:
+        """What spending is booked under: the origin; without one a digest of data and units under a secret key.
+
+        Keyed, because an unkeyed digest that leaves would let anybody check a guess of the data. With the units,
+        because ε per row and ε per patient do not add up.
+        """
+        if self._origin is not None:
+            return self._origin
+        hasher = keyed_hasher(key, "lamina/origin")
+        hash_parts(hasher, [self.digest(key)])
+        self.layout.feed(hasher)
+        return f"data-{hasher.digest().hex()[:16]}"
+
+    def refresh(self) -> None:
+        """Forget digests: the arrays may have been changed in place since."""
+        self._digests.clear()
+
+    # ------------------------------------------------------------------------------------ with a plan
+
+    def check(self, plan: StepPlan) -> None:
+        """Whether a plan can be carried out on this corpus.
+
+        Every class here is one of the plan's, and none has more members than were declared. A class of the plan
+        without members is fine: its steps are noise.
+        """
+        if not isinstance(plan, StepPlan):
+            raise CorpusError(
+                "corpus.plan", f"plan is a {type(plan).__name__}", "use lamina.make_plan(stack, policy, …)"
+            )
+        check_classes(self.names if self._index.named else None, [entry.name for entry in plan.classes], "plan")
+        for entry in plan.classes:
+            if not (entry.public or self._said or entry.unit in UNITS_OF_ONE_EXAMPLE):
+                raise CorpusError(
+                    "corpus.class-protects-corpus",
+                    f"class {entry.name!r} protects a {entry.unit!r}, and the corpus does not say whose an example is",
+                    f"give unit=: the {entry.unit} of each example; if every example is another one, unit='each'",
+                )
+        strict = self._index.scale is not None or self._index.ceiling is not None
+        if strict and plan.clipping is Clipping.ELEMENTWISE:
+            raise CorpusError(
+                "corpus.contributions-scale-ceiling",
+                "contributions have a scale or ceiling of their own, and the plan clamps the mean of the batch, which "
+                "bounds nobody",
+                "use a plan with box or joint clipping",
+            )
+        for entry, members in zip(plan.classes, self.members_of(plan), strict=True):
+            if entry.population is not None and len(members) > entry.population:
+                raise CorpusError(
+                    "corpus.class-contributions-above",
+                    f"class {entry.name!r} has {len(members)} contributions, above its declared population of "
+                    f"{entry.population}: batches would be larger than the plan's",
+                    f"raise population in [class.{entry.name}] and make the plan again, or leave contributions out",
+                )
+
+    def batches(self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None) -> Iterator[Batch]:
+        """The batches of all steps of a plan, with fresh secret coins: exactly `plan.steps`, some maybe empty."""
+        sampler = Sampler(self, plan, seed=os.urandom(SEED_BYTES), max_occurrences=max_occurrences)
+        return (sampler.draw(step) for step in range(plan.steps))
+
+    def __repr__(self) -> str:
+        return f"Corpus({self.source!r}, classes {', '.join(self.names)})"
+
+
+def _with_unit_name(parts: dict[str, Any], unit: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """A contribution is called by the column that it came from."""
+    if isinstance(unit, str):
+        options.setdefault("unit_name", "example" if unit == EACH_EXAMPLE else unit)
+    return {**parts, "unit": EACH_EXAMPLE} if isinstance(unit, str) and unit == EACH_EXAMPLE else parts

@@ -1,0 +1,503 @@
+"""Where examples come from: arrays, tensors and torch Datasets, fetched by row and hashed under a key."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+from lamina.engine.random_stream import StreamPurpose, step_key
+from lamina.errors import CorpusError
+
+DIGEST_BYTES = 32
+MAX_KEY_BYTES = 64
+
+
+class Hasher(Protocol):
+    """What hashlib gives."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+    def digest(self) -> bytes: ...
+
+
+def keyed_hasher(key: bytes, purpose: str) -> Hasher:
+    """BLAKE2b-256 under `key`, with a purpose of at most 16 letters: other purposes, other functions."""
+    if len(key) > MAX_KEY_BYTES:
+        raise CorpusError(
+            "corpus.key-digest-bytes",
+            f"the key of a digest has {len(key)} bytes, at most {MAX_KEY_BYTES}",
+            "use os.urandom(32)",
+        )
+    return hashlib.blake2b(digest_size=DIGEST_BYTES, key=key, person=purpose.encode())
+
+
+def hash_parts(hasher: Hasher, parts: Iterable[bytes | str | int]) -> None:
+    """Feed parts so that different sequences of parts never feed the same bytes: each behind its length."""
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
+        hasher.update(len(data).to_bytes(8, "big"))
+        hasher.update(data)
+
+
+# Arrays as users have them: made plain, converted for a model, hashed.
+#
+# x and y are an array, or a tuple or dict of arrays. The arrays are the *leaves*; their names (`x`, `x[0]`,
+# `x['ids']`) appear in messages and digests.
+
+CHUNK_BYTES = 1 << 24  # hashed at a time: a memmap is never held in memory as a whole
+Rows = NDArray[np.int64]
+
+
+def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str) -> Any:
+    """The same tuples and dicts with `function(name, leaf)` in place of each leaf."""
+    if isinstance(tree, tuple):
+        return tuple(map_leaves(function, part, f"{name}[{i}]") for i, part in enumerate(tree))
+    if isinstance(tree, Mapping):
+        for key in tree:
+            if not isinstance(key, str):
+                raise CorpusError("corpus.key", f"{name} has the key {key!r}", "keys are the names of inputs: use text")
+        return {key: map_leaves(function, part, f"{name}[{key!r}]") for key, part in tree.items()}
+    return function(name, tree)
+
+
+def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Every leaf with its name."""
+    found: list[tuple[str, Any]] = []
+    map_leaves(lambda where, leaf: found.append((where, leaf)), tree, name)
+    return iter(found)
+
+
+# ------------------------------------------------------------------------------------------ from users
+
+
+def check_numeric_array(name: str, value: Any) -> Any:
+    """A dense tensor or an array of numbers with an axis of examples; anything else is refused."""
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise CorpusError(
+                "corpus.sparse-quantised-tensor", f"{name} is a sparse or quantised tensor", f"give {name}.to_dense()"
+            )
+        array: Any = value.detach()
+    else:
+        array = _as_numpy(name, value)
+        _check_numeric_dtype(name, array)
+    if array.ndim == 0:
+        raise CorpusError(
+            "corpus.single-number", f"{name} is a single number", f"the first axis of {name} counts examples"
+        )
+    return array
+
+
+def _as_numpy(name: str, value: Any) -> NDArray[Any]:
+    if hasattr(value, "to_numpy"):  # pandas, polars
+        value = value.to_numpy()
+    if isinstance(value, list) and any(isinstance(item, Tensor) for item in value):
+        raise CorpusError(
+            "corpus.list-tensors-stack", f"{name} is a list of tensors", f"stack them: torch.stack({name})"
+        )
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise CorpusError(
+            "corpus.rows-differ-length",
+            f"{name} is a {type(value).__name__} of rows that differ in length",
+            "cut or pad every example to one public length, and mask the padding in the model",
+        ) from None
+
+
+def _check_numeric_dtype(name: str, array: NDArray[Any]) -> None:
+    kind = array.dtype.kind
+    if kind in "biufc":
+        return
+    text = kind in "US" or (kind == "O" and array.size > 0 and isinstance(array.flat[0], str))
+    if text and name.startswith("y"):
+        raise CorpusError("corpus.holds-text-loss", f"{name} holds text, and a loss needs numbers", LABELS_REMEDY)
+    if text:
+        raise CorpusError(
+            "corpus.holds-text-model",
+            f"{name} holds text, and a model needs numbers",
+            "encode it with a public table (a fixed vocabulary, a code list), not with one made from the data",
+        )
+    if kind in "Mm":
+        raise CorpusError(
+            "corpus.holds-dates", f"{name} holds dates", f"turn them into numbers: {name}.astype('int64')"
+        )
+    raise CorpusError(
+        "corpus.dtype-python-objects",
+        f"{name} has dtype {array.dtype}: Python objects or records, not numbers",
+        "give arrays of one shape and a numeric dtype: np.stack(list_of_arrays)",
+    )
+
+
+LABELS_REMEDY = "number the labels from a public list of them, or: labels, y = numpy.unique(y, return_inverse=True)"
+
+
+# ------------------------------------------------------------------------------------------ for models
+
+
+def take_rows(leaf: Any, rows: Rows) -> Tensor:
+    """A copy of some rows, as a tensor."""
+    if isinstance(leaf, Tensor):
+        return leaf[torch.from_numpy(rows).to(leaf.device)]
+    array = np.asarray(leaf)[rows]  # indexing by rows copies, also from a memmap
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=_torch_dtype(array.dtype)))
+
+
+def _torch_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    if dtype.kind == "f" and dtype.itemsize > 8:
+        return np.dtype(np.float64)
+    if dtype.kind == "c" and dtype.itemsize > 16:
+        return np.dtype(np.complex128)
+    return dtype.newbyteorder("=")
+
+
+def to_model_dtype(tensor: Tensor, *, label: bool, dtype: torch.dtype | None) -> Tensor:
+    """The dtype that a model expects.
+
+    x: floating point becomes float32; small integers (bytes of images, counts, token ids) stay as they are;
+    `dtype` overrides both. y: integers become int64, floating point float32 or a floating `dtype`.
+    """
+    asked = None if label and dtype is not None and not dtype.is_floating_point else dtype
+    if tensor.is_floating_point():
+        return tensor.to(asked or torch.float32)
+    if label:
+        return tensor if tensor.is_complex() else tensor.to(torch.int64)
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch can do next to nothing with these
+        return tensor.to(asked or torch.int64)
+    return tensor.to(asked or tensor.dtype)
+
+
+# ------------------------------------------------------------------------------------------ for digests
+
+
+def hash_leaf(hasher: Hasher, name: str, leaf: Any) -> None:
+    """Name, dtype, shape and every byte in row order. A tensor and an array of the same values feed the same."""
+    dtype = str(leaf.dtype).removeprefix("torch.") if isinstance(leaf, Tensor) else leaf.dtype.name
+    hash_parts(hasher, [name, dtype, ",".join(map(str, leaf.shape))])
+    count = len(leaf)
+    if not count or 0 in leaf.shape:
+        return
+    row = leaf.nbytes // count
+    step = max(1, CHUNK_BYTES // max(1, row))
+    for start in range(0, count, step):
+        hasher.update(_little_endian_bytes(leaf[start : start + step]))
+
+
+def _little_endian_bytes(part: Any) -> memoryview:
+    if isinstance(part, Tensor):
+        part = part.cpu().contiguous().view(torch.uint8).numpy()  # bfloat16 has no numpy type, bytes have
+    little = part.dtype.newbyteorder("<")
+    return np.ascontiguousarray(part, dtype=little).reshape(-1).view(np.uint8).data
+
+
+def seed_step(seed: bytes, *, step: int, purpose: StreamPurpose, rank: int = 0) -> None:
+    """Put torch's, numpy's and Python's global generators at the start of one step's stream.
+
+    Models and datasets draw from these generators. Their randomness carries no guarantee (the coins and the noise
+    have streams of their own), it only has to be the same in a replay.
+    """
+    key = step_key(seed, step=step, rank=rank, purpose=purpose)
+    torch.default_generator.manual_seed(int.from_bytes(key[:8], "big") >> 1)
+    np.random.seed(np.frombuffer(key, dtype=np.uint32))  # noqa: NPY002  # datasets draw from the global generator
+    random.seed(key)
+
+
+def seed_global_generators(seed: int) -> None:
+    """The same public seed for all three."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    random.seed(seed)
+
+
+@contextmanager
+def preserve_global_generators() -> Iterator[None]:
+    """Leave the caller's global generators as they were."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(states[2])
+
+
+class ArraySource:
+    """Rows of arrays. Nothing is copied until it is fetched, so a memmap larger than memory works.
+
+    NaN and infinite values pass: the engine zeroes the contribution that they spoil, and looking for them here
+    would be a look at private data whose outcome shows.
+    """
+
+    def __init__(self, x: Any, y: Any = None, *, dtype: torch.dtype | None = None) -> None:
+        self._x = map_leaves(check_numeric_array, x, "x")
+        self._y = None if y is None else map_leaves(check_numeric_array, y, "y")
+        self._dtype = dtype
+        self._size = self._common_length()
+
+    def _common_length(self) -> int:
+        sizes = {name: len(leaf) for name, leaf in self._leaves()}
+        if not any(name.startswith("x") for name in sizes):
+            raise CorpusError("corpus.no-arrays", "x has no arrays", "give an array, or a tuple or dict of arrays")
+        (first, size), *others = sizes.items()
+        for name, other in others:
+            if other != size:
+                raise CorpusError(
+                    "corpus.examples",
+                    f"{first} has {size} examples, {name} has {other}",
+                    "the first axis of every array counts examples: give as many labels as examples",
+                )
+        return size
+
+    def _leaves(self) -> list[tuple[str, Any]]:
+        return [*named_leaves(self._x, "x"), *(named_leaves(self._y, "y") if self._y is not None else ())]
+
+    @property
+    def y(self) -> Any:
+        """The labels as they were given, where they are one array; None otherwise."""
+        return None if isinstance(self._y, tuple | dict) else self._y
+
+    def __len__(self) -> int:
+        return self._size
+
+    def fetch(self, rows: Rows) -> tuple[Any, Any]:
+        """(x, y) of these examples; y is None where there are no labels."""
+
+        def rows_of(name: str, leaf: Any) -> Any:
+            return to_model_dtype(take_rows(leaf, rows), label=name.startswith("y"), dtype=self._dtype)
+
+        x = map_leaves(rows_of, self._x, "x")
+        return x, None if self._y is None else map_leaves(rows_of, self._y, "y")
+
+    def digest(self, key: bytes) -> bytes:
+        """Over names, dtypes, shapes and all bytes, and over the dtype that they are converted to."""
+        hasher = keyed_hasher(key, "lamina/arrays")
+        self.feed(hasher)
+        return hasher.digest()
+
+    def feed(self, hasher: Hasher) -> None:
+        """All of it into a digest."""
+        every = self._leaves()
+        hash_parts(hasher, [str(self._dtype), len(every)])
+        for name, leaf in every:
+            hash_leaf(hasher, name, leaf)
+
+    def __repr__(self) -> str:
+        return f"ArraySource({', '.join(name for name, _ in self._leaves())})"
+
+
+class DatasetSource:
+    """A map-style Dataset whose items are x or (x, y), stacked by torch's default_collate.
+
+    A Dataset that augments at random draws from the global generators, which a trainer seeds anew for every
+    step. What goes wrong while a batch is fetched is told without saying at which example: that would say who
+    was sampled. `digest` walks through all examples and may name one.
+    """
+
+    def __init__(self, dataset: Any, *, dtype: torch.dtype | None = None) -> None:
+        self._dataset = dataset
+        self._dtype = dtype
+        self._size = len(dataset)
+        if self._size:
+            with preserve_global_generators():
+                self._template = self._stack([dataset[0]])
+            self._shapes = self._shapes_of(self._template)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def fetch(self, rows: Rows) -> tuple[Any, Any]:
+        """(x, y) of these examples; no rows give the shapes of the first example with a first axis of 0."""
+        if not len(rows):
+            x, y = self._template
+            return _empty_tree(x), None if y is None else _empty_tree(y)
+        try:
+            many = getattr(self._dataset, "__getitems__", None)
+            items = many(rows.tolist()) if callable(many) else [self._dataset[i] for i in rows.tolist()]
+            return self._stack(items)
+        except Exception as error:
+            raise CorpusError(
+                "corpus.dataset-failed-example",
+                f"the Dataset failed with {type(error).__name__} (at which example stays secret: it was sampled)",
+                "find it outside of training: for i in range(len(dataset)): dataset[i]; items need one shape",
+            ) from None
+
+    def digest(self, key: bytes) -> bytes:
+        """Over every example, made with the same global seeds each time; random augmentation is thereby fixed."""
+        hasher = keyed_hasher(key, "lamina/dataset")
+        hash_parts(hasher, [str(self._dtype), self._size])
+        with preserve_global_generators():
+            _seed_for_digest()
+            for row in range(self._size):
+                stacked = self._stack([self._dataset[row]])
+                shapes = self._shapes_of(stacked)
+                if shapes != self._shapes:
+                    raise CorpusError(
+                        "corpus.example-dataset-example",
+                        f"example {row} of the Dataset has {_shapes_text(shapes)}, example 0 has {_shapes_text(self._shapes)}",
+                        "cut or pad every example to one public shape",
+                    )
+                for name, leaf in _leaves_of_pair(stacked):
+                    hash_leaf(hasher, name, leaf)
+        return hasher.digest()
+
+    def _stack(self, items: list[Any]) -> tuple[Any, Any]:
+        pairs = [_split_item(item) for item in items]
+        x = self._as_tensors(_collate([x for x, _ in pairs]), "x")
+        labelled = pairs[0][1] is not _NO_LABEL
+        return x, self._as_tensors(_collate([y for _, y in pairs]), "y") if labelled else None
+
+    def _as_tensors(self, tree: Any, name: str) -> Any:
+        def one(where: str, leaf: Any) -> Tensor:
+            if not isinstance(leaf, Tensor):
+                raise CorpusError(
+                    "corpus.dataset-made-not",
+                    f"{where} of the Dataset is made of {type(leaf).__name__}, not of numbers",
+                    LABELS_REMEDY if name == "y" else "let the Dataset give tensors",
+                )
+            return to_model_dtype(leaf, label=name == "y", dtype=self._dtype)
+
+        return map_leaves(one, tree, name)
+
+    @staticmethod
+    def _shapes_of(stacked: tuple[Any, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(leaf.shape[1:]), leaf.dtype) for name, leaf in _leaves_of_pair(stacked)}
+
+    def __repr__(self) -> str:
+        return f"DatasetSource({type(self._dataset).__name__})"
+
+
+_NO_LABEL = object()
+
+
+def _split_item(item: Any) -> tuple[Any, Any]:
+    if not isinstance(item, tuple | list):
+        return item, _NO_LABEL
+    if len(item) == 1:
+        return item[0], _NO_LABEL
+    if len(item) == 2:
+        return item[0], item[1]
+    raise CorpusError(
+        "corpus.item-dataset-parts",
+        f"an item of the Dataset has {len(item)} parts, expected x or (x, y)",
+        "let it return (x, y), with several inputs as a tuple or dict: ((a, b), y)",
+    )
+
+
+def _collate(values: list[Any]) -> Any:
+    try:
+        return _lists_to_tuples(default_collate(values))
+    except (TypeError, RuntimeError) as error:
+        raise CorpusError(
+            "corpus.items-dataset-not",
+            f"items of the Dataset cannot be stacked ({type(error).__name__})",
+            "let every item be tensors of one shape, numbers, or tuples and dicts of these",
+        ) from None
+
+
+def _lists_to_tuples(tree: Any) -> Any:
+    """default_collate makes lists of tuples; a list of text stays what it is and is refused later."""
+    if isinstance(tree, dict):
+        return {key: _lists_to_tuples(part) for key, part in tree.items()}
+    if isinstance(tree, tuple | list) and not any(isinstance(part, str | bytes) for part in tree):
+        return tuple(_lists_to_tuples(part) for part in tree)
+    return tree
+
+
+def _empty_tree(tree: Any) -> Any:
+    return map_leaves(lambda _, leaf: leaf[:0], tree, "")
+
+
+def _leaves_of_pair(stacked: tuple[Any, Any]) -> list[tuple[str, Tensor]]:
+    x, y = stacked
+    return [*named_leaves(x, "x"), *(named_leaves(y, "y") if y is not None else ())]
+
+
+def _shapes_text(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in shapes.items())
+
+
+def _seed_for_digest() -> None:
+    torch.default_generator.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002  # Datasets draw from the global generator
+    random.seed(0)
+
+
+@runtime_checkable
+class ExampleSource(Protocol):
+    """Examples by row number.
+
+    `fetch(rows)` gives (x, y): tensors, or tuples and dicts of tensors, with first axis len(rows), which may be 0;
+    y is None where there are no labels. `digest(key)` is 32 bytes over all that a run could see of the examples.
+    """
+
+    def __len__(self) -> int: ...
+
+    def fetch(self, rows: Rows) -> tuple[Any, Any]: ...
+
+    def digest(self, key: bytes) -> bytes: ...
+
+
+def make_source(x: Any, y: Any = None, *, dtype: torch.dtype | None = None) -> ExampleSource:
+    """A source for what the user has."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise CorpusError("corpus.dtype", f"dtype is {dtype!r}", "give a torch dtype, such as torch.float64")
+    _refuse_loaders_and_streams(x)
+    if isinstance(x, ExampleSource):
+        if y is not None or dtype is not None:
+            raise CorpusError(
+                "corpus.dtype-given-beside", "y or dtype is given beside a Source", "let its fetch return both x and y"
+            )
+        return x
+    if _is_arrays(x):
+        return ArraySource(x, y, dtype=dtype)
+    if isinstance(x, str | bytes | os.PathLike):
+        raise CorpusError(
+            "corpus.not-data",
+            f"x is a {type(x).__name__}, not data",
+            "read a file with Corpus.of_csv, Corpus.of_npz or Corpus.of_folder",
+        )
+    if y is not None:
+        raise CorpusError(
+            "corpus.given-beside",
+            f"y is given beside a {type(x).__name__}",
+            "let its items be (x, y), or give arrays for both",
+        )
+    if type(x) is TensorDataset and len(x.tensors) <= 2:
+        return ArraySource(*x.tensors, dtype=dtype)
+    if hasattr(x, "__getitem__") and hasattr(x, "__len__"):
+        return DatasetSource(x, dtype=dtype)
+    raise CorpusError(
+        "corpus.examples-not-taken",
+        f"x is a {type(x).__name__}: examples cannot be taken from it by number",
+        "give arrays, tensors, a torch Dataset with __len__ and __getitem__, or a Source",
+    )
+
+
+def _is_arrays(x: Any) -> bool:
+    return isinstance(x, torch.Tensor | np.ndarray | list | tuple | Mapping) or hasattr(x, "to_numpy")
+
+
+def _refuse_loaders_and_streams(x: Any) -> None:
+    if isinstance(x, DataLoader):
+        raise CorpusError(
+            "corpus.dataloader-shuffles-cuts",
+            "x is a DataLoader, which shuffles and cuts fixed batches: that is not Poisson sampling, and its ε is not "
+            "the plan's",
+            "pass the dataset itself: Corpus(loader.dataset); the corpus draws the batches",
+        )
+    if isinstance(x, IterableDataset) or (hasattr(x, "__next__") and hasattr(x, "__iter__")):
+        raise CorpusError(
+            "corpus.read-order-poisson",
+            f"x is a {type(x).__name__}, which is read in order: Poisson sampling takes any example at any step",
+            "use a map-style Dataset (__len__ and __getitem__), or arrays: np.load(…, mmap_mode='r') needs no memory",
+        )

@@ -1,0 +1,389 @@
+"""Reads CSV tables and .npz archives: columns of numbers, labels and names. Needs no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lamina.admit.contribution_sources import ArrayHeader, BadArray, read_arrays, read_headers
+from lamina.corpus.example_sources import LABELS_REMEDY
+from lamina.errors import CorpusError
+from lamina.plan.policy import Policy
+
+ROWS_PER_CHUNK = 4096
+MISSING_VALUES = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
+CsvLine = tuple[int, list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsvTable:
+    """`x` (rows × features), `y` (rows, or rows × labels; int64 if every label is whole), named columns as text."""
+
+    x: NDArray[Any]
+    y: NDArray[Any] | None
+    names: dict[str, list[str]]
+
+
+def read_table(
+    path: Path,
+    *,
+    x: Sequence[str] | None = None,
+    y: str | Sequence[str] | None = None,
+    names: Sequence[str] = (),
+    delimiter: str = ",",
+    dtype: type[Any] = np.float32,
+) -> CsvTable:
+    """Read a CSV file with a header. `x` defaults to all columns that are neither `y` nor among `names`."""
+    labels = [] if y is None else [y] if isinstance(y, str) else list(y)
+    with open_csv(path) as file:
+        lines = csv_lines(path, csv.reader(file, delimiter=delimiter, strict=True))
+        header = csv_header(path, lines, delimiter)
+        for name in [*(x or ()), *labels, *names]:
+            check_column(path, name, header)
+        features = list(x) if x is not None else [c for c in header if c not in {*labels, *names}]
+        if not features:
+            raise CorpusError(
+                "corpus.no-column-left", f"'{path}' has no column left for x", "name the feature columns with x=[…]"
+            )
+        numbers = NumberColumns(path, header, features, dtype)
+        targets = LabelColumns(path, header, labels)
+        texts = {name: NameColumn(path, header, name) for name in names}
+        while chunk := list(islice(lines, ROWS_PER_CHUNK)):
+            numbers.read(chunk)
+            targets.read(chunk)
+            for reader in texts.values():
+                reader.read(chunk)
+    if not numbers.parts:
+        raise CorpusError("corpus.header-no-rows", f"'{path}' has a header and no rows", "give one row per example")
+    found = targets.array() if labels else None
+    return CsvTable(
+        x=np.concatenate(numbers.parts),
+        y=found[:, 0] if found is not None and isinstance(y, str) else found,
+        names={name: reader.values for name, reader in texts.items()},
+    )
+
+
+def read_matrix(path: Path, held: bytes | None = None) -> tuple[tuple[str, ...] | None, NDArray[np.float32]]:
+    """A CSV file that is one example: (its header or None, the table rows × columns).
+
+    `held` is what the file holds, where it was read already; `path` then only names it.
+    """
+    with open_csv(path) if held is None else io.TextIOWrapper(io.BytesIO(held), "utf-8-sig", newline="") as file:
+        lines = list(csv_lines(path, csv.reader(file, strict=True)))
+    if not lines:
+        raise CorpusError("corpus.empty", f"'{path}' is empty", "give a table of numbers")
+    header = None if _all_numbers(lines[0][1]) else tuple(cell.strip() for cell in lines.pop(0)[1])
+    if not lines:
+        raise CorpusError("corpus.header-no-rows", f"'{path}' has a header and no rows", "give a table of numbers")
+    columns = header or tuple(str(i) for i in range(len(lines[0][1])))
+    numbers = NumberColumns(path, list(columns), None, np.float32)
+    numbers.read(lines)
+    return header, numbers.parts[0]
+
+
+# ------------------------------------------------------------------------------------------ columns
+
+
+class NumberColumns:
+    """Feature columns."""
+
+    def __init__(self, path: Path, header: list[str], columns: list[str] | None, dtype: type[Any]) -> None:
+        self.path, self.dtype = path, dtype
+        self.columns = header if columns is None else columns
+        self.at = [header.index(c) for c in columns] if columns is not None else list(range(len(header)))
+        self.width = len(header)
+        self.parts: list[NDArray[Any]] = []
+
+    def read(self, lines: Sequence[CsvLine]) -> None:
+        cells = [[row[i] for i in self.at] for row in _rows_of_width(self.path, lines, self.width)]
+        self.parts.append(_floats(self.path, self.columns, cells, lines, label=False).astype(self.dtype))
+
+
+class LabelColumns:
+    """Label columns: whole numbers as long as all of them are."""
+
+    def __init__(self, path: Path, header: list[str], columns: list[str]) -> None:
+        self.path, self.columns, self.width = path, columns, len(header)
+        self.at = [header.index(c) for c in columns]
+        self.parts: list[NDArray[Any]] = []
+
+    def read(self, lines: Sequence[CsvLine]) -> None:
+        cells = [[row[i] for i in self.at] for row in _rows_of_width(self.path, lines, self.width)]
+        try:
+            self.parts.append(np.array([[int(c) for c in row] for row in cells], dtype=np.int64))
+        except (ValueError, OverflowError):
+            self.parts.append(_floats(self.path, self.columns, cells, lines, label=True))
+
+    def array(self) -> NDArray[Any]:
+        return np.concatenate(self.parts)  # whole numbers become floats if any part has a fraction
+
+
+class NameColumn:
+    """A column of names, none of them missing. Equal names are one object: a patient has many rows."""
+
+    def __init__(self, path: Path, header: list[str], column: str) -> None:
+        self.path, self.column, self.at, self.width = path, column, header.index(column), len(header)
+        self.values: list[str] = []
+        self._known: dict[str, str] = {}
+
+    def read(self, lines: Sequence[CsvLine]) -> None:
+        for (number, _), row in zip(lines, _rows_of_width(self.path, lines, self.width), strict=True):
+            text = row[self.at].strip()
+            if not text:
+                raise CorpusError(
+                    "corpus.line-no",
+                    f"'{self.path}' line {number} has no {self.column!r}",
+                    f"give every row a {self.column!r}",
+                )
+            self.values.append(self._known.setdefault(text, text))
+
+
+# ------------------------------------------------------------------------------------------ lines
+
+
+def open_csv(path: Path) -> Any:
+    try:
+        return open(path, encoding="utf-8-sig", newline="")
+    except OSError as error:
+        raise CorpusError(
+            "corpus.not-read-give", f"'{path}' cannot be read: {error.strerror}", "give the path of a CSV file"
+        ) from None
+
+
+def csv_lines(path: Path, reader: Any) -> Iterator[CsvLine]:
+    try:
+        for row in reader:
+            if row:
+                yield reader.line_num, row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise CorpusError(
+            "corpus.after-line-not",
+            f"'{path}' after line {reader.line_num} is not CSV in UTF-8 ({type(error).__name__})",
+            "save it as comma-separated values in UTF-8",
+        ) from None
+
+
+def csv_header(path: Path, lines: Iterator[CsvLine], delimiter: str) -> list[str]:
+    _, first = next(lines, (0, []))
+    if not first:
+        raise CorpusError("corpus.empty", f"'{path}' is empty", "give a header line and one row per example")
+    header = [cell.strip() for cell in first]
+    if _all_numbers(header):
+        raise CorpusError(
+            "corpus.begins-numbers-header",
+            f"'{path}' begins with numbers where the header should be",
+            "name the columns in the first line",
+        )
+    if len(header) == 1 and any(sign in header[0] for sign in ";\t|"):
+        raise CorpusError(
+            "corpus.column-cut",
+            f"'{path}' has one column if cut at {delimiter!r}",
+            "say how it is cut: delimiter=';' or '\\t'",
+        )
+    twice = next((name for i, name in enumerate(header) if name in header[:i]), None)
+    if twice is not None:
+        raise CorpusError("corpus.two-columns", f"'{path}' has two columns {twice!r}", "give every column its own name")
+    return header
+
+
+def check_column(path: Path, name: str, header: list[str]) -> None:
+    if name not in header:
+        raise CorpusError(
+            "corpus.no-column", f"'{path}' has no column {name!r}", f"its columns are {', '.join(header)}"
+        )
+
+
+def _rows_of_width(path: Path, lines: Sequence[CsvLine], width: int) -> list[list[str]]:
+    for number, row in lines:
+        if len(row) != width:
+            raise CorpusError(
+                "corpus.line-cells-header",
+                f"'{path}' line {number} has {len(row)} cells, the header has {width}",
+                "give every line as many cells as the header",
+            )
+    return [row for _, row in lines]
+
+
+def _floats(
+    path: Path, columns: list[str], cells: list[list[str]], lines: Sequence[CsvLine], label: bool
+) -> NDArray[np.float64]:
+    try:
+        values = np.array(cells, dtype=np.float64)
+    except ValueError:
+        _refuse_first_bad_cell(path, columns, cells, lines, label)
+    if np.isnan(values).any():
+        _refuse_first_bad_cell(path, columns, cells, lines, label)
+    return values
+
+
+def _refuse_first_bad_cell(
+    path: Path, columns: list[str], cells: list[list[str]], lines: Sequence[CsvLine], label: bool
+) -> NoReturn:
+    """Raise for the first cell that is not a number: there is one."""
+    encode = "leave it out by naming the feature columns (x=[…]), or encode it with a public table"
+    for (number, _), row in zip(lines, cells, strict=True):
+        for column, cell in zip(columns, row, strict=True):
+            if cell.strip().lower() in MISSING_VALUES or _is_nan(cell):
+                raise CorpusError(
+                    "corpus.line-no-value",
+                    f"'{path}' line {number} has no value in column {column!r}",
+                    "fill it with a public constant (never with a mean of the data), or leave the row out",
+                )
+            if not _is_number(cell):
+                raise CorpusError(
+                    "corpus.line-text-column",
+                    f"'{path}' line {number} has text in column {column!r}",
+                    LABELS_REMEDY if label else encode,
+                )
+    raise AssertionError("numpy and float() read a number differently")
+
+
+def _all_numbers(cells: Sequence[str]) -> bool:
+    return all(_is_number(cell) for cell in cells)
+
+
+def _is_nan(cell: str) -> bool:
+    return _is_number(cell) and math.isnan(float(cell))
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+_SAVEZ_REMEDY = "write it with np.savez(path, x=x, y=y)"
+
+
+def corpus_arguments_from_csv(
+    path: str | Path,
+    *,
+    x: Sequence[str] | None = None,
+    y: str | Sequence[str] | None = None,
+    columns: dict[str, Any],
+    policy: Policy | None,
+    dtype: torch.dtype | None,
+    delimiter: str,
+) -> dict[str, Any]:
+    """What a corpus is made of, from a flat table: one row an example.
+
+    `columns` says in which columns `unit`, `cls`, `ids` and `subject` are; what is not text is passed through.
+    """
+    if isinstance(x, str):
+        x = [x]
+    named = {what: value for what, value in columns.items() if isinstance(value, str)}
+    others = {what: value for what, value in columns.items() if not isinstance(value, str)}
+    if _names_policy_class(named.get("cls"), policy):
+        others["cls"] = named.pop("cls")
+    table = read_table(
+        Path(path),
+        x=x,
+        y=y,
+        names=list(dict.fromkeys(named.values())),
+        delimiter=delimiter,
+        dtype=np.float32 if dtype is None else np.float64,
+    )
+    return {"x": table.x, "y": table.y, **others, **{what: table.names[name] for what, name in named.items()}}
+
+
+def corpus_arguments_from_npz(
+    path: str | Path, *, x: str, y: str | None, columns: dict[str, Any], policy: Policy | None
+) -> dict[str, Any]:
+    """What a corpus is made of, from the arrays of an .npz file."""
+    wanted = {"x": x, "y": y, **columns}
+    if _names_policy_class(columns.get("cls"), policy):
+        wanted.pop("cls")
+    named = {what: name for what, name in wanted.items() if isinstance(name, str)}
+    found = read_npz(Path(path), list(dict.fromkeys(named.values())))
+    return {"x": x, "y": y, **columns, **{what: found[name] for what, name in named.items()}}
+
+
+def _names_policy_class(cls: Any, policy: Policy | None) -> bool:
+    """Text names a column or array, unless the policy has a class of that name: then it is the class of all."""
+    return isinstance(cls, str) and policy is not None and cls in policy.classes
+
+
+def read_npz(path: Path, names: Sequence[str], held: bytes | None = None) -> dict[str, NDArray[Any]]:
+    """Some arrays of an .npz file. Arrays of Python objects would have to be unpickled, so they are refused.
+
+    `held` is what the file holds, where it was read already; `path` then only names it.
+    """
+    try:
+        if not zipfile.is_zipfile(path if held is None else io.BytesIO(held)) and (held or path.exists()):
+            raise CorpusError("corpus.not-npz-file", f"'{path}' is not an .npz file", _SAVEZ_REMEDY)
+        with _open_binary(path, held) as raw, np.load(raw, allow_pickle=False) as file:
+            for name in names:
+                if name not in file.files:
+                    raise CorpusError(
+                        "corpus.no-array-name",
+                        f"'{path}' has no array {name!r}; it has {', '.join(file.files)}",
+                        "name the arrays: x='…', y='…', or y=None where there are no labels",
+                    )
+            return {name: _load_array(path, file, name) for name in names}
+    except FileNotFoundError:
+        raise CorpusError("corpus.not", f"'{path}' is not there", "give the path of an .npz file") from None
+    except CorpusError:
+        raise
+    except Exception as error:
+        raise _unreadable_npz(path, error) from None
+
+
+def _open_binary(path: Path, held: bytes | None) -> BinaryIO:
+    return path.open("rb") if held is None else io.BytesIO(held)
+
+
+def _load_array(path: Path, file: Any, name: str) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = file[name]
+    except ValueError as error:
+        if "pickle" not in str(error):
+            raise
+        raise CorpusError(
+            "corpus.array-holds-python",
+            f"array {name!r} of '{path}' holds Python objects, which only pickle can read, and a pickle can run code",
+            "save numbers of one shape: np.stack(list_of_arrays), and names as an array of text",
+        ) from None
+    return array
+
+
+# ------------------------------------------------------------------------------------------ payloads
+
+
+def payload_headers(path: str | Path, held: bytes | None = None) -> dict[str, ArrayHeader]:
+    """What the arrays x and y of a payload say of themselves, as far as they are there and can be read."""
+    try:
+        with open(path, "rb", buffering=0) if held is None else io.BytesIO(held) as raw:
+            return read_headers(raw, ("x", "y"))
+    except Exception as error:
+        raise _unreadable_npz(path, error) from None
+
+
+def payload_arrays(path: Path, names: Sequence[str], held: bytes | None = None) -> dict[str, NDArray[Any]]:
+    """These arrays of a payload. Bytes that are `held` were held against a commitment: no checksum adds to that."""
+    try:
+        with _open_binary(path, held) as raw:
+            found = read_arrays(raw, names, crc=held is None)
+    except Exception as error:
+        raise _unreadable_npz(path, error) from None
+    if missing := next((name for name in names if name not in found), None):
+        raise CorpusError("corpus.no-array-2", f"'{path}' has no array {missing!r}", _SAVEZ_REMEDY)
+    return found
+
+
+def _unreadable_npz(path: str | Path, error: Exception) -> CorpusError:
+    """Of what numpy, zipfile and zlib say only the kind is told: their words may quote the file."""
+    why = str(error) if isinstance(error, BadArray) else type(error).__name__
+    return CorpusError("corpus.not-read-npz", f"'{path}' cannot be read as .npz ({why})", _SAVEZ_REMEDY)

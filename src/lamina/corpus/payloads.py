@@ -1,0 +1,546 @@
+"""Contributions with one payload file each.
+
+Found in a folder, inspected before anything is spent, read when sampled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lamina.admit.contribution_sources import ArrayHeader
+from lamina.corpus.contribution_index import PackedTexts
+from lamina.corpus.example_sources import (
+    CHUNK_BYTES,
+    Hasher,
+    Rows,
+    check_numeric_array,
+    hash_leaf,
+    hash_parts,
+    keyed_hasher,
+    take_rows,
+    to_model_dtype,
+)
+from lamina.corpus.files import payload_arrays, payload_headers, read_matrix
+from lamina.errors import AdmissionError, CorpusError
+
+PAYLOAD_SUFFIXES = ("npz", "csv")
+_NO_PAYLOAD, _TWO_PAYLOADS = len(PAYLOAD_SUFFIXES), len(PAYLOAD_SUFFIXES) + 1
+
+
+class PayloadChanged(CorpusError):
+    """A payload that is not the one that was opened, or signed. The text names nobody: it was sampled."""
+
+
+class Payloads(Protocol):
+    """One payload per contribution, by row.
+
+    `path` names it in messages; `look` and `read` give its bytes, or None where they are simply what the file of that
+    name holds; `read` is asked for what is trained on, and raises PayloadChanged rather than give something else.
+    """
+
+    where: str
+    ids: PackedTexts
+    frozen: bool  # what was read once would be the same again, or refused
+
+    def __len__(self) -> int: ...
+
+    def path(self, row: int) -> Path: ...
+
+    def look(self, row: int) -> bytes | None: ...
+
+    def read(self, row: int) -> bytes | None: ...
+
+    def take(self, rows: NDArray[np.int64]) -> Self: ...
+
+    def feed(self, hasher: Hasher) -> None: ...
+
+
+class FolderPayloads:
+    """ROOT/ID/payload.npz or ROOT/ID/payload.csv."""
+
+    frozen = False
+
+    def __init__(self, root: Path, ids: Sequence[str], kinds: NDArray[np.uint8] | None = None) -> None:
+        self._root, self.where, self.ids = root, f"under '{root}'", PackedTexts(ids)
+        self._prefix = str(root / "_")[:-1]
+        found = (_payload_kind(self._prefix + name) for name in ids)
+        self._kinds = np.fromiter(found, dtype=np.uint8, count=len(ids)) if kinds is None else kinds
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def path(self, row: int) -> Path:
+        """CorpusError: there is none, or there are two."""
+        return Path(self.name(row))
+
+    def name(self, row: int) -> str:
+        """The same as text: to make a Path takes as long as to open a file."""
+        folder, kind = self._prefix + self.ids[row], self._kinds[row]
+        if kind >= _NO_PAYLOAD:
+            have = "no payload" if kind == _NO_PAYLOAD else "two payloads"
+            raise CorpusError(
+                "corpus.put-payload-npz", f"'{folder}' has {have}", "put one payload.npz or one payload.csv there"
+            )
+        return f"{folder}/payload.{PAYLOAD_SUFFIXES[kind]}"
+
+    def look(self, row: int) -> bytes | None:
+        return None
+
+    def read(self, row: int) -> bytes | None:
+        return None
+
+    def take(self, rows: NDArray[np.int64]) -> FolderPayloads:
+        return FolderPayloads(self._root, [self.ids[row] for row in rows.tolist()], self._kinds[rows])
+
+    def feed(self, hasher: Hasher) -> None:
+        """Ids and every byte of every file."""
+        for row in range(len(self)):
+            path = self.path(row)
+            hash_parts(hasher, [self.ids[row], path.suffix, path.stat().st_size])
+            with path.open("rb") as file:
+                while part := file.read(CHUNK_BYTES):
+                    hasher.update(part)
+
+    def __repr__(self) -> str:
+        return f"'{self._root}'"
+
+
+def payload_path(payloads: Payloads, row: int) -> str:
+    """What `path` gives, as text."""
+    return payloads.name(row) if isinstance(payloads, FolderPayloads) else str(payloads.path(row))
+
+
+def is_csv(path: str) -> bool:
+    """Whether a payload is one table; if not it is an archive of arrays."""
+    return path.endswith(f".{PAYLOAD_SUFFIXES[1]}")
+
+
+def _payload_kind(folder: str) -> int:
+    """Which of KINDS lies in the folder of a contribution."""
+    found = [i for i, kind in enumerate(PAYLOAD_SUFFIXES) if os.path.isfile(f"{folder}/payload.{kind}")]
+    return found[0] if len(found) == 1 else _TWO_PAYLOADS if found else _NO_PAYLOAD
+
+
+_PAYLOAD_REMEDY = "write it with np.savez(path, x=x, y=y)"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExampleFormat:
+    """What all payloads have in common: shape and dtype of one example and of one label, columns of a CSV."""
+
+    x: Tensor  # no rows
+    y: Tensor | None
+    header: tuple[str, ...] | None
+
+    def told(self) -> str:
+        label = "no y" if self.y is None else f"y {tuple(self.y.shape[1:])} {self.y.dtype}"
+        return f"x {tuple(self.x.shape[1:])} {self.x.dtype}, {label}"
+
+
+class PayloadHeaders(NamedTuple):
+    """What a payload says of its arrays: shape of one row, and kind of number."""
+
+    x: tuple[tuple[int, ...], np.dtype[Any]]
+    y: tuple[tuple[int, ...], np.dtype[Any]] | None = None
+    header: tuple[str, ...] | None = None
+
+
+class PayloadInspector:
+    """Looks at one payload after the other. `labels` come from elsewhere, so that payloads must have none.
+
+    `said` opens a payload, `form` is what follows from it: worked out once, since nearly all say the same.
+    """
+
+    def __init__(self, labels: NDArray[Any] | None, dtype: torch.dtype | None) -> None:
+        self._labels, self._dtype = labels, dtype
+        self._forms: dict[PayloadHeaders, ExampleFormat] = {}
+
+    def said(self, path: str, held: bytes | None) -> tuple[int, PayloadHeaders]:
+        """The number of examples of a payload, and what it says. Whatever is wrong with it is a CorpusError."""
+        try:
+            return self._read(path, held)
+        except CorpusError:
+            raise
+        except Exception as error:  # the payload was written by anybody
+            raise CorpusError(
+                "corpus.not-read", f"'{path}' cannot be read ({type(error).__name__})", _PAYLOAD_REMEDY
+            ) from None
+
+    def form(self, said: PayloadHeaders) -> ExampleFormat:
+        """What a model is given. CorpusError if it cannot be given that."""
+        if (known := self._forms.get(said)) is not None:
+            return known
+        try:
+            y = None if said.y is None else _empty_tensor(*said.y)
+            if self._labels is not None:
+                y = take_rows(self._labels[:0], np.empty(0, np.int64))
+            form = ExampleFormat(
+                x=to_model_dtype(_empty_tensor(*said.x), label=False, dtype=self._dtype),
+                y=None if y is None else to_model_dtype(y, label=True, dtype=self._dtype),
+                header=said.header,
+            )
+        except CorpusError:
+            raise
+        except Exception as error:  # numpy or torch
+            kinds = " and ".join(str(each[1]) for each in (said.x, said.y) if each is not None)
+            raise CorpusError(
+                "corpus.arrays-no-use", f"arrays of {kinds} are of no use ({type(error).__name__})", _PAYLOAD_REMEDY
+            ) from None
+        return self._forms.setdefault(said, form)
+
+    def _read(self, path: str, held: bytes | None) -> tuple[int, PayloadHeaders]:
+        if is_csv(path):
+            header, table = read_matrix(Path(path), held)
+            return 1, PayloadHeaders((table.shape, table.dtype), header=header)
+        found = payload_headers(path, held)
+        if "x" not in found:
+            raise CorpusError("corpus.no-array", f"'{path}' has no array 'x'", _PAYLOAD_REMEDY)
+        count, x = _rows_and_shape(path, "x", found["x"])
+        if "y" not in found:
+            return count, PayloadHeaders(x)
+        labels, y = _rows_and_shape(path, "y", found["y"])
+        if labels != count:
+            raise CorpusError(
+                "corpus.examples-shape",
+                f"'{path}' has {count} examples in x and y of shape {found['y'].shape}",
+                "give one label per example",
+            )
+        if self._labels is not None:
+            raise CorpusError(
+                "corpus.contributions-csv",
+                f"'{path}' has y, and so has contributions.csv",
+                "keep the labels in one of the two places",
+            )
+        return count, PayloadHeaders(x, y)
+
+
+def _empty_tensor(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
+    return take_rows(check_numeric_array("x", np.empty((0, *shape), dtype=dtype)), np.empty(0, np.int64))
+
+
+def _rows_and_shape(path: str, name: str, header: ArrayHeader) -> tuple[int, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """How many rows an array has, and what each is."""
+    if header.dtype.hasobject:
+        raise CorpusError(
+            "corpus.array-holds-python",
+            f"array {name!r} of '{path}' holds Python objects, which only pickle can read, and a pickle can run code",
+            "save numbers of one shape: np.stack(list_of_arrays)",
+        )
+    if not header.shape:
+        raise CorpusError(
+            "corpus.array-single-number",
+            f"array {name!r} of '{path}' is a single number",
+            "its first axis counts examples",
+        )
+    if not header.shape[0]:
+        raise CorpusError(
+            "corpus.array-no-examples", f"array {name!r} of '{path}' has no examples", "leave the contribution out"
+        )
+    if 0 in header.shape:
+        raise CorpusError(
+            "corpus.example-no-numbers",
+            f"an example in {name!r} of '{path}' has no numbers",
+            "leave the contribution out",
+        )
+    return header.shape[0], (header.shape[1:], header.dtype)
+
+
+MIN_PAYLOADS_PER_PROCESS = 512  # payloads for which a process is worth starting
+
+
+class InspectedPayloads(NamedTuple):
+    """`sizes[i]` examples in the i-th payload, which says `said[which[i]]`; -1: it says nothing, `wrong[i]` why."""
+
+    sizes: NDArray[np.int64]
+    which: NDArray[np.int64]
+    said: list[PayloadHeaders]
+    wrong: dict[int, str]
+
+
+def inspect_payloads(payloads: Payloads, look: PayloadInspector, processes: int = 1) -> InspectedPayloads:
+    """All of them, in their order; what is found does not depend on the number of processes."""
+    count = len(payloads)
+    shares = max(1, min(processes, count // MIN_PAYLOADS_PER_PROCESS))
+    ends = [count * share // shares for share in range(shares + 1)]
+    first, *rest = (range(*each) for each in pairwise(ends))
+    with contextlib.ExitStack() as stack:
+        others: list[_InspectionProcess] = []
+        for part in rest:
+            others.append(stack.enter_context(_InspectionProcess(partial(_inspect_rows, payloads, look, part), others)))
+        return _join_inspections([_inspect_rows(payloads, look, first), *(other.result() for other in others)])
+
+
+def _inspect_rows(payloads: Payloads, look: PayloadInspector, rows: range) -> InspectedPayloads:
+    """No torch: it runs in processes that were forked."""
+    found = InspectedPayloads(np.zeros(len(rows), np.int64), np.full(len(rows), -1, np.int64), [], {})
+    places: dict[PayloadHeaders, int] = {}
+    for i, row in enumerate(rows):
+        try:
+            found.sizes[i], said = look.said(payload_path(payloads, row), payloads.look(row))
+        except CorpusError as error:
+            found.wrong[i] = error.problem
+            continue
+        if (place := places.setdefault(said, len(places))) == len(found.said):
+            found.said.append(said)
+        found.which[i] = place
+    return found
+
+
+def _join_inspections(parts: list[InspectedPayloads]) -> InspectedPayloads:
+    said: dict[PayloadHeaders, int] = {}
+    wrong: dict[int, str] = {}
+    which, before = [], 0
+    for part in parts:
+        places = np.array([said.setdefault(each, len(said)) for each in part.said] + [-1], dtype=np.int64)
+        which.append(places[part.which])  # -1 is the last
+        wrong |= {before + i: why for i, why in part.wrong.items()}
+        before += len(part.which)
+    return InspectedPayloads(np.concatenate([part.sizes for part in parts]), np.concatenate(which), list(said), wrong)
+
+
+class _InspectionProcess:
+    """One process that works something out, and ends with the block."""
+
+    def __init__(self, work: Callable[[], InspectedPayloads], others: list[_InspectionProcess]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._line, theirs = context.Pipe(duplex=False)
+        ours = [self._line, *(other._line for other in others)]
+        self._process: ForkProcess = context.Process(target=_inspection_main, args=(work, theirs, ours), daemon=True)
+        with warnings.catch_warnings():  # it runs no threads and takes no locks that ours may hold
+            warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+            self._process.start()
+        theirs.close()
+
+    def result(self) -> InspectedPayloads:
+        try:
+            found: InspectedPayloads = self._line.recv()
+        except (EOFError, OSError):
+            self._process.join(5)
+            raise AdmissionError(
+                "corpus.process-looks-payloads",
+                f"a process that looks at payloads was ended (code {self._process.exitcode}); nothing was admitted",
+                "admit again; with processes=1 if memory is short",
+            ) from None
+        return found
+
+    def __enter__(self) -> _InspectionProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._line.close()
+        self._process.join(0.0 if any(error) else 0.5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+
+
+def _inspection_main(
+    work: Callable[[], InspectedPayloads], line: Connection[Any, Any], others: list[Connection[Any, Any]]
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends us
+    for other in others:
+        other.close()  # or we would wait for ever for a parent that is gone
+    with contextlib.suppress(OSError):
+        line.send(work())
+
+
+SHAPE_REMEDY = "cut or pad every example to one public shape, and label all or none"
+COLUMNS_REMEDY = "give every table the same columns in the same order"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PayloadSurvey:
+    """`sizes[row]` examples of one form."""
+
+    form: ExampleFormat
+    sizes: NDArray[np.int64]
+
+
+def survey_or_raise(payloads: Payloads, look: PayloadInspector) -> PayloadSurvey:
+    """All of them, or a refusal that names the first that does not fit."""
+    sizes = np.empty(len(payloads), dtype=np.int64)
+    forms: dict[bool, tuple[str, ExampleFormat]] = {}  # the first of all, and the first with named columns
+    for row, name in enumerate(payloads.ids):
+        sizes[row], said = look.said(payload_path(payloads, row), payloads.look(row))
+        found = look.form(said)
+        for named in (False, *((True,) if found.header else ())):
+            _check_same_format(name, found, *forms.setdefault(named, (name, found)))
+    return PayloadSurvey(form=forms[False][1], sizes=sizes)
+
+
+def survey_and_refuse(
+    payloads: Payloads, look: PayloadInspector, refuse: Callable[[int, str], None], processes: int = 1
+) -> tuple[PayloadSurvey | None, NDArray[np.int64]]:
+    """Those that fit, and their rows; of the others `refuse` hears row and reason.
+
+    The form is that of nearly all. It may not hang on a single contribution, or adding one person would exclude
+    others: where one fewer or one more would change it, nothing is surveyed and the refusal names both forms.
+    """
+    sizes, which, said, wrong = inspect_payloads(payloads, look, processes)
+    for row, why in wrong.items():
+        refuse(row, why)
+    forms = [_format_or_reason(look, each) for each in said]
+    which = _refuse_formats(which, [form if isinstance(form, str) else None for form in forms], refuse)
+    for kind, remedy in (("shape", SHAPE_REMEDY), ("columns", COLUMNS_REMEDY)):
+        told = [None if isinstance(form, str) else _format_text(form, kind) for form in forms]
+        counts: Counter[str] = Counter()
+        for place, count in enumerate(np.bincount(which[which >= 0], minlength=len(forms)).tolist()):
+            if (text := told[place]) is not None and count:
+                counts[text] += count
+        if len(counts) < 2:
+            continue
+        (common, most), (other, second), *_ = counts.most_common()
+        if most - second < 2:
+            raise CorpusError(
+                "corpus.contributions-many", f"contributions have {common}, and as many have {other}", remedy
+            )
+        strange = [None if text in (None, common) else f"it has {text}; the others have {common}" for text in told]
+        which = _refuse_formats(which, strange, refuse)
+    rows = np.flatnonzero(which >= 0)
+    if not len(rows):
+        return None, rows
+    form = forms[which[rows[0]]]
+    assert isinstance(form, ExampleFormat)
+    return PayloadSurvey(form=form, sizes=sizes[rows]), rows
+
+
+def _format_or_reason(look: PayloadInspector, said: PayloadHeaders) -> ExampleFormat | str:
+    """Or why a model cannot be given that."""
+    try:
+        return look.form(said)
+    except CorpusError as error:
+        return error.problem
+
+
+def _refuse_formats(
+    which: NDArray[np.int64], why: list[str | None], refuse: Callable[[int, str], None]
+) -> NDArray[np.int64]:
+    """Refuse the rows of those forms for which there is a reason: -1 then."""
+    wrong = np.array([text is not None for text in why] + [False], dtype=np.bool_)[which]
+    for row in np.flatnonzero(wrong).tolist():
+        refuse(row, str(why[which[row]]))
+    return np.where(wrong, -1, which)
+
+
+def _format_text(form: ExampleFormat, kind: str) -> str | None:
+    if kind == "shape":
+        return form.told()
+    return None if form.header is None else f"columns {', '.join(form.header)}"
+
+
+def _check_same_format(name: str, found: ExampleFormat, first_name: str, first: ExampleFormat) -> None:
+    if found is first:
+        return
+    if found.told() != first.told():
+        raise CorpusError(
+            "corpus.contribution",
+            f"contribution {name!r} has {found.told()}; {first_name!r} has {first.told()}",
+            SHAPE_REMEDY,
+        )
+    if found.header and first.header and found.header != first.header:
+        raise CorpusError(
+            "corpus.contribution-columns",
+            f"contribution {name!r} has columns {', '.join(found.header)}; {first_name!r} has "
+            f"{', '.join(first.header)}",
+            COLUMNS_REMEDY,
+        )
+
+
+CACHE_BYTES = 64 << 20  # bytes
+
+
+class PayloadSource:
+    """The examples of all contributions, id after id.
+
+    An .npz payload holds `x` with one example per row and perhaps `y`; a .csv payload is one example, the table
+    rows × columns. Every payload is looked at once, before, so that a wrong one is named before anything is spent;
+    while a batch is fetched no id is ever told. Payloads that are held to a commitment are kept once they were read, as
+    far as KEPT bytes go.
+    """
+
+    def __init__(
+        self,
+        payloads: Payloads,
+        labels: NDArray[Any] | None,
+        *,
+        dtype: torch.dtype | None = None,
+        survey: PayloadSurvey | None = None,
+    ) -> None:
+        survey = survey_or_raise(payloads, PayloadInspector(labels, dtype)) if survey is None else survey
+        self._payloads, self._labels, self._dtype = payloads, labels, dtype
+        self._form, self.sizes = survey.form, survey.sizes
+        self._ends = np.cumsum(survey.sizes)
+        self._kept: dict[int, tuple[Any, Any]] = {}
+        self._cache_room = CACHE_BYTES if payloads.frozen else 0
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def fetch(self, rows: Rows) -> tuple[Any, Any]:
+        """(x, y) of these examples. A payload is opened once, however many of its examples are wanted."""
+        owner = np.searchsorted(self._ends, rows, side="right")
+        x = self._form.x.new_empty((len(rows), *self._form.x.shape[1:]))
+        y = None if self._form.y is None else self._form.y.new_empty((len(rows), *self._form.y.shape[1:]))
+        for one in np.unique(owner).tolist():
+            at = np.flatnonzero(owner == one)
+            inside = rows[at] - (self._ends[one] - self.sizes[one])
+            try:
+                own_x, own_y = self._kept[one] if one in self._kept else self._read(one)
+                if len(own_x) != self.sizes[one]:
+                    raise ValueError("another number of examples")
+                x[at] = to_model_dtype(take_rows(own_x, inside), label=False, dtype=self._dtype)
+                if y is not None:
+                    y[at] = to_model_dtype(take_rows(own_y, inside), label=True, dtype=self._dtype)
+            except PayloadChanged:
+                raise
+            except (CorpusError, OSError, IndexError, RuntimeError, ValueError):
+                raise PayloadChanged(
+                    "corpus.payload-not-corpus",
+                    f"a payload {self._payloads.where} is not what it was when the corpus was opened",
+                    "leave the folder as it is during a run; opening the corpus again names a payload that is wrong",
+                ) from None
+        return x, y
+
+    def _read(self, row: int) -> tuple[Any, Any]:
+        path, held = self._payloads.path(row), self._payloads.read(row)
+        wants_y = self._form.y is not None and self._labels is None
+        if is_csv(str(path)):
+            x, y = read_matrix(path, held)[1][None], None
+        else:
+            found = payload_arrays(path, ["x", "y"] if wants_y else ["x"], held)
+            x, y = found["x"], found.get("y")
+        y = y if self._labels is None else np.repeat(self._labels[row : row + 1], len(x), axis=0)
+        if (size := x.nbytes + (0 if y is None else y.nbytes)) <= self._cache_room:
+            self._cache_room -= size
+            self._kept[row] = x, y
+        return x, y
+
+    def digest(self, key: bytes) -> bytes:
+        """Over ids, labels and every byte of every payload, or what vouches for them."""
+        hasher = keyed_hasher(key, "lamina/folder")
+        hash_parts(hasher, [str(self._dtype), len(self._payloads)])
+        hash_leaf(hasher, "labels", np.empty(0) if self._labels is None else self._labels)
+        self._payloads.feed(hasher)
+        return hasher.digest()
+
+    def __repr__(self) -> str:
+        return f"FolderSource({self._payloads!r})"

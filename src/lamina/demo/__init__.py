@@ -1,0 +1,1 @@
+"""The demo: simulated patients, hospitals that sign, and trainings with and without privacy."""

@@ -1,0 +1,156 @@
+"""The demo's simulated patients.
+
+How many, who they are, and how well a model does on those whom no training saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+from torch import Tensor, nn
+
+from lamina.data.ecg_simulator import CLASSES, ECGSimulator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSizes:
+    """Patients of each group, expected patients per step of each class, and the steps of the two stages.
+
+    Every `strict_every`-th sensitive patient signs a stricter bound than the class asks for.
+    """
+
+    volunteers: int = 60
+    sensitive: int = 500
+    test: int = 240
+    start: int = 150
+    steps: int = 70
+    volunteer_batch: int = 50
+    sensitive_batch: int = 200
+    strict_every: int = 10
+
+    @property
+    def batch(self) -> dict[str, int]:
+        return {"volunteer": self.volunteer_batch, "sensitive": self.sensitive_batch}
+
+
+FULL_SIZES = DemoSizes()
+QUICK_SIZES = DemoSizes(
+    volunteers=12, sensitive=24, test=16, start=4, steps=5, volunteer_batch=8, sensitive_batch=12, strict_every=6
+)  # for tests: nothing can be learned from it
+
+
+INPUT_SCALE = 2.0  # 1 / (0.5 mV): a public constant, never a statistic of the patients
+SEEDS = {"volunteer": 101, "sensitive": 102, "test": 103}
+VOLUNTEER_MIX = {"normal": 7.0, "infarction": 1.0, "hypertrophy": 1.0, "block": 1.0}  # who volunteers is mostly well
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatientGroup:
+    """`x` (patients, windows, leads, samples) in units of half a millivolt, `label` (patients,)."""
+
+    x: Tensor
+    label: Tensor
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def take(self, patients: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """One window of each of these patients, and its label."""
+        return self.x[patients, windows], self.label[patients]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoPatients:
+    """Three groups that share nobody."""
+
+    volunteer: PatientGroup
+    sensitive: PatientGroup
+    test: PatientGroup
+
+    @classmethod
+    def simulated(cls, sizes: DemoSizes, tick: Callable[[int], None]) -> DemoPatients:
+        """The same for the same sizes, whoever runs it. `tick` hears how many patients are done."""
+        done = 0
+
+        def group(name: str, patients: int, simulator: ECGSimulator) -> PatientGroup:
+            nonlocal done
+            before = done
+            drawn = simulator.draw(patients=patients, seed=SEEDS[name], tick=lambda n: tick(before + n))
+            done += patients
+            x = INPUT_SCALE * torch.from_numpy(drawn.x).unflatten(0, (patients, simulator.windows))
+            return PatientGroup(x=x, label=torch.from_numpy(drawn.label[:: simulator.windows].copy()))
+
+        return cls(
+            volunteer=group("volunteer", sizes.volunteers, ECGSimulator(mix=VOLUNTEER_MIX)),
+            sensitive=group("sensitive", sizes.sensitive, ECGSimulator()),
+            test=group("test", sizes.test, ECGSimulator()),
+        )
+
+    def contributing_groups(self) -> dict[str, PatientGroup]:
+        """Those who contribute, by class."""
+        return {"volunteer": self.volunteer, "sensitive": self.sensitive}
+
+
+def save_group(group: PatientGroup, path: Path) -> None:
+    """A group as an npz file that `load` reads."""
+    np.savez_compressed(path, x=group.x.numpy(), label=group.label.numpy())
+
+
+def load_group(path: Path) -> PatientGroup:
+    with np.load(path, allow_pickle=False) as arrays:
+        return PatientGroup(x=torch.from_numpy(arrays["x"]), label=torch.from_numpy(arrays["label"]))
+
+
+def prevalence_text(group: PatientGroup) -> str:
+    """In words: how many of a public group have what."""
+    counts = torch.bincount(group.label, minlength=len(CLASSES)).tolist()
+    return ", ".join(f"{count} {name}" for name, count in zip(CLASSES, counts, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Utility:
+    """`auc` is the mean over classes of `by_class`, each class against the rest, one score per patient.
+
+    `error` is the fraction of the signal's variance that the reconstruction leaves; the mean beat leaves 1.
+    """
+
+    auc: float
+    by_class: dict[str, float]
+    error: float
+
+
+@torch.no_grad()
+def measure_utility(model: nn.Module, test: PatientGroup) -> Utility:
+    """A patient's score for a class is the mean over windows of its log probability. Leaves the model's mode alone."""
+    training = model.training
+    model.eval()
+    residual, logits = model(test.x.flatten(0, 1))
+    model.train(training)
+    score = logits.log_softmax(1).unflatten(0, test.x.shape[:2]).mean(1).numpy()
+    label = test.label.numpy()
+    present = [k for k in range(len(CLASSES)) if 0 < (label == k).sum() < len(label)]
+    by_class = {CLASSES[k]: auc(score[:, k], label == k) for k in present}
+    total = (test.x - test.x.mean((0, 1))).square().mean()
+    return Utility(auc=_mean(by_class.values()), by_class=by_class, error=float(residual.square().mean() / total))
+
+
+def auc(score: Sequence[float] | NDArray[np.floating], positive: NDArray[np.bool_]) -> float:
+    """The probability that a positive scores above a negative, ties counting half (Mann and Whitney, 1947).
+
+    >>> auc([0.1, 0.4, 0.35, 0.8], np.array([False, False, True, True]))
+    0.75
+    """
+    ranks = rankdata(score)
+    n = int(positive.sum())
+    above = ranks[positive].sum() - n * (n + 1) / 2
+    return float(above / (n * (len(positive) - n)))
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))

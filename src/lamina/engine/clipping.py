@@ -1,0 +1,289 @@
+"""Clip factors, and the collectors that clip per-contribution gradients as they arrive and add them up."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lamina.engine.batch import RowLayout
+from lamina.engine.grads import (
+    NORM_SAFETY,
+    AxisSliceGrads,
+    ClipFunction,
+    ClipWeights,
+    ContributionGrads,
+    DenseGrads,
+    MaskedGrads,
+    sum_of_uses,
+)
+from lamina.engine.layers.layer_rule import RuleCall, hidden_backward_error
+from lamina.engine.safety_checks import CheckedBatch, LossGraph
+from lamina.engine.slices import NO_MASKS, TensorMasks
+from lamina.engine.step import ClippedSums
+from lamina.plan.step_plan import Clipping, StepPlan
+
+# How a contribution's gradient is bounded: box and joint clip factors (docs/theory.md, "One step").
+#
+#     box    layer l of a class-k contribution is scaled by  min(1, C[k,l] / ‖g_l‖)
+#     joint  all its layers by one factor                    min(1, (1/sigma_k) / ‖(g_l / S_l)_l‖)
+#
+# A layer that the class does not reach gets 0; a public class gets 1; what is not finite gets 0.
+
+_MIN_NORM_SQ = 1e-300
+_MIN_FACTOR, _MIN_NORMAL = 2.0**-100, 1e-35  # a contribution 2^100 times too large is left out
+
+
+def safe_bounds(bound: Tensor, scale: float) -> Tensor:
+    """Bounds as `weights_for` wants them: shrunk by more than a norm can read low, times the scale."""
+    return bound * (NORM_SAFETY * scale)
+
+
+def clip_weights(norm_sq: Tensor, bound: Tensor, scale: float) -> ClipWeights:
+    """scale · min(1, bound/norm), for squared norms and `safe` bounds (0: not reached, inf: public)."""
+    factor = norm_sq.clamp(min=_MIN_NORM_SQ).rsqrt_().mul_(bound).clamp_(max=scale)
+    torch.threshold_(factor, max(scale * _MIN_FACTOR, _MIN_NORMAL), 0.0)  # before it becomes a denormal in float32
+    if math.isfinite(norm_sq.sum().item()):
+        return ClipWeights(factor, None)
+    finite = torch.isfinite(norm_sq)
+    return ClipWeights(torch.where(finite, factor, 0.0), ~finite)
+
+
+def box_clip(bound: Tensor, scale: float) -> ClipFunction:
+    """The clip of one layer, for contributions with `safe` thresholds (P,)."""
+    return lambda norm_sq, low, high: clip_weights(norm_sq, bound[low:high], scale)
+
+
+def clip_layer(parts: Sequence[tuple[ContributionGrads, Tensor]], clip: ClipFunction) -> ClipWeights:
+    """Clip a layer made of several tensors by its whole norm, and add it to their sums. Returns the factors.
+
+    What can be measured cheaply is measured first; of what must be formed to be measured, the
+    largest is measured and summed in one pass.
+    """
+    *rest, (last, out) = sorted(parts, key=_forming_cost) if len(parts) > 1 else parts
+    others: Tensor | None = None
+    for grad, _ in rest:
+        others = grad.norm_sq() if others is None else others + grad.norm_sq()
+    weights = last.clip_and_add(out, others, clip)
+    for grad, target in rest:
+        grad.add_to(target, weights)
+    return weights
+
+
+def _forming_cost(part: tuple[ContributionGrads, Tensor]) -> tuple[bool, int]:
+    return part[0].formed, part[0].shape.numel()
+
+
+LayerGrads = dict[str, ContributionGrads]  # the tensors of a layer
+
+
+class Collector(ABC):
+    """Completes each layer when its last use has arrived, and adds it to the sums.
+
+    A layer of one use is clipped at once, in its own backward. A tensor used several times, or a
+    layer of several modules, waits for the rest (book-keeping). `openings` name the tensors of which
+    some contribution may move a part only: whoever completes a layer sees 0 elsewhere.
+    """
+
+    def __init__(
+        self,
+        graph: LossGraph,
+        layouts: Mapping[RuleCall, RowLayout],
+        reached: Sequence[bool],
+        sums: Mapping[str, Tensor],
+        openings: TensorMasks = NO_MASKS,
+    ) -> None:
+        self.layouts, self.reached, self.sums, self.openings = layouts, reached, sums, openings
+        self._expected = Counter(layer for use in graph.uses for layer in use.layers)
+        self._arrived: Counter[int] = Counter()
+        self._waiting: dict[int, dict[str, list[ContributionGrads]]] = {}
+        short = not all(reached[layer] for layer in self._expected)
+        self._input_grad_uses = graph.leads_to(lambda use: self._wanted(use)) if short else None
+
+    def _wanted(self, use: RuleCall) -> bool:
+        return any(self.reached[layer] for layer in use.layers)
+
+    def wants_input_grad(self, use: RuleCall) -> bool:
+        return self._input_grad_uses is None or use in self._input_grad_uses
+
+    def receive(self, use: RuleCall, kept: Sequence[Tensor], g: Tensor) -> None:
+        layout = self.layouts.get(use)
+        if layout is None:
+            raise hidden_backward_error(use)
+        if not self._wanted(use):
+            return
+        need = [t is not None and self.reached[t.layer] and not self._all_blocked(t.name) for t in use.targets]
+        grads = use.rule.contribution_grads(kept, g, layout, need) if any(need) else [None] * len(need)
+        for target, grad, needed in zip(use.targets, grads, need, strict=True):
+            if target is not None and grad is not None and needed:
+                self._waiting.setdefault(target.layer, {}).setdefault(target.name, []).append(grad)
+        for layer in use.layers:
+            self._arrived[layer] += 1
+            if self._arrived[layer] == self._expected[layer] and self.reached[layer]:
+                arrived = self._waiting.pop(layer, {})
+                if arrived:
+                    self.complete(layer, {name: self._opened(name, uses) for name, uses in arrived.items()})
+
+    def _all_blocked(self, name: str) -> bool:
+        return name in self.openings and self.openings[name].all_blocked
+
+    def _opened(self, name: str, uses: Sequence[ContributionGrads]) -> ContributionGrads:
+        """The gradient of a tensor over all its uses, 0 where a contribution may not move it."""
+        grad = sum_of_uses(uses)
+        return self.openings[name].of(grad) if name in self.openings else grad
+
+    @abstractmethod
+    def complete(self, layer: int, parts: LayerGrads) -> None:
+        """Everything of a layer has arrived."""
+
+    def finish(self) -> None:  # noqa: B027  (a joint clip waits for the end, a box has nothing left to do)
+        """After the backward pass."""
+
+
+class BoxCollector(Collector):
+    """Each layer by its own threshold: clipped and forgotten as soon as it is complete.
+
+    `counts` (L) then gains Σ (bit - ½) over the contributions that are `counted` (P, L), bit = 1 where the norm
+    is within the threshold. A layer without a gradient counts as unclipped, whoever else is in the batch.
+    """
+
+    def __init__(
+        self,
+        *args: object,
+        bounds: Tensor,
+        scale: float,
+        counts: Tensor | None = None,
+        counted: Tensor | None = None,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.bounds, self.scale = safe_bounds(bounds, scale).t().contiguous(), scale  # (L, P)
+        self.counts, self.counted = counts, counted
+        self._factors: dict[int, Tensor] = {}
+
+    def complete(self, layer: int, parts: LayerGrads) -> None:
+        pairs = [(grad, self.sums[name]) for name, grad in parts.items()]
+        weights = clip_layer(pairs, box_clip(self.bounds[layer], self.scale))
+        if self.counts is not None:
+            self._factors[layer] = weights.factor
+
+    def finish(self) -> None:
+        if self.counts is None or self.counted is None:
+            return
+        self.counts += 0.5 * self.counted.sum(0)
+        if self._factors:
+            layers = list(self._factors)
+            clipped = torch.stack([self._factors.pop(layer) for layer in layers]) < self.scale
+            self.counts[layers] -= (clipped & self.counted.t()[layers]).sum(1).double()
+
+
+class JointCollector(Collector):
+    """All layers by one threshold: measured as they arrive, summed once the whole norm is known."""
+
+    def __init__(
+        self, *args: object, reach: Tensor, noise: Sequence[float], radius: Tensor, scale: float, **kwargs: object
+    ) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.reach, self.noise, self.radius, self.scale = reach, noise, radius, scale  # (P, L), (L,), (P,)
+        self.norm_sq = torch.zeros(len(radius), dtype=torch.float64)
+        self._kept: list[tuple[int, list[tuple[ContributionGrads, Tensor]], Tensor | None]] = []
+
+    def complete(self, layer: int, parts: LayerGrads) -> None:
+        settled = [(_form_if_smaller(grad), self.sums[name]) for name, grad in parts.items()]
+        norm_sq = torch.stack([grad.norm_sq() for grad, _ in settled]).sum(0)
+        # What a contribution does not reach must not count, even where it is not finite: whether this
+        # layer is looked at depends on who else is in the batch.
+        reach = self.reach[:, layer]
+        self.norm_sq += torch.where(reach, norm_sq / (self.noise[layer] or 1.0) ** 2, 0.0)
+        unreached = ~reach & ~torch.isfinite(norm_sq)
+        self._kept.append((layer, settled, unreached if bool(unreached.any()) else None))
+
+    def finish(self) -> None:
+        weights = clip_weights(self.norm_sq, safe_bounds(self.radius, self.scale), self.scale)
+        while self._kept:
+            layer, parts, unreached = self._kept.pop()
+            broken = weights.broken
+            if unreached is not None:
+                broken = unreached if broken is None else broken | unreached
+            mine = ClipWeights(weights.factor * self.reach[:, layer], broken)
+            for grad, out in parts:
+                grad.add_to(out, mine)
+
+
+class NormCollector(Collector):
+    """Takes the norm of every contribution at every layer, and nothing else. (P, L); 0 where nothing arrived."""
+
+    def __init__(self, *args: object, units: int, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.norms = torch.zeros(units, len(self.reached), dtype=torch.float64)
+
+    def complete(self, layer: int, parts: LayerGrads) -> None:
+        self.norms[:, layer] = torch.stack([grad.norm_sq() for grad in parts.values()]).sum(0).sqrt_()
+
+
+def _form_if_smaller(grad: ContributionGrads) -> ContributionGrads:
+    """Form the gradient now if that takes no more memory than what it is made of."""
+    if isinstance(grad, AxisSliceGrads):
+        return AxisSliceGrads(_form_if_smaller(grad.inner), grad.places, grad.shape)
+    size = grad.units * grad.shape.numel()
+    stuff = vars(grad.inner if isinstance(grad, MaskedGrads) else grad).values()
+    made_of = sum(t.numel() for t in stuff if isinstance(t, Tensor))
+    if not grad.formed or size > made_of:
+        return grad
+    return DenseGrads(grad.dense(0, grad.units).view(grad.units, *grad.shape).clone())
+
+
+class ClipBounds:
+    """C (K × L) and the joint radii (K) of one plan. Made again when an adaptive plan has moved."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.clip = torch.tensor(plan.clip, dtype=torch.float64).view(len(plan.classes), len(plan.layers))
+        self.radius = torch.tensor([plan.joint(k) for k in range(len(plan.classes))], dtype=torch.float64)
+        owed = torch.tensor([not entry.public for entry in plan.classes]).unsqueeze(1)
+        self.counted = (self.clip > 0) & owed
+        self.norm = torch.tensor([plan.norm(k) for k in range(len(plan.classes))], dtype=torch.float64)
+
+    def reached(self, part: CheckedBatch) -> list[bool]:
+        """The layers that some contribution of the part may move."""
+        return [bool(r) for r in (self.clip[part.classes] > 0).any(0)]
+
+    def collector(
+        self, part: CheckedBatch, into: ClippedSums, reached: Sequence[bool], openings: TensorMasks = NO_MASKS
+    ) -> Collector:
+        bounds, scale = self.clip[part.classes], into.scale  # (P, L)
+        stricter = self._stricter(part)
+        start = part.graph, part.layouts, reached, into.sums, openings
+        if self.plan.clipping is Clipping.JOINT:
+            radius = self.radius[part.classes]
+            radius = radius if stricter is None else radius * stricter
+            return JointCollector(*start, reach=bounds > 0, noise=self.plan.noise, radius=radius, scale=scale)
+        if self.plan.clipping is Clipping.ELEMENTWISE:  # bounded as a whole, when it is released
+            return BoxCollector(*start, bounds=torch.where(bounds > 0, torch.inf, 0.0), scale=scale)
+        bounds = bounds if stricter is None else torch.where(bounds > 0, bounds * stricter.unsqueeze(1), 0.0)
+        counted = (
+            None if into.counts is None else self.counted[part.classes] & nonempty_contributions(part).unsqueeze(1)
+        )
+        return BoxCollector(*start, bounds=bounds, scale=scale, counts=into.counts, counted=counted)
+
+    def _stricter(self, part: CheckedBatch) -> Tensor | None:
+        """(P,) what thresholds of the class are multiplied by: min(scale, ceiling/‖C[k]‖); a public class by 1."""
+        if part.scale is None and part.ceiling is None:
+            return None
+        norm = self.norm[part.classes]
+        factor = torch.ones_like(norm) if part.scale is None else part.scale.clone()
+        if part.ceiling is not None:
+            factor = torch.minimum(factor, part.ceiling / norm)
+        return torch.where(torch.isinf(norm), 1.0, factor)
+
+
+def nonempty_contributions(part: CheckedBatch) -> Tensor:
+    """(P,) whether a contribution has any example of weight > 0: an empty slot is nobody, and counts nowhere."""
+    here = torch.zeros(part.layout.units, dtype=torch.bool)
+    owner = part.layout.owner
+    here[owner[owner >= 0]] = True
+    return here

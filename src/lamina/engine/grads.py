@@ -1,0 +1,634 @@
+"""The gradient of one tensor for every contribution of a batch, without storing it: norms, slice masks, sums."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lamina.plan.selection import Range
+
+# Norms that do not read low.
+#
+# A clip bound holds only if the norm is right. float32 `vector_norm` over d = 10⁷ elements reads
+# 4e-4 low, and reducing in float64 directly is 10 times slower. So: float32 over blocks of at most
+# 64 elements, then float64 over the blocks. The vectorised reduction adds at most 4 terms per lane,
+# so a block's norm is off by less than 3e-7, and `NORM_SAFETY` shrinks every clip factor by more.
+
+_MAX_BLOCK = 64
+NORM_SAFETY = 1.0 - 2.0**-18
+
+
+def row_norm_sq(t: Tensor) -> Tensor:
+    """(P, …) → (P,) squared norms in float64. Elements beyond 1e19 make it infinite; it never reads low
+    by more than elements below 1e-22 can."""
+    t = t.reshape(t.shape[0], t.shape[1:].numel())
+    if t.dtype == torch.float64:
+        return _square(torch.linalg.vector_norm(t, dim=1))
+    t = t.float().contiguous()
+    width = t.shape[1]
+    if width <= _MAX_BLOCK:
+        return _square(torch.linalg.vector_norm(t, dim=1))
+    size = block_length(width)
+    whole = width - width % size
+    blocks = t.view(t.shape[0], -1, size) if whole == width else t[:, :whole].unflatten(1, (-1, size))
+    total = _square(torch.linalg.vector_norm(blocks, dim=2)).sum(1)
+    if whole < width:
+        total += _square(torch.linalg.vector_norm(t[:, whole:].contiguous(), dim=1))
+    return total
+
+
+def _square(norm: Tensor) -> Tensor:
+    return norm.double().square_()
+
+
+@lru_cache(maxsize=1024)
+def block_length(width: int) -> int:
+    """A block length that divides the width if a long one does, so that no rest is left."""
+    return next((b for b in range(_MAX_BLOCK, 23, -1) if width % b == 0), _MAX_BLOCK)
+
+
+# Memory that is used again: gradients formed some contributions at a time would otherwise fault in fresh pages
+# for every chunk, which cost more than measuring them.
+
+_thread_buffers = threading.local()
+_MAX_BUFFER_ELEMENTS = 1 << 23  # elements; what is larger is allocated and given back
+
+
+def take_buffer(slot: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor, valid until the same slot of this thread is taken again."""
+    size = prod(shape)
+    if size > _MAX_BUFFER_ELEMENTS:
+        return torch.empty(shape, dtype=dtype)
+    buffers: dict[tuple[str, torch.dtype], Tensor] = vars(_thread_buffers).setdefault("buffers", {})
+    buffer = buffers.get((slot, dtype))
+    if buffer is None or buffer.numel() < size:
+        buffer = buffers[slot, dtype] = torch.empty(size, dtype=dtype)
+    return buffer[:size].view(shape)
+
+
+def release_buffers() -> None:
+    """Give the memory back, at the end of a backward pass."""
+    vars(_thread_buffers).pop("buffers", None)
+
+
+class AxisRanges:
+    """The places `ranges` along `axis`. Of a tensor with P contributions in front, the axis is one further."""
+
+    def __init__(self, axis: int, ranges: Sequence[Range]) -> None:
+        self.axis, self.ranges = axis, tuple(ranges)
+        self.size = sum(stop - first for first, stop in ranges)
+
+    @cached_property
+    def index(self) -> Tensor:
+        return torch.cat([torch.arange(first, stop) for first, stop in self.ranges])
+
+    def of(self, t: Tensor, dim: int) -> Tensor:
+        """The places along `dim` of t: a view where they lie together."""
+        if len(self.ranges) == 1:
+            first, stop = self.ranges[0]
+            return t.narrow(dim, first, stop - first)
+        return t.index_select(dim, self.index)
+
+    def zero_(self, t: Tensor) -> None:
+        """Set these places of a tensor without contributions to exactly 0."""
+        for first, stop in self.ranges:
+            t.narrow(self.axis, first, stop - first).zero_()
+
+    def shape(self, whole: torch.Size) -> torch.Size:
+        return torch.Size((*whole[: self.axis], self.size, *whole[self.axis + 1 :]))
+
+    def keeps_blocks(self, whole: torch.Size) -> bool:
+        """Whether the norm of what is taken out is computed from the same blocks as that of the whole.
+
+        If not, a contribution would be measured in another way (by a rounding) because of who else is in the batch.
+        """
+        width, behind = block_length(whole.numel()), whole[self.axis + 1 :].numel()
+        if behind * whole[self.axis] % width or block_length(self.shape(whole).numel()) != width:
+            return False
+        return all(place * behind % width == 0 for both in self.ranges for place in both)
+
+
+BlockedRanges = Sequence[tuple[Tensor, Sequence[Range]]]
+
+
+class SliceMask:
+    """`table` (P, length), True where a contribution may move a place. Shared by all tensors that are cut alike.
+
+    `denied` is the same for whoever knows it already: contributions, and the places that none of them may move.
+    `even`: take as long whoever is denied what.
+    """
+
+    def __init__(self, table: Tensor, denied: BlockedRanges | None = None, *, even: bool = False) -> None:
+        self.table, self.even = table, even
+        self._denied = denied
+
+    @cached_property
+    def denied(self) -> BlockedRanges:
+        if self._denied is not None:
+            return self._denied
+        kinds, kind = torch.unique(self.table, dim=0, return_inverse=True)
+        closed = [(i, _ranges_of_true(~row)) for i, row in enumerate(kinds) if not bool(row.all())]
+        return [((kind == i).nonzero().flatten(), ranges) for i, ranges in closed]
+
+    @cached_property
+    def nobody(self) -> Tensor | None:
+        """(P,) the contributions that may move nothing; None if there is none."""
+        none = ~self.table.any(1)
+        return none if bool(none.any()) else None
+
+    def narrow(self, first: int, stop: int) -> SliceMask:
+        return SliceMask(self.table[:, first:stop], even=self.even)
+
+    def at(self, place: int, length: int) -> SliceMask:
+        """All or nothing of something of another length, by whether a contribution may move one place."""
+        table = self.table[:, place]
+        return SliceMask(
+            table.unsqueeze(1).expand(-1, length), [((~table).nonzero().flatten(), [(0, length)])], even=self.even
+        )
+
+    def kept(self, t: Tensor, dim: int, low: int = 0) -> Tensor:
+        """t, of contributions low and on, with 0 at the places along `dim` that are denied. A single number is one.
+
+        By `where`, never by multiplication: 0 times what is not finite is not 0.
+        """
+        table, shape = self.table[low : low + len(t)], [1] * t.dim()
+        if t.dim() == 1:
+            return torch.where(table[:, 0], t, t.new_zeros(()))
+        shape[0], shape[dim] = table.shape
+        return torch.where(table.view(shape), t, t.new_zeros(()))
+
+    def zero_blocked_(self, t: Tensor, dim: int, low: int) -> None:
+        """The same in place: only what is denied is written."""
+        if self.even:
+            t.copy_(self.kept(t, dim, low))
+            return
+        for who, ranges in self.denied:
+            here = who if len(t) == len(self.table) else who[(who >= low) & (who < low + len(t))] - low
+            for first, stop in ranges if len(here) else ():
+                part = t.narrow(dim, first, stop - first)
+                part.zero_() if len(here) == len(t) else part.index_fill_(0, here, 0)
+
+    def emptied(self, t: Tensor) -> Tensor:
+        """t (P, …) with 0 for contributions that may move nothing: it will meet a 0, and must be finite."""
+        if self.nobody is None:
+            return t
+        return t.masked_fill(self.nobody.view(-1, *[1] * (t.dim() - 1)), 0)
+
+
+def _ranges_of_true(flags: Tensor) -> tuple[Range, ...]:
+    """The runs of True as ranges."""
+    edge = torch.zeros(1, dtype=torch.int8)
+    change = torch.diff(flags.to(torch.int8), prepend=edge, append=edge)
+    first, stop = ((change == sign).nonzero().flatten().tolist() for sign in (1, -1))
+    return tuple(zip(first, stop, strict=True))
+
+
+# `ContributionGrads`: the gradient of one tensor for every contribution of a batch, without storing it.
+#
+# A rule describes what each contribution's gradient *is*; the classes here know how to measure and sum
+# it. All work in float32 or better, and the norm is always that of the numbers that are summed.
+# A native kernel for a layer kind is a new subclass with its own `clip_and_add`.
+
+# Elements of per-contribution gradient formed at a time: large enough to keep both cores busy, small
+# enough to stay in cache and to leave peak memory alone.
+CHUNK_ELEMENTS = 1 << 21
+_UNIT_LENGTH = torch.ones((), dtype=torch.float64)
+_MIN_WIDTH_PER_POSITION = 8  # a matrix of so many numbers per position is masked before it is formed
+_MIN_SAFE_NORM, _MAX_SAFE_NORM = 1e-15, 1e15  # norms between which products in float32 lose nothing
+
+
+@dataclass(frozen=True, eq=False)
+class ClipWeights:
+    """The factor of each contribution, and which contributions must be left out of a product."""
+
+    factor: Tensor  # (P,) float64, 0 where a contribution does not reach the layer or is not finite
+    broken: Tensor | None  # (P,) bool, or None where every contribution is finite
+
+    def slice(self, low: int, high: int) -> ClipWeights:
+        return ClipWeights(self.factor[low:high], None if self.broken is None else self.broken[low:high])
+
+    def clean(self, t: Tensor) -> Tensor:
+        """Zero the broken contributions with `where`: multiplying NaN by 0 would keep it."""
+        if self.broken is None:
+            return t
+        return t.masked_fill(self.broken.view(-1, *[1] * (t.dim() - 1)), 0)
+
+
+ClipFunction = Callable[[Tensor, int, int], ClipWeights]  # (norm², first, last) of some contributions → weights
+
+
+class ContributionGrads(ABC):
+    """Gradients G[p] of one tensor, p = 0 … P-1."""
+
+    units: int
+    shape: torch.Size
+
+    @abstractmethod
+    def norm_sq(self) -> Tensor:
+        """(P,) squared norms, float64."""
+
+    @abstractmethod
+    def add_to(self, out: Tensor, weights: ClipWeights) -> None:
+        """out += Σ_p weights[p] · G[p]."""
+
+    @abstractmethod
+    def dense(self, low: int, high: int) -> Tensor:
+        """G[low:high], formed, as (high - low, numel) in the order of the tensor. Valid until the next call."""
+
+    @property
+    def formed(self) -> bool:
+        """Whether measuring means forming G, so that measuring and summing belong in one pass."""
+        return False
+
+    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
+        """Measure, clip and sum. `others` is the squared norm of the rest of the layer, if it has more."""
+        norm_sq = self.norm_sq()
+        weights = clip(norm_sq if others is None else norm_sq + others, 0, self.units)
+        self.add_to(out, weights)
+        return weights
+
+    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
+        """The same, but 0 at the places along `axis` that a contribution may not move."""
+        return MaskedGrads(self, axis, may)
+
+    def pick(self, places: AxisRanges) -> ContributionGrads | None:
+        """Only these places, of every contribution; None where that saves nothing, or would be measured otherwise."""
+        return None
+
+
+class DenseGrads(ContributionGrads):
+    """G itself: (P, *shape). For what is small: biases, norm layers, expanded tensors.
+
+    `measure` gives the squared norms where something else has them already.
+    """
+
+    def __init__(self, grads: Tensor, measure: Callable[[], Tensor] | None = None) -> None:
+        self.grads = grads if grads.dtype == torch.float64 else grads.float()
+        self.units, self.shape, self.measure = grads.shape[0], grads.shape[1:], measure
+
+    def norm_sq(self) -> Tensor:
+        return row_norm_sq(self.grads) if self.measure is None else self.measure()
+
+    def add_to(self, out: Tensor, weights: ClipWeights) -> None:
+        grads = weights.clean(self.grads)
+        if grads.dim() == 2:
+            out.addmv_(grads.t(), weights.factor.to(grads.dtype))
+        else:
+            _add_weighted(out, grads.reshape(self.units, -1), weights.factor)
+
+    def dense(self, low: int, high: int) -> Tensor:
+        return self.grads[low:high].reshape(high - low, -1)
+
+    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
+        return DenseGrads(may.kept(self.grads, axis + 1))
+
+
+class ChunkedGrads(ContributionGrads):
+    """Gradients that are formed some contributions at a time, measured, summed and forgotten."""
+
+    @property
+    def formed(self) -> bool:
+        return True
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        size = max(1, CHUNK_ELEMENTS // max(1, self.shape.numel()))
+        return ((low, min(low + size, self.units)) for low in range(0, self.units, size))
+
+    def norm_sq(self) -> Tensor:
+        if self.units == 0:
+            return torch.zeros(0, dtype=torch.float64)
+        return torch.cat([row_norm_sq(self.dense(low, high)) for low, high in self.chunks()])
+
+    def add_to(self, out: Tensor, weights: ClipWeights) -> None:
+        for low, high in self.chunks():
+            part = weights.slice(low, high)
+            _add_weighted(out, part.clean(self.dense(low, high)), part.factor)
+
+    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
+        factors, broken = [], []
+        for low, high in self.chunks():
+            grads = self.dense(low, high)
+            norm_sq = row_norm_sq(grads)
+            part = clip(norm_sq if others is None else norm_sq + others[low:high], low, high)
+            _add_weighted(out, part.clean(grads), part.factor)
+            factors.append(part.factor)
+            broken.append(torch.zeros(high - low, dtype=torch.bool) if part.broken is None else part.broken)
+        if not factors:
+            return ClipWeights(torch.zeros(0, dtype=torch.float64), None)
+        bad = torch.cat(broken)
+        return ClipWeights(torch.cat(factors), bad if bool(bad.any()) else None)
+
+
+class MaskedGrads(ChunkedGrads):
+    """A gradient with 0 where a contribution may not move it, written over what is formed.
+
+    Kinds that keep what `dense` gives, or can mask what they are made of for less, have a `where` of their own.
+    """
+
+    def __init__(self, inner: ContributionGrads, axis: int, may: SliceMask) -> None:
+        self.inner, self.axis, self.mask = inner, axis, may
+        self.units, self.shape = inner.units, inner.shape
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        return self.inner.chunks() if isinstance(self.inner, ChunkedGrads) else super().chunks()
+
+    def dense(self, low: int, high: int) -> Tensor:
+        grads = self.inner.dense(low, high)  # formed for this call, so that it may be written to
+        self.mask.zero_blocked_(grads.view(high - low, *self.shape), self.axis + 1, low)
+        return grads
+
+
+class OuterProductGrads(ContributionGrads):
+    """G[p] = g[p] ⊗ a[p], one position per contribution: ‖G‖ = ‖g‖·‖a‖, nearly free."""
+
+    def __init__(self, g: Tensor, a: Tensor) -> None:
+        self.g, self.a, self.length = at_least_float32(g), at_least_float32(a), _UNIT_LENGTH  # (P, o), (P, i)
+        self._norms: tuple[Tensor, Tensor] | None = None
+        self.units, self.shape = g.shape[0], torch.Size((g.shape[1], a.shape[1]))
+
+    def _measure(self) -> tuple[Tensor, Tensor]:
+        """Squared norms of g and a, in float64 outright: they are vectors. Measured once.
+
+        A row so small or large that a clip factor times it would lose bits in float32 becomes a unit vector, and
+        `length` keeps its size in float64. Row by row: nobody's rounding depends on the others.
+        """
+        if self._norms is not None:
+            return self._norms
+        norms = torch.stack([torch.linalg.vector_norm(t, dim=1, dtype=torch.float64) for t in (self.g, self.a)])
+        if self.units and not _well_scaled(norms):
+            odd = ~((norms > _MIN_SAFE_NORM) & (norms < _MAX_SAFE_NORM)).all(0)
+            self.length = torch.where(odd, norms[0] * norms[1], 1.0)
+            self.g, self.a = (_unit_rows(t, odd, norm) for t, norm in zip((self.g, self.a), norms, strict=True))
+        g, a = norms.square_().unbind(0)
+        self._norms = (g, a)
+        return self._norms
+
+    def g_norm_sq(self) -> Tensor:
+        return self._measure()[0]
+
+    def norm_sq(self) -> Tensor:
+        g, a = self._measure()
+        return g * a
+
+    def add_to(self, out: Tensor, weights: ClipWeights) -> None:
+        factor = weights.factor if self.length is _UNIT_LENGTH else weights.factor * weights.clean(self.length)
+        g = weights.clean(self.g) * factor.to(self.g.dtype).unsqueeze(1)
+        out.addmm_(g.t(), weights.clean(self.a))
+
+    def dense(self, low: int, high: int) -> Tensor:
+        product = self.g[low:high].unsqueeze(2) * self.a[low:high].unsqueeze(1)
+        if self.length is not _UNIT_LENGTH:
+            product = product * self.length[low:high].view(-1, 1, 1).to(product.dtype)
+        return product.reshape(high - low, -1)
+
+    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
+        return OuterProductGrads(*_masked_factors(self.g, self.a, axis, may))
+
+    def pick(self, places: AxisRanges) -> ContributionGrads | None:
+        g, a = self.g, self.a
+        return OuterProductGrads(places.of(g, 1), a) if places.axis == 0 else OuterProductGrads(g, places.of(a, 1))
+
+
+class SequenceProductGrads(ChunkedGrads):
+    """G[p] = Σ_t g[p,t] ⊗ a[p,t]: a linear map applied at T positions."""
+
+    def __init__(self, g: Tensor, a: Tensor) -> None:
+        self.g, self.a = g, a  # (P, T, o), (P, T, i)
+        self.units, self.shape = g.shape[0], torch.Size((g.shape[2], a.shape[2]))
+
+    def dense(self, low: int, high: int) -> Tensor:
+        g, a = at_least_float32(self.g[low:high]), at_least_float32(self.a[low:high])
+        grads = take_buffer("grads", (high - low, *self.shape), g.dtype)
+        return torch.bmm(g.transpose(1, 2), a, out=grads).view(high - low, -1)
+
+    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
+        if self.shape[1 - axis] < _MIN_WIDTH_PER_POSITION * self.g.shape[1]:
+            return super().where(axis, may)  # what was formed is cleared, some rows or columns of it
+        return SequenceProductGrads(*_masked_factors(self.g, self.a, axis, may))
+
+    def pick(self, places: AxisRanges) -> ContributionGrads | None:
+        if not places.keeps_blocks(self.shape):
+            return None
+        g, a = self.g, self.a
+        return (
+            SequenceProductGrads(places.of(g, 2), a) if places.axis == 0 else SequenceProductGrads(g, places.of(a, 2))
+        )
+
+
+def _well_scaled(norms: Tensor) -> bool:
+    """Whether rows of these norms can be multiplied in float32 without losing bits."""
+    low, high = norms.aminmax()
+    return low.item() > _MIN_SAFE_NORM and high.item() < _MAX_SAFE_NORM
+
+
+def _unit_rows(t: Tensor, rows: Tensor, norm: Tensor) -> Tensor:
+    return torch.where(rows.unsqueeze(1), t / norm.clamp(min=1e-300).unsqueeze(1), t).to(t.dtype)
+
+
+def at_least_float32(t: Tensor) -> Tensor:
+    """float32 or better: sums of clipped gradients are never kept in bfloat16."""
+    return t if t.dtype in (torch.float32, torch.float64) else t.float()
+
+
+def _masked_factors(g: Tensor, a: Tensor, axis: int, may: SliceMask) -> tuple[Tensor, Tensor]:
+    """The factors of a product g ⊗ a of which a contribution may move some rows (axis 0) or columns."""
+    if axis == 0:
+        return may.kept(g, g.dim() - 1), may.emptied(a)
+    return may.emptied(g), may.kept(a, a.dim() - 1)
+
+
+def _add_weighted(out: Tensor, grads: Tensor, factor: Tensor) -> None:
+    """out += factorᵀ · grads, for grads (P, numel) and a contiguous out."""
+    out.view(1, -1).addmm_(factor.to(grads.dtype).unsqueeze(0), grads)
+
+
+class ScatterGrads(ContributionGrads):
+    """G[p][id] = Σ over positions with that id of g: an embedding. Sorted and summed, never one-hot."""
+
+    def __init__(self, ids: Tensor, g: Tensor, rows: int, skip: int | None) -> None:
+        self.units, self.shape = ids.shape[0], torch.Size((rows, g.shape[2]))
+        key = (ids + torch.arange(self.units).unsqueeze(1) * rows).flatten()
+        g = at_least_float32(g.reshape(-1, g.shape[2]))
+        if skip is not None:
+            keep = (ids != skip).flatten()
+            key, g = key[keep], g[keep]
+        unique, segment = torch.unique(key, return_inverse=True)
+        self.grads = g.new_zeros(len(unique), g.shape[1]).index_add_(0, segment, g)
+        self.owner = torch.div(unique, rows, rounding_mode="floor")
+        self.row = unique - self.owner * rows
+
+    def norm_sq(self) -> Tensor:
+        total = torch.zeros(self.units, dtype=torch.float64)
+        return total.index_add_(0, self.owner, row_norm_sq(self.grads))
+
+    def add_to(self, out: Tensor, weights: ClipWeights) -> None:
+        factor = weights.factor[self.owner].to(self.grads.dtype)
+        grads = self.grads
+        if weights.broken is not None:
+            grads = grads.masked_fill(weights.broken[self.owner].unsqueeze(1), 0)
+        out.index_add_(0, self.row, grads * factor.unsqueeze(1))
+
+    def dense(self, low: int, high: int) -> Tensor:
+        mine = (self.owner >= low) & (self.owner < high)
+        flat = self.grads.new_zeros((high - low) * self.shape[0], self.shape[1])
+        flat[(self.owner[mine] - low) * self.shape[0] + self.row[mine]] = self.grads[mine]
+        return flat.view(high - low, -1)
+
+    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
+        less = copy.copy(self)
+        if axis == 1:
+            less.grads = self.grads.masked_fill(~may.table[self.owner], 0)
+        else:
+            open_ = may.table[self.owner, self.row]
+            less.grads, less.owner, less.row = self.grads[open_], self.owner[open_], self.row[open_]
+        return less
+
+
+class RowSliceGrads(ChunkedGrads):
+    """The gradient of a tensor of which only rows start … start+len were used: zero elsewhere."""
+
+    def __init__(self, inner: ContributionGrads, start: int, shape: torch.Size) -> None:
+        self.inner, self.start, self.shape, self.units = inner, start, shape, inner.units
+
+    @property
+    def formed(self) -> bool:
+        return self.inner.formed
+
+    def norm_sq(self) -> Tensor:
+        return self.inner.norm_sq()
+
+    def add_to(self, out: Tensor, weights: ClipWeights) -> None:
+        self.inner.add_to(out.narrow(0, self.start, self.inner.shape[0]), weights)
+
+    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
+        return self.inner.clip_and_add(out.narrow(0, self.start, self.inner.shape[0]), others, clip)
+
+    def dense(self, low: int, high: int) -> Tensor:
+        inner = self.inner.dense(low, high)
+        whole = inner.new_zeros(high - low, *self.shape)
+        whole.narrow(1, self.start, self.inner.shape[0]).copy_(inner.view(high - low, *self.inner.shape))
+        return whole.view(high - low, -1)
+
+    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
+        mine = may if axis else may.narrow(self.start, self.start + self.inner.shape[0])
+        return RowSliceGrads(self.inner.where(axis, mine), self.start, self.shape)
+
+
+class SummedGrads(ChunkedGrads):
+    """A tensor used several times: its gradient is the sum over the uses, clipped once."""
+
+    def __init__(self, parts: Sequence[ContributionGrads]) -> None:
+        self.parts, self.units, self.shape = tuple(parts), parts[0].units, parts[0].shape
+
+    def dense(self, low: int, high: int) -> Tensor:
+        total = self.parts[0].dense(low, high).clone()
+        for part in self.parts[1:]:
+            total += part.dense(low, high)
+        return total
+
+    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
+        return SummedGrads([part.where(axis, may) for part in self.parts])
+
+    def pick(self, places: AxisRanges) -> ContributionGrads | None:
+        if not places.keeps_blocks(self.shape):
+            return None
+        picked = [part.pick(places) for part in self.parts]
+        return None if None in picked else SummedGrads([part for part in picked if part is not None])
+
+
+class StackedGrads(ContributionGrads):
+    """A tensor of matrices along its first axis (experts), of which `parts` were used: zero elsewhere."""
+
+    def __init__(self, parts: Mapping[int, ContributionGrads], shape: torch.Size, units: int) -> None:
+        self.parts, self.shape, self.units = parts, shape, units
+
+    @property
+    def formed(self) -> bool:
+        return any(part.formed for part in self.parts.values())
+
+    def norm_sq(self) -> Tensor:
+        total = torch.zeros(self.units, dtype=torch.float64)
+        for part in self.parts.values():
+            total += part.norm_sq()
+        return total
+
+    def add_to(self, out: Tensor, weights: ClipWeights) -> None:
+        for place, part in self.parts.items():
+            part.add_to(out[place], weights)
+
+    def dense(self, low: int, high: int) -> Tensor:
+        whole: Tensor | None = None
+        for place, part in self.parts.items():
+            grads = part.dense(low, high)
+            if whole is None:
+                whole = grads.new_zeros(high - low, self.shape[0], grads.shape[1])
+            whole[:, place] = grads
+        return torch.zeros(high - low, self.shape.numel()) if whole is None else whole.view(high - low, -1)
+
+    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
+        if axis:
+            made = {place: part.where(axis - 1, may) for place, part in self.parts.items()}
+        else:
+            made = {
+                place: part.where(0, may.at(place, part.shape[0]))
+                for place, part in self.parts.items()
+                if bool(may.table[:, place].any())
+            }
+        return StackedGrads(made, self.shape, self.units)
+
+
+class AxisSliceGrads(ChunkedGrads):
+    """A gradient of which only some places are formed: it is zero at all others, for every contribution."""
+
+    def __init__(self, inner: ContributionGrads, places: AxisRanges, shape: torch.Size) -> None:
+        self.inner, self.places, self.shape, self.units = inner, places, shape, inner.units
+
+    @property
+    def formed(self) -> bool:
+        return self.inner.formed
+
+    def norm_sq(self) -> Tensor:
+        return self.inner.norm_sq()
+
+    def add_to(self, out: Tensor, weights: ClipWeights) -> None:
+        part = self._part(out)
+        self.inner.add_to(part, weights)
+        self._put(out, part)
+
+    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
+        part = self._part(out)
+        weights = self.inner.clip_and_add(part, others, clip)
+        self._put(out, part)
+        return weights
+
+    def _part(self, out: Tensor) -> Tensor:
+        """Where the inner gradient is added up: in `out` itself if its places lie together there."""
+        if self._together:
+            return self.places.of(out, 0)
+        return torch.zeros(self.inner.shape, dtype=out.dtype)
+
+    def _put(self, out: Tensor, part: Tensor) -> None:
+        if not self._together:
+            out.index_add_(self.places.axis, self.places.index, part)
+
+    @property
+    def _together(self) -> bool:
+        return self.places.axis == 0 and len(self.places.ranges) == 1
+
+    def dense(self, low: int, high: int) -> Tensor:
+        inner = self.inner.dense(low, high).view(high - low, *self.inner.shape)
+        whole = inner.new_zeros(high - low, *self.shape)
+        return whole.index_copy_(self.places.axis + 1, self.places.index, inner).view(high - low, -1)
+
+
+def sum_of_uses(parts: Sequence[ContributionGrads]) -> ContributionGrads:
+    """The gradient of a tensor over all its uses."""
+    return parts[0] if len(parts) == 1 else SummedGrads(parts)

@@ -1,0 +1,203 @@
+"""Convolutions of one to three dimensions, transposed ones too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lamina.engine.batch import RowLayout
+from lamina.engine.grads import CHUNK_ELEMENTS, ChunkedGrads, ContributionGrads, DenseGrads, take_buffer
+from lamina.engine.layers.layer_rule import (
+    ApplyRule,
+    LayerForward,
+    LayerRule,
+    Params,
+    SavedTensors,
+    cast_for_autocast,
+    check_rank,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvGeometry:
+    """Stride, padding, dilation and groups of a convolution with the given kernel."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    transposed: bool = False
+    output_padding: tuple[int, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """In the order of torch.convolution after the bias."""
+        extra = self.output_padding or (0,) * len(self.kernel)
+        return self.stride, self.padding, self.dilation, self.transposed, extra, self.groups
+
+
+class ConvolutionGrads(ChunkedGrads):
+    """G[p][o, i, k] = Σ over positions of v[p][o, position] · u[p][i, position·stride + k·dilation].
+
+    For a convolution u is the padded input and v the output's gradient; for a transposed one they
+    change places. The windows of u are unrolled some contributions at a time.
+    """
+
+    def __init__(self, u: Tensor, v: Tensor, geometry: ConvGeometry, shape: torch.Size) -> None:
+        self.u, self.v, self.geometry, self.shape = u, v, geometry, shape  # (P, m, channels, *space)
+        self.units = u.shape[0]
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        windows = self.u.shape[1] * prod(self.v.shape[3:]) * self.u.shape[2] * prod(self.geometry.kernel)
+        size = max(1, CHUNK_ELEMENTS // max(1, self.shape.numel(), windows))
+        return ((low, min(low + size, self.units)) for low in range(0, self.units, size))
+
+    def dense(self, low: int, high: int) -> Tensor:
+        u, v = self.u[low:high], self.v[low:high]
+        if u.element_size() < 4:
+            u, v = u.float(), v.float()
+        groups, space, units = self.geometry.groups, v.shape[3:], high - low
+        columns = self._columns(u, space, groups)  # (units·groups, i·k, positions)
+        rows = v.transpose(1, 2).reshape(units * groups, v.shape[2] // groups, -1)
+        grads = take_buffer("grads", (units * groups, rows.shape[1], columns.shape[1]), rows.dtype)
+        return torch.bmm(rows, columns.transpose(1, 2), out=grads).view(units, -1)
+
+    def _columns(self, u: Tensor, space: Sequence[int], groups: int) -> Tensor:
+        geo, units = self.geometry, u.shape[0]
+        if any(geo.padding):
+            u = _zero_padded(u, geo.padding)
+        if all(k == 1 for k in geo.kernel) and all(s == 1 for s in geo.stride):
+            for axis, size in enumerate(space, 3):
+                u = u.narrow(axis, 0, size)
+            return u.transpose(1, 2).reshape(units * groups, u.shape[2] // groups, -1)
+        u = u.contiguous()
+        step = u.stride()
+        windows = u.as_strided(
+            (units, u.shape[2], *geo.kernel, u.shape[1], *space),
+            (
+                step[0],
+                step[2],
+                *(s * d for s, d in zip(step[3:], geo.dilation, strict=True)),
+                step[1],
+                *(s * d for s, d in zip(step[3:], geo.stride, strict=True)),
+            ),
+        )
+        columns = take_buffer("columns", tuple(windows.shape), u.dtype).copy_(windows)
+        return columns.view(units * groups, u.shape[2] // groups * prod(geo.kernel), -1)
+
+
+def _zero_padded(u: Tensor, padding: Sequence[int]) -> Tensor:
+    """u with zeros around its space."""
+    space = [size + 2 * pad for size, pad in zip(u.shape[3:], padding, strict=True)]
+    whole = take_buffer("padded", (*u.shape[:3], *space), u.dtype).zero_()
+    inner = whole
+    for axis, (size, pad) in enumerate(zip(u.shape[3:], padding, strict=True), 3):
+        inner = inner.narrow(axis, pad, size)
+    inner.copy_(u)
+    return whole
+
+
+class ConvolutionRule(LayerRule):
+    """y = conv(x, W) + b with the given geometry."""
+
+    def __init__(self, geometry: ConvGeometry) -> None:
+        self.geometry = geometry
+
+    def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
+        check_rank(x, len(self.geometry.kernel) + 2, "a convolution")
+        kept, weight, bias = cast_for_autocast(x, params[0], params[1] if len(params) > 1 else None)
+        assert kept is not None and weight is not None
+        return torch.convolution(kept, weight, bias, *self.geometry.arguments), (kept,)
+
+    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
+        weight = cast(Tensor, params[0]).to(g.dtype)
+        grads = torch.ops.aten.convolution_backward(
+            g, kept[0], weight, None, *self.geometry.arguments, [True, False, False]
+        )
+        return cast(Tensor, grads[0])
+
+    def contribution_grads(
+        self, kept: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
+    ) -> list[ContributionGrads | None]:
+        geo, x = self.geometry, layout.fold(kept[0])
+        g = layout.fold(g)
+        grads: list[ContributionGrads | None] = [None] * len(need)
+        if need[0]:
+            u, v = (g, x) if geo.transposed else (x, g)
+            shape = torch.Size((v.shape[2], u.shape[2] // geo.groups, *geo.kernel))
+            grads[0] = ConvolutionGrads(u, v, geo, shape)
+        if len(need) > 1 and need[1]:
+            wide = g.float() if g.element_size() < 4 else g
+            grads[1] = DenseGrads(wide.sum((1, *range(3, wide.dim()))))
+        return grads
+
+
+class ConvForward(LayerForward):
+    """nn.Conv1d, 2d, 3d. Padding that is not zeros is done first, outside the rule."""
+
+    def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
+        self.parameters = ("weight",) if module.bias is None else ("weight", "bias")
+        both = list(module._reversed_padding_repeated_twice)  # (left, right) from the last dimension back
+        symmetric = all(left == right for left, right in zip(both[::2], both[1::2], strict=True))
+        self.outside = module.padding_mode != "zeros" or not symmetric
+        self.mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        self.pad = both
+        inside = (0,) * len(module.kernel_size) if self.outside else tuple(reversed(both[::2]))
+        self.rule = ConvolutionRule(
+            ConvGeometry(
+                kernel=tuple(module.kernel_size),
+                stride=tuple(module.stride),
+                padding=inside,
+                dilation=tuple(module.dilation),
+                groups=module.groups,
+            )
+        )
+
+    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Tensor:
+        return self._call(apply, *args, **kwargs)
+
+    def _call(self, apply: ApplyRule, input: Tensor) -> Tensor:
+        check_rank(input, len(self.rule.geometry.kernel) + 2, "a convolution")
+        return apply(self.rule, F.pad(input, self.pad, self.mode) if self.outside else input, *self.parameters)
+
+
+class ConvTransposeForward(LayerForward):
+    """nn.ConvTranspose1d, 2d, 3d."""
+
+    def __init__(self, module: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d) -> None:
+        self.module = module
+        self.parameters = ("weight",) if module.bias is None else ("weight", "bias")
+
+    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Tensor:
+        return self._call(apply, *args, **kwargs)
+
+    def _call(self, apply: ApplyRule, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        m = self.module
+        kernel = tuple(m.kernel_size)
+        check_rank(input, len(kernel) + 2, "a transposed convolution")
+        extra = m._output_padding(
+            input,
+            output_size,
+            cast(list[int], m.stride),
+            cast(list[int], m.padding),
+            cast(list[int], m.kernel_size),
+            len(kernel),
+            cast(list[int], m.dilation),
+        )
+        geometry = ConvGeometry(
+            kernel=kernel,
+            stride=tuple(m.stride),
+            padding=tuple(cast(tuple[int, ...], m.padding)),
+            dilation=tuple(m.dilation),
+            groups=m.groups,
+            transposed=True,
+            output_padding=tuple(extra),
+        )
+        return apply(ConvolutionRule(geometry), input, *self.parameters)

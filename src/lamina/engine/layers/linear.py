@@ -1,0 +1,128 @@
+"""Linear maps and tables: nn.Linear, the transposed `Conv1D` of Hugging Face GPT-2, nn.Embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lamina.engine.batch import RowLayout
+from lamina.engine.grads import ContributionGrads, DenseGrads, OuterProductGrads, ScatterGrads, SequenceProductGrads
+from lamina.engine.layers.layer_rule import (
+    ApplyRule,
+    LayerForward,
+    LayerRule,
+    Params,
+    SavedTensors,
+    cast_for_autocast,
+    check_rank,
+)
+from lamina.errors import UnsupportedLayer
+
+
+class LinearRule(LayerRule):
+    """y = x Wᵀ + b. One contribution: dW = Σ_t g_t ⊗ x_t, db = Σ_t g_t over its positions t."""
+
+    def __init__(self, *, transposed: bool = False) -> None:
+        self.transposed = transposed  # y = x W + b: dW = Σ x_t ⊗ g_t
+
+    def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
+        check_rank(x, 2, "a linear layer")
+        kept, weight, bias = cast_for_autocast(x, params[0], params[1] if len(params) > 1 else None)
+        assert kept is not None and weight is not None
+        return F.linear(kept, weight.t() if self.transposed else weight, bias), (kept,)
+
+    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
+        weight = params[0]
+        assert weight is not None
+        weight = weight.to(g.dtype)
+        return g.matmul(weight.t() if self.transposed else weight)
+
+    def contribution_grads(
+        self, kept: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
+    ) -> list[ContributionGrads | None]:
+        if layout.plain and g.dim() == 2:
+            return self._one_position(g, kept[0], need)
+        g, a = _flatten_positions(layout.fold(g)), _flatten_positions(layout.fold(kept[0]))
+        if g.shape[1] == 1:
+            return self._one_position(g[:, 0], a[:, 0], need)
+        grads: list[ContributionGrads | None] = [None] * len(need)
+        if need[0]:
+            grads[0] = SequenceProductGrads(a, g) if self.transposed else SequenceProductGrads(g, a)
+        if len(need) > 1 and need[1]:
+            grads[1] = DenseGrads((g.float() if g.element_size() < 4 else g).sum(1))
+        return grads
+
+    def _one_position(self, g: Tensor, a: Tensor, need: Sequence[bool]) -> list[ContributionGrads | None]:
+        outer = None
+        if need[0]:
+            outer = OuterProductGrads(a, g) if self.transposed else OuterProductGrads(g, a)
+        if len(need) == 1:
+            return [outer]
+        measure = outer.g_norm_sq if outer is not None and not self.transposed else None
+        return [outer, DenseGrads(g, measure) if need[1] else None]
+
+
+class LinearForward(LayerForward):
+    def __init__(self, module: nn.Module, *, transposed: bool = False) -> None:
+        self.rule = LinearRule(transposed=transposed)
+        self.parameters = ("weight",) if module.bias is None else ("weight", "bias")
+
+    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Tensor:
+        return self._call(apply, *args, **kwargs)
+
+    def _call(self, apply: ApplyRule, input: Tensor) -> Tensor:
+        return apply(self.rule, input, *self.parameters)
+
+
+def _flatten_positions(t: Tensor) -> Tensor:
+    """(P, m, …, d) → (P, T, d)."""
+    return t.reshape(t.shape[0], -1, t.shape[-1]) if t.shape[0] else t.reshape(0, 1, t.shape[-1])
+
+
+class EmbeddingRule(LayerRule):
+    """y = W[ids]. One contribution: dW[id] = Σ of g over the positions where it looked id up."""
+
+    def __init__(self, rows: int, padding_idx: int | None) -> None:
+        self.table_rows, self.padding_idx = rows, padding_idx
+
+    def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
+        return F.embedding(x, cast(Tensor, params[0])), (x,)
+
+    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
+        raise AssertionError("ids have no gradient")
+
+    def contribution_grads(
+        self, kept: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
+    ) -> list[ContributionGrads | None]:
+        ids, g = layout.fold(kept[0]), layout.fold(g)
+        units = g.shape[0]
+        return [
+            ScatterGrads(ids.reshape(units, -1), g.reshape(units, -1, g.shape[-1]), self.table_rows, self.padding_idx)
+        ]
+
+
+class EmbeddingForward(LayerForward):
+    def __init__(self, module: nn.Embedding) -> None:
+        for name, value in (
+            ("max_norm", module.max_norm),
+            ("scale_grad_by_freq", module.scale_grad_by_freq),
+            ("sparse", module.sparse),
+        ):
+            if value:
+                raise UnsupportedLayer(
+                    "engine.nn-embedding-writes",
+                    f"nn.Embedding with {name}={value} "
+                    + ("writes to its weights by who is in the batch" if name == "max_norm" else "is not supported"),
+                    f"use {name}={'None' if name == 'max_norm' else 'False'}, or `model, report = lamina.fix(model)`",
+                )
+        self.parameters = ("weight",)
+        self.rule = EmbeddingRule(module.num_embeddings, module.padding_idx)
+
+    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Tensor:
+        return self._call(apply, *args, **kwargs)
+
+    def _call(self, apply: ApplyRule, input: Tensor) -> Tensor:
+        return apply(self.rule, input, "weight")

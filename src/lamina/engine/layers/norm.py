@@ -1,0 +1,176 @@
+"""Normalisation inside one example: LayerNorm, RMSNorm, GroupNorm, InstanceNorm."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lamina.engine.batch import RowLayout
+from lamina.engine.grads import ContributionGrads, DenseGrads
+from lamina.engine.layers.layer_rule import ApplyRule, LayerForward, LayerRule, Params, SavedTensors, check_rank
+from lamina.errors import CouplingError
+
+
+class NormRule(LayerRule):
+    """y = gain · x̂ + shift, with x̂ from one example's own statistics.
+
+    One contribution: d gain = Σ g·x̂, d shift = Σ g over its positions: (P, d) sums, kept as they are.
+    """
+
+    @abstractmethod
+    def normalised(self, kept: SavedTensors) -> Tensor:
+        """x̂, in the shape of the input, float32 or better."""
+
+    @abstractmethod
+    def per_parameter(self, t: Tensor) -> Tensor:
+        """(P, m, …) → (P, *parameter shape): sum over everything that shares a parameter."""
+
+    def contribution_grads(
+        self, kept: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
+    ) -> list[ContributionGrads | None]:
+        wide = g.float() if g.element_size() < 4 else g
+        grads: list[ContributionGrads | None] = [None] * len(need)
+        if need[0]:
+            product = layout.fold(wide * self.normalised(kept))
+            grads[0] = DenseGrads(self.per_parameter(product))
+        if len(need) > 1 and need[1]:
+            grads[1] = DenseGrads(self.per_parameter(layout.fold(wide)))
+        return grads
+
+
+class LayerNormRule(NormRule):
+    """Statistics over the trailing `shape`."""
+
+    def __init__(self, shape: Sequence[int], eps: float) -> None:
+        self.shape, self.eps = list(shape), eps
+
+    def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
+        check_rank(x, len(self.shape) + 1, "LayerNorm")
+        bias = params[1] if len(params) > 1 else None
+        y, mean, rstd = torch.native_layer_norm(x, self.shape, params[0], bias, self.eps)
+        return y, (x, mean, rstd)
+
+    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
+        x, mean, rstd = kept
+        bias = params[1] if len(params) > 1 else None
+        grads = torch.ops.aten.native_layer_norm_backward(
+            g.contiguous(), x, self.shape, mean, rstd, params[0], bias, [True, False, False]
+        )
+        return cast(Tensor, grads[0])
+
+    def normalised(self, kept: SavedTensors) -> Tensor:
+        x, mean, rstd = kept
+        return (x.to(mean.dtype) - mean) * rstd
+
+    def per_parameter(self, t: Tensor) -> Tensor:
+        return t.reshape(t.shape[0], -1, prod(self.shape)).sum(1).view(-1, *self.shape)
+
+
+class RMSNormRule(NormRule):
+    """x̂ = x / √(mean x² + eps) over the trailing `shape`. No shift."""
+
+    def __init__(self, shape: Sequence[int], eps: float | None) -> None:
+        self.shape, self.eps = list(shape), eps
+
+    def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
+        check_rank(x, len(self.shape) + 1, "RMSNorm")
+        axes = tuple(range(-len(self.shape), 0))
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        wide = x.float() if x.element_size() < 4 else x
+        rstd = torch.rsqrt(wide.square().mean(axes, keepdim=True) + eps)
+        return (wide * rstd * cast(Tensor, params[0])).to(x.dtype), (x, rstd)
+
+    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
+        x, rstd = kept
+        axes = tuple(range(-len(self.shape), 0))
+        unit = self.normalised(kept)
+        scaled = g.to(unit.dtype) * cast(Tensor, params[0])
+        return (rstd * (scaled - unit * (scaled * unit).mean(axes, keepdim=True))).to(x.dtype)
+
+    def normalised(self, kept: SavedTensors) -> Tensor:
+        x, rstd = kept
+        return x.to(rstd.dtype) * rstd
+
+    def per_parameter(self, t: Tensor) -> Tensor:
+        return t.reshape(t.shape[0], -1, prod(self.shape)).sum(1).view(-1, *self.shape)
+
+
+class GroupNormRule(NormRule):
+    """Statistics over groups of channels and all of space. InstanceNorm: as many groups as channels."""
+
+    def __init__(self, groups: int, eps: float, *, rank: int = 2) -> None:
+        self.groups, self.eps, self.rank = groups, eps, rank
+
+    def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
+        check_rank(x, self.rank, "GroupNorm or InstanceNorm")
+        x = x.contiguous()
+        bias = params[1] if len(params) > 1 else None
+        n, c, space = x.shape[0], x.shape[1], prod(x.shape[2:])
+        y, mean, rstd = torch.native_group_norm(x, params[0], bias, n, c, space, self.groups, self.eps)
+        return y, (x, mean, rstd)
+
+    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
+        x, mean, rstd = kept
+        grads = torch.ops.aten.native_group_norm_backward(
+            g.contiguous(),
+            x,
+            mean,
+            rstd,
+            params[0],
+            x.shape[0],
+            x.shape[1],
+            prod(x.shape[2:]),
+            self.groups,
+            [True, False, False],
+        )
+        return cast(Tensor, grads[0])
+
+    def normalised(self, kept: SavedTensors) -> Tensor:
+        x, mean, rstd = kept
+        grouped = x.to(mean.dtype).view(x.shape[0], self.groups, -1)
+        return ((grouped - mean.unsqueeze(2)) * rstd.unsqueeze(2)).view(x.shape)
+
+    def per_parameter(self, t: Tensor) -> Tensor:
+        return t.sum((1, *range(3, t.dim())))
+
+
+class NormForward(LayerForward):
+    """Any normalisation whose forward takes one tensor."""
+
+    def __init__(self, module: nn.Module, rule: NormRule) -> None:
+        self.rule = rule
+        self.parameters = ("weight",) if getattr(module, "bias", None) is None else ("weight", "bias")
+
+    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Tensor:
+        return self._call(apply, *args, **kwargs)
+
+    def _call(self, apply: ApplyRule, input: Tensor) -> Tensor:
+        return apply(self.rule, input, *self.parameters)
+
+
+def layer_norm_forward(module: nn.LayerNorm) -> NormForward:
+    return NormForward(module, LayerNormRule(module.normalized_shape, module.eps))
+
+
+def rms_norm_forward(module: nn.RMSNorm) -> NormForward:
+    return NormForward(module, RMSNormRule(module.normalized_shape, module.eps))
+
+
+def group_norm_forward(module: nn.GroupNorm) -> NormForward:
+    return NormForward(module, GroupNormRule(module.num_groups, module.eps))
+
+
+def instance_norm_forward(module: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d) -> NormForward:
+    if module.track_running_stats:
+        raise CouplingError(
+            "engine.track-running-stats",
+            f"{type(module).__name__} with track_running_stats=True mixes contributions in its buffers",
+            "use track_running_stats=False, or `model, report = lamina.fix(model)`",
+        )
+    rank = 3 + (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d).index(type(module))
+    return NormForward(module, GroupNormRule(module.num_features, module.eps, rank=rank))

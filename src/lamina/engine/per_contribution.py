@@ -1,0 +1,310 @@
+"""Modules without a layer rule, run once per contribution: by `vmap`, or in a loop where vmap cannot."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from lamina.engine.batch import RowLayout
+from lamina.engine.grads import ContributionGrads, DenseGrads
+from lamina.engine.layers.layer_rule import NO_INPUT, ApplyRule, LayerForward, LayerRule, Params, SavedTensors
+from lamina.errors import OwnershipError, UnsupportedLayer
+
+
+class ExpandRule(LayerRule):
+    """p ↦ (N, *p.shape), or with `along` a first axis of 1, (1, …) ↦ (N, …). No memory is copied.
+
+    One contribution: the sum of g over the copies that its examples used.
+    """
+
+    def __init__(self, examples: int, *, along: bool = False) -> None:
+        self.examples, self.along = examples, along
+
+    def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
+        p = cast(Tensor, params[0])
+        return (p if self.along else p.unsqueeze(0)).expand(self.examples, *p.shape[1 if self.along else 0 :]), ()
+
+    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
+        raise AssertionError("an expanded tensor has no input")
+
+    def contribution_grads(
+        self, kept: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
+    ) -> list[ContributionGrads | None]:
+        wide = g.float() if g.element_size() < 4 else g
+        folded = layout.fold(wide)  # (P, m, …)
+        return [DenseGrads(folded.sum(1, keepdim=self.along) if folded.shape[1] > 1 or not self.along else folded)]
+
+
+ExampleCount = Callable[[], int | None]
+
+
+class _ForwardModule(nn.Module):
+    """The module's own forward, called with other tensors in place of its parameters."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.call = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
+class PerContributionForward(LayerForward):
+    """Every parameter below `module` is given to each example as its own copy.
+
+    Autograd then delivers one gradient per example, for whatever the module does with its
+    parameters. Correct for all modules that treat examples separately; slower than a rule.
+    """
+
+    def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], examples: ExampleCount) -> None:
+        self.name, self.module, self.examples = name, module, examples
+        self.parameters = tuple(n for n, p in module.named_parameters() if p.requires_grad)
+        self.shell = _ForwardModule(module, forward)
+        self.vmap = True
+        self.patterns: dict[Any, list[bool]] = {}
+
+    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        n = self.examples() or next((t.shape[0] for t in leaves if isinstance(t, Tensor) and t.dim()), None)
+        if n is None:
+            raise self._no_batch()
+        _refuse_caches(self.name, leaves)
+        batched = self._batched(leaves, spec, n)
+        copies = {name: apply(ExpandRule(n), NO_INPUT, name) for name in self.parameters}
+        return self._run(copies, leaves, batched, spec, n)
+
+    def _batched(self, leaves: Sequence[Any], spec: Any, n: int) -> list[bool]:
+        """Which arguments carry the batch: decided, and checked, once per pattern of arguments.
+
+        Later a mask whose length happens to be the batch's must not be taken for it: what an argument
+        is would then depend on how many contributions were sampled.
+        """
+        now = [isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == n for t in leaves]
+        if not any(now):
+            raise self._no_batch()
+        if n == 1:
+            return now  # nothing to tell apart: one example alone is the batch
+        pattern = (str(spec), tuple((t.dim(), t.shape[:1] == (1,)) if isinstance(t, Tensor) else None for t in leaves))
+        if pattern not in self.patterns:
+            self._check(leaves, now, spec, n)
+            self.patterns[pattern] = now
+        before = self.patterns[pattern]
+        if any(was and not fits for was, fits in zip(before, now, strict=True)):
+            raise self._no_batch()
+        return before
+
+    def _no_batch(self) -> OwnershipError:
+        return OwnershipError(
+            "engine.called-without-tensor",
+            f"'{self.name}' ({type(self.module).__name__}) was called without a tensor whose first axis is the "
+            "batch's, or with another one than before",
+            "pass the batch to it, or name a module above it in Engine(..., per_contribution=[...])",
+        )
+
+    def _run(self, copies: dict[str, Tensor], leaves: Sequence[Any], batched: Sequence[bool], spec: Any, n: int) -> Any:
+        if self.vmap:
+            try:
+                return self._vmap(copies, leaves, batched, spec)
+            except (RuntimeError, ValueError, TypeError, NotImplementedError) as problem:
+                self.vmap = False
+                warnings.warn(
+                    f"'{self.name}' ({type(self.module).__name__}) cannot run under vmap and will run one example "
+                    f"at a time: {str(problem).splitlines()[0]}",
+                    stacklevel=2,
+                )
+        return self._loop(copies, leaves, batched, spec, n)
+
+    def _call(self, tensors: Mapping[str, Tensor], leaves: Sequence[Any], spec: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(list(leaves), spec)
+        named = {f"module.{name}": t for name, t in tensors.items()}
+        return functional_call(self.shell, named, args, kwargs)
+
+    def _vmap(self, copies: dict[str, Tensor], leaves: Sequence[Any], batched: Sequence[bool], spec: Any) -> Any:
+        shape: dict[str, Any] = {}
+
+        def one(tensors: dict[str, Tensor], inputs: list[Tensor]) -> list[Tensor]:
+            rest = iter(inputs)
+            mine = [next(rest).unsqueeze(0) if b else leaf for leaf, b in zip(leaves, batched, strict=True)]
+            outputs, shape["spec"] = pytree.tree_flatten(self._call(tensors, mine, spec))
+            shape["outputs"] = outputs = [o.squeeze(0) if isinstance(o, Tensor) else o for o in outputs]
+            return [o for o in outputs if isinstance(o, Tensor)]
+
+        inputs = [leaf for leaf, b in zip(leaves, batched, strict=True) if b]
+        with sdpa_kernel(SDPBackend.MATH):  # the one attention kernel that vmap can differentiate
+            tensors = iter(torch.vmap(one, randomness="different")(copies, inputs))
+        outputs = [next(tensors) if isinstance(o, Tensor) else o for o in shape["outputs"]]
+        return pytree.tree_unflatten(outputs, shape["spec"])
+
+    def _loop(
+        self, copies: dict[str, Tensor], leaves: Sequence[Any], batched: Sequence[bool], spec: Any, n: int
+    ) -> Any:
+        results, out_spec = [], None
+        for i in range(n):
+            mine = [leaf[i : i + 1] if b else leaf for leaf, b in zip(leaves, batched, strict=True)]
+            flat, out_spec = pytree.tree_flatten(self._call({k: v[i] for k, v in copies.items()}, mine, spec))
+            results.append(flat)
+        assert out_spec is not None
+        joined = [
+            torch.cat(group) if isinstance(group[0], Tensor) else group[0] for group in zip(*results, strict=True)
+        ]
+        return pytree.tree_unflatten(joined, out_spec)
+
+    def _check(self, leaves: Sequence[Any], batched: Sequence[bool], spec: Any, n: int) -> None:
+        """Once: one example at a time must give what the whole batch gives (dropout aside)."""
+        modes = [(m, m.training) for m in self.module.modules()]
+        try:
+            self.module.eval()
+            with torch.no_grad():
+                own = {name: self.module.get_parameter(name) for name in self.parameters}
+                whole = pytree.tree_leaves(self._call(own, leaves, spec))
+                copies = {name: p.unsqueeze(0).expand(n, *p.shape) for name, p in own.items()}
+                single = pytree.tree_leaves(self._run(copies, leaves, batched, spec, n))
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        for a, b in zip(whole, single, strict=True):
+            if isinstance(a, Tensor) and a.is_floating_point() and not _close_per_example(a, b):
+                raise UnsupportedLayer(
+                    "engine.gives-another-result",
+                    f"'{self.name}' ({type(self.module).__name__}) gives another result for one example than for "
+                    "the batch",
+                    "its examples influence each other, or an argument that is not the batch has the batch's length: "
+                    "rewrite it, or name a module above it in Engine(..., per_contribution=[...])",
+                )
+
+
+class BroadcastForward(LayerForward):
+    """Bare parameters with a first axis of 1 (class tokens, position tables), lengthened to the batch.
+
+    Works where the module uses them by broadcasting; the first call checks that the output stays
+    the same, and otherwise hands over to an `PerContributionForward`. The module's children keep their rules.
+    """
+
+    def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], examples: ExampleCount) -> None:
+        self.name, self.module, self.original, self.examples = name, module, forward, examples
+        self.parameters = tuple(n for n, p in module.named_parameters(recurse=False) if p.requires_grad)
+        self.fallback: PerContributionForward | None = None
+        self.checked = False
+
+    @staticmethod
+    def applies_to(module: nn.Module) -> bool:
+        return all(p.dim() > 1 and p.shape[0] == 1 for p in module.parameters(recurse=False) if p.requires_grad)
+
+    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        n = self.examples() or next((t.shape[0] for t in leaves if isinstance(t, Tensor) and t.dim()), 1)
+        if not self.checked and n > 1:
+            self._check(n, args, kwargs)
+        if self.fallback is not None:
+            return self.fallback.forward(apply, *args, **kwargs)
+        longer = {name: apply(ExpandRule(n, along=True), NO_INPUT, name) for name in self.parameters}
+        return self._with(longer, args, kwargs)
+
+    def _with(self, tensors: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+        own = {name: self.module._parameters[name] for name in tensors}
+        try:
+            self.module._parameters.update(tensors)  # type: ignore[arg-type]
+            return self.original(*args, **kwargs)
+        finally:
+            self.module._parameters.update(own)
+
+    def _check(self, n: int, args: Any, kwargs: Any) -> None:
+        modes = [(m, m.training) for m in self.module.modules()]
+        same = False
+        try:
+            self.module.eval()
+            with torch.no_grad():
+                whole = pytree.tree_leaves(self.original(*args, **kwargs))
+                own = {name: self.module.get_parameter(name) for name in self.parameters}
+                longer = {name: p.expand(n, *p.shape[1:]) for name, p in own.items()}
+                try:
+                    single = pytree.tree_leaves(self._with(longer, args, kwargs))
+                    same = len(whole) == len(single) and all(
+                        _close_per_example(a, b) for a, b in zip(whole, single, strict=True) if isinstance(a, Tensor)
+                    )
+                except RuntimeError:
+                    same = False
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        if not same:
+            self.fallback = PerContributionForward(self.name, self.module, self.original, self.examples)
+        self.checked = True
+
+
+def _refuse_caches(name: str, leaves: Sequence[Any]) -> None:
+    """An argument that the module writes to would be written once per example."""
+    for leaf in leaves:
+        if hasattr(leaf, "update") and not isinstance(leaf, Tensor):
+            raise UnsupportedLayer(
+                "engine.given-writes-runs",
+                f"'{name}' was given a {type(leaf).__name__}, which it writes to, and runs once per contribution",
+                "train without it: model.config.use_cache = False",
+            )
+
+
+def _close_per_example(a: Tensor, b: Any) -> bool:
+    """Equal up to rounding, or equal after broadcasting a leading 1 to the batch.
+
+    Example by example, so that one of enormous size does not hide the others; what is not finite must be so in
+    both.
+    """
+    if not isinstance(b, Tensor) or a.dim() != b.dim() or not a.dim():
+        return False
+    if a.shape != b.shape and not (a.shape[0] == 1 and a.shape[1:] == b.shape[1:]):
+        return False
+    a = a.expand_as(b)
+    if not a.is_floating_point():
+        return bool((a == b).all())
+    finite = torch.isfinite(a)
+    if not bool((finite == torch.isfinite(b)).all()):
+        return False
+    a, b = (torch.where(finite, t, 0.0).double().reshape(len(t), -1) for t in (a, b))
+    if not a.numel():
+        return True
+    return bool(((a - b).abs().amax(1) <= 1e-3 * a.abs().amax(1) + 1e-9).all())
+
+
+class FlattenedTokensForward(LayerForward):
+    """Rows (N·T, …) of N examples in order become (N, T, …), and every example goes through the module alone.
+
+    Every tensor among arguments and results must have a row per token: a router's logits, scores and choices.
+    """
+
+    def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], examples: ExampleCount) -> None:
+        self.name, self.examples, self.original = name, examples, forward
+        self.inner = PerContributionForward(name, module, self._together, examples)
+        self.parameters = self.inner.parameters
+
+    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Any:
+        n = self.examples()
+        args, kwargs = pytree.tree_map(
+            lambda t: self._split_examples(t, n) if isinstance(t, Tensor) else t, (args, kwargs)
+        )
+        out = self.inner.forward(apply, *args, **kwargs)
+        return pytree.tree_map(lambda t: t.flatten(0, 1) if isinstance(t, Tensor) else t, out)
+
+    def _split_examples(self, t: Tensor, n: int | None) -> Tensor:
+        if not n or not t.dim() or t.shape[0] % n:
+            raise OwnershipError(
+                "engine.given-tensor-shape",
+                f"'{self.name}' was given a tensor of shape {tuple(t.shape)} for {n} examples: whose rows are they?",
+                "keep as many tokens per example, or name the block above it in Engine(..., per_contribution=[...])",
+            )
+        apart: Tensor = t.unflatten(0, (n, -1))
+        return apart
+
+    def _together(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, for arguments with a batch axis in front of the tokens."""
+        n = next(len(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        args, kwargs = pytree.tree_map(lambda t: t.flatten(0, 1) if isinstance(t, Tensor) else t, (args, kwargs))
+        out = self.original(*args, **kwargs)
+        return pytree.tree_map(lambda t: t.unflatten(0, (n, -1)) if isinstance(t, Tensor) else t, out)

@@ -1,0 +1,526 @@
+"""Everything that is refused before and around a backward pass.
+
+Losses, batch, graph, coupling, foreign `.grad`, the probe.
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lamina.engine.batch import Batch, RowLayout
+from lamina.engine.layers.layer_rule import RuleCall, hidden_backward_error
+from lamina.errors import CouplingError, EngineError, OwnershipError, UnclippedGradient
+from lamina.plan.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from lamina.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class LossGraph:
+    """What a backward pass from the losses will meet."""
+
+    uses: tuple[RuleCall, ...]
+    nodes: dict[RuleCall, Any] = field(repr=False)
+    signature: int  # of the kinds of all nodes, in the order of the walk: equal computations have equal ones
+
+    def leads_to(self, wanted: Callable[[RuleCall], bool]) -> set[RuleCall]:
+        """The uses below whose input lies a wanted use, so that their input's gradient is needed."""
+        memo: dict[Any, bool] = {}
+
+        def reaches(root: Any) -> bool:
+            stack = [(root, False)]
+            while stack:
+                node, done = stack.pop()
+                children = [child for child, _ in node.next_functions if child is not None]
+                if done:
+                    use = getattr(node, "lamina_use", None)
+                    memo[node] = (use is not None and wanted(use)) or any(memo[c] for c in children)
+                elif node not in memo:
+                    memo[node] = False
+                    stack.append((node, True))
+                    stack.extend((c, False) for c in children if c not in memo)
+            return memo[root]
+
+        found = set()
+        for use, node in self.nodes.items():
+            below = node.next_functions[0][0]  # the input; the parameters follow
+            if below is not None and reaches(below):
+                found.add(use)
+        return found
+
+
+def walk_graph(losses: Tensor, names: dict[int, str]) -> LossGraph:
+    """Every node from the losses down. `names` maps id(parameter) to its name, for every parameter.
+
+    Refused: a trainable tensor entered by anything but the engine's Function (an L2 penalty,
+    `F.linear(x, module.weight)`), a leaf that is not the model's, a checkpoint that hides its graph.
+    """
+    if losses.grad_fn is None:
+        raise EngineError(
+            "engine.losses-carry-no",
+            "the losses carry no graph: nothing that the plan trains was used to compute them",
+            "compute them from model(batch.x) with gradients enabled",
+        )
+    uses: dict[RuleCall, Any] = {}
+    kinds: list[type] = []
+    seen: set[Any] = {losses.grad_fn}
+    stack: list[Any] = [losses.grad_fn]
+    while stack:
+        node = stack.pop()
+        kinds.append(type(node))
+        use = getattr(node, "lamina_use", None)
+        if use is not None:
+            uses[use] = node
+        else:
+            _refuse_node(node)
+        for place, (child, _) in enumerate(node.next_functions):
+            if child is None:
+                continue
+            leaf = getattr(child, "variable", None)
+            if leaf is not None:
+                if use is None or place == 0:  # place 0 is the input: a tensor used as data is not clipped
+                    _refuse_leaf(leaf, names, node)
+            elif child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return LossGraph(tuple(uses), uses, hash(tuple(kinds)))
+
+
+def _refuse_node(node: Any) -> None:
+    name = type(node).__name__
+    if name == "CheckpointFunctionBackward":
+        raise UnclippedGradient(
+            "engine.reentrant-activation-checkpoint",
+            "a reentrant activation checkpoint hides the layers inside it",
+            "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+        )
+    if "BatchNorm" in name and getattr(node, "_saved_training", False) and node._saved_input.shape[0] > 1:
+        raise CouplingError(
+            "engine.batch-normalisation-training",
+            f"{name}: batch normalisation in training mode mixes contributions",
+            "use GroupNorm, or `model, report = lamina.fix(model)`, or put the layer in eval mode",
+        )
+
+
+def _refuse_leaf(leaf: Tensor, names: dict[int, str], node: Any) -> None:
+    name = names.get(id(leaf))
+    if name is None:
+        raise UnclippedGradient(
+            "engine.losses-depend-tensor",
+            f"the losses depend on a tensor of shape {tuple(leaf.shape)} that requires a gradient "
+            "and is not the model's",
+            "detach it, or make it a parameter of the model so that the plan covers it",
+        )
+    raise UnclippedGradient(
+        "engine.tensor-used-outside",
+        f"tensor '{name}' is used by {type(node).__name__} outside the engine: its gradient would not be clipped",
+        "call the module that owns it instead of using its weight directly, or leave penalties out of the losses "
+        "(weight decay belongs to the optimiser)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedBatch:
+    """A part of a batch that may be differentiated."""
+
+    losses: Tensor
+    weights: Tensor  # (n,) of each example inside its contribution: they sum to 1 there
+    classes: Tensor  # (P,)
+    scale: Tensor | None  # (P,) of the thresholds, where some contribution is stricter than its class
+    ceiling: Tensor | None  # (P,) of the whole clipped gradient, where one is signed
+    layout: RowLayout
+    layouts: Mapping[RuleCall, RowLayout]
+    graph: LossGraph
+
+
+def check_batch(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict[int, str]) -> CheckedBatch | None:
+    """None for an empty batch."""
+    if not batch.classified and len(plan.classes) > 1:
+        raise EngineError(
+            "engine.batch-not-say",
+            f"the batch does not say which of the plan's {len(plan.classes)} classes its contributions have",
+            "give Batch(..., cls=…): indices into plan.classes, plan.index('name')",
+        )
+    n = batch.examples
+    classes = cast(Tensor, batch.cls)
+    if len(classes) and int(classes.max()) >= len(plan.classes):
+        raise EngineError(
+            "engine.batch-contribution-class",
+            f"the batch has a contribution of class {int(classes.max())}, the plan has {len(plan.classes)} classes",
+            "cls holds indices into plan.classes: plan.index('name')",
+        )
+    if n == 0 or len(batch) == 0:
+        if losses is not None and losses.numel():
+            raise EngineError(
+                "engine.losses-came-empty", f"{losses.numel()} losses came with an empty batch", "pass losses=None"
+            )
+        return None
+    losses = check_losses(losses, n)
+    graph = walk_graph(losses, names)
+    unit, weight = cast(Tensor, batch.unit), cast(Tensor, batch.weight)
+    layout = RowLayout(torch.where(weight > 0, unit, -1), len(batch))
+    whole = torch.zeros(len(batch)).index_add_(0, unit, weight)
+    share = torch.where(weight > 0, weight / whole[unit].clamp(min=torch.finfo(torch.float32).tiny), 0.0)
+    return CheckedBatch(
+        losses=losses,
+        weights=share.to(losses.dtype),
+        classes=classes,
+        scale=batch.scale,
+        ceiling=batch.ceiling,
+        layout=layout,
+        layouts={use: _layout_of_call(use, node.lamina_rows, n, layout) for use, node in graph.nodes.items()},
+        graph=graph,
+    )
+
+
+def check_losses(losses: Tensor | None, n: int) -> Tensor:
+    if losses is None:
+        raise EngineError(
+            "engine.losses-none-batch", f"losses is None for a batch of {n} examples", "pass one loss per example"
+        )
+    if losses.dim() == 0:
+        raise CouplingError(
+            "engine.losses-single-number",
+            "losses is a single number: a mean or sum over the batch mixes contributions",
+            "pass one loss per example: reduction='none', then .flatten(1).mean(1)",
+        )
+    if losses.dim() == 1 and len(losses) != n:
+        raise EngineError(
+            "engine.losses-examples-batch",
+            f"there are {len(losses)} losses for {n} examples in the batch",
+            "compute them from this batch's x and y",
+        )
+    if losses.shape != (n,):
+        raise EngineError(
+            "engine.losses-shape-expected",
+            f"losses has shape {tuple(losses.shape)}, expected ({n},): one loss per example",
+            "reduce every axis but the first: losses.flatten(1).mean(1)",
+        )
+    root = losses.grad_fn
+    if losses.dtype == torch.float16:
+        raise EngineError(
+            "engine.losses-float16-whose",
+            "losses are float16, whose sums overflow",
+            "use bfloat16 autocast, or float32",
+        )
+    if type(root).__name__ == "MulBackward0":
+        factor = getattr(root, "_saved_other", None)
+        if isinstance(factor, Tensor) and factor.dim() == 0 and _is_loss_scale(float(factor)):
+            raise EngineError(
+                "engine.losses-multiplied-gradscaler",
+                f"the losses are multiplied by {float(factor):g}, as a GradScaler does",
+                "drop the GradScaler: bfloat16 autocast needs none",
+            )
+    return losses
+
+
+def _is_loss_scale(value: float) -> bool:
+    return value >= 1024 and value == 2.0 ** round(torch.log2(torch.tensor(value)).item())
+
+
+def _layout_of_call(use: RuleCall, rows: int, n: int, layout: RowLayout) -> RowLayout:
+    owner = use.example_of_row
+    if owner is None:
+        if rows == n:
+            return layout
+        raise OwnershipError(
+            "engine.worked-rows-batch",
+            f"'{use.where}' worked on {rows} rows for a batch of {n} examples: whose rows are they?",
+            "keep the batch axis first; or say whose rows they are with `with lamina.rows(owner):` in the model or "
+            f"Engine(..., rows={{{use.where!r}: 'contiguous'}}); or run a module above it once per contribution: "
+            "Engine(..., per_contribution=['name'])",
+        )
+    if len(owner) != rows or (rows and not (int(owner.min()) >= -1 and int(owner.max()) < n)):
+        raise OwnershipError(
+            "engine.row-map-entries",
+            f"the row map of '{use.where}' has {len(owner)} entries for {rows} rows, or names an example "
+            f"outside 0 … {n - 1}",
+            "give one example of this batch per row, -1 for nobody",
+        )
+    return layout.through(owner)
+
+
+_RECHECK_EVERY = 128
+
+CallSignature = tuple[str, str, bool, int]
+
+
+class OwnershipCheck:
+    """The loss of one contribution must leave the rows of all others at zero; of a random half, those of the rest.
+
+    It catches what no list of layers names: a batch-mean loss, attention across the batch, a
+    (time, batch) layout whose length happens to equal the batch. It runs once per structure: the
+    kinds of operations and the places of the uses, not their sizes. What it cannot see is a loss that
+    is merely *scaled* by the others (divided by the tokens of the batch): `Engine.probe` sees that.
+    """
+
+    def __init__(self) -> None:
+        self.passed: defaultdict[int, Counter[CallSignature]] = defaultdict(Counter)  # by signature of the graph
+        self._asked: Counter[int] = Counter()
+
+    def due(self, graph: LossGraph, units: int) -> bool:
+        """At the first two steps of a computation, then at every 128th, and until it is proven.
+
+        It comes again because a computation may couple contributions on some data and not on other.
+        """
+        if units < 2:
+            return False
+        self._asked[graph.signature] += 1
+        count = self._asked[graph.signature]
+        again = count <= 2 or count % _RECHECK_EVERY == 0
+        return again or not Counter(map(_call_signature, graph.nodes.items())) <= self.passed[graph.signature]
+
+    def run(
+        self, losses: Tensor, owner: Tensor, units: int, graph: LossGraph, layouts: Mapping[RuleCall, RowLayout]
+    ) -> None:
+        present = torch.unique(owner[owner >= 0])
+        if len(present) < 2:
+            return
+        chance = torch.Generator().manual_seed(secrets.randbits(60))
+        half = torch.zeros(units, dtype=torch.bool)
+        half[present[torch.randperm(len(present), generator=chance)[: (len(present) + 1) // 2]]] = True
+        alone = torch.zeros(units, dtype=torch.bool)
+        alone[present[torch.randint(len(present), (), generator=chance)]] = True
+        proven = set(graph.uses)
+        for side in (alone, half, ~half):
+            watch = _CouplingReceiver(side, layouts)
+            for use in graph.uses:
+                use.desk.receiver = watch
+            try:
+                mine = (owner >= 0) & side[owner.clamp(min=0)]
+                torch.autograd.backward(losses, mine.to(losses.dtype), retain_graph=True)
+            finally:
+                for use in graph.uses:
+                    use.desk.receiver = None
+            if side is not alone:
+                proven &= watch.seen
+        self.passed[graph.signature] |= Counter(
+            _call_signature(item) for item in graph.nodes.items() if item[0] in proven
+        )
+
+
+def _call_signature(item: tuple[RuleCall, Any]) -> CallSignature:
+    use, node = item
+    return use.where, type(use.rule).__name__, use.example_of_row is not None, node.lamina_rank
+
+
+class _CouplingReceiver:
+    """Refuses a gradient in the rows of the other half, and notes the uses whose own rows had one.
+
+    Where every gradient is zero (a head that starts at zero) nothing is proven, and the check comes again.
+    """
+
+    def __init__(self, side: Tensor, layouts: Mapping[RuleCall, RowLayout]) -> None:
+        self.side, self.layouts = side, layouts  # side: (P,) bool
+        self.seen: set[RuleCall] = set()
+
+    def wants_input_grad(self, use: RuleCall) -> bool:
+        return True
+
+    def receive(self, use: RuleCall, kept: Sequence[Tensor], g: Tensor) -> None:
+        layout = self.layouts.get(use)
+        if layout is None:
+            raise hidden_backward_error(use)
+        mine = (layout.owner >= 0) & self.side[layout.owner.clamp(min=0)]
+        g = g.nan_to_num(0.0, 0.0, 0.0)
+        if bool((g[mine] != 0).any()):
+            self.seen.add(use)
+        if bool((g[~mine] != 0).any()):
+            raise CouplingError(
+                "engine.loss-contribution-gradient",
+                f"the loss of one contribution has a gradient in the rows of others at '{use.where}' "
+                f"(g of shape {tuple(g.shape)})",
+                "contributions must not influence each other: no batch statistics, no loss over the batch, batch axis "
+                "first. Rows in another order need `with lamina.rows(owner):`, or run a module above it once per "
+                "contribution: Engine(..., per_contribution=['name'])",
+            )
+
+
+class GradWriter:
+    """Writes what was released, knows its own writing again, and refuses anybody else's."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self._written: dict[str, weakref.ref[Tensor]] = {}
+
+    def write(self, grads: Mapping[str, Tensor]) -> None:
+        for name, p in self.tensors.items():
+            grad = grads[name].to(p.dtype)
+            if p.grad is None:
+                p.grad = grad
+            else:  # the engine's own, from an earlier step that was not zeroed
+                p.grad.add_(grad)
+            self._written[name] = weakref.ref(p.grad)
+
+    def check(self) -> None:
+        """Before a step: nothing foreign, nothing frozen."""
+        for name, p in self.tensors.items():
+            if self._foreign(name, p):
+                raise UnclippedGradient(
+                    "engine.grad-holds-gradient",
+                    f"'{name}'.grad holds a gradient that the engine did not write",
+                    "call optimizer.zero_grad() first, and never loss.backward() on a covered tensor",
+                )
+            if not p.requires_grad:
+                raise EngineError(
+                    "engine.frozen-after-engine",
+                    f"'{name}' was frozen after the engine was attached",
+                    "freeze first, then make stack, plan and engine",
+                )
+
+    def held(self) -> list[tuple[int, int]]:
+        """Which gradients the tensors hold, and how often each was written."""
+        grads = (p.grad for p in self.tensors.values())
+        return [(id(g), g._version) if g is not None else (0, 0) for g in grads]
+
+    def check_unchanged(self, before: list[tuple[int, int]]) -> None:
+        """After a backward pass: nothing was written beside the engine."""
+        for name, was, now in zip(self.tensors, before, self.held(), strict=True):
+            if was != now:
+                self.tensors[name].grad = None
+                raise UnclippedGradient(
+                    "engine.something-wrote-grad",
+                    f"something wrote to '{name}'.grad during the backward pass",
+                    "no hook or custom Function may write gradients itself: fused gradient accumulation must be off",
+                )
+
+    def before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Closures would take several releases for the price of one; foreign gradients were never clipped."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = [(name, p) for name, p in self.tensors.items() if id(p) in held]
+        if not mine:
+            return
+        if kwargs.get("closure") is not None or any(callable(a) and not isinstance(a, Optimizer) for a in args):
+            raise EngineError(
+                "engine.step-given-closure",
+                f"{type(optimizer).__name__}.step was given a closure, which may ask for several gradients in one step",
+                "call engine.backward once, then optimizer.step() without a closure",
+            )
+        for name, p in mine:
+            if self._foreign(name, p):
+                raise UnclippedGradient(
+                    "engine.grad-holds-gradient",
+                    f"'{name}'.grad holds a gradient that the engine did not write",
+                    "use engine.backward(losses, batch) for every gradient of a covered tensor",
+                )
+
+    def _foreign(self, name: str, p: Tensor) -> bool:
+        """Whether a tensor holds a gradient that somebody else put there."""
+        if p.grad is None:
+            return False
+        written = self._written.get(name)
+        return written is None or written() is not p.grad
+
+
+def refuse_float16(parameters: Mapping[str, Tensor]) -> None:
+    for name, p in parameters.items():
+        if p.requires_grad and p.dtype == torch.float16:
+            raise EngineError(
+                "engine.float16-whose-gradients",
+                f"'{name}' is float16, whose gradients overflow",
+                "use bfloat16 or float32",
+            )
+
+
+_PROBE_TOLERANCE = 1e-3
+
+
+def probe(engine: Engine, losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any = None) -> None:
+    """Forward passes and gradients for the first, a middle and the last example, as given and with the others
+    replaced, in another order, all before it, all behind it, or fewer.
+
+    Its loss and its gradient must not move by more than rounding. This catches what the graph cannot show: a loss
+    divided by the tokens of the batch, padding to the longest, expert capacity, batch statistics. Give public or
+    simulated data with at least four examples; dropout is switched off meanwhile.
+    """
+    whole = Batch(x, y)
+    if len(whole) < 4:
+        raise EngineError(
+            "engine.probe-got-examples", f"the probe got {len(whole)} examples", "give at least 4, public or simulated"
+        )
+    n = len(whole)
+    with _without_dropout(engine.model):
+        for place in (0, n // 2, n - 1):
+            reference = _loss_and_gradient_of(engine, losses_of, x, y, place)
+            for what, (x2, y2), there in _with_others_changed(x, y, n, place):
+                _refuse_if_moved(reference, _loss_and_gradient_of(engine, losses_of, x2, y2, there), what)
+
+
+def _with_others_changed(x: Any, y: Any, n: int, place: int) -> Iterator[tuple[str, Any, int]]:
+    """The batch with everybody but one example changed, and where that example then is."""
+    rest = torch.cat([torch.arange(place), torch.arange(place + 1, n)])
+    turned = rest.roll(1)
+    mine = torch.tensor([place])
+    changed = pytree.tree_map(lambda t: _perturb_others(t, place) if isinstance(t, Tensor) else t, (x, y))
+    yield "replaced", changed, place
+    yield "put in another order", _take_rows((x, y), torch.cat([turned[:place], mine, turned[place:]])), place
+    yield "moved before it", _take_rows((x, y), torch.cat([rest, mine])), n - 1
+    yield "moved behind it", _take_rows((x, y), torch.cat([mine, rest])), 0
+    yield "fewer", _take_rows((x, y), torch.cat([rest[: n // 2 - 1], mine])), n // 2 - 1
+
+
+def _loss_and_gradient_of(
+    engine: Engine, losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any, place: int
+) -> dict[str, Tensor]:
+    with torch.enable_grad():
+        losses = losses_of(x, y)
+    batch = Batch(x, y)
+    check_losses(losses, batch.examples)
+    batch = Batch(x, y, cls=torch.zeros(len(batch), dtype=torch.long))
+    return {"loss": losses.detach()[place].double(), **engine.gradient_of(losses, batch, place, routed=False)}
+
+
+def _refuse_if_moved(reference: dict[str, Tensor], other: dict[str, Tensor], what: str) -> None:
+    for name, a in reference.items():
+        b = other[name]
+        scale = float(a.double().norm()) + 1e-6
+        moved = float((a.double() - b.double()).norm()) / scale
+        if not moved <= _PROBE_TOLERANCE:
+            thing = "loss" if name == "loss" else f"gradient of {name!r}"
+            raise CouplingError(
+                "engine.examples-moved-size",
+                f"when the other examples were {what}, the {thing} of one moved by {moved:.2g} of its size",
+                "examples must not influence each other: no batch statistics, no loss over or divided by the batch, "
+                "no padding to the longest without a mask",
+            )
+
+
+def _perturb_others(t: Tensor, place: int) -> Tensor:
+    """One example as it is, the others replaced by values of the same kind."""
+    other = t.flip(0).roll(1, 0)
+    if t.is_floating_point():
+        other = other * 1.7 + 0.3
+    other[place] = t[place]
+    return other
+
+
+def _take_rows(tree: Any, rows: Tensor) -> Any:
+    return pytree.tree_map(lambda t: t[rows] if isinstance(t, Tensor) else t, tree)
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Dropout off, everything else as in training."""
+    dropouts = [m for m in model.modules() if "Dropout" in type(m).__name__]
+    modes = [m.training for m in dropouts]
+    state = torch.get_rng_state()
+    try:
+        for m in dropouts:
+            m.training = False
+        yield
+    finally:
+        torch.set_rng_state(state)
+        for m, mode in zip(dropouts, modes, strict=True):
+            m.training = mode

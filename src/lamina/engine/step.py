@@ -1,0 +1,348 @@
+"""One step: its clipped sums and its noise until both are released together.
+
+And `route`, the same as a pure function.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina.engine.batch import Batch
+from lamina.engine.noise import NoiseSource, add_rounded_many_
+from lamina.engine.safety_checks import CheckedBatch
+from lamina.engine.slices import trained_tensors, unreached_ranges
+from lamina.errors import EngineError, NoiseError
+from lamina.plan.rules import FollowQuantile, InjectionForm
+from lamina.plan.selection import Range
+from lamina.plan.step_plan import Clipping, StepPlan
+
+# Noise that enters a step in parts: one for every bin, slot or contribution (plan/rules.py).
+#
+# Part i of a step has a place of its own in the noise stream (`NoiseSource`, part=i). Parts enter with the parts of a
+# batch as these come, and what is left enters at the release: how a batch is cut moves the order of additions only.
+#
+# Not hardened, parts are added to the sums themselves, in their precision. Hardened, they are gathered in float64 and
+# the whole is rounded once, to the grid of S: the result is one rounding away from the exact sum, as with one noise.
+
+
+class NoiseInjection(ABC):
+    """The noise of one step on its way into `sums`, which hold what is added times `scale`."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        source: NoiseSource,
+        sums: Mapping[str, Tensor],
+        stds: Sequence[float],
+        *,
+        step: int,
+        scale: float,
+    ) -> None:
+        self.plan, self.source, self.step = plan, source, step
+        self.names, self.sums, self.stds = list(sums), list(sums.values()), list(stds)
+        self.into = [torch.zeros_like(t, dtype=torch.float64) for t in self.sums] if source.hardened else self.sums
+        self.scale = 1.0 if source.hardened else scale
+        self.private = torch.tensor([not entry.public for entry in plan.classes])
+        self.taken = 0  # parts that are in
+
+    @abstractmethod
+    def add_noise_for(self, classes: Tensor) -> None:
+        """A part of the batch has contributions of these classes."""
+
+    def finish(self) -> None:
+        """Nobody else comes."""
+        if self.source.hardened:
+            add_rounded_many_(self.sums, self.into, self.stds)
+
+    def _draw(self, outs: Sequence[Tensor], places: Sequence[int], share: float) -> None:
+        stds = [self.stds[i] * self.scale * share for i in places]
+        self.source.add_many_(outs, stds, step=self.step, tensors=places, part=self.taken, rounded=False)
+
+
+class NoiseInShares(NoiseInjection):
+    """`parts` equal shares N(0, S²/parts): one for every part of the batch, or for every private contribution in it.
+
+    All of them enter, whoever was sampled; beyond the last, nobody brings any. Part 0 is there from the start.
+    """
+
+    def __init__(self, *args: object, taken: int, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.taken, self._here = taken, 0
+        self._each = self.plan.injection.form is InjectionForm.SHARES
+
+    def add_noise_for(self, classes: Tensor) -> None:
+        self._here += int(self.private[classes].sum()) if self._each else 1
+        self._upto(min(self._here, self.plan.injection.parts))
+
+    def finish(self) -> None:
+        self._upto(self.plan.injection.parts)
+        super().finish()
+
+    def _upto(self, parts: int) -> None:
+        every = range(len(self.sums))
+        while self.taken < parts:
+            self._draw(self.into, every, 1.0 / math.sqrt(self.plan.injection.parts))
+            self.taken += 1
+
+
+class NoisePerContribution(NoiseInjection):
+    """N(0, S²) for every private contribution in the batch, where its class reaches; nothing for an empty batch.
+
+    A contribution whose examples all have weight 0 brings its noise too: the guarantee is about a gradient that is
+    replaced by 0, and whether it is 0 must not show.
+    """
+
+    def __init__(self, *args: object, layer_of: Mapping[str, int], **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self._layer_of = layer_of
+        self._reach: dict[int, tuple[list[int], dict[int, tuple[int, tuple[Range, ...]]]]] = {}
+
+    def add_noise_for(self, classes: Tensor) -> None:
+        for k in classes[self.private[classes]].tolist():
+            whole, partly = self._reached(k)
+            self._draw([self.into[i] for i in whole], whole, 1.0)
+            scratch = [torch.zeros_like(self.into[i]) for i in partly]
+            self._draw(scratch, list(partly), 1.0)
+            for made, (i, (axis, ranges)) in zip(scratch, partly.items(), strict=True):
+                for first, stop in ranges:
+                    place = (axis, first, stop - first)
+                    self.into[i].narrow(*place).add_(made.narrow(*place))
+            self.taken += 1
+
+    def _reached(self, k: int) -> tuple[list[int], dict[int, tuple[int, tuple[Range, ...]]]]:
+        """The tensors that class k may move, and those of which it may move a part: axis and places."""
+        if k not in self._reach:
+            whole, partly = [], {}
+            for i, name in enumerate(self.names):
+                if not self.plan.clip[k][self._layer_of[name]] > 0:
+                    continue
+                if (part := self.plan.slice(k, name)) is None:
+                    whole.append(i)
+                elif part.ranges:
+                    partly[i] = part.axis, part.ranges
+            self._reach[k] = whole, partly
+        return self._reach[k]
+
+
+COUNTS_TENSOR = 1 << 62  # the counts' place in the noise stream of a step: no model has so many tensors
+
+
+class ClippedSums:
+    """Clipped gradients times `scale`, added up; and counts of unclipped contributions where they are asked for."""
+
+    def __init__(self, sums: dict[str, Tensor], scale: float = 1.0, counts: Tensor | None = None) -> None:
+        self.sums, self.scale, self.counts = sums, scale, counts
+
+    def admit(self, part: CheckedBatch) -> CheckedBatch:
+        """The part as it is to be differentiated."""
+        return part
+
+
+class OpenStep(ClippedSums):
+    """The running sum of a step. Nothing of it leaves before `release`.
+
+    Unhardened, the sums *start* as noise S/B·z and clipped gradients are added times 1/B: no pass
+    over the parameters is spent on zeroing, scaling or adding. Hardened, the exact sum is noised and
+    rounded at the end, in float64. Counts, where the plan has them, are one more tensor of the step.
+
+    Noise that the plan lets in by parts comes with whom `bring` names (inject.py), the counts' once as ever.
+    """
+
+    def __init__(
+        self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int
+    ) -> None:
+        self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
+        self.std = [plan.noise[layer_of[name]] for name in tensors]
+        counted = plan.rule(FollowQuantile)
+        counts = None if counted is None else torch.zeros(len(plan.layers), dtype=torch.float64)
+        self.extra = 0.0 if counted is None else counted.noise
+        self._counts_noise: Tensor | None = None  # noise for the counts, added once: parts then add up exactly
+        form, parts = plan.injection.form, plan.injection.parts
+        filled = not noise.hardened and form is not InjectionForm.RAW
+        scale = 1.0 if noise.hardened else 1.0 / plan.batch
+        super().__init__(_empty_sums(tensors) if filled else zero_sums(tensors), scale, counts)
+        if filled:
+            self._counts_noise = None if counts is None else torch.empty_like(counts)
+            share = scale / math.sqrt(parts)
+            outs, stds, places = self._with(self._counts_noise, [s * share for s in self.std])
+            noise.fill_many_(outs, stds, step=step, tensors=places)
+        self._injected: NoiseInjection | None = None
+        if form is InjectionForm.RAW:
+            self._injected = NoisePerContribution(
+                plan, noise, self.sums, self.std, step=step, scale=scale, layer_of=layer_of
+            )
+        elif form is not InjectionForm.STEP:
+            self._injected = NoiseInShares(plan, noise, self.sums, self.std, step=step, scale=scale, taken=int(filled))
+
+    def _with(self, counts: Tensor | None, stds: list[float]) -> tuple[list[Tensor], list[float], list[int]]:
+        """Sums and, as one more tensor in a place of its own, counts."""
+        outs, places = list(self.sums.values()), list(range(len(self.sums)))
+        if counts is None:
+            return outs, stds, places
+        return [*outs, counts], [*stds, self.extra], [*places, COUNTS_TENSOR]
+
+    def add_noise_for(self, classes: Tensor) -> None:
+        """Contributions of these classes are added next: noise that comes with them enters now."""
+        if self._injected is not None:
+            self._injected.add_noise_for(classes)
+
+    def admit(self, part: CheckedBatch) -> CheckedBatch:
+        self.add_noise_for(part.classes)
+        return part
+
+    def release(self) -> dict[str, Tensor]:
+        """(clipped sum + noise) / B. `counts` is noised, too, from here on."""
+        self._same_process()
+        if self._injected is not None:
+            self._injected.finish()
+        if self.noise.hardened:
+            outs, stds, places = self._with(self.counts, self.std)
+            late = 0 if self._injected is None else len(self.sums)  # those of the sums are in already
+            self.noise.add_many_(outs[late:], stds[late:], step=self.step, tensors=places[late:])
+            for total in self.sums.values():
+                total.div_(self.plan.batch)
+        elif self.counts is not None and self._counts_noise is not None:
+            self.counts += self._counts_noise
+            self._counts_noise = None
+        return self.sums
+
+    def _same_process(self) -> None:
+        if os.getpid() != self.process:
+            raise NoiseError(
+                "noise.step-opened-parent",
+                "a step that was opened in a parent process is released in its child: both would use one noise",
+                "fork between steps, not within one",
+            )
+
+
+def check_is_batch(batch: Any) -> Batch:
+    if not isinstance(batch, Batch):
+        raise EngineError("engine.batch", f"the batch is a {type(batch).__name__}", "pass a lamina.Batch(x, y, cls=…)")
+    return batch
+
+
+def parts_out_of_order_error() -> EngineError:
+    return EngineError(
+        "engine.later-part-split",
+        "a later part of a split batch came without its first part",
+        "pass the parts of batch.split(k) in order, and begin again after an error",
+    )
+
+
+def zero_sums(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros_like(p, dtype=_sum_dtype(p.dtype), memory_format=torch.contiguous_format)
+        for name, p in tensors.items()
+    }
+
+
+def _empty_sums(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: torch.empty_like(p, dtype=_sum_dtype(p.dtype), memory_format=torch.contiguous_format)
+        for name, p in tensors.items()
+    }
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def route(
+    per_sample_grads: Mapping[str, Tensor],
+    classes: Tensor,
+    plan: StepPlan,
+    *,
+    noise: NoiseSource | None,
+    step: int = 0,
+    scale: Tensor | None = None,
+    ceiling: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Mask, clip, sum and perturb gradients that are given per contribution.
+
+    `per_sample_grads[name]` is (P, *shape) for every tensor of which some class may move something,
+    `classes` (P,) holds class indices, `scale` and `ceiling` (P,) are those of `Batch`. With a noise
+    source the result is (clipped sum + noise) / B, as `Engine.backward` writes it. With `noise=None` it
+    is the clipped sum itself, as `Engine.clipped_sums` returns it: not private. Plain float64 throughout,
+    one line per rule.
+    """
+    layer_of = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
+    wanted = set(trained_tensors(plan))
+    if set(per_sample_grads) != wanted:
+        raise EngineError(
+            "engine.per-sample-grads",
+            f"per_sample_grads and plan disagree about {sorted(set(per_sample_grads) ^ wanted)[:5]}",
+            "give exactly the tensors that the plan trains",
+        )
+    classes = torch.as_tensor(classes)
+    bound = torch.tensor(plan.clip, dtype=torch.float64).view(len(plan.classes), len(plan.layers))[classes]  # (P, L)
+    strict = _clip_norm_factor(plan, classes, scale, ceiling)  # (P,)
+    grads_of = {name: _zero_outside_slices(grads, name, classes, plan) for name, grads in per_sample_grads.items()}
+    norm_sq = torch.zeros(bound.shape, dtype=torch.float64)
+    for name, grads in grads_of.items():
+        norm_sq[:, layer_of[name]] += grads.double().reshape(len(grads), grads.shape[1:].numel()).square().sum(1)
+
+    if plan.clipping is Clipping.BOX:
+        bound = torch.where(bound > 0, bound * strict.unsqueeze(1), 0.0)
+        factor = torch.where(norm_sq > 0, bound / norm_sq.sqrt(), torch.inf).clamp(max=1.0)
+        factor = torch.where(torch.isfinite(norm_sq) & (bound > 0), factor, 0.0)
+    else:
+        spread = torch.tensor([s or 1.0 for s in plan.noise], dtype=torch.float64)
+        whole = torch.where(bound > 0, norm_sq / spread**2, 0.0).sum(1)
+        radius = torch.tensor([plan.joint(k) for k in range(len(plan.classes))], dtype=torch.float64)[classes]
+        radius = radius * strict
+        once = torch.where(whole > 0, radius / whole.sqrt(), torch.inf).clamp(max=1.0)
+        factor = torch.where(torch.isfinite(whole).unsqueeze(1) & (bound > 0), once.unsqueeze(1), 0.0)
+
+    sums = {}
+    for name, grads in grads_of.items():
+        weight = factor[:, layer_of[name]].view(-1, *[1] * (grads.dim() - 1))
+        sums[name] = torch.where(weight > 0, grads.double() * weight, 0.0).sum(0)
+    if noise is None:
+        return sums
+    opened = OpenStep(plan, noise, sums, layer_of, step)
+    opened.add_noise_for(classes)
+    for name, total in sums.items():
+        opened.sums[name].add_(total, alpha=opened.scale)
+    released = opened.release()
+    for name, total in released.items():
+        if (places := unreached_ranges(plan, name)) is not None:
+            places.zero_(total)
+    return released
+
+
+def _zero_outside_slices(grads: Tensor, name: str, classes: Tensor, plan: StepPlan) -> Tensor:
+    """The gradients with 0 where a contribution's class may not move the tensor."""
+    if len(grads) != len(classes):
+        raise EngineError(
+            "engine.gradients-classes",
+            f"'{name}' has {len(grads)} gradients for {len(classes)} classes",
+            "give one per contribution",
+        )
+    may = torch.ones(grads.shape, dtype=torch.bool)
+    for u, k in enumerate(classes.tolist()):
+        part = plan.slice(k, name)
+        if part is not None:
+            may[u] = False
+            for first, stop in part.ranges if grads.dim() > 1 else ():
+                may[u].narrow(part.axis, first, stop - first).fill_(True)
+    return torch.where(may, grads, 0.0)
+
+
+def _clip_norm_factor(plan: StepPlan, classes: Tensor, scale: Tensor | None, ceiling: Tensor | None) -> Tensor:
+    """min(1, scale, ceiling / the largest norm of the class), by contribution; 1 in a public class."""
+    factor = torch.ones(len(classes), dtype=torch.float64)
+    for u, k in enumerate(classes.tolist()):
+        if not plan.classes[k].public:
+            factor[u] = min(
+                1.0,
+                1.0 if scale is None else float(scale[u]),
+                math.inf if ceiling is None or plan.norm(k) == 0 else float(ceiling[u]) / plan.norm(k),
+            )
+    return factor

@@ -1,0 +1,561 @@
+"""Admission into a ledger: contributors' keys, the membership index, batches of contributions.
+
+And the gate's register.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.admit.attestation import Descriptor
+from lamina.admit.key_ring import KeyEntry, KeyRing
+from lamina.admit.keys import PrivateKey, format_utc
+from lamina.admit.verdicts import (
+    ADMITTED_MEANWHILE,
+    REASON_OF_STATUS,
+    ContributionRefused,
+    EntryContext,
+    Reason,
+    RefusedRows,
+    Register,
+    RegisterEntry,
+    RegisterStatus,
+    class_full,
+)
+from lamina.errors import LedgerError
+from lamina.ledger import records
+from lamina.ledger.append import descriptor_key, subject_key
+from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, last_policy_record, open_or_create
+from lamina.ledger.governance_records import Header, Key, KeyChange, KeyEvent, Role
+from lamina.ledger.reader import head_of
+from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, ContributionTerms, Record
+from lamina.ledger.store.interface import StoreReader, StoreWriter
+from lamina.ledger.verify.contribution_checks import ContributionColumns, read_columns
+from lamina.ledger.verify.replay_state import PolicyInForce
+from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size
+from lamina.plan.policy import Policy
+
+# The keys of contributors in a ledger: whose signatures count, as a key ring has it, so that an auditor needs none.
+#
+# ring           ledger
+# a key          KeyEvent ADD, before the first contribution that it signed
+# rotated        KeyEvent ROTATE: what the old key signed before stays good
+# revoked        KeyEvent REVOKE, from the instant that the ring says; again only if that moves to earlier
+#
+# Labels of a ring are not written: they may be names of people or places.
+
+_CONTRIBUTOR_ROLE = "contributor"
+
+
+@dataclass(slots=True)
+class _KeyHistory:
+    """A key of the ledger, and what became of it; the same rules as in `check.keys`."""
+
+    key: Key
+    since: int = 0
+    retired: int | None = None
+    revoked: int | None = None
+
+
+@dataclass(slots=True)
+class ContributorKeys:
+    """The keys of a ledger after its first `size` leaves."""
+
+    header: Header
+    size: int = 0
+    held: dict[bytes, _KeyHistory] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.held = {key.id: _KeyHistory(key) for key in self.header.keys}
+
+    def follow(self, rows: StoreReader, size: int) -> None:
+        """Go on to the first `size` leaves of what `rows` sees."""
+        for _, data in rows.of_kind(KIND_NUMBERS[KeyEvent], self.size, size):
+            event = records.decode_leaf(data).record
+            assert isinstance(event, KeyEvent)
+            self.apply(event)
+        self.size = size
+
+    def apply(self, event: KeyEvent) -> None:
+        """Go on by one event."""
+        if event.key is not None:
+            self.held[event.key.id] = _KeyHistory(event.key, since=event.effective)
+        target = self.held.get(event.target) if event.target is not None else None
+        if target is not None and event.change is KeyChange.ROTATE:
+            target.retired = _earlier_time(target.retired, event.effective)
+        if target is not None and event.change is KeyChange.REVOKE:
+            target.revoked = _earlier_time(target.revoked, event.effective)
+
+    def holds(self, kid: bytes) -> bool:
+        """Whether it names this key, for a contributor."""
+        own = self.held.get(kid)
+        return own is not None and own.key.role is Role.CONTRIBUTOR
+
+    def after(self, more: Iterable[KeyEvent]) -> ContributorKeys:
+        """The keys as they would be after these events."""
+        made = ContributorKeys(self.header, self.size)
+        made.held = {kid: replace(own) for kid, own in self.held.items()}
+        for event in more:
+            made.apply(event)
+        return made
+
+    def wrong(self, kid: bytes, at: int, issued: int) -> tuple[Reason, str] | None:
+        """Why the ledger does not take what this key signed at `issued`, at the time `at`."""
+        if (own := self.held.get(kid)) is None:
+            return Reason.UNKNOWN_KEY, ""
+        key, told = own.key, f"by the ledger, key {kid.hex()[:16]}"
+        if key.role is not Role.CONTRIBUTOR:
+            return Reason.WRONG_ROLE, f"{told} is for {key.role.name.lower()}"
+        if own.revoked is not None and at >= own.revoked:
+            return Reason.REVOKED_KEY, f"{told} is revoked from {format_utc(own.revoked)}"
+        begins = max(own.since, key.valid_from)
+        if at < begins or issued < key.valid_from:
+            return Reason.EARLY_KEY, f"{told} is valid from {format_utc(begins)}"
+        if key.valid_until is not None and at >= key.valid_until:
+            return Reason.RETIRED_KEY, f"{told} was valid until {format_utc(key.valid_until)}"
+        if own.retired is not None and issued >= own.retired:
+            return Reason.RETIRED_KEY, f"{told} was replaced at {format_utc(own.retired)}"
+        return None
+
+
+def missing_key_events(known: ContributorKeys, ring: KeyRing, kids: Iterable[bytes] = ()) -> list[KeyEvent]:
+    """What the ledger does not say yet of the keys that it holds and of `kids`, in an order that it accepts.
+
+    Nothing of keys that are no contributor's, by the ring or by the ledger.
+    """
+    wanted, now, found = set(kids), known.after(()), list[KeyEvent]()
+
+    def say(event: KeyEvent) -> None:
+        now.apply(event)
+        found.append(event)
+
+    for entry in _oldest_first(ring):  # whoever takes over comes after whom he replaces
+        if entry.id in wanted and entry.id not in now.held:
+            say(_add_event(entry))
+        if not now.holds(entry.id):
+            continue
+        own = now.held[entry.id]
+        heir = None if entry.replaced_by is None else ring.get(entry.replaced_by)
+        if heir is not None and own.retired is None and heir.id not in now.held:
+            say(_rotate_event(entry, heir))
+        if entry.revoked_from is not None and (own.revoked is None or entry.revoked_from < own.revoked):
+            say(KeyEvent(change=KeyChange.REVOKE, target=entry.id, effective=entry.revoked_from))
+    return found
+
+
+def append_key_ring(ledger: Ledger, ring: KeyRing, kids: Iterable[bytes] = ()) -> int:
+    """Let the ledger say what the ring says of the keys that the ledger holds, and of `kids`; how many events.
+
+    What is said already is not said again. With the ledger's key a checkpoint covers it.
+    """
+    wanted = list(kids)
+    while True:
+        known = ledger.retry_while_lost(lambda: _read_contributor_keys(ledger))
+        if not (found := missing_key_events(known, ring, wanted)):
+            return 0
+        try:
+            append_if_size(ledger, known.size, found)
+        except ConcurrentAppend:
+            continue
+        if ledger.signs:
+            ledger.checkpoint()
+        return len(found)
+
+
+def _read_contributor_keys(ledger: Ledger) -> ContributorKeys:
+    known = ContributorKeys(ledger.header)
+    with ledger.store.read() as rows:
+        known.follow(rows, head_of(rows).size)
+    return known
+
+
+def _oldest_first(ring: KeyRing) -> list[KeyEntry]:
+    return sorted((entry for entry in ring if entry.role == _CONTRIBUTOR_ROLE), key=lambda each: each.valid_from)
+
+
+def _add_event(entry: KeyEntry) -> KeyEvent:
+    return KeyEvent(change=KeyChange.ADD, key=_record_key(entry), effective=entry.valid_from)
+
+
+def _rotate_event(old: KeyEntry, heir: KeyEntry) -> KeyEvent:
+    assert old.retired_from is not None
+    return KeyEvent(change=KeyChange.ROTATE, key=_record_key(heir), target=old.id, effective=old.retired_from)
+
+
+def _record_key(entry: KeyEntry) -> Key:
+    name = f"contributor-{entry.key.name[:8]}"
+    return Key(name=name, x=entry.key.x, role=Role.CONTRIBUTOR, valid_from=entry.valid_from)
+
+
+def _earlier_time(one: int | None, two: int) -> int:
+    return two if one is None else min(one, two)
+
+
+_LEAVES_AT_ONCE = 4096
+
+Ints = NDArray[np.int64]
+
+
+class ClassMembership:
+    """The contributions of the first `size` leaves: leaf and end of each, by class.
+
+    ever  how many of each class were admitted: never less than those who stand
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.ever_admitted: Counter[str] = Counter()
+        self._parts: dict[str, list[tuple[Ints, Ints]]] = {}  # leaf, expires
+
+    def follow(self, rows: StoreReader, size: int) -> None:
+        """Go on to the first `size` leaves of what `rows` sees."""
+        for block in _leaf_blocks(rows.of_kind(KIND_NUMBERS[ContributionRecord], self.size, size)):
+            for group in read_columns(block):
+                if isinstance(group, ContributionColumns):
+                    self._add(group.terms.cls, group.seq, group.expires)
+                    continue
+                for at in group.tolist():
+                    found = records.decode_leaf(block[at])
+                    assert isinstance(found.record, ContributionRecord)
+                    self._add(found.record.terms.cls, [found.seq], [found.record.expires])
+        self.size = size
+
+    def standing(self, cls: str, now: int, withdrawn: Ints) -> int:
+        """Those of a class who are neither expired at `now` nor among the leaves that were `withdrawn`."""
+        parts = self._parts.get(cls)
+        if parts is None:
+            return 0
+        seqs, ends = (np.concatenate(column) for column in zip(*parts, strict=True))
+        self._parts[cls] = [(seqs, ends)]
+        return int(np.count_nonzero((ends > now) & ~np.isin(seqs, withdrawn)))
+
+    def _add(self, cls: str, seqs: Sequence[int] | Ints, expires: Sequence[int] | Ints) -> None:
+        part = np.asarray(seqs, dtype=np.int64), np.asarray(expires, dtype=np.int64)
+        self._parts.setdefault(cls, []).append(part)
+        self.ever_admitted[cls] += len(part[0])
+
+
+def _leaf_blocks(rows: Iterator[tuple[int, bytes]]) -> Iterator[list[bytes]]:
+    while block := [data for _, data in islice(rows, _LEAVES_AT_ONCE)]:
+        yield block
+
+
+_TOKEN_BYTES = 16  # bytes
+_MAX_READ_RATIO = 4  # leaves that are read for one that is wanted, before each is asked for by itself
+
+
+def admission_token(entry: RegisterEntry) -> bytes:
+    """What stands for (kid, cti) in the store: an attestation that was admitted, also after its leaf is pruned."""
+    return hashlib.sha256(entry.kid + entry.cti).digest()[:_TOKEN_BYTES]
+
+
+class MembershipIndex:
+    """Answers inside a transaction, by the leaves that it sees. What it remembers is only how far it has read."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._members, self._keys = ClassMembership(), ContributorKeys(ledger.header)
+        self._withdrawn: tuple[int, NDArray[np.int64]] = 0, np.empty(0, dtype=np.int64)
+
+    def look(self, rows: StoreReader, entries: Sequence[RegisterEntry]) -> list[RegisterStatus]:
+        """What is known of each."""
+        head_of(rows)  # begins the view of PostgreSQL, so that `seqs` is a part of it
+        names = [descriptor_key(entry.descriptor) for entry in entries]
+        subjects = [None if entry.tag is None else subject_key(entry.tag) for entry in entries]
+        there = dict(self._ledger.seqs([*names, *(one for one in subjects if one is not None)]))
+        tokens = rows.tokens([admission_token(entry) for entry in entries])
+        leaves = _read_leaves(rows, sorted({there[name] for name in names if name in there}))
+        gone = set(self._gone(rows).tolist()) if leaves else set()
+        return [
+            _classify_entry(entry, there.get(name), leaves, gone, admission_token(entry) in tokens, subject in there)
+            for entry, name, subject in zip(entries, names, subjects, strict=True)
+        ]
+
+    def standing(self, rows: StoreReader, cls: str, now: int) -> int:
+        """How many of a class are neither withdrawn nor expired."""
+        self._members.follow(rows, head_of(rows).size)
+        return self._members.standing(cls, now, self._gone(rows))
+
+    def room(self, rows: StoreReader, cls: str, places: int, wanted: int, now: int) -> int:
+        """How many of those who want one find a place. Counted exactly only where that can matter."""
+        self._members.follow(rows, head_of(rows).size)
+        if self._members.ever_admitted[cls] + wanted <= places:
+            return wanted
+        return max(0, places - self._members.standing(cls, now, self._gone(rows)))
+
+    def keys(self, rows: StoreReader) -> ContributorKeys:
+        """The keys of contributors and others."""
+        self._keys.follow(rows, head_of(rows).size)
+        return self._keys
+
+    def _gone(self, rows: StoreReader) -> NDArray[np.int64]:
+        """Leaves of contributions that were withdrawn."""
+        size = head_of(rows).size
+        if self._withdrawn[0] != size:
+            found = np.fromiter((target for target, _ in rows.withdrawals()), dtype=np.int64)
+            self._withdrawn = size, found
+        return self._withdrawn[1]
+
+
+def _classify_entry(
+    entry: RegisterEntry, seq: int | None, leaves: dict[int, bytes], gone: set[int], token: bool, subject: bool
+) -> RegisterStatus:
+    data = None if seq is None else leaves.get(seq)
+    if data is None or entry.descriptor not in data:  # keys are parts of digests
+        if token or seq is not None:
+            return RegisterStatus.REPLAYED
+        return RegisterStatus.REPRESENTED if subject else RegisterStatus.NEW
+    if seq in gone:
+        return RegisterStatus.WITHDRAWN
+    return RegisterStatus.SAME if entry.attestation in data else RegisterStatus.REPLAYED
+
+
+def _read_leaves(rows: StoreReader, seqs: Sequence[int]) -> dict[int, bytes]:
+    """Leaves by their index; in one sweep where they lie close together, as after an admission."""
+    if not seqs:
+        return {}
+    if seqs[-1] - seqs[0] < _MAX_READ_RATIO * len(seqs):
+        wanted = set(seqs)
+        return {seq: data for seq, data in rows.leaves(seqs[0], seqs[-1] + 1) if seq in wanted}
+    found = ((seq, rows.leaf(seq)) for seq in seqs)
+    return {seq: data for seq, data in found if data is not None}
+
+
+class _AdmissionEvidence(NamedTuple):
+    """A contribution as it will stand in the ledger, and the bytes that go beside it."""
+
+    record: ContributionRecord
+    attestation: bytes
+
+
+class AdmissionBatch:
+    """Decided by what the ledger says, then written if it still says so; both may be repeated.
+
+    `lost` are the rows that may not enter, and why.
+    """
+
+    def __init__(
+        self, ledger: Ledger, presence: MembershipIndex, entries: Sequence[RegisterEntry], beside: EntryContext
+    ) -> None:
+        self._ledger, self._presence, self._entries, self._beside = ledger, presence, entries, beside
+        self._read: dict[int, _AdmissionEvidence | tuple[Reason, str]] = {}  # by row: a source is read once
+        self._size = 0
+        self._events: list[KeyEvent] = []
+        self._new: list[RegisterEntry] = []
+        self.lost: RefusedRows = {}
+
+    def decide(self) -> None:
+        """Who is new and may enter, by the leaves so far."""
+        self.lost, self._new, self._events = {}, [], []
+        now = self._ledger.now()
+        with self._ledger.store.read() as rows:
+            self._size = head_of(rows).size
+            new = self._unknown(rows)
+            if new:
+                self._choose(rows, new, now)
+
+    def _unknown(self, rows: StoreReader) -> list[RegisterEntry]:
+        new = []
+        for entry, known in zip(self._entries, self._presence.look(rows, self._entries), strict=True):
+            if known in REASON_OF_STATUS:
+                detail = "" if known is RegisterStatus.WITHDRAWN else ADMITTED_MEANWHILE
+                self.lost[entry.row] = REASON_OF_STATUS[known], detail
+            elif known is RegisterStatus.NEW:
+                new.append(entry)
+        return new
+
+    def _choose(self, rows: StoreReader, new: Sequence[RegisterEntry], now: int) -> None:
+        header = self._ledger.header
+        judge = PolicyInForce.of(header, last_policy_record(rows, header))
+        keys = self._presence.keys(rows)
+        missing = {entry.kid for entry in new if not keys.holds(entry.kid)}
+        events = missing_key_events(keys, self._beside.keys, missing) if missing else []
+        keys = keys.after(events) if events else keys
+        wanted = Counter(entry.cls for entry in new)
+        room = {
+            cls: self._presence.room(rows, cls, places, count, now)
+            for cls, count in wanted.items()
+            if (places := self._beside.places[cls]) is not None
+        }
+        for entry in new:
+            if (why := self._wrong(entry, keys, now)) is not None:
+                self.lost[entry.row] = why
+            elif not room.get(entry.cls, 1):
+                self.lost[entry.row] = class_full(entry.cls, self._beside.places[entry.cls])
+            else:
+                _check_policy_in_force(judge, self._signed(entry).record.terms, self._ledger)
+                self._new.append(entry)
+                if entry.cls in room:
+                    room[entry.cls] -= 1
+        if self._new:
+            self._events = events
+
+    def _wrong(self, entry: RegisterEntry, keys: ContributorKeys, now: int) -> tuple[Reason, str] | None:
+        if now >= entry.expires:
+            return Reason.EXPIRED, ""
+        if (why := keys.wrong(entry.kid, now, entry.issued)) is not None:
+            return why
+        if entry.row not in self._read:
+            try:
+                self._read[entry.row] = _read_evidence(entry, self._beside)
+            except ContributionRefused as refused:
+                self._read[entry.row] = refused.reason, refused.detail
+        found = self._read[entry.row]
+        return None if isinstance(found, _AdmissionEvidence) else found
+
+    def _signed(self, entry: RegisterEntry) -> _AdmissionEvidence:
+        found = self._read[entry.row]
+        assert isinstance(found, _AdmissionEvidence)
+        return found
+
+    def write(self) -> None:
+        """Append them, with keys that the ledger does not hold yet, and their tokens; Moved if it said more by now."""
+        if not self._new:
+            return
+        signed = [self._signed(entry) for entry in self._new]
+        records: list[Record] = [*self._events, *(each.record for each in signed)]
+        tokens = [admission_token(entry) for entry in self._new]
+        blobs = [each.attestation for each in signed]
+
+        def note(rows: StoreWriter) -> None:
+            rows.add_tokens(sorted(set(tokens) - rows.tokens(tokens)))
+
+        append_if_size(self._ledger, self._size, records, blobs, note)
+
+
+def _read_evidence(entry: RegisterEntry, beside: EntryContext) -> _AdmissionEvidence:
+    found = beside.evidence(entry)
+    signed = Descriptor.decode(found.descriptor)
+    return _AdmissionEvidence(
+        ContributionRecord(
+            descriptor=entry.descriptor,
+            attestation=entry.attestation,
+            key=entry.kid,
+            not_before=signed.not_before,
+            expires=signed.expires,
+            terms=_cached_terms(
+                signed.admissibility, signed.data_class, signed.clip_norm, signed.noise_multiplier, signed.profile
+            ),
+            anchor=signed.anchor,
+            subject=entry.tag,
+        ),
+        found.attestation,
+    )
+
+
+_cached_terms = lru_cache(maxsize=4096)(ContributionTerms)
+
+
+def _check_policy_in_force(judge: PolicyInForce, terms: ContributionTerms, ledger: Ledger) -> None:
+    if (wrong := judge.wrong(terms)) is not None:
+        raise LedgerError(
+            "ledger.ledger-under-another",
+            f"the ledger {ledger.name} is under another policy than the gate: {wrong}",
+            "bring it up to date first: lamina admit --ledger does, or lamina.ledger.corpus_terms.follow",
+        )
+
+
+ADMISSION_BATCH_SIZE = 1000  # contributions that are entered together: one transaction, one sync
+_MAX_TRIES = 1000  # how often others may be quicker than one batch
+
+
+class LedgerRegister:
+    """A `Register` over an open ledger; of any number of gates, in any number of processes.
+
+    Whoever is there by the same attestation stands and takes no new place; whoever was withdrawn stays out. Each batch
+    is decided by what the ledger says at that moment, and appended only if nothing was appended in between: no class
+    ever holds more than it declares, and nobody is in twice. A kill leaves whole batches; admitting
+    again completes them.
+
+    The policy of the gate must be in force in the ledger (`opening.follow`). With the ledger's key a checkpoint covers
+    all of it in the end.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._presence = MembershipIndex(ledger)
+
+    def look(self, entries: Sequence[RegisterEntry]) -> Sequence[RegisterStatus]:
+        def once() -> Sequence[RegisterStatus]:
+            with self.ledger.store.read() as rows:
+                return self._presence.look(rows, entries)
+
+        return self.ledger.retry_while_lost(once)
+
+    def members(self, cls: str) -> int:
+        def once() -> int:
+            now = self.ledger.now()
+            with self.ledger.store.read() as rows:
+                return self._presence.standing(rows, cls, now)
+
+        return self.ledger.retry_while_lost(once)
+
+    def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
+        append_key_ring(self.ledger, beside.keys)
+        lost: RefusedRows = {}
+        rest = iter(entries)
+        while part := list(islice(rest, ADMISSION_BATCH_SIZE)):
+            lost |= self._enter(part, beside)
+        if self.ledger.signs and not self.ledger.retry_while_lost(lambda: _checkpoint_covers_all(self.ledger)):
+            self.ledger.checkpoint()
+        return lost
+
+    def _enter(self, entries: Sequence[RegisterEntry], beside: EntryContext) -> RefusedRows:
+        """One batch. What somebody else appends in between makes it begin again."""
+        batch = AdmissionBatch(self.ledger, self._presence, entries, beside)
+        for _ in range(_MAX_TRIES):
+            self.ledger.retry_while_lost(batch.decide)
+            try:
+                batch.write()
+            except ConcurrentAppend:
+                continue
+            return batch.lost
+        raise LedgerError(
+            "ledger.others-written-times",
+            f"others have written {_MAX_TRIES} times while {len(entries)} contributions waited",
+            "try again later",
+        )
+
+
+@contextmanager
+def open_register(
+    ledger: Ledger | Register | str | os.PathLike[str],
+    policy: Policy,
+    *,
+    key: PrivateKey | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Iterator[Register]:
+    """A register of whatever is given: a place where a ledger is or will be, an open ledger, or a register.
+
+    A ledger follows the policy first. One that was opened here is closed in the end.
+    """
+    if not isinstance(ledger, Ledger | str | os.PathLike):
+        yield ledger
+        return
+    contract = CorpusTerms.of_policy(policy)
+    opened = ledger if isinstance(ledger, Ledger) else open_or_create(ledger, contract, key, clock=clock)
+    try:
+        check_corpus_terms(opened, contract)
+        adopt_policy(opened, contract)
+        yield LedgerRegister(opened)
+    finally:
+        if opened is not ledger:
+            opened.close()
+
+
+def _checkpoint_covers_all(ledger: Ledger) -> bool:
+    with ledger.store.read() as rows:
+        signed = rows.checkpoint()
+        return signed is not None and signed.size == head_of(rows).size

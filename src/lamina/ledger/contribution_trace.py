@@ -1,0 +1,320 @@
+"""Everything that happened to one contribution: admission, epochs and spend, withdrawal, releases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lamina.account.accountants import EventCounts, pooled_epsilon
+from lamina.admit.keys import format_utc
+from lamina.errors import LaminaError
+from lamina.ledger.governance_records import KeyChange, KeyEvent, Release, Withdrawal
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import ContributionRecord, Epoch, EpochAccount, EpochCharge, Leaf, Segment, SegmentOutcome
+from lamina.ledger.schema import UNBOUNDED, nano_epsilon
+from lamina.ledger.show import epsilon_or_none
+from lamina.ledger.spending import Bound, adaptive_order, planned_charges, signed_spend, steps_by_kind
+from lamina.plan.step_plan import StepPlan
+
+# `trace`: everything that happened to one contribution, from its admission to the models that it is in.
+#
+#     admitted     when, under which bound, how deep
+#     epochs       those in which it was eligible: the noise that was applied, and what it has lost after each
+#     withdrawn    when, and why
+#     releases     models that were trained while it was eligible
+#
+# Eligible is not sampled: who took part in which step is known to nobody, and stands nowhere.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochExposure:
+    """One epoch in which it was eligible.
+
+    variance    S² of the layers that its class reaches, as applied; by name, where the plan is known
+    multiplier  sigma of one step, for this contribution
+    spend       ε that it has lost after this epoch, in 1e-9, over all runs: by its own charges alone
+    account     what the ledger states for its bound; not less, since others were eligible before it
+    own         whether its bound has an account here. If not, it counts with its class as a whole, or with a stricter
+                bound where the class has no account: then `spend` is the most that it can have lost, if it was used
+    """
+
+    leaf: Leaf
+    segments: tuple[Segment, ...]
+    variance: dict[str, float]
+    multiplier: float
+    spend: int
+    account: int
+    own: bool = True
+
+    @property
+    def steps(self) -> int:
+        return sum(each.last - each.first for each in self.segments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContributionTrace:
+    """What a ledger says of one contribution."""
+
+    leaf: Leaf
+    epochs: tuple[EpochExposure, ...]
+    withdrawal: Leaf | None
+    releases: tuple[Leaf, ...]
+    signed: int | None  # the most that it may lose, in 1e-9; None if it is public
+    unused: int  # epochs in which it was eligible and nobody with its bound was charged
+
+    @property
+    def record(self) -> ContributionRecord:
+        assert isinstance(self.leaf.record, ContributionRecord)
+        return self.leaf.record
+
+    @property
+    def spend(self) -> int:
+        """What it has lost so far."""
+        return self.epochs[-1].spend if self.epochs else 0
+
+    @property
+    def remaining(self) -> int | None:
+        """What it may still lose of what it signed, in 1e-9; None if it is public."""
+        if self.signed is None or self.signed == UNBOUNDED:
+            return self.signed
+        return max(0, self.signed - self.spend)
+
+    @property
+    def shared(self) -> int:
+        """Epochs in which its bound had no account of its own."""
+        return sum(not each.own for each in self.epochs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines; ε as plain numbers, null where it is infinite."""
+
+        return trace_to_dict(self)
+
+
+def trace_contribution(ledger: LedgerReader, leaf: Leaf) -> ContributionTrace:
+    """The trace of the contribution in a leaf."""
+    story, epochs = _ContributionHistory(ledger, leaf), []
+    events: dict[tuple[float, float, float], int] = {}
+    for each in story.epochs():
+        for kind, steps in steps_by_kind(each.charges).items():
+            events[kind] = events.get(kind, 0) + steps
+        epochs.append(
+            EpochExposure(
+                leaf=each.leaf,
+                segments=each.segments,
+                variance=_reached_variance(each.plan, each.epoch, story.record.terms.cls),
+                multiplier=min((one.sigma for one in each.charges), default=math.inf),
+                spend=_epsilon_in_nano(ledger, events),
+                account=0 if each.account is None else each.account.spend,
+                own=each.account is None or each.account.bound == story.record.bound,
+            )
+        )
+    return ContributionTrace(
+        leaf=leaf,
+        epochs=tuple(epochs),
+        withdrawal=story.withdrawal,
+        releases=story.releases(),
+        signed=story.signed(),
+        unused=story.unused,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionSpend:
+    """What a contribution has lost so far, in 1e-9, of what it signed; in how many epochs; and its releases."""
+
+    spend: int
+    signed: int | None
+    epochs: int
+    releases: tuple[Leaf, ...]
+
+
+def contribution_spend(ledger: LedgerReader, leaf: Leaf) -> ContributionSpend:
+    """The sum of a trace: an accountant is asked once."""
+    story = _ContributionHistory(ledger, leaf)
+    epochs = list(story.epochs())
+    events = steps_by_kind(charge for each in epochs for charge in each.charges)
+    return ContributionSpend(_epsilon_in_nano(ledger, events), story.signed(), len(epochs), story.releases())
+
+
+class _EligibleEpoch(NamedTuple):
+    """An epoch in which it was eligible, and what it was charged itself."""
+
+    leaf: Leaf
+    epoch: Epoch
+    segments: tuple[Segment, ...]
+    plan: StepPlan | None
+    account: EpochAccount | None
+    charges: tuple[EpochCharge, ...]
+
+
+class _ContributionHistory:
+    def __init__(self, ledger: LedgerReader, leaf: Leaf) -> None:
+        self._ledger, self._leaf = ledger, leaf
+        assert isinstance(leaf.record, ContributionRecord)
+        self.record = leaf.record
+        withdrawn = ledger.withdrawn(leaf.seq)
+        self.withdrawal = None if withdrawn is None else ledger.leaf(withdrawn)
+        self.unused = 0
+        self._revoked = [
+            (event.seq, event.record.effective)
+            for event in ledger.of_kind(KeyEvent, leaf.seq)
+            if isinstance(event.record, KeyEvent)
+            and event.record.change is KeyChange.REVOKE
+            and event.record.target == self.record.key
+        ]
+        self._closed: list[tuple[bytes, int]] = []  # (run, leaf) of epochs that put it into a model
+
+    def signed(self) -> int | None:
+        """The most that it may lose."""
+        z = self.record.terms.noise_multiplier
+        return signed_spend(z, self._ledger.header.delta) if z else None
+
+    def epochs(self) -> Iterator[_EligibleEpoch]:
+        """The epochs in which it was eligible, and charged if it is private; the others are counted."""
+        for leaf in self._ledger.of_kind(Epoch, self._leaf.seq):
+            epoch = leaf.record
+            assert isinstance(epoch, Epoch)
+            segments = tuple(each for each in epoch.segments if self._eligible(each))
+            account = account_of(epoch.accounts, self.record.bound)
+            if segments and account is None and self.record.terms.noise_multiplier:
+                self.unused += 1
+            elif segments:
+                plan = self._plan(epoch)
+                charges = () if account is None else _own_charges(plan, account, segments)
+                if any(each.outcome is SegmentOutcome.CLOSED for each in segments):
+                    self._closed.append((epoch.run, leaf.seq))
+                yield _EligibleEpoch(leaf, epoch, segments, plan, account, charges)
+
+    def releases(self) -> tuple[Leaf, ...]:
+        """The releases of runs that trained while it was eligible; after `epochs` was read."""
+        return tuple(
+            leaf
+            for leaf in self._ledger.of_kind(Release, self._leaf.seq)
+            if isinstance(leaf.record, Release)
+            and any(run in leaf.record.runs and seq < leaf.seq for run, seq in self._closed)
+        )
+
+    def _eligible(self, segment: Segment) -> bool:
+        """Whether it was a member when the segment's members were frozen."""
+        before = segment.eligibility
+        if before <= self._leaf.seq or (self.withdrawal is not None and self.withdrawal.seq < before):
+            return False
+        try:
+            time = self._ledger.leaf(before - 1).time
+        except LaminaError:  # that leaf is pruned
+            return True
+        gone = any(seq < before and effective <= time for seq, effective in self._revoked)
+        return not gone and time < self.record.expires
+
+    def _plan(self, epoch: Epoch) -> StepPlan | None:
+        data = self._ledger.blob(epoch.plan)
+        return None if data is None else StepPlan.from_cbor(data)
+
+
+def _epsilon_in_nano(ledger: LedgerReader, events: EventCounts) -> int:
+    return nano_epsilon(pooled_epsilon(events, delta=ledger.header.delta, name=ledger.header.accountant))
+
+
+def account_of(accounts: Sequence[EpochAccount], bound: Bound) -> EpochAccount | None:
+    """The account that a bound is charged to: its own, its class's, or a stricter one that it was taken to.
+
+    Of the last two its class's loses more: where it is not known which it was, nothing is told too small.
+    """
+    cls, clip, noise = bound
+    mine = [each for each in accounts if each.cls == cls]
+    exact = [each for each in mine if each.bound == bound]
+    stricter = [each for each in mine if each.noise_multiplier >= noise and 0 < each.clip_norm <= clip and noise]
+    nearest = sorted(stricter, key=lambda each: (each.noise_multiplier, -each.clip_norm))
+    whole = [each for each in mine if not each.noise_multiplier]
+    return next(iter([*exact, *whole, *nearest]), None)
+
+
+def _own_charges(plan: StepPlan | None, account: EpochAccount, segments: Sequence[Segment]) -> tuple[EpochCharge, ...]:
+    """What it was charged itself: for the segments in which it was eligible, where that can be told apart."""
+    if plan is None or adaptive_order(plan) is not None or plan.injection.occurrences is not None:
+        return account.charges
+    return planned_charges(plan, account.cls, account.scale, segments)
+
+
+def _reached_variance(plan: StepPlan | None, epoch: Epoch, cls: str) -> dict[str, float]:
+    if plan is None:
+        return {f"layer {at}": value for at, value in enumerate(epoch.variance)}
+    reached = plan.clip[plan.index(cls)] if any(each.name == cls for each in plan.classes) else ()
+    return {
+        layer.name: value for layer, value, clip in zip(plan.layers, epoch.variance, reached, strict=False) if clip > 0
+    }
+
+
+def trace_to_dict(found: ContributionTrace) -> dict[str, Any]:
+    """Digests in hexadecimal, times as UTC, ε as plain numbers, null where it is infinite."""
+    record = found.record
+    return {
+        "index": found.leaf.seq,
+        "admitted": format_utc(found.leaf.time),
+        "descriptor": record.descriptor.hex(),
+        "anchor": None if record.anchor is None else record.anchor.hex(),
+        "attestation": record.attestation.hex(),
+        "key": record.key.hex(),
+        "class": record.terms.cls,
+        "data_class": record.terms.data_class,
+        "clip_norm": record.terms.clip_norm / 1e6,
+        "noise_multiplier": record.terms.noise_multiplier / 1e6,
+        "profile": record.terms.profile,
+        "not_before": format_utc(record.not_before),
+        "expires": format_utc(record.expires),
+        "epsilon": epsilon_or_none(found.spend),
+        "epsilon_signed": None if found.signed is None else epsilon_or_none(found.signed),
+        "epsilon_remaining": None if found.remaining is None else epsilon_or_none(found.remaining),
+        "epochs": [_exposure_to_dict(each) for each in found.epochs],
+        "not_used_in": found.unused,
+        "withdrawn": None if found.withdrawal is None else _withdrawal_to_dict(found.withdrawal),
+        "releases": [_release_to_dict(each) for each in found.releases],
+    }
+
+
+def _exposure_to_dict(each: EpochExposure) -> dict[str, Any]:
+    epoch = each.leaf.record
+    assert isinstance(epoch, Epoch)
+    return {
+        "index": each.leaf.seq,
+        "time": format_utc(each.leaf.time),
+        "run": epoch.run.hex(),
+        "plan": epoch.plan.hex(),
+        "segments": [
+            {"segment": one.index, "generation": one.generation, "steps": [one.first, one.last],
+             "outcome": one.outcome.name.lower()}
+            for one in each.segments
+        ],
+        "variance": each.variance,
+        "multiplier": each.multiplier if math.isfinite(each.multiplier) else None,
+        "steps": each.steps,
+        "epsilon": epsilon_or_none(each.spend),
+        "epsilon_account": epsilon_or_none(each.account),
+        "own_account": each.own,
+    }  # fmt: skip
+
+
+def _withdrawal_to_dict(leaf: Leaf) -> dict[str, Any]:
+    record = leaf.record
+    assert isinstance(record, Withdrawal)
+    return {
+        "index": leaf.seq,
+        "time": format_utc(leaf.time),
+        "reason": record.reason.name.lower(),
+        "effect": record.effect.name.lower(),
+        "request": None if record.request is None else record.request.hex(),
+    }
+
+
+def _release_to_dict(leaf: Leaf) -> dict[str, Any]:
+    record = leaf.record
+    assert isinstance(record, Release)
+    return {
+        "index": leaf.seq,
+        "time": format_utc(leaf.time),
+        "manifest": record.manifest.hex(),
+        "runs": [run.hex() for run in record.runs],
+        "not_after": None if record.not_after is None else format_utc(record.not_after),
+    }

@@ -1,0 +1,374 @@
+"""What a ledger says of its corpus.
+
+Opening or creating the ledger of a corpus, and bringing its policy up to date.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from importlib.metadata import version
+from pathlib import Path
+
+from lamina.account.accountants import rdp_order_of
+from lamina.admit import keys
+from lamina.admit.attestation import MICRO
+from lamina.admit.checks import floors_hash, preset, profile_text, to_micro
+from lamina.admit.keys import PrivateKey, PublicKey, folder_lock
+from lamina.errors import LedgerError
+from lamina.ledger import records
+from lamina.ledger.governance_records import (
+    YEAR,
+    Header,
+    Key,
+    LedgerFloors,
+    PartySignature,
+    PolicyChange,
+    Preset,
+    Role,
+    loosened,
+    policy_record_digest,
+)
+from lamina.ledger.reader import head_of
+from lamina.ledger.records import KIND_NUMBERS
+from lamina.ledger.store.interface import StoreReader
+from lamina.ledger.store.open_store import make_store
+from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size
+from lamina.plan.policy import Policy
+from lamina.plan.step_plan import PlannedClass, StepPlan
+
+NO_POLICY = hashlib.sha256(b"lamina/no policy\n").digest()
+
+_DELTA_WITHOUT_NOISE = 1e-6  # of a plan that owes nobody noise: nothing is ever stated at it
+_ORIGIN_PATTERN = re.compile(r"[!-*,-~]{1,255}")
+_MAX_SLUG = 100  # characters of a slug
+_MAX_PROFILE_BYTES = 1024  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusTerms:
+    """Origin, accountant and δ, which a ledger has for good; floors, presets and policy, which may change.
+
+    `policy` is the digest that contributors sign (admit.terms.floors_hash); NO_POLICY where there is none.
+    """
+
+    origin: str
+    accountant: str
+    delta: float
+    floors: LedgerFloors
+    presets: tuple[Preset, ...]
+    policy: bytes
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.origin, str) or _ORIGIN_PATTERN.fullmatch(self.origin) is None:
+            raise LedgerError(
+                "ledger.origin-not-name",
+                f"the origin {self.origin!r} cannot name a ledger: a signed note takes 1 to 255 printable ASCII "
+                "characters, no blank and no '+'",
+                f'call the corpus something like origin = "{origin_slug(str(self.origin))}", and sign for that',
+            )
+
+    @classmethod
+    def of_policy(cls, policy: Policy) -> CorpusTerms:
+        """A corpus under a policy: what each class promises, in the integers in which it is signed."""
+        corpus = policy.corpus
+        return cls(
+            origin=corpus.origin,
+            accountant=corpus.accountant,
+            delta=corpus.delta,
+            floors=LedgerFloors(
+                clip_norm=_floor_in_micro(corpus.floors.clip_norm, ROUND_FLOOR),
+                noise_multiplier=_floor_in_micro(corpus.floors.noise_multiplier, ROUND_CEILING),
+            ),
+            presets=tuple(_preset_of_policy(policy, name) for name in policy.classes),
+            policy=floors_hash(policy),
+        )
+
+    @classmethod
+    def of_plan(cls, plan: StepPlan, origin: str) -> CorpusTerms:
+        """A corpus without a policy: its classes are the plan's, and promise nothing.
+
+        A plan that follows its budget has an accountant of its own; a ledger of several runs counts by RDP then. Of
+        several δ the smallest holds, at which every ε is largest.
+        """
+        return cls(
+            origin=origin,
+            accountant=plan.accountant if rdp_order_of(plan.accountant) is None else "rdp",
+            delta=min((each.delta for each in plan.classes if each.delta > 0), default=_DELTA_WITHOUT_NOISE),
+            floors=LedgerFloors(),
+            presets=tuple(map(_preset_of_plan, plan.classes)),
+            policy=NO_POLICY,
+        )
+
+    def header(self, key: PublicKey, *, retention: int) -> Header:
+        """Leaf 0 of a ledger whose checkpoints this key signs."""
+        return Header(
+            origin=self.origin,
+            accountant=self.accountant,
+            version=f"lamina {version('lamina')}; dp-accounting {version('dp-accounting')}",
+            delta=self.delta,
+            floors=self.floors,
+            presets=self.presets,
+            policy=self.policy,
+            retention=retention,
+            keys=(Key(name=self.origin, x=key.x, role=Role.LEDGER),),
+        )
+
+    def change(self, now: Header | PolicyChange) -> PolicyChange | None:
+        """What makes it the policy in force; None if it is. Classes that it does not name stay as they are."""
+        presets = _merge_presets(now.presets, self.presets)
+        if (self.floors, presets, self.policy) == (now.floors, now.presets, now.policy):
+            return None
+        return PolicyChange(floors=self.floors, presets=presets, policy=self.policy, previous=policy_record_digest(now))
+
+
+def origin_slug(origin: str) -> str:
+    """An origin as part of a file name.
+
+    >>> origin_slug("example.org/ECG"), origin_slug("St. Elsewhere, cardiology")
+    ('example.org-ecg', 'st.-elsewhere-cardiology')
+    """
+    digest = hashlib.sha256(origin.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    text = re.sub(r"[^a-z0-9._-]+", "-", origin.lower()).strip("-.")
+    if len(text) > _MAX_SLUG:
+        return f"{text[: _MAX_SLUG - 13]}-{digest}"
+    return text or f"corpus-{digest}"
+
+
+def _merge_presets(old: Sequence[Preset], new: Sequence[Preset]) -> tuple[Preset, ...]:
+    named = {each.cls: each for each in new}
+    known = {each.cls for each in old}
+    return (*(named.get(each.cls, each) for each in old), *(each for each in new if each.cls not in known))
+
+
+def _preset_of_policy(policy: Policy, name: str) -> Preset:
+    entry = policy.classes[name]
+    if not entry.public and policy.bound(name) is None:
+        bound = to_micro(entry.clip_norm, ROUND_FLOOR), 0
+    else:
+        bound = preset(policy, name)
+    return Preset(
+        cls=name,
+        clip_norm=bound[0],
+        noise_multiplier=bound[1],
+        public=entry.public,
+        profile=profile_text(entry.profile),
+        population=entry.population,
+    )
+
+
+def _preset_of_plan(entry: PlannedClass) -> Preset:
+    words = entry.profile
+    if not words.isprintable() or not 0 < len(words.encode()) <= _MAX_PROFILE_BYTES:
+        words = f"sha256:{hashlib.sha256(words.encode()).hexdigest()}"
+    return Preset(
+        cls=entry.name, clip_norm=0, noise_multiplier=0, public=entry.public, profile=words, population=entry.population
+    )
+
+
+def _floor_in_micro(value: float | None, rounding: str) -> int:
+    """A floor as the gate holds contributions to it."""
+    return 0 if value is None else int((Decimal(repr(value)) * MICRO).to_integral_value(rounding))
+
+
+_POSTGRES_SCHEMES = ("postgresql://", "postgres://")
+LedgerPath = str | os.PathLike[str]
+
+
+def ledger_key_path(path: LedgerPath) -> Path:
+    """Where the key of a ledger in a file is kept: x.db has x.pem beside it, also where x.db is a link to it."""
+    found = Path(os.path.realpath(path))
+    return found.with_name(f"{found.name.removesuffix('.db')}.pem")
+
+
+def open_or_create(
+    where: LedgerPath,
+    contract: CorpusTerms,
+    key: PrivateKey | None = None,
+    *,
+    retention: int = YEAR,
+    clock: Callable[[], float] = time.time,
+) -> Ledger:
+    """The ledger of a corpus, at a path or in a database ("postgresql://…#schema"); made if there is none.
+
+    key  signs its checkpoints. For a file it is the one beside it (`ledger_key_beside`), which is made with the ledger,
+         mode 0600; a ledger whose key is not there is opened without. To make one in a database a key must be given
+
+    Of several processes that make it at the same moment one does, and the others open it. A ledger of another origin
+    is refused, and so is one that counts by another accountant or at another δ than the policy says.
+    """
+    remote = isinstance(where, str) and where.startswith(_POSTGRES_SCHEMES)
+    place = str(where) if remote else os.path.realpath(where)
+    if not remote and os.path.lexists(place) and not os.path.isfile(place):
+        raise LedgerError(
+            "ledger.no-file-no", f"'{place}' is no file, and no ledger", "give the path of one, or of one to be made"
+        )
+    if not _ledger_exists(place):
+        with _creation_lock(place, remote):
+            key = _create_ledger(place, contract, key, remote, retention, clock)
+    if key is None and not remote and ledger_key_path(place).exists():
+        key = PrivateKey.load(ledger_key_path(place), None)
+    ledger = Ledger.open(place, key, clock=clock)
+    try:
+        check_corpus_terms(ledger, contract)
+        if ledger.signs:
+            ledger.check_signs()
+    except BaseException:
+        ledger.close()
+        raise
+    return ledger
+
+
+def adopt_policy(ledger: Ledger, contract: CorpusTerms, signatures: tuple[PartySignature, ...] = ()) -> bool:
+    """Make the contract's floors, presets and policy those in force; whether anything had to be changed.
+
+    Classes that the contract does not name stay as they are. What protects less than before needs the `signatures` of
+    two parties (`CorpusTerms.change(in_force(ledger)).message(origin)` is what they sign).
+    """
+    while True:
+        size, before = ledger.retry_while_lost(lambda: _size_and_policy(ledger))
+        if contract.policy == NO_POLICY and before.policy != NO_POLICY:
+            raise LedgerError(
+                "ledger.ledger-under-policy",
+                f"the ledger {ledger.name} is under a policy, and nothing here says which",
+                "give the corpus its policy: Corpus(…, policy=Policy.load('policy.toml'))",
+            )
+        if (change := contract.change(before)) is None:
+            return False
+        change = replace(change, signatures=signatures)
+        _refuse_weaker_policy(ledger, before, change)
+        if ledger.signs:
+            ledger.check_signs()
+        try:
+            append_if_size(ledger, size, [change])
+        except ConcurrentAppend:
+            continue
+        except LedgerError:
+            if policy_in_force(ledger) == before:
+                raise
+            continue  # another process changed the policy first
+        if ledger.signs:
+            ledger.checkpoint()
+        return True
+
+
+def policy_in_force(ledger: Ledger) -> Header | PolicyChange:
+    """The last word on floors, presets and policy."""
+    return ledger.retry_while_lost(lambda: _size_and_policy(ledger))[1]
+
+
+def _size_and_policy(ledger: Ledger) -> tuple[int, Header | PolicyChange]:
+    with ledger.store.read() as rows:
+        return head_of(rows).size, last_policy_record(rows, ledger.header)
+
+
+def last_policy_record(rows: StoreReader, header: Header) -> Header | PolicyChange:
+    """The same inside a transaction."""
+    found: Header | PolicyChange = header
+    for _, data in rows.of_kind(KIND_NUMBERS[PolicyChange], 0, head_of(rows).size):
+        record = records.decode_leaf(data).record
+        assert isinstance(record, PolicyChange)
+        found = record
+    return found
+
+
+def _refuse_weaker_policy(ledger: Ledger, before: Header | PolicyChange, change: PolicyChange) -> None:
+    looser = loosened(before.floors, before.presets, change.floors, change.presets)
+    if looser and not ledger.parties().signed_by_two(change, ledger.origin, ledger.now()):
+        raise LedgerError(
+            "ledger.policy-protect-less-ledger",
+            f"the policy would protect less than the ledger {ledger.name} has promised: {'; '.join(looser)}",
+            "keep what was promised, or have two parties sign the change: lamina ledger policy",
+        )
+
+
+# --------------------------------------------------------------------------------------- making
+
+
+def _ledger_exists(place: str) -> bool:
+    """Whether there is a ledger, and not only what a killed process left of making one."""
+    remote = place.startswith(_POSTGRES_SCHEMES)
+    if not remote and (not os.path.isfile(place) or not os.path.getsize(place)):
+        return False
+    try:
+        store = make_store(place)
+    except LedgerError as error:
+        if remote and error.problem.startswith("there is no ledger"):
+            return False
+        if remote:
+            raise
+        store = make_store(place, create=True)  # a file without tables; anything else is refused again
+    try:
+        with store.read() as rows:
+            return rows.head() is not None
+    finally:
+        store.close()
+
+
+@contextmanager
+def _creation_lock(place: str, remote: bool) -> Iterator[None]:
+    """Nobody else makes a ledger in this folder. A database sees to that itself."""
+    if remote:
+        yield
+        return
+    folder = Path(place).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with folder_lock(folder):
+        yield
+
+
+def _create_ledger(
+    place: str, contract: CorpusTerms, key: PrivateKey | None, remote: bool, retention: int, clock: Callable[[], float]
+) -> PrivateKey | None:
+    """Make it, unless another process did meanwhile; the key, as far as it is known."""
+    if _ledger_exists(place):
+        return key
+    if key is None:
+        if remote:
+            raise LedgerError(
+                "ledger.no-ledger-database",
+                "there is no ledger in that database yet, and no key to sign one",
+                "give the key that will sign its checkpoints: lamina keys new makes one",
+            )
+        key = _load_or_make_key(ledger_key_path(place))
+    try:
+        Ledger.create(place, contract.header(key.public, retention=retention), key, clock=clock).close()
+    except LedgerError:
+        if not (remote and _ledger_exists(place)):  # else another machine was quicker
+            raise
+    return key
+
+
+def _load_or_make_key(path: Path) -> PrivateKey:
+    """A new key; or one that is there already, for a ledger that was not made in the end."""
+    if path.exists():
+        return PrivateKey.load(path, None)
+    key = PrivateKey.generate()
+    keys.replace_file(path.with_suffix(".pub"), key.public.pem(), "the public key", mode=0o644)
+    key.save(path, None)
+    return key
+
+
+def check_corpus_terms(ledger: Ledger, contract: CorpusTerms) -> None:
+    """LedgerError if the ledger is of another corpus, or counts in another way than its policy says."""
+    header = ledger.header
+    if header.origin != contract.origin:
+        raise LedgerError(
+            "ledger.ledger-not",
+            f"the ledger {ledger.name} is of {header.origin!r}, not of {contract.origin!r}",
+            "give the ledger of this corpus, or another place for a new one: one ledger, one corpus",
+        )
+    counted, asked = (header.accountant, header.delta), (contract.accountant, contract.delta)
+    if contract.policy != NO_POLICY and counted != asked:
+        raise LedgerError(
+            "ledger.ledger-counts-delta",
+            f"the ledger {ledger.name} counts by {counted[0]} at δ = {counted[1]:g} for good, "
+            f"the policy says {asked[0]} at δ = {asked[1]:g}",
+            "set accountant and delta of [corpus] to those of the ledger, or begin a ledger under another origin",
+        )

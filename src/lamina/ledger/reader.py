@@ -1,0 +1,452 @@
+"""A ledger as it is read: leaves, evidence and proofs.
+
+And how a contribution is found by digest or leaf number.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from threading import RLock
+from types import TracebackType
+from typing import Self
+
+from lamina.errors import LeafPruned, LedgerDamaged, LedgerError
+from lamina.ledger import merkle
+from lamina.ledger import records as leaves
+from lamina.ledger.append import UnindexedKeys, anchor_key, descriptor_key, index_key_ranges, subject_key, tile_reader
+from lamina.ledger.governance_records import Header, KeyEvent
+from lamina.ledger.key_state import KeyState
+from lamina.ledger.merkle import Frontier, TileNodes, leaf_hash, tile_path
+from lamina.ledger.receipt import TlogProof, TreeSignature
+from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, Leaf, Record, decode_leaf
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint
+from lamina.ledger.store.interface import LedgerHead, Store, StoredCheckpoint, StoreReader
+from lamina.ledger.store.open_store import make_store
+
+_INDEX_KEY_KINDS = (descriptor_key, anchor_key, subject_key)
+
+
+class LedgerReader:
+    """Reads what is committed, at the moment of each call. Several may be open on one store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._nodes = TileNodes(self._tile)
+        self._tail, self._turn = UnindexedKeys(), RLock()
+        with store.read() as rows:
+            if (head := rows.head()) is None:
+                raise LedgerError(
+                    "ledger.ledger-empty", f"the ledger {store.name} is empty", "create it: it has not even a header"
+                )
+            record = _decode_stored_leaf(0, rows.leaf(0)).record
+            if not isinstance(record, Header):
+                raise LedgerDamaged(
+                    "ledger.ledger-not-begin",
+                    f"the ledger {store.name} does not begin with a header",
+                    "restore it from a copy",
+                )
+            self.header = record
+            self._check_head(rows, head)
+
+    @classmethod
+    def read_only(cls, where: str | os.PathLike[str]) -> LedgerReader:
+        """A ledger that is there, for who must not change it; also a copy that cannot be written."""
+        store = make_store(where, readonly=True)
+        try:
+            return LedgerReader(store)
+        except BaseException:
+            store.close()
+            raise
+
+    def close(self) -> None:
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def origin(self) -> str:
+        return self.header.origin
+
+    @property
+    def name(self) -> str:
+        """Where it is kept, for messages."""
+        return self.store.name
+
+    # ----------------------------------------------------------------------------------- where it stands
+
+    @property
+    def size(self) -> int:
+        """Committed leaves."""
+        with self.store.read() as rows:
+            return head_of(rows).size
+
+    @property
+    def root(self) -> bytes:
+        """The root over them."""
+        return self.tree().root
+
+    def tree(self) -> LedgerCheckpoint:
+        """Size and root of what is committed, together."""
+        with self.store.read() as rows:
+            return self._tree(head_of(rows))
+
+    def checkpoints(self) -> Iterator[str]:
+        """Every checkpoint that was signed, by size, with its signatures."""
+        with self.store.read() as rows:
+            yield from (signed.text for signed in rows.checkpoints())
+
+    def latest(self) -> str | None:
+        """The newest checkpoint."""
+        with self.store.read() as rows:
+            signed = rows.checkpoint()
+        return None if signed is None else signed.text
+
+    def parties(self, before: int | None = None) -> KeyState:
+        """Whose signatures count, after the leaves before that one."""
+        with self.store.read() as rows:
+            return self._parties(rows, head_of(rows).size if before is None else before)
+
+    # ----------------------------------------------------------------------------------- leaves
+
+    def raw(self, seq: int) -> bytes:
+        """The bytes of a leaf; Pruned if it was summed up, LedgerError if it was never there."""
+        with self.store.read() as rows:
+            return self._raw(rows, seq)
+
+    def leaf(self, seq: int) -> Leaf:
+        """A leaf, read."""
+        return _decode_stored_leaf(seq, self.raw(seq))
+
+    def raw_leaves(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
+        """(seq, bytes) of the leaves in [first, stop) that are there, in order: one view, in bounded memory."""
+        with self.store.read() as rows:
+            yield from rows.leaves(first, head_of(rows).size if stop is None else stop)
+
+    def leaves(self, first: int = 0, stop: int | None = None) -> Iterator[Leaf]:
+        """The same, read."""
+        for seq, data in self.raw_leaves(first, stop):
+            yield _decode_stored_leaf(seq, data)
+
+    def of_kind(self, kind: type[Record], first: int = 0, stop: int | None = None) -> Iterator[Leaf]:
+        """Leaves of one kind, in order. Quick for every kind but contributions."""
+        with self.store.read() as rows:
+            last = head_of(rows).size if stop is None else stop
+            for seq, data in rows.of_kind(KIND_NUMBERS[kind], first, last):
+                yield _decode_stored_leaf(seq, data)
+
+    # ----------------------------------------------------------------------------------- what belongs to them
+
+    def evidence(self, seq: int) -> bytes | None:
+        """The bytes whose digest stands in the leaf alone: of a contribution its attestation."""
+        with self.store.read() as rows:
+            return rows.evidence(seq)
+
+    def evidences(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
+        """(seq, bytes) of those in [first, stop) that are there, in order."""
+        with self.store.read() as rows:
+            yield from rows.evidences(first, head_of(rows).size if stop is None else stop)
+
+    def blob(self, digest: bytes) -> bytes | None:
+        """The bytes of a plan or manifest."""
+        with self.store.read() as rows:
+            return rows.blob(digest)
+
+    def find(self, digest: bytes) -> list[int]:
+        """Contributions by the digest of their descriptor, their content anchor, or their subject's tag."""
+        return sorted({seq for _, seq in self._find([make(digest) for make in _INDEX_KEY_KINDS])})
+
+    def find_prefix(self, digits: str, most: int) -> list[int]:
+        """Contributions whose descriptor digest or content anchor begins with these hex digits.
+
+        All of them, if they have at most `most` digests; otherwise those of so many.
+        """
+        with self._turn, self.store.read() as rows:
+            self._tail.follow(rows, head_of(rows))
+            keys = [key for pair in index_key_ranges(digits) for key in self._tail.between(rows, *pair, most)]
+            return sorted({seq for _, seq in self._tail.find(rows, keys[:most])})
+
+    def known(self, descriptors: Sequence[bytes]) -> dict[bytes, int]:
+        """Descriptor digest → leaf, of those that were admitted before."""
+        keys = {descriptor_key(digest): digest for digest in descriptors}
+        return {keys[key]: seq for key, seq in self._find(list(keys))}
+
+    def seqs(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """(key, leaf) of every contribution that has one of these keys (lookup.py)."""
+        return self._find(keys)
+
+    def attempt(self, run: bytes, segment: int, generation: int) -> int | None:
+        """The leaf of the epoch that closed an attempt."""
+        with self.store.read() as rows:
+            return rows.attempt(run, segment, generation)
+
+    def withdrawn(self, seq: int) -> int | None:
+        """The leaf in which a contribution was withdrawn."""
+        with self.store.read() as rows:
+            return rows.withdrawn(seq)
+
+    def withdrawals(self) -> dict[int, int]:
+        """Every contribution that was withdrawn → the leaf in which it was."""
+        with self.store.read() as rows:
+            return dict(rows.withdrawals())
+
+    # ----------------------------------------------------------------------------------- proofs
+
+    def prove(self, seq: int, size: int | None = None) -> list[bytes]:
+        """The inclusion proof of a leaf in the tree of that size; of all committed leaves without a size."""
+        return merkle.inclusion_proof(self._nodes, seq, self._within(size))
+
+    def consistent(self, old: int, new: int | None = None) -> list[bytes]:
+        """The proof that the tree of `new` leaves begins with the tree of `old`."""
+        return merkle.consistency_proof(self._nodes, old, self._within(new))
+
+    def root_at(self, size: int) -> bytes:
+        """The root that the tree had at a size."""
+        return merkle.root_at(self._nodes, self._within(size))
+
+    def receipt(self, seq: int) -> bytes:
+        """The COSE receipt (RFC 9942) of a leaf under the newest checkpoint."""
+        signed, data = self._covered(seq)
+        head, _ = parse_checkpoint(signed.text)
+        seal = TreeSignature(self.origin, head.size, head.root, signed.seal[:32], signed.seal[32:])
+        return seal.receipt(leaf_hash(data), seq, self.prove(seq, head.size))
+
+    def proof_text(self, seq: int) -> str:
+        """The same as C2SP tlog-proof text, with the cosignatures of witnesses."""
+        signed, _ = self._covered(seq)
+        return TlogProof(seq, tuple(self.prove(seq, signed.size)), signed.text).encode()
+
+    # ----------------------------------------------------------------------------------- inside
+
+    def _find(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        with self._turn, self.store.read() as rows:
+            self._tail.follow(rows, head_of(rows))
+            return self._tail.find(rows, keys)
+
+    def _covered(self, seq: int) -> tuple[StoredCheckpoint, bytes]:
+        with self.store.read() as rows:
+            data, signed = self._raw(rows, seq), rows.checkpoint()
+        if signed is None or signed.size <= seq:
+            raise LedgerError(
+                "ledger.no-checkpoint-covers", f"no checkpoint covers leaf {seq} yet", "sign one: ledger.checkpoint()"
+            )
+        return signed, data
+
+    def _raw(self, rows: StoreReader, seq: int) -> bytes:
+        data = rows.leaf(seq) if 0 <= seq < 2**63 else None
+        if data is None:
+            size = head_of(rows).size
+            if 0 <= seq < size:
+                raise LeafPruned(
+                    "ledger.leaf-summed-up",
+                    f"leaf {seq} was summed up in an aggregate",
+                    "whoever kept a receipt can still prove it",
+                )
+            raise LedgerError(
+                "ledger.no-leaf-ledger", f"there is no leaf {seq} in a ledger of {size}", "give an index below the size"
+            )
+        return data
+
+    def _within(self, size: int | None) -> int:
+        now = self.size
+        if size is not None and size > now:
+            raise LedgerError(
+                "ledger.ledger-leaves-not",
+                f"the ledger has {now} leaves, not {size}",
+                "give a size that it has reached",
+            )
+        return now if size is None else size
+
+    def _tile(self, level: int, index: int, width: int) -> bytes:
+        with self.store.read() as rows:
+            data = rows.tile(level, index)
+        if data is None:
+            raise LeafPruned(
+                "ledger.went-leaves-under",
+                f"{tile_path(level, index, width)} went with the leaves under it",
+                "ask for a checkpoint's size, or for a leaf that is still there",
+            )
+        return data
+
+    def _tree(self, head: LedgerHead) -> LedgerCheckpoint:
+        return LedgerCheckpoint(self.origin, head.size, Frontier.decode(head.frontier).root())
+
+    def _parties(self, rows: StoreReader, before: int) -> KeyState:
+        found = KeyState(self.header)
+        for seq, data in rows.of_kind(KIND_NUMBERS[KeyEvent], 0, before):
+            record = _decode_stored_leaf(seq, data).record
+            assert isinstance(record, KeyEvent)
+            found.apply(record)
+        return found
+
+    def _check_head(self, rows: StoreReader, head: LedgerHead) -> None:
+        """Head, last leaf and tiles say the same. What lies before is for `verify`."""
+        frontier = Frontier.decode(head.frontier)
+        nodes = TileNodes(tile_reader(rows))
+        last = _decode_stored_leaf(head.size - 1, rows.leaf(head.size - 1))
+        if frontier.size != head.size or merkle.frontier_at(nodes, head.size) != frontier:
+            raise LedgerDamaged(
+                "ledger.head-tree-ledger", f"head and tree of the ledger {self.name} differ", "restore it from a copy"
+            )
+        if last.seq != head.size - 1 or last.time != head.time or rows.leaf(head.size) is not None:
+            raise LedgerDamaged(
+                "ledger.head-leaves-ledger",
+                f"head and leaves of the ledger {self.name} differ",
+                "restore it from a copy",
+            )
+
+
+def head_of(rows: StoreReader) -> LedgerHead:
+    """The head of a ledger that has one."""
+    head = rows.head()
+    if head is None:
+        raise LedgerDamaged("ledger.ledger-lost-head", "the ledger has lost its head", "restore it from a copy")
+    return head
+
+
+def _decode_stored_leaf(seq: int, data: bytes | None) -> Leaf:
+    if data is None:
+        raise LedgerDamaged("ledger.leaf-not", f"leaf {seq} is not there", "restore the ledger from a copy")
+    return leaves.decode_leaf(data)
+
+
+MIN_DIGITS = 8  # hex digits of a digest that are enough, if nobody else's begins with them
+_HEX_DIGITS = re.compile(r"[0-9a-f]{8,64}")
+_DIGEST_DIGITS = 64
+_MAX_LEAF_DIGITS = 18  # digits of a leaf
+_MAX_LISTED = 5  # of several that a name could be
+
+
+def find_contributions(ledger: LedgerReader, name: str) -> list[Leaf]:
+    """The contributions of this descriptor digest or content anchor (64 hex digits, or the first 8 or more), of this
+    subject tag (64 hex digits), or of this leaf.
+
+    First digits must be those of one digest alone. The index of the store is asked first. If it knows nothing, all
+    leaves are read: an index is no evidence.
+    """
+    number = _leaf_number(ledger, name)
+    return _find_by_digits(ledger, name) if number is None else [_contribution_leaf(ledger, number)]
+
+
+def find_leaf(ledger: LedgerReader, name: str) -> int:
+    """One leaf: of any kind by its number, a contribution as `find` does."""
+    number = _leaf_number(ledger, name)
+    if number is not None:
+        return number
+    found = _find_by_digits(ledger, name)
+    if len(found) > 1:
+        listed = ", ".join(str(leaf.seq) for leaf in found[:_MAX_LISTED]) + (", …" if len(found) > _MAX_LISTED else "")
+        raise LedgerError(
+            "ledger.contributions-digest-leaves",
+            f"{len(found)} contributions have the digest {name.lower()[:16]}…: leaves {listed}",
+            "give the number of one leaf",
+        )
+    return found[0].seq
+
+
+def _leaf_number(ledger: LedgerReader, name: str) -> int | None:
+    """The leaf that a name is the number of. Long numbers may be the first digits of a digest, and never mean both."""
+    if not (name.isascii() and name.isdecimal() and len(name) <= _MAX_LEAF_DIGITS):
+        return None
+    number = int(name)
+    if len(name) < MIN_DIGITS:
+        return number
+    if name[0] == "0" or number >= ledger.size:
+        return None
+    if found := _find_indexed_prefix(ledger, name):
+        raise _ambiguous_name(name, [f"leaf {number}", *_list_matches(found, name)])
+    return number
+
+
+def _find_by_digits(ledger: LedgerReader, name: str) -> list[Leaf]:
+    digits = name.lower()
+    if _HEX_DIGITS.fullmatch(digits) is None:
+        raise LedgerError(
+            "ledger.names-no-contribution",
+            f"{name[:80]!r} names no contribution",
+            f"give its folder, its digest ({_DIGEST_DIGITS} hex digits, or its first {MIN_DIGITS} or more), or its leaf",
+        )
+    found = (
+        _find_digest(ledger, bytes.fromhex(digits)) if len(digits) == _DIGEST_DIGITS else _find_prefix(ledger, digits)
+    )
+    if not found:
+        raise LedgerError(
+            "ledger.no-contribution-ledger",
+            f"no contribution {digits[:16]}{'…' if len(digits) > 16 else ''} is in the ledger {ledger.name}",
+            "copy the digest again; what was pruned can be proven only by who kept its receipt",
+        )
+    if len(listed := _list_matches(found, digits)) > 1:
+        raise _ambiguous_name(digits, listed)
+    return found
+
+
+def _find_digest(ledger: LedgerReader, digest: bytes) -> list[Leaf]:
+    found = [_contribution_leaf(ledger, seq) for seq in ledger.find(digest)]
+    found = [leaf for leaf in found if digest in _contribution_digests(leaf)]
+    return found or [leaf for leaf in _leaves_containing(ledger, digest) if digest in _contribution_digests(leaf)]
+
+
+def _find_prefix(ledger: LedgerReader, digits: str) -> list[Leaf]:
+    """Those of which a digest begins so."""
+    part = bytes.fromhex(digits[: len(digits) // 2 * 2])
+    return _find_indexed_prefix(ledger, digits) or [
+        leaf for leaf in _leaves_containing(ledger, part) if _digests_with_prefix(leaf, digits)
+    ]
+
+
+def _find_indexed_prefix(ledger: LedgerReader, digits: str) -> list[Leaf]:
+    found = (_contribution_leaf(ledger, seq) for seq in ledger.find_prefix(digits, _MAX_LISTED + 1))
+    return [leaf for leaf in found if _digests_with_prefix(leaf, digits)]
+
+
+def _digests_with_prefix(leaf: Leaf, digits: str) -> list[str]:
+    """Its descriptor or anchor, if one begins so. A subject's tag is given whole: it is about a person."""
+    return [
+        each.hex() for each in _contribution_digests(leaf)[:2] if each is not None and each.hex().startswith(digits)
+    ]
+
+
+def _list_matches(found: list[Leaf], digits: str) -> list[str]:
+    """The digests that begin so, each with a leaf."""
+    known: dict[str, Leaf] = {}
+    for leaf in found:
+        for digest in _digests_with_prefix(leaf, digits):
+            known.setdefault(digest, leaf)
+    return [f"{digest} (leaf {leaf.seq})" for digest, leaf in known.items()]
+
+
+def _ambiguous_name(name: str, listed: list[str]) -> LedgerError:
+    more = ", …" if len(listed) > _MAX_LISTED else ""
+    return LedgerError(
+        "ledger.could-things",
+        f"{name!r} could be {'more than ' if more else ''}{min(len(listed), _MAX_LISTED)} things: "
+        f"{', '.join(listed[:_MAX_LISTED])}{more}",
+        "give more digits",
+    )
+
+
+def _contribution_leaf(ledger: LedgerReader, seq: int) -> Leaf:
+    leaf = ledger.leaf(seq)
+    if leaf.kind is not ContributionRecord:
+        raise LedgerError(
+            "ledger.leaf-no-contribution",
+            f"leaf {seq} is no contribution",
+            "lamina ledger show --kind contribution lists them",
+        )
+    return leaf
+
+
+def _leaves_containing(ledger: LedgerReader, part: bytes) -> Iterator[Leaf]:
+    return (decode_leaf(data) for _, data in ledger.raw_leaves() if part in data)
+
+
+def _contribution_digests(leaf: Leaf) -> tuple[bytes | None, ...]:
+    record = leaf.record
+    return (record.descriptor, record.anchor, record.subject) if isinstance(record, ContributionRecord) else ()

@@ -1,0 +1,623 @@
+"""Signed notes, ledger checkpoints and the cosignatures of witnesses (C2SP signed-note, tlog-checkpoint.
+
+Tlog-cosignature).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, Self
+
+from lamina.admit.keys import PrivateKey, PublicKey
+from lamina.errors import BadKey, EncodingError, LedgerError, NotVerified
+from lamina.ledger.merkle import EMPTY_ROOT, HASH_SIZE, MAX_TREE_SIZE, is_hash, is_tree_size, verify_consistency
+
+MAX_NOTE_BYTES = 256 * 1024  # bytes; room for a note with 16 signatures of 5 kB and more, as C2SP asks
+MAX_KEY_NAME = 256
+
+
+def decode64(text: str, what: str) -> bytes:
+    """Bytes in standard base64 with padding, in the one way to write them."""
+    try:
+        raw = base64.b64decode(text)
+    except ValueError:
+        raw = b""
+    if encode64(raw) != text:  # whatever else a decoder lets pass
+        raise EncodingError(
+            "ledger.not-base64-rfc", f"{what} is not base64 as RFC 4648 §4 writes it", "copy it again, whole"
+        )
+    return raw
+
+
+def parse_decimal(text: str, what: str, largest: int) -> int:
+    """A number of digits without leading zeroes."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 20) or (text[0] == "0" and text != "0"):
+        raise EncodingError(
+            "ledger.not-decimal-number",
+            f"{what} {text[:24]!r} is not a decimal number without leading zeroes",
+            "copy it again",
+        )
+    if int(text) > largest:
+        raise EncodingError("ledger.allowed", f"{what} is {text}, at most {largest} is allowed", "copy it again")
+    return int(text)
+
+
+def encode64(raw: bytes) -> str:
+    """Bytes in standard base64."""
+    return base64.b64encode(raw).decode("ascii")
+
+
+def check_note_text(text: str) -> None:
+    """Refuse what no signed note may hold: control characters but newlines, lone surrogates, too much."""
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise LedgerError(
+            "ledger.text-holds-lone", "the text holds a lone surrogate, which UTF-8 cannot carry", "fix the text"
+        ) from None
+    if size > MAX_NOTE_BYTES:
+        raise LedgerError(
+            "ledger.text-bytes-allowed",
+            f"the text has {size} bytes, at most {MAX_NOTE_BYTES} are allowed",
+            "sign its hash",
+        )
+    if control := next((char for char in text if char < " " and char != "\n"), None):
+        raise LedgerError(
+            "ledger.text-holds-control",
+            f"the text holds the control character {control!r}",
+            "only newlines are allowed",
+        )
+
+
+def check_key_name(name: str) -> None:
+    """Refuse what cannot name a key: nothing, blanks of any kind, or a plus sign."""
+    check_note_text(name)
+    if not 1 <= len(name.encode("utf-8")) <= MAX_KEY_NAME or "+" in name or any(map(str.isspace, name)):
+        raise LedgerError(
+            "ledger.key-name-bytes",
+            f"the key name {name[:40]!r} must have 1 to {MAX_KEY_NAME} bytes without blanks and without +",
+            "name it like example.org/ledger",
+        )
+
+
+# Signed notes (C2SP signed-note): a text, and signatures over it that anybody can add to.
+#
+#     text, ends with a newline
+#                                                        ← an empty line, the last one of the note
+#     — name base64(key id, 4 bytes ‖ signature)         ← one line for each signature
+#
+#     key id = SHA-256(name ‖ 0x0A ‖ kind ‖ public key)[:4]
+#     verifier key = name+hex(key id)+base64(kind ‖ public key)
+#
+# A key id is a hint, no digest: what counts is the key that the reader holds. Kind 0x01 is Ed25519 over the text; 0x04,
+# the cosignature of a witness, is in witness.py.
+
+MAX_SIGNATURES = 64
+
+_SIGNATURE_PREFIX = "— "
+
+
+@dataclass(frozen=True, slots=True)
+class NoteSignature:
+    """One line under a note: whose it says it is, and what it holds."""
+
+    name: str
+    key_id: bytes
+    value: bytes
+
+    def __post_init__(self) -> None:
+        check_key_name(self.name)
+        if len(self.key_id) != 4 or not self.value:
+            raise LedgerError(
+                "ledger.signature-empty-no",
+                f"the signature of {self.name!r} is empty or has no key id of 4 bytes",
+                "sign again",
+            )
+
+    @property
+    def line(self) -> str:
+        """The line as it stands in the note."""
+        return f"{_SIGNATURE_PREFIX}{self.name} {encode64(self.key_id + self.value)}\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A text and the signatures that came with it. It says something only to whom `verify` vouches for it."""
+
+    text: str
+    signatures: tuple[NoteSignature, ...]
+
+    def __post_init__(self) -> None:
+        check_note_text(self.text)
+        if not self.text.endswith("\n"):
+            raise LedgerError("ledger.text-note-not", "the text of a note does not end with a newline", "add one")
+        if not 1 <= len(self.signatures) <= MAX_SIGNATURES:
+            raise LedgerError(
+                "ledger.note-signatures",
+                f"a note has {len(self.signatures)} signatures, must have 1 to {MAX_SIGNATURES}",
+                "leave some out",
+            )
+
+    def encode(self) -> str:
+        """The note as it is written."""
+        return self.text + "\n" + "".join(signature.line for signature in self.signatures)
+
+    def with_signatures(self, *signatures: NoteSignature) -> Note:
+        """The note with more signatures, each in place of an earlier one by the same key."""
+        names = {(new.name, new.key_id) for new in signatures}
+        kept = tuple(old for old in self.signatures if (old.name, old.key_id) not in names)
+        return Note(self.text, kept + signatures)
+
+    @classmethod
+    def parse(cls, data: str | bytes) -> Note:
+        """Read a note strictly; EncodingError for anything that is none."""
+        whole = _decode_note(data)
+        body, gap, lines = whole.rpartition("\n\n")
+        if not gap or not lines.endswith("\n"):
+            raise _malformed_note("it has no signature lines after an empty line")
+        found = lines[:-1].split("\n")
+        if len(found) > MAX_SIGNATURES:
+            raise _malformed_note(f"it has {len(found)} signatures, at most {MAX_SIGNATURES} are read")
+        try:
+            return cls(body + "\n", tuple(_parse_signature_line(line) for line in found))
+        except LedgerError as error:
+            raise _malformed_note(error.problem) from None
+
+
+class NoteVerifier(Protocol):
+    """A key that a reader trusts, under the name that it goes by."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def id(self) -> bytes:
+        """Its key id, 4 bytes."""
+
+    def holds(self, text: str, value: bytes) -> bool:
+        """Whether `value` is this key's signature of the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedKey:
+    """A public key under a name, for one kind of signature."""
+
+    KIND: ClassVar[int]
+
+    name: str
+    key: PublicKey
+    id: bytes = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_key_name(self.name)
+        blob = self.name.encode("utf-8") + b"\n" + bytes((self.KIND,)) + self.key.x
+        object.__setattr__(self, "id", hashlib.sha256(blob).digest()[:4])
+
+    @property
+    def text(self) -> str:
+        """The verifier key in one line, as other implementations take it."""
+        return f"{self.name}+{self.id.hex()}+{encode64(bytes((self.KIND,)) + self.key.x)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a verifier key of this kind."""
+        name, _, rest = text.partition("+")
+        digits, _, blob = rest.partition("+")
+        raw = decode64(blob, "the verifier key")
+        if len(raw) != 33 or raw[0] != cls.KIND:
+            raise EncodingError(
+                "ledger.verifier-key-not",
+                f"the verifier key of {name!r} is not of kind 0x{cls.KIND:02x} with 32 bytes",
+                "give an Ed25519 key made for this purpose",
+            )
+        try:
+            found = cls(name, PublicKey(raw[1:]))
+        except (LedgerError, BadKey) as error:
+            raise EncodingError(
+                "ledger.verifier-key-refused",
+                f"the verifier key {text[:80]!r} is refused: {error.problem}",
+                error.remedy,
+            ) from None
+        if found.text != text:
+            raise EncodingError(
+                "ledger.verifier-key-key",
+                f"the verifier key of {name!r} has key id {digits[:16]!r}, its own is {found.id.hex()}",
+                "copy it again from who published it",
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class NoteKey(NamedKey):
+    """An Ed25519 key that signs the text as it is."""
+
+    KIND: ClassVar[int] = 0x01
+
+    def holds(self, text: str, value: bytes) -> bool:
+        """Whether `value` is this key's signature of the text."""
+        return self.key.verify(text.encode("utf-8"), value)
+
+
+def sign_note(text: str, name: str, key: PrivateKey) -> Note:
+    """A note with one signature."""
+    check_note_text(text)
+    signer = NoteKey(name, key.public)
+    return Note(text, (NoteSignature(name, signer.id, key.sign(text.encode("utf-8"))),))
+
+
+def verify_note(note: Note, keys: Iterable[NoteVerifier]) -> tuple[NoteSignature, ...]:
+    """The signatures by `keys`, one for each key that signed; NotVerified if there is none, or if one is wrong.
+
+    Signatures by others are passed over, as the specification asks: they may be of witnesses, or of the next key.
+    """
+    known: dict[tuple[str, bytes], NoteVerifier] = {}
+    for key in keys:
+        if known.setdefault((key.name, key.id), key) is not key:
+            raise LedgerError(
+                "ledger.two-keys-name",
+                f"two keys have the name {key.name!r} and the id {key.id.hex()}",
+                "rename one of them",
+            )
+    good: dict[tuple[str, bytes], NoteSignature] = {}
+    for signature in note.signatures:
+        place = (signature.name, signature.key_id)
+        if place not in known:
+            continue
+        if not known[place].holds(note.text, signature.value):
+            raise NotVerified(
+                "ledger.signature-key-not",
+                f"the signature by {signature.name!r} (key {signature.key_id.hex()}) is not one of this text",
+                "the text or the signature was changed: get the note again from its author",
+            )
+        good.setdefault(place, signature)
+    if not good:
+        names = ", ".join(sorted({name for name, _ in known})) or "nobody"
+        raise NotVerified(
+            "ledger.note-not-signed", f"the note is not signed by {names}", "give the keys of who should have signed it"
+        )
+    return tuple(good.values())
+
+
+def _decode_note(data: str | bytes) -> str:
+    if len(data) > MAX_NOTE_BYTES:
+        raise _malformed_note(f"it has {len(data)} bytes, at most {MAX_NOTE_BYTES} are read")
+    try:
+        text = data if isinstance(data, str) else bytes(data).decode("utf-8")
+        check_note_text(text)
+    except UnicodeDecodeError:
+        raise _malformed_note("it is not valid UTF-8") from None
+    except LedgerError as error:
+        raise _malformed_note(error.problem) from None
+    return text
+
+
+def _parse_signature_line(line: str) -> NoteSignature:
+    name, _, blob = line.removeprefix(_SIGNATURE_PREFIX).partition(" ")
+    if not line.startswith(_SIGNATURE_PREFIX):
+        raise _malformed_note(f"the line {line[:40]!r} is no signature")
+    raw = decode64(blob, f"the signature of {name[:40]!r}")
+    return NoteSignature(name, raw[:4], raw[4:])
+
+
+def _malformed_note(problem: str) -> EncodingError:
+    return EncodingError("ledger.malformed-note", f"malformed note: {problem}", "get the note again from its author")
+
+
+# Witnesses: others who saw the same tree, and say so under its checkpoint (C2SP tlog-cosignature, v1, Ed25519).
+#
+#     signature value = time, 8 bytes ‖ Ed25519 signature, 64 bytes, over
+#
+#         cosignature/v1
+#         time 1679315147
+#         <the text of the checkpoint>
+#
+# Whoever cosigns says: as of this time, the largest tree that I saw of this origin has this root, and it is consistent
+# with every earlier one. A ledger that shows two faces needs two sets of witnesses.
+
+COSIGNATURE_SKEW = 120  # seconds by which a clock may be wrong
+MAX_COSIGNATURE_TIME = 2**63 - 1
+
+_TIME_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessKey(NamedKey):
+    """An Ed25519 key that cosigns checkpoints, and nothing else."""
+
+    KIND: ClassVar[int] = 0x04
+
+    def holds(self, text: str, value: bytes) -> bool:
+        """Whether `value` is this witness's cosignature of the text."""
+        time = int.from_bytes(value[:_TIME_BYTES], "big")
+        return (
+            len(value) == _TIME_BYTES + 64
+            and time <= MAX_COSIGNATURE_TIME
+            and self.key.verify(_cosigned_message(text, time), value[_TIME_BYTES:])
+        )
+
+
+def make_cosignature(text: str, name: str, key: PrivateKey, time: int) -> NoteSignature:
+    """The cosignature of a checkpoint's text, made at `time` in seconds since 1970. Look at the tree first."""
+    if type(time) is not int or not 0 <= time <= MAX_COSIGNATURE_TIME:
+        raise LedgerError(
+            "ledger.time-seconds-since", f"the time is {time!r}, must be seconds since 1970", "give int(time.time())"
+        )
+    value = time.to_bytes(_TIME_BYTES, "big") + key.sign(_cosigned_message(text, time))
+    return NoteSignature(name, WitnessKey(name, key.public).id, value)
+
+
+def cosignature_time(signature: NoteSignature) -> int:
+    """The time in a cosignature."""
+    return int.from_bytes(signature.value[:_TIME_BYTES], "big")
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessQuorum:
+    """At least `quorum` of these witnesses must have cosigned. A quorum of 0 asks for none.
+
+    One public key is one witness, whatever names it goes by.
+    """
+
+    quorum: int = 0
+    witnesses: tuple[WitnessKey, ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.quorum) is not int or not 0 <= self.quorum <= len(self.witnesses):
+            raise LedgerError(
+                "ledger.quorum-lie-number",
+                f"the quorum is {self.quorum!r}, must lie in [0, {len(self.witnesses)}], the number of witnesses",
+                "lower it, or name more witnesses",
+            )
+        if len({witness.key.x for witness in self.witnesses}) < len(self.witnesses):
+            raise LedgerError(
+                "ledger.two-witnesses-same", "two witnesses have the same public key", "name each witness once"
+            )
+
+    @classmethod
+    def of(cls, quorum: int, keys: Iterable[str]) -> WitnessQuorum:
+        """The policy with these verifier keys, one line each."""
+        return cls(quorum, tuple(WitnessKey.parse(key) for key in keys))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The verifier keys, one line each."""
+        return tuple(witness.text for witness in self.witnesses)
+
+    def cosigned(self, note: Note, *, now: int | None = None) -> dict[str, int]:
+        """Which of the witnesses cosigned the note, and when (the latest time of each).
+
+        NotVerified if a cosignature of one of them is wrong, or later than `now` by more than clocks differ.
+        """
+        known = {(witness.name, witness.id): witness for witness in self.witnesses}
+        times: dict[str, int] = {}
+        for signature in note.signatures:
+            witness = known.get((signature.name, signature.key_id))
+            if witness is None:
+                continue
+            if not witness.holds(note.text, signature.value):
+                raise NotVerified(
+                    "ledger.cosignature-not-checkpoint",
+                    f"the cosignature by {signature.name!r} is not one of this checkpoint",
+                    "get the checkpoint again, or ask the witness",
+                )
+            time = cosignature_time(signature)
+            if now is not None and time > now + COSIGNATURE_SKEW:
+                raise NotVerified(
+                    "ledger.cosignature-now",
+                    f"the cosignature by {signature.name!r} is of {time}, {time - now} s from now",
+                    "set the clocks right",
+                )
+            times[witness.name] = max(time, times.get(witness.name, 0))
+        return times
+
+    def check(self, note: Note, *, now: int | None = None) -> dict[str, int]:
+        """`cosigned`, and NotVerified if these are fewer than the quorum."""
+        times = self.cosigned(note, now=now)
+        if len(times) < self.quorum:
+            raise NotVerified(
+                "ledger.witnesses-cosigned-checkpoint",
+                f"{len(times)} of {len(self.witnesses)} witnesses cosigned this checkpoint, {self.quorum} must",
+                "ask the witnesses to look at it, or get a copy that carries their cosignatures",
+            )
+        return times
+
+
+def _cosigned_message(text: str, time: int) -> bytes:
+    return f"cosignature/v1\ntime {time}\n{text}".encode()
+
+
+# Checkpoints (C2SP tlog-checkpoint): a signed note that says how large a tree is and what its root is.
+#
+#     example.org/ledger                                 ← origin: which ledger
+#     20852163                                           ← size: leaves in the tree
+#     CsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2I=       ← root, in base64
+#
+#     — example.org/ledger …                             ← signed by the ledger under its origin
+#     — witness.example.org …                            ← cosigned by who saw it
+#
+# Nothing else is said in a checkpoint: what was spent stands in leaves, where an auditor can prove it.
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCheckpoint:
+    """The head of a tree. `extensions` are lines of other ledgers that are read and kept; ours have none."""
+
+    origin: str
+    size: int
+    root: bytes
+    extensions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not is_tree_size(self.size) or not is_hash(self.root):
+            raise LedgerError(
+                "ledger.checkpoint-size-root",
+                f"the checkpoint has size {self.size!r} and root {self.root!r}, must be in [0, 2^63) and {HASH_SIZE} bytes",
+                "take both from the tree",
+            )
+        if self.size == 0 and self.root != EMPTY_ROOT:
+            raise LedgerError(
+                "ledger.root-empty-tree", "the root of an empty tree is not SHA-256 of nothing", "take it from the tree"
+            )
+        for line in (self.origin, *self.extensions):
+            check_note_text(line)
+            if not line or "\n" in line:
+                raise LedgerError(
+                    "ledger.line-checkpoint-line",
+                    f"a line of the checkpoint is {line[:40]!r}, must be one line",
+                    "leave it out",
+                )
+
+    def text(self) -> str:
+        """What is signed."""
+        return "\n".join([self.origin, str(self.size), encode64(self.root), *self.extensions, ""])
+
+    def signed(self, key: PrivateKey, name: str | None = None) -> str:
+        """The checkpoint as a signed note. Sign only what is committed, and nothing that forks what was signed."""
+        check_key_name(self.origin)
+        return sign_note(self.text(), self.origin if name is None else name, key).encode()
+
+    @classmethod
+    def of_text(cls, text: str) -> LedgerCheckpoint:
+        """Read the text of a note that is a checkpoint; EncodingError for any other."""
+        lines = text.split("\n")
+        if len(lines) < 4 or lines.pop():
+            raise _malformed_checkpoint("it must be three lines or more, with a newline at the end")
+        origin, size, root, *extensions = lines
+        try:
+            return cls(
+                origin, parse_decimal(size, "the size", MAX_TREE_SIZE), decode64(root, "the root"), tuple(extensions)
+            )
+        except LedgerError as error:
+            raise _malformed_checkpoint(error.problem) from None
+
+    def extends(self, old: LedgerCheckpoint, proof: Sequence[bytes]) -> bool:
+        """Whether `proof` shows that this tree begins with all of the old one, of the same ledger."""
+        return self.origin == old.origin and verify_consistency(old.size, self.size, proof, old.root, self.root)
+
+    def forks(self, other: LedgerCheckpoint) -> bool:
+        """Whether both cannot be of one ledger: as many leaves under another root."""
+        return self.origin == other.origin and self.size == other.size and self.root != other.root
+
+
+def parse_checkpoint(data: str | bytes) -> tuple[LedgerCheckpoint, Note]:
+    """Read a signed checkpoint strictly; EncodingError for anything that is none. Nothing is verified yet."""
+    found = Note.parse(data)
+    return LedgerCheckpoint.of_text(found.text), found
+
+
+def verify_checkpoint(
+    data: str | bytes,
+    keys: Iterable[NoteKey],
+    *,
+    origin: str | None = None,
+    policy: WitnessQuorum | None = None,
+    now: int | None = None,
+) -> LedgerCheckpoint:
+    """The checkpoint, if one of the ledger's `keys` signed it and the witnesses' quorum cosigned it.
+
+    Otherwise NotVerified, or EncodingError for what is no checkpoint. `origin` is which ledger it must be of; None
+    takes the names of the keys, which are origins.
+    """
+    checkpoint, found = parse_checkpoint(data)
+    keys = tuple(keys)
+    expected = {key.name for key in keys} if origin is None else {origin}
+    if checkpoint.origin not in expected:
+        raise NotVerified(
+            "ledger.checkpoint-expected",
+            f"the checkpoint is of {checkpoint.origin!r}, expected was {', '.join(sorted(expected)) or 'none'}",
+            "give the checkpoint of this ledger, or the keys of that one",
+        )
+    verify_note(found, keys)
+    if policy is not None:
+        if {key.key.x for key in keys} & {witness.key.x for witness in policy.witnesses}:
+            raise NotVerified(
+                "ledger.witness-ledger-own", "a witness has the ledger's own key", "a witness must be somebody else"
+            )
+        policy.check(found, now=now)
+    return checkpoint
+
+
+def add_cosignature(checkpoint: str | bytes, key: PrivateKey, time: int, name: str) -> str:
+    """The signed checkpoint with a cosignature by witness `name` added. Look at the tree first, as `Observer` does."""
+    _, found = parse_checkpoint(checkpoint)
+    return found.with_signatures(make_cosignature(found.text, name, key, time)).encode()
+
+
+def merge_signatures(*copies: str | bytes) -> str:
+    """One copy of a checkpoint with the signatures of all copies: cosignatures that came back one by one."""
+    first, *others = (parse_checkpoint(copy)[1] for copy in copies)
+    seen: dict[NoteSignature, None] = {}
+    for found in (first, *others):
+        if found.text != first.text:
+            raise LedgerError(
+                "ledger.copies-different-checkpoints",
+                "these are copies of different checkpoints",
+                "join copies of one checkpoint",
+            )
+        seen.update(dict.fromkeys(found.signatures))
+    return Note(first.text, tuple(seen)).encode()
+
+
+def _malformed_checkpoint(problem: str) -> EncodingError:
+    return EncodingError(
+        "ledger.malformed-checkpoint", f"malformed checkpoint: {problem}", "get the checkpoint again from the ledger"
+    )
+
+
+@dataclass(slots=True)
+class Witness:
+    """A witness under `name`. `ledgers` are the keys of each origin that it knows.
+
+    `seen` holds the last checkpoint of each origin, as it was signed. Give a mapping that lasts: a witness that
+    forgets can be shown another tree. One call at a time.
+    """
+
+    name: str
+    key: PrivateKey
+    ledgers: Mapping[str, Sequence[NoteKey]]
+    seen: MutableMapping[str, str] = field(default_factory=dict)
+
+    @property
+    def verifier(self) -> WitnessKey:
+        """The key by which others know its cosignatures."""
+        return WitnessKey(self.name, self.key.public)
+
+    def last(self, origin: str) -> LedgerCheckpoint:
+        """The largest tree of that ledger that it cosigned; an empty one before the first."""
+        if origin not in self.seen:
+            return LedgerCheckpoint(origin, 0, EMPTY_ROOT)
+        return parse_checkpoint(self.seen[origin])[0]
+
+    def observe(self, signed: str | bytes, proof: Sequence[bytes], time: int) -> NoteSignature:
+        """Cosign a checkpoint that goes on from the last one by `proof`; NotVerified for any other.
+
+        What is refused here with a good signature is evidence against the ledger: keep it.
+        """
+        head, note = parse_checkpoint(signed)
+        if head.origin not in self.ledgers:
+            raise NotVerified(
+                "ledger.no-ledger-witness",
+                f"{head.origin!r} is no ledger that this witness knows",
+                "register its key first",
+            )
+        verify_checkpoint(signed, self.ledgers[head.origin], origin=head.origin)
+        last = self.last(head.origin)
+        if head.size < last.size:
+            raise NotVerified(
+                "ledger.checkpoint-leaves-seen",
+                f"the checkpoint has {head.size} leaves, {last.size} were seen: the ledger was rolled back",
+                "ask for its present checkpoint; if there is none so large, leaves were taken away",
+            )
+        if not head.extends(last, proof):
+            raise NotVerified(
+                "ledger.tree-leaves-not",
+                f"the tree of {head.size} leaves is not shown to go on from the one of {last.size} that was seen",
+                f"prove consistency from {last.size}; if that cannot be done, the ledger was forked",
+            )
+        cosignature = make_cosignature(note.text, self.name, self.key, time)
+        self.seen[head.origin] = note.encode()
+        return cosignature

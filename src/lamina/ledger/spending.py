@@ -1,0 +1,126 @@
+"""What contributions have lost: from recorded charges to epsilon, over all runs and generations of a ledger.
+
+An epoch says what was charged; what that comes to is computed here, the same way by who writes and by who verifies. A
+charge is never taken back: an attempt that was given up has drawn its noise, and an attempt that was redone was paid
+twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from lamina import cbor
+from lamina.account.accountants import EventCounts, EventKey, epsilon_of_noise_multiplier, pooled_epsilon, rdp_order_of
+from lamina.account.schedule import grouped
+from lamina.ledger.governance_records import Header
+from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, Segment
+from lamina.ledger.schema import exact_text, nano_epsilon
+from lamina.plan.rules import FollowBudget
+from lamina.plan.step_plan import StepPlan
+
+Bound = tuple[str, int, int]  # class, clip norm, noise multiplier: what names an account
+
+_MICRO = 1_000_000
+_SPENDING_CONTEXT = b"lamina/spending/1\n"
+
+
+@lru_cache(maxsize=4096)
+def signed_spend(noise_multiplier: int, delta: float) -> int:
+    """The most that a contribution may lose that signed this multiplier, in 1e-9: exact, μ = 1/z."""
+    return nano_epsilon(epsilon_of_noise_multiplier(noise_multiplier / _MICRO, delta))
+
+
+def adaptive_order(plan: StepPlan) -> float | None:
+    """The Rényi order at which a plan follows its budget; None for any other plan."""
+    return rdp_order_of(plan.accountant) if plan.rule(FollowBudget) is not None else None
+
+
+def planned_charges(plan: StepPlan, cls: str, scale: float, segments: Iterable[Segment]) -> tuple[EpochCharge, ...]:
+    """What the steps of these attempts take, by the plan, from a contribution whose thresholds are scaled.
+
+    Where noise follows a budget this is no upper bound: the whole budget is charged when its run begins.
+    """
+    order = adaptive_order(plan)
+    schedule = [event for each in segments for event in plan.schedule_between(cls, each.first, each.last, scale)]
+    return tuple(
+        EpochCharge(sigma=event.sigma, rate=event.q, steps=event.steps, order=order) for event in grouped(schedule)
+    )
+
+
+def whole_plan_charges(plan: StepPlan, cls: str, scale: float) -> tuple[EpochCharge, ...]:
+    """The price of a whole plan: what a run that follows its budget is charged at once."""
+    order, schedule = adaptive_order(plan), grouped(plan.schedule(cls, scale))
+    return tuple(EpochCharge(sigma=e.sigma, rate=e.q, steps=e.steps, order=order) for e in schedule)
+
+
+def steps_by_kind(charges: Iterable[EpochCharge]) -> dict[EventKey, int]:
+    """Charges by their kind; those without steps are left out."""
+    found: dict[EventKey, int] = {}
+    for each in charges:
+        if each.steps:
+            kind = (each.sigma, each.rate, each.order or 0.0)
+            found[kind] = found.get(kind, 0) + each.steps
+    return found
+
+
+class Spending:
+    """What every bound was charged so far, and what that comes to at the header's δ by the header's accountant."""
+
+    def __init__(self, header: Header) -> None:
+        self.accountant, self.delta = header.accountant, header.delta
+        self._events: dict[Bound, dict[EventKey, int]] = {}
+
+    @classmethod
+    def of(cls, header: Header, epochs: Iterable[Epoch]) -> Spending:
+        """After these epochs, as they were recorded."""
+        made = cls(header)
+        for epoch in epochs:
+            made.add(epoch.accounts)
+        return made
+
+    def add(self, accounts: Iterable[EpochAccount]) -> None:
+        """Charge what an epoch charges."""
+        for account in accounts:
+            self.charge(account.bound, account.charges)
+
+    def charge(self, bound: Bound, charges: Iterable[EpochCharge]) -> None:
+        """Charge one account."""
+        events = self._events.setdefault(bound, {})
+        for kind, steps in steps_by_kind(charges).items():
+            events[kind] = events.get(kind, 0) + steps
+
+    def bounds(self) -> Sequence[Bound]:
+        """Every account that there is."""
+        return sorted(self._events)
+
+    def events(self, bound: Bound) -> EventCounts:
+        """All that one account was charged."""
+        return dict(self._events.get(bound, {}))
+
+    def epsilon(self, bound: Bound, more: Iterable[EpochCharge] = ()) -> float:
+        """ε of an account, or what it would be after `more`."""
+        events = dict(self.events(bound))
+        for kind, steps in steps_by_kind(more).items():
+            events[kind] = events.get(kind, 0) + steps
+        return pooled_epsilon(events, delta=self.delta, name=self.accountant)
+
+    def spend(self, bound: Bound) -> int:
+        """The same as a ledger writes it, in 1e-9, rounded up."""
+        return nano_epsilon(self.epsilon(bound))
+
+    def state(self) -> bytes:
+        """Digest of all charges: what `Epoch.state` holds. Two who agree on it agree on every ε that follows."""
+        rows = [
+            [*bound, [[*map(exact_text, kind), steps] for kind, steps in sorted(events.items())]]
+            for bound, events in sorted(self._events.items())
+        ]
+        return hashlib.sha256(_SPENDING_CONTEXT + cbor.encode(rows, max_size=1 << 28)).digest()
+
+    def copy(self) -> Spending:
+        """To try a charge on."""
+        made = object.__new__(Spending)
+        made.accountant, made.delta = self.accountant, self.delta
+        made._events = {bound: dict(events) for bound, events in self._events.items()}
+        return made

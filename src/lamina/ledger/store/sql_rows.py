@@ -1,0 +1,394 @@
+"""The tables of a ledger and its rows, in SQL that SQLite and PostgreSQL share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from lamina.errors import LedgerError
+from lamina.ledger.merkle import Tile
+from lamina.ledger.store.interface import (
+    AttemptRow,
+    LeafRow,
+    LedgerHead,
+    PruningRow,
+    RunHold,
+    RunRow,
+    StoredCheckpoint,
+    WriterBatch,
+)
+
+_ROWS_AT_ONCE = 2048  # rows that are in memory at a time
+
+
+class SqlConnection(Protocol):
+    """One connection inside a transaction. Questions marks stand for values in both dialects."""
+
+    def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """All rows of a query or statement."""
+
+    def insert(self, table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Many new rows, as fast as it goes."""
+
+    def many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
+        """A statement for each of these rows."""
+
+    def find(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """(key, seq) of the rows of `known` with one of these keys."""
+
+    def discard(self, rows: Sequence[tuple[bytes, int]]) -> None:
+        """Delete these rows of `known`."""
+
+    def tokens(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of these keys that are in `token`."""
+
+
+class SqlRows:
+    """A `Reader` and `StoreWriter` over a database. Thin and literal: what is allowed is decided in the ledger."""
+
+    def __init__(self, db: SqlConnection) -> None:
+        self._db = db
+
+    # ----------------------------------------------------------------------------------- reading
+
+    def head(self) -> LedgerHead | None:
+        found = self._db.rows("SELECT size, time, epoch, indexed, frontier FROM head")
+        if not found:
+            return None
+        size, time, epoch, indexed, frontier = found[0]
+        return LedgerHead(size, time, epoch, indexed, bytes(frontier))
+
+    def leaf(self, seq: int) -> bytes | None:
+        return self._bytes("SELECT data FROM leaf WHERE seq = ?", seq)
+
+    def leaves(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        return self._range("SELECT seq, data FROM leaf WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?", first, stop)
+
+    def of_kind(self, kind: int, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        # The number is written out, so that the partial index over all kinds but contributions is used.
+        query = (
+            f"SELECT seq, data FROM leaf WHERE kind = {int(kind)} AND kind <> 2"
+            if kind != 2
+            else ("SELECT seq, data FROM leaf WHERE kind = 2")
+        )
+        return self._range(f"{query} AND seq >= ? AND seq < ? ORDER BY seq LIMIT ?", first, stop)
+
+    def tile(self, level: int, index: int) -> bytes | None:
+        return self._bytes("SELECT data FROM tile WHERE id = ?", _tile_id(level, index))
+
+    def checkpoint(self, size: int | None = None) -> StoredCheckpoint | None:
+        query = "SELECT size, text, seal FROM checkpoint "
+        if size is None:
+            found = self._db.rows(query + "ORDER BY size DESC LIMIT 1")
+        else:
+            found = self._db.rows(query + "WHERE size = ?", size)
+        return _checkpoint_of_row(found[0]) if found else None
+
+    def checkpoints(self) -> Iterator[StoredCheckpoint]:
+        query, last = "SELECT size, text, seal FROM checkpoint WHERE size > ? ORDER BY size LIMIT ?", -1
+        while found := self._db.rows(query, last, _ROWS_AT_ONCE):
+            yield from map(_checkpoint_of_row, found)
+            last = found[-1][0]
+
+    def evidence(self, seq: int) -> bytes | None:
+        return self._bytes("SELECT data FROM evidence WHERE seq = ?", seq)
+
+    def evidences(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        return self._range(
+            "SELECT seq, data FROM evidence WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?", first, stop
+        )
+
+    def blob(self, digest: bytes) -> bytes | None:
+        return self._bytes("SELECT data FROM blob WHERE digest = ?", digest)
+
+    def find(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
+        for at in range(0, len(keys), _ROWS_AT_ONCE):
+            yield from self._db.find(keys[at : at + _ROWS_AT_ONCE])
+
+    def find_between(self, first: bytes, last: bytes, limit: int) -> list[tuple[bytes, int]]:
+        query = "SELECT key, seq FROM known WHERE key >= ? AND key <= ? ORDER BY key, seq LIMIT ?"
+        return [(bytes(key), seq) for key, seq in self._db.rows(query, first, last, limit)]
+
+    def attempt(self, run: bytes, segment: int, generation: int) -> int | None:
+        return self._number(
+            "SELECT seq FROM attempt WHERE run = ? AND segment = ? AND generation = ?", run, segment, generation
+        )
+
+    def withdrawn(self, target: int) -> int | None:
+        return self._number("SELECT seq FROM withdrawn WHERE target = ?", target)
+
+    def withdrawals(self) -> Iterator[tuple[int, int]]:
+        last = -1
+        while found := self._db.rows(
+            "SELECT target, seq FROM withdrawn WHERE target > ? ORDER BY target LIMIT ?", last, _ROWS_AT_ONCE
+        ):
+            yield from ((target, seq) for target, seq in found)
+            last = found[-1][0]
+
+    def prunings(self) -> list[PruningRow]:
+        return [
+            PruningRow(seq, bool(done)) for seq, done in self._db.rows("SELECT seq, done FROM pruning ORDER BY seq")
+        ]
+
+    def batch(self, writer: bytes) -> WriterBatch | None:
+        found = self._db.rows("SELECT token, seqs FROM writer WHERE id = ?", writer)
+        return WriterBatch(bytes(found[0][0]), bytes(found[0][1])) if found else None
+
+    def meta(self, name: str) -> bytes | None:
+        return self._bytes("SELECT value FROM meta WHERE name = ?", name)
+
+    def runs(self) -> list[RunRow]:
+        found = self._db.rows("SELECT id, label, day, finished FROM run ORDER BY id")
+        return [RunRow(bytes(id), label, day, bool(finished)) for id, label, day, finished in found]
+
+    def hold(self, run: bytes, segment: int, generation: int) -> RunHold | None:
+        found = self._db.rows(
+            f"{_SELECT_HOLD} WHERE run = ? AND segment = ? AND generation = ?", run, segment, generation
+        )
+        return _hold_of_row(found[0]) if found else None
+
+    def holds(self, run: bytes | None = None) -> list[RunHold]:
+        order = "ORDER BY run, segment, generation"
+        if run is None:
+            return [_hold_of_row(row) for row in self._db.rows(f"{_SELECT_HOLD} WHERE leaf IS NULL {order}")]
+        return [
+            _hold_of_row(row) for row in self._db.rows(f"{_SELECT_HOLD} WHERE leaf IS NULL AND run = ? {order}", run)
+        ]
+
+    def kept(self, run: bytes) -> list[RunHold]:
+        return [
+            _hold_of_row(row)
+            for row in self._db.rows(f"{_SELECT_HOLD} WHERE run = ? ORDER BY segment, generation", run)
+        ]
+
+    def generations(self, run: bytes, segment: int) -> int:
+        largest = [
+            self._db.rows(f"SELECT max(generation) FROM {table} WHERE run = ? AND segment = ?", run, segment)
+            for table in ("held", "attempt")
+        ]
+        return max(-1 if found[0][0] is None else int(found[0][0]) for found in largest) + 1
+
+    def terms(self) -> dict[str, bytes]:
+        return {account: bytes(body) for account, body in self._db.rows("SELECT account, body FROM terms")}
+
+    def tokens(self, keys: Sequence[bytes]) -> set[bytes]:
+        found: set[bytes] = set()
+        for at in range(0, len(keys), _ROWS_AT_ONCE):
+            found |= self._db.tokens(keys[at : at + _ROWS_AT_ONCE])
+        return found
+
+    # ----------------------------------------------------------------------------------- writing
+
+    def add_leaves(self, rows: Sequence[LeafRow]) -> None:
+        self._db.insert("leaf", ("seq", "kind", "data"), rows)
+
+    def add_evidence(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        if rows:
+            self._db.insert("evidence", ("seq", "data"), rows)
+
+    def add_keys(self, rows: Sequence[tuple[bytes, int]]) -> None:
+        if rows:
+            self._db.insert("known", ("key", "seq"), rows)
+
+    def add_attempts(self, rows: Sequence[AttemptRow]) -> None:
+        if rows:
+            self._db.insert("attempt", ("run", "segment", "generation", "seq"), rows)
+
+    def add_withdrawals(self, rows: Sequence[tuple[int, int]]) -> None:
+        if rows:
+            self._db.insert("withdrawn", ("target", "seq"), rows)
+
+    def put_tiles(self, tiles: Iterable[Tile]) -> None:
+        self._db.many(
+            "INSERT INTO tile (id, data) VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET data = excluded.data",
+            [(_tile_id(tile.level, tile.index), tile.data) for tile in tiles],
+        )
+
+    def put_head(self, head: LedgerHead) -> None:
+        self._db.rows(
+            "INSERT INTO head (id, size, time, epoch, indexed, frontier) VALUES (1, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (id) DO UPDATE SET size = excluded.size, time = excluded.time, epoch = excluded.epoch, "
+            "indexed = excluded.indexed, frontier = excluded.frontier",
+            *head,
+        )
+
+    def put_checkpoint(self, signed: StoredCheckpoint) -> None:
+        self._db.rows(
+            "INSERT INTO checkpoint (size, text, seal) VALUES (?, ?, ?) "
+            "ON CONFLICT (size) DO UPDATE SET text = excluded.text",
+            *signed,
+        )
+
+    def put_blob(self, digest: bytes, data: bytes) -> None:
+        self._db.rows("INSERT INTO blob (digest, data) VALUES (?, ?) ON CONFLICT (digest) DO NOTHING", digest, data)
+
+    def put_pruning(self, pruning: PruningRow) -> None:
+        self._db.rows(
+            "INSERT INTO pruning (seq, done) VALUES (?, ?) ON CONFLICT (seq) DO UPDATE SET done = excluded.done",
+            pruning.seq,
+            int(pruning.done),
+        )
+
+    def put_batch(self, writer: bytes, batch: WriterBatch, day: int) -> None:
+        self._db.rows(
+            "INSERT INTO writer (id, token, seqs, day) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE "
+            "SET token = excluded.token, seqs = excluded.seqs, day = excluded.day",
+            writer,
+            batch.token,
+            batch.seqs,
+            day,
+        )
+
+    def forget_writers(self, day: int) -> None:
+        self._db.rows("DELETE FROM writer WHERE day < ?", day)
+
+    def put_meta(self, name: str, value: bytes) -> None:
+        self._db.rows(
+            "INSERT INTO meta (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+            name,
+            value,
+        )
+
+    def put_run(self, run: RunRow) -> None:
+        self._db.rows(
+            "INSERT INTO run (id, label, day, finished) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE "
+            "SET label = excluded.label, finished = excluded.finished",
+            run.id,
+            run.label,
+            run.day,
+            int(run.finished),
+        )
+
+    def put_hold(self, hold: RunHold) -> None:
+        self._db.rows(
+            "INSERT INTO held (run, segment, generation, nonce, leaf, body) VALUES (?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (run, segment, generation) DO UPDATE "
+            "SET nonce = excluded.nonce, leaf = excluded.leaf, body = excluded.body",
+            *hold,
+        )
+
+    def drop_hold(self, run: bytes, segment: int) -> None:
+        self._db.rows("DELETE FROM held WHERE run = ? AND segment = ?", run, segment)
+
+    def put_terms(self, account: str, body: bytes) -> None:
+        self._db.rows(
+            "INSERT INTO terms (account, body) VALUES (?, ?) ON CONFLICT (account) DO UPDATE SET body = excluded.body",
+            account,
+            body,
+        )
+
+    def add_tokens(self, keys: Sequence[bytes]) -> None:
+        if keys:
+            self._db.insert("token", ("key",), [(key,) for key in keys])
+
+    def drop_leaves(self, first: int, stop: int) -> None:
+        self._db.rows("DELETE FROM leaf WHERE seq >= ? AND seq < ?", first, stop)
+        self._db.rows("DELETE FROM evidence WHERE seq >= ? AND seq < ?", first, stop)
+
+    def drop_keys(self, rows: Sequence[tuple[bytes, int]]) -> None:
+        self._db.discard(rows)
+
+    def drop_tiles(self, level: int, indices: Sequence[int]) -> None:
+        self._db.many("DELETE FROM tile WHERE id = ?", [(_tile_id(level, index),) for index in indices])
+
+    def drop_blob(self, digest: bytes) -> None:
+        self._db.rows("DELETE FROM blob WHERE digest = ?", digest)
+
+    # ----------------------------------------------------------------------------------- inside
+
+    def _bytes(self, query: str, value: Any) -> bytes | None:
+        found = self._db.rows(query, value)
+        return bytes(found[0][0]) if found else None
+
+    def _number(self, query: str, *values: Any) -> int | None:
+        found = self._db.rows(query, *values)
+        return int(found[0][0]) if found else None
+
+    def _range(self, query: str, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        while first < stop and (found := self._db.rows(query, first, stop, _ROWS_AT_ONCE)):
+            for seq, data in found:
+                yield seq, bytes(data)
+            first = found[-1][0] + 1
+
+
+_SELECT_HOLD = "SELECT run, segment, generation, nonce, leaf, body FROM held"
+
+
+def _hold_of_row(row: tuple[Any, ...]) -> RunHold:
+    run, segment, generation, nonce, leaf, body = row
+    return RunHold(bytes(run), segment, generation, bytes(nonce), leaf, bytes(body))
+
+
+def _checkpoint_of_row(row: tuple[Any, ...]) -> StoredCheckpoint:
+    size, text, seal = row
+    return StoredCheckpoint(size, text, bytes(seal))
+
+
+def _tile_id(level: int, index: int) -> int:
+    return level << 56 | index
+
+
+# The tables of a ledger, and how older ones become them. One step per version; a step is never changed again.
+#
+# leaf        the leaves that are there: index, kind, bytes
+# tile        hashes of the tree, by level·2^56 + index
+# head        one row: where the ledger stands. In PostgreSQL whoever writes holds its lock
+# checkpoint  every checkpoint that was signed, with its signatures
+# evidence    bytes of which a leaf holds the digest, by the leaf's index
+# blob        bytes that several leaves may refer to, by their digest
+# known       keys under which leaves are found, but those of the last ones: see lookup.Tail
+# attempt     (run, segment, generation) of every epoch: each at most once
+# withdrawn   contributions that were withdrawn
+# pruning     aggregates, and whether what they stand for is gone
+# writer      the last batch of each writer: whether a commit whose answer was lost took place
+# run         runs that reserved or were charged
+# held        what has no leaf: the reservation of a run's plan, and attempts that are open
+# terms       the bound at which an account was last found to have room
+# token       (key, token) of attestations that were admitted, hashed: none is admitted twice
+# meta        version of the tables
+
+# {number}, {bytes}, {sorted}: what the dialects call a 64-bit integer, bytes, and a table kept in order of its key
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE TABLE leaf (seq {number} PRIMARY KEY, kind INTEGER NOT NULL, data {bytes} NOT NULL)",
+        "CREATE INDEX leaf_kind ON leaf (kind, seq) WHERE kind <> 2",
+        "CREATE TABLE tile (id {number} PRIMARY KEY, data {bytes} NOT NULL)",
+        "CREATE TABLE head (id INTEGER PRIMARY KEY CHECK (id = 1), size {number} NOT NULL, time {number} NOT NULL, "
+        "epoch {number} NOT NULL, indexed {number} NOT NULL, frontier {bytes} NOT NULL)",
+        "CREATE TABLE checkpoint (size {number} PRIMARY KEY, text TEXT NOT NULL, seal {bytes} NOT NULL)",
+        "CREATE TABLE evidence (seq {number} PRIMARY KEY, data {bytes} NOT NULL)",
+        "CREATE TABLE blob (digest {bytes} PRIMARY KEY, data {bytes} NOT NULL)",
+        "CREATE TABLE known (key {bytes} NOT NULL, seq {number} NOT NULL, PRIMARY KEY (key, seq)) {sorted}",
+        "CREATE TABLE attempt (run {bytes} NOT NULL, segment {number} NOT NULL, generation {number} NOT NULL, "
+        "seq {number} NOT NULL, PRIMARY KEY (run, segment, generation)) {sorted}",
+        "CREATE TABLE withdrawn (target {number} PRIMARY KEY, seq {number} NOT NULL)",
+        "CREATE TABLE pruning (seq {number} PRIMARY KEY, done INTEGER NOT NULL)",
+        "CREATE TABLE writer (id {bytes} PRIMARY KEY, token {bytes} NOT NULL, seqs {bytes} NOT NULL, "
+        "day {number} NOT NULL) {sorted}",
+        "CREATE TABLE meta (name TEXT PRIMARY KEY, value {bytes} NOT NULL) {sorted}",
+    ),
+    (
+        "CREATE TABLE run (id {bytes} PRIMARY KEY, label TEXT NOT NULL, day {number} NOT NULL, "
+        "finished INTEGER NOT NULL) {sorted}",
+        "CREATE TABLE held (run {bytes} NOT NULL, segment {number} NOT NULL, generation {number} NOT NULL, "
+        "nonce {bytes} NOT NULL, leaf {number}, body {bytes} NOT NULL, "
+        "PRIMARY KEY (run, segment, generation)) {sorted}",
+        "CREATE TABLE terms (account TEXT PRIMARY KEY, body {bytes} NOT NULL) {sorted}",
+        "CREATE TABLE token (key {bytes} PRIMARY KEY) {sorted}",
+    ),
+)
+TABLES_VERSION = len(MIGRATIONS)
+
+
+def migrate(db: SqlConnection, found: int, words: dict[str, str]) -> int:
+    """Bring tables of version `found` (0: there are none) up to date, inside a transaction; the new version."""
+    if found > TABLES_VERSION:
+        raise LedgerError(
+            "store.ledger-tables-version",
+            f"the ledger has tables of version {found}, this program knows {TABLES_VERSION}",
+            "open it with a newer program",
+        )
+    for step in MIGRATIONS[found:]:
+        for statement in step:
+            db.rows(statement.format(**words).strip())
+    return TABLES_VERSION

@@ -1,0 +1,331 @@
+"""`Ledger`: append records and sign checkpoints.
+
+And the conditional append, which refuses if others appended first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time as system
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from lamina import cbor
+from lamina.admit.keys import PrivateKey
+from lamina.errors import LedgerDamaged, LedgerError, StoreLost
+from lamina.ledger import append as allowed
+from lamina.ledger import signed_checkpoint as notes
+from lamina.ledger.append import AppendBatch, AppendContext, UnindexedKeys
+from lamina.ledger.governance_records import Aggregate, Header, KeyEvent
+from lamina.ledger.key_state import KeyState, check_key_may_sign, key_state_at
+from lamina.ledger.merkle import Frontier
+from lamina.ledger.reader import LedgerReader, head_of
+from lamina.ledger.receipt import TreeSignature
+from lamina.ledger.records import Record
+from lamina.ledger.schema import next_leaf_time
+from lamina.ledger.store.interface import LedgerHead, Store, StoredCheckpoint, StoreWriter, WriterBatch
+from lamina.ledger.store.open_store import make_store
+
+T = TypeVar("T")
+Clock = Callable[[], float]
+DAY_SECONDS = 86_400
+RETRY_SECONDS = 60.0  # seconds for which a server that went away is waited for
+
+
+class Ledger(LedgerReader):
+    """An append-only record over a store. Several may be open on one store, in any number of processes.
+
+    Promises. A record that `append` returned for is durable, and its place never changes. What a checkpoint says was
+    committed before it was signed, and no two checkpoints of one size differ. Every state that a reader can see has
+    head, leaves and tiles that agree, whatever was killed when.
+
+    Nothing about the ledger is remembered between calls but its header and tiles, which only grow: each transaction
+    reads the head under the writer's lock. So writers take turns and cannot fork it.
+    """
+
+    def __init__(
+        self, store: Store, key: PrivateKey | None, *, clock: Clock = system.time, patience: float = RETRY_SECONDS
+    ) -> None:
+        super().__init__(store)
+        self._key, self._clock, self._patience = key, clock, patience
+        self._id = os.urandom(16)  # names this writer in the store
+
+    @classmethod
+    def create(
+        cls,
+        where: str | os.PathLike[str],
+        header: Header,
+        key: PrivateKey,
+        *,
+        clock: Clock = system.time,
+        patience: float = RETRY_SECONDS,
+    ) -> Ledger:
+        """A new ledger, in a new file or in a database ("postgresql://…"), with its header as leaf 0."""
+        batch, empty, now = (
+            AppendBatch([header], ()),
+            LedgerHead(0, 0, 0, 0, Frontier().encode()),
+            next_leaf_time(0, clock()),
+        )
+        check_key_may_sign(KeyState(header), key, now)
+        store = make_store(where, create=True)
+        try:
+            with store.write() as rows:
+                if rows.head() is not None:
+                    raise LedgerError(
+                        "ledger.ledger-already",
+                        f"there is a ledger already in {store.name}",
+                        "open it, or give another place",
+                    )
+                batch.write(rows, AppendContext(empty, now, header.epoch_clock, None, UnindexedKeys()))
+            made = cls(store, key, clock=clock, patience=patience)
+            made.checkpoint()
+        except BaseException:
+            store.close()
+            raise
+        return made
+
+    @classmethod
+    def open(
+        cls,
+        where: str | os.PathLike[str],
+        key: PrivateKey | None = None,
+        *,
+        clock: Clock = system.time,
+        patience: float = RETRY_SECONDS,
+    ) -> Ledger:
+        """A ledger that is there. Without a key it is read and appended to, but signs no checkpoint."""
+        store = make_store(where)
+        try:
+            return cls(store, key, clock=clock, patience=patience)
+        except BaseException:
+            store.close()
+            raise
+
+    @property
+    def signs(self) -> bool:
+        """Whether it was opened with a key."""
+        return self._key is not None
+
+    # ----------------------------------------------------------------------------------- appending
+
+    def append(self, records: Sequence[Record], blobs: Iterable[bytes] = ()) -> list[int]:
+        """Append records, all or none, durably; the leaf of each, in order.
+
+        `blobs` are the bytes of which records hold the digest: attestations, plans, manifests, requests. A
+        contribution, segment or withdrawal that is in the ledger already, with the same content, is not appended again:
+        its leaf is the one that it has. With another content it is refused.
+        """
+        allowed.refuse_reserved_records(records)
+        return self._append(records, blobs)
+
+    def append_with(
+        self, records: Sequence[Record], blobs: Iterable[bytes], more: Callable[[StoreWriter, list[int]], None]
+    ) -> list[int]:
+        """`append`, and what `more` writes beside, in one transaction; if it raises, nothing was appended."""
+        allowed.refuse_reserved_records(records)
+        return self._append(records, blobs, more)
+
+    def append_aggregate(self, record: Aggregate, more: Callable[[StoreWriter, list[int]], None]) -> list[int]:
+        """For `Retention`: append an aggregate, with what it writes beside."""
+
+        def whole(rows: StoreWriter, seqs: list[int]) -> None:
+            self._index(rows)
+            more(rows, seqs)
+
+        return self._append([record], (), whole)
+
+    def _append(
+        self,
+        records: Sequence[Record],
+        blobs: Iterable[bytes] = (),
+        more: Callable[[StoreWriter, list[int]], None] | None = None,
+    ) -> list[int]:
+        """`more` writes beside the records, in their transaction."""
+        batch = AppendBatch(records, blobs)
+        token = os.urandom(16)
+
+        def work(rows: StoreWriter) -> list[int]:
+            last = rows.batch(self._id) if self.store.remote else None
+            if last is not None and last.token == token:
+                return list(cbor.decode(last.seqs, max_size=1 << 30))  # committed, and the answer was lost
+            head = head_of(rows)
+            now = next_leaf_time(head.time, self._clock())
+            allowed.check_may_follow(
+                rows, batch.others, self.header, head.size, now, lambda: key_state_at(rows, self.header, head.size)
+            )
+            signed = rows.checkpoint()
+            previous = None if signed is None else checkpoint_digest(signed.text)
+            seqs = batch.write(rows, AppendContext(head, now, self.header.epoch_clock, previous, self._tail))
+            if more is not None:
+                more(rows, seqs)
+            if self.store.remote:
+                if last is None:
+                    rows.forget_writers(now // DAY_SECONDS - 1)
+                rows.put_batch(self._id, WriterBatch(token, cbor.encode(seqs, max_size=1 << 30)), now // DAY_SECONDS)
+            return seqs
+
+        if not batch.records:
+            return []
+        with self._turn:
+            seqs = self.transact(work)
+            if batch.new_index_keys:
+                self._tail.grow(batch.new_index_keys, batch.stop)
+        return seqs
+
+    def _index(self, rows: StoreWriter) -> None:
+        """Put the keys of all leaves into the store's index: the leaves that have them may go."""
+        head = head_of(rows)
+        if head.indexed < head.size:
+            self._tail.index(rows, ())
+            rows.put_head(head._replace(indexed=head.size))
+
+    # ----------------------------------------------------------------------------------- checkpoints
+
+    def checkpoint(self) -> str:
+        """Sign what is committed, and publish it; what was signed at this size before is given again.
+
+        Commit, then sign, then publish: the first transaction forces everything that it read to the disk, also what a
+        process left that was killed before its own commit returned. Only then is there a signature.
+        """
+        if (key := self._key) is None:
+            raise LedgerError(
+                "ledger.ledger-opened-without",
+                "the ledger was opened without its key",
+                "open it with the key that signs checkpoints",
+            )
+
+        def settle(rows: StoreWriter) -> tuple[LedgerHead, StoredCheckpoint | None, StoredCheckpoint | None]:
+            head, last = head_of(rows), rows.checkpoint()
+            if (there := rows.checkpoint(head.size)) is None:
+                check_key_may_sign(key_state_at(rows, self.header, head.size), key, head.time)
+                rows.put_meta("signing", head.size.to_bytes(8, "big"))
+            return head, there, last
+
+        head, there, before = self.transact(settle)
+        if there is not None:
+            return there.text
+        tree = self._tree(head)
+        seal = TreeSignature.sign(tree, key)
+        signed = StoredCheckpoint(tree.size, tree.signed(key), seal.kid + seal.signature)
+
+        def publish(rows: StoreWriter) -> str:
+            last = rows.checkpoint()
+            if last is not None and last.size > tree.size:  # another process was quicker, and went further
+                return last.text
+            if last is not None and last.size == tree.size:
+                if notes.parse_checkpoint(last.text)[0] != tree:
+                    raise LedgerDamaged(
+                        "ledger.two-checkpoints-leaves",
+                        f"two checkpoints of {tree.size} leaves differ",
+                        "find out who signed the other",
+                    )
+                return last.text
+            if last != before:  # a checkpoint came between, and may cover that this key was replaced
+                check_key_may_sign(key_state_at(rows, self.header, tree.size), key, head.time)
+            rows.put_checkpoint(signed)
+            return signed.text
+
+        return self.transact(publish)
+
+    def check_signs(self, after: Iterable[KeyEvent] = ()) -> None:
+        """LedgerError unless these key events may come next, and its key may sign the checkpoint over them."""
+        if (key := self._key) is None:
+            raise LedgerError(
+                "ledger.ledger-opened-without",
+                "the ledger was opened without its key",
+                "open it with the key that signs checkpoints",
+            )
+        with self.store.read() as rows:
+            head = head_of(rows)
+            parties, now = (key_state_at(rows, self.header, head.size), next_leaf_time(head.time, self._clock()))
+        for event in after:
+            allowed.check_key_event(event, parties, now)
+            parties.apply(event)
+        check_key_may_sign(parties, key, now)
+
+    def cosigned(self, text: str) -> str:
+        """Add the signatures of a copy of a checkpoint, as it came back from a witness; all that there are now."""
+        found, _ = notes.parse_checkpoint(text)
+
+        def add(rows: StoreWriter) -> str:
+            there = rows.checkpoint(found.size)
+            if there is None:
+                raise LedgerError(
+                    "ledger.no-checkpoint-leaves",
+                    f"no checkpoint of {found.size} leaves was signed here",
+                    "give one of this ledger",
+                )
+            all_signed = notes.merge_signatures(there.text, text)
+            rows.put_checkpoint(there._replace(text=all_signed))
+            return all_signed
+
+        return self.transact(add)
+
+    # ----------------------------------------------------------------------------------- inside
+
+    def now(self) -> int:
+        """The time that a leaf would get."""
+        with self.store.read() as rows:
+            return next_leaf_time(head_of(rows).time, self._clock())
+
+    def reading_time(self) -> int:
+        """The same for who only looks: a clock that is behind is no reason to refuse that."""
+        with self.store.read() as rows:
+            return max(head_of(rows).time, int(self._clock()))
+
+    def transact(self, work: Callable[[StoreWriter], T]) -> T:
+        """One transaction; again, if the server went away in the middle, until patience ends."""
+
+        def once() -> T:
+            with self.store.write() as rows:
+                return work(rows)
+
+        return self.retry_while_lost(once)
+
+    def retry_while_lost(self, work: Callable[[], T]) -> T:
+        """What may be done again from the beginning: again, while the server is away, until patience ends."""
+        give_up, pause = system.monotonic() + self._patience, 0.05
+        while True:
+            try:
+                return work()
+            except StoreLost:
+                if system.monotonic() + pause > give_up:
+                    raise
+                system.sleep(pause)
+                pause = min(2 * pause, 2.0)
+
+
+def checkpoint_digest(text: str) -> bytes:
+    """What an epoch says of the checkpoint before it: SHA-256 of what was signed, without the signatures."""
+    _, note = notes.parse_checkpoint(text)
+    return hashlib.sha256(note.text.encode()).digest()
+
+
+class ConcurrentAppend(Exception):
+    """Somebody else appended something meanwhile. Nothing was written: decide again."""
+
+
+def append_if_size(
+    ledger: Ledger,
+    size: int,
+    records: Sequence[Record],
+    blobs: Iterable[bytes] = (),
+    more: Callable[[StoreWriter], None] = lambda rows: None,
+) -> list[int]:
+    """Make the records the leaves from `size` on, and write `more` with them; Moved if others stand there.
+
+    Records that others appended meanwhile with the same content count as ours: what holds of the ledger is the same.
+    """
+
+    def beside(rows: StoreWriter, seqs: list[int]) -> None:
+        if head_of(rows).size != size + len(records):
+            raise ConcurrentAppend
+        more(rows)
+
+    try:
+        return ledger.append_with(records, blobs, beside)
+    except LedgerError as error:
+        if type(error) is LedgerError and ledger.size != size:  # refused for what others said meanwhile, perhaps
+            raise ConcurrentAppend from error
+        raise

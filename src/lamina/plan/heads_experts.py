@@ -1,0 +1,527 @@
+"""Attention heads and experts: which rows and columns of which tensors belong to which head or expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lamina.errors import PlanError
+from lamina.plan.adapters import Projection
+from lamina.plan.selection import (
+    ROOT,
+    PartKind,
+    Piece,
+    TensorPart,
+    UnreadModule,
+    concatenate_pieces,
+    consecutive_pieces,
+    matches_pattern,
+)
+
+HEADS_ATTRIBUTE = "lamina_heads"
+"""The attribute by which an attention module says itself what heads it has: a number, or `Heads`; 0: none."""
+
+
+def find_heads(model: nn.Module, given: Mapping[str, int | Heads]) -> tuple[list[TensorPart], list[UnreadModule]]:
+    """The heads of every attention. `given`: by pattern of module names, how many, or `Heads`; 0: it has none."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    declared = ModuleDeclarations(given, HEADS_ATTRIBUTE, "heads")
+    parts: list[TensorPart] = []
+    strange: dict[str, str] = {}
+    read: set[str] = set()
+    for path, module in modules.items():
+        said = declared.of(path, module)
+        if said == 0 and not isinstance(said, bool):
+            read.add(path)
+            continue
+        wanted = _parse_heads(path, said)
+        try:
+            found = list(attention_parts(path, module, modules, wanted))
+        except UnreadableAttention as problem:
+            if wanted is not None:
+                raise PlanError(
+                    "plan.attention-declared",
+                    f"attention {path or ROOT!r} is declared as {wanted}, but {problem}",
+                    "correct the declaration",
+                ) from None
+            strange[path] = str(problem)
+            continue
+        if found:
+            parts += found
+            read.add(path)
+    declared.check()
+    for path, module in modules.items():
+        name, maps = type(module).__name__, any(tensor.ndim >= 2 for tensor in module.parameters())
+        if "attention" in name.lower() and maps and not is_same_or_nested(path, read | strange.keys()):
+            strange[path] = f"the projections of this {name} are not known"
+    return parts, [UnreadModule(module=path or ROOT, kind=PartKind.HEADS, why=why) for path, why in strange.items()]
+
+
+def _parse_heads(path: str, value: Any) -> Heads | None:
+    if value is None or isinstance(value, Heads):
+        return value
+    if not is_positive_int(value):
+        raise PlanError(
+            "plan.heads-declared",
+            f"heads of {path or ROOT!r} are declared as {value!r}",
+            "give how many there are, 0 if none, or lamina.plan.Heads(count=…, …)",
+        )
+    return Heads(count=value)
+
+
+# One attention: which rows and columns of which projections serve which head.
+#
+# An attention is found by the names of its projections and then has to prove itself: the number of heads that the
+# module or its configuration states must agree with the widths of all of them,
+#
+#     queries  n·h        n query heads of width h
+#     keys     m·h        m key/value heads, each serving n/m query heads in order (n = m: ordinary attention)
+#     values   m·v
+#     output   n·v columns
+#
+# Where it does not, or where a fused projection could be laid out in two ways, it is `UnreadableAttention` an
+# attention: nothing is guessed.
+
+QUERY_NAMES = ("q_proj", "query", "q_lin", "q", "wq", "to_q", "query_proj", "q_attn", "linear_q", "q_linear")
+KEY_NAMES = ("k_proj", "key", "k_lin", "k", "wk", "to_k", "key_proj", "linear_k", "k_linear")
+VALUE_NAMES = ("v_proj", "value", "v_lin", "v", "wv", "to_v", "value_proj", "linear_v", "v_linear")
+FUSED_NAMES = ("c_attn", "qkv_proj", "qkv", "Wqkv", "to_qkv", "in_proj", "query_key_value")
+OUT_NAMES = ("o_proj", "out_proj", "out_lin", "o", "wo", "Wo", "out", "to_out", "c_proj", "proj", "dense", "linear_out")
+OUT_IN_PARENT = "output.dense"
+"""The output projection of BERT's attention, which lies beside it: in the module above."""
+
+HEAD_COUNT_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+HEAD_WIDTH_NAMES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+KEY_VALUE_COUNT_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+FUSED_LAYOUTS = {"phi3": "concatenated", "modernbert": "concatenated", "gpt_neox": "interleaved"}
+"""How families lay their fused projection out, by `config.model_type`: its shape does not tell."""
+
+
+class UnreadableAttention(Exception):
+    """Projections that cannot be the attention that they are named like."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """What an attention of your own is made of; names of its projections as the module has them.
+
+      count      query heads
+      key_value  key/value heads, if fewer (grouped-query attention)
+      query, key, value, out   names of projections; or `fused`, one projection for the first three
+      layout     of a fused one: "concatenated" (all queries, all keys, all values) or "interleaved" (head by head)
+
+    Names that are left out are looked for among the usual ones; `out=""` says that there is no output projection.
+    """
+
+    count: int
+    key_value: int | None = None
+    query: str | None = None
+    key: str | None = None
+    value: str | None = None
+    out: str | None = None
+    fused: str | None = None
+    layout: str | None = None
+
+    def __post_init__(self) -> None:
+        for what, number in (("count", self.count), ("key_value", self.key_value)):
+            if number is not None and not is_positive_int(number):
+                raise PlanError(
+                    "plan.heads-whole-number",
+                    f"{what} of Heads is {number!r}, must be a whole number >= 1",
+                    "correct it",
+                )
+        if self.layout not in (None, "concatenated", "interleaved"):
+            raise PlanError(
+                "plan.layout-heads", f"layout of Heads is {self.layout!r}", "use 'concatenated' or 'interleaved'"
+            )
+
+
+def attention_parts(
+    path: str, module: nn.Module, modules: Mapping[str, nn.Module], wanted: Heads | None
+) -> Iterator[TensorPart]:
+    """The parts of the attention at `path`; none if the module is no attention. `modules`: all of them, by path."""
+    if isinstance(module, nn.MultiheadAttention):
+        yield from _multihead_parts(path, module)
+        yield from _peft_parts(path, module, modules)
+        return
+    find = _ProjectionFinder(path, modules)
+    spec = wanted or Heads(count=1)
+    query, key, value = (find(QUERY_NAMES, spec.query), find(KEY_NAMES, spec.key), find(VALUE_NAMES, spec.value))
+    fused = None if query and key and value else find(FUSED_NAMES, spec.fused)
+    if fused is None and not (query and key and value):
+        if wanted is not None:
+            raise UnreadableAttention("it has no projections of queries, keys and values by these names")
+        return
+    count = wanted.count if wanted is not None else stated_number(module, HEAD_COUNT_NAMES)
+    if count is None:
+        raise UnreadableAttention("neither it nor its configuration states how many heads it has")
+    out = None if spec.out == "" else find(OUT_NAMES, spec.out)
+    group = path
+    if out is None and spec.out != "":
+        group = path.rpartition(".")[0]
+        out = _ProjectionFinder(group, modules)((OUT_IN_PARENT,), None) if path else None
+        if out is None:
+            raise UnreadableAttention("its output projection is not known")
+    read = _AttentionReader(module, group or ROOT, count, wanted)
+    if fused is None:
+        assert query and key and value
+        yield from read.separate(query, key, value, out)
+    else:
+        yield from read.fused(query, fused, out)
+
+
+class _ProjectionFinder:
+    """Projections of a module by name: the first of several that there is, or the one that was given."""
+
+    def __init__(self, path: str, modules: Mapping[str, nn.Module]) -> None:
+        self.path, self.modules = path, modules
+
+    def __call__(self, names: Sequence[str], given: str | None) -> Projection | None:
+        for name in names if given is None else (given,):
+            full = f"{self.path}.{name}" if self.path else name
+            if full in self.modules and (made := Projection.of(self.modules[full], full)) is not None:
+                return made
+        if given is not None:
+            raise UnreadableAttention(f"it has no projection {given!r}")
+        return None
+
+
+class _AttentionReader:
+    """The numbers of one attention, and the parts that follow from them."""
+
+    def __init__(self, module: nn.Module, group: str, count: int, wanted: Heads | None) -> None:
+        self.module, self.group, self.count, self.wanted = module, group, count, wanted
+
+    def separate(
+        self, query: Projection, key: Projection, value: Projection, out: Projection | None
+    ) -> Iterator[TensorPart]:
+        width = self._width(query.outs)
+        groups = self._groups(key.outs, width)
+        if value.outs % groups:
+            raise UnreadableAttention(f"its values are {value.outs} wide, which {groups} heads cannot share")
+        wide = value.outs // groups
+        yield from self._rows(query, consecutive_pieces(self.count, width))
+        yield from self._rows(key, consecutive_pieces(groups, width, self._serves(groups)))
+        yield from self._rows(value, consecutive_pieces(groups, wide, self._serves(groups)))
+        yield from self._columns(out, wide)
+
+    def fused(self, query: Projection | None, fused: Projection, out: Projection | None) -> Iterator[TensorPart]:
+        layout = (self.wanted.layout if self.wanted is not None else None) or self._layout(fused)
+        if layout is None:
+            raise UnreadableAttention(
+                f"its fused projection {fused.path!r} may hold head after head, or queries, keys and values: declare "
+                "its layout"
+            )
+        if query is not None:  # cross-attention: queries apart, keys and values fused
+            if layout != "concatenated" or fused.outs % 2:
+                raise UnreadableAttention(f"its fused keys and values are {fused.outs} wide and {layout}")
+            width = self._width(query.outs)
+            yield from self._rows(query, consecutive_pieces(self.count, width))
+            keys = self._shared(fused.outs // 2, width)
+            pieces = concatenate_pieces(keys, keys)
+        elif layout == "interleaved":
+            if fused.outs % 3:
+                raise UnreadableAttention(
+                    f"its fused projection is {fused.outs} wide, no three times a number of heads"
+                )
+            width = self._width(fused.outs // 3)
+            pieces = consecutive_pieces(self.count, 3 * width)
+        else:
+            width = stated_number(self.module, HEAD_WIDTH_NAMES, configured=False) or fused.outs // (3 * self.count)
+            rest = fused.outs - self.count * width
+            if rest <= 0 or rest % 2 or not width:
+                raise UnreadableAttention(
+                    f"its fused projection is {fused.outs} wide, with {self.count} query heads of {width}"
+                )
+            keys = self._shared(rest // 2, width)
+            pieces = concatenate_pieces(consecutive_pieces(self.count, width), keys, keys)
+        yield from self._rows(fused, pieces)
+        yield from self._columns(out, width)
+
+    # ------------------------------------------------------------------------------------------- numbers
+
+    def _width(self, outs: int) -> int:
+        """How wide a head is: what comes out over the number of heads, and what the module states."""
+        told = stated_number(self.module, HEAD_WIDTH_NAMES, configured=False)
+        if outs % self.count or (told is not None and told * self.count != outs):
+            raise UnreadableAttention(
+                f"its queries are {outs} wide, not {self.count} heads{f' of {told}' if told else ''}"
+            )
+        return outs // self.count
+
+    def _groups(self, outs: int, width: int) -> int:
+        """How many key/value heads there are: by their width, and by what is declared or stated."""
+        groups = outs // width
+        if not groups or outs % width or self.count % groups:
+            raise UnreadableAttention(
+                f"its keys are {outs} wide, no number of heads of {width} that {self.count} query heads can share"
+            )
+        told = self.wanted.key_value if self.wanted is not None else None
+        if told is None:
+            told = stated_number(self.module, KEY_VALUE_COUNT_NAMES)
+            each = stated_number(self.module, ("num_key_value_groups",), configured=False)
+            if told is None and each is not None:
+                told = self.count // each
+        if told is not None and told != groups:
+            raise UnreadableAttention(f"{told} key/value heads are stated, and its keys are wide enough for {groups}")
+        return groups
+
+    def _serves(self, groups: int) -> list[tuple[int, ...]]:
+        """The query heads that each key/value head serves, in order."""
+        each = self.count // groups
+        return [tuple(range(j * each, (j + 1) * each)) for j in range(groups)]
+
+    def _shared(self, outs: int, width: int) -> list[Piece]:
+        groups = self._groups(outs, width)
+        return consecutive_pieces(groups, width, self._serves(groups))
+
+    def _layout(self, fused: Projection) -> str | None:
+        """How a fused projection that nobody declared is laid out, if that is certain."""
+        split = stated_number(self.module, ("split_size",), configured=False)  # the pieces that GPT-2 cuts it into
+        if split and fused.path.endswith("c_attn") and fused.outs in (2 * split, 3 * split):
+            return "concatenated"
+        return FUSED_LAYOUTS.get(str(getattr(getattr(self.module, "config", None), "model_type", "")))
+
+    # --------------------------------------------------------------------------------------------- parts
+
+    def _rows(self, projection: Projection, pieces: list[Piece]) -> Iterator[TensorPart]:
+        """What comes out of a projection belongs to heads: rows of a weight, a bias; what goes in is common to all."""
+        for name, (axis, _) in projection.axes.items():
+            yield self._part(projection, name, axis, pieces)
+
+    def _columns(self, projection: Projection | None, width: int) -> Iterator[TensorPart]:
+        """What goes into the output projection belongs to heads: columns of its weight; its bias is common to all."""
+        if projection is None:
+            return
+        if projection.ins != self.count * width:
+            raise UnreadableAttention(
+                f"its output projection takes {projection.ins}, not {self.count} heads of {width}"
+            )
+        for name, (_, axis) in projection.axes.items():
+            yield self._part(projection, name, axis, consecutive_pieces(self.count, width))
+
+    def _part(self, projection: Projection, name: str, axis: int | None, pieces: list[Piece]) -> TensorPart:
+        shape, tensor = projection.shapes[name] or (1,), f"{projection.path}.{name}"
+        return _head_part(self.group, self.count, tensor, axis or 0, shape[axis or 0], [] if axis is None else pieces)
+
+
+def _multihead_parts(path: str, module: nn.MultiheadAttention) -> Iterator[TensorPart]:
+    """`nn.MultiheadAttention` owns its projections of queries, keys and values as tensors."""
+    count, width, group = module.num_heads, module.head_dim, path or ROOT
+    one = consecutive_pieces(count, width)
+    places = {
+        "in_proj_weight": (0, concatenate_pieces(one, one, one)),
+        "in_proj_bias": (0, concatenate_pieces(one, one, one)),
+    }
+    places |= dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), (0, one))
+    places |= dict.fromkeys(("bias_k", "bias_v"), (2, one))
+    for name, (axis, pieces) in places.items():
+        tensor = module._parameters.get(name)
+        if tensor is not None:
+            yield _head_part(group, count, f"{path}.{name}" if path else name, axis, tensor.shape[axis], pieces)
+    out = Projection.of(module.out_proj, f"{path}.out_proj" if path else "out_proj")
+    if out is None:
+        raise UnreadableAttention("its output projection is no Linear")
+    yield from _AttentionReader(module, group, count, None)._columns(out, width)
+
+
+def _peft_parts(path: str, module: nn.MultiheadAttention, modules: Mapping[str, nn.Module]) -> Iterator[TensorPart]:
+    """What PEFT puts around it: rows of factor B are those of the fused projection; the rest is common to all heads."""
+    above, _, last = path.rpartition(".")
+    if last != "base_layer" or above not in modules:
+        return
+    one = consecutive_pieces(module.num_heads, module.head_dim)
+    for name, tensor in modules[above].named_parameters(remove_duplicate=False):
+        if not name.startswith("base_layer."):
+            shape = tuple(tensor.shape) or (1,)
+            pieces = (
+                concatenate_pieces(one, one, one) if name.startswith("lora_B.") and shape[0] == 3 * one[-1][1] else []
+            )
+            yield _head_part(path, module.num_heads, f"{above}.{name}", 0, shape[0], pieces)
+
+
+def _head_part(group: str, count: int, tensor: str, axis: int, length: int, pieces: Sequence[Piece]) -> TensorPart:
+    if pieces and pieces[-1][1] != length:
+        raise UnreadableAttention(f"tensor {tensor!r} has {length} places, and its heads take up {pieces[-1][1]}")
+    return TensorPart(
+        kind=PartKind.HEADS, group=group, count=count, tensor=tensor, axis=axis, length=length, pieces=tuple(pieces)
+    )
+
+
+# The experts of a model: stacked in tensors with an axis of experts, or modules in a list.
+#
+#     stacked   a module that states its number of experts E and owns a tensor of three or more axes, the first of E
+#     a list    a ModuleList of equal modules that is called, or whose modules are called, experts
+#
+# The router belongs to no expert, nor does an expert that all tokens visit.
+
+EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts", "experts")
+
+EXPERTS_ATTRIBUTE = "lamina_experts"
+"""The attribute by which a module says itself how many experts it holds; 0: none."""
+
+
+def find_experts(model: nn.Module, given: Mapping[str, int]) -> tuple[list[TensorPart], list[UnreadModule]]:
+    """The experts of every mixture. `given`: by pattern of module names, how many; 0: it has none."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    declared = ModuleDeclarations(given, EXPERTS_ATTRIBUTE, "experts")
+    parts: list[TensorPart] = []
+    strange: dict[str, str] = {}
+    read: set[str] = set()
+    for path, module in modules.items():
+        wanted = declared.of(path, module)
+        if any(path.startswith(f"{other}.") for other in read | strange.keys()):
+            continue
+        if wanted is not None and not is_positive_int(wanted) and (wanted != 0 or isinstance(wanted, bool)):
+            raise PlanError(
+                "plan.experts-declared",
+                f"experts of {path or ROOT!r} are declared as {wanted!r}",
+                "give how many there are, 0 if none",
+            )
+        if wanted == 0:
+            read.add(path)
+            continue
+        found, problem = _experts_of_module(path, module, modules, wanted)
+        if problem and wanted is not None:
+            raise PlanError(
+                "plan.declared-hold-experts",
+                f"{path or ROOT!r} is declared to hold {wanted} experts, but {problem}",
+                "correct the declaration",
+            )
+        if problem:
+            strange[path] = problem
+        elif found:
+            parts += found
+            read.add(path)
+    declared.check()
+    for path, module in modules.items():
+        name, owns = type(module).__name__, any(True for _ in module.parameters())
+        if "experts" in name.lower() and owns and not is_same_or_nested(path, read | strange.keys()):
+            strange[path] = f"how this {name} holds them is not known"
+    return parts, [UnreadModule(module=path or ROOT, kind=PartKind.EXPERTS, why=why) for path, why in strange.items()]
+
+
+def _experts_of_module(
+    path: str, module: nn.Module, modules: Mapping[str, nn.Module], wanted: int | None
+) -> tuple[list[TensorPart], str]:
+    """The parts of the experts that this module holds, and the problem if it seems to hold some that are not known."""
+    above = modules.get(path.rpartition(".")[0])
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        name = path.rpartition(".")[2].lower()
+        called = "expert" in name or any("expert" in type(child).__name__.lower() for child in module.children())
+        if wanted is None and (not called or "shared" in name):
+            return [], ""
+        number = wanted if wanted is not None or above is None else stated_number(above, EXPERT_COUNT_NAMES)
+        return _listed_experts(path, module, number)
+    count = wanted if wanted is not None else stated_number(module, EXPERT_COUNT_NAMES)
+    if count is None:
+        return [], ""
+    own = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+    if not any(tensor.ndim >= 3 and tensor.shape[0] == count for tensor in own.values()):
+        return [], "no tensor of it has such an axis" if wanted is not None else ""
+    return list(_stacked_experts(path, module, count, modules)), ""
+
+
+def _stacked_experts(
+    path: str, module: nn.Module, count: int, modules: Mapping[str, nn.Module]
+) -> Iterator[TensorPart]:
+    """One piece for each expert, along the first axis. A matrix beside them may be a router: only a bias is theirs."""
+    each = tuple((e, e + 1, (e,)) for e in range(count))
+    for name, tensor in module._parameters.items():
+        if tensor is not None:
+            theirs = tensor.ndim >= 3 or (tensor.ndim == 2 and "bias" in name)
+            pieces = each if theirs and tensor.shape[0] == count else ()
+            yield _expert_part(path, count, f"{path}.{name}" if path else name, tuple(tensor.shape), pieces)
+    head, _, last = path.rpartition(".")
+    if last == "base_layer" and head in modules:  # factors that PEFT lays around them serve all experts
+        for name, tensor in modules[head].named_parameters(remove_duplicate=False):
+            if not name.startswith("base_layer."):
+                yield _expert_part(path, count, f"{head}.{name}", tuple(tensor.shape), ())
+
+
+def _listed_experts(
+    path: str, module: nn.ModuleList | nn.ModuleDict, number: int | None
+) -> tuple[list[TensorPart], str]:
+    children = list(module.named_children())
+    forms = {_tensor_shapes(child) for _, child in children}
+    if not children or forms == {()}:
+        return [], ""
+    if len(forms) > 1:
+        return [], "its experts are not alike"
+    if number is not None and number != len(children):
+        return [], f"it holds {len(children)} modules where {number} experts are stated"
+    return [
+        _expert_part(path, len(children), f"{path}.{key}.{name}", shape, ((0, shape[0] if shape else 1, (e,)),))
+        for e, (key, child) in enumerate(children)
+        for name, shape in _tensor_shapes(child)
+    ], ""
+
+
+def _tensor_shapes(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(tensor.shape)) for name, tensor in module.named_parameters(remove_duplicate=False))
+
+
+def _expert_part(path: str, count: int, tensor: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> TensorPart:
+    return TensorPart(
+        kind=PartKind.EXPERTS,
+        group=path or ROOT,
+        count=count,
+        tensor=tensor,
+        axis=0,
+        length=shape[0] if shape else 1,
+        pieces=pieces,
+    )
+
+
+def is_positive_int(value: Any) -> bool:
+    """Whether it is a whole number >= 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def stated_number(module: nn.Module, names: Sequence[str], *, configured: bool = True) -> int | None:
+    """The first of these numbers that the module itself, or else its configuration, states."""
+    for holder in (module.__dict__, getattr(module, "config", None)) if configured else (module.__dict__,):
+        for name in names:
+            value: Any = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+            if is_positive_int(value):
+                return int(value)
+    return None
+
+
+class ModuleDeclarations:
+    """What is declared about modules: by pattern of their names, or by an attribute of the module itself."""
+
+    def __init__(self, given: Mapping[str, Any], attribute: str, what: str) -> None:
+        self.given, self.attribute, self.what = given, attribute, what
+        self._met: set[str] = set()
+
+    def of(self, path: str, module: nn.Module) -> Any:
+        """What is declared about this module; None if nothing is. A pattern means a module, not what is inside it."""
+        name = path or ROOT
+        found = getattr(module, self.attribute, None)
+        for pattern, value in self.given.items():
+            if matches_pattern(pattern, name) and not matches_pattern(pattern, name.rpartition(".")[0]):
+                self._met.add(pattern)
+                found = value
+        return found
+
+    def check(self) -> None:
+        """Refuse a pattern that meant no module."""
+        for pattern in self.given:
+            if pattern not in self._met:
+                raise PlanError(
+                    "plan.declared-means-no",
+                    f"{self.what} are declared for {pattern!r}, which means no module",
+                    "correct the pattern",
+                )
+
+
+def is_same_or_nested(path: str, others: set[str]) -> bool:
+    """Whether one of the others is this module, above it, or inside it."""
+    return any(
+        path == other or not path or not other or other.startswith(f"{path}.") or path.startswith(f"{other}.")
+        for other in others
+    )

@@ -1,0 +1,510 @@
+"""The layers of a model: which tensors are clipped together, in which block they lie, and how deep."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+from lamina.errors import PlanError
+from lamina.plan.adapters import Adapter, find_adapters
+from lamina.plan.heads_experts import Heads, find_experts, find_heads
+from lamina.plan.selection import (
+    ROOT,
+    PartKind,
+    TensorPart,
+    UnreadModule,
+    did_you_mean,
+    matches_pattern,
+    name_prefixes,
+    resolve_tied_parts,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """One layer: tensors that are clipped and noised together.
+
+    With n blocks in the model, block b takes up [b/n, (b+1)/n] of its depth.
+      block       the first block in which the layer is used
+      depth       block/(n-1): 0 is the input, 1 the output (and the only block of a model that has one)
+      spans       the runs of blocks [first, stop) in which it is used: several if a tensor is tied
+      parameters  names of its tensors, as in `model.named_parameters()`
+      aliases     other names under which the model knows some of them
+      size        how many numbers they hold, d_l
+      shapes      of its tensors, in their order
+    """
+
+    name: str
+    depth: float
+    block: int
+    parameters: tuple[str, ...]
+    size: int
+    spans: tuple[tuple[int, int], ...]
+    aliases: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerStack:
+    """The trainable layers of a model from input to output; a plain value that holds no tensor.
+
+    Every trainable tensor is in exactly one layer; `frozen` names the others; `blocks` are the units
+    in which depth is counted, frozen ones included.
+
+      parts     how tensors are shared out among attention heads and experts
+      adapters  which tensors belong to which adapter, and which adapter it is
+      unread    modules that look as if they had heads or experts, and do not say which
+    """
+
+    layers: tuple[Layer, ...]
+    blocks: tuple[str, ...]
+    frozen: tuple[str, ...] = ()
+    parts: tuple[TensorPart, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+    unread: tuple[UnreadModule, ...] = ()
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        group: str | Mapping[str, Sequence[str]] = "module",
+        example: Any = None,
+        heads: Mapping[str, int | Heads] | None = None,
+        experts: Mapping[str, int] | None = None,
+    ) -> LayerStack:
+        """Read the layers of `model`.
+
+        group    "module": the tensors that a module owns directly (weight and bias) are a layer;
+                 "block": all tensors of a block are a layer; {layer: [patterns]}: tensors whose name, or
+                 a module's name above them, matches a pattern (`fnmatch`) are a layer, the rest by module
+        example  a public or made-up input (tensor, tuple of arguments, dict of keywords); if given, layers
+                 come in the order in which they first run, otherwise in the order of registration
+        heads    of attention modules that are not known by themselves: {pattern: how many, or `Heads`}; 0: it has none
+        experts  of modules that hold experts and are not known: {pattern: how many}
+
+        Modules that share a tensor are one layer, used wherever any of them is.
+        """
+        tensors = ModelTensors.of(model)
+        blocks = ModelBlocks.of(model, None if example is None else ExecutionTrace.run(model, example))
+        if isinstance(group, str):
+            keys = layer_keys_by_module(group, tensors, blocks)
+        else:
+            keys = layer_keys_by_pattern(group, tensors)
+        uses = {name: tensors.uses[name] for name in tensors.trainable}
+        held = dict(model.named_parameters())
+        shapes = {name: tuple(held[name].shape) for name in tensors.trainable}
+        attention, strange = find_heads(model, heads or {})
+        mixtures, unknown = find_experts(model, experts or {})
+        return cls(
+            layers=_join_layers(tensors, blocks, keys, shapes),
+            blocks=tuple(name or ROOT for name in blocks.names),
+            frozen=tensors.frozen,
+            parts=resolve_tied_parts([*attention, *mixtures], uses, shapes),
+            adapters=find_adapters(model, uses),
+            unread=(*strange, *unknown),
+        )
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self.layers)
+
+    @property
+    def size(self) -> int:
+        """How many numbers are trained."""
+        return sum(layer.size for layer in self.layers)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the trainable tensors, by name."""
+        return {
+            name: shape for layer in self.layers for name, shape in zip(layer.parameters, layer.shapes, strict=False)
+        }
+
+    def __str__(self) -> str:
+        width = max(len("layer"), *(len(layer.name) for layer in self.layers))
+        lines = [f"{'layer':<{width}}  depth  block  parameters"]
+        for layer in self.layers:
+            shared = f"  (also {', '.join(layer.aliases)})" if layer.aliases else ""
+            lines.append(f"{layer.name:<{width}}  {layer.depth:5.2f}  {layer.block:5d}  {layer.size:10,d}{shared}")
+        if self.frozen:
+            lines.append(f"frozen: {len(self.frozen)} tensors")
+        for kind in PartKind:
+            counts = {part.group: part.count for part in self.parts if part.kind is kind}
+            told = ", ".join(f"{group} {count}" for group, count in list(counts.items())[:4])
+            more = f" and {len(counts) - 4} more" if len(counts) > 4 else ""
+            lines += [f"{kind.value}: {told}{more}"] if counts else []
+        for adapter in self.adapters:
+            lines.append(
+                f"adapter {adapter.name}: {adapter.kind}, config {adapter.config[:12]}, {len(adapter.tensors)} tensors"
+            )
+        return "\n".join(lines)
+
+
+def _join_layers(
+    tensors: ModelTensors, blocks: ModelBlocks, keys: LayerKeys, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Layer, ...]:
+    """Join tensors of equal key, and keys that share a tensor, into layers in order."""
+    parent = {key: key for found in keys.values() for key in found}
+
+    def find(key: str) -> str:
+        while parent[key] != key:
+            parent[key] = key = parent[parent[key]]
+        return key
+
+    for found in keys.values():
+        for key in found[1:]:
+            parent[find(key)] = find(found[0])
+    members: defaultdict[str, list[str]] = defaultdict(list)
+    for name in tensors.trainable:
+        members[find(keys[name][0])].append(name)
+
+    def rank(name: str) -> int:
+        return min(blocks.rank[owning_module(use)] for use in tensors.uses[name])
+
+    made: list[tuple[tuple[int, int], Layer]] = []
+    last = max(len(blocks.names) - 1, 1)
+    for names in members.values():
+        uses = [use for name in names for use in tensors.uses[name]]
+        places = sorted({b for use in uses for b in blocks.uses[owning_module(use)]})
+        depth = 1.0 if len(blocks.names) == 1 else places[0] / last
+        # a layer joined from several modules is named after the first of them
+        first = min(
+            (blocks.rank[owning_module(use)], i, key)
+            for i, (use, key) in enumerate(_uses_with_keys(names, tensors, keys))
+        )
+        layer = Layer(
+            name=first[2] or ROOT,
+            depth=depth,
+            block=places[0],
+            parameters=tuple(names),
+            size=sum(tensors.sizes[name] for name in names),
+            spans=_block_runs(places),
+            aliases=tuple(use for name in names for use in tensors.uses[name][1:]),
+            shapes=tuple(shapes[name] for name in names),
+        )
+        made.append(((places[0], min(rank(name) for name in names)), layer))
+    made.sort(key=lambda item: item[0])
+    counts: defaultdict[str, int] = defaultdict(int)
+    for _, layer in made:
+        counts[layer.name] += 1
+        if counts[layer.name] > 1:
+            raise PlanError(
+                "plan.two-layers-named",
+                f"two layers are named {layer.name!r}",
+                "give the group another name than a module has",
+            )
+    return tuple(layer for _, layer in made)
+
+
+def _uses_with_keys(names: Sequence[str], tensors: ModelTensors, keys: LayerKeys) -> Iterator[tuple[str, str]]:
+    """Every use of the tensors with the key it brings."""
+    for name in names:
+        found = keys[name]
+        for i, use in enumerate(tensors.uses[name]):
+            yield use, found[min(i, len(found) - 1)]
+
+
+def _block_runs(places: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Sorted block numbers as runs [first, stop)."""
+    runs: list[tuple[int, int]] = []
+    for b in places:
+        if runs and runs[-1][1] == b:
+            runs[-1] = (runs[-1][0], b + 1)
+        else:
+            runs.append((b, b + 1))
+    return tuple(runs)
+
+
+LayerKeys = Mapping[str, tuple[str, ...]]
+"""Tensor name -> names of the layers it would join; more than one where it is shared."""
+
+
+def layer_keys_by_module(group: str, tensors: ModelTensors, blocks: ModelBlocks) -> LayerKeys:
+    """Each tensor by the module that owns it, or by that module's block."""
+    if group not in ("module", "block"):
+        raise PlanError(
+            "plan.group-module-block",
+            f"group is {group!r}, must be 'module', 'block' or a mapping",
+            "use group={'layer name': ['patterns of tensor or module names']} to group by hand",
+        )
+
+    def key(use: str) -> str:
+        path = owning_module(use)
+        return path if group == "module" else blocks.names[blocks.uses[path][0]]
+
+    return {name: tuple(key(use) for use in tensors.uses[name]) for name in tensors.trainable}
+
+
+def layer_keys_by_pattern(groups: Mapping[str, Sequence[str]], tensors: ModelTensors) -> LayerKeys:
+    """Tensors that match a pattern by that group's name, the rest by module."""
+    assigned: dict[str, str] = {}
+    for group, patterns in groups.items():
+        if not group or isinstance(patterns, str) or not patterns:
+            raise PlanError(
+                "plan.group-patterns-list",
+                f"group {group!r} has patterns {patterns!r}, must be a list of one or more",
+                "write group={'head': ['decoder.*', 'out']}",
+            )
+        for pattern in patterns:
+            found = [name for name in tensors.trainable if _any_use_matches(pattern, tensors.uses[name])]
+            if not found:
+                raise PlanError(
+                    "plan.correct-pattern-leave",
+                    _no_match_message(group, pattern, tensors),
+                    "correct the pattern or leave it out",
+                )
+            for name in found:
+                if assigned.setdefault(name, group) != group:
+                    raise PlanError(
+                        "plan.tensor-matches-groups",
+                        f"tensor {name!r} matches groups {assigned[name]!r} and {group!r}, must be in one",
+                        "make the patterns disjoint",
+                    )
+    keys = {
+        name: (assigned[name],) if name in assigned else tuple(owning_module(use) for use in tensors.uses[name])
+        for name in tensors.trainable
+    }
+    for name, found_keys in keys.items():
+        if name not in assigned and (clash := set(found_keys) & set(groups)):
+            raise PlanError(
+                "plan.group-name-module",
+                f"group {sorted(clash)[0]!r} has the name of the module of {name!r}, which it leaves out",
+                "rename the group, or add the tensor to its patterns",
+            )
+    return keys
+
+
+def _any_use_matches(pattern: str, uses: Sequence[str]) -> bool:
+    return any(matches_pattern(pattern, use) for use in uses)
+
+
+def _no_match_message(group: str, pattern: str, tensors: ModelTensors) -> str:
+    frozen = [name for name in tensors.frozen if _any_use_matches(pattern, tensors.uses[name])]
+    if frozen:
+        return f"pattern {pattern!r} of group {group!r} matches only frozen tensors ({', '.join(frozen[:3])})"
+    known = sorted({part for name in tensors.trainable for part in name_prefixes(name)})
+    return f"pattern {pattern!r} of group {group!r} matches no trainable tensor{did_you_mean(pattern, known)}"
+
+
+# Where a model's tensors lie: its blocks in order, and the block of every module that owns tensors.
+#
+# A block is what people call "a layer" when they count depth: a Linear in an MLP, a whole residual or
+# transformer block in a stack of them.
+#     1. Containers (Sequential, ModuleList, ModuleDict) are looked through.
+#     2. A composite child of a container is one block, with everything inside it.
+#     3. A nested Sequential with at most one matrix-like weight (convolution, norm, activation) is one block.
+#     4. Every other module that owns tensors is a block of its own.
+# Blocks without tensors (activations, dropout) do not count. Frozen blocks do: freezing moves no one's depth.
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelBlocks:
+    """The blocks of a model in order, and where each module that owns tensors lies among them.
+
+    `names[b]` is block b's module path. `uses[path]` holds the blocks at which the module at `path` is
+    used: its own, and with a trace also those after which it was called again. `rank[path]` orders
+    modules within and across blocks.
+    """
+
+    names: tuple[str, ...]
+    uses: dict[str, tuple[int, ...]]
+    rank: dict[str, int]
+
+    @classmethod
+    def of(cls, model: nn.Module, trace: ExecutionTrace | None = None) -> ModelBlocks:
+        """Find the blocks, in order of registration, or of first execution if `trace` is given."""
+        block_of = dict(_walk_blocks(model, "", contained=False))  # module path -> block path, as registered
+        names = list(dict.fromkeys(block_of.values()))
+        paths = list(block_of)
+        if trace is None:
+            index = {name: b for b, name in enumerate(names)}
+            uses: dict[str, tuple[int, ...]] = {path: (index[block_of[path]],) for path in paths}
+        else:
+            names.sort(key=trace.first)  # stable: registration order breaks ties
+            paths.sort(key=lambda path: (trace.first(block_of[path]), trace.first(path)))
+            index = {name: b for b, name in enumerate(names)}
+            starts = [trace.first(name) for name in names]
+            uses = {}
+            for path in paths:
+                own = index[block_of[path]]
+                later = (bisect_right(starts, tick) - 1 for tick in trace.calls(path)[1:])
+                uses[path] = tuple(sorted({own, *(max(own, b) for b in later)}))
+        return cls(names=tuple(names), uses=uses, rank={path: i for i, path in enumerate(paths)})
+
+
+def owning_module(parameter: str) -> str:
+    """The path of the module that a tensor belongs to; of a parametrised tensor, the one it serves."""
+    path, _, _ = parameter.rpartition(".")
+    head, marker, _ = f".{path}.".partition(".parametrizations.")
+    return head[1:] if marker else path
+
+
+def _walk_blocks(module: nn.Module, path: str, *, contained: bool) -> Iterator[tuple[str, str]]:
+    """Yield (path of a module that owns tensors, path of its block), in order of registration."""
+    container = isinstance(module, _CONTAINERS)
+    if isinstance(module, nn.Sequential):
+        whole = path != "" and _count_matrices(module) <= 1
+    else:
+        whole = not container and contained and any(True for _ in module.children())
+    if whole or parametrize.is_parametrized(module):
+        for name, _ in module.named_parameters(prefix=path, remove_duplicate=False):
+            yield owning_module(name), path
+        return
+    if any(tensor is not None for tensor in module._parameters.values()):
+        yield path, path
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk_blocks(child, f"{path}.{name}" if path else name, contained=container)
+
+
+def _count_matrices(module: nn.Module) -> int:
+    """How many submodules own a weight of two or more dimensions."""
+    return sum(any(p.ndim >= 2 for p in m.parameters(recurse=False)) for m in module.modules())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelTensors:
+    """Names of a model's parameters, each tensor once, under its name in `model.named_parameters()`.
+
+    `uses[name]` are all names under which the model holds that tensor, its own first.
+    """
+
+    trainable: tuple[str, ...]
+    frozen: tuple[str, ...]
+    uses: dict[str, tuple[str, ...]]
+    sizes: dict[str, int]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelTensors:
+        """Read them; refuse what cannot be clipped: nothing to train, no shape, complex, shared memory."""
+        canonical: dict[int, str] = {}
+        uses: dict[str, list[str]] = {}
+        for name, tensor in model.named_parameters(remove_duplicate=False):
+            uses.setdefault(canonical.setdefault(id(tensor), name), []).append(name)
+        tensors = {name: model.get_parameter(name) for name in uses}
+        memory: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, UninitializedParameter):
+                raise PlanError(
+                    "plan.tensor-lazy-no",
+                    f"tensor {name!r} is lazy and has no shape yet",
+                    "run model(...) once on a public or made-up input before planning",
+                )
+            if tensor.requires_grad and not tensor.is_floating_point():
+                raise PlanError(
+                    "plan.tensor-real-tensors",
+                    f"tensor {name!r} is {tensor.dtype}; only real tensors can be clipped and noised",
+                    "hold real and imaginary parts in two tensors, or freeze it with requires_grad_(False)",
+                )
+            if tensor.device.type == "meta" or not tensor.numel():
+                continue
+            other = memory.setdefault(tensor.data_ptr(), name)
+            if other != name:
+                raise PlanError(
+                    "plan.tensors-share-memory",
+                    f"tensors {other!r} and {name!r} share memory but are two parameters",
+                    "tie them by assigning one Parameter to both modules, or copy one",
+                )
+        trainable = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)
+        if not trainable:
+            raise PlanError(
+                "plan.model-no-trainable",
+                "the model has no trainable tensor",
+                "call requires_grad_(True) on what should train",
+            )
+        return cls(
+            trainable=trainable,
+            frozen=tuple(name for name, tensor in tensors.items() if not tensor.requires_grad),
+            uses={name: tuple(found) for name, found in uses.items()},
+            sizes={name: tensor.numel() for name, tensor in tensors.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutionTrace:
+    """`ticks[path]` are the times at which the module at `path` was entered, counted from 0 at the root."""
+
+    ticks: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def run(cls, model: nn.Module, example: Any) -> ExecutionTrace:
+        """Run `model` once on `example` (a tensor, a tuple of arguments, or a dict of keyword arguments).
+
+        Nothing of it stays: no gradient, evaluation mode, and modes, buffers, hooks and random state are
+        put back. `example` should be public or made up.
+        """
+        paths: defaultdict[nn.Module, list[str]] = defaultdict(list)
+        for path, module in model.named_modules(remove_duplicate=False):
+            paths[module].append(path)
+        entered: defaultdict[nn.Module, list[int]] = defaultdict(list)
+        clock = iter(range(1 << 62))
+        modes = {module: module.training for module in paths}
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        hooks = [
+            module.register_forward_pre_hook(lambda module, _: entered[module].append(next(clock))) for module in paths
+        ]
+        try:
+            model.eval()
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                call_model(model, example)
+        except Exception as error:
+            raise PlanError(
+                "plan.forward-pass-example",
+                f"the forward pass on the example failed: {type(error).__name__}: {error}",
+                "give an example that model(...) accepts: a tensor, a tuple of arguments or a dict",
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module, mode in modes.items():
+                module.training = mode
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+        return cls(ticks=dict(_assign_calls_to_paths(paths, entered)))
+
+    def calls(self, path: str) -> tuple[int, ...]:
+        """When the module at `path` was entered; one never entered itself runs with its nearest ancestor."""
+        while path not in self.ticks:
+            path = path.rpartition(".")[0]
+        return self.ticks[path]
+
+    def first(self, path: str) -> int:
+        """When the module at `path` was first entered."""
+        return self.calls(path)[0]
+
+
+def call_model(model: nn.Module, example: Any) -> None:
+    """Run `model` on a tensor, a tuple of arguments, or a dict of keyword arguments."""
+    if isinstance(example, Mapping):
+        model(**example)
+    elif isinstance(example, tuple):
+        model(*example)
+    else:
+        model(example)
+
+
+def _assign_calls_to_paths(
+    paths: Mapping[nn.Module, list[str]], entered: Mapping[nn.Module, list[int]]
+) -> dict[str, tuple[int, ...]]:
+    """Give a module registered under several paths its calls in turn, the surplus to the last path."""
+    ticks: dict[str, tuple[int, ...]] = {}
+    for module, names in paths.items():
+        times = entered.get(module, [])
+        for i, name in enumerate(names):
+            mine = times[i:] if i == len(names) - 1 else times[i : i + 1]
+            if mine:
+                ticks[name] = tuple(mine)
+    return ticks

@@ -1,0 +1,148 @@
+"""From a signed bound (clip norm, noise multiplier) to the scale of a contribution's thresholds in a plan.
+
+A contribution signs a clip norm c and a noise multiplier z over its whole participation: over all steps, no worse than
+one Gaussian release with multiplier z. That is ε(z) at a given δ, and a bound at that δ only. Of a step it asks, with
+N occurrences in all,
+
+    variance floor     V_floor = (sigma_acc·c)²   enough while the sampling is secret
+    variance ceiling   V_ceil  = N·z²·c²          enough even if all occurrences become known: together 1/z-GDP
+
+sigma_acc(z) is the multiplier of one step for which the plan's accountant, with the plan's q and steps, finds ε(z).
+S, q, B and T are the plan's and change for nobody; a contribution that needs more has its thresholds scaled:
+
+    C_i = C[k] · min(1, c/‖C[k]‖, sigma_k/sigma_acc(z))                             docs/theory.md, "Signed bounds"
+
+Dividing by z instead of sigma_acc would take a figure of the whole horizon for one of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lamina.account.accountants import calibrate, epsilon_of_noise_multiplier
+from lamina.account.schedule import Event
+from lamina.errors import AccountingError, PlanError
+from lamina.plan.rules import clip_radius
+from lamina.plan.step_plan import StepPlan
+
+_SCALE_STEP = 2e-5  # by which a scale shrinks where rounding left it too large: the tolerance of `calibrate`
+_MAX_TRIES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class OccurrenceCount:
+    """How often a contribution takes part: at most `count` if `capped`, on average `count` if not."""
+
+    count: float
+    capped: bool
+
+
+def signed_epsilon(plan: StepPlan, k: str | int, z: float) -> float:
+    """ε(z) at the δ of class k: exactly that of one Gaussian release with multiplier z."""
+    return epsilon_of_noise_multiplier(_check_positive("noise multiplier", z), plan.delta(k))
+
+
+def sigma_acc(plan: StepPlan, k: str | int, z: float) -> float:
+    """The multiplier that a step needs for ε(z) after the whole plan, choices included; 0 if nothing is owed.
+
+    The smallest to 1e-4, and never too small. PlanError: no noise is enough.
+    """
+    steps, *choices = _schedule_of_class(plan, k) or (None,)
+    if steps is None:
+        return 0.0
+    target, delta = signed_epsilon(plan, k, z), plan.delta(k)
+    if target == 0:
+        raise PlanError(
+            "plan.noise-multiplier-stands",
+            f"noise multiplier {z:g} stands for ε = 0 at δ = {delta:g}: nothing may be learned from it",
+            "sign a smaller one, or leave the contribution out",
+        )
+    try:
+        return calibrate(target, delta=delta, q=steps.q, steps=steps.steps, accountant=plan.accountant, besides=choices)
+    except AccountingError as error:
+        raise PlanError(
+            "plan.noise-multiplier-epsilon",
+            f"noise multiplier {z:g}, ε = {target:.4g} at δ = {delta:g}, is out of reach: {error.problem}",
+            "leave the contribution out, or plan with fewer steps",
+        ) from error
+
+
+def scale_for_signed_bound(plan: StepPlan, k: str | int, c: float, z: float) -> float:
+    """The largest scale of class k's thresholds, to 1e-3, that keeps what a contribution signed: (c, z).
+
+    Its clipped norm is then at most c, and `plan.epsilon(k, scale=…)` at most ε(z): priced, not only solved for.
+    PlanError where no scale does, because something else of the step costs too much by itself.
+    """
+    row = plan.index(k)
+    most = min(1.0, _check_positive("clip norm", c) / (plan.norm(row) or math.inf))
+    if not _schedule_of_class(plan, row):
+        return min(1.0, most) if not plan.classes[row].public else 1.0
+    target = signed_epsilon(plan, row, z)
+    if plan.epsilon(row, scale=most) <= target:
+        return most
+    if not plan.scales:
+        raise PlanError(
+            "plan.class-spends-epsilon",
+            f"class {plan.classes[row].name!r} spends ε = {plan.epsilon(row):.4g}, above the ε = {target:.4g} that "
+            f"noise multiplier {z:g} stands for, and in this plan thresholds cannot be scaled for one contribution",
+            "leave it out, or plan with a sigma that is fixed",
+        )
+    needed, beside = 1.0 / sigma_acc(plan, row, z), plan.bits(row)
+    if needed <= beside:
+        raise PlanError(
+            "plan.noised-counts-class",
+            f"the noised counts of class {plan.classes[row].name!r} alone have a multiplier of {1 / beside:.4g}, below "
+            f"the {1 / needed:.4g} that noise multiplier {z:g} needs",
+            "leave the contribution out, or plan without counts",
+        )
+    reach = clip_radius(plan.clip[row], plan.noise)
+    scale = min(most, math.sqrt((needed - beside) * (needed + beside)) / reach)
+    for _ in range(_MAX_TRIES):
+        if plan.epsilon(row, scale=scale) <= target:
+            return scale
+        scale *= 1 - _SCALE_STEP
+    raise PlanError(
+        "plan.no-scale-near",
+        f"no scale near {scale:.6g} holds ε = {target:.6g} for class {plan.classes[row].name!r}",
+        "report this: the search failed",
+    )
+
+
+def occurrence_count(plan: StepPlan, k: str | int, cap: int | None = None) -> OccurrenceCount:
+    """N of the variance ceiling: the cap on how often one contribution is used, or else q·T, the average."""
+    caps = [n for n in (cap, plan.injection.occurrences) if n is not None]
+    if plan.injection.raw or caps:  # without a cap, raw noise is priced for every step
+        return OccurrenceCount(float(min([plan.steps, *caps])), True)
+    return OccurrenceCount(plan.classes[plan.index(k)].sampling_rate * plan.steps, False)
+
+
+def variance_floor(plan: StepPlan, k: str | int, c: float, z: float) -> float:
+    """(sigma_acc·c)²: the least variance of a step that keeps (c, z), while nobody learns who was sampled when."""
+    return (sigma_acc(plan, k, z) * _check_positive("clip norm", c)) ** 2
+
+
+def variance_ceiling(plan: StepPlan, k: str | int, c: float, z: float, cap: int | None = None) -> float:
+    """N·z²·c²: with a capped N nothing is gained by more, even if every occurrence becomes known."""
+    return (
+        occurrence_count(plan, k, cap).count
+        * (_check_positive("noise multiplier", z) * _check_positive("clip norm", c)) ** 2
+    )
+
+
+def variance_applied(plan: StepPlan, k: str | int) -> float:
+    """(sigma_k·‖C[k]‖)²: the variance of the one noise that a step with one S would need for the same sigma_k."""
+    row = plan.index(k)
+    if not _schedule_of_class(plan, row):
+        return 0.0
+    return (plan.sigma(row) * plan.norm(row)) ** 2
+
+
+def _schedule_of_class(plan: StepPlan, k: str | int) -> tuple[Event, ...]:
+    return plan.schedule(k)
+
+
+def _check_positive(what: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise PlanError("plan.finite", f"{what} is {value!r}, must be finite and > 0", "correct the signed bound")
+    return float(value)

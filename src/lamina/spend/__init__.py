@@ -1,0 +1,9 @@
+"""What runs cost together: charges, and the ledger as they are added up in it and held to a bound."""
+
+from __future__ import annotations
+
+from lamina.spend.accounts import SignedAccount
+from lamina.spend.charge import Charge, plan_charges
+from lamina.spend.spend_ledger import PricedAccount, SpendLedger
+
+__all__ = ["SignedAccount", "SpendLedger", "PricedAccount", "Charge", "plan_charges"]

@@ -1,0 +1,339 @@
+"""Open charges and reservations of runs beside the leaves, in one transaction.
+
+Held to the bounds of their accounts.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property, lru_cache
+
+from lamina import cbor
+from lamina.account.accountants import EventCounts, EventKey, pooled_epsilon, rdp_order_of
+from lamina.errors import EncodingError, LedgerDamaged
+from lamina.ledger.corpus_terms import last_policy_record
+from lamina.ledger.governance_records import Header
+from lamina.ledger.records import Segment, SegmentOutcome
+from lamina.ledger.schema import NANO, UNBOUNDED
+from lamina.ledger.spending import signed_spend
+from lamina.ledger.store.interface import RESERVATION_SEGMENT, RunHold, RunRow, StoreReader, StoreWriter
+from lamina.plan.step_plan import StepPlan
+from lamina.spend.accounts import AccountBudget, RecordedSpend, RunSpend, account_bound
+from lamina.spend.charge import Charge
+
+_MOST_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAttempt:
+    """What the leaf of an attempt will say, beside its charges: whoever loses the run can still have it recorded."""
+
+    first: int
+    last: int
+    eligibility: int
+    after: int = 0
+    variance: tuple[float, ...] = ()
+
+    def segment(self, index: int, generation: int, nonce: bytes, outcome: SegmentOutcome) -> Segment:
+        """The attempt, once it has ended."""
+        return Segment(
+            index=index,
+            generation=generation,
+            nonce=nonce,
+            first=self.first,
+            last=self.last,
+            eligibility=self.eligibility,
+            outcome=outcome,
+            after=self.after or None,
+        )
+
+    def applied(self, plan: StepPlan) -> tuple[float, ...]:
+        """The variance of each layer: the plan's, unless its rules had moved it."""
+        return self.variance or tuple(s * s for s in plan.noise)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCharges:
+    """Charges, the scale of each signed bound among them, the digest of their plan, the place of the run's journal."""
+
+    charges: tuple[Charge, ...]
+    scales: Mapping[str, float] = field(default_factory=dict)
+    plan: bytes = b""
+    begun: OpenAttempt | None = None
+    place: int = 0
+
+    def encode(self) -> bytes:
+        rows = [list(astuple(each)) for each in self.charges]
+        begun = [] if self.begun is None else [*astuple(self.begun)[:4], list(self.begun.variance)]
+        whole = [rows, dict(self.scales), self.plan, begun, self.place]
+        return cbor.encode(whole, floats=True, max_size=_MOST_BYTES)
+
+    @classmethod
+    def decode(cls, data: bytes) -> OpenCharges:
+        try:
+            rows, scales, plan, begun, place = cbor.decode(data, floats=True, max_size=_MOST_BYTES)
+            charges, made = (
+                tuple(_charge_from_row(*row) for row in rows),
+                _attempt_from_row(*begun) if begun else None,
+            )
+            return cls(charges, dict(scales), plan, made, place)
+        except (EncodingError, TypeError, ValueError) as error:
+            raise LedgerDamaged(
+                "spend.run-holds-ledger",
+                "what a run holds of a ledger cannot be read",
+                "restore the ledger from a copy",
+            ) from error
+
+    def of(self, name: str) -> tuple[Charge, ...]:
+        """The charges of one account."""
+        return tuple(each for each in self.charges if each.cls == name)
+
+
+def _attempt_from_row(first: int, last: int, eligibility: int, after: int, variance: list[float]) -> OpenAttempt:
+    return OpenAttempt(first, last, eligibility, after, tuple(variance))
+
+
+def _charge_from_row(cls: str, sigma: float, q: float, steps: int, delta: float, accountant: str) -> Charge:
+    return Charge(cls=cls, sigma=sigma, q=q, steps=steps, delta=delta, accountant=accountant)
+
+
+def event_key(charge: Charge) -> EventKey:
+    """What the price of a charge depends on. Only noise that follows its budget is priced at one order."""
+    return (charge.sigma, charge.q, rdp_order_of(charge.accountant) or 0.0)
+
+
+def add_charges(events: dict[EventKey, int], charges: Iterable[Charge]) -> dict[EventKey, int]:
+    """Add charges to events, in place."""
+    for each in charges:
+        if each.steps:
+            found = event_key(each)
+            events[found] = events.get(found, 0) + each.steps
+    return events
+
+
+_UNIX_EPOCH = datetime.date(1970, 1, 1)
+
+
+class SpendView:
+    """What is charged and reserved. Runs are 16 bytes here, and 32 hex digits outside."""
+
+    def __init__(self, rows: StoreReader, recorded: RecordedSpend) -> None:
+        self._rows = rows
+        self._recorded = recorded
+
+    @cached_property
+    def _holds(self) -> dict[tuple[bytes, int, int], OpenCharges]:
+        return {(h.run, h.segment, h.generation): OpenCharges.decode(h.body) for h in self._rows.holds()}
+
+    @cached_property
+    def _terms(self) -> dict[str, bytes]:
+        return self._rows.terms()
+
+    def _held(self, name: str, *, reserved: bool) -> Iterator[tuple[bytes, int, int, Charge]]:
+        for (run, segment, generation), held in self._holds.items():
+            if (segment == RESERVATION_SEGMENT) == reserved:
+                yield from ((run, segment, generation, each) for each in held.of(name))
+
+    def charged(self, name: str) -> EventCounts:
+        """All that was ever charged to an account, whether a leaf says so yet or not."""
+        events = dict(self._recorded.spending.events(account_bound(name)))
+        return add_charges(events, (each for *_, each in self._held(name, reserved=False)))
+
+    def standing(self, name: str, *, without: str = "") -> EventCounts:
+        """All that was charged, and all that is reserved except by the run `without`."""
+        own = bytes.fromhex(without)
+        others = (each for run, *_, each in self._held(name, reserved=True) if run != own)
+        return add_charges(dict(self.charged(name)), others)
+
+    def reserved(self, name: str, run: str) -> EventCounts:
+        own = bytes.fromhex(run)
+        return add_charges({}, (c for r, *_, c in self._held(name, reserved=True) if r == own))
+
+    def of_run(self, run: str, name: str) -> EventCounts:
+        """What one run was charged."""
+        own = bytes.fromhex(run)
+        mine = (each for found, *_, each in self._held(name, reserved=False) if found == own)
+        return add_charges(self._recorded.of_run(own, name), mine)
+
+    def names(self) -> list[str]:
+        """Every account that was charged, or of which something is reserved."""
+        held = {each.cls for held in self._holds.values() for each in held.charges}
+        return sorted({*self._recorded.names(), *held, *self._terms})
+
+    def terms(self, name: str) -> tuple[AccountBudget, ...]:
+        """What is known of all that is charged or reserved there: its ε is at most the bound of each."""
+        body = self._terms.get(name)
+        try:
+            rows = [] if body is None else cbor.decode(body, floats=True, null=True)
+        except EncodingError as error:
+            raise LedgerDamaged(
+                "spend.terms-account-not",
+                f"the terms of account {name!r} cannot be read",
+                "restore the ledger from a copy",
+            ) from error
+        return tuple(
+            AccountBudget(bound=math.inf if bound is None else bound, delta=delta, accountant=accountant)
+            for bound, delta, accountant in rows
+        )
+
+    def labels(self) -> dict[str, str]:
+        return {each.id.hex(): each.label for each in self._rows.runs()}
+
+    def runs(self, name: str) -> tuple[RunSpend, ...]:
+        """Who was charged, or has reserved, something of an account; the oldest first."""
+        known = {each.id: each for each in self._rows.runs()}
+        taken: dict[bytes, dict[tuple[int, int], int]] = {}
+        held = [(run, at, gen, each.steps) for run, at, gen, each in self._held(name, reserved=False)]
+        for run, segment, generation, steps in (*self._recorded.attempts(name), *held):
+            mine = taken.setdefault(run, {})
+            mine[segment, generation] = mine.get((segment, generation), 0) + steps
+        left: dict[bytes, int] = {}
+        for run, _, _, each in self._held(name, reserved=True):
+            left[run] = left.get(run, 0) + each.steps
+        found = []
+        for run in {*taken, *left}:
+            row = known.get(run, RunRow(run, "", 0, True))
+            attempts = taken.get(run, {})
+            latest = dict(sorted(attempts))
+            found.append(
+                RunSpend(
+                    run=run.hex(),
+                    label=row.label,
+                    day=(_UNIX_EPOCH + datetime.timedelta(days=row.day)).isoformat(),
+                    finished=row.finished,
+                    steps=sum(attempts.values()),
+                    redone=sum(n for (segment, at), n in attempts.items() if at < latest[segment]),
+                    reserved=left.get(run, 0),
+                )
+            )
+        return tuple(sorted(found, key=lambda each: (each.day, each.run)))
+
+
+class SpendTransaction(SpendView):
+    """The same, to be changed. Thin and literal: what is allowed is decided in `SpendLedger`."""
+
+    def __init__(self, rows: StoreWriter, recorded: RecordedSpend) -> None:
+        super().__init__(rows, recorded)
+        self._write = rows
+
+    def enter(self, run: str, label: str = "") -> None:
+        """The run is at work. One day is all that is kept of time."""
+        id = bytes.fromhex(run)
+        known = {each.id: each for each in self._write.runs()}.get(id)
+        today = (datetime.datetime.now(datetime.UTC).date() - _UNIX_EPOCH).days
+        before = known.label if known is not None else ""
+        self._write.put_run(RunRow(id, label or before, today, False))
+
+    def leave(self, run: str) -> None:
+        """Give back what it has reserved."""
+        id = bytes.fromhex(run)
+        self.drop_reservation(run)
+        for each in self._write.runs():
+            if each.id == id:
+                self._write.put_run(each._replace(finished=True))
+
+    def drop_reservation(self, run: str) -> None:
+        id = bytes.fromhex(run)
+        self._write.drop_hold(id, RESERVATION_SEGMENT)
+        self._holds.pop((id, RESERVATION_SEGMENT, 0), None)
+
+    def reserve(self, run: str, charges: Sequence[Charge]) -> None:
+        """In place of what it had reserved before."""
+        self.drop_reservation(run)
+        if charges:
+            self._put(bytes.fromhex(run), RESERVATION_SEGMENT, 0, b"", OpenCharges(tuple(charges)))
+
+    def charge(self, run: str, segment: int, generation: int, nonce: bytes, held: OpenCharges) -> None:
+        """Hold an attempt, and take its steps off the run's reservation, not below zero."""
+        id = bytes.fromhex(run)
+        self._put(id, segment, generation, nonce, held)
+        before = self._holds.get((id, RESERVATION_SEGMENT, 0))
+        if before is None:
+            return
+        taken: dict[tuple[str, float, float], int] = {}
+        for each in held.charges:
+            taken[each.cls, each.sigma, each.q] = taken.get((each.cls, each.sigma, each.q), 0) + each.steps
+        left = []
+        for each in before.charges:
+            off = min(each.steps, taken.get((each.cls, each.sigma, each.q), 0))
+            if off:
+                taken[each.cls, each.sigma, each.q] -= off
+            if each.steps > off:
+                left.append(replace(each, steps=each.steps - off))
+        self.reserve(run, left)
+
+    def set_terms(self, name: str, terms: Sequence[AccountBudget]) -> None:
+        rows = [[None if math.isinf(t.bound) else t.bound, t.delta, t.accountant] for t in terms]
+        self._terms[name] = cbor.encode(rows, floats=True, null=True)
+        self._write.put_terms(name, self._terms[name])
+
+    def _put(self, run: bytes, segment: int, generation: int, nonce: bytes, held: OpenCharges) -> None:
+        self._write.put_hold(RunHold(run, segment, generation, nonce, None, held.encode()))
+        self._holds[run, segment, generation] = held
+
+
+_CLASS_TOLERANCE = 1e-6  # relative: a class's own bound is kept in 1e-6
+_signed_spend = lru_cache(maxsize=1 << 16)(signed_spend)  # asked at every charge, for every bound
+
+
+class BoundExceeded(Exception):
+    """Ends a transaction: an account would pass a bound."""
+
+    def __init__(self, cls: str, terms: AccountBudget, asked: int, epsilon: float) -> None:
+        super().__init__(cls)
+        self.cls, self.terms, self.asked, self.epsilon = cls, terms, asked, epsilon
+
+
+class SpendLimits:
+    """The bounds of a ledger. Nothing is remembered here: an account knows the terms of its last admission."""
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+
+    def wanted(self, rows: StoreReader, name: str, *asked: AccountBudget) -> list[AccountBudget]:
+        """What is asked for, and what the ledger itself promises: the stricter of two at one δ and accountant."""
+        cls, _, noise = account_bound(name)
+        header, promised = self._header, noise
+        if not noise:
+            presets = (each.noise_multiplier for each in last_policy_record(rows, header).presets if each.cls == cls)
+            promised = next(presets, 0)
+        found = list(asked)
+        if promised and (most := _signed_spend(promised, header.delta)) < UNBOUNDED:
+            bound = (
+                math.nextafter(most / NANO, 0.0) if noise else most / NANO * (1 + _CLASS_TOLERANCE)
+            )  # as `verify` will
+            found.append(AccountBudget(bound=bound, delta=header.delta, accountant=header.accountant))
+        return [t for t in found if not any(o is not t and o.within(t) and o != t for o in found)]
+
+    def admit(
+        self,
+        desk: SpendTransaction,
+        rows: StoreReader,
+        charges: Sequence[Charge],
+        bounds: Mapping[str, float],
+        before: Mapping[str, EventCounts],
+    ) -> None:
+        """Raise unless every account, as this transaction would leave it, is within its bounds."""
+        for name, earlier in before.items():
+            mine = [each for each in charges if each.cls == name]
+            if not any(each.steps for each in mine):
+                continue  # nothing is asked, so nothing can be refused
+            bound, after = bounds.get(name, math.inf), desk.standing(name)
+            kinds = sorted({(each.delta, each.accountant) for each in mine})
+            asked = [AccountBudget(bound=bound, delta=delta, accountant=accountant) for delta, accountant in kinds]
+            held = desk.terms(name)
+            grown = any(steps > earlier.get(event, 0) for event, steps in after.items())
+            wanted = self.wanted(rows, name, *asked)
+            for terms in wanted:
+                if math.isinf(terms.bound) or (not grown and any(h.within(terms) for h in held)):
+                    continue
+                epsilon = pooled_epsilon(after, delta=terms.delta, name=terms.accountant)
+                if not epsilon <= terms.bound:
+                    raise BoundExceeded(name, terms, sum(each.steps for each in mine), epsilon)
+            new = [w for w in wanted if grown or not any(h.within(w) for h in held)]
+            if new:
+                kept = () if grown else (h for h in held if not any(w.within(h) for w in new))
+                desk.set_terms(name, (*new, *kept))

@@ -1,0 +1,340 @@
+"""The journal of a run on disk.
+
+Append-only, durable before anything acts on it, and keeper of one secret seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lamina.errors import LaminaError, RunError, StorageError
+from lamina.train.journal_records import (
+    JOURNAL_KINDS,
+    SEED_BYTES,
+    AttemptOpened,
+    JournalRecord,
+    RunHistory,
+    RunStarted,
+    from_body,
+    to_body,
+)
+from lamina.train.run_files import remove_temporary_files, replacing, storage_error, write_all
+
+# How a record lies on disk: a frame that is acknowledged by a mark once it is durable.
+#
+#     frame    = "LMJ1" | kind (1) | length of body (4) | checksum (32) | body | padding | slot (40, Open) | mark (16)
+#     checksum = SHA-256("lamina/journal/1" | checksum of the frame before | kind | length | body)
+#     slot     = seed (32) | SHA-256("lamina/journal/seed/1" | checksum | seed)[:8];  40 zeros once it was erased
+#
+# The checksum chains the frames, so none can be lost, doubled or moved unseen; it leaves the slot out, so that
+# erasing a seed leaves the frame valid. A frame is first written with a mark of zeros and made durable; then the
+# mark is written over the zeros and made durable; then, and only then, its writer is told that it succeeded. So
+#
+#     a frame without its mark was never acknowledged: nobody acted on it, and it may be ignored,
+#     a frame with its mark was complete on the disk: whatever is wrong with it now is damage.
+#
+# A crash may leave a frame in any state: cut anywhere, its length there and its data zeros, some of its sectors
+# written and others not. None of these has the mark, which is not written before all of the frame is durable. The
+# padding (zeros) aligns the mark to its own size, so that it never lies across two sectors and is there or not.
+
+_MAGIC, _VERSION = b"LMJ", b"1"
+_HEAD = struct.Struct(">3ssBI32s")
+_SLOT_BYTES = SEED_BYTES + 8
+# Not UTF-8, so no text in a body holds it; the rest of a body is digests, which hit it with probability 2^-128.
+DURABLE_MARK = bytes.fromhex("ffac6bd795e9fdb4cbf7a3dbb6edd9ff")
+_OPENED_KIND = next(number for number, kind in JOURNAL_KINDS.items() if kind is AttemptOpened)
+EMPTY_SLOT = bytes(_SLOT_BYTES)
+GENESIS = bytes(32)  # what the first frame chains to
+
+
+class UnreadableFrame(Exception):
+    """No acknowledged frame lies here. `torn`: none ever did; otherwise one did, and it is damaged."""
+
+    def __init__(self, offset: int, reason: str, *, torn: bool) -> None:
+        self.offset = offset
+        self.reason = reason
+        self.torn = torn
+        super().__init__(reason)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JournalFrame:
+    """A frame and where it lies. `slot` is where the seed slot of an Open begins; `wiped` if there is no seed in it."""
+
+    record: JournalRecord
+    start: int
+    end: int
+    checksum: bytes
+    slot: int = -1
+    wiped: bool = True
+
+    @property
+    def garbled(self) -> bool:
+        """Whether the slot holds neither a seed nor zeros."""
+        return isinstance(self.record, AttemptOpened) and not self.record.seed and not self.wiped
+
+
+def encode_frame(record: JournalRecord, start: int, previous: bytes) -> tuple[bytes, JournalFrame]:
+    """The bytes of a frame that will begin at `start`, its mark still zeros, and the frame as if read back."""
+    kind, body = to_body(record)
+    padding, slot, end = _frame_layout(start, kind, len(body))
+    checksum = _frame_checksum(previous, kind, body)
+    data = _HEAD.pack(_MAGIC, _VERSION, kind, len(body), checksum) + body + bytes(padding)
+    if isinstance(record, AttemptOpened):
+        data += record.seed + _seed_check(checksum, record.seed)
+    frame = JournalFrame(record=record, start=start, end=end, checksum=checksum, slot=slot, wiped=slot < 0)
+    return data + bytes(len(DURABLE_MARK)), frame
+
+
+def decode_frame(data: bytes, start: int, previous: bytes) -> JournalFrame:
+    """The acknowledged frame that begins at `start`, or Unreadable."""
+    acknowledged = data.find(DURABLE_MARK, start) >= 0  # this frame or a later one: then nothing here is merely torn
+    if len(data) - start < _HEAD.size:
+        raise UnreadableFrame(start, f"{len(data) - start} bytes are left, too few for a record", torn=not acknowledged)
+    family, version, kind, length, checksum = _HEAD.unpack_from(data, start)
+    if family == _MAGIC and version > _VERSION and acknowledged:
+        raise UnreadableFrame(start, f"the record has format {version!r}, this version reads {_VERSION!r}", torn=False)
+    padding, slot, end = _frame_layout(start, kind, length)
+    if end > len(data):
+        raise UnreadableFrame(start, "a record that goes on past the end of the file", torn=not acknowledged)
+    body_at, filler_at = start + _HEAD.size, start + _HEAD.size + length
+    body, filler = data[body_at:filler_at], data[filler_at : filler_at + padding]
+    if (family, version) != (_MAGIC, _VERSION) or checksum != _frame_checksum(previous, kind, body) or any(filler):
+        raise UnreadableFrame(start, "a record whose checksum does not match", torn=not acknowledged)
+    mark = data[end - len(DURABLE_MARK) : end]
+    if mark != DURABLE_MARK:
+        raise UnreadableFrame(
+            end - len(DURABLE_MARK), "a record whose mark is wrong", torn=not acknowledged and not any(mark)
+        )
+    try:
+        record = from_body(kind, body)
+    except LaminaError as error:
+        raise UnreadableFrame(
+            start, f"a record of another kind than this version writes: {error.problem}", torn=False
+        ) from error
+    frame = JournalFrame(record=record, start=start, end=end, checksum=checksum)
+    return frame if slot < 0 else _with_slot(frame, slot, data[slot : slot + _SLOT_BYTES])
+
+
+def _with_slot(frame: JournalFrame, at: int, slot: bytes) -> JournalFrame:
+    assert isinstance(frame.record, AttemptOpened)
+    seed = slot[:SEED_BYTES]
+    if slot[SEED_BYTES:] != _seed_check(frame.checksum, seed):
+        seed = b""
+    return replace(frame, record=replace(frame.record, seed=seed), slot=at, wiped=slot == EMPTY_SLOT)
+
+
+def _frame_layout(start: int, kind: int, length: int) -> tuple[int, int, int]:
+    """Size of the padding, start of the slot (-1 without one), end of the frame."""
+    slot_bytes = _SLOT_BYTES if kind == _OPENED_KIND else 0
+    padding = -(start + _HEAD.size + length + slot_bytes) % len(DURABLE_MARK)
+    slot = start + _HEAD.size + length + padding
+    return padding, slot if slot_bytes else -1, slot + slot_bytes + len(DURABLE_MARK)
+
+
+def _frame_checksum(previous: bytes, kind: int, body: bytes) -> bytes:
+    return hashlib.sha256(b"lamina/journal/1" + previous + struct.pack(">BI", kind, len(body)) + body).digest()
+
+
+def _seed_check(checksum: bytes, seed: bytes) -> bytes:
+    return hashlib.sha256(b"lamina/journal/seed/1" + checksum + seed).digest()[: _SLOT_BYTES - SEED_BYTES]
+
+
+# The journal of a run: append-only, durable before anything acts on it, and keeper of one secret seed.
+#
+# **Durable.** `append` returns only after its frame and the frame's mark are on the disk (frame.py). Ignoring a frame
+# without a mark is safe: an Open that was not acknowledged has drawn nothing, because the trainer draws no coin and
+# no noise before `append` returns; a Close that was not acknowledged is written again, because its checkpoint is
+# there. Such a frame is cut off by the next `append`. A frame with a mark that cannot be read stops everything,
+# because it may hold a charge.
+#
+# **Secret.** The seed of a segment decides who is sampled and what the noise is. It lives in the journal only while
+# its Open is the last one and has no Close; otherwise `append` or `load` overwrites it in place with zeros, fsynced.
+# That is best effort: flash translation layers, copy-on-write file systems, snapshots and backups may keep the old
+# block. Where that matters, put the run's folder on an encrypted disk. The file has mode 0600.
+#
+# **In one place.** `copied` tells that the file is not the one that was written (another inode): a copy of a run
+# goes on as a new generation, which is charged. It guards against mistakes, not against an adversary, and a deleted
+# file's inode may come back; the ledger's nonces see what it misses.
+
+_MOST_BYTES = 1 << 28  # bytes; some 400 000 segments of one class
+
+
+class Journal(RunHistory):
+    """The history of a run on a disk. Made by `create` or `load`, by the holder of the run's lease."""
+
+    def __init__(self, path: Path, place: int, size: int) -> None:
+        super().__init__()
+        self.path = path
+        self.place = place  # the inode of the file: what a Moved record says
+        self._size = size  # of the file, a torn tail included
+        self._end = 0  # of the last acknowledged frame
+        self._chain = GENESIS
+        self._slots: dict[int, int] = {}  # index of an Open → offset of its seed slot, unless that is wiped
+        self._broken = False
+
+    @property
+    def copied(self) -> bool:
+        """Whether this file is another one than the one that the run was writing."""
+        return self._last_place() != self.place
+
+    # ------------------------------------------------------------------------------------ making and reading
+
+    @classmethod
+    def create(cls, path: Path, *, run: str, salt: bytes) -> Journal:
+        """A new journal with its Start; there, whole and durable, or not there at all."""
+        path = Path(path)
+        remove_temporary_files(path.parent)
+        with replacing(path, fresh=True) as file:
+            place = os.fstat(file).st_ino
+            data, frame = encode_frame(RunStarted(run=run, salt=salt, place=place), 0, GENESIS)
+            write_all(file, data[: -len(DURABLE_MARK)] + DURABLE_MARK)  # all of it is durable before it gets its name
+        made = cls(path, place, frame.end)
+        made._take(frame)
+        return made
+
+    @classmethod
+    def load(cls, path: Path) -> Journal:
+        """Read a journal, and erase the seeds that a crash kept from being erased."""
+        path = Path(path)
+        try:
+            with open(path, "rb") as file:
+                facts = os.fstat(file.fileno())
+                if facts.st_mode & 0o077:
+                    os.fchmod(file.fileno(), 0o600)  # a copy made under an ordinary umask
+                data = file.read(_MOST_BYTES + 1)
+        except OSError as error:
+            raise storage_error(error, f"cannot read the journal {path}", "it is as it was") from error
+        journal = cls(path, facts.st_ino, len(data))
+        journal._parse(data)
+        journal._erase()
+        return journal
+
+    def _parse(self, data: bytes) -> None:
+        if len(data) > _MOST_BYTES:
+            raise self._damage(_MOST_BYTES, f"it is larger than {_MOST_BYTES} bytes")
+        garbled = -1
+        while self._end < len(data):
+            try:
+                frame = decode_frame(data, self._end, self._chain)
+                self._check(frame.record)
+            except UnreadableFrame as problem:
+                if problem.torn:
+                    break
+                raise self._damage(problem.offset, problem.reason) from problem
+            except RunError as problem:
+                raise self._damage(self._end, problem.problem) from problem
+            self._take(frame)
+            if isinstance(frame.record, AttemptOpened):
+                garbled = frame.slot if frame.garbled else -1
+        if not self._records:
+            raise self._damage(0, "it holds no whole Start record")
+        if self.pending is not None and garbled >= 0:
+            raise self._damage(garbled, "the seed of the open segment does not have its check value")
+
+    def _damage(self, offset: int, reason: str) -> StorageError:
+        return StorageError(
+            "train.journal-damaged-byte",
+            f"the journal {self.path} is damaged at byte {offset}: {reason}",
+            "restore the file from a backup; without one, start a new run in another folder: what this run "
+            "charged stays charged in the ledger",
+        )
+
+    # ------------------------------------------------------------------------------------ writing
+
+    def append(self, record: JournalRecord) -> None:
+        """Make a record durable. On StorageError nobody may act on it: nothing may be drawn, nothing published.
+
+        After a Close, and after an Open that takes the place of another, the seed that has become useless is
+        erased.
+        """
+        if self._broken:
+            raise StorageError(
+                "train.journal-unknown-state",
+                f"the journal {self.path} is in an unknown state after a failed write",
+                "start the run again: it reads the journal afresh",
+            )
+        self._check(record)
+        if isinstance(record, AttemptOpened) and len(record.seed) != SEED_BYTES:
+            raise RunError(
+                "train.open-without-seed", "an Open without a seed cannot be written", "draw one with os.urandom(32)"
+            )
+        data, frame = encode_frame(record, self._end, self._chain)
+        try:
+            self._write(data, frame)
+        except OSError as error:
+            fate = "whether this one is will show when it is read again" if self._broken else "this one is not"
+            kept = f"all earlier records are in it, {fate}"
+            raise storage_error(error, f"cannot write to the journal {self.path}", kept) from error
+        self._take(frame)
+        self._erase()
+
+    def _write(self, data: bytes, frame: JournalFrame) -> None:
+        file = self._open()
+        try:
+            self._size = frame.start
+            os.ftruncate(file, frame.start)  # a torn tail, if there is one
+            _write_at(file, frame.start, data)
+            os.fsync(file)
+            _write_at(file, frame.end - len(DURABLE_MARK), DURABLE_MARK)
+            os.fsync(file)
+            self._size = frame.end
+        except BaseException:
+            self._broken = True
+            with suppress(OSError):
+                os.ftruncate(file, frame.start)
+                os.fsync(file)
+                self._broken = False
+            raise
+        finally:
+            os.close(file)
+
+    def _erase(self) -> None:
+        """Overwrite every seed but that of the pending Open."""
+        pending = self.pending
+        stale = {index: slot for index, slot in self._slots.items() if self._records[index] is not pending}
+        if not stale:
+            return
+        try:
+            file = self._open()
+            try:
+                for slot in stale.values():
+                    _write_at(file, slot, EMPTY_SLOT)
+                os.fsync(file)
+            finally:
+                os.close(file)
+        except OSError as error:
+            kept = "every record is in it, but a seed that should be gone is still there"
+            raise storage_error(error, f"cannot erase a seed in the journal {self.path}", kept) from error
+        for index in stale:
+            self._forget_seed(index)
+            del self._slots[index]
+
+    def _open(self) -> int:
+        """A descriptor of the very file that was read: what somebody else wrote to it must not be cut."""
+        file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        facts = os.fstat(file)
+        if (facts.st_ino, facts.st_size) != (self.place, self._size):
+            os.close(file)
+            raise StorageError(
+                "train.journal-replaced-written",
+                f"the journal {self.path} was replaced or written by somebody else during the run",
+                "stop whatever else writes to this folder, then start the run again",
+            )
+        return file
+
+    def _take(self, frame: JournalFrame) -> None:
+        if not frame.wiped:
+            self._slots[len(self._records)] = frame.slot
+        self._add(frame.record)
+        self._end, self._chain = frame.end, frame.checksum
+
+
+def _write_at(file: int, at: int, data: bytes) -> None:
+    os.lseek(file, at, os.SEEK_SET)
+    write_all(file, data)

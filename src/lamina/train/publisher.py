@@ -1,0 +1,307 @@
+"""What leaves a run: ε by class, metrics.json, the weights as files, and the `Outcome`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import nn
+
+from lamina.account.accountants import cost, find_accountant
+from lamina.account.schedule import Schedule
+from lamina.plan.rules import FollowBudget
+from lamina.plan.step_plan import StepPlan
+from lamina.spend.accounts import is_bound
+from lamina.spend.charge import follows_budget
+from lamina.train.evaluation import Evaluation
+from lamina.train.progress import Progress
+from lamina.train.resume import code_version
+from lamina.train.run import Run
+from lamina.train.run_budget import uses_adaptive_budget
+from lamina.train.training_state import MovingAverage, TrainingState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What `fit` returns.
+
+    epsilon   by class: what this run was charged, redone segments included
+    total     by class: what all runs in the ledger were charged
+    unit      by class: what ε protects
+    delta     by class: the δ at which ε is stated
+    private   False if anything about the run voids its guarantee
+    metrics   the last evaluation on public or simulated data
+    notes     everything out of the ordinary that happened, in words
+    """
+
+    run: str
+    folder: Path
+    steps: int
+    planned: int
+    epsilon: dict[str, float]
+    total: dict[str, float]
+    unit: dict[str, str]
+    delta: dict[str, float]
+    private: bool
+    metrics: dict[str, float]
+    notes: tuple[str, ...]
+    certificate: None = None
+
+    def __str__(self) -> str:
+        """For people: ε is rounded up."""
+        lines = [f"run {self.run[:8]}: {self.steps} of {self.planned} steps, in {self.folder}"]
+        for name, epsilon in self.epsilon.items():
+            if not self.delta[name]:
+                lines.append(f"  class {name}: public")
+                continue
+            whose = f"per {self.unit[name]} at δ = {self.delta[name]:g}"
+            lines.append(
+                f"  class {name}: ε {_rounded_up(epsilon)} {whose}; {_rounded_up(self.total[name])} over all runs in the ledger"
+            )
+        if self.metrics:
+            lines.append("  " + ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()))
+        if not self.private:
+            lines.append("  NOT PRIVATE: the noise came from a seed that somebody chose")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def _rounded_up(value: float) -> str:
+    return f"{math.ceil(value * 10_000) / 10_000:.4f}"
+
+
+def weights_file(model: nn.Module, average: MovingAverage | None) -> bytes:
+    """What `model.load_state_dict(safetensors.torch.load_file(path))` reads; the moving average if one is given."""
+    if average is not None:
+        with average.applied():
+            return weights_file(model, None)
+    tensors = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
+    return save(tensors, metadata={"format": "pt"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEpsilon:
+    """By class: ε of this run (`epsilon`) and of every run in the ledger (`total`). Public classes owe nothing."""
+
+    epsilon: dict[str, float]
+    total: dict[str, float]
+
+
+def spent_so_far(run: Run, plan: StepPlan) -> dict[str, float]:
+    """ε by class of everything that the run was charged for: redone segments count again.
+
+    Journal and ledger should agree; where they do not (one of them was put back from a copy), the larger counts.
+    Classes that an earlier plan of the run charged are listed too. Noise that is chosen on the way is proven to stay
+    within its budget, not to have cost less on the way: from the first step on it counts as a whole.
+    """
+    deltas = _charged_deltas(run) | {entry.name: entry.delta for entry in plan.classes}
+    return {name: _epsilon_spent(run, plan, name, delta) for name, delta in deltas.items() if not is_bound(name)}
+
+
+def _charged_deltas(run: Run) -> dict[str, float]:
+    """Everything that the run was charged under, with its δ."""
+    return {c.cls: c.delta for opened in run.attempts for c in opened.charges}
+
+
+def _epsilon_spent(run: Run, plan: StepPlan, name: str, delta: float) -> float:
+    charged = run.charged.get(name, ())
+    mine = find_accountant(plan.accountant).epsilon(charged, delta) if charged else 0.0
+    booked = run.book.spent(run.id, name, delta=delta, accountant=plan.accountant) if delta else 0.0
+    followed = follows_budget(plan) and (mine or booked) and not is_bound(name)
+    return max(mine, booked, plan.epsilon(name) if followed else 0.0)
+
+
+def _epsilon_total(run: Run, plan: StepPlan, name: str, delta: float, epsilon: float) -> float:
+    """ε of every run in the ledger, and never less than that of this one."""
+    if not delta:
+        return epsilon
+    return max(epsilon, run.book.total(name, delta=delta, accountant=plan.accountant).spent)
+
+
+def epsilon_of_run(run: Run, plan: StepPlan) -> RunEpsilon:
+    mine, deltas = spent_so_far(run, plan), _charged_deltas(run) | {e.name: e.delta for e in plan.classes}
+    return RunEpsilon(
+        epsilon=mine,
+        total={name: _epsilon_total(run, plan, name, deltas[name], epsilon) for name, epsilon in mine.items()},
+    )
+
+
+def signed_bound_figures(run: Run, plan: StepPlan) -> dict[str, dict[str, Any]]:
+    """By signed bound: ε that was signed, of this run, and of all runs. Without `scale`: of an earlier start.
+
+    Worked out at the end of a run: there may be thousands, and after each segment every price would be another one.
+    """
+    deltas = {name: delta for name, delta in _charged_deltas(run).items() if is_bound(name)}
+    deltas |= {each.name: plan.delta(each.cls) for each in run.accounts}
+    found: dict[str, dict[str, Any]] = {}
+    for name, delta in deltas.items():
+        epsilon = _epsilon_spent(run, plan, name, delta)
+        found[name] = {"delta": delta, "epsilon": epsilon, "total": _epsilon_total(run, plan, name, delta, epsilon)}
+    for each in run.accounts:
+        found[each.name] |= {"class": each.cls, "scale": each.scale, "signed": each.epsilon}
+    return found
+
+
+def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequence[str]) -> dict[str, Any]:
+    """The content of metrics.json: nothing in it depends on who was sampled, or on a private loss."""
+    now = epsilon_of_run(run, plan)
+    classes: dict[str, dict[str, Any]] = {
+        entry.name: {
+            "unit": entry.unit,
+            "public": entry.public,
+            "adjacency": plan.adjacency,
+            "delta": entry.delta,
+            "epsilon": now.epsilon[entry.name],
+            "total": now.total[entry.name],
+            "steps_charged": sum(o.last - o.first for o in run.attempts if any(c.cls == entry.name for c in o.charges)),
+        }
+        for entry in plan.classes
+    }
+    for name in now.epsilon.keys() - classes.keys():  # of an earlier plan of this run
+        classes[name] = {"epsilon": now.epsilon[name], "total": now.total[name]}
+    return {
+        "run": run.id,
+        "origin": run.origin,
+        "steps": state.step,
+        "planned_steps": plan.steps,
+        "segments": state.segments,
+        "plan": plan.digest().hex(),
+        "accountant": plan.accountant,
+        "classes": classes,
+        "evaluations": state.evaluations,
+        "code": code_version(),
+        "notes": list(notes),
+    }
+
+
+def final_figures(run: Run, plan: StepPlan, caps: Mapping[str, int], step: int) -> dict[str, dict[str, Any]]:
+    """By class, what a certificate says beside ε: the replace-one figure, and what holds without amplification.
+
+    An attempt that was given up used its contributions too: each adds at most the cap, or its steps.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, delta in _charged_deltas(run).items():
+        if is_bound(name):
+            continue
+        schedule, cap = run.charged.get(name, ()), caps.get(name)
+        most = None if cap is None else cap + sum(min(cap, o.last - o.first) for o in run.wasted(step))
+        if any(uses_adaptive_budget(o) and any(c.cls == name for c in o.charges) for o in run.attempts):
+            found[name] = _adaptive_budget_figures(run, plan, name, schedule, delta, step)
+        else:
+            figures = cost(schedule, delta=delta, accountant=plan.accountant, occurrences=most)
+            found[name] = {
+                "epsilon_replace_one": _finite_or_none(figures.epsilon_replace_one),
+                "rho": figures.rho,
+                "epsilon_unamplified": figures.epsilon_unamplified,
+            }
+        found[name]["max_occurrences"] = cap
+    return found
+
+
+def _adaptive_budget_figures(
+    run: Run, plan: StepPlan, name: str, fixed: Schedule, delta: float, step: int
+) -> dict[str, float | None]:
+    """The same where noise followed a budget. None where nothing is proven: under several plans.
+
+    Where occurrences are known, all that is sure is the least noise that the rule allows, at every step there was.
+    """
+    rule = plan.rule(FollowBudget)
+    if fixed or rule is None or any(o.plan != plan.digest() for o in run.attempts):
+        return {"epsilon_replace_one": None, "rho": None, "epsilon_unamplified": None}
+    steps, *choices = plan.schedule(name)
+    wasted = run.wasted(step)
+    again = sum(o.last - o.first for o in wasted)
+    lowest = replace(steps, sigma=steps.sigma * rule.least, steps=plan.steps + again)
+    more = [c.event for o in wasted for c in o.charges if c.cls == name and c.sigma != steps.sigma]
+    sure = cost((lowest, *choices, *more), delta=delta, accountant="gaussian")
+    figures = cost(plan.schedule(name), delta=delta, accountant=plan.accountant)
+    return {
+        "epsilon_replace_one": _finite_or_none(figures.epsilon_replace_one),
+        "rho": sure.rho,
+        "epsilon_unamplified": sure.epsilon_unamplified,
+    }
+
+
+def _finite_or_none(value: float) -> float | None:
+    """JSON has no infinity: nothing is claimed then."""
+    return value if math.isfinite(value) else None
+
+
+class Publisher:
+    """Evaluates on public data, writes the public files, keeps the notes."""
+
+    def __init__(
+        self, plan: StepPlan, rule: Evaluation | None, *, caps: Mapping[str, int], progress: Progress, notes: list[str]
+    ) -> None:
+        self.plan, self.rule, self.caps, self.progress, self.notes = plan, rule, caps, progress, notes
+
+    def note(self, text: str) -> None:
+        """Something out of the ordinary: on the screen now, in metrics.json and the outcome later."""
+        if text not in self.notes:
+            self.notes.append(text)
+        self.progress.note(text)
+
+    def look(self, run: Run, state: TrainingState) -> str | None:
+        """After a closed segment. Returns why to stop, if there is a reason."""
+        reason = self._evaluate(run, state)
+        self._publish(run, state)
+        return reason
+
+    def finish(self, run: Run, state: TrainingState, *, reason: str, private: bool) -> Outcome:
+        """The weights as files, the last figures, and the end of the run."""
+        if reason == "budget":
+            self.note(f"the run ended at step {state.step} of {self.plan.steps}: its budget allows no more")
+        if reason == "patience":
+            self.note(f"the run ended at step {state.step}: the evaluation has found nothing better for a while")
+        run.write("model.safetensors", weights_file(state.model, None))
+        if state.ema is not None:
+            run.write("ema.safetensors", weights_file(state.model, state.ema))
+        self._publish(run, state, final=True)
+        run.finish(state.step, reason)
+        spent = epsilon_of_run(run, self.plan)
+        deltas = {c.cls: c.delta for opened in run.attempts for c in opened.charges}
+        units = {entry.name: entry.unit for entry in self.plan.classes}
+        return Outcome(
+            run=run.id,
+            folder=run.folder,
+            steps=state.step,
+            planned=self.plan.steps,
+            epsilon=spent.epsilon,
+            total=spent.total,
+            unit={name: units.get(name, "contribution") for name in spent.epsilon},
+            delta={name: deltas.get(name, 0.0) for name in spent.epsilon},
+            private=private,
+            metrics=dict(state.evaluations[-1]["figures"]) if state.evaluations else {},
+            notes=tuple(self.notes),
+        )
+
+    def _evaluate(self, run: Run, state: TrainingState) -> str | None:
+        rule = self.rule
+        if rule is None or not rule.due(state.segments, last=state.step == self.plan.steps):
+            return None
+        if not state.evaluations or state.evaluations[-1]["step"] != state.step:
+            if state.ema is None:
+                figures = rule.run(state.model)
+            else:
+                with state.ema.applied():
+                    figures = rule.run(state.model)
+            state.evaluations.append({"step": state.step, "figures": figures})
+        if rule.best is None:
+            return None
+        scores = [rule.score(entry["figures"]) for entry in state.evaluations]
+        if scores[-1] == max(scores):
+            run.write("best.safetensors", weights_file(state.model, state.ema))
+        return "patience" if rule.stops(scores) else None
+
+    def _publish(self, run: Run, state: TrainingState, *, final: bool = False) -> None:
+        facts = public_figures(run, self.plan, state, self.notes)
+        if final:
+            facts["bounds"] = signed_bound_figures(run, self.plan)
+            for name, figures in final_figures(run, self.plan, self.caps, state.step).items():
+                facts["classes"].get(name, {}).update(figures)
+        text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False)
+        run.write("metrics.json", f"{text}\n".encode())

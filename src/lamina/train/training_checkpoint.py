@@ -1,0 +1,515 @@
+"""Training checkpoints: model and optimizer state of a run after closed segments.
+
+One verified safetensors file each.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from lamina import cbor
+from lamina.errors import EncodingError, RunError, StorageError
+from lamina.train.run_files import make_folder, remove_temporary_files, replacing, storage_error, sync_folder, write_all
+
+# Nested state, such as `optimizer.state_dict()`, as flat tensors and a tree that CBOR can carry. Bit for bit.
+#
+# In the tree a scalar stands for itself, and everything else is a list that begins with its kind:
+#
+#     ["d", key, value, …] a dict, in order      ["l", …] a list      ["t", …] a tuple      ["z", …] a torch.Size
+#     ["o", key, value, …] an OrderedDict        ["c", key, value, …] a Counter
+#     ["x", name] a tensor      ["f", 8 bytes] a NaN with its payload      ["i", hex] an integer beyond 64 bits
+#     ["n", dtype, bytes] a numpy scalar
+#
+# `unflatten(prefix, *flatten(prefix, tree))` equals the tree: types, order of keys, the sign of zero, NaN payloads,
+# and which leaves are one and the same tensor. What is not kept is what is no part of a value: gradients, devices
+# and strides (tensors come back contiguous). Anything else (a function, an array, an object) is refused by its path.
+
+MAX_DEPTH = 64
+_MAPS: dict[str, type[Any]] = {"d": dict, "o": OrderedDict, "c": Counter}
+_LISTS: dict[str, type[Any]] = {"l": list, "t": tuple, "z": torch.Size}
+_CODE_OF_TYPE = {kind: code for code, kind in (_MAPS | _LISTS).items()}
+_NUMPY_SCALAR = re.compile("[<>|][biufc][0-9]{1,2}")  # numpy types whose bytes are their whole value
+
+
+def flatten(prefix: str, tree: Any) -> tuple[dict[str, Tensor], Any]:
+    """The tensors of `tree`, named by their path under `prefix`, and the rest of it. Tensors are not copied."""
+    if not prefix or "/" in prefix:
+        raise RunError(
+            "train.prefix-word-without", f"prefix is {prefix!r}, must be a word without '/'", "use the name of the part"
+        )
+    writer = _StateWriter()
+    plain = writer.node(tree, prefix, 0)
+    return writer.tensors, plain
+
+
+def unflatten(prefix: str, tensors: Mapping[str, Tensor], plain: Any) -> Any:
+    """The tree that `flatten` was given. Tensors are not copied."""
+    return _StateReader(tensors).node(plain, prefix, 0)
+
+
+class _StateWriter:
+    """One walk over a tree: a node becomes its plain form, and its tensors are collected."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}  # by id: the tree keeps its tensors alive during the walk
+
+    def node(self, value: Any, path: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise RunError(
+                "train.nested-deeper",
+                f"{path} is nested deeper than {MAX_DEPTH}",
+                "a state that holds itself cannot be saved",
+            )
+        if isinstance(value, Tensor):
+            return ["x", self._name(value, path)]
+        code = _CODE_OF_TYPE.get(type(value))
+        if code in _MAPS:
+            items: list[Any] = [code]
+            for key, entry in value.items():
+                items += [_encode_scalar(key, f"a key of {path}"), self.node(entry, f"{path}/{key}", depth + 1)]
+            return items
+        if code is not None:
+            return [code, *(self.node(entry, f"{path}/{i}", depth + 1) for i, entry in enumerate(value))]
+        return _encode_scalar(value, path)
+
+    def _name(self, tensor: Tensor, path: str) -> str:
+        """A tensor's own name; the same tensor at two places of the tree is one tensor in the file."""
+        if id(tensor) not in self._names:
+            name, again = path, 0
+            while name in self.tensors:  # the keys 0 and "0" make the same path
+                again += 1
+                name = f"{path}~{again}"
+            self.tensors[name] = tensor.detach()
+            self._names[id(tensor)] = name
+        return self._names[id(tensor)]
+
+
+def _encode_scalar(value: Any, path: str) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, str, bytes):
+        return value
+    if kind is int:
+        return value if -(1 << 64) <= value < 1 << 64 else ["i", f"{value:x}"]
+    if kind is float:
+        return ["f", struct.pack(">d", value)] if math.isnan(value) else value
+    if isinstance(value, np.generic) and _NUMPY_SCALAR.fullmatch(value.dtype.str):
+        return ["n", value.dtype.str, value.tobytes()]
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    raise RunError(
+        "train.type-checkpoint-not",
+        f"{path} is of type {name}, which a checkpoint cannot hold",
+        "keep numbers, text, tensors, lists, tuples and dicts of them in the state "
+        "(an array: torch.from_numpy; a function: make it again when the run resumes)",
+    )
+
+
+class _StateReader:
+    """One walk over the plain form, which came from a file: nothing about it is taken for granted."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def node(self, plain: Any, path: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise _malformed_state(path, f"nested deeper than {MAX_DEPTH}")
+        if not isinstance(plain, list):
+            if isinstance(plain, dict):
+                raise _malformed_state(path, "a bare map")
+            return plain
+        if not plain or not isinstance(plain[0], str):
+            raise _malformed_state(path, "a list without its kind")
+        code, *rest = plain
+        if code in _MAPS:
+            return _MAPS[code](self._pairs(rest, path, depth))
+        if code in _LISTS:
+            entries = [self.node(entry, f"{path}/{i}", depth + 1) for i, entry in enumerate(rest)]
+            if code == "z" and not all(type(entry) is int for entry in entries):
+                raise _malformed_state(path, "a size that is no list of integers")
+            return _LISTS[code](entries)
+        if code == "x":
+            return self._tensor(rest, path)
+        return _decode_scalar(code, rest, path)
+
+    def _pairs(self, rest: list[Any], path: str, depth: int) -> dict[Any, Any]:
+        if len(rest) % 2:
+            raise _malformed_state(path, "a key without a value")
+        made: dict[Any, Any] = {}
+        for key, entry in zip(rest[::2], rest[1::2], strict=True):
+            if isinstance(key, dict) or (isinstance(key, list) and (not key or key[0] not in ("f", "i", "n"))):
+                raise _malformed_state(path, "a key that is no scalar")
+            name = self.node(key, f"a key of {path}", depth + 1)
+            made[name] = self.node(entry, f"{path}/{name}", depth + 1)
+        return made
+
+    def _tensor(self, rest: list[Any], path: str) -> Tensor:
+        if len(rest) != 1 or not isinstance(rest[0], str) or rest[0] not in self._tensors:
+            raise _malformed_state(path, f"a tensor {rest!r} that is not in the file")
+        return self._tensors[rest[0]]
+
+
+def _decode_scalar(code: str, rest: list[Any], path: str) -> Any:
+    try:
+        if code == "f":
+            (packed,) = rest
+            return struct.unpack(">d", packed)[0]
+        if code == "i":
+            (text,) = rest
+            return int(text, 16)
+        if code == "n":
+            name, packed = rest
+            if not _NUMPY_SCALAR.fullmatch(name):
+                raise ValueError(f"dtype {name!r}")
+            (value,) = np.frombuffer(packed, dtype=np.dtype(name))
+            return value
+    except (ValueError, TypeError, struct.error) as error:
+        raise _malformed_state(path, f"a node of kind {code!r} that does not read: {error}") from error
+    raise _malformed_state(path, f"a node of kind {code!r}, which is not known")
+
+
+def _malformed_state(path: str, what: str) -> StorageError:
+    return StorageError(
+        "train.state-checkpoint-holds",
+        f"the state of a checkpoint holds {what} at {path}",
+        "read it with the version that wrote it",
+    )
+
+
+# One checkpoint as one safetensors file, every byte of which is accounted for.
+#
+#     tensors     by name, C order, in falling order of element size, then by name
+#     metadata    "lamina": base64 of CBOR {"format", "index", "alias", "state"}
+#                 "digest": SHA-256 over that CBOR and, in order of names, (name, dtype, shape, bytes) of each tensor
+#
+# A file is read back only if its header is the very one that its own content gets (so not even a blank of it can
+# change unseen) and its content has its digest. The digest shows damage and mix-ups; it is no signature.
+#
+# The library's own writer is not used: it renames before the data is durable, and a kill leaves its temporary file
+# under a name that cannot be told from anybody else's. Its reader is.
+
+CHECKPOINT_FORMAT = 1
+_BODY_LIMIT = 1 << 25  # bytes of CBOR; in base64 half of what the library's reader takes as a header
+_HEADER_LIMIT = 100_000_000
+_DEPTH = 100
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class DamagedCheckpoint(Exception):
+    """A file that is not what was written, and how that shows."""
+
+
+class OtherCheckpointFormat(Exception):
+    """A file of a format that another version of Lamina writes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointArchive:
+    """What goes into a file: each memory once, names that share one in `alias`, and the CBOR of the state."""
+
+    tensors: dict[str, Tensor]
+    body: bytes
+
+    @classmethod
+    def of(cls, index: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> CheckpointArchive:
+        stored: dict[str, Tensor] = {}
+        alias: dict[str, str] = {}
+        seen: dict[tuple[Any, ...], str] = {}
+        for name, tensor in tensors.items():
+            plain = _dense_tensor(name, tensor)
+            first = seen.setdefault(_memory_identity(plain), name) if plain.numel() else name
+            if first == name:
+                stored[name] = plain
+            else:
+                alias[name] = first
+        content = {"format": CHECKPOINT_FORMAT, "index": index, "alias": alias, "state": dict(state)}
+        try:
+            body = cbor.encode(content, floats=True, null=True, max_depth=_DEPTH, max_size=_BODY_LIMIT)
+        except EncodingError as error:
+            raise RunError(
+                "train.state-not-saved", f"the state cannot be saved: {error.problem}", error.remedy
+            ) from error
+        return cls(tensors=stored, body=body)
+
+    def size(self) -> int:
+        """Bytes of the file."""
+        return len(self.header(bytes(32))) + sum(map(_tensor_size, self.tensors.values()))
+
+    def header(self, digest: bytes) -> bytes:
+        text = {"lamina": base64.b64encode(self.body).decode("ascii"), "digest": digest.hex()}
+        table: dict[str, Any] = {"__metadata__": text}
+        at = 0
+        for name in self._order():
+            tensor = self.tensors[name]
+            span = [at, at := at + _tensor_size(tensor)]
+            table[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        packed = json.dumps(table, separators=(",", ":")).encode("ascii")
+        packed += b" " * (-len(packed) % 8)
+        if len(packed) > _HEADER_LIMIT:
+            raise RunError(
+                "train.header-takes-bytes",
+                f"the header takes {len(packed)} bytes, at most {_HEADER_LIMIT}",
+                "keep less state",
+            )
+        return struct.pack("<Q", len(packed)) + packed
+
+    def data(self) -> Iterator[memoryview]:
+        """The tensors' bytes as they lie in the file; at most one tensor is copied at a time."""
+        return (_tensor_bytes(self.tensors[name]) for name in self._order())
+
+    def digest(self) -> bytes:
+        """Injective: each part has its length before it, or its shape and dtype, which give the length."""
+        total = hashlib.sha256(b"lamina/checkpoint/1" + struct.pack(">Q", len(self.body)) + self.body)
+        for name in sorted(self.tensors):
+            tensor = self.tensors[name]
+            facts = cbor.encode([name, _DTYPES[tensor.dtype], list(tensor.shape)], max_size=_BODY_LIMIT)
+            total.update(struct.pack(">Q", len(facts)) + facts)
+            total.update(_tensor_bytes(tensor))
+        return total.digest()
+
+    def _order(self) -> list[str]:
+        """Large elements first, so that every tensor is aligned to its own."""
+        return sorted(self.tensors, key=lambda name: (-self.tensors[name].element_size(), name))
+
+
+def read_checkpoint_file(path: Path) -> tuple[int, dict[str, Tensor], dict[str, Any], bytes]:
+    """Index, tensors, state and digest of a file, all verified; OSError, Damaged or OtherFormat."""
+    raw = _read_header(path)
+    try:
+        # Read, not mapped: a mapped file that somebody cuts later would kill the process.
+        with safe_open(path, framework="pt", backend="pread") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        body = base64.b64decode(metadata["lamina"], validate=True)
+        digest = bytes.fromhex(metadata["digest"])
+        content = cbor.decode(body, floats=True, null=True, max_depth=_DEPTH, max_size=_BODY_LIMIT)
+    except OSError:
+        raise
+    except Exception as error:  # whatever a library says about bytes that nobody wrote
+        raise DamagedCheckpoint(f"its header, bytes 0 to {len(raw)}, does not read ({error})") from error
+    if isinstance(content, dict) and type(found := content.get("format")) is int and found != CHECKPOINT_FORMAT:
+        raise OtherCheckpointFormat(f"has format {found}, this version of Lamina reads {CHECKPOINT_FORMAT}")
+    _verify_archive(CheckpointArchive(tensors=tensors, body=body), raw, digest)
+    shape = {"format": int, "index": int, "alias": dict, "state": dict}
+    if not isinstance(content, dict) or {key: type(value) for key, value in content.items()} != shape:
+        raise DamagedCheckpoint("its state has other fields than this version writes")
+    for name, same in content["alias"].items():
+        if name in tensors or not isinstance(same, str) or same not in tensors:
+            raise DamagedCheckpoint(f"tensor {name!r} should be the same as {same!r}, which cannot be")
+    tensors |= {name: tensors[same] for name, same in content["alias"].items()}
+    return content["index"], tensors, content["state"], digest
+
+
+def _read_header(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+            raise DamagedCheckpoint(f"its header takes {length} bytes by bytes 0 to 8, the file has {size}")
+        return start + file.read(length)
+
+
+def _verify_archive(archive: CheckpointArchive, raw: bytes, digest: bytes) -> None:
+    if any(tensor.dtype not in _DTYPES for tensor in archive.tensors.values()):
+        raise DamagedCheckpoint("a tensor has a dtype that is never written")
+    if archive.header(digest) != raw:
+        raise DamagedCheckpoint(f"its header, bytes 0 to {len(raw)}, is not the one that was written")
+    if archive.digest() != digest:
+        raise DamagedCheckpoint(
+            f"its tensors, from byte {len(raw)} on, or its state do not have the digest in its header"
+        )
+
+
+def _dense_tensor(name: str, tensor: Tensor) -> Tensor:
+    """A tensor as memory: without autograd, and refused by name if it has no plain bytes."""
+    plain = tensor.detach()
+    problem = ""
+    if name == "__metadata__" or not name.isprintable():
+        problem = "a name that the format does not allow"
+    elif plain.layout != torch.strided or plain.device.type == "meta" or type(plain) is not Tensor:
+        problem = f"the form {type(plain).__name__} on {plain.device} with layout {plain.layout}"
+    elif plain.dtype not in _DTYPES:
+        problem = f"dtype {plain.dtype}"
+    if problem:
+        raise RunError(
+            "train.tensor-checkpoint-not",
+            f"tensor {name!r} has {problem}, which a checkpoint cannot hold",
+            "convert it to a dense, plain one",
+        )
+    return plain
+
+
+def _memory_identity(tensor: Tensor) -> tuple[Any, ...]:
+    """What two names must agree in to be one tensor."""
+    view = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, *view)
+
+
+def _tensor_size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in C order: a view where it lies so already, a copy of this one otherwise."""
+    if not tensor.numel():
+        return memoryview(b"")
+    dense = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    # A single element counts as contiguous with any stride, so the stride is given anew.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+# Checkpoints: the state of a run after a number of closed segments.
+#
+#     checkpoint/000007.safetensors    after 7 closed segments, in the format of archive.py
+#
+# The digest of a checkpoint is its identity: an Open names the one that it starts from, a Close the one that it
+# leaves. A file that is damaged, cut, of another format or under another one's name is refused by name.
+
+_FILE_NAME = re.compile(r"[0-9]{6,18}\.safetensors")
+_SPACE_FACTOR = 1.1  # free space asked for, in units of the checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingCheckpoint:
+    """What a checkpoint holds: named tensors, and a state of plain values (state.flatten makes it plain)."""
+
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+class TrainingCheckpoints:
+    """The checkpoints of one run. For the holder of its lease: making it clears what a killed writer left."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        make_folder(self.folder)
+        remove_temporary_files(self.folder)
+
+    def path(self, index: int) -> Path:
+        """Where a checkpoint lies."""
+        return self.folder / f"{index:06d}.safetensors"
+
+    def indices(self) -> list[int]:
+        """The checkpoints that are there, oldest first."""
+        try:
+            names = os.listdir(self.folder)
+        except OSError as error:
+            raise storage_error(error, f"cannot read the folder {self.folder}", "nothing changed") from error
+        found = {int(name.partition(".")[0]) for name in names if _FILE_NAME.fullmatch(name)}
+        return sorted(index for index in found if self.path(index).name in names)
+
+    def save(self, index: int, snapshot: TrainingCheckpoint) -> bytes:
+        """Write a checkpoint, durably, and return its digest; on StorageError what was there is untouched.
+
+        The tensors are read while it writes: nothing may step the model meanwhile.
+        """
+        if index < 0:
+            raise RunError("train.index", f"index is {index}, must be >= 0", "count closed segments")
+        archive = CheckpointArchive.of(index, snapshot.tensors, snapshot.state)
+        digest = archive.digest()
+        with replacing(self.path(index)) as file:
+            write_all(file, archive.header(digest))
+            for part in archive.data():
+                write_all(file, part)
+        return digest
+
+    def load(self, index: int) -> tuple[TrainingCheckpoint, bytes]:
+        """A checkpoint and its digest, every byte of it verified; tensors come to the CPU, contiguous."""
+        path = self.path(index)
+        try:
+            found, tensors, state, digest = read_checkpoint_file(path)
+        except FileNotFoundError as error:
+            have = ", ".join(map(str, self.indices())) or "none"
+            raise StorageError(
+                "train.no-checkpoint", f"there is no checkpoint {path}", f"use one of those there: {have}"
+            ) from error
+        except OSError as error:
+            raise storage_error(error, f"cannot read the checkpoint {path}", "it is as it was") from error
+        except OtherCheckpointFormat as error:
+            raise StorageError(
+                "train.checkpoint", f"the checkpoint {path} {error}", "resume with the version that wrote it"
+            ) from error
+        except DamagedCheckpoint as error:
+            raise StorageError(
+                "train.checkpoint-damaged",
+                f"the checkpoint {path} is damaged: {error}",
+                "restore the file from a backup; without one, remove it, and the run resumes from the one "
+                "before: what has to be done again is charged again",
+            ) from error
+        if found != index:
+            raise StorageError(
+                "train.file-holds-checkpoint",
+                f"the file {path} holds checkpoint {found}, its name says {index}",
+                "give the files of this folder their own names back",
+            )
+        return TrainingCheckpoint(tensors=tensors, state=state), digest
+
+    def prune(self, keep: int = 2) -> None:
+        """Remove all but the newest `keep` checkpoints."""
+        if keep < 1:
+            raise RunError("train.keep", f"keep is {keep}, must be >= 1", "a run resumes from its newest checkpoint")
+        self._remove(self.indices()[:-keep])
+
+    def drop(self, index: int) -> None:
+        """Remove one of them."""
+        self._remove([index])
+
+    def _remove(self, indices: Sequence[int]) -> None:
+        try:
+            for index in indices:
+                os.unlink(self.path(index))
+        except OSError as error:
+            kept = "the others are untouched"
+            raise storage_error(error, f"cannot remove a checkpoint in {self.folder}", kept) from error
+        if indices:
+            sync_folder(self.folder)
+
+    def room(self, snapshot: TrainingCheckpoint) -> None:
+        """StorageError if the disk has no room for such a checkpoint: asked before anything is spent."""
+        needed = int(CheckpointArchive.of(0, snapshot.tensors, snapshot.state).size() * _SPACE_FACTOR) + 1
+        try:
+            facts = os.statvfs(self.folder)
+        except OSError as error:
+            what = f"cannot ask for the room in {self.folder}"
+            raise storage_error(error, what, "nothing was spent") from error
+        free = facts.f_bavail * facts.f_frsize
+        if free < needed:
+            raise StorageError(
+                "train.mb-free-checkpoint",
+                f"{self.folder} has {free / 1e6:.1f} MB free, a checkpoint needs {needed / 1e6:.1f} MB; "
+                "nothing was spent",
+                "free space on this disk, or give another folder",
+            )

@@ -1,0 +1,147 @@
+"""Errors in the user's own code, told by file and line; the text of an error on private data is withheld."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+
+from lamina.errors import LaminaError, RunError
+
+_SITE_PACKAGES = sysconfig.get_path("purelib")
+_NOT_USER_CODE = (
+    str(Path(__file__).parents[1]),
+    str(Path(str(torch.__file__)).parent),
+    f"{_SITE_PACKAGES}/typer",
+    "<frozen ",
+)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def user_line(error: BaseException) -> str | None:
+    """`file:line, in function` of the deepest line of the user's that the error came through, or None.
+
+    A traceback begins where the error was caught, so callers above that point are never blamed. An installed
+    package counts as the user's only if nothing else does.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_USER_CODE)]
+    own = [f for f in frames if not f.filename.startswith(_LIBRARIES)]
+    installed = [f for f in frames if "site-packages" in f.filename]
+    for frame in (own or installed)[-1:]:
+        return f"{frame.filename}:{frame.lineno}, in {frame.name}"
+    return None
+
+
+def raising_line(error: BaseException) -> str:
+    """Where the error was raised, whosever line that is."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else "an unknown line"
+
+
+@contextmanager
+def user_code(what: str, remedy: str) -> Iterator[None]:
+    """Whatever the user's code raises inside becomes a refusal that names its line; ours passes as it is.
+
+    Only for code that has not seen private data: the text of the error is repeated.
+    """
+    try:
+        yield
+    except LaminaError:
+        raise
+    except Exception as error:
+        where = user_line(error)
+        told = f"{what}: {type(error).__name__}: {first_lines(error)}"
+        raise LaminaError("train.user-code", f"{told} (at {where})" if where else told, remedy) from error
+
+
+class WithheldError(RunError):
+    """An error while a step worked on private examples: its line is told, its text is not.
+
+    Texts like "mat1 and mat2 shapes cannot be multiplied (17x4 and 5x3)" hold the size of the batch, others a value.
+    `original` is the error itself, for a screen inside.
+    """
+
+    original: Exception
+
+
+def withhold_text(error: Exception, model: nn.Module) -> WithheldError:
+    """What may be said about an error in the middle of training: its type, its lines and its layer."""
+    name = failing_layer(error, model)
+    parts = [f"in layer '{name}'" if name else "", f"at {where}" if (where := user_line(error)) else ""]
+    remedy = "correct the line, then go on with the same folder; inside=True (--inside) shows the text on a terminal"
+    if isinstance(error, LaminaError) and error.remedy:
+        remedy = f"{error.remedy}; then go on with the same folder"
+    told = WithheldError(
+        "train.text-withheld-because",
+        " ".join([f"training stopped with {type(error).__name__}", *filter(None, parts)])
+        + "; its text is withheld, because it may hold sizes or values of a private batch",
+        remedy,
+    )
+    told.original = error
+    return told.with_traceback(error.__traceback__)
+
+
+def failing_layer(error: BaseException, model: nn.Module) -> str | None:
+    """The name of the innermost module whose forward pass the error came through."""
+    found = _innermost_module_call(error)
+    return None if found is None else next((n for n, m in model.named_modules() if m is found[0] and n), None)
+
+
+def failing_layer_and_input(error: BaseException, model: nn.Module) -> str | None:
+    """The same with its kind and what it was given. For input that is not private."""
+    found = _innermost_module_call(error)
+    name = failing_layer(error, model)
+    if found is None or not name:
+        return None
+    module, given = found
+    shapes = ", ".join(
+        f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in given if isinstance(t, torch.Tensor)
+    )
+    return f"layer '{name}', {module}, was given {shapes or 'no tensor'}".replace("\n", " ")
+
+
+def _innermost_module_call(error: BaseException) -> tuple[nn.Module, tuple[Any, ...]] | None:
+    """The last call of a module in the traceback, with its arguments, as torch's own frame holds them."""
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "_call_impl" and isinstance(frame.f_locals.get("self"), nn.Module):
+            found = frame.f_locals["self"], tuple(frame.f_locals.get("args", ()))
+    return found
+
+
+def first_lines(error: BaseException, most: int = 3) -> str:
+    """The text of an error; torch appends pages to some of them."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return " ".join(line.strip() for line in lines[:most]) or "no message"
+
+
+@contextmanager
+def hide_warning_texts(say: Callable[[str], None], *, inside: bool) -> Iterator[None]:
+    """Warnings name sizes of batches: only their kind and line are told, once each, unless the screen is inside."""
+    seen = set()
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if (category, filename, lineno) not in seen:
+            seen.add((category, filename, lineno))
+            text = str(message) if inside else "text withheld: it may hold sizes of a private batch"
+            say(f"warning: {category.__name__} at {filename}:{lineno} ({text})")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

@@ -1,0 +1,63 @@
+"""Range checks of arguments, made once at the public boundary. Each returns the checked value.
+
+>>> positive(PlanError, "plan.clip-norm", clip_norm=-1.0)
+Traceback (most recent call last):
+lamina.errors.PlanError: clip_norm is -1.0, must be a number > 0 [plan.clip-norm]
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Collection
+from typing import Any
+
+from lamina.errors import LaminaError, PlanError
+
+__all__ = ["PlanError", "number", "one_of", "positive", "whole"]
+
+
+def whole(error: type[LaminaError], code: str, *, least: int = 1, most: int | None = None, remedy: str = "", **named: Any) -> int:  # fmt: skip
+    """A whole number in [least, most]. Numbers of numpy are whole numbers; True and 3.0 are not.
+
+    >>> whole(PlanError, "plan.steps", steps=3)
+    3
+    """
+    ((name, value),) = named.items()
+    fits = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not fits or value < least or (most is not None and value > most):
+        limit = f">= {least}" if most is None else f"in [{least}, {most}]"
+        raise error(code, f"{name} is {value!r}, must be a whole number {limit}", remedy)
+    return int(value)
+
+
+def number(
+    error: type[LaminaError], code: str, *, above: float = -math.inf, least: float = -math.inf,
+    below: float = math.inf, most: float = math.inf, infinite: bool = False, remedy: str = "", **named: Any,
+) -> float:  # fmt: skip
+    """A number with above < it < below and least <= it <= most; finite, unless `infinite`. NaN never is one.
+
+    >>> number(PlanError, "plan.delta", above=0, below=1, delta=1e-5)
+    1e-05
+    """
+    ((name, value),) = named.items()
+    fits = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not fits or not (infinite or math.isfinite(value)) or not (least <= value <= most) or value != value \
+            or (above > -math.inf and value <= above) or (below < math.inf and value >= below):  # fmt: skip
+        limits = [f"> {above:g}"] * (above > -math.inf) + [f">= {least:g}"] * (least > -math.inf)
+        limits += [f"< {below:g}"] * (below < math.inf) + [f"<= {most:g}"] * (most < math.inf)
+        raise error(code, f"{name} is {value!r}, must be a number {' and '.join(limits) or 'that is finite'}", remedy)
+    return float(value)
+
+
+def positive(error: type[LaminaError], code: str, *, remedy: str = "", **named: Any) -> float:
+    """A finite number > 0."""
+    return number(error, code, above=0, remedy=remedy, **named)
+
+
+def one_of(error: type[LaminaError], code: str, choices: Collection[Any], *, remedy: str = "", **named: Any) -> Any:
+    """One of the choices."""
+    ((name, value),) = named.items()
+    if value not in choices:
+        raise error(code, f"{name} is {value!r}, must be one of {', '.join(map(str, choices))}", remedy)
+    return value
