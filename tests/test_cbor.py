@@ -10,10 +10,10 @@ import cbor2
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.cbor import MAX_SIZE, Tag, decode, encode
 from lamina.errors import EncodingError
-from refusals import raises_code
 
 OPEN = {"floats": True, "null": True, "tags": (18,)}  # everything that can be allowed
 

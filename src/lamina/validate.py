@@ -17,7 +17,9 @@ from lamina.errors import LaminaError, PlanError
 __all__ = ["PlanError", "number", "one_of", "positive", "whole"]
 
 
-def whole(error: type[LaminaError], code: str, *, least: int = 1, most: int | None = None, remedy: str = "", **named: Any) -> int:  # fmt: skip
+def whole(
+    error: type[LaminaError], code: str, *, least: int = 1, most: int | None = None, remedy: str = "", **named: Any
+) -> int:
     """A whole number in [least, most]. Numbers of numpy are whole numbers; True and 3.0 are not.
 
     >>> whole(PlanError, "plan.steps", steps=3)

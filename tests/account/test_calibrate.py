@@ -8,11 +8,11 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.account.accountants import calibrate, find_accountant
 from lamina.account.filters import GaussianFilter, RenyiFilter, choose_order
 from lamina.account.schedule import Adjacency, Event
-from refusals import raises_code
 
 
 @settings(max_examples=12, deadline=None)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import raises_code
 from scipy import special
 
 from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import choice_noise_multiplier, hockey_stick
 from lamina.account.schedule import Event
-from refusals import raises_code
 
 
 def two_outputs(range_: float, t: float) -> tuple[float, float]:

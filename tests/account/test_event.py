@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import raises_code
 
 from lamina.account.accountants import ACCOUNTANTS, SpendCurve, find_accountant
 from lamina.account.schedule import Adjacency, Event, grouped, prefix, total_steps
-from refusals import raises_code
 
 NAN = float("nan")
 

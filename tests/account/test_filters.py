@@ -9,12 +9,12 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.account.accountants import find_accountant
 from lamina.account.filters import GaussianFilter, PrivacyFilter, RenyiFilter, choose_order
 from lamina.account.schedule import Event
 from lamina.errors import AccountingError, BudgetExceeded
-from refusals import raises_code
 
 PLAN = [Event(sigma=1.3, q=0.05, steps=700), Event(sigma=1.1, q=0.03, steps=301), Event(sigma=7.7, q=0.2, steps=13)]
 

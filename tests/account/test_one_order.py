@@ -7,12 +7,12 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.account.accountants import calibrate, cost, find_accountant, rdp_order_of
 from lamina.account.filters import RenyiFilter
 from lamina.account.gaussian_rdp import RDP_ORDERS
 from lamina.account.schedule import Event
-from refusals import raises_code
 
 SCHEDULE = (Event(sigma=1.1, q=0.01, steps=1000), Event(sigma=4.0, q=0.01, steps=10))
 

@@ -11,11 +11,11 @@ from dp_accounting import dp_event
 from dp_accounting.rdp import rdp_privacy_accountant as library
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.account import gaussian_rdp
 from lamina.account.accountants import find_accountant
 from lamina.account.schedule import Adjacency, Event
-from refusals import raises_code
 
 
 @settings(max_examples=25, deadline=None)

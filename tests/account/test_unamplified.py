@@ -9,12 +9,12 @@ import pytest
 from dp_accounting import gaussian_mechanism
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 from scipy import stats
 
 from lamina.account import accountants, gaussian_rdp
 from lamina.account.accountants import cap_occurrences, cost, epsilon_of_noise_multiplier, find_accountant
 from lamina.account.schedule import Adjacency, Event
-from refusals import raises_code
 
 
 @settings(max_examples=100)

@@ -9,6 +9,7 @@ from typing import Any
 import cbor2
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from refusals import raises_code
 
 from lamina import cbor
 from lamina.admit.attestation import (
@@ -22,7 +23,6 @@ from lamina.admit.attestation import (
 )
 from lamina.admit.keys import LAST_SECOND, PrivateKey
 from lamina.errors import AdmissionError, EncodingError
-from refusals import raises_code
 
 KEY = PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 NONCE = bytes(range(100, 116))

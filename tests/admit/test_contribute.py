@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from refusals import raises_code
 
 from lamina.admit.attestation import Attestation, Descriptor, commit, subject_tag
 from lamina.admit.contribution_sources import count_examples
 from lamina.admit.keys import PrivateKey
 from lamina.admit.signing import SigningOutcome, SigningState, attest_folder, contribution_ids
 from lamina.plan.policy import Policy
-from refusals import raises_code
 
 KEY = PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 NOW = 1_767_225_600

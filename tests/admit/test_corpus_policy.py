@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from refusals import raises_code
+
 from lamina.admit.checks import PolicyChecks, floors_hash
 from lamina.plan.policy import Policy
-from refusals import raises_code
 
 
 def corpus(**keys: Any) -> Policy:

@@ -9,11 +9,11 @@ import cbor2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.admit.attestation import MAX_DESCRIPTOR, MAX_ITEMS, MAX_MICRO, Descriptor
 from lamina.admit.keys import LAST_SECOND
 from lamina.errors import AdmissionError, EncodingError, UnknownSchema
-from refusals import raises_code
 
 VALUES: dict[str, Any] = {
     "contributor": bytes(range(32)),

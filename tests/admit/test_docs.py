@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pages
+
 from lamina.admit.admission import Admission
 
 PAGE = Path(__file__).parents[2] / "docs" / "admission.md"

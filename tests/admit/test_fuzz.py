@@ -12,6 +12,7 @@ from typing import Any
 import cbor2
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from refusals import raises_code
 
 from lamina import cbor
 from lamina.admit import attestation
@@ -26,7 +27,6 @@ from lamina.admit.attestation import (
 )
 from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.errors import AdmissionError, BadKey, EncodingError
-from refusals import raises_code
 
 KEY = PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 OPEN: dict[str, Any] = {"floats": True, "null": True, "tags": (18, 61)}

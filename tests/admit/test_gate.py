@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from refusals import raises_code
 
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.admit.verdicts import Reason
 from lamina.plan.depth_profile import DepthProfile
-from refusals import raises_code
 
 # ------------------------------------------------------------------------------------------- what is admitted
 

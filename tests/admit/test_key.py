@@ -16,10 +16,10 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed448, rsa, x25519
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.admit.keys import PBKDF2_ROUNDS, PrivateKey, PublicKey
 from lamina.errors import AdmissionError, BadKey
-from refusals import raises_code
 
 # ------------------------------------------------------------------------------ the curve, written down once more
 

@@ -12,11 +12,11 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.admit.key_ring import KeyRing, KeyStatus
 from lamina.admit.keys import LAST_SECOND, PrivateKey, PublicKey, format_utc, parse_time, parse_utc
 from lamina.errors import BadKey
-from refusals import raises_code
 
 KEYS = [PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes([i]) * 32)).public for i in range(6)]
 A, B, C = KEYS[:3]

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.admit import contribution_sources
 from lamina.admit.contribution_sources import MAX_ARRAY, MAX_HEADER, BadArray, count_examples, read_arrays, read_headers
-from refusals import raises_code
 
 
 def packed(how: int = zipfile.ZIP_STORED, **entries: bytes) -> bytes:

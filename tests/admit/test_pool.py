@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import raises_code
 
 from lamina.admit import gate as parts
 from lamina.admit import gate as pool
@@ -20,7 +21,6 @@ from lamina.admit.checks import Examiner
 from lamina.admit.contribution_sources import Contribution, FolderContributions
 from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.admit.verdicts import PackedBytes, Reason
-from refusals import raises_code
 
 
 def mixed(desk: Any) -> list[Contribution]:

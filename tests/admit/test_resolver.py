@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 from torch import nn
 
 from lamina.account.accountants import epsilon_of_noise_multiplier
@@ -22,7 +23,6 @@ from lamina.allocate.make_plan import make_plan
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
-from refusals import raises_code
 
 MICRO = 1_000_000
 DELTA = 1e-5

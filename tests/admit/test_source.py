@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import raises_code
 
 from lamina.admit.attestation import MAX_ATTESTATION, MAX_DESCRIPTOR
 from lamina.admit.contribution_sources import Contribution, ContributionSource, FolderContributions, SignedBytesReader
 from lamina.admit.verdicts import ContributionRefused, PackedBytes, Reason
-from refusals import raises_code
 
 
 def reasons(admission: Any) -> dict[str, Reason]:

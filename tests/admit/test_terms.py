@@ -9,13 +9,13 @@ from pathlib import Path
 import cbor2
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.account.accountants import epsilon_of_noise_multiplier
 from lamina.admit.attestation import Descriptor, commit, subject_tag
 from lamina.admit.checks import SigningTerms, floors_hash, preset, profile_text
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.policy import Policy
-from refusals import raises_code
 
 WINDOW = {"not_before": 1_767_225_600, "expires": 1_798_761_600}
 

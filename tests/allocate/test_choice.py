@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from refusals import raises_code
 from torch import nn
 
 from lamina.account.gaussian_rdp import choice_noise_multiplier, hockey_stick
@@ -29,7 +30,6 @@ from lamina.errors import PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
-from refusals import raises_code
 
 Array = NDArray[np.float64]
 FORMS = [Clipping.BOX, Clipping.JOINT]

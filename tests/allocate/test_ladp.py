@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import raises_code
 from torch import nn
 
 from lamina.account.gaussian_rdp import choice_noise_multiplier
@@ -20,7 +21,6 @@ from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy
 from lamina.plan.step_plan import Clipping, StepPlan
-from refusals import raises_code
 
 Make = Callable[..., Any]
 STACK = LayerStack.from_model(nn.Sequential(*(nn.Linear(4 + i, 5 + i) for i in range(8))))

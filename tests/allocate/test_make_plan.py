@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant
+from refusals import raises_code
 from torch import nn
 
 from lamina.account.accountants import epsilon_of_noise_multiplier, find_accountant
@@ -22,7 +23,6 @@ from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.sensitivity.measure import Measure
-from refusals import raises_code
 
 STACK = LayerStack.from_model(nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))))
 

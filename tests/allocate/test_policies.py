@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import raises_code
 
 from lamina.allocate.basic import LSAB, Automatic, Pareto, Proportional, Quantile, flat, pareto, uniform
 from lamina.allocate.make_plan import ALLOCATIONS, find_allocation
@@ -15,7 +16,6 @@ from lamina.allocate.problem import Allocation, AllocationProblem, optimal_noise
 from lamina.errors import PlanError
 from lamina.plan.rules import FollowQuantile, clip_radius, effective_sigma, rescale_noise
 from lamina.plan.step_plan import Clipping
-from refusals import raises_code
 
 INF = math.inf
 Make = Callable[..., Any]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import raises_code
 from scipy.stats import norm
 from torch import nn
 
@@ -18,7 +19,6 @@ from lamina.allocate.paper import PaperLADP, PaperLSAB
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
-from refusals import raises_code
 
 Make = Callable[..., Any]
 TWELVE = LayerStack.from_model(nn.Sequential(*(nn.Linear(4, 4) for _ in range(12))))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import raises_code
 from torch import nn
 
 from lamina.allocate.make_plan import ALLOCATIONS, explained_plan, make_plan
@@ -22,7 +23,6 @@ from lamina.plan.rules import effective_sigma
 from lamina.plan.selection import Slice, planned_noised_sizes
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.sensitivity.measure import Measure
-from refusals import raises_code
 
 MODEL = TransformerAutoencoder(3, 4, width=8, layers=2, heads=4, hidden=5, code=2)
 STACK = LayerStack.from_model(MODEL)

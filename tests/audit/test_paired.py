@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina.audit.canaries import ascent_canary, named_canaries
@@ -20,7 +21,6 @@ from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
 from lamina.engine.noise import NoiseSource
 from lamina.plan.step_plan import StepPlan
-from refusals import raises_code
 
 Plans = Callable[..., StepPlan]
 

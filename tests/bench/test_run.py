@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
+from refusals import raises_code
 
 from lamina.bench import step_cost, step_variants, workloads
 from lamina.bench.benchmark import BenchSettings, draw_benchmark, lamina_failures, run_benchmark
 from lamina.bench.workloads import WORKLOADS, Workload, squared_error
 from lamina.errors import LaminaError
 from lamina.models.autoencoders import MLPAutoencoder
-from refusals import raises_code
 
 
 def tiny(name: str) -> Workload:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals import raises_code
 
 from lamina import __version__
 from lamina.allocate.make_plan import ALLOCATIONS
@@ -17,7 +18,6 @@ from lamina.cli.explain import plan_notes
 from lamina.errors import LaminaError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
-from refusals import raises_code
 
 NAMES = [name for name, (home, _) in COMMANDS.items() if not home.endswith(":app")]
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina.admit.key_ring import KeyRing
@@ -37,7 +38,6 @@ from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.publisher import Outcome
-from refusals import raises_code
 
 TRAININGS = {"without_sensitive", "private", "without_privacy"}
 

@@ -13,14 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import postgres
 import pytest
 import typer
-
-import postgres
 from asking import answer, asker
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ledger"))
-
 from build import ALICE, BOB, CAROL, HOUR, USUAL, YEAR, Story, begin, build, contribution, segment
 from forge import sql
 from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, WITNESS, Clock, digest

@@ -12,11 +12,7 @@ from typing import Any
 
 import pytest
 import typer
-
 from asking import answer, asker
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ledger"))
-
 from build import YEAR, Story, build
 from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, Clock, key
 

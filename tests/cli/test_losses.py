@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina.cli.by_name import LOSSES, PerExampleLoss, make_loss
 from lamina.errors import LaminaError
-from refusals import raises_code
 
 ORACLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": F.mse_loss,

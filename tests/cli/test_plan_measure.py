@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from refusals import raises_code
 
 from lamina.cli import by_name
 from lamina.cli.plan import parse_shape, random_labels
 from lamina.sensitivity.measure import Measure
-from refusals import raises_code
 
 if TYPE_CHECKING:
     from conftest import Project

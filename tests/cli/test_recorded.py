@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
-
 import postgres
+import pytest
 
 if TYPE_CHECKING:
     from conftest import Project

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from refusals import raises_code
 
 from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, ModelTable, NamedTable, RunFile
 from lamina.errors import LaminaError
-from refusals import raises_code
 
 LEAST = """
 policy = "policy.toml"

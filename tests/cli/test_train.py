@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from refusals import raises_code
 from safetensors.torch import load_file
 
 from lamina.admit.keys import PrivateKey
@@ -22,7 +23,6 @@ from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.trainer import Trainer
-from refusals import raises_code
 
 if TYPE_CHECKING:
     from conftest import Project

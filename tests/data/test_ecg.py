@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from refusals import raises_code
 
 from lamina.data.ecg_simulator import CLASSES, PULSE_LIMITS, SECONDS_BEFORE_R, ECGSimulator, Patient, Recordings
 from lamina.data.heart_model import LEADS, MORPHOLOGIES, twelve_leads
 from lamina.errors import LaminaError
-from refusals import raises_code
 
 
 def lead(x: np.ndarray, name: str) -> np.ndarray:

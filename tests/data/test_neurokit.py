@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import raises_code
 from scipy.signal import find_peaks
 
 from lamina.data import heart_model as module
 from lamina.data.heart_model import MORPHOLOGIES, Waves, dipole_component, import_neurokit
-from refusals import raises_code
 
 SETTINGS: dict[str, Any] = {"pulse": 70.0, "spread": 1.0, "beats": 6, "rate": 200, "seed": 3}
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from oracle import losses_of, plan_of, trace_of
+from refusals import raises_code
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 from lamina import Batch, Engine, LayerStack
-from refusals import raises_code
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from oracle import FORMS, agree, clip_by_hand, difference, example_grads, losses_of, plan_of, unit_grads
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Batch, Engine, SeededNoise, route
 from lamina.errors import EngineError
-from refusals import raises_code
 
 NAN = float("nan")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import FORMS, losses_of, plan_of
+from refusals import raises_code
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lamina import Batch, Engine
-from refusals import raises_code
 
 N = 5
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")

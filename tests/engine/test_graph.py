@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import agree, losses_of, plan_of
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Batch, Engine
 from lamina.errors import EngineError, LaminaError, UnclippedGradient
-from refusals import raises_code
 
 N = 5
 X = torch.randn(N, 4, generator=torch.Generator().manual_seed(1))

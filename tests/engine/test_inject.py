@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import plan_of
+from refusals import raises_code
 from scipy.stats import chi2, ks_2samp, kstest
 from torch import Tensor, nn
 
@@ -18,7 +19,6 @@ from lamina.engine.noise import NoiseSource, SecureNoise, SeededNoise, rounding_
 from lamina.engine.step import OpenStep
 from lamina.plan.rules import FollowQuantile, Injection
 from lamina.plan.selection import Slice
-from refusals import raises_code
 
 RISK = 1e-6
 STEP = Injection()

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import agree, losses_of, plan_of
+from refusals import raises_code
 from torch import Tensor, nn
 
 import lamina
 from lamina import Batch, Engine
 from lamina.engine.batch import RowLayout
-from refusals import raises_code
 
 N, T = 5, 4
 

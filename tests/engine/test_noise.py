@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.engine.noise import GRID_BITS, NoiseBuffers, NoiseSource, SecureNoise, SeededNoise, rounding_grid
 from lamina.engine.random_stream import CELL_ELEMENTS, PACK_BELOW_ELEMENTS
 from lamina.errors import NoiseError
-from refusals import raises_code
 
 DRAWS = 10_000_000
 

@@ -11,6 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.engine.random_stream import (
     CELL_ELEMENTS,
@@ -24,7 +25,6 @@ from lamina.engine.random_stream import (
     plan_packs,
     step_key,
 )
-from refusals import raises_code
 
 SEED = bytes(range(32))
 SIZES = st.one_of(

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import agree, losses_of, plan_of
+from refusals import raises_code
 from torch import Tensor, nn
 
 import lamina
 from lamina import Batch, Engine
 from lamina.errors import CouplingError, LaminaError
-from refusals import raises_code
 
 N = 6
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import losses_of, losses_of_output, plan_of
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Batch, Engine
 from lamina.errors import CouplingError, LaminaError, OwnershipError
-from refusals import raises_code
 
 N = 6
 X = torch.randn(N, 5, generator=torch.Generator().manual_seed(2))

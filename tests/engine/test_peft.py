@@ -11,10 +11,10 @@ import pytest
 import torch
 from by_hand import N, cut, gpt2, ids, llama, of_logits
 from oracle import FORMS, agree, layers_of, plan_of, trace_of
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Batch, Engine, SeededNoise
-from refusals import raises_code
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina.engine.batch import Batch
@@ -16,7 +17,6 @@ from lamina.engine.noise import SeededNoise
 from lamina.engine.paper_step import ReproductionWarning
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
-from refusals import raises_code
 
 ONE = PlannedClass(name="one", population=100, sampling_rate=0.1, delta=1e-5)
 TWO = PlannedClass(name="two", population=100, sampling_rate=0.1, delta=1e-5)

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import losses_of, losses_of_output, plan_of
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Engine
-from refusals import raises_code
 
 N = 8
 X = torch.randn(N, 5, generator=torch.Generator().manual_seed(3))

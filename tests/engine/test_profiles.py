@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*cannot run under vmap",
 )
 
-# The profile that means what tests/engine/by_hand.py has written out as slices.
+# The profile that means what tests/support/by_hand.py has written out as slices.
 PROFILES: dict[str, tuple[Callable[[], Made], dict[str, Any]]] = {
     "llama": (MODELS["llama"], {"layers": ["model.layers.1.self_attn.*"], "heads": [2, 3]}),
     "gpt2": (MODELS["gpt2"], {"layers": ["transformer.h.0.attn.*"], "heads": [0, 2]}),

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import losses_of, losses_of_output, plan_of
+from refusals import raises_code
 from torch import Tensor, nn
 
 import lamina
@@ -23,7 +24,6 @@ from lamina import Batch, Engine, SeededNoise
 from lamina.account.filters import GaussianFilter
 from lamina.errors import BudgetExceeded, CouplingError, EngineError, LaminaError
 from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
-from refusals import raises_code
 
 N = 6
 X = torch.randn(N, 5, generator=torch.Generator().manual_seed(5))

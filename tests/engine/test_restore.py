@@ -10,6 +10,7 @@ import pytest
 import torch
 from by_hand import cut
 from oracle import layers_of, losses_of, plan_of
+from refusals import raises_code
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,7 +18,6 @@ from lamina import Batch, Engine, SeededNoise
 from lamina.models.autoencoders import TransformerAutoencoder
 from lamina.plan.selection import Range
 from lamina.plan.step_plan import StepPlan
-from refusals import raises_code
 
 STEPS, TOKENS = 50, 5
 Make = Callable[[Any], Optimizer]

@@ -12,12 +12,12 @@ from by_hand import MODELS, bands, cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import FORMS, agree, clip_by_hand, difference, example_grads, losses_of, masked_by_hand, plan_of, thresholds
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Batch, Engine, SeededNoise, route
 from lamina.plan.selection import Slice
 from lamina.plan.step_plan import StepPlan
-from refusals import raises_code
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",

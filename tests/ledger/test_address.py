@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from refusals import raises_code
 
 from lamina.errors import LedgerError
 from lamina.ledger.store.open_store import PostgresAddress, is_postgres_url, without_password
-from refusals import raises_code
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.admit.keys import PrivateKey
 from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
@@ -25,7 +26,6 @@ from lamina.ledger.signed_checkpoint import (
     parse_checkpoint,
     verify_checkpoint,
 )
-from refusals import raises_code
 
 ORIGIN = "example.org/ledger"
 ROOT = leaf_hash(b"only")

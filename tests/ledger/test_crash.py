@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 
 import cuts
+import postgres
 import pytest
 from making import START, Clock, admitted, create, header, reopen
+from refusals import raises_code
 
-import postgres
 from lamina.errors import LedgerError
 from lamina.ledger.records import ContributionRecord
 from lamina.ledger.writer import Ledger
-from refusals import raises_code
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.slow)])

@@ -10,10 +10,11 @@ from typing import Any
 
 import cuts
 import disks
+import postgres as servers
 import pytest
 from making import LEDGER, START, Clock, admitted, attestation, create, epoch
+from refusals import raises_code
 
-import postgres as servers
 from lamina.errors import LedgerDamaged, LedgerError, StoreError, StoreLost
 from lamina.ledger import append as appending
 from lamina.ledger import retention, signed_checkpoint
@@ -21,7 +22,6 @@ from lamina.ledger.retention import Retention
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint
 from lamina.ledger.store.sqlite import SqliteStore
 from lamina.ledger.writer import Ledger
-from refusals import raises_code
 
 LATER = START + 5000
 _faulty: list[disks.Faults] = []  # a VFS is registered once in a process

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 from making import LEDGER, Clock, admitted, digest, header
+from refusals import raises_code
 
 from lamina.errors import LedgerError
 from lamina.ledger import append
 from lamina.ledger.append import INDEX_KEY_BYTES, index_key_ranges
 from lamina.ledger.reader import find_contributions, find_leaf
 from lamina.ledger.writer import Ledger
-from refusals import raises_code
 
 
 def whole(begins: str) -> bytes:

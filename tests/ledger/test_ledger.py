@@ -27,6 +27,7 @@ from making import (
     reopen,
     segment,
 )
+from refusals import raises_code
 
 from lamina.errors import LedgerError
 from lamina.ledger import append, receipt, records, signed_checkpoint
@@ -54,7 +55,6 @@ from lamina.ledger.records import ContributionRecord, Epoch, SegmentOutcome
 from lamina.ledger.schema import CLOCK_SKEW, next_leaf_time, rounded_epoch_time
 from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.writer import Ledger, checkpoint_digest
-from refusals import raises_code
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
@@ -24,7 +25,6 @@ from lamina.ledger.signed_checkpoint import (
     sign_note,
     verify_note,
 )
-from refusals import raises_code
 
 NAME = "example.org/ledger"
 TEXT = "If you think cryptography is the answer to your problem,\nthen you don't know what your problem is.\n"

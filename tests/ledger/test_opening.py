@@ -12,6 +12,7 @@ import pytest
 from build import plan
 from clinic import policy
 from making import AUDITOR, LEDGER, START, Clock, key
+from refusals import raises_code
 from test_writers import in_processes
 
 from lamina.admit.checks import floors_hash
@@ -40,7 +41,6 @@ from lamina.ledger.governance_records import (
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
-from refusals import raises_code
 
 
 def contract(**changes: Any) -> CorpusTerms:

@@ -17,6 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina import cbor
 from lamina.admit.keys import PrivateKey, PublicKey
@@ -25,7 +26,6 @@ from lamina.ledger import receipt
 from lamina.ledger.merkle import Frontier, inclusion_proof, leaf_hash, node_hash
 from lamina.ledger.receipt import Receipt, TlogProof, TreeSignature
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey, WitnessKey, WitnessQuorum, add_cosignature
-from refusals import raises_code
 
 ORIGIN = "example.org/ledger"
 LEAVES = [b"leaf %d" % n for n in range(40)]

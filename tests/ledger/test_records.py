@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from making import AUDITOR, LEDGER, ORIGIN, RUN, TERMS, admitted, digest, epoch, header, segment
+from refusals import raises_code
 
 from lamina import cbor
 from lamina.admit.keys import LAST_SECOND
@@ -54,7 +55,6 @@ from lamina.ledger.records import (
     SegmentOutcome,
 )
 from lamina.ledger.schema import UNBOUNDED, epsilon_of_nano, exact_float, exact_text, nano_epsilon, schema_of
-from refusals import raises_code
 
 AGGREGATE = Aggregate(
     spans=(LeafSpan(first=1, stop=5), LeafSpan(first=6, stop=7)),

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import postgres
 import psycopg
 import pytest
 from making import LEDGER, Clock, admitted, header
+from refusals import raises_code
 
-import postgres
 from lamina.errors import StoreError, StoreLost
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.store.open_store import make_store
 from lamina.ledger.writer import Ledger
-from refusals import raises_code
 
 SECRET = "hunter2"
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from clinic import ALICE, BOB, HOUR, Clinic, admitted, check, digest_of, policy, reasons, write
 from making import LEDGER, START, digest, key
+from refusals import raises_code
 from test_writers import in_processes
 
 from lamina.admit.contribution_sources import Contribution
@@ -24,7 +25,6 @@ from lamina.ledger.records import ContributionRecord
 from lamina.ledger.retention import Retention
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
-from refusals import raises_code
 
 
 @pytest.fixture

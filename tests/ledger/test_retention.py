@@ -22,6 +22,7 @@ from making import (
     epoch,
     reopen,
 )
+from refusals import raises_code
 
 from lamina.errors import LeafPruned
 from lamina.ledger import append, receipt, retention, signed_checkpoint
@@ -37,7 +38,6 @@ from lamina.ledger.merkle import leaf_hash, verify_consistency, verify_inclusion
 from lamina.ledger.records import ContributionRecord, ContributionTerms
 from lamina.ledger.retention import Retention
 from lamina.ledger.writer import Ledger
-from refusals import raises_code
 
 LATER = START + 5000  # contributions of the tests expire at START + 500, the header keeps them for 1000 seconds
 

@@ -11,6 +11,7 @@ from decimal import Decimal
 import pytest
 from build import HOUR, RUNS, YEAR, Story, build
 from making import LEDGER, START, epoch
+from refusals import raises_code
 
 from lamina.ledger.records import KIND_NAMES, ContributionRecord, Epoch, EpochAccount, Leaf
 from lamina.ledger.show import (
@@ -21,7 +22,6 @@ from lamina.ledger.show import (
     format_remaining,
     leaf_to_dict,
 )
-from refusals import raises_code
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from build import begin, contribution, segment, signed_by
 from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, Clock, admitted, create, digest, header, key
+from refusals import raises_code
 
 from lamina.admit.keys import PrivateKey
 from lamina.ledger.governance_records import (
@@ -29,7 +30,6 @@ from lamina.ledger.store.interface import StoreWriter
 from lamina.ledger.verify.replay_state import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
-from refusals import raises_code
 
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
 THIRD = key("third")

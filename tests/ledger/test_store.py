@@ -10,9 +10,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import postgres
+import pytest
+from refusals import raises_code
+
 from lamina.errors import LedgerDamaged, LedgerError, StoreError
 from lamina.ledger.merkle import Tile
 from lamina.ledger.store import postgres as postgres_store
@@ -20,7 +21,6 @@ from lamina.ledger.store import sql_rows, sqlite
 from lamina.ledger.store.interface import AttemptRow, LedgerHead, PruningRow, Store, StoredCheckpoint, WriterBatch
 from lamina.ledger.store.open_store import make_store
 from lamina.ledger.store.sqlite import SqliteStore
-from refusals import raises_code
 
 HEAD = LedgerHead(3, 100, 1, 0, b"edge")
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.errors import LedgerError
 from lamina.ledger.merkle import (
@@ -26,7 +27,6 @@ from lamina.ledger.merkle import (
     verify_consistency,
     verify_inclusion,
 )
-from refusals import raises_code
 
 SIZE = 70_000  # the example of the C2SP page: three levels of tiles
 HASHES = leaf_hashes(n.to_bytes(4, "big") for n in range(SIZE))

@@ -9,6 +9,7 @@ import pytest
 from build import BOB, CAROL, HOUR, OPEN, RUNS, STRICT, USUAL, Story, begin, build, contribution, segment
 from forge import sql
 from making import LEDGER, Clock, digest
+from refusals import raises_code
 
 from lamina.account.accountants import find_accountant
 from lamina.account.schedule import Event
@@ -19,7 +20,6 @@ from lamina.ledger.reader import find_contributions
 from lamina.ledger.records import ContributionRecord, EpochAccount, SegmentOutcome
 from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.writer import Ledger
-from refusals import raises_code
 
 
 @pytest.fixture

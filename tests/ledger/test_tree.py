@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.errors import EncodingError, LaminaError, LedgerError
 from lamina.ledger.merkle import (
@@ -26,7 +27,6 @@ from lamina.ledger.merkle import (
     verify_consistency,
     verify_inclusion,
 )
-from refusals import raises_code
 
 # ------------------------------------------------------------------- the definitions, as RFC 6962 §2.1 states them
 

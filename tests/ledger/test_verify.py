@@ -37,6 +37,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, WITNESS, Clock, admitted, attestation, digest
 from making import create as create_plain
+from refusals import raises_code
 
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.gaussian_rdp import RDP_ORDERS
@@ -69,7 +70,6 @@ from lamina.ledger.verify.tree_checks import AggregateTallies
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import FollowBudget, FollowEnergy, Injection, InjectionForm
 from lamina.plan.step_plan import StepPlan
-from refusals import raises_code
 
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
 

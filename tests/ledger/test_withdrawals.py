@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from build import ALICE, BOB, RUNS, STRICT, USUAL, Story, begin, contribution, segment
 from making import LEDGER, Clock, digest
+from refusals import raises_code
 
 from lamina.errors import LedgerError, StoreError
 from lamina.ledger import withdrawal as boxes
@@ -20,7 +21,6 @@ from lamina.ledger.governance_records import Withdrawal, WithdrawalEffect, Withd
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import WithdrawalInbox, parse_effect, parse_reason, withdraw
 from lamina.ledger.writer import Ledger
-from refusals import raises_code
 
 
 @pytest.fixture

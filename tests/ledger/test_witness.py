@@ -10,6 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.admit.keys import PrivateKey
 from lamina.errors import LedgerError, NotVerified
@@ -28,7 +29,6 @@ from lamina.ledger.signed_checkpoint import (
     parse_checkpoint,
     sign_note,
 )
-from refusals import raises_code
 
 ORIGIN = "example.org/ledger"
 TIME = 1_700_000_000

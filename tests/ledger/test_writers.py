@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
+from forks import in_processes
 from making import LEDGER, Clock, admitted, create, epoch, reopen
 
-from forks import in_processes
 from lamina.errors import StoreBusy
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.merkle import verify_consistency

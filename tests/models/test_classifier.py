@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from oracle import agree
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Batch, DepthProfile, Engine, LayerStack, Policy, make_plan
 from lamina.models.autoencoders import ClassifierLoss, ResidualClassifier
-from refusals import raises_code
 
 LOSS = ClassifierLoss(weight=2.0)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from refusals import raises_code
 from torch import nn
 
 from lamina.models.autoencoders import MLPAutoencoder, ResidualAutoencoder, TransformerAutoencoder
-from refusals import raises_code
 
 MODELS = {
     "residual": (lambda: ResidualAutoencoder(12, (8, 16), groups=4), (12, 64)),

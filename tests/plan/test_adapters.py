@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import raises_code
 from torch import nn
 
 from lamina.plan.adapters import VOLATILE_CONFIG_FIELDS, config_digest
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.layer_stack import LayerStack
-from refusals import raises_code
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

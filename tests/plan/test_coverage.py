@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina.plan.coverage import check_coverage
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
-from refusals import raises_code
 
 
 def plan_for(model: nn.Module) -> StepPlan:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.selection import PartKind, TensorPart
-from refusals import raises_code
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

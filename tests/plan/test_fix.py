@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
+from refusals import raises_code
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from lamina.plan.coverage import find_hazards, fix, group_count
-from refusals import raises_code
 
 
 class Net(nn.Module):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import raises_code
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -18,7 +19,6 @@ from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.heads_experts import Heads
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.selection import PartKind
-from refusals import raises_code
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

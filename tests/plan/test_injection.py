@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import raises_code
 from scipy.optimize import brentq
 from scipy.stats import norm
 from torch import nn
@@ -22,7 +23,6 @@ from lamina.engine.budget import Budget
 from lamina.errors import PlanError
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile, Injection
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
-from refusals import raises_code
 
 SAME = [Injection(form="per_microbatch", parts=16), Injection(form="per_sample", parts=300)]
 RAW = Injection(form="per_sample_raw")

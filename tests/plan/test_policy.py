@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from refusals import raises_code
 
 from lamina.errors import PlanError
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.policy import Policy
-from refusals import raises_code
 
 GOOD = """
 [corpus]

@@ -9,13 +9,13 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 from torch import nn
 
 from lamina.errors import PlanError
 from lamina.models.autoencoders import TransformerAutoencoder
 from lamina.plan.depth_profile import PROFILE_SCHEMA, DepthProfile, ProfileKind
 from lamina.plan.layer_stack import Layer, LayerStack
-from refusals import raises_code
 
 
 def stack_of(blocks: int) -> LayerStack:

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pages
+
 from lamina.plan.adapters import VOLATILE_CONFIG_FIELDS
 from lamina.plan.depth_profile import DepthProfile
 

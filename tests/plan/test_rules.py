@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.account.accountants import find_accountant, rdp_order_of
 from lamina.account.gaussian_rdp import RDP_ORDERS, choice_noise_multiplier
@@ -27,7 +28,6 @@ from lamina.plan.rules import (
     rule_to_dict,
 )
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
-from refusals import raises_code
 
 LAYERS = tuple(
     PlannedLayer(name=f"l{i}", depth=i / 2, parameters=(f"l{i}.weight",), size=10 * (i + 1)) for i in range(3)

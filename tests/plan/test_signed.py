@@ -11,6 +11,7 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.account.accountants import find_accountant
 from lamina.account.schedule import Event
@@ -26,7 +27,6 @@ from lamina.plan.signed_bounds import (
     variance_floor,
 )
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
-from refusals import raises_code
 
 TIGHT = 1e-3
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.selection import ROOT
-from refusals import raises_code
 
 
 class Residual(nn.Module):

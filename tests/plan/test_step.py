@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 
 from lamina.account.accountants import find_accountant
 from lamina.account.schedule import Adjacency, Event
 from lamina.errors import PlanError
 from lamina.plan.rules import effective_sigma, rescale_noise
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
-from refusals import raises_code
 
 
 def plan_of(clip: list[list[float]], noise: list[float], *, public: tuple[int, ...] = (), **changes: Any) -> StepPlan:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import raises_code
 from torch import Tensor
 
 from lamina.sensitivity.gains import expected_jacobian_norm, row_stochastic_norm, softmax_jacobian_norm
-from refusals import raises_code
 
 
 def dense_norm(a: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import raises_code
 from scipy.stats import norm
 from torch import Tensor, nn
 
@@ -21,7 +22,6 @@ from lamina.sensitivity.bounds import PropagationState, SensitivityBounds, apply
 from lamina.sensitivity.profile import profile
 from lamina.sensitivity.profile_record import ActivationProfile
 from lamina.sensitivity.trace import TracedProgram, export, trace
-from refusals import raises_code
 
 
 class Forward(nn.Module):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina.models.autoencoders import ResidualAutoencoder, TransformerAutoencoder
 from lamina.plan.layer_stack import LayerStack
 from lamina.sensitivity.influence import LossesOf, fisher, reconstruction_losses, take_examples
-from refusals import raises_code
 
 
 def by_hand(model: nn.Module, losses_of: LossesOf, x: Any, y: Any, stack: LayerStack) -> np.ndarray:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina.models.autoencoders import MLPAutoencoder, ResidualAutoencoder, ResidualClassifier, TransformerAutoencoder
 from lamina.sensitivity.trace import OperationKind, TracedGraph, export, trace
-from refusals import raises_code
 
 Trace = Callable[[nn.Module], AbstractContextManager[None]]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import raises_code
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
@@ -14,7 +15,6 @@ from lamina.models.autoencoders import TransformerAutoencoder
 from lamina.plan.layer_stack import LayerStack
 from lamina.sensitivity.influence import hessian_trace, reconstruction_losses
 from lamina.sensitivity.measure import NOISE_COST_FLOOR, noise_cost, raise_to_floor
-from refusals import raises_code
 
 
 class Bowl(nn.Module):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import raises_code
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from lamina.plan.layer_stack import LayerStack
 from lamina.sensitivity.influence import Hessian, damped_inverse_product, influence
-from refusals import raises_code
 
 N, D, RIDGE = 40, 5, 0.05
 

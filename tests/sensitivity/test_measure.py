@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina.allocate.basic import LSAB
@@ -27,7 +28,6 @@ from lamina.sensitivity.influence import fisher
 from lamina.sensitivity.measure import Measure, measure, noise_cost
 from lamina.sensitivity.profile import profile
 from lamina.sensitivity.trace import trace
-from refusals import raises_code
 
 ROWS = ("tight", "worst", "printed", "harm", "norms", "fisher")
 POSITIVE = st.floats(min_value=5e-324, allow_infinity=False, allow_nan=False)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina.models.autoencoders import ResidualAutoencoder
@@ -23,7 +24,6 @@ from lamina.sensitivity.spectral import (
     spectral_norm,
     spectral_norm_of,
 )
-from refusals import raises_code
 
 
 def dense(layer: nn.Module, shape: tuple[int, ...]) -> Tensor:

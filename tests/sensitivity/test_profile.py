@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 from scipy import stats
 from torch import Tensor, nn
 
@@ -22,7 +23,6 @@ from lamina.errors import PlanError
 from lamina.models.autoencoders import MLPAutoencoder, ResidualAutoencoder, TransformerAutoencoder
 from lamina.sensitivity.profile import RunningMoments, StreamSample, clip_inputs, kolmogorov_distance, profile
 from lamina.sensitivity.profile_record import ActivationProfile
-from refusals import raises_code
 
 Trace = Callable[[nn.Module], AbstractContextManager[None]]
 

@@ -1,38 +1,7 @@
-"""Tests of runs share one small problem (problem.py) and one way to kill it (killing.py); store/ has its disks."""
+"""Tests of runs share one small problem (tests/support/problem.py) and one way to kill it (killing.py)."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from training_fixtures import _every_ledger_verifies, _one_thread
 
-import pytest
-import torch
-
-from lamina.ledger.verify.verifier import verify
-
-for folder in (Path(__file__).parent, Path(__file__).with_name("store")):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models here are tiny: a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def _every_ledger_verifies(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test did to its runs, what they leave in a ledger is what an auditor would find."""
-    if "tmp_path" not in request.fixturenames or "book" in request.path.parts:
-        yield
-        return
-    folder = request.getfixturevalue("tmp_path")
-    yield
-    for path in folder.rglob("*.ledger.db"):
-        problem = verify(path, signatures=False).problem
-        assert problem is None, problem
+__all__ = ["_every_ledger_verifies", "_one_thread"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import problem
 import pytest
+from refusals import raises_code
 from test_trainer import _known_seeds, killed, same, weights
 
 import lamina
@@ -22,7 +23,6 @@ from lamina.spend.accounts import SignedAccount
 from lamina.spend.charge import Charge, plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
-from refusals import raises_code
 
 known_seeds = _known_seeds
 LOOSE = {"clinical": 50.0, "sensitive": 50.0}

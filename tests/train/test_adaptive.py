@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from problem import POLICY, corpus, net, trainer
+from refusals import raises_code
 
 import lamina
 from lamina import LayerStack, Policy, StepPlan, make_plan
@@ -27,7 +28,6 @@ from lamina.errors import BudgetExceeded
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile
 from lamina.spend.charge import charges_in_declared_steps, follows_budget, plan_charges
 from lamina.train.run import Run
-from refusals import raises_code
 
 LAMINAS: dict[str, Any] = {
     "shares": LADP(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from refusals import raises_code
 from torch import nn
 
 from lamina.allocate.make_plan import make_plan
@@ -13,7 +14,6 @@ from lamina.plan.policy import Policy
 from lamina.plan.selection import Slice
 from lamina.plan.step_plan import StepPlan
 from lamina.train.trainer_checks import DEPTH_NOT_COMPARED, check_depth_profiles
-from refusals import raises_code
 
 
 def policy(profile: dict[str, object]) -> Policy:

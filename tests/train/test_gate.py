@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hospital import NOW, POLICY, Hospital, net, npz, usual
+from refusals import raises_code
 
 import lamina
 from lamina.account.accountants import epsilon_of_noise_multiplier, find_accountant
@@ -29,7 +30,6 @@ from lamina.ledger.records import ContributionRecord
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.withdrawal import withdraw
 from lamina.ledger.writer import Ledger
-from refusals import raises_code
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import postgres
 import pytest
 from histories import World
 from history_acts import drawn, drawn_with_people
 from history_plans import FORMS, RULES
 from wards import Ward
 
-import postgres
 from lamina.train import membership
 
 BUDGET = {"form": "budget"}

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hospital import NOW, Hospital, usual
+from refusals import raises_code
 
 import lamina
 from lamina.admit.attestation import attest, commit
 from lamina.admit.checks import SigningTerms
 from lamina.corpus.admitted import AdmittedCorpus
 from lamina.train.progress import SilentProgress
-from refusals import raises_code
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import raises_code
 from test_trainer import _known_seeds, killed, same, weights
 
 from lamina.account.accountants import find_accountant
@@ -31,7 +32,6 @@ from lamina.train.journal_records import (
     RunStarted,
 )
 from lamina.train.run_budget import events_due
-from refusals import raises_code
 
 known_seeds = _known_seeds  # for every run of this file, too
 

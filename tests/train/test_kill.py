@@ -20,7 +20,7 @@ class Killer:
     """Talks to killing.py."""
 
     def __init__(self) -> None:
-        program = Path(__file__).with_name("killing.py")
+        program = Path(__file__).parents[1] / "support" / "killing.py"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         self.process = subprocess.Popen(
             [sys.executable, str(program), str(STEPS)],

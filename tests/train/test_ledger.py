@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import hospital
+import postgres
 import problem
 import pytest
+from refusals import raises_code
 from test_trainer import killed
 
 import lamina
-import postgres
 from lamina.admit.keys import PrivateKey
 from lamina.errors import BudgetExceeded
 from lamina.ledger.contribution_trace import trace_contribution
@@ -30,7 +31,6 @@ from lamina.ledger.writer import Ledger
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
 from lamina.train.progress import SilentProgress
-from refusals import raises_code
 
 
 def sound(where: str | Path, **options: Any) -> Verification:

@@ -6,11 +6,11 @@ import stat
 from pathlib import Path
 
 import pytest
+from refusals import raises_code
 
 from lamina.errors import StorageError
 from lamina.train import run as module
 from lamina.train.run import origin_secret
-from refusals import raises_code
 
 
 def test_it_is_drawn_once_and_kept(tmp_path: Path) -> None:

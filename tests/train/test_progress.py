@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 
+from refusals import raises_code
 from rich.console import Console
 
 from lamina.train.progress import LogProgress, SilentProgress, TerminalProgress, make_progress
-from refusals import raises_code
 
 
 def terminal() -> tuple[Console, io.StringIO]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hospital import NOW, Hospital, net, usual
+from refusals import raises_code
 
 import lamina
 from lamina import cbor
@@ -26,7 +27,6 @@ from lamina.train.journal import Journal
 from lamina.train.journal_records import AttemptOpened
 from lamina.train.progress import SilentProgress
 from lamina.train.run import Run
-from refusals import raises_code
 
 
 class Killed(BaseException):

@@ -15,6 +15,7 @@ from typing import Any
 import problem
 import pytest
 import torch
+from refusals import raises_code
 
 from lamina import Batch, Engine
 from lamina.corpus.sampler import Sampler
@@ -23,7 +24,6 @@ from lamina.ledger.records import Epoch
 from lamina.train.journal import Journal
 from lamina.train.run import Run
 from lamina.train.training_checkpoint import TrainingCheckpoints
-from refusals import raises_code
 
 
 class Secrets:

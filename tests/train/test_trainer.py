@@ -12,6 +12,7 @@ import numpy as np
 import problem
 import pytest
 import torch
+from refusals import raises_code
 from safetensors.torch import load_file
 from torch import nn
 
@@ -24,7 +25,6 @@ from lamina.train.journal import Journal
 from lamina.train.run import Run
 from lamina.train.run_files import Lease
 from lamina.train.trainer import Trainer
-from refusals import raises_code
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,194 @@
+"""nn.MultiheadAttention and the transformer layers made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import agree, losses_of, plan_of
+from refusals import raises_code
+from torch import Tensor, nn
+
+from lamina import Batch, Engine
+from lamina.errors import CouplingError, OwnershipError
+
+N, T, D = 5, 6, 8
+
+
+class Attend(nn.Module):
+    """Attention between batch-first tensors, whatever the module's own layout."""
+
+    def __init__(
+        self, *, cross: bool = False, weights: bool = False, call: dict[str, Any] | None = None, **options: Any
+    ):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(D, 2, **options)
+        self.cross, self.weights, self.call = cross, weights, call or {}
+        self.key, self.value = nn.Linear(D, options.get("kdim") or D), nn.Linear(D, options.get("vdim") or D)
+        self.out = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        q = x if self.attention.batch_first else x.transpose(0, 1)
+        k, v = (
+            (self.key(q.transpose(0, 1)).transpose(0, 1), self.value(q.transpose(0, 1)).transpose(0, 1))
+            if (self.cross and not self.attention.batch_first)
+            else (self.key(q), self.value(q))
+            if self.cross
+            else (q, q)
+        )
+        y, a = self.attention(q, k, v, key_padding_mask=padding, need_weights=self.weights, **self.call)
+        y = self.out((y if self.attention.batch_first else y.transpose(0, 1)).tanh())
+        return y if a is None else torch.cat([y.flatten(1), a.flatten(1)], 1)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["batch first", "time first"])
+@pytest.mark.parametrize("weights", [True, False], ids=["weights", "fused"])
+@pytest.mark.parametrize("cross", [True, False], ids=["cross", "self"])
+def test_layouts(cross: bool, weights: bool, first: bool) -> None:
+    model = Attend(cross=cross, weights=weights, batch_first=first)
+    if not cross:
+        del model.key, model.value
+    agree(model, torch.randn(N, T, D))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_length_equal_to_batch(first: bool) -> None:
+    model = Attend(batch_first=first)
+    del model.key, model.value
+    agree(model, torch.randn(N, N, D))
+
+
+@pytest.mark.parametrize(
+    "options", [{"kdim": 4, "vdim": 6}, {"kdim": 4}, {"bias": False}, {"bias": False, "vdim": 3}], ids=str
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_other_widths_and_no_bias(options: dict[str, Any], first: bool) -> None:
+    agree(Attend(cross=True, batch_first=first, **options), torch.randn(N, T, D))
+
+
+def test_one_source_for_key_and_value() -> None:
+    class Memory(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.memory = nn.MultiheadAttention(D, 2, batch_first=True), nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            memory = self.memory(x[:, :4])
+            return self.attention(x, memory, memory, need_weights=False)[0]
+
+    agree(Memory(), torch.randn(N, T, D))
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_weights_averaged_or_per_head(average: bool) -> None:
+    agree(
+        Attend(cross=True, weights=True, call={"average_attn_weights": average}, batch_first=True), torch.randn(N, T, D)
+    )
+
+
+CAUSAL = torch.ones(T, T, dtype=torch.bool).triu(1)
+MASKS = {"bool": CAUSAL, "float": torch.zeros(T, T).masked_fill(CAUSAL, -1e4) + torch.randn(T, T) * 0.1}
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_mask(mask: str, weights: bool) -> None:
+    class Masked(Attend):
+        def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+            self.call = {"attn_mask": MASKS[mask].to(x.dtype) if mask == "float" else MASKS[mask]}
+            return super().forward(x, padding)
+
+    agree(Masked(cross=True, weights=weights, batch_first=True), torch.randn(N, T, D))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_per_example_and_head(kind: str) -> None:
+    class Masked(Attend):
+        def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+            mask = CAUSAL.expand(x.shape[0] * 2, T, T)
+            if kind == "float":
+                mask = torch.zeros(mask.shape, dtype=x.dtype).masked_fill(mask, -1e4)
+            self.call = {"attn_mask": mask}
+            return super().forward(x, padding)
+
+    agree(Masked(cross=True, batch_first=True), torch.randn(N, T, D))
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_key_padding(first: bool, weights: bool) -> None:
+    padding = torch.zeros(N, T, dtype=torch.bool)
+    padding[:, 4:] = True
+    padding[1, 2:] = True
+    agree(Attend(cross=True, weights=weights, batch_first=first), (torch.randn(N, T, D), padding))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_bias_k_and_zero_attention_run_per_contribution() -> None:
+    for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
+        agree(Attend(cross=True, batch_first=True, **options), torch.randn(N, T, D))
+
+
+def test_a_time_first_module_given_batch_first_data_is_refused() -> None:
+    """It would attend across the batch. Found by its rows, or by the ownership check when T == N."""
+
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(D, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    model = Wrong()
+    for length, error in ((T, OwnershipError), (N, CouplingError)):
+        x = torch.randn(N, length, D)
+        with (
+            Engine(model, plan_of(model)) as engine,
+            raises_code("engine.loss-contribution-gradient", "engine.worked-rows-batch") as seen,
+        ):
+            engine.backward(losses_of(model, x, None), Batch(x))
+        assert isinstance(seen.value, error)
+        assert engine.budget.taken == 0
+
+
+class Encoder(nn.Module):
+    def __init__(self, *, norm_first: bool, batch_first: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(D, 2, 12, dropout=0.0, batch_first=batch_first, norm_first=norm_first)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.first = batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) if self.first else self.body(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_encoder_layer(norm_first: bool) -> None:
+    agree(Encoder(norm_first=norm_first, batch_first=True), torch.randn(N, T, D))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("length", [T, N])
+def test_a_time_first_encoder_is_refused_or_run_per_contribution(length: int) -> None:
+    model, x = Encoder(norm_first=True, batch_first=False), torch.randn(N, length, D)
+    with Engine(model, plan_of(model)) as engine:
+        with raises_code("engine.loss-contribution-gradient", "engine.worked-rows-batch"):
+            engine.backward(losses_of(model, x, None), Batch(x))
+        assert engine.budget.taken == 0
+    agree(model, x, engine={"per_contribution": [""]})
+
+
+def test_decoder_layer() -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.TransformerDecoderLayer(D, 2, 12, dropout=0.0, batch_first=True)
+            self.memory = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(T, dtype=x.dtype)
+            return self.body(x, self.memory(x[:, :3]), tgt_mask=mask, tgt_is_causal=True)
+
+    agree(Decoder(), torch.randn(N, T, D))

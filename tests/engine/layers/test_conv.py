@@ -1,0 +1,129 @@
+"""Convolutions of one to three dimensions with every option, and transposed ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import agree, plan_of
+from refusals import raises_code
+from torch import Tensor, nn
+
+from lamina import Engine
+
+N = 5
+CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+SPACE = {1: (11,), 2: (7, 8), 3: (5, 6, 5)}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"bias": False},
+    {"stride": 2, "padding": 1},
+    {"dilation": 2, "padding": 2},
+    {"groups": 2},
+    {"groups": 4},
+    {"groups": 2, "stride": 2, "dilation": 2, "padding": 3},
+    {"padding": "same"},
+    {"padding": "same", "dilation": 2},
+    {"padding": "valid", "stride": 3},
+    {"padding": 1, "padding_mode": "reflect"},
+    {"padding": 2, "padding_mode": "replicate", "stride": 2},
+    {"padding": 1, "padding_mode": "circular", "groups": 2},
+    {"padding": "same", "padding_mode": "circular"},
+]
+
+
+def body(conv: nn.Module, out: int, dimensions: int) -> nn.Module:
+    return nn.Sequential(conv, nn.Tanh(), CONV[dimensions](out, 2, 1))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()) or "plain")
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_convolution(dimensions: int, options: dict[str, Any]) -> None:
+    conv = CONV[dimensions](4, 8, 3, **options)
+    agree(body(conv, 8, dimensions), torch.randn(N, 4, *SPACE[dimensions]))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("kernel", [2, 4])
+def test_even_kernel_with_same_padding_is_asymmetric(kernel: int, mode: str) -> None:
+    agree(body(nn.Conv1d(4, 6, kernel, padding="same", padding_mode=mode), 6, 1), torch.randn(N, 4, 9))
+    agree(body(nn.Conv2d(4, 6, (kernel, 3), padding="same", padding_mode=mode), 6, 2), torch.randn(N, 4, 6, 7))
+
+
+def test_different_numbers_along_each_axis() -> None:
+    conv = nn.Conv2d(4, 6, (3, 2), stride=(1, 2), padding=(2, 1), dilation=(2, 1), groups=2)
+    agree(body(conv, 6, 2), torch.randn(N, 4, 7, 8))
+    agree(body(nn.Conv3d(4, 6, (3, 2, 1), padding=(1, 0, 2), stride=(2, 1, 1)), 6, 3), torch.randn(N, 4, 5, 4, 3))
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_depthwise(dimensions: int) -> None:
+    conv = CONV[dimensions](4, 4, 3, groups=4, padding=1)
+    agree(body(conv, 4, dimensions), torch.randn(N, 4, *SPACE[dimensions]))
+
+
+def test_pointwise_with_padding_and_with_stride() -> None:
+    agree(body(nn.Conv1d(4, 6, 1, padding=2), 6, 1), torch.randn(N, 4, 5))
+    agree(body(nn.Conv2d(4, 6, 1, stride=2, groups=2), 6, 2), torch.randn(N, 4, 5, 6))
+
+
+def test_rows_of_the_input_that_no_window_reaches() -> None:
+    agree(body(nn.Conv2d(4, 6, 2, stride=3), 6, 2), torch.randn(N, 4, 7, 7))
+
+
+def test_channels_last_and_other_strides() -> None:
+    x = torch.randn(N, 7, 8, 4).permute(0, 3, 1, 2)
+    agree(body(nn.Conv2d(4, 6, 3, padding=1), 6, 2), x)
+    agree(body(nn.Conv2d(4, 6, 3), 6, 2), x.contiguous(memory_format=torch.channels_last))
+
+
+def test_channels_last_weights() -> None:
+    model = body(nn.Conv2d(4, 6, 3, padding=1), 6, 2).to(memory_format=torch.channels_last)
+    agree(model, torch.randn(N, 4, 6, 6).contiguous(memory_format=torch.channels_last))
+
+
+TRANSPOSED_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"bias": False, "stride": 2},
+    {"stride": 2, "padding": 1, "output_padding": 1},
+    {"groups": 2, "dilation": 2},
+    {"stride": 3, "output_padding": 2, "groups": 4, "padding": 1},
+]
+
+
+@pytest.mark.parametrize("options", TRANSPOSED_OPTIONS, ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()))
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_transposed(dimensions: int, options: dict[str, Any]) -> None:
+    conv = TRANSPOSED[dimensions](4, 8, 3, **options)
+    agree(body(conv, 8, dimensions), torch.randn(N, 4, *[s // 2 for s in SPACE[dimensions]]))
+
+
+class Sized(nn.Module):
+    """A transposed convolution whose output size is given at the call."""
+
+    def __init__(self, size: list[int]) -> None:
+        super().__init__()
+        self.size = size
+        self.up = nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x, output_size=self.size)
+
+
+@pytest.mark.parametrize("size", [[7, 7], [8, 7], [8, 8]], ids=str)
+def test_transposed_to_an_output_size(size: list[int]) -> None:
+    agree(Sized(size), torch.randn(N, 4, 4, 4))
+
+
+def test_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamina.engine.layers.conv.CHUNK_ELEMENTS", 400)
+    agree(body(nn.Conv2d(4, 6, 3, padding=1), 6, 2), torch.randn(N, 4, 5, 5))
+
+
+def test_an_input_without_batch_axis_is_refused() -> None:
+    model = nn.Conv1d(4, 2, 3)
+    with Engine(model, plan_of(model)), raises_code("engine.got-input-shape"):
+        model(torch.randn(4, 9))
