@@ -7,7 +7,7 @@ NODE   := tests/interop/node_modules
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench interop clean
+.PHONY: help demo test test-all lint format docs bench interop clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -16,10 +16,10 @@ demo: $(VENV)/.test  ## a private training on simulated 12-lead ECG, end to end 
 	$(BIN)/lamina demo
 
 test: lint interop  ## linters, types, import order, and every test that is not marked slow
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: lint interop  ## the same with the slow tests
-	$(BIN)/python -m pytest --timeout 3600
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 3600
 
 lint: $(VENV)/.test  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check --no-cache .
@@ -30,6 +30,9 @@ lint: $(VENV)/.test  ## ruff, mypy --strict, import-linter
 format: $(VENV)/.test  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/.test  ## write the pages that are made from the code: docs/errors.md, the files of docs/architecture.md
+	$(BIN)/python docs/make_pages.py
 
 bench: $(VENV)/.bench  ## time and memory of a private step against the plain step and Opacus
 	$(BIN)/python benchmarks/step.py

@@ -69,13 +69,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _threads() -> Iterator[None]:
-    """Two threads at most, the machine that every budget in this project is stated for."""
+    """Two threads at most, the machine that every budget in this project is stated for; one where two processes share it."""
     torch = sys.modules.get("torch")  # collected tests have imported it, if any of them uses it
     if torch is None:
         yield
         return
     before = torch.get_num_threads()
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
     yield
     torch.set_num_threads(before)
 
