@@ -213,7 +213,7 @@ def test_the_same_in_every_process() -> None:
 @pytest.mark.parametrize("seed", [b"", bytes(31)])
 def test_a_bad_seed_is_refused_when_the_sampler_is_made(seed: bytes) -> None:
     corpus, plan = two_classes()
-    with raises_code("noise.seed-bytes"):
+    with raises_code("noise.seed-length"):
         Sampler(corpus, plan, seed=seed)
 
 

@@ -175,7 +175,7 @@ def test_attaching_twice_is_refused() -> None:
     model = everything()
     with Engine(model, plan_of(model, 0.1)) as engine:
         before, hooks = trace_of(model), global_state()
-        with raises_code("engine.module-attached-engine"):
+        with raises_code("engine.already-attached"):
             Engine(model, plan_of(model, 0.1))
         assert trace_of(model) == before
         assert global_state() == hooks
@@ -187,7 +187,7 @@ def test_attaching_twice_is_refused() -> None:
 
 def test_a_part_of_an_attached_model_is_refused_too() -> None:
     model = everything()
-    with Engine(model, plan_of(model, 0.1)), raises_code("engine.module-attached-engine"):
+    with Engine(model, plan_of(model, 0.1)), raises_code("engine.already-attached"):
         Engine(model.recur, plan_of(model.recur, 0.1))
 
 
@@ -195,7 +195,7 @@ def test_an_exception_while_attaching_leaves_no_trace() -> None:
     model = everything()
     model.bad = nn.Embedding(4, 4, sparse=True)
     before, hooks = trace_of(model), global_state()
-    with raises_code("engine.nn-embedding-writes"):
+    with raises_code("engine.embedding-option"):
         Engine(model, plan_of(model, 0.1))
     assert trace_of(model) == before
     assert global_state() == hooks
@@ -233,7 +233,7 @@ def test_spectral_norm_is_refused_by_name() -> None:
     for module in (old, new):
         model = nn.Sequential(nn.Linear(4, 4), module)
         before = trace_of(model)
-        with raises_code("engine.module-spectral-norm"):
+        with raises_code("engine.spectral-norm"):
             Engine(model, plan_of(model, 0.1))
         assert trace_of(model) == before
 

@@ -260,7 +260,7 @@ def test_split_never_cuts_a_contribution() -> None:
                 assert int((piece.unit == u).sum()) == 3
             assert torch.equal(piece.x.long(), piece.y)
         assert sorted(seen) == list(range(12))
-    with raises_code("engine.split"):
+    with raises_code("engine.split-parts"):
         list(batch.split(0))
 
 
@@ -268,7 +268,7 @@ def test_a_later_part_without_its_first_is_refused() -> None:
     model, x = mlp(), torch.randn(4, 5)
     with Engine(model, plan_of(model)) as engine:
         _, second = Batch(x).split(2)
-        with raises_code("engine.later-part-split"):
+        with raises_code("engine.parts-out-of-order"):
             engine.backward(losses_of(model, second.x, None), second)
         assert engine.budget.taken == 0
 
@@ -281,7 +281,7 @@ def test_a_refused_part_gives_the_step_up() -> None:
         engine.backward(losses_of(model, first.x, None), first)
         with pytest.raises(EngineError):
             engine.backward(losses_of(model, second.x, None).sum(), second)
-        with raises_code("engine.later-part-split"):
+        with raises_code("engine.parts-out-of-order"):
             engine.backward(losses_of(model, second.x, None), second)
         assert engine.budget.taken == 1
         assert all(p.grad is None for p in model.parameters())
@@ -297,7 +297,7 @@ def test_parts_of_two_steps_never_share_one_noise() -> None:
         engine.backward(losses_of(model, first.x, None), first)
         with pytest.raises(EngineError):
             engine.backward(losses_of(model, first.x, None).sum(), first)  # the first part of the next step
-        with raises_code("engine.later-part-split"):
+        with raises_code("engine.parts-out-of-order"):
             engine.backward(losses_of(model, second.x, None), second)
         assert all(p.grad is None for p in model.parameters())
 
@@ -329,7 +329,7 @@ def test_an_empty_batch_gives_zero_sums() -> None:
         sums = engine.clipped_sums(None, EMPTY)
         assert set(sums) == {name for name, _ in model.named_parameters()}
         assert all(v.norm() == 0 for v in sums.values())
-        with raises_code("engine.losses-came-empty"):
+        with raises_code("engine.losses-for-empty-batch"):
             engine.backward(torch.randn(3), EMPTY)
         assert engine.budget.taken == 0
 
@@ -469,23 +469,23 @@ def test_not_finite_below_its_band_still_counts_in_its_band(form: str, constant_
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"x": torch.zeros(3, 2), "y": torch.zeros(4)}, "engine.tensors-first-axes"),
-        ({"x": torch.tensor(1.0)}, "engine.tensors-first-axes"),
-        ({"x": torch.zeros(3), "unit": torch.zeros(2, dtype=torch.long)}, "engine.dtype-shape-expected"),
-        ({"x": torch.zeros(3), "unit": torch.zeros(3)}, "engine.dtype-shape-expected"),
-        ({"x": torch.zeros(3), "unit": torch.tensor([0, -1, 1])}, "engine.contains"),
-        ({"x": torch.zeros(3), "cls": torch.tensor([0, 1])}, "engine.cls-describes-contributions"),
+        ({"x": torch.zeros(3, 2), "y": torch.zeros(4)}, "engine.first-axes-differ"),
+        ({"x": torch.tensor(1.0)}, "engine.first-axes-differ"),
+        ({"x": torch.zeros(3), "unit": torch.zeros(2, dtype=torch.long)}, "engine.indices-wrong-shape"),
+        ({"x": torch.zeros(3), "unit": torch.zeros(3)}, "engine.indices-wrong-shape"),
+        ({"x": torch.zeros(3), "unit": torch.tensor([0, -1, 1])}, "engine.index-negative"),
+        ({"x": torch.zeros(3), "cls": torch.tensor([0, 1])}, "engine.cls-wrong-length"),
         (
             {"x": torch.zeros(4), "unit": torch.tensor([0, 0, 1, 1]), "cls": torch.tensor([0, 0, 1, 1])},
-            "engine.cls-describes-contributions",
+            "engine.cls-wrong-length",
         ),
-        ({"x": torch.zeros(3), "unit": torch.tensor([7, 900, 7])}, "engine.unit-numbers-contributions"),
-        ({"x": torch.zeros(2), "cls": ["a", "b"]}, "engine.not-made-integers"),
-        ({"x": [1.0, 2.0]}, "engine.without-tensors"),
-        ({"x": torch.zeros(2), "cls": torch.tensor([0, -1])}, "engine.contains"),
-        ({"x": torch.zeros(2), "weight": torch.tensor([1.0, -1.0])}, "engine.weight-shape-examples"),
-        ({"x": torch.zeros(2), "weight": torch.tensor([1.0, NAN])}, "engine.weight-shape-examples"),
-        ({"x": torch.zeros(2), "weight": torch.ones(3)}, "engine.weight-shape-examples"),
+        ({"x": torch.zeros(3), "unit": torch.tensor([7, 900, 7])}, "engine.unit-has-gaps"),
+        ({"x": torch.zeros(2), "cls": ["a", "b"]}, "engine.indices-not-integers"),
+        ({"x": [1.0, 2.0]}, "engine.batch-without-tensors"),
+        ({"x": torch.zeros(2), "cls": torch.tensor([0, -1])}, "engine.index-negative"),
+        ({"x": torch.zeros(2), "weight": torch.tensor([1.0, -1.0])}, "engine.weight-out-of-range"),
+        ({"x": torch.zeros(2), "weight": torch.tensor([1.0, NAN])}, "engine.weight-out-of-range"),
+        ({"x": torch.zeros(2), "weight": torch.ones(3)}, "engine.weight-out-of-range"),
     ],
 )
 def test_a_batch_that_makes_no_sense_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -504,7 +504,7 @@ def test_trees_of_tensors() -> None:
 def test_a_class_outside_the_plan_is_refused() -> None:
     model, x = mlp(), torch.randn(3, 5)
     with Engine(model, plan_of(model)) as engine:
-        with raises_code("engine.batch-contribution-class"):
+        with raises_code("engine.class-index-unknown"):
             engine.backward(losses_of(model, x, None), Batch(x, cls=torch.tensor([0, 1, 0])))
         assert engine.budget.taken == 0
 
@@ -518,9 +518,9 @@ def test_route_by_hand() -> None:
     torch.testing.assert_close(out, torch.tensor([[0.9, 1.2]], dtype=torch.float64))
     out = route(grads, torch.tensor([1, 0, 0, 0]), plan, noise=None)["weight"]
     torch.testing.assert_close(out, torch.tensor([[1.8, 2.4]], dtype=torch.float64))
-    with raises_code("engine.per-sample-grads"):
+    with raises_code("engine.route-wrong-tensors"):
         route({"other": torch.zeros(1, 2)}, torch.tensor([0]), plan, noise=None)
-    with raises_code("engine.gradients-classes"):
+    with raises_code("engine.gradients-wrong-length"):
         route(grads, torch.tensor([0, 0, 0]), plan, noise=None)
 
 

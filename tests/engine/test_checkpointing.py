@@ -88,7 +88,7 @@ def test_the_reentrant_form_is_refused() -> None:
     model, x = Net(), torch.randn(N, 4, 3)
     model.how = True
     with Engine(model, plan_of(model)) as engine:
-        with raises_code("engine.reentrant-activation-checkpoint"):
+        with raises_code("engine.reentrant-checkpoint"):
             engine.backward(losses_of(model, x, None), Batch(x))
         assert engine.budget.taken == 0
     assert all(p.grad is None for p in model.parameters())

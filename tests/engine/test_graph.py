@@ -36,18 +36,18 @@ def refused(model: nn.Module, losses: Callable[[nn.Module], Tensor], error: type
 
 
 def test_a_weight_used_directly() -> None:
-    message = "engine.tensor-used-outside"
+    message = "engine.tensor-used-directly"
     refused(mlp(), lambda m: F.linear(m[:2](X), m[2].weight).square().mean(1), UnclippedGradient, message)
 
 
 def test_a_weight_used_directly_beside_its_module() -> None:
     """The trap of engines that only replace modules: part of the gradient would be clipped, part not."""
-    message = "engine.tensor-used-outside"
+    message = "engine.tensor-used-directly"
     refused(mlp(), lambda m: (m(X) + F.linear(m[:2](X), m[2].weight)).mean(1), UnclippedGradient, message)
 
 
 def test_a_penalty_inside_the_losses() -> None:
-    message = "engine.tensor-used-outside"
+    message = "engine.tensor-used-directly"
     refused(mlp(), lambda m: losses_of(m, X, None) + m[0].weight.square().sum(), UnclippedGradient, message)
 
 
@@ -64,7 +64,7 @@ def test_a_module_whose_forward_is_never_called() -> None:
                 x = torch.addmm(m.bias, x, m.weight.t()).tanh()
             return x
 
-    message = "engine.tensor-used-outside"
+    message = "engine.tensor-used-directly"
     refused(Skips(), lambda m: losses_of(m, X, None), UnclippedGradient, message)
 
 
@@ -92,13 +92,13 @@ def test_a_weight_that_enters_a_layer_as_its_input() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.table(x) @ self.map(self.table.weight)
 
-    message = "engine.tensor-used-outside"
+    message = "engine.tensor-used-directly"
     refused(Projected(), lambda m: losses_of(m, X, None), UnclippedGradient, message)
 
 
 def test_a_leaf_that_is_not_the_models() -> None:
     foreign = torch.randn(3, requires_grad=True)
-    message = "engine.losses-depend-tensor"
+    message = "engine.foreign-tensor"
     refused(mlp(), lambda m: (m(X) * foreign).mean(1), UnclippedGradient, message)
     assert foreign.grad is None
 
@@ -118,7 +118,7 @@ def test_losses_without_a_graph() -> None:
         with torch.no_grad():
             return losses_of(m, X, None)
 
-    refused(mlp(), quiet, EngineError, "engine.losses-carry-no")
+    refused(mlp(), quiet, EngineError, "engine.losses-without-graph")
 
 
 @pytest.mark.parametrize("detached", [False, True])
@@ -128,7 +128,7 @@ def test_plain_backward_while_attached_is_refused(detached: bool) -> None:
     loss = losses_of(model, X, None).mean()
     if detached:
         engine.detach()
-    with raises_code("engine.backward-pass-reached"):
+    with raises_code("engine.backward-outside-engine"):
         loss.backward()
     engine.detach()
     assert all(p.grad is None for p in model.parameters())
@@ -148,7 +148,7 @@ def test_backward_inside_the_models_forward_is_refused() -> None:
             return y
 
     model = Inner()
-    with Engine(model, plan_of(model)), raises_code("engine.backward-pass-reached"):
+    with Engine(model, plan_of(model)), raises_code("engine.backward-outside-engine"):
         model(X)
     assert model.l.weight.grad is None
 
@@ -166,7 +166,7 @@ def test_backward_inside_a_gradient_hook_is_refused(direct: bool) -> None:
     with Engine(model, plan_of(model)) as engine:
         out = model(X)
         out.register_hook(hook)
-        with raises_code("engine.gradient-reached-not", "engine.reached-backward-pass"):
+        with raises_code("engine.gradient-not-clipped", "engine.hidden-backward"):
             engine.backward(out.square().mean(1), Batch(X))
     assert all(p.grad is None for p in model.parameters())
 
@@ -228,7 +228,7 @@ def test_a_parameter_replaced_after_attaching() -> None:
     model = mlp()
     with Engine(model, plan_of(model)) as engine:
         model[2].weight = nn.Parameter(torch.randn(3, 6))
-        with raises_code("engine.tensor-used-outside"):
+        with raises_code("engine.tensor-used-directly"):
             engine.backward(losses_of(model, X, None), Batch(X))
         assert engine.budget.taken == 0
 
@@ -237,7 +237,7 @@ def test_a_module_added_after_attaching() -> None:
     model = mlp()
     with Engine(model, plan_of(model)) as engine:
         model.append(nn.Linear(3, 2))
-        with raises_code("engine.losses-depend-tensor"):
+        with raises_code("engine.foreign-tensor"):
             engine.backward(losses_of(model, X, None), Batch(X))
         assert engine.budget.taken == 0
 

@@ -282,7 +282,7 @@ def test_secure_noise_gives_every_part_once(injection: Injection, hardened: bool
     made, source = planned(injection), SecureNoise(hardened=hardened)
     for step in range(3):
         noise_of(made, [[0, 1], [0]], source, step)
-    with raises_code("noise.noise-step-tensor"):
+    with raises_code("noise.drawn-twice"):
         noise_of(made, [[0, 1], [0]], source, 2)
 
 
@@ -290,11 +290,11 @@ def test_parts_of_one_place_are_told_apart_by_a_secure_source() -> None:
     source = SecureNoise()
     for part in (0, 1, 2):
         source.add_many_([torch.zeros(4)], [1.0], step=0, tensors=[3], part=part)
-    with raises_code("noise.noise-step-tensor"):
+    with raises_code("noise.drawn-twice"):
         source.add_many_([torch.zeros(4)], [1.0], step=0, tensors=[3], part=1)
-    with raises_code("noise.part"):
+    with raises_code("noise.part-out-of-range"):
         source.add_many_([torch.zeros(4)], [1.0], step=0, tensors=[3], part=-1)
-    with raises_code("noise.hardened-noise-gathered"):
+    with raises_code("noise.hardened-not-float64"):
         SecureNoise(hardened=True).add_many_([torch.zeros(4)], [1.0], step=0, rounded=False)
 
 

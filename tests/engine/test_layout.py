@@ -78,7 +78,7 @@ def test_flattened_rows_without_a_map_are_refused() -> None:
     model = Flat(declare=False)
     x = torch.randn(N, T, 5)
     with Engine(model, plan_of(model)) as engine:
-        with raises_code("engine.worked-rows-batch"):
+        with raises_code("engine.row-owner-unknown"):
             engine.backward(losses_of(model, x, None), Batch(x))
         assert engine.budget.taken == 0
         assert all(p.grad is None for p in model.parameters())
@@ -89,7 +89,7 @@ def test_a_map_in_the_wrong_order_is_refused_by_ownership() -> None:
     x = torch.randn(N, T, 5)
     with (
         Engine(model, plan_of(model), rows={"inner.*": "contiguous"}) as engine,
-        raises_code("engine.loss-contribution-gradient"),
+        raises_code("engine.contributions-coupled"),
     ):
         engine.backward(losses_of(model, x, None), Batch(x))
 
@@ -101,17 +101,17 @@ def test_maps_that_do_not_fit_are_refused() -> None:
         with Engine(model, plan_of(model)) as engine:
             with lamina.rows(owner):
                 out = model(x)
-            with raises_code("engine.row-map-entries"):
+            with raises_code("engine.row-map-wrong"):
                 engine.clipped_sums(out.square().mean(1), Batch(x))
     for wrong in (torch.ones(3), torch.zeros(2, 2, dtype=torch.long), torch.ones(3, dtype=torch.bool)):
-        with raises_code("engine.rows-got-tensor"), lamina.rows(wrong):
+        with raises_code("engine.rows-not-integers"), lamina.rows(wrong):
             pass
-    with Engine(model, plan_of(model), rows={"*": "sideways"}), raises_code("engine.rows-order"):
+    with Engine(model, plan_of(model), rows={"*": "sideways"}), raises_code("engine.rows-order-unknown"):
         model(x)
     with (
         Engine(model, plan_of(model), rows={"*": "contiguous"}),
         lamina.examples(3),
-        raises_code("engine.rows-not-map"),
+        raises_code("engine.rows-not-divisible"),
     ):
         model(x)
 

@@ -175,7 +175,7 @@ def test_the_older_weight_norm_is_refused_or_run_per_contribution() -> None:
     """It makes the weight in a hook, before the module's own forward."""
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(5, 5)), nn.Tanh(), nn.Linear(5, 2))
     x = torch.randn(N, 5)
-    with Engine(model, plan_of(model)) as engine, raises_code("engine.tensor-used-outside"):
+    with Engine(model, plan_of(model)) as engine, raises_code("engine.tensor-used-directly"):
         engine.clipped_sums(losses_of(model, x, None), Batch(x))
     agree(model, x, engine={"per_contribution": [""]})
 
@@ -211,7 +211,7 @@ def test_per_contribution_by_name() -> None:
 
 def test_per_contribution_of_a_name_that_is_not_there() -> None:
     model = nn.Sequential(nn.Linear(5, 2))
-    with raises_code("engine.per-contribution-names"):
+    with raises_code("engine.per-contribution-unknown"):
         Engine(model, plan_of(model), per_contribution=["nothere"])
     assert "forward" not in vars(model[0])
 
@@ -270,7 +270,7 @@ def test_examples_that_mix_in_a_module_without_a_rule_are_refused() -> None:
 
     model = nn.Sequential(nn.Linear(5, 5), Centred())
     with Engine(model, plan_of(model)) as engine:
-        with raises_code("engine.gives-another-result"):
+        with raises_code("engine.examples-not-separate"):
             model(torch.randn(N, 5))
         assert engine.budget.taken == 0
 
@@ -293,7 +293,7 @@ def test_a_module_called_without_the_batch_is_refused() -> None:
             return self.l(x + self.table())
 
     model = Uses()
-    with Engine(model, plan_of(model)), raises_code("engine.called-without-tensor"):
+    with Engine(model, plan_of(model)), raises_code("engine.no-batch-argument"):
         model(torch.randn(N, 3, 5))
     agree(model, torch.randn(N, 3, 5), engine={"per_contribution": [""]})
 
@@ -333,7 +333,7 @@ def test_a_cache_is_refused() -> None:
             return x * self.g
 
     model = Cached()
-    with Engine(model, plan_of(model)), raises_code("engine.given-writes-runs"):
+    with Engine(model, plan_of(model)), raises_code("engine.cache-argument"):
         model(torch.randn(N, 5), Cache())
 
 

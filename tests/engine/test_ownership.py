@@ -42,7 +42,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_losses_over_the_batch_are_refused(kind: str) -> None:
     model = mlp()
     with Engine(model, plan_of(model)) as engine:
-        with raises_code("engine.loss-contribution-gradient"):
+        with raises_code("engine.contributions-coupled"):
             engine.backward(LOSSES[kind](model(X)), Batch(X))
         assert engine.budget.taken == 0
     assert all(p.grad is None for p in model.parameters())
@@ -50,7 +50,7 @@ def test_losses_over_the_batch_are_refused(kind: str) -> None:
 
 def test_a_loss_in_another_order_of_examples_is_refused() -> None:
     model = mlp()
-    with Engine(model, plan_of(model)) as engine, raises_code("engine.loss-contribution-gradient"):
+    with Engine(model, plan_of(model)) as engine, raises_code("engine.contributions-coupled"):
         engine.backward(losses_of(model, X, None).flip(0), Batch(X))
 
 
@@ -74,7 +74,7 @@ def test_another_loss_later_is_looked_at_again(kind: str) -> None:
     model = mlp()
     with Engine(model, plan_of(model)) as engine:
         engine.backward(losses_of(model, X, None), Batch(X))
-        with raises_code("engine.loss-contribution-gradient"):
+        with raises_code("engine.contributions-coupled"):
             engine.backward(LOSSES[kind](model(X)), Batch(X))
         assert engine.budget.taken == 1
 
@@ -94,7 +94,7 @@ class TimeFirst(nn.Module):
 def test_time_first_layouts_are_refused(length: int, error: type[LaminaError]) -> None:
     model, x = TimeFirst(), torch.randn(N, length, 5)
     with Engine(model, plan_of(model)) as engine:
-        with raises_code("engine.loss-contribution-gradient", "engine.worked-rows-batch"):
+        with raises_code("engine.contributions-coupled", "engine.row-owner-unknown"):
             engine.backward(losses_of(model, x, None), Batch(x))
         assert engine.budget.taken == 0
 
@@ -107,7 +107,7 @@ def test_a_zero_gradient_proves_nothing() -> None:
         engine.clipped_sums(losses_of(model, x, None), Batch(x))
         with torch.no_grad():
             model.out.weight.normal_()
-        with raises_code("engine.loss-contribution-gradient"):
+        with raises_code("engine.contributions-coupled"):
             engine.backward(losses_of(model, x, None), Batch(x))
         assert engine.budget.taken == 0
 
@@ -146,7 +146,7 @@ def test_coupling_that_some_data_do_not_show_is_found_later() -> None:
     model = Hinge()
     with Engine(model, plan_of(model)) as engine:
         engine.clipped_sums(losses_of(model, X, None), Batch(X))
-        with raises_code("engine.loss-contribution-gradient"):
+        with raises_code("engine.contributions-coupled"):
             engine.clipped_sums(losses_of(model, X * 1e5, None), Batch(X * 1e5))
 
 
@@ -181,7 +181,7 @@ def test_attention_across_the_batch_is_refused() -> None:
             return (self.q(x) @ x.t()).softmax(1) @ self.v(x)
 
     model = Across()
-    with Engine(model, plan_of(model)) as engine, raises_code("engine.loss-contribution-gradient"):
+    with Engine(model, plan_of(model)) as engine, raises_code("engine.contributions-coupled"):
         engine.backward(losses_of(model, X, None), Batch(X))
 
 

@@ -133,13 +133,13 @@ def test_a_merged_adapter_is_refused() -> None:
     model = adapted("llama", "lora")
     plan = plan_of(model)
     model.merge_adapter()
-    with raises_code("engine.adapter-merged-weight"):
+    with raises_code("engine.adapter-merged"):
         Engine(model, plan)
     model.unmerge_adapter()
     with Engine(model, plan) as engine:
         engine.clipped_sums(of_logits(model, X, None), Batch(X))
         model.merge_adapter()
-        with raises_code("engine.adapter-merged-weight"):
+        with raises_code("engine.adapter-merged"):
             of_logits(model, X, None)
         model.unmerge_adapter()
         engine.clipped_sums(of_logits(model, X, None), Batch(X))
@@ -148,7 +148,7 @@ def test_a_merged_adapter_is_refused() -> None:
 def test_dora_is_refused_until_its_layers_run_per_contribution() -> None:
     """Its gain is divided by the norm of the merged weight, which is computed without the batch axis."""
     model = adapted("llama", "lora", use_dora=True)
-    with Engine(model, plan_of(model)) as engine, raises_code("engine.worked-rows-batch"):
+    with Engine(model, plan_of(model)) as engine, raises_code("engine.row-owner-unknown"):
         engine.clipped_sums(of_logits(model, X, None), Batch(X))
     layers = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
     agree(model, X, losses=of_logits, engine={"per_contribution": layers}, forms=("box",))

@@ -82,5 +82,5 @@ def test_the_mean_is_clamped_and_noised(parts: int, hardened: bool) -> None:
 
 def test_one_private_class_only() -> None:
     model = nn.Sequential(nn.Linear(3, 2))
-    with raises_code("engine.elementwise-clipping-private"):
+    with raises_code("engine.elementwise-needs-one-class"):
         Engine(model, plan_of(model, 1.0, (ONE, TWO)))

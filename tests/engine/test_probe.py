@@ -40,7 +40,7 @@ COUPLED: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
 def test_coupling_that_the_graph_does_not_show_is_refused(kind: str) -> None:
     model = mlp()
     with Engine(model, plan_of(model)) as engine:
-        with raises_code("engine.examples-moved-size"):
+        with raises_code("engine.probe-found-coupling"):
             engine.probe(lambda x, y: COUPLED[kind](model, x, y), X, Y)
         assert engine.budget.taken == 0
     assert all(p.grad is None for p in model.parameters())
@@ -74,7 +74,7 @@ def test_padding_to_the_longest(masked: bool) -> None:
         if masked:
             engine.probe(lambda x, y: losses_of(model, x, y), tokens)
         else:
-            with raises_code("engine.examples-moved-size"):
+            with raises_code("engine.probe-found-coupling"):
                 engine.probe(lambda x, y: losses_of(model, x, y), tokens)
 
 
@@ -93,7 +93,7 @@ def test_expert_capacity_is_refused() -> None:
             return self.out(torch.where(served.unsqueeze(1), self.expert(x), x))
 
     model = Capacity()
-    with Engine(model, plan_of(model)) as engine, raises_code("engine.examples-moved-size"):
+    with Engine(model, plan_of(model)) as engine, raises_code("engine.probe-found-coupling"):
         engine.probe(lambda x, y: losses_of(model, x, y), X)
 
 
@@ -124,5 +124,5 @@ def test_dropout_is_off_meanwhile_and_the_random_state_is_kept() -> None:
 
 def test_too_few_examples() -> None:
     model = mlp()
-    with Engine(model, plan_of(model)) as engine, raises_code("engine.probe-got-examples"):
+    with Engine(model, plan_of(model)) as engine, raises_code("engine.probe-too-few-examples"):
         engine.probe(lambda x, y: losses_of(model, x, y), X[:3])

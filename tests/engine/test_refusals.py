@@ -150,7 +150,7 @@ def test_batch_norm_put_back_into_training_mode_is_refused(place: str, frozen: b
         engine.clipped_sums(losses_of(model, x, None), Batch(x))
         model.train()
         mean = norm.running_mean.clone()
-        with raises_code("engine.called-attached-model"):
+        with raises_code("engine.hazard-called"):
             engine.backward(losses_of(model, x, None), Batch(x))
         assert engine.budget.taken == 0
         assert torch.equal(mean, norm.running_mean)
@@ -210,13 +210,13 @@ def test_fix_makes_the_model_acceptable() -> None:
 
 
 LOSSES: dict[str, tuple[Callable[[nn.Module], Any], type[LaminaError], str]] = {
-    "mean": (lambda m: losses_of(m, X, None).mean(), CouplingError, "engine.losses-single-number"),
-    "sum": (lambda m: losses_of(m, X, None).sum(), CouplingError, "engine.losses-single-number"),
-    "per token": (lambda m: m(X), EngineError, "engine.losses-shape-expected"),
-    "of another batch": (lambda m: losses_of(m, X[:4], None), EngineError, "engine.losses-examples-batch"),
-    "one column": (lambda m: losses_of(m, X, None).unsqueeze(1), EngineError, "engine.losses-shape-expected"),
-    "none": (lambda m: None, EngineError, "engine.losses-none-batch"),
-    "half": (lambda m: losses_of(m, X, None).half(), EngineError, "engine.losses-float16-whose"),
+    "mean": (lambda m: losses_of(m, X, None).mean(), CouplingError, "engine.losses-reduced"),
+    "sum": (lambda m: losses_of(m, X, None).sum(), CouplingError, "engine.losses-reduced"),
+    "per token": (lambda m: m(X), EngineError, "engine.losses-wrong-shape"),
+    "of another batch": (lambda m: losses_of(m, X[:4], None), EngineError, "engine.losses-wrong-length"),
+    "one column": (lambda m: losses_of(m, X, None).unsqueeze(1), EngineError, "engine.losses-wrong-shape"),
+    "none": (lambda m: None, EngineError, "engine.losses-missing"),
+    "half": (lambda m: losses_of(m, X, None).half(), EngineError, "engine.losses-float16"),
 }
 
 
@@ -238,14 +238,14 @@ def test_a_grad_scaler_is_refused() -> None:
 
 def test_float16_is_refused() -> None:
     half = nn.Linear(5, 2).half()
-    with raises_code("engine.float16-whose-gradients"):
+    with raises_code("engine.float16-parameter"):
         Engine(half, plan_of(half))
     model = mlp()
     with (
         Engine(model, plan_of(model)) as engine,
         nothing_happens(model, engine),
         torch.autocast("cpu", torch.float16),
-        raises_code("engine.runs-under-float16"),
+        raises_code("engine.float16-autocast"),
     ):
         model(X)
 
@@ -278,7 +278,7 @@ def test_steps_beyond_the_plan_are_refused() -> None:
         with nothing_happens(model, engine):
             for batch in (Batch(X), Batch(X[:0])):
                 losses = losses_of(model, batch.x, None) if len(batch) else None
-                with raises_code("engine.plan-priced-steps"):
+                with raises_code("engine.no-steps-left"):
                     engine.backward(losses, batch)
 
 
@@ -292,7 +292,7 @@ def test_filters_are_asked_before_each_step() -> None:
             engine.backward(losses_of(model, X, None), Batch(X, cls=torch.zeros(len(X), dtype=torch.long)))
             model.zero_grad()
         left = loose.remaining
-        with nothing_happens(model, engine), raises_code("engine.budget-class-not"):
+        with nothing_happens(model, engine), raises_code("engine.budget-exhausted"):
             engine.backward(losses_of(model, X, None), Batch(X, cls=torch.zeros(len(X), dtype=torch.long)))
         assert loose.remaining == left  # refused by one is charged to none
         engine.clipped_sums(losses_of(model, X, None), Batch(X, cls=torch.zeros(len(X), dtype=torch.long)))
@@ -304,7 +304,7 @@ def test_filters_of_unknown_or_public_classes_are_refused() -> None:
     with raises_code("plan.class-not-plan"):
         Engine(model, plan_of(model), filters={"nobody": GaussianFilter(budget=1.0)})
     public = plan_of(model, [[float("inf")] * 2], 0.0, public=(0,))
-    with raises_code("engine.class-public-no"):
+    with raises_code("engine.filter-for-public-class"):
         Engine(model, public, filters={"c0": GaussianFilter(budget=1.0)})
     assert "forward" not in vars(model[0])
 
@@ -351,7 +351,7 @@ def test_an_error_in_the_middle_of_a_step_releases_nothing() -> None:
         with pytest.raises(ZeroDivisionError):
             engine.backward(losses_of_output(Breaks.apply(model(first.x))), first)
         armed = False
-        with raises_code("engine.later-part-split"):  # the broken step is over: no half of it leaves
+        with raises_code("engine.parts-out-of-order"):  # the broken step is over: no half of it leaves
             engine.backward(losses_of_output(Breaks.apply(model(second.x))), second)
         assert all(p.grad is None for p in model.parameters())
         engine.backward(losses_of_output(Breaks.apply(model(X))), Batch(X))
@@ -403,7 +403,7 @@ def test_a_batch_without_classes_is_refused_by_a_plan_of_several() -> None:
     with Engine(model, plan_of(model, [[1.0, 1.0], [0.0, 1.0]])) as engine:
         for batch in (Batch(X), *Batch(X).split(2)):
             losses = losses_of(model, batch.x, None)
-            with nothing_happens(model, engine), raises_code("engine.batch-not-say"):
+            with nothing_happens(model, engine), raises_code("engine.classes-not-given"):
                 engine.backward(losses, batch)
         engine.backward(None, Batch(X[:0]))  # nobody has no class
 
@@ -411,10 +411,10 @@ def test_a_batch_without_classes_is_refused_by_a_plan_of_several() -> None:
 def test_what_is_not_a_batch_and_what_is_not_attached() -> None:
     model = mlp()
     engine = Engine(model, plan_of(model))
-    with raises_code("engine.batch"):
+    with raises_code("engine.not-a-batch"):
         engine.backward(losses_of(model, X, None), (X, None))
     engine.detach()
-    with raises_code("engine.engine-detached-model"):
+    with raises_code("engine.detached"):
         engine.backward(losses_of(model, X, None), Batch(X))
     assert "0 of" in repr(engine)
 
@@ -448,7 +448,7 @@ def test_a_gradient_written_by_a_hook_during_backward_is_refused(keep: bool) -> 
             model.zero_grad()
         model.on = True
         engine._ownership.due = lambda *_: False  # type: ignore[method-assign]
-        with raises_code("engine.something-wrote-grad"):
+        with raises_code("engine.grad-written-during-backward"):
             engine.backward(losses_of(model, x, None), Batch(x))
     assert model.a.weight.grad is None
 
@@ -487,7 +487,7 @@ def test_steps_taken_before_count() -> None:
         assert engine.epsilon("c0") == plan.epsilon("c0")
         with pytest.raises(BudgetExceeded):
             engine.backward(None, Batch(X[:0]))
-    with raises_code("engine.taken-plan-steps"):
+    with raises_code("engine.taken-out-of-range"):
         Engine(model, plan, taken=4)
 
 
@@ -498,7 +498,7 @@ def test_a_step_opened_before_a_fork_is_not_released_in_the_child() -> None:
         engine.backward(losses_of(model, first.x, None), first)
         assert engine._open is not None
         engine._open.process -= 1  # as the child sees it
-        with raises_code("noise.step-opened-parent"):
+        with raises_code("noise.forked-step"):
             engine.backward(losses_of(model, second.x, None), second)
 
 

@@ -185,11 +185,11 @@ def test_state_that_mixes_places_is_refused_and_the_weights_are_kept() -> None:
     model, plan = linear()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1, weight_decay=0.1)
     before = model.weight.detach().clone()
-    with raises_code("engine.keeps-shape-shape"):
+    with raises_code("engine.optimizer-state-shape"):
         list(steps(model, plan, optimizer))
     assert torch.equal(model.weight[2:], before[2:])
     optimizer.zero_grad()
-    with raises_code("engine.keeps-shape-shape"):  # the state is there now: refused before the step
+    with raises_code("engine.optimizer-state-shape"):  # the state is there now: refused before the step
         list(steps(model, plan, optimizer))
 
 

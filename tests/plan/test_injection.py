@@ -232,7 +232,7 @@ def test_a_filter_is_asked_for_what_a_raw_step_costs() -> None:
     """Unsampled, and only as often as one contribution can take part."""
     made = plan(injection=Injection(form="per_sample_raw", occurrences=3), steps=10)
     sampled = RenyiFilter.for_schedule((Event(sigma=10.0, q=0.05, steps=10),), order=8.0)
-    with raises_code("engine.budget-class-not"):
+    with raises_code("engine.budget-exhausted"):
         Budget(made, {"k": sampled}).charge()
     enough = RenyiFilter.for_schedule((Event(sigma=10.0, q=1.0, steps=3),), order=8.0)
     budget = Budget(made, {"k": enough})

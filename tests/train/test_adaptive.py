@@ -357,6 +357,6 @@ def test_a_plan_with_rules_needs_no_trainer() -> None:
     assert engine.applied.clip != before
     for k in ("clinical", "sensitive"):
         assert engine.applied.sigma(k) >= plan.sigma(k)
-    with raises_code("engine.plan-priced-steps"):
+    with raises_code("engine.no-steps-left"):
         engine.backward(None, lamina.Batch(torch.zeros(0, 6), torch.zeros(0, dtype=torch.long)))
     engine.detach()

@@ -212,7 +212,7 @@ def without_rows(batch: Batch, unit: int) -> Batch:
 def _same_names(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
     if a.keys() != b.keys():
         raise EngineError(
-            "audit.two-steps-wrote",
+            "audit.different-tensors-written",
             f"only one of the two steps wrote gradients of {sorted(a.keys() ^ b.keys())[:5]}",
             "every trained tensor gets its noise at every step, whoever was sampled",
         )

@@ -173,7 +173,7 @@ def _batch_without_signal(batch: Batch, classes: list[int]) -> Batch:
     x, y = pytree.tree_map(lambda t: t[: len(classes)] if isinstance(t, Tensor) else t, (batch.x, batch.y))
     if len(classes) > batch.examples:
         raise EngineError(
-            "audit.audit-got-examples", f"the audit got {batch.examples} examples", f"give {len(classes)} or more"
+            "audit.too-few-examples", f"the audit got {batch.examples} examples", f"give {len(classes)} or more"
         )
     return Batch(x, y, cls=torch.tensor(classes, dtype=torch.long), weight=torch.zeros(len(classes)))
 
@@ -235,7 +235,7 @@ def audit_step(
     """
     if len(batch) < 2:
         raise EngineError(
-            "audit.audit-got-contributions",
+            "audit.too-few-contributions",
             f"the audit got {len(batch)} contributions",
             "give two or more, public or simulated",
         )

@@ -34,7 +34,7 @@ from lamina.sensitivity.energy import EnergyEstimate
 
 def foreign_state_error(why: str) -> EngineError:
     return EngineError(
-        "engine.state-adaptation", f"the state of the adaptation {why}", "give what to_state() of the same plan said"
+        "engine.adaptation-state", f"the state of the adaptation {why}", "give what to_state() of the same plan said"
     )
 
 
@@ -446,24 +446,24 @@ class Adaptation:
         if rule is None:
             if factor not in (None, 1.0):
                 raise EngineError(
-                    "engine.factor-plan-not",
+                    "engine.factor-not-used",
                     f"factor is {factor!r}, and the plan does not follow its budget",
                     "leave it out",
                 )
             return False
         if factor is None:
             raise EngineError(
-                "engine.plan-follows-budget",
+                "engine.factor-missing",
                 "the plan follows its budget, and the factor on its sigma is not given",
                 "ask the filters for adaptation.proposed_factor times sigma_k, and give that factor",
             )
         if not rule.least <= factor <= rule.most:
             raise EngineError(
-                "engine.factor-lie", f"factor is {factor!r}, must lie in [{rule.least:g}, {rule.most:g}]", "clamp it"
+                "engine.factor-out-of-range", f"factor is {factor!r}, must lie in [{rule.least:g}, {rule.most:g}]", "clamp it"
             )
         if not self._move(self.applied.clip, factor):
             raise EngineError(
-                "engine.no-plan-made",
+                "engine.factor-makes-no-plan",
                 f"no plan can be made with {factor:g} times the declared sigma",
                 "end the run here",
             )
@@ -544,7 +544,7 @@ def _check_candidates(plan: StepPlan) -> None:
             replace(plan, clip=offer.clip, noise=offer.noise)
         except PlanError as error:
             raise PlanError(
-                "engine.candidate-plan-choice",
+                "engine.candidate-out-of-range",
                 f"candidate {offer.name!r} of the plan's choice cannot be taken: {error.problem}",
                 "give candidates whose numbers lie closer together",
             ) from error

@@ -91,14 +91,14 @@ class Attachment:
         unknown = set(per_contribution) - {name for name, _ in self.model.named_modules()}
         if unknown:
             raise EngineError(
-                "engine.per-contribution-names",
+                "engine.per-contribution-unknown",
                 f"per_contribution names {sorted(unknown)}, which the model does not have",
                 "use names of model.named_modules()",
             )
         for name, module in self.model.named_modules():
             if isinstance(getattr(module, "forward", None), PatchedForward):
                 raise EngineError(
-                    "engine.module-attached-engine",
+                    "engine.already-attached",
                     f"module '{name}' is attached to an engine already",
                     "give that engine on (Trainer(…, engine=engine)), or call its detach() first",
                 )
@@ -256,7 +256,7 @@ class PatchedForward:
             return rule.run(x, params)[0]
         if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16:
             raise EngineError(
-                "engine.runs-under-float16",
+                "engine.float16-autocast",
                 f"'{self.name}' runs under float16 autocast",
                 "use bfloat16 autocast, without GradScaler",
             )
@@ -290,7 +290,7 @@ def _owning_dict(module: nn.Module, name: str) -> tuple[dict[str, nn.Parameter |
 def _row_map(name: str, rows: int, order: str, examples: int | None) -> Tensor:
     if examples is None or examples == 0 or rows % examples:
         raise EngineError(
-            "engine.rows-not-map",
+            "engine.rows-not-divisible",
             f"rows={{{name!r}: {order!r}}} cannot map {rows} rows to {examples} examples",
             "use `with lamina.rows(owner):` around the call, with one example per row",
         )
@@ -299,7 +299,7 @@ def _row_map(name: str, rows: int, order: str, examples: int | None) -> Tensor:
     if order == "interleaved":
         return torch.arange(examples).repeat(rows // examples)
     raise EngineError(
-        "engine.rows-order", f"rows order {order!r} for '{name}'", "use 'contiguous' (r // k) or 'interleaved' (r % n)"
+        "engine.rows-order-unknown", f"rows order {order!r} for '{name}'", "use 'contiguous' (r // k) or 'interleaved' (r % n)"
     )
 
 
@@ -309,7 +309,7 @@ def _refuse_spectral_norm(name: str, module: nn.Module) -> None:
         hooks += [type(p).__name__ for ps in module.parametrizations.values() for p in ps]  # type: ignore[operator]
     if any("SpectralNorm" in hook for hook in hooks):
         raise UnsupportedLayer(
-            "engine.module-spectral-norm",
+            "engine.spectral-norm",
             f"module '{name}' has spectral_norm, which changes its buffers at every call",
             "remove it: torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')",
         )

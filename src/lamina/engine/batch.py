@@ -51,13 +51,13 @@ class Batch:
         units = len(torch.unique(unit))
         if n and units != int(unit.max()) + 1:
             raise EngineError(
-                "engine.unit-numbers-contributions",
+                "engine.unit-has-gaps",
                 f"unit numbers {units} contributions up to {int(unit.max())}: it has gaps",
                 "number them 0 … P-1: torch.unique(ids, return_inverse=True)[1]",
             )
         if self.cls is not None and len(self.cls) != units:
             raise EngineError(
-                "engine.cls-describes-contributions",
+                "engine.cls-wrong-length",
                 f"cls describes {len(self.cls)} contributions, unit numbers {units}",
                 "give one class per contribution, not per example",
             )
@@ -66,7 +66,7 @@ class Batch:
         weight = torch.ones(n) if self.weight is None else torch.as_tensor(self.weight, dtype=torch.float32)
         if weight.shape != (n,) or not bool(torch.isfinite(weight).all() and (weight >= 0).all()):
             raise EngineError(
-                "engine.weight-shape-examples",
+                "engine.weight-out-of-range",
                 f"weight has shape {tuple(weight.shape)} for {n} examples, or a value that is negative or not finite",
                 "give one weight >= 0 per example; 0 marks padding",
             )
@@ -84,13 +84,13 @@ class Batch:
         sizes = {t.shape[0] if t.dim() else -1 for t in pytree.tree_leaves((self.x, self.y)) if isinstance(t, Tensor)}
         if not sizes:
             raise EngineError(
-                "engine.without-tensors",
+                "engine.batch-without-tensors",
                 f"x is a {type(self.x).__name__} without tensors",
                 "give tensors: torch.from_numpy(x) or torch.tensor(x)",
             )
         if len(sizes) != 1 or -1 in sizes:
             raise EngineError(
-                "engine.tensors-first-axes",
+                "engine.first-axes-differ",
                 f"the tensors of x and y have first axes {sorted(sizes)}",
                 "give every tensor of a batch the same first axis: examples",
             )
@@ -107,7 +107,7 @@ class Batch:
         part whose `last` is true, and by then all of it is there.
         """
         if parts < 1:
-            raise EngineError("engine.split", f"split({parts})", "ask for one part or more")
+            raise EngineError("engine.split-parts", f"split({parts})", "ask for one part or more")
         assert self.unit is not None and self.cls is not None and self.weight is not None
         parts = max(1, min(parts, len(self)))
         bounds = [len(self) * i // parts for i in range(parts + 1)]
@@ -130,7 +130,7 @@ def _check_limits(name: str, value: Any, size: int, *, most: float) -> Tensor:
     given = torch.as_tensor(value, dtype=torch.float64)
     if given.shape != (size,) or not bool(((given > 0) & (given <= most)).all()):
         raise EngineError(
-            "engine.shape-contributions-value",
+            "engine.limit-out-of-range",
             f"{name} has shape {tuple(given.shape)} for {size} contributions, or a value outside (0, {most:g}]",
             "give one per contribution; a stricter contribution has smaller thresholds, never none",
         )
@@ -148,19 +148,19 @@ def _check_integers(name: str, value: Any, size: int, default: Callable[[], Tens
         value = torch.as_tensor(value)
     except (TypeError, ValueError):
         raise EngineError(
-            "engine.not-made-integers",
+            "engine.indices-not-integers",
             f"{name} is not made of integers",
             "class names become indices by plan.index('name')",
         ) from None
     if value.dtype.is_floating_point or value.dtype == torch.bool or value.shape != (size,):
         raise EngineError(
-            "engine.dtype-shape-expected",
+            "engine.indices-wrong-shape",
             f"{name} has dtype {value.dtype} and shape {tuple(value.shape)}, expected {size} integers",
             f"give {name} as a one-dimensional integer tensor",
         )
     numbers: Tensor = value.long()
     if size and int(numbers.min()) < 0:
-        raise EngineError("engine.contains", f"{name} contains {int(numbers.min())}", f"{name} counts from 0")
+        raise EngineError("engine.index-negative", f"{name} contains {int(numbers.min())}", f"{name} counts from 0")
     return numbers
 
 
@@ -183,7 +183,7 @@ def rows(owner: Tensor) -> Iterator[None]:
     """
     if owner.dim() != 1 or owner.dtype.is_floating_point or owner.dtype == torch.bool:
         raise OwnershipError(
-            "engine.rows-got-tensor",
+            "engine.rows-not-integers",
             f"rows() got a tensor of shape {tuple(owner.shape)} and dtype {owner.dtype}",
             "give one integer per row: the place of its example in the batch",
         )

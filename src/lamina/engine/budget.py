@@ -25,7 +25,7 @@ class Budget:
     def __init__(self, plan: StepPlan, filters: Mapping[str, PrivacyFilter], taken: int = 0) -> None:
         if not 0 <= taken <= plan.steps:
             raise PlanError(
-                "engine.taken-plan-steps",
+                "engine.taken-out-of-range",
                 f"taken is {taken}, the plan has {plan.steps} steps",
                 "say how many were taken before",
             )
@@ -37,7 +37,7 @@ class Budget:
             k = plan.index(name)
             if plan.classes[k].public:
                 raise PlanError(
-                    "engine.class-public-no",
+                    "engine.filter-for-public-class",
                     f"class '{name}' is public and has no budget to filter",
                     "leave it out of filters",
                 )
@@ -66,7 +66,7 @@ class Budget:
                 filter_.charge(*self._choice(k), self._choices if fits else 0)
             if not fits:
                 raise BudgetExceeded(
-                    "engine.steps-taken-times",
+                    "engine.earlier-steps-exceed-budget",
                     f"{self.taken} steps may have been taken at {factor:g} times the declared sigma, which is more "
                     f"than class '{self.plan.classes[k].name}' has",
                     "make the engine with taken=0 and give engine.budget.load_state(…) what to_state() said",
@@ -79,7 +79,7 @@ class Budget:
         """
         if self.taken >= self.plan.steps:
             raise BudgetExceeded(
-                "engine.plan-priced-steps",
+                "engine.no-steps-left",
                 f"the plan was priced for {self.plan.steps} steps, and all are taken",
                 "make a plan with more steps: its noise, or its epsilon, will be larger",
             )
@@ -93,7 +93,7 @@ class Budget:
         """Take the price of one choice from every class, or refuse and take nothing."""
         if self.taken >= self.plan.steps:
             raise BudgetExceeded(
-                "engine.plan-priced-steps-taken",
+                "engine.no-steps-left",
                 f"the plan was priced for {self.plan.steps} steps, and all are taken: no choice is left",
                 "make a plan with more steps: its noise, or its epsilon, will be larger",
             )
@@ -104,7 +104,7 @@ class Budget:
         for k, filter_, sigma, q in due:
             if not filter_.admits(sigma, q):
                 raise BudgetExceeded(
-                    "engine.budget-class-not",
+                    "engine.budget-exhausted",
                     f"the budget of class '{self.plan.classes[k].name}' does not allow {what} "
                     f"at sigma {sigma:.4g}, q {q:.4g}",
                     "stop here and keep the model: release it as it is",
@@ -189,5 +189,5 @@ class Budget:
 
 def _foreign_state_error(why: str) -> PlanError:
     return PlanError(
-        "engine.state-budget", f"the state of the budget {why}", "give what to_state() of the same plan's budget said"
+        "engine.budget-state", f"the state of the budget {why}", "give what to_state() of the same plan's budget said"
     )

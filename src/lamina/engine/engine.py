@@ -144,7 +144,7 @@ class Engine:
     def _take(self, losses: Tensor | None, batch: Batch) -> None:
         if batch.first and (self.choice_due or self._choice is not None):
             raise EngineError(
-                "engine.plan-chooses-shape",
+                "engine.choice-due",
                 f"the plan chooses the shape of its noise before step {self.budget.taken}, and has not yet",
                 "draw a batch of its own and call engine.choose(losses, batch) first (losses=None if it is empty)",
             )
@@ -237,7 +237,7 @@ class Engine:
         """Everything that can be refused, before anything is spent."""
         if self._detached:
             raise EngineError(
-                "engine.engine-detached-model",
+                "engine.detached",
                 "this engine was detached from its model",
                 "make a new one: lamina.Engine(model, plan)",
             )
@@ -245,7 +245,7 @@ class Engine:
         part = check_batch(losses, batch, self.plan, self._names)
         if part is not None and self._ownership.due(part.graph, part.layout.units):
             for hazard in find_hazards(self.model):
-                raise CouplingError("engine.examine", str(hazard), hazard.remedy)
+                raise CouplingError("engine.hazard-in-model", str(hazard), hazard.remedy)
             with torch.autocast("cpu", enabled=False):
                 self._ownership.run(part.losses, part.layout.owner, part.layout.units, part.graph, part.layouts)
         return part
@@ -293,7 +293,7 @@ class Engine:
         """
         if not 0 <= step <= self.plan.steps:
             raise EngineError(
-                "engine.step-lies-outside",
+                "engine.step-out-of-range",
                 f"step {step} lies outside the plan's 0 … {self.plan.steps}",
                 "check the run",
             )
@@ -301,7 +301,7 @@ class Engine:
             self.budget.filters_asked_elsewhere = self.adaptation.fix(factor)
         elif factor not in (None, 1.0):
             raise EngineError(
-                "engine.factor-plan-no", f"factor is {factor!r}, and the plan has no rules", "leave it out"
+                "engine.factor-not-used", f"factor is {factor!r}, and the plan has no rules", "leave it out"
             )
         self._open = self._choice = None
         self.noise = noise

@@ -76,7 +76,7 @@ def refuse_hazards(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Refuse a forward pass that would mix contributions or move buffers with them."""
     for hazard in find_hazards(module):
         raise CouplingError(
-            "engine.called-attached-model",
+            "engine.hazard-called",
             f"{hazard.kind} {hazard.state}, which {hazard.what.value}, was called in an attached model",
             hazard.remedy,
         )
@@ -88,7 +88,7 @@ def gradient_refusing_hook(name: str) -> Callable[[Tensor | None], None]:
     def hook(grad: Tensor | None) -> None:
         if grad is not None:
             raise UnclippedGradient(
-                "engine.gradient-reached-not",
+                "engine.gradient-not-clipped",
                 f"a gradient reached '{name}' that was not clipped",
                 "use engine.backward(losses, batch) for every gradient of a covered tensor, or engine.detach() first",
             )
@@ -141,7 +141,7 @@ def refuse_merged_adapters(adapters: list[tuple[str, Any]]) -> None:
     for name, module in adapters:
         if module.merged_adapters:
             raise UnsupportedLayer(
-                "engine.adapter-merged-weight",
+                "engine.adapter-merged",
                 f"adapter {module.merged_adapters[0]!r} is merged into the weight of '{name}': its own tensors take "
                 "no part in the forward pass",
                 "call model.unmerge_adapter() before training",

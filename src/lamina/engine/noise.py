@@ -236,7 +236,7 @@ class NoiseSource:
         """
         if self._hardened and not rounded and any(total.dtype != torch.float64 for total in totals):
             raise NoiseError(
-                "noise.hardened-noise-gathered",
+                "noise.hardened-not-float64",
                 "hardened noise is gathered in a tensor that is not float64",
                 "use float64",
             )
@@ -314,7 +314,7 @@ class NoiseSource:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NoiseError(
-            "noise.not-pickled-copied",
+            "noise.source-copied",
             f"{type(self).__name__} cannot be pickled or copied: a copy would repeat its stream",
             "make a new source where one is needed",
         )
@@ -342,7 +342,7 @@ class SecureNoise(NoiseSource):
         """
         if len(set(seed)) < 8:  # 32 random bytes have so few distinct values with probability below 2^-100
             raise NoiseError(
-                "noise.journal-seed-not", "the journal's seed is not random", "draw it with os.urandom(32)"
+                "noise.seed-not-random", "the journal's seed is not random", "draw it with os.urandom(32)"
             )
         source = cls.__new__(cls)
         source._start(seed, rank=rank, hardened=hardened, threads=threads)
@@ -358,21 +358,21 @@ class SecureNoise(NoiseSource):
     def _claim(self, step: int, indices: list[int]) -> None:
         if self._lineage != _process_identity():
             raise NoiseError(
-                "noise.noise-source-belongs",
+                "noise.forked-source",
                 "this noise source belongs to the parent process, whose stream a child must not repeat",
                 "make a new SecureNoise in the child",
             )
         with self._lock:
             if step < self._step:
                 raise NoiseError(
-                    "noise.noise-step-asked",
+                    "noise.step-repeated",
                     f"noise of step {step} was asked for after step {self._step}",
                     "never repeat a step",
                 )
             again = self._drawn.intersection(indices) if step == self._step else ()
             if again:
                 raise NoiseError(
-                    "noise.noise-step-tensor",
+                    "noise.drawn-twice",
                     f"noise of step {step}, tensor {min(again) % (1 << 64)} was drawn already",
                     "count the step up, or replay a crashed segment with SecureNoise.of_journal",
                 )
@@ -410,13 +410,13 @@ def _check_tensors(totals: Sequence[torch.Tensor], stds: Sequence[float], tensor
     indices = list(range(len(totals))) if tensors is None else list(tensors)
     if not len(totals) == len(stds) == len(indices):
         raise NoiseError(
-            "noise.tensors-stds-indices",
+            "noise.lengths-differ",
             f"{len(totals)} tensors, {len(stds)} stds, {len(indices)} indices",
             "give one of each",
         )
     if len(set(indices)) != len(indices) or any(i < 0 or i >= 1 << 64 for i in indices):
         raise NoiseError(
-            "noise.tensor-indices-repeat",
+            "noise.tensor-index",
             "tensor indices repeat or are outside [0, 2^64)",
             "give every tensor its own index",
         )
@@ -424,13 +424,13 @@ def _check_tensors(totals: Sequence[torch.Tensor], stds: Sequence[float], tensor
     for index, std in zip(indices, stds, strict=True):
         if not (low <= std <= high or std == 0):  # NaN fails both
             raise NoiseError(
-                "noise.std-tensor", f"std of tensor {index} is {std}, must be 0 or in [{low}, {high}]", "check the plan"
+                "noise.std-out-of-range", f"std of tensor {index} is {std}, must be 0 or in [{low}, {high}]", "check the plan"
             )
     seen: set[int] = set()
     for index, total in zip(indices, totals, strict=True):
         if total.dtype not in (torch.float32, torch.float64):
             raise NoiseError(
-                "noise.tensor-float32-float64",
+                "noise.tensor-dtype",
                 f"tensor {index} is {total.dtype}, must be float32 or float64",
                 "sum in float32 or better",
             )
@@ -444,7 +444,7 @@ def _check_tensors(totals: Sequence[torch.Tensor], stds: Sequence[float], tensor
             s == 0 and n > 1 for s, n in zip(total.stride(), total.shape, strict=True)
         ):
             raise NoiseError(
-                "noise.tensor-expanded-elements",
+                "noise.tensor-shares-memory",
                 f"tensor {index} is expanded, so its elements share memory",
                 "clone it first",
             )

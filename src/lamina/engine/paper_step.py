@@ -32,7 +32,7 @@ def warn_if_reproduction(plan: StepPlan) -> None:
     private = [k for k, entry in enumerate(plan.classes) if not entry.public]
     if plan.clipping is Clipping.ELEMENTWISE and len(private) != 1:
         raise EngineError(
-            "engine.elementwise-clipping-private",
+            "engine.elementwise-needs-one-class",
             f"elementwise clipping with {len(private)} private classes: the batch is clamped as a whole",
             "give the plan one private class",
         )

@@ -103,7 +103,7 @@ class PerContributionForward(LayerForward):
 
     def _no_batch(self) -> OwnershipError:
         return OwnershipError(
-            "engine.called-without-tensor",
+            "engine.no-batch-argument",
             f"'{self.name}' ({type(self.module).__name__}) was called without a tensor whose first axis is the "
             "batch's, or with another one than before",
             "pass the batch to it, or name a module above it in Engine(..., per_contribution=[...])",
@@ -173,7 +173,7 @@ class PerContributionForward(LayerForward):
         for a, b in zip(whole, single, strict=True):
             if isinstance(a, Tensor) and a.is_floating_point() and not _close_per_example(a, b):
                 raise UnsupportedLayer(
-                    "engine.gives-another-result",
+                    "engine.examples-not-separate",
                     f"'{self.name}' ({type(self.module).__name__}) gives another result for one example than for "
                     "the batch",
                     "its examples influence each other, or an argument that is not the batch has the batch's length: "
@@ -245,7 +245,7 @@ def _refuse_caches(name: str, leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if hasattr(leaf, "update") and not isinstance(leaf, Tensor):
             raise UnsupportedLayer(
-                "engine.given-writes-runs",
+                "engine.cache-argument",
                 f"'{name}' was given a {type(leaf).__name__}, which it writes to, and runs once per contribution",
                 "train without it: model.config.use_cache = False",
             )
@@ -295,7 +295,7 @@ class FlattenedTokensForward(LayerForward):
     def _split_examples(self, t: Tensor, n: int | None) -> Tensor:
         if not n or not t.dim() or t.shape[0] % n:
             raise OwnershipError(
-                "engine.given-tensor-shape",
+                "engine.tokens-uneven",
                 f"'{self.name}' was given a tensor of shape {tuple(t.shape)} for {n} examples: whose rows are they?",
                 "keep as many tokens per example, or name the block above it in Engine(..., per_contribution=[...])",
             )

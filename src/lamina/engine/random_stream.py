@@ -58,14 +58,14 @@ def step_key(
     """
     if len(seed) != SEED_BYTES:
         raise NoiseError(
-            "noise.seed-bytes", f"seed has {len(seed)} bytes, must have {SEED_BYTES}", "use os.urandom(32)"
+            "noise.seed-length", f"seed has {len(seed)} bytes, must have {SEED_BYTES}", "use os.urandom(32)"
         )
     if not 0 <= step < 1 << 64:
-        raise NoiseError("noise.step", f"step is {step}, must be in [0, 2^64)", "number the steps from 0")
+        raise NoiseError("noise.step-out-of-range", f"step is {step}, must be in [0, 2^64)", "number the steps from 0")
     if not 0 <= rank < 1 << 32:
-        raise NoiseError("noise.rank", f"rank is {rank}, must be in [0, 2^32)", "use the rank of the process group")
+        raise NoiseError("noise.rank-out-of-range", f"rank is {rank}, must be in [0, 2^32)", "use the rank of the process group")
     if not 0 <= part < 1 << 32:
-        raise NoiseError("noise.part", f"part is {part}, must be in [0, 2^32)", "number the parts of a step from 0")
+        raise NoiseError("noise.part-out-of-range", f"part is {part}, must be in [0, 2^32)", "number the parts of a step from 0")
     info = b"lamina/stream/1" + purpose.value.encode().ljust(16, b"\0")
     info += step.to_bytes(8, "big") + rank.to_bytes(4, "big")
     info += part.to_bytes(4, "big") if part else b""
@@ -85,7 +85,7 @@ class KeyStream:
         size = out.nbytes
         if size > MAX_CALL_BYTES:
             raise NoiseError(
-                "noise.bytes-stream-asked",
+                "noise.call-too-large",
                 f"{size} bytes of a stream were asked for at once, at most {MAX_CALL_BYTES}",
                 "ask in several calls",
             )
@@ -110,7 +110,7 @@ def block_counter(tensor: int, block: int) -> bytes:
     """The 128-bit counter of a block: injective, and a run below 2^64 blocks never carries into `tensor`."""
     if not (0 <= tensor < 1 << 64 and 0 <= block < 1 << 64):
         raise NoiseError(
-            "noise.counter-tensor-block",
+            "noise.counter-out-of-range",
             f"counter (tensor {tensor}, block {block}) is outside [0, 2^64)",
             "use a tensor's index >= 0",
         )

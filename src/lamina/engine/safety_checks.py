@@ -69,7 +69,7 @@ def walk_graph(losses: Tensor, names: dict[int, str]) -> LossGraph:
     """
     if losses.grad_fn is None:
         raise EngineError(
-            "engine.losses-carry-no",
+            "engine.losses-without-graph",
             "the losses carry no graph: nothing that the plan trains was used to compute them",
             "compute them from model(batch.x) with gradients enabled",
         )
@@ -102,13 +102,13 @@ def _refuse_node(node: Any) -> None:
     name = type(node).__name__
     if name == "CheckpointFunctionBackward":
         raise UnclippedGradient(
-            "engine.reentrant-activation-checkpoint",
+            "engine.reentrant-checkpoint",
             "a reentrant activation checkpoint hides the layers inside it",
             "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
         )
     if "BatchNorm" in name and getattr(node, "_saved_training", False) and node._saved_input.shape[0] > 1:
         raise CouplingError(
-            "engine.batch-normalisation-training",
+            "engine.batchnorm",
             f"{name}: batch normalisation in training mode mixes contributions",
             "use GroupNorm, or `model, report = lamina.fix(model)`, or put the layer in eval mode",
         )
@@ -118,13 +118,13 @@ def _refuse_leaf(leaf: Tensor, names: dict[int, str], node: Any) -> None:
     name = names.get(id(leaf))
     if name is None:
         raise UnclippedGradient(
-            "engine.losses-depend-tensor",
+            "engine.foreign-tensor",
             f"the losses depend on a tensor of shape {tuple(leaf.shape)} that requires a gradient "
             "and is not the model's",
             "detach it, or make it a parameter of the model so that the plan covers it",
         )
     raise UnclippedGradient(
-        "engine.tensor-used-outside",
+        "engine.tensor-used-directly",
         f"tensor '{name}' is used by {type(node).__name__} outside the engine: its gradient would not be clipped",
         "call the module that owns it instead of using its weight directly, or leave penalties out of the losses "
         "(weight decay belongs to the optimiser)",
@@ -149,7 +149,7 @@ def check_batch(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict
     """None for an empty batch."""
     if not batch.classified and len(plan.classes) > 1:
         raise EngineError(
-            "engine.batch-not-say",
+            "engine.classes-not-given",
             f"the batch does not say which of the plan's {len(plan.classes)} classes its contributions have",
             "give Batch(..., cls=…): indices into plan.classes, plan.index('name')",
         )
@@ -157,14 +157,14 @@ def check_batch(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict
     classes = cast(Tensor, batch.cls)
     if len(classes) and int(classes.max()) >= len(plan.classes):
         raise EngineError(
-            "engine.batch-contribution-class",
+            "engine.class-index-unknown",
             f"the batch has a contribution of class {int(classes.max())}, the plan has {len(plan.classes)} classes",
             "cls holds indices into plan.classes: plan.index('name')",
         )
     if n == 0 or len(batch) == 0:
         if losses is not None and losses.numel():
             raise EngineError(
-                "engine.losses-came-empty", f"{losses.numel()} losses came with an empty batch", "pass losses=None"
+                "engine.losses-for-empty-batch", f"{losses.numel()} losses came with an empty batch", "pass losses=None"
             )
         return None
     losses = check_losses(losses, n)
@@ -188,30 +188,30 @@ def check_batch(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict
 def check_losses(losses: Tensor | None, n: int) -> Tensor:
     if losses is None:
         raise EngineError(
-            "engine.losses-none-batch", f"losses is None for a batch of {n} examples", "pass one loss per example"
+            "engine.losses-missing", f"losses is None for a batch of {n} examples", "pass one loss per example"
         )
     if losses.dim() == 0:
         raise CouplingError(
-            "engine.losses-single-number",
+            "engine.losses-reduced",
             "losses is a single number: a mean or sum over the batch mixes contributions",
             "pass one loss per example: reduction='none', then .flatten(1).mean(1)",
         )
     if losses.dim() == 1 and len(losses) != n:
         raise EngineError(
-            "engine.losses-examples-batch",
+            "engine.losses-wrong-length",
             f"there are {len(losses)} losses for {n} examples in the batch",
             "compute them from this batch's x and y",
         )
     if losses.shape != (n,):
         raise EngineError(
-            "engine.losses-shape-expected",
+            "engine.losses-wrong-shape",
             f"losses has shape {tuple(losses.shape)}, expected ({n},): one loss per example",
             "reduce every axis but the first: losses.flatten(1).mean(1)",
         )
     root = losses.grad_fn
     if losses.dtype == torch.float16:
         raise EngineError(
-            "engine.losses-float16-whose",
+            "engine.losses-float16",
             "losses are float16, whose sums overflow",
             "use bfloat16 autocast, or float32",
         )
@@ -219,7 +219,7 @@ def check_losses(losses: Tensor | None, n: int) -> Tensor:
         factor = getattr(root, "_saved_other", None)
         if isinstance(factor, Tensor) and factor.dim() == 0 and _is_loss_scale(float(factor)):
             raise EngineError(
-                "engine.losses-multiplied-gradscaler",
+                "engine.losses-scaled",
                 f"the losses are multiplied by {float(factor):g}, as a GradScaler does",
                 "drop the GradScaler: bfloat16 autocast needs none",
             )
@@ -236,7 +236,7 @@ def _layout_of_call(use: RuleCall, rows: int, n: int, layout: RowLayout) -> RowL
         if rows == n:
             return layout
         raise OwnershipError(
-            "engine.worked-rows-batch",
+            "engine.row-owner-unknown",
             f"'{use.where}' worked on {rows} rows for a batch of {n} examples: whose rows are they?",
             "keep the batch axis first; or say whose rows they are with `with lamina.rows(owner):` in the model or "
             f"Engine(..., rows={{{use.where!r}: 'contiguous'}}); or run a module above it once per contribution: "
@@ -244,7 +244,7 @@ def _layout_of_call(use: RuleCall, rows: int, n: int, layout: RowLayout) -> RowL
         )
     if len(owner) != rows or (rows and not (int(owner.min()) >= -1 and int(owner.max()) < n)):
         raise OwnershipError(
-            "engine.row-map-entries",
+            "engine.row-map-wrong",
             f"the row map of '{use.where}' has {len(owner)} entries for {rows} rows, or names an example "
             f"outside 0 … {n - 1}",
             "give one example of this batch per row, -1 for nobody",
@@ -339,7 +339,7 @@ class _CouplingReceiver:
             self.seen.add(use)
         if bool((g[~mine] != 0).any()):
             raise CouplingError(
-                "engine.loss-contribution-gradient",
+                "engine.contributions-coupled",
                 f"the loss of one contribution has a gradient in the rows of others at '{use.where}' "
                 f"(g of shape {tuple(g.shape)})",
                 "contributions must not influence each other: no batch statistics, no loss over the batch, batch axis "
@@ -369,13 +369,13 @@ class GradWriter:
         for name, p in self.tensors.items():
             if self._foreign(name, p):
                 raise UnclippedGradient(
-                    "engine.grad-holds-gradient",
+                    "engine.foreign-grad",
                     f"'{name}'.grad holds a gradient that the engine did not write",
                     "call optimizer.zero_grad() first, and never loss.backward() on a covered tensor",
                 )
             if not p.requires_grad:
                 raise EngineError(
-                    "engine.frozen-after-engine",
+                    "engine.frozen-after-attach",
                     f"'{name}' was frozen after the engine was attached",
                     "freeze first, then make stack, plan and engine",
                 )
@@ -391,7 +391,7 @@ class GradWriter:
             if was != now:
                 self.tensors[name].grad = None
                 raise UnclippedGradient(
-                    "engine.something-wrote-grad",
+                    "engine.grad-written-during-backward",
                     f"something wrote to '{name}'.grad during the backward pass",
                     "no hook or custom Function may write gradients itself: fused gradient accumulation must be off",
                 )
@@ -404,14 +404,14 @@ class GradWriter:
             return
         if kwargs.get("closure") is not None or any(callable(a) and not isinstance(a, Optimizer) for a in args):
             raise EngineError(
-                "engine.step-given-closure",
+                "engine.optimizer-closure",
                 f"{type(optimizer).__name__}.step was given a closure, which may ask for several gradients in one step",
                 "call engine.backward once, then optimizer.step() without a closure",
             )
         for name, p in mine:
             if self._foreign(name, p):
                 raise UnclippedGradient(
-                    "engine.grad-holds-gradient",
+                    "engine.foreign-grad",
                     f"'{name}'.grad holds a gradient that the engine did not write",
                     "use engine.backward(losses, batch) for every gradient of a covered tensor",
                 )
@@ -428,7 +428,7 @@ def refuse_float16(parameters: Mapping[str, Tensor]) -> None:
     for name, p in parameters.items():
         if p.requires_grad and p.dtype == torch.float16:
             raise EngineError(
-                "engine.float16-whose-gradients",
+                "engine.float16-parameter",
                 f"'{name}' is float16, whose gradients overflow",
                 "use bfloat16 or float32",
             )
@@ -448,7 +448,7 @@ def probe(engine: Engine, losses_of: Callable[[Any, Any], Tensor], x: Any, y: An
     whole = Batch(x, y)
     if len(whole) < 4:
         raise EngineError(
-            "engine.probe-got-examples", f"the probe got {len(whole)} examples", "give at least 4, public or simulated"
+            "engine.probe-too-few-examples", f"the probe got {len(whole)} examples", "give at least 4, public or simulated"
         )
     n = len(whole)
     with _without_dropout(engine.model):
@@ -490,7 +490,7 @@ def _refuse_if_moved(reference: dict[str, Tensor], other: dict[str, Tensor], wha
         if not moved <= _PROBE_TOLERANCE:
             thing = "loss" if name == "loss" else f"gradient of {name!r}"
             raise CouplingError(
-                "engine.examples-moved-size",
+                "engine.probe-found-coupling",
                 f"when the other examples were {what}, the {thing} of one moved by {moved:.2g} of its size",
                 "examples must not influence each other: no batch statistics, no loss over or divided by the batch, "
                 "no padding to the longest without a mask",

@@ -226,7 +226,7 @@ class RestoreUnreached:
                 continue
             if leaf.shape != p.shape:
                 raise EngineError(
-                    "engine.keeps-shape-shape",
+                    "engine.optimizer-state-shape",
                     f"{type(optimizer).__name__} keeps {pytree.keystr(path)} of shape {tuple(leaf.shape)} for "
                     f"'{name}' of shape {tuple(p.shape)}, of which no class may move some places: they cannot be "
                     "kept as they are",

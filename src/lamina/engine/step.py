@@ -216,7 +216,7 @@ class OpenStep(ClippedSums):
     def _same_process(self) -> None:
         if os.getpid() != self.process:
             raise NoiseError(
-                "noise.step-opened-parent",
+                "noise.forked-step",
                 "a step that was opened in a parent process is released in its child: both would use one noise",
                 "fork between steps, not within one",
             )
@@ -224,13 +224,13 @@ class OpenStep(ClippedSums):
 
 def check_is_batch(batch: Any) -> Batch:
     if not isinstance(batch, Batch):
-        raise EngineError("engine.batch", f"the batch is a {type(batch).__name__}", "pass a lamina.Batch(x, y, cls=…)")
+        raise EngineError("engine.not-a-batch", f"the batch is a {type(batch).__name__}", "pass a lamina.Batch(x, y, cls=…)")
     return batch
 
 
 def parts_out_of_order_error() -> EngineError:
     return EngineError(
-        "engine.later-part-split",
+        "engine.parts-out-of-order",
         "a later part of a split batch came without its first part",
         "pass the parts of batch.split(k) in order, and begin again after an error",
     )
@@ -276,7 +276,7 @@ def route(
     wanted = set(trained_tensors(plan))
     if set(per_sample_grads) != wanted:
         raise EngineError(
-            "engine.per-sample-grads",
+            "engine.route-wrong-tensors",
             f"per_sample_grads and plan disagree about {sorted(set(per_sample_grads) ^ wanted)[:5]}",
             "give exactly the tensors that the plan trains",
         )
@@ -321,7 +321,7 @@ def _zero_outside_slices(grads: Tensor, name: str, classes: Tensor, plan: StepPl
     """The gradients with 0 where a contribution's class may not move the tensor."""
     if len(grads) != len(classes):
         raise EngineError(
-            "engine.gradients-classes",
+            "engine.gradients-wrong-length",
             f"'{name}' has {len(grads)} gradients for {len(classes)} classes",
             "give one per contribution",
         )

@@ -115,7 +115,7 @@ def test_the_step_waits_for_its_choice(
         for t in range(6):
             assert engine.choice_due == (t % 3 == 0)
             if engine.choice_due:
-                with raises_code("engine.plan-chooses-shape"):
+                with raises_code("engine.choice-due"):
                     engine.backward(losses_of(model, batch), batch)
                 before, spent = engine.applied, engine.epsilon("all")
                 choose(engine, losses_of, batch_of(0) if t else batch)
@@ -168,11 +168,11 @@ def test_a_choice_that_fails_stays_charged_and_is_not_repeated(
     batch = batch_of(6)
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
         first, *_ = batch.split(2)
-        with raises_code("engine.losses-carry-no"):
+        with raises_code("engine.losses-without-graph"):
             engine.choose(torch.zeros(3), first)  # refused before it is charged
         assert engine.choice_due
         engine.choose(losses_of(model, first), first)
-        with raises_code("engine.plan-chooses-shape"):
+        with raises_code("engine.choice-due"):
             engine.backward(losses_of(model, batch), batch)  # it is not finished
         with raises_code("engine.no-choice-due"):
             engine.choose(losses_of(model, first), first)
@@ -192,7 +192,7 @@ def test_filters_are_asked_for_choices(model: nn.Module, plan_of: Plans, batch_o
     poor = RenyiFilter.for_schedule((Event(sigma=plan.sigma(0), q=0.02, steps=3),), order=8.0)
     poor.charge(plan.sigma(0), 0.02, 3)
     with Engine(model, plan, noise=SeededNoise(0), filters={"all": poor}) as engine:
-        with raises_code("engine.budget-class-not"):
+        with raises_code("engine.budget-exhausted"):
             choose(engine, losses_of, batch_of())
         assert engine.choice_due and engine.epsilon("all") == 0.0
 

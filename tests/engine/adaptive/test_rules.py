@@ -302,7 +302,7 @@ def test_a_state_that_gives_less_is_refused(model: nn.Module, plan_of: Plans) ->
         {"factor": 0.5},
         {"extra": 1},
     ):
-        with raises_code("engine.state-adaptation"):
+        with raises_code("engine.adaptation-state"):
             adaptation.load_state({**good, **change})
     assert adaptation.to_state() == good
 
@@ -311,7 +311,7 @@ def test_a_plan_without_rules_costs_nothing(model: nn.Module, plan_of: Plans) ->
     with Engine(model, plan_of(model), noise=SeededNoise(0)) as engine:
         assert engine.adaptation is None and engine.applied is engine.plan and not engine.choice_due
         engine.continue_at(3, SeededNoise(1), factor=1.0)
-        with raises_code("engine.factor-plan-no"):
+        with raises_code("engine.factor-not-used"):
             engine.continue_at(3, SeededNoise(1), factor=0.9)
 
 
@@ -319,9 +319,9 @@ def test_who_keeps_the_filters(model: nn.Module, plan_of: Plans, batch_of: Any, 
     rule = FollowBudget(order=8.0, least=0.5, most=2.0)
     plan = plan_of(model, rule, accountant="rdp@8", steps=8, noise=(4.0, 5.0, 6.0))
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
-        with raises_code("engine.plan-follows-budget"):
+        with raises_code("engine.factor-missing"):
             engine.continue_at(0, SeededNoise(1))
-        with raises_code("engine.factor-lie"):
+        with raises_code("engine.factor-out-of-range"):
             engine.continue_at(0, SeededNoise(1), factor=0.4)
         engine.continue_at(0, SeededNoise(1), factor=0.5)
         assert engine.applied.sigma(0) == pytest.approx(0.5 * plan.sigma(0))
@@ -340,5 +340,5 @@ def test_who_keeps_the_filters(model: nn.Module, plan_of: Plans, batch_of: Any, 
             except BudgetExceeded:
                 break
         assert engine.budget.taken < 3
-    with raises_code("engine.steps-taken-times"):
+    with raises_code("engine.earlier-steps-exceed-budget"):
         Engine(model, plan, noise=SeededNoise(0), taken=4)

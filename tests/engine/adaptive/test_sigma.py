@@ -236,7 +236,7 @@ def test_a_damaged_state_is_refused_with_what_is_wrong(
     plan_of: Any, kind: str, change: dict[str, Any], problem: str
 ) -> None:
     adaptation = Adaptation(made(plan_of, kind))
-    with raises_code("engine.state-adaptation"):
+    with raises_code("engine.adaptation-state"):
         adaptation.load_state({**adaptation.to_state(), **change})
 
 
@@ -247,23 +247,23 @@ def test_a_budget_of_another_plan_is_refused(plan_of: Any) -> None:
     mine.load_state(good)
     others = [made(plan_of, "all", noise=(0.4, 0.5, 0.6)), made(plan_of, "all", steps=41)]
     for other in others:
-        with raises_code("engine.state-budget"):
+        with raises_code("engine.budget-state"):
             mine.load_state(Budget(other, {}).to_state())
     for what, value in (
         ("order", 9.0), ("order", 8), ("budget", 1e9), ("limit", 10**40), ("limit", 0), ("spent", -1),
         ("spent", 10**40), ("spent", 0.0), ("kind", "gaussian"), ("more", 1),
     ):  # fmt: skip
         filters = {**good["filters"], "all": {**good["filters"]["all"], what: value}}
-        with raises_code("engine.state-budget"):
+        with raises_code("engine.budget-state"):
             mine.load_state({**good, "filters": filters})
     for key in good:
         for junk in [*JUNK, -1, 41, 10**40]:
             if (key, junk) == ("taken", 5) or (key == "choices" and junk in (0.0, [])):
                 continue
-            with raises_code("engine.state-budget"):
+            with raises_code("engine.budget-state"):
                 mine.load_state({**good, key: junk})
     for junk in JUNK:
-        with raises_code("engine.state-budget"):
+        with raises_code("engine.budget-state"):
             mine.load_state(junk)
     assert mine.to_state() == good
 
@@ -276,7 +276,7 @@ def test_no_choice_is_left_when_all_steps_are_taken(plan_of: Any) -> None:
         budget.charge_choice()
         budget.charge()
     assert plan.schedule(0)[1].steps == 3
-    with raises_code("engine.plan-priced-steps-taken"):
+    with raises_code("engine.no-steps-left"):
         budget.charge_choice()
 
 
@@ -284,5 +284,5 @@ def test_no_choice_is_left_when_all_steps_are_taken(plan_of: Any) -> None:
 def test_a_candidate_that_no_step_can_take_is_refused_before_anything_is_paid(plan_of: Any, form: Clipping) -> None:
     wild = Choose(epsilon=0.5, every=1, names=("a", "wild"), noise=((1.0, 1.0, 1.0), (1e-20, 1.0, 1e20)))
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1))
-    with raises_code("engine.candidate-plan-choice"):
+    with raises_code("engine.candidate-out-of-range"):
         Engine(model, plan_of(model, wild, clipping=form), noise=SeededNoise(0))

@@ -146,7 +146,7 @@ def test_a_time_first_module_given_batch_first_data_is_refused() -> None:
         x = torch.randn(N, length, D)
         with (
             Engine(model, plan_of(model)) as engine,
-            raises_code("engine.loss-contribution-gradient", "engine.worked-rows-batch") as seen,
+            raises_code("engine.contributions-coupled", "engine.row-owner-unknown") as seen,
         ):
             engine.backward(losses_of(model, x, None), Batch(x))
         assert isinstance(seen.value, error)
@@ -174,7 +174,7 @@ def test_encoder_layer(norm_first: bool) -> None:
 def test_a_time_first_encoder_is_refused_or_run_per_contribution(length: int) -> None:
     model, x = Encoder(norm_first=True, batch_first=False), torch.randn(N, length, D)
     with Engine(model, plan_of(model)) as engine:
-        with raises_code("engine.loss-contribution-gradient", "engine.worked-rows-batch"):
+        with raises_code("engine.contributions-coupled", "engine.row-owner-unknown"):
             engine.backward(losses_of(model, x, None), Batch(x))
         assert engine.budget.taken == 0
     agree(model, x, engine={"per_contribution": [""]})

@@ -125,5 +125,5 @@ def test_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_input_without_batch_axis_is_refused() -> None:
     model = nn.Conv1d(4, 2, 3)
-    with Engine(model, plan_of(model)), raises_code("engine.got-input-shape"):
+    with Engine(model, plan_of(model)), raises_code("engine.no-batch-axis"):
         model(torch.randn(4, 9))

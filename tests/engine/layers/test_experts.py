@@ -175,7 +175,7 @@ def test_other_mixtures(make: Any) -> None:
 
 def test_a_load_balancing_loss_is_refused() -> None:
     model, x, _, _ = mixtral(output_router_logits=True)
-    with raises_code("engine.module-model-config"):
+    with raises_code("engine.router-loss"):
         Engine(model, plan_of(model))
     model.config.output_router_logits = False
     for module in model.modules():
@@ -184,7 +184,7 @@ def test_a_load_balancing_loss_is_refused() -> None:
     with Engine(model, plan_of(model)) as engine:
         out = model(**x, output_router_logits=True)
         losses = out.logits.flatten(1).square().mean(1) + 0.1 * out.aux_loss
-        with raises_code("engine.loss-contribution-gradient"):
+        with raises_code("engine.contributions-coupled"):
             engine.backward(losses, Batch(x))
     assert engine.budget.taken == 0
 
@@ -218,14 +218,14 @@ class Block(nn.Module):
 def test_what_only_looks_like_experts_is_refused() -> None:
     model = Block(Odd())
     assert ExpertsForward.applies_to(model.experts)
-    with Engine(model, plan_of(model)), raises_code("engine.not-compute-stacked"):
+    with Engine(model, plan_of(model)), raises_code("engine.experts-differ"):
         model(torch.randn(4, 3, 3))
     agree(model, torch.randn(4, 3, 3), engine={"per_contribution": [""]})
 
 
 def test_tokens_that_are_not_as_many_of_each_example_are_refused() -> None:
     model = Block(Odd(), cut=True)
-    with Engine(model, plan_of(model)), raises_code("engine.rows-not-map"):
+    with Engine(model, plan_of(model)), raises_code("engine.rows-not-divisible"):
         model(torch.randn(4, 3, 3))
 
 

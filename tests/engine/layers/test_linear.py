@@ -87,7 +87,7 @@ def test_lora_with_a_zero_upper_factor() -> None:
 
 def test_an_input_without_batch_axis_is_refused() -> None:
     model = nn.Linear(4, 2)
-    with Engine(model, plan_of(model)), raises_code("engine.got-input-shape"):
+    with Engine(model, plan_of(model)), raises_code("engine.no-batch-axis"):
         model(torch.randn(4))
 
 

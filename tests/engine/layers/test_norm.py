@@ -79,11 +79,11 @@ def test_instance_norm_with_running_statistics_is_refused() -> None:
     for training in (True, False):
         norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True).train(training)
         model = nn.Sequential(nn.Conv1d(3, 4, 2), norm)
-        with raises_code("engine.track-running-stats", "plan.check-coverage"):
+        with raises_code("engine.running-stats", "plan.check-coverage"):
             Engine(model, plan_of(model))
 
 
 def test_instance_norm_without_batch_axis_is_refused() -> None:
     model = nn.InstanceNorm1d(4, affine=True)
-    with Engine(model, plan_of(model)), raises_code("engine.got-input-shape"):
+    with Engine(model, plan_of(model)), raises_code("engine.no-batch-axis"):
         model(torch.randn(4, 9))

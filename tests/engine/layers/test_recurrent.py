@@ -90,7 +90,7 @@ def test_packed_sequences_are_refused() -> None:
             return self.body(packed)[1]
 
     model = Packed()
-    with Engine(model, plan_of(model)), raises_code("engine.got-packedsequence-whose"):
+    with Engine(model, plan_of(model)), raises_code("engine.packed-sequence"):
         model(torch.randn(N, T, 3))
 
 

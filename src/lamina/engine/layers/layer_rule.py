@@ -75,7 +75,7 @@ def check_rank(x: Tensor, least: int, what: str) -> None:
     """Refuse an input without a leading axis of rows."""
     if x.dim() < least:
         raise OwnershipError(
-            "engine.got-input-shape",
+            "engine.no-batch-axis",
             f"{what} got an input of shape {tuple(x.shape)}, which has no leading axis of examples",
             "keep the batch axis: x.unsqueeze(0) for one example",
         )
@@ -119,7 +119,7 @@ class RuleCall:
 
 def hidden_backward_error(use: RuleCall) -> UnclippedGradient:
     return UnclippedGradient(
-        "engine.reached-backward-pass",
+        "engine.hidden-backward",
         f"'{use.where}' was reached by a backward pass that the graph of the losses does not show",
         "do not call backward inside the model or its hooks",
     )
@@ -148,7 +148,7 @@ class CoveredFunction(torch.autograd.Function):
         receiver = use.desk.receiver
         if receiver is None:
             raise EngineError(
-                "engine.backward-pass-reached",
+                "engine.backward-outside-engine",
                 f"a backward pass reached '{use.where}' outside Engine.backward",
                 "call engine.backward(losses, batch) instead of loss.backward(), or engine.detach() first",
             )

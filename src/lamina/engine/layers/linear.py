@@ -113,7 +113,7 @@ class EmbeddingForward(LayerForward):
         ):
             if value:
                 raise UnsupportedLayer(
-                    "engine.nn-embedding-writes",
+                    "engine.embedding-option",
                     f"nn.Embedding with {name}={value} "
                     + ("writes to its weights by who is in the batch" if name == "max_norm" else "is not supported"),
                     f"use {name}={'None' if name == 'max_norm' else 'False'}, or `model, report = lamina.fix(model)`",

@@ -168,7 +168,7 @@ def group_norm_forward(module: nn.GroupNorm) -> NormForward:
 def instance_norm_forward(module: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d) -> NormForward:
     if module.track_running_stats:
         raise CouplingError(
-            "engine.track-running-stats",
+            "engine.running-stats",
             f"{type(module).__name__} with track_running_stats=True mixes contributions in its buffers",
             "use track_running_stats=False, or `model, report = lamina.fix(model)`",
         )

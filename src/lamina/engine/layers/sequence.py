@@ -167,7 +167,7 @@ class RecurrentForward(LayerForward):
         m = self.module
         if isinstance(input, PackedSequence):
             raise UnsupportedLayer(
-                "engine.got-packedsequence-whose",
+                "engine.packed-sequence",
                 f"{type(m).__name__} got a PackedSequence, whose rows belong to several contributions",
                 "pad with nn.utils.rnn.pad_sequence, and mask the loss",
             )

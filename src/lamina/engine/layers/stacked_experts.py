@@ -90,7 +90,7 @@ class ExpertsForward(LayerForward):
         self.checked = False
         if getattr(getattr(module, "config", None), "output_router_logits", False):
             raise CouplingError(
-                "engine.module-model-config",
+                "engine.router-loss",
                 f"module '{name}': the model's config has output_router_logits=True, for a load-balancing loss that "
                 "is computed over the whole batch",
                 "set model.config.output_router_logits = False and train without the auxiliary loss",
@@ -142,7 +142,7 @@ class ExpertsForward(LayerForward):
         near = 1e-3 * want.abs().amax(-1) + 1e-9
         if want.shape != found.shape or bool(((want - found).abs().amax(-1) > near).any()):
             raise UnsupportedLayer(
-                "engine.not-compute-stacked",
+                "engine.experts-differ",
                 f"'{self.name}' ({type(self.module).__name__}) does not compute what stacked experts compute",
                 "name the block above it in Engine(..., per_contribution=[...])",
             )
