@@ -27,9 +27,9 @@ def plan_summary(plan: StepPlan) -> dict[str, Any]:
     return {
         "classes": {
             entry.name: {
-                "sigma": _finite_or_none(plan.sigma(k)),
-                "epsilon": _finite_or_none(plan.epsilon(k)),
-                "rho": _finite_or_none(plan.rho(k)),
+                "sigma": finite_or_none(plan.sigma(k)),
+                "epsilon": finite_or_none(plan.epsilon(k)),
+                "rho": finite_or_none(plan.rho(k)),
                 "delta": plan.delta(k),
                 "sampling_rate": entry.sampling_rate,
                 "steps": plan.steps,
@@ -37,7 +37,7 @@ def plan_summary(plan: StepPlan) -> dict[str, Any]:
                 "adjacency": plan.adjacency,
                 "public": entry.public,
                 "profile": entry.profile,
-                **({"claimed": _finite_or_none(plan.claimed[k])} if plan.claimed else {}),
+                **({"claimed": finite_or_none(plan.claimed[k])} if plan.claimed else {}),
             }
             for k, entry in enumerate(plan.classes)
         },
@@ -47,7 +47,7 @@ def plan_summary(plan: StepPlan) -> dict[str, Any]:
                 "depth": layer.depth,
                 "parameters": layer.size,
                 "noise_std": plan.noise[i],
-                "clip": {entry.name: _finite_or_none(plan.clip[k][i]) for k, entry in enumerate(plan.classes)},
+                "clip": {entry.name: finite_or_none(plan.clip[k][i]) for k, entry in enumerate(plan.classes)},
                 "share": share,
             }
             for i, (layer, share) in enumerate(zip(plan.layers, layer_shares(plan), strict=True))
@@ -180,5 +180,20 @@ def _clip_number_text(c: float) -> str:
     return "public" if math.isinf(c) else f"{c:.4g}"
 
 
-def _finite_or_none(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
+    """JSON has no infinity: null claims nothing."""
     return value if math.isfinite(value) else None
+
+
+def epsilon_text(epsilon: float, digits: int = 4) -> str:
+    """ε for people: rounded up, because a guarantee is never printed smaller than it is.
+
+    >>> epsilon_text(0.99991, 3)
+    '1.000'
+    """
+    if not math.isfinite(epsilon):
+        return "∞"
+    if epsilon >= 1e4:  # four significant digits
+        digits = 3 - math.floor(math.log10(epsilon))
+        return f"{math.ceil(epsilon * 10.0**digits) / 10.0**digits:.4g}"
+    return f"{math.ceil(epsilon * 10**digits) / 10**digits:.{digits}f}"
