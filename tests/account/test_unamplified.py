@@ -10,7 +10,7 @@ from dp_accounting import gaussian_mechanism
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import raises_code
-from scipy import stats
+from scipy import special, stats
 
 from lamina.account import accountants, gaussian_rdp
 from lamina.account.accountants import cap_occurrences, cost, epsilon_of_noise_multiplier, find_accountant
@@ -129,3 +129,17 @@ def test_cost_with_a_cap_takes_the_least_noisy_steps() -> None:
 
 def test_signed_multiplier() -> None:
     assert epsilon_of_noise_multiplier(1 / gaussian_rdp.mu_of_epsilon(1.0, 1e-5), 1e-5) == pytest.approx(1.0, rel=1e-9)
+
+
+def test_erfcx_without_scipy() -> None:
+    x = np.concatenate([np.linspace(0, 30, 3001), [12.0, 1e3, 1e8]])
+    assert [gaussian_rdp._erfcx(float(each)) for each in x] == pytest.approx(special.erfcx(x), rel=3e-15)
+
+
+def test_one_delta_as_the_curve() -> None:
+    for mu in (1e-3, 0.1, 1.0, 5.0, 60.0):
+        for a in (-8.0, -2.0, -1e-3, 1e-3, 0.4 * mu):
+            epsilon = mu * (0.5 * mu - a)
+            if epsilon >= 0:
+                curve = float(gaussian_rdp.hockey_stick(epsilon, mu))
+                assert gaussian_rdp.delta_of_mu(mu, epsilon) == pytest.approx(curve, rel=1e-11)

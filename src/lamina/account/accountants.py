@@ -12,7 +12,6 @@ from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
-import scipy
 
 from lamina.account import gaussian_rdp, pld
 from lamina.account.gaussian_rdp import RDP_ORDERS, Array, hockey_stick, step_rdp
@@ -427,7 +426,9 @@ def _squared_mu_distribution(parts: Schedule) -> tuple[Array, Array, float]:
 
 def _occurrence_distribution(event: Event) -> tuple[Array, Array]:
     """Counts and probabilities; what lies below the range is moved up into it."""
-    law = scipy.stats.binom(event.steps, event.q)
+    from scipy.stats import binom
+
+    law = binom(event.steps, event.q)
     low, high = int(law.ppf(_TAIL_PROBABILITY)), int(law.isf(_TAIL_PROBABILITY)) + 1
     counts = np.arange(max(0, low), min(event.steps, high) + 1, dtype=np.float64)
     weights = np.asarray(law.pmf(counts), dtype=np.float64)

@@ -1,6 +1,6 @@
 """Bounds by formula: exact Gaussian and zCDP without amplification, Rényi DP and moments with it.
 
-And the exponential mechanism as a Gaussian.
+And the exponential mechanism as a Gaussian. scipy is imported where it is used: `lamina admit` needs no more than math.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import scipy
-from scipy import special
 
 from lamina.account.schedule import Adjacency, Schedule
 from lamina.errors import AccountingError
@@ -47,6 +45,8 @@ def hockey_stick(epsilon: Any, mu: Any) -> Array:
     With a = μ/2 - ε/μ and b = a - μ, e^ε φ(b) = φ(a); so in the tail (a ≤ 0) the difference is written
     Φ(a)·(1 - m(b)/m(a)) with Mills ratios m = Φ/φ, which keeps its relative precision.
     """
+    from scipy import special
+
     eps = np.asarray(epsilon, dtype=np.float64)
     a = 0.5 * mu - eps / mu
     b = a - mu
@@ -90,7 +90,23 @@ def delta_of_mu(mu: float, epsilon: float) -> float:
         return 1.0
     # 1 - m(b)/m(a) loses 1e-16/μ of relative precision when μ is small
     slack = 1.0 + _PAD + 8e-16 * max(1.0, epsilon) / min(mu, 1.0)
-    return min(1.0, float(hockey_stick(epsilon, mu)) * slack)
+    a = 0.5 * mu - epsilon / mu
+    # With Φ(x) = φ(x)·sqrt(π/2)·erfcx(-x/sqrt(2)) and e^ε φ(a - μ) = φ(a); as `hockey_stick`, without scipy
+    scale, beyond = math.exp(-0.5 * a * a), _erfcx((mu - a) / _ROOT2)
+    delta = scale * (_erfcx(-a / _ROOT2) - beyond) if a <= 0 else math.erfc(-a / _ROOT2) - scale * beyond
+    return min(1.0, max(0.0, 0.5 * delta) * slack)
+
+
+def _erfcx(x: float) -> float:
+    """exp(x²)·erfc(x) for x ≥ 0, to a few units of the last place. scipy has it; `lamina admit` does without scipy."""
+    if x < 12:
+        near = math.floor(16 * x) / 16  # its square is exact (Cody 1969)
+        return math.exp(near * near) * math.exp((x - near) * (x + near)) * math.erfc(x)
+    total, term = 1.0, 1.0
+    for k in range(1, 14):  # asymptotic series: Σ (-1)^k (2k-1)!! / (2x²)^k
+        term *= -(2 * k - 1) / (2 * x * x)
+        total += term
+    return total / (x * math.sqrt(math.pi))
 
 
 def mu_of_epsilon(epsilon: float, delta: float) -> float:
@@ -147,15 +163,14 @@ def epsilon_of_rho(rho: float, delta: float) -> float:
         return 0.0
     if delta == 0 or math.isinf(rho):
         return math.inf
+    from scipy.optimize import minimize_scalar
 
     def cost(log_excess: float) -> float:
         excess = math.exp(log_excess)  # α - 1
         return rho * (1 + excess) + (math.log(1 / delta) - math.log1p(excess)) / excess - math.log1p(1 / excess)
 
     start = math.log(math.sqrt(math.log(1 / delta) / rho))
-    best = scipy.optimize.minimize_scalar(
-        cost, bounds=(start - 5, start + 5), method="bounded", options={"xatol": 1e-10}
-    )
+    best = minimize_scalar(cost, bounds=(start - 5, start + 5), method="bounded", options={"xatol": 1e-10})
     return max(0.0, min(cost(float(best.x)), classical_zcdp_epsilon(rho, delta))) * (1 + _PAD)
 
 
@@ -167,15 +182,14 @@ def delta_of_rho(rho: float, epsilon: float) -> float:
         return 1.0
     if math.isinf(epsilon):
         return 0.0
+    from scipy.optimize import minimize_scalar
 
     def log_delta(log_excess: float) -> float:
         excess = math.exp(log_excess)
         return excess * (rho * (1 + excess) - epsilon - math.log1p(1 / excess)) - math.log1p(excess)
 
     centre = math.log(max(epsilon - rho, math.sqrt(rho)) / (2 * rho))
-    best = scipy.optimize.minimize_scalar(
-        log_delta, bounds=(centre - 8, centre + 8), method="bounded", options={"xatol": 1e-10}
-    )
+    best = minimize_scalar(log_delta, bounds=(centre - 8, centre + 8), method="bounded", options={"xatol": 1e-10})
     return min(1.0, math.exp(min(0.0, log_delta(float(best.x)))) * (1 + _PAD))
 
 
@@ -213,6 +227,8 @@ def choice_noise_multiplier(epsilon: float) -> float:
     >>> round(choice_noise_multiplier(0.5), 4)
     3.1951
     """
+    from scipy import special
+
     if not isinstance(epsilon, int | float) or isinstance(epsilon, bool) or not 1e-6 <= epsilon <= 50:
         told = repr(epsilon) if not isinstance(epsilon, int) or abs(epsilon) < 10**20 else "a huge number"
         raise AccountingError(
@@ -303,11 +319,15 @@ def _log_moment_at_integer(q: float, sigma: float, alpha: int) -> float:
 
 @lru_cache(maxsize=256)
 def _log_choose(alpha: int) -> Array:
+    from scipy import special
+
     i = np.arange(2, alpha + 1, dtype=np.float64)
     return np.asarray(special.gammaln(alpha + 1) - special.gammaln(i + 1) - special.gammaln(alpha - i + 1))
 
 
 def _log_moments_by_quadrature(q: float, sigma: float, orders: Array) -> Array:
+    from scipy import special
+
     mu = 1.0 / sigma
     alpha = orders[:, None]
     # The integrand is analytic up to Im z = π·sigma and falls like a Gaussian: convergence is geometric.

@@ -9,8 +9,6 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-import scipy
-from scipy import special
 
 from lamina.account import gaussian_rdp
 from lamina.account.gaussian_rdp import Array, hockey_stick
@@ -146,12 +144,14 @@ def _merge_unsampled(parts: Schedule) -> Schedule:
 
 
 def _compose(steps: list[_StepLosses], h: float, low: int, high: int) -> PrivacyLossDistribution:
-    size = scipy.fft.next_fast_len(high - low + 1, real=True)
+    from scipy import fft
+
+    size = fft.next_fast_len(high - low + 1, real=True)
     product = np.ones(size // 2 + 1, dtype=np.complex128)
     for step in steps:
         folded = np.bincount(step.offsets % size, weights=step.probabilities, minlength=size)
-        product *= scipy.fft.rfft(folded) ** step.count
-    composed = np.roll(scipy.fft.irfft(product, size), -(low % size))[: high - low + 1]
+        product *= fft.rfft(folded) ** step.count
+    composed = np.roll(fft.irfft(product, size), -(low % size))[: high - low + 1]
     infinite = -math.expm1(math.fsum(step.count * math.log1p(-step.infinite) for step in steps))
     return PrivacyLossDistribution(
         h=h,
@@ -266,7 +266,9 @@ def loss_range(q: float, mu: float, direction: Direction, outside: float) -> tup
 
     Q exceeds z with probability Φ(-z), the sampled part with q·Φ(μ-z).
     """
-    reach = float(max(-special.ndtri(outside / 2), mu - special.ndtri(min(0.5, outside / (2 * q)))))
+    from scipy.special import ndtri
+
+    reach = float(max(-ndtri(outside / 2), mu - ndtri(min(0.5, outside / (2 * q)))))
     low, high = (float(x) for x in log_ratio(np.array([-_TAIL_Z, reach]), q, mu))
     if direction is Direction.REMOVE:
         return low, high
@@ -325,6 +327,8 @@ def _hockey_stick_add(epsilon: Array, q: float, mu: float) -> Array:
 def _hockey_stick_replace(epsilon: Array, q: float, mu: float) -> Array:
     if q == 1:
         return hockey_stick(epsilon, 2.0 * mu)
+    from scipy import special
+
     half = 0.5 * np.abs(epsilon)
     with np.errstate(divide="ignore"):
         log_sinh = half + np.log(-np.expm1(-2.0 * half)) - math.log(2.0)
