@@ -53,7 +53,7 @@ def agrees(folder: Path) -> None:
         if epoch.run.hex() == journal.start.run
         for segment in epoch.segments
     }
-    known = {o.key: o for o in journal.opens if not journal.void(o) and o is not journal.pending}
+    known = {o.key: o for o in journal.opens if not journal.uncharged(o) and o is not journal.pending}
     assert told.keys() == known.keys()
     for key, outcome in told.items():
         assert (outcome is SegmentOutcome.CLOSED) == journal.closed(known[key])

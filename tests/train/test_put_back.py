@@ -70,9 +70,9 @@ def test_it_pays_for_what_it_does_again(tmp_path: Path, kind: str) -> None:
     stopped(folder, 15, **given)
     put_back(folder, saved)
     stopped(folder, 10, **given)
-    life = Journal.load(folder / "journal").life
+    copy_id = Journal.load(folder / "journal").copy_id
     stopped(folder, 15, **given)  # nothing was put back
-    assert Journal.load(folder / "journal").life == life
+    assert Journal.load(folder / "journal").copy_id == copy_id
     put_back(folder, saved)
     made = problem.trainer(folder, bounds=LOOSE, **given)
     outcome = made.fit()

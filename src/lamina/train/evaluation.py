@@ -38,11 +38,8 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise RunError(
-                "train.evaluation",
-                f"the evaluation is a {type(self.function).__name__}",
-                "give a function of the model",
-            )
+            problem = f"the evaluation is a {type(self.function).__name__}"
+            raise RunError("train.evaluation", problem, "give a function of the model")
         if self.on not in _ALLOWED_DATA:
             raise RunError(
                 "train.evaluation-data-figure",
@@ -54,9 +51,8 @@ class Evaluation:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise RunError("train.whole-number", f"{name} is {value!r}, must be a whole number >= 1", "correct it")
         if self.patience is not None and self.best is None:
-            raise RunError(
-                "train.patience-given-without", "patience is given without best", 'name the figure to watch: best="auc"'
-            )
+            problem = "patience is given without best"
+            raise RunError("train.patience-given-without", problem, 'name the figure to watch: best="auc"')
 
     def due(self, segments: int, *, last: bool) -> bool:
         return last or segments % self.every == 0
@@ -71,32 +67,22 @@ class Evaluation:
                 seed_global_generators(0)  # never where the private steps left them
                 figures = self.function(model)
             if before != [(t.data_ptr(), t._version) for t in model.state_dict(keep_vars=True).values()]:
-                raise RunError(
-                    "train.evaluation-changed-model",
-                    "the evaluation changed the model's weights",
-                    "evaluate a copy: copy.deepcopy(model)",
-                )
+                problem = "the evaluation changed the model's weights"
+                raise RunError("train.evaluation-changed-model", problem, "evaluate a copy: copy.deepcopy(model)")
         finally:
             for module, mode in modes.items():
                 module.training = mode
         if not isinstance(figures, Mapping) or not figures:
-            raise RunError(
-                "train.evaluation-returned",
-                f"the evaluation returned a {type(figures).__name__}",
-                'return figures by name: {"auc": 0.91}',
-            )
+            problem = f"the evaluation returned a {type(figures).__name__}"
+            raise RunError("train.evaluation-returned", problem, 'return figures by name: {"auc": 0.91}')
         plain = {str(name): float(value) for name, value in figures.items()}
         for name, value in plain.items():
             if not math.isfinite(value):
-                raise RunError(
-                    "train.evaluation-figure", f"the evaluation's figure {name!r} is {value}", "return finite numbers"
-                )
+                problem = f"the evaluation's figure {name!r} is {value}"
+                raise RunError("train.evaluation-figure", problem, "return finite numbers")
         if self.best is not None and self.best.removeprefix("-") not in plain:
-            raise RunError(
-                "train.evaluation-no-figure",
-                f"the evaluation has no figure {self.best.removeprefix('-')!r}, which best names",
-                f"it returned {', '.join(plain)}",
-            )
+            problem = f"the evaluation has no figure {self.best.removeprefix('-')!r}, which best names"
+            raise RunError("train.evaluation-no-figure", problem, f"it returned {', '.join(plain)}")
         return plain
 
     def score(self, figures: Mapping[str, float]) -> float:

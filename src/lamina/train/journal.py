@@ -1,6 +1,36 @@
-"""The journal of a run on disk.
+"""The journal of a run on disk: append-only, durable before anything acts on it, keeper of one secret seed.
 
-Append-only, durable before anything acts on it, and keeper of one secret seed.
+How a record lies on disk: a frame that is acknowledged by a mark once it is durable.
+
+    frame    = "LMJ1" | kind (1) | length of body (4) | checksum (32) | body | padding | slot (40, AttemptOpened) |
+               mark (16)
+    checksum = SHA-256("lamina/journal/1" | checksum of the frame before | kind | length | body)
+    slot     = seed (32) | SHA-256("lamina/journal/seed/1" | checksum | seed)[:8];  40 zeros once it was erased
+
+The checksum chains the frames, so none can be lost, doubled or moved unseen; it leaves the slot out, so that erasing
+a seed leaves the frame valid. A frame is first written with a mark of zeros and made durable; then the mark is written
+over the zeros and made durable; then, and only then, its writer is told that it succeeded. So
+
+    a frame without its mark was never acknowledged: nobody acted on it, and it may be ignored,
+    a frame with its mark was complete on the disk: whatever is wrong with it now is damage.
+
+A crash may leave a frame in any state: cut anywhere, its length there and its data zeros, some of its sectors written
+and others not. None of these has the mark, which is not written before all of the frame is durable. The padding
+(zeros) aligns the mark to its own size, so that it never lies across two sectors and is there or not.
+
+**Durable.** `append` returns only after frame and mark are on the disk. Ignoring a frame without a mark is safe: an
+AttemptOpened that was not acknowledged has drawn nothing, because the trainer draws no coin and no noise before
+`append` returns; an AttemptClosed that was not acknowledged is written again, because its checkpoint is there. The next
+`append` cuts such a frame off. A frame with a mark that cannot be read stops everything, because it may hold a charge.
+
+**Secret.** The seed of a segment decides who is sampled and what the noise is. It lives in the journal only while its
+attempt is the last one and open; otherwise `append` or `load` overwrites it in place with zeros, fsynced. That is best
+effort: flash translation layers, copy-on-write file systems, snapshots and backups may keep the old block. Where that
+matters, put the run's folder on an encrypted disk. The file has mode 0600.
+
+**In one place.** `copied` tells that the file is not the one that was written (another inode): a copy of a run goes on
+as a new generation, which is charged. It guards against mistakes, not against an adversary, and a deleted file's inode
+may come back; the ledger's nonces see what it misses.
 """
 
 from __future__ import annotations
@@ -25,23 +55,6 @@ from lamina.train.journal_records import (
 )
 from lamina.train.run_files import remove_temporary_files, replacing, storage_error, write_all
 
-# How a record lies on disk: a frame that is acknowledged by a mark once it is durable.
-#
-#     frame    = "LMJ1" | kind (1) | length of body (4) | checksum (32) | body | padding | slot (40, Open) | mark (16)
-#     checksum = SHA-256("lamina/journal/1" | checksum of the frame before | kind | length | body)
-#     slot     = seed (32) | SHA-256("lamina/journal/seed/1" | checksum | seed)[:8];  40 zeros once it was erased
-#
-# The checksum chains the frames, so none can be lost, doubled or moved unseen; it leaves the slot out, so that
-# erasing a seed leaves the frame valid. A frame is first written with a mark of zeros and made durable; then the
-# mark is written over the zeros and made durable; then, and only then, its writer is told that it succeeded. So
-#
-#     a frame without its mark was never acknowledged: nobody acted on it, and it may be ignored,
-#     a frame with its mark was complete on the disk: whatever is wrong with it now is damage.
-#
-# A crash may leave a frame in any state: cut anywhere, its length there and its data zeros, some of its sectors
-# written and others not. None of these has the mark, which is not written before all of the frame is durable. The
-# padding (zeros) aligns the mark to its own size, so that it never lies across two sectors and is there or not.
-
 _MAGIC, _VERSION = b"LMJ", b"1"
 _HEAD = struct.Struct(">3ssBI32s")
 _SLOT_BYTES = SEED_BYTES + 8
@@ -64,7 +77,7 @@ class UnreadableFrame(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JournalFrame:
-    """A frame and where it lies. `slot` is where the seed slot of an Open begins; `wiped` if there is no seed in it."""
+    """A frame and where it lies. `slot` is where the seed slot of an attempt begins; `wiped` if it holds no seed."""
 
     record: JournalRecord
     start: int
@@ -92,7 +105,7 @@ def encode_frame(record: JournalRecord, start: int, previous: bytes) -> tuple[by
 
 
 def decode_frame(data: bytes, start: int, previous: bytes) -> JournalFrame:
-    """The acknowledged frame that begins at `start`, or Unreadable."""
+    """The acknowledged frame that begins at `start`, or UnreadableFrame."""
     acknowledged = data.find(DURABLE_MARK, start) >= 0  # this frame or a later one: then nothing here is merely torn
     if len(data) - start < _HEAD.size:
         raise UnreadableFrame(start, f"{len(data) - start} bytes are left, too few for a record", torn=not acknowledged)
@@ -108,15 +121,12 @@ def decode_frame(data: bytes, start: int, previous: bytes) -> JournalFrame:
         raise UnreadableFrame(start, "a record whose checksum does not match", torn=not acknowledged)
     mark = data[end - len(DURABLE_MARK) : end]
     if mark != DURABLE_MARK:
-        raise UnreadableFrame(
-            end - len(DURABLE_MARK), "a record whose mark is wrong", torn=not acknowledged and not any(mark)
-        )
+        torn = not acknowledged and not any(mark)
+        raise UnreadableFrame(end - len(DURABLE_MARK), "a record whose mark is wrong", torn=torn)
     try:
         record = from_body(kind, body)
     except LaminaError as error:
-        raise UnreadableFrame(
-            start, f"a record of another kind than this version writes: {error.problem}", torn=False
-        ) from error
+        raise UnreadableFrame(start, error.problem, torn=False) from error
     frame = JournalFrame(record=record, start=start, end=end, checksum=checksum)
     return frame if slot < 0 else _with_slot(frame, slot, data[slot : slot + _SLOT_BYTES])
 
@@ -145,23 +155,6 @@ def _seed_check(checksum: bytes, seed: bytes) -> bytes:
     return hashlib.sha256(b"lamina/journal/seed/1" + checksum + seed).digest()[: _SLOT_BYTES - SEED_BYTES]
 
 
-# The journal of a run: append-only, durable before anything acts on it, and keeper of one secret seed.
-#
-# **Durable.** `append` returns only after its frame and the frame's mark are on the disk (frame.py). Ignoring a frame
-# without a mark is safe: an Open that was not acknowledged has drawn nothing, because the trainer draws no coin and
-# no noise before `append` returns; a Close that was not acknowledged is written again, because its checkpoint is
-# there. Such a frame is cut off by the next `append`. A frame with a mark that cannot be read stops everything,
-# because it may hold a charge.
-#
-# **Secret.** The seed of a segment decides who is sampled and what the noise is. It lives in the journal only while
-# its Open is the last one and has no Close; otherwise `append` or `load` overwrites it in place with zeros, fsynced.
-# That is best effort: flash translation layers, copy-on-write file systems, snapshots and backups may keep the old
-# block. Where that matters, put the run's folder on an encrypted disk. The file has mode 0600.
-#
-# **In one place.** `copied` tells that the file is not the one that was written (another inode): a copy of a run
-# goes on as a new generation, which is charged. It guards against mistakes, not against an adversary, and a deleted
-# file's inode may come back; the ledger's nonces see what it misses.
-
 _MOST_BYTES = 1 << 28  # bytes; some 400 000 segments of one class
 
 
@@ -171,24 +164,23 @@ class Journal(RunHistory):
     def __init__(self, path: Path, place: int, size: int) -> None:
         super().__init__()
         self.path = path
-        self.place = place  # the inode of the file: what a Moved record says
+        self.place = place  # the inode of the file: what JournalMoved says
         self._size = size  # of the file, a torn tail included
         self._end = 0  # of the last acknowledged frame
         self._chain = GENESIS
-        self._slots: dict[int, int] = {}  # index of an Open → offset of its seed slot, unless that is wiped
+        self._slots: dict[int, int] = {}  # index of an AttemptOpened → offset of its seed slot, unless that is wiped
         self._broken = False
 
     @property
     def copied(self) -> bool:
         """Whether this file is another one than the one that the run was writing."""
-        return self._last_place() != self.place
+        return self._last_place().place != self.place
 
     # ------------------------------------------------------------------------------------ making and reading
 
     @classmethod
     def create(cls, path: Path, *, run: str, salt: bytes) -> Journal:
-        """A new journal with its Start; there, whole and durable, or not there at all."""
-        path = Path(path)
+        """A new journal with its RunStarted; there, whole and durable, or not there at all."""
         remove_temporary_files(path.parent)
         with replacing(path, fresh=True) as file:
             place = os.fstat(file).st_ino
@@ -201,7 +193,6 @@ class Journal(RunHistory):
     @classmethod
     def load(cls, path: Path) -> Journal:
         """Read a journal, and erase the seeds that a crash kept from being erased."""
-        path = Path(path)
         try:
             with open(path, "rb") as file:
                 facts = os.fstat(file.fileno())
@@ -233,42 +224,33 @@ class Journal(RunHistory):
             if isinstance(frame.record, AttemptOpened):
                 garbled = frame.slot if frame.garbled else -1
         if not self._records:
-            raise self._damage(0, "it holds no whole Start record")
+            raise self._damage(0, "it holds no whole first record")
         if self.pending is not None and garbled >= 0:
             raise self._damage(garbled, "the seed of the open segment does not have its check value")
 
     def _damage(self, offset: int, reason: str) -> StorageError:
-        return StorageError(
-            "train.journal-damaged-byte",
-            f"the journal {self.path} is damaged at byte {offset}: {reason}",
-            "restore the file from a backup; without one, start a new run in another folder: what this run "
-            "charged stays charged in the ledger",
-        )
+        problem = f"the journal {self.path} is damaged at byte {offset}: {reason}"
+        remedy = "restore it from a backup, or begin in another folder: what this run charged stays in the ledger"
+        return StorageError("train.journal-damaged", problem, remedy)
 
     # ------------------------------------------------------------------------------------ writing
 
     def append(self, record: JournalRecord) -> None:
         """Make a record durable. On StorageError nobody may act on it: nothing may be drawn, nothing published.
 
-        After a Close, and after an Open that takes the place of another, the seed that has become useless is
-        erased.
+        Once an attempt was closed, abandoned or replaced by another, its seed is erased.
         """
         if self._broken:
-            raise StorageError(
-                "train.journal-unknown-state",
-                f"the journal {self.path} is in an unknown state after a failed write",
-                "start the run again: it reads the journal afresh",
-            )
+            problem = f"the journal {self.path} is in an unknown state after a failed write"
+            remedy = "start the run again: it reads the journal afresh"
+            raise StorageError("train.journal-state-unknown", problem, remedy)
         self._check(record)
-        if isinstance(record, AttemptOpened) and len(record.seed) != SEED_BYTES:
-            raise RunError(
-                "train.open-without-seed", "an Open without a seed cannot be written", "draw one with os.urandom(32)"
-            )
+        assert not isinstance(record, AttemptOpened) or record.seed, "an attempt is written with its seed"
         data, frame = encode_frame(record, self._end, self._chain)
         try:
             self._write(data, frame)
         except OSError as error:
-            fate = "whether this one is will show when it is read again" if self._broken else "this one is not"
+            fate = "the last one may be" if self._broken else "the last one is not"
             kept = f"all earlier records are in it, {fate}"
             raise storage_error(error, f"cannot write to the journal {self.path}", kept) from error
         self._take(frame)
@@ -295,7 +277,7 @@ class Journal(RunHistory):
             os.close(file)
 
     def _erase(self) -> None:
-        """Overwrite every seed but that of the pending Open."""
+        """Overwrite every seed but that of the pending attempt."""
         pending = self.pending
         stale = {index: slot for index, slot in self._slots.items() if self._records[index] is not pending}
         if not stale:
@@ -321,11 +303,9 @@ class Journal(RunHistory):
         facts = os.fstat(file)
         if (facts.st_ino, facts.st_size) != (self.place, self._size):
             os.close(file)
-            raise StorageError(
-                "train.journal-replaced-written",
-                f"the journal {self.path} was replaced or written by somebody else during the run",
-                "stop whatever else writes to this folder, then start the run again",
-            )
+            problem = f"another program replaced or wrote the journal {self.path} during the run"
+            remedy = "stop whatever else writes to this folder, then start the run again"
+            raise StorageError("train.journal-changed", problem, remedy)
         return file
 
     def _take(self, frame: JournalFrame) -> None:

@@ -68,11 +68,8 @@ def read_membership_file(path: Path, default: Any) -> Any:
     try:
         read = cbor.decode(path.read_bytes(), max_size=MAX_MEMBERSHIP_BYTES)
     except (OSError, EncodingError) as error:
-        raise StorageError(
-            "train.not-read",
-            f"'{path}' cannot be read: {error}",
-            "restore it: it says who is in the run, or withdrew and must not be used again",
-        ) from error
+        remedy = "restore it: it says who is in the run, or withdrew and must not be used again"
+        raise StorageError("train.not-read", f"'{path}' cannot be read: {error}", remedy) from error
     texts = [*read, *read.values()] if isinstance(read, dict) else read
     if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
         raise StorageError("train.not-hold-texts", f"'{path}' does not hold texts", "restore it")
@@ -151,11 +148,9 @@ class LedgerMembership:
             preset = presets.get(entry.name)
             wrong = "is not one of the policy" if preset is None else difference_from_policy(plan, entry, preset)
             if wrong is not None:
-                raise LedgerError(
-                    "train.plan-not-ledger",
-                    f"the plan is not one that the ledger {self._ledger.name} allows now: {wrong}",
-                    "make the plan again, under the policy that is in force: lamina ledger policy shows it",
-                )
+                problem = f"the plan is not one that the ledger {self._ledger.name} allows now: {wrong}"
+                remedy = "make the plan again, under the policy that is in force: lamina ledger policy shows it"
+                raise LedgerError("train.plan-not-ledger", problem, remedy)
 
     def abandon_requested(self) -> bool:
         """Whether somebody withdrew who asks for the open segment to be given up. Looks once a second at most."""
@@ -274,11 +269,8 @@ class AdmissionRenewal:
             "from them earlier stays"
         )
         if not len(self._corpus):
-            raise AdmissionError(
-                "train.nobody-left-learned",
-                f"nobody is left who may be learned from{when}",
-                "the weights so far are kept; let contributors sign again, and begin a run in another folder",
-            )
+            remedy = "the weights so far are kept; let contributors sign again, and begin a run in another folder"
+            raise AdmissionError("train.nobody-left-learned", f"nobody is left who may be learned from{when}", remedy)
 
     def _leave(self, gone: Mapping[str, str], note: NoteFunction) -> None:
         """Refused now, or not offered any more."""

@@ -52,11 +52,8 @@ def sign_corpus(corpus: Corpus, policy: Policy, cls: str, key: PrivateKey | None
     offered = Contribution(LOCAL_CONTRIBUTION, descriptor.encode(), attest(descriptor, key, issued_at=now), data)
     found = AdmissionGate(policy, ring).review([offered])
     for refusal in found.refused:
-        raise AdmissionError(
-            "train.data-signed-local",
-            f"the data, signed with a local key, is refused: {refusal.reason.meaning}",
-            "report this",
-        )
+        problem = f"the data, signed with a local key, is refused: {refusal.reason.meaning}"
+        raise AdmissionError("train.data-signed-local", problem, "report this")
     return found
 
 
@@ -94,16 +91,13 @@ def make_private(
     refuse_loader(data)
     corpus = data if isinstance(data, Corpus) else _make_corpus(data, unit)
     if isinstance(data, Corpus) and unit is not None:
-        raise PlanError(
-            "train.unit-given-beside", "unit is given beside a Corpus, which has its own", "give it to the Corpus"
-        )
+        problem = "unit is given beside a Corpus, which has its own"
+        raise PlanError("train.unit-given-beside", problem, "give it to the Corpus")
     names = corpus.names
     if len(names) > 1:
-        raise PlanError(
-            "train.corpus-classes-make",
-            f"the corpus has classes {', '.join(names)}: make_private knows one",
-            "write a policy with each class, and use lamina.make_plan",
-        )
+        problem = f"the corpus has classes {', '.join(names)}: make_private knows one"
+        remedy = "write a policy with each class, and use lamina.make_plan"
+        raise PlanError("train.corpus-classes-make", problem, remedy)
     policy = Policy.from_dict(
         {
             "corpus": {"origin": corpus.origin or "local", "delta": _check_number("delta", delta, below=1.0)},

@@ -41,15 +41,11 @@ def origin_secret(folder: Path) -> bytes:
             _draw_secret(path)
         key = path.read_bytes()
     except OSError as error:
-        raise StorageError(
-            "train.not-read", f"'{path}' cannot be read: {error}", "restore it: it belongs to the ledgers beside it"
-        ) from error
+        problem = f"'{path}' cannot be read: {error}"
+        raise StorageError("train.not-read", problem, "restore it: it belongs to the ledgers beside it") from error
     if len(key) != _SECRET_BYTES:
-        raise StorageError(
-            "train.bytes",
-            f"'{path}' has {len(key)} bytes, must have {_SECRET_BYTES}",
-            "restore it: it belongs to the ledgers beside it",
-        )
+        problem = f"'{path}' has {len(key)} bytes, must have {_SECRET_BYTES}"
+        raise StorageError("train.bytes", problem, "restore it: it belongs to the ledgers beside it")
     return key
 
 
@@ -84,21 +80,16 @@ def open_run_ledger(
     if isinstance(given, Ledger):
         contract = _ledger_terms(corpus, plan, corpus.origin or given.origin)
         if contract.origin != given.origin:
-            raise LedgerError(
-                "train.ledger-corpus",
-                f"the ledger {given.name} is of {given.origin!r}, the corpus of {contract.origin!r}",
-                "give the ledger of this corpus: one ledger, one corpus",
-            )
+            problem = f"the ledger {given.name} is of {given.origin!r}, the corpus of {contract.origin!r}"
+            raise LedgerError("train.ledger-corpus", problem, "give the ledger of this corpus: one ledger, one corpus")
         return given, adopt_policy(given, contract)
     begun = folder / LEDGER_LINK
     if given is None and begun.is_symlink():
         given = Path(os.path.realpath(begun))
         if not given.exists() and (folder / "journal").exists():
-            raise LedgerError(
-                "train.run-charged-ledger",
-                f"the run in '{folder}' was charged in the ledger '{given}', which is not there",
-                "put it back, or say where it is now: ledger=…; a new one would forget what was spent",
-            )
+            problem = f"the run in '{folder}' was charged in the ledger '{given}', which is not there"
+            remedy = "put it back, or say where it is now: ledger=…; a new one would forget what was spent"
+            raise LedgerError("train.run-charged-ledger", problem, remedy)
     origin = corpus.origin
     if origin is None and begun.exists() and (folder / "journal").exists():
         with LedgerReader.read_only(begun) as view:
@@ -124,19 +115,16 @@ def link_ledger(ledger: Ledger, folder: Path) -> None:
     path, target = (folder / LEDGER_LINK, os.path.relpath(os.path.realpath(ledger.name), os.path.realpath(folder)))
     try:
         if path.exists() and not path.is_symlink() and not path.samefile(ledger.name):
-            raise StorageError(
-                "train.ledger-own-not",
-                f"'{path}' is a ledger of its own, and not a link to '{ledger.name}', which the run is charged in",
-                "remove it if it is a copy; a folder is copied with its links: cp -a",
-            )
+            problem = f"'{path}' is a ledger of its own, and not a link to '{ledger.name}', which the run is charged in"
+            remedy = "remove it if it is a copy; a folder is copied with its links: cp -a"
+            raise StorageError("train.ledger-own-not", problem, remedy)
         if path.is_symlink() and os.readlink(path) != target:
             path.unlink()
         if not os.path.lexists(path):
             path.symlink_to(target)
     except OSError as error:
-        raise StorageError(
-            "train.not-made", f"'{path}' cannot be made: {error}", "make room for a link there"
-        ) from error
+        problem = f"'{path}' cannot be made: {error}"
+        raise StorageError("train.not-made", problem, "make room for a link there") from error
 
 
 def _ledger_terms(corpus: Corpus, plan: StepPlan, origin: str) -> CorpusTerms:
@@ -177,11 +165,9 @@ class Run:
         path = folder / "journal"
         self.fresh = not path.exists()
         if self.fresh and (folder / "checkpoint").is_dir() and any((folder / "checkpoint").iterdir()):
-            raise RunError(
-                "train.checkpoints-no-journal",
-                f"'{folder}' has checkpoints and no journal, so what they cost is not known",
-                "restore the journal; or begin in another folder (what was charged stays in the ledger)",
-            )
+            problem = f"'{folder}' has checkpoints and no journal, so what they cost is not known"
+            remedy = "restore the journal; or begin in another folder (what was charged stays in the ledger)"
+            raise RunError("train.checkpoints-no-journal", problem, remedy)
         if self.fresh:
             self.journal = Journal.create(path, run=secrets.token_hex(16), salt=os.urandom(32))
         else:
@@ -316,11 +302,9 @@ class Run:
         for data in (*here, self.book.ledger.blob(digest) or b""):
             if hashlib.sha256(data).digest() == digest:
                 return StepPlan.from_cbor(data)
-        raise RunError(
-            "train.plan-segment-charged",
-            f"the plan {digest.hex()[:16]} of a segment that was charged is neither in '{path}' nor in the ledger",
-            "restore plan.cbor: what the segment cost cannot be recorded without it",
-        )
+        problem = f"the plan {digest.hex()[:16]} of a segment that was charged is neither in '{path}' nor in the ledger"
+        remedy = "restore plan.cbor: what the segment cost cannot be recorded without it"
+        raise RunError("train.plan-segment-charged", problem, remedy)
 
     def generation(self, segment: int) -> int:
         """The next unused generation of a segment, here and in the ledger."""
@@ -356,7 +340,7 @@ class Run:
     @property
     def attempts(self) -> list[AttemptOpened]:
         """Every segment that was charged, finished or not."""
-        return [opened for opened in self.journal.opens if not self.journal.void(opened)]
+        return [opened for opened in self.journal.opens if not self.journal.uncharged(opened)]
 
     @property
     def charged(self) -> dict[str, Schedule]:

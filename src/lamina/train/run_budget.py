@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from lamina.account.accountants import find_accountant, rdp_order_of
+from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import step_rdp
+from lamina.account.schedule import rdp_order_of
 from lamina.admit.attestation import MICRO
 from lamina.errors import BudgetExceeded, RunError
 from lamina.ledger.records import SegmentOutcome
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 # the journal, in declared steps, and `room` is the filter.
 
 
-def adaptive_budget_nonce(plan: StepPlan, life: str) -> bytes:
-    """Names the booking: one for a plan in a life of the run, so that a copy, or a state put back, has its own."""
-    return hashlib.sha256(plan.digest() + life.encode()).digest()[:16]
+def adaptive_budget_nonce(plan: StepPlan, copy_id: str) -> bytes:
+    """Names the booking: one for a plan in a copy_id of the run, so that a copy, or a state put back, has its own."""
+    return hashlib.sha256(plan.digest() + copy_id.encode()).digest()[:16]
 
 
 def adaptive_budget_charges(plan: StepPlan, accounts: Sequence[SignedAccount]) -> dict[int, tuple[Charge, ...]]:
@@ -194,7 +195,7 @@ def _reserve(run: Run, plan: StepPlan, rest: Sequence[Charge]) -> None:
         run.id, charges=() if whole and not run.accounts else rest, bounds=run.bounds, label=run.folder.name, plan=plan
     )
     if whole:
-        charge_adaptive_budget(run, plan, run.accounts, adaptive_budget_nonce(plan, run.journal.life))
+        charge_adaptive_budget(run, plan, run.accounts, adaptive_budget_nonce(plan, run.journal.copy_id))
 
 
 def charge_adaptive_budget(
@@ -272,13 +273,13 @@ def repair_ledger(run: Run) -> None:
 def _repair_adaptive_budgets(run: Run) -> None:
     """The budgets that the run was following, where it was then: a ledger that was lost does not know them."""
     found: dict[tuple[bytes, str], dict[str, float]] = {}
-    for opened, life in run.journal.attempts_by_copy():
+    for opened, copy_id in run.journal.attempts_by_copy():
         if uses_adaptive_budget(opened):
-            found.setdefault((opened.plan, life), {}).update(opened.scales)
-    for (digest, life), scales in found.items():
+            found.setdefault((opened.plan, copy_id), {}).update(opened.scales)
+    for (digest, copy_id), scales in found.items():
         plan = run.plan_of(digest)
         accounts = [_account_of_bound(plan, name, scale) for name, scale in scales.items()]
-        charge_adaptive_budget(run, plan, accounts, adaptive_budget_nonce(plan, life), already=True)
+        charge_adaptive_budget(run, plan, accounts, adaptive_budget_nonce(plan, copy_id), already=True)
 
 
 def keep_charging_bounds(run: Run, plan: StepPlan, standing: Callable[[set[str]], set[str]]) -> None:

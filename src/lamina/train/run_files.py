@@ -188,11 +188,8 @@ class Lease:
         """RunInUse if this lease holds nothing any more: released, or its file was removed or replaced."""
         path = self.folder / LEASE_NAME
         if self._file is None or self._pid != os.getpid() or not _names_open_file(self._file, path):
-            raise RunInUse(
-                "train.lease-no-longer",
-                f"the lease {path} is no longer held by this process",
-                "take it again before going on",
-            )
+            problem = f"the lease {path} is no longer held by this process"
+            raise RunInUse("train.lease-no-longer", problem, "take it again before going on")
 
     def release(self) -> None:
         """Give it back; harmless if that was done, and in a forked child."""
@@ -235,17 +232,12 @@ def _names_open_file(file: int, path: Path) -> bool:
 
 def _lease_error(path: Path, file: int, error: BaseException) -> BaseException:
     if isinstance(error, BlockingIOError):
-        return RunInUse(
-            "train.run-use",
-            f"the run in {path.parent} is in use by {_holder_text(file)}",
-            "wait until it ends, or stop it; two processes on one run would spend its budget twice",
-        )
+        remedy = "wait until it ends, or stop it; two processes on one run would spend its budget twice"
+        return RunInUse("train.run-use", f"the run in {path.parent} is in use by {_holder_text(file)}", remedy)
     if isinstance(error, OSError) and error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-        return StorageError(
-            "train.file-system-no",
-            f"the file system of {path.parent} has no locks: {error.strerror}",
-            "put the run on a local disk; two processes on one run could not be told apart",
-        )
+        problem = f"the file system of {path.parent} has no locks: {error.strerror}"
+        remedy = "put the run on a local disk; two processes on one run could not be told apart"
+        return StorageError("train.file-system-no", problem, remedy)
     if isinstance(error, OSError):
         return storage_error(error, f"cannot take the lease {path}", "nothing was changed")
     return error

@@ -105,11 +105,9 @@ class Segments:
             pending, self._facts(), newest=self.state.segments, copied=run.copied, disowned=run.disowned
         )
         if action is ResumeAction.FINISH and self._written_by != pending.nonce:
-            raise RunError(
-                "train.checkpoint-not-journal",
-                f"checkpoint {self.state.segments} is not what the journal's open segment {pending.segment} left",
-                "put the run's own checkpoint and journal back together",
-            )
+            problem = f"checkpoint {self.state.segments} is not what the journal's open segment {pending.segment} left"
+            remedy = "put the run's own checkpoint and journal back together"
+            raise RunError("train.checkpoint-not-journal", problem, remedy)
         if action is ResumeAction.FINISH:
             self.run.close(pending, self._checkpoint)
         elif action is ResumeAction.REPLAY:
@@ -264,11 +262,9 @@ class Segments:
     def _restore(self) -> None:
         indices = self.run.checkpoints.indices()
         if not indices:
-            raise RunError(
-                "train.journal-no-checkpoint",
-                f"'{self.run.folder}' has a journal and no checkpoint",
-                "restore the checkpoint; or begin in another folder (what was charged stays in the ledger)",
-            )
+            problem = f"'{self.run.folder}' has a journal and no checkpoint"
+            remedy = "restore the checkpoint; or begin in another folder (what was charged stays in the ledger)"
+            raise RunError("train.journal-no-checkpoint", problem, remedy)
         pending = self.run.journal.pending
         if pending is not None and indices[-1] > pending.segment and self.run.disowned:
             self._go_back(indices)
@@ -283,31 +279,24 @@ class Segments:
     def _go_back(self, indices: list[int]) -> None:
         """The newest checkpoint comes from steps that the ledger records as given up: the one before it counts."""
         if len(indices) == 1:
-            raise RunError(
-                "train.checkpoint-comes-steps",
-                f"the only checkpoint in '{self.run.folder}' comes from steps that the ledger records as given up",
-                "begin in another folder; what was charged stays in the ledger",
-            )
+            problem = f"the only checkpoint in '{self.run.folder}' comes from steps that the ledger records as given up"
+            remedy = "begin in another folder; what was charged stays in the ledger"
+            raise RunError("train.checkpoint-comes-steps", problem, remedy)
         self.run.checkpoints.drop(indices.pop())
 
     def _check(self, snapshot: TrainingCheckpoint, index: int) -> None:
         """Whether a checkpoint is this run's, and the one that its journal closed."""
         header, folder = snapshot.state, self.run.folder
         if header.get("run") != self.run.id:
-            raise RunError(
-                "train.checkpoint-belongs-another",
-                f"checkpoint {index} in '{folder}' belongs to another run",
-                "put the run's own checkpoint back",
-            )
+            problem = f"checkpoint {index} in '{folder}' belongs to another run"
+            raise RunError("train.checkpoint-belongs-another", problem, "put the run's own checkpoint back")
         closes = [r for r in self.run.journal.records if isinstance(r, AttemptClosed) and r.segment == index - 1]
         pending = self.run.journal.pending
         finished = pending is not None and pending.segment == index - 1
         if index and not finished and (not closes or closes[-1].checkpoint != self._checkpoint):
-            raise RunError(
-                "train.checkpoint-not-journal-closed",
-                f"checkpoint {index} in '{folder}' is not the one that the journal closed",
-                "put journal and checkpoints of one and the same moment back together, or begin in another folder",
-            )
+            problem = f"checkpoint {index} in '{folder}' is not the one that the journal closed"
+            remedy = "put journal and checkpoints of one and the same moment back together, or begin in another folder"
+            raise RunError("train.checkpoint-not-journal-closed", problem, remedy)
         if header["origin"] != self.run.origin:
             raise RunError(
                 "train.run-begun-under",

@@ -151,11 +151,8 @@ class Trainer:
         self._renewal = AdmissionRenewal(corpus, plan, self.folder / "admitted")
         self.state.names = self._renewal.names
         if self._engine.model is not model or self._engine.plan.digest() != plan.digest():
-            raise RunError(
-                "train.engine-belongs-another",
-                "the engine belongs to another model or plan",
-                "leave engine out, or give the matching one",
-            )
+            problem = "the engine belongs to another model or plan"
+            raise RunError("train.engine-belongs-another", problem, "leave engine out, or give the matching one")
 
     def _settings(self) -> bytes:
         """What the outcome of a step depends on beside plan, data and seed; asked anew at every fit."""

@@ -34,13 +34,11 @@ from lamina.train.evaluation import Evaluation
 def check_trainer_arguments(model: Any, optimizer: Any, loss_fn: Any, corpus: Any, plan: Any, scheduler: Any) -> None:
     """Whether the things given are of the right kind."""
     if not isinstance(model, nn.Module):
-        raise RunError(
-            "train.model", f"the model is a {_type_text(model)}", "give a torch.nn.Module (of lamina.fix: its .model)"
-        )
+        problem = f"the model is a {_type_text(model)}"
+        raise RunError("train.model", problem, "give a torch.nn.Module (of lamina.fix: its .model)")
     if not isinstance(plan, StepPlan):
-        raise RunError(
-            "train.plan", f"the plan is a {type(plan).__name__}", "make one: lamina.make_plan(stack, policy, …)"
-        )
+        problem = f"the plan is a {type(plan).__name__}"
+        raise RunError("train.plan", problem, "make one: lamina.make_plan(stack, policy, …)")
     _check_optimizer(model, optimizer)
     _check_loss(loss_fn)
     _check_corpus(corpus)
@@ -51,9 +49,8 @@ def check_trainer_arguments(model: Any, optimizer: Any, loss_fn: Any, corpus: An
             "use a schedule that is fixed in advance (CosineAnnealingLR, OneCycleLR), stepped once per private step",
         )
     if scheduler is not None and not hasattr(scheduler, "step"):
-        raise RunError(
-            "train.scheduler", f"the scheduler is a {type(scheduler).__name__}", "give a torch.optim.lr_scheduler"
-        )
+        problem = f"the scheduler is a {type(scheduler).__name__}"
+        raise RunError("train.scheduler", problem, "give a torch.optim.lr_scheduler")
 
 
 def check_trainer_options(folder: Any, evaluate: Any, max_occurrences: Any) -> None:
@@ -61,15 +58,11 @@ def check_trainer_options(folder: Any, evaluate: Any, max_occurrences: Any) -> N
     if not isinstance(folder, str | os.PathLike) or not str(folder) or "\0" in str(folder):
         raise RunError("train.folder", f"folder is {folder!r}", 'say where the run lives: folder="runs/first"')
     if evaluate is not None and not isinstance(evaluate, Evaluation):
-        raise RunError(
-            "train.evaluate",
-            f"evaluate is a {type(evaluate).__name__}",
-            'say which data it looks at: lamina.Evaluation(function=…, on="public")',
-        )
+        remedy = 'say which data it looks at: lamina.Evaluation(function=…, on="public")'
+        raise RunError("train.evaluate", f"evaluate is a {type(evaluate).__name__}", remedy)
     if max_occurrences is not None and not isinstance(max_occurrences, Mapping):
-        raise RunError(
-            "train.max-occurrences", f"max_occurrences is {max_occurrences!r}", 'give it by class: {"clinical": 50}'
-        )
+        problem = f"max_occurrences is {max_occurrences!r}"
+        raise RunError("train.max-occurrences", problem, 'give it by class: {"clinical": 50}')
 
 
 def check_class_names(plan: StepPlan, **given: Mapping[str, Any]) -> None:
@@ -78,11 +71,8 @@ def check_class_names(plan: StepPlan, **given: Mapping[str, Any]) -> None:
     for what, values in given.items():
         for name in values:
             if name not in known:
-                raise RunError(
-                    "train.names-class-plan",
-                    f"{what} names class {name!r}, which the plan does not have",
-                    f"its classes are {', '.join(known)}",
-                )
+                problem = f"{what} names class {name!r}, which the plan does not have"
+                raise RunError("train.names-class-plan", problem, f"its classes are {', '.join(known)}")
 
 
 def epsilon_bounds_of_policy(corpus: Corpus, plan: StepPlan) -> dict[str, float]:
@@ -102,32 +92,22 @@ def check_count(name: str, value: int) -> int:
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise RunError(
-            "train.optimiser",
-            f"the optimiser is a {type(optimizer).__name__}",
-            "give a torch optimiser: torch.optim.Adam(model.parameters(), lr=1e-3)",
-        )
+        remedy = "give a torch optimiser: torch.optim.Adam(model.parameters(), lr=1e-3)"
+        raise RunError("train.optimiser", f"the optimiser is a {type(optimizer).__name__}", remedy)
     if isinstance(optimizer, LBFGS):
-        raise RunError(
-            "train.lbfgs-asks-several",
-            "LBFGS asks for several gradients in one step, and each of them would be a release",
-            "use an optimiser that takes one gradient per step: SGD, Adam, AdamW",
-        )
+        problem = "LBFGS asks for several gradients in one step, and each of them would be a release"
+        remedy = "use an optimiser that takes one gradient per step: SGD, Adam, AdamW"
+        raise RunError("train.lbfgs-asks-several", problem, remedy)
     mine = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(id(p) in mine for p in held):
-        raise RunError(
-            "train.optimiser-holds-none",
-            "the optimiser holds none of the model's parameters",
-            "make it after the model is in its final form (after lamina.fix): Adam(model.parameters())",
-        )
+        remedy = "make it after the model is in its final form (after lamina.fix): Adam(model.parameters())"
+        raise RunError("train.optimiser-holds-none", "the optimiser holds none of the model's parameters", remedy)
     strangers = sum(id(p) not in mine for p in held)
     if strangers:
-        raise RunError(
-            "train.optimiser-holds-tensors",
-            f"the optimiser holds {strangers} tensors that are not the model's",
-            "train everything that learns as one module, so that its coverage can be checked",
-        )
+        problem = f"the optimiser holds {strangers} tensors that are not the model's"
+        remedy = "train everything that learns as one module, so that its coverage can be checked"
+        raise RunError("train.optimiser-holds-tensors", problem, remedy)
 
 
 def _check_loss(loss_fn: Any) -> None:
@@ -136,11 +116,8 @@ def _check_loss(loss_fn: Any) -> None:
     reduction = getattr(loss_fn, "reduction", "none")
     if reduction != "none":
         name = type(loss_fn).__name__
-        raise RunError(
-            "train.reduction-number-whole",
-            f"{name} has reduction='{reduction}': one number for the whole batch, in which nobody can be clipped",
-            f"use {name}(reduction='none'): one loss per example",
-        )
+        problem = f"{name} has reduction='{reduction}': one number for the whole batch, in which nobody can be clipped"
+        raise RunError("train.reduction-number-whole", problem, f"use {name}(reduction='none'): one loss per example")
 
 
 def _check_corpus(corpus: Any) -> None:
@@ -148,11 +125,8 @@ def _check_corpus(corpus: Any) -> None:
         return
     refuse_loader(corpus)
     if isinstance(corpus, Dataset):
-        raise RunError(
-            "train.data",
-            f"the data is a {type(corpus).__name__}",
-            "say what a contribution is: lamina.Corpus(dataset, unit=…)",
-        )
+        problem = f"the data is a {type(corpus).__name__}"
+        raise RunError("train.data", problem, "say what a contribution is: lamina.Corpus(dataset, unit=…)")
     raise RunError("train.data", f"the data is a {type(corpus).__name__}", "make a corpus: lamina.Corpus(x, y, unit=…)")
 
 
@@ -174,11 +148,9 @@ def _type_text(value: Any) -> str:
 def check_filters(plan: StepPlan, filters: Mapping[str, Any]) -> None:
     """A plan that follows its budget has a filter of its own, in its own units."""
     if filters and plan.rule(FollowBudget) is not None:
-        raise RunError(
-            "train.filters-given-noise",
-            "filters are given, and the noise of the plan follows its budget under a filter of its own",
-            "leave filters out, or plan with a fixed sigma: LADP(mode='shares')",
-        )
+        problem = "filters are given, and the noise of the plan follows its budget under a filter of its own"
+        remedy = "leave filters out, or plan with a fixed sigma: LADP(mode='shares')"
+        raise RunError("train.filters-given-noise", problem, remedy)
 
 
 def check_caps(corpus: Corpus, plan: StepPlan, caps: Mapping[str, int]) -> None:
@@ -269,11 +241,9 @@ def rehearse(engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Co
         raise
     except Exception as error:  # the model and the loss are the user's: say what they were given
         shapes = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in pytree.tree_leaves(x) if isinstance(t, Tensor))
-        raise RunError(
-            "train.model-loss-failed",
-            f"model or loss failed on {len(rows)} examples: {type(error).__name__}: {error}",
-            f"{_remedy_for(error, x, y)}. (x is {shapes}; targets are {kind})",
-        ) from error
+        problem = f"model or loss failed on {len(rows)} examples: {type(error).__name__}: {error}"
+        remedy = f"{_remedy_for(error, x, y)}. (x is {shapes}; targets are {kind})"
+        raise RunError("train.model-loss-failed", problem, remedy) from error
     engine.clipped_sums(losses, Batch(x, y, cls=torch.zeros(len(rows), dtype=torch.long)))
     if probe and len(rows) >= 4:
         engine.probe(losses_of, x, y)

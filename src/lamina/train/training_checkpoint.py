@@ -50,9 +50,8 @@ _NUMPY_SCALAR = re.compile("[<>|][biufc][0-9]{1,2}")  # numpy types whose bytes 
 def flatten(prefix: str, tree: Any) -> tuple[dict[str, Tensor], Any]:
     """The tensors of `tree`, named by their path under `prefix`, and the rest of it. Tensors are not copied."""
     if not prefix or "/" in prefix:
-        raise RunError(
-            "train.prefix-word-without", f"prefix is {prefix!r}, must be a word without '/'", "use the name of the part"
-        )
+        problem = f"prefix is {prefix!r}, must be a word without '/'"
+        raise RunError("train.prefix-word-without", problem, "use the name of the part")
     writer = _StateWriter()
     plain = writer.node(tree, prefix, 0)
     return writer.tensors, plain
@@ -72,11 +71,8 @@ class _StateWriter:
 
     def node(self, value: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise RunError(
-                "train.nested-deeper",
-                f"{path} is nested deeper than {MAX_DEPTH}",
-                "a state that holds itself cannot be saved",
-            )
+            problem = f"{path} is nested deeper than {MAX_DEPTH}"
+            raise RunError("train.nested-deeper", problem, "a state that holds itself cannot be saved")
         if isinstance(value, Tensor):
             return ["x", self._name(value, path)]
         code = _CODE_OF_TYPE.get(type(value))
@@ -184,11 +180,8 @@ def _decode_scalar(code: str, rest: list[Any], path: str) -> Any:
 
 
 def _malformed_state(path: str, what: str) -> StorageError:
-    return StorageError(
-        "train.state-checkpoint-holds",
-        f"the state of a checkpoint holds {what} at {path}",
-        "read it with the version that wrote it",
-    )
+    problem = f"the state of a checkpoint holds {what} at {path}"
+    return StorageError("train.state-checkpoint-holds", problem, "read it with the version that wrote it")
 
 
 # One checkpoint as one safetensors file, every byte of which is accounted for.
@@ -258,9 +251,8 @@ class CheckpointArchive:
         try:
             body = cbor.encode(content, floats=True, null=True, max_depth=_DEPTH, max_size=_BODY_LIMIT)
         except EncodingError as error:
-            raise RunError(
-                "train.state-not-saved", f"the state cannot be saved: {error.problem}", error.remedy
-            ) from error
+            problem = f"the state cannot be saved: {error.problem}"
+            raise RunError("train.state-not-saved", problem, error.remedy) from error
         return cls(tensors=stored, body=body)
 
     def size(self) -> int:
@@ -278,11 +270,8 @@ class CheckpointArchive:
         packed = json.dumps(table, separators=(",", ":")).encode("ascii")
         packed += b" " * (-len(packed) % 8)
         if len(packed) > _HEADER_LIMIT:
-            raise RunError(
-                "train.header-takes-bytes",
-                f"the header takes {len(packed)} bytes, at most {_HEADER_LIMIT}",
-                "keep less state",
-            )
+            problem = f"the header takes {len(packed)} bytes, at most {_HEADER_LIMIT}"
+            raise RunError("train.header-takes-bytes", problem, "keep less state")
         return struct.pack("<Q", len(packed)) + packed
 
     def data(self) -> Iterator[memoryview]:
@@ -364,11 +353,8 @@ def _dense_tensor(name: str, tensor: Tensor) -> Tensor:
     elif plain.dtype not in _DTYPES:
         problem = f"dtype {plain.dtype}"
     if problem:
-        raise RunError(
-            "train.tensor-checkpoint-not",
-            f"tensor {name!r} has {problem}, which a checkpoint cannot hold",
-            "convert it to a dense, plain one",
-        )
+        problem = f"tensor {name!r} has {problem}, which a checkpoint cannot hold"
+        raise RunError("train.tensor-checkpoint-not", problem, "convert it to a dense, plain one")
     return plain
 
 
@@ -453,15 +439,13 @@ class TrainingCheckpoints:
             found, tensors, state, digest = read_checkpoint_file(path)
         except FileNotFoundError as error:
             have = ", ".join(map(str, self.indices())) or "none"
-            raise StorageError(
-                "train.no-checkpoint", f"there is no checkpoint {path}", f"use one of those there: {have}"
-            ) from error
+            problem = f"there is no checkpoint {path}"
+            raise StorageError("train.no-checkpoint", problem, f"use one of those there: {have}") from error
         except OSError as error:
             raise storage_error(error, f"cannot read the checkpoint {path}", "it is as it was") from error
         except OtherCheckpointFormat as error:
-            raise StorageError(
-                "train.checkpoint", f"the checkpoint {path} {error}", "resume with the version that wrote it"
-            ) from error
+            problem = f"the checkpoint {path} {error}"
+            raise StorageError("train.checkpoint", problem, "resume with the version that wrote it") from error
         except DamagedCheckpoint as error:
             raise StorageError(
                 "train.checkpoint-damaged",
@@ -470,11 +454,9 @@ class TrainingCheckpoints:
                 "before: what has to be done again is charged again",
             ) from error
         if found != index:
-            raise StorageError(
-                "train.file-holds-checkpoint",
-                f"the file {path} holds checkpoint {found}, its name says {index}",
-                "give the files of this folder their own names back",
-            )
+            problem = f"the file {path} holds checkpoint {found}, its name says {index}"
+            remedy = "give the files of this folder their own names back"
+            raise StorageError("train.file-holds-checkpoint", problem, remedy)
         return TrainingCheckpoint(tensors=tensors, state=state), digest
 
     def prune(self, keep: int = 2) -> None:

@@ -153,11 +153,9 @@ class TrainingState:
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(unflatten("scheduler", tensors, plain["scheduler"]))
         except (RuntimeError, ValueError, KeyError) as error:
-            raise RunError(
-                "train.checkpoint-not-fit",
-                f"the checkpoint does not fit the model or the optimiser: {str(error).splitlines()[0]}",
-                "give the model and optimiser that the run was begun with, or begin a new run in another folder",
-            ) from error
+            problem = f"the checkpoint does not fit the model or the optimiser: {str(error).splitlines()[0]}"
+            remedy = "give the model and optimiser that the run was begun with, or begin a new run in another folder"
+            raise RunError("train.checkpoint-not-fit", problem, remedy) from error
         if self.ema is not None:
             self.ema.load({name[4:]: t for name, t in tensors.items() if name.startswith("ema.")})
         if "occurrences" in tensors:
@@ -199,11 +197,9 @@ class TrainingState:
         allowed = {name: _filter_terms(_filter_state(f)) for name, f in self.filters.items()}
         at_first = {name: _filter_terms(state) for name, state in plain["filters"].items()}
         if allowed != at_first:
-            raise RunError(
-                "train.filters-run-began",
-                f"filters were {at_first or 'not given'} when the run began, and are {allowed or 'not given'} now",
-                "keep them for the whole run: another one would not know what was spent before",
-            )
+            problem = f"filters were {at_first or 'not given'} when the run began, and are {allowed or 'not given'} now"
+            remedy = "keep them for the whole run: another one would not know what was spent before"
+            raise RunError("train.filters-run-began", problem, remedy)
 
 
 def _filter_terms(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,11 +219,9 @@ def _weights_and_aliases(model: nn.Module) -> tuple[dict[str, Tensor], dict[str,
     seen: dict[tuple[Any, ...], str] = {}
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
-            raise RunError(
-                "train.model-state-not",
-                f"the model's state '{name}' is a {type(value).__name__}, not a tensor",
-                "checkpoints hold tensors only: register it as a buffer, or leave it out of the state",
-            )
+            problem = f"the model's state '{name}' is a {type(value).__name__}, not a tensor"
+            remedy = "checkpoints hold tensors only: register it as a buffer, or leave it out of the state"
+            raise RunError("train.model-state-not", problem, remedy)
         place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() and place in seen:
             aliases[name] = seen[place]
@@ -239,10 +233,7 @@ def _weights_and_aliases(model: nn.Module) -> tuple[dict[str, Tensor], dict[str,
 
 def _filter_state(filter_: PrivacyFilter) -> dict[str, Any]:
     if not hasattr(filter_, "to_state"):
-        raise RunError(
-            "train.filter-not-kept",
-            f"the filter is a {type(filter_).__name__}, which cannot be kept in a checkpoint",
-            "use lamina.account.GaussianFilter or RenyiFilter",
-        )
+        problem = f"the filter is a {type(filter_).__name__}, which cannot be kept in a checkpoint"
+        raise RunError("train.filter-not-kept", problem, "use lamina.account.GaussianFilter or RenyiFilter")
     state: dict[str, Any] = filter_.to_state()
     return state
