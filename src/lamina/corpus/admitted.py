@@ -30,8 +30,9 @@ from lamina.admit.keys import read_small
 from lamina.admit.resolver import Resolution
 from lamina.admit.verdicts import Bound, ContributionRefused, Reason, Register
 from lamina.corpus.contribution_index import PackedTexts
-from lamina.corpus.corpus import LISTING, ContributionListing, Corpus, LimitsOfRows
+from lamina.corpus.corpus import Corpus, LimitsOfRows
 from lamina.corpus.example_sources import Hasher, hash_parts
+from lamina.corpus.files import LISTING, ContributionListing
 from lamina.corpus.payloads import (
     PAYLOAD_SUFFIXES,
     FolderPayloads,
@@ -133,11 +134,9 @@ class CommittedPayloads:
             hash_parts(hasher, [name, self._commitments[row].tobytes()])
 
     def _changed(self) -> PayloadChanged:
-        return PayloadChanged(
-            "corpus.payload-not-signed",
-            f"a payload {self.where} is not the one that was signed and admitted; nothing was learned from it",
-            "put back what was signed, or leave it out; admitting the contributions again names it",
-        )
+        problem = f"a payload {self.where} is not the one that was signed and admitted; nothing was learned from it"
+        remedy = "put back what was signed, or leave it out; admitting the contributions again names it"
+        return PayloadChanged("corpus.payload-not-signed", problem, remedy)
 
     def __repr__(self) -> str:
         return f"signed, {self._payloads!r}"
@@ -250,11 +249,9 @@ class AdmittedCorpus(Corpus):
         distinct = np.unique(admission.bound[rows]).tolist()
         private = [which for which in distinct if admission.bounds[which].noise_multiplier]
         if len(private) > MAX_BOUNDS:
-            raise CorpusError(
-                "corpus.contributions-signed-distinct",
-                f"contributions signed {len(private)} distinct bounds, at most {MAX_BOUNDS} can be accounted for",
-                "let them sign one of a few bounds: a stricter class in the policy for each",
-            )
+            problem = f"contributions signed {len(private)} distinct bounds, at most {MAX_BOUNDS} can be accounted for"
+            remedy = "let them sign one of a few bounds: a stricter class in the policy for each"
+            raise CorpusError("corpus.contributions-signed-distinct", problem, remedy)
         return tuple(
             SignedAccount(
                 name=account_name(_bound_key(bound := admission.bounds[which])),
@@ -269,11 +266,8 @@ class AdmittedCorpus(Corpus):
         super().check(plan)
         private = any(bound.noise_multiplier for bound in self._signed.bounds)
         if private and plan.clipping is Clipping.ELEMENTWISE:
-            raise CorpusError(
-                "corpus.contributions-signed-clip",
-                "contributions signed a clip norm, and the plan clamps the mean of the batch, which bounds nobody",
-                "use a plan with box or joint clipping",
-            )
+            problem = "contributions signed a clip norm, and the plan clamps the mean of the batch, which bounds nobody"
+            raise CorpusError("corpus.contributions-signed-clip", problem, "use a plan with box or joint clipping")
 
     def membership(self, key: bytes) -> bytes:
         """Also over what each signed: its identity is the digest of its descriptor."""
@@ -342,9 +336,8 @@ class Gate(gate.AdmissionGate):
         max_payload: int = MAX_PAYLOAD,
     ) -> None:
         if not isinstance(policy, Policy):
-            raise AdmissionError(
-                "train.policy", f"the policy is a {type(policy).__name__}", "use lamina.Policy.load('policy.toml')"
-            )
+            problem = f"the policy is a {type(policy).__name__}"
+            raise AdmissionError("train.policy", problem, "use lamina.Policy.load('policy.toml')")
         self._path = None if isinstance(keys, KeyRing) else Path(keys)
         self._seen: bytes | None = None  # digest of the file that was loaded
         ring = keys
@@ -420,15 +413,13 @@ class Gate(gate.AdmissionGate):
         listing = _read_listing(folder)
         data = _AdmittedData.of(admission, folder, listing, dtype, self._processes)
         if on_refusal == STOP and admission.refused:
-            raise AdmissionError(
-                "train.refusal-2", f"{_refusal_counts_text(admission)}, and on_refusal is {STOP!r}", _REFUSED_REMEDY
-            )
+            problem = f"{_refusal_counts_text(admission)}, and on_refusal is {STOP!r}"
+            raise AdmissionError("train.refusal-2", problem, _REFUSED_REMEDY)
         if admission.enter() and data is not None:  # much may have happened meanwhile: go on without them
             data = _AdmittedData.of(admission, folder, listing, dtype, self._processes)
         if data is None:
-            raise AdmissionError(
-                "train.nobody-admitted", f"nobody is admitted: {_refusal_counts_text(admission)}", _REFUSED_REMEDY
-            )
+            problem = f"nobody is admitted: {_refusal_counts_text(admission)}"
+            raise AdmissionError("train.nobody-admitted", problem, _REFUSED_REMEDY)
         return AdmittedCorpus(
             data.source,
             admission,

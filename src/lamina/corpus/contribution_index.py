@@ -156,11 +156,8 @@ def default_class(cls: Any, policy: Policy | None) -> Any:
     if cls is not None or policy is None:
         return cls
     if len(policy.classes) > 1:
-        raise CorpusError(
-            "corpus.policy-classes-cls",
-            f"the policy has classes {', '.join(policy.classes)}, and cls is not given",
-            CLASS_REMEDY,
-        )
+        problem = f"the policy has classes {', '.join(policy.classes)}, and cls is not given"
+        raise CorpusError("corpus.policy-classes-cls", problem, CLASS_REMEDY)
     return next(iter(policy.classes))
 
 
@@ -168,11 +165,8 @@ def check_classes(names: Sequence[str] | None, known: Sequence[str], whose: str)
     """Every class of the corpus is known to the policy or plan. None: no class was named, the only one is meant."""
     if names is None:
         if len(known) > 1:
-            raise CorpusError(
-                "corpus.classes-corpus-not",
-                f"the {whose} has classes {', '.join(known)}, and the corpus does not say who is of which",
-                CLASS_REMEDY,
-            )
+            problem = f"the {whose} has classes {', '.join(known)}, and the corpus does not say who is of which"
+            raise CorpusError("corpus.classes-corpus-not", problem, CLASS_REMEDY)
         return
     for name in names:
         if name not in known:
@@ -187,15 +181,11 @@ def declared_origin(origin: str | None, policy: Policy | None) -> str | None:
     """The origin that spending is booked under; the policy's, if there is one."""
     declared = None if policy is None else policy.corpus.origin
     if origin == "":
-        raise CorpusError(
-            "corpus.origin-empty", "origin is empty", "name the place that the data comes from, or leave it out"
-        )
+        problem = "origin is empty"
+        raise CorpusError("corpus.origin-empty", problem, "name the place that the data comes from, or leave it out")
     if origin is not None and declared is not None and origin != declared:
-        raise CorpusError(
-            "corpus.origin-policy-says",
-            f"origin is {origin!r}, and the policy says {declared!r}: spending would be booked in two places",
-            "leave origin out",
-        )
+        problem = f"origin is {origin!r}, and the policy says {declared!r}: spending would be booked in two places"
+        raise CorpusError("corpus.origin-policy-says", problem, "leave origin out")
     return origin or declared
 
 
@@ -217,11 +207,8 @@ class Grouping:
         else:
             labels = check_labels("unit", unit)
             if len(labels) != examples:
-                raise CorpusError(
-                    "corpus.unit-entries-examples",
-                    f"unit has {len(labels)} entries for {examples} examples",
-                    _unit_remedy(labels, examples),
-                )
+                problem = f"unit has {len(labels)} entries for {examples} examples"
+                raise CorpusError("corpus.unit-entries-examples", problem, _unit_remedy(labels, examples))
             codes, self._units = _number_by_appearance(labels)
             self.layout = ExampleLayout(codes)
         self.ids = PackedTexts(python_values(self._units))
@@ -231,9 +218,8 @@ class Grouping:
 
     def _check_ids(self, given: bool) -> None:
         if (row := self.ids.empty()) is not None:
-            raise CorpusError(
-                "corpus.contribution-empty-id", f"contribution {row} has an empty id", "give every contribution a name"
-            )
+            problem = f"contribution {row} has an empty id"
+            raise CorpusError("corpus.contribution-empty-id", problem, "give every contribution a name")
         if (rows := self.ids.repeat()) is not None:
             remedy = "give every contribution its own id"
             if given and self.layout.one_example_each:
@@ -253,11 +239,9 @@ class Grouping:
         if len(values) == self._examples:
             return values if self.layout.one_example_each else self._agreed(what, values)
         if len(values) != count:
-            raise CorpusError(
-                "corpus.entries-contributions-examples",
-                f"{what} has {len(values)} entries for {count} contributions and {self._examples} examples",
-                f"give one per example, one per contribution, or a dict from unit to {what}",
-            )
+            problem = f"{what} has {len(values)} entries for {count} contributions and {self._examples} examples"
+            remedy = f"give one per example, one per contribution, or a dict from unit to {what}"
+            raise CorpusError("corpus.entries-contributions-examples", problem, remedy)
         if not _is_sorted(self._units):
             raise CorpusError(
                 "corpus.entry-per-contribution",
@@ -272,18 +256,12 @@ class Grouping:
         keys = list(self.ids) if by_id else list(python_values(self._units))
         for key in keys:
             if key not in given:
-                raise CorpusError(
-                    "corpus.no-entry-contribution",
-                    f"{what} has no entry for contribution {key!r}",
-                    "give every contribution one",
-                )
+                problem = f"{what} has no entry for contribution {key!r}"
+                raise CorpusError("corpus.no-entry-contribution", problem, "give every contribution one")
         if len(given) != len(keys):
             stranger = next(iter(set(given) - set(keys)))
-            raise CorpusError(
-                "corpus.entry-no-examples",
-                f"{what} has an entry for {stranger!r}, which has no examples",
-                "leave it out",
-            )
+            problem = f"{what} has an entry for {stranger!r}, which has no examples"
+            raise CorpusError("corpus.entry-no-examples", problem, "leave it out")
         return [given[key] for key in keys]
 
     def _agreed(self, what: str, values: Labels) -> Labels:
@@ -301,11 +279,9 @@ class Grouping:
         if at is not None:
             row = int(owner[at])
             one, other = (_python_value(values[int(i)]) for i in (firsts[row], order[at]))
-            raise CorpusError(
-                "corpus.contribution-example-another",
-                f"{what} of contribution {self.ids[row]!r} is {one!r} for one example and {other!r} for another",
-                f"a contribution has one {what}: correct it, or make two contributions of it with unit=",
-            )
+            problem = f"{what} of contribution {self.ids[row]!r} is {one!r} for one example and {other!r} for another"
+            remedy = f"a contribution has one {what}: correct it, or make two contributions of it with unit="
+            raise CorpusError("corpus.contribution-example-another", problem, remedy)
         return values[firsts] if isinstance(values, np.ndarray) else [values[i] for i in firsts.tolist()]
 
 
@@ -316,9 +292,8 @@ def check_labels(what: str, given: Any) -> Labels:
     if hasattr(given, "to_numpy"):
         given = given.to_numpy()
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise CorpusError(
-            "corpus.give-sequence-per", f"{what} is {given!r}", f"give {what} as a sequence, one per example"
-        )
+        problem = f"{what} is {given!r}"
+        raise CorpusError("corpus.give-sequence-per", problem, f"give {what} as a sequence, one per example")
     if isinstance(given, np.ndarray) and given.ndim != 1:
         raise CorpusError("corpus.shape", f"{what} has shape {given.shape}", f"give {what} as one flat sequence")
     if isinstance(given, np.ndarray) and given.dtype != object:
@@ -327,18 +302,16 @@ def check_labels(what: str, given: Any) -> Labels:
         return given
     values = list(given)
     if any(isinstance(value, torch.Tensor) for value in values):  # equal tensors are different keys
-        raise CorpusError(
-            "corpus.list-tensors", f"{what} is a list of tensors", f"give one tensor: torch.stack({what})"
-        )
+        problem = f"{what} is a list of tensors"
+        raise CorpusError("corpus.list-tensors", problem, f"give one tensor: torch.stack({what})")
     _refuse_missing(what, next((i for i, value in enumerate(values) if _is_missing(value)), None))
     return values
 
 
 def _refuse_missing(what: str, position: int | None) -> None:
     if position is not None:
-        raise CorpusError(
-            "corpus.missing-position", f"{what} is missing at position {position}", f"give every example a {what}"
-        )
+        problem = f"{what} is missing at position {position}"
+        raise CorpusError("corpus.missing-position", problem, f"give every example a {what}")
 
 
 def _is_missing(value: Any) -> bool:
@@ -358,11 +331,8 @@ def _number_by_appearance(labels: Labels) -> tuple[Rows, Labels]:
     try:
         return np.fromiter(numbers, dtype=np.int64, count=len(labels)), list(known)
     except TypeError:
-        raise CorpusError(
-            "corpus.unit-values-not",
-            "unit has values that cannot be compared",
-            "use numbers or text, such as the id of a patient",
-        ) from None
+        remedy = "use numbers or text, such as the id of a patient"
+        raise CorpusError("corpus.unit-values-not", "unit has values that cannot be compared", remedy) from None
 
 
 def python_values(labels: Labels) -> Iterator[Any]:
@@ -417,9 +387,8 @@ class ContributionIndex:
         ceiling: Any = None,
     ) -> None:
         if not examples:
-            raise CorpusError(
-                "corpus.corpus-no-examples", "the corpus has no examples", "give at least one; an empty *batch* is fine"
-            )
+            problem = "the corpus has no examples"
+            raise CorpusError("corpus.corpus-no-examples", problem, "give at least one; an empty *batch* is fine")
         grouping = Grouping(examples, unit, ids)
         self.layout, self.ids = grouping.layout, grouping.ids
         self.subjects = None if subject is None else PackedTexts(python_values(grouping.spread("subject", subject)))
@@ -435,11 +404,8 @@ class ContributionIndex:
         if self.subjects is None:
             return
         if (row := self.subjects.empty()) is not None:
-            raise CorpusError(
-                "corpus.contribution-empty-subject",
-                f"contribution {self.ids[row]!r} has an empty subject tag",
-                "tag every contribution, or none",
-            )
+            problem = f"contribution {self.ids[row]!r} has an empty subject tag"
+            raise CorpusError("corpus.contribution-empty-subject", problem, "tag every contribution, or none")
         if (rows := self.subjects.repeat()) is not None:
             one, other = (self.ids[row] for row in rows)
             raise CorpusError(
@@ -455,11 +421,8 @@ class ContributionIndex:
     def members(self, name: str) -> Rows:
         """The eligible rows of a class, in the order of the corpus."""
         if name not in self.names:
-            raise CorpusError(
-                "corpus.class-not-corpus",
-                f"class {name!r} is not in the corpus",
-                f"its classes are {', '.join(self.names)}",
-            )
+            problem = f"class {name!r} is not in the corpus"
+            raise CorpusError("corpus.class-not-corpus", problem, f"its classes are {', '.join(self.names)}")
         return np.flatnonzero(self._eligible & (self._classes == self.names.index(name)))
 
     def find(self, ids: Iterable[str]) -> Rows:
@@ -468,11 +431,9 @@ class ContributionIndex:
         found = self.ids.find(wanted)
         for one in wanted:
             if one not in found:
-                raise CorpusError(
-                    "corpus.contribution-not-corpus",
-                    f"contribution {one!r} is not in the corpus, so nobody was withdrawn",
-                    "ids are text: those given as ids=, or the units' values as text",
-                )
+                problem = f"contribution {one!r} is not in the corpus, so nobody was withdrawn"
+                remedy = "ids are text: those given as ids=, or the units' values as text"
+                raise CorpusError("corpus.contribution-not-corpus", problem, remedy)
         return np.array(sorted(set(found.values())), dtype=np.int64)
 
     def withdraw(self, rows: Rows) -> None:
@@ -513,11 +474,8 @@ def _classes_of_contributions(grouping: Grouping, cls: Any) -> tuple[tuple[str, 
     for name in known:
         _check_class_name(name)
     if len(known) > np.iinfo(np.uint16).max:
-        raise CorpusError(
-            "corpus.cls-names-classes",
-            f"cls names {len(known)} classes",
-            "a class is a group with one policy, not a person",
-        )
+        problem = f"cls names {len(known)} classes"
+        raise CorpusError("corpus.cls-names-classes", problem, "a class is a group with one policy, not a person")
     return tuple(known), codes.astype(np.uint16)
 
 
@@ -528,24 +486,18 @@ def _limits_of_contributions(grouping: Grouping, what: str, given: Any, *, most:
     try:
         values = np.array(list(python_values(grouping.spread(what, given))), dtype=np.float64)
     except (TypeError, ValueError):
-        raise CorpusError(
-            "corpus.not-made-numbers", f"{what} is not made of numbers", "give one per contribution"
-        ) from None
+        problem = f"{what} is not made of numbers"
+        raise CorpusError("corpus.not-made-numbers", problem, "give one per contribution") from None
     wrong = np.flatnonzero(~((values > 0) & (values <= most)))
     if len(wrong):
         row = int(wrong[0])
-        raise CorpusError(
-            "corpus.contribution-lie",
-            f"{what} of contribution {grouping.ids[row]!r} is {float(values[row])!r}, must lie in (0, {most:g}]",
-            "a stricter contribution has smaller thresholds, never none",
-        )
+        problem = f"{what} of contribution {grouping.ids[row]!r} is {float(values[row])!r}, must lie in (0, {most:g}]"
+        remedy = "a stricter contribution has smaller thresholds, never none"
+        raise CorpusError("corpus.contribution-lie", problem, remedy)
     return values
 
 
 def _check_class_name(name: Any) -> None:
     if not isinstance(name, str) or not name:
-        raise CorpusError(
-            "corpus.cls-names-class",
-            f"cls names a class {name!r}",
-            "a class is named by text, as in the policy: 'clinical'",
-        )
+        problem = f"cls names a class {name!r}"
+        raise CorpusError("corpus.cls-names-class", problem, "a class is named by text, as in the policy: 'clinical'")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -31,15 +29,7 @@ from lamina.corpus.example_sources import (
     keyed_hasher,
     make_source,
 )
-from lamina.corpus.files import (
-    LabelColumns,
-    NameColumn,
-    corpus_arguments_from_csv,
-    corpus_arguments_from_npz,
-    csv_header,
-    csv_lines,
-    open_csv,
-)
+from lamina.corpus.files import LISTING, ContributionListing, corpus_arguments_from_csv, corpus_arguments_from_npz
 from lamina.corpus.payloads import FolderPayloads, PayloadSource
 from lamina.corpus.sampler import Sampler
 from lamina.engine.batch import Batch
@@ -49,68 +39,6 @@ from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.spend.accounts import SignedAccount
 
-LISTING_COLUMNS = ("id", "class", "subject", "y")
-LISTING = "contributions.csv"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContributionListing:
-    """ROOT/contributions.csv: one line per contribution."""
-
-    ids: list[str]
-    classes: list[str] | None
-    subjects: list[str] | None
-    y: NDArray[Any] | None
-
-    @classmethod
-    def read(cls, path: Path) -> ContributionListing:
-        with open_csv(path) as file:
-            lines = csv_lines(path, csv.reader(file, strict=True))
-            header = csv_header(path, lines, ",")
-            rows = list(lines)
-        strange = [name for name in header if name not in LISTING_COLUMNS]
-        if strange or "id" not in header:
-            what = f"has a column {strange[0]!r}" if strange else "has no column 'id'"
-            raise CorpusError(
-                "corpus.columns-id-required",
-                f"'{path}' {what}",
-                f"its columns are {', '.join(LISTING_COLUMNS)}; only id is required",
-            )
-        if not rows:
-            raise CorpusError(
-                "corpus.lists-no-contributions", f"'{path}' lists no contributions", "give one line per contribution"
-            )
-
-        def names(column: str) -> list[str] | None:
-            if column not in header:
-                return None
-            reader = NameColumn(path, header, column)
-            reader.read(rows)
-            return reader.values
-
-        y = None
-        if "y" in header:
-            labels = LabelColumns(path, header, ["y"])
-            labels.read(rows)
-            y = labels.array()[:, 0]
-        ids = names("id")
-        assert ids is not None
-        return cls(ids=ids, classes=names("class"), subjects=names("subject"), y=y)
-
-    def sorted(self) -> ContributionListing:
-        """By id, which is the order of a corpus of a folder."""
-        order = sorted(range(len(self.ids)), key=self.ids.__getitem__)
-
-        def by_id(values: list[str] | None) -> list[str] | None:
-            return None if values is None else [values[i] for i in order]
-
-        return ContributionListing(
-            ids=[self.ids[i] for i in order],
-            classes=by_id(self.classes),
-            subjects=by_id(self.subjects),
-            y=None if self.y is None else self.y[order],
-        )
-
 
 def corpus_arguments_from_folder(
     path: str | Path, *, cls: Any, subject: Any, dtype: torch.dtype | None
@@ -118,27 +46,20 @@ def corpus_arguments_from_folder(
     """What a corpus is made of, from a folder."""
     root = Path(path)
     if not root.is_dir():
-        raise CorpusError(
-            "corpus.not-folder", f"'{root}' is not a folder", "give the folder that holds one folder per contribution"
-        )
+        problem = f"'{root}' is not a folder"
+        raise CorpusError("corpus.not-folder", problem, "give the folder that holds one folder per contribution")
     there = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     listing = ContributionListing(ids=there, classes=None, subjects=None, y=None)
     if (root / LISTING).exists():
         listing = ContributionListing.read(root / LISTING).sorted()
         _check_listing_matches_folders(root, listing.ids, there)
     if not there:
-        raise CorpusError(
-            "corpus.holds-no-contributions",
-            f"'{root}' holds no contributions",
-            "put each into a folder: ID/payload.npz",
-        )
+        problem = f"'{root}' holds no contributions"
+        raise CorpusError("corpus.holds-no-contributions", problem, "put each into a folder: ID/payload.npz")
     for what, column, given in (("cls", listing.classes, cls), ("subject", listing.subjects, subject)):
         if column is not None and given is not None:
-            raise CorpusError(
-                "corpus.given-too",
-                f"{what} is given, and '{root / LISTING}' has it too",
-                "keep it in one of the two places",
-            )
+            problem = f"{what} is given, and '{root / LISTING}' has it too"
+            raise CorpusError("corpus.given-too", problem, "keep it in one of the two places")
     source = PayloadSource(FolderPayloads(root, listing.ids), listing.y, dtype=dtype)
     return {
         "x": source,
@@ -153,17 +74,14 @@ def _check_listing_matches_folders(root: Path, listed: list[str], there: list[st
     """The list and the folders name the same contributions, each once."""
     for one, next_one in pairwise(listed):
         if one == next_one:
-            raise CorpusError(
-                "corpus.lists-twice", f"'{root / LISTING}' lists {one!r} twice", "list every contribution once"
-            )
+            problem = f"'{root / LISTING}' lists {one!r} twice"
+            raise CorpusError("corpus.lists-twice", problem, "list every contribution once")
     if missing := sorted(set(listed) - set(there)):
-        raise CorpusError(
-            "corpus.lists-no-folder", f"'{root / LISTING}' lists {missing[0]!r}, which has no folder", "remove the line"
-        )
+        problem = f"'{root / LISTING}' lists {missing[0]!r}, which has no folder"
+        raise CorpusError("corpus.lists-no-folder", problem, "remove the line")
     if strange := sorted(set(there) - set(listed)):
-        raise CorpusError(
-            "corpus.folder-not", f"folder {strange[0]!r} is not in '{root / LISTING}'", "list it, or move it away"
-        )
+        problem = f"folder {strange[0]!r} is not in '{root / LISTING}'"
+        raise CorpusError("corpus.folder-not", problem, "list it, or move it away")
 
 
 LimitsOfRows = Callable[[NDArray[np.int64]], tuple[torch.Tensor | None, torch.Tensor | None]]
@@ -215,16 +133,12 @@ class Corpus:
         unit_name: str | None = None,
     ) -> None:
         if policy is not None and not isinstance(policy, Policy):
-            raise CorpusError(
-                "corpus.policy", f"policy is a {type(policy).__name__}", "use lamina.Policy.load('policy.toml')"
-            )
+            problem = f"policy is a {type(policy).__name__}"
+            raise CorpusError("corpus.policy", problem, "use lamina.Policy.load('policy.toml')")
         most = examples_per_unit
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-            raise CorpusError(
-                "corpus.examples-per-unit",
-                f"examples_per_unit is {most!r}, must be a whole number >= 1",
-                "leave it out to use all examples",
-            )
+            problem = f"examples_per_unit is {most!r}, must be a whole number >= 1"
+            raise CorpusError("corpus.examples-per-unit", problem, "leave it out to use all examples")
         self.source: ExampleSource = make_source(x, y, dtype=dtype)
         each = isinstance(unit, str) and unit == EACH_EXAMPLE
         self._said = unit is not None or ids is not None or subject is not None
@@ -479,9 +393,8 @@ class Corpus:
         without members is fine: its steps are noise.
         """
         if not isinstance(plan, StepPlan):
-            raise CorpusError(
-                "corpus.plan", f"plan is a {type(plan).__name__}", "use lamina.make_plan(stack, policy, …)"
-            )
+            problem = f"plan is a {type(plan).__name__}"
+            raise CorpusError("corpus.plan", problem, "use lamina.make_plan(stack, policy, …)")
         check_classes(self.names if self._index.named else None, [entry.name for entry in plan.classes], "plan")
         for entry in plan.classes:
             if not (entry.public or self._said or entry.unit in UNITS_OF_ONE_EXAMPLE):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
+from lamina.corpus.files import LABELS_REMEDY
 from lamina.engine.random_stream import StreamPurpose, step_key
 from lamina.errors import CorpusError
 
@@ -33,11 +34,8 @@ class Hasher(Protocol):
 def keyed_hasher(key: bytes, purpose: str) -> Hasher:
     """BLAKE2b-256 under `key`, with a purpose of at most 16 letters: other purposes, other functions."""
     if len(key) > MAX_KEY_BYTES:
-        raise CorpusError(
-            "corpus.key-digest-bytes",
-            f"the key of a digest has {len(key)} bytes, at most {MAX_KEY_BYTES}",
-            "use os.urandom(32)",
-        )
+        problem = f"the key of a digest has {len(key)} bytes, at most {MAX_KEY_BYTES}"
+        raise CorpusError("corpus.key-digest-bytes", problem, "use os.urandom(32)")
     return hashlib.blake2b(digest_size=DIGEST_BYTES, key=key, person=purpose.encode())
 
 
@@ -84,17 +82,15 @@ def check_numeric_array(name: str, value: Any) -> Any:
     """A dense tensor or an array of numbers with an axis of examples; anything else is refused."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_quantized:
-            raise CorpusError(
-                "corpus.sparse-quantised-tensor", f"{name} is a sparse or quantised tensor", f"give {name}.to_dense()"
-            )
+            problem = f"{name} is a sparse or quantised tensor"
+            raise CorpusError("corpus.sparse-quantised-tensor", problem, f"give {name}.to_dense()")
         array: Any = value.detach()
     else:
         array = _as_numpy(name, value)
         _check_numeric_dtype(name, array)
     if array.ndim == 0:
-        raise CorpusError(
-            "corpus.single-number", f"{name} is a single number", f"the first axis of {name} counts examples"
-        )
+        problem = f"{name} is a single number"
+        raise CorpusError("corpus.single-number", problem, f"the first axis of {name} counts examples")
     return array
 
 
@@ -102,17 +98,14 @@ def _as_numpy(name: str, value: Any) -> NDArray[Any]:
     if hasattr(value, "to_numpy"):  # pandas, polars
         value = value.to_numpy()
     if isinstance(value, list) and any(isinstance(item, Tensor) for item in value):
-        raise CorpusError(
-            "corpus.list-tensors-stack", f"{name} is a list of tensors", f"stack them: torch.stack({name})"
-        )
+        problem = f"{name} is a list of tensors"
+        raise CorpusError("corpus.list-tensors-stack", problem, f"stack them: torch.stack({name})")
     try:
         return np.asarray(value)
     except ValueError:
-        raise CorpusError(
-            "corpus.rows-differ-length",
-            f"{name} is a {type(value).__name__} of rows that differ in length",
-            "cut or pad every example to one public length, and mask the padding in the model",
-        ) from None
+        problem = f"{name} is a {type(value).__name__} of rows that differ in length"
+        remedy = "cut or pad every example to one public length, and mask the padding in the model"
+        raise CorpusError("corpus.rows-differ-length", problem, remedy) from None
 
 
 def _check_numeric_dtype(name: str, array: NDArray[Any]) -> None:
@@ -123,23 +116,16 @@ def _check_numeric_dtype(name: str, array: NDArray[Any]) -> None:
     if text and name.startswith("y"):
         raise CorpusError("corpus.holds-text-loss", f"{name} holds text, and a loss needs numbers", LABELS_REMEDY)
     if text:
-        raise CorpusError(
-            "corpus.holds-text-model",
-            f"{name} holds text, and a model needs numbers",
-            "encode it with a public table (a fixed vocabulary, a code list), not with one made from the data",
-        )
+        remedy = "encode it with a public table (a fixed vocabulary, a code list), not with one made from the data"
+        raise CorpusError("corpus.holds-text-model", f"{name} holds text, and a model needs numbers", remedy)
     if kind in "Mm":
-        raise CorpusError(
-            "corpus.holds-dates", f"{name} holds dates", f"turn them into numbers: {name}.astype('int64')"
-        )
-    raise CorpusError(
-        "corpus.dtype-python-objects",
-        f"{name} has dtype {array.dtype}: Python objects or records, not numbers",
-        "give arrays of one shape and a numeric dtype: np.stack(list_of_arrays)",
-    )
+        problem = f"{name} holds dates"
+        raise CorpusError("corpus.holds-dates", problem, f"turn them into numbers: {name}.astype('int64')")
+    problem = f"{name} has dtype {array.dtype}: Python objects or records, not numbers"
+    remedy = "give arrays of one shape and a numeric dtype: np.stack(list_of_arrays)"
+    raise CorpusError("corpus.dtype-python-objects", problem, remedy)
 
 
-LABELS_REMEDY = "number the labels from a public list of them, or: labels, y = numpy.unique(y, return_inverse=True)"
 
 
 # ------------------------------------------------------------------------------------------ for models
@@ -251,11 +237,8 @@ class ArraySource:
         (first, size), *others = sizes.items()
         for name, other in others:
             if other != size:
-                raise CorpusError(
-                    "corpus.examples",
-                    f"{first} has {size} examples, {name} has {other}",
-                    "the first axis of every array counts examples: give as many labels as examples",
-                )
+                remedy = "the first axis of every array counts examples: give as many labels as examples"
+                raise CorpusError("corpus.examples", f"{first} has {size} examples, {name} has {other}", remedy)
         return size
 
     def _leaves(self) -> list[tuple[str, Any]]:
@@ -325,11 +308,9 @@ class DatasetSource:
             items = many(rows.tolist()) if callable(many) else [self._dataset[i] for i in rows.tolist()]
             return self._stack(items)
         except Exception as error:
-            raise CorpusError(
-                "corpus.dataset-failed-example",
-                f"the Dataset failed with {type(error).__name__} (at which example stays secret: it was sampled)",
-                "find it outside of training: for i in range(len(dataset)): dataset[i]; items need one shape",
-            ) from None
+            problem = f"the Dataset failed with {type(error).__name__} (at which example stays secret: it was sampled)"
+            remedy = "find it outside of training: for i in range(len(dataset)): dataset[i]; items need one shape"
+            raise CorpusError("corpus.dataset-failed-example", problem, remedy) from None
 
     def digest(self, key: bytes) -> bytes:
         """Over every example, made with the same global seeds each time; random augmentation is thereby fixed."""
@@ -359,11 +340,9 @@ class DatasetSource:
     def _as_tensors(self, tree: Any, name: str) -> Any:
         def one(where: str, leaf: Any) -> Tensor:
             if not isinstance(leaf, Tensor):
-                raise CorpusError(
-                    "corpus.dataset-made-not",
-                    f"{where} of the Dataset is made of {type(leaf).__name__}, not of numbers",
-                    LABELS_REMEDY if name == "y" else "let the Dataset give tensors",
-                )
+                problem = f"{where} of the Dataset is made of {type(leaf).__name__}, not of numbers"
+                remedy = LABELS_REMEDY if name == "y" else "let the Dataset give tensors"
+                raise CorpusError("corpus.dataset-made-not", problem, remedy)
             return to_model_dtype(leaf, label=name == "y", dtype=self._dtype)
 
         return map_leaves(one, tree, name)
@@ -386,22 +365,18 @@ def _split_item(item: Any) -> tuple[Any, Any]:
         return item[0], _NO_LABEL
     if len(item) == 2:
         return item[0], item[1]
-    raise CorpusError(
-        "corpus.item-dataset-parts",
-        f"an item of the Dataset has {len(item)} parts, expected x or (x, y)",
-        "let it return (x, y), with several inputs as a tuple or dict: ((a, b), y)",
-    )
+    problem = f"an item of the Dataset has {len(item)} parts, expected x or (x, y)"
+    remedy = "let it return (x, y), with several inputs as a tuple or dict: ((a, b), y)"
+    raise CorpusError("corpus.item-dataset-parts", problem, remedy)
 
 
 def _collate(values: list[Any]) -> Any:
     try:
         return _lists_to_tuples(default_collate(values))
     except (TypeError, RuntimeError) as error:
-        raise CorpusError(
-            "corpus.items-dataset-not",
-            f"items of the Dataset cannot be stacked ({type(error).__name__})",
-            "let every item be tensors of one shape, numbers, or tuples and dicts of these",
-        ) from None
+        problem = f"items of the Dataset cannot be stacked ({type(error).__name__})"
+        remedy = "let every item be tensors of one shape, numbers, or tuples and dicts of these"
+        raise CorpusError("corpus.items-dataset-not", problem, remedy) from None
 
 
 def _lists_to_tuples(tree: Any) -> Any:
@@ -454,33 +429,24 @@ def make_source(x: Any, y: Any = None, *, dtype: torch.dtype | None = None) -> E
     _refuse_loaders_and_streams(x)
     if isinstance(x, ExampleSource):
         if y is not None or dtype is not None:
-            raise CorpusError(
-                "corpus.dtype-given-beside", "y or dtype is given beside a Source", "let its fetch return both x and y"
-            )
+            problem = "y or dtype is given beside a Source"
+            raise CorpusError("corpus.dtype-given-beside", problem, "let its fetch return both x and y")
         return x
     if _is_arrays(x):
         return ArraySource(x, y, dtype=dtype)
     if isinstance(x, str | bytes | os.PathLike):
-        raise CorpusError(
-            "corpus.not-data",
-            f"x is a {type(x).__name__}, not data",
-            "read a file with Corpus.of_csv, Corpus.of_npz or Corpus.of_folder",
-        )
+        remedy = "read a file with Corpus.of_csv, Corpus.of_npz or Corpus.of_folder"
+        raise CorpusError("corpus.not-data", f"x is a {type(x).__name__}, not data", remedy)
     if y is not None:
-        raise CorpusError(
-            "corpus.given-beside",
-            f"y is given beside a {type(x).__name__}",
-            "let its items be (x, y), or give arrays for both",
-        )
+        problem = f"y is given beside a {type(x).__name__}"
+        raise CorpusError("corpus.given-beside", problem, "let its items be (x, y), or give arrays for both")
     if type(x) is TensorDataset and len(x.tensors) <= 2:
         return ArraySource(*x.tensors, dtype=dtype)
     if hasattr(x, "__getitem__") and hasattr(x, "__len__"):
         return DatasetSource(x, dtype=dtype)
-    raise CorpusError(
-        "corpus.examples-not-taken",
-        f"x is a {type(x).__name__}: examples cannot be taken from it by number",
-        "give arrays, tensors, a torch Dataset with __len__ and __getitem__, or a Source",
-    )
+    problem = f"x is a {type(x).__name__}: examples cannot be taken from it by number"
+    remedy = "give arrays, tensors, a torch Dataset with __len__ and __getitem__, or a Source"
+    raise CorpusError("corpus.examples-not-taken", problem, remedy)
 
 
 def _is_arrays(x: Any) -> bool:

@@ -10,17 +10,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from lamina.admit.contribution_sources import ArrayHeader, BadArray, read_arrays, read_headers
-from lamina.corpus.example_sources import LABELS_REMEDY
 from lamina.errors import CorpusError
 from lamina.plan.policy import Policy
 
+if TYPE_CHECKING:
+    import torch
+
+LABELS_REMEDY = "number the labels from a public list of them, or: labels, y = numpy.unique(y, return_inverse=True)"
 ROWS_PER_CHUNK = 4096
 MISSING_VALUES = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 CsvLine = tuple[int, list[str]]
@@ -53,9 +55,8 @@ def read_table(
             check_column(path, name, header)
         features = list(x) if x is not None else [c for c in header if c not in {*labels, *names}]
         if not features:
-            raise CorpusError(
-                "corpus.no-column-left", f"'{path}' has no column left for x", "name the feature columns with x=[…]"
-            )
+            problem = f"'{path}' has no column left for x"
+            raise CorpusError("corpus.no-column-left", problem, "name the feature columns with x=[…]")
         numbers = NumberColumns(path, header, features, dtype)
         targets = LabelColumns(path, header, labels)
         texts = {name: NameColumn(path, header, name) for name in names}
@@ -141,11 +142,8 @@ class NameColumn:
         for (number, _), row in zip(lines, _rows_of_width(self.path, lines, self.width), strict=True):
             text = row[self.at].strip()
             if not text:
-                raise CorpusError(
-                    "corpus.line-no",
-                    f"'{self.path}' line {number} has no {self.column!r}",
-                    f"give every row a {self.column!r}",
-                )
+                problem = f"'{self.path}' line {number} has no {self.column!r}"
+                raise CorpusError("corpus.line-no", problem, f"give every row a {self.column!r}")
             self.values.append(self._known.setdefault(text, text))
 
 
@@ -156,9 +154,8 @@ def open_csv(path: Path) -> Any:
     try:
         return open(path, encoding="utf-8-sig", newline="")
     except OSError as error:
-        raise CorpusError(
-            "corpus.not-read-give", f"'{path}' cannot be read: {error.strerror}", "give the path of a CSV file"
-        ) from None
+        problem = f"'{path}' cannot be read: {error.strerror}"
+        raise CorpusError("corpus.not-read-give", problem, "give the path of a CSV file") from None
 
 
 def csv_lines(path: Path, reader: Any) -> Iterator[CsvLine]:
@@ -167,11 +164,8 @@ def csv_lines(path: Path, reader: Any) -> Iterator[CsvLine]:
             if row:
                 yield reader.line_num, row
     except (csv.Error, UnicodeDecodeError) as error:
-        raise CorpusError(
-            "corpus.after-line-not",
-            f"'{path}' after line {reader.line_num} is not CSV in UTF-8 ({type(error).__name__})",
-            "save it as comma-separated values in UTF-8",
-        ) from None
+        problem = f"'{path}' after line {reader.line_num} is not CSV in UTF-8 ({type(error).__name__})"
+        raise CorpusError("corpus.after-line-not", problem, "save it as comma-separated values in UTF-8") from None
 
 
 def csv_header(path: Path, lines: Iterator[CsvLine], delimiter: str) -> list[str]:
@@ -180,17 +174,11 @@ def csv_header(path: Path, lines: Iterator[CsvLine], delimiter: str) -> list[str
         raise CorpusError("corpus.empty", f"'{path}' is empty", "give a header line and one row per example")
     header = [cell.strip() for cell in first]
     if _all_numbers(header):
-        raise CorpusError(
-            "corpus.begins-numbers-header",
-            f"'{path}' begins with numbers where the header should be",
-            "name the columns in the first line",
-        )
+        problem = f"'{path}' begins with numbers where the header should be"
+        raise CorpusError("corpus.begins-numbers-header", problem, "name the columns in the first line")
     if len(header) == 1 and any(sign in header[0] for sign in ";\t|"):
-        raise CorpusError(
-            "corpus.column-cut",
-            f"'{path}' has one column if cut at {delimiter!r}",
-            "say how it is cut: delimiter=';' or '\\t'",
-        )
+        problem = f"'{path}' has one column if cut at {delimiter!r}"
+        raise CorpusError("corpus.column-cut", problem, "say how it is cut: delimiter=';' or '\\t'")
     twice = next((name for i, name in enumerate(header) if name in header[:i]), None)
     if twice is not None:
         raise CorpusError("corpus.two-columns", f"'{path}' has two columns {twice!r}", "give every column its own name")
@@ -199,19 +187,15 @@ def csv_header(path: Path, lines: Iterator[CsvLine], delimiter: str) -> list[str
 
 def check_column(path: Path, name: str, header: list[str]) -> None:
     if name not in header:
-        raise CorpusError(
-            "corpus.no-column", f"'{path}' has no column {name!r}", f"its columns are {', '.join(header)}"
-        )
+        problem = f"'{path}' has no column {name!r}"
+        raise CorpusError("corpus.no-column", problem, f"its columns are {', '.join(header)}")
 
 
 def _rows_of_width(path: Path, lines: Sequence[CsvLine], width: int) -> list[list[str]]:
     for number, row in lines:
         if len(row) != width:
-            raise CorpusError(
-                "corpus.line-cells-header",
-                f"'{path}' line {number} has {len(row)} cells, the header has {width}",
-                "give every line as many cells as the header",
-            )
+            problem = f"'{path}' line {number} has {len(row)} cells, the header has {width}"
+            raise CorpusError("corpus.line-cells-header", problem, "give every line as many cells as the header")
     return [row for _, row in lines]
 
 
@@ -235,17 +219,12 @@ def _refuse_first_bad_cell(
     for (number, _), row in zip(lines, cells, strict=True):
         for column, cell in zip(columns, row, strict=True):
             if cell.strip().lower() in MISSING_VALUES or _is_nan(cell):
-                raise CorpusError(
-                    "corpus.line-no-value",
-                    f"'{path}' line {number} has no value in column {column!r}",
-                    "fill it with a public constant (never with a mean of the data), or leave the row out",
-                )
+                problem = f"'{path}' line {number} has no value in column {column!r}"
+                remedy = "fill it with a public constant (never with a mean of the data), or leave the row out"
+                raise CorpusError("corpus.line-no-value", problem, remedy)
             if not _is_number(cell):
-                raise CorpusError(
-                    "corpus.line-text-column",
-                    f"'{path}' line {number} has text in column {column!r}",
-                    LABELS_REMEDY if label else encode,
-                )
+                problem = f"'{path}' line {number} has text in column {column!r}"
+                raise CorpusError("corpus.line-text-column", problem, LABELS_REMEDY if label else encode)
     raise AssertionError("numpy and float() read a number differently")
 
 
@@ -327,11 +306,9 @@ def read_npz(path: Path, names: Sequence[str], held: bytes | None = None) -> dic
         with _open_binary(path, held) as raw, np.load(raw, allow_pickle=False) as file:
             for name in names:
                 if name not in file.files:
-                    raise CorpusError(
-                        "corpus.no-array-name",
-                        f"'{path}' has no array {name!r}; it has {', '.join(file.files)}",
-                        "name the arrays: x='…', y='…', or y=None where there are no labels",
-                    )
+                    problem = f"'{path}' has no array {name!r}; it has {', '.join(file.files)}"
+                    remedy = "name the arrays: x='…', y='…', or y=None where there are no labels"
+                    raise CorpusError("corpus.no-array-name", problem, remedy)
             return {name: _load_array(path, file, name) for name in names}
     except FileNotFoundError:
         raise CorpusError("corpus.not", f"'{path}' is not there", "give the path of an .npz file") from None
@@ -387,3 +364,62 @@ def _unreadable_npz(path: str | Path, error: Exception) -> CorpusError:
     """Of what numpy, zipfile and zlib say only the kind is told: their words may quote the file."""
     why = str(error) if isinstance(error, BadArray) else type(error).__name__
     return CorpusError("corpus.not-read-npz", f"'{path}' cannot be read as .npz ({why})", _SAVEZ_REMEDY)
+
+
+LISTING_COLUMNS = ("id", "class", "subject", "y")
+LISTING = "contributions.csv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContributionListing:
+    """ROOT/contributions.csv: one line per contribution."""
+
+    ids: list[str]
+    classes: list[str] | None
+    subjects: list[str] | None
+    y: NDArray[Any] | None
+
+    @classmethod
+    def read(cls, path: Path) -> ContributionListing:
+        with open_csv(path) as file:
+            lines = csv_lines(path, csv.reader(file, strict=True))
+            header = csv_header(path, lines, ",")
+            rows = list(lines)
+        strange = [name for name in header if name not in LISTING_COLUMNS]
+        if strange or "id" not in header:
+            what = f"has a column {strange[0]!r}" if strange else "has no column 'id'"
+            remedy = f"its columns are {', '.join(LISTING_COLUMNS)}; only id is required"
+            raise CorpusError("corpus.columns-id-required", f"'{path}' {what}", remedy)
+        if not rows:
+            problem = f"'{path}' lists no contributions"
+            raise CorpusError("corpus.lists-no-contributions", problem, "give one line per contribution")
+
+        def names(column: str) -> list[str] | None:
+            if column not in header:
+                return None
+            reader = NameColumn(path, header, column)
+            reader.read(rows)
+            return reader.values
+
+        y = None
+        if "y" in header:
+            labels = LabelColumns(path, header, ["y"])
+            labels.read(rows)
+            y = labels.array()[:, 0]
+        ids = names("id")
+        assert ids is not None
+        return cls(ids=ids, classes=names("class"), subjects=names("subject"), y=y)
+
+    def sorted(self) -> ContributionListing:
+        """By id, which is the order of a corpus of a folder."""
+        order = sorted(range(len(self.ids)), key=self.ids.__getitem__)
+
+        def by_id(values: list[str] | None) -> list[str] | None:
+            return None if values is None else [values[i] for i in order]
+
+        return ContributionListing(
+            ids=[self.ids[i] for i in order],
+            classes=by_id(self.classes),
+            subjects=by_id(self.subjects),
+            y=None if self.y is None else self.y[order],
+        )

@@ -96,9 +96,8 @@ class FolderPayloads:
         folder, kind = self._prefix + self.ids[row], self._kinds[row]
         if kind >= _NO_PAYLOAD:
             have = "no payload" if kind == _NO_PAYLOAD else "two payloads"
-            raise CorpusError(
-                "corpus.put-payload-npz", f"'{folder}' has {have}", "put one payload.npz or one payload.csv there"
-            )
+            problem = f"'{folder}' has {have}"
+            raise CorpusError("corpus.put-payload-npz", problem, "put one payload.npz or one payload.csv there")
         return f"{folder}/payload.{PAYLOAD_SUFFIXES[kind]}"
 
     def look(self, row: int) -> bytes | None:
@@ -180,9 +179,8 @@ class PayloadInspector:
         except CorpusError:
             raise
         except Exception as error:  # the payload was written by anybody
-            raise CorpusError(
-                "corpus.not-read", f"'{path}' cannot be read ({type(error).__name__})", _PAYLOAD_REMEDY
-            ) from None
+            problem = f"'{path}' cannot be read ({type(error).__name__})"
+            raise CorpusError("corpus.not-read", problem, _PAYLOAD_REMEDY) from None
 
     def form(self, said: PayloadHeaders) -> ExampleFormat:
         """What a model is given. CorpusError if it cannot be given that."""
@@ -201,9 +199,8 @@ class PayloadInspector:
             raise
         except Exception as error:  # numpy or torch
             kinds = " and ".join(str(each[1]) for each in (said.x, said.y) if each is not None)
-            raise CorpusError(
-                "corpus.arrays-no-use", f"arrays of {kinds} are of no use ({type(error).__name__})", _PAYLOAD_REMEDY
-            ) from None
+            problem = f"arrays of {kinds} are of no use ({type(error).__name__})"
+            raise CorpusError("corpus.arrays-no-use", problem, _PAYLOAD_REMEDY) from None
         return self._forms.setdefault(said, form)
 
     def _read(self, path: str, held: bytes | None) -> tuple[int, PayloadHeaders]:
@@ -218,17 +215,11 @@ class PayloadInspector:
             return count, PayloadHeaders(x)
         labels, y = _rows_and_shape(path, "y", found["y"])
         if labels != count:
-            raise CorpusError(
-                "corpus.examples-shape",
-                f"'{path}' has {count} examples in x and y of shape {found['y'].shape}",
-                "give one label per example",
-            )
+            problem = f"'{path}' has {count} examples in x and y of shape {found['y'].shape}"
+            raise CorpusError("corpus.examples-shape", problem, "give one label per example")
         if self._labels is not None:
-            raise CorpusError(
-                "corpus.contributions-csv",
-                f"'{path}' has y, and so has contributions.csv",
-                "keep the labels in one of the two places",
-            )
+            problem = f"'{path}' has y, and so has contributions.csv"
+            raise CorpusError("corpus.contributions-csv", problem, "keep the labels in one of the two places")
         return count, PayloadHeaders(x, y)
 
 
@@ -245,21 +236,14 @@ def _rows_and_shape(path: str, name: str, header: ArrayHeader) -> tuple[int, tup
             "save numbers of one shape: np.stack(list_of_arrays)",
         )
     if not header.shape:
-        raise CorpusError(
-            "corpus.array-single-number",
-            f"array {name!r} of '{path}' is a single number",
-            "its first axis counts examples",
-        )
+        problem = f"array {name!r} of '{path}' is a single number"
+        raise CorpusError("corpus.array-single-number", problem, "its first axis counts examples")
     if not header.shape[0]:
-        raise CorpusError(
-            "corpus.array-no-examples", f"array {name!r} of '{path}' has no examples", "leave the contribution out"
-        )
+        problem = f"array {name!r} of '{path}' has no examples"
+        raise CorpusError("corpus.array-no-examples", problem, "leave the contribution out")
     if 0 in header.shape:
-        raise CorpusError(
-            "corpus.example-no-numbers",
-            f"an example in {name!r} of '{path}' has no numbers",
-            "leave the contribution out",
-        )
+        problem = f"an example in {name!r} of '{path}' has no numbers"
+        raise CorpusError("corpus.example-no-numbers", problem, "leave the contribution out")
     return header.shape[0], (header.shape[1:], header.dtype)
 
 
@@ -410,9 +394,8 @@ def survey_and_refuse(
             continue
         (common, most), (other, second), *_ = counts.most_common()
         if most - second < 2:
-            raise CorpusError(
-                "corpus.contributions-many", f"contributions have {common}, and as many have {other}", remedy
-            )
+            problem = f"contributions have {common}, and as many have {other}"
+            raise CorpusError("corpus.contributions-many", problem, remedy)
         strange = [None if text in (None, common) else f"it has {text}; the others have {common}" for text in told]
         which = _refuse_formats(which, strange, refuse)
     rows = np.flatnonzero(which >= 0)
@@ -451,11 +434,8 @@ def _check_same_format(name: str, found: ExampleFormat, first_name: str, first: 
     if found is first:
         return
     if found.told() != first.told():
-        raise CorpusError(
-            "corpus.contribution",
-            f"contribution {name!r} has {found.told()}; {first_name!r} has {first.told()}",
-            SHAPE_REMEDY,
-        )
+        problem = f"contribution {name!r} has {found.told()}; {first_name!r} has {first.told()}"
+        raise CorpusError("corpus.contribution", problem, SHAPE_REMEDY)
     if found.header and first.header and found.header != first.header:
         raise CorpusError(
             "corpus.contribution-columns",

@@ -176,11 +176,9 @@ class Sampler:
     def draw(self, step: int) -> Batch:
         """The batch of a step; it may be empty. Contributions of the plan's first class come first."""
         if self._counts is not None and step <= self._last:
-            raise CorpusError(
-                "corpus.step-asked-after",
-                f"step {step} was asked for after step {self._last}, and occurrences are counted",
-                "draw steps in order; replay from a new Sampler with the counts as they were: Sampler(…, counts=…)",
-            )
+            problem = f"step {step} was asked for after step {self._last}, and occurrences are counted"
+            remedy = "draw steps in order; replay from a new Sampler with the counts as they were: Sampler(…, counts=…)"
+            raise CorpusError("corpus.step-asked-after", problem, remedy)
         sampled = self._sampled(step, StreamPurpose.COINS)
         units = np.concatenate(sampled)
         batch = self._batch(step, sampled, StreamPurpose.AUGMENT)
@@ -192,11 +190,8 @@ class Sampler:
     def draw_for_choice(self, step: int) -> Batch:
         """A draw of its own for the choice that is made before a step: other coins at the same rates."""
         if self._counts is not None:
-            raise CorpusError(
-                "corpus.choice-draws-contributions",
-                "a choice draws contributions whose occurrences are capped",
-                "leave out max_occurrences, or the choice",
-            )
+            problem = "a choice draws contributions whose occurrences are capped"
+            raise CorpusError("corpus.choice-draws-contributions", problem, "leave out max_occurrences, or the choice")
         return self._batch(step, self._sampled(step, StreamPurpose.CHOICE_COINS), StreamPurpose.CHOICE_WINDOWS)
 
     def _batch(self, step: int, sampled: list[Rows], purpose: StreamPurpose) -> Batch:
@@ -241,11 +236,9 @@ def occurrence_caps(plan: StepPlan, given: Mapping[str, int] | None) -> Mapping[
         return given
     for name, cap in (given or {}).items():
         if name in private and isinstance(cap, int) and cap > most:
-            raise CorpusError(
-                "corpus.max-occurrences-class",
-                f"max_occurrences of class {name!r} is {cap}, and the plan is priced for {most}",
-                "leave it out, or plan with more occurrences under [noise]",
-            )
+            problem = f"max_occurrences of class {name!r} is {cap}, and the plan is priced for {most}"
+            remedy = "leave it out, or plan with more occurrences under [noise]"
+            raise CorpusError("corpus.max-occurrences-class", problem, remedy)
     return {**dict.fromkeys(private, most), **(given or {})}
 
 
@@ -254,43 +247,29 @@ def _caps_by_class_index(given: Mapping[str, int] | None, plan: StepPlan) -> dic
         return None
     names = [entry.name for entry in plan.classes]
     if not isinstance(given, Mapping):
-        raise CorpusError(
-            "corpus.max-occurrences",
-            f"max_occurrences is {given!r}",
-            f"give it by class: max_occurrences={{{names[0]!r}: 100}}",
-        )
+        problem = f"max_occurrences is {given!r}"
+        raise CorpusError("corpus.max-occurrences", problem, f"give it by class: max_occurrences={{{names[0]!r}: 100}}")
     for name, cap in given.items():
         if name not in names:
-            raise CorpusError(
-                "corpus.max-occurrences-names",
-                f"max_occurrences names class {name!r}, which is not in the plan",
-                f"its classes are {', '.join(names)}",
-            )
+            problem = f"max_occurrences names class {name!r}, which is not in the plan"
+            raise CorpusError("corpus.max-occurrences-names", problem, f"its classes are {', '.join(names)}")
         if isinstance(cap, bool) or not isinstance(cap, int) or not 1 <= cap < 1 << 32:
-            raise CorpusError(
-                "corpus.max-occurrences-class-whole",
-                f"max_occurrences of class {name!r} is {cap!r}, must be a whole number >= 1",
-                "leave the class out of the plan if it is not to be used",
-            )
+            problem = f"max_occurrences of class {name!r} is {cap!r}, must be a whole number >= 1"
+            remedy = "leave the class out of the plan if it is not to be used"
+            raise CorpusError("corpus.max-occurrences-class-whole", problem, remedy)
     return {names.index(name): cap for name, cap in given.items()}
 
 
 def _check_counts(given: Any, contributions: int, *, capped: bool) -> OccurrenceCounts | None:
     if not capped:
         if given is not None:
-            raise CorpusError(
-                "corpus.counts-given-without",
-                "counts are given without max_occurrences",
-                "give the caps that they belong to",
-            )
+            problem = "counts are given without max_occurrences"
+            raise CorpusError("corpus.counts-given-without", problem, "give the caps that they belong to")
         return None
     if given is None:
         return np.zeros(contributions, dtype=np.uint32)
     counts = np.asarray(given)
     if counts.dtype != np.uint32 or counts.shape != (contributions,):
-        raise CorpusError(
-            "corpus.counts-dtype-shape",
-            f"counts has dtype {counts.dtype} and shape {counts.shape}, expected {contributions} of uint32",
-            "restore Sampler.counts as it was, for the same corpus",
-        )
+        problem = f"counts has dtype {counts.dtype} and shape {counts.shape}, expected {contributions} of uint32"
+        raise CorpusError("corpus.counts-dtype-shape", problem, "restore Sampler.counts as it was, for the same corpus")
     return counts.copy()
