@@ -12,7 +12,6 @@ from torch import Tensor
 from lamina.errors import NoBound, PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.sensitivity import gains
-from lamina.sensitivity.activations import local, local_of, supremum
 from lamina.sensitivity.gains import (
     affine_norm_constant,
     paper_compression_clamped,
@@ -110,10 +109,7 @@ def input_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
 
 def linear_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     at = depth.at(node)
-    if node.kind is OperationKind.CONV:
-        factor = gains.conv_norm(node, next(iter(at.values())).shape)
-    else:
-        factor = gains.linear_norm(node, at)
+    factor = gains.linear_norm(node, at)
     printed = factor * depth.compression(node)
     return stretch(depth.into(node)[0], factor, printed=printed, rest=gains.norm_at_zero(node, at))
 
@@ -183,14 +179,14 @@ def pool_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     at = depth.at(node)
     if "max" in node.base or "min" in node.base:
         return stretch(depth.into(node)[0], gains.max_pool_norm(node, next(iter(at.values())).shape))
-    return stretch(depth.into(node)[0], gains.schur_norm_bound(node, at), rest=gains.norm_at_zero(node, at))
+    return stretch(depth.into(node)[0], gains.linear_norm(node, at), rest=gains.norm_at_zero(node, at))
 
 
 def dropout_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     given = node.arguments
     if not given["train"] or given["p"] == 0:
         return depth.into(node)[0]
-    return stretch(depth.into(node)[0], supremum("dropout", p=float(given["p"])), tight=1.0)
+    return stretch(depth.into(node)[0], gains.dropout_slope(given["p"]), tight=1.0)
 
 
 def embedding_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
@@ -207,27 +203,6 @@ def embedding_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     )
 
 
-_TABLE_NAMES = {
-    "log_sigmoid": "logsigmoid",
-    "abs": "identity",
-    "clamp": "hardtanh",
-    "clamp_min": "hardtanh",
-    "clamp_max": "hardtanh",
-}
-_TORCH_FUNCTIONS = {
-    "sin": (torch.sin, 1.0),
-    "cos": (torch.cos, 1.0),
-    "atan": (torch.atan, 1.0),
-    "erf": (torch.erf, 2 / math.sqrt(math.pi)),
-}
-_ACTIVATION_OPTIONS = {
-    "leaky_relu": ("negative_slope",),
-    "elu": ("alpha",),
-    "celu": ("alpha",),
-    "softplus": ("beta",),
-    "softshrink": ("lambd",),
-}
-_NO_CLAMP = 1e300
 _KEEP_ROWS = {"view", "reshape", "_unsafe_view", "contiguous", "clone", "to", "squeeze", "unsqueeze"}
 
 
@@ -237,43 +212,14 @@ def activation_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
         raise NoBound(
             "measure.no-pre-activation", f"{node} has no pre-activation in the profile", "profile the model again"
         )
-    mean, std = before.mean, math.sqrt(before.variance + depth.profile.epsilon_n)
-    flow = depth.into(node)[0]
-    if node.base in _TORCH_FUNCTIONS:
-        function, most = _TORCH_FUNCTIONS[node.base]
-        tight = printed = min(float(local_of(function, mean, std)), most)
-    elif node.base == "prelu":
-        slopes = node.arguments["weight"].detach().double().abs()
-        tight = printed = local("leaky_relu", mean, std, negative_slope=float(slopes.mean()))
-        most = max(1.0, float(slopes.max()))
-    else:
-        name, options = _activation_entry(node)
-        tight = printed = local(name, mean, std, **options)
-        most = supremum(name, **options)
-        if name == "relu":
-            printed = float(paper_relu_slope(before.mean, before.variance, depth.profile.epsilon_n))
-        elif name == "gelu":  # eq. 10 can be negative, a Δ cannot
-            printed = max(float(paper_gelu_slope(before.mean, before.variance)), depth.profile.epsilon_n)
-    return stretch(flow, most, tight=tight, printed=printed, rest=gains.norm_at_zero(node, depth.at(node)))
-
-
-def _activation_entry(node: Node) -> tuple[str, dict[str, float]]:
-    """An activation as lipschitz.py knows it."""
-    given = node.arguments
-    name = _TABLE_NAMES.get(node.base, node.base)
-    if name == "gelu" and given["approximate"] == "tanh":
-        return "gelu_tanh", {}
-    if name == "hardtanh":
-        low, high = given.get("min_val", given.get("min")), given.get("max_val", given.get("max"))
-        if isinstance(low, Tensor) or isinstance(high, Tensor):
-            raise NoBound("measure.clamps-tensors", f"{node} clamps to tensors", "clamp to two numbers")
-        return name, {
-            "min_val": -_NO_CLAMP if low is None else float(low),
-            "max_val": _NO_CLAMP if high is None else float(high),
-        }
-    if name == "elu" and not (float(given["scale"]) == float(given["input_scale"]) == 1):
-        raise NoBound("measure.scales-input-output", f"{node} scales its input or output", "use ELU, SELU or CELU")
-    return name, {option: float(given[option]) for option in _ACTIVATION_OPTIONS.get(name, ())}
+    tight, most = gains.activation_slopes(node, before.mean, math.sqrt(before.variance + depth.profile.epsilon_n))
+    printed = tight
+    if node.base == "relu":
+        printed = float(paper_relu_slope(before.mean, before.variance, depth.profile.epsilon_n))
+    elif node.base == "gelu" and node.arguments["approximate"] != "tanh":  # eq. 10 can be negative, a Δ cannot
+        printed = max(float(paper_gelu_slope(before.mean, before.variance)), depth.profile.epsilon_n)
+    rest = gains.norm_at_zero(node, depth.at(node))
+    return stretch(depth.into(node)[0], most, tight=tight, printed=printed, rest=rest)
 
 
 def normalisation_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
@@ -343,7 +289,7 @@ def attention_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
         heads = depth.shape(given["key"])
         k, v = (stretch(f, math.sqrt(shape[-3] / heads[-3])) for f in (k, v))
     s = abs(float(given["scale"])) if given["scale"] is not None else 1 / math.sqrt(shape[-1])
-    kept = supremum("dropout", p=float(given["dropout_p"]))
+    kept = gains.dropout_slope(given["dropout_p"])
     rows = math.sqrt(shape[-2])
     weights, query, key, value = seen.norms
     logits = product_or_zero(k.size, q.worst) + product_or_zero(q.size, k.worst)
@@ -399,7 +345,7 @@ def _attention_weight_bound(name: str, depth: PropagationState) -> tuple[float, 
     node, kept, shape = depth.graph[name], 1.0, depth.graph[name].shape
     while node.kind is OperationKind.DROPOUT or node.base in _KEEP_ROWS:
         if node.kind is OperationKind.DROPOUT and node.arguments["train"]:
-            kept *= supremum("dropout", p=float(node.arguments["p"]))
+            kept *= gains.dropout_slope(node.arguments["p"])
         node = depth.graph[node.inputs[0]]
     if node.kind is not OperationKind.SOFTMAX or node.arguments["dim"] not in (-1, len(node.shape) - 1):
         return math.inf, None
@@ -461,7 +407,8 @@ class LayerSensitivity:
     tight       by local constants E|f'(Z)| on the profile, norms as fixed affine maps, a+b at a sum.
                 NOT a sensitivity bound: an expectation is no Lipschitz constant, and inputs exist that move the
                 layer further. It may shape thresholds C; clipping to C is what makes a step private
-    worst       by global suprema (eq. 6): no two inputs within the radius move the output further apart
+    worst       by global suprema (eq. 6), spectral norms within 1 % (lamina.sensitivity.gains): no two inputs within the
+                radius move the output further apart
     printed     by eqs. 8, 10, 11 with γ forced into (0, 1], 13 as √(a²+b²), and 20, as the LSAB document has them;
                 neither an expectation nor a bound, for comparison only
     everywhere  whether `worst`/Δ₀ is a Lipschitz constant on the whole space, or only within the radius
@@ -537,7 +484,7 @@ class SensitivityBounds:
                 "",
                 "tight:   local constants on the profile; an expectation, not a sensitivity bound: it may shape C,",
                 "         and clipping to C is what makes a step private",
-                "worst:   global suprema; no exchange of one input moves the layer further",
+                "worst:   global suprema, spectral norms within 1 %: no exchange of one input moves the layer further",
                 "printed: the recursion of the LSAB document as printed, for comparison only",
             ]
         )
