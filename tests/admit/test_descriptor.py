@@ -103,7 +103,7 @@ def test_a_public_bound_is_zero_twice() -> None:
     made = Descriptor(**VALUES | {"clip_norm": 0, "noise_multiplier": 0})
     assert Descriptor.decode(made.encode()) == made
     for one in ("clip_norm", "noise_multiplier"):
-        with raises_code("admit.descriptor-sign"):
+        with raises_code("admit.descriptor-field-invalid"):
             Descriptor.decode(encoded(FULL | {5 if one == "clip_norm" else 6: 0}))
 
 
@@ -127,7 +127,7 @@ def test_a_public_bound_is_zero_twice() -> None:
     ],
 )  # fmt: skip
 def test_each_field_has_its_range(key: int, value: object) -> None:
-    with raises_code("admit.descriptor-sign"):
+    with raises_code("admit.descriptor-field-invalid"):
         Descriptor.decode(encoded(FULL | {key: value}))
 
 
@@ -139,7 +139,7 @@ def test_each_field_is_needed(key: int) -> None:
 
 @pytest.mark.parametrize("key", [0, 16, 23, 24, 99, -1, "schema", "note", ""])
 def test_unknown_keys_are_refused(key: int | str) -> None:
-    with raises_code("admit.descriptor"):
+    with raises_code("admit.descriptor-fields"):
         Descriptor.decode(encoded(FULL | {key: 1}))
 
 
@@ -147,13 +147,13 @@ def test_unknown_keys_are_refused(key: int | str) -> None:
 def test_other_schemas_have_a_refusal_of_their_own(version: int) -> None:
     """Also where their fields are not ours: what a later program wrote is not called damaged."""
     for content in (FULL | {1: version}, {1: version}, FULL | {1: version, 16: "new"}):
-        with raises_code("admit.descriptor-schema-program"):
+        with raises_code("admit.schema-unknown"):
             Descriptor.decode(encoded(content))
 
 
 @pytest.mark.parametrize("version", [True, "1", b"1"])
 def test_a_schema_that_is_no_number(version: object) -> None:
-    with raises_code("admit.descriptor-schema-number") as caught:
+    with raises_code("admit.schema-not-number") as caught:
         Descriptor.decode(encoded(FULL | {1: version}))
     assert not isinstance(caught.value, UnknownSchema)
 
@@ -200,7 +200,7 @@ def test_the_nonce_is_not_shown() -> None:
 
 
 def test_it_is_checked_where_it_is_made() -> None:
-    with raises_code("admit.descriptor-sign"):
+    with raises_code("admit.descriptor-field-invalid"):
         Descriptor(**VALUES | {"schema": 2})
-    with raises_code("admit.descriptor-sign"):
+    with raises_code("admit.descriptor-field-invalid"):
         Descriptor(**VALUES | {"items": 1.0})

@@ -221,5 +221,5 @@ def test_memory_is_bounded_by_what_was_received() -> None:
 @pytest.mark.parametrize("data", [None, "", 5, bytearray(b"\xa0"), memoryview(b"\xa0"), []])
 def test_what_is_not_bytes_is_refused(data: Any) -> None:
     for decode in (Descriptor.decode, Attestation.decode):
-        with raises_code("admit.attestation-bytes", "admit.descriptor-bytes"):
+        with raises_code("admit.attestation-not-bytes", "admit.descriptor-not-bytes"):
             decode(data)

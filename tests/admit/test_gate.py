@@ -220,13 +220,13 @@ def test_secrets_are_not_shown(desk: Any) -> None:
 
 
 def test_wrong_types_are_named(desk: Any) -> None:
-    with raises_code("admit.contribution"):
+    with raises_code("admit.contribution-field-type"):
         Contribution("a", descriptor="text")  # type: ignore[arg-type]
-    with raises_code("admit.id-contribution"):
+    with raises_code("admit.contribution-field-type"):
         Contribution(1)  # type: ignore[arg-type]
-    with raises_code("admit.number-part"):
+    with raises_code("admit.not-a-contribution"):
         desk.gate().review(["a"])
-    with raises_code("admit.processes"):
+    with raises_code("admit.processes-out-of-range"):
         desk.gate(processes=0)
 
 
@@ -251,7 +251,7 @@ def test_a_clock_that_goes_back_admits_nothing(desk: Any) -> None:
 @pytest.mark.parametrize("time", [float("nan"), -1.0, 1e18])
 def test_a_clock_that_makes_no_sense_admits_nothing(desk: Any, time: float) -> None:
     desk.now = time
-    with raises_code("admit.clock-says"):
+    with raises_code("admit.clock-out-of-range"):
         desk.gate().review([])
 
 

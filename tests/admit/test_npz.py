@@ -124,7 +124,7 @@ def test_arrays_that_are_not_what_they_say(what: str, how: int, tmp_path: Path) 
         read_headers(io.BytesIO(held), ["x"])
     path = tmp_path / "payload.npz"
     path.write_bytes(held)
-    with raises_code("admit.not-read-npz"):
+    with raises_code("admit.npz-unreadable"):
         count_examples(path)
 
 
@@ -134,7 +134,7 @@ def test_arrays_that_are_not_what_they_say(what: str, how: int, tmp_path: Path) 
 def test_headers_that_python_cannot_read_are_one_refusal(what: str, tmp_path: Path) -> None:
     path = tmp_path / "payload.npz"
     path.write_bytes(packed(x=b"\x93NUMPY\x01\x00" + struct.pack("<H", len(what)) + what.encode()))
-    with raises_code("admit.not-read-npz"):
+    with raises_code("admit.npz-unreadable"):
         count_examples(path)
 
 

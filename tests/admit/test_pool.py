@@ -160,7 +160,7 @@ class Deadly(Named):
 @pytest.mark.parametrize(("how", "words"), [(signal.SIGKILL, "by SIGKILL"), (0, "with code 3")])
 def test_a_worker_that_dies_is_named_and_nobody_waits(desk: Any, how: int, words: str) -> None:
     source = Deadly([desk.offer(f"{i}") for i in range(5)], how)
-    with raises_code("admit.process-gate-id"):
+    with raises_code("admit.worker-ended"):
         desk.gate(processes=2).review(source)
     assert not multiprocessing.active_children()
 

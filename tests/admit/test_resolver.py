@@ -181,7 +181,7 @@ def test_a_bound_that_no_scale_keeps_stays_out(desk: Any) -> None:
     json.dumps(found.to_dict(), allow_nan=False)
     admission = desk.gate().review([desk.offer("a"), desk.offer("b", noise_multiplier=MAX_MICRO)])
     made = make_plan(LayerStack.from_model(nn.Linear(4, 2)), replace_profile(desk), batch=10, steps=10)
-    with raises_code("admit.class-public-reaches"):
+    with raises_code("admit.plan-of-other-policy"):
         admission.resolve(made)
     desk.policy = replace_profile(desk)
     admission = desk.gate().review(
@@ -204,14 +204,14 @@ def test_a_plan_of_another_policy_is_refused() -> None:
     under = plan()
     data = under.classes[0]
     for other, words in (
-        (replace(data, profile="top 25 %"), "admit.class-public-reaches"),
-        (replace(data, delta=1e-3), "admit.class-public-reaches"),
+        (replace(data, profile="top 25 %"), "admit.plan-of-other-policy"),
+        (replace(data, delta=1e-3), "admit.plan-of-other-policy"),
     ):
         with raises_code(words):
             resolve(signed, policy(), replace(under, classes=(other, under.classes[1])))
-    with raises_code("admit.plan-no-class"):
+    with raises_code("admit.class-not-in-plan"):
         resolve(signed, policy(), replace(under, classes=(replace(data, name="other"), under.classes[1])))
-    with raises_code("admit.policy-no-class"):
+    with raises_code("admit.class-unknown"):
         resolve([Bound("nobody", 1, 1)], policy(), under)
 
 

@@ -178,7 +178,7 @@ def test_a_folder_that_vanishes_during_the_review(desk: Any, tmp_path: Path) -> 
 def test_a_file_is_no_folder_of_contributions(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for path in (tmp_path / "file", tmp_path / "nowhere"):
-        with raises_code("admit.contributions-not-listed"):
+        with raises_code("admit.folder-unreadable"):
             FolderContributions(path)
 
 
@@ -245,5 +245,5 @@ def test_any_source_is_read_again(desk: Any) -> None:
                 reader.read(name, place)
             assert caught.value.reason is Reason.GONE
     assert passed.passes <= 3  # forwards it is one pass
-    with raises_code("admit.contributions-read-once"):
+    with raises_code("admit.source-read-once"):
         SignedBytesReader(iter(given)).read("0", 0)

@@ -48,13 +48,13 @@ def test_presets_of_the_three_kinds() -> None:
     assert epsilon_of_noise_multiplier(noise / 1e6, 1e-6) <= 1.0 < epsilon_of_noise_multiplier((noise - 1) / 1e6, 1e-6)
     assert preset(made, "Standard_2") == (1_000_000, 1_100_000)
     assert preset(made, "open") == (0, 0)
-    with raises_code("admit.policy-no-class"):
+    with raises_code("admit.class-unknown"):
         preset(made, "other")
 
 
 def test_a_class_without_any_bound_has_nothing_to_sign() -> None:
     made = policy("[class.loose]\npopulation = 10\n", floors="{clip_norm = 0.1}")
-    with raises_code("admit.class-bounds-no"):
+    with raises_code("admit.class-without-bound"):
         preset(made, "loose")
 
 
@@ -133,28 +133,28 @@ def test_a_stricter_bound_may_be_signed_and_a_looser_one_not() -> None:
     strict = SigningTerms.make(made, "sensitive", clip_norm=0.1234567, noise_multiplier=9.0000001, **WINDOW)
     assert (strict.clip_norm, strict.noise_multiplier) == (123_456, 9_000_001)
     for bound, word in (
-        ({"clip_norm": 0.3}, "admit.clip-norm-above"),
-        ({"noise_multiplier": 1.0}, "admit.noise-multiplier-below"),
-        ({"clip_norm": 0.0999}, "admit.clip-norm-below"),
-        ({"clip_norm": float("nan")}, "admit.not-signed-units"),
-        ({"clip_norm": -1.0}, "admit.not-signed-units"),
-        ({"noise_multiplier": float("inf")}, "admit.not-signed-units"),
-        ({"noise_multiplier": 2e9}, "admit.not-signed-units"),
+        ({"clip_norm": 0.3}, "admit.clip-norm-above-class"),
+        ({"noise_multiplier": 1.0}, "admit.noise-below-class"),
+        ({"clip_norm": 0.0999}, "admit.clip-norm-below-floor"),
+        ({"clip_norm": float("nan")}, "admit.bound-not-signable"),
+        ({"clip_norm": -1.0}, "admit.bound-not-signable"),
+        ({"noise_multiplier": float("inf")}, "admit.bound-not-signable"),
+        ({"noise_multiplier": 2e9}, "admit.bound-not-signable"),
     ):
         with raises_code(word):
             SigningTerms.make(made, "sensitive", **WINDOW, **bound)
-    with raises_code("admit.class-public-no"):
+    with raises_code("admit.bound-for-public-class"):
         SigningTerms.make(made, "open", clip_norm=1.0, **WINDOW)
     assert SigningTerms.make(made, "open", **WINDOW).clip_norm == 0
 
 
 def test_what_no_descriptor_could_hold_is_refused_at_once() -> None:
     corpus = policy().corpus.model_copy(update={"origin": "o" * 256})  # which no policy that is read may have
-    with raises_code("admit.descriptor-sign"):
+    with raises_code("admit.descriptor-field-invalid"):
         SigningTerms.make(policy().model_copy(update={"corpus": corpus}), "sensitive", **WINDOW)
-    with raises_code("admit.descriptor-sign"):
+    with raises_code("admit.descriptor-field-invalid"):
         SigningTerms.make(policy(), "sensitive", not_before=5, expires=5)
-    with raises_code("admit.descriptor-sign"):
+    with raises_code("admit.descriptor-field-invalid"):
         SigningTerms.make(policy(), "sensitive", data_class="ECG", **WINDOW)
 
 
@@ -175,9 +175,9 @@ def test_a_commitment_is_the_salted_digest_however_the_payload_comes(tmp_path: P
     expected = hashlib.sha256(nonce + payload).digest()
     assert commit(nonce, payload) == commit(nonce, tmp_path / "payload.bin") == expected
     assert commit(bytes(16), payload) != expected
-    with raises_code("admit.nonce-bytes"):
+    with raises_code("admit.nonce-size"):
         commit(bytes(15), payload)
-    with raises_code("admit.payload-not-read"):
+    with raises_code("admit.file-unreadable"):
         commit(nonce, tmp_path / "missing")
 
 
@@ -187,7 +187,7 @@ def test_a_subject_tag_is_an_hmac() -> None:
     assert subject_tag(key, " patient 17\n") == subject_tag(key, "patient 17")
     assert subject_tag(key, "Zoe\u0308") == subject_tag(key, "Zo\u00eb")  # two ways to write one letter
     assert subject_tag(bytes(32), "patient 17") != subject_tag(key, "patient 17")
-    with raises_code("admit.subject-key-bytes"):
+    with raises_code("admit.subject-key-too-short"):
         subject_tag(b"short", "patient 17")
     for nobody in ("", "  "):
         with raises_code("admit.subject-empty"):

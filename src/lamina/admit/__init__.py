@@ -1,17 +1,24 @@
-"""Who may contribute, under which bound, and how that is signed, checked and held to."""
+"""Who may contribute, under which bound, and how that is signed, checked and kept.
+
+These names are imported on first use: `lamina keys` needs neither a policy nor numpy.
+"""
 
 from __future__ import annotations
 
-from lamina.admit.admission import Admission, AdmittedRow, Revalidation
-from lamina.admit.attestation import DESCRIPTOR_SCHEMA, Attestation, Descriptor, attest, commit, subject_tag
-from lamina.admit.checks import SigningTerms, floors_hash, preset
-from lamina.admit.contribution_sources import Contribution, FolderContributions
-from lamina.admit.gate import AdmissionGate
-from lamina.admit.key_ring import KeyEntry, KeyRing, KeyStatus
-from lamina.admit.keys import PrivateKey, PublicKey
-from lamina.admit.resolver import Resolution, check_bound, resolve
-from lamina.admit.signing import SigningOutcome, attest_folder
-from lamina.admit.verdicts import Bound, MemoryRegister, Reason, Refusal, Register
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lamina.admit.admission import Admission, AdmittedRow, Revalidation
+    from lamina.admit.attestation import DESCRIPTOR_SCHEMA, Attestation, Descriptor, attest, commit, subject_tag
+    from lamina.admit.checks import SigningTerms, floors_hash, preset
+    from lamina.admit.contribution_sources import Contribution, FolderContributions
+    from lamina.admit.gate import AdmissionGate
+    from lamina.admit.key_ring import KeyEntry, KeyRing, KeyStatus
+    from lamina.admit.keys import PrivateKey, PublicKey
+    from lamina.admit.resolver import Resolution, check_bound, resolve
+    from lamina.admit.signing import SigningOutcome, attest_folder
+    from lamina.admit.verdicts import Bound, MemoryRegister, Reason, Refusal, Register
 
 __all__ = [
     "PublicKey", "PrivateKey", "KeyRing", "KeyEntry", "KeyStatus",
@@ -21,3 +28,13 @@ __all__ = [
     "Admission", "AdmittedRow", "Revalidation", "Reason", "Refusal",
     "Bound", "check_bound", "resolve", "Resolution",
 ]  # fmt: skip
+_FILES = ("keys", "key_ring", "attestation", "verdicts", "contribution_sources", "checks", "signing", "resolver")
+_FILES += ("admission", "gate")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for file in _FILES:
+            if hasattr(found := import_module(f"lamina.admit.{file}"), name):
+                return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

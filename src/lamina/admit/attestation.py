@@ -57,7 +57,7 @@ def commit(nonce: bytes, payload: bytes | Path) -> bytes:
     """
     if len(nonce) != NONCE_BYTES:
         raise AdmissionError(
-            "admit.nonce-bytes", f"the nonce has {len(nonce)} bytes, must have {NONCE_BYTES}", "draw it anew"
+            "admit.nonce-size", f"the nonce has {len(nonce)} bytes, must have {NONCE_BYTES}", "draw it anew"
         )
     if isinstance(payload, bytes):
         return hashlib.sha256(nonce + payload).digest()
@@ -68,7 +68,7 @@ def commit(nonce: bytes, payload: bytes | Path) -> bytes:
                 digest.update(part)
     except OSError as error:
         raise AdmissionError(
-            "admit.payload-not-read",
+            "admit.file-unreadable",
             f"the payload '{payload}' cannot be read: {error.strerror}",
             "give the file that is contributed",
         ) from None
@@ -82,7 +82,7 @@ def subject_tag(key: bytes, subject: str) -> str:
     """
     if len(key) < 16:
         raise AdmissionError(
-            "admit.subject-key-bytes",
+            "admit.subject-key-too-short",
             f"the subject key has {len(key)} bytes, at least 16 are needed",
             "draw 32 at random, keep them secret",
         )
@@ -164,7 +164,7 @@ class Descriptor:
 
     def __post_init__(self) -> None:
         if problem := _field_problem(self):
-            raise AdmissionError("admit.descriptor-sign", f"descriptor: {problem}", "sign it again with lamina attest")
+            raise AdmissionError("admit.descriptor-field-invalid", f"descriptor: {problem}", "sign it again with lamina attest")
 
     def encode(self) -> bytes:
         """Its one encoding."""
@@ -183,13 +183,13 @@ class Descriptor:
         """Read received bytes: they are the encoding of a valid descriptor, or refused."""
         if type(data) is not bytes:
             raise EncodingError(
-                "admit.descriptor-bytes",
+                "admit.descriptor-not-bytes",
                 f"the descriptor is {type(data).__name__}, must be bytes",
                 "pass what was received",
             )
         if len(data) > MAX_DESCRIPTOR:
             raise EncodingError(
-                "admit.descriptor-bytes-allowed",
+                "admit.descriptor-too-large",
                 f"the descriptor has {len(data)} bytes, at most {MAX_DESCRIPTOR} are allowed",
                 "sign it with lamina attest",
             )
@@ -255,7 +255,7 @@ def _decode_descriptor(data: bytes) -> dict[str, Any]:
     """The same by the general decoder, which says what is wrong."""
     found = cbor.decode(data, max_depth=1)
     if type(found) is not dict:
-        raise AdmissionError("admit.descriptor-no-map", "the descriptor is no map", "sign it with lamina attest")
+        raise AdmissionError("admit.descriptor-not-map", "the descriptor is no map", "sign it with lamina attest")
     if found.get(1) != DESCRIPTOR_SCHEMA or type(found[1]) is not int:
         raise _schema_error(found)
     if (names := _FIELDS_OF_KEYS.get(tuple(found))) is None:
@@ -267,12 +267,12 @@ def _schema_error(found: dict[Any, Any]) -> AdmissionError:
     version = found.get(1)
     if type(version) is not int:
         return AdmissionError(
-            "admit.descriptor-schema-number",
+            "admit.schema-not-number",
             f"descriptor: schema is {version!r}, must be a number",
             "sign it with lamina attest",
         )
     return UnknownSchema(
-        "admit.descriptor-schema-program",
+        "admit.schema-unknown",
         f"descriptor: schema is {version}, this program knows {DESCRIPTOR_SCHEMA}",
         "use a program that knows it",
     )
@@ -284,7 +284,7 @@ def _keys_error(found: dict[Any, Any]) -> AdmissionError:
     told = " and ".join(
         text for text in (missing and f"lacks {missing}", unknown and f"has unknown keys {unknown}") if text
     )
-    return AdmissionError("admit.descriptor", f"the descriptor {told}", "sign it with lamina attest")
+    return AdmissionError("admit.descriptor-fields", f"the descriptor {told}", "sign it with lamina attest")
 
 
 def _field_problem(d: Descriptor) -> str | None:
@@ -379,13 +379,13 @@ class Attestation:
         """Read received bytes strictly. Nothing is verified yet."""
         if type(data) is not bytes:
             raise EncodingError(
-                "admit.attestation-bytes",
+                "admit.attestation-not-bytes",
                 f"the attestation is {type(data).__name__}, must be bytes",
                 "pass what was received",
             )
         if len(data) > MAX_ATTESTATION:
             raise EncodingError(
-                "admit.attestation-bytes-allowed",
+                "admit.attestation-too-large",
                 f"the attestation has {len(data)} bytes, at most {MAX_ATTESTATION} are allowed",
                 "sign with lamina attest",
             )
@@ -423,13 +423,13 @@ def attest(descriptor: Descriptor, key: PrivateKey, *, issued_at: int, subject_t
     """Sign a descriptor."""
     if descriptor.contributor != key.public.id:
         raise AdmissionError(
-            "admit.descriptor-names-contributor",
+            "admit.contributor-not-signer",
             f"the descriptor names contributor {descriptor.contributor.hex()}, the key is {key.public.name}",
             "sign with the key that the descriptor names",
         )
     if type(issued_at) is not int or not 0 <= issued_at <= LAST_SECOND:
         raise AdmissionError(
-            "admit.issued-seconds-since",
+            "admit.issued-at-out-of-range",
             f"issued_at is {issued_at!r}, must be seconds since 1970",
             "give int(time.time())",
         )
@@ -545,7 +545,7 @@ def _header_fields(header: dict[Any, Any]) -> dict[str, Any]:
     alg, kid, claims = header[_ALG], header[_KID], header[_CLAIMS]
     if type(alg) is not int or alg not in ALGORITHMS:
         raise WrongAlgorithm(
-            "admit.attestation-algorithm-not",
+            "admit.algorithm-not-allowed",
             f"attestation: algorithm {alg!r} is not allowed, {' and '.join(map(str, ALGORITHMS))} are",
             "sign with Ed25519",
         )
@@ -582,4 +582,4 @@ def _is_subject(sub: str) -> bool:
 
 
 def _malformed(problem: str) -> AdmissionError:
-    return AdmissionError("admit.attestation", f"attestation: {problem}", "sign with lamina attest")
+    return AdmissionError("admit.attestation-malformed", f"attestation: {problem}", "sign with lamina attest")

@@ -54,7 +54,7 @@ def preset(policy: Policy, cls: str) -> tuple[int, int]:
     bound = policy.bound(cls)
     if bound is None:
         raise AdmissionError(
-            "admit.class-bounds-no",
+            "admit.class-without-bound",
             f"class {cls!r} bounds no ε, so there is nothing to sign",
             f"give class.{cls} an epsilon or a noise_multiplier, or the corpus a floor",
         )
@@ -67,7 +67,7 @@ def to_micro(value: float, rounding: str) -> int:
     result = int(scaled.to_integral_value(rounding)) if scaled.is_finite() else 0
     if not 0 < result <= MAX_MICRO:
         raise AdmissionError(
-            "admit.not-signed-units", f"{value!r} cannot be signed in units of 1e-6", "give a number from 1e-6 to 1e9"
+            "admit.bound-not-signable", f"{value!r} cannot be signed in units of 1e-6", "give a number from 1e-6 to 1e9"
         )
     return result
 
@@ -168,14 +168,14 @@ def _requested_bound(policy: Policy, name: str, c: float | None, z: float | None
     if policy.classes[name].public:
         if c is not None or z is not None:
             raise AdmissionError(
-                "admit.class-public-no",
+                "admit.bound-for-public-class",
                 f"class {name!r} is public and has no bound",
                 "leave clip norm and multiplier out",
             )
         return clip, noise
     if c is not None and (asked := to_micro(c, ROUND_FLOOR)) > clip:
         raise AdmissionError(
-            "admit.clip-norm-above",
+            "admit.clip-norm-above-class",
             f"clip norm {c:g} is above {clip / MICRO:g}, which class {name!r} allows",
             "sign a smaller one",
         )
@@ -184,12 +184,12 @@ def _requested_bound(policy: Policy, name: str, c: float | None, z: float | None
         floor = policy.corpus.floors.clip_norm
         if floor is not None and clip / MICRO < floor:
             raise AdmissionError(
-                "admit.clip-norm-below", f"clip norm {c:g} is below the floor of {floor:g}", "sign a larger one"
+                "admit.clip-norm-below-floor", f"clip norm {c:g} is below the floor of {floor:g}", "sign a larger one"
             )
     if z is not None:
         if (wanted := to_micro(z, ROUND_CEILING)) < noise:
             raise AdmissionError(
-                "admit.noise-multiplier-below",
+                "admit.noise-below-class",
                 f"noise multiplier {z:g} is below {noise / MICRO:g}, which class {name!r} asks for",
                 "sign a larger one",
             )
@@ -210,7 +210,7 @@ def _least_multiplier(bound: float, delta: float) -> int:
             high = middle
     if high > MAX_MICRO:
         raise AdmissionError(
-            "admit.epsilon-delta-needs",
+            "admit.epsilon-too-small",
             f"ε = {bound:g} at δ = {delta:g} needs more noise than can be signed",
             "allow more ε",
         )
@@ -220,7 +220,7 @@ def _least_multiplier(bound: float, delta: float) -> int:
 def _class_policy(policy: Policy, name: str) -> ClassPolicy:
     if name not in policy.classes:
         raise AdmissionError(
-            "admit.policy-no-class", f"the policy has no class {name!r}", f"its classes are {', '.join(policy.classes)}"
+            "admit.class-unknown", f"the policy has no class {name!r}", f"its classes are {', '.join(policy.classes)}"
         )
     return policy.classes[name]
 

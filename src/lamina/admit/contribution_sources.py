@@ -44,13 +44,13 @@ class Contribution:
     def __post_init__(self) -> None:
         if not isinstance(self.id, str):
             raise AdmissionError(
-                "admit.id-contribution", f"the id of a contribution is a {type(self.id).__name__}", "give text"
+                "admit.contribution-field-type", f"the id of a contribution is a {type(self.id).__name__}", "give text"
             )
         for name, kinds in _FIELD_TYPES:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
                 raise AdmissionError(
-                    "admit.contribution",
+                    "admit.contribution-field-type",
                     f"the {name} of contribution {printable(self.id)!r} is a {type(value).__name__}",
                     "give bytes",
                 )
@@ -103,7 +103,7 @@ class FolderContributions:
 
     def _listing_error(self, error: OSError) -> AdmissionError:
         return AdmissionError(
-            "admit.contributions-not-listed",
+            "admit.folder-unreadable",
             f"the contributions in '{self.path}' cannot be listed: {error.strerror}",
             "give the folder that holds one folder for each contribution",
         )
@@ -186,7 +186,7 @@ class SignedBytesReader:
     def _next_in_order(self, id: str, place: int) -> Contribution:
         if isinstance(self._source, Iterator):
             raise AdmissionError(
-                "admit.contributions-read-once",
+                "admit.source-read-once",
                 "the contributions can be read once only, and the ledger keeps what was signed",
                 "give a list of them, or their folder",
             )
@@ -541,12 +541,12 @@ def count_examples(payload: Path) -> int:
             found = read_headers(file, ["x"])
     except Exception as error:  # whatever zipfile, zlib and numpy make of it
         why = str(error) if isinstance(error, BadArray) else type(error).__name__
-        raise AdmissionError("admit.not-read-npz", f"'{payload}' cannot be read as .npz ({why})", _NPZ_REMEDY) from None
+        raise AdmissionError("admit.npz-unreadable", f"'{payload}' cannot be read as .npz ({why})", _NPZ_REMEDY) from None
     if "x" not in found:
-        raise AdmissionError("admit.no-array", f"'{payload}' has no array 'x'", _NPZ_REMEDY)
+        raise AdmissionError("admit.payload-without-x", f"'{payload}' has no array 'x'", _NPZ_REMEDY)
     shape = found["x"].shape
     if not shape or shape[0] < 1:
         raise AdmissionError(
-            "admit.array-no-examples", f"array 'x' of '{payload}' has no examples", "its first axis counts examples"
+            "admit.payload-without-examples", f"array 'x' of '{payload}' has no examples", "its first axis counts examples"
         )
     return shape[0]

@@ -59,7 +59,7 @@ class Clock:
     def see(self, seconds: float) -> int:
         """Take `seconds` for the current time."""
         if not isinstance(seconds, int | float) or not 0 <= seconds <= LAST_SECOND:
-            raise AdmissionError("admit.clock-says", f"the clock says {seconds!r}", "give seconds since 1970")
+            raise AdmissionError("admit.clock-out-of-range", f"the clock says {seconds!r}", "give seconds since 1970")
         current = math.floor(seconds)
         with self._lock:
             if current < self._latest:
@@ -173,7 +173,7 @@ def split_into_chunks(contributions: Iterable[Contribution]) -> Iterator[list[Co
     for given in contributions:
         if not isinstance(given, Contribution):
             raise AdmissionError(
-                "admit.number-part",
+                "admit.not-a-contribution",
                 f"number {len(part)} of a part is a {type(given).__name__}",
                 "give lamina.admit Contributions",
             )
@@ -325,7 +325,7 @@ class _Worker:
         code = self.process.exitcode
         how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
         return AdmissionError(
-            "admit.process-gate-id",
+            "admit.worker-ended",
             f"a process of the gate (id {self.process.pid}) was ended {how}; nothing was admitted",
             "admit again; with processes=1 if memory is short",
         )
@@ -433,7 +433,7 @@ class AdmissionGate:
     ) -> None:
         if isinstance(processes, bool) or not isinstance(processes, int) or not 1 <= processes <= 256:
             raise AdmissionError(
-                "admit.processes", f"processes is {processes!r}, must be 1 to 256", "one per core is enough"
+                "admit.processes-out-of-range", f"processes is {processes!r}, must be 1 to 256", "one per core is enough"
             )
         self.policy = policy
         self.keys = keys

@@ -50,41 +50,27 @@ class KeyEntry:
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, PublicKey):
-            raise BadKey(
-                "key.key-publickey", f"the key is a {type(self.key).__name__}, must be a PublicKey", "give key.public"
-            )
+            problem = f"the key is a {type(self.key).__name__}, must be a PublicKey"
+            raise BadKey("key.not-public-key", problem, "give key.public")
         if not isinstance(self.label, str) or not 0 < len(self.label) <= 128 or not self.label.isprintable():
-            raise BadKey(
-                "key.label-key-printable",
-                f"the label {self.label!r} of key {self.key.name[:16]} must be 1 to 128 printable characters",
-                "name whose key it is",
-            )
+            problem = f"the label {self.label!r} of key {self.key.name[:16]} must be 1 to 128 printable characters"
+            raise BadKey("key.label-invalid", problem, "say whose key it is")
         if self.role not in ROLES:
-            raise BadKey(
-                "key.key-role",
-                f"key {self.label!r} has role {self.role!r}",
-                f"roles are {', '.join(ROLES)}: one key for each",
-            )
+            remedy = f"use one of {', '.join(ROLES)}; each role needs its own key"
+            raise BadKey("key.role-unknown", f"key {self.label!r} has the unknown role {self.role!r}", remedy)
         for name in ("valid_from", "revoked_from", "retired_from"):
             value = getattr(self, name)
             if value is None and name != "valid_from":
                 continue
             if type(value) is not int or not 0 <= value <= LAST_SECOND:
-                raise BadKey(
-                    "key.key-seconds-since",
-                    f"{name} of key {self.label!r} is {value!r}, must be seconds since 1970",
-                    "give an instant",
-                )
+                problem = f"{name} of key {self.label!r} is {value!r}, must be seconds since 1970"
+                raise BadKey("key.time-out-of-range", problem, "give a time before the year 10000")
         if self.replaced_by is not None and (type(self.replaced_by) is not bytes or len(self.replaced_by) != 32):
-            raise BadKey(
-                "key.replaced-key-no", f"replaced_by of key {self.label!r} is no key id", "give the 32 bytes of one"
-            )
+            problem = f"replaced_by of key {self.label!r} is not a key id"
+            raise BadKey("key.replaced-by-invalid", problem, "give the 32 bytes of a key id")
         if not self.algorithms or not set(self.algorithms) <= set(ALGORITHMS):
-            raise BadKey(
-                "key.key-algorithms",
-                f"key {self.label!r} is for algorithms {list(self.algorithms)}",
-                f"known are {list(ALGORITHMS)}",
-            )
+            problem = f"key {self.label!r} is for algorithms {list(self.algorithms)}"
+            raise BadKey("key.algorithm-unknown", problem, f"use some of {list(ALGORITHMS)}")
 
     @property
     def id(self) -> bytes:
@@ -111,6 +97,7 @@ KEY_RING_SCHEMA = 1
 
 _ENTRY_FIELDS = {"id", "x", "label", "role", "valid_from", "algorithms"}
 _OPTIONAL_ENTRY_FIELDS = {"retired_from", "revoked_from", "replaced_by"}
+_SHOW_KEYS = "lamina keys list shows ids and labels"
 
 
 class KeyRing:
@@ -123,8 +110,6 @@ class KeyRing:
     def __init__(self) -> None:
         self._entries: dict[bytes, KeyEntry] = {}
         self._version: bytes | None = None
-
-    # ----------------------------------------------------------------------------------- questions
 
     @property
     def entries(self) -> tuple[KeyEntry, ...]:
@@ -153,7 +138,8 @@ class KeyRing:
             found = [each for each in self if each.key.name.startswith(name.lower())]
         if len(found) != 1:
             known = "several keys" if found else "no key"
-            raise BadKey("key.key-ring", f"the key ring has {known} {name!r}", "lamina keys list shows ids and labels")
+            problem = f"the key ring has {known} {name!r}"
+            raise BadKey("key.name-not-unique", problem, _SHOW_KEYS)
         return found[0]
 
     @property
@@ -163,8 +149,6 @@ class KeyRing:
             rows = [_entry_to_json(self._entries[kid]) for kid in sorted(self._entries)]
             self._version = hashlib.sha256(cbor.encode(rows, max_size=keys.MAX_SMALL_FILE)).digest()
         return self._version
-
-    # ----------------------------------------------------------------------------------- key events
 
     def add(
         self,
@@ -185,18 +169,13 @@ class KeyRing:
         entry = self._known(old)
         if entry.revoked_from is not None or entry.retired_from is not None:
             state = "revoked" if entry.revoked_from is not None else "replaced"
-            raise BadKey(
-                "key.key-already", f"key {entry.label!r} was {state} already", "add the new key as one of its own"
-            )
+            problem = f"key {entry.label!r} is already {state}"
+            raise BadKey("key.already-replaced", problem, "add the new key with lamina keys add")
         if at <= entry.valid_from:
-            raise BadKey(
-                "key.key-valid-not",
-                f"key {entry.label!r} is valid from {format_utc(entry.valid_from)}, it cannot retire at {format_utc(at)}",
-                "give a later instant",
-            )
-        added = KeyEntry(
-            key=new, label=label or entry.label, role=entry.role, valid_from=at, algorithms=entry.algorithms
-        )
+            begin, end = format_utc(entry.valid_from), format_utc(at)
+            problem = f"key {entry.label!r} is valid from {begin} and cannot retire at {end}"
+            raise BadKey("key.retires-before-valid", problem, "give a later time")
+        added = replace(entry, key=new, label=label or entry.label, valid_from=at, replaced_by=None)
         retired = replace(entry, retired_from=at, replaced_by=new.id)
         self._put_new(added)
         self._entries[old] = retired
@@ -206,33 +185,25 @@ class KeyRing:
         """From `at` on nothing that the key signed counts. A revocation can be moved to earlier, never to later."""
         entry = self._known(kid)
         if entry.revoked_from is not None and at > entry.revoked_from:
-            raise BadKey(
-                "key.key-revoked-later",
-                f"key {entry.label!r} is revoked from {format_utc(entry.revoked_from)}, {format_utc(at)} would be later",
-                "a revocation is not undone: add a new key",
-            )
+            told = f"key {entry.label!r} is revoked from {format_utc(entry.revoked_from)}"
+            problem = f"{told}, which cannot move to {format_utc(at)}"
+            raise BadKey("key.revocation-moved-later", problem, "a revocation is not undone: add a new key")
         self._entries[kid] = revoked = replace(entry, revoked_from=at)
         self._version = None
         return revoked
 
     def _known(self, kid: bytes) -> KeyEntry:
         if (entry := self._entries.get(kid)) is None:
-            raise BadKey(
-                "key.key-ring-no", f"the key ring has no key {kid.hex()}", "lamina keys list shows ids and labels"
-            )
+            raise BadKey("key.not-in-ring", f"the key ring has no key {kid.hex()}", _SHOW_KEYS)
         return entry
 
     def _put_new(self, entry: KeyEntry) -> None:
         if (known := self._entries.get(entry.id)) is not None:
-            raise BadKey(
-                "key.key-ring-already",
-                f"the key ring has {entry.key.name} already, as {known.label!r} in role {known.role!r}",
-                "use another key for another role; rotate or revoke this one",
-            )
+            problem = f"the key ring already has {entry.key.name}, as {known.label!r} in role {known.role!r}"
+            remedy = "use another key for another role; or rotate or revoke this one"
+            raise BadKey("key.already-in-ring", problem, remedy)
         self._entries[entry.id] = entry
         self._version = None
-
-    # ----------------------------------------------------------------------------------- on disk
 
     @classmethod
     def load(cls, path: str | Path, held: bytes | None = None) -> KeyRing:
@@ -241,25 +212,22 @@ class KeyRing:
         try:
             content = json.loads(data, object_pairs_hook=_refuse_duplicate_fields)
             if not isinstance(content, dict) or content.keys() != {"schema", "keys"}:
-                raise BadKey("key.fields-schema-keys", "it must have the fields schema and keys, and no others")
-            if type(content["schema"]) is not int or content["schema"] != KEY_RING_SCHEMA:
-                raise BadKey(
-                    "key.schema-program-reads",
-                    f"its schema is {content['schema']!r}, this program reads {KEY_RING_SCHEMA}",
-                )
-            if not isinstance(content["keys"], list):
-                raise BadKey("key.keys-list", "keys must be a list")
+                raise BadKey("key.ring-fields", "it must have the fields schema and keys, and no others")
+            schema, rows = content["schema"], content["keys"]
+            if type(schema) is not int or schema != KEY_RING_SCHEMA:
+                problem = f"its schema is {schema!r}, this program reads {KEY_RING_SCHEMA}"
+                raise BadKey("key.ring-schema-unknown", problem)
+            if not isinstance(rows, list):
+                raise BadKey("key.ring-fields", "keys must be a list")
             ring = cls()
-            for number, row in enumerate(content["keys"]):
+            for number, row in enumerate(rows):
                 ring._put_new(_entry_from_json(row, number))
         except (ValueError, RecursionError):  # JSON, UTF-8
-            raise BadKey("key.key-ring-not", f"the key ring '{path}' is not JSON", "restore it from a copy") from None
+            problem = f"the key ring '{path}' is not JSON"
+            raise BadKey("key.ring-not-json", problem, "restore it from a copy") from None
         except LaminaError as error:
-            raise BadKey(
-                "key.key-ring-not-valid",
-                f"the key ring '{path}' is not valid: {error.problem}",
-                "restore it from a copy",
-            ) from None
+            problem = f"the key ring '{path}' is not valid: {error.problem}"
+            raise BadKey("key.ring-invalid", problem, "restore it from a copy") from None
         return ring
 
     def save(self, path: str | Path) -> None:
@@ -301,49 +269,46 @@ def _entry_to_json(entry: KeyEntry) -> dict[str, Any]:
 
 
 def _entry_from_json(row: Any, number: int) -> KeyEntry:
-    if (
-        not isinstance(row, dict)
-        or not row.keys() >= _ENTRY_FIELDS
-        or not row.keys() <= _ENTRY_FIELDS | _OPTIONAL_ENTRY_FIELDS
-    ):
-        raise BadKey(
-            "key.entry-nothing-unknown",
-            f"entry {number} must have {', '.join(sorted(_ENTRY_FIELDS))}, and nothing unknown",
-        )
+    def invalid(problem: str) -> BadKey:
+        return BadKey("key.ring-entry-invalid", problem)
+
+    def hex32(name: str) -> bytes:
+        try:
+            value = bytes.fromhex(row[name])
+        except ValueError:
+            value = b""
+        if value.hex() != row[name] or len(value) != 32:
+            raise invalid(f"{name} of entry {number} must be 64 hexadecimal digits")
+        return value
+
+    def time(name: str) -> int | None:
+        return parse_utc(row[name]) if name in row else None
+
+    if not isinstance(row, dict) or not _ENTRY_FIELDS <= row.keys() <= _ENTRY_FIELDS | _OPTIONAL_ENTRY_FIELDS:
+        raise invalid(f"entry {number} must have {', '.join(sorted(_ENTRY_FIELDS))}, and nothing unknown")
     if not isinstance(row["algorithms"], list) or any(type(each) is not int for each in row["algorithms"]):
-        raise BadKey("key.algorithms-entry-list", f"algorithms of entry {number} must be a list of numbers")
-    texts = {name: value for name, value in row.items() if name != "algorithms"}
-    if wrong := next((name for name, value in texts.items() if not isinstance(value, str)), None):
-        raise BadKey("key.entry-text", f"{wrong} of entry {number} must be text")
+        raise invalid(f"algorithms of entry {number} must be a list of numbers")
+    for name, value in row.items():
+        if name != "algorithms" and not isinstance(value, str):
+            raise invalid(f"{name} of entry {number} must be text")
     entry = KeyEntry(
-        key=PublicKey(_parse_hex32(row["x"], "x", number)),
+        key=PublicKey(hex32("x")),
         label=row["label"],
         role=row["role"],
         valid_from=parse_utc(row["valid_from"]),
-        revoked_from=parse_utc(row["revoked_from"]) if "revoked_from" in row else None,
-        replaced_by=_parse_hex32(row["replaced_by"], "replaced_by", number) if "replaced_by" in row else None,
-        retired_from=parse_utc(row["retired_from"]) if "retired_from" in row else None,
+        revoked_from=time("revoked_from"),
+        replaced_by=hex32("replaced_by") if "replaced_by" in row else None,
+        retired_from=time("retired_from"),
         algorithms=tuple(row["algorithms"]),
     )
     if entry.key.name != row["id"]:
-        raise BadKey(
-            "key.entry-says-id", f"entry {number} says id {row['id']!r}, the thumbprint of its key is {entry.key.name}"
-        )
+        problem = f"entry {number} gives id {row['id']!r}, the thumbprint of its key is {entry.key.name}"
+        raise BadKey("key.id-not-thumbprint", problem)
     return entry
-
-
-def _parse_hex32(text: str, field: str, number: int) -> bytes:
-    try:
-        value = bytes.fromhex(text)
-    except ValueError:
-        value = b""
-    if value.hex() != text or len(value) != 32:
-        raise BadKey("key.entry-hexadecimal-digits", f"{field} of entry {number} must be 64 hexadecimal digits")
-    return value
 
 
 def _refuse_duplicate_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise AdmissionError("admit.field-twice", "a field is there twice")
+        raise AdmissionError("admit.json-field-twice", "a field occurs twice")
     return result

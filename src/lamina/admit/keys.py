@@ -1,7 +1,4 @@
-"""Ed25519 keys: make, sign, verify, and read and write them as PEM or COSE.
-
-The files and UTC times they are written with.
-"""
+"""Ed25519 keys: make, sign, verify, read and write as PEM or COSE; and the small files and UTC times around them."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import fcntl
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -35,31 +32,28 @@ _UTC_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def format_utc(seconds: int) -> str:
-    """UTC, to the second.
+    """A time in UTC, to the second.
 
     >>> format_utc(1_767_225_600)
     '2026-01-01T00:00:00Z'
     """
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ").rjust(20, "0")
+    return datetime.fromtimestamp(seconds, UTC).strftime(_UTC_FORMAT).rjust(20, "0")
 
 
 def parse_utc(text: str) -> int:
-    """What `shown` wrote, and only that: strict, because key rings are compared byte by byte."""
+    """Read what `format_utc` writes, and only that: key rings are compared byte by byte."""
     try:
         seconds = int(datetime.strptime(text, _UTC_FORMAT).replace(tzinfo=UTC).timestamp())
     except ValueError:
         seconds = -1
     if not 0 <= seconds <= LAST_SECOND or format_utc(seconds) != text:
-        raise AdmissionError(
-            "admit.time-not-form",
-            f"the time {text!r} is not of the form 2026-01-31T12:00:00Z",
-            "give UTC, to the second",
-        )
+        problem = f"the time {text!r} is not of the form 2026-01-31T12:00:00Z"
+        raise AdmissionError("admit.time-not-utc", problem, "give UTC, to the second")
     return seconds
 
 
 def parse_time(text: str) -> int:
-    """A time as people write it: a day, or a day and an hour with or without offset; UTC where none is given.
+    """Read a time as people write it: a day, a day and an hour (UTC unless an offset is given), or seconds since 1970.
 
     >>> parse_time("2026-01-01") == parse_time("2026-01-01T02:00+02:00") == parse_time("1767225600")
     True
@@ -73,11 +67,8 @@ def parse_time(text: str) -> int:
     except (ValueError, OverflowError):
         seconds = -1
     if not 0 <= seconds <= LAST_SECOND:
-        raise AdmissionError(
-            "admit.not-time-between",
-            f"{text!r} is not a time between 1970 and 9999",
-            "write 2026-01-31 or 2026-01-31T12:00Z",
-        )
+        problem = f"{text!r} is not a time between 1970 and 9999"
+        raise AdmissionError("admit.time-invalid", problem, "write 2026-01-31 or 2026-01-31T12:00Z")
     return seconds
 
 
@@ -85,82 +76,62 @@ MAX_SMALL_FILE = 64 * 1024 * 1024  # a key ring of 100,000 entries has some 30 M
 
 
 def read_small(path: Path, what: str, *, most: int = MAX_SMALL_FILE) -> bytes:
-    """All bytes of a file that has no reason to be large."""
+    """Read all bytes of a file that has no reason to be large."""
     try:
         with open(path, "rb") as file:
             data = file.read(most + 1)
     except OSError as error:
-        raise AdmissionError(
-            "admit.not-read", f"{what} '{path}' cannot be read: {error.strerror}", "give the path of a readable file"
-        ) from None
+        problem = f"cannot read {what} '{path}': {error.strerror}"
+        raise AdmissionError("admit.file-unreadable", problem, "give the path of a readable file") from None
     if len(data) > most:
-        raise AdmissionError(
-            "admit.bytes", f"{what} '{path}' has more than {most} bytes", "give the file that is meant"
-        )
+        problem = f"{what} '{path}' has more than {most} bytes"
+        raise AdmissionError("admit.file-too-large", problem, "check that this is the right file")
     return data
 
 
 def write_new(path: Path, data: bytes, what: str, *, mode: int) -> None:
-    """Write a file that is not there yet, whole or not at all; one that is stays as it is."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.lamina-tmp")
-    try:
-        if os.path.lexists(path):
-            raise FileExistsError
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        with os.fdopen(file, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.link(temporary, path)  # refuses what is there, and is all or nothing
-        os.unlink(temporary)
-        _sync_folder(path.parent)
-    except FileExistsError:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise AdmissionError(
-            "admit.exists-not-overwritten",
-            f"{what} '{path}' exists and is not overwritten",
-            "give another path, or move it away",
-        ) from None
-    except OSError as error:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise _write_error(what, path, error) from None
+    """Write a file that does not exist yet, whole or not at all. An existing file is never overwritten."""
+    _write(path, data, what, mode, os.link, durable=True)
 
 
 def replace_file(path: Path, data: bytes, what: str, *, mode: int, durable: bool = True) -> None:
     """Make `path` hold exactly `data`, or leave it as it was."""
+    _write(path, data, what, mode, os.replace, durable=durable)
+
+
+def _write(
+    path: Path, data: bytes, what: str, mode: int, publish: Callable[[Path, Path], None], *, durable: bool
+) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.lamina-tmp")
     try:
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        try:
-            with os.fdopen(file, "wb") as stream:
-                stream.write(data)
-                if durable:
-                    stream.flush()
-                    os.fsync(stream.fileno())
-            os.replace(temporary, path)
+        with os.fdopen(file, "wb") as stream:
+            stream.write(data)
             if durable:
-                _sync_folder(path.parent)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+                stream.flush()
+                os.fsync(stream.fileno())
+        publish(temporary, path)  # all or nothing
+        if durable:
+            _sync_folder(path.parent)
+    except FileExistsError:
+        problem = f"{what} '{path}' exists and is not overwritten"
+        raise AdmissionError("admit.file-exists", problem, "give another path, or move the file away") from None
     except OSError as error:
-        raise _write_error(what, path, error) from None
+        problem = f"cannot write {what} '{path}': {error.strerror or type(error).__name__}"
+        raise AdmissionError("admit.file-not-written", problem, "make its folder writable") from None
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary)
 
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Nobody else who asks so writes into this folder meanwhile; the lock ends with the process."""
+    """Hold the lock of a folder against other Lamina processes. The lock ends with the process."""
     try:
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise AdmissionError(
-            "admit.folder-not-opened",
-            f"the folder '{folder}' cannot be opened: {error.strerror}",
-            "make it, or give another path",
-        ) from None
+        problem = f"cannot open the folder '{folder}': {error.strerror}"
+        raise AdmissionError("admit.folder-unreadable", problem, "create it, or give another path") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -177,13 +148,6 @@ def _sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def _write_error(what: str, path: Path, error: OSError) -> AdmissionError:
-    reason = error.strerror or type(error).__name__
-    return AdmissionError(
-        "admit.not-written", f"{what} '{path}' cannot be written: {reason}", "make its folder writable"
-    )
-
-
 # An Ed25519 seed as PKCS#8 in PEM, encrypted with a passphrase (RFC 5958, 8018, 8410).
 #
 # The library's own writer stretches a passphrase by 2,048 rounds of PBKDF2, which a graphics card tries some million
@@ -193,23 +157,13 @@ def _write_error(what: str, path: Path, error: OSError) -> AdmissionError:
 PBKDF2_ROUNDS = 600_000
 
 _ED25519_PREFIX = bytes.fromhex("302e020100300506032b657004220420")  # version 0, id-Ed25519, the seed follows
-_PBES2_HEADER = bytes.fromhex(
-    "3081a4"  # EncryptedPrivateKeyInfo
-    "3060"
-    "06092a864886f70d01050d"  # PBES2
-    "3053"
-    "3032"
-    "06092a864886f70d01050c"  # PBKDF2
-    "3025"
-    "0410"  # salt: 16 bytes
-)
+_PBES2_HEADER = bytes.fromhex(  # EncryptedPrivateKeyInfo, PBES2, PBKDF2, a salt of 16 bytes follows
+    "3081a4" "3060" "06092a864886f70d01050d" "3053" "3032" "06092a864886f70d01050c" "3025" "0410"
+)  # fmt: skip
 _ROUNDS_TAG = bytes.fromhex("0203")  # three bytes, the first of them below 0x80
-_CIPHER_PARAMETERS = bytes.fromhex(
-    "300c06082a864886f70d02090500"  # HMAC with SHA-256
-    "301d"
-    "060960864801650304012a"  # AES-256-CBC
-    "0410"  # initial vector: 16 bytes
-)
+_CIPHER_PARAMETERS = bytes.fromhex(  # HMAC with SHA-256, AES-256-CBC, an initial vector of 16 bytes follows
+    "300c06082a864886f70d02090500" "301d" "060960864801650304012a" "0410"
+)  # fmt: skip
 _CIPHERTEXT_TAG = bytes.fromhex("0440")  # 48 bytes of key and a block of padding
 
 
@@ -219,22 +173,13 @@ def unencrypted_pem(seed: bytes) -> bytes:
 
 
 def encrypted_pem(seed: bytes, passphrase: bytes) -> bytes:
-    """The seed under a passphrase."""
+    """The seed, encrypted under a passphrase."""
     salt, vector = os.urandom(16), os.urandom(16)
     key = PBKDF2HMAC(algorithm=SHA256(), length=32, salt=salt, iterations=PBKDF2_ROUNDS).derive(passphrase)
     cipher = Cipher(algorithms.AES(key), modes.CBC(vector)).encryptor()
-    sealed = cipher.update(_ED25519_PREFIX + seed + b"\x10" * 16) + cipher.finalize()
-    der = (
-        _PBES2_HEADER
-        + salt
-        + _ROUNDS_TAG
-        + PBKDF2_ROUNDS.to_bytes(3, "big")
-        + _CIPHER_PARAMETERS
-        + vector
-        + _CIPHERTEXT_TAG
-        + sealed
-    )
-    return _to_pem("ENCRYPTED PRIVATE KEY", der)
+    ciphertext = cipher.update(_ED25519_PREFIX + seed + b"\x10" * 16) + cipher.finalize()
+    derivation = _PBES2_HEADER + salt + _ROUNDS_TAG + PBKDF2_ROUNDS.to_bytes(3, "big")
+    return _to_pem("ENCRYPTED PRIVATE KEY", derivation + _CIPHER_PARAMETERS + vector + _CIPHERTEXT_TAG + ciphertext)
 
 
 def _to_pem(label: str, der: bytes) -> bytes:
@@ -267,17 +212,12 @@ class PublicKey:
     def __post_init__(self) -> None:
         if not isinstance(self.x, bytes) or len(self.x) != 32:
             size = f"{len(self.x)} bytes" if isinstance(self.x, bytes) else type(self.x).__name__
-            raise BadKey(
-                "key.public-key-ed25519",
-                f"the public key is {size}, an Ed25519 key has 32 bytes",
-                "give its x coordinate",
-            )
+            problem = f"the public key is {size}, an Ed25519 key has 32 bytes"
+            raise BadKey("key.public-size", problem, "give its x coordinate")
         if not crypto_core_ed25519_is_valid_point(self.x):
-            raise BadKey(
-                "key.public-key-no",
-                f"the public key {self.x.hex()} is no point of prime order on Ed25519",
-                "make a key with lamina keys new: this one is damaged, or made so that anybody can sign for it",
-            )
+            problem = f"the public key {self.x.hex()} is not a point of prime order on Ed25519"
+            remedy = "make a key with lamina keys new: this one is damaged, or anybody can sign for it"
+            raise BadKey("key.point-invalid", problem, remedy)
         object.__setattr__(self, "id", hashlib.sha256(_THUMBPRINT_PREFIX + self.x).digest())
 
     @property
@@ -298,8 +238,6 @@ class PublicKey:
     def __repr__(self) -> str:
         return f"PublicKey({self.name})"
 
-    # ----------------------------------------------------------------------------------- formats
-
     def cose(self) -> bytes:
         """A COSE_Key in deterministic CBOR."""
         return cbor.encode({_KTY: 1, _KID: self.id, _ALG: EDDSA, _CRV: 6, _X: self.x})
@@ -310,35 +248,27 @@ class PublicKey:
         try:
             found = cbor.decode(data, max_size=_MAX_KEY_FILE)
         except EncodingError as error:
-            raise BadKey("key.cose-key-damaged", f"the COSE key is damaged: {error.problem}", error.remedy) from None
+            raise BadKey("key.cose-damaged", f"the COSE key is damaged: {error.problem}", error.remedy) from None
         if not isinstance(found, dict) or (found.get(_KTY), found.get(_CRV)) != (1, 6):
-            raise BadKey("key.cose-key-not", "the COSE key is not of kind OKP on curve Ed25519", "give an Ed25519 key")
+            raise BadKey("key.not-ed25519", "the COSE key is not of type OKP on curve Ed25519", "give an Ed25519 key")
         if _D in found:
-            raise BadKey(
-                "key.cose-key-holds", "the COSE key holds its private part", "never hand that out: make a new key"
-            )
+            remedy = "never hand the private part out: make a new key"
+            raise BadKey("key.cose-private-part", "the COSE key contains its private part", remedy)
         if unknown := sorted(map(str, found.keys() - {_KTY, _KID, _ALG, _OPS, _CRV, _X})):
-            raise BadKey(
-                "key.cose-key-unknown", f"the COSE key has unknown fields {', '.join(unknown)}", "leave them out"
-            )
+            problem = f"the COSE key has unknown fields {', '.join(unknown)}"
+            raise BadKey("key.cose-unknown-fields", problem, "leave them out")
         if found.get(_ALG, EDDSA) not in ALGORITHMS:
-            raise BadKey(
-                "key.cose-key-algorithm",
-                f"the COSE key is for algorithm {found[_ALG]!r}, known are {EDDSA} and {ED25519}",
-                "give a key for EdDSA",
-            )
+            problem = f"the COSE key is for algorithm {found[_ALG]!r}, known are {EDDSA} and {ED25519}"
+            raise BadKey("key.cose-algorithm", problem, "give a key for EdDSA")
         operations = found.get(_OPS, [_OPERATION_VERIFY])
         if not isinstance(operations, list) or _OPERATION_VERIFY not in operations:
-            raise BadKey(
-                "key.cose-key-not-verifying", "the COSE key is not for verifying", "give it key operation 2, or none"
-            )
+            remedy = "give it key operation 2, or none"
+            raise BadKey("key.cose-not-for-verifying", "the COSE key is not for verifying", remedy)
         key = cls(found.get(_X, b""))
-        if found.get(_KID, key.id) != key.id:
-            raise BadKey(
-                "key.cose-key-says",
-                f"the COSE key says its id is {_hex_or_repr(found[_KID])}, its thumbprint is {key.name}",
-                "leave the id out, or give the thumbprint (RFC 9679)",
-            )
+        if (kid := found.get(_KID, key.id)) != key.id:
+            told = kid.hex() if isinstance(kid, bytes) else repr(kid)
+            problem = f"the COSE key gives its id as {told}, its thumbprint is {key.name}"
+            raise BadKey("key.id-not-thumbprint", problem, "leave the id out, or give the thumbprint (RFC 9679)")
         return key
 
     def pem(self) -> bytes:
@@ -353,15 +283,11 @@ class PublicKey:
         try:
             key = serialization.load_pem_public_key(data)
         except (ValueError, UnsupportedAlgorithm):
-            raise BadKey(
-                "key.public-key-no-pem", "the public key is no PEM that can be read", "give a BEGIN PUBLIC KEY block"
-            ) from None
+            remedy = "give a BEGIN PUBLIC KEY block"
+            raise BadKey("key.public-not-pem", "the public key is not readable PEM", remedy) from None
         if not isinstance(key, Ed25519PublicKey):
-            raise BadKey(
-                "key.public-key-ed25519-make",
-                f"the public key is a {_key_type(key)}, must be Ed25519",
-                "make one with lamina keys new",
-            )
+            problem = f"the public key is a {_key_type(key)}, must be Ed25519"
+            raise BadKey("key.not-ed25519", problem, "make one with lamina keys new")
         return cls(key.public_bytes_raw())
 
     @classmethod
@@ -369,11 +295,8 @@ class PublicKey:
         """Read a public key in PEM or COSE, whichever the file holds."""
         data = read_small(Path(path), "the public key", most=_MAX_KEY_FILE)
         if b"PRIVATE KEY-----" in data:
-            raise BadKey(
-                "key.private-key-public",
-                f"'{path}' is a private key, a public one is asked for",
-                "give its .pub file; nobody but its owner should have the private one",
-            )
+            remedy = "give its .pub file; nobody but its owner should have the private one"
+            raise BadKey("key.private-given-for-public", f"'{path}' is a private key, not a public one", remedy)
         return cls.from_pem(data) if data.lstrip().startswith(b"-----BEGIN") else cls.from_cose(data)
 
 
@@ -396,32 +319,21 @@ class PrivateKey:
         """Open a private key in PEM. A file without a passphrase must be readable by its owner alone."""
         path = Path(path)
         data = read_small(path, "the private key", most=_MAX_KEY_FILE)
-        sealed = _ENCRYPTED_PEM_LABEL in data
-        if passphrase and not sealed:
-            passphrase = None  # it is not locked: there is nothing to open
-        if sealed and not passphrase:
-            raise BadKey(
-                "key.private-key-passphrase", f"the private key '{path}' has a passphrase", "give the passphrase"
-            )
+        encrypted = _ENCRYPTED_PEM_LABEL in data
+        if encrypted and not passphrase:
+            raise BadKey("key.passphrase-missing", f"the private key '{path}' has a passphrase", "give the passphrase")
         try:
-            key = serialization.load_pem_private_key(data, passphrase)
+            key = serialization.load_pem_private_key(data, passphrase if encrypted else None)
         except (ValueError, TypeError, UnsupportedAlgorithm):
-            problem = "is not opened by this passphrase, or damaged" if sealed else "is no PEM that can be read"
-            raise BadKey(
-                "key.private-key", f"the private key '{path}' {problem}", "give its own passphrase and file"
-            ) from None
+            problem = "is damaged, or has another passphrase" if encrypted else "is not readable PEM"
+            remedy = "give the right passphrase and file"
+            raise BadKey("key.private-not-opened", f"the private key '{path}' {problem}", remedy) from None
         if not isinstance(key, Ed25519PrivateKey):
-            raise BadKey(
-                "key.private-key-ed25519",
-                f"the private key '{path}' is a {_key_type(key)}, must be Ed25519",
-                "make one with lamina keys new",
-            )
-        if not sealed and (mode := os.stat(path).st_mode & 0o077):
-            raise BadKey(
-                "key.private-key-no",
-                f"the private key '{path}' has no passphrase and others may open it (mode …{mode:03o})",
-                f"chmod 600 '{path}'",
-            )
+            problem = f"the private key '{path}' is a {_key_type(key)}, must be Ed25519"
+            raise BadKey("key.not-ed25519", problem, "make one with lamina keys new")
+        if not encrypted and (mode := os.stat(path).st_mode & 0o077):
+            problem = f"the private key '{path}' has no passphrase and others may open it (mode …{mode:03o})"
+            raise BadKey("key.private-file-open-to-others", problem, f"chmod 600 '{path}'")
         return cls(key)
 
     @staticmethod
@@ -432,11 +344,8 @@ class PrivateKey:
     def save(self, path: str | Path, passphrase: bytes | None) -> None:
         """Write it to a new file, mode 0600, never over another. None: without a passphrase."""
         if passphrase is not None and not passphrase:
-            raise BadKey(
-                "key.passphrase-empty",
-                "the passphrase is empty",
-                "give one, or None for a key that anybody with the file can use",
-            )
+            remedy = "give one, or None for a key that anybody with the file can use"
+            raise BadKey("key.passphrase-empty", "the passphrase is empty", remedy)
         seed = self._key.private_bytes_raw()
         data = unencrypted_pem(seed) if passphrase is None else encrypted_pem(seed, passphrase)
         write_new(Path(path), data, "the private key", mode=0o600)
@@ -454,7 +363,3 @@ class PrivateKey:
 
 def _key_type(key: object) -> str:
     return type(key).__name__.removesuffix("PublicKey").removesuffix("PrivateKey") or "key of another kind"
-
-
-def _hex_or_repr(value: object) -> str:
-    return value.hex() if isinstance(value, bytes) else repr(value)

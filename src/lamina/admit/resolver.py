@@ -213,12 +213,12 @@ def _check_plan(name: str, policy: Policy, plan: StepPlan) -> None:
     """The plan was made under this policy: a class with another depth or δ is not the one that was signed for."""
     if name not in policy.classes:
         raise AdmissionError(
-            "admit.policy-no-class", f"the policy has no class {name!r}", "resolve under the policy of the gate"
+            "admit.class-unknown", f"the policy has no class {name!r}", "resolve under the policy of the gate"
         )
     found = next((entry for entry in plan.classes if entry.name == name), None)
     if found is None:
         raise AdmissionError(
-            "admit.plan-no-class",
+            "admit.class-not-in-plan",
             f"the plan has no class {name!r}, which was admitted",
             "plan for it, or admit without it",
         )
@@ -228,7 +228,7 @@ def _check_plan(name: str, policy: Policy, plan: StepPlan) -> None:
     same_depth = entry.profile.described_by(found.profile)  # the plan may name an adapter more exactly
     if not same_depth or (told[0], told[2]) != (wanted[0], wanted[2]):
         raise AdmissionError(
-            "admit.class-public-reaches",
+            "admit.plan-of-other-policy",
             f"class {name!r} is public={told[0]}, reaches {told[1]}, δ = {told[2]:g} in the plan; "
             f"public={wanted[0]}, {wanted[1]}, δ = {wanted[2]:g} in the policy",
             "make the plan under the policy of the gate",

@@ -146,7 +146,7 @@ class ValidityWindow:
     def __post_init__(self) -> None:
         if not self.begin < self.end:
             raise AdmissionError(
-                "admit.window-ends-begins",
+                "admit.window-empty",
                 f"the window ends at {format_utc(self.end)}, and begins at {format_utc(self.begin)}",
                 "give a later end",
             )
@@ -200,7 +200,7 @@ class Signer:
             raise ContributionRefused(*given.read_error)
         if not isinstance(given.payload, Path):
             raise AdmissionError(
-                "admit.no-payload", "there is no payload", "put one payload.npz, payload.csv or payload.* there"
+                "admit.payload-missing", "there is no payload", "put one payload.npz, payload.csv or payload.* there"
             )
         os.close(open_regular_file(given.payload))  # a link is refused here as it would be at the gate
         asked = _SigningRequest(terms=terms, items=count_examples(given.payload), tag=tag, anchor=anchor)
@@ -272,12 +272,12 @@ class Signer:
                 terms = strictest_terms(terms, signed)
                 terms = terms if self.named else replace(terms, data_class=signed.data_class)
             elif would_loosen(terms, signed, self.policy_checks):
-                raise AdmissionError("admit.signed", f"it was signed as {signed.admissibility!r}", "sign it by force")
+                raise AdmissionError("admit.would-loosen", f"it was signed as {signed.admissibility!r}", "sign it by force")
         except (ContributionRefused, AdmissionError) as error:
             why = error.detail if isinstance(error, ContributionRefused) else error.problem
             if valid:
                 raise AdmissionError(
-                    "admit.signing-again-loosen",
+                    "admit.would-loosen",
                     f"signing it again would loosen what was signed ({why}): only by force",
                     "sign it by force",
                 ) from None
@@ -339,7 +339,7 @@ def contribution_ids(folder: str | Path) -> tuple[Path, list[str]]:
         names = os.listdir(root)
     except OSError as error:
         raise AdmissionError(
-            "admit.not-listed",
+            "admit.folder-unreadable",
             f"'{root}' cannot be listed: {error.strerror}",
             "give a contribution (a folder with payload.*), or the folder that holds one folder for each",
         ) from None
@@ -349,7 +349,7 @@ def contribution_ids(folder: str | Path) -> tuple[Path, list[str]]:
     found = sorted(name for name in names if not name.startswith(".") and (root / name).is_dir())
     if not found:
         raise AdmissionError(
-            "admit.holds-no-contributions", f"'{root}' holds no contributions", "put each into a folder: ID/payload.npz"
+            "admit.no-contributions", f"'{root}' holds no contributions", "put each into a folder: ID/payload.npz"
         )
     return root, found
 
@@ -388,17 +388,17 @@ def attest_folder(
     window = ValidityWindow(not_before=not_before, expires=expires, now=moment)
     if window.is_over and not force:
         raise AdmissionError(
-            "admit.window-ended-never",
+            "admit.window-over",
             f"the window ended at {format_utc(window.end)}: it would never be admitted",
             "give a later end, or sign by force",
         )
     if key is None and not dry_run:
         raise AdmissionError(
-            "admit.no-key-sign", "there is no key to sign with", "give the private key of the contributor"
+            "admit.signing-key-missing", "there is no key to sign with", "give the private key of the contributor"
         )
     if (subjects is None) != (subject_key is None):
         raise AdmissionError(
-            "admit.subject-key-given",
+            "admit.subjects-without-key",
             "a subject key is given without subjects" if subjects is None else "subjects are given without a key",
             "give both: only a keyed tag of a subject is signed",
         )
@@ -445,5 +445,5 @@ def attest_folder(
 
 def _value_for(values: Mapping[str, _Value], id: str, what: str) -> _Value:
     if id not in values:
-        raise AdmissionError("admit.no", f"there is no {what} for it", f"give it a {what}")
+        raise AdmissionError("admit.value-missing-for-id", f"there is no {what} for it", f"give it a {what}")
     return values[id]
