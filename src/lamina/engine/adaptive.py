@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lamina import validate
 from lamina.allocate.ladp import Candidate, draw, plan_candidates, utilities
 from lamina.engine.clipping import nonempty_contributions
 from lamina.engine.grads import row_norm_sq
@@ -26,63 +27,42 @@ from lamina.plan.rules import (
     FollowEnergy,
     FollowQuantile,
     rescale_noise,
-    short_repr,
 )
 from lamina.plan.step_plan import StepPlan
 from lamina.sensitivity.energy import EnergyEstimate
+from lamina.validate import short_repr
 
 
-def foreign_state_error(why: str) -> EngineError:
-    return EngineError(
-        "engine.adaptation-state", f"the state of the adaptation {why}", "give what to_state() of the same plan said"
-    )
+def _state_error(why: str) -> EngineError:
+    return EngineError("engine.adaptation-state", f"the adaptation state {why}", "load a to_state() of the same plan")
 
 
-def check_adaptation_state(state: Mapping[str, Any], mine: Mapping[str, Any], plan: StepPlan) -> None:
-    """Refuse a state whose values are not of the kind, the number and the range of `mine`, a state of the same plan.
+def _check_state(state: Mapping[str, Any], mine: Mapping[str, Any], plan: StepPlan) -> None:
+    """Refuse values of another kind, number or range than a state of this plan has; `mine` is one.
 
-    Whether C and S keep what was declared, and what the energy is, is for the caller to ask.
+    Whether C and S keep what was declared, and whether the energies make sense, the caller checks.
     """
-    if not _is_list(state["clip"], len(mine["clip"]), lambda row: _is_list(row, len(plan.layers), _is_finite)):
-        raise foreign_state_error(f"has other layers or classes: clip {short_repr(state['clip'])}")
-    for name in ("noise", "base", "drift"):
-        if not _is_list(state[name], len(mine[name]), _is_finite):
-            raise foreign_state_error(f"has other layers, or what is no number: {name} {short_repr(state[name])}")
-    if any(share < 0 for share in state["base"]) or (state["base"] and not abs(sum(state["base"]) - 1.0) <= 1e-9):
-        raise foreign_state_error(f"has shares {short_repr(state['base'])}, which are not those of one budget")
-    if any(d <= 0 for d in state["drift"]):
-        raise foreign_state_error(f"has drift {short_repr(state['drift'])}, must be > 0")
-    _check_factors(state, plan.rule(FollowBudget))
+    follow, choose = plan.rule(FollowBudget), plan.rule(Choose)
+    least, most = (1.0, 1.0) if follow is None else (follow.least, follow.most)
+    last, names = (-1, ()) if choose is None else (plan.steps - 1, choose.names)
     counted = 0 if plan.rule(FollowQuantile) is None else len(plan.layers)
-    if state["counts"] != [] and not (counted and _is_list(state["counts"], counted, _is_number)):
-        raise foreign_state_error(f"has counts {short_repr(state['counts'])}, must be none or one for each layer")
-    _check_choice(state, plan)
-    if "pace" in mine:
-        _check_pace(state["pace"])
-
-
-def _check_factors(state: Mapping[str, Any], rule: FollowBudget | None) -> None:
-    least, most = (1.0, 1.0) if rule is None else (rule.least, rule.most)
-    for name in ("factor", "proposed"):
-        if not _is_finite(state[name]) or not least <= state[name] <= most:
-            raise foreign_state_error(f"has {name} {short_repr(state[name])}, must lie in [{least:g}, {most:g}]")
-
-
-def _check_choice(state: Mapping[str, Any], plan: StepPlan) -> None:
-    chosen, choice, rule = state["chosen"], state["choice"], plan.rule(Choose)
-    last = -1 if rule is None else plan.steps - 1
-    if type(chosen) is not int or not -1 <= chosen <= last:
-        raise foreign_state_error(f"has a choice before step {short_repr(chosen)}, must lie in [-1, {last}]")
-    if not isinstance(choice, str) or choice not in ("", *(() if rule is None else rule.names)):
-        raise foreign_state_error(f"has choice {short_repr(choice)}, which is no candidate")
-
-
-def _check_pace(pace: Any) -> None:
-    if not isinstance(pace, Mapping) or set(pace) != {"seen", "reference"}:
-        raise foreign_state_error(f"has pace {short_repr(pace)}")
-    seen, reference = pace["seen"], pace["reference"]
-    if type(seen) is not int or seen < 0 or not _is_finite(reference) or reference < 0:
-        raise foreign_state_error(f"has pace {short_repr(pace)}, must be a count and a number >= 0")
+    fits: dict[str, Callable[[Any], bool]] = {
+        "clip": lambda v: _is_list(v, len(mine["clip"]), lambda row: _is_list(row, len(plan.layers), _is_finite)),
+        "noise": lambda v: _is_list(v, len(mine["noise"]), _is_finite),
+        "base": lambda v: _is_list(v, len(mine["base"]), _is_finite)
+        and all(share >= 0 for share in v) and (not v or abs(sum(v) - 1.0) <= 1e-9),
+        "drift": lambda v: _is_list(v, len(mine["drift"]), _is_finite) and all(d > 0 for d in v),
+        "factor": lambda v: _is_finite(v) and least <= v <= most,
+        "proposed": lambda v: _is_finite(v) and least <= v <= most,
+        "counts": lambda v: v == [] or (counted > 0 and _is_list(v, counted, _is_number)),
+        "chosen": lambda v: type(v) is int and -1 <= v <= last,
+        "choice": lambda v: isinstance(v, str) and v in ("", *names),
+        "pace": lambda v: isinstance(v, Mapping) and set(v) == {"seen", "reference"} and type(v["seen"]) is int
+        and v["seen"] >= 0 and _is_finite(v["reference"]) and v["reference"] >= 0,
+    }  # fmt: skip
+    for name, fit in fits.items():
+        if name in mine and not fit(state[name]):
+            raise _state_error(f"has {name} = {short_repr(state[name])}, which this plan cannot have")
 
 
 def _is_list(value: Any, length: int, each: Callable[[Any], bool]) -> bool:
@@ -133,14 +113,14 @@ class DeclaredShares:
         ratio = ratio / ratio.max()
         return np.asarray(ratio**2 / np.sum(ratio**2))
 
-    def stretched(self, clip: ClipRows, factors: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+    def scaled_clip(self, clip: ClipRows, factors: Sequence[float]) -> tuple[tuple[float, ...], ...]:
         """C with every layer of the private classes times its factor."""
         return tuple(
             tuple(c * f for c, f in zip(row, factors, strict=True)) if k in self.private else tuple(row)
             for k, row in enumerate(clip)
         )
 
-    def fitted(self, clip: ClipRows, shares: FloatArray, factor: float = 1.0) -> StepPlan | None:
+    def plan_with(self, clip: ClipRows, shares: FloatArray, factor: float = 1.0) -> StepPlan | None:
         """The plan with this C and these shares, and sigma_k at least `factor` times the declared one, exactly.
 
         None if no plan can be made of them: a number that is not finite, or outside what float32 sums can carry.
@@ -159,15 +139,15 @@ class DeclaredShares:
             made = replace(self.plan, clip=tuple(tuple(row) for row in clip), noise=tuple(noise))
         except (PlanError, OverflowError):
             return None
-        return made if self.keeps(made, factor) else None
+        return made if self.meets_declared(made, factor) else None
 
-    def keeps(self, plan: StepPlan, factor: float = 1.0) -> bool:
+    def meets_declared(self, plan: StepPlan, factor: float = 1.0) -> bool:
         """Whether every class has at least `factor` times its declared sigma."""
         return all(plan.sigma(k) >= self.sigma[k] * factor for k in self.private)
 
 
 def quantile_factors(
-    frame: DeclaredShares, rule: FollowQuantile, applied: StepPlan, counts: Sequence[float]
+    declared: DeclaredShares, rule: FollowQuantile, applied: StepPlan, counts: Sequence[float]
 ) -> tuple[float, ...]:
     """exp(-rate·(b̃ - target)) of every layer, b̃ = counts/B + ½: what C of every private class is multiplied with.
 
@@ -175,7 +155,7 @@ def quantile_factors(
     """
     found = [_quantile_factor(count / applied.batch + 0.5, rule) for count in counts]
     for layer, factor in enumerate(found):
-        moved = [applied.clip[k][layer] * factor for k in frame.private if applied.clip[k][layer] > 0]
+        moved = [applied.clip[k][layer] * factor for k in declared.private if applied.clip[k][layer] > 0]
         if not all(LEAST_MAGNITUDE <= c <= MOST_MAGNITUDE for c in moved):  # also refuses NaN
             found[layer] = 1.0
     return tuple(found)
@@ -200,31 +180,24 @@ def released_norms_sq(plan: StepPlan, released: Mapping[str, Tensor]) -> FloatAr
 class EnergyTracker:
     """The running estimate of every noised layer. Sees nothing but noised releases."""
 
-    def __init__(self, frame: DeclaredShares, rule: FollowEnergy) -> None:
-        self.frame, self.rule = frame, rule
-        self.estimate = EnergyEstimate.start(len(frame.noised), decay=rule.decay)
-        self.measured: tuple[bool, ...] = (False,) * len(frame.noised)
+    def __init__(self, declared: DeclaredShares, rule: FollowEnergy) -> None:
+        self.declared, self.rule = declared, rule
+        self.estimate = EnergyEstimate.start(len(declared.noised), decay=rule.decay)
+        self.measured: tuple[bool, ...] = (False,) * len(declared.noised)
 
     def due(self, step: int) -> bool:
-        return step % self.rule.every == 0 and len(self.frame.noised) > 0
+        return step % self.rule.every == 0 and len(self.declared.noised) > 0
 
     def observe(self, squares: FloatArray, applied: StepPlan) -> None:
         """One more release, and the S that it was noised with."""
-        layers = self.frame.noised
+        layers = self.declared.noised
         noise = np.asarray(applied.noise)[layers]
-        self.estimate = self.estimate.observed(squares[layers], noise=noise, sizes=self.frame.sizes)
+        self.estimate = self.estimate.observed(squares[layers], noise=noise, sizes=self.declared.sizes)
 
     def shares(self, base: FloatArray) -> FloatArray:
         """The measured shares, shrunk to `base` where the signal is faint."""
-        shares, self.measured = self.estimate.shares(base, self.frame.sizes, self.rule.least)
+        shares, self.measured = self.estimate.shares(base, self.declared.sizes, self.rule.least)
         return np.asarray(shares)
-
-    def to_state(self) -> dict[str, Any]:
-        return self.estimate.to_state()
-
-    def load_state(self, state: Mapping[str, Any], base: FloatArray) -> None:
-        self.estimate = EnergyEstimate.from_state(state)
-        self.shares(base)
 
 
 _FACTOR_LEVELS = 32  # between the least factor and the most: few distinct sigmas, so that a filter prices each once
@@ -239,10 +212,10 @@ class SignalToNoisePace:
     (and more budget) as the gradient fades, and the filter, not this, decides how long that goes on.
     """
 
-    def __init__(self, frame: DeclaredShares, rule: FollowBudget, decay: float) -> None:
+    def __init__(self, declared: DeclaredShares, rule: FollowBudget, decay: float) -> None:
         self.rule = rule
         self.window = math.ceil(1.0 / (1.0 - decay))
-        self.weight = 1.0 / np.asarray(frame.plan.noise)[frame.noised] ** 2
+        self.weight = 1.0 / np.asarray(declared.plan.noise)[declared.noised] ** 2
         self.seen = 0
         self.reference = 0.0  # 0: not measured yet
 
@@ -265,16 +238,8 @@ class SignalToNoisePace:
         least, most = self.rule.least, self.rule.most
         if not least < factor < most:
             return least if factor <= least else most
-        return min(
-            most,
-            least + math.ceil((factor - least) / (most - least) * _FACTOR_LEVELS) * (most - least) / _FACTOR_LEVELS,
-        )
-
-    def to_state(self) -> dict[str, Any]:
-        return {"seen": self.seen, "reference": self.reference}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.seen, self.reference = int(state["seen"]), float(state["reference"])
+        level = math.ceil((factor - least) / (most - least) * _FACTOR_LEVELS)
+        return min(most, least + level * (most - least) / _FACTOR_LEVELS)
 
 
 CHOICE_TENSOR = (1 << 62) + 1  # its place in the noise stream of the step that it precedes
@@ -287,26 +252,26 @@ class OpenChoice:
     What it holds is secret until `drawn`: one name, drawn with p(a) ∝ exp(ε·u(a)), is all that leaves.
     """
 
-    def __init__(self, plan: StepPlan, offers: Sequence[Candidate], sizes: Sequence[int] | None = None) -> None:
+    def __init__(self, plan: StepPlan, candidates: Sequence[Candidate], sizes: Sequence[int] | None = None) -> None:
         rule = plan.rule(Choose)
         assert rule is not None
-        self.plan, self.rule, self.offers = plan, rule, offers
+        self.plan, self.rule, self.candidates = plan, rule, candidates
         self.sizes = tuple(layer.size for layer in plan.layers) if sizes is None else tuple(sizes)
-        self._kept = np.zeros(len(self.offers))
+        self._sums = np.zeros(len(candidates))
 
     def add(self, part: CheckedBatch, norms: Tensor) -> None:
-        """The contributions of a part, with their norms (P, L). A slot of weight 0 is nobody."""
-        here = nonempty_contributions(part)
-        self._kept += self._utilities(norms[here], part.classes[here], 0.0)
+        """Add the contributions of a part, with their norms (P, L). A contribution of weight 0 does not count."""
+        present = nonempty_contributions(part)
+        self._sums += self._utilities(norms[present], part.classes[present], 0.0)
 
     def drawn(self, noise: NoiseSource, step: int) -> Candidate:
         nobody = torch.zeros(0, len(self.sizes), dtype=torch.float64)
         price = self._utilities(nobody, torch.zeros(0, dtype=torch.long), self.rule.price)
-        return self.offers[draw(self._kept + price, self.rule.epsilon, uniform_draw(noise, step))]
+        return self.candidates[draw(self._sums + price, self.rule.epsilon, uniform_draw(noise, step))]
 
     def _utilities(self, norms: Tensor, classes: Tensor, price: float) -> FloatArray:
         form = self.plan.clipping
-        return utilities(self.offers, norms.numpy(), classes.numpy(), form=form, sizes=self.sizes, price=price)
+        return utilities(self.candidates, norms.numpy(), classes.numpy(), form=form, sizes=self.sizes, price=price)
 
 
 def uniform_draw(noise: NoiseSource, step: int) -> float:
@@ -342,23 +307,23 @@ class Adaptation:
     def __init__(self, plan: StepPlan, sizes: Sequence[int] | None = None) -> None:
         self.declared = self.applied = plan
         self.factor = self.proposed_factor = 1.0
-        self.fixed = False  # whether somebody else decides the factor
+        self.fixed = False  # whether the caller decides the factor
         self.counts: tuple[float, ...] | None = None
         self.chosen = -1  # the last step that a choice was made for
         self.choice = ""  # what it chose
         self._drift = (1.0,) * len(plan.layers)  # by which the counts have moved C
-        self._frame = DeclaredShares(plan, sizes)
-        self._base = self._frame.shares(plan.clip, plan.noise) if len(self._frame.noised) else np.zeros(0)
+        self._shares = DeclaredShares(plan, sizes)
+        self._base = self._shares.shares(plan.clip, plan.noise) if len(self._shares.noised) else np.zeros(0)
         budget, energy = plan.rule(FollowBudget), plan.rule(FollowEnergy)
         self._follow, self._quantile, self._choose = energy, plan.rule(FollowQuantile), plan.rule(Choose)
         if self._choose is not None:
             _check_candidates(plan)
         if budget is not None and energy is None:
             energy = FollowEnergy()
-        self._energy = None if energy is None else EnergyTracker(self._frame, energy)
+        self._energy = None if energy is None else EnergyTracker(self._shares, energy)
         self._pace = None
         if budget is not None and self._energy is not None:
-            self._pace = SignalToNoisePace(self._frame, budget, self._energy.rule.decay)
+            self._pace = SignalToNoisePace(self._shares, budget, self._energy.rule.decay)
 
     @classmethod
     def of(cls, plan: StepPlan, sizes: Sequence[int] | None = None) -> Adaptation | None:
@@ -368,8 +333,6 @@ class Adaptation:
     @property
     def measured(self) -> tuple[bool, ...]:
         return () if self._energy is None else self._energy.measured
-
-    # ---------------------------------------------------------------------------------------- after a step
 
     def after(self, step: int, released: Mapping[str, Tensor], counts: Tensor | None) -> None:
         """Step number `step` released these gradients and counts, both noised: move C and S for the next."""
@@ -383,8 +346,8 @@ class Adaptation:
         clip, drift = self.applied.clip, self._drift
         if self._quantile is not None and counts is not None:
             self.counts = tuple(counts)
-            by = quantile_factors(self._frame, self._quantile, self.applied, counts)
-            clip, drift = (self._frame.stretched(clip, by), tuple(d * f for d, f in zip(drift, by, strict=True)))
+            by = quantile_factors(self._shares, self._quantile, self.applied, counts)
+            clip, drift = self._shares.scaled_clip(clip, by), tuple(d * f for d, f in zip(drift, by, strict=True))
         if squares is not None and self._energy is not None:
             self._energy.observe(np.asarray(squares, dtype=np.float64), self.applied)
             if self._pace is not None:
@@ -395,92 +358,68 @@ class Adaptation:
 
     def _move(self, clip: ClipRows, factor: float | None = None) -> bool:
         """Apply this C with the shares of the moment. False, and nothing changes, if no plan can be made of it."""
-        if not len(self._frame.noised):
+        if not len(self._shares.noised):
             return True
         wanted = self.factor if factor is None else factor
         shares = self._base
         if self._follow is not None and self._energy is not None:
             shares = self._energy.shares(self._base)
-        made = self._frame.fitted(clip, shares, wanted)
+        made = self._shares.plan_with(clip, shares, wanted)
         if made is None:
             return False
         self.applied, self.factor = made, wanted
         return True
 
-    # ---------------------------------------------------------------------------------------- a choice
-
     def due(self, step: int) -> bool:
         """Whether a choice must be made before this step."""
         return self._choose is not None and step % self._choose.every == 0 and self.chosen != step
 
-    def offers(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[Candidate, ...]:
         """C and S of every candidate. A layer whose thresholds moved since has both of them moved alike."""
-        frame = self._frame
-        return tuple(
-            replace(
-                offer,
-                clip=frame.stretched(offer.clip, self._drift),
-                noise=tuple(s * d for s, d in zip(offer.noise, self._drift, strict=True)),
-            )
-            for offer in plan_candidates(self.declared)
-        )
+        made = []
+        for c in plan_candidates(self.declared):
+            noise = tuple(s * d for s, d in zip(c.noise, self._drift, strict=True))
+            made.append(replace(c, clip=self._shares.scaled_clip(c.clip, self._drift), noise=noise))
+        return tuple(made)
 
-    def settle(self, offer: Candidate) -> None:
-        """A choice was drawn: its C and S, and its shares where there is nothing better."""
+    def apply_choice(self, candidate: Candidate) -> None:
+        """A choice was drawn: apply its C and S, and its shares where no better ones were measured."""
         before = self._base
-        if len(self._frame.noised):
-            self._base = self._frame.shares(offer.clip, offer.noise)
-        if self._move(offer.clip):
-            self.choice = offer.name
+        if len(self._shares.noised):
+            self._base = self._shares.shares(candidate.clip, candidate.noise)
+        if self._move(candidate.clip):
+            self.choice = candidate.name
         else:
             self._base = before
 
-    # ---------------------------------------------------------------------------------------- the budget's pace
-
     def fix(self, factor: float | None) -> bool:
-        """Somebody else keeps the filters: sigma_k is at least `factor` times the declared one from here on.
+        """The caller asks the filters: sigma_k is at least `factor` times the declared one from here on.
 
-        True if the plan follows its budget, so that there are filters to keep.
+        Returns whether the plan follows its budget, so that there are filters to ask.
         """
         rule = self.declared.rule(FollowBudget)
         if rule is None:
-            if factor not in (None, 1.0):
-                raise EngineError(
-                    "engine.factor-not-used",
-                    f"factor is {factor!r}, and the plan does not follow its budget",
-                    "leave it out",
-                )
+            refuse_factor(factor)
             return False
         if factor is None:
-            raise EngineError(
-                "engine.factor-missing",
-                "the plan follows its budget, and the factor on its sigma is not given",
-                "ask the filters for adaptation.proposed_factor times sigma_k, and give that factor",
-            )
-        if not rule.least <= factor <= rule.most:
-            raise EngineError(
-                "engine.factor-out-of-range", f"factor is {factor!r}, must lie in [{rule.least:g}, {rule.most:g}]", "clamp it"
-            )
+            remedy = "ask the filters for adaptation.proposed_factor times sigma_k, and pass that factor"
+            raise EngineError("engine.factor-missing", "the plan follows its budget and no factor is given", remedy)
+        validate.number(EngineError, "engine.factor-out-of-range", least=rule.least, most=rule.most, factor=factor)
         if not self._move(self.applied.clip, factor):
-            raise EngineError(
-                "engine.factor-makes-no-plan",
-                f"no plan can be made with {factor:g} times the declared sigma",
-                "end the run here",
-            )
+            problem = f"no valid plan has {factor:g} times the declared sigma"
+            raise EngineError("engine.factor-makes-no-plan", problem, "end the run here")
         self.fixed = True
         return True
 
     def apply_proposed_factor(self) -> None:
-        """Before a step: take up the proposed factor, unless somebody fixed it."""
+        """Before a step: take up the proposed factor, unless the caller fixed it."""
         if self._pace is not None and not self.fixed and self.proposed_factor != self.factor:
             self._move(self.applied.clip, self.proposed_factor)
-
-    # ---------------------------------------------------------------------------------------- checkpoints
 
     def to_state(self) -> dict[str, Any]:
         """Plain numbers, exact: everything but the plan itself."""
         state: dict[str, Any] = {
-            "clip": [list(self.applied.clip[k]) for k in self._frame.private],
+            "clip": [list(self.applied.clip[k]) for k in self._shares.private],
             "noise": list(self.applied.noise),
             "base": self._base.tolist(),
             "drift": list(self._drift),
@@ -491,60 +430,65 @@ class Adaptation:
             "choice": self.choice,
         }
         if self._energy is not None:
-            state["energy"] = self._energy.to_state()
+            state["energy"] = self._energy.estimate.to_state()
         if self._pace is not None:
-            state["pace"] = self._pace.to_state()
+            state["pace"] = {"seen": self._pace.seen, "reference": self._pace.reference}
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """What `to_state` said. Refused, and nothing changes, if it is of another plan, damaged, or would give a
-        class less than was declared.
+        """Restore what `to_state` returned.
+
+        Refused, and nothing changes, if it is of another plan, damaged, or would give a class less than was declared.
         """
         mine = self.to_state()
         if not isinstance(state, Mapping) or set(state) != set(mine):
-            raise foreign_state_error("has other fields")
-        check_adaptation_state(state, mine, self.declared)
+            raise _state_error("has other fields than this plan's")
+        _check_state(state, mine, self.declared)
         rows = list(self.declared.clip)
-        for k, row in zip(self._frame.private, state["clip"], strict=True):
+        for k, row in zip(self._shares.private, state["clip"], strict=True):
             rows[k] = tuple(row)
         factor, base = float(state["factor"]), np.asarray(state["base"], dtype=np.float64)
         try:
             applied = replace(self.declared, clip=tuple(rows), noise=tuple(state["noise"]))
         except (LaminaError, ArithmeticError, TypeError, ValueError) as error:
-            raise foreign_state_error(f"makes no plan ({error})") from error
+            raise _state_error(f"makes no valid plan ({error})") from error
         if [[c > 0 for c in row] for row in applied.clip] != [[c > 0 for c in row] for row in self.declared.clip]:
-            raise foreign_state_error("reaches other layers")
-        if not self._frame.keeps(applied, factor):
-            raise foreign_state_error("gives a class a smaller sigma than its plan declares")
+            raise _state_error("reaches other layers than the plan")
+        if not self._shares.meets_declared(applied, factor):
+            raise _state_error("gives a class a smaller sigma than the plan declares")
         if self._energy is not None:
-            self._check_energy(state["energy"], base)
-            self._energy.load_state(state["energy"], base)
+            self._load_energy(self._energy, state["energy"], base)
         self._base, self._drift = base, tuple(float(d) for d in state["drift"])
         self.applied, self.factor, self.proposed_factor = applied, factor, float(state["proposed"])
         self.counts = tuple(float(count) for count in state["counts"]) or None
         self.chosen, self.choice = state["chosen"], state["choice"]
         if self._pace is not None:
-            self._pace.load_state(state["pace"])
+            self._pace.seen, self._pace.reference = state["pace"]["seen"], float(state["pace"]["reference"])
 
-    def _check_energy(self, state: Any, base: FloatArray) -> None:
-        assert self._energy is not None
+    def _load_energy(self, tracker: EnergyTracker, state: Any, base: FloatArray) -> None:
         try:
             estimate = EnergyEstimate.from_state(state)
-            estimate.shares(base, self._frame.sizes, self._energy.rule.least)
+            _, measured = estimate.shares(base, self._shares.sizes, tracker.rule.least)
         except (LaminaError, ArithmeticError, TypeError, ValueError) as error:
-            raise foreign_state_error(f"has an energy that makes no sense ({error})") from error
-        if estimate.decay != self._energy.rule.decay:
-            raise foreign_state_error(f"has an energy of decay {estimate.decay!r}, not {self._energy.rule.decay!r}")
+            raise _state_error(f"has impossible energies ({error})") from error
+        if estimate.decay != tracker.rule.decay:
+            raise _state_error(f"has energies of decay {estimate.decay!r}, the plan has {tracker.rule.decay!r}")
+        tracker.estimate, tracker.measured = estimate, measured
+
+
+def refuse_factor(factor: float | None) -> None:
+    """Only a plan that follows its budget takes another factor on sigma than 1."""
+    if factor not in (None, 1.0):
+        problem = f"factor is {factor!r}, but the plan does not follow its budget"
+        raise EngineError("engine.factor-not-used", problem, "leave factor out")
 
 
 def _check_candidates(plan: StepPlan) -> None:
-    """A candidate that no step can take would be paid for and have no effect: refused before anything is."""
-    for offer in plan_candidates(plan):
+    """Refuse a candidate that no step can take: it would be paid for and have no effect."""
+    for candidate in plan_candidates(plan):
         try:
-            replace(plan, clip=offer.clip, noise=offer.noise)
+            replace(plan, clip=candidate.clip, noise=candidate.noise)
         except PlanError as error:
-            raise PlanError(
-                "engine.candidate-out-of-range",
-                f"candidate {offer.name!r} of the plan's choice cannot be taken: {error.problem}",
-                "give candidates whose numbers lie closer together",
-            ) from error
+            problem = f"candidate {candidate.name!r} of the plan's choice makes no valid plan: {error.problem}"
+            remedy = "use candidates whose numbers lie closer together"
+            raise PlanError("engine.candidate-out-of-range", problem, remedy) from error

@@ -60,7 +60,7 @@ class Attachment:
         per_contribution: Sequence[str] = (),
     ) -> None:
         self.model = model
-        self.desk = ReceiverSlot()
+        self.slot = ReceiverSlot()
         self.rows = dict(rows or {})
         self.examples: int | None = None
         self._flat = modules_in_expert_blocks(model)
@@ -261,7 +261,7 @@ class PatchedForward:
                 "use bfloat16 autocast, without GradScaler",
             )
         rows = None if x is NO_INPUT else self.attachment.example_of_row(self.name, x)
-        use = RuleCall(self.name, rule, targets, layers, self.attachment.desk, rows, x.dtype)
+        use = RuleCall(self.name, rule, targets, layers, self.attachment.slot, rows, x.dtype)
         return CoveredFunction.apply(use, x, *params)  # type: ignore[no-any-return, no-untyped-call]
 
     def _find(self, names: tuple[str, ...]) -> ResolvedParameters:

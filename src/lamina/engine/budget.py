@@ -9,8 +9,9 @@ from lamina.account.accountants import SpendCurve
 from lamina.account.filters import PrivacyFilter, RenyiFilter
 from lamina.account.gaussian_rdp import choice_noise_multiplier
 from lamina.errors import BudgetExceeded, PlanError
-from lamina.plan.rules import Choose, FollowBudget, short_repr
+from lamina.plan.rules import Choose, FollowBudget
 from lamina.plan.step_plan import StepPlan
+from lamina.validate import short_repr
 
 
 class Budget:

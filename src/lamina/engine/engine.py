@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lamina import validate
 from lamina.account.filters import PrivacyFilter
 from lamina.engine import grads
-from lamina.engine.adaptive import Adaptation, OpenChoice
+from lamina.engine.adaptive import Adaptation, OpenChoice, refuse_factor
 from lamina.engine.attach import Attachment
 from lamina.engine.batch import Batch
 from lamina.engine.budget import Budget
@@ -29,23 +30,23 @@ from lamina.plan.step_plan import Clipping, StepPlan
 
 
 class BackwardPass:
-    """Opens the desk for one collector at a time; refuses whatever else is written meanwhile."""
+    """Runs autograd for one collector at a time; refuses whatever else is written meanwhile."""
 
-    def __init__(self, gradients: GradWriter, layer_of: Mapping[str, int], desk: ReceiverSlot) -> None:
-        self.gradients, self.layer_of, self.desk = gradients, layer_of, desk
+    def __init__(self, gradients: GradWriter, layer_of: Mapping[str, int], slot: ReceiverSlot) -> None:
+        self.gradients, self.layer_of, self.slot = gradients, layer_of, slot
 
     def run(self, part: CheckedBatch, collector: Collector) -> None:
         before = self.gradients.held()
         tensors = self.gradients.tensors.items()
         inputs = [p for name, p in tensors if collector.reached[self.layer_of[name]]]
-        self.desk.receiver = collector
+        self.slot.receiver = collector
         try:
             with torch.autocast("cpu", enabled=False):
                 torch.autograd.backward(part.losses, part.weights, inputs=inputs)
             with torch.no_grad():
                 collector.finish()
         finally:
-            self.desk.receiver = None
+            self.slot.receiver = None
             grads.release_buffers()
         self.gradients.check_unchanged(before)
 
@@ -70,17 +71,10 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        plan: StepPlan,
-        *,
-        noise: NoiseSource | None = None,
-        filters: Mapping[str, PrivacyFilter] | None = None,
-        rows: Mapping[str, str] | None = None,
-        per_contribution: Sequence[str] = (),
-        constant_time: bool = False,
-        taken: int = 0,
-    ) -> None:
+        self, model: nn.Module, plan: StepPlan, *, noise: NoiseSource | None = None,
+        filters: Mapping[str, PrivacyFilter] | None = None, rows: Mapping[str, str] | None = None,
+        per_contribution: Sequence[str] = (), constant_time: bool = False, taken: int = 0,
+    ) -> None:  # fmt: skip
         """
         noise             where the noise comes from: a secure stream unless a test says otherwise
         filters           by class name: asked before each step, and charged for it
@@ -89,11 +83,9 @@ class Engine:
         constant_time     do not skip arithmetic where no sampled contribution reaches
         taken             steps of this plan that an earlier engine took on the same data: ε counts from there
         """
-        self.options: dict[str, Any] = {
-            "rows": dict(rows or {}),
-            "per_contribution": list(per_contribution),
-            "constant_time": constant_time,
-        }
+        per_contribution = list(per_contribution)
+        self.options: dict[str, Any] = {"rows": dict(rows or {}), "per_contribution": per_contribution}
+        self.options["constant_time"] = constant_time
         self.coverage = check_coverage(model, plan)
         self.model, self.plan, self.constant_time = model, plan, constant_time
         self.noise = SecureNoise() if noise is None else noise
@@ -111,21 +103,19 @@ class Engine:
         self._bounds = ClipBounds(plan)
         self._ownership = OwnershipCheck()
         self._gradients = GradWriter(self._tensors)
-        self._detached = False
+        self.detached = False
         self.probed = False
         self._open: OpenStep | None = None
         self._choice: OpenChoice | None = None
         targets = {name: Target(name, i) if name in self._tensors else None for name, i in self._layer_of.items()}
         self._attachment = Attachment(model, targets, rows=rows, per_contribution=per_contribution)
-        self._backward_pass = BackwardPass(self._gradients, self._layer_of, self._attachment.desk)
+        self._backward_pass = BackwardPass(self._gradients, self._layer_of, self._attachment.slot)
         restore = RestoreUnreached(self._tensors, self._masks.closed)
         self._hooks = [
             register_optimizer_step_pre_hook(self._gradients.before_optimizer_step),
             register_optimizer_step_pre_hook(restore.before),
             register_optimizer_step_post_hook(restore.after),
         ]
-
-    # ---------------------------------------------------------------------------------------- the step
 
     def backward(self, losses: Tensor | None, batch: Batch) -> None:
         """One charged event: `.grad` of every trained tensor becomes (clipped sum + noise) / B.
@@ -143,11 +133,9 @@ class Engine:
 
     def _take(self, losses: Tensor | None, batch: Batch) -> None:
         if batch.first and (self.choice_due or self._choice is not None):
-            raise EngineError(
-                "engine.choice-due",
-                f"the plan chooses the shape of its noise before step {self.budget.taken}, and has not yet",
-                "draw a batch of its own and call engine.choose(losses, batch) first (losses=None if it is empty)",
-            )
+            problem = f"the plan must choose the shape of its noise before step {self.budget.taken}"
+            remedy = "draw another batch and call engine.choose(losses, batch) first (losses=None if it is empty)"
+            raise EngineError("engine.choice-due", problem, remedy)
         part = self._examine(losses, batch)
         if batch.first:
             self._open = self._begin()
@@ -192,12 +180,10 @@ class Engine:
     def _choose(self, losses: Tensor | None, batch: Batch) -> None:
         adaptation, step = self.adaptation, self.budget.taken
         if adaptation is None or (batch.first and not self.choice_due):
-            raise EngineError(
-                "engine.no-choice-due", f"no choice is due before step {step}", "ask engine.choice_due first"
-            )
+            raise EngineError("engine.no-choice-due", f"no choice is due before step {step}", "ask engine.choice_due")
         part = self._examine(losses, batch)
         if batch.first:
-            self._open, choice = None, OpenChoice(self.plan, adaptation.offers(), self._masks.sizes)
+            self._open, choice = None, OpenChoice(self.plan, adaptation.candidates(), self._masks.sizes)
             self.budget.charge_choice()
             self._choice, adaptation.chosen = choice, step
         if self._choice is None:
@@ -206,7 +192,7 @@ class Engine:
             self._choice.add(part, self._backward_pass.norms(part, self._reached(part), self._openings(part)))
         if batch.last:
             choice, self._choice = self._choice, None
-            adaptation.settle(choice.drawn(self.noise, step))
+            adaptation.apply_choice(choice.drawn(self.noise, step))
 
     def gradient_of(self, losses: Tensor, batch: Batch, unit: int, *, routed: bool = True) -> dict[str, Tensor]:
         """The unclipped gradient of one contribution: for probes on proxy data only.
@@ -235,12 +221,9 @@ class Engine:
 
     def _examine(self, losses: Tensor | None, batch: Batch) -> CheckedBatch | None:
         """Everything that can be refused, before anything is spent."""
-        if self._detached:
-            raise EngineError(
-                "engine.detached",
-                "this engine was detached from its model",
-                "make a new one: lamina.Engine(model, plan)",
-            )
+        if self.detached:
+            remedy = "make a new one: lamina.Engine(model, plan)"
+            raise EngineError("engine.detached", "this engine was detached from its model", remedy)
         self._gradients.check()
         part = check_batch(losses, batch, self.plan, self._names)
         if part is not None and self._ownership.due(part.graph, part.layout.units):
@@ -273,8 +256,6 @@ class Engine:
             part = into.admit(part)
             self._backward_pass.run(part, self._limits.collector(part, into, reached, self._openings(part)))
 
-    # ---------------------------------------------------------------------------------------- around it
-
     @property
     def private(self) -> bool:
         """False where the noise came from a seed that somebody chose."""
@@ -287,22 +268,15 @@ class Engine:
     def continue_at(self, step: int, noise: NoiseSource, *, factor: float | None = None) -> None:
         """The next step is number `step` of the plan, with noise from `noise`.
 
-        For a run that is cut into segments with a stream each: what is counted here is where the run is, what was
-        charged stands in its journal and its ledger. `factor`: of a plan that follows its budget, how many times the
-        declared sigma the steps from here on have; whoever gives it has asked the filters, and the engine does not.
+        For a run that is cut into segments with a noise stream each: the journal and the ledger say what was charged.
+        `factor`: of a plan that follows its budget, how many times the declared sigma the steps from here on have.
+        The caller has asked the filters for it; the engine does not.
         """
-        if not 0 <= step <= self.plan.steps:
-            raise EngineError(
-                "engine.step-out-of-range",
-                f"step {step} lies outside the plan's 0 … {self.plan.steps}",
-                "check the run",
-            )
+        validate.whole(EngineError, "engine.step-out-of-range", least=0, most=self.plan.steps, step=step)
         if self.adaptation is not None:
             self.budget.filters_asked_elsewhere = self.adaptation.fix(factor)
-        elif factor not in (None, 1.0):
-            raise EngineError(
-                "engine.factor-not-used", f"factor is {factor!r}, and the plan has no rules", "leave it out"
-            )
+        else:
+            refuse_factor(factor)
         self._open = self._choice = None
         self.noise = noise
         self.budget.set_taken(step)
@@ -315,17 +289,13 @@ class Engine:
         probe(self, losses_of, x, y)
         self.probed = True
 
-    @property
-    def detached(self) -> bool:
-        return self._detached
-
     def detach(self) -> None:
         """Give the model back as it was."""
         for hook in self._hooks:
             hook.remove()
         self._attachment.detach()
         self._open = None
-        self._detached = True
+        self.detached = True
 
     def __repr__(self) -> str:
         taken, steps = self.budget.taken, self.plan.steps

@@ -31,11 +31,11 @@ class ExpandRule(LayerRule):
         p = cast(Tensor, params[0])
         return (p if self.along else p.unsqueeze(0)).expand(self.examples, *p.shape[1 if self.along else 0 :]), ()
 
-    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
+    def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
         raise AssertionError("an expanded tensor has no input")
 
     def contribution_grads(
-        self, kept: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
+        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
     ) -> list[ContributionGrads | None]:
         wide = g.float() if g.element_size() < 4 else g
         folded = layout.fold(wide)  # (P, m, …)

@@ -297,13 +297,13 @@ class OwnershipCheck:
         for side in (alone, half, ~half):
             watch = _CouplingReceiver(side, layouts)
             for use in graph.uses:
-                use.desk.receiver = watch
+                use.slot.receiver = watch
             try:
                 mine = (owner >= 0) & side[owner.clamp(min=0)]
                 torch.autograd.backward(losses, mine.to(losses.dtype), retain_graph=True)
             finally:
                 for use in graph.uses:
-                    use.desk.receiver = None
+                    use.slot.receiver = None
             if side is not alone:
                 proven &= watch.seen
         self.passed[graph.signature] |= Counter(

@@ -59,7 +59,7 @@ def expected(plan: StepPlan, batch: Batch, norms: Tensor) -> np.ndarray[Any, Any
 def opened(engine: Engine, losses_of: Any, batch: Batch, parts: int = 1) -> OpenChoice:
     """The choice as the engine has it just before it draws."""
     assert engine.adaptation is not None
-    choice = OpenChoice(engine.plan, engine.adaptation.offers())
+    choice = OpenChoice(engine.plan, engine.adaptation.candidates())
     for piece in batch.split(parts):
         part = engine._examine(losses_of(engine.model, piece), piece)
         assert part is not None
@@ -98,11 +98,11 @@ def test_utilities_move_by_at_most_one_and_in_one_direction(
                 batch.cls[2] = k
                 slot = Batch(batch.x, batch.y, cls=batch.cls, weight=torch.tensor([1.0, 1, 0, 1, 1, 1]))
                 absent = Batch(batch.x[gone], batch.y[gone], cls=batch.cls[gone])
-                there, empty = (opened(engine, losses_of, b)._kept for b in (batch, slot))
+                there, empty = (opened(engine, losses_of, b)._sums for b in (batch, slot))
                 assert (there >= empty).all() and (there <= empty + 1).all()
                 if not math.isfinite(size) or k == 2:
                     np.testing.assert_array_equal(there, empty)
-                np.testing.assert_allclose(empty, opened(engine, losses_of, absent)._kept, atol=1e-5)
+                np.testing.assert_allclose(empty, opened(engine, losses_of, absent)._sums, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["box", "joint"])

@@ -68,7 +68,7 @@ def test_sigma_is_never_below_the_declared_one(plan_of: Any, kind: str, shown: A
     assert adaptation is not None
     for squares, counts, pick in shown:
         if adaptation.due(0):
-            adaptation.settle(adaptation.offers()[pick])
+            adaptation.apply_choice(adaptation.candidates()[pick])
             holds(adaptation)
         adaptation.apply_proposed_factor()
         holds(adaptation)

@@ -36,7 +36,7 @@ def test_noise_alone_has_no_energy(hardened: bool) -> None:
         assert engine.adaptation is not None
         energy = engine.adaptation._energy
         assert energy is not None
-        assert energy.frame.sizes == (2 * 41, 20 * 17)
+        assert energy.declared.sizes == (2 * 41, 20 * 17)
         score = np.asarray(energy.estimate.energy) / np.asarray(energy.estimate.sd)
     assert np.all(np.abs(score) < 5), score
 

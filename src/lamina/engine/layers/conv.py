@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import CHUNK_ELEMENTS, ChunkedGrads, ContributionGrads, DenseGrads, take_buffer
+from lamina.engine.grads import (
+    CHUNK_ELEMENTS,
+    ChunkedGrads,
+    ContributionGrads,
+    DenseGrads,
+    at_least_float32,
+    take_buffer,
+)
 from lamina.engine.layers.layer_rule import (
     ApplyRule,
     LayerForward,
@@ -21,6 +28,7 @@ from lamina.engine.layers.layer_rule import (
     SavedTensors,
     cast_for_autocast,
     check_rank,
+    weight_and_bias,
 )
 
 
@@ -61,8 +69,7 @@ class ConvolutionGrads(ChunkedGrads):
 
     def dense(self, low: int, high: int) -> Tensor:
         u, v = self.u[low:high], self.v[low:high]
-        if u.element_size() < 4:
-            u, v = u.float(), v.float()
+        u, v = at_least_float32(u), at_least_float32(v)
         groups, space, units = self.geometry.groups, v.shape[3:], high - low
         columns = self._columns(u, space, groups)  # (units·groups, i·k, positions)
         rows = v.transpose(1, 2).reshape(units * groups, v.shape[2] // groups, -1)
@@ -79,16 +86,10 @@ class ConvolutionGrads(ChunkedGrads):
             return u.transpose(1, 2).reshape(units * groups, u.shape[2] // groups, -1)
         u = u.contiguous()
         step = u.stride()
-        windows = u.as_strided(
-            (units, u.shape[2], *geo.kernel, u.shape[1], *space),
-            (
-                step[0],
-                step[2],
-                *(s * d for s, d in zip(step[3:], geo.dilation, strict=True)),
-                step[1],
-                *(s * d for s, d in zip(step[3:], geo.stride, strict=True)),
-            ),
-        )
+        within = [s * d for s, d in zip(step[3:], geo.dilation, strict=True)]
+        across = [s * d for s, d in zip(step[3:], geo.stride, strict=True)]
+        shape = (units, u.shape[2], *geo.kernel, u.shape[1], *space)
+        windows = u.as_strided(shape, (step[0], step[2], *within, step[1], *across))
         columns = take_buffer("columns", tuple(windows.shape), u.dtype).copy_(windows)
         return columns.view(units * groups, u.shape[2] // groups * prod(geo.kernel), -1)
 
@@ -112,21 +113,20 @@ class ConvolutionRule(LayerRule):
 
     def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
         check_rank(x, len(self.geometry.kernel) + 2, "a convolution")
-        kept, weight, bias = cast_for_autocast(x, params[0], params[1] if len(params) > 1 else None)
-        assert kept is not None and weight is not None
-        return torch.convolution(kept, weight, bias, *self.geometry.arguments), (kept,)
+        x, weight, bias = cast_for_autocast(x, params)
+        return torch.convolution(x, weight, bias, *self.geometry.arguments), (x,)
 
-    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
+    def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
         weight = cast(Tensor, params[0]).to(g.dtype)
         grads = torch.ops.aten.convolution_backward(
-            g, kept[0], weight, None, *self.geometry.arguments, [True, False, False]
+            g, saved[0], weight, None, *self.geometry.arguments, [True, False, False]
         )
         return cast(Tensor, grads[0])
 
     def contribution_grads(
-        self, kept: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
+        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
     ) -> list[ContributionGrads | None]:
-        geo, x = self.geometry, layout.fold(kept[0])
+        geo, x = self.geometry, layout.fold(saved[0])
         g = layout.fold(g)
         grads: list[ContributionGrads | None] = [None] * len(need)
         if need[0]:
@@ -134,7 +134,7 @@ class ConvolutionRule(LayerRule):
             shape = torch.Size((v.shape[2], u.shape[2] // geo.groups, *geo.kernel))
             grads[0] = ConvolutionGrads(u, v, geo, shape)
         if len(need) > 1 and need[1]:
-            wide = g.float() if g.element_size() < 4 else g
+            wide = at_least_float32(g)
             grads[1] = DenseGrads(wide.sum((1, *range(3, wide.dim()))))
         return grads
 
@@ -143,27 +143,19 @@ class ConvForward(LayerForward):
     """nn.Conv1d, 2d, 3d. Padding that is not zeros is done first, outside the rule."""
 
     def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
-        self.parameters = ("weight",) if module.bias is None else ("weight", "bias")
+        self.parameters = weight_and_bias(module)
         both = list(module._reversed_padding_repeated_twice)  # (left, right) from the last dimension back
         symmetric = all(left == right for left, right in zip(both[::2], both[1::2], strict=True))
         self.outside = module.padding_mode != "zeros" or not symmetric
         self.mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         self.pad = both
         inside = (0,) * len(module.kernel_size) if self.outside else tuple(reversed(both[::2]))
+        kernel, stride, dilation = tuple(module.kernel_size), tuple(module.stride), tuple(module.dilation)
         self.rule = ConvolutionRule(
-            ConvGeometry(
-                kernel=tuple(module.kernel_size),
-                stride=tuple(module.stride),
-                padding=inside,
-                dilation=tuple(module.dilation),
-                groups=module.groups,
-            )
+            ConvGeometry(kernel=kernel, stride=stride, padding=inside, dilation=dilation, groups=module.groups)
         )
 
-    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Tensor:
-        return self._call(apply, *args, **kwargs)
-
-    def _call(self, apply: ApplyRule, input: Tensor) -> Tensor:
+    def forward(self, apply: ApplyRule, input: Tensor) -> Tensor:
         check_rank(input, len(self.rule.geometry.kernel) + 2, "a convolution")
         return apply(self.rule, F.pad(input, self.pad, self.mode) if self.outside else input, *self.parameters)
 
@@ -173,31 +165,15 @@ class ConvTransposeForward(LayerForward):
 
     def __init__(self, module: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d) -> None:
         self.module = module
-        self.parameters = ("weight",) if module.bias is None else ("weight", "bias")
+        self.parameters = weight_and_bias(module)
 
-    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Tensor:
-        return self._call(apply, *args, **kwargs)
-
-    def _call(self, apply: ApplyRule, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        m = self.module
+    def forward(self, apply: ApplyRule, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        m: Any = self.module
         kernel = tuple(m.kernel_size)
         check_rank(input, len(kernel) + 2, "a transposed convolution")
-        extra = m._output_padding(
-            input,
-            output_size,
-            cast(list[int], m.stride),
-            cast(list[int], m.padding),
-            cast(list[int], m.kernel_size),
-            len(kernel),
-            cast(list[int], m.dilation),
-        )
+        extra = m._output_padding(input, output_size, m.stride, m.padding, m.kernel_size, len(kernel), m.dilation)
         geometry = ConvGeometry(
-            kernel=kernel,
-            stride=tuple(m.stride),
-            padding=tuple(cast(tuple[int, ...], m.padding)),
-            dilation=tuple(m.dilation),
-            groups=m.groups,
-            transposed=True,
-            output_padding=tuple(extra),
-        )
+            kernel=kernel, stride=tuple(m.stride), padding=tuple(m.padding), dilation=tuple(m.dilation),
+            groups=m.groups, transposed=True, output_padding=tuple(extra),
+        )  # fmt: skip
         return apply(ConvolutionRule(geometry), input, *self.parameters)

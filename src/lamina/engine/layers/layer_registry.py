@@ -37,7 +37,7 @@ _FORWARDS: dict[type[nn.Module], Callable[[Any], LayerForward]] = {
 
 
 def layer_forward_for(module: nn.Module) -> LayerForward | None:
-    """The site for a module, or None where no rule is known and it must run per contribution.
+    """The `LayerForward` of a module, or None where no rule is known and it must run per contribution.
 
     A subclass counts as its base only if it keeps the base's forward, and a module whose weight is
     not a leaf (weight_norm, parametrizations) never matches: its leaf is something else.
@@ -55,7 +55,7 @@ def layer_forward_for(module: nn.Module) -> LayerForward | None:
     return None
 
 
-def _if_complete(module: nn.Module, site: LayerForward) -> LayerForward | None:
-    """A site must cover every parameter that the module itself owns."""
+def _if_complete(module: nn.Module, made: LayerForward) -> LayerForward | None:
+    """None unless it covers every parameter that the module itself owns."""
     own = {name for name, p in module._parameters.items() if p is not None}
-    return site if own == set(site.parameters) else None
+    return made if own == set(made.parameters) else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lamina.engine.batch import RowLayout
@@ -26,7 +26,7 @@ class LayerRule(ABC):
 
     A rule is a pure description: it holds the geometry of its module (strides, groups, …), never
     data. The engine's one autograd Function calls `run` forward and, backward, `input_grad` and
-    `unit_grads`. The leading axis of the input, of the output and of `g` counts rows.
+    `contribution_grads`. The leading axis of the input, of the output and of `g` counts rows.
     """
 
     @abstractmethod
@@ -34,12 +34,12 @@ class LayerRule(ABC):
         """The output, and what the backward pass needs of the input."""
 
     @abstractmethod
-    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
+    def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
         """The gradient of the input, as without privacy."""
 
     @abstractmethod
     def contribution_grads(
-        self, kept: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
+        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
     ) -> list[ContributionGrads | None]:
         """One `ContributionGrads` per parameter, None where it is not needed."""
 
@@ -50,35 +50,37 @@ class ApplyRule(Protocol):
     def __call__(self, rule: LayerRule, x: Tensor, *names: str) -> Tensor: ...
 
 
-class LayerForward(ABC):
+class LayerForward:
     """What replaces the `forward` of one module while the engine is attached.
 
-    `parameters` lists the module's own parameters, by local name, that this site covers.
+    `parameters` lists the module's own parameters, by local name, that it covers.
     """
 
     parameters: tuple[str, ...]
 
-    @abstractmethod
-    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, with every covered parameter used through `apply`."""
+    forward: Callable[..., Any]
+    """forward(apply, *args): the module's forward, with every covered parameter used through `apply`."""
 
 
-def cast_for_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """What autocast would do to the arguments of a matrix product, done before they are kept."""
+def weight_and_bias(module: nn.Module) -> tuple[str, ...]:
+    return ("weight",) if getattr(module, "bias", None) is None else ("weight", "bias")
+
+
+def cast_for_autocast(x: Tensor, params: Params) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(x, weight, bias) as autocast would cast the arguments of a matrix product, before they are saved."""
+    weight, bias = cast(Tensor, params[0]), params[1] if len(params) > 1 else None
     if not torch.is_autocast_enabled("cpu"):
-        return list(tensors)
+        return x, weight, bias
     dtype = torch.get_autocast_dtype("cpu")
-    return [t.to(dtype) if t is not None and t.dtype == torch.float32 else t for t in tensors]
+    x, weight = (t.to(dtype) if t.dtype == torch.float32 else t for t in (x, weight))
+    return x, weight, bias.to(dtype) if bias is not None and bias.dtype == torch.float32 else bias
 
 
 def check_rank(x: Tensor, least: int, what: str) -> None:
     """Refuse an input without a leading axis of rows."""
     if x.dim() < least:
-        raise OwnershipError(
-            "engine.no-batch-axis",
-            f"{what} got an input of shape {tuple(x.shape)}, which has no leading axis of examples",
-            "keep the batch axis: x.unsqueeze(0) for one example",
-        )
+        problem = f"{what} got an input of shape {tuple(x.shape)}, which has no leading axis of examples"
+        raise OwnershipError("engine.no-batch-axis", problem, "keep the batch axis: x.unsqueeze(0) for one example")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +94,16 @@ class Target:
 class BackwardReceiver(Protocol):
     """Whoever takes per-contribution gradients during a backward pass."""
 
-    def receive(self, use: RuleCall, kept: Sequence[Tensor], g: Tensor) -> None: ...
+    def receive(self, use: RuleCall, saved: Sequence[Tensor], g: Tensor) -> None: ...
 
     def wants_input_grad(self, use: RuleCall) -> bool: ...
 
 
+@dataclass(slots=True)
 class ReceiverSlot:
-    """Where uses hand in their gradients: open only inside `Engine.backward`."""
+    """Where rule calls hand in their gradients: filled only inside `Engine.backward`."""
 
-    def __init__(self) -> None:
-        self.receiver: BackwardReceiver | None = None
+    receiver: BackwardReceiver | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,51 +114,45 @@ class RuleCall:
     rule: LayerRule
     targets: tuple[Target | None, ...]  # None: the tensor is frozen, or no class reaches it
     layers: tuple[int, ...]  # of the targets, each once
-    desk: ReceiverSlot
+    slot: ReceiverSlot
     example_of_row: Tensor | None  # None: row r is example r
     dtype: torch.dtype  # of the input
 
 
 def hidden_backward_error(use: RuleCall) -> UnclippedGradient:
-    return UnclippedGradient(
-        "engine.hidden-backward",
-        f"'{use.where}' was reached by a backward pass that the graph of the losses does not show",
-        "do not call backward inside the model or its hooks",
-    )
+    problem = f"a backward pass that is not part of the losses' graph reached '{use.where}'"
+    return UnclippedGradient("engine.hidden-backward", problem, "do not call backward inside the model or its hooks")
 
 
 class CoveredFunction(torch.autograd.Function):
     """Runs a rule; in backward hands the per-contribution gradient to the engine.
 
-    The weight itself gets no gradient from autograd: what reaches `.grad` is only what the engine
-    writes there after clipping and noise.
+    The weight gets no gradient from autograd: only the engine writes `.grad`, after clipping and noise.
     """
 
     @staticmethod
     def forward(ctx: Any, use: RuleCall, x: Tensor, *params: Tensor | None) -> Tensor:
-        y, kept = use.rule.run(x, params)
+        y, saved = use.rule.run(x, params)
         ctx.lamina_use = use
         ctx.lamina_rows, ctx.lamina_rank = y.shape[0], y.dim()
-        ctx.kept = len(kept)
-        ctx.save_for_backward(*kept, *params)
+        ctx.saved = len(saved)
+        ctx.save_for_backward(*saved, *params)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         use: RuleCall = ctx.lamina_use
-        receiver = use.desk.receiver
+        receiver = use.slot.receiver
         if receiver is None:
-            raise EngineError(
-                "engine.backward-outside-engine",
-                f"a backward pass reached '{use.where}' outside Engine.backward",
-                "call engine.backward(losses, batch) instead of loss.backward(), or engine.detach() first",
-            )
-        saved = ctx.saved_tensors
-        kept, params = saved[: ctx.kept], saved[ctx.kept :]
+            problem = f"a backward pass reached '{use.where}' outside Engine.backward"
+            remedy = "call engine.backward(losses, batch) instead of loss.backward(), or engine.detach() first"
+            raise EngineError("engine.backward-outside-engine", problem, remedy)
+        tensors = ctx.saved_tensors  # once: under checkpointing every access unpacks them again
+        saved, params = tensors[: ctx.saved], tensors[ctx.saved :]
         dx = None
         if ctx.needs_input_grad[1] and receiver.wants_input_grad(use):
-            dx = use.rule.input_grad(kept, params, g)
+            dx = use.rule.input_grad(saved, params, g)
             dx = dx if dx.dtype == use.dtype else dx.to(use.dtype)
-        receiver.receive(use, kept, g)
+        receiver.receive(use, saved, g)
         return (None, dx, *(None for _ in params))

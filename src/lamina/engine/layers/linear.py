@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import ContributionGrads, DenseGrads, OuterProductGrads, ScatterGrads, SequenceProductGrads
+from lamina.engine.grads import (
+    ContributionGrads,
+    DenseGrads,
+    OuterProductGrads,
+    ScatterGrads,
+    SequenceProductGrads,
+    at_least_float32,
+)
 from lamina.engine.layers.layer_rule import (
     ApplyRule,
     LayerForward,
@@ -18,6 +25,7 @@ from lamina.engine.layers.layer_rule import (
     SavedTensors,
     cast_for_autocast,
     check_rank,
+    weight_and_bias,
 )
 from lamina.errors import UnsupportedLayer
 
@@ -30,29 +38,26 @@ class LinearRule(LayerRule):
 
     def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
         check_rank(x, 2, "a linear layer")
-        kept, weight, bias = cast_for_autocast(x, params[0], params[1] if len(params) > 1 else None)
-        assert kept is not None and weight is not None
-        return F.linear(kept, weight.t() if self.transposed else weight, bias), (kept,)
+        x, weight, bias = cast_for_autocast(x, params)
+        return F.linear(x, weight.t() if self.transposed else weight, bias), (x,)
 
-    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
-        weight = params[0]
-        assert weight is not None
-        weight = weight.to(g.dtype)
+    def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
+        weight = cast(Tensor, params[0]).to(g.dtype)
         return g.matmul(weight.t() if self.transposed else weight)
 
     def contribution_grads(
-        self, kept: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
+        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
     ) -> list[ContributionGrads | None]:
         if layout.plain and g.dim() == 2:
-            return self._one_position(g, kept[0], need)
-        g, a = _flatten_positions(layout.fold(g)), _flatten_positions(layout.fold(kept[0]))
+            return self._one_position(g, saved[0], need)
+        g, a = _flatten_positions(layout.fold(g)), _flatten_positions(layout.fold(saved[0]))
         if g.shape[1] == 1:
             return self._one_position(g[:, 0], a[:, 0], need)
         grads: list[ContributionGrads | None] = [None] * len(need)
         if need[0]:
             grads[0] = SequenceProductGrads(a, g) if self.transposed else SequenceProductGrads(g, a)
         if len(need) > 1 and need[1]:
-            grads[1] = DenseGrads((g.float() if g.element_size() < 4 else g).sum(1))
+            grads[1] = DenseGrads(at_least_float32(g).sum(1))
         return grads
 
     def _one_position(self, g: Tensor, a: Tensor, need: Sequence[bool]) -> list[ContributionGrads | None]:
@@ -68,12 +73,9 @@ class LinearRule(LayerRule):
 class LinearForward(LayerForward):
     def __init__(self, module: nn.Module, *, transposed: bool = False) -> None:
         self.rule = LinearRule(transposed=transposed)
-        self.parameters = ("weight",) if module.bias is None else ("weight", "bias")
+        self.parameters = weight_and_bias(module)
 
-    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Tensor:
-        return self._call(apply, *args, **kwargs)
-
-    def _call(self, apply: ApplyRule, input: Tensor) -> Tensor:
+    def forward(self, apply: ApplyRule, input: Tensor) -> Tensor:
         return apply(self.rule, input, *self.parameters)
 
 
@@ -91,38 +93,25 @@ class EmbeddingRule(LayerRule):
     def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
         return F.embedding(x, cast(Tensor, params[0])), (x,)
 
-    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
+    def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
         raise AssertionError("ids have no gradient")
 
     def contribution_grads(
-        self, kept: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
+        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
     ) -> list[ContributionGrads | None]:
-        ids, g = layout.fold(kept[0]), layout.fold(g)
-        units = g.shape[0]
-        return [
-            ScatterGrads(ids.reshape(units, -1), g.reshape(units, -1, g.shape[-1]), self.table_rows, self.padding_idx)
-        ]
+        g = layout.fold(g)
+        ids, g = layout.fold(saved[0]).reshape(len(g), -1), g.reshape(len(g), -1, g.shape[-1])
+        return [ScatterGrads(ids, g, self.table_rows, self.padding_idx)]
 
 
 class EmbeddingForward(LayerForward):
     def __init__(self, module: nn.Embedding) -> None:
-        for name, value in (
-            ("max_norm", module.max_norm),
-            ("scale_grad_by_freq", module.scale_grad_by_freq),
-            ("sparse", module.sparse),
-        ):
-            if value:
-                raise UnsupportedLayer(
-                    "engine.embedding-option",
-                    f"nn.Embedding with {name}={value} "
-                    + ("writes to its weights by who is in the batch" if name == "max_norm" else "is not supported"),
-                    f"use {name}={'None' if name == 'max_norm' else 'False'}, or `model, report = lamina.fix(model)`",
-                )
+        for name in ("max_norm", "scale_grad_by_freq", "sparse"):  # max_norm writes weights by who is in the batch
+            if value := getattr(module, name):
+                remedy = f"use {name}={None if name == 'max_norm' else False}, or `model, report = lamina.fix(model)`"
+                raise UnsupportedLayer("engine.embedding-option", f"nn.Embedding has {name}={value}", remedy)
         self.parameters = ("weight",)
         self.rule = EmbeddingRule(module.num_embeddings, module.padding_idx)
 
-    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Tensor:
-        return self._call(apply, *args, **kwargs)
-
-    def _call(self, apply: ApplyRule, input: Tensor) -> Tensor:
+    def forward(self, apply: ApplyRule, input: Tensor) -> Tensor:
         return apply(self.rule, input, "weight")

@@ -5,14 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from math import prod
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import ContributionGrads, DenseGrads
-from lamina.engine.layers.layer_rule import ApplyRule, LayerForward, LayerRule, Params, SavedTensors, check_rank
+from lamina.engine.grads import ContributionGrads, DenseGrads, at_least_float32
+from lamina.engine.layers.layer_rule import (
+    ApplyRule,
+    LayerForward,
+    LayerRule,
+    Params,
+    SavedTensors,
+    check_rank,
+    weight_and_bias,
+)
 from lamina.errors import CouplingError
 
 
@@ -23,7 +31,7 @@ class NormRule(LayerRule):
     """
 
     @abstractmethod
-    def normalised(self, kept: SavedTensors) -> Tensor:
+    def normalised(self, saved: SavedTensors) -> Tensor:
         """x̂, in the shape of the input, float32 or better."""
 
     @abstractmethod
@@ -31,73 +39,71 @@ class NormRule(LayerRule):
         """(P, m, …) → (P, *parameter shape): sum over everything that shares a parameter."""
 
     def contribution_grads(
-        self, kept: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
+        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
     ) -> list[ContributionGrads | None]:
-        wide = g.float() if g.element_size() < 4 else g
+        wide = at_least_float32(g)
         grads: list[ContributionGrads | None] = [None] * len(need)
         if need[0]:
-            product = layout.fold(wide * self.normalised(kept))
+            product = layout.fold(wide * self.normalised(saved))
             grads[0] = DenseGrads(self.per_parameter(product))
         if len(need) > 1 and need[1]:
             grads[1] = DenseGrads(self.per_parameter(layout.fold(wide)))
         return grads
 
 
-class LayerNormRule(NormRule):
+class TrailingNormRule(NormRule):
     """Statistics over the trailing `shape`."""
 
-    def __init__(self, shape: Sequence[int], eps: float) -> None:
+    def __init__(self, shape: Sequence[int], eps: float | None) -> None:
         self.shape, self.eps = list(shape), eps
+
+    def per_parameter(self, t: Tensor) -> Tensor:
+        return t.reshape(t.shape[0], -1, prod(self.shape)).sum(1).view(-1, *self.shape)
+
+
+class LayerNormRule(TrailingNormRule):
+    """x̂ = (x - mean) / std."""
 
     def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
         check_rank(x, len(self.shape) + 1, "LayerNorm")
         bias = params[1] if len(params) > 1 else None
-        y, mean, rstd = torch.native_layer_norm(x, self.shape, params[0], bias, self.eps)
+        y, mean, rstd = torch.native_layer_norm(x, self.shape, params[0], bias, cast(float, self.eps))
         return y, (x, mean, rstd)
 
-    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
-        x, mean, rstd = kept
+    def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
+        x, mean, rstd = saved
         bias = params[1] if len(params) > 1 else None
         grads = torch.ops.aten.native_layer_norm_backward(
             g.contiguous(), x, self.shape, mean, rstd, params[0], bias, [True, False, False]
         )
         return cast(Tensor, grads[0])
 
-    def normalised(self, kept: SavedTensors) -> Tensor:
-        x, mean, rstd = kept
+    def normalised(self, saved: SavedTensors) -> Tensor:
+        x, mean, rstd = saved
         return (x.to(mean.dtype) - mean) * rstd
 
-    def per_parameter(self, t: Tensor) -> Tensor:
-        return t.reshape(t.shape[0], -1, prod(self.shape)).sum(1).view(-1, *self.shape)
 
-
-class RMSNormRule(NormRule):
-    """x̂ = x / √(mean x² + eps) over the trailing `shape`. No shift."""
-
-    def __init__(self, shape: Sequence[int], eps: float | None) -> None:
-        self.shape, self.eps = list(shape), eps
+class RMSNormRule(TrailingNormRule):
+    """x̂ = x / √(mean x² + eps). No shift."""
 
     def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
         check_rank(x, len(self.shape) + 1, "RMSNorm")
         axes = tuple(range(-len(self.shape), 0))
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        wide = x.float() if x.element_size() < 4 else x
+        wide = at_least_float32(x)
         rstd = torch.rsqrt(wide.square().mean(axes, keepdim=True) + eps)
         return (wide * rstd * cast(Tensor, params[0])).to(x.dtype), (x, rstd)
 
-    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
-        x, rstd = kept
+    def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
+        x, rstd = saved
         axes = tuple(range(-len(self.shape), 0))
-        unit = self.normalised(kept)
+        unit = self.normalised(saved)
         scaled = g.to(unit.dtype) * cast(Tensor, params[0])
         return (rstd * (scaled - unit * (scaled * unit).mean(axes, keepdim=True))).to(x.dtype)
 
-    def normalised(self, kept: SavedTensors) -> Tensor:
-        x, rstd = kept
+    def normalised(self, saved: SavedTensors) -> Tensor:
+        x, rstd = saved
         return x.to(rstd.dtype) * rstd
-
-    def per_parameter(self, t: Tensor) -> Tensor:
-        return t.reshape(t.shape[0], -1, prod(self.shape)).sum(1).view(-1, *self.shape)
 
 
 class GroupNormRule(NormRule):
@@ -114,24 +120,16 @@ class GroupNormRule(NormRule):
         y, mean, rstd = torch.native_group_norm(x, params[0], bias, n, c, space, self.groups, self.eps)
         return y, (x, mean, rstd)
 
-    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
-        x, mean, rstd = kept
+    def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
+        x, mean, rstd = saved
+        sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]), self.groups)
         grads = torch.ops.aten.native_group_norm_backward(
-            g.contiguous(),
-            x,
-            mean,
-            rstd,
-            params[0],
-            x.shape[0],
-            x.shape[1],
-            prod(x.shape[2:]),
-            self.groups,
-            [True, False, False],
+            g.contiguous(), x, mean, rstd, params[0], *sizes, [True, False, False]
         )
         return cast(Tensor, grads[0])
 
-    def normalised(self, kept: SavedTensors) -> Tensor:
-        x, mean, rstd = kept
+    def normalised(self, saved: SavedTensors) -> Tensor:
+        x, mean, rstd = saved
         grouped = x.to(mean.dtype).view(x.shape[0], self.groups, -1)
         return ((grouped - mean.unsqueeze(2)) * rstd.unsqueeze(2)).view(x.shape)
 
@@ -143,13 +141,9 @@ class NormForward(LayerForward):
     """Any normalisation whose forward takes one tensor."""
 
     def __init__(self, module: nn.Module, rule: NormRule) -> None:
-        self.rule = rule
-        self.parameters = ("weight",) if getattr(module, "bias", None) is None else ("weight", "bias")
+        self.rule, self.parameters = rule, weight_and_bias(module)
 
-    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> Tensor:
-        return self._call(apply, *args, **kwargs)
-
-    def _call(self, apply: ApplyRule, input: Tensor) -> Tensor:
+    def forward(self, apply: ApplyRule, input: Tensor) -> Tensor:
         return apply(self.rule, input, *self.parameters)
 
 
@@ -167,10 +161,8 @@ def group_norm_forward(module: nn.GroupNorm) -> NormForward:
 
 def instance_norm_forward(module: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d) -> NormForward:
     if module.track_running_stats:
-        raise CouplingError(
-            "engine.running-stats",
-            f"{type(module).__name__} with track_running_stats=True mixes contributions in its buffers",
-            "use track_running_stats=False, or `model, report = lamina.fix(model)`",
-        )
+        problem = f"{type(module).__name__} with track_running_stats=True mixes contributions in its buffers"
+        remedy = "use track_running_stats=False, or `model, report = lamina.fix(model)`"
+        raise CouplingError("engine.running-stats", problem, remedy)
     rank = 3 + (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d).index(type(module))
     return NormForward(module, GroupNormRule(module.num_features, module.eps, rank=rank))

@@ -31,13 +31,13 @@ class RowSliceLinearRule(LayerRule):
         self.shapes = [None if p is None else p.shape for p in params]
         return self.whole.run(x, self._cut(params))
 
-    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
-        return self.whole.input_grad(kept, self._cut(params), g)
+    def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
+        return self.whole.input_grad(saved, self._cut(params), g)
 
     def contribution_grads(
-        self, kept: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
+        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
     ) -> list[ContributionGrads | None]:
-        grads = self.whole.contribution_grads(kept, g, layout, need)
+        grads = self.whole.contribution_grads(saved, g, layout, need)
         return [
             grad if grad is None or band is None else RowSliceGrads(grad, band.start, cast(torch.Size, shape))
             for grad, band, shape in zip(grads, self.bands, self.shapes, strict=False)
@@ -47,31 +47,20 @@ class RowSliceLinearRule(LayerRule):
 class AttentionForward(LayerForward):
     """Multi-head attention with every projection taken through the engine.
 
-    The output projection is a child module with a site of its own.
+    The output projection is a child module with a `LayerForward` of its own.
     """
 
     def __init__(self, module: nn.MultiheadAttention) -> None:
         self.module = module
-        weights = (
-            ("in_proj_weight",) if module._qkv_same_embed_dim else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        )
+        apart = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        weights = ("in_proj_weight",) if module._qkv_same_embed_dim else apart
         self.parameters = weights if module.in_proj_bias is None else (*weights, "in_proj_bias")
 
-    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        return self._call(apply, *args, **kwargs)
-
-    def _call(
-        self,
-        apply: ApplyRule,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
+    def forward(
+        self, apply: ApplyRule, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         m = self.module
         check_rank(query, 3, "nn.MultiheadAttention")
         itself = query is key and key is value
@@ -144,11 +133,11 @@ class RecurrentWeightRule(LayerRule):
         weight = cast(Tensor, params[0])
         return weight.new_zeros(self.size, self.steps, weight.shape[0]), ()
 
-    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
-        raise AssertionError("a tap has no input")
+    def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
+        raise AssertionError("the zeros depend on no input")
 
     def contribution_grads(
-        self, kept: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
+        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
     ) -> list[ContributionGrads | None]:
         return LinearRule().contribution_grads((torch.stack(self.states, 1),), g, layout, need)
 
@@ -160,17 +149,12 @@ class RecurrentForward(LayerForward):
         self.module = module
         self.parameters = tuple(name for name, _ in module.named_parameters(recurse=False))
 
-    def forward(self, apply: ApplyRule, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        return self._call(apply, *args, **kwargs)
-
-    def _call(self, apply: ApplyRule, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+    def forward(self, apply: ApplyRule, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
         m = self.module
         if isinstance(input, PackedSequence):
-            raise UnsupportedLayer(
-                "engine.packed-sequence",
-                f"{type(m).__name__} got a PackedSequence, whose rows belong to several contributions",
-                "pad with nn.utils.rnn.pad_sequence, and mask the loss",
-            )
+            problem = f"{type(m).__name__} got a PackedSequence, whose rows belong to several contributions"
+            remedy = "pad with nn.utils.rnn.pad_sequence, and mask the loss"
+            raise UnsupportedLayer("engine.packed-sequence", problem, remedy)
         check_rank(input, 3, type(m).__name__)
         x = input if m.batch_first else input.transpose(0, 1)
         directions = 2 if m.bidirectional else 1
@@ -221,17 +205,17 @@ class RecurrentForward(LayerForward):
 
 
 class _Recurrence:
-    """h ↦ W h + b at one time after another, with W and b seen through one `Tap`."""
+    """h ↦ W h + b at one time after another, with W and b seen through one `RecurrentWeightRule`."""
 
     def __init__(self, apply: ApplyRule, module: nn.Module, weight: str, bias: str | None, x: Tensor) -> None:
         self.rule = RecurrentWeightRule(x.shape[0], x.shape[1])
         self.weight = cast(Tensor, getattr(module, weight)).detach()
         self.bias = cast(Tensor, getattr(module, bias)).detach() if bias else None
-        self.tap = apply(self.rule, x.detach(), weight, *([bias] if bias else []))
+        self.zeros = apply(self.rule, x.detach(), weight, *([bias] if bias else []))
 
     def __call__(self, h: Tensor, count: int) -> Tensor:
         self.rule.states.append(h.detach())
-        return F.linear(h, self.weight, self.bias) + self.tap[:, count]
+        return F.linear(h, self.weight, self.bias) + self.zeros[:, count]
 
 
 def _recurrent_cell(mode: str, zx: Tensor, zh: Tensor, h: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -1,7 +1,4 @@
-"""Mixtures of experts whose weights are stacked along a first axis.
-
-As Hugging Face Mixtral and its kin keep them.
-"""
+"""Mixtures of experts whose weights are stacked along a first axis, as Hugging Face Mixtral and others keep them."""
 
 from __future__ import annotations
 
@@ -39,32 +36,30 @@ class StackedExpertsRule(LayerRule):
                 yield e, first, stop
 
     def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
-        kept, weight, bias = cast_for_autocast(x, params[0], params[1] if len(params) > 1 else None)
-        assert kept is not None and weight is not None
+        x, weight, bias = cast_for_autocast(x, params)
         matrices = weight.transpose(1, 2) if self.transposed else weight  # (E, out, in)
         parts = [
-            F.linear(kept[first:stop], matrices[e], None if bias is None else bias[e])
-            for e, first, stop in self._groups()
+            F.linear(x[first:stop], matrices[e], None if bias is None else bias[e]) for e, first, stop in self._groups()
         ]
-        return torch.cat(parts) if parts else kept.new_zeros(0, matrices.shape[1]), (kept,)
+        return torch.cat(parts) if parts else x.new_zeros(0, matrices.shape[1]), (x,)
 
-    def input_grad(self, kept: SavedTensors, params: Params, g: Tensor) -> Tensor:
+    def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
         weight = cast(Tensor, params[0]).to(g.dtype)
         matrices = weight.transpose(1, 2) if self.transposed else weight
         parts = [g[first:stop] @ matrices[e] for e, first, stop in self._groups()]
-        return torch.cat(parts) if parts else torch.zeros_like(kept[0])
+        return torch.cat(parts) if parts else torch.zeros_like(saved[0])
 
     def contribution_grads(
-        self, kept: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
+        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
     ) -> list[ContributionGrads | None]:
         made: list[dict[int, ContributionGrads]] = [{} for _ in need]
         for e, first, stop in self._groups():
             mine = RowLayout(layout.owner[first:stop], layout.units)
-            grads = self.one.contribution_grads((kept[0][first:stop],), g[first:stop], mine, need)
+            grads = self.one.contribution_grads((saved[0][first:stop],), g[first:stop], mine, need)
             for parts, grad in zip(made, grads, strict=True):
                 if grad is not None:
                     parts[e] = grad
-        matrix = (g.shape[1], kept[0].shape[1])
+        matrix = (g.shape[1], saved[0].shape[1])
         shapes = [matrix[::-1] if self.transposed else matrix, matrix[:1]]
         return [
             StackedGrads(parts, torch.Size((len(self.counts), *shape)), layout.units) if needed else None
@@ -89,12 +84,9 @@ class ExpertsForward(LayerForward):
         self.parameters = (*self.up, *self.down)
         self.checked = False
         if getattr(getattr(module, "config", None), "output_router_logits", False):
-            raise CouplingError(
-                "engine.router-loss",
-                f"module '{name}': the model's config has output_router_logits=True, for a load-balancing loss that "
-                "is computed over the whole batch",
-                "set model.config.output_router_logits = False and train without the auxiliary loss",
-            )
+            problem = f"the config of '{name}' has output_router_logits=True, for a loss over the whole batch"
+            remedy = "set model.config.output_router_logits = False and train without the auxiliary loss"
+            raise CouplingError("engine.router-loss", problem, remedy)
 
     @staticmethod
     def applies_to(module: Any) -> bool:
@@ -132,20 +124,18 @@ class ExpertsForward(LayerForward):
         return torch.zeros_like(hidden_states).index_add(0, token, h.to(hidden_states.dtype))
 
     def _check(self, *args: Any, **kwargs: Any) -> None:
-        """Once: the module must compute what this site computes."""
+        """Once: the module must compute what `_call` computes."""
 
-        def plain(rule: LayerRule, x: Tensor, *names: str) -> Tensor:
+        def without_engine(rule: LayerRule, x: Tensor, *names: str) -> Tensor:
             return rule.run(x, [self.module.get_parameter(name) for name in names])[0]
 
         with torch.no_grad():
-            want, found = self.original(*args, **kwargs), self._call(plain, *args, **kwargs)
+            want, found = self.original(*args, **kwargs), self._call(without_engine, *args, **kwargs)
         near = 1e-3 * want.abs().amax(-1) + 1e-9
         if want.shape != found.shape or bool(((want - found).abs().amax(-1) > near).any()):
-            raise UnsupportedLayer(
-                "engine.experts-differ",
-                f"'{self.name}' ({type(self.module).__name__}) does not compute what stacked experts compute",
-                "name the block above it in Engine(..., per_contribution=[...])",
-            )
+            problem = f"'{self.name}' ({type(self.module).__name__}) does not compute what stacked experts compute"
+            remedy = "name the block above it in Engine(..., per_contribution=[...])"
+            raise UnsupportedLayer("engine.experts-differ", problem, remedy)
         self.checked = len(want) > 0
 
 
@@ -154,9 +144,5 @@ def modules_in_expert_blocks(model: nn.Module) -> frozenset[str]:
     blocks = [
         name.rpartition(".")[0] for name, module in model.named_modules() if name and ExpertsForward.applies_to(module)
     ]
-    return frozenset(
-        name
-        for block in blocks
-        for name, _ in model.named_modules()
-        if name.startswith(f"{block}." if block else "") and name
-    )
+    inside = tuple(f"{block}." if block else "" for block in blocks)
+    return frozenset(name for name, _ in model.named_modules() if name and name.startswith(inside))
