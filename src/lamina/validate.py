@@ -14,7 +14,16 @@ from typing import Any
 
 from lamina.errors import LaminaError, PlanError
 
-__all__ = ["PlanError", "number", "one_of", "positive", "whole"]
+__all__ = ["PlanError", "number", "one_of", "positive", "short_repr", "whole"]
+
+
+def short_repr(value: object, width: int = 80) -> str:
+    """A value for a message: cut where it is long, and named by its type where it cannot be written at all."""
+    try:
+        text = repr(value)
+    except Exception:  # a whole number of thousands of digits, or an object of somebody else's
+        return f"a {type(value).__name__} that cannot be written"
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def whole(
@@ -29,7 +38,7 @@ def whole(
     fits = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not fits or value < least or (most is not None and value > most):
         limit = f">= {least}" if most is None else f"in [{least}, {most}]"
-        raise error(code, f"{name} is {value!r}, must be a whole number {limit}", remedy)
+        raise error(code, f"{name} is {short_repr(value)}, must be a whole number {limit}", remedy)
     return int(value)
 
 
@@ -44,11 +53,13 @@ def number(
     """
     ((name, value),) = named.items()
     fits = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not fits or not (infinite or math.isfinite(value)) or not (least <= value <= most) or value != value \
+    if not fits or not (infinite or -math.inf < value < math.inf) or not (least <= value <= most) or value != value \
             or (above > -math.inf and value <= above) or (below < math.inf and value >= below):  # fmt: skip
         limits = [f"> {above:g}"] * (above > -math.inf) + [f">= {least:g}"] * (least > -math.inf)
         limits += [f"< {below:g}"] * (below < math.inf) + [f"<= {most:g}"] * (most < math.inf)
-        raise error(code, f"{name} is {value!r}, must be a number {' and '.join(limits) or 'that is finite'}", remedy)
+        raise error(
+            code, f"{name} is {short_repr(value)}, must be a number {' and '.join(limits) or 'that is finite'}", remedy
+        )
     return float(value)
 
 
@@ -61,5 +72,5 @@ def one_of(error: type[LaminaError], code: str, choices: Collection[Any], *, rem
     """One of the choices."""
     ((name, value),) = named.items()
     if value not in choices:
-        raise error(code, f"{name} is {value!r}, must be one of {', '.join(map(str, choices))}", remedy)
+        raise error(code, f"{name} is {short_repr(value)}, must be one of {', '.join(map(str, choices))}", remedy)
     return value

@@ -54,22 +54,22 @@ def test_besides_shares_the_budget() -> None:
     sigma = calibrate(2.0, delta=1e-5, q=0.01, steps=500, besides=side)
     assert sigma > calibrate(2.0, delta=1e-5, q=0.01, steps=500)
     assert find_accountant("pld").epsilon([*side, Event(sigma=sigma, q=0.01, steps=500)], 1e-5) <= 2.0
-    with raises_code("account.releases-alone-cost"):
+    with raises_code("account.other-releases-too-expensive"):
         calibrate(0.5, delta=1e-5, q=0.01, steps=500, besides=side)
 
 
 @pytest.mark.parametrize("target", [0.0, -1.0, math.inf, float("nan"), None])
 def test_impossible_targets(target: float) -> None:
-    with raises_code("account.target-epsilon-lie"):
+    with raises_code("account.epsilon-not-positive"):
         calibrate(target, delta=1e-5, q=0.01, steps=10)
 
 
 def test_other_refusals() -> None:
-    with raises_code("account.delta-no-gaussian"):
+    with raises_code("account.delta-zero"):
         calibrate(1.0, delta=0.0, q=0.01, steps=10)
-    with raises_code("account.steps-release-nothing"):
+    with raises_code("account.nothing-released"):
         calibrate(1.0, delta=1e-5, q=0.0, steps=10)
-    with raises_code("account.no-noise-brings"):
+    with raises_code("account.target-unreachable"):
         calibrate(0.1, delta=1e-5, q=0.01, steps=10, accountant="moments")  # log(1/δ)/64 = 0.18
     assert calibrate(1e12, delta=1e-5, q=1.0, steps=1, accountant="gaussian") <= 1e-3
 

@@ -61,7 +61,7 @@ def test_thirty_calls_cost_what_they_should() -> None:
     "epsilon", [0, -1.0, 1e-17, 9.9e-7, pytest.param(10**5000, id="huge"), math.nan, math.inf, True, "1", 51.0]
 )
 def test_a_choice_that_makes_no_sense_is_refused(epsilon: object) -> None:
-    with raises_code("account.epsilon-choice-lie"):
+    with raises_code("account.choice-epsilon-out-of-range"):
         choice_noise_multiplier(epsilon)  # type: ignore[arg-type]
 
 

@@ -51,7 +51,7 @@ def test_whatever_is_admitted_stays_within_the_promise(asked: list[tuple[float, 
             filter.charge(sigma, q, steps)
             done.append(Event(sigma=sigma, q=q, steps=steps))
         else:
-            with raises_code("account.step-sigma-exceed"):
+            with raises_code("account.budget-exceeded"):
                 filter.charge(sigma, q, steps)
             assert filter.to_state() == before
         assert filter.remaining >= 0
@@ -107,20 +107,20 @@ def test_infinite_prices_and_bad_questions() -> None:
         assert not filter.admits(1e-320, 1.0)
         with pytest.raises(BudgetExceeded):
             filter.charge(1e-320, 1.0)
-        with raises_code("account.noise-multiplier-sigma"):
+        with raises_code("account.sigma-not-positive"):
             filter.admits(0.0, 0.5)
-        with raises_code("account.steps-integer"):
+        with raises_code("account.steps-negative"):
             filter.charge(1.0, 0.5, -1)
 
 
 def test_a_budget_must_be_one() -> None:
-    with raises_code("account.filter-budget-lie"):
+    with raises_code("account.budget-not-positive"):
         GaussianFilter.for_schedule([])
-    with raises_code("account.order-not-show"):
+    with raises_code("account.order-too-small"):
         RenyiFilter.for_target(0.1, delta=1e-5, order=2.0)
-    with raises_code("account.nyi-order-lie"):
+    with raises_code("account.order-out-of-range"):
         RenyiFilter.for_target(1.0, delta=1e-5, order=1.0)
-    with raises_code("account.delta-no-nyi"):
+    with raises_code("account.delta-zero"):
         RenyiFilter.for_target(1.0, delta=0.0, order=8.0)
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.account.accountants import find_accountant, pooled_epsilon
-from lamina.account.gaussian_rdp import RDP_ORDERS, order_offset, step_rdp
-from lamina.account.schedule import Event
+from lamina.account.gaussian_rdp import order_offset, step_rdp
+from lamina.account.schedule import RDP_ORDERS, Event
 
 FIXED = {(1.5, 0.01, 0.0): 100, (2.0, 0.02, 0.0): 50}
 

@@ -124,5 +124,5 @@ def test_moments_by_hand() -> None:
 @pytest.mark.parametrize("name", ["rdp", "moments"])
 def test_replace_one_is_refused_with_a_remedy(name: str) -> None:
     for ask in (find_accountant(name).epsilon, find_accountant(name).delta):
-        with raises_code("account.accountant-no-figure"):
+        with raises_code("account.add-remove-only"):
             ask([Event(sigma=1.0, q=0.1, steps=1)], 0.1, Adjacency.REPLACE_ONE)

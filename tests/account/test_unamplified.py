@@ -13,7 +13,8 @@ from refusals import raises_code
 from scipy import special, stats
 
 from lamina.account import accountants, gaussian_rdp
-from lamina.account.accountants import cap_occurrences, cost, epsilon_of_noise_multiplier, find_accountant
+from lamina.account.accountants import cap_occurrences, cost, find_accountant
+from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import Adjacency, Event
 
 
@@ -123,7 +124,7 @@ def test_cost_with_a_cap_takes_the_least_noisy_steps() -> None:
     assert report.epsilon_disclosed is None
     assert cost(schedule, delta=1e-5, accountant="gaussian", occurrences=40).epsilon == report.epsilon_unamplified
     assert cost(schedule, delta=1e-5, accountant="rdp").epsilon_replace_one == report.epsilon_replace_one
-    with raises_code("account.cap-occurrences-integer"):
+    with raises_code("account.occurrences-negative"):
         cap_occurrences(schedule, -1)
 
 

@@ -40,7 +40,7 @@ from making import create as create_plain
 from refusals import raises_code
 
 from lamina.account.accountants import pooled_epsilon
-from lamina.account.gaussian_rdp import RDP_ORDERS
+from lamina.account.schedule import RDP_ORDERS
 from lamina.admit.key_ring import KeyRing
 from lamina.errors import LaminaError
 from lamina.ledger import records as leaves

@@ -1,43 +1,28 @@
-"""What a schedule of noisy steps costs. This folder sees (sigma, q, steps) and nothing else."""
+"""What a schedule of noisy steps costs. This folder sees (sigma, q, steps) and nothing else.
+
+Names are imported when they are first used: events and schedules need neither numpy nor scipy.
+"""
 
 from __future__ import annotations
 
-from lamina.account.accountants import (
-    ACCOUNTANTS,
-    Accountant,
-    Cost,
-    SpendCurve,
-    calibrate,
-    cap_occurrences,
-    cost,
-    epsilon_of_noise_multiplier,
-    find_accountant,
-    rdp_order_of,
-)
-from lamina.account.filters import GaussianFilter, PrivacyFilter, RenyiFilter, choose_order
-from lamina.account.gaussian_rdp import choice_noise_multiplier
-from lamina.account.schedule import Adjacency, Event, Schedule, grouped, prefix, total_steps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lamina.account.accountants import ACCOUNTANTS, Accountant, Cost, SpendCurve, calibrate, cost, find_accountant
+    from lamina.account.filters import GaussianFilter, PrivacyFilter, RenyiFilter, choose_order
+    from lamina.account.schedule import Adjacency, Event, Schedule
 
 __all__ = [
-    "ACCOUNTANTS",
-    "Accountant",
-    "Adjacency",
-    "Cost",
-    "Event",
-    "PrivacyFilter",
-    "GaussianFilter",
-    "RenyiFilter",
-    "Schedule",
-    "SpendCurve",
-    "find_accountant",
-    "calibrate",
-    "cap_occurrences",
-    "choice_noise_multiplier",
-    "choose_order",
-    "cost",
-    "epsilon_of_noise_multiplier",
-    "grouped",
-    "rdp_order_of",
-    "prefix",
-    "total_steps",
-]
+    "ACCOUNTANTS", "Accountant", "Cost", "SpendCurve", "calibrate", "cost", "find_accountant",
+    "GaussianFilter", "PrivacyFilter", "RenyiFilter", "choose_order",
+    "Adjacency", "Event", "Schedule",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for home in ("schedule", "filters", "accountants"):
+            if hasattr(module := import_module(f"lamina.account.{home}"), name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,35 +1,35 @@
-"""The accountants by name, calibration of the noise multiplier.
-
-And the full cost of a schedule or of several runs together.
-"""
+"""The accountants by name; calibration of the noise multiplier; the cost of a schedule, or of several runs together."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
 
+from lamina import validate
 from lamina.account import gaussian_rdp, pld
-from lamina.account.gaussian_rdp import RDP_ORDERS, Array, hockey_stick, step_rdp
+from lamina.account.bisect import bisect_float
+from lamina.account.gaussian_rdp import Array, hockey_stick, step_rdp
 from lamina.account.schedule import (
+    RDP_ORDERS,
     Adjacency,
     Event,
+    EventCounts,
     Schedule,
     check_adjacency,
     check_delta,
     check_epsilon,
     grouped,
     prefix,
+    rdp_order_of,
     total_steps,
 )
 from lamina.errors import AccountingError
 
-# The accountants by name, behind one small interface, with results cached.
-#
 # An accountant turns a schedule into ε at a given δ (or δ at a given ε). It never under-reports: what it
 # cannot compute exactly it rounds up. Asking again for the same schedule, in whatever order it is written, is
 # a dictionary look-up.
@@ -108,29 +108,10 @@ def find_accountant(name: str) -> Accountant:
     >>> round(find_accountant("gaussian").epsilon([Event(sigma=37.3, q=1.0, steps=100)], 1e-5), 2)
     1.0
     """
-    found = ACCOUNTANTS.get(name) if isinstance(name, str) else None
-    if found is None and (order := rdp_order_of(name)) is not None:
+    if (order := rdp_order_of(name)) is not None:
         return _accountant_at_order(name, order)
-    if found is None:
-        raise AccountingError(
-            "account.accountant-not-known", f"accountant {name!r} is not known", f"use one of {', '.join(ACCOUNTANTS)}"
-        )
-    return found
-
-
-def rdp_order_of(name: str) -> float | None:
-    """The order of an accountant `rdp@ORDER`; None for every other."""
-    if not isinstance(name, str) or not name.startswith("rdp@"):
-        return None
-    try:
-        order = float(name.removeprefix("rdp@"))
-    except ValueError:
-        order = math.nan
-    if not 1.01 < order < 1e6 or name != f"rdp@{order:g}":
-        raise AccountingError(
-            "account.accountant-no-order", f"accountant {name!r} has no order in (1.01, 1e6)", "e.g. rdp@32"
-        )
-    return order
+    validate.one_of(AccountingError, "account.accountant-unknown", list(ACCOUNTANTS), accountant=name)
+    return ACCOUNTANTS[name]
 
 
 @lru_cache(maxsize=64)
@@ -162,20 +143,10 @@ def calibrate(
     `besides` are releases charged to the same budget, e.g. noised quantiles.
     """
     delta = check_delta(delta)
-    if not isinstance(epsilon, int | float) or not 0 < epsilon < math.inf:
-        raise AccountingError(
-            "account.target-epsilon-lie", f"target epsilon is {epsilon!r}, must lie in (0, inf)", "e.g. 1.0"
-        )
-    if delta == 0:
-        raise AccountingError(
-            "account.delta-no-gaussian", "delta is 0, which no Gaussian noise reaches", "allow e.g. delta = 1e-5"
-        )
+    validate.positive(AccountingError, "account.epsilon-not-positive", epsilon=epsilon)
+    validate.positive(AccountingError, "account.delta-zero", remedy="allow e.g. 1e-5", delta=delta)
     if Event(sigma=1.0, q=q, steps=steps).free:
-        raise AccountingError(
-            "account.steps-release-nothing",
-            f"q={q}, steps={steps} release nothing and need no noise",
-            "leave the class out",
-        )
+        raise AccountingError("account.nothing-released", f"q={q}, steps={steps} release nothing and need no noise")
     relation = check_adjacency(adjacency)
     return _solve_sigma(float(epsilon), delta, float(q), int(steps), accountant, relation, grouped(besides))
 
@@ -188,7 +159,7 @@ def _solve_sigma(
     floor = priced_by.epsilon(besides, delta, adjacency)
     if floor > target:
         raise AccountingError(
-            "account.releases-alone-cost",
+            "account.other-releases-too-expensive",
             f"the other releases alone cost epsilon {floor:.4g}, above the target {target:.4g}",
             "make them rarer or noisier, or raise epsilon",
         )
@@ -209,7 +180,7 @@ def _solve_sigma(
             return sigma
         sigma *= 1 + _SIGMA_TOLERANCE
     raise AccountingError(
-        "account.no-sigma-near", f"no sigma near {sigma:.6g} holds epsilon {target}", "report this: the search failed"
+        "account.search-failed", f"no sigma near {sigma:.6g} holds epsilon {target}", "report this: the search failed"
     )
 
 
@@ -223,7 +194,7 @@ def _bracket_sigma(
             sigma, factor = sigma * factor, min(factor * factor, 8.0)
             if sigma > _MAX_SIGMA:
                 raise AccountingError(
-                    "account.no-noise-brings",
+                    "account.target-unreachable",
                     f"no noise brings accountant '{name}' to epsilon {target:.4g} at delta {delta:.4g}",
                     "raise epsilon or delta, take fewer steps, or use accountant 'pld'",
                 )
@@ -319,23 +290,13 @@ def _replace_one_epsilon(priced_by: Accountant, schedule: Schedule, delta: float
 
 def cap_occurrences(schedule: Iterable[Event], occurrences: int) -> Schedule:
     """The most expensive `occurrences` steps of a schedule: those with the least noise."""
-    if isinstance(occurrences, bool) or not isinstance(occurrences, int) or occurrences < 0:
-        raise AccountingError(
-            "account.cap-occurrences-integer",
-            f"cap on occurrences is {occurrences!r}, must be an integer >= 0",
-            "or None",
-        )
+    validate.whole(AccountingError, "account.occurrences-negative", least=0, occurrences=occurrences)
     taken: list[Event] = []
     for event in sorted(grouped(schedule), key=lambda each: each.sigma):
         count = min(event.steps, occurrences)
         taken.append(Event(sigma=event.sigma, q=event.q, steps=count))
         occurrences -= count
     return grouped(taken)
-
-
-def epsilon_of_noise_multiplier(multiplier: float, delta: float) -> float:
-    """The exact ε of one Gaussian release with noise multiplier z: what a signed bound promises."""
-    return gaussian_rdp.epsilon_of_mu(Event(sigma=multiplier, q=1.0, steps=1).mu, check_delta(delta))
 
 
 # Uncapped Poisson sampling when the occurrences become known: the binomial mixture.
@@ -382,14 +343,9 @@ def _disclosed_epsilon(parts: Schedule, delta: float, adjacency: Adjacency) -> f
         high *= 2.0
         if high > 1e300:
             return math.inf
-    low = 0.0
-    while high - low > 1e-9 * high:
-        middle = 0.5 * (low + high)
-        if _disclosed_delta(parts, middle, adjacency) <= delta:
-            high = middle
-        else:
-            low = middle
-    return high
+    return bisect_float(lambda epsilon: _disclosed_delta(parts, epsilon, adjacency) <= delta, 0.0, high, relative=1e-9)[
+        1
+    ]
 
 
 def _disclosed_delta(parts: Schedule, epsilon: float, adjacency: Adjacency) -> float:
@@ -411,7 +367,7 @@ def _squared_mu_distribution(parts: Schedule) -> tuple[Array, Array, float]:
         return counts * parts[0].mu ** 2, weights, 2 * _TAIL_PROBABILITY
     if len(parts) > 64:
         raise AccountingError(
-            "account.distinct-events-too",
+            "account.too-many-events",
             f"{len(parts)} distinct events are too many for a mixture",
             "coarsen the schedule",
         )
@@ -436,13 +392,6 @@ def _occurrence_distribution(event: Event) -> tuple[Array, Array]:
     return counts, weights
 
 
-EventKey = tuple[float, float, float]
-"""sigma, q, and the Rényi order of noise that followed its budget; 0 for any other."""
-
-EventCounts = Mapping[EventKey, int]
-"""→ steps. Whole numbers of steps add exactly, so a schedule costs the same however it was cut into segments."""
-
-
 def pooled_epsilon(events: EventCounts, *, delta: float, name: str) -> float:
     """ε of all events together by the accountant called `name`: one schedule, composed, not ε added to ε.
 
@@ -462,7 +411,7 @@ def pooled_epsilon(events: EventCounts, *, delta: float, name: str) -> float:
     schedule = grouped(fixed)
     orders = (least, *(order for order in RDP_ORDERS if order < least))
     best = min(gaussian_rdp.rdp_at_order(schedule, order) + gaussian_rdp.order_offset(order, delta) for order in orders)
-    return max(0.0, whole + best) * (1 + 1e-12)
+    return float(max(0.0, whole + best)) * (1 + 1e-12)
 
 
 # ε after t of T steps, cheap enough for a progress bar and never below the truth.
@@ -490,10 +439,7 @@ class SpendCurve:
         adjacency: Adjacency | str = Adjacency.ADD_REMOVE,
         points: int = 64,
     ) -> None:
-        if points < 1:
-            raise AccountingError(
-                "account.curve-points-asked", f"a curve with {points} points was asked for, must be >= 1", "e.g. 64"
-            )
+        validate.whole(AccountingError, "account.no-curve-points", points=points)
         self._delta, self._adjacency = check_delta(delta), check_adjacency(adjacency)
         self._accountant = find_accountant(accountant)
         self._points = points
@@ -501,7 +447,7 @@ class SpendCurve:
         if callable(schedule):
             if steps is None:
                 raise AccountingError(
-                    "account.schedule-function-steps", "the schedule is a function, and steps is not given", "give both"
+                    "account.steps-missing", "the schedule is a function, and steps is not given", "give both"
                 )
             self._upto, self.steps = schedule, steps
         else:
@@ -510,12 +456,7 @@ class SpendCurve:
 
     def epsilon(self, t: int) -> float:
         """An ε that holds after t steps."""
-        if not 0 <= t <= self.steps:
-            raise AccountingError(
-                "account.step-lies-outside",
-                f"step {t} lies outside the schedule's 0..{self.steps}",
-                "make a longer schedule",
-            )
+        validate.whole(AccountingError, "account.step-out-of-range", least=0, most=self.steps, step=t)
         if t == 0:
             return 0.0
         return self._accountant.epsilon(self._upto(self._next(t)), self._delta, self._adjacency)

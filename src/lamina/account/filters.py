@@ -20,9 +20,12 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import ClassVar, Protocol, Self
 
+import numpy as np
+
+from lamina import validate
 from lamina.account import gaussian_rdp
-from lamina.account.gaussian_rdp import RDP_ORDERS, step_rdp
-from lamina.account.schedule import Event, check_delta, grouped
+from lamina.account.gaussian_rdp import step_rdp
+from lamina.account.schedule import RDP_ORDERS, Event, check_delta, check_order, grouped
 from lamina.errors import AccountingError, BudgetExceeded
 
 _BUDGET_UNITS = 2**60  # the whole budget; below 2^63, so that the state fits into CBOR integers
@@ -48,17 +51,9 @@ class _IntegerBudget(ABC):
     kind: ClassVar[str]
 
     def __init__(self, *, budget: float, limit: int = _BUDGET_UNITS, spent: int = 0) -> None:
-        if not 0 < budget < math.inf:
-            raise AccountingError(
-                "account.filter-budget-lie",
-                f"{self.kind} filter has budget {budget!r}, must lie in (0, inf)",
-                "raise epsilon",
-            )
+        self.budget = validate.positive(AccountingError, "account.budget-not-positive", budget=budget)
         if not 0 <= spent <= limit or limit < _BUDGET_UNITS:
-            raise AccountingError(
-                "account.filter-spent", f"{self.kind} filter has spent {spent} of {limit}", "restore an intact state"
-            )
-        self.budget = float(budget)
+            raise AccountingError("account.filter-state-damaged", f"{self.kind} filter has spent {spent} of {limit}")
         self._limit, self._spent = limit, spent
 
     @abstractmethod
@@ -88,7 +83,7 @@ class _IntegerBudget(ABC):
         units = self._units(Event(sigma=sigma, q=q, steps=steps))
         if units is None or self._spent + units > self._limit:
             raise BudgetExceeded(
-                "account.step-sigma-exceed",
+                "account.budget-exceeded",
                 f"{steps} step(s) at sigma={sigma:.6g}, q={q:.6g} exceed the remaining {self.remaining:.6g}"
                 f" of a {self.kind} budget of {self.budget:.6g}",
                 "stop here and keep the model, or take noisier steps",
@@ -98,11 +93,9 @@ class _IntegerBudget(ABC):
     @property
     def ceiling(self) -> float:
         """The cost that can never be passed: the budget, rounding included."""
-        return (
-            self.budget
-            if self._limit == _BUDGET_UNITS
-            else math.nextafter(self.budget * (self._limit / _BUDGET_UNITS), math.inf)
-        )
+        if self._limit == _BUDGET_UNITS:
+            return self.budget
+        return math.nextafter(self.budget * (self._limit / _BUDGET_UNITS), math.inf)
 
     @property
     def remaining(self) -> float:
@@ -122,16 +115,10 @@ class _IntegerBudget(ABC):
     def _restore(cls, state: Mapping[str, str | int | float], *names: str) -> dict[str, float]:
         if state.get("kind") != cls.kind or set(state) != {"kind", "budget", "limit", "spent", *names}:
             raise AccountingError(
-                "account.state-not-filter",
-                f"state {dict(state)!r} is not that of a {cls.kind} filter",
-                "restore the right one",
+                "account.filter-state-other", f"{dict(state)!r} is not the state of a {cls.kind} filter"
             )
         if not isinstance(state["limit"], int) or not isinstance(state["spent"], int):
-            raise AccountingError(
-                "account.filter-state-counts",
-                "filter state counts in integers, found floats",
-                "restore an intact state",
-            )
+            raise AccountingError("account.filter-state-damaged", "filter state must count in integers, found floats")
         return {name: float(state[name]) for name in ("budget", *names)}
 
 
@@ -172,38 +159,24 @@ class RenyiFilter(_IntegerBudget):
     kind = "renyi"
 
     def __init__(self, *, order: float, budget: float, limit: int = _BUDGET_UNITS, spent: int = 0) -> None:
-        if not 1.01 < order < 1e6:
-            raise AccountingError(
-                "account.nyi-order-lie", f"Rényi order is {order!r}, must lie in (1.01, 1e6)", "use choose_order"
-            )
-        self.order = float(order)
+        self.order = check_order(order)
         super().__init__(budget=budget, limit=limit, spent=spent)
 
     @classmethod
     def for_target(cls, epsilon: float, *, delta: float, order: float) -> Self:
         """The budget that converts to `epsilon` at `delta`."""
-        if not check_delta(delta) > 0:
-            raise AccountingError(
-                "account.delta-no-nyi", "delta is 0, which no Rényi budget reaches", "allow e.g. delta = 1e-5"
-            )
-        if not 1.01 < order < 1e6:
-            raise AccountingError(
-                "account.nyi-order-lie", f"Rényi order is {order!r}, must lie in (1.01, 1e6)", "use choose_order"
-            )
-        budget = epsilon - gaussian_rdp.order_offset(order, delta)
+        validate.positive(AccountingError, "account.delta-zero", remedy="allow e.g. 1e-5", delta=check_delta(delta))
+        budget = float(epsilon - gaussian_rdp.order_offset(check_order(order), delta))
         if budget <= 0:
-            raise AccountingError(
-                "account.order-not-show",
-                f"order {order:g} cannot show epsilon {epsilon:g} at delta {delta:g}",
-                "choose a larger order",
-            )
+            problem = f"order {order:g} cannot prove epsilon {epsilon:g} at delta {delta:g}"
+            raise AccountingError("account.order-too-small", problem, "choose a larger order")
         return cls(order=order, budget=budget * (1 - 1e-12))
 
     @classmethod
     def for_schedule(cls, schedule: Iterable[Event], *, order: float) -> Self:
         """The budget of a planned schedule at `order`: exactly these steps fit."""
         parts = grouped(schedule)
-        made = cls(order=order, budget=math.fsum(e.steps * step_rdp(e.q, e.sigma, order) for e in parts))
+        made = cls(order=order, budget=gaussian_rdp.rdp_at_order(parts, order))
         made._allow(parts)
         return made
 
@@ -221,17 +194,12 @@ class RenyiFilter(_IntegerBudget):
 
     def epsilon(self, delta: float) -> float:
         """The ε that holds whatever is charged: known before the first step."""
-        return (
-            max(0.0, self.ceiling + gaussian_rdp.order_offset(self.order, delta))
-            if check_delta(delta) > 0
-            else math.inf
-        )
+        if check_delta(delta) == 0:
+            return math.inf
+        return float(max(0.0, self.ceiling + gaussian_rdp.order_offset(self.order, delta)))
 
 
 def choose_order(schedule: Iterable[Event], *, delta: float) -> float:
     """The order at which the *intended* schedule converts best. It is then fixed for the whole run."""
-    costs = {
-        order: float(total) + gaussian_rdp.order_offset(order, check_delta(delta))
-        for order, total in zip(RDP_ORDERS, gaussian_rdp.rdp_curve(grouped(schedule)), strict=True)
-    }
-    return min(costs, key=costs.__getitem__)
+    offsets = gaussian_rdp.order_offset(np.asarray(RDP_ORDERS), check_delta(delta))
+    return RDP_ORDERS[int(np.argmin(gaussian_rdp.rdp_curve(grouped(schedule)) + offsets))]

@@ -6,13 +6,16 @@ And the exponential mechanism as a Gaussian. scipy is imported where it is used:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lamina.account.schedule import Adjacency, Schedule
+from lamina import validate
+from lamina.account.bisect import bisect_float
+from lamina.account.schedule import RDP_ORDERS, Adjacency, Schedule
 from lamina.errors import AccountingError
 
 # The exact cost of Gaussian noise when nothing is credited to sampling.
@@ -68,16 +71,12 @@ def epsilon_of_mu(mu: float, delta: float) -> float:
         return high * (1 + _PAD)
     if delta_of_mu(mu, 0.0) <= delta:
         return 0.0
-    low = 0.0
-    for _ in range(200):
-        middle = 0.5 * (low + high)
-        if not low < middle < high or high - low <= _PAD * high:
-            break
-        if delta_of_mu(mu, middle) <= delta:
-            high = middle
-        else:
-            low = middle
-    return high * (1 + _PAD)
+    return bisect_float(lambda epsilon: delta_of_mu(mu, epsilon) <= delta, 0.0, high, relative=_PAD)[1] * (1 + _PAD)
+
+
+def epsilon_of_noise_multiplier(multiplier: float, delta: float) -> float:
+    """The exact ε of one Gaussian release with noise multiplier z: what a signed bound promises. μ = 1/z."""
+    return epsilon_of_mu(1.0 / multiplier if multiplier > 1e-308 else math.inf, delta)
 
 
 def delta_of_mu(mu: float, epsilon: float) -> float:
@@ -116,15 +115,7 @@ def mu_of_epsilon(epsilon: float, delta: float) -> float:
     low, high = 0.0, 1.0
     while high < _HUGE_MU and epsilon_of_mu(high, delta) <= epsilon:
         low, high = high, 2.0 * high
-    for _ in range(200):
-        middle = 0.5 * (low + high)
-        if not low < middle < high or high - low <= _PAD * high:
-            break
-        if epsilon_of_mu(middle, delta) <= epsilon:
-            low = middle
-        else:
-            high = middle
-    return low
+    return bisect_float(lambda mu: epsilon_of_mu(mu, delta) > epsilon, low, high, relative=_PAD)[0]
 
 
 def gaussian_epsilon(schedule: Schedule, delta: float, adjacency: Adjacency) -> float:
@@ -163,15 +154,19 @@ def epsilon_of_rho(rho: float, delta: float) -> float:
         return 0.0
     if delta == 0 or math.isinf(rho):
         return math.inf
-    from scipy.optimize import minimize_scalar
 
     def cost(log_excess: float) -> float:
         excess = math.exp(log_excess)  # α - 1
         return rho * (1 + excess) + (math.log(1 / delta) - math.log1p(excess)) / excess - math.log1p(1 / excess)
 
     start = math.log(math.sqrt(math.log(1 / delta) / rho))
-    best = minimize_scalar(cost, bounds=(start - 5, start + 5), method="bounded", options={"xatol": 1e-10})
-    return max(0.0, min(cost(float(best.x)), classical_zcdp_epsilon(rho, delta))) * (1 + _PAD)
+    return max(0.0, min(cost(_minimize(cost, start - 5, start + 5)), classical_zcdp_epsilon(rho, delta))) * (1 + _PAD)
+
+
+def _minimize(function: Callable[[float], float], low: float, high: float) -> float:
+    from scipy.optimize import minimize_scalar
+
+    return float(minimize_scalar(function, bounds=(low, high), method="bounded", options={"xatol": 1e-10}).x)
 
 
 def delta_of_rho(rho: float, epsilon: float) -> float:
@@ -182,15 +177,14 @@ def delta_of_rho(rho: float, epsilon: float) -> float:
         return 1.0
     if math.isinf(epsilon):
         return 0.0
-    from scipy.optimize import minimize_scalar
 
     def log_delta(log_excess: float) -> float:
         excess = math.exp(log_excess)
         return excess * (rho * (1 + excess) - epsilon - math.log1p(1 / excess)) - math.log1p(excess)
 
     centre = math.log(max(epsilon - rho, math.sqrt(rho)) / (2 * rho))
-    best = minimize_scalar(log_delta, bounds=(centre - 8, centre + 8), method="bounded", options={"xatol": 1e-10})
-    return min(1.0, math.exp(min(0.0, log_delta(float(best.x)))) * (1 + _PAD))
+    least = log_delta(_minimize(log_delta, centre - 8, centre + 8))
+    return min(1.0, math.exp(min(0.0, least)) * (1 + _PAD))
 
 
 def zcdp_epsilon(schedule: Schedule, delta: float, adjacency: Adjacency) -> float:
@@ -229,11 +223,7 @@ def choice_noise_multiplier(epsilon: float) -> float:
     """
     from scipy import special
 
-    if not isinstance(epsilon, int | float) or isinstance(epsilon, bool) or not 1e-6 <= epsilon <= 50:
-        told = repr(epsilon) if not isinstance(epsilon, int) or abs(epsilon) < 10**20 else "a huge number"
-        raise AccountingError(
-            "account.epsilon-choice-lie", f"epsilon of a choice is {told}, must lie in [1e-6, 50]", "e.g. 0.5"
-        )
+    validate.number(AccountingError, "account.choice-epsilon-out-of-range", least=1e-6, most=50, epsilon=epsilon)
     if epsilon < 1:  # 1/(1+e^(-ε/2)) is near ½ there, which is where its digits are: 2p - 1 = tanh(ε/4)
         mu = 2.0 * math.sqrt(2.0) * float(special.erfinv(math.tanh(0.25 * epsilon)))
     else:
@@ -253,14 +243,6 @@ def choice_noise_multiplier(epsilon: float) -> float:
 #     any α > 1     A - 1 = E[ r^α - 1 - α(r-1) ]           by the trapezoidal rule
 # log A is convex in α with log A(1) = 0, so where the rule would need too many points a chord bounds it from
 # above.
-
-_FRACTIONAL_ORDERS = tuple(round(1 + x / 20, 2) for x in range(1, 20)) + tuple(
-    round(2 + x / 10, 1) for x in range(1, 80) if x % 10
-)
-_LARGE_ORDERS = (72, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192, 16384, 32768)
-RDP_ORDERS: tuple[float, ...] = tuple(
-    sorted((*_FRACTIONAL_ORDERS, *map(float, range(2, 66)), *map(float, _LARGE_ORDERS)))
-)
 
 _RDP_PAD = 1e-9  # relative; gammaln at order 32768 is good to 1e-10
 _QUADRATURE_FROM = 0.1  # smallest sigma for which fractional orders are integrated
@@ -371,7 +353,7 @@ def epsilon_of_rdp(rdp: Array, delta: float) -> float:
         return 0.0 if not rdp.any() else math.inf
     if float(-np.expm1(-rdp.min())) <= delta * delta:
         return 0.0
-    return max(0.0, float(np.min(rdp + _order_offsets(delta))))
+    return max(0.0, float(np.min(rdp + order_offset(np.asarray(RDP_ORDERS), delta))))
 
 
 def delta_of_rdp(rdp: Array, epsilon: float) -> float:
@@ -384,14 +366,9 @@ def delta_of_rdp(rdp: Array, epsilon: float) -> float:
     return min(1.0, by_kl, math.exp(min(0.0, float(logs.min()))))
 
 
-def order_offset(order: float, delta: float) -> float:
-    """What one order adds to its RDP to become ε: log(1-1/α) - log(αδ)/(α-1)."""
-    return math.log1p(-1 / order) - math.log(order * delta) / (order - 1)
-
-
-def _order_offsets(delta: float) -> Array:
-    orders = np.asarray(RDP_ORDERS)
-    return np.asarray(np.log1p(-1 / orders) - (np.log(orders) + math.log(delta)) / (orders - 1))
+def order_offset(order: Any, delta: float) -> Any:
+    """What an order, or an array of them, adds to its RDP to become ε: log(1-1/α) - log(αδ)/(α-1)."""
+    return np.log1p(-1 / order) - (np.log(order) + math.log(delta)) / (order - 1)
 
 
 def rdp_epsilon(schedule: Schedule, delta: float, adjacency: Adjacency) -> float:
@@ -414,7 +391,7 @@ def rdp_at_order(schedule: Schedule, order: float) -> float:
 def rdp_epsilon_at_order(order: float, schedule: Schedule, delta: float, adjacency: Adjacency) -> float:
     """ε by one order, fixed in advance: what a filter at that order can promise."""
     _add_remove_only(adjacency, f"rdp@{order:g}")
-    return max(0.0, rdp_at_order(schedule, order) + order_offset(order, delta)) * (1 + 1e-12)
+    return float(max(0.0, rdp_at_order(schedule, order) + order_offset(order, delta))) * (1 + 1e-12)
 
 
 def rdp_delta_at_order(order: float, schedule: Schedule, epsilon: float, adjacency: Adjacency) -> float:
@@ -429,7 +406,7 @@ def rdp_delta_at_order(order: float, schedule: Schedule, epsilon: float, adjacen
 def _add_remove_only(adjacency: Adjacency, name: str) -> None:
     if adjacency is not Adjacency.ADD_REMOVE:
         raise AccountingError(
-            "account.accountant-no-figure",
+            "account.add-remove-only",
             f"accountant '{name}' has no {adjacency.value} figure for subsampled steps",
             "use accountant 'pld' (with amplification), or 'gaussian' or 'zcdp' (without)",
         )

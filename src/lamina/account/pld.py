@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.account import gaussian_rdp
+from lamina.account.bisect import bisect_int
 from lamina.account.gaussian_rdp import Array, hockey_stick
 from lamina.account.schedule import Adjacency, Event, Schedule
 
-# Privacy loss distributions: the tightest accountant, pessimistic by construction.
-#
 # One step's loss is put on a grid of spacing h by "connect the dots" (Doroshenko et al. 2022, from
 # dp-accounting): the discrete loss dominates the true one. A whole schedule is then one product of Fourier
 # transforms, Π_e F_e^steps_e, on a window whose outside is bounded by Chernoff and counted as infinite loss.
@@ -54,13 +53,9 @@ class PrivacyLossDistribution:
             return math.inf
         if self.delta(0.0) <= delta:
             return 0.0
-        low, high = max(0, self.first) - 1, self.first + len(self.probabilities)
-        while high - low > 1:  # δ is above delta at low·h (or low < 0), at most delta at high·h
-            middle = (low + high) // 2
-            if self.delta(max(0, middle) * self.h) <= delta:
-                high = middle
-            else:
-                low = middle
+        # δ is above delta at (max(0, first) - 1)·h, or that is below 0; it is at most delta at the last point
+        start, stop = max(0, self.first) - 1, self.first + len(self.probabilities)
+        _, high = bisect_int(lambda point: self.delta(max(0, point) * self.h) <= delta, start, stop)
         # Within a cell δ(ε) = infinite + upper - e^(ε - high·h)·lower, the point `high` included in the sums.
         upper, lower = self._tail(high - self.first, high * self.h)
         if lower <= 0:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import enum
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from lamina import validate
 from lamina.errors import AccountingError
 
 
@@ -37,37 +38,27 @@ class Event:
     q: float
     steps: int
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # not by `validate`: a schedule makes many events, and float() takes any number
         try:
-            sigma, q = float(self.sigma), float(self.q)
+            sigma, q, steps = float(self.sigma), float(self.q), operator.index(self.steps)
         except (TypeError, ValueError, OverflowError):
             raise AccountingError(
-                "account.event-sigma-both",
-                f"event has sigma={self.sigma!r}, q={self.q!r}, both must be numbers",
-                "pass floats",
+                "account.event-not-numbers", f"{self} must hold two numbers and a whole number"
             ) from None
         if not sigma > 0:
             raise AccountingError(
-                "account.noise-multiplier-sigma",
+                "account.sigma-not-positive",
                 f"noise multiplier sigma is {sigma}, must be > 0",
-                "add noise, or use inf",
+                "use inf for no release",
             )
         if not 0 <= q <= 1:
             raise AccountingError(
-                "account.sampling-rate-lie",
-                f"sampling rate q is {q}, must lie in [0, 1]",
+                "account.rate-out-of-range",
+                f"sampling rate q is {q}, must be in [0, 1]",
                 "q = expected batch / population",
             )
-        try:
-            steps = operator.index(self.steps)
-        except TypeError:
-            raise AccountingError(
-                "account.steps-integer-round", f"steps is {self.steps!r}, must be an integer", "round up"
-            ) from None
         if steps < 0 or isinstance(self.steps, bool):
-            raise AccountingError(
-                "account.steps-integer", f"steps is {self.steps!r}, must be an integer >= 0", "count the steps"
-            )
+            raise AccountingError("account.steps-negative", f"steps is {self.steps!r}, must be a whole number >= 0")
         object.__setattr__(self, "sigma", sigma)
         object.__setattr__(self, "q", q)
         object.__setattr__(self, "steps", steps)
@@ -85,6 +76,12 @@ class Event:
 
 Schedule = tuple[Event, ...]
 
+EventKey = tuple[float, float, float]
+"""sigma, q, and the Rényi order of noise that follows its budget; 0 for any other."""
+
+EventCounts = Mapping[EventKey, int]
+"""→ steps. Whole numbers of steps add exactly, so a schedule costs the same however it was cut into segments."""
+
 
 def grouped(schedule: Iterable[Event]) -> Schedule:
     """The same releases with equal steps merged, free ones dropped, in a fixed order.
@@ -94,11 +91,7 @@ def grouped(schedule: Iterable[Event]) -> Schedule:
     counts: dict[tuple[float, float], int] = {}
     for event in schedule:
         if not isinstance(event, Event):
-            raise AccountingError(
-                "account.schedule-holds-hold",
-                f"schedule holds {event!r}, must hold Events",
-                "Event(sigma=…, q=…, steps=…)",
-            )
+            raise AccountingError("account.not-an-event", f"the schedule holds {event!r}, must hold Events")
         if not event.free:
             counts[event.sigma, event.q] = counts.get((event.sigma, event.q), 0) + event.steps
     return tuple(Event(sigma=sigma, q=q, steps=steps) for (sigma, q), steps in sorted(counts.items()))
@@ -111,10 +104,7 @@ def total_steps(schedule: Iterable[Event]) -> int:
 
 def prefix(schedule: Iterable[Event], steps: int) -> Schedule:
     """The first `steps` steps of a schedule, in the order given."""
-    if steps < 0:
-        raise AccountingError(
-            "account.prefix-steps-asked", f"prefix of {steps} steps asked for, must be >= 0", "count the steps done"
-        )
+    validate.whole(AccountingError, "account.steps-negative", least=0, steps=steps)
     taken: list[Event] = []
     for event in schedule:
         if steps == 0:
@@ -127,26 +117,57 @@ def prefix(schedule: Iterable[Event], steps: int) -> Schedule:
 
 def check_delta(delta: float) -> float:
     """delta as a float in [0, 1); 0 asks for pure ε, which Gaussian noise never gives."""
-    if not isinstance(delta, int | float) or not 0 <= delta < 1:
-        raise AccountingError(
-            "account.delta-lie", f"delta is {delta!r}, must lie in [0, 1)", "well below 1 / population, e.g. 1e-5"
-        )
-    return float(delta)
-
-
-def check_adjacency(adjacency: Adjacency | str) -> Adjacency:
-    """The enum, also from its name."""
-    try:
-        return Adjacency(adjacency)
-    except ValueError:
-        names = ", ".join(each.value for each in Adjacency)
-        raise AccountingError(
-            "account.adjacency-not-known", f"adjacency is {adjacency!r}, which is not known", f"use one of {names}"
-        ) from None
+    remedy = "choose it well below 1 / population, e.g. 1e-5"
+    return validate.number(AccountingError, "account.delta-out-of-range", least=0, below=1, remedy=remedy, delta=delta)
 
 
 def check_epsilon(epsilon: float) -> float:
     """epsilon as a float in [0, inf]."""
-    if not isinstance(epsilon, int | float) or not epsilon >= 0:
-        raise AccountingError("account.epsilon", f"epsilon is {epsilon!r}, must be >= 0", "e.g. 1.0")
-    return float(epsilon)
+    return validate.number(AccountingError, "account.epsilon-negative", least=0, infinite=True, epsilon=epsilon)
+
+
+def check_adjacency(adjacency: Adjacency | str) -> Adjacency:
+    """The enum, also from its name."""
+    if isinstance(adjacency, Adjacency):
+        return adjacency
+    names = [each.value for each in Adjacency]
+    return Adjacency(validate.one_of(AccountingError, "account.adjacency-unknown", names, adjacency=adjacency))
+
+
+# ---------------------------------------------------------------------------------------------- Rényi orders
+
+RDP_ORDERS: tuple[float, ...] = tuple(
+    sorted(
+        (
+            *(round(1 + x / 20, 2) for x in range(1, 20)),
+            *(round(2 + x / 10, 1) for x in range(1, 80) if x % 10),
+            *map(float, range(2, 66)),
+            *(72.0, 80.0, 96.0, 112.0, 128.0, 160.0, 192.0, 224.0, 256.0, 320.0, 384.0, 512.0, 768.0),
+            *(1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0),
+        )
+    )
+)
+"""The orders at which RDP is computed."""
+
+
+def check_order(order: float) -> float:
+    """A Rényi order that is fixed in advance."""
+    remedy = "choose_order finds a good one, e.g. 32"
+    return validate.number(
+        AccountingError, "account.order-out-of-range", above=1.01, below=1e6, remedy=remedy, order=order
+    )
+
+
+def rdp_order_of(name: str) -> float | None:
+    """The order of an accountant `rdp@ORDER`; None for every other."""
+    if not isinstance(name, str) or not name.startswith("rdp@"):
+        return None
+    try:
+        order = check_order(float(name.removeprefix("rdp@")))
+    except (ValueError, AccountingError):
+        order = 0.0
+    if not order or name != f"rdp@{order:g}":
+        raise AccountingError(
+            "account.order-out-of-range", f"accountant {name!r} has no order in (1.01, 1e6)", "write e.g. rdp@32"
+        )
+    return order

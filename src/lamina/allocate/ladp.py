@@ -40,9 +40,9 @@ from lamina.plan.rules import (
     clip_radius,
     effective_sigma,
     rescale_noise,
-    short_repr,
 )
 from lamina.plan.step_plan import Clipping, StepPlan
+from lamina.validate import short_repr
 
 # The exponential mechanism that chooses among shapes of S: what each would keep, and the draw.
 #

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lamina.account.accountants import EventCounts, pooled_epsilon
+from lamina.account.accountants import pooled_epsilon
+from lamina.account.schedule import EventCounts
 from lamina.admit.keys import format_utc
 from lamina.errors import LaminaError
 from lamina.ledger.governance_records import KeyChange, KeyEvent, Release, Withdrawal

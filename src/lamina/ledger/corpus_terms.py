@@ -16,15 +16,14 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from importlib.metadata import version
 from pathlib import Path
 
-from lamina.account.accountants import rdp_order_of
+from lamina.account.schedule import rdp_order_of
 from lamina.admit import keys
 from lamina.admit.attestation import MICRO
 from lamina.admit.checks import floors_hash, preset, profile_text, to_micro
 from lamina.admit.keys import PrivateKey, PublicKey, folder_lock
+from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.errors import LedgerError
-from lamina.ledger import records
 from lamina.ledger.governance_records import (
-    YEAR,
     Header,
     Key,
     LedgerFloors,
@@ -32,13 +31,11 @@ from lamina.ledger.governance_records import (
     PolicyChange,
     Preset,
     Role,
-    loosened,
     policy_record_digest,
 )
-from lamina.ledger.reader import head_of
-from lamina.ledger.records import KIND_NUMBERS
-from lamina.ledger.store.interface import StoreReader
-from lamina.ledger.store.open_store import make_store
+from lamina.ledger.key_state import last_policy_record
+from lamina.ledger.store.interface import head_of
+from lamina.ledger.store.open_store import POSTGRES_SCHEMES, make_store
 from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import PlannedClass, StepPlan
@@ -177,7 +174,6 @@ def _floor_in_micro(value: float | None, rounding: str) -> int:
     return 0 if value is None else int((Decimal(repr(value)) * MICRO).to_integral_value(rounding))
 
 
-_POSTGRES_SCHEMES = ("postgresql://", "postgres://")
 LedgerPath = str | os.PathLike[str]
 
 
@@ -192,7 +188,7 @@ def open_or_create(
     contract: CorpusTerms,
     key: PrivateKey | None = None,
     *,
-    retention: int = YEAR,
+    retention: int = SECONDS_PER_YEAR,
     clock: Callable[[], float] = time.time,
 ) -> Ledger:
     """The ledger of a corpus, at a path or in a database ("postgresql://…#schema"); made if there is none.
@@ -203,7 +199,7 @@ def open_or_create(
     Of several processes that make it at the same moment one does, and the others open it. A ledger of another origin
     is refused, and so is one that counts by another accountant or at another δ than the policy says.
     """
-    remote = isinstance(where, str) and where.startswith(_POSTGRES_SCHEMES)
+    remote = isinstance(where, str) and where.startswith(POSTGRES_SCHEMES)
     place = str(where) if remote else os.path.realpath(where)
     if not remote and os.path.lexists(place) and not os.path.isfile(place):
         raise LedgerError(
@@ -242,7 +238,6 @@ def adopt_policy(ledger: Ledger, contract: CorpusTerms, signatures: tuple[PartyS
         if (change := contract.change(before)) is None:
             return False
         change = replace(change, signatures=signatures)
-        _refuse_weaker_policy(ledger, before, change)
         if ledger.signs:
             ledger.check_signs()
         try:
@@ -268,32 +263,12 @@ def _size_and_policy(ledger: Ledger) -> tuple[int, Header | PolicyChange]:
         return head_of(rows).size, last_policy_record(rows, ledger.header)
 
 
-def last_policy_record(rows: StoreReader, header: Header) -> Header | PolicyChange:
-    """The same inside a transaction."""
-    found: Header | PolicyChange = header
-    for _, data in rows.of_kind(KIND_NUMBERS[PolicyChange], 0, head_of(rows).size):
-        record = records.decode_leaf(data).record
-        assert isinstance(record, PolicyChange)
-        found = record
-    return found
-
-
-def _refuse_weaker_policy(ledger: Ledger, before: Header | PolicyChange, change: PolicyChange) -> None:
-    looser = loosened(before.floors, before.presets, change.floors, change.presets)
-    if looser and not ledger.parties().signed_by_two(change, ledger.origin, ledger.now()):
-        raise LedgerError(
-            "ledger.policy-protect-less-ledger",
-            f"the policy would protect less than the ledger {ledger.name} has promised: {'; '.join(looser)}",
-            "keep what was promised, or have two parties sign the change: lamina ledger policy",
-        )
-
-
 # --------------------------------------------------------------------------------------- making
 
 
 def _ledger_exists(place: str) -> bool:
     """Whether there is a ledger, and not only what a killed process left of making one."""
-    remote = place.startswith(_POSTGRES_SCHEMES)
+    remote = place.startswith(POSTGRES_SCHEMES)
     if not remote and (not os.path.isfile(place) or not os.path.getsize(place)):
         return False
     try:

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from lamina import cbor
-from lamina.account.accountants import EventCounts, EventKey, epsilon_of_noise_multiplier, pooled_epsilon, rdp_order_of
-from lamina.account.schedule import grouped
+from lamina.account.accountants import pooled_epsilon
+from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
+from lamina.account.schedule import EventCounts, EventKey, grouped, rdp_order_of
 from lamina.ledger.governance_records import Header
 from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, Segment
 from lamina.ledger.schema import exact_text, nano_epsilon

@@ -1,57 +1,44 @@
 """What is decided before a step is taken: layers, depth profiles, policy, the step plan, its coverage.
 
-What reads a model needs torch, and is imported when it is first asked for: an auditor reads plans without it.
+Names are imported when they are first used: what reads a model needs torch, and an auditor reads plans without it.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from lamina.plan.depth_profile import PROFILE_SCHEMA, DepthProfile, ProfileKind
-from lamina.plan.policy import ClassPolicy, CorpusPolicy, NoisePolicy, Policy, PolicyFloors
-from lamina.plan.rules import (
-    Choose,
-    FollowBudget,
-    FollowEnergy,
-    FollowQuantile,
-    Injection,
-    InjectionForm,
-    Rule,
-    clip_radius,
-    effective_sigma,
-    rescale_noise,
-)
-from lamina.plan.selection import Slice
-from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 
 if TYPE_CHECKING:
     from lamina.plan.coverage import Coverage, check_coverage
+    from lamina.plan.depth_profile import PROFILE_SCHEMA, DepthProfile, ProfileKind
     from lamina.plan.heads_experts import Heads
     from lamina.plan.layer_stack import Layer, LayerStack
-    from lamina.plan.selection import ROOT
+    from lamina.plan.policy import ClassPolicy, CorpusPolicy, NoisePolicy, Policy, PolicyFloors
+    from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile, Injection, InjectionForm, Rule
+    from lamina.plan.selection import ROOT, Slice
+    from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
+
+_HOME = {
+    "coverage": ("Coverage", "check_coverage"),
+    "depth_profile": ("PROFILE_SCHEMA", "DepthProfile", "ProfileKind"),
+    "heads_experts": ("Heads",),
+    "layer_stack": ("Layer", "LayerStack"),
+    "policy": ("ClassPolicy", "CorpusPolicy", "NoisePolicy", "Policy", "PolicyFloors"),
+    "rules": ("Choose", "FollowBudget", "FollowEnergy", "FollowQuantile", "Injection", "InjectionForm", "Rule"),
+    "selection": ("ROOT", "Slice"),
+    "step_plan": ("Clipping", "PlannedClass", "PlannedLayer", "StepPlan"),
+}
 
 __all__ = [
-    "LayerStack", "Layer", "ROOT",
-    "DepthProfile", "ProfileKind", "PROFILE_SCHEMA", "Heads",
-    "Policy", "CorpusPolicy", "PolicyFloors", "ClassPolicy", "NoisePolicy",
-    "StepPlan", "PlannedLayer", "PlannedClass", "Clipping", "Slice", "Injection", "InjectionForm",
-    "Rule", "FollowEnergy", "FollowQuantile", "Choose", "FollowBudget",
-    "rescale_noise", "effective_sigma", "clip_radius",
-    "Coverage", "check_coverage",
+    "Coverage", "check_coverage", "PROFILE_SCHEMA", "DepthProfile", "ProfileKind", "Heads", "Layer", "LayerStack",
+    "ClassPolicy", "CorpusPolicy", "NoisePolicy", "Policy", "PolicyFloors", "Choose", "FollowBudget", "FollowEnergy",
+    "FollowQuantile", "Injection", "InjectionForm", "Rule", "ROOT", "Slice", "Clipping", "PlannedClass", "PlannedLayer",
+    "StepPlan",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LayerStack", "Layer", "ROOT"):
-        from lamina.plan import layer_stack
-
-        return getattr(layer_stack, name)
-    if name == "Heads":
-        from lamina.plan.heads_experts import Heads
-
-        return Heads
-    if name in ("Coverage", "check_coverage"):
-        from lamina.plan import coverage
-
-        return getattr(coverage, name)
+    for home, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f"lamina.plan.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from lamina.account.accountants import epsilon_of_noise_multiplier, find_accountant, rdp_order_of
+from lamina.account.accountants import find_accountant
+from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
+from lamina.account.schedule import rdp_order_of
 from lamina.errors import AccountingError, PlanError
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.rules import MAX_INJECTION_PARTS, Injection, InjectionForm

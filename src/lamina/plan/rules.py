@@ -12,20 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lamina.account.gaussian_rdp import RDP_ORDERS, choice_noise_multiplier
+from lamina.account.gaussian_rdp import choice_noise_multiplier
+from lamina.account.schedule import RDP_ORDERS
 from lamina.errors import AccountingError, PlanError
+from lamina.validate import short_repr
 
 LEAST_MAGNITUDE, MOST_MAGNITUDE = 1e-20, 1e20
 """Thresholds and noise that float32 sums can carry."""
-
-
-def short_repr(value: object, width: int = 80) -> str:
-    """A value for a message: cut where it is long, and named by its type where it cannot be written at all."""
-    try:
-        text = repr(value)
-    except Exception:  # a whole number of thousands of digits, or an object of somebody else's
-        return f"a {type(value).__name__} that cannot be written"
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 MAX_INJECTION_PARTS = 1 << 16

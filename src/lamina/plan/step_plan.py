@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from lamina.account.accountants import find_accountant, rdp_order_of
+from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import choice_noise_multiplier
-from lamina.account.schedule import Adjacency, Event, Schedule, check_adjacency
+from lamina.account.schedule import Adjacency, Event, Schedule, check_adjacency, rdp_order_of
 from lamina.errors import PlanError
 from lamina.plan import codec
 from lamina.plan.rules import (

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from lamina.account.accountants import EventCounts, EventKey, pooled_epsilon
+from lamina.account.accountants import pooled_epsilon
+from lamina.account.schedule import EventCounts, EventKey
 from lamina.errors import BudgetExceeded, RunError
 from lamina.ledger import records
 from lamina.ledger.governance_records import Header

@@ -12,9 +12,10 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from lamina import cbor
-from lamina.account.accountants import EventCounts, EventKey, pooled_epsilon, rdp_order_of
+from lamina.account.accountants import pooled_epsilon
+from lamina.account.schedule import EventCounts, EventKey, rdp_order_of
 from lamina.errors import EncodingError, LedgerDamaged
-from lamina.ledger.corpus_terms import last_policy_record
+from lamina.ledger.key_state import last_policy_record
 from lamina.ledger.governance_records import Header
 from lamina.ledger.records import Segment, SegmentOutcome
 from lamina.ledger.schema import NANO, UNBOUNDED

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from threading import RLock
 from typing import TypeVar
 
-from lamina.account.accountants import EventCounts, pooled_epsilon, rdp_order_of
+from lamina.account.accountants import pooled_epsilon
+from lamina.account.schedule import EventCounts, rdp_order_of
 from lamina.errors import LedgerDamaged, RunError
 from lamina.ledger import records as leaves
-from lamina.ledger.reader import head_of
+from lamina.ledger.store.interface import head_of
 from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, Segment, SegmentOutcome
 from lamina.ledger.store.interface import WHOLE_BUDGET_SEGMENT, RunHold, StoreReader, StoreWriter
 from lamina.ledger.writer import Ledger
