@@ -19,8 +19,7 @@ from lamina.models.autoencoders import MLPAutoencoder, ResidualAutoencoder, Resi
 from lamina.plan.layer_stack import LayerStack
 from lamina.sensitivity.bounds import PropagationState, SensitivityBounds, apply_rule, bounds
 from lamina.sensitivity.gains import expected_slope
-from lamina.sensitivity.profile import profile
-from lamina.sensitivity.profile_record import ActivationProfile
+from lamina.sensitivity.profile import ActivationProfile, profile
 from lamina.sensitivity.trace import TracedProgram, export, trace
 
 

@@ -164,7 +164,7 @@ def test_refusals() -> None:
         fisher(model, lambda x, y: model(x).mean(), x, None, stack)
     with raises_code("measure.proxy-losses-not"):
         fisher(model, lambda x, y: model(x).sum(1) / 0, x, None, stack)
-    with raises_code("measure.chunk-whole-number"):
+    with raises_code("sensitivity.chunk-not-positive"):
         fisher(model, reconstruction_losses(model), x, None, stack, chunk=0)
     with raises_code("measure.proxy-inputs-first"):
         fisher(model, reconstruction_losses(model), torch.zeros(0, 2), None, stack)

@@ -15,8 +15,7 @@ from lamina.sensitivity.bounds import SensitivityBounds, bounds
 from lamina.sensitivity.energy import EnergyEstimate
 from lamina.sensitivity.influence import Fisher, Hessian, Influence, fisher, hessian_trace, influence
 from lamina.sensitivity.measure import Measure, NoiseCost, measure, noise_cost
-from lamina.sensitivity.profile import profile
-from lamina.sensitivity.profile_record import ActivationProfile
+from lamina.sensitivity.profile import ActivationProfile, profile
 from lamina.sensitivity.trace import TracedGraph, trace
 
 __all__ = [

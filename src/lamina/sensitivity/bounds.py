@@ -19,8 +19,7 @@ from lamina.sensitivity.gains import (
     paper_relu_slope,
     paper_residual,
 )
-from lamina.sensitivity.profile import product_factors
-from lamina.sensitivity.profile_record import ActivationProfile
+from lamina.sensitivity.profile import ActivationProfile, product_factors
 from lamina.sensitivity.trace import SAME_ENTRIES, Node, OperationKind, TracedGraph
 
 

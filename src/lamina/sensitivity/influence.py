@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
+from lamina import validate
 from lamina.errors import PlanError
 from lamina.plan.layer_stack import LayerStack
 
@@ -221,10 +221,7 @@ def example_gradients(
     losses, parameters = (ExampleLosses(model, losses_of), {name: t for layer in held for name, t in layer.items()})
     size = sum(t.numel() for t in parameters.values())
     step = max(1, min(_MOST_CHUNK, _MOST_GRADIENT_NUMBERS // max(size, 1))) if chunk is None else chunk
-    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-        raise PlanError(
-            "measure.chunk-whole-number", f"chunk is {chunk!r}, must be a whole number >= 1", "leave it out, or give 32"
-        )
+    validate.whole(PlanError, "sensitivity.chunk-not-positive", chunk=step)
     with model_unchanged(model):
         n = losses.checked(x, y)
     form = _vmapped_gradients
@@ -284,12 +281,7 @@ class Hessian:
     def __init__(
         self, model: nn.Module, losses_of: LossesOf, x: Any, y: Any, stack: LayerStack, *, chunk: int = 256
     ) -> None:
-        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-            raise PlanError(
-                "measure.chunk-whole-number",
-                f"chunk is {chunk!r}, must be a whole number >= 1",
-                "leave it out, or give 32",
-            )
+        validate.whole(PlanError, "sensitivity.chunk-not-positive", chunk=chunk)
         self.model, self.losses, self.x, self.y, self.chunk = (model, ExampleLosses(model, losses_of), x, y, chunk)
         self.held = layer_tensors(model, stack)
         self.sizes = [sum(t.numel() for t in layer.values()) for layer in self.held]
@@ -377,14 +369,6 @@ def hessian_trace(
 
 
 _DAMPING_GROWTH = 10.0
-_EIGENVALUE_MARGIN = 1.25  # of the power iteration, which reads the largest eigenvalue from below
-
-
-class Solver(enum.Enum):
-    """How (H + damping·I) s = v is solved: conjugate gradients, or LiSSA's sum of a Neumann series."""
-
-    CG = "cg"
-    LISSA = "lissa"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -415,10 +399,8 @@ def influence(
     *,
     reference: tuple[Any, Any] | None = None,
     damping: float | None = None,
-    solver: Solver | str = Solver.CG,
     rounds: int = 100,
     tolerance: float = 1e-3,
-    batch: int | None = None,
     seed: int = 0,
 ) -> Influence:
     """Measure it on public or simulated data.
@@ -427,7 +409,6 @@ def influence(
     damping    added to H; by default a thousandth of its largest eigenvalue, times ten for as long as H + damping·I
                proves not to be positive, as it may be away from a minimum. A given one is refused in that case
     rounds     at most so many Hessian-vector products
-    batch      examples per product of LiSSA, drawn anew each time; by default all
     """
     if reference is None:
         half = example_count(x) // 2
@@ -447,7 +428,7 @@ def influence(
             "give another reference",
         )
     s, used, residual, taken = damped_inverse_product(
-        hessian, wanted, damping=damping, solver=solver, rounds=rounds, tolerance=tolerance, batch=batch, seed=seed
+        hessian, wanted, damping=damping, rounds=rounds, tolerance=tolerance, seed=seed
     )
     products = []
     for part in example_gradients(model, losses_of, x, y, hessian.held):
@@ -473,49 +454,31 @@ def damped_inverse_product(
     wanted: Tensor,
     *,
     damping: float | None = None,
-    solver: Solver | str = Solver.CG,
     rounds: int = 100,
     tolerance: float = 1e-3,
-    batch: int | None = None,
     seed: int = 0,
 ) -> tuple[Tensor, float, float, int]:
     """s = (H + damping·I)⁻¹ v, with the damping used, the relative residual and the rounds taken."""
-    try:
-        chosen = Solver(solver)
-    except ValueError:
-        raise PlanError(
-            "measure.solver-not-known", f"solver is {solver!r}, which is not known", "use 'cg' or 'lissa'"
-        ) from None
-    if damping is not None and not 0 <= damping < math.inf:
-        raise PlanError(
-            "measure.damping-finite", f"damping is {damping!r}, must be finite and >= 0", "leave it out, or give 0.01"
-        )
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise PlanError(
-            "measure.rounds-whole-number", f"rounds is {rounds!r}, must be a whole number >= 1", "100 is usual"
-        )
-    if not 0 < tolerance < 1:
-        raise PlanError("measure.tolerance", f"tolerance is {tolerance!r}, must be in (0, 1)", "0.001 is usual")
-    largest = hessian.largest(seed=seed) if damping is None or chosen is Solver.LISSA else 0.0
-    used = damping if damping is not None else 1e-3 * largest or 1.0
+    if damping is not None:
+        validate.number(PlanError, "sensitivity.damping-negative", least=0, damping=damping)
+    validate.whole(PlanError, "sensitivity.rounds-not-positive", rounds=rounds)
+    validate.number(PlanError, "sensitivity.tolerance-range", above=0, below=1, tolerance=tolerance)
+    used = damping if damping is not None else 1e-3 * hessian.largest(seed=seed) or 1.0
     while True:
-        if chosen is Solver.CG:
-            s, curvature, taken = _conjugate_gradients(hessian, wanted, used, rounds, tolerance)
-        else:
-            s, curvature, taken = _lissa(hessian, wanted, used, rounds, tolerance, batch, largest, seed)
+        s, curvature, taken = _conjugate_gradients(hessian, wanted, used, rounds, tolerance)
         if curvature > 0:
             residual = float((hessian.product(s) + used * s - wanted).norm() / wanted.norm())
             if not residual < 1:
                 raise PlanError(
-                    "measure.after-rounds-residual",
-                    f"after {taken} rounds the residual is {residual:.3g} of the gradient, no better than nothing",
-                    "take more rounds, a larger batch, more damping, or solver='cg'",
+                    "sensitivity.solver-no-progress",
+                    f"after {taken} rounds the residual is {residual:.3g} times the gradient: nothing was gained",
+                    "take more rounds or more damping",
                 )
             return s, used, residual, taken
         if damping is not None:
             raise PlanError(
-                "measure.damping-not-positive",
-                f"H + damping·I is not positive with damping {damping:g} (curvature {curvature:.3g} was met)",
+                "sensitivity.damping-too-small",
+                f"H + damping·I is not positive with damping {damping:g} (it met curvature {curvature:.3g})",
                 f"raise damping above {damping - curvature:.3g}, or leave it out",
             )
         used *= _DAMPING_GROWTH
@@ -539,43 +502,3 @@ def _conjugate_gradients(
         before, size = size, float(residual @ residual)
         direction = residual + (size / before) * direction
     return s, least, taken
-
-
-def _lissa(
-    hessian: Hessian,
-    wanted: Tensor,
-    damping: float,
-    rounds: int,
-    tolerance: float,
-    batch: int | None,
-    largest: float,
-    seed: int,
-) -> tuple[Tensor, float, int]:
-    """s ← s + (v − (H + damping)s)/scale, scale above the largest eigenvalue; H over all examples or a draw.
-
-    With draws s keeps moving about the solution, so the mean of the second half of the rounds is given. It
-    diverges if an eigenvalue is negative, which is told as curvature in the direction of s.
-    """
-    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
-        raise PlanError(
-            "measure.batch-whole-number",
-            f"batch is {batch!r}, must be a whole number >= 1",
-            "leave it out to use all examples",
-        )
-    scale = _EIGENVALUE_MARGIN * largest + damping
-    generator = torch.Generator().manual_seed(seed)
-    s, mean, taken, late = wanted / scale, torch.zeros_like(wanted), 0, 0
-    most = 1e6 * float(wanted.norm()) / max(damping, 1e-12 * scale)
-    while taken < rounds and float(s.norm()) < most:
-        rows = None if batch is None else torch.randperm(hessian.examples, generator=generator)[:batch]
-        move = (wanted - hessian.product(s, rows) - damping * s) / scale
-        s, taken = s + move, taken + 1
-        if rows is None and float(move.norm()) * scale <= tolerance * float(wanted.norm()):
-            break
-        if rows is not None and 2 * taken > rounds:
-            late += 1
-            mean += (s - mean) / late
-    if late:
-        s = mean
-    whole = hessian.product(s) + damping * s
-    return s, float(s @ whole / (s @ s)), taken

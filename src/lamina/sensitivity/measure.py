@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from lamina.errors import NoBound, PlanError
 from lamina.plan.layer_stack import LayerStack
-from lamina.plan.rules import short_repr
 from lamina.sensitivity.bounds import bounds
 from lamina.sensitivity.influence import (
     ExampleLosses,
@@ -34,9 +33,9 @@ from lamina.sensitivity.influence import (
     reconstruction_losses,
     take_examples,
 )
-from lamina.sensitivity.profile import GAUSSIAN, gaussian_batches, profile
-from lamina.sensitivity.profile_record import ActivationProfile
+from lamina.sensitivity.profile import GAUSSIAN, ActivationProfile, gaussian_batches, profile
 from lamina.sensitivity.trace import call_arguments, export, first_patients, map_arguments, trace
+from lamina.validate import short_repr
 
 MEASURE_KIND, MEASURE_VERSION = "lamina.measure", 1
 _OPTIONAL_ROWS = ("tight", "worst", "printed")

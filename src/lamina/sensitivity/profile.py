@@ -1,17 +1,12 @@
-"""The activation profile: statistics of every operation while proxy inputs run through a model (phase 1 of LSAB).
-
-He activation profile: statistics of every operation while proxy inputs run through a model (phase 1 of
-LSAB).
-"""
+"""The activation profile: statistics of every operation while proxy inputs run through a model (phase 1 of LSAB)."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,9 +15,9 @@ from numpy.typing import NDArray
 from scipy import special
 from torch import Tensor, fx, nn
 
+from lamina import validate
 from lamina.errors import PlanError
 from lamina.sensitivity.gains import paper_attention_norm, softmax_jacobian_norm
-from lamina.sensitivity.profile_record import ActivationProfile, NodeProfile, PreActivation
 from lamina.sensitivity.trace import (
     SAME_ENTRIES,
     Node,
@@ -43,6 +38,117 @@ from lamina.sensitivity.trace import (
 Batches = Iterator[Any]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreActivation:
+    """What enters an activation: z over all passes and entries.
+
+    mean, variance  of all entries, μ_l and σ_l² of the LSAB document
+    ks              Kolmogorov distance to N(mean, variance), from a sample of fixed size: assumption A3
+    """
+
+    mean: float
+    variance: float
+    ks: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeProfile:
+    """One operation on the proxy inputs.
+
+    mean, variance  of all entries of its value
+    before          of an activation: what enters it
+    seen            of a normalisation: the mean variance (RMSNorm: mean square) that it divides by, per group
+    jacobian        of attention and softmax: the mean norm of diag(a)-aaᵀ over rows a of weights
+    peak            of the same: the mean of a_max(1-a_max), which the LSAB document takes for that norm (eq. 20)
+    norms           of attention: mean spectral norms of weights, query, key, value; of a product of two
+                    matrices: of its left and right factor
+    """
+
+    name: str
+    operation: str
+    kind: OperationKind
+    module: str
+    mean: float
+    variance: float
+    before: PreActivation | None = None
+    seen: tuple[float, ...] = ()
+    jacobian: float | None = None
+    peak: float | None = None
+    norms: tuple[float, ...] = ()
+
+    @property
+    def std(self) -> float:
+        return math.sqrt(self.variance)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationProfile:
+    """Statistics of a model's activations on proxy inputs; no patient's record was read for it.
+
+    proxy      where the inputs came from: 'gaussian', 'public' or 'simulated', perhaps with a remark
+    passes     how many inputs (made-up patients) went through the model, `batch` at a time
+    radius     public L2 radius to which each input was clipped: Δ₀ = 2·radius
+    epsilon_n  what eq. 8 of the LSAB document adds to a variance
+    """
+
+    model: str
+    proxy: str
+    passes: int
+    batch: int
+    radius: float
+    seed: int
+    epsilon_n: float
+    nodes: tuple[NodeProfile, ...]
+
+    def __getitem__(self, name: str) -> NodeProfile:
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise PlanError(
+            "sensitivity.node-not-in-profile", f"the profile of {self.model} has no node {name!r}",
+            "profile this version of the model",
+        )  # fmt: skip
+
+    @property
+    def activations(self) -> tuple[NodeProfile, ...]:
+        """The nodes with a pre-activation, in order."""
+        return tuple(node for node in self.nodes if node.before is not None)
+
+    def non_gaussian(self, threshold: float = 0.1) -> tuple[NodeProfile, ...]:
+        """The activations whose input is further from Gaussian than `threshold` (Kolmogorov distance)."""
+        return tuple(node for node in self.activations if node.before is not None and node.before.ks > threshold)
+
+    def report(self, threshold: float = 0.1) -> str:
+        """A table of pre-activations, normalisations and attentions; says where assumption A3 fails."""
+        title = f"profile of {self.model}: {self.passes:,} passes on {self.proxy} inputs of norm ≤ {self.radius:g}"
+        lines = [title, ""]
+        rows = [["node", "module", "kind", "mean", "std", "KS", "note"]]
+        failed = {node.name for node in self.non_gaussian(threshold)}
+        for node in self.nodes:
+            if node.before is not None:
+                b = node.before
+                note = "not Gaussian (A3 fails)" if node.name in failed else ""
+                row = [f"{b.mean:.4g}", f"{math.sqrt(b.variance):.4g}", f"{b.ks:.3f}", note]
+            elif node.seen:
+                row = ["", f"{math.sqrt(sum(node.seen) / len(node.seen)):.4g}", "", "std that it divides by"]
+            elif node.jacobian is not None:
+                row = ["", "", "", f"‖diag(a)-aaᵀ‖ {node.jacobian:.3g}, printed {node.peak:.3g}"]
+            else:
+                continue
+            rows.append([node.name, node.module, node.kind.value, *row])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for entry in rows:
+            cells = [
+                c.rjust(w) if 3 <= i <= 5 else c.ljust(w) for i, (c, w) in enumerate(zip(entry, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        end = f"A3 (Gaussian pre-activations) fails at {len(failed)} of {len(self.activations)} activations"
+        return "\n".join([*lines, "", f"{end} (KS > {threshold:g})"])
+
+    def __str__(self) -> str:
+        return self.report()
+
+
 def clip_inputs(example: Any, radius: float) -> Any:
     """The batch with every patient (first axis) scaled to norm ≤ radius, over all its floating-point tensors."""
     args, kwargs = call_arguments(example)
@@ -53,10 +159,9 @@ def clip_inputs(example: Any, radius: float) -> Any:
     norms = torch.stack(squares).sum(0).sqrt()
     if not norms.isfinite().all():
         raise PlanError(
-            "measure.input-proxy-not",
-            "an input of the proxy is not finite",
+            "sensitivity.input-not-finite", "a proxy input is not finite",
             "remove NaN and infinite entries from the public or simulated inputs",
-        )
+        )  # fmt: skip
     scale = (radius / norms.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1.0)
 
     def put(value: Any) -> Any:
@@ -114,7 +219,7 @@ def peek_batch(batches: Iterable[Any]) -> tuple[Any, Batches]:
         head = next(stream)
     except StopIteration:
         raise PlanError(
-            "measure.inputs-hold-no", "inputs hold no patient", "give at least one public or simulated input"
+            "sensitivity.no-inputs", "inputs hold no patient", "give at least one public or simulated input"
         ) from None
     return head, itertools.chain([head], stream)
 
@@ -123,7 +228,7 @@ def _split_batches(inputs: Any, batch: int) -> Iterator[Any]:
     if not isinstance(inputs, Tensor | tuple | Mapping):
         if not isinstance(inputs, Iterable):
             raise PlanError(
-                "measure.inputs",
+                "sensitivity.inputs-type",
                 f"inputs is a {type(inputs).__name__}",
                 "give a tensor whose first axis counts patients, a tuple or dict of such, or an iterable of batches",
             )
@@ -131,7 +236,8 @@ def _split_batches(inputs: Any, batch: int) -> Iterator[Any]:
         return
     n = patient_count(inputs)
     for start in range(0, n, batch):
-        yield map_arguments(inputs, partial(_slice_rows, slice(start, start + batch)))
+        cut = slice(start, start + batch)
+        yield map_arguments(inputs, lambda value, cut=cut: value[cut] if isinstance(value, Tensor) else value)  # type: ignore[misc]
 
 
 def _vocabulary_size(name: str, graph: TracedGraph) -> int:
@@ -146,15 +252,11 @@ def _vocabulary_size(name: str, graph: TracedGraph) -> int:
     return min(sizes, default=0)
 
 
-def _slice_rows(rows: slice, value: Any) -> Any:
-    return value[rows] if isinstance(value, Tensor) else value
-
-
 Array = NDArray[np.float64]
 
 
 class RunningMoments:
-    """Running mean and variance per unit (an axis of the tensors), or of all entries if there is no axis.
+    """Running mean and variance of all entries.
 
     Two sets of n and m entries with means a, b and variances u, v are one set with (Chan, Golub, LeVeque 1979)
 
@@ -164,41 +266,20 @@ class RunningMoments:
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        self._mean: Array = np.zeros(1)
-        self._variance: Array = np.zeros(1)
+        self.count, self.mean, self.variance = 0, 0.0, 0.0
 
-    def add(self, values: Tensor, axis: int | None = None) -> None:
+    def add(self, values: Tensor) -> None:
         """One more batch."""
-        x = values.detach().reshape(-1, 1) if axis is None else values.detach()
+        x = values.detach()
         x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        others = [0] if axis is None else [i for i in range(x.ndim) if i != axis]
-        centre = x.mean(others, keepdim=True)
-        spread = (x - centre).square_().mean(others)  # three times as fast as var_mean, and as exact
-        n, m = self.count, x.numel() // centre.numel()
-        b, v = _to_array(centre).reshape(-1), _to_array(spread).reshape(-1)
-        if n == 0:
-            self._mean, self._variance = b, v
-        else:
-            shift = b - self._mean
-            self._mean = self._mean + shift * (m / (n + m))
-            self._variance = (n * self._variance + m * v) / (n + m) + shift**2 * (n / (n + m) * (m / (n + m)))
+        centre = x.mean()
+        spread = (x - centre).square_().mean()  # three times as fast as var_mean, and as exact
+        n, m = self.count, x.numel()
         self.count = n + m
-
-    @property
-    def units(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and variance of every unit."""
-        return tuple(self._mean.tolist()), tuple(self._variance.tolist())
-
-    @property
-    def mean(self) -> float:
-        """Of all entries."""
-        return float(self._mean.mean())
-
-    @property
-    def variance(self) -> float:
-        """Of all entries: the mean variance of a unit, plus the variance of the units' means."""
-        return float(self._variance.mean() + self._mean.var())
+        old, new = n / self.count, m / self.count
+        shift = float(centre) - self.mean
+        self.mean += shift * new
+        self.variance = old * self.variance + new * float(spread) + shift**2 * old * new
 
 
 class RunningMean:
@@ -261,12 +342,8 @@ def _to_array(values: Tensor) -> Array:
 KS_SAMPLE_SIZE = 4096
 """Entries from which a KS distance is read; for Gaussian data it then reads about 0.013 instead of 0."""
 
-MOST_UNITS = 4096
 PATIENTS_FOR_NORMS = 4
 """Patients per batch whose matrices are looked at for spectral norms."""
-
-_CHANNELS_FIRST = {OperationKind.CONV, OperationKind.POOL, OperationKind.RESAMPLE}
-_CHANNEL_NORMS = {"group_norm", "batch_norm", "instance_norm"}
 
 
 class ActivationObserver:
@@ -290,8 +367,7 @@ class ActivationObserver:
         if mine is None or not isinstance(value, Tensor) or not value.is_floating_point():
             return
         if mine.name in self._entering:
-            axis = self._unit_axis(mine, value)
-            self._moments[mine.name].add(value, axis)
+            self._moments[mine.name].add(value)
             self._samples[mine.name].add(value)
         elif mine.base not in SAME_ENTRIES:
             masked = mine.name in self._logits and (value == -math.inf).any()
@@ -314,8 +390,6 @@ class ActivationObserver:
         """One record for every node that holds floating-point numbers."""
         return tuple(self._result(node) for node in self.graph if self._source(node) is not None)
 
-    # ----------------------------------------------------------------------------------- within
-
     def _source(self, node: Node) -> str | None:
         """The node whose moments are this node's: itself, or what it is a mere rearrangement of."""
         while node.name not in self._moments:
@@ -328,10 +402,9 @@ class ActivationObserver:
         moments = self._moments[str(self._source(node))]
         if not (math.isfinite(moments.mean) and math.isfinite(moments.variance)):
             raise PlanError(
-                "measure.not-finite-proxy",
-                f"{node} is not finite on the proxy inputs",
+                "sensitivity.activation-not-finite", f"{node} is not finite on the proxy inputs",
                 "check the weights for NaN, or give smaller inputs",
-            )
+            )  # fmt: skip
 
         def number(found: dict[str, RunningMean]) -> float | None:
             return found[node.name].value[0] if node.name in found else None
@@ -352,25 +425,8 @@ class ActivationObserver:
 
     def _before(self, name: str) -> PreActivation:
         moments = self._moments[name]
-        means, variances = moments.units
-        many = 1 < len(means) <= MOST_UNITS
-        return PreActivation(
-            mean=moments.mean,
-            variance=moments.variance,
-            ks=self._samples[name].distance(moments.mean, moments.variance),
-            unit_means=means if many else (),
-            unit_variances=variances if many else (),
-        )
-
-    def _unit_axis(self, node: Node, value: Tensor) -> int | None:
-        """The axis of channels after a convolution and the like, else the last one."""
-        if value.ndim < 2:
-            return None
-        while node.kind in (OperationKind.ADD, OperationKind.SCALE, OperationKind.DROPOUT, OperationKind.ACTIVATION):
-            node = self._nodes[node.inputs[0]]
-        first = node.kind in _CHANNELS_FIRST or node.base in _CHANNEL_NORMS
-        axis = 1 if first else value.ndim - 1
-        return axis if value.shape[axis] <= MOST_UNITS else None
+        distance = self._samples[name].distance(moments.mean, moments.variance)
+        return PreActivation(mean=moments.mean, variance=moments.variance, ks=distance)
 
     def _attention(self, name: str, given: Mapping[str, Any]) -> None:
         q, k, v = (given[part][:PATIENTS_FOR_NORMS].detach().double() for part in ("query", "key", "value"))
@@ -455,7 +511,6 @@ def profile(
     passes: int = 1000,
     batch: int = 50,
     radius: float = 1.0,
-    reinitialise: bool = False,
     seed: int = 0,
     epsilon_n: float = 1e-12,
 ) -> ActivationProfile:
@@ -468,8 +523,6 @@ def profile(
                     Without, inputs are Gaussian, token ids even over the vocabulary
       proxy         where `inputs` come from: 'public' or 'simulated', a remark may follow ("simulated: ECG")
       radius        public L2 radius to which every patient's input is clipped, so that Δ₀ = 2·radius
-      reinitialise  draw the weights anew (`reset_parameters` on a copy) before every *batch*: passes/batch
-                    initialisations. With batch=1 every pass has its own, as the LSAB document profiles
       epsilon_n     what eq. 8 adds to a variance
 
     One pass over the stream: memory does not grow with `passes`. Equal arguments give an equal profile. The model
@@ -488,31 +541,25 @@ def profile(
         stream, size = gaussian_batches(example, program, graph, passes, batch, generator), min(batch, passes)
     else:
         raise PlanError(
-            "measure.profile-given-neither",
-            "profile was given neither example nor inputs",
+            "sensitivity.no-example", "profile got neither example nor inputs",
             "give example=x, an input of the right shape",
-        )
-    subject = _copy_for_reset(model) if reinitialise else model
+        )  # fmt: skip
     programs: dict[int, TracedProgram] = {}
     observer = ActivationObserver(graph, max(1, math.ceil(passes / size)), generator)
-    done = drawn = 0
+    done = 0
     with isolated_rng(seed):
         for part in stream:
             n = patient_count(part)
             part = clip_inputs(part, radius)
             if n not in programs:
                 programs[n] = _program_for_batch(model, part, graph)
-            if reinitialise:
-                _reset_parameters(subject)
-                drawn += 1
-            programs[n].run(subject, part, observer)
+            programs[n].run(model, part, observer)
             done += n
     return ActivationProfile(
         model=type(model).__name__,
         proxy=proxy,
         passes=done,
         batch=size,
-        initialisations=drawn,
         radius=float(radius),
         seed=seed,
         epsilon_n=float(epsilon_n),
@@ -521,30 +568,21 @@ def profile(
 
 
 def _check_profile_options(inputs: Any, proxy: str, passes: int, batch: int, radius: float, epsilon_n: float) -> None:
-    for name, value in (("passes", passes), ("batch", batch)):
-        if not isinstance(value, int) or value < 1:
-            raise PlanError(
-                "measure.whole-number-least",
-                f"{name} is {value!r}, must be a whole number of at least 1",
-                f"for example {name}=50",
-            )
-    for name, number in (("radius", radius), ("epsilon_n", epsilon_n)):
-        if not (math.isfinite(number) and number > 0):
-            raise PlanError(
-                "measure.finite", f"{name} is {number!r}, must be finite and > 0", f"give a positive {name}"
-            )
+    validate.whole(PlanError, "sensitivity.passes-not-positive", passes=passes)
+    validate.whole(PlanError, "sensitivity.batch-not-positive", batch=batch)
+    validate.positive(PlanError, "sensitivity.radius-not-positive", radius=radius)
+    validate.positive(PlanError, "sensitivity.epsilon-n-not-positive", epsilon_n=epsilon_n)
     source = proxy.partition(":")[0].strip()
     if inputs is None and source != GAUSSIAN:
         raise PlanError(
-            "measure.proxy-no-inputs",
-            f"proxy is {proxy!r} but there are no inputs",
+            "sensitivity.proxy-without-inputs", f"proxy is {proxy!r} but there are no inputs",
             "give inputs=…, or proxy='gaussian'",
-        )
+        )  # fmt: skip
     if inputs is not None and source not in _PROXY_SOURCES:
         raise PlanError(
-            "measure.inputs-given-proxy",
-            f"inputs are given and proxy is {proxy!r}, must be {' or '.join(_PROXY_SOURCES)}",
-            "name where the inputs come from; private data must not be profiled",
+            "sensitivity.proxy-not-named",
+            f"proxy is {proxy!r}, must be {' or '.join(_PROXY_SOURCES)} where inputs are given",
+            "say where the inputs come from; private data must not be profiled",
         )
 
 
@@ -554,41 +592,8 @@ def _program_for_batch(model: nn.Module, part: Any, graph: TracedGraph) -> Trace
     found = [(node.name, node.operation) for node in read_graph(model, program)]
     if found != [(node.name, node.operation) for node in graph]:
         raise PlanError(
-            "measure.runs-operations-inputs",
+            "sensitivity.graph-depends-on-batch",
             f"{type(model).__name__} runs other operations on {patient_count(part)} inputs than on one",
-            "write forward so that it does not ask for the batch size, or profile with batch=1",
+            "write forward so that it does not depend on the batch size, or profile with batch=1",
         )
     return program
-
-
-def _copy_for_reset(model: nn.Module) -> nn.Module:
-    try:
-        subject = copy.deepcopy(model)
-    except Exception as error:
-        raise PlanError(
-            "measure.not-copied-draw",
-            f"{type(model).__name__} cannot be copied to draw its weights anew: {error}",
-            "use reinitialise=False",
-        ) from error
-    for path, module in subject.named_modules():
-        if _resetter(module) is None and any(True for _ in module.parameters(recurse=False)):
-            raise PlanError(
-                "measure.module-parameters-no",
-                f"module {path or '(root)'!r} ({type(module).__name__}) has parameters but no reset_parameters()",
-                "give it that method, or use reinitialise=False",
-            )
-    return subject
-
-
-def _resetter(module: nn.Module) -> Any:
-    for name in ("reset_parameters", "_reset_parameters"):
-        if callable(found := getattr(module, name, None)):
-            return found
-    return None
-
-
-def _reset_parameters(model: nn.Module) -> None:
-    """Children first, so that a parent's rule for its children has the last word."""
-    for module in reversed(list(model.modules())):
-        if (reset := _resetter(module)) is not None:
-            reset()

@@ -440,10 +440,6 @@ class TracedGraph:
         """The nodes that read a node."""
         return tuple(node for node in self.nodes if name in node.inputs)
 
-    def residual(self) -> tuple[Node, ...]:
-        """The sums of two branches that both depend on the input."""
-        return tuple(node for node in self.nodes if node.kind is OperationKind.ADD and len(node.inputs) == 2)
-
     def output_of(self, node: Node) -> Node:
         """The activation that directly follows a node and is all that reads it, or else the node itself."""
         readers = self.readers(node.name)
