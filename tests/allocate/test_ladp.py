@@ -209,7 +209,7 @@ def test_candidates_of_ones_own() -> None:
         ({"sensitive": []}, "allocate.sensitive"),
         ({"choose_every": 0}, "allocate.whole-number-correct"),
         ({"choose_every": 1.5}, "allocate.whole-number-correct"),
-        ({"choose_every": 5, "choose_epsilon": 0.0}, "account.epsilon-choice-lie"),
+        ({"choose_every": 5, "choose_epsilon": 0.0}, "account.choice-epsilon-out-of-range"),
         ({"candidates": (("flat", (1.0,)),)}, "allocate.ladp-candidates-never"),
         ({"price": -1.0}, "allocate.lie"),
         ({"decay": 1.0}, "plan.rule-lie"),

@@ -13,8 +13,8 @@ from dp_accounting.pld import PLDAccountant
 from refusals import raises_code
 from torch import nn
 
-from lamina.account.accountants import epsilon_of_noise_multiplier, find_accountant
-from lamina.account.gaussian_rdp import classical_zcdp_epsilon, epsilon_of_rho
+from lamina.account.accountants import find_accountant
+from lamina.account.gaussian_rdp import classical_zcdp_epsilon, epsilon_of_noise_multiplier, epsilon_of_rho
 from lamina.allocate.ladp import LADP
 from lamina.allocate.make_plan import ALLOCATIONS, make_plan
 from lamina.allocate.problem import Allocation, AllocationProblem
@@ -80,7 +80,7 @@ def test_automatic_divides_by_as_much_less_as_it_clips() -> None:
 
 
 def test_a_measurement_of_other_layers_is_refused(measure: Callable[..., Measure]) -> None:
-    with raises_code("measure.measure-knows-layer"):
+    with raises_code("sensitivity.measure-of-other-layers"):
         make_plan(STACK, policy(), batch=80, steps=10, measure=measure(tuple("abcdefgh")))
 
 

@@ -190,7 +190,7 @@ def test_a_measurement_of_another_model_is_refused(problem: Make, measure: Make)
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, INF])
 def test_measurements_that_make_no_sense_are_refused(measure: Make, value: float) -> None:
     for what in ("tight", "printed", "harm", "norms", "fisher"):
-        with raises_code("measure.layer-finite-number"):
+        with raises_code("sensitivity.value-not-positive"):
             measure(**{what: (1.0, value, 1.0, 1.0, 1.0)})
 
 

@@ -416,7 +416,7 @@ def test_a_layer_of_several_modules_ends_at_its_last_use() -> None:
     found = bounds(trace(model, x), profile(model, example=x, passes=20), stack)
     assert [row.node for row in found.layers] == ["tanh_1"]
     assert len(found) == 1 and found["all"].ratio == found.ratio[0]
-    with raises_code("measure.no-layer-bound"):
+    with raises_code("sensitivity.unknown-layer"):
         found["none"]
 
 
@@ -450,11 +450,11 @@ def test_unknown_operations_are_refused_by_name_only_where_they_matter() -> None
     lstm = Forward(
         lambda self, x: self.head(self.lstm(x)[0]), lstm=nn.LSTM(4, 3, batch_first=True), head=nn.Linear(3, 2)
     )
-    with raises_code("measure.slope-not-known"):
+    with raises_code("sensitivity.slope-unknown"):
         stacked(lstm, (5, 4))
-    with raises_code("measure.slope-not-known"):
+    with raises_code("sensitivity.slope-unknown"):
         stacked(Forward(lambda self, x: self.b(1 / self.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4)), (4,))
-    with raises_code("measure.divides-value-depends"):
+    with raises_code("sensitivity.division-unbounded"):
         stacked(Forward(lambda self, x: self.b(torch.ones(4) / self.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4)), (4,))
     harmless = Forward(lambda self, x: self.a(x).cumsum(1), a=nn.Linear(4, 4))
     assert len(stacked(harmless, (4,))) == 1
@@ -466,22 +466,22 @@ def test_layers_without_effect_and_foreign_profiles_are_refused() -> None:
     seen = profile(model, example=x, passes=20)
     with torch.no_grad():
         model[2].weight.zero_()
-    with raises_code("measure.layer-delta-tight"):
+    with raises_code("sensitivity.delta-not-positive"):
         bounds(trace(model, x), seen, LayerStack.from_model(model))
     with torch.no_grad():
         model[2].weight.fill_(math.nan)
-    with raises_code("measure.step"):
+    with raises_code("sensitivity.operation-refused"):
         bounds(trace(model, x), seen, LayerStack.from_model(model))
     unused = Forward(lambda self, x: self.a(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-    with raises_code("measure.layer-not-used"):
+    with raises_code("sensitivity.layer-not-used"):
         measured(unused, x)
     other = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    with raises_code("measure.step"):
+    with raises_code("sensitivity.operation-refused"):
         bounds(trace(other, x), seen, LayerStack.from_model(other))
 
 
 def test_batch_norm_without_running_statistics_mixes_patients() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 2))
     x = torch.randn(8, 4)
-    with raises_code("measure.not-traced-torch"):
+    with raises_code("sensitivity.model-not-traceable"):
         bounds(trace(model, x), profile(model, example=x), LayerStack.from_model(model))

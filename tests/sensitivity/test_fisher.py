@@ -160,18 +160,18 @@ def test_inputs_may_be_trees() -> None:
 def test_refusals() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     stack, x = LayerStack.from_model(model), torch.randn(4, 2)
-    with raises_code("measure.losses-gave-examples"):
+    with raises_code("sensitivity.losses-shape"):
         fisher(model, lambda x, y: model(x).mean(), x, None, stack)
-    with raises_code("measure.proxy-losses-not"):
+    with raises_code("sensitivity.losses-not-finite"):
         fisher(model, lambda x, y: model(x).sum(1) / 0, x, None, stack)
     with raises_code("sensitivity.chunk-not-positive"):
         fisher(model, reconstruction_losses(model), x, None, stack, chunk=0)
-    with raises_code("measure.proxy-inputs-first"):
+    with raises_code("sensitivity.example-count"):
         fisher(model, reconstruction_losses(model), torch.zeros(0, 2), None, stack)
-    with raises_code("measure.layer-names-tensor"):
+    with raises_code("sensitivity.stack-of-other-model"):
         fisher(nn.Linear(2, 2), lambda x, y: x.sum(1), x, None, stack)
-    with raises_code("measure.layer-numbers-model"):
+    with raises_code("sensitivity.stack-of-other-model"):
         fisher(model, reconstruction_losses(model), x, None, LayerStack.from_model(nn.Sequential(nn.Linear(3, 3))))
     nn.init.zeros_(model[1].weight)
-    with raises_code("measure.layer-gradient-proxy"):
+    with raises_code("sensitivity.no-gradient"):
         fisher(model, reconstruction_losses(model), x, None, stack)

@@ -151,7 +151,7 @@ def test_a_view_of_an_overwritten_tensor_is_refused() -> None:
         y: Tensor = h + 1
         return y
 
-    with raises_code("measure.overwrites-while-shares"):
+    with raises_code("sensitivity.in-place-view"):
         trace(Forward(forward, linear=nn.Linear(4, 4)), torch.randn(2, 4))
 
 
@@ -221,12 +221,12 @@ def test_what_cannot_be_traced_is_refused_with_the_remedy(no_trace: Trace) -> No
 
     model = Forward(forward, linear=nn.Linear(4, 4))
     x = torch.randn(2, 4)
-    with no_trace(model), raises_code("measure.not-traced-torch"):
+    with no_trace(model), raises_code("sensitivity.model-not-traceable"):
         trace(model, x)
     for example, word in (
-        (3, "measure.example-without-tensor"),
-        (torch.tensor(1.0), "measure.tensor-example-shape"),
-        (torch.zeros(0, 4), "measure.tensor-example-shape"),
+        (3, "sensitivity.no-tensor"),
+        (torch.tensor(1.0), "sensitivity.example-count"),
+        (torch.zeros(0, 4), "sensitivity.example-count"),
     ):
         with raises_code(word):
             trace(model, example)

@@ -140,9 +140,9 @@ def test_a_layer_of_zeros_is_perturbed_at_the_scale_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"std": 0.0}, "measure.std-finite"),
-        ({"draws": 1}, "measure.whole-number"),
-        ({"batch": 0}, "measure.whole-number"),
+        ({"std": 0.0}, "sensitivity.std-not-positive"),
+        ({"draws": 1}, "sensitivity.draws-too-few"),
+        ({"batch": 0}, "sensitivity.draws-too-few"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], named: str) -> None:
@@ -157,9 +157,9 @@ def test_weights_without_a_scale_are_refused() -> None:
     model = nn.Linear(2, 2)
     stack = LayerStack.from_model(model)
     nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
-    with raises_code("measure.weights-model"):
+    with raises_code("sensitivity.weights-zero"):
         noise_cost(model, reconstruction_losses(model), torch.randn(4, 2), None, stack)
     with torch.no_grad():
         model.bias.fill_(math.nan)
-    with raises_code("measure.layer-weights-not"):
+    with raises_code("sensitivity.weight-not-finite"):
         noise_cost(model, reconstruction_losses(model), torch.randn(4, 2), None, stack)

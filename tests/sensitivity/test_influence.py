@@ -159,7 +159,7 @@ def test_options_are_checked(fitted: Logistic, options: dict[str, Any], named: s
 def test_what_nothing_influences_is_refused(fitted: Logistic) -> None:
     x, y, _, _ = data()
     stack = LayerStack.from_model(fitted)
-    with raises_code("measure.reference-loss-gradient"):
+    with raises_code("sensitivity.reference-without-gradient"):
         influence(fitted, lambda x, y: 0 * fitted(x), x, y, stack)
-    with raises_code("measure.proxy-example-not"):
+    with raises_code("sensitivity.no-reference"):
         influence(fitted, fitted.losses, x[:1], y[:1], stack)

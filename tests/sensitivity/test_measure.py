@@ -51,7 +51,7 @@ def test_a_file_gives_back_the_same_value(tmp_path: Path) -> None:
     value = made(notes=("β raised",))
     value.save(tmp_path / "m.json")
     assert Measure.load(tmp_path / "m.json") == value
-    with raises_code("measure.measure-not-read"):
+    with raises_code("sensitivity.measure-unreadable"):
         Measure.load(tmp_path / "none.json")
 
 
@@ -73,24 +73,24 @@ def test_a_file_gives_back_the_same_value(tmp_path: Path) -> None:
 def test_what_is_not_a_positive_number_is_refused_with_its_layer(what: str, value: Any) -> None:
     if what == "worst" and value == math.inf:
         return
-    with raises_code("measure.layer-finite-number"):
+    with raises_code("sensitivity.value-not-positive"):
         made(**{what: (1.0, value)})
 
 
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"norms": (1.0,)}, "measure.measure-entries"),
-        ({"norms": 1.0}, "measure.measure-entries"),
-        ({"layers": ()}, "measure.layers-measure"),
-        ({"layers": ("a", "a")}, "measure.layers-measure"),
-        ({"proxy": ""}, "measure.proxy"),
-        ({"notes": "text"}, "measure.measure"),
-        ({"notes": 5}, "measure.measure"),
-        ({"notes": {"a": 1}}, "measure.measure"),
-        ({"layers": 5}, "measure.measure"),
-        ({"layers": {"a": 1, "b": 2}}, "measure.measure"),
-        ({"proxy": 5}, "measure.proxy"),
+        ({"norms": (1.0,)}, "sensitivity.measure-length"),
+        ({"norms": 1.0}, "sensitivity.measure-length"),
+        ({"layers": ()}, "sensitivity.layer-names"),
+        ({"layers": ("a", "a")}, "sensitivity.layer-names"),
+        ({"proxy": ""}, "sensitivity.proxy-missing"),
+        ({"notes": "text"}, "sensitivity.measure-text"),
+        ({"notes": 5}, "sensitivity.measure-text"),
+        ({"notes": {"a": 1}}, "sensitivity.measure-text"),
+        ({"layers": 5}, "sensitivity.measure-text"),
+        ({"layers": {"a": 1, "b": 2}}, "sensitivity.measure-text"),
+        ({"proxy": 5}, "sensitivity.proxy-missing"),
     ],
 )
 def test_bad_shapes_are_refused(given: dict[str, Any], named: str) -> None:
@@ -132,9 +132,9 @@ def test_another_stack_is_refused() -> None:
     stack = LayerStack.from_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     made(layers=("0", "1")).check(stack)
     made().check(("a", "b"))
-    with raises_code("measure.measure-knows-layer"):
+    with raises_code("sensitivity.measure-of-other-layers"):
         made().check(stack)
-    with raises_code("measure.measure-layers-stack"):
+    with raises_code("sensitivity.measure-of-other-layers"):
         made().check(("a",))
 
 
@@ -236,18 +236,18 @@ def test_floored_harm_and_unreached_layers_are_told() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({}, "measure.measure-given-no"),
-        ({"example": torch.zeros(1, 6), "y": torch.zeros(1)}, "measure.measure-given-no"),
-        ({"x": torch.zeros(4, 6)}, "measure.proxy-given"),
-        ({"example": torch.zeros(1, 6), "proxy": "public"}, "measure.proxy-given"),
-        ({"example": torch.zeros(1, 6), "examples": 1}, "measure.examples-whole-number"),
-        ({"example": torch.zeros(1, 6)}, "measure.model-gives-not"),  # no autoencoder
-        ({"example": torch.zeros(1, 6), "losses_of": lambda x, y: x.sum()}, "measure.losses-gave-examples"),
+        ({}, "sensitivity.no-example"),
+        ({"example": torch.zeros(1, 6), "y": torch.zeros(1)}, "sensitivity.no-example"),
+        ({"x": torch.zeros(4, 6)}, "sensitivity.proxy-not-named"),
+        ({"example": torch.zeros(1, 6), "proxy": "public"}, "sensitivity.proxy-not-named"),
+        ({"example": torch.zeros(1, 6), "examples": 1}, "sensitivity.examples-too-few"),
+        ({"example": torch.zeros(1, 6)}, "sensitivity.not-an-autoencoder"),  # no autoencoder
+        ({"example": torch.zeros(1, 6), "losses_of": lambda x, y: x.sum()}, "sensitivity.losses-shape"),
         (
             {"x": torch.full((4, 6), math.nan), "proxy": "public", "losses_of": lambda x, y: x.sum(1)},
-            "measure.proxy-losses-not",
+            "sensitivity.losses-not-finite",
         ),
-        ({"example": torch.zeros(1, 6), "losses_of": lambda x, y: x.sum(1)}, "measure.layer-gradient-proxy"),
+        ({"example": torch.zeros(1, 6), "losses_of": lambda x, y: x.sum(1)}, "sensitivity.no-gradient"),
     ],
 )
 def test_misuse_is_refused(options: dict[str, Any], named: str) -> None:
@@ -286,7 +286,7 @@ def test_a_model_that_cannot_be_followed_is_measured_without_delta() -> None:
 
 def test_some_delta_without_the_others_is_refused() -> None:
     row = {"proxy": "public", "layers": ("a",), "harm": (1.0,), "norms": (1.0,), "fisher": (1.0,)}
-    with raises_code("measure.measure-delta-lacks"):
+    with raises_code("sensitivity.delta-incomplete"):
         Measure(**row, tight=(1.0,), worst=(), printed=(1.0,))  # type: ignore[arg-type]
 
 
@@ -324,7 +324,7 @@ def test_made_up_inputs_for_a_model_that_cannot_be_traced(no_trace: Any) -> None
 
 def test_token_ids_for_a_model_that_cannot_be_traced_are_refused() -> None:
     model = Branching(tokens=True)
-    with raises_code("measure.not-traced-torch"):
+    with raises_code("sensitivity.model-not-traceable"):
         measure(
             model, LayerStack.from_model(model), example=torch.zeros(1, 3, dtype=torch.long),
             losses_of=lambda x, y: model(x).square().flatten(1).sum(1), **QUICK,

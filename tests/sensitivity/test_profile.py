@@ -239,7 +239,7 @@ def test_bad_input_is_refused_with_the_remedy() -> None:
         ("sensitivity.input-not-finite", {"inputs": x * math.nan, "proxy": "public"}),
         ("sensitivity.no-inputs", {"inputs": [], "proxy": "public"}),
         ("sensitivity.inputs-type", {"inputs": 3, "proxy": "public"}),
-        ("measure.tensor-example-shape", {"inputs": (x, x[:2]), "proxy": "public"}),
+        ("sensitivity.example-count", {"inputs": (x, x[:2]), "proxy": "public"}),
     ]
     for code, options in cases:
         with raises_code(code):

@@ -162,7 +162,7 @@ def scale_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
         moving_first = isinstance(given["self"], str)
         if (node.base == "div" and not moving_first) or given.get("rounding_mode"):
             raise NoBound(
-                "measure.divides-value-depends",
+                "sensitivity.division-unbounded",
                 f"{node} divides by a value that depends on the input, or rounds: its slope has no bound",
                 "use an operation with a bounded slope there",
             )
@@ -209,7 +209,9 @@ def activation_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     before = depth.profile[node.name].before
     if before is None:
         raise NoBound(
-            "measure.no-pre-activation", f"{node} has no pre-activation in the profile", "profile the model again"
+            "sensitivity.activation-not-profiled",
+            f"{node} has no pre-activation in the profile",
+            "profile the model again",
         )
     tight, most = gains.activation_slopes(node, before.mean, math.sqrt(before.variance + depth.profile.epsilon_n))
     printed = tight
@@ -231,7 +233,7 @@ def normalisation_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     if fixed:
         if given.get("training") or not isinstance(given["running_var"], Tensor):
             raise NoBound(
-                "measure.normalises-over-batch",
+                "sensitivity.batchnorm",
                 f"{node} normalises over the batch, which mixes patients",
                 "use GroupNorm: lamina.fix(model)",
             )
@@ -254,7 +256,7 @@ def softmax_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     seen = depth.profile[node.name]
     if seen.jacobian is None or seen.peak is None:
         raise NoBound(
-            "measure.no-attention-weights-profile",
+            "sensitivity.attention-not-profiled",
             f"{node} has no attention weights in the profile",
             "profile the model again",
         )
@@ -272,13 +274,13 @@ def attention_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     given, seen = node.arguments, depth.profile[node.name]
     if isinstance(given["attn_mask"], str):
         raise NoBound(
-            "measure.mask-depends-input",
+            "sensitivity.mask-depends-on-input",
             f"{node} has a mask that depends on the input",
             "use a mask that is the same for all inputs",
         )
     if seen.jacobian is None or seen.peak is None or len(seen.norms) != 4:
         raise NoBound(
-            "measure.no-attention-weights-profile",
+            "sensitivity.attention-not-profiled",
             f"{node} has no attention weights in the profile",
             "profile the model again",
         )
@@ -317,7 +319,7 @@ def product_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
         shapes = [depth.graph[name].shape for name in names]
         if shapes[0][:-2] != shapes[1][:-2]:
             raise NoBound(
-                "measure.multiplies-matrices",
+                "sensitivity.matrix-batches-differ",
                 f"{node} multiplies matrices {shapes[0]} by {shapes[1]}",
                 "expand both to one batch first",
             )
@@ -388,7 +390,7 @@ def apply_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     except PlanError as error:
         if node.name in error.problem:
             raise
-        raise NoBound("measure.step", f"{node}: {error.problem}", error.remedy) from error
+        raise NoBound("sensitivity.operation-refused", f"{node}: {error.problem}", error.remedy) from error
 
 
 def refuse_unknown_operations(nodes: Sequence[Node]) -> None:
@@ -396,7 +398,7 @@ def refuse_unknown_operations(nodes: Sequence[Node]) -> None:
     bad = [node for node in nodes if node.kind not in NODE_RULES]
     if bad:
         named = ", ".join(map(str, bad[:6])) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
-        raise NoBound("measure.slope-not-known", f"the slope of {named} is not known", _UNKNOWN_SLOPE_REMEDY)
+        raise NoBound("sensitivity.slope-unknown", f"the slope of {named} is not known", _UNKNOWN_SLOPE_REMEDY)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -444,7 +446,7 @@ class SensitivityBounds:
             if layer.name == name:
                 return layer
         raise NoBound(
-            "measure.no-layer-bound",
+            "sensitivity.unknown-layer",
             f"no layer {name!r} has a bound",
             f"they are {', '.join(row.name for row in self.layers)}",
         )
@@ -510,7 +512,7 @@ def bounds(graph: TracedGraph, profile: ActivationProfile, stack: LayerStack) ->
         flow = depth.flows[node.name]
         if math.isnan(flow.worst) or not (0 < flow.tight < math.inf and 0 < flow.printed < math.inf and flow.worst > 0):
             raise NoBound(
-                "measure.layer-delta-tight",
+                "sensitivity.delta-not-positive",
                 f"layer {name!r} has Δ tight {flow.tight:g}, worst {flow.worst:g}, printed {flow.printed:g} "
                 f"at {node}; all must be > 0, and tight finite",
                 "a weight or gain of zero, or a dead activation, stops every input there: initialise the layer anew, "
@@ -533,7 +535,7 @@ def _last_use(graph: TracedGraph, name: str, parameters: tuple[str, ...]) -> Nod
     uses = graph.uses(parameters)
     if not uses:
         raise NoBound(
-            "measure.layer-not-used",
+            "sensitivity.layer-not-used",
             f"layer {name!r} is not used between the input and the output of {graph.model}",
             "freeze it with requires_grad_(False), or trace with an example that reaches it",
         )
@@ -554,7 +556,7 @@ def _nodes_before(graph: TracedGraph, names: list[str]) -> list[Node]:
 def _refuse_other_model(node: Node, profile: ActivationProfile) -> None:
     if node.dtype is not None and node.floating and profile[node.name].operation != node.operation:
         raise NoBound(
-            "measure.profile",
+            "sensitivity.profile-of-other-model",
             f"{node} is {profile[node.name].operation} in the profile",
             f"the profile is of another model ({profile.model}): profile this one",
         )

@@ -44,19 +44,21 @@ class EnergyEstimate:
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
         if not 0 <= self.decay < 1:
             raise PlanError(
-                "measure.decay", f"decay is {self.decay!r}, must be in [0, 1)", "0.9 averages over about 20 steps"
+                "sensitivity.decay-range",
+                f"decay is {self.decay!r}, must be in [0, 1)",
+                "0.9 averages over about 20 steps",
             )
         layers = len(self.energy)
         if not layers or len(self.sd) != layers or len(self.mass) != layers:
             raise PlanError(
-                "measure.energy-sd-mass",
+                "sensitivity.energy-state-shape",
                 f"energy, sd and mass have {layers}, {len(self.sd)} and {len(self.mass)} entries",
                 "give one of each for every layer, at least one layer",
             )
         for i, (e, sd, mass) in enumerate(zip(self.energy, self.sd, self.mass, strict=True)):
             if not (math.isfinite(e) and 0 <= sd < math.inf and 0 <= mass <= 1 + 1e-9):
                 raise PlanError(
-                    "measure.layer-energy-sd",
+                    "sensitivity.energy-state-damaged",
                     f"layer {i} has energy {e!r}, sd {sd!r}, mass {mass!r}; must be finite, sd >= 0, mass in [0, 1]",
                     "the state is damaged: start again with EnergyEstimate.start(layers)",
                 )
@@ -80,14 +82,14 @@ class EnergyEstimate:
         for i, value in enumerate(s):
             if not 0 <= value < math.inf:
                 raise PlanError(
-                    "measure.noise-layer-finite",
+                    "sensitivity.noise-not-finite",
                     f"noise of layer {i} is {value!r}, must be finite and >= 0",
                     "take S of the plan",
                 )
         y = np.asarray(squares, dtype=np.float64)
         if y.shape != (len(self),):
             raise PlanError(
-                "measure.squares-shape",
+                "sensitivity.energy-length",
                 f"squares has shape {y.shape}",
                 f"give one squared norm for each of {len(self)} layers",
             )
@@ -135,7 +137,7 @@ class EnergyEstimate:
         base, d = self._proxy(proxy), _checked_sizes(sizes, len(self))
         if not 0 < least <= 1:
             raise PlanError(
-                "measure.least",
+                "sensitivity.least-range",
                 f"least is {least!r}, must be in (0, 1]",
                 "0.1 keeps a tenth of an equal share everywhere",
             )
@@ -166,7 +168,7 @@ class EnergyEstimate:
         if not isinstance(state, Mapping) or sorted(state) != known:
             found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise PlanError(
-                "measure.state-energy-estimate", f"the state of an energy estimate has {found}", f"it must have {known}"
+                "sensitivity.energy-state-keys", f"the state of an energy estimate has {found}", f"it must have {known}"
             )
         try:
             return cls(
@@ -175,7 +177,7 @@ class EnergyEstimate:
             )  # fmt: skip
         except (TypeError, ValueError) as error:
             raise PlanError(
-                "measure.state-energy-estimate-holds",
+                "sensitivity.energy-state-damaged",
                 f"the state of an energy estimate holds what is no number: {error}",
                 "start again",
             ) from error
@@ -192,7 +194,9 @@ class EnergyEstimate:
         row = np.asarray(values, dtype=np.float64)
         if row.shape != (len(self),):
             raise PlanError(
-                "measure.shape", f"{what} has shape {row.shape}", f"give one number for each of {len(self)} layers"
+                "sensitivity.energy-length",
+                f"{what} has shape {row.shape}",
+                f"give one number for each of {len(self)} layers",
             )
         return row
 
@@ -201,13 +205,13 @@ class EnergyEstimate:
         for i, value in enumerate(row):
             if not 0 <= value <= 1 + 1e-9:
                 raise PlanError(
-                    "measure.proxy-share-layer",
+                    "sensitivity.shares-range",
                     f"proxy share of layer {i} is {value!r}, must be in [0, 1]",
                     "give shares of one budget",
                 )
         if not abs(row.sum() - 1.0) <= 1e-9:
             raise PlanError(
-                "measure.proxy-shares-sum",
+                "sensitivity.shares-sum",
                 f"the proxy shares sum to {row.sum()!r}, must be 1",
                 "divide them by their sum",
             )
@@ -218,12 +222,12 @@ def _checked_sizes(sizes: Sequence[int], layers: int) -> Array:
     d = np.asarray(sizes, dtype=np.float64)
     if d.shape != (layers,):
         raise PlanError(
-            "measure.sizes-shape", f"sizes has shape {d.shape}", f"give one number for each of {layers} layers"
+            "sensitivity.energy-length", f"sizes has shape {d.shape}", f"give one number for each of {layers} layers"
         )
     for i, value in enumerate(d):
         if not 1 <= value < math.inf:
             raise PlanError(
-                "measure.layer-parameters-least",
+                "sensitivity.layer-empty",
                 f"layer {i} has {value!r} parameters, must have at least 1",
                 "leave empty layers out",
             )

@@ -34,7 +34,7 @@ def reconstruction_losses(model: nn.Module) -> LossesOf:
         if not isinstance(x, Tensor) or not isinstance(out, Tensor) or out.shape != x.shape:
             told = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise PlanError(
-                "measure.model-gives-not",
+                "sensitivity.not-an-autoencoder",
                 f"the model gives {told}, so it cannot be compared with its input",
                 "give losses_of(x, y), which returns one loss per example, with public or simulated x and y",
             )
@@ -46,26 +46,26 @@ def reconstruction_losses(model: nn.Module) -> LossesOf:
 def layer_tensors(model: nn.Module, stack: LayerStack) -> tuple[NamedTensors, ...]:
     """The tensors of every layer by name, as the model holds them."""
     if not isinstance(stack, LayerStack) or not len(stack):
-        raise PlanError("measure.stack", f"stack is {stack!r}", "use lamina.LayerStack.from_model(model)")
+        raise PlanError("sensitivity.stack-type", f"stack is {stack!r}", "use lamina.LayerStack.from_model(model)")
     held = dict(model.named_parameters())
     for layer in stack:
         for name in layer.parameters:
             if name not in held:
                 raise PlanError(
-                    "measure.layer-names-tensor",
+                    "sensitivity.stack-of-other-model",
                     f"layer {layer.name!r} names the tensor {name!r}, which the model does not have",
                     "read the stack from this model: lamina.LayerStack.from_model(model)",
                 )
             if isinstance(held[name], UninitializedParameter):
                 raise PlanError(
-                    "measure.tensor-no-shape",
+                    "sensitivity.tensor-without-shape",
                     f"tensor {name!r} has no shape yet",
                     "run model(...) once before measuring",
                 )
         size = sum(held[name].numel() for name in layer.parameters)
         if size != layer.size or not size:
             raise PlanError(
-                "measure.layer-numbers-model",
+                "sensitivity.stack-of-other-model",
                 f"layer {layer.name!r} has {size} numbers in the model and {layer.size} in the stack",
                 "leave empty layers out and read the stack from this model",
             )
@@ -99,14 +99,14 @@ class ExampleLosses(nn.Module):
         if not isinstance(losses, Tensor) or losses.shape != (n,):
             told = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise PlanError(
-                "measure.losses-gave-examples",
+                "sensitivity.losses-shape",
                 f"losses_of gave {told} for {n} examples, must be ({n},)",
                 "return one loss per example: reduction='none', then mean over everything but the first axis",
             )
         if not losses.isfinite().all():
             bad = int((~losses.isfinite()).sum())
             raise PlanError(
-                "measure.proxy-losses-not",
+                "sensitivity.losses-not-finite",
                 f"{bad} of {n} proxy losses are not finite",
                 "use proxy data that the model can take",
             )
@@ -118,7 +118,7 @@ def example_count(x: Any) -> int:
     sizes = {t.shape[0] if t.ndim else 0 for t in pytree.tree_leaves(x) if isinstance(t, Tensor)}
     if len(sizes) != 1 or not min(sizes):
         raise PlanError(
-            "measure.proxy-inputs-first",
+            "sensitivity.example-count",
             f"the proxy inputs have first axes {sorted(sizes)}",
             "give tensors whose first axis counts the examples",
         )
@@ -191,13 +191,13 @@ def fisher(
     for layer, column in zip(stack, squares.T, strict=True):
         if not column.isfinite().all():
             raise PlanError(
-                "measure.layer-gradients-proxy",
+                "sensitivity.gradient-not-finite",
                 f"layer {layer.name!r} has gradients on the proxy that are not finite",
                 "use proxy data and weights for which the loss can be differentiated",
             )
         if not (column > 0).any():
             raise PlanError(
-                "measure.layer-gradient-proxy",
+                "sensitivity.no-gradient",
                 f"layer {layer.name!r} has gradient 0 on all {len(column)} proxy examples",
                 "freeze it with requires_grad_(False), or measure at weights and on data that reach it "
                 "(a layer behind zero weights gets no gradient)",
@@ -328,7 +328,7 @@ class Hessian:
                 total += torch.cat([piece.detach().flatten().double().cpu() for piece in found])
         if not total.isfinite().all():
             raise PlanError(
-                "measure.hessian-gradient-proxy",
+                "sensitivity.gradient-not-finite",
                 "the Hessian or gradient of the proxy loss is not finite",
                 "use proxy data and weights for which the loss can be differentiated twice",
             )
@@ -414,7 +414,7 @@ def influence(
         half = example_count(x) // 2
         if not half:
             raise PlanError(
-                "measure.proxy-example-not",
+                "sensitivity.no-reference",
                 "one proxy example cannot be its own reference",
                 "give more, or reference=(x, y)",
             )
@@ -423,7 +423,7 @@ def influence(
     wanted = Hessian(model, losses_of, reference[0], reference[1], stack).gradient()
     if not float(wanted.norm()) > 0:
         raise PlanError(
-            "measure.reference-loss-gradient",
+            "sensitivity.reference-without-gradient",
             "the reference loss has gradient 0, so nothing can influence it",
             "give another reference",
         )

@@ -78,18 +78,20 @@ class Measure:
     def __post_init__(self) -> None:
         if not isinstance(self.proxy, str) or not self.proxy:
             raise PlanError(
-                "measure.proxy", f"proxy is {short_repr(self.proxy)}", "say what the data were: 'gaussian', 'public: …'"
+                "sensitivity.proxy-missing",
+                f"proxy is {short_repr(self.proxy)}",
+                "say what the data were: 'gaussian', 'public: …'",
             )
         for what in ("layers", "notes"):
             row = getattr(self, what)
             if not isinstance(row, tuple | list) or not all(isinstance(word, str) for word in row):
                 raise PlanError(
-                    "measure.measure", f"{what} of the measure is {short_repr(row)}", "give a list of texts"
+                    "sensitivity.measure-text", f"{what} of the measure is {short_repr(row)}", "give a list of texts"
                 )
             object.__setattr__(self, what, tuple(row))
         if not self.layers or len(set(self.layers)) != len(self.layers):
             raise PlanError(
-                "measure.layers-measure",
+                "sensitivity.layer-names",
                 f"the layers of the measure are {self.layers}",
                 "name each layer once, at least one",
             )
@@ -97,7 +99,7 @@ class Measure:
             object.__setattr__(self, what, self._row(what, getattr(self, what)))
         if len({len(self.tight), len(self.worst), len(self.printed)}) > 1:
             raise PlanError(
-                "measure.measure-delta-lacks",
+                "sensitivity.delta-incomplete",
                 "the measure has some Δ and lacks others",
                 "give tight, worst and printed, or none",
             )
@@ -115,14 +117,14 @@ class Measure:
         names = tuple(layer.name for layer in stack) if isinstance(stack, LayerStack) else tuple(stack)
         if len(names) != len(self):
             raise PlanError(
-                "measure.measure-layers-stack",
+                "sensitivity.measure-of-other-layers",
                 f"the measure has {len(self)} layers and the stack {len(names)}",
                 "measure the model that is to be trained, with the same grouping of layers",
             )
         for mine, other in zip(self.layers, names, strict=True):
             if mine != other:
                 raise PlanError(
-                    "measure.measure-knows-layer",
+                    "sensitivity.measure-of-other-layers",
                     f"the measure knows the layer {mine!r} where the stack has {other!r}",
                     "measure the model that is to be trained, with the same grouping of layers",
                 )
@@ -159,18 +161,18 @@ class Measure:
             state = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_no_duplicates)
         except (ValueError, RecursionError) as error:
             raise PlanError(
-                "measure.measure-not-json", f"the measure is not JSON: {error}", "give what Measure.save wrote"
+                "sensitivity.measure-not-json", f"the measure is not JSON: {error}", "give what Measure.save wrote"
             ) from error
         if not isinstance(state, dict) or state.get("kind") != MEASURE_KIND or state.get("version") != MEASURE_VERSION:
             raise PlanError(
-                "measure.not-version",
+                "sensitivity.measure-version",
                 f"this is not a {MEASURE_KIND} of version {MEASURE_VERSION}",
                 "give a measure that this version wrote",
             )
         known = {field.name for field in dataclasses.fields(cls)}
         if set(state) - {"kind", "version"} != known:
             raise PlanError(
-                "measure.measure-keys",
+                "sensitivity.measure-keys",
                 f"the measure has the keys {sorted(set(state) - {'kind', 'version'})}",
                 f"it must have {sorted(known)}",
             )
@@ -189,7 +191,7 @@ class Measure:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                "measure.measure-not-read",
+                "sensitivity.measure-unreadable",
                 f"the measure {str(path)!r} cannot be read: {error}",
                 "give what Measure.save wrote",
             ) from error
@@ -201,7 +203,7 @@ class Measure:
         if isinstance(row, str) or not isinstance(row, Sequence) or len(row) != len(self.layers):
             told = len(row) if isinstance(row, Sequence) else type(row).__name__
             raise PlanError(
-                "measure.measure-entries",
+                "sensitivity.measure-length",
                 f"{what} of the measure has {told} entries",
                 f"it has {len(self.layers)} layers",
             )
@@ -210,7 +212,7 @@ class Measure:
             most = math.inf if what == _ROW_WITH_INFINITY and isinstance(value, float) else sys.float_info.max
             if not number or not 0 < value <= most:
                 raise PlanError(
-                    "measure.layer-finite-number",
+                    "sensitivity.value-not-positive",
                     f"{what} of layer {name!r} is {short_repr(value)}, must be a finite number > 0",
                     _ROW_REMEDIES[what],
                 )
@@ -291,14 +293,14 @@ def noise_cost(
     """
     if not 0 < std < math.inf:
         raise PlanError(
-            "measure.std-finite",
+            "sensitivity.std-not-positive",
             f"std is {std!r}, must be finite and > 0",
             "0.1 perturbs each layer by a tenth of its weights",
         )
     for what, value, least in (("draws", draws, 2), ("batch", batch, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise PlanError(
-                "measure.whole-number", f"{what} is {value!r}, must be a whole number >= {least}", "leave it out"
+                "sensitivity.draws-too-few", f"{what} is {value!r}, must be a whole number >= {least}", "leave it out"
             )
     held, losses = layer_tensors(model, stack), ExampleLosses(model, losses_of)
     scales = _weight_scales(held, stack)
@@ -321,7 +323,7 @@ def noise_cost(
     for layer_, value in zip(stack, raw, strict=True):
         if not value.isfinite():
             raise PlanError(
-                "measure.layer-harm",
+                "sensitivity.noise-cost-not-finite",
                 f"layer {layer_.name!r} has a harm of {float(value)!r}",
                 f"lower std, which is {std:g}",
             )
@@ -357,14 +359,14 @@ def _weight_scales(held: Sequence[NamedTensors], stack: LayerStack) -> list[floa
     for layer, value in zip(stack, squares, strict=True):
         if not math.isfinite(value):
             raise PlanError(
-                "measure.layer-weights-not",
+                "sensitivity.weight-not-finite",
                 f"layer {layer.name!r} has weights that are not finite",
                 "initialise the model again",
             )
     whole = math.sqrt(sum(squares) / stack.size)
     if not whole > 0:
         raise PlanError(
-            "measure.weights-model", "all weights of the model are 0", "initialise the model before measuring it"
+            "sensitivity.weights-zero", "all weights of the model are 0", "initialise the model before measuring it"
         )
     return [math.sqrt(v / layer.size) or whole for v, layer in zip(squares, stack, strict=True)]
 
@@ -410,15 +412,15 @@ def measure(
     layer_tensors(model, stack)
     if isinstance(examples, bool) or not isinstance(examples, int) or examples < 2:
         raise PlanError(
-            "measure.examples-whole-number", f"examples is {examples!r}, must be a whole number >= 2", "256 is usual"
+            "sensitivity.examples-too-few", f"examples is {examples!r}, must be a whole number >= 2", "256 is usual"
         )
     if x is None and (example is None or y is not None):
         raise PlanError(
-            "measure.measure-given-no", "measure was given no x", "give x, or for made-up inputs example=x and no y"
+            "sensitivity.no-example", "measure was given no x", "give x, or for made-up inputs example=x and no y"
         )
     if (x is None) != (proxy.partition(":")[0].strip() == GAUSSIAN):
         raise PlanError(
-            "measure.proxy-given",
+            "sensitivity.proxy-not-named",
             f"proxy is {proxy!r} and x is {'not ' * (x is None)}given",
             "say proxy='public' or 'simulated' for x; private data must not be measured",
         )

@@ -148,13 +148,13 @@ def first_patients(example: Any, count: int) -> Any:
     for leaf in leaves:
         if leaf.ndim == 0 or leaf.shape[0] < count or leaf.shape[0] != leaves[0].shape[0]:
             raise PlanError(
-                "measure.tensor-example-shape",
+                "sensitivity.example-count",
                 f"a tensor of the example has shape {tuple(leaf.shape)}",
                 f"the first axis counts patients: at least {count}, and as many in every tensor",
             )
     if not leaves:
         raise PlanError(
-            "measure.example-without-tensor",
+            "sensitivity.no-tensor",
             f"the example is a {type(example).__name__} without a tensor",
             "give what model(...) accepts",
         )
@@ -253,7 +253,7 @@ def export(model: nn.Module, example: Any) -> TracedProgram:
     except Exception as error:
         first = str(error).strip().splitlines()
         raise NoBound(
-            "measure.not-traced-torch",
+            "sensitivity.model-not-traceable",
             f"{type(model).__name__} cannot be traced by torch.export: "
             f"{type(error).__name__}: {first[0] if first else ''}",
             "give an example that model(...) accepts (a tensor, a tuple of arguments or a dict), and write forward "
@@ -313,7 +313,7 @@ def _program_of_export(exported: ExportedProgram) -> TracedProgram:
     for spec in exported.graph_signature.input_specs:
         if spec.kind.name not in _LEAF_ORIGINS:
             raise NoBound(
-                "measure.traced-model-needs",
+                "sensitivity.model-not-traceable",
                 f"the traced model needs an input of kind {spec.kind.name}",
                 "keep effects such as printing out of forward",
             )
@@ -353,7 +353,7 @@ def _redirect_in_place_reads(graph: fx.Graph) -> None:
         for other in (owner, *(view for view, of in memory.items() if of is owner)):
             if other is not first and any(order[user] > order[node] for user in other.users):
                 raise NoBound(
-                    "measure.overwrites-while-shares",
+                    "sensitivity.in-place-view",
                     f"{node.target} overwrites {first.name} while {other.name}, which shares its memory, is read later",
                     "write the operation without the trailing underscore (or +=) in forward",
                 )
@@ -431,7 +431,7 @@ class TracedGraph:
             if node.name == name:
                 return node
         raise PlanError(
-            "measure.graph-no-node",
+            "sensitivity.unknown-node",
             f"the graph has no node {name!r}",
             f"its nodes are {', '.join(n.name for n in self.nodes)}",
         )
@@ -527,7 +527,7 @@ def read_graph(model: nn.Module, program: TracedProgram, constants: Mapping[str,
         )  # fmt: skip
     if not moving:
         raise PlanError(
-            "measure.given-no-tensor",
+            "sensitivity.no-tensor",
             f"{type(model).__name__} was given no tensor",
             "give an example that holds a tensor",
         )
