@@ -186,7 +186,7 @@ def steps(mint: Mint, folder: FolderContributions, rounds: int) -> dict[str, Any
             parts = ContributionChunks(folder)
         for part in parts:
             with timed("open and read descriptor, attestation"):
-                cases = [_Examination(given) for given in parts.held(part)]
+                cases = [_Examination(given) for given in parts.contributions(part)]
             for name, step in (
                 ("parse, look up the key", examiner._read),
                 ("signature", examiner._verify),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from refusals import raises_code
 from torch import nn
 
-from lamina.account.accountants import epsilon_of_noise_multiplier
+from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.admit.attestation import MAX_MICRO
 from lamina.admit.checks import preset
 from lamina.admit.resolver import MAX_DISTINCT_BOUNDS, check_bound, resolve

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import raises_code
 
-from lamina.account.accountants import epsilon_of_noise_multiplier
+from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.admit.attestation import Descriptor, commit, subject_tag
 from lamina.admit.checks import SigningTerms, floors_hash, preset, profile_text
 from lamina.plan.depth_profile import DepthProfile

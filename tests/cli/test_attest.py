@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import typer
 
-from lamina.account.accountants import epsilon_of_noise_multiplier
+from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.admit.attestation import Attestation, Descriptor, subject_tag
 from lamina.admit.keys import PrivateKey, parse_time
 from lamina.cli.app import app as program

@@ -14,7 +14,8 @@ import pytest
 from torch import nn
 
 import lamina
-from lamina.account.accountants import epsilon_of_noise_multiplier, find_accountant
+from lamina.account.accountants import find_accountant
+from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import Event
 from lamina.cli.app import main
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create

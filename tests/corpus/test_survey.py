@@ -122,13 +122,13 @@ def test_a_process_that_is_killed_is_told_and_nothing_is_taken_for_granted(monke
     monkeypatch.setattr(Deadly, "ours", os.getpid())
     monkeypatch.setattr(shares, "MIN_PAYLOADS_PER_PROCESS", 1)
     assert surveyed(payloads)[1] == {}
-    with raises_code("corpus.process-looks-payloads"):
+    with raises_code("admit.worker-ended"):
         surveyed(payloads, 3)
     assert not multiprocessing.active_children()
 
 
 def test_few_payloads_are_looked_at_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "_InspectionProcess", None)
+    monkeypatch.setattr(shares, "WorkerProcess", None)
     assert surveyed(GivenPayloads(["a"] * 9, [usual(1)] * 9), 2)[1] == {}
 
 

@@ -15,7 +15,8 @@ from hospital import NOW, POLICY, Hospital, net, npz, usual
 from refusals import raises_code
 
 import lamina
-from lamina.account.accountants import epsilon_of_noise_multiplier, find_accountant
+from lamina.account.accountants import find_accountant
+from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.admit.verdicts import EntryContext, MemoryRegister, Reason, RefusedRows, RegisterEntry
@@ -168,7 +169,7 @@ def test_a_ledger_of_another_corpus_or_a_promise_that_is_broken(hospital: Hospit
     hospital.gate().admit(hospital.people, ledger=where)
     for change, words in (
         (("ward-7", "ward-8"), "ledger.ledger-not"),
-        (("epsilon = 4.0", "epsilon = 5.0"), "ledger.policy-protect-less-ledger"),
+        (("epsilon = 4.0", "epsilon = 5.0"), "ledger.policy-loosened"),
     ):
         other = lamina.Policy.parse(POLICY.replace(*change))
         with raises_code(words):

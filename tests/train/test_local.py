@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import lamina
-from lamina.account.accountants import epsilon_of_noise_multiplier
+from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.train import private
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))

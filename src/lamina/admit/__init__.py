@@ -28,8 +28,10 @@ __all__ = [
     "Admission", "AdmittedRow", "Revalidation", "Reason", "Refusal",
     "Bound", "check_bound", "resolve", "Resolution",
 ]  # fmt: skip
-_FILES = ("keys", "key_ring", "attestation", "verdicts", "contribution_sources", "checks", "signing", "resolver")
-_FILES += ("admission", "gate")
+_FILES = (
+    "keys", "key_ring", "attestation", "verdicts", "contribution_sources", "checks", "signing", "resolver", "admission",
+    "gate",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -126,7 +126,7 @@ class CrossChecks:
         self._stays: RowMask = np.ones(len(rows), dtype=np.bool_)
         self._known = np.full(len(rows), _STATUS_CODE[RegisterStatus.NEW], dtype=np.uint8)
 
-    def settle(self, lapsed: NDArray[np.uint8], register: Register | None) -> None:
+    def apply(self, lapsed: NDArray[np.uint8], register: Register | None) -> None:
         """Drop from the rows who may not enter. `lapsed` says who ran out while the others were examined."""
         for code in np.unique(lapsed[lapsed != STILL_VALID]):
             self._drop(np.flatnonzero(lapsed == code), REASONS[code])
@@ -394,7 +394,7 @@ class Admission:
         is read and verified again from the source; a source that can be read only once lets nobody stay.
         """
         gate = self._gate
-        current = gate.clock.now() if now is None else gate.clock.see(now)
+        current = gate.clock.now() if now is None else gate.clock.advance_to(now)
         if keys is not None:
             gate.keys = keys
         codes = KeyStatusColumns(gate.keys, self.kids).revalidate(self._rows.table, current)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina import cbor
-from lamina.account.accountants import epsilon_of_noise_multiplier
+from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.admit.attestation import (
     MAX_ATTESTATION,
     MAX_DESCRIPTOR,

@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.admit.attestation import MAX_ATTESTATION, MAX_DESCRIPTOR
-from lamina.admit.verdicts import ContributionRefused, PackedBytes, Reason, SignedBytes, printable
+from lamina.admit.verdicts import ContributionRefused, PackedBytes, Reason, SignedBytes
 from lamina.errors import AdmissionError
+from lamina.plan.table import printable
 
 DESCRIPTOR_FILE, ATTESTATION_FILE, PAYLOAD_STEM = "descriptor.cbor", "attestation.cose", "payload"
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

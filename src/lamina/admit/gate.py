@@ -6,7 +6,6 @@ import contextlib
 import math
 import multiprocessing
 import signal
-import struct
 import threading
 import time
 import warnings
@@ -18,15 +17,13 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lamina import validate
 from lamina.admit.admission import Admission, CrossChecks, KeyStatusColumns, Progress
 from lamina.admit.checks import MAX_PAYLOAD, Examiner, PolicyChecks, Verdict, check_id
 from lamina.admit.contribution_sources import Contribution, ContributionSource, FolderContributions
 from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import LAST_SECOND, format_utc
 from lamina.admit.verdicts import (
-    REASON_CODES,
-    REASONS,
-    ROW_STRUCT,
     AdmittedRows,
     ContributionRefused,
     PackedBytes,
@@ -34,18 +31,15 @@ from lamina.admit.verdicts import (
     Refusal,
     Refusals,
     Register,
-    printable,
     unpack_row,
 )
 from lamina.errors import AdmissionError
 from lamina.plan.policy import Policy
+from lamina.plan.table import printable
 
 
 class Clock:
-    """A clock that is believed only as long as it goes forward.
-
-    Set back, it would let in again what had expired or was signed with a key revoked since.
-    """
+    """A clock that must not go back: it would let in again what had expired, or what a key signed that is revoked."""
 
     def __init__(self, source: Callable[[], float]) -> None:
         self._source = source
@@ -54,20 +48,18 @@ class Clock:
 
     def now(self) -> int:
         """The current second. AdmissionError: it is before one that was seen."""
-        return self.see(self._source())
+        return self.advance_to(self._source())
 
-    def see(self, seconds: float) -> int:
+    def advance_to(self, seconds: float) -> int:
         """Take `seconds` for the current time."""
         if not isinstance(seconds, int | float) or not 0 <= seconds <= LAST_SECOND:
-            raise AdmissionError("admit.clock-out-of-range", f"the clock says {seconds!r}", "give seconds since 1970")
+            problem = f"the clock shows {seconds!r}, must be seconds since 1970"
+            raise AdmissionError("admit.clock-out-of-range", problem, "set the clock right")
         current = math.floor(seconds)
         with self._lock:
             if current < self._latest:
-                raise AdmissionError(
-                    "admit.clock-went-back",
-                    f"the clock went back from {format_utc(self._latest)} to {format_utc(current)}; nothing is admitted by it",
-                    "set the clock right",
-                )
+                problem = f"the clock went back from {format_utc(self._latest)} to {format_utc(current)}"
+                raise AdmissionError("admit.clock-went-back", f"{problem}; nothing was admitted", "set the clock right")
             self._latest = current
         return current
 
@@ -119,14 +111,15 @@ class VerificationCache:
         self._kept[attestation] = kept
 
 
-CHUNK_SIZE = 128  # contributions in a part
-CHUNK_BYTES = 1 << 22  # bytes of payloads that are held at the same time, if one does not have more already
+CHUNK_SIZE = 128  # contributions in a chunk
+CHUNK_BYTES = 1 << 22  # bytes of payloads in memory at the same time, unless a single one has more
+MAX_CHUNKS_AHEAD = 64  # chunks that may be finished before one that takes longer
 
-Chunk = range | list[Contribution]  # places among the names of a source, or what was read here
+Chunk = range | list[Contribution]  # positions among the names of a source, or what was read here
 
 
 class ContributionChunks:
-    """The contributions in parts. A `Source` is asked for its names here, and for the rest where it is examined."""
+    """The contributions in chunks. Of a `ContributionSource` only the names are read here; the examiner reads the rest."""
 
     def __init__(self, contributions: Iterable[Contribution] | ContributionSource) -> None:
         self._given = contributions
@@ -134,8 +127,8 @@ class ContributionChunks:
         self._names = PackedBytes() if self._source is None else self._source.names()
 
     @property
-    def named(self) -> bool:
-        """Whether a part takes a few bytes only, because whoever examines it reads it."""
+    def by_name(self) -> bool:
+        """Whether a chunk is a range of names, which whoever examines it reads."""
         return self._source is not None
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -144,16 +137,16 @@ class ContributionChunks:
         count = len(self._names)
         return (range(start, min(start + CHUNK_SIZE, count)) for start in range(0, count, CHUNK_SIZE))
 
-    def ids(self, part: Chunk) -> list[str]:
-        """Of all contributions of a part."""
-        return [self._name(each) if isinstance(each, int) else each.id for each in part]
+    def ids(self, chunk: Chunk) -> list[str]:
+        """The id of each contribution of a chunk."""
+        return [self._name(each) if isinstance(each, int) else each.id for each in chunk]
 
-    def held(self, part: Chunk) -> Iterator[Contribution]:
-        """The contributions of a part, read if they are not. What its source fails to give says so."""
-        return (self._read(self._name(each)) if isinstance(each, int) else each for each in part)
+    def contributions(self, chunk: Chunk) -> Iterator[Contribution]:
+        """The contributions of a chunk, read if need be. One that its source fails to give has a `read_error`."""
+        return (self._read(self._name(each)) if isinstance(each, int) else each for each in chunk)
 
-    def _name(self, place: int) -> str:
-        return self._names[place].decode("utf-8", "surrogateescape")
+    def _name(self, position: int) -> str:
+        return self._names[position].decode("utf-8", "surrogateescape")
 
     def _read(self, id: str) -> Contribution:
         assert self._source is not None
@@ -167,258 +160,160 @@ class ContributionChunks:
 
 
 def split_into_chunks(contributions: Iterable[Contribution]) -> Iterator[list[Contribution]]:
-    """In lists that are bounded in number and in bytes."""
-    part: list[Contribution] = []
+    """Lists that are bounded in number and in bytes."""
+    chunk: list[Contribution] = []
     size = 0
     for given in contributions:
         if not isinstance(given, Contribution):
-            raise AdmissionError(
-                "admit.not-a-contribution",
-                f"number {len(part)} of a part is a {type(given).__name__}",
-                "give lamina.admit Contributions",
-            )
-        part.append(given)
+            problem = f"number {len(chunk)} of a chunk is a {type(given).__name__}, must be a Contribution"
+            raise AdmissionError("admit.not-a-contribution", problem, "give lamina.admit.Contribution objects")
+        chunk.append(given)
         size += len(given.payload) if isinstance(given.payload, bytes) else 0
-        if len(part) >= CHUNK_SIZE or size >= CHUNK_BYTES:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
-
-
-_LENGTH, _RANGE = struct.Struct("<Q"), struct.Struct("<QQ")
-_ABSENT = (1 << 64) - 1
-_PASSED = 0xFF
-_BY_RANGE, _BY_VALUE = b"n", b"c"  # how a part begins
-
-
-def encode_chunk(part: Chunk) -> bytes:
-    """As bytes."""
-    if isinstance(part, range):
-        return _BY_RANGE + _RANGE.pack(part.start, part.stop)
-    out = bytearray(_BY_VALUE)
-    for each in part:
-        _append_field(out, _encode_text(each.id))
-        _append_field(out, each.descriptor)
-        _append_field(out, each.attestation)
-        if isinstance(each.payload, Path):
-            _append_field(out, b"p")
-            _append_field(out, str(each.payload).encode("utf-8", "surrogateescape"))
-        else:
-            _append_field(out, b"b")
-            _append_field(out, each.payload)
-        reason, detail = each.read_error if each.read_error is not None else (None, "")
-        _append_field(out, None if reason is None else bytes([REASON_CODES[reason]]) + _encode_text(detail))
-    return bytes(out)
-
-
-def decode_chunk(data: bytes) -> Chunk:
-    """What was written."""
-    if data.startswith(_BY_RANGE):
-        return range(*_RANGE.unpack_from(data, len(_BY_RANGE)))
-    fields = _read_fields(data, len(_BY_VALUE))
-    given: list[Contribution] = []
-    for id in fields:
-        descriptor, attestation, form, payload, trouble = islice(fields, 5)
-        assert id is not None
-        at = None if payload is None or form == b"b" else Path(payload.decode("utf-8", "surrogateescape"))
-        why = None if trouble is None else (REASONS[trouble[0]], trouble[1:].decode("utf-8", "surrogatepass"))
-        given.append(
-            Contribution(
-                id.decode("utf-8", "surrogatepass"), descriptor, attestation, payload if at is None else at, why
-            )
-        )
-    return given
-
-
-def encode_verdicts(verdicts: list[Verdict]) -> bytes:
-    """As bytes."""
-    out = bytearray()
-    for verdict in verdicts:
-        if isinstance(verdict, bytes):
-            out.append(_PASSED)
-            out += verdict
-        else:
-            out.append(REASON_CODES[verdict[0]])
-            _append_field(out, _encode_text(verdict[1]))
-    return bytes(out)
-
-
-def decode_verdicts(data: bytes, count: int) -> list[Verdict]:
-    """What was written, of so many."""
-    verdicts: list[Verdict] = []
-    at = 0
-    for _ in range(count):
-        code = data[at]
-        at += 1
-        if code == _PASSED:
-            verdicts.append(data[at : at + ROW_STRUCT.size])
-            at += ROW_STRUCT.size
-        else:
-            (size,) = _LENGTH.unpack_from(data, at)
-            verdicts.append((REASONS[code], data[at + 8 : at + 8 + size].decode("utf-8", "surrogatepass")))
-            at += 8 + size
-    assert at == len(data)
-    return verdicts
-
-
-def _encode_text(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _append_field(out: bytearray, item: bytes | None) -> None:
-    out += _LENGTH.pack(_ABSENT if item is None else len(item))
-    out += item or b""
-
-
-def _read_fields(data: bytes, at: int) -> Iterator[bytes | None]:
-    while at < len(data):
-        (size,) = _LENGTH.unpack_from(data, at)
-        at += 8
-        if size == _ABSENT:
-            yield None
-            continue
-        yield data[at : at + size]
-        at += size
-
-
-MAX_CHUNKS_AHEAD = 64  # parts that may be finished before one that takes longer
+        if len(chunk) >= CHUNK_SIZE or size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def examine_contributions(
     contributions: Iterable[Contribution] | ContributionSource, examiner: Examiner, now: int, processes: int
 ) -> Iterator[tuple[str, Verdict]]:
-    """(id, verdict) of each. A `Source` is read where it is examined; others are read here and sent."""
-    parts = ContributionChunks(contributions)
+    """(id, verdict) of each. A `ContributionSource` is read where it is examined; others are read here and sent."""
+    chunks = ContributionChunks(contributions)
     if processes > 1:
-        yield from _WorkerPool(parts, examiner, now, processes).verdicts()
+        yield from _WorkerPool(chunks, examiner, now, processes).verdicts()
         return
-    for part in parts:
-        yield from zip(parts.ids(part), _examine_chunk(parts, part, examiner, now), strict=True)
+    for chunk in chunks:
+        yield from zip(chunks.ids(chunk), _examine_chunk(chunks, chunk, examiner, now), strict=True)
 
 
-def _examine_chunk(parts: ContributionChunks, part: Chunk, examiner: Examiner, now: int) -> list[Verdict]:
+def _examine_chunk(chunks: ContributionChunks, chunk: Chunk, examiner: Examiner, now: int) -> list[Verdict]:
     verdicts: list[Verdict] = []
-    for offered in split_into_chunks(parts.held(part)):
+    for offered in split_into_chunks(chunks.contributions(chunk)):
         verdicts += examiner.examine_all(offered, now)
     return verdicts
 
 
-# ------------------------------------------------------------------------------------------------ several processes
+class WorkerProcess:
+    """A forked process that runs `serve(line)`, and our end of the line. It ends when we do."""
 
-
-class _Worker:
-    """One process and our end of its line."""
-
-    def __init__(self, serve: Any, others: list[Connection[Any, Any]]) -> None:
+    def __init__(self, serve: Callable[[Connection[Any, Any]], None], others: Iterable[WorkerProcess]) -> None:
         context = multiprocessing.get_context("fork")
         self.line, theirs = context.Pipe()
-        self.process: ForkProcess = context.Process(target=serve, args=(theirs, [*others, self.line]), daemon=True)
+        ours = [self.line, *(other.line for other in others)]
+        self._process: ForkProcess = context.Process(target=_serve, args=(serve, theirs, ours), daemon=True)
         with warnings.catch_warnings():  # it runs no threads and takes no locks that ours may hold
             warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-            self.process.start()
+            self._process.start()
         theirs.close()
-        self.parts: deque[tuple[int, Chunk]] = deque()
 
-    def failed(self) -> AdmissionError:
-        self.process.join(5)
-        code = self.process.exitcode
+    def send(self, message: Any) -> None:
+        """AdmissionError: the process has ended."""
+        try:
+            self.line.send(message)
+        except OSError:
+            raise self._ended() from None
+
+    def receive(self) -> Any:
+        """AdmissionError: the process has ended."""
+        try:
+            return self.line.recv()
+        except (EOFError, OSError):
+            raise self._ended() from None
+
+    def _ended(self) -> AdmissionError:
+        self._process.join(5)
+        code = self._process.exitcode
         how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
-        return AdmissionError(
-            "admit.worker-ended",
-            f"a process of the gate (id {self.process.pid}) was ended {how}; nothing was admitted",
-            "admit again; with processes=1 if memory is short",
-        )
+        problem = f"worker process {self._process.pid} was ended {how}; nothing was admitted"
+        return AdmissionError("admit.worker-ended", problem, "admit again; with processes=1 if memory is short")
 
     def stop(self) -> None:
         self.line.close()  # which ends a process that is waiting for work
-        self.process.join(0.5)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self.process.close()
+        self._process.join(0.5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+
+
+def _serve(
+    serve: Callable[[Connection[Any, Any]], None], line: Connection[Any, Any], others: list[Connection[Any, Any]]
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
+    for other in others:
+        other.close()  # or we would keep the lines of other workers open, and wait for a parent that is gone
+    with contextlib.suppress(EOFError, OSError):
+        serve(line)
 
 
 class _WorkerPool:
-    """Processes that examine.
+    """Processes that examine chunks; verdicts come in the order of the source.
 
-    Neither side ever waits for the other to read: a process has one part at a time, or two of a few bytes each, so
-    that it has something to do while we are busy.
+    Neither side ever waits for the other to read: a process has one chunk at a time, or two ranges of names, so that
+    it has something to do while we are busy.
     """
 
-    def __init__(self, parts: ContributionChunks, examiner: Examiner, now: int, processes: int) -> None:
-        self._parts = parts
-        self._examiner = examiner
-        self._now = now
-        self._workers: list[_Worker] = []
-        self._processes = processes
+    def __init__(self, chunks: ContributionChunks, examiner: Examiner, now: int, processes: int) -> None:
+        self._chunks, self._examiner, self._now, self._processes = chunks, examiner, now, processes
+        self._pending: dict[WorkerProcess, deque[tuple[int, Chunk]]] = {}
         self._sent = 0
 
     def verdicts(self) -> Iterator[tuple[str, Verdict]]:
         try:
             for _ in range(self._processes):
-                self._workers.append(_Worker(self._serve, [each.line for each in self._workers]))
+                self._pending[WorkerProcess(self._examine, self._pending)] = deque()
             yield from self._run()
         finally:
-            for worker in self._workers:
+            for worker in self._pending:
                 worker.stop()
 
     def _run(self) -> Iterator[tuple[str, Verdict]]:
-        parts = enumerate(self._parts)
+        chunks = enumerate(self._chunks)
         finished: dict[int, tuple[Chunk, list[Verdict]]] = {}
         wanted = 0
-        for worker in self._workers * 2:  # nobody has two parts before each has one
-            self._send(worker, parts, wanted)
-        while busy := [worker for worker in self._workers if worker.parts]:
-            for line in wait([worker.line for worker in busy]):
-                worker = next(each for each in busy if each.line is line)
-                number, part = worker.parts.popleft()
-                try:
-                    answer = worker.line.recv_bytes()
-                except (EOFError, OSError):
-                    raise worker.failed() from None
-                self._send(worker, parts, wanted)  # first, so that it is not idle while we read
-                finished[number] = part, decode_verdicts(answer, len(part))
+        for worker in [*self._pending, *self._pending]:  # nobody has two chunks before each has one
+            self._send(worker, chunks, wanted)
+        while busy := {worker.line: worker for worker, pending in self._pending.items() if pending}:
+            for line in wait(list(busy)):
+                worker = busy[line]  # type: ignore[index]
+                number, chunk = self._pending[worker].popleft()
+                finished[number] = chunk, worker.receive()
+                self._send(worker, chunks, wanted)
             while wanted in finished:
                 done, verdicts = finished.pop(wanted)
                 wanted += 1
-                yield from zip(self._parts.ids(done), verdicts, strict=True)
-            for worker in self._workers:
-                self._send(worker, parts, wanted)
+                yield from zip(self._chunks.ids(done), verdicts, strict=True)
+            for worker in self._pending:
+                self._send(worker, chunks, wanted)
 
-    def _send(self, worker: _Worker, parts: Iterator[tuple[int, Chunk]], wanted: int) -> None:
-        """One part more, if it may have one and there is one."""
-        if len(worker.parts) >= (2 if self._parts.named else 1) or self._sent - wanted > MAX_CHUNKS_AHEAD:
+    def _send(self, worker: WorkerProcess, chunks: Iterator[tuple[int, Chunk]], wanted: int) -> None:
+        """One chunk more, if the worker may have one and there is one."""
+        pending = self._pending[worker]
+        if len(pending) >= (2 if self._chunks.by_name else 1) or self._sent - wanted > MAX_CHUNKS_AHEAD:
             return
-        for number, part in islice(parts, 1):
-            worker.parts.append((number, part))
+        for number, chunk in islice(chunks, 1):
+            pending.append((number, chunk))
             self._sent = number + 1
-            try:
-                worker.line.send_bytes(encode_chunk(part))
-            except OSError:
-                raise worker.failed() from None
+            worker.send(chunk)
 
-    def _serve(self, line: Connection[Any, Any], others: list[Connection[Any, Any]]) -> None:
+    def _examine(self, line: Connection[Any, Any]) -> None:
         """What a worker does until its line is closed. No torch, no randomness, nothing written."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends us
-        for other in others:
-            other.close()  # or we would keep the lines of other workers open
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                part = decode_chunk(line.recv_bytes())
-                line.send_bytes(encode_verdicts(_examine_chunk(self._parts, part, self._examiner, self._now)))
+        while True:
+            line.send(_examine_chunk(self._chunks, line.recv(), self._examiner, self._now))
 
 
 class AdmissionGate:
     """Admits contributions under a policy, by the keys of a ring.
 
     clock        seconds since 1970; must not go back
-    register     what was admitted before; without it only replays within one review are seen
-    processes    how many examine at the same time. What is admitted does not depend on it
-    max_payload  bytes of a payload that are looked at
+    register     what was admitted before; without it only replays within one review are found
+    processes    how many examine at the same time; the result does not depend on it
+    max_payload  a larger payload is refused
 
-    A contribution enters if every check of `Examiner` and of `CrossChecks` passes; what cannot be checked does not.
-    Each refusal has a `Reason` (docs/admission.md), and one bad contribution stops no other.
+    A contribution is admitted if every check of `Examiner` and of `CrossChecks` passes. Each refusal has a `Reason`
+    (docs/admission.md), and one bad contribution stops no other.
     """
 
     def __init__(
@@ -431,10 +326,7 @@ class AdmissionGate:
         processes: int = 1,
         max_payload: int = MAX_PAYLOAD,
     ) -> None:
-        if isinstance(processes, bool) or not isinstance(processes, int) or not 1 <= processes <= 256:
-            raise AdmissionError(
-                "admit.processes-out-of-range", f"processes is {processes!r}, must be 1 to 256", "one per core is enough"
-            )
+        validate.whole(AdmissionError, "admit.processes-out-of-range", most=256, processes=processes)
         self.policy = policy
         self.keys = keys
         self.policy_checks = PolicyChecks(policy)
@@ -449,8 +341,6 @@ class AdmissionGate:
         """What looks at single contributions, by the keys as they are now."""
         return Examiner(self.policy_checks, self.keys, self._max_payload)
 
-    # ----------------------------------------------------------------------------------- many
-
     def review(
         self,
         contributions: Iterable[Contribution] | str | Path,
@@ -460,19 +350,19 @@ class AdmissionGate:
     ) -> Admission:
         """Examine all of them, in their order. A path is a folder of contributions.
 
-        Without `enter` the register is asked, but told nothing until `Admission.enter`.
+        Without `enter` the register is read, and written only by `Admission.enter`.
         """
         if isinstance(contributions, str | Path):
             contributions = FolderContributions(contributions)
         examiner, now = self.examiner(), self.clock.now()
         rows, refusals = AdmittedRows(), Refusals()
-        for place, (id, verdict) in enumerate(self.verdicts(contributions, examiner, now, progress)):
+        for position, (id, verdict) in enumerate(self.verdicts(contributions, examiner, now, progress)):
             if isinstance(verdict, bytes):
-                rows.add(place, id, verdict)
+                rows.add(position, id, verdict)
             else:
-                refusals.add(place, id, *verdict)
+                refusals.add(position, id, *verdict)
         lapsed = KeyStatusColumns(self.keys, examiner.kids).revalidate(rows.table, self.clock.now())
-        CrossChecks(rows, refusals, examiner.kids, self.policy_checks).settle(lapsed, self.register)
+        CrossChecks(rows, refusals, examiner.kids, self.policy_checks).apply(lapsed, self.register)
         admission = Admission(self, contributions, rows, refusals, examiner.kids, now)
         if enter:
             admission.enter()
@@ -491,8 +381,6 @@ class AdmissionGate:
             yield each
             if done % CHUNK_SIZE == 0 or done == total:
                 progress(done, total)
-
-    # ----------------------------------------------------------------------------------- one
 
     def check(self, contribution: Contribution) -> Refusal | None:
         """Why this contribution may not be used now; None if it may, as far as it alone is concerned.

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.account.accountants import epsilon_of_noise_multiplier
+from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.admit.attestation import MICRO, Attestation, Descriptor
 from lamina.admit.key_ring import KeyRing
+from lamina.plan.table import printable
 
 
 class PackedBytes:
@@ -118,9 +119,6 @@ REASONS = tuple(Reason)
 REASON_CODES = {reason: code for code, reason in enumerate(REASONS)}  # how a reason is kept in a column of bytes
 
 
-MAX_PRINTED_CHARACTERS = 255  # characters of an id or a detail that are shown
-
-
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """One contribution that does not enter. `id` and `detail` are safe to print: see `plain`."""
@@ -191,19 +189,6 @@ class Refusals(Sequence[Refusal]):
         return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def printable(text: str) -> str:
-    r"""Text from outside as it may be shown: printable, on one line, not endless.
-
-    >>> printable("a\x1b[2Jb")
-    'a\\x1b[2Jb'
-    """
-    if len(text) > MAX_PRINTED_CHARACTERS:
-        text = f"{text[: MAX_PRINTED_CHARACTERS - 1]}…"
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 RefusedRows = dict[int, tuple[Reason, str]]  # row → why it may not enter

@@ -6,17 +6,13 @@ Found in a folder, inspected before anything is spent, read when sampled.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import signal
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -26,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lamina.admit.contribution_sources import ArrayHeader
+from lamina.admit.gate import WorkerProcess
 from lamina.corpus.contribution_index import PackedTexts
 from lamina.corpus.example_sources import (
     CHUNK_BYTES,
@@ -39,7 +36,7 @@ from lamina.corpus.example_sources import (
     to_model_dtype,
 )
 from lamina.corpus.files import payload_arrays, payload_headers, read_matrix
-from lamina.errors import AdmissionError, CorpusError
+from lamina.errors import CorpusError
 
 PAYLOAD_SUFFIXES = ("npz", "csv")
 _NO_PAYLOAD, _TWO_PAYLOADS = len(PAYLOAD_SUFFIXES), len(PAYLOAD_SUFFIXES) + 1
@@ -266,10 +263,17 @@ def inspect_payloads(payloads: Payloads, look: PayloadInspector, processes: int 
     ends = [count * share // shares for share in range(shares + 1)]
     first, *rest = (range(*each) for each in pairwise(ends))
     with contextlib.ExitStack() as stack:
-        others: list[_InspectionProcess] = []
+        workers: list[WorkerProcess] = []
         for part in rest:
-            others.append(stack.enter_context(_InspectionProcess(partial(_inspect_rows, payloads, look, part), others)))
-        return _join_inspections([_inspect_rows(payloads, look, first), *(other.result() for other in others)])
+            workers.append(WorkerProcess(partial(_send_inspection, payloads, look, part), workers))
+            stack.callback(workers[-1].stop)
+        return _join_inspections([_inspect_rows(payloads, look, first), *(each.receive() for each in workers)])
+
+
+def _send_inspection(
+    payloads: Payloads, look: PayloadInspector, rows: range, line: Connection[InspectedPayloads, Any]
+) -> None:
+    line.send(_inspect_rows(payloads, look, rows))
 
 
 def _inspect_rows(payloads: Payloads, look: PayloadInspector, rows: range) -> InspectedPayloads:
@@ -298,53 +302,6 @@ def _join_inspections(parts: list[InspectedPayloads]) -> InspectedPayloads:
         wrong |= {before + i: why for i, why in part.wrong.items()}
         before += len(part.which)
     return InspectedPayloads(np.concatenate([part.sizes for part in parts]), np.concatenate(which), list(said), wrong)
-
-
-class _InspectionProcess:
-    """One process that works something out, and ends with the block."""
-
-    def __init__(self, work: Callable[[], InspectedPayloads], others: list[_InspectionProcess]) -> None:
-        context = multiprocessing.get_context("fork")
-        self._line, theirs = context.Pipe(duplex=False)
-        ours = [self._line, *(other._line for other in others)]
-        self._process: ForkProcess = context.Process(target=_inspection_main, args=(work, theirs, ours), daemon=True)
-        with warnings.catch_warnings():  # it runs no threads and takes no locks that ours may hold
-            warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-            self._process.start()
-        theirs.close()
-
-    def result(self) -> InspectedPayloads:
-        try:
-            found: InspectedPayloads = self._line.recv()
-        except (EOFError, OSError):
-            self._process.join(5)
-            raise AdmissionError(
-                "corpus.process-looks-payloads",
-                f"a process that looks at payloads was ended (code {self._process.exitcode}); nothing was admitted",
-                "admit again; with processes=1 if memory is short",
-            ) from None
-        return found
-
-    def __enter__(self) -> _InspectionProcess:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._line.close()
-        self._process.join(0.0 if any(error) else 0.5)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self._process.close()
-
-
-def _inspection_main(
-    work: Callable[[], InspectedPayloads], line: Connection[Any, Any], others: list[Connection[Any, Any]]
-) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends us
-    for other in others:
-        other.close()  # or we would wait for ever for a parent that is gone
-    with contextlib.suppress(OSError):
-        line.send(work())
 
 
 SHAPE_REMEDY = "cut or pad every example to one public shape, and label all or none"

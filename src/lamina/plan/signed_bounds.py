@@ -20,7 +20,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lamina.account.accountants import calibrate, epsilon_of_noise_multiplier
+from lamina.account.accountants import calibrate
+from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import Event
 from lamina.errors import AccountingError, PlanError
 from lamina.plan.rules import clip_radius

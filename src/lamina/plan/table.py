@@ -7,8 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lamina.plan.rules import PER_STEP_INJECTION, rule_to_dict
-from lamina.plan.selection import Range
+from lamina.plan.codec import rule_to_dict, slice_to_dict
+from lamina.plan.rules import PER_STEP_INJECTION
+from lamina.plan.selection import Range, Slice
 
 if TYPE_CHECKING:
     from lamina.plan.step_plan import StepPlan
@@ -58,17 +59,8 @@ def plan_summary(plan: StepPlan) -> dict[str, Any]:
         "accountant": plan.accountant,
         "allocation": plan.allocation,
         "rules": [rule_to_dict(rule) for rule in plan.rules],
-        "injection": plan.injection.to_plain(),
-        "slices": [
-            {
-                "class": part.cls,
-                "tensor": part.tensor,
-                "axis": part.axis,
-                "length": part.length,
-                "ranges": [list(places) for places in part.ranges],
-            }
-            for part in plan.slices
-        ],
+        "injection": plan.injection.to_dict(),
+        "slices": [_slice_summary(part) for part in plan.slices],
         "digest": plan.digest().hex(),
     }
 
@@ -197,3 +189,23 @@ def epsilon_text(epsilon: float, digits: int = 4) -> str:
         digits = 3 - math.floor(math.log10(epsilon))
         return f"{math.ceil(epsilon * 10.0**digits) / 10.0**digits:.4g}"
     return f"{math.ceil(epsilon * 10**digits) / 10**digits:.{digits}f}"
+
+
+MAX_PRINTED_CHARACTERS = 255
+
+
+def printable(text: str) -> str:
+    r"""Text from outside as it may be shown: printable, on one line, not endless.
+
+    >>> printable("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    if len(text) > MAX_PRINTED_CHARACTERS:
+        text = f"{text[: MAX_PRINTED_CHARACTERS - 1]}…"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _slice_summary(part: Slice) -> dict[str, Any]:
+    return {"class" if name == "cls" else name: value for name, value in slice_to_dict(part).items()}
