@@ -212,9 +212,9 @@ def test_candidates_of_ones_own() -> None:
         ({"choose_every": 5, "choose_epsilon": 0.0}, "account.choice-epsilon-out-of-range"),
         ({"candidates": (("flat", (1.0,)),)}, "allocate.ladp-candidates-never"),
         ({"price": -1.0}, "allocate.lie"),
-        ({"decay": 1.0}, "plan.rule-lie"),
-        ({"every": 0}, "plan.rule-whole-number"),
-        ({"mode": "budget", "lower": 2.0}, "plan.rule-lie"),
+        ({"decay": 1.0}, "plan.rule-out-of-range"),
+        ({"every": 0}, "plan.rule-out-of-range"),
+        ({"mode": "budget", "lower": 2.0}, "plan.rule-out-of-range"),
         ({"clipping": "elementwise"}, "allocate.not-known"),
     ],
 )
@@ -229,7 +229,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
         ((("short", (1.0, 1.0)),), "allocate.candidate-give"),
         ((("zero", (0.0,) * 8),), "allocate.candidate-lie"),
         ((("nan", (math.nan,) * 8),), "allocate.candidate-lie"),
-        ((("x", (1.0,) * 8), ("x", (2.0,) * 8)), "plan.choice-names-candidates"),
+        ((("x", (1.0,) * 8), ("x", (2.0,) * 8)), "plan.candidates-unnamed"),
     ],
 )
 def test_candidates_that_do_not_fit_are_refused(shapes: Any, message: str) -> None:

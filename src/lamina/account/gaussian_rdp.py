@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from lamina import validate
 from lamina.account.bisect import bisect_float
-from lamina.account.schedule import RDP_ORDERS, Adjacency, Schedule
+from lamina.account.schedule import CHOICE_EPSILON, RDP_ORDERS, Adjacency, Schedule
 from lamina.errors import AccountingError
 
 # The exact cost of Gaussian noise when nothing is credited to sampling.
@@ -216,14 +216,13 @@ def zcdp_delta(schedule: Schedule, epsilon: float, adjacency: Adjacency) -> floa
 def choice_noise_multiplier(epsilon: float) -> float:
     """The noise multiplier 1/μ of the Gaussian that dominates an ε-bounded-range choice; rounded down.
 
-    ε ≥ 1e-6: with less a choice is a toss-up, and its price is below what floating point tells from nothing.
-
     >>> round(choice_noise_multiplier(0.5), 4)
     3.1951
     """
     from scipy import special
 
-    validate.number(AccountingError, "account.choice-epsilon-out-of-range", least=1e-6, most=50, epsilon=epsilon)
+    least, most = CHOICE_EPSILON
+    validate.number(AccountingError, "account.choice-epsilon-out-of-range", least=least, most=most, epsilon=epsilon)
     if epsilon < 1:  # 1/(1+e^(-ε/2)) is near ½ there, which is where its digits are: 2p - 1 = tanh(ε/4)
         mu = 2.0 * math.sqrt(2.0) * float(special.erfinv(math.tanh(0.25 * epsilon)))
     else:

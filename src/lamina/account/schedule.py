@@ -149,6 +149,9 @@ RDP_ORDERS: tuple[float, ...] = tuple(
 )
 """The orders at which RDP is computed."""
 
+CHOICE_EPSILON = (1e-6, 50.0)
+"""ε of one choice by the exponential mechanism. With less it is a toss-up, whose price floats do not tell from 0."""
+
 
 def check_order(order: float) -> float:
     """A Rényi order that is fixed in advance."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lamina import cbor
 from lamina.errors import EncodingError, PlanError
-from lamina.plan import rules
+from lamina.plan.rules import RULE_KINDS, Injection, Rule
+from lamina.plan.selection import Slice
+from lamina.validate import short_repr
 
 if TYPE_CHECKING:
     from lamina.plan.step_plan import StepPlan
@@ -19,27 +21,6 @@ if TYPE_CHECKING:
 KIND, VERSION = "lamina.plan", 3
 _MAX_BYTES = 1 << 26
 _INF = "inf"  # JSON has no infinity; CBOR has, but one form for both is easier to read and to check
-_FIELDS = {
-    "": {
-        "layers",
-        "classes",
-        "clip",
-        "noise",
-        "batch",
-        "steps",
-        "clipping",
-        "accountant",
-        "allocation",
-        "rules",
-        "injection",
-        "slices",
-        "claimed",
-    },
-    "injection": {"form", "parts", "occurrences"},
-    "slices": {"cls", "tensor", "axis", "length", "ranges"},
-    "layers": {"name", "depth", "parameters", "size"},
-    "classes": {"name", "population", "sampling_rate", "public", "delta", "unit", "profile", "purposes"},
-}
 
 
 def to_json(plan: StepPlan) -> str:
@@ -50,12 +31,11 @@ def to_json(plan: StepPlan) -> str:
 def from_json(text: str) -> dict[str, Any]:
     """The fields of a plan, from `to_json`."""
     try:
-        data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_no_duplicates)
+        return _read_plan(json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_no_duplicates))
     except (ValueError, RecursionError) as error:
         raise PlanError(
-            "plan.plan-not-json", f"the plan is not JSON: {error}", "give what StepPlan.to_json wrote"
+            "plan.not-json", f"the plan is not JSON: {error}", "give what StepPlan.to_json wrote"
         ) from error
-    return _check_fields(data)
 
 
 def to_cbor(plan: StepPlan) -> bytes:
@@ -66,13 +46,33 @@ def to_cbor(plan: StepPlan) -> bytes:
 def from_cbor(data: bytes) -> dict[str, Any]:
     """The fields of a plan, from `to_cbor`."""
     try:
-        return _check_fields(cbor.decode(data, floats=True, null=True, max_size=_MAX_BYTES))
+        return _read_plan(cbor.decode(data, floats=True, null=True, max_size=_MAX_BYTES))
     except EncodingError as error:
-        raise PlanError(
-            "plan.plan-not-deterministic",
-            f"the plan is not deterministic CBOR: {error}",
-            "give what StepPlan.to_cbor wrote",
-        ) from error
+        remedy = "give what StepPlan.to_cbor wrote"
+        raise PlanError("plan.not-cbor", f"the plan is not deterministic CBOR: {error}", remedy) from error
+
+
+def rule_to_dict(rule: Rule) -> dict[str, Any]:
+    """A rule as plain values."""
+    kind = next(name for name, made in RULE_KINDS.items() if type(rule) is made)
+    floats = {field.name for field in dataclasses.fields(rule) if field.type == "float"}
+    state = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+    return {"kind": kind, **{name: float(v) if name in floats else _tuples_to_lists(v) for name, v in state.items()}}
+
+
+def rule_from_dict(state: Any) -> Rule:
+    """The rule that `rule_to_dict` described; anything else is refused."""
+    kind = state.get("kind") if isinstance(state, Mapping) else None
+    if not isinstance(kind, str) or kind not in RULE_KINDS:
+        remedy = f"its kind must be one of {', '.join(RULE_KINDS)}"
+        raise PlanError("plan.rule-unknown", f"a rule of the plan is {short_repr(state)}", remedy)
+    given = {name: value for name, value in state.items() if name != "kind"}
+    return RULE_KINDS[kind](**_read_fields(RULE_KINDS[kind], given, f"rule '{kind}'"))
+
+
+def slice_to_dict(part: Slice) -> dict[str, Any]:
+    """A slice as plain values."""
+    return {name: _tuples_to_lists(value) for name, value in dataclasses.asdict(part).items()}
 
 
 def _plan_to_fields(plan: StepPlan) -> dict[str, Any]:
@@ -85,121 +85,96 @@ def _plan_to_fields(plan: StepPlan) -> dict[str, Any]:
         "classes": [dataclasses.asdict(entry) for entry in plan.classes],
         "clip": [[_INF if math.isinf(c) else c for c in row] for row in plan.clip],
         "clipping": plan.clipping.value,
-        "rules": [rules.rule_to_dict(rule) for rule in plan.rules],
-        "injection": plan.injection.to_plain(),
-        "slices": [
-            {**dataclasses.asdict(part), "ranges": [list(places) for places in part.ranges]} for part in plan.slices
-        ],
+        "rules": [rule_to_dict(rule) for rule in plan.rules],
+        "injection": plan.injection.to_dict(),
+        "slices": [slice_to_dict(part) for part in plan.slices],
         "claimed": [_INF if math.isinf(e) else e for e in plan.claimed],
     }
 
 
-def _check_fields(data: Any) -> dict[str, Any]:
-    """Check names and types of everything; the meaning is checked by the plan itself."""
+def _read_plan(data: Any) -> dict[str, Any]:
+    """Check names and types of everything; what the values mean is checked by the plan itself."""
+    from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
+
     if not isinstance(data, dict) or data.get("kind") != KIND or data.get("version") != VERSION:
-        raise PlanError(
-            "plan.not-version", f"this is not a {KIND} of version {VERSION}", "give a plan that this version wrote"
-        )
+        remedy = "give a plan that this version of Lamina wrote"
+        raise PlanError("plan.version-unknown", f"this is not a {KIND} of version {VERSION}", remedy)
     state = {key: value for key, value in data.items() if key not in ("kind", "version")}
-    _check_keys(state, "", "plan")
-    _check_keys(state["injection"], "injection", "injection")
-    for part in ("layers", "classes", "slices"):
-        for row in _list(state[part], part):
-            _check_keys(row, part, part)
+    for name in ("clip", "claimed"):
+        state[name] = _inf_from_text(state.get(name))
+    state = _read_fields(StepPlan, state, "the plan")
     return {
         **state,
-        "layers": [_read_layer(row) for row in state["layers"]],
-        "classes": [_read_class(row) for row in state["classes"]],
-        "clip": tuple(
-            tuple(math.inf if c == _INF else _number(c, "clip") for c in _list(row, "clip"))
-            for row in _list(state["clip"], "clip")
-        ),
-        "noise": tuple(_number(s, "noise") for s in _list(state["noise"], "noise")),
-        "batch": _number(state["batch"], "batch"),
-        "steps": _typed(state["steps"], int, "steps"),
-        "clipping": _typed(state["clipping"], str, "clipping"),
-        "accountant": _typed(state["accountant"], str, "accountant"),
-        "allocation": _typed(state["allocation"], str, "allocation"),
-        "rules": tuple(rules.rule_from_dict(rule) for rule in _list(state["rules"], "rules")),
-        "injection": _read_injection(state["injection"]),
-        "slices": [_read_slice(row) for row in state["slices"]],
-        "claimed": tuple(math.inf if e == _INF else _number(e, "claimed") for e in _list(state["claimed"], "claimed")),
+        "layers": tuple(PlannedLayer(**_read_fields(PlannedLayer, row, "a layer")) for row in state["layers"]),
+        "classes": tuple(PlannedClass(**_read_fields(PlannedClass, row, "a class")) for row in state["classes"]),
+        "rules": tuple(map(rule_from_dict, state["rules"])),
+        "injection": Injection(**_read_fields(Injection, state["injection"], "injection")),
+        "slices": tuple(Slice(**_read_fields(Slice, row, "a slice")) for row in state["slices"]),
     }
 
 
-def _read_layer(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "name": _typed(row["name"], str, "layers.name"),
-        "depth": _number(row["depth"], "layers.depth"),
-        "parameters": _strings(row["parameters"], "layers.parameters"),
-        "size": _typed(row["size"], int, "layers.size"),
-    }
-
-
-def _read_class(row: Mapping[str, Any]) -> dict[str, Any]:
-    population = row["population"]
-    return {
-        "name": _typed(row["name"], str, "classes.name"),
-        "population": None if population is None else _typed(population, int, "classes.population"),
-        "sampling_rate": _number(row["sampling_rate"], "classes.sampling_rate"),
-        "public": _typed(row["public"], bool, "classes.public"),
-        "delta": _number(row["delta"], "classes.delta"),
-        "unit": _typed(row["unit"], str, "classes.unit"),
-        "profile": _typed(row["profile"], str, "classes.profile"),
-        "purposes": _strings(row["purposes"], "classes.purposes"),
-    }
-
-
-def _read_injection(row: Mapping[str, Any]) -> dict[str, Any]:
-    cap = row["occurrences"]
-    return {
-        "form": _typed(row["form"], str, "injection.form"),
-        "parts": _typed(row["parts"], int, "injection.parts"),
-        "occurrences": None if cap is None else _typed(cap, int, "injection.occurrences"),
-    }
-
-
-def _read_slice(row: Mapping[str, Any]) -> dict[str, Any]:
-    places = [_list(places, "slices.ranges") for places in _list(row["ranges"], "slices.ranges")]
-    if any(len(pair) != 2 for pair in places):
+def _read_fields(kind: type[Any], row: Any, where: str) -> dict[str, Any]:
+    """A row with exactly the fields of a dataclass, each of its type."""
+    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    if not isinstance(row, dict) or set(row) != set(fields):
+        found = sorted(map(short_repr, row)) if isinstance(row, dict) else type(row).__name__
         raise PlanError(
-            "plan.slices-ranges-plan", f"slices.ranges of the plan is {row['ranges']!r}", "the plan is damaged"
+            "plan.fields-unexpected", f"{where} has fields {short_repr(found)}", f"must be {sorted(fields)}"
         )
-    return {
-        "cls": _typed(row["cls"], str, "slices.cls"),
-        "tensor": _typed(row["tensor"], str, "slices.tensor"),
-        "axis": _typed(row["axis"], int, "slices.axis"),
-        "length": _typed(row["length"], int, "slices.length"),
-        "ranges": tuple((_typed(a, int, "slices.ranges"), _typed(b, int, "slices.ranges")) for a, b in places),
-    }
+    for name, value in row.items():
+        word, fits = _TYPES[fields[name]]
+        if not fits(value):
+            problem = f"{name} of {where} is {short_repr(value)}, must be {word}"
+            raise PlanError("plan.field-wrong-type", problem, "the plan is damaged: make it again")
+    return row
 
 
-def _check_keys(row: Any, part: str, where: str) -> None:
-    if not isinstance(row, dict) or set(row) != _FIELDS[part]:
-        found = sorted(map(str, row)) if isinstance(row, dict) else type(row).__name__
-        raise PlanError("plan.fields", f"{where} has fields {found}", f"it must have {sorted(_FIELDS[part])}")
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and all(map(fits, value))
 
 
-def _list(value: Any, where: str) -> list[Any]:
-    return list(_typed(value, list, where))
+def _is_text(value: Any) -> bool:
+    return type(value) is str
 
 
-def _strings(value: Any, where: str) -> tuple[str, ...]:
-    return tuple(_typed(word, str, where) for word in _list(value, where))
+def _is_int(value: Any) -> bool:
+    return type(value) is int
 
 
-def _number(value: Any, where: str) -> float:
-    return float(_typed(value, float, where))
+def _is_float(value: Any) -> bool:
+    return type(value) is float
 
 
-def _typed(value: Any, kind: type, where: str) -> Any:
-    if type(value) is not kind:
-        raise PlanError(
-            "plan.plan-type",
-            f"{where} of the plan is {value!r}, must be of type {kind.__name__}",
-            "the plan is damaged",
-        )
-    return value
+def _is_range(value: Any) -> bool:
+    return type(value) is list and len(value) == 2 and all(map(_is_int, value))
+
+
+_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # by a field's annotation: how it is written
+    "str": ("text", _is_text),
+    "Clipping": ("text", _is_text),
+    "InjectionForm": ("text", _is_text),
+    "bool": ("true or false", lambda value: type(value) is bool),
+    "int": ("a whole number", _is_int),
+    "int | None": ("a whole number or null", lambda value: value is None or _is_int(value)),
+    "float": ("a floating-point number", _is_float),
+    "Injection": ("a table", lambda value: type(value) is dict),
+    "tuple[str, ...]": ("a list of texts", _list_of(_is_text)),
+    "tuple[float, ...]": ("a list of floating-point numbers", _list_of(_is_float)),
+    "tuple[Range, ...]": ("a list of pairs [first, stop]", _list_of(_is_range)),
+    "tuple[tuple[float, ...], ...]": ("a list of lists of floating-point numbers", _list_of(_list_of(_is_float))),
+    **{f"tuple[{kind}, ...]": ("a list", _list_of(lambda _: True))
+       for kind in ("PlannedLayer", "PlannedClass", "Rule", "Slice")},
+}  # fmt: skip
+
+
+def _tuples_to_lists(value: Any) -> Any:
+    return [_tuples_to_lists(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _inf_from_text(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_inf_from_text(each) for each in value]
+    return math.inf if value == _INF else value
 
 
 def _refuse_constant(name: str) -> float:

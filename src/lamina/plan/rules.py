@@ -1,21 +1,18 @@
-"""Noise of a plan: where it enters a step, the effective noise multiplier.
+"""Noise of a plan: where it enters a step, the effective noise multiplier, the rules by which a plan changes.
 
-And the rules by which a plan changes while it runs.
+Needs neither numpy nor scipy.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from lamina.account.gaussian_rdp import choice_noise_multiplier
-from lamina.account.schedule import RDP_ORDERS
-from lamina.errors import AccountingError, PlanError
-from lamina.validate import short_repr
+from lamina import validate
+from lamina.account.schedule import CHOICE_EPSILON, RDP_ORDERS
+from lamina.errors import PlanError
 
 LEAST_MAGNITUDE, MOST_MAGNITUDE = 1e-20, 1e20
 """Thresholds and noise that float32 sums can carry."""
@@ -55,31 +52,19 @@ class Injection:
     occurrences: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.form, InjectionForm):
-            object.__setattr__(self, "form", _parse_injection_form(self.form))
-        if (
-            isinstance(self.parts, bool)
-            or not isinstance(self.parts, int)
-            or not 1 <= self.parts <= MAX_INJECTION_PARTS
-        ):
-            raise PlanError(
-                "plan.noise-enters-parts",
-                f"noise enters in {self.parts!r} parts, must be 1 to {MAX_INJECTION_PARTS}",
-                "correct bins or slots",
-            )
+        forms = [form.value for form in InjectionForm]
+        form = self.form.value if isinstance(self.form, InjectionForm) else self.form
+        object.__setattr__(
+            self, "form", InjectionForm(validate.one_of(PlanError, "plan.injection-unknown", forms, injection=form))
+        )
+        validate.whole(PlanError, "plan.injection-parts", most=MAX_INJECTION_PARTS, parts=self.parts)
         if self.form in (InjectionForm.STEP, InjectionForm.RAW) and self.parts != 1:
-            raise PlanError(
-                "plan.noise-parts", f"{self.form.value} noise has {self.parts} parts", "leave out bins and slots"
-            )
-        cap = self.occurrences
-        if cap is not None and (
-            self.form is not InjectionForm.RAW or isinstance(cap, bool) or not isinstance(cap, int) or cap < 1
-        ):
-            raise PlanError(
-                "plan.occurrences-under-noise",
-                f"occurrences is {cap!r} under {self.form.value} noise",
-                "a number >= 1, under per_sample_raw only",
-            )
+            raise PlanError("plan.injection-parts", f"{form} noise has {self.parts} parts", "leave out bins and slots")
+        if self.occurrences is not None:
+            validate.whole(PlanError, "plan.occurrences-misplaced", occurrences=self.occurrences)
+            if self.form is not InjectionForm.RAW:
+                problem = f"occurrences is {self.occurrences} under {form} noise"
+                raise PlanError("plan.occurrences-misplaced", problem, "only per_sample_raw noise takes occurrences")
 
     def events(self, first: int, last: int) -> int:
         """How often one contribution takes part, at most, in the steps first … last-1, as they count toward the cap.
@@ -89,7 +74,7 @@ class Injection:
         most = last if self.occurrences is None else self.occurrences
         return min(most, last) - min(most, first)
 
-    def to_plain(self) -> dict[str, str | int | None]:
+    def to_dict(self) -> dict[str, str | int | None]:
         """As a codec writes it."""
         return {"form": self.form.value, "parts": self.parts, "occurrences": self.occurrences}
 
@@ -106,16 +91,6 @@ class Injection:
 
 
 PER_STEP_INJECTION = Injection()
-
-
-def _parse_injection_form(value: object) -> InjectionForm:
-    try:
-        return InjectionForm(value)
-    except ValueError:
-        accepted = ", ".join(form.value for form in InjectionForm)
-        raise PlanError(
-            "plan.injection-not-known", f"injection is {value!r}, which is not known", f"accepted: {accepted}"
-        ) from None
 
 
 Row = Sequence[float]
@@ -197,9 +172,9 @@ class FollowEnergy:
     every: int = 10
 
     def __post_init__(self) -> None:
-        _check_between("decay", self.decay, 0.0, 1.0)
-        _check_between("least", self.least, 0.0, 1.0)
-        _check_step_count("every", self.every)
+        _check_between("decay", self.decay, 0, 1)
+        _check_between("least", self.least, 0, 1)
+        _check_step_count(every=self.every)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,9 +192,9 @@ class FollowQuantile:
     noise: float
 
     def __post_init__(self) -> None:
-        _check_between("target", self.target, 0.0, 1.0)
-        _check_between("rate", self.rate, 0.0, 10.0)
-        _check_between("noise", self.noise, 0.0, 1e12)
+        _check_between("target", self.target, 0, 1)
+        _check_between("rate", self.rate, 0, 10)
+        _check_between("noise", self.noise, 0, 1e12)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,20 +216,18 @@ class Choose:
     price: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", _check_candidate_names(self.names))
-        object.__setattr__(self, "noise", _check_candidate_noise(self.noise))
-        try:
-            choice_noise_multiplier(self.epsilon)
-        except AccountingError as error:
-            raise PlanError("plan.post-init", error.problem, error.remedy) from error
-        _check_step_count("every", self.every)
-        _check_between("price", self.price, 0.0, 1e12, closed=True)
-        if len(self.names) != len(self.noise) or len(set(self.names)) != len(self.names) or not self.names:
-            raise PlanError(
-                "plan.choice-names-candidates",
-                f"a choice has {len(self.names)} names for {len(self.noise)} candidates",
-                "give every candidate one name of its own",
-            )
+        object.__setattr__(self, "names", tuple(self.names))
+        object.__setattr__(self, "noise", tuple(tuple(float(s) for s in row) for row in self.noise))
+        _check_between("epsilon", self.epsilon, *CHOICE_EPSILON, closed=True)
+        _check_step_count(every=self.every)
+        _check_between("price", self.price, 0, 1e12, closed=True)
+        if not (0 < len(self.names) == len(self.noise) == len(set(self.names)) and all(self.names)):
+            problem = f"a choice has names {validate.short_repr(self.names)} for {len(self.noise)} candidates"
+            raise PlanError("plan.candidates-unnamed", problem, "give every candidate one name of its own")
+        for s in (s for row in self.noise for s in row):
+            if not (s == 0 or LEAST_MAGNITUDE <= s <= MOST_MAGNITUDE):
+                problem = f"a candidate has noise {s!r}, must be 0 or in [{LEAST_MAGNITUDE:g}, {MOST_MAGNITUDE:g}]"
+                raise PlanError("plan.candidate-noise-out-of-range", problem, "scale the row: only its shape matters")
 
     def calls(self, first: int, last: int) -> int:
         """How many choices fall on the steps first … last-1."""
@@ -274,16 +247,12 @@ class FollowBudget:
     most: float = 1.5
 
     def __post_init__(self) -> None:
-        _check_between("order", self.order, 1.01, 1e6)
         if self.order not in RDP_ORDERS:  # so that budgets at several orders add up, and more of them never cost less
             nearest = min(RDP_ORDERS, key=lambda each: abs(each - self.order))
-            raise PlanError(
-                "plan.order-rule-those",
-                f"order of a rule is {self.order!r}, must be one of those that RDP is computed at",
-                f"the nearest one is {nearest:g}",
-            )
-        _check_between("least", self.least, 0.1, 1.0, closed=True)
-        _check_between("most", self.most, 1.0, 10.0, closed=True)
+            problem = f"order of a rule is {self.order!r}, must be an order at which RDP is computed"
+            raise PlanError("plan.order-not-computed", problem, f"the nearest one is {nearest:g}")
+        _check_between("least", self.least, 0.1, 1, closed=True)
+        _check_between("most", self.most, 1, 10, closed=True)
 
     @property
     def accountant(self) -> str:
@@ -301,100 +270,13 @@ RULE_KINDS: dict[str, type[Rule]] = {
 }
 
 
-def rule_to_dict(rule: Rule) -> dict[str, Any]:
-    """The rule as plain values, for a codec."""
-    kind = next(name for name, made in RULE_KINDS.items() if type(rule) is made)
-    state = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
-    floats = {field.name for field in dataclasses.fields(rule) if field.type == "float"}
-    return {"kind": kind, **{name: float(v) if name in floats else _tuples_to_lists(v) for name, v in state.items()}}
-
-
-def rule_from_dict(state: Any) -> Rule:
-    """The rule that `to_plain` described; anything else is refused."""
-    kind = state.get("kind") if isinstance(state, Mapping) else None
-    if not isinstance(kind, str) or kind not in RULE_KINDS:
-        raise PlanError(
-            "plan.rule-plan",
-            f"a rule of the plan is {short_repr(state)}",
-            f"its kind must be one of {', '.join(RULE_KINDS)}",
-        )
-    made = RULE_KINDS[kind]
-    fields = {field.name: field.type for field in dataclasses.fields(made)}
-    given = {name: value for name, value in state.items() if name != "kind"}
-    if set(given) != set(fields):
-        raise PlanError(
-            "plan.rule-fields",
-            f"rule '{kind}' has fields {short_repr(sorted(map(short_repr, given)))}",
-            f"it must have {sorted(fields)}",
-        )
-    for name, value in given.items():
-        word, fits = _PLAIN_TYPES[str(fields[name])]
-        if not fits(value):
-            raise PlanError(
-                "plan.rule",
-                f"{name} of rule '{kind}' is {short_repr(value)}, must be {word}",
-                "the plan is damaged: make it again",
-            )
-    return made(**given)
-
-
-def _is_list_of(value: Any, each: Callable[[Any], bool]) -> bool:
-    return type(value) is list and all(map(each, value))
-
-
-_PLAIN_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # by a field's type: what it is read from
-    "int": ("a whole number", lambda value: type(value) is int),
-    "float": ("a floating-point number", lambda value: type(value) is float),
-    "tuple[str, ...]": ("a list of texts", lambda value: _is_list_of(value, lambda name: type(name) is str)),
-    "tuple[tuple[float, ...], ...]": (
-        "a list of lists of floating-point numbers",
-        lambda value: _is_list_of(value, lambda row: _is_list_of(row, lambda s: type(s) is float)),
-    ),
-}
-
-
-def _tuples_to_lists(value: Any) -> Any:
-    return [_tuples_to_lists(each) for each in value] if isinstance(value, tuple) else value
-
-
-def _check_candidate_names(given: Any) -> tuple[str, ...]:
-    if not isinstance(given, tuple | list) or any(not isinstance(name, str) or not name for name in given):
-        raise PlanError(
-            "plan.names-choice", f"names of a choice are {short_repr(given)}", "give every candidate a name, not empty"
-        )
-    return tuple(given)
-
-
-def _check_candidate_noise(given: Any) -> tuple[tuple[float, ...], ...]:
-    if not isinstance(given, tuple | list) or not all(isinstance(row, tuple | list) for row in given):
-        raise PlanError(
-            "plan.noise-choice",
-            f"noise of a choice is {short_repr(given)}",
-            "give a row of numbers for every candidate",
-        )
-    for s in (s for row in given for s in row):
-        number = isinstance(s, int | float) and not isinstance(s, bool)
-        if not number or not (s == 0 or LEAST_MAGNITUDE <= s <= MOST_MAGNITUDE):
-            raise PlanError(
-                "plan.candidate-choice-noise",
-                f"a candidate of a choice has noise {short_repr(s)}, must be 0 or lie in [{LEAST_MAGNITUDE:g}, {MOST_MAGNITUDE:g}]",
-                "scale the row: only its shape matters",
-            )
-    return tuple(tuple(float(s) for s in row) for row in given)
-
-
 def _check_between(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
-    inside = isinstance(value, int | float) and not isinstance(value, bool)
-    inside = inside and (low <= value <= high if closed else low < value < high)
-    if not inside:
-        edge = f"[{low:g}, {high:g}]" if closed else f"({low:g}, {high:g})"
-        raise PlanError("plan.rule-lie", f"{name} of a rule is {short_repr(value)}, must lie in {edge}", "correct it")
+    remedy, named = "correct the rule", {f"{name} of a rule": value}
+    if closed:
+        validate.number(PlanError, "plan.rule-out-of-range", least=low, most=high, remedy=remedy, **named)  # type: ignore[arg-type]
+    else:
+        validate.number(PlanError, "plan.rule-out-of-range", above=low, below=high, remedy=remedy, **named)  # type: ignore[arg-type]
 
 
-def _check_step_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_STEPS:
-        raise PlanError(
-            "plan.rule-whole-number",
-            f"{name} of a rule is {short_repr(value)}, must be a whole number >= 1 (and below 2^53)",
-            "correct it",
-        )
+def _check_step_count(**named: int) -> None:
+    validate.whole(PlanError, "plan.rule-out-of-range", most=_MAX_STEPS, remedy="correct the rule", **named)

@@ -6,7 +6,7 @@ import enum
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -327,7 +327,7 @@ class StepPlan:
     @classmethod
     def from_json(cls, text: str) -> StepPlan:
         """Read what `to_json` wrote."""
-        return _plan_from_fields(codec.from_json(text))
+        return cls(**codec.from_json(text))
 
     def to_cbor(self) -> bytes:
         """Deterministic CBOR: equal plans, equal bytes."""
@@ -336,7 +336,7 @@ class StepPlan:
     @classmethod
     def from_cbor(cls, data: bytes) -> StepPlan:
         """Read what `to_cbor` wrote."""
-        return _plan_from_fields(codec.from_cbor(data))
+        return cls(**codec.from_cbor(data))
 
     def digest(self) -> bytes:
         """SHA-256 of the CBOR: the plan's identity in ledgers and certificates."""
@@ -356,22 +356,6 @@ def _parse_clipping(value: Clipping | str) -> Clipping:
 @lru_cache(maxsize=4096)
 def _cached_epsilon(name: str, schedule: Schedule, delta: float, adjacency: Adjacency) -> float:
     return find_accountant(name).epsilon(schedule, delta, adjacency)
-
-
-def _plan_from_fields(state: Mapping[str, Any]) -> StepPlan:
-    def made(kind: type[Any], rows: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-        return tuple(kind(**row) for row in rows)
-
-    layers, classes = made(PlannedLayer, state["layers"]), made(PlannedClass, state["classes"])
-    return StepPlan(
-        **{
-            **state,
-            "layers": layers,
-            "classes": classes,
-            "injection": Injection(**state["injection"]),
-            "slices": made(Slice, state["slices"]),
-        }
-    )
 
 
 def check_layer(layer: PlannedLayer) -> None:
