@@ -230,7 +230,9 @@ def test_floored_harm_and_unreached_layers_are_told() -> None:
         losses_of=lambda x, y: -ridge(x).square().sum(1), **QUICK,
     )  # fmt: skip
     assert told.harm == (6.0,)  # d: nothing better is known
-    assert any(note.startswith("harm was raised in 1 of 1 layers") and note.endswith("a") for note in told.notes)
+    assert any(
+        note.startswith("the noise cost was raised in 1 of 1 layers") and note.endswith("a") for note in told.notes
+    )
 
 
 @pytest.mark.parametrize(

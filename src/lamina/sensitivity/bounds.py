@@ -163,8 +163,8 @@ def scale_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
         if (node.base == "div" and not moving_first) or given.get("rounding_mode"):
             raise NoBound(
                 "sensitivity.division-unbounded",
-                f"{node} divides by a value that depends on the input, or rounds: its slope has no bound",
-                "use an operation with a bounded slope there",
+                f"{node} rounds, or divides by what depends on the input",
+                "use a bounded slope",
             )
         other = given["other"] if moving_first else given["self"]
         sizes = torch.as_tensor(other).detach().double().abs()
@@ -202,17 +202,14 @@ def embedding_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     )
 
 
+_AGAIN = "profile the model again"
 _KEEP_ROWS = {"view", "reshape", "_unsafe_view", "contiguous", "clone", "to", "squeeze", "unsqueeze"}
 
 
 def activation_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     before = depth.profile[node.name].before
     if before is None:
-        raise NoBound(
-            "sensitivity.activation-not-profiled",
-            f"{node} has no pre-activation in the profile",
-            "profile the model again",
-        )
+        raise NoBound("sensitivity.activation-not-profiled", f"the profile lacks the input of {node}", _AGAIN)
     tight, most = gains.activation_slopes(node, before.mean, math.sqrt(before.variance + depth.profile.epsilon_n))
     printed = tight
     if node.base == "relu":
@@ -233,9 +230,7 @@ def normalisation_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     if fixed:
         if given.get("training") or not isinstance(given["running_var"], Tensor):
             raise NoBound(
-                "sensitivity.batchnorm",
-                f"{node} normalises over the batch, which mixes patients",
-                "use GroupNorm: lamina.fix(model)",
+                "sensitivity.batchnorm", f"{node} mixes patients: it normalises over the batch", "use lamina.fix(model)"
             )
         factor = affine_norm_constant(gain, given["running_var"].double(), given["eps"])
         return stretch(flow, factor, printed=depth.compression(node), rest=rest)
@@ -255,11 +250,7 @@ def normalisation_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
 def softmax_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     seen = depth.profile[node.name]
     if seen.jacobian is None or seen.peak is None:
-        raise NoBound(
-            "sensitivity.attention-not-profiled",
-            f"{node} has no attention weights in the profile",
-            "profile the model again",
-        )
+        raise NoBound("sensitivity.attention-not-profiled", f"the profile lacks the weights of {node}", _AGAIN)
     made = stretch(depth.into(node)[0], 0.5, tight=seen.jacobian, printed=seen.peak)
     rows = math.prod(node.shape) / node.shape[node.arguments["dim"]]
     return replace(made, size=math.sqrt(rows))
@@ -274,16 +265,10 @@ def attention_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     given, seen = node.arguments, depth.profile[node.name]
     if isinstance(given["attn_mask"], str):
         raise NoBound(
-            "sensitivity.mask-depends-on-input",
-            f"{node} has a mask that depends on the input",
-            "use a mask that is the same for all inputs",
+            "sensitivity.mask-depends-on-input", f"the mask of {node} depends on the input", "use a fixed mask"
         )
     if seen.jacobian is None or seen.peak is None or len(seen.norms) != 4:
-        raise NoBound(
-            "sensitivity.attention-not-profiled",
-            f"{node} has no attention weights in the profile",
-            "profile the model again",
-        )
+        raise NoBound("sensitivity.attention-not-profiled", f"the profile lacks the weights of {node}", _AGAIN)
     q, k, v = (depth.of(given[part]) for part in ("query", "key", "value"))
     shape = depth.shape(given["query"])
     if given["enable_gqa"]:
@@ -320,8 +305,8 @@ def product_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
         if shapes[0][:-2] != shapes[1][:-2]:
             raise NoBound(
                 "sensitivity.matrix-batches-differ",
-                f"{node} multiplies matrices {shapes[0]} by {shapes[1]}",
-                "expand both to one batch first",
+                f"{node} multiplies {shapes[0]} by {shapes[1]}",
+                "expand both to one batch",
             )
         a, b = (depth.of(name) for name in names)
         x, y = depth.profile[node.name].norms
@@ -448,7 +433,7 @@ class SensitivityBounds:
         raise NoBound(
             "sensitivity.unknown-layer",
             f"no layer {name!r} has a bound",
-            f"they are {', '.join(row.name for row in self.layers)}",
+            f"use one of {', '.join(row.name for row in self.layers)}",
         )
 
     @property
@@ -557,6 +542,6 @@ def _refuse_other_model(node: Node, profile: ActivationProfile) -> None:
     if node.dtype is not None and node.floating and profile[node.name].operation != node.operation:
         raise NoBound(
             "sensitivity.profile-of-other-model",
-            f"{node} is {profile[node.name].operation} in the profile",
-            f"the profile is of another model ({profile.model}): profile this one",
+            f"{node} is not in the profile of {profile.model}",
+            "profile this model",
         )

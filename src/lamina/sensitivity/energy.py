@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina import validate
 from lamina.errors import PlanError
 
 Array = NDArray[np.float64]
+_DAMAGED = "the state is damaged: start again with EnergyEstimate.start(layers)"
 _LARGEST = float(np.finfo(np.float64).max)
 
 
@@ -42,25 +44,20 @@ class EnergyEstimate:
     def __post_init__(self) -> None:
         for name in ("energy", "sd", "mass"):
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
-        if not 0 <= self.decay < 1:
-            raise PlanError(
-                "sensitivity.decay-range",
-                f"decay is {self.decay!r}, must be in [0, 1)",
-                "0.9 averages over about 20 steps",
-            )
+        validate.number(PlanError, "sensitivity.decay-range", least=0, below=1, decay=self.decay)
         layers = len(self.energy)
         if not layers or len(self.sd) != layers or len(self.mass) != layers:
             raise PlanError(
                 "sensitivity.energy-state-shape",
-                f"energy, sd and mass have {layers}, {len(self.sd)} and {len(self.mass)} entries",
-                "give one of each for every layer, at least one layer",
+                f"energy, sd, mass have {layers}, {len(self.sd)}, {len(self.mass)} entries",
+                "give one per layer",
             )
         for i, (e, sd, mass) in enumerate(zip(self.energy, self.sd, self.mass, strict=True)):
             if not (math.isfinite(e) and 0 <= sd < math.inf and 0 <= mass <= 1 + 1e-9):
                 raise PlanError(
                     "sensitivity.energy-state-damaged",
-                    f"layer {i} has energy {e!r}, sd {sd!r}, mass {mass!r}; must be finite, sd >= 0, mass in [0, 1]",
-                    "the state is damaged: start again with EnergyEstimate.start(layers)",
+                    f"layer {i} has energy {e!r}, sd {sd!r}, mass {mass!r}",
+                    _DAMAGED,
                 )
 
     @classmethod
@@ -72,27 +69,19 @@ class EnergyEstimate:
     def __len__(self) -> int:
         return len(self.energy)
 
-    # ----------------------------------------------------------------------------------- what was released
-
     def observed(
         self, squares: Sequence[float] | Array, *, noise: Sequence[float] | Array, sizes: Sequence[int]
     ) -> EnergyEstimate:
         """After one more release: ‖Y_l‖² of the noised *sum* (not divided by B), its S_l and d_l."""
-        s, d = self._row(noise, "noise"), _checked_sizes(sizes, len(self))
+        s, d = self._row(noise, "noise"), self._sizes(sizes)
         for i, value in enumerate(s):
             if not 0 <= value < math.inf:
                 raise PlanError(
                     "sensitivity.noise-not-finite",
-                    f"noise of layer {i} is {value!r}, must be finite and >= 0",
+                    f"noise of layer {i} is {value!r}, must be >= 0",
                     "take S of the plan",
                 )
-        y = np.asarray(squares, dtype=np.float64)
-        if y.shape != (len(self),):
-            raise PlanError(
-                "sensitivity.energy-length",
-                f"squares has shape {y.shape}",
-                f"give one squared norm for each of {len(self)} layers",
-            )
+        y = self._row(squares, "squares")
         a, keep = self.decay, 1.0 - self.decay
         with np.errstate(all="ignore"):  # what overflows is ignored below
             unit = s * s
@@ -106,8 +95,6 @@ class EnergyEstimate:
             sd=tuple(np.where(usable, sd, self.sd).tolist()),
             mass=tuple(np.where(usable, mass, self.mass).tolist()),
         )
-
-    # ----------------------------------------------------------------------------------- what it says
 
     def energies(self) -> Array:
         """E_l, free of the start-up bias, never negative; 0 where nothing was seen."""
@@ -134,13 +121,8 @@ class EnergyEstimate:
         for layers whose norm is √E_l (docs/theory.md). Shares below least/L are raised to it, at the expense of
         the others in proportion.
         """
-        base, d = self._proxy(proxy), _checked_sizes(sizes, len(self))
-        if not 0 < least <= 1:
-            raise PlanError(
-                "sensitivity.least-range",
-                f"least is {least!r}, must be in (0, 1]",
-                "0.1 keeps a tenth of an equal share everywhere",
-            )
+        base, d = self._proxy(proxy), self._sizes(sizes)
+        validate.number(PlanError, "sensitivity.least-range", above=0, most=1, least_share=least)
         energy, sd = self.energies(), self.deviations()
         measured = (energy > 0) & (energy >= sd)
         w = base.copy()
@@ -152,8 +134,6 @@ class EnergyEstimate:
             if (total := mixed.sum()) > 0:
                 w[measured] = mixed * (left / total)
         return tuple(_raise_to_floor(w, least / len(self)).tolist()), tuple(bool(m) for m in measured)
-
-    # ----------------------------------------------------------------------------------- checkpoints
 
     def to_state(self) -> dict[str, Any]:
         """Plain floats; JSON or CBOR carry them exactly."""
@@ -177,12 +157,8 @@ class EnergyEstimate:
             )  # fmt: skip
         except (TypeError, ValueError) as error:
             raise PlanError(
-                "sensitivity.energy-state-damaged",
-                f"the state of an energy estimate holds what is no number: {error}",
-                "start again",
+                "sensitivity.energy-state-damaged", f"the energy state holds no numbers: {error}", _DAMAGED
             ) from error
-
-    # ----------------------------------------------------------------------------------- within
 
     def _corrected(self, values: Sequence[float]) -> Array:
         """values/mass, 0 where nothing was seen; at most the largest number."""
@@ -194,9 +170,7 @@ class EnergyEstimate:
         row = np.asarray(values, dtype=np.float64)
         if row.shape != (len(self),):
             raise PlanError(
-                "sensitivity.energy-length",
-                f"{what} has shape {row.shape}",
-                f"give one number for each of {len(self)} layers",
+                "sensitivity.energy-length", f"{what} has shape {row.shape}", f"give one for each of {len(self)} layers"
             )
         return row
 
@@ -207,31 +181,22 @@ class EnergyEstimate:
                 raise PlanError(
                     "sensitivity.shares-range",
                     f"proxy share of layer {i} is {value!r}, must be in [0, 1]",
-                    "give shares of one budget",
+                    "correct it",
                 )
         if not abs(row.sum() - 1.0) <= 1e-9:
             raise PlanError(
-                "sensitivity.shares-sum",
-                f"the proxy shares sum to {row.sum()!r}, must be 1",
-                "divide them by their sum",
+                "sensitivity.shares-sum", f"proxy shares sum to {row.sum()!r}, must be 1", "divide them by their sum"
             )
         return np.asarray(row / row.sum())
 
-
-def _checked_sizes(sizes: Sequence[int], layers: int) -> Array:
-    d = np.asarray(sizes, dtype=np.float64)
-    if d.shape != (layers,):
-        raise PlanError(
-            "sensitivity.energy-length", f"sizes has shape {d.shape}", f"give one number for each of {layers} layers"
-        )
-    for i, value in enumerate(d):
-        if not 1 <= value < math.inf:
-            raise PlanError(
-                "sensitivity.layer-empty",
-                f"layer {i} has {value!r} parameters, must have at least 1",
-                "leave empty layers out",
-            )
-    return d
+    def _sizes(self, sizes: Sequence[int]) -> Array:
+        d = self._row(sizes, "sizes")
+        for i, value in enumerate(d):
+            if not 1 <= value < math.inf:
+                raise PlanError(
+                    "sensitivity.layer-empty", f"layer {i} has {value!r} parameters, must be >= 1", "leave it out"
+                )
+        return d
 
 
 def _raise_to_floor(w: Array, floor: float) -> Array:

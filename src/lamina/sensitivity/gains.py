@@ -60,10 +60,7 @@ def spectral_norm(matrix: Tensor) -> float:
     """The largest singular value of a matrix: exact up to 1,024 rows or columns, above as `spectral_norm_of`."""
     m = matrix.detach().to("cpu", torch.float64)
     if not m.isfinite().all():
-        raise PlanError(
-            "sensitivity.weight-not-finite", "a weight matrix has entries that are not finite",
-            "initialise the layer again, or find out what made it NaN",
-        )  # fmt: skip
+        raise PlanError("sensitivity.weight-not-finite", "a weight matrix is not finite", "initialise the layer again")
     if min(m.shape) > _LARGEST_DENSE:
         return spectral_norm_of(lambda v: m @ v, m.shape[1:])
     gram = m @ m.T if m.shape[0] <= m.shape[1] else m.T @ m
@@ -226,9 +223,8 @@ def affine_norm_constant(gain: Any, variance: Any, eps: float) -> float:
     gains, variances = np.asarray(gain, np.float64), np.asarray(variance, np.float64)
     if not (variances + eps > 0).all():
         raise PlanError(
-            "sensitivity.normalises-by-zero", f"variance + eps of a normalisation is 0 (eps={eps})",
-            "give the layer a positive eps",
-        )  # fmt: skip
+            "sensitivity.normalises-by-zero", f"variance + eps is 0 (eps={eps})", "give the layer a positive eps"
+        )
     return float(np.max(np.abs(gains) / np.sqrt(variances + eps)))
 
 

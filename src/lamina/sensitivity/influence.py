@@ -24,6 +24,7 @@ LossesOf = Callable[[Any, Any], Tensor]
 """`losses_of(x, y)`: one loss per example, model included."""
 
 NamedTensors = dict[str, Tensor]
+_READ_STACK = "read the stack from this model: lamina.LayerStack.from_model(model)"
 
 
 def reconstruction_losses(model: nn.Module) -> LossesOf:
@@ -53,21 +54,19 @@ def layer_tensors(model: nn.Module, stack: LayerStack) -> tuple[NamedTensors, ..
             if name not in held:
                 raise PlanError(
                     "sensitivity.stack-of-other-model",
-                    f"layer {layer.name!r} names the tensor {name!r}, which the model does not have",
-                    "read the stack from this model: lamina.LayerStack.from_model(model)",
+                    f"the model has no tensor {name!r} of layer {layer.name!r}",
+                    _READ_STACK,
                 )
             if isinstance(held[name], UninitializedParameter):
                 raise PlanError(
-                    "sensitivity.tensor-without-shape",
-                    f"tensor {name!r} has no shape yet",
-                    "run model(...) once before measuring",
+                    "sensitivity.tensor-without-shape", f"tensor {name!r} has no shape yet", "run model(...) once"
                 )
         size = sum(held[name].numel() for name in layer.parameters)
         if size != layer.size or not size:
             raise PlanError(
                 "sensitivity.stack-of-other-model",
-                f"layer {layer.name!r} has {size} numbers in the model and {layer.size} in the stack",
-                "leave empty layers out and read the stack from this model",
+                f"layer {layer.name!r} has {size} numbers, the stack says {layer.size}",
+                _READ_STACK,
             )
     return tuple({name: held[name] for name in layer.parameters} for layer in stack)
 
@@ -106,9 +105,7 @@ class ExampleLosses(nn.Module):
         if not losses.isfinite().all():
             bad = int((~losses.isfinite()).sum())
             raise PlanError(
-                "sensitivity.losses-not-finite",
-                f"{bad} of {n} proxy losses are not finite",
-                "use proxy data that the model can take",
+                "sensitivity.losses-not-finite", f"{bad} of {n} proxy losses are not finite", "use other proxy data"
             )
         return n
 
@@ -118,9 +115,7 @@ def example_count(x: Any) -> int:
     sizes = {t.shape[0] if t.ndim else 0 for t in pytree.tree_leaves(x) if isinstance(t, Tensor)}
     if len(sizes) != 1 or not min(sizes):
         raise PlanError(
-            "sensitivity.example-count",
-            f"the proxy inputs have first axes {sorted(sizes)}",
-            "give tensors whose first axis counts the examples",
+            "sensitivity.example-count", f"proxy inputs have first axes {sorted(sizes)}", "give tensors (examples, …)"
         )
     return int(min(sizes))
 
@@ -192,15 +187,14 @@ def fisher(
         if not column.isfinite().all():
             raise PlanError(
                 "sensitivity.gradient-not-finite",
-                f"layer {layer.name!r} has gradients on the proxy that are not finite",
-                "use proxy data and weights for which the loss can be differentiated",
+                f"layer {layer.name!r} has gradients that are not finite",
+                "use other proxy data",
             )
         if not (column > 0).any():
             raise PlanError(
                 "sensitivity.no-gradient",
                 f"layer {layer.name!r} has gradient 0 on all {len(column)} proxy examples",
-                "freeze it with requires_grad_(False), or measure at weights and on data that reach it "
-                "(a layer behind zero weights gets no gradient)",
+                "freeze it with requires_grad_(False), or measure at weights and on data that reach it",
             )
     return Fisher(
         layers=tuple(layer.name for layer in stack),
@@ -329,8 +323,8 @@ class Hessian:
         if not total.isfinite().all():
             raise PlanError(
                 "sensitivity.gradient-not-finite",
-                "the Hessian or gradient of the proxy loss is not finite",
-                "use proxy data and weights for which the loss can be differentiated twice",
+                "the gradient or Hessian is not finite",
+                "use other proxy data or weights",
             )
         return total
 
@@ -414,18 +408,14 @@ def influence(
         half = example_count(x) // 2
         if not half:
             raise PlanError(
-                "sensitivity.no-reference",
-                "one proxy example cannot be its own reference",
-                "give more, or reference=(x, y)",
+                "sensitivity.no-reference", "one example cannot be its own reference", "give more, or reference=(x, y)"
             )
         reference, (x, y) = take_examples((x, y), slice(half, None)), take_examples((x, y), slice(half))
     hessian = Hessian(model, losses_of, x, y, stack)
     wanted = Hessian(model, losses_of, reference[0], reference[1], stack).gradient()
     if not float(wanted.norm()) > 0:
         raise PlanError(
-            "sensitivity.reference-without-gradient",
-            "the reference loss has gradient 0, so nothing can influence it",
-            "give another reference",
+            "sensitivity.reference-without-gradient", "the reference loss has gradient 0", "give another reference"
         )
     s, used, residual, taken = damped_inverse_product(
         hessian, wanted, damping=damping, rounds=rounds, tolerance=tolerance, seed=seed

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lamina import validate
 from lamina.errors import NoBound, PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.sensitivity.bounds import bounds
@@ -41,6 +42,8 @@ MEASURE_KIND, MEASURE_VERSION = "lamina.measure", 1
 _OPTIONAL_ROWS = ("tight", "worst", "printed")
 _ROW_WITH_INFINITY, _INF = "worst", "inf"  # JSON has no infinity
 
+_MEASURE_AGAIN = "measure the model that is to be trained, with the same grouping of layers"
+_WRITTEN = "give what Measure.save wrote"
 _ROW_REMEDIES = {
     "tight": "0 means that the input does not reach the layer: look at the profile's report() and at the model",
     "worst": "a spectral norm of 0 or a product that overflows: initialise the weights again",
@@ -80,7 +83,7 @@ class Measure:
             raise PlanError(
                 "sensitivity.proxy-missing",
                 f"proxy is {short_repr(self.proxy)}",
-                "say what the data were: 'gaussian', 'public: …'",
+                "give 'gaussian', 'public: …' or 'simulated: …'",
             )
         for what in ("layers", "notes"):
             row = getattr(self, what)
@@ -90,18 +93,12 @@ class Measure:
                 )
             object.__setattr__(self, what, tuple(row))
         if not self.layers or len(set(self.layers)) != len(self.layers):
-            raise PlanError(
-                "sensitivity.layer-names",
-                f"the layers of the measure are {self.layers}",
-                "name each layer once, at least one",
-            )
+            raise PlanError("sensitivity.layer-names", f"the measure has layers {self.layers}", "name every layer once")
         for what in _ROW_REMEDIES:
             object.__setattr__(self, what, self._row(what, getattr(self, what)))
         if len({len(self.tight), len(self.worst), len(self.printed)}) > 1:
             raise PlanError(
-                "sensitivity.delta-incomplete",
-                "the measure has some Δ and lacks others",
-                "give tight, worst and printed, or none",
+                "sensitivity.delta-incomplete", "the measure has some Δ and lacks others", "give all three or none"
             )
 
     @property
@@ -119,14 +116,14 @@ class Measure:
             raise PlanError(
                 "sensitivity.measure-of-other-layers",
                 f"the measure has {len(self)} layers and the stack {len(names)}",
-                "measure the model that is to be trained, with the same grouping of layers",
+                _MEASURE_AGAIN,
             )
         for mine, other in zip(self.layers, names, strict=True):
             if mine != other:
                 raise PlanError(
                     "sensitivity.measure-of-other-layers",
-                    f"the measure knows the layer {mine!r} where the stack has {other!r}",
-                    "measure the model that is to be trained, with the same grouping of layers",
+                    f"the measure has layer {mine!r} where the stack has {other!r}",
+                    _MEASURE_AGAIN,
                 )
 
     @property
@@ -146,8 +143,6 @@ class Measure:
     def __str__(self) -> str:
         return self.report()
 
-    # ----------------------------------------------------------------------------------- keeping it
-
     def to_json(self) -> str:
         """Strict JSON from which `from_json` makes the same value, bit for bit."""
         state = {"kind": MEASURE_KIND, "version": MEASURE_VERSION, **dataclasses.asdict(self)}
@@ -160,21 +155,17 @@ class Measure:
         try:
             state = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_no_duplicates)
         except (ValueError, RecursionError) as error:
-            raise PlanError(
-                "sensitivity.measure-not-json", f"the measure is not JSON: {error}", "give what Measure.save wrote"
-            ) from error
+            raise PlanError("sensitivity.measure-not-json", f"the measure is not JSON: {error}", _WRITTEN) from error
         if not isinstance(state, dict) or state.get("kind") != MEASURE_KIND or state.get("version") != MEASURE_VERSION:
             raise PlanError(
                 "sensitivity.measure-version",
-                f"this is not a {MEASURE_KIND} of version {MEASURE_VERSION}",
-                "give a measure that this version wrote",
+                f"this is no {MEASURE_KIND} of version {MEASURE_VERSION}",
+                "measure again",
             )
         known = {field.name for field in dataclasses.fields(cls)}
-        if set(state) - {"kind", "version"} != known:
+        if (found := set(state) - {"kind", "version"}) != known:
             raise PlanError(
-                "sensitivity.measure-keys",
-                f"the measure has the keys {sorted(set(state) - {'kind', 'version'})}",
-                f"it must have {sorted(known)}",
+                "sensitivity.measure-keys", f"the measure has the keys {sorted(found)}", f"it must have {sorted(known)}"
             )
         if isinstance(state[_ROW_WITH_INFINITY], list):
             state[_ROW_WITH_INFINITY] = [math.inf if value == _INF else value for value in state[_ROW_WITH_INFINITY]]
@@ -191,9 +182,7 @@ class Measure:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                "sensitivity.measure-unreadable",
-                f"the measure {str(path)!r} cannot be read: {error}",
-                "give what Measure.save wrote",
+                "sensitivity.measure-unreadable", f"cannot read the measure {str(path)!r}: {error}", _WRITTEN
             ) from error
         return cls.from_json(text)
 
@@ -201,11 +190,11 @@ class Measure:
         if what in _OPTIONAL_ROWS and isinstance(row, Sequence) and not len(row):
             return ()
         if isinstance(row, str) or not isinstance(row, Sequence) or len(row) != len(self.layers):
-            told = len(row) if isinstance(row, Sequence) else type(row).__name__
+            length = len(row) if isinstance(row, Sequence) else type(row).__name__
             raise PlanError(
                 "sensitivity.measure-length",
-                f"{what} of the measure has {told} entries",
-                f"it has {len(self.layers)} layers",
+                f"{what} has {length} entries for {len(self.layers)} layers",
+                "give one per layer",
             )
         for name, value in zip(self.layers, row, strict=True):
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -213,7 +202,7 @@ class Measure:
             if not number or not 0 < value <= most:
                 raise PlanError(
                     "sensitivity.value-not-positive",
-                    f"{what} of layer {name!r} is {short_repr(value)}, must be a finite number > 0",
+                    f"{what} of layer {name!r} is {short_repr(value)}, must be > 0",
                     _ROW_REMEDIES[what],
                 )
         return tuple(float(value) for value in row)
@@ -231,12 +220,12 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 NOISE_COST_FLOOR = 0.01
-"""The least harm per parameter, as a part of the mean harm per parameter of the whole model."""
+"""The least cost of noise per parameter, as a part of the mean over the whole model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseCost:
-    """With L the mean proxy loss and z ~ N(0, I) over the numbers of layer l,
+    """What noise in a layer costs ("harm" in a `Measure`): with L the mean proxy loss and z ~ N(0, I) over the numbers of layer l,
 
         raw[l] = ( E[½L(θ + s_l z) + ½L(θ − s_l z)] − L(θ) ) / s_l²   →   ½ tr H_ll   as s_l → 0
 
@@ -248,8 +237,8 @@ class NoiseCost:
 
         values[l] = max( raw[l], error[l], FLOOR · d_l · mean ),       mean = Σ_j raw[j]₊ / Σ_j d_j
 
-    A harm below its own error cannot be told from it, so the error takes its place: rather too much care for a
-    layer than a share that the draws decide. Where no layer stands out of its error, values[l] = d_l, the choice
+    A cost below its own error cannot be told from it, so the error takes its place: rather too much care for a layer
+    than a share that the draws decide. Where no layer stands out of its error, values[l] = d_l, the choice
     without a measurement. `floored` says which layers the rule raised.
     """
 
@@ -267,7 +256,7 @@ class NoiseCost:
         lines = [f"{'layer':<{width}}  {'m':>10}  {'measured':>10}  {'± error':>9}  {'std':>8}"]
         rows = zip(self.layers, self.values, self.raw, self.error, self.std, self.floored, strict=True)
         for name, value, raw, error, std, floored in rows:
-            mark = "  raised (see Harm)" if floored else ""
+            mark = "  raised to the floor" if floored else ""
             lines.append(f"{name:<{width}}  {value:10.4g}  {raw:10.4g}  {error:9.2g}  {std:8.2g}{mark}")
         return "\n".join(lines)
 
@@ -291,19 +280,11 @@ def noise_cost(
     draws  antithetic pairs per layer
     batch  examples that a pair sees, drawn anew for each pair: cost and error depend on draws · batch
     """
-    if not 0 < std < math.inf:
-        raise PlanError(
-            "sensitivity.std-not-positive",
-            f"std is {std!r}, must be finite and > 0",
-            "0.1 perturbs each layer by a tenth of its weights",
-        )
-    for what, value, least in (("draws", draws, 2), ("batch", batch, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise PlanError(
-                "sensitivity.draws-too-few", f"{what} is {value!r}, must be a whole number >= {least}", "leave it out"
-            )
-    held, losses = layer_tensors(model, stack), ExampleLosses(model, losses_of)
-    scales = _weight_scales(held, stack)
+    validate.positive(PlanError, "sensitivity.std-not-positive", std=std)
+    validate.whole(PlanError, "sensitivity.draws-too-few", least=2, draws=draws)
+    validate.whole(PlanError, "sensitivity.batch-not-positive", batch=batch)
+    tensors, losses = layer_tensors(model, stack), ExampleLosses(model, losses_of)
+    scales = _weight_scales(tensors, stack)
     generator = torch.Generator().manual_seed(seed)
     found = torch.zeros(draws, len(stack), dtype=torch.float64)
     with model_unchanged(model), torch.no_grad():
@@ -314,18 +295,21 @@ def noise_cost(
             part = take_examples((x, y), rows)
             here = losses.at({}, *part).double()
             base[draw] = here.mean()
-            for i, layer in enumerate(held):
+            for i, layer in enumerate(tensors):
                 s = std * scales[i]
-                shift = {name: _gaussian_like(t, generator) * s for name, t in layer.items()}
-                pair = [losses.at(_shifted(layer, shift, sign), *part).double() for sign in (1, -1)]
+                z = {name: torch.randn(t.shape, generator=generator).to(t) for name, t in layer.items()}
+                pair = [
+                    losses.at({name: t + sign * s * z[name] for name, t in layer.items()}, *part).double()
+                    for sign in (1, -1)
+                ]
                 found[draw, i] = (0.5 * (pair[0] + pair[1]) - here).mean() / s**2
     raw, error = found.mean(0), found.std(0) / math.sqrt(draws)
     for layer_, value in zip(stack, raw, strict=True):
         if not value.isfinite():
             raise PlanError(
                 "sensitivity.noise-cost-not-finite",
-                f"layer {layer_.name!r} has a harm of {float(value)!r}",
-                f"lower std, which is {std:g}",
+                f"layer {layer_.name!r} has a noise cost of {float(value)!r}",
+                "lower std",
             )
     values, floored = raise_to_floor(raw.tolist(), error.tolist(), [layer.size for layer in stack])
     return NoiseCost(
@@ -353,30 +337,20 @@ def raise_to_floor(
     )
 
 
-def _weight_scales(held: Sequence[NamedTensors], stack: LayerStack) -> list[float]:
+def _weight_scales(tensors: Sequence[NamedTensors], stack: LayerStack) -> list[float]:
     """The root mean square of each layer's weights."""
-    squares = [sum(float(t.detach().double().square().sum()) for t in layer.values()) for layer in held]
+    squares = [sum(float(t.detach().double().square().sum()) for t in layer.values()) for layer in tensors]
     for layer, value in zip(stack, squares, strict=True):
         if not math.isfinite(value):
             raise PlanError(
                 "sensitivity.weight-not-finite",
                 f"layer {layer.name!r} has weights that are not finite",
-                "initialise the model again",
+                "initialise it again",
             )
     whole = math.sqrt(sum(squares) / stack.size)
     if not whole > 0:
-        raise PlanError(
-            "sensitivity.weights-zero", "all weights of the model are 0", "initialise the model before measuring it"
-        )
+        raise PlanError("sensitivity.weights-zero", "all weights of the model are 0", "initialise it")
     return [math.sqrt(v / layer.size) or whole for v, layer in zip(squares, stack, strict=True)]
-
-
-def _gaussian_like(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like)
-
-
-def _shifted(layer: NamedTensors, shift: NamedTensors, sign: int) -> NamedTensors:
-    return {name: t + sign * shift[name] for name, t in layer.items()}
 
 
 def measure(
@@ -394,30 +368,25 @@ def measure(
     examples: int = 256,
     draws: int = 16,
 ) -> Measure:
-    """Profile, bounds, harm and Fisher information of a model, from made-up, public or simulated data.
+    """Measure Δ, noise cost, gradient norms and Fisher information of every layer, on made-up, public or simulated data.
 
       x, y       proxy data; without x, Gaussian inputs of the shape of `example`
       losses_of  (x, y) → one loss per example, model included; default: mean squared error of model(x) to x
       example    what model(...) accepts, for its shapes only; not needed with x
       passes     inputs that the profile sees (at most as many as x holds)
-      radius     public L2 radius of an input, for the sensitivities Δ; harm and norms take the data as they are.
+      radius     public L2 radius of an input, for the sensitivities Δ; noise cost and norms take the data as they are.
                  Default: as large as the largest proxy input
       proxy      where x comes from: 'public' or 'simulated', a remark may follow ("simulated: ECG")
-      examples   at most so many for norms and Fisher information; harm takes its `draws` from them too
+      examples   at most so many for norms and Fisher information; the noise cost takes its `draws` from them too
 
     The model is measured at its present weights and left as it was. Equal arguments give an equal measure. Where no Δ
     can be had (an operation whose slope is not known, a layer of zeros), the measure has none, and a note says why.
     Private data has no place here: whatever is read from it would have to be paid for.
     """
     layer_tensors(model, stack)
-    if isinstance(examples, bool) or not isinstance(examples, int) or examples < 2:
-        raise PlanError(
-            "sensitivity.examples-too-few", f"examples is {examples!r}, must be a whole number >= 2", "256 is usual"
-        )
+    validate.whole(PlanError, "sensitivity.examples-too-few", least=2, examples=examples)
     if x is None and (example is None or y is not None):
-        raise PlanError(
-            "sensitivity.no-example", "measure was given no x", "give x, or for made-up inputs example=x and no y"
-        )
+        raise PlanError("sensitivity.no-example", "measure got neither x nor example", "give x, or example=x and no y")
     if (x is None) != (proxy.partition(":")[0].strip() == GAUSSIAN):
         raise PlanError(
             "sensitivity.proxy-not-named",
@@ -438,7 +407,7 @@ def measure(
         missing = ""
     except NoBound as error:
         missing = error.problem
-    harms = noise_cost(model, losses, part_x, part_y, stack, draws=draws, seed=seed)
+    costs = noise_cost(model, losses, part_x, part_y, stack, draws=draws, seed=seed)
     norms = fisher(model, losses, part_x, part_y, stack)
     return Measure(
         proxy=proxy,
@@ -446,10 +415,10 @@ def measure(
         tight=found.tight if found else (),
         worst=found.worst if found else (),
         printed=found.printed if found else (),
-        harm=harms.values,
+        harm=costs.values,
         norms=norms.norms,
         fisher=norms.information,
-        notes=_reader_notes(seen, missing, harms, norms, part_x, radius),
+        notes=_reader_notes(seen, missing, costs, norms, part_x, radius),
     )
 
 
@@ -479,7 +448,7 @@ def _gaussian_inputs(model: nn.Module, example: Any, examples: int, seed: int) -
 
 
 def _reader_notes(
-    seen: ActivationProfile | None, missing: str, harms: NoiseCost, norms: Fisher, x: Any, radius: float
+    seen: ActivationProfile | None, missing: str, costs: NoiseCost, norms: Fisher, x: Any, radius: float
 ) -> tuple[str, ...]:
     """What a reader of a plan should know about these numbers."""
     notes = [f"no Δ, which lsab needs: {missing}"] if missing else []
@@ -493,10 +462,10 @@ def _reader_notes(
             f"the radius {radius:g} clips most proxy inputs (median norm {float(typical):.3g}): the sensitivities are "
             "those of inputs that small"
         )
-    if raised := [name for name, was in zip(harms.layers, harms.floored, strict=True) if was]:
+    if raised := [name for name, was in zip(costs.layers, costs.floored, strict=True) if was]:
         notes.append(
-            f"harm was raised in {len(raised)} of {len(harms.layers)} layers, where it is negative, below its error "
-            f"or below the floor: {', '.join(raised)}"
+            f"the noise cost was raised in {len(raised)} of {len(costs.layers)} layers, where it is negative, below its "
+            f"error or below the floor: {', '.join(raised)}"
         )
     for name, part in zip(norms.layers, norms.reached, strict=True):
         if part < 1:

@@ -105,9 +105,8 @@ class ActivationProfile:
             if node.name == name:
                 return node
         raise PlanError(
-            "sensitivity.node-not-in-profile", f"the profile of {self.model} has no node {name!r}",
-            "profile this version of the model",
-        )  # fmt: skip
+            "sensitivity.node-not-in-profile", f"the profile of {self.model} has no node {name!r}", "profile this model"
+        )
 
     @property
     def activations(self) -> tuple[NodeProfile, ...]:
@@ -159,9 +158,8 @@ def clip_inputs(example: Any, radius: float) -> Any:
     norms = torch.stack(squares).sum(0).sqrt()
     if not norms.isfinite().all():
         raise PlanError(
-            "sensitivity.input-not-finite", "a proxy input is not finite",
-            "remove NaN and infinite entries from the public or simulated inputs",
-        )  # fmt: skip
+            "sensitivity.input-not-finite", "a proxy input is not finite", "remove NaN and infinite entries"
+        )
     scale = (radius / norms.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1.0)
 
     def put(value: Any) -> Any:
@@ -402,9 +400,8 @@ class ActivationObserver:
         moments = self._moments[str(self._source(node))]
         if not (math.isfinite(moments.mean) and math.isfinite(moments.variance)):
             raise PlanError(
-                "sensitivity.activation-not-finite", f"{node} is not finite on the proxy inputs",
-                "check the weights for NaN, or give smaller inputs",
-            )  # fmt: skip
+                "sensitivity.activation-not-finite", f"{node} is not finite on the proxy", "check the weights for NaN"
+            )
 
         def number(found: dict[str, RunningMean]) -> float | None:
             return found[node.name].value[0] if node.name in found else None
@@ -540,10 +537,7 @@ def profile(
         graph, program = trace_with_program(model, example)
         stream, size = gaussian_batches(example, program, graph, passes, batch, generator), min(batch, passes)
     else:
-        raise PlanError(
-            "sensitivity.no-example", "profile got neither example nor inputs",
-            "give example=x, an input of the right shape",
-        )  # fmt: skip
+        raise PlanError("sensitivity.no-example", "profile got neither example nor inputs", "give example=x")
     programs: dict[int, TracedProgram] = {}
     observer = ActivationObserver(graph, max(1, math.ceil(passes / size)), generator)
     done = 0
@@ -575,9 +569,8 @@ def _check_profile_options(inputs: Any, proxy: str, passes: int, batch: int, rad
     source = proxy.partition(":")[0].strip()
     if inputs is None and source != GAUSSIAN:
         raise PlanError(
-            "sensitivity.proxy-without-inputs", f"proxy is {proxy!r} but there are no inputs",
-            "give inputs=…, or proxy='gaussian'",
-        )  # fmt: skip
+            "sensitivity.proxy-without-inputs", f"proxy is {proxy!r} but there are no inputs", "give inputs"
+        )
     if inputs is not None and source not in _PROXY_SOURCES:
         raise PlanError(
             "sensitivity.proxy-not-named",

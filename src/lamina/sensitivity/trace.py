@@ -150,13 +150,11 @@ def first_patients(example: Any, count: int) -> Any:
             raise PlanError(
                 "sensitivity.example-count",
                 f"a tensor of the example has shape {tuple(leaf.shape)}",
-                f"the first axis counts patients: at least {count}, and as many in every tensor",
+                f"give tensors (patients, …) of one length >= {count}",
             )
     if not leaves:
         raise PlanError(
-            "sensitivity.no-tensor",
-            f"the example is a {type(example).__name__} without a tensor",
-            "give what model(...) accepts",
+            "sensitivity.no-tensor", f"the example is a {type(example).__name__} without a tensor", "give model inputs"
         )
 
     return map_arguments(example, lambda value: value[:count] if isinstance(value, Tensor) else value)
@@ -314,7 +312,7 @@ def _program_of_export(exported: ExportedProgram) -> TracedProgram:
         if spec.kind.name not in _LEAF_ORIGINS:
             raise NoBound(
                 "sensitivity.model-not-traceable",
-                f"the traced model needs an input of kind {spec.kind.name}",
+                f"the traced model has an input of kind {spec.kind.name}",
                 "keep effects such as printing out of forward",
             )
         leaves.append((spec.arg.name, _LEAF_ORIGINS[spec.kind.name], spec.target or spec.arg.name))
@@ -354,8 +352,8 @@ def _redirect_in_place_reads(graph: fx.Graph) -> None:
             if other is not first and any(order[user] > order[node] for user in other.users):
                 raise NoBound(
                     "sensitivity.in-place-view",
-                    f"{node.target} overwrites {first.name} while {other.name}, which shares its memory, is read later",
-                    "write the operation without the trailing underscore (or +=) in forward",
+                    f"{node.target} overwrites {first.name}, whose memory {other.name} shares",
+                    "use the operation without underscore (or +=)",
                 )
         first.replace_all_uses_with(node, delete_user_cb=partial(_runs_after, order, order[node]))
         memory[node] = owner
@@ -432,8 +430,8 @@ class TracedGraph:
                 return node
         raise PlanError(
             "sensitivity.unknown-node",
-            f"the graph has no node {name!r}",
-            f"its nodes are {', '.join(n.name for n in self.nodes)}",
+            f"no node is called {name!r}",
+            f"use one of {', '.join(n.name for n in self.nodes)}",
         )
 
     def readers(self, name: str) -> tuple[Node, ...]:
@@ -527,9 +525,7 @@ def read_graph(model: nn.Module, program: TracedProgram, constants: Mapping[str,
         )  # fmt: skip
     if not moving:
         raise PlanError(
-            "sensitivity.no-tensor",
-            f"{type(model).__name__} was given no tensor",
-            "give an example that holds a tensor",
+            "sensitivity.no-tensor", f"the example of {type(model).__name__} holds no tensor", "give model inputs"
         )
     return TracedGraph(model=type(model).__name__, nodes=tuple(moving.values()))
 

@@ -142,7 +142,7 @@ def test_a_layer_of_zeros_is_perturbed_at_the_scale_of_the_model() -> None:
     [
         ({"std": 0.0}, "sensitivity.std-not-positive"),
         ({"draws": 1}, "sensitivity.draws-too-few"),
-        ({"batch": 0}, "sensitivity.draws-too-few"),
+        ({"batch": 0}, "sensitivity.batch-not-positive"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], named: str) -> None:
