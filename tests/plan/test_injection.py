@@ -107,21 +107,21 @@ def test_a_scaled_contribution_under_raw_noise() -> None:
     ids=["energy", "quantile", "choose"],
 )
 def test_rules_are_priced_or_read_as_if_noise_hid_who_was_sampled(rules: Any) -> None:
-    with raises_code("plan.noise-plan-rule"):
+    with raises_code("plan.raw-noise-with-rule"):
         plan(injection=RAW, rules=rules)
     for injection in SAME:
         assert plan(injection=injection, rules=rules).epsilon("k") == plan(rules=rules).epsilon("k")
 
 
 def test_a_budget_that_is_followed_needs_sampling() -> None:
-    with raises_code("plan.noise-plan-rule"):
+    with raises_code("plan.raw-noise-with-rule"):
         plan(injection=RAW, accountant="rdp@8", rules=(FollowBudget(order=8.0), FollowEnergy()))
 
 
 def test_the_printed_clamp_adds_its_noise_once() -> None:
     printed = plan(clipping=Clipping.ELEMENTWISE, allocation="printed-ladp", batch=1.0, claimed=(1.0, 0.0))
     for injection in (*SAME, RAW):
-        with raises_code("plan.noise-under-allocation"):
+        with raises_code("plan.injection-not-per-step"):
             replace(printed, injection=injection)
 
 
@@ -216,7 +216,7 @@ def test_a_budget_in_rho() -> None:
 
 @pytest.mark.parametrize("allocate", ["ladp", "quantile"])
 def test_allocations_that_move_are_refused_by_name(allocate: str) -> None:
-    with raises_code("plan.noise-plan-rule"):
+    with raises_code("plan.raw-noise-with-rule"):
         made_from('"per_sample_raw"', allocate=allocate)
 
 

@@ -104,15 +104,15 @@ def test_counts_that_cost_more_than_the_step_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"rules": (FollowEnergy(), FollowEnergy(every=3))}, "plan.plan-two-rules"),
-        ({"rules": (FollowQuantile(noise=1.0),), "clipping": "joint"}, "plan.thresholds-follow-quantile"),
-        ({"rules": (FollowBudget(order=24),)}, "plan.noise-follows-budget"),
-        ({"rules": (FollowBudget(order=24),), "accountant": "rdp@25"}, "plan.noise-follows-budget"),
-        ({"rules": (replace(CHOOSE, noise=((1, 1), (2, 2))),)}, "plan.candidate-noise-plan"),
-        ({"rules": (replace(CHOOSE, noise=((1, 1, 1), (1, 0, 1))),)}, "plan.candidate-noise-plan"),
-        ({"clipping": Clipping.ELEMENTWISE, "batch": 1.0}, "plan.elementwise-clipping-plan"),
-        ({"claimed": (1.0, 1.0)}, "plan.claimed"),
-        ({"claimed": (1.0,), "allocation": "printed-lsab"}, "plan.claimed"),
+        ({"rules": (FollowEnergy(), FollowEnergy(every=3))}, "plan.rule-twice"),
+        ({"rules": (FollowQuantile(noise=1.0),), "clipping": "joint"}, "plan.quantile-needs-box"),
+        ({"rules": (FollowBudget(order=24),)}, "plan.budget-rule-accountant"),
+        ({"rules": (FollowBudget(order=24),), "accountant": "rdp@25"}, "plan.budget-rule-accountant"),
+        ({"rules": (replace(CHOOSE, noise=((1, 1), (2, 2))),)}, "plan.candidate-noise-elsewhere"),
+        ({"rules": (replace(CHOOSE, noise=((1, 1, 1), (1, 0, 1))),)}, "plan.candidate-noise-elsewhere"),
+        ({"clipping": Clipping.ELEMENTWISE, "batch": 1.0}, "plan.elementwise-clipping"),
+        ({"claimed": (1.0, 1.0)}, "plan.claimed-misplaced"),
+        ({"claimed": (1.0,), "allocation": "printed-lsab"}, "plan.claimed-misplaced"),
     ],
 )
 def test_rules_that_do_not_fit_the_plan_are_refused(changes: dict[str, Any], problem: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from lamina import validate
 from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import choice_noise_multiplier
 from lamina.account.schedule import Adjacency, Event, Schedule, check_adjacency, rdp_order_of
@@ -59,7 +60,10 @@ class PlannedLayer:
     def __post_init__(self) -> None:
         object.__setattr__(self, "depth", float(self.depth))
         object.__setattr__(self, "parameters", tuple(self.parameters))
-        check_layer(self)
+        problem = f"layer {self.name!r} has tensors {self.parameters!r}"
+        _require(bool(self.name and self.parameters), "plan.layer-empty", problem, "give it a name and tensors")
+        validate.number(PlanError, "plan.depth-out-of-range", least=0, most=1, depth=self.depth)
+        validate.whole(PlanError, "plan.layer-size", remedy="leave empty layers out", size=self.size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +87,21 @@ class PlannedClass:
         object.__setattr__(self, "sampling_rate", float(self.sampling_rate))
         object.__setattr__(self, "delta", float(self.delta))
         object.__setattr__(self, "purposes", tuple(self.purposes))
-        check_class(self)
+        who = f"class {self.name!r}"
+        problem = f"{who} has unit {self.unit!r}"
+        _require(bool(self.name and self.unit), "plan.class-unnamed", problem, "give it a name and a unit")
+        remedy = "'@' names a signed bound of a class: CLASS@BOUND"
+        _require("@" not in self.name, "plan.class-name-at", f"{who} has '@' in its name", remedy)
+        problem = f"{who} has sampling rate {self.sampling_rate!r}, must be in (0, 1]"
+        _require(0 < self.sampling_rate <= 1, "plan.sampling-rate-out-of-range", problem, "it is batch / population")
+        if self.population is not None:
+            validate.whole(PlanError, "plan.population-not-positive", population=self.population)
+        if self.public:
+            problem = f"{who} is public with δ = {self.delta!r}"
+            _require(self.delta == 0, "plan.public-delta", problem, "a public class has δ = 0")
+        else:
+            problem = f"{who} has δ = {self.delta!r}, must be in (0, 1)"
+            _require(0 < self.delta < 1, "plan.delta-out-of-range", problem, "choose δ well below 1/population")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,34 +157,28 @@ class StepPlan:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("layers", tuple(self.layers))
-        put("classes", tuple(self.classes))
+        for name in ("layers", "classes", "rules", "slices"):
+            put(name, tuple(getattr(self, name)))
         put("clip", tuple(tuple(float(c) + 0.0 for c in row) for row in self.clip))  # -0.0 becomes 0.0
         put("noise", tuple(float(s) + 0.0 for s in self.noise))
         put("batch", float(self.batch))
-        put("clipping", _parse_clipping(self.clipping))
-        put("rules", tuple(self.rules))
-        put("slices", tuple(self.slices))
         put("claimed", tuple(float(e) for e in self.claimed))
+        if not isinstance(self.clipping, Clipping):
+            forms = [form.value for form in Clipping]
+            put(
+                "clipping", Clipping(validate.one_of(PlanError, "plan.clipping-unknown", forms, clipping=self.clipping))
+            )
         find_accountant(self.accountant)
-        check_plan(self)
-
-    # ----------------------------------------------------------------------------------- who and where
+        _check_plan(self)
 
     def index(self, k: str | int) -> int:
         """The row of a class, by name (or by row, checked)."""
         names = [entry.name for entry in self.classes]
         if isinstance(k, str):
             if k not in names:
-                raise PlanError(
-                    "plan.class-not-plan", f"class {k!r} is not in the plan", f"its classes are {', '.join(names)}"
-                )
+                raise PlanError("plan.class-unknown", f"the plan has no class {k!r}", f"it has {', '.join(names)}")
             return names.index(k)
-        if not 0 <= k < len(names):
-            raise PlanError(
-                "plan.class-out-range", f"class {k} is out of range", f"the plan has classes 0 to {len(names) - 1}"
-            )
-        return k
+        return validate.whole(PlanError, "plan.class-unknown", least=0, most=len(names) - 1, row=k)
 
     def reaches(self, k: str | int, layer: int) -> bool:
         """Whether a contribution of class k may move this layer."""
@@ -174,11 +186,9 @@ class StepPlan:
 
     def slice(self, k: str | int, tensor: str) -> Slice | None:
         """What class k may move of a tensor, if not all of it."""
-        return (
-            slices_by_class_and_tensor(self.slices).get((self.classes[self.index(k)].name, tensor))
-            if self.slices
-            else None
-        )
+        if not self.slices:
+            return None
+        return slices_by_class_and_tensor(self.slices).get((self.classes[self.index(k)].name, tensor))
 
     def open_ranges(self, tensor: str) -> tuple[int, tuple[Range, ...]] | None:
         """The axis of a tensor and the places along it that some class may move; None if that is all of it."""
@@ -190,15 +200,10 @@ class StepPlan:
         ranges = merge_ranges(places for part in found for places in part.ranges)
         return None if ranges == ((0, found[0].length),) else (found[0].axis, ranges)
 
-    # ----------------------------------------------------------------------------------- what it costs
-
     def sigma(self, k: str | int, scale: float = 1.0) -> float:
         """The effective noise multiplier of class k, and of its contributions whose thresholds are scaled."""
         row = self.index(k)
-        if not 0 < scale <= 1:
-            raise PlanError(
-                "plan.scale", f"scale is {scale!r}, must be in (0, 1]", "a stricter bound shrinks C, never grows it"
-            )
+        validate.number(PlanError, "plan.scale-out-of-range", above=0, most=1, scale=scale)
         if self.classes[row].public:
             return math.inf
         return effective_sigma([c * scale for c in self.clip[row]], self.noise, self.bits(row))
@@ -307,8 +312,6 @@ class StepPlan:
         bits = [self.bits(k) for k in range(len(self.classes))]
         return replace(self, noise=rescale_noise(self.clip, self.noise, row, bits))
 
-    # ----------------------------------------------------------------------------------- how it is told
-
     def table(self) -> str:
         """A readable table; asks the accountant for ε, so the first call may take a second."""
         return plan_table(self)
@@ -343,189 +346,117 @@ class StepPlan:
         return hashlib.sha256(self.to_cbor()).digest()
 
 
-def _parse_clipping(value: Clipping | str) -> Clipping:
-    try:
-        return Clipping(value)
-    except ValueError:
-        accepted = ", ".join(form.value for form in Clipping)
-        raise PlanError(
-            "plan.clipping-not-known", f"clipping is {value!r}, which is not known", f"accepted: {accepted}"
-        ) from None
-
-
 @lru_cache(maxsize=4096)
 def _cached_epsilon(name: str, schedule: Schedule, delta: float, adjacency: Adjacency) -> float:
     return find_accountant(name).epsilon(schedule, delta, adjacency)
 
 
-def check_layer(layer: PlannedLayer) -> None:
-    """A layer has a name, a depth in [0, 1], tensors and a size."""
-    if not layer.name or not layer.parameters:
-        raise PlanError(
-            "plan.layer-tensors", f"layer {layer.name!r} has tensors {layer.parameters!r}", "give it a name and tensors"
-        )
-    if not 0 <= layer.depth <= 1:
-        raise PlanError(
-            "plan.layer-depth", f"layer {layer.name!r} has depth {layer.depth!r}, must be in [0, 1]", "0 is the input"
-        )
-    if layer.size < 1:
-        raise PlanError(
-            "plan.layer-size", f"layer {layer.name!r} has size {layer.size!r}, must be >= 1", "leave empty layers out"
-        )
+def _require(condition: bool, code: str, problem: str, remedy: str) -> None:
+    if not condition:
+        raise PlanError(code, problem, remedy)
 
 
-def check_class(entry: PlannedClass) -> None:
-    """A class has a name, a sampling rate in (0, 1] and, unless public, a δ in (0, 1)."""
-    who = f"class {entry.name!r}"
-    if not entry.name or not entry.unit:
-        raise PlanError("plan.unit", f"{who} has unit {entry.unit!r}", "give it a name and a unit")
-    if "@" in entry.name:
-        raise PlanError("plan.name", f"{who} has '@' in its name", "'@' names a signed bound of a class: CLASS@BOUND")
-    if not 0 < entry.sampling_rate <= 1:
-        raise PlanError(
-            "plan.sampling-rate",
-            f"{who} has sampling rate {entry.sampling_rate!r}, must be in (0, 1]",
-            "it is batch / population",
-        )
-    if entry.population is not None and entry.population < 1:
-        raise PlanError(
-            "plan.population", f"{who} has population {entry.population!r}, must be >= 1", "declare its size"
-        )
-    if entry.public and entry.delta != 0:
-        raise PlanError("plan.public-delta", f"{who} is public with δ = {entry.delta!r}", "a public class has δ = 0")
-    if not entry.public and not 0 < entry.delta < 1:
-        raise PlanError(
-            "plan.delta", f"{who} has δ = {entry.delta!r}, must be in (0, 1)", "choose δ well below 1/population"
-        )
-
-
-def check_plan(plan: StepPlan) -> None:
+def _check_plan(plan: StepPlan) -> None:
     """Shapes, names, numbers, and no private class that moves a layer without noise."""
-    if not plan.layers or not plan.classes:
-        raise PlanError("plan.plan-no-layers", "the plan has no layers or no classes", "give it one of each at least")
+    _require(bool(plan.layers and plan.classes), "plan.empty", "the plan has no layers or no classes", "give it both")
     _check_unique("layer", (layer.name for layer in plan.layers))
     _check_unique("class", (entry.name for entry in plan.classes))
     _check_unique("tensor", (name for layer in plan.layers for name in layer.parameters))
-    shape = (len(plan.classes), len(plan.layers))
-    if len(plan.clip) != shape[0] or any(len(row) != shape[1] for row in plan.clip):
-        raise PlanError(
-            "plan.clip-rows",
-            f"clip has rows of {[len(row) for row in plan.clip]}",
-            f"it must be {shape[0]} × {shape[1]}",
-        )
-    if len(plan.noise) != shape[1]:
-        raise PlanError(
-            "plan.noise-entries", f"noise has {len(plan.noise)} entries, must be {shape[1]}", "give one S per layer"
-        )
-    if not (math.isfinite(plan.batch) and plan.batch > 0):
-        raise PlanError(
-            "plan.batch-finite", f"batch is {plan.batch!r}, must be finite and > 0", "it divides the noised sum"
-        )
-    if isinstance(plan.steps, bool) or not isinstance(plan.steps, int) or plan.steps < 1:
-        raise PlanError(
-            "plan.steps-whole-number", f"steps is {plan.steps!r}, must be a whole number >= 1", "say how long it trains"
-        )
+    rows, columns = len(plan.classes), len(plan.layers)
+    widths = [len(row) for row in plan.clip]
+    _require(widths == [columns] * rows, "plan.clip-shape", f"clip has rows of {widths}", f"make it {rows} × {columns}")
+    count = len(plan.noise)
+    _require(
+        count == columns, "plan.noise-shape", f"noise has {count} entries for {columns} layers", "give one per layer"
+    )
+    validate.positive(PlanError, "plan.batch-not-positive", batch=plan.batch)
+    validate.whole(PlanError, "plan.steps-not-positive", steps=plan.steps)
     for layer, s in zip(plan.layers, plan.noise, strict=True):
-        if not (math.isfinite(s) and s >= 0):
-            raise PlanError(
-                "plan.noise-layer-finite",
-                f"noise of layer {layer.name!r} is {s!r}, must be finite and >= 0",
-                "correct S",
-            )
-        if s > 0 and not (
-            LEAST_MAGNITUDE <= s <= MOST_MAGNITUDE and LEAST_MAGNITUDE <= s / plan.batch <= MOST_MAGNITUDE
-        ):
-            raise PlanError(
-                "plan.noise-layer-divided",
-                f"noise of layer {layer.name!r} is {s!r} (divided by batch: {s / plan.batch!r}), "
-                f"must lie in [{LEAST_MAGNITUDE}, {MOST_MAGNITUDE}]: float32 would lose it",
-                "scale C and S of every layer by the same factor",
-            )
+        fits = s == 0 or all(LEAST_MAGNITUDE <= x <= MOST_MAGNITUDE for x in (s, s / plan.batch))
+        problem = (
+            f"noise of layer {layer.name!r} is {s!r} ({s / plan.batch!r} after division by batch), must be 0 or in "
+        )
+        remedy = "float32 would lose it: scale C and S of every layer by the same factor"
+        _require(fits, "plan.noise-out-of-range", f"{problem}[{LEAST_MAGNITUDE:g}, {MOST_MAGNITUDE:g}]", remedy)
     for entry, row in zip(plan.classes, plan.clip, strict=True):
         for layer, c, s in zip(plan.layers, row, plan.noise, strict=True):
-            _check_cell(entry, layer, c, s)
-        sigma = plan.sigma(entry.name)
-        if not sigma > 0:
-            raise PlanError(
-                "plan.class-sigma", f"class {entry.name!r} has sigma {sigma!r}, must be > 0", "raise S or lower C"
-            )
-        if math.isinf(sigma) and not entry.public and any(c > 0 for c in row):
-            raise PlanError(
-                "plan.class-reaches-layers",
-                f"class {entry.name!r} reaches layers, but its sigma is infinite: C/S underflows",
-                "lower S or raise C",
-            )
-
+            _check_clip(entry, layer, c, s)
+        sigma, who = plan.sigma(entry.name), f"class {entry.name!r}"
+        _require(sigma > 0, "plan.sigma-not-positive", f"{who} has sigma {sigma!r}, must be > 0", "raise S or lower C")
+        lost = math.isinf(sigma) and not entry.public and any(c > 0 for c in row)
+        _require(
+            not lost, "plan.sigma-infinite", f"{who} reaches layers, but C/S underflows to 0", "lower S or raise C"
+        )
     _check_rules(plan)
     _check_injection(plan)
     _check_slices(plan)
 
 
+def _check_clip(entry: PlannedClass, layer: PlannedLayer, c: float, s: float) -> None:
+    if (
+        c == 0
+        or (entry.public and c == math.inf)
+        or (LEAST_MAGNITUDE <= c <= MOST_MAGNITUDE and s > 0 and not entry.public)
+    ):
+        return
+    where = f"clip of class {entry.name!r} at layer {layer.name!r} is {c!r}"
+    if entry.public:
+        raise PlanError(
+            "plan.public-clip-finite", f"{where}, but the class is public", "use inf where it reaches, or 0"
+        )
+    if LEAST_MAGNITUDE <= c <= MOST_MAGNITUDE:
+        problem = f"{where} and the layer has no noise (S = 0): its gradient would be released as it is"
+        raise PlanError("plan.layer-without-noise", problem, "give the layer S > 0, or C = 0 in every private class")
+    problem = f"{where}, must be 0 or in [{LEAST_MAGNITUDE:g}, {MOST_MAGNITUDE:g}]"
+    raise PlanError("plan.clip-out-of-range", problem, "only a class that is declared public has C = inf")
+
+
 def _check_rules(plan: StepPlan) -> None:
-    """Rules that fit the plan, and nothing that only a printed allocation may do."""
-    if len({type(rule) for rule in plan.rules}) != len(plan.rules):
-        raise PlanError("plan.plan-two-rules", "the plan has two rules of one kind", "keep one of them")
+    """Rules fit the plan, and nothing is done that only a paper's allocation may do."""
+    kinds = {type(rule) for rule in plan.rules}
+    _require(len(kinds) == len(plan.rules), "plan.rule-twice", "the plan has two rules of one kind", "keep one of them")
     form, printed = plan.clipping.value, plan.allocation.startswith("printed")
     if form == "elementwise" and (not printed or plan.batch != 1 or plan.rules):
         raise PlanError(
-            "plan.elementwise-clipping-plan",
-            f"elementwise clipping in a plan of allocation {plan.allocation!r}: it bounds no single contribution",
-            "use box or joint; allocate='printed-ladp' reproduces the document",
+            "plan.elementwise-clipping",
+            f"elementwise clipping under allocation {plan.allocation!r} bounds no single contribution",
+            "use box or joint; allocate='printed-ladp' reproduces the paper",
         )
     if plan.claimed and (not printed or len(plan.claimed) != len(plan.classes)):
-        raise PlanError("plan.claimed", f"claimed is {plan.claimed}", "one ε per class, of a printed allocation only")
+        remedy = "give one ε per class, for the allocation of a paper only"
+        raise PlanError("plan.claimed-misplaced", f"claimed is {plan.claimed}", remedy)
     if plan.rule(FollowQuantile) is not None and form != "box":
-        raise PlanError(
-            "plan.thresholds-follow-quantile",
-            f"thresholds follow a quantile under {form} clipping",
-            "use clipping='box'",
-        )
+        problem = f"clip norms cannot follow a quantile under {form} clipping"
+        raise PlanError("plan.quantile-needs-box", problem, "use clipping='box'")
     choose, budget = plan.rule(Choose), plan.rule(FollowBudget)
     for row in choose.noise if choose is not None else ():
         if len(row) != len(plan.layers) or any((s > 0) != (t > 0) for s, t in zip(row, plan.noise, strict=True)):
-            raise PlanError(
-                "plan.candidate-noise-plan",
-                "a candidate has noise where the plan has none, or none where it has",
-                "correct it",
-            )
+            problem = "a candidate must have noise at exactly the layers where the plan has noise"
+            raise PlanError("plan.candidate-noise-elsewhere", problem, "correct the candidate")
     if budget is None and rdp_order_of(plan.accountant) is not None:
-        raise PlanError(
-            "plan.accountant-noise-follows",
-            f"accountant {plan.accountant!r} is for noise that follows its budget, and the plan has no such rule",
-            "use pld or rdp",
-        )
+        problem = f"accountant {plan.accountant!r} is only for plans with the rule FollowBudget"
+        raise PlanError("plan.accountant-needs-budget-rule", problem, "use pld or rdp")
     if budget is not None and plan.accountant != budget.accountant:
-        raise PlanError(
-            "plan.noise-follows-budget",
-            f"noise that follows the budget is priced by {plan.accountant!r}, which does not hold for it",
-            f"use accountant {budget.accountant!r}",
-        )
+        problem = f"accountant {plan.accountant!r} does not hold for noise that follows its budget"
+        raise PlanError("plan.budget-rule-accountant", problem, f"use accountant {budget.accountant!r}")
 
 
 def _check_injection(plan: StepPlan) -> None:
     """Where the noise enters fits what else the plan does."""
     form = plan.injection.form.value
     if (plan.claimed or plan.clipping.value == "elementwise") and form != "per_step":
-        raise PlanError(
-            "plan.noise-under-allocation",
-            f"{form} noise under allocation {plan.allocation!r}, whose document adds it once per step",
-            "use injection per_step",
-        )
+        problem = f"{form} noise does not fit allocation {plan.allocation!r}: its paper adds noise once per step"
+        raise PlanError("plan.injection-not-per-step", problem, "use injection per_step")
     if plan.injection.raw and plan.rules:
         raise PlanError(
-            "plan.noise-plan-rule",
-            f"{form} noise in a plan with the rule {type(plan.rules[0]).__name__}: its size tells who was sampled, and "
-            "a rule is priced, or reads the noise, as if it did not",
+            "plan.raw-noise-with-rule",
+            f"{form} noise cannot be used with the rule {type(plan.rules[0]).__name__}: its size tells who was sampled",
             "use per_step, per_microbatch or per_sample; or an allocation without rules",
-        )
-    if plan.injection.raw and rdp_order_of(plan.accountant) is not None:
-        raise PlanError(
-            "plan.noise-priced", f"{form} noise is priced by {plan.accountant!r}", "use pld, zcdp or gaussian"
         )
 
 
 def _check_slices(plan: StepPlan) -> None:
-    """Each narrows a tensor of a layer that its class reaches, once, along one axis for all classes."""
+    """Each slice narrows a tensor of a layer that its class reaches, once, along one axis for all classes."""
     layer_of = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
     names = {entry.name: k for k, entry in enumerate(plan.classes)}
     axes: dict[str, tuple[int, int]] = {}
@@ -533,58 +464,23 @@ def _check_slices(plan: StepPlan) -> None:
     for part in plan.slices:
         where = f"slice of {part.tensor!r} for class {part.cls!r}"
         if part.cls not in names or part.tensor not in layer_of:
-            raise PlanError("plan.plan-no-class", f"{where}: the plan has no such class or tensor", "correct the name")
+            raise PlanError("plan.slice-unknown", f"{where}: the plan has no such class or tensor", "correct the name")
         if not plan.clip[names[part.cls]][layer_of[part.tensor]] > 0:
             raise PlanError(
-                "plan.class-not-reach",
-                f"{where}: the class does not reach its layer",
-                "leave the slice out, or let it reach",
+                "plan.slice-unreached", f"{where}: the class does not reach its layer", "leave the slice out"
             )
         if axes.setdefault(part.tensor, (part.axis, part.length)) != (part.axis, part.length):
-            raise PlanError(
-                "plan.axis-another-class",
-                f"{where} has axis {part.axis}, another class's has {axes[part.tensor][0]}",
-                "use one axis",
-            )
+            problem = f"{where} has axis {part.axis}, another class's has {axes[part.tensor][0]}"
+            raise PlanError("plan.slice-axes-differ", problem, "use one axis")
     for k, entry in enumerate(plan.classes):
         for i, layer in enumerate(plan.layers):
             parts = [plan.slice(k, name) for name in layer.parameters] if plan.clip[k][i] > 0 else []
             if parts and all(part is not None and not part.ranges for part in parts):
-                raise PlanError(
-                    "plan.class-reaches-layer",
-                    f"class {entry.name!r} reaches layer {layer.name!r}, and its slices leave nothing of it",
-                    "set its threshold to 0 there",
-                )
-
-
-def _check_cell(entry: PlannedClass, layer: PlannedLayer, c: float, s: float) -> None:
-    where = f"clip of class {entry.name!r} at layer {layer.name!r} is {c!r}"
-    if entry.public:
-        if c != 0 and c != math.inf:
-            raise PlanError(
-                "plan.class-public", f"{where}, but the class is public", "use inf where it reaches and 0 elsewhere"
-            )
-    elif not (math.isfinite(c) and c >= 0):
-        raise PlanError(
-            "plan.finite-declare",
-            f"{where}, must be finite and >= 0",
-            "declare the class public if it is owed no noise",
-        )
-    elif c > 0 and not LEAST_MAGNITUDE <= c <= MOST_MAGNITUDE:
-        raise PlanError(
-            "plan.lie",
-            f"{where}, must be 0 or lie in [{LEAST_MAGNITUDE}, {MOST_MAGNITUDE}]",
-            "float32 gradients cannot be clipped to it",
-        )
-    elif c > 0 and s == 0:
-        raise PlanError(
-            "plan.layer-no-noise",
-            f"{where} and the layer has no noise (S = 0): its gradient would be released as it is",
-            "give the layer S > 0, or C = 0 in every private class",
-        )
+                problem = f"class {entry.name!r} reaches layer {layer.name!r}, but its slices leave nothing of it"
+                raise PlanError("plan.slices-empty", problem, "set its threshold to 0 there")
 
 
 def _check_unique(what: str, names: Iterable[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise PlanError("plan.plan-once", f"{what} {twice[0]!r} is in the plan more than once", "name it once")
+        raise PlanError("plan.name-twice", f"{what} {twice[0]!r} is in the plan more than once", "name it once")
