@@ -20,7 +20,7 @@ from lamina.account.accountants import find_accountant
 from lamina.account.schedule import Event
 from lamina.corpus.sampler import Sampler
 from lamina.ledger.records import Segment, SegmentOutcome
-from lamina.ledger.verify.plan_checks import AttemptTree
+from lamina.ledger.verify.epoch_checks import AttemptTree
 from lamina.plan.step_plan import StepPlan
 from lamina.train.journal import Journal
 from lamina.train.journal_records import (

@@ -378,7 +378,7 @@ class AdmissionBatch:
 
     def _choose(self, rows: StoreReader, new: Sequence[RegisterEntry], now: int) -> None:
         header = self._ledger.header
-        judge = PolicyInForce.of(header, last_policy_record(rows, header))
+        judge = PolicyInForce(header, last_policy_record(rows, header))
         keys = self._presence.keys(rows)
         missing = {entry.kid for entry in new if not keys.holds(entry.kid)}
         events = missing_key_events(keys, self._beside.keys, missing) if missing else []
@@ -459,10 +459,10 @@ _cached_terms = lru_cache(maxsize=4096)(ContributionTerms)
 
 
 def _check_policy_in_force(judge: PolicyInForce, terms: ContributionTerms, ledger: Ledger) -> None:
-    if (wrong := judge.wrong(terms)) is not None:
+    if (wrong := judge.violation(terms)) is not None:
         raise LedgerError(
             "ledger.ledger-under-another",
-            f"the ledger {ledger.name} is under another policy than the gate: {wrong}",
+            f"the ledger {ledger.name} is under another policy than the gate: {wrong.reason}",
             "bring it up to date first: lamina admit --ledger does, or lamina.ledger.corpus_terms.follow",
         )
 

@@ -22,7 +22,7 @@ from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.corpus_terms import policy_in_force
 from lamina.ledger.governance_records import Withdrawal, WithdrawalEffect, WithdrawalReason
 from lamina.ledger.records import ContributionRecord
-from lamina.ledger.verify.plan_checks import difference_from_policy
+from lamina.ledger.verify.epoch_checks import difference_from_policy
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import account_bound
@@ -146,7 +146,8 @@ class LedgerMembership:
         }
         for entry in plan.classes:
             preset = presets.get(entry.name)
-            wrong = "is not one of the policy" if preset is None else difference_from_policy(plan, entry, preset)
+            found = None if preset is None else difference_from_policy(plan, entry, preset)
+            wrong = f"class {entry.name!r} is not in the policy" if preset is None else found and found.reason
             if wrong is not None:
                 problem = f"the plan is not one that the ledger {self._ledger.name} allows now: {wrong}"
                 remedy = "make the plan again, under the policy that is in force: lamina ledger policy shows it"

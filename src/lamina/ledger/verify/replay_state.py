@@ -1,16 +1,13 @@
-"""What a verification starts from and carries along.
-
-Trusted keys, the first finding, the report, and the keys and the policy in force after the leaves read.
-"""
+"""State of a verification: trusted keys, the report, and the keys and policy in force after the leaves read so far."""
 
 from __future__ import annotations
 
 import os
 import time as system
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from lamina.admit.key_ring import KeyRing, KeyStatus
 from lamina.admit.keys import PublicKey, format_utc, read_small
@@ -32,17 +29,18 @@ from lamina.ledger.governance_records import (
 from lamina.ledger.records import KIND_NAMES, ContributionTerms, Leaf, Record
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, Note, NoteKey
 
-LEAF = "leaf"  # bytes at their place, whatever they say
-CHECKPOINT = "checkpoint"  # a signature over the tree
-TILE = "tile"  # a stored hash of the tree
-STORE = "store"  # what a store keeps beside the leaves
-KNOWN_CHECKPOINT = "seen"  # a checkpoint that was seen before
-TRUSTED_KEYS = "trust"  # keys from outside the ledger
+# Kinds of findings that are not about a record of a known kind
+LEAF = "leaf"
+CHECKPOINT = "checkpoint"
+TILE = "tile"
+STORE = "store"
+KNOWN_CHECKPOINT = "seen"
+TRUSTED_KEYS = "trust"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Where, what and why. `index` is a leaf; of a checkpoint it is the first leaf that it fails to vouch for."""
+    """The first thing that is wrong. `index` is a leaf; for a checkpoint, the first leaf that it fails to cover."""
 
     index: int | None
     kind: str
@@ -50,15 +48,22 @@ class Finding:
     reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        return {"index": self.index, "kind": self.kind, "code": self.code, "reason": self.reason}
+        return asdict(self)
 
     def __str__(self) -> str:
-        place = "" if self.index is None else f"leaf {self.index} "
-        return f"{place}({self.kind}): {self.reason} [{self.code}]"
+        leaf = "" if self.index is None else f"leaf {self.index} "
+        return f"{leaf}({self.kind}): {self.reason} [{self.code}]"
+
+
+class Violation(NamedTuple):
+    """A broken rule, before it is known which leaf broke it."""
+
+    code: str
+    reason: str
 
 
 class VerificationStopped(Exception):
-    """Ends an audit. Never leaves this folder."""
+    """Ends a replay with its first finding. Never leaves this folder."""
 
     def __init__(self, problem: Finding) -> None:
         super().__init__(str(problem))
@@ -66,17 +71,17 @@ class VerificationStopped(Exception):
 
 
 def fail(index: int | None, kind: str | type[Record], code: str, reason: str) -> NoReturn:
-    """This is the first thing that is wrong."""
+    """Stop the replay with this finding."""
     raise VerificationStopped(Finding(index, kind if isinstance(kind, str) else KIND_NAMES[kind], code, reason))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnrecordedSpend:
-    """What a run was charged or has reserved, and no leaf says yet: it counts against the bounds all the same.
+    """Charges and reservations of a run that no leaf records yet. They count against the bounds all the same.
 
-    attempts  that are open, or whose process ended before it could record them
-    budgets   that noise is to follow, charged as a whole before the first attempt
-    reserved  whether the rest of its plan is kept free for it
+    attempts  open attempts, or attempts whose process ended before it recorded them
+    budgets   whole budgets of adaptive noise, charged before the first attempt
+    reserved  whether the rest of its plan is reserved
     """
 
     run: bytes
@@ -86,33 +91,27 @@ class UnrecordedSpend:
     reserved: bool
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "run": self.run.hex(),
-            "label": self.label,
-            "attempts": self.attempts,
-            "budgets": self.budgets,
-            "reserved": self.reserved,
-        }
+        return asdict(self) | {"run": self.run.hex()}
 
     def __str__(self) -> str:
         name = f"{self.run.hex()[:8]} {self.label!r}" if self.label else self.run.hex()[:8]
-        told = [f"{self.attempts} attempt{'s' if self.attempts > 1 else ''}"] if self.attempts else []
-        told += ["a whole budget"] if self.budgets else []
-        return f"{name} ({', '.join([*told, *(['the rest of its plan'] if self.reserved else [])])})"
+        parts = [f"{self.attempts} attempt{'s' if self.attempts > 1 else ''}"] if self.attempts else []
+        parts += ["a whole budget"] * (self.budgets > 0) + ["the rest of its plan"] * self.reserved
+        return f"{name} ({', '.join(parts)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was found.
+    """Report of a verification.
 
-    verified     everything that could be checked is as it must be
-    trusted      all of it is signed by keys that came from outside the ledger
-    size, root   of the tree that the leaves make; of what the head claims if they could not all be read
-    signed       leaves that a checkpoint covers
-    problem      the first thing that is wrong
-    counts       leaves by kind; `pruned` are gone
+    verified     every check passed
+    trusted      and keys from outside the ledger signed all of it
+    size, root   of the tree over the leaves; if not all could be read, the size that the head claims
+    signed       number of leaves that checkpoints cover
+    problem      the first finding
+    counts       leaves by kind; `pruned` counts leaves that are gone
     notes        what was not, or could not be, checked
-    held         by run, what is charged or reserved and in no leaf yet
+    held         by run, what is charged or reserved and not yet recorded
     """
 
     verified: bool
@@ -130,18 +129,10 @@ class Verification:
     held: tuple[UnrecordedSpend, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines."""
         return {
-            "verified": self.verified,
-            "trusted": self.trusted,
-            "origin": self.origin,
-            "size": self.size,
+            **{name: getattr(self, name) for name in ("verified", "trusted", "origin", "size")},
             "root": None if self.root is None else self.root.hex(),
-            "signed": self.signed,
-            "checkpoints": self.checkpoints,
-            "attestations": self.attestations,
-            "spends": self.spends,
-            "counts": self.counts,
+            **{name: getattr(self, name) for name in ("signed", "checkpoints", "attestations", "spends", "counts")},
             "notes": list(self.notes),
             "held": [each.to_dict() for each in self.held],
             "problem": None if self.problem is None else self.problem.to_dict(),
@@ -154,10 +145,10 @@ _LEDGER_ROLE = "ledger"
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Keys that count whatever a ledger says: a ring, verifier keys of signed notes, or one public key.
+    """Keys that an auditor trusts: a key ring, verifier keys of signed notes, or one public key.
 
-    They come from somewhere else than the ledger: from whoever answers for it, by another way. A ring also knows
-    contributors, for ledgers that do not name their keys.
+    They come from whoever answers for the ledger, by another way than the ledger itself. A ring also holds keys of
+    contributors, for ledgers that do not name them.
     """
 
     ring: KeyRing | None = None
@@ -174,24 +165,17 @@ class Trust:
         if data.lstrip().startswith(b"-----BEGIN"):
             return cls(plain=(PublicKey.load(path),))
         try:
-            text = data.decode("utf-8")
-            lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-            keys = tuple(NoteKey.parse(line) for line in lines)
+            lines = [line.strip() for line in data.decode("utf-8").splitlines() if not line.startswith("#")]
+            keys = tuple(NoteKey.parse(line) for line in lines if line)
         except (UnicodeDecodeError, EncodingError) as error:
-            told = error.problem if isinstance(error, LaminaError) else "it is no text"
-            raise LedgerError(
-                "ledger.holds-no-keys-trust",
-                f"'{path}' holds no keys to trust: {told}",
-                "give a key ring, or verifier keys of the ledger, one a line",
-            ) from None
+            why = error.problem if isinstance(error, LaminaError) else "not UTF-8 text"
+            raise _no_keys(path, f": {why}") from None
         if not keys:
-            raise LedgerError(
-                "ledger.holds-no-keys", f"'{path}' holds no keys", "give a key ring, or verifier keys, one a line"
-            )
+            raise _no_keys(path)
         return cls(notes=keys)
 
     def keys(self, origin: str, now: int | None = None) -> list[PublicKey]:
-        """Those of the ledger with that origin."""
+        """The trusted keys for the ledger with that origin."""
         at = int(system.time()) if now is None else now
         mine = [*self.plain, *(each.key for each in self.notes if each.name == origin)]
         if self.ring is not None:
@@ -201,9 +185,14 @@ class Trust:
         return mine
 
 
+def _no_keys(path: Path, why: str = "") -> LedgerError:
+    remedy = "give a key ring (JSON), a public key (PEM), or verifier keys of the ledger, one a line"
+    return LedgerError("verify.no-trusted-keys", f"'{path}' holds no keys to trust{why}", remedy)
+
+
 @dataclass(frozen=True, slots=True)
 class KnownCheckpoint:
-    """A checkpoint of the same ledger that was seen at another time, or by somebody else."""
+    """A checkpoint of the same ledger that was kept earlier, or by somebody else."""
 
     head: LedgerCheckpoint
     note: Note
@@ -215,215 +204,169 @@ class KnownCheckpoint:
 
     @classmethod
     def parse(cls, data: str | bytes) -> KnownCheckpoint:
-        """Read a signed checkpoint."""
         return cls(*notes.parse_checkpoint(data))
 
 
 def known_checkpoints(given: Iterable[str | bytes | KnownCheckpoint]) -> list[KnownCheckpoint]:
-    """Checkpoints by size."""
+    """The checkpoints, sorted by size."""
     made = [each if isinstance(each, KnownCheckpoint) else KnownCheckpoint.parse(each) for each in given]
     return sorted(made, key=lambda each: each.head.size)
 
 
 @dataclass(slots=True)
 class _ReplayedKey:
-    """A key, and what became of it."""
+    """A key and its history."""
 
     key: Key
     public: PublicKey
     since: int = 0
     retired: int | None = None  # from then on it signs nothing new
-    revoked: int | None = None  # from then on nothing counts that it ever signed
+    revoked: int | None = None  # from then on nothing that it ever signed counts
 
-    def wrong(self, role: Role, at: int, issued: int) -> str | None:
+    def violation(self, role: Role, at: int, issued: int) -> Violation | None:
         """Why it does not count at `at` for something signed at `issued`; None if it does."""
-        if self.key.role is not role:
-            return f"is for {self.key.role.name.lower()}, not for {role.name.lower()}"
+        name, key = f"key {self.key.id.hex()[:16]}", self.key
+        if key.role is not role:
+            what = f"{name} has role {key.role.name.lower()}, not {role.name.lower()}"
+            return Violation("verify.key-wrong-role", what)
         if self.revoked is not None and at >= self.revoked:
-            return f"is revoked from {format_utc(self.revoked)}"
-        if at < self.since or at < self.key.valid_from or issued < self.key.valid_from:
-            return f"is valid from {format_utc(max(self.since, self.key.valid_from))}"
-        if self.key.valid_until is not None and at >= self.key.valid_until:
-            return f"was valid until {format_utc(self.key.valid_until)}"
+            return Violation("verify.key-revoked", f"{name} is revoked from {format_utc(self.revoked)}")
+        if at < self.since or at < key.valid_from or issued < key.valid_from:
+            since = format_utc(max(self.since, key.valid_from))
+            return Violation("verify.key-not-yet-valid", f"{name} is valid from {since}")
+        if key.valid_until is not None and at >= key.valid_until:
+            return Violation("verify.key-expired", f"{name} was valid until {format_utc(key.valid_until)}")
         if self.retired is not None and issued >= self.retired:
-            return f"was replaced at {format_utc(self.retired)}"
+            return Violation("verify.key-replaced", f"{name} was replaced at {format_utc(self.retired)}")
         return None
+
+    def contributor_violation(self, at: int) -> Violation | None:
+        # Only the attestation says when it was signed: at the earliest when the key became valid.
+        return self.violation(Role.CONTRIBUTOR, at, self.key.valid_from)
 
 
 class ReplayedKeys:
-    """The keys as they stand after the leaves that were read.
-
-    `version` changes with every key event: whoever remembers an answer remembers it for a version.
-    """
+    """The keys of a ledger after the leaves read so far."""
 
     def __init__(self, header: Header, ring: KeyRing | None = None) -> None:
         self._origin, self._ring = header.origin, ring
-        self._states = {key.id: _ReplayedKey(key, key.public) for key in header.keys}
-        self.version = 0
+        self._keys = {key.id: _ReplayedKey(key, key.public) for key in header.keys}
 
     def apply(self, leaf: Leaf) -> None:
-        """Go on by one key event."""
+        """Check and apply one key event."""
         event = leaf.record
         assert isinstance(event, KeyEvent)
-        target = self._states.get(event.target) if event.target is not None else None
+        target = self._keys.get(event.target) if event.target is not None else None
         if event.target is not None and target is None:
-            fail(leaf.seq, KeyEvent, "verify.key-not-ledger", f"key {event.target.hex()[:16]} is not one of the ledger")
+            reason = f"the ledger has no key {event.target.hex()[:16]}"
+            fail(leaf.seq, KeyEvent, "verify.key-unknown", reason)
         if event.key is not None:
             self._add(leaf.seq, event.key, event.effective, event.change, target)
         if target is not None and event.change is KeyChange.ROTATE:
-            target.retired = _earlier_time(target.retired, event.effective)
+            target.retired = min(event.effective, event.effective if target.retired is None else target.retired)
         if target is not None and event.change is KeyChange.REVOKE:
-            target.revoked = _earlier_time(target.revoked, event.effective)
-        self.version += 1
+            target.revoked = min(event.effective, event.effective if target.revoked is None else target.revoked)
 
     def _add(self, seq: int, key: Key, effective: int, change: KeyChange, target: _ReplayedKey | None) -> None:
-        known = self._states.get(key.id)
+        known, name, role = self._keys.get(key.id), f"key {key.id.hex()[:16]}", key.role.name.lower()
         if known is not None and known.key.role is not key.role:
-            fail(
-                seq,
-                KeyEvent,
-                "verify.key-already-role",
-                f"key {key.id.hex()[:16]} is for {known.key.role.name.lower()} already: one role a key",
-            )
+            reason = f"{name} has role {known.key.role.name.lower()} already and cannot become {role}"
+            fail(seq, KeyEvent, "verify.key-role-changed", reason)
         if known is not None and change is KeyChange.ROTATE:
-            fail(
-                seq,
-                KeyEvent,
-                "verify.key-takes-over",
-                f"key {key.id.hex()[:16]} takes over, and is one of the ledger already",
-            )
+            fail(seq, KeyEvent, "verify.rotation-to-known-key", f"{name} replaces another key, but is not new")
         if target is not None and target.key.role is not key.role:
-            fail(
-                seq,
-                KeyEvent,
-                "verify.key-takes-over-2",
-                f"a key for {key.role.name.lower()} takes over from one for {target.key.role.name.lower()}",
-            )
+            reason = f"{name} with role {role} replaces a key with role {target.key.role.name.lower()}"
+            fail(seq, KeyEvent, "verify.rotation-changes-role", reason)
         if key.role is Role.LEDGER and key.name != self._origin:
-            fail(
-                seq,
-                KeyEvent,
-                "verify.key-ledger-named",
-                f"a key of the ledger is named {key.name!r}, not {self._origin!r}",
-            )
-        self._states[key.id] = _ReplayedKey(key, key.public, since=effective)
+            reason = f"{name} of the ledger is named {key.name!r}, not {self._origin!r}"
+            fail(seq, KeyEvent, "verify.ledger-key-name", reason)
+        self._keys[key.id] = _ReplayedKey(key, key.public, since=effective)
 
-    # ----------------------------------------------------------------------------------- questions
-
-    def contributor(self, kid: bytes, at: int, issued: int) -> PublicKey | str:
-        """The key of an attestation that was used at `at` and claims to be signed at `issued`; or why there is none."""
-        state = self._states.get(kid)
-        if state is not None:
-            wrong = state.wrong(Role.CONTRIBUTOR, at, issued)
-            return state.public if wrong is None else f"key {kid.hex()[:16]} {wrong}"
+    def contributor(self, kid: bytes, at: int, issued: int) -> PublicKey | Violation:
+        """The key of an attestation that was used at `at` and claims to be signed at `issued`; or why it is invalid."""
+        name = f"key {kid.hex()[:16]}"
+        if (known := self._keys.get(kid)) is not None:
+            return known.violation(Role.CONTRIBUTOR, at, issued) or known.public
         entry = None if self._ring is None else self._ring.get(kid)
         if entry is None:
-            where = "the ledger" if self._ring is None else "the ledger nor the trusted keys"
-            return f"key {kid.hex()[:16]} is not known to {where}"
-        standing = entry.standing(at, issued)
-        if entry.role != "contributor" or standing is not KeyStatus.USABLE:
-            what = f"is for {entry.role}" if entry.role != "contributor" else f"is {standing.value}"
-            return f"key {kid.hex()[:16]} {what}, by the trusted keys"
+            where = "the ledger" if self._ring is None else "the ledger or among the trusted keys"
+            return Violation("verify.key-unknown", f"{name} is not in {where}")
+        if entry.role != "contributor":
+            return Violation("verify.key-wrong-role", f"{name} has role {entry.role} among the trusted keys")
+        if (status := entry.standing(at, issued)) is not KeyStatus.USABLE:
+            return Violation("verify.trusted-key-unusable", f"{name} is {status.value} among the trusted keys")
         return entry.key
 
-    def contributor_problem(self, kid: bytes, at: int) -> str | None:
+    def contributor_violation(self, kid: bytes, at: int) -> Violation | None:
         """Why a contributor's key does not count at `at`, as far as that shows without the attestation."""
-        state = self._states.get(kid)
-        if state is None:
-            return None
-        # When it was signed is in the attestation: at the earliest when the key became valid.
-        wrong = state.wrong(Role.CONTRIBUTOR, at, state.key.valid_from)
-        return None if wrong is None else f"key {kid.hex()[:16]} {wrong}"
+        known = self._keys.get(kid)
+        return None if known is None else known.contributor_violation(at)
 
-    def bars(self, kids: Iterable[bytes], first: int, last: int) -> bool:
-        """Whether `barred` may have something to say of one of these at a time in [first, last]."""
-        found = (self._states.get(kid) for kid in kids)
-        return any(
-            state is not None
-            and any(state.wrong(Role.CONTRIBUTOR, at, state.key.valid_from) is not None for at in (first, last))
-            for state in found
-        )
+    def any_violation(self, kids: Iterable[bytes], first: int, last: int) -> bool:
+        """Whether `contributor_violation` may object to one of these keys at a time in [first, last]."""
+        return any(self.contributor_violation(kid, at) is not None for kid in kids for at in (first, last))
 
     def revoked(self, kid: bytes, at: int) -> bool:
         """Whether nothing that it signed counts at `at`."""
-        state = self._states.get(kid)
-        return state is not None and state.revoked is not None and at >= state.revoked
+        known = self._keys.get(kid)
+        return known is not None and known.revoked is not None and at >= known.revoked
 
     def signers(
-        self, message: bytes, signatures: Iterable[PartySignature], roles: Iterable[Role], at: int
-    ) -> tuple[set[bytes], str | None]:
+        self, message: bytes, signatures: Iterable[PartySignature], roles: tuple[Role, ...], at: int
+    ) -> tuple[set[bytes], Violation | None]:
         """Who of these roles signed the message; and what is wrong with the first signature that does not count."""
-        allowed = tuple(roles)
         found: set[bytes] = set()
         for signed in signatures:
-            state = self._states.get(signed.key)
-            if state is None or state.key.role not in allowed:
-                return (
-                    found,
-                    f"key {signed.key.hex()[:16]} is none of {' and '.join(r.name.lower() for r in allowed)}",
-                )
-            if (wrong := state.wrong(state.key.role, at, at)) is not None:
-                return found, f"key {signed.key.hex()[:16]} {wrong}"
-            if not state.public.verify(message, signed.signature):
-                return found, f"the signature by {state.key.name!r} is not one of it"
+            known = self._keys.get(signed.key)
+            if known is None or known.key.role not in roles:
+                allowed = " or ".join(role.name.lower() for role in roles)
+                return found, Violation("verify.signer-wrong-role", f"key {signed.key.hex()[:16]} is no {allowed}")
+            if (wrong := known.violation(known.key.role, at, at)) is not None:
+                return found, wrong
+            if not known.public.verify(message, signed.signature):
+                return found, Violation("verify.signature-invalid", f"{known.key.name!r} did not sign this text")
             found.add(signed.key)
         return found, None
 
     def of_ledger(self) -> dict[bytes, _ReplayedKey]:
         """The keys that ever signed checkpoints, or may."""
-        return {kid: state for kid, state in self._states.items() if state.key.role is Role.LEDGER}
+        return {kid: each for kid, each in self._keys.items() if each.key.role is Role.LEDGER}
 
     def witnesses(self) -> list[Key]:
         """The witnesses that were ever named and are not revoked."""
-        return [s.key for s in self._states.values() if s.key.role is Role.WITNESS and s.revoked is None]
-
-
-def _earlier_time(one: int | None, two: int) -> int:
-    return two if one is None else min(one, two)
+        return [each.key for each in self._keys.values() if each.key.role is Role.WITNESS and each.revoked is None]
 
 
 class PolicyInForce:
-    """Floors and presets after the leaves that were read. `version` changes with them."""
+    """Floors and class presets after the leaves read so far. `version` changes with them."""
 
-    def __init__(self, header: Header) -> None:
-        self._origin = header.origin
-        self.floors, self.presets = header.floors, {each.cls: each for each in header.presets}
+    def __init__(self, header: Header, current: PolicyChange | Header | None = None) -> None:
+        """`current` skips the changes in between: for admission, where only the newest policy counts."""
+        self._origin, self._last = header.origin, current or header
+        self.floors, self.presets = self._last.floors, {each.cls: each for each in self._last.presets}
         self.version = 0
-        self._last: Header | PolicyChange = header
         self._since: list[tuple[int, dict[str, Preset]]] = [(0, self.presets)]
-        self._named = {each.id for each in header.keys}
-        self.alone: list[int] = []  # changes that protect less, signed by somebody whom the ledger named later itself
-
-    @classmethod
-    def of(cls, header: Header, last: Header | PolicyChange) -> PolicyInForce:
-        """Where only the last word counts: for who admits."""
-        made = cls(header)
-        made.floors, made.presets = last.floors, {each.cls: each for each in last.presets}
-        made._since = [(0, made.presets)]
-        return made
+        self._header_keys = {each.id for each in header.keys}
+        self.loosened_by_unnamed: list[int] = []  # leaves that protect less, signed by a key that the header lacks
 
     def change(self, leaf: Leaf, keys: ReplayedKeys) -> None:
-        """Go on by one policy change: floors only up, unless two signed."""
+        """Check and apply one policy change: stricter, or signed by two parties."""
         new = leaf.record
         assert isinstance(new, PolicyChange)
         names = [each.cls for each in new.presets]
         if len(set(names)) < len(names):
-            fail(leaf.seq, PolicyChange, "verify.class-named-twice", "a class is named twice")
+            fail(leaf.seq, PolicyChange, "verify.policy-class-twice", "the policy names a class twice")
         signers, wrong = keys.signers(new.message(self._origin), new.signatures, (Role.LEDGER, Role.AUDITOR), leaf.time)
         if wrong is not None:
-            fail(leaf.seq, PolicyChange, "verify.signature-under-not", f"a signature under it does not count: {wrong}")
+            fail(leaf.seq, PolicyChange, wrong.code, f"a signature of the policy does not count: {wrong.reason}")
         looser = loosened(self.floors, self.presets.values(), new.floors, new.presets)
         if looser and len(signers) < 2:
-            fail(
-                leaf.seq,
-                PolicyChange,
-                "verify.two-parties-signed",
-                f"{looser[0]}, and {len(signers)} of two parties signed that",
-            )
+            reason = f"{looser[0]}; that needs signatures of two parties, and has {len(signers)}"
+            fail(leaf.seq, PolicyChange, "verify.policy-loosened-without-two", reason)
         if (misfit := wrong_predecessor(new, self._last)) is not None:
-            fail(leaf.seq, PolicyChange, "verify.change", misfit)
-        if looser and len(signers & self._named) < 2:
-            self.alone.append(leaf.seq)
+            fail(leaf.seq, PolicyChange, "verify.policy-wrong-predecessor", misfit)
+        if looser and len(signers & self._header_keys) < 2:
+            self.loosened_by_unnamed.append(leaf.seq)
         self.floors, self.presets = new.floors, {each.cls: each for each in new.presets}
         self.version += 1
         self._last = new
@@ -438,43 +381,43 @@ class PolicyInForce:
         return min(0 if each is None else each.noise_multiplier for each in found)
 
     def presets_since(self, cls: str, leaf: int) -> list[Preset]:
-        """What a class was after so many leaves, and later: a run keeps the plan that it began with."""
+        """The presets of a class after so many leaves, and later: a run keeps the plan that it began with."""
         return [presets[cls] for presets in self._from(leaf) if cls in presets]
 
     def _from(self, leaf: int) -> list[dict[str, Preset]]:
         first = sum(seq < leaf for seq, _ in self._since) - 1
         return [presets for _, presets in self._since[max(first, 0) :]]
 
-    def wrong(self, terms: ContributionTerms) -> str | None:
-        """Why a contribution with these terms was not to be admitted; None if it was."""
-        preset = self.presets.get(terms.cls)
-        if preset is None:
-            return f"class {terms.cls!r} is not one of the policy"
-        if preset.public:
-            if terms.clip_norm or terms.noise_multiplier:
-                return f"class {terms.cls!r} is public, and it signed a bound, which nobody keeps there"
-        elif (problem := self._bound(terms, preset)) is not None:
-            return problem
-        if terms.profile is not None and terms.profile != preset.profile:
-            return profile_exceeds(preset.profile, terms.profile)
+    def violation(self, terms: ContributionTerms) -> Violation | None:
+        """Why a contribution with these terms must not be admitted; None if it may."""
+        if (wrong := self.bound_violation(terms.cls, terms.clip_norm, terms.noise_multiplier)) is not None:
+            return wrong
+        if terms.profile is not None and (deeper := profile_exceeds(self.presets[terms.cls].profile, terms.profile)):
+            return Violation("verify.profile-exceeded", deeper)
         return None
 
-    def _bound(self, terms: ContributionTerms, preset: Preset) -> str | None:
-        c, z = terms.clip_norm, terms.noise_multiplier
+    def bound_violation(self, cls: str, c: int, z: int) -> Violation | None:
+        """Why the policy does not admit clip norm c and noise multiplier z (in 1e-6) in a class; None if it does."""
+        preset, name, floors = self.presets.get(cls), f"class {cls!r}", self.floors
+        if preset is None:
+            return Violation("verify.class-unknown", f"{name} is not in the policy")
+        if preset.public:
+            reason = f"{name} is public, but the contribution signed a bound"
+            return Violation("verify.bound-of-public-class", reason) if c or z else None
         if not z:
-            return f"class {terms.cls!r} is private, and it signed no bound"
-        if c < self.floors.clip_norm:
-            return f"clip norm {_micro_text(c)} is below the floor of {_micro_text(self.floors.clip_norm)}"
-        if z < self.floors.noise_multiplier:
-            return (
-                f"noise multiplier {_micro_text(z)} is below the floor of {_micro_text(self.floors.noise_multiplier)}"
+            return Violation("verify.no-bound-signed", f"{name} is private, but the contribution signed no bound")
+        clip, noise = f"clip norm {c / 1e6:.9g} is", f"noise multiplier {z / 1e6:.9g} is"
+        if c < floors.clip_norm:
+            return Violation("verify.clip-norm-below-floor", f"{clip} below the floor, {floors.clip_norm / 1e6:.9g}")
+        if z < floors.noise_multiplier:
+            return Violation(
+                "verify.noise-below-floor", f"{noise} below the floor, {floors.noise_multiplier / 1e6:.9g}"
             )
         if c > preset.clip_norm:
-            return f"clip norm {_micro_text(c)} is above the {_micro_text(preset.clip_norm)} of class {terms.cls!r}"
+            return Violation(
+                "verify.clip-norm-above-class", f"{clip} above that of {name}, {preset.clip_norm / 1e6:.9g}"
+            )
         if z < preset.noise_multiplier:
-            return f"noise multiplier {_micro_text(z)} is below the {_micro_text(preset.noise_multiplier)} of class {terms.cls!r}"
+            reason = f"{noise} below that of {name}, {preset.noise_multiplier / 1e6:.9g}"
+            return Violation("verify.noise-below-class", reason)
         return None
-
-
-def _micro_text(micro: int) -> str:
-    return f"{micro / 1e6:.9g}"

@@ -1,19 +1,18 @@
-"""The Merkle tree built again from the leaves, pruned ones included, and every checkpoint of it.
-
-Stored, trusted and known.
-"""
+"""Rebuild the Merkle tree from the leaves, pruned ones included, and check every checkpoint and aggregate of it."""
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from lamina.admit.keys import PublicKey
+from lamina.admit.keys import PublicKey, format_utc
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.governance_records import Aggregate, Header, KeyChange, KeyEvent, LeafSpan, Role
@@ -31,6 +30,7 @@ from lamina.ledger.verify.replay_state import (
     KnownCheckpoint,
     ReplayedKeys,
     VerificationStopped,
+    Violation,
     fail,
 )
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class AggregateTally:
-    """Of one aggregate: leaves of it that were there, by class, their latest times, and the digest over all hashes."""
+    """Sums over the leaves of one aggregate: those present by class, their latest times, and the digest of all hashes."""
 
     aggregate: Aggregate
     counts: Counter[str] = field(default_factory=Counter)
     latest: int = -1
     expires: int = -1
-    earliest: int = -1  # of leaves that are gone: they are not older than this
+    earliest: int = -1  # leaves that are gone are not older than this
     hashed: int = 0
     whole: bool = True
     digest: hashlib._Hash = field(default_factory=hashlib.sha256)
@@ -62,7 +62,7 @@ class AggregateTally:
 
 
 class AggregateTallies:
-    """The tallies of all aggregates of a ledger, by the leaf of each. Their spans are known before they are reached."""
+    """The tallies of all aggregates, by the leaf of each. Their spans are known before the replay reaches them."""
 
     def __init__(self, aggregates: Mapping[int, Aggregate]) -> None:
         self._tallies = {seq: AggregateTally(aggregate) for seq, aggregate in aggregates.items()}
@@ -75,7 +75,7 @@ class AggregateTallies:
         return self._tallies.get(seq)
 
     def covering(self, seq: int) -> tuple[LeafSpan, AggregateTally] | None:
-        """The span that has a leaf in it."""
+        """The span that contains a leaf."""
         at = int(np.searchsorted(self._first, seq, side="right")) - 1
         if at < 0 or not seq < self._spans[at][1]:
             return None
@@ -83,12 +83,12 @@ class AggregateTallies:
         return LeafSpan(first=first, stop=stop), self._tallies[owner]
 
     def within(self, one: int, two: int) -> bool:
-        """Whether one span has both leaves."""
+        """Whether one span contains both leaves."""
         first, second = self.covering(one), self.covering(two)
         return first is not None and second is not None and first[0] == second[0]
 
     def columns(self, group: ContributionColumns) -> None:
-        """Contributions that are there."""
+        """Count contributions that are present."""
         if not self._spans:
             return
         at = np.searchsorted(self._first, group.seq, side="right") - 1
@@ -102,14 +102,14 @@ class AggregateTallies:
                 tally.expires = max(tally.expires, int(group.expires[inside].max()))
 
     def one(self, seq: int, time: int, record: ContributionRecord) -> None:
-        """A contribution that is there."""
+        """Count one contribution that is present."""
         if self._spans and (found := self.covering(seq)) is not None:
             tally = found[1]
             tally.counts[record.terms.cls] += 1
             tally.latest, tally.expires = max(tally.latest, time), max(tally.expires, record.expires)
 
     def hashes(self, first: int, hashes: Sequence[bytes]) -> None:
-        """Leaf hashes, in order, of leaves that are there or in a tile."""
+        """Digest leaf hashes, in order, of leaves that are present or in a tile."""
         at, stop = first, first + len(hashes)
         while self._spans and at < stop:
             found = self.covering(at)
@@ -123,24 +123,93 @@ class AggregateTallies:
             tally.hashed += end - at
             at = end
 
-    def gone(self, first: int, stop: int, time: int) -> None:
-        """Leaves [first, stop) of one span are not there; the leaf before them is of `time`."""
-        found = self.covering(first)
-        assert found is not None and stop <= found[0].stop
-        found[1].earliest = max(found[1].earliest, time)
+    def gone(self, seq: int, time: int) -> None:
+        """Leaves of one span from `seq` on are pruned; the leaf before them is of `time`."""
+        if (found := self.covering(seq)) is not None:
+            found[1].earliest = max(found[1].earliest, time)
 
     def unknown(self, seq: int) -> None:
-        """Not even the hash of this leaf is there."""
-        found = self.covering(seq)
-        assert found is not None
-        found[1].whole = False
+        """Not even the hash of this leaf is left."""
+        if (found := self.covering(seq)) is not None:
+            found[1].whole = False
+
+
+class AggregateChecks:
+    """Checks of aggregates, which stand for pruned leaves."""
+
+    def __init__(self, header: Header, keys: ReplayedKeys, tallies: AggregateTallies) -> None:
+        self._header, self._keys, self._tallies = header, keys, tallies
+        self._spans: list[LeafSpan] = []
+        self.not_countersigned = 0
+
+    def see(self, leaf: Leaf, withdrawn: Mapping[int, int], spent: Mapping[str, int]) -> None:
+        """`withdrawn` are the targets of withdrawals before it, `spent` is the largest spend of each class."""
+        record, seq = leaf.record, leaf.seq
+        assert isinstance(record, Aggregate)
+
+        def wrong(code: str, reason: str) -> NoReturn:
+            fail(seq, Aggregate, code, reason)
+
+        if record.horizon + self._header.retention > leaf.time:
+            reason = (
+                f"at {format_utc(leaf.time)} it prunes contributions until {format_utc(record.horizon)}, the header keeps "
+                f"them for {self._header.retention} s"
+            )
+            wrong("verify.pruned-before-retention", reason)
+        if record.spans[-1].stop > seq:
+            wrong(
+                "verify.aggregate-of-later-leaves", f"it stands for leaves until {record.spans[-1].stop}, after itself"
+            )
+        self._spans = sorted([*self._spans, *record.spans], key=lambda span: span.first)
+        for one, two in pairwise(self._spans):
+            if two.first < one.stop:
+                wrong("verify.aggregates-overlap", f"an earlier aggregate stands for leaf {two.first} already")
+        tally = self._tallies.of(seq)
+        if tally is None or tally.aggregate != record:
+            wrong("verify.aggregate-index-differs", "the store lists another aggregate here than the leaf")
+        if (admitted := max(tally.latest, tally.earliest)) >= record.horizon:
+            reason = f"a contribution admitted at {format_utc(admitted)} or later, its horizon is {format_utc(record.horizon)}"
+            wrong("verify.pruned-beyond-horizon", f"it prunes {reason}")
+        if tally.expires > leaf.time:
+            wrong(
+                "verify.pruned-before-expiry",
+                f"it prunes a contribution that expires later, at {format_utc(tally.expires)}",
+            )
+        if (digest := tally.sealed) is not None and digest != record.digest:
+            wrong("verify.aggregate-digest-differs", "its digest does not match its leaves")
+        stated = {each.cls: each.count for each in record.classes}
+        for cls, count in tally.counts.items():
+            if count > stated.get(cls, 0) or (tally.present == record.count and count != stated[cls]):
+                reason = f"it counts {stated.get(cls, 0)} contributions of class {cls!r}, {count} are there"
+                wrong("verify.aggregate-count-differs", reason)
+        gone = _count_within(withdrawn, record.spans)
+        if (count := sum(each.withdrawn for each in record.classes)) != gone:
+            wrong("verify.aggregate-withdrawn-differs", f"it counts {count} withdrawn contributions, there are {gone}")
+        for each in record.classes:
+            if each.spend != (found := spent.get(each.cls, 0)):
+                reason = f"class {each.cls!r} has spend {each.spend} (1e-9), {found} by the epochs"
+                wrong("verify.aggregate-spend-differs", reason)
+        message = record.message(self._header.origin)
+        signers, broken = self._keys.signers(message, record.signatures, (Role.AUDITOR,), leaf.time)
+        if broken is not None:
+            wrong(broken.code, f"a countersignature does not count: {broken.reason}")
+        self.not_countersigned += not signers
+
+
+def _count_within(seqs: Iterable[int], spans: Iterable[LeafSpan]) -> int:
+    sorted_spans = sorted((span.first, span.stop) for span in spans)
+    found = 0
+    for seq in seqs:
+        at = bisect_right(sorted_spans, (seq, 1 << 63)) - 1
+        found += at >= 0 and seq < sorted_spans[at][1]
+    return found
 
 
 class ReplayedTree:
-    """Grows by leaves that are there and, where they were summed up, by the hashes that were kept of them.
+    """The tree over the leaves that are present and, where they were pruned, over their stored hashes.
 
-    Tiles are not evidence: every root that they lead to is compared with what was signed. But where a leaf and its tile
-    differ, they say which leaf it is.
+    Tiles are not evidence: every root is compared with what was signed. But where a leaf and its tile differ, the tile
+    tells which leaf was edited.
     """
 
     def __init__(self, rows: StoreReader, tallies: AggregateTallies) -> None:
@@ -156,19 +225,15 @@ class ReplayedTree:
         return self.frontier.root()
 
     def differs(self, hashes: Sequence[bytes]) -> int | None:
-        """The place in `hashes`, of the leaves that come next, of the first that is not in its tile."""
+        """Position in `hashes` (of the next leaves) of the first hash that differs from its tile."""
         at, first = 0, self.size
         while at < len(hashes):
             index, inside = divmod(first + at, TILE_WIDTH)
             part = hashes[at : at + TILE_WIDTH - inside]
             tile = self._level0(index)
             if tile is None:
-                fail(
-                    first + at,
-                    TILE,
-                    "verify.not-leaves-under",
-                    f"{tile_path(0, index)} is not there, and the leaves under it are",
-                )
+                reason = f"{tile_path(0, index)} is missing, though its leaves are there"
+                fail(first + at, TILE, "verify.tile-missing", reason)
             found, made = tile[inside * HASH_SIZE : (inside + len(part)) * HASH_SIZE], b"".join(part)
             if found != made:
                 same = (found[HASH_SIZE * k : HASH_SIZE * (k + 1)] == one for k, one in enumerate(part))
@@ -177,12 +242,11 @@ class ReplayedTree:
         return None
 
     def extend(self, hashes: Sequence[bytes]) -> None:
-        """Go on by leaves."""
         self._tallies.hashes(self.size, hashes)
         self.frontier.extend(hashes, self._check)
 
     def skip(self, stop: int) -> None:
-        """Go on to `stop` by leaves that are gone, by what tiles have kept of them."""
+        """Extend the tree to `stop` by the hashes of pruned leaves that tiles hold."""
         while self.size < stop:
             index, inside = divmod(self.size, TILE_WIDTH)
             tile = self._level0(index)
@@ -190,35 +254,23 @@ class ReplayedTree:
                 last = min(stop - index * TILE_WIDTH, TILE_WIDTH)
                 part = [tile[HASH_SIZE * k : HASH_SIZE * (k + 1)] for k in range(inside, last)]
                 if len(tile) < HASH_SIZE * last:
-                    fail(
-                        self.size,
-                        TILE,
-                        "verify.too-short-hashes",
-                        f"{tile_path(0, index)} is too short: {len(tile) // HASH_SIZE} hashes of {last}",
-                    )
+                    reason = f"{tile_path(0, index)} holds {len(tile) // HASH_SIZE} hashes, {last} are needed"
+                    fail(self.size, TILE, "verify.tile-too-short", reason)
                 self.extend(part)
             elif inside or stop - self.size < TILE_WIDTH:
-                fail(
-                    self.size,
-                    TILE,
-                    "verify.not-tree-not-built",
-                    f"{tile_path(0, index)} is not there, and the tree cannot be built without it",
-                )
+                reason = f"{tile_path(0, index)} is missing, and the tree cannot be built without it"
+                fail(self.size, TILE, "verify.tile-missing", reason)
             else:
                 self._add_block(index)
 
     def _add_block(self, index: int) -> None:
-        """256 leaves of which only their common hash is left, in the tile above."""
+        """Extend by 256 leaves of which only the hash of their subtree is left, in the tile above."""
         above, inside = divmod(index, TILE_WIDTH)
         tile = self._rows.tile(1, above) or b""
         hash = tile[HASH_SIZE * inside : HASH_SIZE * (inside + 1)]
         if len(hash) < HASH_SIZE:
-            fail(
-                self.size,
-                TILE,
-                "verify.not-tree-not",
-                f"{tile_path(1, above)} is not there, and the tree cannot be built without it",
-            )
+            reason = f"{tile_path(1, above)} is missing, and the tree cannot be built without it"
+            fail(self.size, TILE, "verify.tile-missing", reason)
         self._tallies.unknown(self.size)
         hashes, blocks, level = list(self.frontier.hashes), self.size // TILE_WIDTH, TILE_HEIGHT
         while True:
@@ -230,7 +282,7 @@ class ReplayedTree:
         self.frontier = Frontier(self.size + TILE_WIDTH, [*hashes, hash])
 
     def _check(self, level: int, first: int, row: bytes) -> None:
-        """Hashes of complete subtrees that were made, against the tile that holds them."""
+        """Compare computed hashes of complete subtrees with the tile that holds them."""
         if level == 0 or level % TILE_HEIGHT:
             return
         for at in range(0, len(row), HASH_SIZE):
@@ -238,12 +290,9 @@ class ReplayedTree:
             tile = self._rows.tile(level // TILE_HEIGHT, index) or b""
             if tile[HASH_SIZE * inside : HASH_SIZE * (inside + 1)] != row[at : at + HASH_SIZE]:
                 leaf = (first + at // HASH_SIZE) << level
-                fail(
-                    leaf,
-                    TILE,
-                    "verify.another-hash-leaves",
-                    f"{tile_path(level // TILE_HEIGHT, index)} has another hash of leaves [{leaf}, {leaf + (1 << level)})",
-                )
+                name = tile_path(level // TILE_HEIGHT, index)
+                reason = f"{name} has another hash for leaves [{leaf}, {leaf + (1 << level)})"
+                fail(leaf, TILE, "verify.tile-hash-differs", reason)
 
     def _level0(self, index: int) -> bytes | None:
         if self._tile[0] != index:
@@ -251,51 +300,49 @@ class ReplayedTree:
         return self._tile[1]
 
 
-# Checkpoints: every one is of the tree that the leaves make, and signed by a key that was the ledger's.
-#
-# A key of the ledger counts if the header names it, or if a checkpoint that such a key signed covers the leaf that
-# names it: otherwise whoever can write could make a key the ledger's own. The same of a key that was replaced or
-# revoked and is named again. A key that was replaced signs up to the checkpoint that covers its replacement, and none
-# after.
-
-
 @dataclass(slots=True)
 class _CheckpointSigner:
-    """A key of the ledger, from the leaf that names it to the leaf that replaces or revokes it."""
+    """A key that signs checkpoints, from the leaf that names it to the leaf that replaces or revokes it."""
 
     public: PublicKey
     named: int
     replaced: int | None = None
     revoked: bool = False
-    counts: bool = False  # whether a key that counted has vouched for it
+    counts: bool = False  # the header names it, or a key that counted signed over the leaf that names it
 
     @property
     def stays(self) -> bool:
-        """Whether it needs nobody to vouch for it when it is named again: what had ended begins anew."""
+        """Whether it still counts when it is named again. A replaced or revoked key starts anew."""
         return self.counts and self.replaced is None and not self.revoked
 
 
 class CheckpointChecks:
-    """All checkpoints of a store, checked one after the other as the tree reaches them."""
+    """Checks of the stored checkpoints, made as the tree reaches the size of each.
+
+    Each must be of the tree over the leaves, signed by a key of the ledger. A key counts if the header names it, or if
+    a checkpoint by such a key covers the leaf that names it: otherwise whoever can write could make a key the ledger's
+    own. The same holds for a key that was replaced or revoked and is named again. A replaced key signs up to the
+    checkpoint that covers its replacement, and none after.
+    """
 
     def __init__(self, header: Header, stored: Sequence[StoredCheckpoint], trusted: Sequence[PublicKey] | None) -> None:
         self._header, self._origin = header, header.origin
         self._stored = sorted(stored, key=lambda each: each.size)
         self._next = 0
-        self.signed_size = 0  # size up to which everything is vouched for
-        self.digests: dict[bytes, int] = {}  # of the checkpoints that were reached → size
+        self.signed_size = 0  # leaves that checkpoints cover
+        self.digests: dict[bytes, int] = {}  # checkpoint reached → size
         mine = {key.id: key.public for key in header.keys if key.role is Role.LEDGER}
         self._signers = {kid: _CheckpointSigner(public, 0, counts=True) for kid, public in mine.items()}
         self._trusted: dict[bytes, PublicKey] | None = None if trusted is None else {key.id: key for key in trusted}
-        self.trusted = 0  # size up to which a trusted key vouches
+        self.trusted = 0  # leaves that checkpoints by trusted keys cover
         self.count = 0
 
     def sizes(self) -> list[int]:
-        """Where the tree is to be looked at."""
+        """Tree sizes to stop at."""
         return [each.size for each in self._stored]
 
     def see(self, leaf: Leaf) -> None:
-        """A key event may name, replace or revoke a key of the ledger."""
+        """Follow a key event, which may name, replace or revoke a key of the ledger."""
         event = leaf.record
         assert isinstance(event, KeyEvent)
         if event.key is not None and event.key.role is Role.LEDGER:
@@ -311,43 +358,28 @@ class CheckpointChecks:
                 signer.replaced = leaf.seq
 
     def reached(self, tree_size: int, root: bytes, time: int, keys: ReplayedKeys) -> None:
-        """The tree has so many leaves: check the checkpoints of that size. `time` is that of the last leaf."""
+        """Check the checkpoints of this tree size. `time` is that of the last leaf."""
         while self._next < len(self._stored) and self._stored[self._next].size == tree_size:
-            stored = self._stored[self._next]
-            self._check(stored, root, time, keys)
+            self._check(self._stored[self._next], root, time, keys)
             self._next += 1
 
+    def _fail(self, code: str, reason: str) -> NoReturn:
+        fail(self.signed_size, CHECKPOINT, code, reason)
+
     def _check(self, stored: StoredCheckpoint, root: bytes, time: int, keys: ReplayedKeys) -> None:
+        name = f"the checkpoint of {stored.size} leaves"
         try:
             head, note = notes.parse_checkpoint(stored.text)
         except EncodingError as error:
-            fail(
-                self.signed_size,
-                CHECKPOINT,
-                "verify.checkpoint-leaves-not",
-                f"the checkpoint of {stored.size} leaves cannot be read: {error.problem}",
-            )
+            self._fail("verify.checkpoint-unreadable", f"{name} cannot be read: {error.problem}")
         if head.origin != self._origin:
-            fail(
-                self.signed_size,
-                CHECKPOINT,
-                "verify.checkpoint-leaves-another",
-                f"the checkpoint of {stored.size} leaves is of another ledger, {head.origin!r}",
-            )
+            self._fail("verify.checkpoint-of-other-ledger", f"{name} is of another ledger, {head.origin!r}")
         if head.size != stored.size or head.extensions:
-            fail(
-                self.signed_size,
-                CHECKPOINT,
-                "verify.checkpoint-kept-leaves",
-                f"the checkpoint that is kept for {stored.size} leaves is of {head.size}",
-            )
+            self._fail("verify.checkpoint-wrong-size", f"{name} says {head.size} leaves")
         if head.root != root:
-            fail(
-                self.signed_size,
-                CHECKPOINT,
-                "verify.tree-leaves-another",
-                f"the tree of {head.size} leaves has another root than was signed: one of the leaves "
-                f"[{self.signed_size}, {head.size}) is not what it was",
+            leaves = f"[{self.signed_size}, {head.size})"
+            self._fail(
+                "verify.checkpoint-root-differs", f"{name} has another root: one of the leaves {leaves} was changed"
             )
         self._seal(head, stored.seal, self._signature(head, note, time, keys))
         self._witnesses(head, note, time, keys)
@@ -358,107 +390,71 @@ class CheckpointChecks:
         self.digests[hashlib.sha256(note.text.encode()).digest()] = head.size
 
     def _signature(self, head: LedgerCheckpoint, note: Note, time: int, keys: ReplayedKeys) -> set[bytes]:
-        """A key signed it that was the ledger's then; all that did."""
-        states, why = keys.of_ledger(), "by no key of the ledger"
+        """The keys of the ledger that signed it; at least one must count."""
+        name, known = f"the checkpoint of {head.size} leaves", keys.of_ledger()
+        violation = Violation("verify.checkpoint-unsigned", "no key of the ledger signed it")
         found: set[bytes] = set()
         for kid, signer in self._signers.items():
             signed = note_signed_by(note, NoteKey(self._origin, signer.public))
             if signed is False:
-                fail(
-                    self.signed_size,
-                    CHECKPOINT,
-                    "verify.signature-checkpoint-leaves",
-                    f"the signature of the checkpoint of {head.size} leaves by key "
-                    f"{kid.hex()[:16]} is not one of its text",
-                )
+                reason = f"key {kid.hex()[:16]} did not sign the text of {name}"
+                self._fail("verify.checkpoint-signature-invalid", reason)
             if not signed:
                 continue
-            # What was replaced still signs the checkpoint that covers its replacement.
+            # A replaced key still signs the checkpoint that covers its replacement.
             last = signer.replaced is not None and self.signed_size <= signer.replaced
-            wrong = states[kid].wrong(Role.LEDGER, time, states[kid].key.valid_from if last else time)
+            wrong = known[kid].violation(Role.LEDGER, time, known[kid].key.valid_from if last else time)
             if not signer.counts:
-                why = f"by key {kid.hex()[:16]}, which no checkpoint of an earlier key vouches for"
+                reason = f"no checkpoint by an earlier key covers the leaf that names key {kid.hex()[:16]}"
+                violation = Violation("verify.checkpoint-key-unvouched", reason)
             elif wrong is not None:
-                why = f"by key {kid.hex()[:16]}, which {wrong}"
+                violation = wrong
             else:
                 found.add(kid)
         if not found:
-            fail(
-                self.signed_size,
-                CHECKPOINT,
-                "verify.checkpoint-leaves-signed",
-                f"the checkpoint of {head.size} leaves is signed {why}",
-            )
+            self._fail(violation.code, f"{name} is not signed by a valid key of the ledger: {violation.reason}")
         return found
 
     def _seal(self, head: LedgerCheckpoint, seal: bytes, signers: set[bytes]) -> None:
-        """The second signature, from which receipts are made: by one of those who signed the first."""
+        """Check the second signature, from which receipts are made: one of the signers of the first made it."""
         made = TreeSignature(head.origin, head.size, head.root, seal[:32], seal[32:])
         if seal[:32] not in signers or not made.holds(self._signers[seal[:32]].public):
-            fail(
-                self.signed_size,
-                CHECKPOINT,
-                "verify.seal-checkpoint-leaves",
-                f"the seal of the checkpoint of {head.size} leaves is not by a key of the ledger",
-            )
+            reason = f"the receipt signature of the checkpoint of {head.size} leaves is not by a key that signed it"
+            self._fail("verify.receipt-signature-invalid", reason)
 
     def _witnesses(self, head: LedgerCheckpoint, note: Note, time: int, keys: ReplayedKeys) -> None:
-        """Cosignatures that are there must hold, and be of a time when its leaves were written."""
+        """Check that cosignatures are valid and not older than the last leaf."""
+        name = f"the checkpoint of {head.size} leaves"
         known = [WitnessKey(key.name, key.public) for key in keys.witnesses()]
         try:
             times = WitnessQuorum(0, tuple(known)).cosigned(note)
         except LedgerError as error:
-            fail(
-                self.signed_size,
-                CHECKPOINT,
-                "verify.checkpoint-leaves",
-                f"checkpoint of {head.size} leaves: {error.problem}",
-            )
-        early = [name for name, at in times.items() if at + CLOCK_SKEW < time]
-        if early:
-            fail(
-                self.signed_size,
-                CHECKPOINT,
-                "verify.witness-saw-checkpoint",
-                f"witness {early[0]!r} saw the checkpoint of {head.size} leaves before its last leaf by its own time "
-                "was written",
-            )
+            self._fail("verify.cosignature-invalid", f"{name}: {error.problem}")
+        if early := [witness for witness, at in times.items() if at + CLOCK_SKEW < time]:
+            self._fail("verify.cosigned-before-last-leaf", f"witness {early[0]!r} cosigned {name} before its last leaf")
         if head.size == self._stored[-1].size and len(times) < self._header.witnesses:
-            fail(
-                self.signed_size,
-                CHECKPOINT,
-                "verify.witnesses-cosigned-checkpoint",
-                f"{len(times)} witnesses cosigned the checkpoint of {head.size} leaves, the header asks for "
-                f"{self._header.witnesses}",
-            )
+            reason = f"{len(times)} witnesses cosigned {name}, the header asks for {self._header.witnesses}"
+            self._fail("verify.too-few-cosignatures", reason)
 
     def _trust(self, head: LedgerCheckpoint, note: Note) -> None:
         if self._trusted is None:
             return
         if any(note_signed_by(note, NoteKey(self._origin, key)) for key in self._trusted.values()):
             self.trusted = head.size
-            for kid, other in self._signers.items():  # whom a trusted key vouches for
+            for kid, other in self._signers.items():  # keys named in leaves that a trusted key signed
                 if other.named and other.named < head.size:
                     self._trusted.setdefault(kid, other.public)
 
-    # ----------------------------------------------------------------------------------- at the end
-
     def finish(self, size: int) -> None:
-        """All leaves were read: a checkpoint that was not reached is of a longer ledger."""
+        """After the last leaf, no checkpoint of a longer tree may be left."""
         if self._next < len(self._stored):
-            beyond = self._stored[self._next].size
-            fail(
-                size,
-                CHECKPOINT,
-                "verify.checkpoint-leaves-signed-rest",
-                f"a checkpoint of {beyond} leaves was signed, {size} are there: the rest was cut off",
-            )
+            reason = f"{self._stored[self._next].size} leaves were signed, {size} are there: the ledger was truncated"
+            fail(size, CHECKPOINT, "verify.ledger-truncated", reason)
 
     def accepted(self) -> Mapping[bytes, PublicKey]:
-        """The keys under which a checkpoint that was seen elsewhere counts: all that counted.
+        """The keys whose signatures of known checkpoints count: all keys that counted.
 
-        With trusted keys only these, unless one of them signed the tree: then it vouches for all that is in it, and the
-        keys before it are.
+        With trusted keys only these, unless one of them signed the tree: then it vouches for the keys named in it.
         """
         if self._trusted is not None and not self.trusted:
             return self._trusted
@@ -472,80 +468,59 @@ def note_signed_by(note: Note, key: NoteVerifier) -> bool | None:
     return all(key.holds(note.text, value) for value in lines) if lines else None
 
 
-SIGNED_ANEW = "the ledger was signed anew, or this is another"
+SIGNED_ANEW = "the ledger was signed anew, or this is another ledger"
 
 
 class KnownCheckpointChecks:
-    """Compares the tree with what was seen, as it comes to those sizes."""
+    """Compare the tree with checkpoints that the auditor kept, as it reaches their sizes."""
 
     def __init__(self, seen: Sequence[KnownCheckpoint], origin: str) -> None:
         self._seen, self._origin = list(seen), origin
         self._sizes: set[int] = set()
-        self._agreed = 0  # leaves up to which the ledger is what was seen
+        self._agreed = 0  # leaves up to which the ledger agrees
         self._forked: Finding | None = None
 
     def __bool__(self) -> bool:
         return bool(self._seen)
 
     def sizes(self, signed: Collection[int], tallies: AggregateTallies, size: int) -> set[int]:
-        """Where the tree is to be looked at. Amid leaves that are gone it can be known only where it was signed."""
+        """Tree sizes to stop at. Amid pruned leaves the root is known only where it was signed."""
         asked = {each.head.size for each in self._seen}
         hidden = {each for each in asked.difference(signed) if each and tallies.within(each - 1, each)}
         self._sizes = {each for each in asked - hidden if each <= size}
         return self._sizes
 
     def reached(self, size: int, root: bytes) -> None:
-        """The tree has this root at this size."""
         for each in self._seen:
             if each.head.size != size or self._forked is not None:
                 continue
             if each.head.root == root:
                 self._agreed = size
             else:
-                self._forked = Finding(
-                    self._agreed,
-                    KNOWN_CHECKPOINT,
-                    "verify.another-root-ledger",
-                    f"{_known_checkpoint_text(size)} has another root: the ledger was forked",
-                )
+                reason = f"{_known_checkpoint_text(size)} has another root: the ledger was forked"
+                self._forked = Finding(self._agreed, KNOWN_CHECKPOINT, "verify.ledger-forked", reason)
 
     def finish(self, size: int, keys: Iterable[PublicKey]) -> None:
-        """All leaves were read. `keys` are those whose signatures count."""
+        """After the last leaf. `keys` are those whose signatures count."""
         accepted = [NoteKey(self._origin, key) for key in keys]
         for each in self._seen:
-            seen = each.head.size
+            seen, name = each.head.size, _known_checkpoint_text(each.head.size)
             if each.head.origin != self._origin:
-                fail(
-                    None,
-                    KNOWN_CHECKPOINT,
-                    "verify.another-ledger",
-                    f"{_known_checkpoint_text(seen)} is of another ledger, {each.head.origin!r}",
-                )
+                reason = f"{name} is of another ledger, {each.head.origin!r}"
+                fail(None, KNOWN_CHECKPOINT, "verify.known-checkpoint-of-other-ledger", reason)
             if not any(note_signed_by(each.note, key) for key in accepted):
-                fail(
-                    None,
-                    KNOWN_CHECKPOINT,
-                    "verify.signed-no-key",
-                    f"{_known_checkpoint_text(seen)} is signed by no key of this ledger: {SIGNED_ANEW}",
-                )
+                reason = f"{name} is signed by no key of this ledger: {SIGNED_ANEW}"
+                fail(None, KNOWN_CHECKPOINT, "verify.known-checkpoint-of-other-key", reason)
             if seen > size:
-                fail(
-                    size,
-                    KNOWN_CHECKPOINT,
-                    "verify.leaves-seen-ledger",
-                    f"{seen} leaves were seen, {size} are there: the ledger was rolled back",
-                )
+                reason = f"{name} is longer than the ledger, which has {size}: the ledger was rolled back"
+                fail(size, KNOWN_CHECKPOINT, "verify.ledger-rolled-back", reason)
         if self._forked is not None:
             raise VerificationStopped(self._forked)
         for each in self._seen:
             if each.head.size not in self._sizes:
-                fail(
-                    self._agreed,
-                    KNOWN_CHECKPOINT,
-                    "verify.never-signed-ledger",
-                    f"{_known_checkpoint_text(each.head.size)} was never signed here: the ledger was forked",
-                )
+                reason = f"{_known_checkpoint_text(each.head.size)} was never signed here: the ledger was forked"
+                fail(self._agreed, KNOWN_CHECKPOINT, "verify.ledger-forked", reason)
 
 
 def _known_checkpoint_text(size: int) -> str:
-    return f"the checkpoint of {size} leaves that was seen"
+    return f"the known checkpoint of {size} leaves"

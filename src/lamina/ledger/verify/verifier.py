@@ -1,21 +1,20 @@
-"""`verify`: replay a ledger from leaf 0 and name the first thing that is wrong.
-
-Needs its store, and neither payloads nor torch.
-"""
+"""`verify`: replay a ledger from leaf 0 and report the first thing that is wrong. Needs neither payloads nor torch."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
+from lamina.admit.keys import format_utc
 from lamina.errors import EncodingError, LedgerDamaged, StoreError
-from lamina.ledger import records as leaves
 from lamina.ledger.governance_records import Aggregate, Header, KeyEvent, PolicyChange, Release, Withdrawal
 from lamina.ledger.merkle import Frontier, leaf_hashes
-from lamina.ledger.records import KIND_NAMES, KIND_NUMBERS, ContributionRecord, Epoch, Leaf, Record
+from lamina.ledger.records import KIND_NAMES, KIND_NUMBERS, ContributionRecord, Epoch, Leaf, Record, decode_leaf
 from lamina.ledger.show import pluralize
+from lamina.ledger.spending import Bound
 from lamina.ledger.store.interface import (
     RESERVATION_SEGMENT,
     WHOLE_BUDGET_SEGMENT,
@@ -32,8 +31,7 @@ from lamina.ledger.verify.contribution_checks import (
     check_position,
     other_kinds,
 )
-from lamina.ledger.verify.plan_checks import PlanChecks
-from lamina.ledger.verify.record_checks import AggregateChecks, EpochChecks, check_release
+from lamina.ledger.verify.epoch_checks import EpochChecks
 from lamina.ledger.verify.replay_state import (
     LEAF,
     STORE,
@@ -51,6 +49,7 @@ from lamina.ledger.verify.replay_state import (
 )
 from lamina.ledger.verify.tree_checks import (
     SIGNED_ANEW,
+    AggregateChecks,
     AggregateTallies,
     CheckpointChecks,
     KnownCheckpointChecks,
@@ -63,7 +62,7 @@ def read_head(rows: StoreReader) -> LedgerHead:
     found = rows.head()
     if found is None or found.size < 1:
         fail(
-            None, STORE, "verify.ledger-no-head", "the ledger has no head: it was never begun, or its head was deleted"
+            None, STORE, "verify.head-missing", "the ledger has no head: it was never started, or its head was deleted"
         )
     return found
 
@@ -71,24 +70,28 @@ def read_head(rows: StoreReader) -> LedgerHead:
 def read_header(rows: StoreReader) -> Header:
     data = rows.leaf(0)
     if data is None:
-        fail(0, LEAF, "verify.not-every-ledger", "it is not there, and every ledger has a header: it was deleted")
-    try:
-        record = leaves.decode_leaf(data).record
-    except EncodingError as error:
-        fail(0, LEAF, "verify.not-encoding-record", f"it is not the one encoding of a record: {error.problem}")
+        fail(0, LEAF, "verify.header-missing", "the ledger has no header: leaf 0 was deleted")
+    record = _decode(0, data).record
     if not isinstance(record, Header):
-        fail(0, type(record), "verify.ledger-begins-header-2", "a ledger begins with its header")
+        fail(0, type(record), "verify.header-missing", "the ledger does not begin with a header")
     return record
 
 
+def _decode(index: int, data: bytes) -> Leaf:
+    try:
+        return decode_leaf(data)
+    except EncodingError as error:
+        fail(index, LEAF, "verify.leaf-unreadable", f"it cannot be read: {error.problem}")
+
+
 def read_aggregates(rows: StoreReader, head: LedgerHead) -> dict[int, Aggregate]:
-    """What the store lists; whether it lists the right ones is seen when they are reached."""
+    """The aggregates that the store lists. Whether it lists the right ones is checked when they are reached."""
     found: dict[int, Aggregate] = {}
     for seq, data in rows.of_kind(KIND_NUMBERS[Aggregate], 0, head.size):
         try:
-            record = leaves.decode_leaf(data).record
+            record = decode_leaf(data).record
         except EncodingError:
-            continue  # named when it is reached
+            continue  # reported when it is reached
         if isinstance(record, Aggregate):
             found[seq] = record
     return found
@@ -98,69 +101,74 @@ _LAST_SEQ = 2**63 - 1
 
 
 def check_head(rows: StoreReader, head: LedgerHead, frontier: Frontier, time: int, epoch: int) -> None:
-    """The head is that of the leaves that were read."""
-    beyond = next(rows.leaves(head.size, _LAST_SEQ), None)
-    if beyond is not None:
-        fail(
-            beyond[0],
-            LEAF,
-            "verify.lies-beyond-leaves",
-            f"it lies beyond the {head.size} leaves that the head counts: it was inserted",
-        )
+    """Check that the head in the store matches the leaves."""
+    if (beyond := next(rows.leaves(head.size, _LAST_SEQ), None)) is not None:
+        reason = f"the head counts {head.size} leaves, this one comes after them: it was inserted"
+        fail(beyond[0], LEAF, "verify.leaf-beyond-head", reason)
     try:
         stored = Frontier.decode(head.frontier)
     except EncodingError as error:
-        fail(
-            head.size - 1,
-            STORE,
-            "verify.edge-tree-head-not",
-            f"the edge of the tree in the head cannot be read: {error.problem}",
-        )
+        reason = f"the tree frontier in the head cannot be read: {error.problem}"
+        fail(head.size - 1, STORE, "verify.head-differs", reason)
     if stored != frontier:
-        fail(
-            head.size - 1, STORE, "verify.edge-tree-head", "the edge of the tree in the head is not that of the leaves"
-        )
+        reason = "the tree frontier in the head is not that of the leaves"
+        fail(head.size - 1, STORE, "verify.head-differs", reason)
     if (head.time, head.epoch) != (time, epoch):
-        fail(
-            head.size - 1,
-            STORE,
-            "verify.head-says-time",
-            f"the head says time {head.time} and {head.epoch} epochs, the leaves {time} and {epoch}",
-        )
+        reason = f"the head says time {head.time} and {head.epoch} epochs, the leaves say {time} and {epoch}"
+        fail(head.size - 1, STORE, "verify.head-differs", reason)
 
 
 def check_kinds(rows: StoreReader, size: int, others: Mapping[int, type[Record]]) -> None:
-    """Every record that is not a contribution is found under its kind, and nothing else is."""
+    """Check that the store lists every record that is not a contribution under its kind, and nothing else."""
     for kind, number in KIND_NUMBERS.items():
         if kind is ContributionRecord:
             continue
         listed = {seq for seq, _ in rows.of_kind(number, 0, size)}
         real = {seq for seq, found in others.items() if found is kind}
         if wrong := sorted(listed ^ real):
-            where = "not" if wrong[0] in real else "wrongly"
-            fail(wrong[0], STORE, "verify.store-lists-leaf", f"the store lists this leaf {where} as {KIND_NAMES[kind]}")
+            how = "does not list" if wrong[0] in real else "wrongly lists"
+            fail(wrong[0], STORE, "verify.kind-index-differs", f"the store {how} this leaf as {KIND_NAMES[kind]}")
 
 
 def check_withdrawn(rows: StoreReader, withdrawals: Mapping[int, int]) -> None:
-    """Whoever asks the store finds every withdrawal, and no other."""
+    """Check that the store lists every withdrawal, and no other."""
     listed = dict(rows.withdrawals())
     for target in sorted(listed.keys() | withdrawals.keys()):
         if listed.get(target) != withdrawals.get(target):
             seq, stored = withdrawals.get(target), listed.get(target)
-            reason = f"leaf {target} was withdrawn in leaf {stored} by the store, in leaf {seq} by the leaves"
-            fail(target if seq is None else seq, STORE, "verify.check-withdrawn", reason)
+            reason = f"the store says that leaf {stored} withdraws leaf {target}, the leaves say {seq}"
+            fail(target if seq is None else seq, STORE, "verify.withdrawal-index-differs", reason)
 
 
 def check_attempts(rows: StoreReader, attempts: Iterable[tuple[tuple[bytes, int, int], int]]) -> None:
-    """Whoever asks the store finds the epoch of every attempt."""
+    """Check that the store lists the epoch of every attempt."""
     for (run, segment, generation), seq in attempts:
         if (found := rows.attempt(run, segment, generation)) != seq:
             name = f"segment {segment}, generation {generation} of run {run.hex()[:8]}"
-            fail(seq, STORE, "verify.leaf-store", f"{name} is in leaf {found} by the store")
+            fail(seq, STORE, "verify.attempt-index-differs", f"the store says that {name} is in leaf {found}")
+
+
+def check_release(leaf: Leaf, runs: Container[bytes], rows: StoreReader) -> None:
+    """`runs` are those that have an epoch before it."""
+    record, seq = leaf.record, leaf.seq
+    assert isinstance(record, Release)
+    for run in record.runs:
+        if run not in runs:
+            reason = f"its model was trained in run {run.hex()[:8]}, of which no epoch is in the ledger before"
+            fail(seq, Release, "verify.release-of-unknown-run", reason)
+    if len(set(record.runs)) < len(record.runs):
+        fail(seq, Release, "verify.release-run-twice", "it names a run twice")
+    if record.not_after is not None and record.not_after <= leaf.time:
+        reason = f"it may be served until {format_utc(record.not_after)}, and is of {format_utc(leaf.time)}"
+        fail(seq, Release, "verify.release-expired", reason)
+    data = rows.blob(record.manifest)
+    if data is not None and hashlib.sha256(data).digest() != record.manifest:
+        reason = "its stored manifest does not have the digest in the leaf"
+        fail(seq, Release, "verify.release-manifest-swapped", reason)
 
 
 def unrecorded_spend(rows: StoreReader) -> tuple[UnrecordedSpend, ...]:
-    """What runs hold of the bounds. It is the store's word: what it takes is for who writes, and is not read here."""
+    """Charges and reservations that no leaf records yet. The store states them; nothing here can check them."""
     labels = {run.id: run.label for run in rows.runs()}
     found: dict[bytes, list[RunHold]] = {}
     for hold in rows.holds():
@@ -177,19 +185,18 @@ def unrecorded_spend(rows: StoreReader) -> tuple[UnrecordedSpend, ...]:
     )
 
 
-# `LedgerReplay`: one replay of a ledger, from leaf 0, in one view of its store.
-#
-#     rows of the store ──► places ──► hashes ──► records ──► tree ──► checkpoints
-#                           in order   = tiles    by kind     roots    signed
-#
-# Leaves are taken in stretches that end where a checkpoint does, so that what is found first is what comes first.
-
-LEAVES_AT_ONCE = 4096  # leaves that are in memory at a time
+LEAVES_AT_ONCE = 4096  # in memory
 Progress = Callable[[int, int], None]
 
 
 class LedgerReplay:
-    """Reads every leaf once. `run` ends without an error or with `Bad`; what was seen until then stays in here."""
+    """One replay of a ledger, in one view of its store. What was read stays here when a finding stops it.
+
+        rows of the store ──► position ──► hashes ──► records ──► tree ──► checkpoints
+                              in order     = tiles    by kind     roots    signed
+
+    Leaves are read in stretches that end where a checkpoint does, so that the first finding is of the first leaf.
+    """
 
     def __init__(
         self,
@@ -211,13 +218,8 @@ class LedgerReplay:
         self.tree = ReplayedTree(rows, self._tallies)
         self.contributions = ContributionChecks(self.policy, self.keys, self.attestations, self._tallies)
         self.withdrawals = WithdrawalChecks(rows)
-        self.epochs = EpochChecks(
-            self.header,
-            PlanChecks(rows, self.policy),
-            self.policy,
-            self.withdrawals,
-            self.contributions.longest_eligible,
-        )
+        longest = self.contributions.longest_eligible
+        self.epochs = EpochChecks(self.header, rows, self.policy, self.withdrawals, longest)
         self.aggregates = AggregateChecks(self.header, self.keys, self._tallies)
         trusted = None if trust is None else trust.keys(self.header.origin, now)
         self._known = bool(trusted)
@@ -237,16 +239,14 @@ class LedgerReplay:
         found[KIND_NAMES[ContributionRecord]] = self.contributions.count
         return {**{word: found[word] for word in KIND_NAMES.values()}, "pruned": self.pruned}
 
-    # ----------------------------------------------------------------------------------- leaves
-
     def run(self, progress: Progress | None = None) -> None:
-        """Replay."""
+        """Replay all leaves; raises VerificationStopped at the first finding."""
         self._reach()
         rows = self._rows.leaves(0, self.head.size)
         while part := list(islice(rows, LEAVES_AT_ONCE)):
             for first, data in _consecutive_rows(part):
                 if first < self.tree.size:
-                    fail(first, LEAF, "verify.twice", "it is there twice")
+                    fail(first, LEAF, "verify.leaf-twice", "the store holds this leaf twice")
                 self._skip_pruned(first)
                 self._take(data)
             if progress is not None:
@@ -255,7 +255,7 @@ class LedgerReplay:
         self._finish()
 
     def _take(self, data: Sequence[bytes]) -> None:
-        """Leaves that follow each other, cut where a checkpoint is."""
+        """Read consecutive leaves, in stretches up to the next checkpoint."""
         at = 0
         while at < len(data):
             stop = min(len(data), at + self._cut - self.tree.size)
@@ -268,8 +268,8 @@ class LedgerReplay:
         wrong = self.tree.differs(hashes)
         self._records(first, data if wrong is None else data[:wrong])
         if wrong is not None:
-            kind = _leaf_kind(data[wrong])
-            fail(first + wrong, kind, "verify.hash-not-tree", "its hash is not the one in the tree: it was edited")
+            kind, reason = _leaf_kind(data[wrong]), "its hash is not the one in the tree: it was edited"
+            fail(first + wrong, kind, "verify.leaf-edited", reason)
         self.tree.extend(hashes)
 
     def _records(self, first: int, data: Sequence[bytes]) -> None:
@@ -286,18 +286,10 @@ class LedgerReplay:
             at = stop + 1
 
     def _record(self, index: int, data: bytes) -> None:
-        try:
-            leaf = leaves.decode_leaf(data)
-        except EncodingError as error:
-            fail(index, LEAF, "verify.not-encoding-record", f"it is not the one encoding of a record: {error.problem}")
+        leaf = _decode(index, data)
         check_position(leaf, index, self._time, self._epoch)
-        if (index == 0) != (leaf.kind is Header):
-            fail(
-                index,
-                leaf.kind,
-                "verify.ledger-begins-header",
-                "a ledger begins with its header" if index == 0 else "a header comes first and once",
-            )
+        if index and leaf.kind is Header:
+            fail(index, Header, "verify.second-header", "a header may only be leaf 0")
         self._see(leaf)
         self.others[index] = leaf.kind
         self._time, self._epoch = leaf.time, self._epoch + (leaf.kind is Epoch)
@@ -305,12 +297,8 @@ class LedgerReplay:
     def _see(self, leaf: Leaf) -> None:
         match leaf.record:
             case Header(profile_schema=version) if version != PROFILE_SCHEMA:
-                fail(
-                    0,
-                    Header,
-                    "verify.depth-profiles-schema",
-                    f"depth profiles are of schema {version}, this program knows {PROFILE_SCHEMA}",
-                )
+                reason = f"depth profiles have schema {version}, this program knows {PROFILE_SCHEMA}"
+                fail(0, Header, "verify.profile-schema-unknown", reason)
             case KeyEvent():
                 self.keys.apply(leaf)
                 self.checkpoints.see(leaf)
@@ -318,12 +306,11 @@ class LedgerReplay:
                 self.policy.change(leaf, self.keys)
             case Epoch():
                 ended = leaf.time + self.header.epoch_clock  # at the latest: its time is rounded down
-                self.epochs.see(
-                    leaf,
-                    self._time,
-                    self.checkpoints.digests,
-                    lambda bound, before: self.contributions.eligible(bound, before, ended),
-                )
+
+                def eligible(bound: Bound, before: int) -> bool:
+                    return self.contributions.eligible(bound, before, ended)
+
+                self.epochs.see(leaf, self._time, self.checkpoints.digests, eligible)
             case Withdrawal(target=target):
                 self.withdrawals.see(leaf, 0 < target < leaf.seq and target not in self.others)
                 self.contributions.gone(target)
@@ -332,29 +319,22 @@ class LedgerReplay:
             case Release():
                 check_release(leaf, self.epochs.runs, self._rows)
 
-    # ----------------------------------------------------------------------------------- what is gone
-
     def _skip_pruned(self, stop: int) -> None:
-        """Leaves that are not there: an aggregate stands for them, or they were deleted."""
+        """Go on to `stop` over leaves that are not there: an aggregate stands for them, or they were deleted."""
         while (first := self.tree.size) < stop:
             found = self._tallies.covering(first)
             if found is None:
                 fail(
-                    first,
-                    LEAF,
-                    "verify.not-no-aggregate",
-                    "it is not there, and no aggregate stands for it: it was deleted",
+                    first, LEAF, "verify.leaf-missing", "it is missing, and no aggregate stands for it: it was deleted"
                 )
             end = min(stop, found[0].stop, self._cut)
-            self._tallies.gone(first, end, self._time)
+            self._tallies.gone(first, self._time)
             self.tree.skip(end)
             self.pruned += end - first
             self._reach()
 
-    # ----------------------------------------------------------------------------------- checkpoints
-
     def _reach(self) -> None:
-        """The tree has come to the next size that somebody signed."""
+        """Check the checkpoints of this tree size, if there are any."""
         while self.tree.size == self._cut:
             size, root = self.tree.size, self.tree.root()
             self.checkpoints.reached(size, root, self._time, self.keys)
@@ -374,43 +354,31 @@ class LedgerReplay:
         self._check_trust()
 
     def _check_pruned(self) -> None:
-        """What stands for leaves that are gone was signed before they went."""
-        unsigned = [
-            seq for seq, kind in self.others.items() if kind is Aggregate and seq >= self.checkpoints.signed_size
-        ]
-        for seq in unsigned:
-            tally = self._tallies.of(seq)
-            if tally is not None and tally.present < tally.aggregate.count:
-                fail(
-                    seq,
-                    Aggregate,
-                    "verify.leaves-sums-up",
-                    "leaves that it sums up are gone, and no checkpoint covers it",
-                )
+        """Check that a checkpoint covers every aggregate whose leaves are gone."""
+        for seq, kind in self.others.items():
+            if kind is Aggregate and seq >= self.checkpoints.signed_size:
+                tally = self._tallies.of(seq)
+                if tally is not None and tally.present < tally.aggregate.count:
+                    reason = "its leaves are pruned, and no checkpoint covers it"
+                    fail(seq, Aggregate, "verify.pruned-without-checkpoint", reason)
 
     def _check_trust(self) -> None:
         good, size = self.checkpoints.signed_size, self.head.size
         if self._trust is None and not self._seen:
             return
         if good < size:
-            fail(
-                good,
-                TRUSTED_KEYS,
-                "verify.no-checkpoint-covers",
-                f"no checkpoint covers leaves [{good}, {size}): nobody has signed them yet",
-            )
+            reason = f"no checkpoint covers leaves [{good}, {size}): nobody has signed them yet"
+            fail(good, TRUSTED_KEYS, "verify.leaves-unsigned", reason)
         if self._trust is not None and self.checkpoints.trusted < size:
-            why = SIGNED_ANEW if self._known else f"none of the trusted keys is for a ledger, {self.header.origin!r}"
-            fail(
-                self.checkpoints.trusted,
-                TRUSTED_KEYS,
-                "verify.no-trusted-key",
-                f"no trusted key signed the checkpoints from here on: {why}",
-            )
+            if not self._known:
+                reason = f"none of the trusted keys is for ledger {self.header.origin!r}"
+                fail(self.checkpoints.trusted, TRUSTED_KEYS, "verify.no-trusted-key-for-ledger", reason)
+            reason = f"no trusted key signed the checkpoints from here on: {SIGNED_ANEW}"
+            fail(self.checkpoints.trusted, TRUSTED_KEYS, "verify.trusted-signature-missing", reason)
 
 
 def _consecutive_rows(rows: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, list[bytes]]]:
-    """Rows in runs of consecutive leaves."""
+    """The rows in groups of consecutive leaves."""
     if rows and rows[-1][0] - rows[0][0] == len(rows) - 1:  # the keys of a table are distinct and sorted
         yield rows[0][0], [data for _, data in rows]
         return
@@ -422,12 +390,12 @@ def _consecutive_rows(rows: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, 
 
 def _leaf_kind(data: bytes) -> str:
     try:
-        return KIND_NAMES[leaves.decode_leaf(data).kind]
+        return KIND_NAMES[decode_leaf(data).kind]
     except EncodingError:
         return LEAF
 
 
-_RUNS_SHOWN = 5  # that are named in a note
+_RUNS_SHOWN = 5  # in a note
 
 
 def verify(
@@ -439,132 +407,116 @@ def verify(
     now: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
-    """Replay a ledger from leaf 0, and name the first thing that is wrong.
+    """Replay a ledger from leaf 0 and report the first thing that is wrong.
 
-    Checked are: the form, order, hashes and times of all leaves; every checkpoint, its root and its signature; the
-    bounds of contributions against floors and classes, and (unless `signatures` is false) their attestations; key
-    events, policy changes, withdrawals, aggregates and releases; and every spend, computed anew from the plans by the
-    header's accountant. What was pruned is held to what was kept of it.
+    It checks the form, order, hashes and times of all leaves; every checkpoint, its root and its signature; the bounds
+    of contributions against floors and classes, and (unless `signatures` is false) their attestations; key events,
+    policy changes, withdrawals, aggregates and releases; and every spend, computed again from the plans by the header's
+    accountant. Pruned leaves are compared with what was kept of them.
 
-    Without `trust` and `seen` that shows a ledger that is consistent in itself, signed by keys that it names itself:
-    whoever can write all of it can make such a one. With `trust` the signatures must be of keys that came from
-    elsewhere; with `seen` it must go on from every checkpoint that was seen before.
+    Without `trust` and `seen` this shows that a ledger is consistent in itself and signed by keys that it names itself:
+    whoever can write all of it can make such a ledger. With `trust` keys from elsewhere must have signed it; with
+    `seen` it must continue every checkpoint that was kept before.
     """
-    found = known_checkpoints(seen)
+    known = known_checkpoints(seen)
+
+    def checked(store: Store) -> Verification:
+        try:
+            with store.read() as rows:
+                return _verify_rows(rows, trust, known, signatures, now, progress)
+        except (LedgerDamaged, StoreError) as error:
+            return _unreadable_report(Finding(None, STORE, "verify.store-unreadable", error.problem), 0)
+
     if not isinstance(where, str | os.PathLike):
-        return _verify_store(where, trust, found, signatures, now, progress)
+        return checked(where)
     try:
         store = make_store(where, readonly=True)
     except LedgerDamaged as error:
-        return _unreadable_report(Finding(None, STORE, "verify.verify", error.problem), 0)
+        return _unreadable_report(Finding(None, STORE, "verify.store-unreadable", error.problem), 0)
     try:
-        return _verify_store(store, trust, found, signatures, now, progress)
+        return checked(store)
     finally:
         store.close()
 
 
-def _verify_store(
-    store: Store,
-    trust: Trust | None,
-    seen: list[KnownCheckpoint],
-    signatures: bool,
-    now: int | None,
-    progress: Progress | None,
-) -> Verification:
-    try:
-        with store.read() as rows:
-            return _verify_rows(rows, trust, seen, signatures, now, progress)
-    except (LedgerDamaged, StoreError) as error:
-        return _unreadable_report(Finding(None, STORE, "verify.opened", error.problem), 0)
-
-
 def _verify_rows(
-    rows: StoreReader,
-    trust: Trust | None,
-    seen: list[KnownCheckpoint],
-    signatures: bool,
-    now: int | None,
+    rows: StoreReader, trust: Trust | None, seen: list[KnownCheckpoint], signatures: bool, now: int | None,
     progress: Progress | None,
-) -> Verification:
-    audit: LedgerReplay | None = None
+) -> Verification:  # fmt: skip
+    replay: LedgerReplay | None = None
     problem: Finding | None = None
     try:
-        audit = LedgerReplay(rows, trust=trust, seen=seen, signatures=signatures, now=now)
-        audit.run(progress)
+        replay = LedgerReplay(rows, trust=trust, seen=seen, signatures=signatures, now=now)
+        replay.run(progress)
     except VerificationStopped as error:
         problem = error.problem
     except (TypeError, ValueError) as error:  # text or nothing where a store has bytes
-        at = None if audit is None else audit.tree.size
-        problem = Finding(at, STORE, "verify.row-holds-not", f"a row holds what does not belong there: {error}")
-    if audit is None:
+        at = None if replay is None else replay.tree.size
+        problem = Finding(at, STORE, "verify.row-wrong-type", f"a row of the store holds a wrong type: {error}")
+    if replay is None:
         assert problem is not None
         head = rows.head()
         return _unreadable_report(problem, 0 if head is None else head.size)
-    problem = _first_finding(problem, audit.contributions.repeats.first(rows), _first_wrong_spend(audit, problem))
-    return _report(audit, problem, trust)
+    found = (problem, replay.contributions.repeats.first(rows), _first_wrong_spend(replay, problem))
+    real = [each for each in found if each is not None]
+    return _report(replay, min(real, key=lambda f: 1 << 63 if f.index is None else f.index, default=None), trust)
 
 
-def _first_wrong_spend(audit: LedgerReplay, problem: Finding | None) -> Finding | None:
-    """The first spend that is not what the accountant finds; later ones than `problem` are not asked about."""
-    for claim in audit.epochs.claims:
+def _first_wrong_spend(replay: LedgerReplay, problem: Finding | None) -> Finding | None:
+    """The first spend that the accountant does not confirm; those after `problem` are not computed."""
+    for claim in replay.epochs.claims:
         if problem is not None and problem.index is not None and claim.seq >= problem.index:
             return None
-        if (found := claim.problem(audit.header)) is not None:
+        if (found := claim.finding(replay.header)) is not None:
             return found
     return None
 
 
-def _first_finding(*found: Finding | None) -> Finding | None:
-    real = [each for each in found if each is not None]
-    return min(real, key=lambda each: 1 << 63 if each.index is None else each.index, default=None)
-
-
-def _report(audit: LedgerReplay, problem: Finding | None, trust: Trust | None) -> Verification:
-    whole = audit.tree.size == audit.head.size
-    checkpoints = audit.checkpoints
+def _report(replay: LedgerReplay, problem: Finding | None, trust: Trust | None) -> Verification:
+    whole = replay.tree.size == replay.head.size
+    checkpoints = replay.checkpoints
     return Verification(
         verified=problem is None,
         trusted=problem is None and trust is not None,
-        origin=audit.header.origin,
-        size=audit.head.size,
-        root=audit.tree.root() if whole else None,
+        origin=replay.header.origin,
+        size=replay.head.size,
+        root=replay.tree.root() if whole else None,
         signed=checkpoints.signed_size,
         checkpoints=checkpoints.count,
-        attestations=0 if audit.attestations is None else audit.attestations.checked,
-        spends=len(audit.epochs.claims),
+        attestations=0 if replay.attestations is None else replay.attestations.checked,
+        spends=len(replay.epochs.claims),
         problem=problem,
-        counts=audit.counts,
-        notes=tuple(_report_notes(audit, trust)) if problem is None else (),
-        held=audit.held,
+        counts=replay.counts,
+        notes=tuple(_report_notes(replay, trust)) if problem is None else (),
+        held=replay.held,
     )
 
 
-def _report_notes(audit: LedgerReplay, trust: Trust | None) -> Iterable[str]:
-    size, good = audit.head.size, audit.checkpoints.signed_size
+def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
+    size, good = replay.head.size, replay.checkpoints.signed_size
     if trust is None:
-        yield "the keys are the ledger's own word: give --trust with keys from elsewhere"
+        yield "only keys that the ledger names itself were checked: give --trust with keys from elsewhere"
     if good < size:
         yield f"leaves [{good}, {size}) are not signed yet"
-    if audit.attestations is None:
+    if replay.attestations is None:
         yield "attestations were not checked"
-    if audit.pruned:
-        pruned = pluralize(audit.pruned, "contribution is", "contributions are")
-        yield f"{pruned} pruned: only hashes are left"
-    if audit.aggregates.alone:
-        yield f"{pluralize(audit.aggregates.alone, 'aggregate is', 'aggregates are')} countersigned by nobody"
-    if audit.epochs.epochs_without_account:
+    if replay.pruned:
+        yield f"{pluralize(replay.pruned, 'contribution is', 'contributions are')} pruned: only hashes are left"
+    if count := replay.aggregates.not_countersigned:
+        yield f"{pluralize(count, 'aggregate is', 'aggregates are')} countersigned by nobody"
+    if count := replay.epochs.epochs_without_account:
         yield (
-            f"{pluralize(audit.epochs.epochs_without_account, 'epoch has', 'epochs have')} no account for a bound that an eligible "
-            "contribution signed: that it was left out there is the ledger's word"
+            f"{pluralize(count, 'epoch has', 'epochs have')} no account for a bound that an eligible contribution signed: "
+            "only the ledger says that it was left out there"
         )
-    if audit.policy.alone:
-        where = ", ".join(map(str, audit.policy.alone[:5]))
+    if replay.policy.loosened_by_unnamed:
+        where = ", ".join(map(str, replay.policy.loosened_by_unnamed[:5]))
         yield (
-            f"a policy that protects less (leaf {where}) was signed by a party that the header does not name: that it "
-            "is another one than the ledger's keeper is the ledger's word"
+            f"a key that the header does not name signed a policy that protects less (leaf {where}): only the ledger says "
+            "that another party than its keeper holds that key"
         )
-    if audit.held:
-        yield _unrecorded_note(audit.held)
+    if replay.held:
+        yield _unrecorded_note(replay.held)
 
 
 def _unrecorded_note(held: tuple[UnrecordedSpend, ...]) -> str:
@@ -572,21 +524,13 @@ def _unrecorded_note(held: tuple[UnrecordedSpend, ...]) -> str:
     runs = ", ".join(map(str, held[:_RUNS_SHOWN]))
     more = f" and {len(held) - _RUNS_SHOWN} more" if len(held) > _RUNS_SHOWN else ""
     return (
-        f"{pluralize(attempts, 'attempt is', 'attempts are')} held open and {pluralize(reserved, 'plan')} reserved, in no "
-        f"leaf yet, and count against the bounds: of {'run' if len(held) == 1 else 'runs'} {runs}{more}"
+        f"{pluralize(attempts, 'attempt is', 'attempts are')} open and {pluralize(reserved, 'plan')} reserved; no leaf "
+        f"records them yet, and they count against the bounds: {'run' if len(held) == 1 else 'runs'} {runs}{more}"
     )
 
 
 def _unreadable_report(problem: Finding, size: int) -> Verification:
     return Verification(
-        verified=False,
-        trusted=False,
-        origin=None,
-        size=size,
-        root=None,
-        signed=0,
-        checkpoints=0,
-        attestations=0,
-        spends=0,
-        problem=problem,
-    )
+        verified=False, trusted=False, origin=None, size=size, root=None, signed=0, checkpoints=0, attestations=0,
+        spends=0, problem=problem,
+    )  # fmt: skip

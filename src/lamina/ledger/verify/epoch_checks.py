@@ -1,0 +1,651 @@
+"""Checks of epochs: plan against policy and depth profile, charges against the plan, and every spend computed again."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+from typing import NoReturn
+
+from lamina.account.accountants import pooled_epsilon
+from lamina.account.gaussian_rdp import step_rdp
+from lamina.account.schedule import EventCounts, EventKey
+from lamina.admit.keys import format_utc
+from lamina.errors import LaminaError
+from lamina.ledger.governance_records import Header, Preset, parse_profile
+from lamina.ledger.records import KIND_NAMES, Epoch, EpochAccount, EpochCharge, Leaf, Segment, SegmentOutcome
+from lamina.ledger.schema import NANO, UNBOUNDED, nano_epsilon
+from lamina.ledger.spending import (
+    Bound,
+    Spending,
+    adaptive_order,
+    planned_charges,
+    signed_spend,
+    steps_by_kind,
+    whole_plan_charges,
+)
+from lamina.ledger.store.interface import StoreReader
+from lamina.ledger.verify.contribution_checks import WithdrawalChecks
+from lamina.ledger.verify.replay_state import Finding, PolicyInForce, Violation, fail
+from lamina.plan.depth_profile import DepthProfile, ProfileKind, exact_fraction
+from lamina.plan.rules import FollowBudget, FollowEnergy, FollowQuantile, effective_sigma
+from lamina.plan.selection import matches_pattern
+from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
+
+_MOST_BLOCKS = 1_000_000  # depths that need more were not counted in blocks
+
+
+def first_layer_outside(plan: StepPlan, k: int, profile: DepthProfile) -> str | None:
+    """The first layer for which class k has a clip norm, and which its profile does not reach on any model.
+
+    A plan lists its layers with depth and tensors, not the model. So some model must exist on which it keeps to the
+    profile:
+
+    TOP, BAND, BLOCKS  a layer whose first block is b, of n, has depth b/(n-1). The plan does not say n, since blocks
+                       may be frozen: one n must fit the depths of all layers and let the profile reach those with a
+                       clip norm
+    LAYERS             the layer by number or name, or patterns that match its name and all of its tensors
+    ADAPTER            every tensor lies below the adapter's name, or the class has an empty slice of it
+    weights            a layer with factor 0 is out
+
+    Only the model knows which heads or experts a tensor holds; for these `_profile_difference` compares the texts.
+    """
+    reached = [i for i, c in enumerate(plan.clip[k]) if c > 0]
+    for i in reached:
+        if any(not factor and matches_pattern(pattern, plan.layers[i].name) for pattern, factor in profile.weights):
+            return plan.layers[i].name
+    wrong: Iterator[int]
+    if profile.kind is ProfileKind.LAYERS:
+        wrong = (i for i in reached if not _named_by_profile(profile.names, plan.layers[i], i, len(plan.layers)))
+    elif profile.kind is ProfileKind.ADAPTER:
+        wrong = (i for i in reached if not _only_adapter_tensors(profile.name or "", plan, k, plan.layers[i]))
+    elif profile.kind is ProfileKind.ALL:
+        return None
+    else:
+        wrong = iter(
+            _first_without_block_count(profile, [exact_fraction(layer.depth) for layer in plan.layers], reached)
+        )
+    first = next(wrong, None)
+    return None if first is None else plan.layers[first].name
+
+
+def _named_by_profile(names: Sequence[str | int], layer: PlannedLayer, index: int, count: int) -> bool:
+    if layer.name in names or index in names or index - count in names:
+        return True
+    patterns = [name for name in names if isinstance(name, str)]
+    inside = f"{layer.name}."
+    elsewhere = [tensor for tensor in layer.parameters if not tensor.startswith(inside)]
+    if len(elsewhere) == len(layer.parameters):  # a group with a name of its own
+        elsewhere = []
+    return all(any(matches_pattern(p, name) for p in patterns) for name in (layer.name, *elsewhere))
+
+
+def _only_adapter_tensors(name: str, plan: StepPlan, k: int, layer: PlannedLayer) -> bool:
+    for tensor in layer.parameters:
+        if name not in tensor.split(".")[1:]:
+            closed = plan.slice(k, tensor)
+            if closed is None or closed.ranges:
+                return False
+    return True
+
+
+def _first_without_block_count(
+    profile: DepthProfile, depths: Sequence[Fraction], reached: Sequence[int]
+) -> Sequence[int]:
+    """The first layer that leaves no possible number of blocks; empty if some number fits all."""
+    if all(depth == 1 for depth in depths) and _reaches_single_block(profile):
+        return ()
+    step = math.lcm(*(depth.denominator for depth in depths))
+    step = 1 if step > _MOST_BLOCKS else step  # n-1 is a multiple of it
+    least, most = Fraction(2), Fraction(_MOST_BLOCKS**2)
+    for i in reached:
+        low, high = _block_count_range(profile, depths[i])
+        least, most = max(least, low), min(most, high)
+        if 1 + step * math.ceil((least - 1) / step) > most:
+            return (i,)
+    return ()
+
+
+def _reaches_single_block(profile: DepthProfile) -> bool:
+    """Whether it reaches the only block of a model, which has depth 1 and number 0."""
+    first, last = profile.bounds
+    if profile.kind is ProfileKind.BLOCKS:
+        return first in (0, -1) and last in (0, -1)
+    return first == 0 and last == 1
+
+
+_NO_BLOCK_COUNT = (Fraction(1), Fraction(0))
+
+
+def _block_count_range(profile: DepthProfile, d: Fraction) -> tuple[Fraction, Fraction]:
+    """The least and most n ≥ 2 for which the profile reaches the block at depth d = b/(n-1)."""
+    if profile.kind is ProfileKind.BLOCKS:
+        return _block_count_range_by_number(int(profile.bounds[0]), int(profile.bounds[1]), d)
+    low, high = map(exact_fraction, profile.bounds)
+    least = [Fraction(2)]
+    for room, needed in ((d - low, d), (high - d, 1 - d)):  # low·n ≤ b and b+1 ≤ high·n, over n
+        if room <= 0 and (room < 0 or needed > 0):
+            return _NO_BLOCK_COUNT
+        if room > 0:
+            least.append(needed / room)
+    return max(least), Fraction(_MOST_BLOCKS**2)
+
+
+def _block_count_range_by_number(first: int, last: int, d: Fraction) -> tuple[Fraction, Fraction]:
+    """The same for blocks by number; a negative number counts from the end."""
+    least, most = (
+        [Fraction(2), *(Fraction(-b if b < 0 else b + 1) for b in (first, last))],
+        [Fraction(_MOST_BLOCKS**2)],
+    )
+    if first >= 0:  # first ≤ d(n-1)
+        if d == 0 and first > 0:
+            return _NO_BLOCK_COUNT
+        least.append(first / d + 1 if d else Fraction(2))
+    elif d < 1:  # n+first ≤ d(n-1)
+        most.append((-first - d) / (1 - d))
+    if last >= 0:  # d(n-1) ≤ last
+        if d > 0:
+            most.append(last / d + 1)
+    elif d < 1:  # d(n-1) ≤ n+last
+        least.append((-last - d) / (1 - d))
+    elif last < -1:
+        return _NO_BLOCK_COUNT
+    return max(least), min(most)
+
+
+_VARIANCE_TOLERANCE = 1e-9  # relative: a variance computed on two machines
+_MULTIPLIER_TOLERANCE = 1e-12  # a noise multiplier computed on two machines
+_ADAPTED_TOLERANCE = 1e-6  # noise that moved during a run, in single precision
+_EPSILON_TOLERANCE = 1e-7  # an ε computed on two machines: accountants sum many small numbers
+_CLASS_TOLERANCE = 1e-6  # the bound of a class is kept in 1e-6
+
+
+class PlanChecks:
+    """Checks of plans. Each plan is read once."""
+
+    def __init__(self, rows: StoreReader, policy: PolicyInForce) -> None:
+        self._rows, self._policy = rows, policy
+        self._read = lru_cache(maxsize=64)(self._load)
+        self._differs = lru_cache(maxsize=1024)(self._compared)
+        self._began: dict[bytes, int] = {}  # run → leaves that its first segment had read
+
+    def of(self, seq: int, epoch: Epoch) -> StepPlan:
+        """The plan of an epoch, checked as far as possible without its accounts."""
+        plan = self._read(epoch.plan)
+        if isinstance(plan, Violation):
+            fail(seq, Epoch, *plan)
+        for segment in epoch.segments:
+            if segment.last > plan.steps:
+                reason = f"segment {segment.index} ends at step {segment.last}, its plan has {plan.steps}"
+                fail(seq, Epoch, "verify.segment-beyond-plan", reason)
+        began = self._began.setdefault(epoch.run, min(each.eligibility for each in epoch.segments))
+        for entry in plan.classes:
+            if (wrong := self._class(epoch.plan, entry, began)) is not None:
+                fail(seq, Epoch, *wrong)
+        if (wrong := _variance_difference(plan, epoch.variance)) is not None:
+            fail(seq, Epoch, *wrong)
+        return plan
+
+    def _load(self, digest: bytes) -> StepPlan | Violation:
+        data, name = self._rows.blob(digest), f"plan {digest.hex()[:16]}"
+        if data is None:
+            return Violation("verify.plan-missing", f"{name} is missing, and the spend cannot be computed without it")
+        if hashlib.sha256(data).digest() != digest:
+            return Violation("verify.plan-swapped", f"the stored {name} has another digest")
+        try:
+            return StepPlan.from_cbor(data)
+        except LaminaError as error:
+            return Violation("verify.plan-unreadable", f"{name} cannot be read: {error.problem}")
+
+    def _class(self, digest: bytes, entry: PlannedClass, began: int) -> Violation | None:
+        """A class of the plan must agree with the policy when its run began, or with a later one."""
+        presets = self._policy.presets_since(entry.name, began)
+        if not presets:
+            return Violation("verify.class-unknown", f"class {entry.name!r} of its plan is not in the policy")
+        wrongs = [self._differs(digest, entry, preset) for preset in presets]
+        return None if None in wrongs else wrongs[-1]
+
+    def _compared(self, digest: bytes, entry: PlannedClass, preset: Preset) -> Violation | None:
+        plan = self._read(digest)
+        assert isinstance(plan, StepPlan)
+        return difference_from_policy(plan, entry, preset)
+
+
+def difference_from_policy(plan: StepPlan, entry: PlannedClass, preset: Preset) -> Violation | None:
+    """In what a class of a plan differs from the policy."""
+    name = f"class {entry.name!r}"
+    if entry.public and not preset.public:
+        return Violation("verify.plan-class-public", f"{name} is public in its plan and private in the policy")
+    if None not in (entry.population, preset.population) and entry.population != preset.population:
+        numbers = f"{entry.population} in its plan and {preset.population} in the policy"
+        return Violation("verify.plan-population-differs", f"{name} has a population of {numbers}")
+    return _profile_difference(plan, entry, preset.profile)
+
+
+def _profile_difference(plan: StepPlan, entry: PlannedClass, text: str) -> Violation | None:
+    """Where a class reaches beyond its profile: by the text of the profile, and by the layers of the plan."""
+    name = f"class {entry.name!r}"
+    if text.startswith("sha256:"):
+        return None
+    try:
+        profile = parse_profile(text)
+    except (LaminaError, ValueError, TypeError, ArithmeticError, RecursionError):
+        if entry.profile == text:  # a ledger without a policy repeats the text of its first plan
+            return None
+        return Violation("verify.profile-unreadable", f"the profile of {name}, {text[:80]!r}, has an unknown schema")
+    if not profile.described_by(entry.profile):
+        reason = f"{name} has profile {entry.profile[:80]} in its plan and {text[:80]} in the policy"
+        return Violation("verify.plan-profile-differs", reason)
+    if (layer := first_layer_outside(plan, plan.index(entry.name), profile)) is not None:
+        reason = f"its plan trains layer {layer[:80]!r} on {name}, outside the profile {text[:80]}"
+        return Violation("verify.layer-outside-profile", reason)
+    return None
+
+
+def _variance_difference(plan: StepPlan, variance: tuple[float, ...]) -> Violation | None:
+    """S² per layer is the plan's; where a rule moves S, every class keeps the noise multiplier of the plan."""
+    if len(variance) != len(plan.noise):
+        reason = f"it has noise variances for {len(variance)} layers, its plan has {len(plan.noise)}"
+        return Violation("verify.noise-variance-differs", reason)
+    for layer, s, v in zip(plan.layers, plan.noise, variance, strict=True):
+        if (s == 0) != (v == 0) or (not plan.rules and not math.isclose(v, s * s, rel_tol=_VARIANCE_TOLERANCE)):
+            reason = f"layer {layer.name!r} has noise variance {v:.9g}, its plan has {s * s:.9g}"
+            return Violation("verify.noise-variance-differs", reason)
+    if plan.rules and plan.clipping is Clipping.BOX and plan.rule(FollowQuantile) is None:
+        budget, applied = plan.rule(FollowBudget), [math.sqrt(v) for v in variance]
+        for k, entry in enumerate(plan.classes):
+            least = plan.sigma(k) * (1.0 if budget is None else budget.least)
+            if not entry.public and effective_sigma(plan.clip[k], applied) < least * (1 - _ADAPTED_TOLERANCE):
+                reason = f"class {entry.name!r} has less noise than its plan declares"
+                return Violation("verify.noise-below-plan", reason)
+        if budget is not None and _least_noise_ratio(plan, applied) > budget.most * (1 + _ADAPTED_TOLERANCE):
+            reason = f"every class has more than {budget.most:g} times the noise of its plan"
+            return Violation("verify.noise-above-plan", reason)
+    return None
+
+
+def _least_noise_ratio(plan: StepPlan, applied: Sequence[float]) -> float:
+    """The least ratio, over private classes, of applied to declared noise multiplier."""
+    private = [k for k, entry in enumerate(plan.classes) if not entry.public and math.isfinite(plan.sigma(k))]
+    return min((effective_sigma(plan.clip[k], applied) / plan.sigma(k) for k in private), default=0.0)
+
+
+class _AttemptLine:
+    """Attempts that continue each other, the first one from `before`; `start` and `tip` count steps from the root."""
+
+    def __init__(self, before: _TreeAttempt | None) -> None:
+        self.before = before
+        self.start = self.tip = 0 if before is None else before.depth
+        self.attempts: list[_TreeAttempt] = []
+
+    def take(self, attempts: Iterable[_TreeAttempt]) -> None:
+        for each in attempts:
+            each.line, each.at = self, len(self.attempts)
+            self.attempts.append(each)
+
+
+class _TreeAttempt:
+    """Its steps from the root to its end, its line, and its index there."""
+
+    def __init__(self, depth: int, line: _AttemptLine) -> None:
+        self.depth, self.line, self.at = depth, line, 0
+
+
+class AttemptTree:
+    """The most occurrences of one contribution over all attempts of a run and its copies, under a cap.
+
+    A contribution occurs at most `cap` times along the weights of a run. Attempts form a tree: each continues from the
+    weights that another one left; attempts that were abandoned, lost, or made by a copy are branches. The most
+    occurrences over all branches, none with more than the cap along its path, are
+
+        Σ over lines of min(cap, steps of the line),
+
+    where the tree is cut into lines such that each continues into its longest branch: what occurs before a fork is lost
+    to every branch after it, so the worst case occurs as late as possible. Steps under another plan do not count.
+    """
+
+    def __init__(self, cap: int) -> None:
+        self._cap = cap
+        self._closed: dict[tuple[int, int], _TreeAttempt] = {}
+        self.most = 0
+
+    def add(self, segments: Iterable[Segment], *, counts: bool = True) -> None:
+        """Add attempts in the order of their epochs. `counts`: whether they were made under the plan."""
+        for each in segments:
+            before = self._closed.get((each.index - 1, each.after or 0))
+            if before is not None and before.line.attempts[-1] is before:
+                line = before.line
+            else:
+                line = _AttemptLine(before)
+            made = _TreeAttempt(line.tip + (each.last - each.first if counts else 0), line)
+            line.take([made])
+            if each.outcome is SegmentOutcome.CLOSED:
+                self._closed[each.index, each.generation] = made
+            self.most -= self._of(line)
+            line.tip = made.depth
+            self.most += self._of(line)
+            self._swap_longer_branch(line)
+
+    def _swap_longer_branch(self, line: _AttemptLine) -> None:
+        """Swap a branch with the rest of the line that it left, if it is longer, unless both have `cap`."""
+        while line.before is not None:
+            above = line.before.line
+            if line.tip <= above.tip or above.tip - line.start >= self._cap:
+                return
+            self.most -= self._of(line) + self._of(above)
+            mine, rest = line.attempts, above.attempts[line.before.at + 1 :]
+            del above.attempts[line.before.at + 1 :]
+            line.attempts = []
+            above.take(mine)
+            line.take(rest)
+            above.tip, line.tip = line.tip, above.tip
+            self.most += self._of(line) + self._of(above)
+            line = above
+
+    def _of(self, line: _AttemptLine) -> int:
+        return min(self._cap, line.tip - line.start)
+
+
+def declared_steps_used(plan: StepPlan, cls: str, scale: float, variance: Sequence[float], steps: int) -> float:
+    """How many steps at the declared noise cost at least as much as these steps of a class.
+
+    At the plan's one Rényi order prices add: n steps at f times the declared sigma cost as much as
+    n·RDP(f·sigma)/RDP(sigma) declared ones. A run is charged its budget once, as a whole, and may not use more of it.
+    """
+    order, schedule = adaptive_order(plan), plan.schedule(cls, scale)
+    if order is None or not schedule:
+        return 0.0
+    event = schedule[0]
+    price = step_rdp(event.q, event.sigma * _noise_factor(plan, cls, variance), order)
+    return steps * price / step_rdp(event.q, event.sigma, order)
+
+
+def _noise_factor(plan: StepPlan, cls: str, variance: Sequence[float]) -> float:
+    """The ratio of applied to declared sigma. Where clip norms move too, the most that the rule allows."""
+    budget = plan.rule(FollowBudget)
+    assert budget is not None
+    known = all(isinstance(rule, FollowBudget | FollowEnergy) for rule in plan.rules)
+    if not known or plan.clipping is not Clipping.BOX:
+        return budget.most
+    k = plan.index(cls)
+    return effective_sigma(plan.clip[k], [math.sqrt(v) for v in variance]) / plan.sigma(k)
+
+
+@dataclass(slots=True)
+class _RunCharges:
+    """Charges of a run under one plan, by account."""
+
+    charged: dict[Bound, dict[EventKey, int]] = field(default_factory=dict)
+    used: dict[Bound, float] = field(default_factory=dict)  # of an adaptive budget, in declared steps
+
+
+class ChargeChecks:
+    """Checks that epochs charge their accounts what the plan takes in the steps of their segments.
+
+    exact     the plan's schedule over the steps of every attempt, abandoned or not: neither more nor less
+    adaptive  noise that follows its budget: a filter proves that the run never passes its budget, not that it cost
+              less. So the whole budget is charged when the run first charges the account, and again every time that
+              its attempts have used it up (`declared_steps_used`)
+    capped    raw noise with a cap on occurrences: as often as one contribution may have occurred over all attempts
+              (`AttemptTree`). A run that was copied, or redid steps, may have paid for more
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[bytes, bytes], _RunCharges] = {}
+        self._capped: dict[bytes, dict[bytes, AttemptTree]] = {}  # run → plan → attempts
+
+    def begin(self, epoch: Epoch, plan: StepPlan) -> None:
+        """Add the segments of an epoch."""
+        self._runs.setdefault((epoch.run, epoch.plan), _RunCharges())
+        plans = self._capped.setdefault(epoch.run, {})
+        if (cap := plan.injection.occurrences) is not None:
+            plans.setdefault(epoch.plan, AttemptTree(cap))
+        for digest, attempts in plans.items():
+            attempts.add(epoch.segments, counts=digest == epoch.plan)
+
+    def counted(self, epoch: Epoch, plan: StepPlan, account: EpochAccount) -> tuple[EpochCharge, ...] | Violation:
+        """What to count for an account; or why its charges are wrong."""
+        cap = plan.injection.occurrences
+        if adaptive_order(plan) is None and cap is None:
+            expected = planned_charges(plan, account.cls, account.scale, epoch.segments)
+            wrong = _charge_difference(steps_by_kind(account.charges), steps_by_kind(expected), exact=True)
+            return expected if wrong is None else wrong
+        run = self._runs[epoch.run, epoch.plan]
+        total = run.charged.setdefault(account.bound, {})
+        for kind, steps in steps_by_kind(account.charges).items():
+            total[kind] = total.get(kind, 0) + steps
+        least = steps_by_kind(whole_plan_charges(plan, account.cls, account.scale))
+        if cap is not None:
+            least = dict.fromkeys(least, self._capped[epoch.run][epoch.plan].most)
+        wrong = _charge_difference(total, least, exact=False)
+        if wrong is None and cap is None and least:
+            steps = sum(each.last - each.first for each in epoch.segments)
+            more = declared_steps_used(plan, account.cls, account.scale, epoch.variance, steps)
+            run.used[account.bound] = run.used.get(account.bound, 0.0) + more
+            wrong = _budget_overdrawn(run.used[account.bound], total, least)
+        return account.charges if wrong is None else wrong
+
+
+def _budget_overdrawn(used: float, charged: EventCounts, whole: EventCounts) -> Violation | None:
+    """Whether the attempts of a run, and of its copies, used more than the budgets that were charged."""
+    kind, steps = max(whole.items(), key=lambda pair: pair[1])
+    budget = steps * (sum(charged[each] for each in _nearly_equal_keys(charged, kind)) // steps)
+    if used > budget * (1 + _ADAPTED_TOLERANCE) + _ADAPTED_TOLERANCE:
+        return Violation("verify.budget-overdrawn", f"used {used:.6g} steps of its budget, {budget} are charged")
+    return None
+
+
+def _charge_difference(stated: EventCounts, expected: EventCounts, *, exact: bool) -> Violation | None:
+    """What the plan takes and is not charged; if `exact`, also what is charged beyond that."""
+    left: dict[EventKey, int] = dict(stated)
+    for kind, steps in expected.items():
+        found = sum(left.pop(each) for each in _nearly_equal_keys(left, kind))
+        if found < steps or (exact and found > steps):
+            reason = f"is charged {found} steps {_event_text(kind)}, its plan takes {steps}"
+            return Violation("verify.charge-differs-from-plan", reason)
+    for kind, steps in left.items():
+        reason = f"is charged {steps} steps {_event_text(kind)}, its plan takes none"
+        return Violation("verify.charge-differs-from-plan", reason)
+    return None
+
+
+def _nearly_equal_keys(events: Mapping[EventKey, int], kind: EventKey) -> list[EventKey]:
+    """The same event, as computed on another machine."""
+    sigma, *rest = kind
+    near = [each for each in events if math.isclose(each[0], sigma, rel_tol=_MULTIPLIER_TOLERANCE)]
+    return [each for each in near if list(each[1:]) == rest]
+
+
+def _event_text(kind: EventKey) -> str:
+    sigma, rate, order = kind
+    return f"at noise multiplier {sigma:.9g} and rate {rate:.9g}" + (f", order {order:g}" if order else "")
+
+
+Eligible = Callable[[Bound, int], bool]  # whether somebody with this bound, or of this class, is in so many leaves
+
+
+@dataclass(frozen=True, slots=True)
+class SpendClaim:
+    """The spend that an epoch states for an account, and all that was charged until then."""
+
+    seq: int
+    account: EpochAccount
+    events: EventCounts
+    most: int | None  # the bound
+
+    def finding(self, header: Header) -> Finding | None:
+        """Compute the spend again and compare."""
+        found = nano_epsilon(pooled_epsilon(self.events, delta=header.delta, name=header.accountant))
+        stated, name = self.account.spend, f"account {self.account.name}"
+        if abs(stated - found) > 1 + _EPSILON_TOLERANCE * found and stated != found:
+            code = "verify.spend-under-reported" if stated < found else "verify.spend-over-reported"
+            reason = f"{name} states ε = {_epsilon_text(stated)}, {header.accountant} finds {_epsilon_text(found)}"
+        elif self.most is not None and found > self.most:
+            code = "verify.bound-exceeded"
+            reason = f"{name} has lost ε = {_epsilon_text(found)}, more than its bound of {_epsilon_text(self.most)}"
+        else:
+            return None
+        return Finding(self.seq, KIND_NAMES[Epoch], code, reason)
+
+
+class EpochChecks:
+    """Checks of epochs. The spends that they state are collected in `claims`, to be computed after the replay."""
+
+    def __init__(
+        self, header: Header, rows: StoreReader, policy: PolicyInForce, withdrawals: WithdrawalChecks,
+        signed: Mapping[Bound, object],
+    ) -> None:  # fmt: skip
+        """`signed` holds the bounds of contributions so far."""
+        self._header, self._plans, self._policy, self._signed = header, PlanChecks(rows, policy), policy, signed
+        self._withdrawals = withdrawals
+        self.spending = Spending(header)
+        self.claims: list[SpendClaim] = []
+        self.attempts: dict[tuple[bytes, int, int], int] = {}
+        self.runs: set[bytes] = set()
+        self._charged: dict[tuple[bytes, bytes], set[Bound]] = {}  # run and plan → accounts charged so far
+        self._scales: dict[tuple[bytes, bytes, Bound], float] = {}
+        self._ends: dict[tuple[bytes, int, int], tuple[int, int]] = {}  # closed attempt → its last step, its leaf
+        self.spent: dict[str, int] = {}  # class → the largest stated spend of its accounts
+        self._stated: dict[Bound, int] = {}
+        self._charges = ChargeChecks()
+        self._previous = -1
+        self.epochs_without_account = 0  # epochs without an account for a bound that somebody eligible signed
+
+    def see(self, leaf: Leaf, time: int, digests: Mapping[bytes, int], eligible: Eligible) -> None:
+        """`time` is that of the leaf before, `digests` are of the checkpoints before."""
+        record = leaf.record
+        assert isinstance(record, Epoch)
+        self._check_form(leaf, record, time)
+        self._check_chain(leaf.seq, record, digests)
+        plan = self._plans.of(leaf.seq, record)
+        self._charges.begin(record, plan)
+        for account in record.accounts:
+            self._check_account(leaf.seq, record, plan, account)
+        self._check_missing(leaf.seq, record, plan, eligible)
+        if self.spending.state() != record.state:
+            reason = "its digest of the accountant's state does not match the charges up to here"
+            fail(leaf.seq, Epoch, "verify.accountant-state-differs", reason)
+        self.runs.add(record.run)
+        self._charged.setdefault((record.run, record.plan), set()).update(each.bound for each in record.accounts)
+
+    def _check_form(self, leaf: Leaf, record: Epoch, time: int) -> None:
+        seq, clock = leaf.seq, self._header.epoch_clock
+        closed = sum(each.outcome is SegmentOutcome.CLOSED for each in record.segments)
+        if closed > self._header.granularity:
+            reason = f"it closes {closed} segments, the header allows {self._header.granularity}"
+            fail(seq, Epoch, "verify.too-many-segments", reason)
+        if leaf.time % clock and leaf.time != time:
+            reason = f"its time {format_utc(leaf.time)} is not rounded to {clock} s, and reveals how long steps took"
+            fail(seq, Epoch, "verify.epoch-time-not-rounded", reason)
+        for segment in record.segments:
+            attempt = (record.run, segment.index, segment.generation)
+            name = f"segment {segment.index}, generation {segment.generation} of run {record.run.hex()[:8]}"
+            if (before := self.attempts.setdefault(attempt, seq)) != seq:
+                reason = f"{name} is in the ledger already, in leaf {before}: it was replayed"
+                fail(seq, Epoch, "verify.attempt-repeated", reason)
+            if not 1 <= segment.eligibility <= seq:
+                reason = f"{name} read its members after {segment.eligibility} leaves, must be in [1, {seq}]"
+                fail(seq, Epoch, "verify.eligibility-out-of-range", reason)
+            self._withdrawals.check_segment(seq, record.run, segment)
+            self._check_continues(seq, record.run, segment)
+            if segment.outcome is SegmentOutcome.CLOSED:
+                self._ends[attempt] = segment.last, seq
+
+    def _check_continues(self, seq: int, run: bytes, segment: Segment) -> None:
+        """Check that a segment starts where an earlier one ended, and read its members after that one's leaf."""
+        if segment.index == segment.first == 0 and segment.after is None:
+            return
+        end, before = self._ends.get((run, segment.index - 1, segment.after or 0), (-1, -1))
+        name = f"segment {segment.index} of run {run.hex()[:8]}"
+        if end != segment.first:
+            reason = f"{name} starts at step {segment.first}, where no earlier segment ended: one is missing"
+            fail(seq, Epoch, "verify.segment-missing", reason)
+        if before < seq and segment.eligibility <= before:
+            reason = f"{name} continues from leaf {before}, but read its members after {segment.eligibility} leaves"
+            fail(seq, Epoch, "verify.members-read-too-early", reason)
+
+    def _check_chain(self, seq: int, record: Epoch, digests: Mapping[bytes, int]) -> None:
+        size = -1 if record.previous is None else digests.get(record.previous)
+        if size is None:
+            fail(seq, Epoch, "verify.previous-checkpoint-unknown", "its previous checkpoint is not in this ledger")
+        if size < self._previous:
+            reason = "its previous checkpoint is older than that of the epoch before it"
+            fail(seq, Epoch, "verify.previous-checkpoint-older", reason)
+        self._previous = size
+
+    def _check_account(self, seq: int, record: Epoch, plan: StepPlan, account: EpochAccount) -> None:
+        def wrong(code: str, reason: str) -> NoReturn:
+            fail(seq, Epoch, code, f"account {account.name} {reason}")
+
+        entry = next((each for each in plan.classes if each.name == account.cls), None)
+        if entry is None:
+            wrong("verify.account-class-unknown", "is of a class that its plan does not have")
+        if account.bound == (account.cls, 0, 0) and account.scale != 1.0:
+            wrong(
+                "verify.class-account-scaled", f"is a whole class, and its clip norms are scaled by {account.scale:g}"
+            )
+        scale = self._scales.setdefault((record.run, record.plan, account.bound), account.scale)
+        if account.scale != scale:
+            wrong("verify.account-scale-changed", f"has scale {account.scale:g}, earlier in the same run {scale:g}")
+        norm = 0.0 if entry.public else account.scale * plan.norm(account.cls)
+        if account.clip_norm and norm > account.clip_norm / 1e6 * (1 + _MULTIPLIER_TOLERANCE):
+            signed = f"{account.clip_norm / 1e6:.9g}"
+            wrong("verify.clip-norm-above-signed", f"is clipped at {norm:.9g}, above the signed clip norm {signed}")
+        counted = self._charges.counted(record, plan, account)
+        if isinstance(counted, Violation):
+            wrong(*counted)
+        self.spending.charge(account.bound, counted)
+        if account.spend < self._stated.get(account.bound, 0):
+            wrong("verify.spend-falls", "has lost less than an earlier epoch states")
+        self._stated[account.bound] = account.spend
+        self.spent[account.cls] = max(account.spend, self.spent.get(account.cls, 0))
+        most = [self._most(account, each.eligibility) for each in record.segments] if counted else []
+        bound = min((each for each in most if each is not None), default=None)
+        self.claims.append(SpendClaim(seq, account, self.spending.events(account.bound), bound))
+
+    def _most(self, account: EpochAccount, opened: int) -> int | None:
+        """The bound: what was signed, or what the policy promised the class when the members were read."""
+        if account.noise_multiplier:
+            return signed_spend(account.noise_multiplier, self._header.delta)
+        promised = self._policy.promised(account.cls, opened)
+        if not promised:
+            return None
+        most = signed_spend(promised, self._header.delta)
+        return most if most == UNBOUNDED else math.ceil(most * (1 + _CLASS_TOLERANCE))
+
+    def _check_missing(self, seq: int, record: Epoch, plan: StepPlan, eligible: Eligible) -> None:
+        """Check that no account is missing of which it is known that it took part.
+
+        A bound with eligible members that a run never charged may have stayed out of it: no scale kept it, or they are
+        not in its corpus. But a run that has charged a bound goes on charging it under the same plan, and a class that
+        is trained on charges somebody.
+        """
+        trained, here = _trained_classes(plan, record), {account.bound for account in record.accounts}
+        reads = {segment.eligibility for segment in record.segments}
+        for bound in sorted(self._charged.get((record.run, record.plan), set()) - here):
+            if bound[0] in trained and any(eligible(bound, read) for read in reads):
+                reason = f"it charges nothing to bound {'/'.join(map(str, bound))}, as its run did before"
+                fail(seq, Epoch, "verify.account-missing", f"{reason}, though somebody with that bound is eligible")
+        self.epochs_without_account += any(
+            bound[0] in trained and bound not in here and eligible(bound, read)
+            for bound in self._signed
+            for read in reads
+        )
+        uneven = plan.injection.occurrences is not None or adaptive_order(plan) is not None
+        for cls in sorted(trained - {bound[0] for bound in here if not uneven or bound == (bound[0], 0, 0)}):
+            how = "does not charge the class as a whole" if uneven else "charges nobody of it"
+            fail(seq, Epoch, "verify.trained-class-not-charged", f"it trains on class {cls!r} and {how}")
+
+
+def _trained_classes(plan: StepPlan, record: Epoch) -> set[str]:
+    """The classes that its steps charge; under a cap on occurrences, those that any step of the plan charges."""
+    capped = plan.injection.occurrences is not None
+    spans = [(0, plan.steps)] if capped else [(each.first, each.last) for each in record.segments]
+    return {e.name for e in plan.classes if any(plan.schedule_between(e.name, *span) for span in spans)}
+
+
+def _epsilon_text(spend: int) -> str:
+    return "∞" if spend == UNBOUNDED else f"{spend / NANO:.9f}"
