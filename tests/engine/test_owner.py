@@ -147,7 +147,7 @@ def test_the_loop_says_so_once() -> None:
     model = nn.Sequential(Branch(), nn.Linear(4, 2))
     x = torch.randn(N, 5)
     with Engine(model, plan_of(model)):
-        with pytest.warns(UserWarning, match=r"'0' \(Branch\) cannot run under vmap and will run one example"):
+        with pytest.warns(UserWarning, match=r"'0' \(Branch\) cannot run under vmap and runs one example"):
             model(x)
         model(x)
 

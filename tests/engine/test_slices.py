@@ -362,7 +362,7 @@ def test_a_tensor_that_no_class_may_move_gets_no_gradient_at_all() -> None:
 @pytest.mark.parametrize("part", [cut("weight", 5, (0, 2), cls="c0"), cut("weight", 4, (0, 2), axis=2, cls="c0")])
 def test_slices_of_another_model_are_refused(part: Slice) -> None:
     model = nn.Linear(4, 6)
-    with raises_code("plan.slice-class-along"):
+    with raises_code("plan.slice-shape-differs"):
         Engine(model, plan_of(model, [[1.0]], slices=[part]))
 
 

@@ -1,7 +1,4 @@
-"""Canaries: contributions made to move a step as far as they can, by named changes, at random.
-
-Or by gradient ascent.
-"""
+"""Canaries: contributions made to move a step as far as they can, by named changes, at random or by gradient ascent."""
 
 from __future__ import annotations
 

@@ -1,6 +1,14 @@
-"""The paired step: one step with a canary and one without, under the same noise.
+"""The paired step: one step with a canary and one without, under the same noise. Their difference is exact.
 
-And whether a canary changes what others contribute.
+    D_l = B · (release with the canary − release without it)_l            the noise cancels
+    realised sensitivity = ‖( D_l / S_l )_l‖   to be compared with   1/sigma_k = √Σ_l (C[k,l]/S_l)²
+
+A step that also releases noised counts moves these, too: they are further coordinates, D/σ_b against ½/σ_b each.
+Where the canary is stricter than its class, C is its class's times min(scale, ceiling/‖C[k]‖).
+
+"Without" has two forms. `slot` keeps the canary's rows with weight 0: every shape and dropout mask stays as it is, so
+that nothing but the canary can differ. `absent` takes the rows away: that is what adding or removing a contribution
+means, and it also sees steps that depend on how many were sampled; it needs a model without dropout.
 """
 
 from __future__ import annotations
@@ -22,24 +30,12 @@ from lamina.plan.rules import FollowQuantile
 from lamina.plan.selection import planned_noised_sizes
 from lamina.plan.step_plan import Clipping, StepPlan
 
-# The paired step: one step with a canary and one without, under the same noise. Their difference is exact.
-#
-#     D_l = B · (release with the canary − release without it)_l            the noise cancels
-#     realised sensitivity = ‖( D_l / S_l )_l‖   to be compared with   1/sigma_k = √Σ_l (C[k,l]/S_l)²
-#
-# A step that also releases noised counts moves these, too: they are further coordinates, D/σ_b against ½/σ_b each.
-# Where the canary is stricter than its class, C is its class's times min(scale, ceiling/‖C[k]‖).
-#
-# "Without" has two forms. `slot` keeps the canary's rows with weight 0: every shape and dropout mask stays as it
-# is, so that nothing but the canary can differ. `absent` takes the rows away: that is what adding or removing a
-# contribution means, and it also sees steps that depend on how many were sampled; it needs a model without dropout.
-
 QUIET_NOISE = 2.0**-20
 TOLERANCE = 1e-6
 
 
 class Without(enum.Enum):
-    """What stands in the canary's place."""
+    """What replaces the canary."""
 
     SLOT = "slot"
     ABSENT = "absent"
@@ -109,14 +105,9 @@ class PairedStep:
 
 
 def paired_step(
-    subject: AuditTarget,
-    batch: Batch,
-    unit: int,
-    *,
-    without: Without | str = Without.SLOT,
-    seed: int = 0,
-    noise: float = QUIET_NOISE,
-) -> PairedStep:
+    subject: AuditTarget, batch: Batch, unit: int, *,
+    without: Without | str = Without.SLOT, seed: int = 0, noise: float = QUIET_NOISE,
+) -> PairedStep:  # fmt: skip
     """The realised sensitivity of contribution `unit` of the batch.
 
     `noise` turns the noise of both steps down, by a power of two: what cancels then loses no digits.
@@ -211,11 +202,9 @@ def without_rows(batch: Batch, unit: int) -> Batch:
 
 def _same_names(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
     if a.keys() != b.keys():
-        raise EngineError(
-            "audit.different-tensors-written",
-            f"only one of the two steps wrote gradients of {sorted(a.keys() ^ b.keys())[:5]}",
-            "every trained tensor gets its noise at every step, whoever was sampled",
-        )
+        problem = f"only one of the two steps wrote gradients of {sorted(a.keys() ^ b.keys())[:5]}"
+        remedy = "give every trained tensor its noise at every step, whoever was sampled"
+        raise EngineError("audit.different-tensors-written", problem, remedy)
     return list(a)
 
 
@@ -279,7 +268,7 @@ def _relative(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: Mapping[s
         gap = float((a[name] - b[name]).norm())
         size = float(torch.stack([b[name].norm(), scale[name].norm(), a[name].norm()]).sum())
         if gap > 0:
-            worst = max(worst, gap / size if size < float("inf") else float("inf"))
+            worst = max(worst, gap / size if size < math.inf else math.inf)
         elif gap != gap:
-            return float("inf")
+            return math.inf
     return worst

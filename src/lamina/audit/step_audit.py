@@ -37,8 +37,7 @@ class Check:
 
     lower_bound  the least that is true, by what was measured
     claimed      what the plan says
-    unit         of both: "epsilon", or "noise std" (how far something moved that must not move at all),
-                 or "relative"
+    unit         of both: "epsilon", "noise std" (how far something moved that must not move at all) or "relative"
     """
 
     name: str
@@ -54,28 +53,17 @@ class Check:
 
     def to_dict(self) -> dict[str, Any]:
         """Strict JSON values: an infinite figure is the string "inf"."""
-        return {
-            "name": self.name,
-            "lower_bound": _json_number(self.lower_bound),
-            "claimed": _json_number(self.claimed),
-            "verdict": self.verdict.value,
-            "unit": self.unit,
-            "detail": self.detail,
-        }
-
-
-def _json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+        plain = {name: v if math.isfinite(v) else str(v) for name, v in vars(self).items() if isinstance(v, float)}
+        return {**vars(self), **plain, "verdict": self.verdict.value}
 
 
 def epsilon_of_sensitivity(plan: StepPlan, k: str | int, sensitivity: float) -> float:
     """ε at the plan's δ if a contribution of class k moves every one of its T steps by `sensitivity`.
 
-    A canary that does so in one step can do so in all of them, and the subsampled Gaussian of multiplier
-    1/sensitivity is then exactly what an observer of all steps faces. So no smaller ε is true (up to the
-    grid of the PLD, which is exact to about 1e-3), and an ε above the claim refutes the claim. A plan that
-    credits nothing to sampling is held to its word: the exact Gaussian, with the canary in every step (of raw noise,
-    in as many as it may take part in).
+    A canary that does so in one step can do so in all of them, and the subsampled Gaussian of multiplier 1/sensitivity
+    is then exactly what an observer of all steps faces. So no smaller ε is true (up to the grid of the PLD, which is
+    exact to about 1e-3), and an ε above the claim refutes the claim. A plan that credits nothing to sampling is held to
+    its word: the exact Gaussian, with the canary in every step (of raw noise, in as many as it may take part in).
     """
     row = plan.index(k)
     if plan.classes[row].public or sensitivity == 0:
@@ -99,7 +87,7 @@ def epsilon_of_noise(plan: StepPlan, k: str | int, noise: Sequence[float], count
 
 
 def claimed_epsilon(plan: StepPlan, k: str | int, scale: float = 1.0) -> float:
-    """The ε that is claimed for class k: the plan's own, or what the document says that a printed plan reproduces."""
+    """The ε that is claimed for class k: the plan's own, or that of the paper which the plan reproduces."""
     return plan.claimed[plan.index(k)] if plan.claimed else plan.epsilon(k, scale=scale)
 
 
@@ -109,13 +97,14 @@ def claimed_epsilon(plan: StepPlan, k: str | int, scale: float = 1.0) -> float:
 #
 #     S in [ √(Σz²/χ²_N(1-α/2)),  √(Σz²/χ²_N(α/2)) ]      with probability 1-α.
 
-_MAX_STEPS = 128  # steps
+_MAX_STEPS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseLevel:
-    """The noise of one layer, or of a part that some class may move by itself: what the plan says, and what was seen
-    with its confidence limits. `index`: of the layer in the plan, None for the counts; `classes`: who may move it.
+    """The noise of one layer or region: what the plan says, and what was measured, with its confidence limits.
+
+    `index`: of the layer in the plan, None for the counts; `classes`: those that may move it.
     """
 
     layer: str
@@ -134,18 +123,16 @@ class NoiseLevel:
 def noise_levels(
     subject: AuditTarget, batch: Batch, *, draws: int = 4096, risk: float = 1e-9, seed: int = 1
 ) -> tuple[NoiseLevel, ...]:
-    """The noise of every layer (of a layer with slices: of every part that the plan tells apart) from empty steps
-    under different seeds, at least `draws` numbers of each; last that of the counts, if the plan has them.
+    """Measure the noise of every layer (with slices: of every region) from empty steps under different seeds.
 
-    Raw noise: of steps with an empty contribution of each private class, per contribution.
-
-    `risk` is the probability that a sound step is flagged, over all layers together. Of `batch` only the
-    kinds of its tensors are used.
+    At least `draws` numbers of each are used. The noise of the counts comes last, if the plan has them. Raw noise is
+    measured per contribution, from steps with an empty contribution of each private class. `risk` is the probability
+    that a sound step is flagged, over all layers together. Of `batch` only the kinds of its tensors are used.
     """
     plan = subject.plan
     private = [k for k, entry in enumerate(plan.classes) if not entry.public and plan.injection.raw]
     nobody = _batch_without_signal(batch, private)
-    parts = [r for r in plan_regions(plan, dict(subject.model.named_parameters())) if r.classes or r.places is None]
+    parts = [r for r in plan_regions(plan, dict(subject.model.named_parameters())) if r.classes or r.span is None]
     smallest = min(part.size for part in parts)
     rule = plan.rule(FollowQuantile)
     squares, counts = [0.0] * (len(parts) + 1), [0] * (len(parts) + 1)
@@ -159,10 +146,10 @@ def noise_levels(
             squares[-1] += float(seen[COUNTS_KEY].square().sum())
             counts[-1] += len(seen[COUNTS_KEY])
     alpha = risk / (len(parts) + (rule is not None))
-    made = [
-        _noise_level(part, plan.noise[part.layer], total, n, alpha, _noise_sources(part, private) if private else 1)
-        for part, total, n in zip(parts, squares, counts, strict=False)
-    ]
+    made = []
+    for part, total, n in zip(parts, squares, counts, strict=False):
+        sources = len(part.classes.intersection(private)) if private else 1
+        made.append(_noise_level(part, plan.noise[part.layer], total, n, alpha, sources))
     if rule is not None:
         made.append(_noise_level(None, rule.noise, squares[-1], counts[-1], alpha))
     return tuple(made)
@@ -172,15 +159,9 @@ def _batch_without_signal(batch: Batch, classes: list[int]) -> Batch:
     """Nobody, so that a step is noise alone; where noise comes with contributions: an empty one of each class."""
     x, y = pytree.tree_map(lambda t: t[: len(classes)] if isinstance(t, Tensor) else t, (batch.x, batch.y))
     if len(classes) > batch.examples:
-        raise EngineError(
-            "audit.too-few-examples", f"the audit got {batch.examples} examples", f"give {len(classes)} or more"
-        )
+        problem = f"the audit got {batch.examples} examples"
+        raise EngineError("audit.too-few-examples", problem, f"give {len(classes)} or more")
     return Batch(x, y, cls=torch.tensor(classes, dtype=torch.long), weight=torch.zeros(len(classes)))
-
-
-def _noise_sources(part: Region, classes: list[int]) -> int:
-    """How many of the empty contributions bring noise there."""
-    return len(part.classes.intersection(classes))
 
 
 def _noise_level(part: Region | None, planned: float, total: float, n: int, alpha: float, times: int = 1) -> NoiseLevel:
@@ -189,28 +170,14 @@ def _noise_level(part: Region | None, planned: float, total: float, n: int, alph
     if n:  # otherwise the plan pays for counts that never came
         low, high = math.sqrt(total / chi2.isf(alpha / 2, n)), math.sqrt(total / chi2.ppf(alpha / 2, n))
         measured = math.sqrt(total / n)
-    return NoiseLevel(
-        layer=COUNTS_KEY if part is None else part.name,
-        index=None if part is None else part.layer,
-        classes=frozenset() if part is None else part.classes,
-        planned=planned,
-        measured=measured,
-        low=low,
-        high=high,
-    )
+    layer, index, classes = (COUNTS_KEY, None, frozenset()) if part is None else (part.name, part.layer, part.classes)
+    return NoiseLevel(layer=layer, index=index, classes=classes, planned=planned, measured=measured, low=low, high=high)
 
 
 _MAX_COUPLING = 1e-4
 _QUICK_CANARIES = (
-    "as given",
-    "x large",
-    "y large",
-    "x like another",
-    "y like another",
-    "x cancelling",
-    "x not a number",
-    "y huge",
-)
+    "as given", "x large", "y large", "x like another", "y like another", "x cancelling", "x not a number", "y huge",
+)  # fmt: skip
 
 PairedSteps = list[tuple[str, PairedStep]]
 
@@ -220,9 +187,8 @@ def audit_step(
 ) -> tuple[Check, ...]:
     """Check a step's claims on a batch of public or simulated contributions.
 
-    Contribution `unit` takes every class of the plan in turn and becomes one canary after another: the named
-    ones of `variants` (eight of them if `quick`), `tries` random ones, and one found by gradient ascent. Per
-    private class:
+    Contribution `unit` takes every class of the plan in turn and becomes one canary after another: the `named_canaries`
+    (eight of them if `quick`), `tries` random ones, and one found by gradient ascent. Per private class:
 
       sensitivity  the farthest a canary moved the step, priced over the plan's steps, against the claimed ε (of a
                    contribution stricter than its class: at its scale)
@@ -234,11 +200,8 @@ def audit_step(
       independence how far the others' parts move when the canary appears: must be 0 up to rounding
     """
     if len(batch) < 2:
-        raise EngineError(
-            "audit.too-few-contributions",
-            f"the audit got {len(batch)} contributions",
-            "give two or more, public or simulated",
-        )
+        problem = f"the audit got {len(batch)} contributions"
+        raise EngineError("audit.too-few-contributions", problem, "give two or more, public or simulated")
     checks, fixed = [], subject.fixed(batch)
     for k, entry in enumerate(subject.plan.classes):
         if not entry.public:
@@ -283,14 +246,12 @@ def _noise_check(plan: StepPlan, k: int, levels: tuple[NoiseLevel, ...]) -> Chec
     wrong = [level.layer for level in levels if not level.as_planned]
     detail = f"not as planned: {', '.join(wrong)}" if wrong else f"{len(levels)} layers as planned"
     holds = not plan.claimed or worst <= claimed_epsilon(plan, k)
-    name = f"noise/{plan.classes[k].name}"
-    return _make_check(
-        name, worst, claimed_epsilon(plan, k), not wrong and holds, detail=detail + _true_epsilon_text(plan, k)
-    )
+    name, detail = f"noise/{plan.classes[k].name}", detail + _true_epsilon_text(plan, k)
+    return _make_check(name, worst, claimed_epsilon(plan, k), not wrong and holds, detail=detail)
 
 
 def _true_epsilon_text(plan: StepPlan, k: int) -> str:
-    """Of a printed plan: what is claimed, and what is so."""
+    """Of a plan that reproduces a paper: the ε that the paper claims, and the true one."""
     return f"; ε = {claimed_epsilon(plan, k):.4g} is claimed, ε = {plan.epsilon(k):.4g} is true" if plan.claimed else ""
 
 
@@ -300,14 +261,10 @@ def _sensitivity_check(subject: AuditTarget, k: int, found: PairedSteps) -> Chec
     name, worst = max(found, key=lambda pair: (not pair[1].sound, pair[1].sensitivity))
     bound = epsilon_of_sensitivity(plan, k, worst.sensitivity)
     sound = all(p.sound for _, p in found) and (not plan.claimed or bound <= claimed)
-    return _make_check(
-        f"sensitivity/{plan.classes[k].name}",
-        min(bound, claimed) if sound else bound,  # equal steps may differ in the PLD's last digit
-        claimed,
-        sound,
-        detail=f"{len(found)} canaries; '{name}' moved {worst.sensitivity:.6g} of {worst.bound:.6g} allowed"
-        + _true_epsilon_text(plan, k),
-    )
+    bound = min(bound, claimed) if sound else bound  # equal steps may differ in the PLD's last digit
+    detail = f"{len(found)} canaries; '{name}' moved {worst.sensitivity:.6g} of {worst.bound:.6g} allowed"
+    detail += _true_epsilon_text(plan, k)
+    return _make_check(f"sensitivity/{plan.classes[k].name}", bound, claimed, sound, detail=detail)
 
 
 def _routing_check(subject: AuditTarget, k: int, found: PairedSteps) -> Check:
@@ -327,15 +284,10 @@ def _untouched_check(subject: AuditTarget, batch: Batch) -> Check:
 
 
 def _independence_checks(subject: AuditTarget, batch: Batch, unit: int, fixed: bool) -> Iterable[Check]:
-    worst = coupling_to_others(subject, batch, unit)
-    yield _make_check(
-        "independence/slot", worst, 0.0, worst <= _MAX_COUPLING, "relative", "the others' parts, canary present"
-    )
-    if fixed:
-        worst = coupling_to_others(subject, batch, unit, absent=True)
-        yield _make_check(
-            "independence/absent", worst, 0.0, worst <= _MAX_COUPLING, "relative", "the others' parts, row gone"
-        )
+    for form, detail in (("slot", "canary present"), ("absent", "row gone"))[: 2 if fixed else 1]:
+        worst = coupling_to_others(subject, batch, unit, absent=form == "absent")
+        detail = f"the others' parts, {detail}"
+        yield _make_check(f"independence/{form}", worst, 0.0, worst <= _MAX_COUPLING, "relative", detail)
 
 
 def _with_class(batch: Batch, unit: int, k: int) -> Batch:

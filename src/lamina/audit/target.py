@@ -1,7 +1,4 @@
-"""What is audited: a step that can be taken again from the same state.
-
-And the parts of layers that each class may move.
-"""
+"""What is audited: a step that can be taken again from the same state, and the regions that each class may move."""
 
 from __future__ import annotations
 
@@ -20,20 +17,19 @@ from lamina.engine.engine import Engine
 from lamina.engine.noise import NoiseSource, SeededNoise
 from lamina.engine.paper_step import ReproductionWarning
 from lamina.plan.rules import Choose, FollowBudget, FollowQuantile, Rule
-from lamina.plan.selection import Range
 from lamina.plan.step_plan import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """Tensors of one layer, whole or (`places`: axis, first, stop) in part, and the classes that may move them."""
+    """Tensors of one layer, whole or (`span`: axis, first, stop) in part, and the classes that may move them."""
 
     layer: int
     name: str
     tensors: tuple[str, ...]
     size: int
     classes: frozenset[int]
-    places: tuple[int, int, int] | None = None
+    span: tuple[int, int, int] | None = None
 
     def square(self, seen: Mapping[str, Tensor]) -> float:
         """Σ of the squares of what was released there."""
@@ -43,9 +39,9 @@ class Region:
         return any(bool((self._cut(seen[name]) != 0).any()) for name in self.tensors if name in seen)
 
     def _cut(self, t: Tensor) -> Tensor:
-        if self.places is None:
+        if self.span is None:
             return t
-        axis, first, stop = self.places
+        axis, first, stop = self.span
         return t.narrow(axis, first, stop - first) if t.dim() else t
 
 
@@ -69,35 +65,27 @@ def _slice_regions(plan: StepPlan, layer: int, name: str, shape: torch.Size, rea
     one = next(part for part in parts.values() if part is not None)
     open_ = {k: ((0, one.length),) if part is None else part.ranges for k, part in parts.items()}
     edges = sorted({0, one.length, *(edge for ranges in open_.values() for both in ranges for edge in both)})
-    return [
-        Region(
-            layer=layer,
-            name=f"{name}[{first}:{stop}, axis {one.axis}]",
-            tensors=(name,),
-            size=shape.numel() // one.length * (stop - first),
-            classes=frozenset(k for k, ranges in open_.items() if _in_ranges(first, ranges)),
-            places=(one.axis, first, stop),
-        )
-        for first, stop in pairwise(edges)
-    ]
-
-
-def _in_ranges(place: int, ranges: tuple[Range, ...]) -> bool:
-    return any(first <= place < stop for first, stop in ranges)
+    found = []
+    for first, stop in pairwise(edges):
+        classes = frozenset(k for k, ranges in open_.items() if any(a <= first < b for a, b in ranges))
+        where, size = f"{name}[{first}:{stop}, axis {one.axis}]", shape.numel() // one.length * (stop - first)
+        span = (one.axis, first, stop)
+        found.append(Region(layer=layer, name=where, tensors=(name,), size=size, classes=classes, span=span))
+    return found
 
 
 def zero_outside_slices(plan: StepPlan, k: int, name: str, t: Tensor) -> Tensor:
-    """A gradient with 0 outside the places that class k may move."""
+    """A gradient with 0 outside the slices that class k may move."""
     part = plan.slice(k, name)
     if part is None:
         return t
-    may = torch.zeros(part.length, dtype=torch.bool)
+    mask = torch.zeros(part.length, dtype=torch.bool)
     for first, stop in part.ranges:
-        may[first:stop] = True
+        mask[first:stop] = True
     shape = [1] * t.dim()
     if t.dim():
         shape[part.axis] = part.length
-    return torch.where(may.view(shape), t, torch.zeros((), dtype=t.dtype))
+    return torch.where(mask.view(shape), t, torch.zeros((), dtype=t.dtype))
 
 
 def moved_outside_slices(plan: StepPlan, k: int, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -152,7 +140,7 @@ class AuditTarget:
 
         `noise` and `clip` scale S and C. A factor that is a power of two changes no bit of what is
         clipped, so that a step with little noise shows the same clipped sum, without the rounding.
-        Tensors without a gradient are left out. Noised counts that the step released are under `COUNTS`.
+        Tensors without a gradient are left out. Noised counts that the step released are under `COUNTS_KEY`.
         """
         plan = replace(
             self.plan,
@@ -179,7 +167,7 @@ class AuditTarget:
     def _stepper(self, plan: StepPlan, source: NoiseSource) -> Stepper:
         if self.make is not None:
             return self.make(self.model, plan, source)
-        with warnings.catch_warnings():  # an audit is where a printed plan belongs
+        with warnings.catch_warnings():  # an audit is where a paper's plan belongs
             warnings.simplefilter("ignore", ReproductionWarning)
             return Engine(self.model, plan, noise=source, **self.options)
 

@@ -26,19 +26,18 @@ from lamina.engine.layers.layer_rule import (
 from lamina.engine.layers.linear import EmbeddingForward
 from lamina.engine.layers.stacked_experts import ExpertsForward, modules_in_expert_blocks
 from lamina.engine.model_hooks import (
-    CopySafePostHook,
-    CopySafePreHook,
+    CopySafeHook,
     PromptPerExample,
-    class_forward,
+    class_method,
     gradient_refusing_hook,
     mergeable_adapters,
-    modules_with_running_buffers,
     refuse_hazards,
     refuse_merged_adapters,
     uses_parameter_containers,
 )
 from lamina.engine.per_contribution import BroadcastForward, FlattenedTokensForward, PerContributionForward
 from lamina.errors import CouplingError, EngineError, LaminaError, UnsupportedLayer
+from lamina.plan.coverage import running_buffers
 
 # Attention modules that look a bias up by relative position, without the batch axis.
 _RELATIVE_BIAS_MODULES = ("T5Attention", "MT5Attention", "UMT5Attention", "LongT5Attention", "Pop2PianoAttention")
@@ -52,13 +51,9 @@ class Attachment:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        targets: Mapping[str, Target | None],
-        *,
-        rows: Mapping[str, str] | None = None,
-        per_contribution: Sequence[str] = (),
-    ) -> None:
+        self, model: nn.Module, targets: Mapping[str, Target | None], *,
+        rows: Mapping[str, str] | None = None, per_contribution: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.model = model
         self.slot = ReceiverSlot()
         self.rows = dict(rows or {})
@@ -68,18 +63,14 @@ class Attachment:
         refuse_merged_adapters(self._adapters)
         self._state = [*model.named_parameters(), *model.named_buffers()]
         self.targets = {id(p): targets[name] for name, p in model.named_parameters() if name in targets}
-        see = CopySafePreHook(self._note_batch_size)
-        self._handles = [model.register_forward_pre_hook(see, prepend=True, with_kwargs=True)]
-        self._handles.append(model.register_forward_hook(CopySafePostHook(self._refuse_writes)))
+        note_batch_size, refuse = CopySafeHook(self._note_batch_size), CopySafeHook(refuse_hazards)
+        self._handles = [model.register_forward_pre_hook(note_batch_size, prepend=True, with_kwargs=True)]
+        self._handles.append(model.register_forward_hook(CopySafeHook(self._refuse_writes)))
         self._versions: dict[str, int] = {}
-        for module in modules_with_running_buffers(model):
-            self._handles.append(
-                module.register_forward_pre_hook(CopySafePreHook(refuse_hazards), prepend=True, with_kwargs=True)
-            )
-        self._watched = [p for name, p in model.named_parameters() if name in targets]
-        for name, p in model.named_parameters():
-            if name in targets:
-                self._handles.append(p.register_hook(gradient_refusing_hook(name)))
+        for module in filter(running_buffers, model.modules()):
+            self._handles.append(module.register_forward_pre_hook(refuse, prepend=True, with_kwargs=True))
+        self._watched = [(name, p) for name, p in model.named_parameters() if name in targets]
+        self._handles += [p.register_hook(gradient_refusing_hook(name)) for name, p in self._watched]
         self._patched: list[tuple[nn.Module, str, Any]] = []
         try:
             self._attach(per_contribution)
@@ -90,27 +81,17 @@ class Attachment:
     def _attach(self, per_contribution: Sequence[str]) -> None:
         unknown = set(per_contribution) - {name for name, _ in self.model.named_modules()}
         if unknown:
-            raise EngineError(
-                "engine.per-contribution-unknown",
-                f"per_contribution names {sorted(unknown)}, which the model does not have",
-                "use names of model.named_modules()",
-            )
+            problem = f"per_contribution has {sorted(unknown)}, which the model does not have"
+            raise EngineError("engine.per-contribution-unknown", problem, "use names of model.named_modules()")
         for name, module in self.model.named_modules():
             if isinstance(getattr(module, "forward", None), PatchedForward):
-                raise EngineError(
-                    "engine.already-attached",
-                    f"module '{name}' is attached to an engine already",
-                    "give that engine on (Trainer(…, engine=engine)), or call its detach() first",
-                )
+                problem = f"module '{name}' is already attached to an engine"
+                remedy = "pass that engine on (Trainer(…, engine=engine)), or call its detach() first"
+                raise EngineError("engine.already-attached", problem, remedy)
             own = any(p.requires_grad for p in module.parameters(recurse=False))
-            forced = (
-                name in per_contribution
-                or uses_parameter_containers(module)
-                or (
-                    type(module).__name__ in _RELATIVE_BIAS_MODULES
-                    and bool(getattr(module, "has_relative_attention_bias", False))
-                )
-            )
+            biased = type(module).__name__ in _RELATIVE_BIAS_MODULES
+            biased = biased and bool(getattr(module, "has_relative_attention_bias", False))
+            forced = name in per_contribution or uses_parameter_containers(module) or biased
             if PromptPerExample.applies_to(module):
                 self._replace_method(module, "get_prompt", PromptPerExample(module))
             if own or forced or hasattr(module, "parametrizations"):
@@ -120,24 +101,21 @@ class Attachment:
         original = module.forward
         _refuse_spectral_norm(name, module)
         try:
-            site = None if forced else layer_forward_for(module)
+            made = None if forced else layer_forward_for(module)
         except LaminaError as problem:
             raise type(problem)(problem.code, f"module '{name}': {problem.problem}", problem.remedy) from None
-        if site is None and not forced and ExpertsForward.applies_to(module):
-            site = ExpertsForward(name, module, original, lambda x: self._token_rows(name, x))
-        if site is None:
-            plain = not forced and not hasattr(module, "parametrizations")
-            kind: type[FlattenedTokensForward] | type[BroadcastForward] | type[PerContributionForward] = (
-                PerContributionForward
-            )
-            if plain and name in self._flat:
-                kind = FlattenedTokensForward
-            elif plain and BroadcastForward.applies_to(module):
-                kind = BroadcastForward
-            site = kind(name, module, original, lambda: self.examples_now)
-        if not site.parameters:
-            return
-        self._replace_method(module, "forward", PatchedForward(self, name, module, original, site))
+        if made is None and not forced and ExpertsForward.applies_to(module):
+            made = ExpertsForward(name, module, original, lambda x: self._token_rows(name, x))
+        if made is None:
+            kind: Any = PerContributionForward
+            if not forced and not hasattr(module, "parametrizations"):
+                if name in self._flat:
+                    kind = FlattenedTokensForward
+                elif BroadcastForward.applies_to(module):
+                    kind = BroadcastForward
+            made = kind(name, module, original, lambda: self.examples_now)
+        if made.parameters:
+            self._replace_method(module, "forward", PatchedForward(self, name, module, original, made))
 
     def _replace_method(self, module: nn.Module, method: str, call: Callable[..., Any]) -> None:
         self._patched.append((module, method, vars(module).get(method)))
@@ -146,7 +124,7 @@ class Attachment:
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for p in self._watched:
+        for _, p in self._watched:
             if not p._backward_hooks:
                 p._backward_hooks = None
         for module, method, before in reversed(self._patched):
@@ -158,8 +136,8 @@ class Attachment:
 
     @property
     def examples_now(self) -> int | None:
-        said = batch.current_examples()
-        return self.examples if said is None else said
+        declared = batch.current_examples()
+        return self.examples if declared is None else declared
 
     def _note_batch_size(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """How many examples a forward pass of the whole model carries: the first axis of its first tensor."""
@@ -168,16 +146,14 @@ class Attachment:
         refuse_merged_adapters(self._adapters)
         self._versions = self._written_so_far()
 
-    def _refuse_writes(self) -> None:
+    def _refuse_writes(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward pass must leave every tensor of the model alone: what it writes was never noised."""
         now = self._written_so_far()
         for name, version in self._versions.items():
             if now.get(name, version) != version:
-                raise CouplingError(
-                    "engine.written-during-forward",
-                    f"'{name}' was written during the forward pass: it would carry private data without noise",
-                    "train it by the optimiser, or compute it from public data before training",
-                )
+                problem = f"the forward pass wrote to '{name}', which would carry private data without noise"
+                remedy = "train it by the optimiser, or compute it from public data before training"
+                raise CouplingError("engine.written-during-forward", problem, remedy)
 
     def _written_so_far(self) -> dict[str, int]:
         """How often each tensor of the model was written in place. Integer buffers (counters) are left out."""
@@ -185,9 +161,9 @@ class Attachment:
 
     def example_of_row(self, name: str, x: Tensor) -> Tensor | None:
         """The row map in force for a module's input: declared in the model, or by name to the engine."""
-        said = batch.current_rows()
-        if said is not None:
-            return said
+        declared = batch.current_rows()
+        if declared is not None:
+            return declared
         for pattern, order in self.rows.items():
             if fnmatchcase(name, pattern):
                 return _row_map(name, x.shape[0], order, self.examples_now)
@@ -196,29 +172,24 @@ class Attachment:
         return None
 
     def _token_rows(self, name: str, x: Tensor) -> Tensor:
-        """Whose tokens stacked experts were given: by default as many of each example, in order."""
-        said = self.example_of_row(name, x)
-        return _row_map(name, x.shape[0], "contiguous", self.examples_now) if said is None else said
+        """The example of each token of stacked experts: by default as many of each example, in order."""
+        declared = self.example_of_row(name, x)
+        return _row_map(name, x.shape[0], "contiguous", self.examples_now) if declared is None else declared
 
 
 ResolvedParameters = tuple[tuple[nn.Parameter, ...], tuple[Target | None, ...], tuple[int, ...]]
 
 
 class PatchedForward:
-    """What stands in for a module's `forward`. A deep copy or pickle of the model gets the original."""
+    """Replaces a module's `forward`. A deep copy or pickle of the model gets the original."""
 
     def __init__(
-        self, attachment: Attachment, name: str, module: nn.Module, original: Callable[..., Any], site: LayerForward
+        self, attachment: Attachment, name: str, module: nn.Module, original: Callable[..., Any], forward: LayerForward
     ) -> None:
-        self.attachment, self.name, self.module, self.original, self.layer_forward = (
-            attachment,
-            name,
-            module,
-            original,
-            site,
-        )
-        slots = [_owning_dict(module, local) for local in site.parameters]
-        self.own = [(parameters, name, parameters[name]) for parameters, name in slots]
+        self.attachment, self.name, self.module = attachment, name, module
+        self.original, self.layer_forward = original, forward
+        owners = [_owning_dict(module, local) for local in forward.parameters]
+        self.own = [(parameters, name, parameters[name]) for parameters, name in owners]
         self._found: dict[tuple[str, ...], ResolvedParameters] = {}
         self._positions = False
         functools.update_wrapper(self, original)
@@ -231,7 +202,7 @@ class PatchedForward:
         return self.layer_forward.forward(self.apply, *args, **kwargs)
 
     def _untouched(self) -> bool:
-        """False while somebody (an owner, functional_call) runs the module with other tensors."""
+        """False while the module runs with other tensors (PerContributionForward, functional_call)."""
         return all(parameters.get(name) is p for parameters, name, p in self.own)
 
     def _batched_ids(self, ids: Tensor) -> Tensor:
@@ -255,11 +226,8 @@ class PatchedForward:
         if not layers:
             return rule.run(x, params)[0]
         if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16:
-            raise EngineError(
-                "engine.float16-autocast",
-                f"'{self.name}' runs under float16 autocast",
-                "use bfloat16 autocast, without GradScaler",
-            )
+            problem = f"'{self.name}' runs under float16 autocast"
+            raise EngineError("engine.float16-autocast", problem, "use bfloat16 autocast, without GradScaler")
         rows = None if x is NO_INPUT else self.attachment.example_of_row(self.name, x)
         use = RuleCall(self.name, rule, targets, layers, self.attachment.slot, rows, x.dtype)
         return CoveredFunction.apply(use, x, *params)  # type: ignore[no-any-return, no-untyped-call]
@@ -275,10 +243,10 @@ class PatchedForward:
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return class_forward(memo.get(id(self.module), self.module))
+        return class_method(memo.get(id(self.module), self.module), "forward")
 
     def __reduce__(self) -> Any:
-        return class_forward, (self.module,)
+        return class_method, (self.module, "forward")
 
 
 def _owning_dict(module: nn.Module, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
@@ -289,18 +257,15 @@ def _owning_dict(module: nn.Module, name: str) -> tuple[dict[str, nn.Parameter |
 
 def _row_map(name: str, rows: int, order: str, examples: int | None) -> Tensor:
     if examples is None or examples == 0 or rows % examples:
-        raise EngineError(
-            "engine.rows-not-divisible",
-            f"rows={{{name!r}: {order!r}}} cannot map {rows} rows to {examples} examples",
-            "use `with lamina.rows(owner):` around the call, with one example per row",
-        )
+        problem = f"rows={{{name!r}: {order!r}}} cannot map {rows} rows to {examples} examples"
+        remedy = "use `with lamina.rows(owner):` around the call, with one example per row"
+        raise EngineError("engine.rows-not-divisible", problem, remedy)
     if order == "contiguous":
         return torch.arange(examples).repeat_interleave(rows // examples)
     if order == "interleaved":
         return torch.arange(examples).repeat(rows // examples)
-    raise EngineError(
-        "engine.rows-order-unknown", f"rows order {order!r} for '{name}'", "use 'contiguous' (r // k) or 'interleaved' (r % n)"
-    )
+    problem = f"the order of rows for '{name}' is {order!r}"
+    raise EngineError("engine.rows-order-unknown", problem, "use 'contiguous' (r // k) or 'interleaved' (r % n)")
 
 
 def _refuse_spectral_norm(name: str, module: nn.Module) -> None:
@@ -308,8 +273,6 @@ def _refuse_spectral_norm(name: str, module: nn.Module) -> None:
     if parametrize.is_parametrized(module):
         hooks += [type(p).__name__ for ps in module.parametrizations.values() for p in ps]  # type: ignore[operator]
     if any("SpectralNorm" in hook for hook in hooks):
-        raise UnsupportedLayer(
-            "engine.spectral-norm",
-            f"module '{name}' has spectral_norm, which changes its buffers at every call",
-            "remove it: torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')",
-        )
+        problem = f"module '{name}' has spectral_norm, which changes its buffers at every call"
+        remedy = "remove it: torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')"
+        raise UnsupportedLayer("engine.spectral-norm", problem, remedy)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lamina import validate
 from lamina.errors import EngineError, OwnershipError
 
 
@@ -50,50 +51,36 @@ class Batch:
         unit = _check_integers("unit", self.unit, n, default=lambda: torch.arange(n))
         units = len(torch.unique(unit))
         if n and units != int(unit.max()) + 1:
-            raise EngineError(
-                "engine.unit-has-gaps",
-                f"unit numbers {units} contributions up to {int(unit.max())}: it has gaps",
-                "number them 0 … P-1: torch.unique(ids, return_inverse=True)[1]",
-            )
+            problem = f"unit has {units} different numbers up to {int(unit.max())}: some are missing"
+            remedy = "number contributions 0 … P-1: torch.unique(ids, return_inverse=True)[1]"
+            raise EngineError("engine.unit-has-gaps", problem, remedy)
         if self.cls is not None and len(self.cls) != units:
-            raise EngineError(
-                "engine.cls-wrong-length",
-                f"cls describes {len(self.cls)} contributions, unit numbers {units}",
-                "give one class per contribution, not per example",
-            )
+            problem = f"cls has {len(self.cls)} entries for {units} contributions"
+            raise EngineError("engine.cls-wrong-length", problem, "give one class per contribution, not per example")
         object.__setattr__(self, "classified", self.cls is not None or units == 0)
         cls = _check_integers("cls", self.cls, units, default=lambda: torch.zeros(units, dtype=torch.long))
         weight = torch.ones(n) if self.weight is None else torch.as_tensor(self.weight, dtype=torch.float32)
         if weight.shape != (n,) or not bool(torch.isfinite(weight).all() and (weight >= 0).all()):
-            raise EngineError(
-                "engine.weight-out-of-range",
-                f"weight has shape {tuple(weight.shape)} for {n} examples, or a value that is negative or not finite",
-                "give one weight >= 0 per example; 0 marks padding",
+            problem = (
+                f"weight has shape {tuple(weight.shape)} for {n} examples, or a value that is negative or not finite"
             )
-        if self.scale is not None:
-            object.__setattr__(self, "scale", _check_limits("scale", self.scale, units, most=1.0))
-        if self.ceiling is not None:
-            object.__setattr__(self, "ceiling", _check_limits("ceiling", self.ceiling, units, most=math.inf))
-        object.__setattr__(self, "unit", unit)
-        object.__setattr__(self, "cls", cls)
-        object.__setattr__(self, "weight", weight)
+            remedy = "give one weight >= 0 per example; 0 marks padding"
+            raise EngineError("engine.weight-out-of-range", problem, remedy)
+        scale = None if self.scale is None else _check_limits("scale", self.scale, units, most=1.0)
+        ceiling = None if self.ceiling is None else _check_limits("ceiling", self.ceiling, units, most=math.inf)
+        for name, value in (("unit", unit), ("cls", cls), ("weight", weight), ("scale", scale), ("ceiling", ceiling)):
+            object.__setattr__(self, name, value)
 
     @property
     def examples(self) -> int:
         """The number of examples, padding included: the first axis of every tensor in x and y."""
         sizes = {t.shape[0] if t.dim() else -1 for t in pytree.tree_leaves((self.x, self.y)) if isinstance(t, Tensor)}
         if not sizes:
-            raise EngineError(
-                "engine.batch-without-tensors",
-                f"x is a {type(self.x).__name__} without tensors",
-                "give tensors: torch.from_numpy(x) or torch.tensor(x)",
-            )
+            problem = f"x is a {type(self.x).__name__} without tensors"
+            raise EngineError("engine.batch-without-tensors", problem, "use torch.from_numpy(x) or torch.tensor(x)")
         if len(sizes) != 1 or -1 in sizes:
-            raise EngineError(
-                "engine.first-axes-differ",
-                f"the tensors of x and y have first axes {sorted(sizes)}",
-                "give every tensor of a batch the same first axis: examples",
-            )
+            problem = f"the tensors of x and y have first axes of lengths {sorted(sizes)}"
+            raise EngineError("engine.first-axes-differ", problem, "make examples the first axis of every tensor")
         return sizes.pop()
 
     def __len__(self) -> int:
@@ -106,16 +93,16 @@ class Batch:
         How a batch is cut changes neither the clipped sum nor the noise: nothing is released before the
         part whose `last` is true, and by then all of it is there.
         """
-        if parts < 1:
-            raise EngineError("engine.split-parts", f"split({parts})", "ask for one part or more")
+        validate.whole(EngineError, "engine.split-parts", parts=parts)
         assert self.unit is not None and self.cls is not None and self.weight is not None
         parts = max(1, min(parts, len(self)))
         bounds = [len(self) * i // parts for i in range(parts + 1)]
         for i, (low, high) in enumerate(pairwise(bounds)):
             rows = ((self.unit >= low) & (self.unit < high)).nonzero().flatten()
+            x, y = take_rows((self.x, self.y), rows)
             yield Batch(
-                _take_rows(self.x, rows),
-                _take_rows(self.y, rows),
+                x,
+                y,
                 unit=self.unit[rows] - low,
                 cls=self.cls[low:high] if self.classified else None,
                 weight=self.weight[rows],
@@ -129,15 +116,12 @@ class Batch:
 def _check_limits(name: str, value: Any, size: int, *, most: float) -> Tensor:
     given = torch.as_tensor(value, dtype=torch.float64)
     if given.shape != (size,) or not bool(((given > 0) & (given <= most)).all()):
-        raise EngineError(
-            "engine.limit-out-of-range",
-            f"{name} has shape {tuple(given.shape)} for {size} contributions, or a value outside (0, {most:g}]",
-            "give one per contribution; a stricter contribution has smaller thresholds, never none",
-        )
+        problem = f"{name} has shape {tuple(given.shape)} for {size} contributions, or a value outside (0, {most:g}]"
+        raise EngineError("engine.limit-out-of-range", problem, f"give one {name} in that range per contribution")
     return given
 
 
-def _take_rows(tree: Any, rows: Tensor) -> Any:
+def take_rows(tree: Any, rows: Tensor) -> Any:
     return pytree.tree_map(lambda t: t[rows] if isinstance(t, Tensor) else t, tree)
 
 
@@ -147,20 +131,14 @@ def _check_integers(name: str, value: Any, size: int, default: Callable[[], Tens
     try:
         value = torch.as_tensor(value)
     except (TypeError, ValueError):
-        raise EngineError(
-            "engine.indices-not-integers",
-            f"{name} is not made of integers",
-            "class names become indices by plan.index('name')",
-        ) from None
+        remedy = "turn class names into indices by plan.index('name')"
+        raise EngineError("engine.indices-not-integers", f"{name} does not consist of integers", remedy) from None
     if value.dtype.is_floating_point or value.dtype == torch.bool or value.shape != (size,):
-        raise EngineError(
-            "engine.indices-wrong-shape",
-            f"{name} has dtype {value.dtype} and shape {tuple(value.shape)}, expected {size} integers",
-            f"give {name} as a one-dimensional integer tensor",
-        )
+        problem = f"{name} has dtype {value.dtype} and shape {tuple(value.shape)}, must be {size} integers"
+        raise EngineError("engine.indices-wrong-shape", problem, f"give {name} as a one-dimensional integer tensor")
     numbers: Tensor = value.long()
     if size and int(numbers.min()) < 0:
-        raise EngineError("engine.index-negative", f"{name} contains {int(numbers.min())}", f"{name} counts from 0")
+        raise EngineError("engine.index-negative", f"{name} contains {int(numbers.min())}", "count from 0")
     return numbers
 
 
@@ -172,9 +150,8 @@ _example_count: ContextVar[int | None] = ContextVar("lamina_examples", default=N
 def rows(owner: Tensor) -> Iterator[None]:
     """Say which example of the batch each leading row belongs to, for the layers called inside.
 
-    Needed where the leading axis is not the batch's: flattened tokens, windows, the tokens that
-    were routed to one expert. `owner[r]` is the example's place in the batch; -1 marks a row that
-    belongs to nobody.
+    Needed where the leading axis is not the batch's: flattened tokens, windows, the tokens that were routed to one
+    expert. `owner[r]` is the example's index in the batch; -1 marks padding.
 
     >>> import torch, lamina
     >>> tokens = torch.randn(4 * 16, 8)                        # 4 examples of 16 tokens, flattened
@@ -182,11 +159,9 @@ def rows(owner: Tensor) -> Iterator[None]:
     ...     y = torch.nn.Linear(8, 8)(tokens)
     """
     if owner.dim() != 1 or owner.dtype.is_floating_point or owner.dtype == torch.bool:
-        raise OwnershipError(
-            "engine.rows-not-integers",
-            f"rows() got a tensor of shape {tuple(owner.shape)} and dtype {owner.dtype}",
-            "give one integer per row: the place of its example in the batch",
-        )
+        problem = f"rows() got a tensor of shape {tuple(owner.shape)} and dtype {owner.dtype}"
+        remedy = "give one integer per row: the index of its example in the batch"
+        raise OwnershipError("engine.rows-not-integers", problem, remedy)
     token = _example_of_row.set(owner.detach().long())
     try:
         yield

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from lamina import validate
 from lamina.account.accountants import SpendCurve
 from lamina.account.filters import PrivacyFilter, RenyiFilter
 from lamina.account.gaussian_rdp import choice_noise_multiplier
@@ -20,16 +22,11 @@ class Budget:
     Charged means spent: a step or choice that fails after it was charged is not given back.
 
     A plan that follows its budget has a filter of its own for every class: at the plan's one Rényi order, worth the
-    plan's whole schedule. `lent` says that somebody else asks such filters for this stretch of steps.
+    plan's whole schedule. With `filters_asked_elsewhere` the caller asks such filters for this stretch of steps.
     """
 
     def __init__(self, plan: StepPlan, filters: Mapping[str, PrivacyFilter], taken: int = 0) -> None:
-        if not 0 <= taken <= plan.steps:
-            raise PlanError(
-                "engine.taken-out-of-range",
-                f"taken is {taken}, the plan has {plan.steps} steps",
-                "say how many were taken before",
-            )
+        validate.whole(PlanError, "engine.taken-out-of-range", least=0, most=plan.steps, taken=taken)
         self.plan, self.filters_asked_elsewhere = plan, False
         self.set_taken(taken)
         self._curves: dict[int, SpendCurve] = {}
@@ -37,11 +34,8 @@ class Budget:
         for name, filter_ in filters.items():
             k = plan.index(name)
             if plan.classes[k].public:
-                raise PlanError(
-                    "engine.filter-for-public-class",
-                    f"class '{name}' is public and has no budget to filter",
-                    "leave it out of filters",
-                )
+                problem = f"filters has class '{name}', which is public and has no budget"
+                raise PlanError("engine.filter-for-public-class", problem, "leave it out of filters")
             self._given.append((k, filter_))
         self._own: dict[int, RenyiFilter] = {}
         if (follow := plan.rule(FollowBudget)) is not None:
@@ -66,24 +60,19 @@ class Budget:
                 fits = filter_.admits(*self._choice(k), self._choices)
                 filter_.charge(*self._choice(k), self._choices if fits else 0)
             if not fits:
-                raise BudgetExceeded(
-                    "engine.earlier-steps-exceed-budget",
-                    f"{self.taken} steps may have been taken at {factor:g} times the declared sigma, which is more "
-                    f"than class '{self.plan.classes[k].name}' has",
-                    "make the engine with taken=0 and give engine.budget.load_state(…) what to_state() said",
+                name = self.plan.classes[k].name
+                problem = (
+                    f"{self.taken} steps at {factor:g} times the declared sigma exceed the budget of class '{name}'"
                 )
+                remedy = "make the engine with taken=0, and pass the to_state() of the earlier budget to load_state(…)"
+                raise BudgetExceeded("engine.earlier-steps-exceed-budget", problem, remedy)
 
     def charge(self, factor: float = 1.0) -> int:
         """Take one step's price from every class, or refuse and take nothing. Returns the step's number.
 
         `factor`: the step's sigma_k is at least so many times the declared one.
         """
-        if self.taken >= self.plan.steps:
-            raise BudgetExceeded(
-                "engine.no-steps-left",
-                f"the plan was priced for {self.plan.steps} steps, and all are taken",
-                "make a plan with more steps: its noise, or its epsilon, will be larger",
-            )
+        self._refuse_if_finished()
         due = [(k, f, factor * self.plan.sigma(k), self._rate(k)) for k, f in self._asked()]
         free = self.plan.injection.raw and not self.plan.injection.events(self.taken, self.taken + 1)
         self._take([] if free else due, f"step {self.taken + 1}")
@@ -92,24 +81,22 @@ class Budget:
 
     def charge_choice(self) -> None:
         """Take the price of one choice from every class, or refuse and take nothing."""
-        if self.taken >= self.plan.steps:
-            raise BudgetExceeded(
-                "engine.no-steps-left",
-                f"the plan was priced for {self.plan.steps} steps, and all are taken: no choice is left",
-                "make a plan with more steps: its noise, or its epsilon, will be larger",
-            )
+        self._refuse_if_finished()
         self._take([(k, f, *self._choice(k)) for k, f in self._asked()], f"the choice before step {self.taken + 1}")
         self._choices += 1
+
+    def _refuse_if_finished(self) -> None:
+        if self.taken >= self.plan.steps:
+            problem = f"all {self.plan.steps} steps that the plan was priced for are taken"
+            remedy = "make a plan with more steps: its noise, or its epsilon, will be larger"
+            raise BudgetExceeded("engine.no-steps-left", problem, remedy)
 
     def _take(self, due: list[tuple[int, PrivacyFilter, float, float]], what: str) -> None:
         for k, filter_, sigma, q in due:
             if not filter_.admits(sigma, q):
-                raise BudgetExceeded(
-                    "engine.budget-exhausted",
-                    f"the budget of class '{self.plan.classes[k].name}' does not allow {what} "
-                    f"at sigma {sigma:.4g}, q {q:.4g}",
-                    "stop here and keep the model: release it as it is",
-                )
+                name = self.plan.classes[k].name
+                problem = f"the budget of class '{name}' does not allow {what} at sigma {sigma:.4g}, q {q:.4g}"
+                raise BudgetExceeded("engine.budget-exhausted", problem, "stop training and keep the model as it is")
         for _, filter_, sigma, q in due:
             filter_.charge(sigma, q)
 
@@ -138,16 +125,10 @@ class Budget:
         if plan.rule(FollowBudget) is not None:
             return plan.epsilon(k)
         if k not in self._curves:
-            self._curves[k] = SpendCurve(
-                lambda steps: plan.schedule_between(k, 0, steps),
-                steps=plan.steps,
-                delta=plan.delta(k),
-                accountant=plan.accountant,
-            )
+            so_far = partial(plan.schedule_between, k, 0)
+            self._curves[k] = SpendCurve(so_far, steps=plan.steps, delta=plan.delta(k), accountant=plan.accountant)
         ahead = choose is not None and self._choices > choose.calls(0, self.taken)
         return self._curves[k].epsilon(min(plan.steps, self.taken + ahead))
-
-    # ---------------------------------------------------------------------------------------- checkpoints
 
     def to_state(self) -> dict[str, Any]:
         """Steps, choices and the plan's own filters as plain numbers; a caller's filters are the caller's."""
@@ -155,19 +136,19 @@ class Budget:
         return {"taken": self.taken, "choices": self._choices, "filters": own}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """What `to_state` said, exactly. Refused, and nothing changes, if it is not of this plan."""
+        """Restore what `to_state` returned. Refused, and nothing changes, if it is not of this plan."""
         if not isinstance(state, Mapping) or set(state) != {"taken", "choices", "filters"}:
-            raise _foreign_state_error("has other fields")
+            raise _state_error("has other fields than a budget's")
         taken, choices, filters = state["taken"], state["choices"], state["filters"]
         if type(taken) is not int or not 0 <= taken <= self.plan.steps:
-            raise _foreign_state_error(f"says that {short_repr(taken)} of {self.plan.steps} steps were taken")
+            raise _state_error(f"has {short_repr(taken)} of {self.plan.steps} steps taken")
         choose = self.plan.rule(Choose)
         made = [0 if choose is None else choose.calls(0, steps) for steps in (taken, taken + 1)]
         if type(choices) is not int or not made[0] <= choices <= made[1]:
-            raise _foreign_state_error(f"says that {short_repr(choices)} choices were made in {taken} steps")
+            raise _state_error(f"has {short_repr(choices)} choices in {taken} steps")
         names = {self.plan.classes[k].name: k for k in self._own}
         if not isinstance(filters, Mapping) or set(filters) != set(names):
-            raise _foreign_state_error("has filters of other classes")
+            raise _state_error("has filters of other classes")
         own = {names[name]: self._restored(names[name], each) for name, each in filters.items()}
         self.taken, self._choices, self._own = taken, choices, own
 
@@ -177,18 +158,15 @@ class Budget:
         assert follow is not None
         whole = RenyiFilter.for_schedule(self.plan.schedule(k), order=follow.order).to_state()
         if not isinstance(state, Mapping) or set(state) != set(whole):
-            raise _foreign_state_error(f"has no filter for class '{name}'")
+            raise _state_error(f"has no filter for class '{name}'")
         for what in ("kind", "order", "budget", "limit"):
             if type(state[what]) is not type(whole[what]) or state[what] != whole[what]:
-                raise _foreign_state_error(
-                    f"has a filter for class '{name}' with {what} {short_repr(state[what])}, not {whole[what]!r}"
-                )
+                found = f"{what} {short_repr(state[what])}, the plan has {whole[what]!r}"
+                raise _state_error(f"has a filter for class '{name}' with {found}")
         if type(state["spent"]) is not int or not 0 <= state["spent"] <= int(whole["limit"]):
-            raise _foreign_state_error(f"says that class '{name}' spent {short_repr(state['spent'])} units")
+            raise _state_error(f"has {short_repr(state['spent'])} units spent by class '{name}'")
         return RenyiFilter.from_state(state)
 
 
-def _foreign_state_error(why: str) -> PlanError:
-    return PlanError(
-        "engine.budget-state", f"the state of the budget {why}", "give what to_state() of the same plan's budget said"
-    )
+def _state_error(why: str) -> PlanError:
+    return PlanError("engine.budget-state", f"the budget state {why}", "load a to_state() of the same plan's budget")

@@ -36,7 +36,7 @@ class BackwardPass:
         self.gradients, self.layer_of, self.slot = gradients, layer_of, slot
 
     def run(self, part: CheckedBatch, collector: Collector) -> None:
-        before = self.gradients.held()
+        before = self.gradients.versions()
         tensors = self.gradients.tensors.items()
         inputs = [p for name, p in tensors if collector.reached[self.layer_of[name]]]
         self.slot.receiver = collector
@@ -99,7 +99,7 @@ class Engine:
         self.adaptation = Adaptation.of(plan, self._masks.sizes)
         refuse_float16(parameters)
         warn_if_reproduction(plan)
-        self._printed = plan.clipping is Clipping.ELEMENTWISE
+        self._elementwise = plan.clipping is Clipping.ELEMENTWISE
         self._bounds = ClipBounds(plan)
         self._ownership = OwnershipCheck()
         self._gradients = GradWriter(self._tensors)
@@ -146,7 +146,7 @@ class Engine:
         if batch.last:
             step, self._open = self._open, None
             released = step.release()
-            self._masks.zero_all_unreached(released)
+            self._masks.zero_unreached(released)
             self._gradients.write(released)
             if self.adaptation is not None:
                 self.adaptation.after(step.step, released, step.counts)
@@ -156,7 +156,7 @@ class Engine:
         if self.adaptation is not None:
             self.adaptation.apply_proposed_factor()
             factor = self.adaptation.factor
-        made = PaperStep if self._printed else OpenStep
+        made = PaperStep if self._elementwise else OpenStep
         return made(self.applied, self.noise, self._tensors, self._layer_of, self.budget.charge(factor))
 
     @property
@@ -213,11 +213,11 @@ class Engine:
     def clipped_sums(self, losses: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         """The routed, clipped sum without noise and without division: for tests and audits only."""
         part = self._examine(losses, batch)
-        plain = UnclippedSums(self.plan, self._tensors, self._layer_of) if self._printed else None
-        into = ClippedSums(zero_sums(self._tensors)) if plain is None else plain
+        unclipped = UnclippedSums(self.plan, self._tensors, self._layer_of) if self._elementwise else None
+        into = ClippedSums(zero_sums(self._tensors)) if unclipped is None else unclipped
         if part is not None:
             self._accumulate(part, into)
-        return into.sums if plain is None else plain.mean()
+        return into.sums if unclipped is None else unclipped.mean()
 
     def _examine(self, losses: Tensor | None, batch: Batch) -> CheckedBatch | None:
         """Everything that can be refused, before anything is spent."""
@@ -253,7 +253,7 @@ class Engine:
     def _accumulate(self, part: CheckedBatch, into: ClippedSums) -> None:
         reached = self._reached(part)
         if any(reached):
-            part = into.admit(part)
+            part = into.prepare(part)
             self._backward_pass.run(part, self._limits.collector(part, into, reached, self._openings(part)))
 
     @property

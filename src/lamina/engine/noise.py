@@ -159,7 +159,7 @@ def draw_pack(
 #
 #     source.add_many_(sums, stds, step=t)        sums[i] <- sums[i] + stds[i] · z_i,   z_i ~ N(0, I)
 #
-# Two sources, one construction (`stream`: AES counter mode; `normal`: Box–Muller from 64-bit words):
+# Two sources, one construction (AES counter mode of random_stream.py, Box–Muller of the words as above):
 #
 # - `SecureNoise()` is keyed by the system's generator. It draws a (step, tensor) once and refuses it a second
 #   time, refuses to be copied, pickled or used in a forked child: the difference of two releases under the same
@@ -167,11 +167,11 @@ def draw_pack(
 #   kept.
 # - `SeededNoise(seed)` is for tests: `private` is False, and so is everything derived from it.
 #
-# Formal guarantees. With uniform words the draws are N(0, 1) up to the floating-point error stated in `normal`,
-# and cut at 9.35 standard deviations (mass 2^-63 a pair). Not hardened (the default): the sum is taken in the
-# sums' own precision; which low bits can occur then depends on the sum, so a certificate lists floating point as
-# not covered. `hardened=True`: normals and sum in float64, the result rounded to the public grid
-# `normal.grid(std)`. docs/decisions/noise.md says what that does and does not protect against.
+# Formal guarantees. With uniform words the draws are N(0, 1) up to the floating-point error stated above, and cut at
+# 9.35 standard deviations (mass 2^-63 a pair). Not hardened (the default): the sum is taken in the sums' own
+# precision; which low bits can occur then depends on the sum, so a certificate lists floating point as not covered.
+# `hardened=True`: normals and sum in float64, the result rounded to the public grid `rounding_grid(std)`.
+# docs/decisions/noise.md says what that does and does not protect against.
 
 STD_RANGE = (1e-30, 1e30)
 
@@ -185,9 +185,7 @@ class NoiseSource:
     private: ClassVar[bool] = False
 
     def __init__(self, seed: bytes, *, rank: int, hardened: bool, threads: int | None) -> None:
-        self._seed = seed
-        self._rank = rank
-        self._hardened = hardened
+        self._seed, self._rank, self._hardened = seed, rank, hardened
         self._threads = threads  # None: as many as torch may use
         step_key(seed, step=0, rank=rank)  # refuses a bad seed or rank now
 
@@ -205,27 +203,16 @@ class NoiseSource:
         self.fill_many_([out], [std], step=step, tensors=[tensor])
 
     def fill_many_(
-        self,
-        outs: Sequence[torch.Tensor],
-        stds: Sequence[float],
-        *,
-        step: int,
-        tensors: Sequence[int] | None = None,
-        part: int = 0,
-    ) -> None:
+        self, outs: Sequence[torch.Tensor], stds: Sequence[float], *,
+        step: int, tensors: Sequence[int] | None = None, part: int = 0,
+    ) -> None:  # fmt: skip
         """outs[i] <- stds[i] · z_i."""
         self._apply(outs, stds, step=step, tensors=tensors, part=part, fill=True, rounded=self._hardened)
 
     def add_many_(
-        self,
-        totals: Sequence[torch.Tensor],
-        stds: Sequence[float],
-        *,
-        step: int,
-        tensors: Sequence[int] | None = None,
-        part: int = 0,
-        rounded: bool = True,
-    ) -> None:
+        self, totals: Sequence[torch.Tensor], stds: Sequence[float], *,
+        step: int, tensors: Sequence[int] | None = None, part: int = 0, rounded: bool = True,
+    ) -> None:  # fmt: skip
         """totals[i] <- totals[i] + stds[i] · z_i, on as many threads as torch uses.
 
         `tensors[i]` is the index that identifies the tensor in the model, by default its position. A std of 0
@@ -235,25 +222,15 @@ class NoiseSource:
         once, with the sum (`add_rounded_many_`): the grid belongs to the std of the whole.
         """
         if self._hardened and not rounded and any(total.dtype != torch.float64 for total in totals):
-            raise NoiseError(
-                "noise.hardened-not-float64",
-                "hardened noise is gathered in a tensor that is not float64",
-                "use float64",
-            )
+            problem = "hardened noise is gathered in a tensor that is not float64"
+            raise NoiseError("noise.hardened-not-float64", problem, "use float64")
         rounded = rounded and self._hardened
         self._apply(totals, stds, step=step, tensors=tensors, part=part, fill=False, rounded=rounded)
 
     def _apply(
-        self,
-        totals: Sequence[torch.Tensor],
-        stds: Sequence[float],
-        *,
-        step: int,
-        tensors: Sequence[int] | None,
-        part: int,
-        fill: bool,
-        rounded: bool,
-    ) -> None:
+        self, totals: Sequence[torch.Tensor], stds: Sequence[float], *,
+        step: int, tensors: Sequence[int] | None, part: int, fill: bool, rounded: bool,
+    ) -> None:  # fmt: skip
         indices = _check_tensors(totals, stds, tensors)
         key = step_key(self._seed, step=step, rank=self._rank, purpose=StreamPurpose.NOISE, part=part)
         self._claim(step, [(part << 64) + index for index in indices])
@@ -264,14 +241,8 @@ class NoiseSource:
         for dtype in (torch.float32, torch.float64):
             live = [i for i, x in enumerate(totals) if x.dtype == dtype and stds[i] > 0 and x.numel()]
             if live:
-                self._draw(
-                    [totals[i] for i in live],
-                    [float(stds[i]) for i in live],
-                    [indices[i] for i in live],
-                    key,
-                    fill,
-                    rounded,
-                )
+                outs, scales = [totals[i] for i in live], [float(stds[i]) for i in live]
+                self._draw(outs, scales, [indices[i] for i in live], key, fill, rounded)
 
     def _draw(
         self, totals: list[torch.Tensor], stds: list[float], indices: list[int], key: bytes, fill: bool, rounded: bool
@@ -313,11 +284,8 @@ class NoiseSource:
         """Called once before a draw, with part · 2^64 + tensor. A source that must not repeat itself refuses here."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise NoiseError(
-            "noise.source-copied",
-            f"{type(self).__name__} cannot be pickled or copied: a copy would repeat its stream",
-            "make a new source where one is needed",
-        )
+        problem = f"{type(self).__name__} cannot be pickled or copied: a copy would repeat its stream"
+        raise NoiseError("noise.source-copied", problem, "make a new source where one is needed")
 
     def __repr__(self) -> str:
         private = "private" if self.private else "not private"
@@ -341,9 +309,7 @@ class SecureNoise(NoiseSource):
         A second source of the same seed replays the first: only for the same steps of the same segment.
         """
         if len(set(seed)) < 8:  # 32 random bytes have so few distinct values with probability below 2^-100
-            raise NoiseError(
-                "noise.seed-not-random", "the journal's seed is not random", "draw it with os.urandom(32)"
-            )
+            raise NoiseError("noise.seed-not-random", "the journal's seed is not random", "draw it with os.urandom(32)")
         source = cls.__new__(cls)
         source._start(seed, rank=rank, hardened=hardened, threads=threads)
         return source
@@ -357,25 +323,17 @@ class SecureNoise(NoiseSource):
 
     def _claim(self, step: int, indices: list[int]) -> None:
         if self._lineage != _process_identity():
-            raise NoiseError(
-                "noise.forked-source",
-                "this noise source belongs to the parent process, whose stream a child must not repeat",
-                "make a new SecureNoise in the child",
-            )
+            problem = "this noise source belongs to the parent process, whose stream a child must not repeat"
+            raise NoiseError("noise.forked-source", problem, "make a new SecureNoise in the child")
         with self._lock:
             if step < self._step:
-                raise NoiseError(
-                    "noise.step-repeated",
-                    f"noise of step {step} was asked for after step {self._step}",
-                    "never repeat a step",
-                )
+                problem = f"noise of step {step} was asked for after step {self._step}"
+                raise NoiseError("noise.step-repeated", problem, "never repeat a step")
             again = self._drawn.intersection(indices) if step == self._step else ()
             if again:
-                raise NoiseError(
-                    "noise.drawn-twice",
-                    f"noise of step {step}, tensor {min(again) % (1 << 64)} was drawn already",
-                    "count the step up, or replay a crashed segment with SecureNoise.of_journal",
-                )
+                problem = f"noise of step {step}, tensor {min(again) % (1 << 64)} was drawn already"
+                remedy = "count the step up, or replay a crashed segment with SecureNoise.of_journal"
+                raise NoiseError("noise.drawn-twice", problem, remedy)
             if step > self._step:
                 self._step, self._drawn = step, set()
             self._drawn.update(indices)
@@ -406,56 +364,32 @@ def add_rounded_many_(totals: Sequence[torch.Tensor], noises: Sequence[torch.Ten
 
 
 def _check_tensors(totals: Sequence[torch.Tensor], stds: Sequence[float], tensors: Sequence[int] | None) -> list[int]:
-    """The tensors' indices, once everything about the call is in order."""
+    """The tensors' indices, after everything about the call was checked."""
     indices = list(range(len(totals))) if tensors is None else list(tensors)
     if not len(totals) == len(stds) == len(indices):
-        raise NoiseError(
-            "noise.lengths-differ",
-            f"{len(totals)} tensors, {len(stds)} stds, {len(indices)} indices",
-            "give one of each",
-        )
+        problem = f"the call has {len(totals)} tensors, {len(stds)} stds and {len(indices)} indices"
+        raise NoiseError("noise.lengths-differ", problem, "give one std and one index per tensor")
     if len(set(indices)) != len(indices) or any(i < 0 or i >= 1 << 64 for i in indices):
-        raise NoiseError(
-            "noise.tensor-index",
-            "tensor indices repeat or are outside [0, 2^64)",
-            "give every tensor its own index",
-        )
+        problem = "tensor indices repeat or are outside [0, 2^64)"
+        raise NoiseError("noise.tensor-index", problem, "give every tensor its own index")
     low, high = STD_RANGE
     for index, std in zip(indices, stds, strict=True):
         if not (low <= std <= high or std == 0):  # NaN fails both
-            raise NoiseError(
-                "noise.std-out-of-range", f"std of tensor {index} is {std}, must be 0 or in [{low}, {high}]", "check the plan"
-            )
+            problem = f"std of tensor {index} is {std}, must be 0 or in [{low}, {high}]"
+            raise NoiseError("noise.std-out-of-range", problem, "check the plan")
     seen: set[int] = set()
     for index, total in zip(indices, totals, strict=True):
         if total.dtype not in (torch.float32, torch.float64):
-            raise NoiseError(
-                "noise.tensor-dtype",
-                f"tensor {index} is {total.dtype}, must be float32 or float64",
-                "sum in float32 or better",
-            )
+            problem = f"tensor {index} is {total.dtype}, must be float32 or float64"
+            raise NoiseError("noise.tensor-dtype", problem, "sum in float32 or better")
         if not total.is_cpu or total.layout != torch.strided:
-            raise NoiseError(
-                "noise.tensor-not-dense",
-                f"tensor {index} is not a dense tensor on the CPU",
-                "move the sum to the CPU first",
-            )
-        if not total.is_contiguous() and any(
-            s == 0 and n > 1 for s, n in zip(total.stride(), total.shape, strict=True)
-        ):
-            raise NoiseError(
-                "noise.tensor-shares-memory",
-                f"tensor {index} is expanded, so its elements share memory",
-                "clone it first",
-            )
-        if total.numel():
-            if total.data_ptr() in seen:
-                raise NoiseError(
-                    "noise.tensor-shares-memory",
-                    f"tensor {index} shares its memory with another of the call",
-                    "give each tensor once",
-                )
-            seen.add(total.data_ptr())
+            problem = f"tensor {index} is not a dense tensor on the CPU"
+            raise NoiseError("noise.tensor-not-dense", problem, "move the sum to the CPU first")
+        strides = () if total.is_contiguous() else zip(total.stride(), total.shape, strict=True)
+        if any(s == 0 and n > 1 for s, n in strides) or (total.numel() and total.data_ptr() in seen):
+            problem = f"tensor {index} is expanded, or shares its memory with another tensor of the call"
+            raise NoiseError("noise.tensor-shares-memory", problem, "clone it first")
+        seen.add(total.data_ptr())
     return indices
 
 

@@ -24,29 +24,23 @@ from lamina.plan.step_plan import Clipping, StepPlan
 
 
 class ReproductionWarning(UserWarning):
-    """A plan that reproduces a document, whose claim does not hold."""
+    """A plan that reproduces a paper, whose claim does not hold."""
 
 
 def warn_if_reproduction(plan: StepPlan) -> None:
-    """Say what a printed plan claims and what it is, before anything is trained with it."""
+    """Warn, before anything is trained, that a plan which reproduces a paper is less private than it claims."""
     private = [k for k, entry in enumerate(plan.classes) if not entry.public]
     if plan.clipping is Clipping.ELEMENTWISE and len(private) != 1:
-        raise EngineError(
-            "engine.elementwise-needs-one-class",
-            f"elementwise clipping with {len(private)} private classes: the batch is clamped as a whole",
-            "give the plan one private class",
-        )
+        problem = f"elementwise clipping clamps the batch as a whole, and the plan has {len(private)} private classes"
+        raise EngineError("engine.elementwise-needs-one-class", problem, "give the plan one private class")
     if not plan.claimed:
         return
     said = "; ".join(
         f"class '{plan.classes[k].name}': ε = {plan.claimed[k]:.4g} is claimed, ε = {plan.epsilon(k):.4g} is true"
         for k in private
     )
-    warnings.warn(
-        f"allocation '{plan.allocation}' reproduces a document and is not private as claimed. {said}",
-        ReproductionWarning,
-        stacklevel=3,
-    )
+    text = f"allocation '{plan.allocation}' reproduces a paper and is less private than that claims. {said}"
+    warnings.warn(text, ReproductionWarning, stacklevel=3)
 
 
 class UnclippedSums(ClippedSums):
@@ -59,10 +53,10 @@ class UnclippedSums(ClippedSums):
         bound = [c / (2.0 * math.sqrt(layer.size)) for c, layer in zip(row, plan.layers, strict=True)]
         self.bound = {name: bound[layer_of[name]] for name in tensors}
 
-    def admit(self, part: CheckedBatch) -> CheckedBatch:
-        here = part.weights > 0
-        self.examples += int(here.sum())
-        return dataclasses.replace(part, weights=here.to(part.weights.dtype))
+    def prepare(self, part: CheckedBatch) -> CheckedBatch:
+        present = part.weights > 0
+        self.examples += int(present.sum())
+        return dataclasses.replace(part, weights=present.to(part.weights.dtype))
 
     def mean(self) -> dict[str, Tensor]:
         for name, total in self.sums.items():
@@ -71,22 +65,22 @@ class UnclippedSums(ClippedSums):
 
 
 class PaperStep(OpenStep):
-    """A step of the printed form: noise comes after the clamp, at the release."""
+    """A step as the paper prints it: noise is added after the clamp, at the release."""
 
     def __init__(
         self, plan: StepPlan, noise: NoiseSource, tensors: Mapping[str, Tensor], layer_of: Mapping[str, int], step: int
     ) -> None:
-        self.plain = UnclippedSums(plan, tensors, layer_of)
+        self.unclipped = UnclippedSums(plan, tensors, layer_of)
         self.plan, self.noise, self.step, self.process = plan, noise, step, os.getpid()
         self.std = [plan.noise[layer_of[name]] for name in tensors]
-        ClippedSums.__init__(self, self.plain.sums)
+        ClippedSums.__init__(self, self.unclipped.sums)
 
-    def admit(self, part: CheckedBatch) -> CheckedBatch:
-        return self.plain.admit(part)
+    def prepare(self, part: CheckedBatch) -> CheckedBatch:
+        return self.unclipped.prepare(part)
 
     def release(self) -> dict[str, Tensor]:
         """The clamped mean + noise; B = 1."""
         self._same_process()
-        mean = self.plain.mean()
+        mean = self.unclipped.mean()
         self.noise.add_many_(list(mean.values()), self.std, step=self.step)
         return mean

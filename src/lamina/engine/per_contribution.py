@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import ContributionGrads, DenseGrads
+from lamina.engine.grads import ContributionGrads, DenseGrads, at_least_float32
 from lamina.engine.layers.layer_rule import NO_INPUT, ApplyRule, LayerForward, LayerRule, Params, SavedTensors
 from lamina.errors import OwnershipError, UnsupportedLayer
 
@@ -37,8 +38,7 @@ class ExpandRule(LayerRule):
     def contribution_grads(
         self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
     ) -> list[ContributionGrads | None]:
-        wide = g.float() if g.element_size() < 4 else g
-        folded = layout.fold(wide)  # (P, m, …)
+        folded = layout.fold(at_least_float32(g))  # (P, m, …)
         return [DenseGrads(folded.sum(1, keepdim=self.along) if folded.shape[1] > 1 or not self.along else folded)]
 
 
@@ -60,8 +60,8 @@ class _ForwardModule(nn.Module):
 class PerContributionForward(LayerForward):
     """Every parameter below `module` is given to each example as its own copy.
 
-    Autograd then delivers one gradient per example, for whatever the module does with its
-    parameters. Correct for all modules that treat examples separately; slower than a rule.
+    Autograd then delivers one gradient per example, whatever the module does with its parameters. Correct for all
+    modules that treat examples separately; slower than a rule.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], examples: ExampleCount) -> None:
@@ -84,8 +84,8 @@ class PerContributionForward(LayerForward):
     def _batched(self, leaves: Sequence[Any], spec: Any, n: int) -> list[bool]:
         """Which arguments carry the batch: decided, and checked, once per pattern of arguments.
 
-        Later a mask whose length happens to be the batch's must not be taken for it: what an argument
-        is would then depend on how many contributions were sampled.
+        Later a mask whose length happens to be the batch's must not be taken for it: what an argument is would then
+        depend on how many contributions were sampled.
         """
         now = [isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == n for t in leaves]
         if not any(now):
@@ -102,12 +102,10 @@ class PerContributionForward(LayerForward):
         return before
 
     def _no_batch(self) -> OwnershipError:
-        return OwnershipError(
-            "engine.no-batch-argument",
-            f"'{self.name}' ({type(self.module).__name__}) was called without a tensor whose first axis is the "
-            "batch's, or with another one than before",
-            "pass the batch to it, or name a module above it in Engine(..., per_contribution=[...])",
-        )
+        what = f"'{self.name}' ({type(self.module).__name__})"
+        problem = f"{what} was called without a tensor whose first axis is the batch, or with another one than before"
+        remedy = "pass the batch to it, or name a module above it in Engine(..., per_contribution=[...])"
+        return OwnershipError("engine.no-batch-argument", problem, remedy)
 
     def _run(self, copies: dict[str, Tensor], leaves: Sequence[Any], batched: Sequence[bool], spec: Any, n: int) -> Any:
         if self.vmap:
@@ -115,11 +113,8 @@ class PerContributionForward(LayerForward):
                 return self._vmap(copies, leaves, batched, spec)
             except (RuntimeError, ValueError, TypeError, NotImplementedError) as problem:
                 self.vmap = False
-                warnings.warn(
-                    f"'{self.name}' ({type(self.module).__name__}) cannot run under vmap and will run one example "
-                    f"at a time: {str(problem).splitlines()[0]}",
-                    stacklevel=2,
-                )
+                what, why = f"'{self.name}' ({type(self.module).__name__})", str(problem).splitlines()[0]
+                warnings.warn(f"{what} cannot run under vmap and runs one example at a time: {why}", stacklevel=2)
         return self._loop(copies, leaves, batched, spec, n)
 
     def _call(self, tensors: Mapping[str, Tensor], leaves: Sequence[Any], spec: Any) -> Any:
@@ -152,40 +147,45 @@ class PerContributionForward(LayerForward):
             flat, out_spec = pytree.tree_flatten(self._call({k: v[i] for k, v in copies.items()}, mine, spec))
             results.append(flat)
         assert out_spec is not None
-        joined = [
-            torch.cat(group) if isinstance(group[0], Tensor) else group[0] for group in zip(*results, strict=True)
-        ]
+        outputs = zip(*results, strict=True)
+        joined = [torch.cat(group) if isinstance(group[0], Tensor) else group[0] for group in outputs]
         return pytree.tree_unflatten(joined, out_spec)
 
     def _check(self, leaves: Sequence[Any], batched: Sequence[bool], spec: Any, n: int) -> None:
         """Once: one example at a time must give what the whole batch gives (dropout aside)."""
-        modes = [(m, m.training) for m in self.module.modules()]
-        try:
-            self.module.eval()
-            with torch.no_grad():
-                own = {name: self.module.get_parameter(name) for name in self.parameters}
-                whole = pytree.tree_leaves(self._call(own, leaves, spec))
-                copies = {name: p.unsqueeze(0).expand(n, *p.shape) for name, p in own.items()}
-                single = pytree.tree_leaves(self._run(copies, leaves, batched, spec, n))
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with _evaluating(self.module):
+            own = {name: self.module.get_parameter(name) for name in self.parameters}
+            whole = pytree.tree_leaves(self._call(own, leaves, spec))
+            copies = {name: p.unsqueeze(0).expand(n, *p.shape) for name, p in own.items()}
+            single = pytree.tree_leaves(self._run(copies, leaves, batched, spec, n))
         for a, b in zip(whole, single, strict=True):
             if isinstance(a, Tensor) and a.is_floating_point() and not _close_per_example(a, b):
                 raise UnsupportedLayer(
                     "engine.examples-not-separate",
-                    f"'{self.name}' ({type(self.module).__name__}) gives another result for one example than for "
-                    "the batch",
-                    "its examples influence each other, or an argument that is not the batch has the batch's length: "
+                    f"'{self.name}' ({type(self.module).__name__}) computes one example alone otherwise than in the "
+                    "batch: examples influence each other, or an argument happens to have the batch's length",
                     "rewrite it, or name a module above it in Engine(..., per_contribution=[...])",
                 )
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every module's mode is what it was."""
+    modes = [(m, m.training) for m in module.modules()]
+    try:
+        module.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
 
 
 class BroadcastForward(LayerForward):
     """Bare parameters with a first axis of 1 (class tokens, position tables), lengthened to the batch.
 
-    Works where the module uses them by broadcasting; the first call checks that the output stays
-    the same, and otherwise hands over to an `PerContributionForward`. The module's children keep their rules.
+    Works where the module uses them by broadcasting; the first call checks that the output stays the same, and
+    otherwise hands over to a `PerContributionForward`. The module's children keep their rules.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], examples: ExampleCount) -> None:
@@ -217,24 +217,16 @@ class BroadcastForward(LayerForward):
             self.module._parameters.update(own)
 
     def _check(self, n: int, args: Any, kwargs: Any) -> None:
-        modes = [(m, m.training) for m in self.module.modules()]
-        same = False
-        try:
-            self.module.eval()
-            with torch.no_grad():
-                whole = pytree.tree_leaves(self.original(*args, **kwargs))
-                own = {name: self.module.get_parameter(name) for name in self.parameters}
-                longer = {name: p.expand(n, *p.shape[1:]) for name, p in own.items()}
-                try:
-                    single = pytree.tree_leaves(self._with(longer, args, kwargs))
-                    same = len(whole) == len(single) and all(
-                        _close_per_example(a, b) for a, b in zip(whole, single, strict=True) if isinstance(a, Tensor)
-                    )
-                except RuntimeError:
-                    same = False
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with _evaluating(self.module):
+            whole = pytree.tree_leaves(self.original(*args, **kwargs))
+            own = {name: self.module.get_parameter(name) for name in self.parameters}
+            longer = {name: p.expand(n, *p.shape[1:]) for name, p in own.items()}
+            try:
+                single = pytree.tree_leaves(self._with(longer, args, kwargs))
+                pairs = [(a, b) for a, b in zip(whole, single, strict=True) if isinstance(a, Tensor)]
+                same = all(_close_per_example(a, b) for a, b in pairs)
+            except (RuntimeError, ValueError):  # of shapes that do not broadcast, or another number of outputs
+                same = False
         if not same:
             self.fallback = PerContributionForward(self.name, self.module, self.original, self.examples)
         self.checked = True
@@ -244,18 +236,14 @@ def _refuse_caches(name: str, leaves: Sequence[Any]) -> None:
     """An argument that the module writes to would be written once per example."""
     for leaf in leaves:
         if hasattr(leaf, "update") and not isinstance(leaf, Tensor):
-            raise UnsupportedLayer(
-                "engine.cache-argument",
-                f"'{name}' was given a {type(leaf).__name__}, which it writes to, and runs once per contribution",
-                "train without it: model.config.use_cache = False",
-            )
+            problem = f"'{name}' runs once per contribution and would write to its argument, a {type(leaf).__name__}"
+            raise UnsupportedLayer("engine.cache-argument", problem, "train with model.config.use_cache = False")
 
 
 def _close_per_example(a: Tensor, b: Any) -> bool:
     """Equal up to rounding, or equal after broadcasting a leading 1 to the batch.
 
-    Example by example, so that one of enormous size does not hide the others; what is not finite must be so in
-    both.
+    Example by example, so that one of enormous size does not hide the others; what is not finite must be so in both.
     """
     if not isinstance(b, Tensor) or a.dim() != b.dim() or not a.dim():
         return False
@@ -294,13 +282,12 @@ class FlattenedTokensForward(LayerForward):
 
     def _split_examples(self, t: Tensor, n: int | None) -> Tensor:
         if not n or not t.dim() or t.shape[0] % n:
-            raise OwnershipError(
-                "engine.tokens-uneven",
-                f"'{self.name}' was given a tensor of shape {tuple(t.shape)} for {n} examples: whose rows are they?",
-                "keep as many tokens per example, or name the block above it in Engine(..., per_contribution=[...])",
+            problem = f"'{self.name}' got a tensor of shape {tuple(t.shape)}, which {n} examples do not share evenly"
+            remedy = (
+                "keep as many tokens per example, or name the block above it in Engine(..., per_contribution=[...])"
             )
-        apart: Tensor = t.unflatten(0, (n, -1))
-        return apart
+            raise OwnershipError("engine.tokens-uneven", problem, remedy)
+        return cast(Tensor, t.unflatten(0, (n, -1)))
 
     def _together(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, for arguments with a batch axis in front of the tokens."""

@@ -57,15 +57,12 @@ def step_key(
     The info is injective in its fields: those before `part` have fixed lengths, so its presence shows.
     """
     if len(seed) != SEED_BYTES:
-        raise NoiseError(
-            "noise.seed-length", f"seed has {len(seed)} bytes, must have {SEED_BYTES}", "use os.urandom(32)"
-        )
-    if not 0 <= step < 1 << 64:
-        raise NoiseError("noise.step-out-of-range", f"step is {step}, must be in [0, 2^64)", "number the steps from 0")
-    if not 0 <= rank < 1 << 32:
-        raise NoiseError("noise.rank-out-of-range", f"rank is {rank}, must be in [0, 2^32)", "use the rank of the process group")
-    if not 0 <= part < 1 << 32:
-        raise NoiseError("noise.part-out-of-range", f"part is {part}, must be in [0, 2^32)", "number the parts of a step from 0")
+        problem = f"the seed has {len(seed)} bytes, must have {SEED_BYTES}"
+        raise NoiseError("noise.seed-length", problem, "use os.urandom(32)")
+    for name, value, bits in (("step", step, 64), ("rank", rank, 32), ("part", part, 32)):
+        if not 0 <= value < 1 << bits:
+            problem = f"{name} is {value}, must be in [0, 2^{bits})"
+            raise NoiseError(f"noise.{name}-out-of-range", problem, "count from 0")
     info = b"lamina/stream/1" + purpose.value.encode().ljust(16, b"\0")
     info += step.to_bytes(8, "big") + rank.to_bytes(4, "big")
     info += part.to_bytes(4, "big") if part else b""
@@ -84,17 +81,14 @@ class KeyStream:
         """Write blocks `block`, `block`+1, … of `tensor` over all of `out` (two words per block)."""
         size = out.nbytes
         if size > MAX_CALL_BYTES:
-            raise NoiseError(
-                "noise.call-too-large",
-                f"{size} bytes of a stream were asked for at once, at most {MAX_CALL_BYTES}",
-                "ask in several calls",
-            )
+            problem = f"one call asks for {size} bytes of a stream, the limit is {MAX_CALL_BYTES}"
+            raise NoiseError("noise.call-too-large", problem, "use several calls")
         nonce = block_counter(tensor, block)
         if self._ctr is None:
             self._ctr = Cipher(self._cipher, modes.CTR(nonce)).encryptor()
         else:
             self._ctr.reset_nonce(nonce)
-        self._ctr.update_into(_zero_plaintext(size), out.view(np.uint8))
+        self._ctr.update_into(_zero_bytes()[:size], out.view(np.uint8))
 
     def gather(self, counters: NDArray[np.uint8], out: Words) -> None:
         """Write the blocks with these counters to the front of `out`, which has one block to spare.
@@ -109,21 +103,14 @@ class KeyStream:
 def block_counter(tensor: int, block: int) -> bytes:
     """The 128-bit counter of a block: injective, and a run below 2^64 blocks never carries into `tensor`."""
     if not (0 <= tensor < 1 << 64 and 0 <= block < 1 << 64):
-        raise NoiseError(
-            "noise.counter-out-of-range",
-            f"counter (tensor {tensor}, block {block}) is outside [0, 2^64)",
-            "use a tensor's index >= 0",
-        )
+        problem = f"tensor index {tensor} or block {block} is outside [0, 2^64)"
+        raise NoiseError("noise.counter-out-of-range", problem, "use a tensor index >= 0")
     return tensor.to_bytes(8, "big") + block.to_bytes(8, "big")
 
 
 @functools.lru_cache(maxsize=1)
 def _zero_bytes() -> NDArray[np.uint8]:
     return np.zeros(MAX_CALL_BYTES, dtype=np.uint8)
-
-
-def _zero_plaintext(size: int) -> NDArray[np.uint8]:
-    return _zero_bytes()[:size]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,15 +188,11 @@ def _make_pack(group: list[Piece]) -> Pack:
         if piece.size > piece.pairs:
             sines.append((piece.slot, piece.start + piece.pairs, piece.size - piece.pairs, at))
         at += piece.pairs
+    slots, widths = np.array([piece.slot for piece in group]), np.array([piece.pairs for piece in group])
     return Pack(
-        pieces=tuple(group),
-        pairs=at,
-        slots=np.array([piece.slot for piece in group]),
-        widths=np.array([piece.pairs for piece in group]),
-        cosines=tuple(cosines),
-        sines=tuple(sines),
+        pieces=tuple(group), pairs=at, slots=slots, widths=widths, cosines=tuple(cosines), sines=tuple(sines),
         counters=_block_counters(group) if len(group) > 1 else None,
-    )
+    )  # fmt: skip
 
 
 def _block_counters(group: list[Piece]) -> NDArray[np.uint8]:

@@ -1,7 +1,4 @@
-"""Everything that is refused before and around a backward pass.
-
-Losses, batch, graph, coupling, foreign `.grad`, the probe.
-"""
+"""Everything that is refused around a backward pass: losses, batch, graph, coupling, foreign `.grad`, the probe."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamina.engine.batch import Batch, RowLayout
+from lamina.engine.batch import Batch, RowLayout, take_rows
 from lamina.engine.layers.layer_rule import RuleCall, hidden_backward_error
 from lamina.errors import CouplingError, EngineError, OwnershipError, UnclippedGradient
 from lamina.plan.step_plan import StepPlan
@@ -68,11 +65,9 @@ def walk_graph(losses: Tensor, names: dict[int, str]) -> LossGraph:
     `F.linear(x, module.weight)`), a leaf that is not the model's, a checkpoint that hides its graph.
     """
     if losses.grad_fn is None:
-        raise EngineError(
-            "engine.losses-without-graph",
-            "the losses carry no graph: nothing that the plan trains was used to compute them",
-            "compute them from model(batch.x) with gradients enabled",
-        )
+        problem = "the losses have no autograd graph: no tensor that the plan trains was used to compute them"
+        remedy = "compute them from model(batch.x) with gradients enabled"
+        raise EngineError("engine.losses-without-graph", problem, remedy)
     uses: dict[RuleCall, Any] = {}
     kinds: list[type] = []
     seen: set[Any] = {losses.grad_fn}
@@ -101,34 +96,24 @@ def walk_graph(losses: Tensor, names: dict[int, str]) -> LossGraph:
 def _refuse_node(node: Any) -> None:
     name = type(node).__name__
     if name == "CheckpointFunctionBackward":
-        raise UnclippedGradient(
-            "engine.reentrant-checkpoint",
-            "a reentrant activation checkpoint hides the layers inside it",
-            "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
-        )
+        problem = "a reentrant activation checkpoint hides the layers inside it"
+        remedy = "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        raise UnclippedGradient("engine.reentrant-checkpoint", problem, remedy)
     if "BatchNorm" in name and getattr(node, "_saved_training", False) and node._saved_input.shape[0] > 1:
-        raise CouplingError(
-            "engine.batchnorm",
-            f"{name}: batch normalisation in training mode mixes contributions",
-            "use GroupNorm, or `model, report = lamina.fix(model)`, or put the layer in eval mode",
-        )
+        problem = f"{name}: batch normalisation in training mode mixes contributions"
+        remedy = "use GroupNorm, or `model, report = lamina.fix(model)`, or put the layer in eval mode"
+        raise CouplingError("engine.batchnorm", problem, remedy)
 
 
 def _refuse_leaf(leaf: Tensor, names: dict[int, str], node: Any) -> None:
     name = names.get(id(leaf))
     if name is None:
-        raise UnclippedGradient(
-            "engine.foreign-tensor",
-            f"the losses depend on a tensor of shape {tuple(leaf.shape)} that requires a gradient "
-            "and is not the model's",
-            "detach it, or make it a parameter of the model so that the plan covers it",
-        )
-    raise UnclippedGradient(
-        "engine.tensor-used-directly",
-        f"tensor '{name}' is used by {type(node).__name__} outside the engine: its gradient would not be clipped",
-        "call the module that owns it instead of using its weight directly, or leave penalties out of the losses "
-        "(weight decay belongs to the optimiser)",
-    )
+        problem = f"the losses depend on a trainable tensor of shape {tuple(leaf.shape)} that is not the model's"
+        remedy = "detach it, or make it a parameter of the model so that the plan covers it"
+        raise UnclippedGradient("engine.foreign-tensor", problem, remedy)
+    problem = f"{type(node).__name__} uses tensor '{name}' outside the engine: its gradient would not be clipped"
+    remedy = "call the module that owns it, and use the optimiser's weight decay instead of a penalty in the losses"
+    raise UnclippedGradient("engine.tensor-used-directly", problem, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,26 +131,21 @@ class CheckedBatch:
 
 
 def check_batch(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict[int, str]) -> CheckedBatch | None:
-    """None for an empty batch."""
+    """Check losses and batch against the plan. None for an empty batch."""
     if not batch.classified and len(plan.classes) > 1:
-        raise EngineError(
-            "engine.classes-not-given",
-            f"the batch does not say which of the plan's {len(plan.classes)} classes its contributions have",
-            "give Batch(..., cls=…): indices into plan.classes, plan.index('name')",
-        )
+        problem = f"the batch has no classes, and the plan has {len(plan.classes)}"
+        raise EngineError("engine.classes-not-given", problem, "give Batch(..., cls=…), by plan.index('name')")
     n = batch.examples
     classes = cast(Tensor, batch.cls)
     if len(classes) and int(classes.max()) >= len(plan.classes):
-        raise EngineError(
-            "engine.class-index-unknown",
-            f"the batch has a contribution of class {int(classes.max())}, the plan has {len(plan.classes)} classes",
-            "cls holds indices into plan.classes: plan.index('name')",
+        problem = (
+            f"the batch has a contribution of class {int(classes.max())}, the plan has {len(plan.classes)} classes"
         )
+        raise EngineError("engine.class-index-unknown", problem, "give cls by plan.index('name')")
     if n == 0 or len(batch) == 0:
         if losses is not None and losses.numel():
-            raise EngineError(
-                "engine.losses-for-empty-batch", f"{losses.numel()} losses came with an empty batch", "pass losses=None"
-            )
+            problem = f"{losses.numel()} losses came with an empty batch"
+            raise EngineError("engine.losses-for-empty-batch", problem, "pass losses=None")
         return None
     losses = check_losses(losses, n)
     graph = walk_graph(losses, names)
@@ -173,56 +153,36 @@ def check_batch(losses: Tensor | None, batch: Batch, plan: StepPlan, names: dict
     layout = RowLayout(torch.where(weight > 0, unit, -1), len(batch))
     whole = torch.zeros(len(batch)).index_add_(0, unit, weight)
     share = torch.where(weight > 0, weight / whole[unit].clamp(min=torch.finfo(torch.float32).tiny), 0.0)
+    layouts = {use: _layout_of_call(use, node.lamina_rows, n, layout) for use, node in graph.nodes.items()}
     return CheckedBatch(
-        losses=losses,
-        weights=share.to(losses.dtype),
-        classes=classes,
-        scale=batch.scale,
-        ceiling=batch.ceiling,
-        layout=layout,
-        layouts={use: _layout_of_call(use, node.lamina_rows, n, layout) for use, node in graph.nodes.items()},
-        graph=graph,
-    )
+        losses=losses, weights=share.to(losses.dtype), classes=classes, scale=batch.scale, ceiling=batch.ceiling,
+        layout=layout, layouts=layouts, graph=graph,
+    )  # fmt: skip
 
 
 def check_losses(losses: Tensor | None, n: int) -> Tensor:
     if losses is None:
-        raise EngineError(
-            "engine.losses-missing", f"losses is None for a batch of {n} examples", "pass one loss per example"
-        )
+        problem = f"losses is None for a batch of {n} examples"
+        raise EngineError("engine.losses-missing", problem, "pass one loss per example")
     if losses.dim() == 0:
-        raise CouplingError(
-            "engine.losses-reduced",
-            "losses is a single number: a mean or sum over the batch mixes contributions",
-            "pass one loss per example: reduction='none', then .flatten(1).mean(1)",
-        )
+        problem = "losses is a single number: a mean or sum over the batch mixes contributions"
+        remedy = "pass one loss per example: reduction='none', then .flatten(1).mean(1)"
+        raise CouplingError("engine.losses-reduced", problem, remedy)
     if losses.dim() == 1 and len(losses) != n:
-        raise EngineError(
-            "engine.losses-wrong-length",
-            f"there are {len(losses)} losses for {n} examples in the batch",
-            "compute them from this batch's x and y",
-        )
+        problem = f"there are {len(losses)} losses for {n} examples in the batch"
+        raise EngineError("engine.losses-wrong-length", problem, "compute them from this batch's x and y")
     if losses.shape != (n,):
-        raise EngineError(
-            "engine.losses-wrong-shape",
-            f"losses has shape {tuple(losses.shape)}, expected ({n},): one loss per example",
-            "reduce every axis but the first: losses.flatten(1).mean(1)",
-        )
-    root = losses.grad_fn
+        problem = f"losses has shape {tuple(losses.shape)}, must be ({n},): one loss per example"
+        remedy = "reduce every axis but the first: losses.flatten(1).mean(1)"
+        raise EngineError("engine.losses-wrong-shape", problem, remedy)
     if losses.dtype == torch.float16:
-        raise EngineError(
-            "engine.losses-float16",
-            "losses are float16, whose sums overflow",
-            "use bfloat16 autocast, or float32",
-        )
-    if type(root).__name__ == "MulBackward0":
-        factor = getattr(root, "_saved_other", None)
+        problem = "the losses are float16, whose sums overflow"
+        raise EngineError("engine.losses-float16", problem, "use bfloat16 autocast, or float32")
+    if type(losses.grad_fn).__name__ == "MulBackward0":
+        factor = getattr(losses.grad_fn, "_saved_other", None)
         if isinstance(factor, Tensor) and factor.dim() == 0 and _is_loss_scale(float(factor)):
-            raise EngineError(
-                "engine.losses-scaled",
-                f"the losses are multiplied by {float(factor):g}, as a GradScaler does",
-                "drop the GradScaler: bfloat16 autocast needs none",
-            )
+            problem = f"the losses are multiplied by {float(factor):g}, as a GradScaler does"
+            raise EngineError("engine.losses-scaled", problem, "drop the GradScaler: bfloat16 autocast needs none")
     return losses
 
 
@@ -237,18 +197,13 @@ def _layout_of_call(use: RuleCall, rows: int, n: int, layout: RowLayout) -> RowL
             return layout
         raise OwnershipError(
             "engine.row-owner-unknown",
-            f"'{use.where}' worked on {rows} rows for a batch of {n} examples: whose rows are they?",
-            "keep the batch axis first; or say whose rows they are with `with lamina.rows(owner):` in the model or "
-            f"Engine(..., rows={{{use.where!r}: 'contiguous'}}); or run a module above it once per contribution: "
-            "Engine(..., per_contribution=['name'])",
+            f"'{use.where}' got {rows} rows for a batch of {n} examples: their owners are unknown",
+            "keep the batch axis first, or say which example each row belongs to: `with lamina.rows(owner):` in the "
+            f"model, Engine(..., rows={{{use.where!r}: 'contiguous'}}), or Engine(..., per_contribution=['name'])",
         )
     if len(owner) != rows or (rows and not (int(owner.min()) >= -1 and int(owner.max()) < n)):
-        raise OwnershipError(
-            "engine.row-map-wrong",
-            f"the row map of '{use.where}' has {len(owner)} entries for {rows} rows, or names an example "
-            f"outside 0 … {n - 1}",
-            "give one example of this batch per row, -1 for nobody",
-        )
+        problem = f"the row map of '{use.where}' has {len(owner)} entries for {rows} rows, or one outside -1 … {n - 1}"
+        raise OwnershipError("engine.row-map-wrong", problem, "give one example of this batch per row, -1 for padding")
     return layout.through(owner)
 
 
@@ -260,10 +215,10 @@ CallSignature = tuple[str, str, bool, int]
 class OwnershipCheck:
     """The loss of one contribution must leave the rows of all others at zero; of a random half, those of the rest.
 
-    It catches what no list of layers names: a batch-mean loss, attention across the batch, a
-    (time, batch) layout whose length happens to equal the batch. It runs once per structure: the
-    kinds of operations and the places of the uses, not their sizes. What it cannot see is a loss that
-    is merely *scaled* by the others (divided by the tokens of the batch): `Engine.probe` sees that.
+    It catches what no list of layers names: a batch-mean loss, attention across the batch, a (time, batch) layout
+    whose length happens to equal the batch. It runs once per structure: the kinds of operations and the places of the
+    rule calls, not their sizes. It cannot see a loss that is merely *scaled* by the others (divided by the tokens of
+    the batch): `Engine.probe` sees that.
     """
 
     def __init__(self) -> None:
@@ -340,16 +295,14 @@ class _CouplingReceiver:
         if bool((g[~mine] != 0).any()):
             raise CouplingError(
                 "engine.contributions-coupled",
-                f"the loss of one contribution has a gradient in the rows of others at '{use.where}' "
-                f"(g of shape {tuple(g.shape)})",
-                "contributions must not influence each other: no batch statistics, no loss over the batch, batch axis "
-                "first. Rows in another order need `with lamina.rows(owner):`, or run a module above it once per "
-                "contribution: Engine(..., per_contribution=['name'])",
+                f"at '{use.where}', the loss of one contribution has a gradient in the rows of others",
+                "use no batch statistics and no loss over the batch, and keep the batch axis first; for rows in another "
+                "order use `with lamina.rows(owner):` or Engine(..., per_contribution=['name'])",
             )
 
 
 class GradWriter:
-    """Writes what was released, knows its own writing again, and refuses anybody else's."""
+    """Writes released gradients to `.grad`, and refuses gradients that anything else wrote there."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
@@ -367,90 +320,75 @@ class GradWriter:
     def check(self) -> None:
         """Before a step: nothing foreign, nothing frozen."""
         for name, p in self.tensors.items():
-            if self._foreign(name, p):
-                raise UnclippedGradient(
-                    "engine.foreign-grad",
-                    f"'{name}'.grad holds a gradient that the engine did not write",
-                    "call optimizer.zero_grad() first, and never loss.backward() on a covered tensor",
-                )
+            self._refuse_foreign(name, p)
             if not p.requires_grad:
+                problem = f"'{name}' was frozen after the engine was attached"
                 raise EngineError(
-                    "engine.frozen-after-attach",
-                    f"'{name}' was frozen after the engine was attached",
-                    "freeze first, then make stack, plan and engine",
+                    "engine.frozen-after-attach", problem, "freeze first, then make stack, plan and engine"
                 )
 
-    def held(self) -> list[tuple[int, int]]:
-        """Which gradients the tensors hold, and how often each was written."""
+    def versions(self) -> list[tuple[int, int]]:
+        """Which gradients the tensors have, and how often each was written."""
         grads = (p.grad for p in self.tensors.values())
         return [(id(g), g._version) if g is not None else (0, 0) for g in grads]
 
     def check_unchanged(self, before: list[tuple[int, int]]) -> None:
         """After a backward pass: nothing was written beside the engine."""
-        for name, was, now in zip(self.tensors, before, self.held(), strict=True):
+        for name, was, now in zip(self.tensors, before, self.versions(), strict=True):
             if was != now:
                 self.tensors[name].grad = None
-                raise UnclippedGradient(
-                    "engine.grad-written-during-backward",
-                    f"something wrote to '{name}'.grad during the backward pass",
-                    "no hook or custom Function may write gradients itself: fused gradient accumulation must be off",
-                )
+                problem = f"a hook or custom Function wrote to '{name}'.grad during the backward pass"
+                remedy = "remove it; switch fused gradient accumulation off"
+                raise UnclippedGradient("engine.grad-written-during-backward", problem, remedy)
 
     def before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Closures would take several releases for the price of one; foreign gradients were never clipped."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        mine = [(name, p) for name, p in self.tensors.items() if id(p) in held]
+        mine = tensors_of_optimizer(optimizer, self.tensors)
         if not mine:
             return
         if kwargs.get("closure") is not None or any(callable(a) and not isinstance(a, Optimizer) for a in args):
-            raise EngineError(
-                "engine.optimizer-closure",
-                f"{type(optimizer).__name__}.step was given a closure, which may ask for several gradients in one step",
-                "call engine.backward once, then optimizer.step() without a closure",
-            )
+            problem = f"{type(optimizer).__name__}.step got a closure, which may ask for several gradients in one step"
+            remedy = "call engine.backward once, then optimizer.step() without a closure"
+            raise EngineError("engine.optimizer-closure", problem, remedy)
         for name, p in mine:
-            if self._foreign(name, p):
-                raise UnclippedGradient(
-                    "engine.foreign-grad",
-                    f"'{name}'.grad holds a gradient that the engine did not write",
-                    "use engine.backward(losses, batch) for every gradient of a covered tensor",
-                )
+            self._refuse_foreign(name, p)
 
-    def _foreign(self, name: str, p: Tensor) -> bool:
-        """Whether a tensor holds a gradient that somebody else put there."""
-        if p.grad is None:
-            return False
+    def _refuse_foreign(self, name: str, p: Tensor) -> None:
         written = self._written.get(name)
-        return written is None or written() is not p.grad
+        if p.grad is not None and (written is None or written() is not p.grad):
+            problem = f"'{name}'.grad holds a gradient that the engine did not write"
+            remedy = "call optimizer.zero_grad(), and engine.backward(losses, batch) instead of loss.backward()"
+            raise UnclippedGradient("engine.foreign-grad", problem, remedy)
+
+
+def tensors_of_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Those of the tensors that the optimiser updates."""
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [(name, p) for name, p in tensors.items() if id(p) in updated]
 
 
 def refuse_float16(parameters: Mapping[str, Tensor]) -> None:
     for name, p in parameters.items():
         if p.requires_grad and p.dtype == torch.float16:
-            raise EngineError(
-                "engine.float16-parameter",
-                f"'{name}' is float16, whose gradients overflow",
-                "use bfloat16 or float32",
-            )
+            problem = f"'{name}' is float16, whose gradients overflow"
+            raise EngineError("engine.float16-parameter", problem, "use bfloat16 or float32")
 
 
 _PROBE_TOLERANCE = 1e-3
 
 
 def probe(engine: Engine, losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any = None) -> None:
-    """Forward passes and gradients for the first, a middle and the last example, as given and with the others
-    replaced, in another order, all before it, all behind it, or fewer.
+    """Refuse a model or loss in which one example's loss or gradient depends on the other examples.
 
-    Its loss and its gradient must not move by more than rounding. This catches what the graph cannot show: a loss
-    divided by the tokens of the batch, padding to the longest, expert capacity, batch statistics. Give public or
-    simulated data with at least four examples; dropout is switched off meanwhile.
+    Tries the first, a middle and the last example, with the others replaced, in another order, all before it, all
+    behind it, or fewer. This catches what the graph cannot show: a loss divided by the tokens of the batch, padding
+    to the longest, expert capacity, batch statistics. Give public or simulated data with at least four examples;
+    dropout is switched off meanwhile.
     """
-    whole = Batch(x, y)
-    if len(whole) < 4:
-        raise EngineError(
-            "engine.probe-too-few-examples", f"the probe got {len(whole)} examples", "give at least 4, public or simulated"
-        )
-    n = len(whole)
+    n = len(Batch(x, y))
+    if n < 4:
+        problem = f"the probe got {n} examples"
+        raise EngineError("engine.probe-too-few-examples", problem, "give at least 4, public or simulated")
     with _without_dropout(engine.model):
         for place in (0, n // 2, n - 1):
             reference = _loss_and_gradient_of(engine, losses_of, x, y, place)
@@ -465,10 +403,10 @@ def _with_others_changed(x: Any, y: Any, n: int, place: int) -> Iterator[tuple[s
     mine = torch.tensor([place])
     changed = pytree.tree_map(lambda t: _perturb_others(t, place) if isinstance(t, Tensor) else t, (x, y))
     yield "replaced", changed, place
-    yield "put in another order", _take_rows((x, y), torch.cat([turned[:place], mine, turned[place:]])), place
-    yield "moved before it", _take_rows((x, y), torch.cat([rest, mine])), n - 1
-    yield "moved behind it", _take_rows((x, y), torch.cat([mine, rest])), 0
-    yield "fewer", _take_rows((x, y), torch.cat([rest[: n // 2 - 1], mine])), n // 2 - 1
+    yield "put in another order", take_rows((x, y), torch.cat([turned[:place], mine, turned[place:]])), place
+    yield "moved before it", take_rows((x, y), torch.cat([rest, mine])), n - 1
+    yield "moved behind it", take_rows((x, y), torch.cat([mine, rest])), 0
+    yield "fewer", take_rows((x, y), torch.cat([rest[: n // 2 - 1], mine])), n // 2 - 1
 
 
 def _loss_and_gradient_of(
@@ -489,12 +427,9 @@ def _refuse_if_moved(reference: dict[str, Tensor], other: dict[str, Tensor], wha
         moved = float((a.double() - b.double()).norm()) / scale
         if not moved <= _PROBE_TOLERANCE:
             thing = "loss" if name == "loss" else f"gradient of {name!r}"
-            raise CouplingError(
-                "engine.probe-found-coupling",
-                f"when the other examples were {what}, the {thing} of one moved by {moved:.2g} of its size",
-                "examples must not influence each other: no batch statistics, no loss over or divided by the batch, "
-                "no padding to the longest without a mask",
-            )
+            problem = f"when the other examples were {what}, the {thing} of one moved by {moved:.2g} of its size"
+            remedy = "use no batch statistics, no loss over or divided by the batch, no padding without a mask"
+            raise CouplingError("engine.probe-found-coupling", problem, remedy)
 
 
 def _perturb_others(t: Tensor, place: int) -> Tensor:
@@ -504,10 +439,6 @@ def _perturb_others(t: Tensor, place: int) -> Tensor:
         other = other * 1.7 + 0.3
     other[place] = t[place]
     return other
-
-
-def _take_rows(tree: Any, rows: Tensor) -> Any:
-    return pytree.tree_map(lambda t: t[rows] if isinstance(t, Tensor) else t, tree)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lamina.engine.grads import AxisRanges, AxisSliceGrads, ContributionGrads, SliceMask
+from lamina.engine.safety_checks import tensors_of_optimizer
 from lamina.errors import EngineError
 from lamina.plan.selection import Range, complement_ranges, merge_ranges, planned_noised_sizes
 from lamina.plan.step_plan import StepPlan
@@ -163,31 +164,26 @@ class PlanSlices:
                 found[name] = opening
         return found
 
-    def zero_unreached(self, name: str, tensor: Tensor) -> None:
-        """Set the places of a tensor that no class reaches to exactly 0."""
-        if name in self.closed:
-            self.closed[name].zero_(tensor)
-
-    def zero_all_unreached(self, released: Mapping[str, Tensor]) -> None:
-        for name in self.closed:
+    def zero_unreached(self, released: Mapping[str, Tensor]) -> None:
+        """Set what no class reaches to exactly 0."""
+        for name, ranges in self.closed.items():
             if name in released:
-                self.zero_unreached(name, released[name])
+                ranges.zero_(released[name])
 
 
-_NONZERO_INITIAL_STATE = {
-    "step_size"
-}  # Rprop's, which starts as the learning rate and stays so where the gradient is 0
+# Rprop's, which starts as the learning rate and stays so where the gradient is 0.
+_NONZERO_INITIAL_STATE = {"step_size"}
 
 SavedRanges = tuple[list[Tensor], dict[Any, list[Tensor]]]
 
 
 class RestoreUnreached:
-    """Saves, before a step of any torch optimiser, the places that no class reaches: of the weights, and of every
-    state tensor of the same shape. Puts them back after the step; state that the step created starts as 0 there.
+    """Keeps the slices that no class reaches unchanged over a step of any torch optimiser.
 
-    Their gradient is 0, but weight decay, momentum from before or an optimiser of another kind would still move them.
-    State that is a single number belongs to the whole tensor and is left to the optimiser. State of any other shape
-    mixes places: refused.
+    Saves them before the step, of the weights and of every state tensor of the same shape, and puts them back after
+    it; state that the step created starts as 0 there. Their gradient is 0, but weight decay, older momentum or another
+    kind of optimiser would still move them. State that is a single number belongs to the whole tensor and is left to
+    the optimiser. State of any other shape mixes slices: refused.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], closed: Mapping[str, AxisRanges]) -> None:
@@ -197,26 +193,22 @@ class RestoreUnreached:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._saved = {}
-        for name, p in self._held(optimizer):
+        for name, p in tensors_of_optimizer(optimizer, self.tensors) if self.tensors else ():
             state = {path: self._cut(name, t) for path, t in self._state(optimizer, name, p)}
             self._saved[name] = self._cut(name, p), state
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         saved, self._saved = self._saved, {}
         with torch.no_grad():
-            held = [(name, p) for name, p in self._held(optimizer) if name in saved]
-            for name, p in held:
+            updated = [(name, p) for name, p in self.tensors.items() if name in saved]
+            for name, p in updated:
                 self._paste(name, p, saved[name][0])
-            for name, p in held:
+            for name, p in updated:
                 for path, t in self._state(optimizer, name, p):
                     if path in saved[name][1]:
                         self._paste(name, t, saved[name][1][path])
                     elif not _NONZERO_INITIAL_STATE & {str(getattr(key, "key", "")) for key in path}:
                         self.closed[name].zero_(t)
-
-    def _held(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]} if self.tensors else set()
-        return ((name, p) for name, p in self.tensors.items() if id(p) in held)
 
     def _state(self, optimizer: Optimizer, name: str, p: Tensor) -> Iterator[tuple[Any, Tensor]]:
         """The state of a tensor that has its shape, by where it is kept."""
@@ -227,11 +219,9 @@ class RestoreUnreached:
             if leaf.shape != p.shape:
                 raise EngineError(
                     "engine.optimizer-state-shape",
-                    f"{type(optimizer).__name__} keeps {pytree.keystr(path)} of shape {tuple(leaf.shape)} for "
-                    f"'{name}' of shape {tuple(p.shape)}, of which no class may move some places: they cannot be "
-                    "kept as they are",
-                    "use an optimiser whose state has the shape of its tensor (AdamW, SGD), or a plan that reaches "
-                    "all of the tensor",
+                    f"{type(optimizer).__name__} has state {pytree.keystr(path)} of shape {tuple(leaf.shape)} for "
+                    f"'{name}' of shape {tuple(p.shape)}: slices that no class reaches cannot be kept unchanged",
+                    "use AdamW or SGD, whose state has the tensor's shape, or a plan that reaches all of the tensor",
                 )
             yield path, leaf
 

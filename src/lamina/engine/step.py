@@ -1,7 +1,4 @@
-"""One step: its clipped sums and its noise until both are released together.
-
-And `route`, the same as a pure function.
-"""
+"""One step: its clipped sums and its noise until they are released together; and `route`, the same as a function."""
 
 from __future__ import annotations
 
@@ -36,15 +33,9 @@ class NoiseInjection(ABC):
     """The noise of one step on its way into `sums`, which hold what is added times `scale`."""
 
     def __init__(
-        self,
-        plan: StepPlan,
-        source: NoiseSource,
-        sums: Mapping[str, Tensor],
-        stds: Sequence[float],
-        *,
-        step: int,
-        scale: float,
-    ) -> None:
+        self, plan: StepPlan, source: NoiseSource, sums: Mapping[str, Tensor], stds: Sequence[float], *,
+        step: int, scale: float,
+    ) -> None:  # fmt: skip
         self.plan, self.source, self.step = plan, source, step
         self.names, self.sums, self.stds = list(sums), list(sums.values()), list(stds)
         self.into = [torch.zeros_like(t, dtype=torch.float64) for t in self.sums] if source.hardened else self.sums
@@ -54,10 +45,10 @@ class NoiseInjection(ABC):
 
     @abstractmethod
     def add_noise_for(self, classes: Tensor) -> None:
-        """A part of the batch has contributions of these classes."""
+        """Add the noise that comes with contributions of these classes."""
 
     def finish(self) -> None:
-        """Nobody else comes."""
+        """Add what is left: every contribution of the step was announced."""
         if self.source.hardened:
             add_rounded_many_(self.sums, self.into, self.stds)
 
@@ -69,7 +60,7 @@ class NoiseInjection(ABC):
 class NoiseInShares(NoiseInjection):
     """`parts` equal shares N(0, S²/parts): one for every part of the batch, or for every private contribution in it.
 
-    All of them enter, whoever was sampled; beyond the last, nobody brings any. Part 0 is there from the start.
+    All of them enter, whoever was sampled, and no more. Part 0 is there from the start.
     """
 
     def __init__(self, *args: object, taken: int, **options: object) -> None:
@@ -95,7 +86,7 @@ class NoiseInShares(NoiseInjection):
 class NoisePerContribution(NoiseInjection):
     """N(0, S²) for every private contribution in the batch, where its class reaches; nothing for an empty batch.
 
-    A contribution whose examples all have weight 0 brings its noise too: the guarantee is about a gradient that is
+    A contribution whose examples all have weight 0 adds its noise too: the guarantee is about a gradient that is
     replaced by 0, and whether it is 0 must not show.
     """
 
@@ -140,7 +131,7 @@ class ClippedSums:
     def __init__(self, sums: dict[str, Tensor], scale: float = 1.0, counts: Tensor | None = None) -> None:
         self.sums, self.scale, self.counts = sums, scale, counts
 
-    def admit(self, part: CheckedBatch) -> CheckedBatch:
+    def prepare(self, part: CheckedBatch) -> CheckedBatch:
         """The part as it is to be differentiated."""
         return part
 
@@ -152,7 +143,7 @@ class OpenStep(ClippedSums):
     over the parameters is spent on zeroing, scaling or adding. Hardened, the exact sum is noised and
     rounded at the end, in float64. Counts, where the plan has them, are one more tensor of the step.
 
-    Noise that the plan lets in by parts comes with whom `bring` names (inject.py), the counts' once as ever.
+    Noise that the plan injects in parts enters with `add_noise_for`, that of the counts once.
     """
 
     def __init__(
@@ -189,11 +180,11 @@ class OpenStep(ClippedSums):
         return [*outs, counts], [*stds, self.extra], [*places, COUNTS_TENSOR]
 
     def add_noise_for(self, classes: Tensor) -> None:
-        """Contributions of these classes are added next: noise that comes with them enters now."""
+        """Add the noise that comes with contributions of these classes, which are added next."""
         if self._injected is not None:
             self._injected.add_noise_for(classes)
 
-    def admit(self, part: CheckedBatch) -> CheckedBatch:
+    def prepare(self, part: CheckedBatch) -> CheckedBatch:
         self.add_noise_for(part.classes)
         return part
 
@@ -215,32 +206,26 @@ class OpenStep(ClippedSums):
 
     def _same_process(self) -> None:
         if os.getpid() != self.process:
-            raise NoiseError(
-                "noise.forked-step",
-                "a step that was opened in a parent process is released in its child: both would use one noise",
-                "fork between steps, not within one",
-            )
+            problem = "a child process releases a step of its parent: both would use the same noise"
+            raise NoiseError("noise.forked-step", problem, "fork between steps, not within one")
 
 
 def check_is_batch(batch: Any) -> Batch:
     if not isinstance(batch, Batch):
-        raise EngineError("engine.not-a-batch", f"the batch is a {type(batch).__name__}", "pass a lamina.Batch(x, y, cls=…)")
+        raise EngineError(
+            "engine.not-a-batch", f"the batch is a {type(batch).__name__}", "pass a lamina.Batch(x, y, cls=…)"
+        )
     return batch
 
 
 def parts_out_of_order_error() -> EngineError:
-    return EngineError(
-        "engine.parts-out-of-order",
-        "a later part of a split batch came without its first part",
-        "pass the parts of batch.split(k) in order, and begin again after an error",
-    )
+    problem = "a later part of a split batch came without its first part"
+    remedy = "pass the parts of batch.split(k) in order, and begin again after an error"
+    return EngineError("engine.parts-out-of-order", problem, remedy)
 
 
 def zero_sums(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: torch.zeros_like(p, dtype=_sum_dtype(p.dtype), memory_format=torch.contiguous_format)
-        for name, p in tensors.items()
-    }
+    return {name: total.zero_() for name, total in _empty_sums(tensors).items()}
 
 
 def _empty_sums(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -255,31 +240,22 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def route(
-    per_sample_grads: Mapping[str, Tensor],
-    classes: Tensor,
-    plan: StepPlan,
-    *,
-    noise: NoiseSource | None,
-    step: int = 0,
-    scale: Tensor | None = None,
-    ceiling: Tensor | None = None,
-) -> dict[str, Tensor]:
+    per_sample_grads: Mapping[str, Tensor], classes: Tensor, plan: StepPlan, *, noise: NoiseSource | None,
+    step: int = 0, scale: Tensor | None = None, ceiling: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Mask, clip, sum and perturb gradients that are given per contribution.
 
-    `per_sample_grads[name]` is (P, *shape) for every tensor of which some class may move something,
-    `classes` (P,) holds class indices, `scale` and `ceiling` (P,) are those of `Batch`. With a noise
-    source the result is (clipped sum + noise) / B, as `Engine.backward` writes it. With `noise=None` it
-    is the clipped sum itself, as `Engine.clipped_sums` returns it: not private. Plain float64 throughout,
-    one line per rule.
+    `per_sample_grads[name]` is (P, *shape) for every tensor of which some class may move something, `classes` (P,)
+    holds class indices, `scale` and `ceiling` (P,) are those of `Batch`. With a noise source the result is
+    (clipped sum + noise) / B, as `Engine.backward` writes it. With `noise=None` it is the clipped sum itself, as
+    `Engine.clipped_sums` returns it: not private. Plain float64 throughout, one line per rule, on purpose without the
+    code that `Engine` clips with: it is the reference that tests hold `Engine` to.
     """
     layer_of = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
     wanted = set(trained_tensors(plan))
     if set(per_sample_grads) != wanted:
-        raise EngineError(
-            "engine.route-wrong-tensors",
-            f"per_sample_grads and plan disagree about {sorted(set(per_sample_grads) ^ wanted)[:5]}",
-            "give exactly the tensors that the plan trains",
-        )
+        problem = f"per_sample_grads and plan disagree about {sorted(set(per_sample_grads) ^ wanted)[:5]}"
+        raise EngineError("engine.route-wrong-tensors", problem, "give exactly the tensors that the plan trains")
     classes = torch.as_tensor(classes)
     bound = torch.tensor(plan.clip, dtype=torch.float64).view(len(plan.classes), len(plan.layers))[classes]  # (P, L)
     strict = _clip_norm_factor(plan, classes, scale, ceiling)  # (P,)
@@ -320,11 +296,8 @@ def route(
 def _zero_outside_slices(grads: Tensor, name: str, classes: Tensor, plan: StepPlan) -> Tensor:
     """The gradients with 0 where a contribution's class may not move the tensor."""
     if len(grads) != len(classes):
-        raise EngineError(
-            "engine.gradients-wrong-length",
-            f"'{name}' has {len(grads)} gradients for {len(classes)} classes",
-            "give one per contribution",
-        )
+        problem = f"'{name}' has {len(grads)} gradients for {len(classes)} classes"
+        raise EngineError("engine.gradients-wrong-length", problem, "give one gradient and one class per contribution")
     may = torch.ones(grads.shape, dtype=torch.bool)
     for u, k in enumerate(classes.tolist()):
         part = plan.slice(k, name)

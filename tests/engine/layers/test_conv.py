@@ -11,6 +11,7 @@ from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Engine
+from lamina.engine.layers.conv import ConvolutionGrads
 
 N = 5
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -119,8 +120,16 @@ def test_transposed_to_an_output_size(size: list[int]) -> None:
 
 
 def test_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = []
+
+    def dense(grads: ConvolutionGrads, low: int, high: int, formed: Any = ConvolutionGrads.dense) -> Tensor:
+        starts.append(low)
+        return formed(grads, low, high)
+
+    monkeypatch.setattr(ConvolutionGrads, "dense", dense)
     monkeypatch.setattr("lamina.engine.layers.conv.CHUNK_ELEMENTS", 400)
     agree(body(nn.Conv2d(4, 6, 3, padding=1), 6, 2), torch.randn(N, 4, 5, 5))
+    assert max(starts) > 0, "everything was formed in one chunk"
 
 
 def test_an_input_without_batch_axis_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lamina import Batch, Engine
+from lamina.engine.grads import SequenceProductGrads
 
 N = 7
 
@@ -42,8 +45,16 @@ def test_hugging_face_conv1d(shape: tuple[int, ...]) -> None:
 
 
 def test_wide_enough_for_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = []
+
+    def dense(grads: SequenceProductGrads, low: int, high: int, formed: Any = SequenceProductGrads.dense) -> Tensor:
+        starts.append(low)
+        return formed(grads, low, high)
+
+    monkeypatch.setattr(SequenceProductGrads, "dense", dense)
     monkeypatch.setattr("lamina.engine.grads.CHUNK_ELEMENTS", 64)
     agree(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 8)), torch.randn(N, 3, 5))
+    assert max(starts) > 0, "everything was formed in one chunk"
 
 
 def test_subclass_with_the_same_forward_has_the_rule() -> None:

@@ -79,7 +79,7 @@ def test_instance_norm_with_running_statistics_is_refused() -> None:
     for training in (True, False):
         norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True).train(training)
         model = nn.Sequential(nn.Conv1d(3, 4, 2), norm)
-        with raises_code("engine.running-stats", "plan.check-coverage"):
+        with raises_code("engine.running-stats", "plan.module-unsafe"):
             Engine(model, plan_of(model))
 
 
