@@ -192,7 +192,7 @@ def test_random_and_mutated_bytes() -> None:
     ],
 )
 def test_refusals_name_offset_and_reason(data: str, reason: str) -> None:
-    with raises_code("cbor.cbor-byte") as caught:
+    with raises_code("cbor.not-deterministic") as caught:
         decode(bytes.fromhex(data), floats=True, null=True, tags=(18,))
     assert reason in str(caught.value)
 
@@ -229,18 +229,18 @@ def test_published_examples(value: Any, encoded: str) -> None:
 
 def test_what_a_schema_forbids() -> None:
     for value, word in (
-        (1.0, "cbor.float-schema-forbids"),
-        (None, "cbor.none-schema-forbids"),
-        (Tag(number=18, value=1), "cbor.tag-allowed"),
+        (1.0, "cbor.float-forbidden"),
+        (None, "cbor.none-forbidden"),
+        (Tag(number=18, value=1), "cbor.tag-forbidden"),
     ):
         data = encode(value, **OPEN)
         with raises_code(word):
             encode({"k": [value]})
-        with raises_code("cbor.cbor-byte"):
+        with raises_code("cbor.not-deterministic"):
             decode(data)
-    with raises_code("cbor.tag-allowed"):
+    with raises_code("cbor.tag-forbidden"):
         encode(Tag(number=17, value=1), tags=(18,))
-    with raises_code("cbor.nan-no-deterministic"):
+    with raises_code("cbor.nan"):
         encode(float("nan"), floats=True)
 
 
@@ -259,26 +259,26 @@ def test_depth_and_size() -> None:
     for _ in range(16):
         deep = [deep]
     assert decode(encode(deep)) == deep
-    with raises_code("cbor.nested-deeper-max"):
+    with raises_code("cbor.too-deep"):
         encode([deep])
-    with raises_code("cbor.cbor-byte"):
+    with raises_code("cbor.not-deterministic"):
         decode(b"\x81" * 17 + b"\x00")
     for opener in (b"\x81", b"\xd2", b"\xa1\x00"):
-        with raises_code("cbor.cbor-byte"):
+        with raises_code("cbor.not-deterministic"):
             decode(opener * 30_000 + b"\x00", tags=(18,))
     cyclic: list[Any] = []
     cyclic.append(cyclic)
-    with raises_code("cbor.nested-deeper-max"):
+    with raises_code("cbor.too-deep"):
         encode(cyclic)
     assert len(encode(bytes(MAX_SIZE - 3))) == MAX_SIZE
-    with raises_code("cbor.makes-max-size"):
+    with raises_code("cbor.too-long"):
         encode(bytes(MAX_SIZE))
-    with raises_code("cbor.cbor-input-bytes-allowed"):
+    with raises_code("cbor.too-long"):
         decode(bytes(MAX_SIZE + 1))
     assert decode(encode(bytes(MAX_SIZE), max_size=2 * MAX_SIZE), max_size=2 * MAX_SIZE) == bytes(MAX_SIZE)
     with raises_code("cbor.max-depth-lie"):
         decode(b"\x00", max_depth=10_000)
-    with raises_code("cbor.cbor-input-bytes"):
+    with raises_code("cbor.not-bytes"):
         decode("00")  # type: ignore[arg-type]
 
 

@@ -85,16 +85,10 @@ def decode(
     """
     rules = _rules(floats, null, frozenset(tags), max_depth, max_size)
     if not isinstance(data, (bytes, bytearray, memoryview)):
-        raise EncodingError(
-            "cbor.cbor-input-bytes", f"CBOR input is {type(data).__name__}, must be bytes", "pass the received bytes"
-        )
+        raise EncodingError("cbor.not-bytes", f"CBOR input is {type(data).__name__}, must be bytes")
     raw = bytes(data)
     if len(raw) > max_size:
-        raise EncodingError(
-            "cbor.cbor-input-bytes-allowed",
-            f"CBOR input has {len(raw)} bytes, at most {max_size} are allowed",
-            "raise max_size",
-        )
+        raise EncodingError("cbor.too-long", f"CBOR input has {len(raw)} bytes, at most {max_size} are allowed")
     value, end = _item(raw, 0, rules, 0)
     if end != len(raw):
         raise _refuse(end, f"{len(raw) - end} trailing bytes after the value")
@@ -132,24 +126,22 @@ def _write(out: bytearray, value: Any, rules: _Rules, depth: int, where: str) ->
     elif value is None:
         if not rules.null:
             raise EncodingError(
-                "cbor.none-schema-forbids", f"{where} is None, which this schema forbids", "leave the key out"
+                "cbor.none-forbidden", f"{where} is None, which this schema forbids", "leave the key out"
             )
         out.append(0xE0 | _NULL)
     elif isinstance(value, list | tuple | dict | Tag):
         if depth >= rules.max_depth:
             raise EncodingError(
-                "cbor.nested-deeper-max", f"{where} is nested deeper than max_depth={rules.max_depth}", "flatten it"
+                "cbor.too-deep", f"{where} is nested deeper than max_depth={rules.max_depth}", "flatten it"
             )
         _write_container(out, value, rules, depth + 1, where)
     else:
         kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
         raise EncodingError(
-            "cbor.type-no-encoding", f"{where} is of type {kind}, which has no encoding", "convert it to a plain type"
+            "cbor.type-not-encodable", f"{where} is a {kind}, which has no encoding", "convert it to a plain type"
         )
     if len(out) > rules.max_size:
-        raise EncodingError(
-            "cbor.makes-max-size", f"{where} makes more than max_size={rules.max_size} bytes", "raise max_size"
-        )
+        raise EncodingError("cbor.too-long", f"{where} makes more than max_size={rules.max_size} bytes")
 
 
 def _write_container(
@@ -158,9 +150,7 @@ def _write_container(
     if isinstance(value, Tag):
         if isinstance(value.number, bool) or value.number not in rules.tags or not 0 <= value.number < 2**64:
             raise EncodingError(
-                "cbor.tag-allowed",
-                f"{where} has tag {value.number!r}, allowed are {sorted(rules.tags)}",
-                "name it in tags",
+                "cbor.tag-forbidden", f"{where} has tag {value.number!r}, allowed are {sorted(rules.tags)}"
             )
         _write_head(out, 6, value.number)
         _write(out, value.value, rules, depth, f"{where}.value")
@@ -169,14 +159,10 @@ def _write_container(
         for key in value:
             encoded = bytearray()
             if isinstance(key, bool) or not isinstance(key, int | str):
-                raise EncodingError(
-                    "cbor.key-keys-int", f"{where} has key {key!r}, keys must be int or str", "rename the key"
-                )
+                raise EncodingError("cbor.key-type", f"{where} has key {key!r}, keys must be int or str")
             _write(encoded, key, rules, depth, f"key {key!r} of {where}")
             if bytes(encoded) in keys:
-                raise EncodingError(
-                    "cbor.two-keys-encode", f"{where} has two keys that encode alike: {key!r}", "keep one of them"
-                )
+                raise EncodingError("cbor.key-twice", f"{where} has two keys that encode alike: {key!r}")
             keys[bytes(encoded)] = key
         _write_head(out, 5, len(keys))
         for encoded_key in sorted(keys):
@@ -204,7 +190,7 @@ def _write_head(out: bytearray, major: int, number: int) -> None:
 def _write_int(out: bytearray, value: int, where: str) -> None:
     if not -(2**64) <= value < 2**64:
         raise EncodingError(
-            "cbor.integer-outside", f"{where} is an integer outside [-2^64, 2^64-1]", "store it as bytes"
+            "cbor.integer-out-of-range", f"{where} is an integer outside [-2^64, 2^64-1]", "store it as bytes"
         )
     _write_head(out, 0 if value >= 0 else 1, value if value >= 0 else -1 - value)
 
@@ -212,14 +198,12 @@ def _write_int(out: bytearray, value: int, where: str) -> None:
 def _write_float(out: bytearray, value: float, rules: _Rules, where: str) -> None:
     if not rules.floats:
         raise EncodingError(
-            "cbor.float-schema-forbids",
+            "cbor.float-forbidden",
             f"{where} is the float {value!r}, which this schema forbids",
             "scale it to an integer",
         )
     if math.isnan(value):
-        raise EncodingError(
-            "cbor.nan-no-deterministic", f"{where} is NaN, which has no deterministic encoding", "leave the key out"
-        )
+        raise EncodingError("cbor.nan", f"{where} is NaN, which has no deterministic encoding", "leave the key out")
     info, packed = _shortest_float(value)
     out.append(0xE0 | info)
     out += packed
@@ -242,7 +226,7 @@ def _utf8(text: str, where: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError:
         raise EncodingError(
-            "cbor.holds-lone-surrogate", f"{where} holds a lone surrogate, which UTF-8 cannot carry", "fix the text"
+            "cbor.lone-surrogate", f"{where} holds a lone surrogate, which UTF-8 cannot carry"
         ) from None
 
 
@@ -255,7 +239,7 @@ def _utf8(text: str, where: str) -> bytes:
 
 def _refuse(offset: int, reason: str) -> EncodingError:
     return EncodingError(
-        "cbor.cbor-byte", f"CBOR at byte {offset}: {reason}", "encode it deterministically (RFC 8949 §4.2.1)"
+        "cbor.not-deterministic", f"CBOR at byte {offset}: {reason}", "encode it deterministically (RFC 8949 §4.2.1)"
     )
 
 

@@ -96,16 +96,16 @@ def test_one_adapter_of_two() -> None:
     stack = LayerStack.from_model(model)
     ecg, eeg = stack.adapters
     assert ecg.config != eeg.config and ecg.kind == "LORA"
-    with raises_code("plan.no-tensor-adapter"):
+    with raises_code("plan.adapter-frozen"):
         DepthProfile.adapter("eeg").reach(stack)
     model.requires_grad_(True)
     stack = LayerStack.from_model(model)
     reach = DepthProfile.adapter("eeg").reach(stack)
     names = [layer.name for layer, kept in zip(stack, reach.layers, strict=True) if kept]
     assert len(names) == 4 and all(".eeg" in name for name in names)
-    with raises_code("plan.profile-names-adapter"):
+    with raises_code("plan.adapter-missing"):
         DepthProfile.adapter("emg").reach(stack)
-    with raises_code("plan.profile-names-adapter"):
+    with raises_code("plan.adapter-missing"):
         DepthProfile.adapter("ecg").reach(LayerStack.from_model(gpt2()))
 
 
@@ -172,7 +172,7 @@ def test_what_belongs_to_the_identity_and_what_does_not() -> None:
     kept = json.loads(json.dumps({"r": 4, "peft_version": "1.0", "nothing": None}))
     assert config_digest(kept) == config_digest({"r": 4})
     assert config_digest({"scale": float("inf"), "dtype": torch.float16}) != config_digest({"scale": 1.0})
-    with raises_code("plan.adapter-configuration-holds"):
+    with raises_code("plan.adapter-config-not-canonical"):
         config_digest({"thing": object()})
 
 
@@ -183,7 +183,7 @@ def test_a_policy_may_pin_the_configuration_and_the_scope() -> None:
     assert profile.reach(stack).words == f"adapter default ({config[:12]}, for ward-7/ecg)"
     assert str(profile) == profile.reach(stack).words
     other = LayerStack.from_model(adapted(gpt2(), LoraConfig(r=3, target_modules=["c_attn"])))
-    with raises_code("plan.profile-pins-adapter"):
+    with raises_code("plan.adapter-config-differs"):
         profile.reach(other)
     free = DepthProfile.adapter("default", scope="ward-7/ecg")
     assert free.described_by(free.reach(stack).words) and free.described_by(free.reach(other).words)
@@ -206,11 +206,11 @@ def test_a_configuration_without_a_text_is_refused_only_where_it_matters() -> No
     model.peft_config = {"mine": Odd()}
     stack = LayerStack.from_model(model)
     assert all(DepthProfile.all().resolve(stack))
-    with raises_code("plan.configuration-adapter-no"):
+    with raises_code("plan.adapter-config-not-canonical"):
         DepthProfile.adapter("mine").reach(stack)
 
 
 def test_two_adapters_of_one_name_are_refused() -> None:
     pair = nn.ModuleList(adapted(gpt2(), LoraConfig(r=r, target_modules=["c_attn"])) for r in (2, 3))
-    with raises_code("plan.model-adapters-called"):
+    with raises_code("plan.adapter-ambiguous"):
         DepthProfile.adapter("default").reach(LayerStack.from_model(pair))

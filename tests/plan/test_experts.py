@@ -143,9 +143,9 @@ def test_what_peft_lays_around_stacked_experts_belongs_to_none() -> None:
         model = get_peft_model(mixtral(), LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]))  # type: ignore[arg-type]
     stack = LayerStack.from_model(model)  # type: ignore[arg-type]
     assert any("lora_A" in part.tensor for part in stack.parts)
-    with raises_code("plan.profile-reaches-no-trainable"):
+    with raises_code("plan.profile-reaches-nothing"):
         DepthProfile.all().only(experts=[0]).reach(stack)
-    with raises_code("plan.profile-reaches-no-trainable"):
+    with raises_code("plan.profile-reaches-nothing"):
         DepthProfile.all().only(experts=[0], others=True).reach(stack)
 
 
@@ -166,7 +166,7 @@ class Told(Stack):
 
 def test_a_model_may_declare_its_experts() -> None:
     model = nn.Sequential(Stack())
-    with raises_code("plan.profile-asks-model"):
+    with raises_code("plan.parts-missing"):
         DepthProfile.all().only(experts=[0]).reach(LayerStack.from_model(model))
     for stack in (LayerStack.from_model(model, experts={"0": 3}), LayerStack.from_model(nn.Sequential(Told()))):
         found = {o.tensor: o.ranges for o in DepthProfile.all().only(experts=[0, 1]).reach(stack).openings}
@@ -180,10 +180,10 @@ def test_a_model_may_declare_its_experts() -> None:
 @pytest.mark.parametrize(
     ("experts", "message"),
     [
-        ({"0": 4}, "plan.declared-hold-experts"),
-        ({"0": -1}, "plan.experts-declared"),
-        ({"0": True}, "plan.experts-declared"),
-        ({"nothing": 3}, "plan.declared-means-no"),
+        ({"0": 4}, "plan.experts-declaration-wrong"),
+        ({"0": -1}, "plan.experts-declaration-wrong"),
+        ({"0": True}, "plan.experts-declaration-wrong"),
+        ({"nothing": 3}, "plan.declaration-unmatched"),
     ],
 )
 def test_a_wrong_declaration_is_refused(experts: Any, message: str) -> None:
@@ -203,14 +203,14 @@ def test_experts_that_are_not_understood_are_refused_where_they_matter() -> None
     uneven = nn.Sequential(Mixture(alike=False), Mixture())
     stack = LayerStack.from_model(uneven)
     assert [(entry.module, entry.why) for entry in stack.unread] == [("0.experts", "its experts are not alike")]
-    with raises_code("plan.profile-reaches-no"):
+    with raises_code("plan.parts-unknown"):
         DepthProfile.all().only(experts=[0], others=True).reach(stack)
     assert sum(DepthProfile.all().only(experts=[0]).resolve(stack)) == 2
     assert sum(
         DepthProfile.all().only(experts=[0], others=True).resolve(LayerStack.from_model(uneven, experts={"0": 0}))
     ) == (8 + 2 + 2)
     strange = LayerStack.from_model(nn.Sequential(StrangeExperts(), Mixture()))
-    with raises_code("plan.profile-reaches-no"):
+    with raises_code("plan.parts-unknown"):
         DepthProfile.all().only(experts=[0], others=True).reach(strange)
     wrong = Mixture()
     wrong.num_experts = 4  # type: ignore[assignment]
@@ -219,6 +219,6 @@ def test_experts_that_are_not_understood_are_refused_where_they_matter() -> None
 
 def test_numbers_that_are_not_there_are_refused() -> None:
     stack = LayerStack.from_model(mixtral())
-    with raises_code("plan.profile-names-number"):
+    with raises_code("plan.parts-out-of-range"):
         DepthProfile.all().only(experts=[3]).reach(stack)
     assert "experts: model.layers.0.mlp.experts 3, model.layers.1.mlp.experts 3" in str(stack)

@@ -421,15 +421,15 @@ def test_a_model_may_declare_its_heads() -> None:
 @pytest.mark.parametrize(
     ("heads", "message"),
     [
-        ({"0": 3}, "plan.attention-declared"),
-        ({"0": Heads(count=3, fused="nix")}, "plan.attention-declared"),
-        ({"0": Heads(count=3, fused="mix", layout="interleaved")}, "plan.attention-declared"),
-        ({"0": Heads(count=4, fused="mix", layout="interleaved", out="back")}, "plan.attention-declared"),
-        ({"0": Heads(count=3, fused="mix", out="back")}, "plan.attention-declared"),
-        ({"9": 3}, "plan.declared-means-no"),
-        ({"0": "three"}, "plan.heads-declared"),
-        ({"0": True}, "plan.heads-declared"),
-        ({"0": -1}, "plan.heads-declared"),
+        ({"0": 3}, "plan.heads-declaration-wrong"),
+        ({"0": Heads(count=3, fused="nix")}, "plan.heads-declaration-wrong"),
+        ({"0": Heads(count=3, fused="mix", layout="interleaved")}, "plan.heads-declaration-wrong"),
+        ({"0": Heads(count=4, fused="mix", layout="interleaved", out="back")}, "plan.heads-declaration-wrong"),
+        ({"0": Heads(count=3, fused="mix", out="back")}, "plan.heads-declaration-wrong"),
+        ({"9": 3}, "plan.declaration-unmatched"),
+        ({"0": "three"}, "plan.heads-declaration-wrong"),
+        ({"0": True}, "plan.heads-declaration-wrong"),
+        ({"0": -1}, "plan.heads-declaration-wrong"),
     ],
 )
 def test_a_wrong_declaration_is_refused(heads: Any, message: str) -> None:
@@ -438,9 +438,9 @@ def test_a_wrong_declaration_is_refused(heads: Any, message: str) -> None:
 
 
 def test_heads_has_sound_numbers() -> None:
-    with raises_code("plan.heads-whole-number"):
+    with raises_code("plan.heads-declaration-wrong"):
         Heads(count=0)
-    with raises_code("plan.layout-heads"):
+    with raises_code("plan.heads-declaration-wrong"):
         Heads(count=1, layout="both")
 
 
@@ -458,7 +458,7 @@ def test_an_attention_that_does_not_add_up_is_not_guessed_at() -> None:
     stack = LayerStack.from_model(nn.Sequential(GatedAttention(), nn.Linear(6, 2)))
     assert not stack.parts
     assert "queries are 12 wide, not 2 heads of 3" in stack.unread[0].why
-    with raises_code("plan.profile-asks-model"):
+    with raises_code("plan.parts-missing"):
         DepthProfile.all().only(heads=[0]).reach(stack)
     wrong = {
         "num_heads": (5, "queries are 12 wide, not 5"),
@@ -480,7 +480,7 @@ def test_an_attention_that_does_not_add_up_is_not_guessed_at() -> None:
 def test_others_beside_an_attention_that_is_not_understood_are_refused() -> None:
     model = nn.Sequential(Named(), GatedAttention(), nn.Linear(6, 2))
     profile = DepthProfile.all().only(heads=[0], others=True)
-    with raises_code("plan.profile-reaches-no"):
+    with raises_code("plan.parts-unknown"):
         profile.reach(LayerStack.from_model(model))
     assert DepthProfile.all().only(heads=[0]).reach(LayerStack.from_model(model)).layers[2:] == (False,) * 5
     assert all(profile.reach(LayerStack.from_model(model, heads={"1": 0})).layers)
@@ -491,12 +491,12 @@ def test_others_beside_an_attention_that_is_not_understood_are_refused() -> None
 @pytest.mark.parametrize(
     ("profile", "message"),
     [
-        (DepthProfile.all().only(heads=[3]), "plan.profile-names-number"),
-        (DepthProfile.layers(["classifier"]).only(heads=[0]), "plan.profile-asks-model"),
-        (DepthProfile.all().only(experts=[0]), "plan.profile-asks-model"),
-        (DepthProfile.all().only(heads={"encoder.*": [0]}), "plan.profile-pattern-means"),
-        (DepthProfile.layers(["*.layer.0"]).only(heads={"*.layer.1.*": [0]}), "plan.profile-chooses-no"),
-        (DepthProfile.all().only(heads={"*.layer.1.*": [0], "*.attention": [1]}), "plan.profile-two-patterns"),
+        (DepthProfile.all().only(heads=[3]), "plan.parts-out-of-range"),
+        (DepthProfile.layers(["classifier"]).only(heads=[0]), "plan.parts-missing"),
+        (DepthProfile.all().only(experts=[0]), "plan.parts-missing"),
+        (DepthProfile.all().only(heads={"encoder.*": [0]}), "plan.parts-pattern-unmatched"),
+        (DepthProfile.layers(["*.layer.0"]).only(heads={"*.layer.1.*": [0]}), "plan.parts-none-chosen"),
+        (DepthProfile.all().only(heads={"*.layer.1.*": [0], "*.attention": [1]}), "plan.profile-parts-overlap"),
     ],
 )
 def test_masks_that_mean_nothing_are_refused(profile: DepthProfile, message: str) -> None:

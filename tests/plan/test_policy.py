@@ -67,8 +67,8 @@ def test_the_template_restricts_sensitive_data_to_the_top_quarter() -> None:
         ("clip_norm = 2", 'clip_norm = "2"', ["class.clinical.clip_norm", "'2'", "number"]),
         ("clip_norm = 2", "clip_norm = inf", ["class.clinical.clip_norm", "inf", "finite"]),
         ("clip_norm = 2", "clipnorm = 2", ["class.clinical.clipnorm", "did you mean 'clip_norm'", "accepted"]),
-        ("clip_norm = 2", "clip_norm = 0.1", ["class.clinical.clip_norm", "0.1", "floor of 0.5"]),
-        ("noise_multiplier = 1.0", "noise_multiplier = 0.4", ["clinical.noise_multiplier", "floor of 0.5"]),
+        ("clip_norm = 2", "clip_norm = 0.1", ["class.clinical.clip_norm", "0.1", "floor 0.5"]),
+        ("noise_multiplier = 1.0", "noise_multiplier = 0.4", ["clinical.noise_multiplier", "floor 0.5"]),
         ("noise_multiplier = 1.0", "epsilon = 100.0", ["class.clinical.epsilon", "100", "floor"]),
         ("noise_multiplier = 1.0", "epsilon = 0", ["class.clinical.epsilon", "0", "> 0"]),
         ("population = 20_000", "population = 2e4", ["class.clinical.population", "whole number"]),
@@ -108,14 +108,14 @@ def test_errors_name_file_key_value_and_remedy(tmp_path: Path, old: str, new: st
 
 def test_all_errors_are_told_at_once() -> None:
     text = GOOD.replace("clip_norm = 2", "clip_norm = -1").replace("delta = 1e-5", "delta = 2.0")
-    with raises_code("plan.explain"):
+    with raises_code("plan.policy-invalid"):
         Policy.parse(text)
 
 
 def test_missing_file_and_empty_class_table_are_refused(tmp_path: Path) -> None:
-    with raises_code("plan.policy-not-read"):
+    with raises_code("plan.policy-unreadable"):
         Policy.load(tmp_path / "none.toml")
-    with raises_code("plan.explain"):
+    with raises_code("plan.policy-invalid"):
         Policy.parse('[corpus]\norigin = "x"\ndelta = 1e-5\n')
 
 

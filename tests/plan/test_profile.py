@@ -69,9 +69,9 @@ def test_a_tied_layer_is_reached_only_if_all_its_uses_are_inside() -> None:
     assert reached(DepthProfile.top(0.5), stack) == [2]
     assert reached(DepthProfile.band(0, 0.5), stack) == [1]
     assert reached(DepthProfile.top(1), stack) == [0, 1, 2]
-    with raises_code("plan.profile-reaches-no-trainable"):
+    with raises_code("plan.profile-reaches-nothing"):
         DepthProfile.top(0.25).resolve(stack)
-    with raises_code("plan.profile-names-shares"):
+    with raises_code("plan.layer-shared"):
         DepthProfile.layers(["3"]).resolve(stack)
 
 
@@ -87,12 +87,12 @@ def test_freezing_moves_no_ones_depth() -> None:
     model[:2].requires_grad_(False)
     stack = LayerStack.from_model(model)
     assert [stack.layers[i].name for i in reached(DepthProfile.top(0.25), stack)] == ["3"]
-    with raises_code("plan.profile-names-frozen"):
+    with raises_code("plan.layer-frozen"):
         DepthProfile.layers(["0"]).resolve(stack)
 
 
 def test_empty_is_refused_unless_allowed() -> None:
-    with raises_code("plan.profile-reaches-no-trainable"):
+    with raises_code("plan.profile-reaches-nothing"):
         DepthProfile.top(0.25).resolve(stack_of(3))
     assert DepthProfile.top(0.25).resolve(stack_of(3), allow_empty=True) == (False, False, False)
 
@@ -100,48 +100,48 @@ def test_empty_is_refused_unless_allowed() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"top": 0}, "plan.profile"),
-        ({"top": 1.5}, "plan.profile"),
-        ({"top": 25}, "plan.profile"),
-        ({"top": True}, "plan.profile-top-number"),
-        ({"top": "25%"}, "plan.profile-top-number"),
-        ({"top": float("nan")}, "plan.profile-top-number"),
-        ({"band": [0.5, 0.5]}, "plan.profile"),
-        ({"band": [0.5]}, "plan.profile-fractions-depth"),
-        ({"band": [4, 7]}, "plan.profile"),
-        ({"band": 0.5}, "plan.profile-list"),
-        ({"blocks": [0.5, 1]}, "plan.profile-blocks-first"),
-        ({"layers": []}, "plan.profile-layers-hold"),
-        ({"layers": [""]}, "plan.profile-layers-hold"),
-        ({"layers": [True]}, "plan.profile-layers-hold"),
-        ({"head": [1]}, "plan.profile-not-known-kind-write"),
-        ({"top": 0.25, "band": [0, 1]}, "plan.profile-not-known-kind"),
-        ({"heads": []}, "plan.profile-number-list"),
-        ({"heads": 3}, "plan.profile-number-list"),
-        ({"heads": "01"}, "plan.profile-number-list"),
-        ({"heads": [-1]}, "plan.profile-holds-whole"),
-        ({"heads": [True]}, "plan.profile-holds-whole"),
-        ({"experts": [0.5]}, "plan.profile-holds-whole"),
-        ({"heads": {}}, "plan.profile-go-patterns"),
-        ({"heads": {"": [0]}}, "plan.profile-go-patterns"),
-        ({"heads": {"*": [0], "a.*": [1]}}, "plan.profile-pattern-beside"),
+        ({"top": 0}, "plan.profile-fractions"),
+        ({"top": 1.5}, "plan.profile-fractions"),
+        ({"top": 25}, "plan.profile-fractions"),
+        ({"top": True}, "plan.profile-fractions"),
+        ({"top": "25%"}, "plan.profile-fractions"),
+        ({"top": float("nan")}, "plan.profile-fractions"),
+        ({"band": [0.5, 0.5]}, "plan.profile-fractions"),
+        ({"band": [0.5]}, "plan.profile-fractions"),
+        ({"band": [4, 7]}, "plan.profile-fractions"),
+        ({"band": 0.5}, "plan.profile-not-list"),
+        ({"blocks": [0.5, 1]}, "plan.profile-blocks"),
+        ({"layers": []}, "plan.profile-layers"),
+        ({"layers": [""]}, "plan.profile-layers"),
+        ({"layers": [True]}, "plan.profile-layers"),
+        ({"head": [1]}, "plan.profile-unknown"),
+        ({"top": 0.25, "band": [0, 1]}, "plan.profile-two-places"),
+        ({"heads": []}, "plan.profile-parts"),
+        ({"heads": 3}, "plan.profile-parts"),
+        ({"heads": "01"}, "plan.profile-parts"),
+        ({"heads": [-1]}, "plan.profile-parts"),
+        ({"heads": [True]}, "plan.profile-parts"),
+        ({"experts": [0.5]}, "plan.profile-parts"),
+        ({"heads": {}}, "plan.profile-parts"),
+        ({"heads": {"": [0]}}, "plan.profile-parts"),
+        ({"heads": {"*": [0], "a.*": [1]}}, "plan.profile-parts-overlap"),
         ({"others": True}, "plan.profile-others"),
         ({"heads": [0], "others": 3}, "plan.profile-others"),
-        ({"weights": 0.5}, "plan.profile-weights-table"),
-        ({"weights": {}}, "plan.profile-weights-table"),
+        ({"weights": 0.5}, "plan.profile-weights"),
+        ({"weights": {}}, "plan.profile-weights"),
         ({"weights": {"a": 2}}, "plan.profile-weights"),
         ({"weights": {"a": float("nan")}}, "plan.profile-weights"),
         ({"weights": {"a": "b"}}, "plan.profile-weights"),
-        ({"weights": {"": 0.5}}, "plan.profile-weights-pattern"),
-        ({"adapter": ""}, "plan.profile-adapter-text"),
-        ({"adapter": 3}, "plan.profile-adapter-text"),
-        ({"adapter": {"config": "ab"}}, "plan.profile-adapter-text"),
+        ({"weights": {"": 0.5}}, "plan.profile-weights"),
+        ({"adapter": ""}, "plan.profile-adapter-name"),
+        ({"adapter": 3}, "plan.profile-adapter-name"),
+        ({"adapter": {"config": "ab"}}, "plan.profile-adapter-name"),
         ({"adapter": {"name": "a", "config": "ab"}}, "plan.profile-adapter-config"),
-        ({"adapter": {"name": "a", "scope": "line\nbreak"}}, "plan.profile-adapter-text"),
-        ({"adapter": {"name": "a", "scoop": "b"}}, "plan.profile-adapter-not"),
-        ({"all": False}, "plan.profile-true"),
-        ("top", "plan.profile-not-known"),
-        ({}, "plan.profile-not-known"),
+        ({"adapter": {"name": "a", "scope": "line\nbreak"}}, "plan.profile-adapter-name"),
+        ({"adapter": {"name": "a", "scoop": "b"}}, "plan.profile-adapter-key"),
+        ({"all": False}, "plan.profile-all"),
+        ("top", "plan.profile-unknown"),
+        ({}, "plan.profile-unknown"),
     ],
 )
 def test_nonsense_is_refused(value: object, message: str) -> None:
@@ -152,12 +152,12 @@ def test_nonsense_is_refused(value: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("profile", "message"),
     [
-        (DepthProfile.blocks(2, 4), "plan.profile-out-range"),
-        (DepthProfile.blocks(3, 2), "plan.profile-out-range"),
-        (DepthProfile.blocks(-5, -1), "plan.profile-out-range"),
-        (DepthProfile.layers([4]), "plan.profile-names-layer-stack"),
-        (DepthProfile.layers(["b.9"]), "plan.profile-names-layer"),
-        (DepthProfile.layers(["decoder"]), "plan.profile-names-layer"),
+        (DepthProfile.blocks(2, 4), "plan.profile-blocks-out-of-range"),
+        (DepthProfile.blocks(3, 2), "plan.profile-blocks-out-of-range"),
+        (DepthProfile.blocks(-5, -1), "plan.profile-blocks-out-of-range"),
+        (DepthProfile.layers([4]), "plan.layer-unknown"),
+        (DepthProfile.layers(["b.9"]), "plan.layer-unknown"),
+        (DepthProfile.layers(["decoder"]), "plan.layer-unknown"),
     ],
 )
 def test_out_of_range_is_refused(profile: DepthProfile, message: str) -> None:
@@ -203,10 +203,10 @@ def test_weights_are_factors_on_layers_that_are_reached() -> None:
 @pytest.mark.parametrize(
     ("profile", "message"),
     [
-        (DepthProfile.top(0.5).weighted({"b.0": 0.5}), "plan.profile-weights-name"),
-        (DepthProfile.all().weighted({"c.*": 0.5}), "plan.profile-weights-name"),
-        (DepthProfile.all().weighted({"b.*": 0.5, "b.1": 0.25}), "plan.profile-weights-give"),
-        (DepthProfile.all().weighted({"b": 0.0}), "plan.profile-reaches-no-trainable"),
+        (DepthProfile.top(0.5).weighted({"b.0": 0.5}), "plan.profile-weights-unreached"),
+        (DepthProfile.all().weighted({"c.*": 0.5}), "plan.profile-weights-unreached"),
+        (DepthProfile.all().weighted({"b.*": 0.5, "b.1": 0.25}), "plan.profile-weights-conflict"),
+        (DepthProfile.all().weighted({"b": 0.0}), "plan.profile-reaches-nothing"),
     ],
 )
 def test_weights_that_mean_nothing_are_refused(profile: DepthProfile, message: str) -> None:
@@ -318,7 +318,7 @@ def test_the_text_says_what_it_says() -> None:
     ],
 )  # fmt: skip
 def test_another_text_is_refused(text: str) -> None:
-    with raises_code("plan.no-profile", "plan.not-canonical-text"):
+    with raises_code("plan.profile-text", "plan.profile-text-not-canonical"):
         DepthProfile.from_text(text)
     with raises_code("plan.profile-text"):
         DepthProfile.from_text(3)  # type: ignore[arg-type]

@@ -97,7 +97,7 @@ def test_rescaled_noise_pays_for_the_counts_exactly(row: list[float], sigma: flo
 
 
 def test_counts_that_cost_more_than_the_step_are_refused() -> None:
-    with raises_code("plan.noised-counts-alone"):
+    with raises_code("plan.noised-counts-too-expensive"):
         rescale_noise([[1.0]], [1.0], [1.0], [2.0])
 
 

@@ -188,7 +188,7 @@ def test_a_scale_can_only_be_found_for_what_the_contribution_moves() -> None:
     # z^-2 = (scale·‖C/S‖)² + bits²
     assert scale == pytest.approx(math.sqrt(2.5**-2 - beside**2) * 2.0, rel=TIGHT)
     assert counted.epsilon(0, scale=scale) <= signed_epsilon(counted, 0, 2.5)
-    with raises_code("plan.noised-counts-class"):
+    with raises_code("plan.noised-counts-too-expensive"):
         scale_for_signed_bound(counted, 0, 1e3, 3.0)
 
 
@@ -199,7 +199,7 @@ def test_choices_take_their_part() -> None:
     assert sigma_acc(beside, 0, z) > sigma_acc(alone, 0, z)
     assert beside.epsilon(0, scale=scale_for_signed_bound(beside, 0, 9.0, z)) <= signed_epsilon(beside, 0, z)
     dear = plan(steps=200, rules=(Choose(epsilon=2.0, every=1, names=("x",), noise=((1.0, 1.0),)),))
-    with raises_code("plan.noise-multiplier-epsilon"):
+    with raises_code("plan.signed-bound-unreachable"):
         scale_for_signed_bound(dear, 0, 9.0, 9.0)
 
 
@@ -210,7 +210,7 @@ def test_where_sigma_follows_the_budget_a_smaller_threshold_has_no_price_of_its_
     assert made.epsilon(0, scale=0.1) == made.epsilon(0)
     loose = next(z / 100 for z in range(200, 1, -1) if signed_epsilon(made, 0, z / 100) > made.epsilon(0))
     assert scale_for_signed_bound(made, 0, 2.5, loose) == 0.5
-    with raises_code("plan.class-spends-epsilon"):
+    with raises_code("plan.signed-bound-unreachable"):
         scale_for_signed_bound(made, 0, 2.5, 2.0 * loose + 2)
 
 
@@ -269,9 +269,9 @@ def test_bounds_that_mean_nothing(wrong: Any) -> None:
 
 
 def test_a_bound_that_stands_for_nothing_at_all() -> None:
-    with raises_code("plan.noise-multiplier-stands"):
+    with raises_code("plan.signed-bound-allows-nothing"):
         scale_for_signed_bound(plan(accountant="gaussian"), 0, 1.0, 1e6)
-    with raises_code("plan.noise-multiplier-epsilon"):
+    with raises_code("plan.signed-bound-unreachable"):
         scale_for_signed_bound(plan(accountant="moments"), 0, 1.0, 1e3)
 
 

@@ -177,7 +177,7 @@ def test_modules_that_never_run_themselves_keep_with_their_parent() -> None:
 
 def test_failing_example_is_refused_and_hooks_are_gone() -> None:
     model = Backwards().train()
-    with raises_code("plan.forward-pass-example"):
+    with raises_code("plan.example-failed"):
         LayerStack.from_model(model, example=torch.zeros(1, 7))
     assert model.training
     assert all(not module._forward_pre_hooks for module in model.modules())
@@ -195,13 +195,13 @@ def test_grouping_by_hand() -> None:
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        ("layers", "plan.group-module-block"),
-        ({"a": ["encodr.*"]}, "plan.correct-pattern-leave"),
-        ({"a": ["encoder.*"], "b": ["encoder.0"]}, "plan.tensor-matches-groups"),
-        ({"encoder.0": ["encoder.0.weight"]}, "plan.group-name-module"),
-        ({"a": "encoder.*"}, "plan.group-patterns-list"),
-        ({"a": []}, "plan.group-patterns-list"),
-        ({"a": ["head"]}, "plan.correct-pattern-leave"),
+        ("layers", "plan.group-unknown"),
+        ({"a": ["encodr.*"]}, "plan.group-pattern-unmatched"),
+        ({"a": ["encoder.*"], "b": ["encoder.0"]}, "plan.groups-overlap"),
+        ({"encoder.0": ["encoder.0.weight"]}, "plan.group-named-like-module"),
+        ({"a": "encoder.*"}, "plan.group-patterns"),
+        ({"a": []}, "plan.group-patterns"),
+        ({"a": ["head"]}, "plan.group-pattern-unmatched"),
     ],
 )
 def test_bad_groups_are_refused(group: object, message: str) -> None:
@@ -213,11 +213,11 @@ def test_bad_groups_are_refused(group: object, message: str) -> None:
 
 
 def test_what_cannot_be_clipped_is_refused() -> None:
-    with raises_code("plan.tensor-lazy-no"):
+    with raises_code("plan.tensor-lazy"):
         LayerStack.from_model(nn.Sequential(nn.LazyLinear(3)))
-    with raises_code("plan.model-no-trainable"):
+    with raises_code("plan.nothing-trainable"):
         LayerStack.from_model(nn.Linear(2, 2).requires_grad_(False))
-    with raises_code("plan.tensor-real-tensors"):
+    with raises_code("plan.tensor-not-real"):
         LayerStack.from_model(nn.Linear(2, 2, dtype=torch.complex64))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = nn.Parameter(model[0].weight.data)

@@ -103,7 +103,7 @@ def test_rescale_leaves_public_rows_and_silent_layers_alone() -> None:
     clip = [[1.0, 0.0], [math.inf, math.inf]]
     assert rescale_noise(clip, [2.0, 0.0], [3.0, math.inf]) == (3.0, 0.0)
     assert rescale_noise([[math.inf]], [0.0], [math.inf]) == (0.0,)
-    with raises_code("plan.layer-private-class"):
+    with raises_code("plan.layer-without-noise"):
         rescale_noise([[1.0]], [0.0], [1.0])
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Protocol
 
 import numpy as np
 
@@ -35,30 +34,12 @@ from lamina.errors import AccountingError
 # a dictionary look-up.
 
 
-class Accountant(Protocol):
-    """What a schedule costs. `amplified` says whether the secrecy of the sampling is credited."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def amplified(self) -> bool: ...
-
-    def epsilon(
-        self, schedule: Iterable[Event], delta: float, adjacency: Adjacency | str = Adjacency.ADD_REMOVE
-    ) -> float: ...
-
-    def delta(
-        self, schedule: Iterable[Event], epsilon: float, adjacency: Adjacency | str = Adjacency.ADD_REMOVE
-    ) -> float: ...
-
-
 _PriceFunction = Callable[[Schedule, float, Adjacency], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _CachedAccountant:
-    """An accountant over two functions of grouped schedules."""
+class Accountant:
+    """What a schedule costs. `amplified` says whether the secrecy of the sampling is credited."""
 
     name: str
     amplified: bool
@@ -82,9 +63,9 @@ class _CachedAccountant:
         return self._delta(parts, epsilon, relation) if parts else 0.0
 
 
-def _cached_accountant(name: str, amplified: bool, epsilon: _PriceFunction, delta: _PriceFunction) -> _CachedAccountant:
+def _cached_accountant(name: str, amplified: bool, epsilon: _PriceFunction, delta: _PriceFunction) -> Accountant:
     remember = lru_cache(maxsize=4096)
-    return _CachedAccountant(name=name, amplified=amplified, _epsilon=remember(epsilon), _delta=remember(delta))
+    return Accountant(name=name, amplified=amplified, _epsilon=remember(epsilon), _delta=remember(delta))
 
 
 ACCOUNTANTS: dict[str, Accountant] = {
@@ -161,7 +142,7 @@ def _solve_sigma(
         raise AccountingError(
             "account.other-releases-too-expensive",
             f"the other releases alone cost epsilon {floor:.4g}, above the target {target:.4g}",
-            "make them rarer or noisier, or raise epsilon",
+            "make them rarer or noisier",
         )
 
     def excess(sigma: float) -> float:
@@ -180,7 +161,7 @@ def _solve_sigma(
             return sigma
         sigma *= 1 + _SIGMA_TOLERANCE
     raise AccountingError(
-        "account.search-failed", f"no sigma near {sigma:.6g} holds epsilon {target}", "report this: the search failed"
+        "account.search-failed", f"no sigma near {sigma:.6g} holds epsilon {target}", "report this as a bug"
     )
 
 
@@ -196,7 +177,7 @@ def _bracket_sigma(
                 raise AccountingError(
                     "account.target-unreachable",
                     f"no noise brings accountant '{name}' to epsilon {target:.4g} at delta {delta:.4g}",
-                    "raise epsilon or delta, take fewer steps, or use accountant 'pld'",
+                    "raise epsilon or delta, take fewer steps, or use 'pld'",
                 )
         return sigma, sigma * factor
     while excess(sigma / factor) <= 0:
@@ -262,9 +243,7 @@ def cost(schedule: Iterable[Event], *, delta: float, accountant: str = "pld", oc
         delta=delta,
         occurrences=occurrences,
         epsilon=priced_by.epsilon(own, delta),
-        epsilon_replace_one=replacing.epsilon(own, delta, Adjacency.REPLACE_ONE)
-        if rdp_order_of(replacing.name) is None
-        else _replace_one_epsilon(replacing, own, delta),
+        epsilon_replace_one=_replace_one_epsilon(replacing, own, delta),
         rho=gaussian_rdp.zcdp_rho(known),
         epsilon_unamplified=exact.epsilon(known, delta),
         epsilon_unamplified_replace_one=exact.epsilon(known, delta, Adjacency.REPLACE_ONE),
@@ -273,10 +252,12 @@ def cost(schedule: Iterable[Event], *, delta: float, accountant: str = "pld", oc
 
 
 def _replace_one_epsilon(priced_by: Accountant, schedule: Schedule, delta: float) -> float:
-    """Replace-one from add/remove: (ε, δ') twice is (2ε, (1 + e^ε)δ'), at the δ' for which that is `delta`.
+    """ε of replacing one contribution. Steps that are proven at one order only have it from add/remove:
 
-    For steps that are proven at one order only, no finer composition is.
+    (ε, δ') twice is (2ε, (1 + e^ε)δ'), at the δ' for which that is `delta`.
     """
+    if rdp_order_of(priced_by.name) is None:
+        return priced_by.epsilon(schedule, delta, Adjacency.REPLACE_ONE)
     share = 0.5 * delta
     for _ in range(200):
         epsilon = priced_by.epsilon(schedule, share)
@@ -368,7 +349,7 @@ def _squared_mu_distribution(parts: Schedule) -> tuple[Array, Array, float]:
     if len(parts) > 64:
         raise AccountingError(
             "account.too-many-events",
-            f"{len(parts)} distinct events are too many for a mixture",
+            f"a mixture of {len(parts)} distinct events is too large, at most 64",
             "coarsen the schedule",
         )
     spread = [_occurrence_distribution(event) for event in parts]

@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -31,24 +31,11 @@ from lamina.errors import AccountingError, BudgetExceeded
 _BUDGET_UNITS = 2**60  # the whole budget; below 2^63, so that the state fits into CBOR integers
 
 
-class PrivacyFilter(Protocol):
-    """What the engine asks before each step."""
-
-    def admits(self, sigma: float, q: float, steps: int = 1) -> bool:
-        """Whether `steps` such steps fit; asks only."""
-
-    def charge(self, sigma: float, q: float, steps: int = 1) -> None:
-        """Spends them, or raises BudgetExceeded and spends nothing."""
-
-    @property
-    def remaining(self) -> float:
-        """What is left, in the units of the price."""
-
-
-class _IntegerBudget(ABC):
-    """A budget counted in integers; subclasses say what a step costs."""
+class PrivacyFilter(ABC):
+    """What the engine asks before each step: a budget counted in integers. Subclasses say what a step costs."""
 
     kind: ClassVar[str]
+    parameters: ClassVar[tuple[str, ...]] = ("budget",)
 
     def __init__(self, *, budget: float, limit: int = _BUDGET_UNITS, spent: int = 0) -> None:
         self.budget = validate.positive(AccountingError, "account.budget-not-positive", budget=budget)
@@ -109,20 +96,23 @@ class _IntegerBudget(ABC):
 
     def to_state(self) -> dict[str, str | int | float]:
         """Plain numbers for a checkpoint; `from_state` restores the filter exactly."""
-        return {"kind": self.kind, "budget": self.budget, "limit": self._limit, "spent": self._spent}
+        own = {name: getattr(self, name) for name in self.parameters}
+        return {"kind": self.kind, **own, "limit": self._limit, "spent": self._spent}
 
     @classmethod
-    def _restore(cls, state: Mapping[str, str | int | float], *names: str) -> dict[str, float]:
-        if state.get("kind") != cls.kind or set(state) != {"kind", "budget", "limit", "spent", *names}:
+    def from_state(cls, state: Mapping[str, str | int | float]) -> Self:
+        """The filter that `to_state` described."""
+        if state.get("kind") != cls.kind or set(state) != {"kind", "limit", "spent", *cls.parameters}:
             raise AccountingError(
                 "account.filter-state-other", f"{dict(state)!r} is not the state of a {cls.kind} filter"
             )
-        if not isinstance(state["limit"], int) or not isinstance(state["spent"], int):
+        limit, spent = state["limit"], state["spent"]
+        if not isinstance(limit, int) or not isinstance(spent, int):
             raise AccountingError("account.filter-state-damaged", "filter state must count in integers, found floats")
-        return {name: float(state[name]) for name in ("budget", *names)}
+        return cls(**{name: float(state[name]) for name in cls.parameters}, limit=limit, spent=spent)
 
 
-class GaussianFilter(_IntegerBudget):
+class GaussianFilter(PrivacyFilter):
     """Σ steps/sigma² ≤ budget = μ². No amplification: q counts only as zero or not."""
 
     kind = "gaussian"
@@ -140,11 +130,6 @@ class GaussianFilter(_IntegerBudget):
         made._allow(parts)
         return made
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, str | int | float]) -> Self:
-        """The filter that `to_state` described."""
-        return cls(**cls._restore(state), limit=int(state["limit"]), spent=int(state["spent"]))
-
     def _price(self, event: Event) -> float:
         return math.nextafter(event.mu * event.mu, math.inf)
 
@@ -153,10 +138,11 @@ class GaussianFilter(_IntegerBudget):
         return gaussian_rdp.epsilon_of_mu(math.sqrt(self.ceiling) * (1 + 1e-15), check_delta(delta))
 
 
-class RenyiFilter(_IntegerBudget):
+class RenyiFilter(PrivacyFilter):
     """Σ RDP(order) ≤ budget at one order; credits sampling. Add/remove adjacency."""
 
     kind = "renyi"
+    parameters = ("budget", "order")
 
     def __init__(self, *, order: float, budget: float, limit: int = _BUDGET_UNITS, spent: int = 0) -> None:
         self.order = check_order(order)
@@ -179,15 +165,6 @@ class RenyiFilter(_IntegerBudget):
         made = cls(order=order, budget=gaussian_rdp.rdp_at_order(parts, order))
         made._allow(parts)
         return made
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, str | int | float]) -> Self:
-        """The filter that `to_state` described."""
-        return cls(**cls._restore(state, "order"), limit=int(state["limit"]), spent=int(state["spent"]))
-
-    def to_state(self) -> dict[str, str | int | float]:
-        """Plain numbers for a checkpoint; `from_state` restores the filter exactly."""
-        return {**super().to_state(), "order": self.order}
 
     def _price(self, event: Event) -> float:
         return step_rdp(event.q, event.sigma, self.order)

@@ -139,9 +139,9 @@ def _canonical_json(value: Any) -> Any:
     if type(value).__module__.partition(".")[0] == "torch" and " at 0x" not in repr(value):
         return str(value)  # a dtype, a device
     raise PlanError(
-        "plan.adapter-configuration-holds",
-        f"the adapter's configuration holds a {type(value).__name__}, which has no text that is the same in every run",
-        "use numbers, words, lists and tables in it",
+        "plan.adapter-config-not-canonical",
+        f"the adapter's configuration holds a {type(value).__name__}, which cannot be written the same way in every run",
+        "use only numbers, texts, lists and tables in it",
     )
 
 

@@ -59,47 +59,46 @@ def check_coverage(model: nn.Module, plan: StepPlan, example: Any = None) -> Cov
     With `example`, a public or made-up input, one forward pass also shows buffers that no list of modules
     names; model and random state are left as they were.
     """
-    tensors = ModelTensors.of(model)
+    tensors, again = ModelTensors.of(model), "make stack and plan again from this model"
     planned = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
     for name in tensors.trainable:
         if name not in planned:
             raise CoverageError(
-                "plan.tensor-trainable-no",
-                f"tensor {name!r} is trainable and in no layer of the plan: it would train without noise",
-                "freeze it with requires_grad_(False), or make stack and plan again from this model",
+                "plan.tensor-not-in-plan",
+                f"tensor {name!r} is trainable, but in no layer of the plan: it would train without noise",
+                f"freeze it with requires_grad_(False), or {again}",
             )
     for name, i in planned.items():
         if name in tensors.frozen:
             raise CoverageError(
-                "plan.tensor-layer-frozen",
-                f"tensor {name!r} of layer {plan.layers[i].name!r} is frozen but the plan trains it",
-                "make it trainable, or make stack and plan again from this model",
+                "plan.tensor-frozen",
+                f"the plan trains tensor {name!r}, which is frozen",
+                f"make it trainable, or {again}",
             )
         if name not in tensors.sizes:
             raise CoverageError(
-                "plan.tensor-layer-not",
-                f"tensor {name!r} of layer {plan.layers[i].name!r} is not in the model",
-                "make stack and plan again from this model (a tensor tied later goes by its first name)",
+                "plan.tensor-missing",
+                f"tensor {name!r} of the plan is not in the model",
+                f"{again} (a tensor tied later goes by its first name)",
             )
     for layer in plan.layers:
         size = sum(tensors.sizes[name] for name in layer.parameters)
         if size != layer.size:
             raise CoverageError(
-                "plan.layer-parameters-model",
+                "plan.layer-size-differs",
                 f"layer {layer.name!r} has {size} parameters in the model and {layer.size} in the plan",
-                "make stack and plan again from this model",
+                again,
             )
     for part in plan.slices:
         shape = tuple(model.get_parameter(part.tensor).shape) or (1,)
         if part.axis >= len(shape) or shape[part.axis] != part.length:
             raise CoverageError(
-                "plan.slice-class-along",
-                f"the slice of {part.tensor!r} for class {part.cls!r} is along axis {part.axis} of {part.length}, the "
-                f"tensor is {' × '.join(map(str, shape))}",
-                "make stack and plan again from this model",
+                "plan.slice-shape-differs",
+                f"the plan slices {part.tensor!r} along axis {part.axis} of {part.length}, its shape is {shape}",
+                again,
             )
     for hazard in find_hazards(model):
-        raise CoverageError("plan.check-coverage", str(hazard), hazard.remedy)
+        raise CoverageError("plan.module-unsafe", str(hazard), hazard.remedy)
     if example is not None:
         _check_buffers_unwritten(model, example)
     return _classify_tensors(model, plan, tensors)
@@ -116,9 +115,9 @@ def _check_buffers_unwritten(model: nn.Module, example: Any) -> None:
             buffer.copy_(value)
     if moved:
         raise CoverageError(
-            "plan.buffer-written-forward",
-            f"buffer {moved[0]!r} is written in the forward pass: private data would move it without noise",
-            f"hold its module in eval mode: model.get_submodule({moved[0].rpartition('.')[0]!r}).eval(), or replace it",
+            "plan.buffer-written",
+            f"the forward pass writes buffer {moved[0]!r}: private data would move it without noise",
+            f"replace its module, or call model.get_submodule({moved[0].rpartition('.')[0]!r}).eval()",
         )
 
 
@@ -321,9 +320,9 @@ def _refuse_lazy(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise PlanError(
-                "plan.tensor-lazy-no",
+                "plan.tensor-lazy",
                 f"tensor {name!r} is lazy and has no shape yet",
-                "run model(...) once on a public or made-up input before fixing",
+                "run model(...) once on a public or made-up input first",
             )
 
 
@@ -332,7 +331,7 @@ def _copy_model(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise PlanError(
-            "plan.model-not-copied", f"the model cannot be copied: {error}", "use lamina.fix(model, inplace=True)"
+            "plan.model-not-copyable", f"the model cannot be copied: {error}", "use lamina.fix(model, inplace=True)"
         ) from error
 
 

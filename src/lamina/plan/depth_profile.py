@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamina.errors import PlanError
 from lamina.plan.selection import PartMask, did_you_mean
+from lamina.validate import short_repr
 
 if TYPE_CHECKING:
     from lamina.plan.layer_stack import LayerStack
@@ -80,9 +81,9 @@ class DepthProfile:
         elif self.kind is ProfileKind.BLOCKS:
             if len(self.bounds) != 2 or not all(_is_index(bound) for bound in self.bounds):
                 raise PlanError(
-                    "plan.profile-blocks-first",
-                    f"profile blocks is {list(self.bounds)!r}, must be the first and the last block",
-                    "write {blocks = [4, 7]}; -1 is the last block",
+                    "plan.profile-blocks",
+                    f"profile blocks is {list(self.bounds)!r}",
+                    "give first and last block: {blocks = [4, 7]}; -1 is the last",
                 )
         elif self.kind is ProfileKind.ADAPTER:
             self._check_adapter()
@@ -90,24 +91,24 @@ class DepthProfile:
             self._check_fractions()
         if self.kind is not ProfileKind.ADAPTER and (self.name, self.config, self.scope) != (None, None, None):
             raise PlanError(
-                "plan.profile-name-config",
-                "profile has the name, config or scope of an adapter, and no adapter",
-                "use an adapter",
+                "plan.profile-not-adapter",
+                "profile has the name, config or scope of an adapter, but no adapter",
+                "write {adapter = …}",
             )
         if self.others not in (True, False) or (self.others and not self.masked):
             raise PlanError(
                 "plan.profile-others",
-                f"profile others is {self.others!r}{'' if self.masked else ' without heads or experts'}",
-                "others = true is for profiles with heads or experts; without them nothing is left out",
+                f"profile others is {self.others!r}",
+                "others = true is only for profiles with heads or experts",
             )
         object.__setattr__(self, "weights", _check_weights(self.weights))
 
     def _check_names(self) -> None:
         if not self.names or not all(_is_name(name) for name in self.names):
             raise PlanError(
-                "plan.profile-layers-hold",
-                f"profile layers is {list(self.names)!r}, must hold names, patterns or indices",
-                "write {layers = ['decoder.*', -1]}",
+                "plan.profile-layers",
+                f"profile layers is {list(self.names)!r}",
+                "give names, patterns or indices: {layers = ['decoder.*', -1]}",
             )
         ordered = sorted(set(self.names), key=lambda name: (isinstance(name, int), name))
         object.__setattr__(self, "names", tuple(ordered))
@@ -116,21 +117,21 @@ class DepthProfile:
         for what, text in (("name", self.name), ("scope", self.scope)):
             if (text is None and what == "name") or (text is not None and not _is_text(text)):
                 raise PlanError(
-                    "plan.profile-adapter-text",
+                    "plan.profile-adapter-name",
                     f"profile adapter has the {what} {text!r}, must be text",
-                    'write {adapter = "default"} or {adapter = {name = "default", config = "…", scope = "ward-7/ecg"}}',
+                    'write {adapter = "default"} or {adapter = {name = "default", scope = "ward-7/ecg"}}',
                 )
         if self.config is not None and not (isinstance(self.config, str) and _SHA256_HEX.fullmatch(self.config)):
             raise PlanError(
                 "plan.profile-adapter-config",
-                f"profile adapter has the config {self.config!r}, must be a SHA-256 in 64 hex digits",
+                f"profile adapter config is {self.config!r}, must be a SHA-256 in hex",
                 "LayerStack.from_model(model).adapters shows it",
             )
 
     def _check_fractions(self) -> None:
         if len(self.bounds) != 2 or not all(_is_number(bound) for bound in self.bounds):
             raise PlanError(
-                "plan.profile-fractions-depth",
+                "plan.profile-fractions",
                 f"profile {self.kind.value} is {list(self.bounds)!r}, must be fractions of the depth",
                 f"write one of {PROFILE_EXAMPLES}",
             )
@@ -139,13 +140,11 @@ class DepthProfile:
             shown = f"top is {1 - low:g}" if self.kind is ProfileKind.TOP else f"band is [{low:g}, {high:g}]"
             bound = "in (0, 1]" if self.kind is ProfileKind.TOP else "0 <= a < b <= 1"
             raise PlanError(
-                "plan.profile",
+                "plan.profile-fractions",
                 f"profile {shown}, must be {bound}",
-                "give fractions of the depth (0.25: a quarter) or {blocks = [first, last]} for block numbers",
+                "give fractions of the depth (0.25: a quarter), or {blocks = [first, last]}",
             )
         object.__setattr__(self, "bounds", (float(low), float(high)))
-
-    # --------------------------------------------------------------------------------------- how it is made
 
     @classmethod
     def all(cls) -> DepthProfile:
@@ -157,7 +156,7 @@ class DepthProfile:
         """The last `share` of the depth, in (0, 1]."""
         if not _is_number(share):
             raise PlanError(
-                "plan.profile-top-number", f"profile top is {share!r}, must be a number in (0, 1]", "write {top = 0.25}"
+                "plan.profile-fractions", f"profile top is {share!r}, must be a number in (0, 1]", "write {top = 0.25}"
             )
         return cls(kind=ProfileKind.TOP, bounds=(float(1 - exact_fraction(share)), 1.0))
 
@@ -193,11 +192,9 @@ class DepthProfile:
         >>> str(DepthProfile.top(0.25).only(heads=[0, 1]))
         'top 25 %, heads 0, 1'
         """
-        made = {
-            what: None if given is None else PartMask.parse(given, what)
-            for what, given in (("heads", heads), ("experts", experts))
-        }
-        return replace(self, heads=made["heads"], experts=made["experts"], others=others)
+        masks = {"heads": heads, "experts": experts}
+        made = {what: None if given is None else PartMask.parse(given, what) for what, given in masks.items()}
+        return replace(self, **made, others=others)  # type: ignore[arg-type]
 
     def weighted(self, weights: Mapping[str, float]) -> DepthProfile:
         """The same reach, with the class's thresholds times these factors, by pattern of layers."""
@@ -206,16 +203,12 @@ class DepthProfile:
     @classmethod
     def parse(cls, value: Mapping[str, Any] | str) -> DepthProfile:
         """From the form of policy.toml: a table, or the word "all"."""
-
         return parse_profile(value)
 
     @classmethod
     def from_text(cls, text: str) -> DepthProfile:
         """From the canonical text; anything else is refused."""
-
         return profile_from_text(text)
-
-    # -------------------------------------------------------------------------------------- how it is told
 
     @property
     def masked(self) -> bool:
@@ -229,7 +222,6 @@ class DepthProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """The form of policy.toml; `parse` reads it back."""
-
         return profile_to_dict(self)
 
     def text(self) -> str:
@@ -238,7 +230,6 @@ class DepthProfile:
         >>> DepthProfile.top(0.25).only(heads=[1, 0]).text()
         'top=0.25;heads=0,1'
         """
-
         return profile_to_text(self)
 
     def __str__(self) -> str:
@@ -246,23 +237,20 @@ class DepthProfile:
 
     def words(self, config: str | None = None) -> str:
         """For people; `config`: of the adapter, as the model has it."""
-        told = [self._place(config or self.config)]
-        if self.heads is not None:
-            told.append(f"heads {self.heads}")
-        if self.experts is not None:
-            told.append(f"experts {self.experts}")
-        if self.others:
-            told.append("and what has none")
+        text = [self._place_words(config or self.config)]
+        text += [f"heads {self.heads}"] if self.heads is not None else []
+        text += [f"experts {self.experts}"] if self.experts is not None else []
+        text += ["and what has none"] if self.others else []
         if self.weights:
-            told.append("weights " + ", ".join(f"{factor:g} of {pattern}" for pattern, factor in self.weights))
-        return ", ".join(told)
+            text.append("weights " + ", ".join(f"{factor:g} of {pattern}" for pattern, factor in self.weights))
+        return ", ".join(text)
 
     def described_by(self, words: str) -> bool:
         """Whether these are the words of this profile on some model: an adapter's identity is not in the policy."""
         found = _SHORT_DIGEST.search(words) if self.kind is ProfileKind.ADAPTER and self.config is None else None
         return words == self.words(found[1] if found is not None else None)
 
-    def _place(self, config: str | None) -> str:
+    def _place_words(self, config: str | None) -> str:
         if self.kind is ProfileKind.ALL:
             return "all layers"
         if self.kind is ProfileKind.TOP:
@@ -274,8 +262,6 @@ class DepthProfile:
             known += [f"for {self.scope}"] if self.scope else []
             return f"adapter {self.name}" + (f" ({', '.join(known)})" if known else "")
         return f"{self.kind.value} {self.bounds[0]:g} to {self.bounds[1]:g}"
-
-    # ------------------------------------------------------------------------------------ what it comes to
 
     def within(self, other: DepthProfile) -> bool:
         """Whether this profile reaches nothing that `other` does not, on any model.
@@ -308,14 +294,14 @@ def _check_weights(given: Any) -> tuple[tuple[str, float], ...]:
     for pattern, factor in given:
         if not _is_text(pattern):
             raise PlanError(
-                "plan.profile-weights-pattern", f"profile weights has the pattern {pattern!r}, must be text", example
+                "plan.profile-weights", f"profile weights has the pattern {pattern!r}, must be text", example
             )
         if not _is_number(factor) or not 0 <= factor <= 1:
             raise PlanError(
                 "plan.profile-weights", f"profile weights has {factor!r} for {pattern!r}, must be in [0, 1]", example
             )
         if pattern in made:
-            raise PlanError("plan.profile-weights-twice", f"profile weights has {pattern!r} twice", example)
+            raise PlanError("plan.profile-weights", f"profile weights has {pattern!r} twice", example)
         made[pattern] = float(factor) + 0.0
     return tuple(sorted(made.items()))
 
@@ -348,6 +334,7 @@ def _is_name(value: object) -> bool:
 
 _PLACE_KEYS = [kind.value for kind in ProfileKind]
 _RESTRICTION_KEYS = ["heads", "experts", "others", "weights"]
+_PROFILE_KEYS = [*_PLACE_KEYS, *_RESTRICTION_KEYS]
 _ADAPTER_KEYS = ["name", "config", "scope"]
 _UNQUOTED_NAME = re.compile(r"[A-Za-z0-9_.*?\[\]!/@+()-]+")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
@@ -359,23 +346,19 @@ def parse_profile(value: Mapping[str, Any] | str) -> DepthProfile:
         return DepthProfile.all()
     if not isinstance(value, Mapping) or not value:
         shown = dict(value) if isinstance(value, Mapping) else value
-        raise PlanError(
-            "plan.profile-not-known",
-            f"profile is {shown!r}, which is not a known kind",
-            f"write one of {PROFILE_EXAMPLES}",
-        )
+        raise PlanError("plan.profile-unknown", f"profile {shown!r} is not known", f"write one of {PROFILE_EXAMPLES}")
     for key in value:
-        if key not in _PLACE_KEYS and key not in _RESTRICTION_KEYS:
+        if key not in _PROFILE_KEYS:
             raise PlanError(
-                "plan.profile-not-known-kind-write",
-                f"profile has {key!r}, which is not a known kind{did_you_mean(str(key), [*_PLACE_KEYS, *_RESTRICTION_KEYS])}",
-                f"write one of {PROFILE_EXAMPLES}; within it heads, experts, others and weights",
+                "plan.profile-unknown",
+                f"profile has the unknown key {key!r}{did_you_mean(str(key), _PROFILE_KEYS)}",
+                f"write one of {PROFILE_EXAMPLES}; with it heads, experts, others and weights",
             )
     places = [key for key in value if key in _PLACE_KEYS]
     if len(places) > 1:
         raise PlanError(
-            "plan.profile-not-known-kind",
-            f"profile has {' and '.join(places)}: it is not a known kind, a profile has one place",
+            "plan.profile-two-places",
+            f"profile has {' and '.join(places)}, must have one of them",
             f"write one of {PROFILE_EXAMPLES}",
         )
     place = _parse_place(places[0], value[places[0]]) if places else DepthProfile.all()
@@ -386,7 +369,7 @@ def parse_profile(value: Mapping[str, Any] | str) -> DepthProfile:
         weights = value["weights"]
         if not isinstance(weights, Mapping) or not weights:
             raise PlanError(
-                "plan.profile-weights-table",
+                "plan.profile-weights",
                 f"profile weights is {weights!r}, must be a table",
                 'write weights = { "decoder.*" = 0.5 }',
             )
@@ -401,7 +384,7 @@ def _parse_place(key: str, given: Any) -> DepthProfile:
     if kind is ProfileKind.ALL:
         if given is not True:
             raise PlanError(
-                "plan.profile-true", f"profile all is {given!r}, must be true", "leave the profile out, or restrict it"
+                "plan.profile-all", f"profile all is {given!r}, must be true", "leave the profile out, or restrict it"
             )
         return DepthProfile.all()
     if kind is ProfileKind.ADAPTER:
@@ -409,15 +392,15 @@ def _parse_place(key: str, given: Any) -> DepthProfile:
         for each in table:
             if each not in _ADAPTER_KEYS:
                 raise PlanError(
-                    "plan.profile-adapter-not",
-                    f"profile adapter has {each!r}, which is not known{did_you_mean(str(each), _ADAPTER_KEYS)}",
+                    "plan.profile-adapter-key",
+                    f"profile adapter has the unknown key {each!r}{did_you_mean(str(each), _ADAPTER_KEYS)}",
                     "it takes name, config and scope",
                 )
         name, config, scope = (table.get(each) for each in _ADAPTER_KEYS)
         return DepthProfile(kind=kind, name=name, config=config, scope=scope)
     if not isinstance(given, list | tuple):
         raise PlanError(
-            "plan.profile-list", f"profile {key} is {given!r}, must be a list", f"write one of {PROFILE_EXAMPLES}"
+            "plan.profile-not-list", f"profile {key} is {given!r}, must be a list", f"write one of {PROFILE_EXAMPLES}"
         )
     if kind is ProfileKind.LAYERS:
         return DepthProfile.layers(given)
@@ -432,8 +415,7 @@ def profile_to_dict(profile: DepthProfile) -> dict[str, Any]:
     elif profile.kind is ProfileKind.LAYERS:
         made["layers"] = list(profile.names)
     elif profile.kind is ProfileKind.ADAPTER:
-        table = {"name": profile.name, "config": profile.config, "scope": profile.scope}
-        given = {key: text for key, text in table.items() if text is not None}
+        given = {key: getattr(profile, key) for key in _ADAPTER_KEYS if getattr(profile, key) is not None}
         made["adapter"] = profile.name if len(given) == 1 else given
     elif profile.kind is not ProfileKind.ALL:
         made[profile.kind.value] = list(profile.bounds)
@@ -476,7 +458,7 @@ def profile_from_text(text: str) -> DepthProfile:
     """From the canonical text; another text of the same meaning is refused too."""
     remedy = "give what DepthProfile.text() wrote, for example 'top=0.25;heads=0,1'"
     if not isinstance(text, str):
-        raise PlanError("plan.profile-text", f"a profile's text is a {type(text).__name__}", remedy)
+        raise PlanError("plan.profile-text", f"the text of a profile is a {type(text).__name__}", remedy)
     table: dict[str, Any] = {}
     try:
         for item in _split_outside_quotes(text, ";"):
@@ -484,18 +466,17 @@ def profile_from_text(text: str) -> DepthProfile:
             if key in table:
                 raise ValueError("said twice")
             table[key] = _parse_item(key, value) if equals else True
-        if ("config" in table or "scope" in table) and "adapter" in table:
-            table["adapter"] = {
-                "name": table.pop("adapter"),
-                **{key: table.pop(key) for key in ("config", "scope") if key in table},
+        if "adapter" in table:
+            table["adapter"] = {key: table.pop(key) for key in ("config", "scope") if key in table} | {
+                "name": table["adapter"]
             }
         made = parse_profile(table)
     except (ValueError, PlanError) as error:
-        raise PlanError("plan.no-profile", f"{_shortened(text)} is no profile: {error}", remedy) from None
+        raise PlanError("plan.profile-text", f"{short_repr(text)} is not a profile: {error}", remedy) from None
     if made.text() != text:
         raise PlanError(
-            "plan.not-canonical-text",
-            f"{_shortened(text)} is not the canonical text of a profile, {_shortened(made.text())} is",
+            "plan.profile-text-not-canonical",
+            f"{short_repr(text)} is not canonical, {short_repr(made.text())} is",
             remedy,
         )
     return made
@@ -565,7 +546,3 @@ def _split_outside_quotes(text: str, sign: str) -> list[str]:
         elif each == '"':
             quoted = True
     return parts
-
-
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= 80 else f"{text[:79]}…")

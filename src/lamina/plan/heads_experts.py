@@ -43,8 +43,8 @@ def find_heads(model: nn.Module, given: Mapping[str, int | Heads]) -> tuple[list
         except UnreadableAttention as problem:
             if wanted is not None:
                 raise PlanError(
-                    "plan.attention-declared",
-                    f"attention {path or ROOT!r} is declared as {wanted}, but {problem}",
+                    "plan.heads-declaration-wrong",
+                    f"{path or ROOT!r} is declared as {wanted}, but {problem}",
                     "correct the declaration",
                 ) from None
             strange[path] = str(problem)
@@ -65,9 +65,9 @@ def _parse_heads(path: str, value: Any) -> Heads | None:
         return value
     if not is_positive_int(value):
         raise PlanError(
-            "plan.heads-declared",
+            "plan.heads-declaration-wrong",
             f"heads of {path or ROOT!r} are declared as {value!r}",
-            "give how many there are, 0 if none, or lamina.plan.Heads(count=…, …)",
+            "give their number, 0 if none, or lamina.plan.Heads(count=…, …)",
         )
     return Heads(count=value)
 
@@ -129,13 +129,15 @@ class Heads:
         for what, number in (("count", self.count), ("key_value", self.key_value)):
             if number is not None and not is_positive_int(number):
                 raise PlanError(
-                    "plan.heads-whole-number",
+                    "plan.heads-declaration-wrong",
                     f"{what} of Heads is {number!r}, must be a whole number >= 1",
                     "correct it",
                 )
         if self.layout not in (None, "concatenated", "interleaved"):
             raise PlanError(
-                "plan.layout-heads", f"layout of Heads is {self.layout!r}", "use 'concatenated' or 'interleaved'"
+                "plan.heads-declaration-wrong",
+                f"layout of Heads is {self.layout!r}",
+                "use 'concatenated' or 'interleaved'",
             )
 
 
@@ -377,9 +379,9 @@ def find_experts(model: nn.Module, given: Mapping[str, int]) -> tuple[list[Tenso
             continue
         if wanted is not None and not is_positive_int(wanted) and (wanted != 0 or isinstance(wanted, bool)):
             raise PlanError(
-                "plan.experts-declared",
+                "plan.experts-declaration-wrong",
                 f"experts of {path or ROOT!r} are declared as {wanted!r}",
-                "give how many there are, 0 if none",
+                "give their number, 0 if none",
             )
         if wanted == 0:
             read.add(path)
@@ -387,7 +389,7 @@ def find_experts(model: nn.Module, given: Mapping[str, int]) -> tuple[list[Tenso
         found, problem = _experts_of_module(path, module, modules, wanted)
         if problem and wanted is not None:
             raise PlanError(
-                "plan.declared-hold-experts",
+                "plan.experts-declaration-wrong",
                 f"{path or ROOT!r} is declared to hold {wanted} experts, but {problem}",
                 "correct the declaration",
             )
@@ -513,8 +515,8 @@ class ModuleDeclarations:
         for pattern in self.given:
             if pattern not in self._met:
                 raise PlanError(
-                    "plan.declared-means-no",
-                    f"{self.what} are declared for {pattern!r}, which means no module",
+                    "plan.declaration-unmatched",
+                    f"{self.what} are declared for {pattern!r}, which matches no module",
                     "correct the pattern",
                 )
 

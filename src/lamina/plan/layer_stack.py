@@ -199,7 +199,7 @@ def _join_layers(
         counts[layer.name] += 1
         if counts[layer.name] > 1:
             raise PlanError(
-                "plan.two-layers-named",
+                "plan.name-twice",
                 f"two layers are named {layer.name!r}",
                 "give the group another name than a module has",
             )
@@ -233,9 +233,9 @@ def layer_keys_by_module(group: str, tensors: ModelTensors, blocks: ModelBlocks)
     """Each tensor by the module that owns it, or by that module's block."""
     if group not in ("module", "block"):
         raise PlanError(
-            "plan.group-module-block",
+            "plan.group-unknown",
             f"group is {group!r}, must be 'module', 'block' or a mapping",
-            "use group={'layer name': ['patterns of tensor or module names']} to group by hand",
+            "e.g. group={'head': ['decoder.*', 'out']}",
         )
 
     def key(use: str) -> str:
@@ -251,23 +251,23 @@ def layer_keys_by_pattern(groups: Mapping[str, Sequence[str]], tensors: ModelTen
     for group, patterns in groups.items():
         if not group or isinstance(patterns, str) or not patterns:
             raise PlanError(
-                "plan.group-patterns-list",
-                f"group {group!r} has patterns {patterns!r}, must be a list of one or more",
-                "write group={'head': ['decoder.*', 'out']}",
+                "plan.group-patterns",
+                f"group {group!r} has patterns {patterns!r}",
+                "give a list: group={'head': ['decoder.*', 'out']}",
             )
         for pattern in patterns:
             found = [name for name in tensors.trainable if _any_use_matches(pattern, tensors.uses[name])]
             if not found:
                 raise PlanError(
-                    "plan.correct-pattern-leave",
+                    "plan.group-pattern-unmatched",
                     _no_match_message(group, pattern, tensors),
                     "correct the pattern or leave it out",
                 )
             for name in found:
                 if assigned.setdefault(name, group) != group:
                     raise PlanError(
-                        "plan.tensor-matches-groups",
-                        f"tensor {name!r} matches groups {assigned[name]!r} and {group!r}, must be in one",
+                        "plan.groups-overlap",
+                        f"tensor {name!r} matches two groups, {assigned[name]!r} and {group!r}",
                         "make the patterns disjoint",
                     )
     keys = {
@@ -277,9 +277,9 @@ def layer_keys_by_pattern(groups: Mapping[str, Sequence[str]], tensors: ModelTen
     for name, found_keys in keys.items():
         if name not in assigned and (clash := set(found_keys) & set(groups)):
             raise PlanError(
-                "plan.group-name-module",
-                f"group {sorted(clash)[0]!r} has the name of the module of {name!r}, which it leaves out",
-                "rename the group, or add the tensor to its patterns",
+                "plan.group-named-like-module",
+                f"group {sorted(clash)[0]!r} has the name of the module of {name!r}, but leaves it out",
+                "rename the group, or add the tensor",
             )
     return keys
 
@@ -398,15 +398,15 @@ class ModelTensors:
         for name, tensor in tensors.items():
             if isinstance(tensor, UninitializedParameter):
                 raise PlanError(
-                    "plan.tensor-lazy-no",
+                    "plan.tensor-lazy",
                     f"tensor {name!r} is lazy and has no shape yet",
-                    "run model(...) once on a public or made-up input before planning",
+                    "run model(...) once on a public or made-up input first",
                 )
             if tensor.requires_grad and not tensor.is_floating_point():
                 raise PlanError(
-                    "plan.tensor-real-tensors",
+                    "plan.tensor-not-real",
                     f"tensor {name!r} is {tensor.dtype}; only real tensors can be clipped and noised",
-                    "hold real and imaginary parts in two tensors, or freeze it with requires_grad_(False)",
+                    "split it into two real tensors, or freeze it",
                 )
             if tensor.device.type == "meta" or not tensor.numel():
                 continue
@@ -415,12 +415,12 @@ class ModelTensors:
                 raise PlanError(
                     "plan.tensors-share-memory",
                     f"tensors {other!r} and {name!r} share memory but are two parameters",
-                    "tie them by assigning one Parameter to both modules, or copy one",
+                    "assign one Parameter to both modules, or copy one",
                 )
         trainable = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)
         if not trainable:
             raise PlanError(
-                "plan.model-no-trainable",
+                "plan.nothing-trainable",
                 "the model has no trainable tensor",
                 "call requires_grad_(True) on what should train",
             )
@@ -461,9 +461,9 @@ class ExecutionTrace:
                 call_model(model, example)
         except Exception as error:
             raise PlanError(
-                "plan.forward-pass-example",
+                "plan.example-failed",
                 f"the forward pass on the example failed: {type(error).__name__}: {error}",
-                "give an example that model(...) accepts: a tensor, a tuple of arguments or a dict",
+                "give a tensor, a tuple of arguments or a dict that model(...) accepts",
             ) from error
         finally:
             for hook in hooks:

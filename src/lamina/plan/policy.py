@@ -184,9 +184,9 @@ class Policy(BaseModel):
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                "plan.policy-not-read",
+                "plan.policy-unreadable",
                 f"policy {str(path)!r} cannot be read: {error}",
-                "give the path of a TOML file; Policy.template_text() is one to start from",
+                "give a TOML file; start from Policy.template_text()",
             ) from error
         return cls.parse(text, source=str(path))
 
@@ -196,9 +196,7 @@ class Policy(BaseModel):
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise PlanError(
-                "plan.not-toml", f"{source} is not TOML: {error}", "correct the line that it names"
-            ) from error
+            raise PlanError("plan.policy-not-toml", f"{source} is not TOML: {error}", "correct that line") from error
         return cls.from_dict(data, source=source)
 
     @classmethod
@@ -209,7 +207,7 @@ class Policy(BaseModel):
         except ValidationError as error:
             raise explain_validation_error(error, cls, source) from error
         except PlanError as error:
-            raise PlanError("plan.from-dict", f"{source}: {error.problem}", error.remedy) from error
+            raise PlanError("plan.policy-invalid", f"{source}: {error.problem}", error.remedy) from error
 
     @classmethod
     def template(cls) -> Policy:
@@ -230,8 +228,8 @@ class Policy(BaseModel):
             where = f"class.{name}"
             if floors.clip_norm is not None and entry.clip_norm < floors.clip_norm:
                 raise PlanError(
-                    "plan.clip-norm-below",
-                    f"{where}.clip_norm is {entry.clip_norm:g}, below the floor of {floors.clip_norm:g}",
+                    "plan.clip-norm-below-floor",
+                    f"{where}.clip_norm is {entry.clip_norm:g}, below the floor {floors.clip_norm:g}",
                     "raise it, or lower corpus.floors.clip_norm",
                 )
             if floors.noise_multiplier is None:
@@ -239,16 +237,15 @@ class Policy(BaseModel):
             z = entry.noise_multiplier
             if z is not None and z < floors.noise_multiplier:
                 raise PlanError(
-                    "plan.noise-multiplier-below",
-                    f"{where}.noise_multiplier is {z:g}, below the floor of {floors.noise_multiplier:g}",
+                    "plan.noise-multiplier-below-floor",
+                    f"{where}.noise_multiplier is {z:g}, below the floor {floors.noise_multiplier:g}",
                     "raise it, or lower corpus.floors.noise_multiplier",
                 )
             most = self.epsilon_of(floors.noise_multiplier)
             if entry.epsilon is not None and entry.epsilon > most:
                 raise PlanError(
                     "plan.epsilon-above-floor",
-                    f"{where}.epsilon is {entry.epsilon:g}, above {most:.4g}, which the floor "
-                    f"noise_multiplier {floors.noise_multiplier:g} allows at δ = {self.corpus.delta:g}",
+                    f"{where}.epsilon is {entry.epsilon:g}, but the noise floor allows {most:.4g} at δ = {self.corpus.delta:g}",
                     "lower it, or lower corpus.floors.noise_multiplier",
                 )
         return self
@@ -300,7 +297,7 @@ def explain_validation_error(error: ValidationError, schema: type[BaseModel], so
         problem, remedy = _explain_one(dict(item), schema)
         problems.append(problem)
         remedies.append(remedy)
-    return PlanError("plan.explain", f"{source}: {'; '.join(problems)}", "; ".join(dict.fromkeys(remedies)))
+    return PlanError("plan.policy-invalid", f"{source}: {'; '.join(problems)}", "; ".join(dict.fromkeys(remedies)))
 
 
 def _explain_one(item: dict[str, Any], schema: type[BaseModel]) -> tuple[str, str]:

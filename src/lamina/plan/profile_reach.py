@@ -81,8 +81,8 @@ def resolve_reach(profile: DepthProfile, stack: LayerStack, *, allow_empty: bool
     layers = [reached and factor > 0 for reached, factor in zip(layers, factors, strict=True)]
     if not any(layers) and not allow_empty:
         raise PlanError(
-            "plan.profile-reaches-no-trainable",
-            f"profile {str(profile)!r} reaches no trainable layer of {len(stack.blocks)} blocks{_span_text(profile, stack)}",
+            "plan.profile-reaches-nothing",
+            f"profile {str(profile)!r} reaches no trainable layer{_span_text(profile, stack)}",
             "widen it: only layers that lie wholly inside are reached",
         )
     names = {name for layer, kept in zip(stack, layers, strict=True) if kept for name in layer.parameters}
@@ -118,9 +118,9 @@ def _band_in_blocks(profile: DepthProfile, blocks: int) -> tuple[Fraction, Fract
     low, high = (int(b) + blocks if b < 0 else int(b) for b in (first, last))
     if not 0 <= low <= high < blocks:
         raise PlanError(
-            "plan.profile-out-range",
+            "plan.profile-blocks-out-of-range",
             f"profile {str(profile)!r} is out of range: the model has blocks 0 to {blocks - 1}",
-            "give the first and the last block; -1 is the last",
+            "-1 is the last block",
         )
     return Fraction(low), Fraction(high + 1)
 
@@ -138,37 +138,36 @@ def _find_profile_adapter(profile: DepthProfile, stack: LayerStack) -> Adapter:
     if not named:
         known = ", ".join(repr(adapter.name) for adapter in stack.adapters)
         raise PlanError(
-            "plan.profile-names-adapter",
-            f"profile names adapter {profile.name!r}, which the model does not have",
+            "plan.adapter-missing",
+            f"the model has no adapter {profile.name!r}",
             f"its adapters are {known}"
             if known
-            else "put one on it with PEFT first, or name the tensors with {layers = […]}",
+            else "add one with PEFT first, or name the tensors with {layers = […]}",
         )
     if len(named) > 1:
         raise PlanError(
-            "plan.model-adapters-called",
-            f"the model has {len(named)} adapters called {profile.name!r}, with other configurations",
+            "plan.adapter-ambiguous",
+            f"the model has {len(named)} adapters called {profile.name!r}",
             "give each a name of its own",
         )
     found = named[0]
     if not found.config:
         raise PlanError(
-            "plan.configuration-adapter-no",
-            f"the configuration of adapter {found.name!r} has no text that is the same in every run",
-            "use numbers, words, lists and tables in it",
+            "plan.adapter-config-not-canonical",
+            f"the configuration of adapter {found.name!r} cannot be written the same way in every run",
+            "use only numbers, texts, lists and tables in it",
         )
     if profile.config is not None and profile.config != found.config:
         raise PlanError(
-            "plan.profile-pins-adapter",
-            f"profile pins adapter {found.name!r} to the configuration {profile.config[:12]}…, the model's is "
-            f"{found.config[:12]}…",
-            "train the adapter that the policy names, or have the policy changed",
+            "plan.adapter-config-differs",
+            f"adapter {found.name!r} has configuration {found.config[:12]}…, the profile asks for {profile.config[:12]}…",
+            "train the adapter that the policy names, or change the policy",
         )
     if not found.tensors:
         raise PlanError(
-            "plan.no-tensor-adapter",
+            "plan.adapter-frozen",
             f"no tensor of adapter {found.name!r} is trainable",
-            f"activate it, model.set_adapter({found.name!r}), before the stack is made",
+            f"call model.set_adapter({found.name!r}) before the stack is made",
         )
     return found
 
@@ -200,19 +199,19 @@ def _layer_factors(profile: DepthProfile, stack: LayerStack, reached: list[bool]
     for pattern, factor in profile.weights:
         meant = [any(matches_pattern(pattern, name) for name in (layer.name, *layer.aliases)) for layer in stack]
         if not any(m and r for m, r in zip(meant, reached, strict=True)):
+            hint = did_you_mean(pattern, [layer.name for layer in stack])
             raise PlanError(
-                "plan.profile-weights-name",
-                f"profile weights name {pattern!r}, of which the profile reaches nothing"
-                f"{did_you_mean(pattern, [layer.name for layer in stack])}",
+                "plan.profile-weights-unreached",
+                f"profile weights name {pattern!r}, of which the profile reaches nothing{hint}",
                 "correct it or leave it out",
             )
         for i, layer in enumerate(stack):
             if meant[i]:
                 if factors[i] not in (None, factor):
                     raise PlanError(
-                        "plan.profile-weights-give",
-                        f"profile weights give layer {layer.name!r} the factors {factors[i]:g} and {factor:g}",
-                        "let every layer be meant by one pattern",
+                        "plan.profile-weights-conflict",
+                        f"profile weights give layer {layer.name!r} two factors, {factors[i]:g} and {factor:g}",
+                        "let one pattern match each layer",
                     )
                 factors[i] = factor
     return [1.0 if factor is None else factor for factor in factors]
@@ -242,11 +241,9 @@ class ResolvedMasks:
         for entry in stack.unread if self.others else ():
             if entry.kind in self.chosen and any(_is_inside_module(entry.module, name) for name in names):
                 raise PlanError(
-                    "plan.profile-reaches-no",
-                    f"profile reaches what has no {entry.kind.value}, and of {entry.module!r} that is not known: "
-                    f"{entry.why}",
-                    f"declare it: LayerStack.from_model(model, {entry.kind.value}={{{entry.module!r}: …}}), 0 if it "
-                    "has none; or leave it out of the place",
+                    "plan.parts-unknown",
+                    f"Cannot tell which tensors of {entry.module!r} belong to {entry.kind.value}: {entry.why}",
+                    f"declare it: LayerStack.from_model(model, {entry.kind.value}={{{entry.module!r}: …}}), 0 if none; or leave it out",
                 )
 
     def _beside(self, tensor: str) -> bool:
@@ -290,33 +287,34 @@ def _chosen_numbers(
     what = kind.value
     counts = {part.group: part.count for part in stack.parts if part.kind is kind}
     here = {part.group for part in stack.parts if part.kind is kind and part.tensor in names}
+    known = _known_parts_text(kind, stack, counts)
     if not here:
         raise PlanError(
-            "plan.profile-asks-model",
-            f"profile {str(profile)!r} asks for {what}, and the model trains none there that are known",
-            _known_parts_text(kind, stack, counts),
+            "plan.parts-missing",
+            f"profile {str(profile)!r} asks for {what}, but the model trains no known ones there",
+            known,
         )
     for pattern, _ in mask.rows:
         if not any(matches_pattern(pattern, group) for group in counts):
+            hint = did_you_mean(pattern, sorted(counts))
             raise PlanError(
-                "plan.profile-pattern-means",
-                f"profile {what} has the pattern {pattern!r}, which means no module that has any"
-                f"{did_you_mean(pattern, sorted(counts))}",
-                _known_parts_text(kind, stack, counts),
+                "plan.parts-pattern-unmatched",
+                f"profile {what}: pattern {pattern!r} matches no module with {what}{hint}",
+                known,
             )
     chosen = {group: mask.of(group, what) for group in counts}
     for group in (group for group in counts if group in here):
         if chosen[group] and max(chosen[group]) >= counts[group]:
             raise PlanError(
-                "plan.profile-names-number",
+                "plan.parts-out-of-range",
                 f"profile {what} names number {max(chosen[group])} of {group!r}, which has {counts[group]}",
-                "they are counted from 0; give numbers by pattern where modules differ",
+                "count from 0; give numbers by pattern where modules differ",
             )
     if not any(chosen[group] for group in here):
         raise PlanError(
-            "plan.profile-chooses-no",
-            f"profile {str(profile)!r} chooses no {what} within its place",
-            _known_parts_text(kind, stack, counts),
+            "plan.parts-none-chosen",
+            f"profile {str(profile)!r} chooses no {what} among the layers that it reaches",
+            known,
         )
     return chosen
 

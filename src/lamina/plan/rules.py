@@ -128,8 +128,8 @@ def rescale_noise(clip: Sequence[Row], noise: Row, sigma: Row, beside: Row | Non
     for _, s, b in owed:
         if b * s >= 1:
             raise PlanError(
-                "plan.noised-counts-alone",
-                f"the noised counts alone have a multiplier of {1 / b:.4g}, below the {s:.4g} of the whole step",
+                "plan.noised-counts-too-expensive",
+                f"the noised counts have multiplier {1 / b:.4g}, below the {s:.4g} of the whole step",
                 "give the counts more noise",
             )
     kappa = max((clip_radius(row, noise) / math.sqrt((1 / s - b) * (1 / s + b)) for row, s, b in owed), default=0.0)
@@ -137,7 +137,7 @@ def rescale_noise(clip: Sequence[Row], noise: Row, sigma: Row, beside: Row | Non
         return tuple(noise)
     if not math.isfinite(kappa):
         raise PlanError(
-            "plan.layer-private-class", "a layer that a private class reaches has no noise", "give it S > 0, or C = 0"
+            "plan.layer-without-noise", "a layer that a private class reaches has no noise", "give it S > 0, or C = 0"
         )
     step = math.ulp(kappa)
     while True:

@@ -74,9 +74,9 @@ def _names_outside_layer(layer: Layer) -> list[str]:
 def _layer_index(index: int, stack: LayerStack) -> int:
     if not -len(stack) <= index < len(stack):
         raise PlanError(
-            "plan.profile-names-layer-stack",
-            f"profile names layer {index}, but the stack has layers 0 to {len(stack) - 1}",
-            "give an index in that range; -1 is the last layer",
+            "plan.layer-unknown",
+            f"profile names layer {index}, but the layers are 0 to {len(stack) - 1}",
+            "-1 is the last layer",
         )
     return index % len(stack)
 
@@ -93,20 +93,20 @@ def _check_pattern_matched(pattern: str, stack: LayerStack, reached: Sequence[bo
         return
     if shared:
         raise PlanError(
-            "plan.profile-names-shares",
+            "plan.layer-shared",
             f"profile names {pattern!r}, which shares a tensor with layer {known[shared[0]]!r}",
             f"name {known[shared[0]]!r} if the class may reach every use of it",
         )
     for tensor in stack.frozen:
         if matches_pattern(pattern, tensor):
             raise PlanError(
-                "plan.profile-names-frozen",
-                f"profile names {pattern!r}, which is frozen (tensor {tensor!r})",
+                "plan.layer-frozen",
+                f"profile names {pattern!r}, but tensor {tensor!r} is frozen",
                 "leave it out, or make it trainable before the stack is made",
             )
     raise PlanError(
-        "plan.profile-names-layer",
-        f"profile names layer {pattern!r}, which the stack does not have{did_you_mean(pattern, known)}",
+        "plan.layer-unknown",
+        f"the model has no layer {pattern!r}{did_you_mean(pattern, known)}",
         "print the stack to see its layers",
     )
 
@@ -134,15 +134,13 @@ class PartMask:
         if isinstance(value, Mapping):
             if not value or not all(isinstance(pattern, str) and pattern for pattern in value):
                 raise PlanError(
-                    "plan.profile-go-patterns",
-                    f"profile {what} is {dict(value)!r}, must go from patterns to numbers",
-                    example,
+                    "plan.profile-parts", f"profile {what} is {dict(value)!r}, must map patterns to numbers", example
                 )
             if EVERYWHERE in value and len(value) > 1:
                 raise PlanError(
-                    "plan.profile-pattern-beside",
-                    f"profile {what} has the pattern '*' beside others, which it means too",
-                    "let every module be meant by one pattern",
+                    "plan.profile-parts-overlap",
+                    f"profile {what} has the pattern '*' beside others, which it matches too",
+                    "let one pattern match each module",
                 )
             rows = value
         else:
@@ -166,9 +164,9 @@ class PartMask:
         if len(found) > 1:
             first, second = sorted(found.values())[:2]
             raise PlanError(
-                "plan.profile-two-patterns",
-                f"profile {what} has two patterns for {module!r}, {first!r} and {second!r}, with other numbers",
-                "let every module be meant by one pattern",
+                "plan.profile-parts-overlap",
+                f"profile {what}: {module!r} matches {first!r} and {second!r}, with other numbers",
+                "let one pattern match each module",
             )
         return frozenset(next(iter(found), ()))
 
@@ -180,15 +178,11 @@ class PartMask:
 
 def _parse_numbers(value: Any, what: str, example: str) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise PlanError(
-            "plan.profile-number-list", f"profile {what} is {value!r}, must be one number or more in a list", example
-        )
+        raise PlanError("plan.profile-parts", f"profile {what} is {value!r}, must be a list of numbers", example)
     for number in value:
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < _MAX_NUMBERS:
             raise PlanError(
-                "plan.profile-holds-whole",
-                f"profile {what} holds {number!r}, must be whole numbers counted from 0",
-                example,
+                "plan.profile-parts", f"profile {what} holds {number!r}, must be whole numbers from 0", example
             )
     return tuple(sorted(set(value)))
 
@@ -213,20 +207,18 @@ class Slice:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranges", tuple((first, stop) for first, stop in self.ranges))
-        last = -1
+        last, where = -1, f"slice of {self.tensor!r} for class {self.cls!r}"
         for first, stop in self.ranges:
             if not last < first < stop <= self.length:
                 raise PlanError(
-                    "plan.slice-class-ranges",
-                    f"slice of {self.tensor!r} for class {self.cls!r} has ranges {list(self.ranges)} of {self.length}",
+                    "plan.slice-ranges",
+                    f"{where} has ranges {list(self.ranges)} of {self.length}",
                     "give [first, stop) in order, apart from each other",
                 )
             last = stop
         if self.axis < 0 or self.length < 1:
             raise PlanError(
-                "plan.slice-class-axis",
-                f"slice of {self.tensor!r} for class {self.cls!r} has axis {self.axis} of length {self.length}",
-                "count axes from 0",
+                "plan.slice-axis", f"{where} has axis {self.axis} of length {self.length}", "count axes from 0"
             )
 
     @property

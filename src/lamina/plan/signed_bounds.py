@@ -55,15 +55,15 @@ def sigma_acc(plan: StepPlan, k: str | int, z: float) -> float:
     target, delta = signed_epsilon(plan, k, z), plan.delta(k)
     if target == 0:
         raise PlanError(
-            "plan.noise-multiplier-stands",
-            f"noise multiplier {z:g} stands for ε = 0 at δ = {delta:g}: nothing may be learned from it",
+            "plan.signed-bound-allows-nothing",
+            f"noise multiplier {z:g} is ε = 0 at δ = {delta:g}: nothing may be learned",
             "sign a smaller one, or leave the contribution out",
         )
     try:
         return calibrate(target, delta=delta, q=steps.q, steps=steps.steps, accountant=plan.accountant, besides=choices)
     except AccountingError as error:
         raise PlanError(
-            "plan.noise-multiplier-epsilon",
+            "plan.signed-bound-unreachable",
             f"noise multiplier {z:g}, ε = {target:.4g} at δ = {delta:g}, is out of reach: {error.problem}",
             "leave the contribution out, or plan with fewer steps",
         ) from error
@@ -76,6 +76,7 @@ def scale_for_signed_bound(plan: StepPlan, k: str | int, c: float, z: float) -> 
     PlanError where no scale does, because something else of the step costs too much by itself.
     """
     row = plan.index(k)
+    who = f"class {plan.classes[row].name!r}"
     most = min(1.0, _check_positive("clip norm", c) / (plan.norm(row) or math.inf))
     if not _schedule_of_class(plan, row):
         return min(1.0, most) if not plan.classes[row].public else 1.0
@@ -84,17 +85,15 @@ def scale_for_signed_bound(plan: StepPlan, k: str | int, c: float, z: float) -> 
         return most
     if not plan.scales:
         raise PlanError(
-            "plan.class-spends-epsilon",
-            f"class {plan.classes[row].name!r} spends ε = {plan.epsilon(row):.4g}, above the ε = {target:.4g} that "
-            f"noise multiplier {z:g} stands for, and in this plan thresholds cannot be scaled for one contribution",
-            "leave it out, or plan with a sigma that is fixed",
+            "plan.signed-bound-unreachable",
+            f"{who} spends ε = {plan.epsilon(row):.4g}, but noise multiplier {z:g} allows {target:.4g}, and this plan cannot scale",
+            "leave the contribution out, or plan with a fixed sigma",
         )
     needed, beside = 1.0 / sigma_acc(plan, row, z), plan.bits(row)
     if needed <= beside:
         raise PlanError(
-            "plan.noised-counts-class",
-            f"the noised counts of class {plan.classes[row].name!r} alone have a multiplier of {1 / beside:.4g}, below "
-            f"the {1 / needed:.4g} that noise multiplier {z:g} needs",
+            "plan.noised-counts-too-expensive",
+            f"the noised counts of {who} have multiplier {1 / beside:.4g}, below the {1 / needed:.4g} that is needed",
             "leave the contribution out, or plan without counts",
         )
     reach = clip_radius(plan.clip[row], plan.noise)
@@ -104,9 +103,9 @@ def scale_for_signed_bound(plan: StepPlan, k: str | int, c: float, z: float) -> 
             return scale
         scale *= 1 - _SCALE_STEP
     raise PlanError(
-        "plan.no-scale-near",
-        f"no scale near {scale:.6g} holds ε = {target:.6g} for class {plan.classes[row].name!r}",
-        "report this: the search failed",
+        "plan.scale-search-failed",
+        f"no scale near {scale:.6g} holds ε = {target:.6g} for {who}",
+        "report this as a bug",
     )
 
 
