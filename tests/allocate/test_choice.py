@@ -196,19 +196,19 @@ def test_draws_follow_their_probabilities() -> None:
 
 @pytest.mark.parametrize("uniform", [-0.1, 1.0, math.nan])
 def test_what_is_no_uniform_number_is_refused(uniform: float) -> None:
-    with raises_code("allocate.uniform-lie"):
+    with raises_code("allocate.uniform-range"):
         draw(np.zeros(2), 1.0, uniform)
 
 
 def test_misuse_is_refused() -> None:
     offer = Candidate(name="x", clip=((1.0, 1.0),), noise=(1.0, 1.0))
-    with raises_code("allocate.norms-classes"):
+    with raises_code("allocate.norms-shape"):
         kept_fraction(offer, np.ones((3, 3)), [0, 0, 0], Clipping.BOX)
-    with raises_code("allocate.norms-classes"):
+    with raises_code("allocate.norms-shape"):
         kept_fraction(offer, np.ones((3, 2)), [0, 0], Clipping.BOX)
-    with raises_code("allocate.class-out-range"):
+    with raises_code("allocate.unknown-class"):
         kept_fraction(offer, np.ones((1, 2)), [1], Clipping.BOX)
-    with raises_code("allocate.utilities-choice-epsilon"):
+    with raises_code("allocate.utility-not-finite"):
         probabilities(np.array([math.nan, 0.0]), 1.0)
     bare = make_plan(
         STACK,
@@ -217,7 +217,7 @@ def test_misuse_is_refused() -> None:
         steps=5,
         rho=1.0,
     )
-    with raises_code("allocate.plan-chooses-nothing"):
+    with raises_code("allocate.no-choice"):
         plan_candidates(bare)
 
 

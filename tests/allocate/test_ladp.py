@@ -200,22 +200,22 @@ def test_candidates_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "both"}, "allocate.not-known"),
-        ({"thresholds": (1.0,)}, "allocate.ladp"),
-        ({"thresholds": (0.0, 5.0)}, "allocate.lie"),
-        ({"parts": (1.0, -0.5)}, "allocate.lie"),
-        ({"share": 0.0}, "allocate.lie"),
-        ({"sensitive": 3}, "allocate.sensitive"),
-        ({"sensitive": []}, "allocate.sensitive"),
-        ({"choose_every": 0}, "allocate.whole-number-correct"),
-        ({"choose_every": 1.5}, "allocate.whole-number-correct"),
+        ({"mode": "both"}, "allocate.option-unknown"),
+        ({"thresholds": (1.0,)}, "allocate.option-pair"),
+        ({"thresholds": (0.0, 5.0)}, "allocate.option-range"),
+        ({"parts": (1.0, -0.5)}, "allocate.option-range"),
+        ({"share": 0.0}, "allocate.option-range"),
+        ({"sensitive": 3}, "allocate.sensitive-type"),
+        ({"sensitive": []}, "allocate.sensitive-type"),
+        ({"choose_every": 0}, "allocate.option-not-whole"),
+        ({"choose_every": 1.5}, "allocate.option-not-whole"),
         ({"choose_every": 5, "choose_epsilon": 0.0}, "account.choice-epsilon-out-of-range"),
-        ({"candidates": (("flat", (1.0,)),)}, "allocate.ladp-candidates-never"),
-        ({"price": -1.0}, "allocate.lie"),
+        ({"candidates": (("flat", (1.0,)),)}, "allocate.candidates-unused"),
+        ({"price": -1.0}, "allocate.option-range"),
         ({"decay": 1.0}, "plan.rule-out-of-range"),
         ({"every": 0}, "plan.rule-out-of-range"),
         ({"mode": "budget", "lower": 2.0}, "plan.rule-out-of-range"),
-        ({"clipping": "elementwise"}, "allocate.not-known"),
+        ({"clipping": "elementwise"}, "allocate.option-unknown"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -226,9 +226,9 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ((("short", (1.0, 1.0)),), "allocate.candidate-give"),
-        ((("zero", (0.0,) * 8),), "allocate.candidate-lie"),
-        ((("nan", (math.nan,) * 8),), "allocate.candidate-lie"),
+        ((("short", (1.0, 1.0)),), "allocate.candidate-length"),
+        ((("zero", (0.0,) * 8),), "allocate.candidate-range"),
+        ((("nan", (math.nan,) * 8),), "allocate.candidate-range"),
         ((("x", (1.0,) * 8), ("x", (2.0,) * 8)), "plan.candidates-unnamed"),
     ],
 )
@@ -238,9 +238,9 @@ def test_candidates_that_do_not_fit_are_refused(shapes: Any, message: str) -> No
 
 
 def test_names_of_layers_that_do_not_exist_are_refused(alone: Make) -> None:
-    with raises_code("plan.profile-names-layer"):
+    with raises_code("plan.layer-unknown"):
         plan_of(LADP(sensitive=["head"]))
-    with raises_code("allocate.told-layers-sensitive"):
+    with raises_code("allocate.no-stack"):
         LADP(sensitive=["1"])(alone())
 
 
@@ -272,7 +272,7 @@ class Unwritable:
     ],
 )
 def test_candidates_that_are_none_are_refused_where_they_are_given(shapes: Any) -> None:
-    with raises_code("allocate.candidate", "allocate.candidate-lie", "allocate.candidates"):
+    with raises_code("allocate.candidate-type", "allocate.candidate-range", "allocate.candidate-type"):
         LADP(choose_every=50, candidates=shapes)
 
 
@@ -281,7 +281,7 @@ def test_candidates_that_are_none_are_refused_where_they_are_given(shapes: Any) 
 def test_candidates_that_no_step_could_take_are_refused_with_the_plan(clipping: Any, far: float) -> None:
     """Each number is one that float32 carries; scaled to the plan's sigma, some are not."""
     shapes = (("even", (1.0,) * 8), ("wild", (far,) + (1.0,) * 6 + (1 / far,)))
-    with raises_code("allocate.candidate-needs-thresholds"):
+    with raises_code("allocate.candidate-range"):
         plan_of(LADP(choose_every=50, candidates=shapes, clipping=clipping))
 
 
@@ -295,10 +295,10 @@ def test_every_offer_of_a_plan_can_be_taken(clipping: Any, far: float) -> None:
 
 
 def test_a_rule_for_sensitive_layers_that_fails_is_refused() -> None:
-    with raises_code("allocate.sensitive-raised-layer"):
+    with raises_code("allocate.sensitive-predicate"):
         plan_of(LADP(sensitive=lambda layer: 1 / 0 > 1))
     for answer in ("yes", 1, None, np.ones(2)):
-        with raises_code("allocate.sensitive-layer"):
+        with raises_code("allocate.sensitive-predicate"):
             plan_of(LADP(sensitive=lambda layer, answer=answer: answer))
     assert plan_of(LADP(sensitive=lambda layer: np.bool_(layer.depth > 0.5))) == plan_of(
         LADP(sensitive=lambda layer: layer.depth > 0.5)

@@ -18,7 +18,6 @@ from lamina.account.gaussian_rdp import classical_zcdp_epsilon, epsilon_of_noise
 from lamina.allocate.ladp import LADP
 from lamina.allocate.make_plan import ALLOCATIONS, make_plan
 from lamina.allocate.problem import Allocation, AllocationProblem
-from lamina.errors import PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
@@ -63,7 +62,7 @@ def test_budgets_are_kept_and_used(allocate: str, clipping: Any, measure: Callab
 
 
 def test_a_quantile_needs_a_box() -> None:
-    with raises_code("plan.thresholds-follow-quantile"):
+    with raises_code("plan.quantile-needs-box"):
         make_plan(STACK, policy(), batch=80, steps=10, allocate="quantile", clipping="joint")
 
 
@@ -72,7 +71,7 @@ def test_automatic_divides_by_as_much_less_as_it_clips() -> None:
     flat, automatic = (
         make_plan(STACK, policy(**private), batch=80, steps=10, allocate=name) for name in ("flat", "automatic")
     )
-    with raises_code("allocate.automatic-divides-batch"):
+    with raises_code("allocate.automatic-public-class"):
         make_plan(STACK, policy(), batch=80, steps=10, allocate="automatic")
     assert automatic.batch == pytest.approx(0.01 * flat.batch)
     assert [s / automatic.batch for s in automatic.noise] == pytest.approx([s / flat.batch for s in flat.noise])
@@ -128,12 +127,12 @@ def test_zcdp_budgets_of_several_classes() -> None:
 @pytest.mark.parametrize(
     ("rho", "message"),
     [
-        (0.0, "allocate.rho-class-finite"),
-        (-1.0, "allocate.rho-class-finite"),
-        (math.nan, "allocate.rho-class-finite"),
-        (math.inf, "allocate.rho-class-finite"),
-        ({"b": 1.0}, "allocate.names-class-policy"),
-        ({}, "allocate.rho-class-finite"),
+        (0.0, "allocate.rho-not-positive"),
+        (-1.0, "allocate.rho-not-positive"),
+        (math.nan, "allocate.rho-not-positive"),
+        (math.inf, "allocate.rho-not-positive"),
+        ({"b": 1.0}, "allocate.unknown-class"),
+        ({}, "allocate.rho-not-positive"),
     ],
 )
 def test_zcdp_budgets_that_make_no_sense_are_refused(rho: Any, message: str) -> None:
@@ -143,11 +142,11 @@ def test_zcdp_budgets_that_make_no_sense_are_refused(rho: Any, message: str) -> 
 
 def test_zcdp_budgets_meet_only_policies_they_can_price() -> None:
     one = policy(a={"population": 1000})
-    with raises_code("allocate.rho-allocation-chooses"):
+    with raises_code("allocate.rho-follows-budget"):
         make_plan(STACK, one, batch=10, steps=10, rho=0.1, allocate="ladp-budget")
-    with raises_code("allocate.epsilon-rho"):
+    with raises_code("allocate.epsilon-and-rho"):
         make_plan(STACK, one, batch=10, steps=10, rho=0.1, epsilon=1.0)
-    with raises_code("allocate.rho-class-releases"):
+    with raises_code("allocate.rho-used-up"):
         make_plan(STACK, one, batch=10, steps=10, rho=0.1, allocate=LADP(choose_every=1))
 
 
@@ -215,13 +214,13 @@ def test_epsilon_may_be_tightened_but_not_loosened() -> None:
     assert tight.epsilon("survey") <= 0.5
     named = make_plan(STACK, policy(), batch=80, steps=100, epsilon={"clinical": 0.5})
     assert named.epsilon("clinical") <= 0.5 < loose.epsilon("survey")
-    with raises_code("allocate.epsilon-class-above"):
+    with raises_code("allocate.above-policy-bound"):
         make_plan(STACK, policy(), batch=80, steps=100, epsilon={"clinical": 2})
 
 
 def test_a_class_without_a_figure_takes_the_one_asked_for() -> None:
     bare = policy(a={"population": 1000})
-    with raises_code("allocate.class-neither-epsilon"):
+    with raises_code("allocate.no-budget"):
         make_plan(STACK, bare, batch=10, steps=10)
     assert make_plan(STACK, bare, batch=10, steps=10, epsilon=8.0).epsilon("a") <= 8.0
 
@@ -233,47 +232,47 @@ def test_a_floor_bounds_what_may_be_asked_for() -> None:
             "class": {"a": {"population": 1000}},
         }
     )
-    with raises_code("allocate.epsilon-class-above"):
+    with raises_code("allocate.above-policy-bound"):
         make_plan(STACK, floored, batch=10, steps=10, epsilon=5.0)
-    with raises_code("allocate.class-neither-epsilon"):
+    with raises_code("allocate.no-budget"):
         make_plan(STACK, floored, batch=10, steps=10)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "code"),
     [
-        ({"batch": 0}, "batch is 0"),
-        ({"batch": 80.0}, "batch is 80.0"),
-        ({"batch": True}, "batch is True"),
-        ({"batch": 8001}, "above its population"),
-        ({"batch": {"clinical": 10}}, "no size for class 'survey'"),
-        ({"batch": {"clinical": 1001, "survey": 0, "open": 0}}, "'clinical' is 1001, above its population of 1000"),
-        ({"batch": {"clinical": 0, "survey": 0, "open": 0}}, "0 for every class"),
-        ({"batch": {"clinical": -1, "survey": 1, "open": 1}}, "batch of class 'clinical' is -1"),
-        ({"batch": {"clinical": 1, "survey": 1, "open": 1, "x": 1}}, "class 'x'.*clinical, survey, open"),
-        ({"steps": None}, "exactly one"),
-        ({"epochs": 1}, "exactly one"),
-        ({"steps": 0}, "steps is 0"),
-        ({"steps": 1.5}, "steps is 1.5"),
-        ({"steps": None, "epochs": 0}, "epochs is 0"),
-        ({"steps": None, "epochs": math.inf}, "epochs is inf"),
-        ({"epsilon": 0.0}, "epsilon of class 'clinical' is 0.0"),
-        ({"epsilon": -1}, "is -1"),
-        ({"epsilon": math.nan}, "is nan"),
-        ({"epsilon": {"x": 1.0}}, "class 'x'"),
-        ({"epsilon": {"open": 1.0}}, "'open', which is public"),
-        ({"allocate": "best"}, "'best' is not known"),
-        ({"clipping": "ball"}, "'ball'"),
+        ({"batch": 0}, "allocate.batch-not-positive"),
+        ({"batch": 80.0}, "allocate.batch-not-positive"),
+        ({"batch": True}, "allocate.batch-not-positive"),
+        ({"batch": 8001}, "allocate.batch-above-population"),
+        ({"batch": {"clinical": 10}}, "allocate.batch-class-missing"),
+        ({"batch": {"clinical": 1001, "survey": 0, "open": 0}}, "allocate.batch-above-population"),
+        ({"batch": {"clinical": 0, "survey": 0, "open": 0}}, "allocate.batch-empty"),
+        ({"batch": {"clinical": -1, "survey": 1, "open": 1}}, "allocate.batch-not-positive"),
+        ({"batch": {"clinical": 1, "survey": 1, "open": 1, "x": 1}}, "allocate.unknown-class"),
+        ({"steps": None}, "allocate.steps-and-epochs"),
+        ({"epochs": 1}, "allocate.steps-and-epochs"),
+        ({"steps": 0}, "allocate.steps-not-positive"),
+        ({"steps": 1.5}, "allocate.steps-not-positive"),
+        ({"steps": None, "epochs": 0}, "allocate.epochs-not-positive"),
+        ({"steps": None, "epochs": math.inf}, "allocate.epochs-not-positive"),
+        ({"epsilon": 0.0}, "allocate.epsilon-not-positive"),
+        ({"epsilon": -1}, "allocate.epsilon-not-positive"),
+        ({"epsilon": math.nan}, "allocate.epsilon-not-positive"),
+        ({"epsilon": {"x": 1.0}}, "allocate.unknown-class"),
+        ({"epsilon": {"open": 1.0}}, "allocate.epsilon-without-class"),
+        ({"allocate": "best"}, "allocate.unknown-allocation"),
+        ({"clipping": "ball"}, "plan.clipping-unknown"),
     ],
 )
-def test_misuse_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+def test_misuse_is_refused(changes: dict[str, Any], code: str) -> None:
+    with raises_code(code):
         make_plan(STACK, policy(), **{"batch": 80, "steps": 10, **changes})
 
 
 def test_public_classes_need_a_population_unless_left_out() -> None:
     classes = policy(a={"population": 1000, "epsilon": 1.0}, open={"public": True})
-    with raises_code("allocate.class-no-population"):
+    with raises_code("allocate.no-population"):
         make_plan(STACK, classes, batch=10, steps=10)
     plan = make_plan(STACK, classes, batch={"a": 10, "open": 0}, steps=10)
     assert len(plan.classes) == 1
@@ -281,7 +280,7 @@ def test_public_classes_need_a_population_unless_left_out() -> None:
 
 def test_profiles_are_checked_against_the_model() -> None:
     small = LayerStack.from_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    with raises_code("allocate.class"):
+    with raises_code("allocate.profile-refused"):
         make_plan(small, policy(), batch=80, steps=10)
 
 
@@ -301,9 +300,9 @@ def test_own_allocations_are_taken_but_may_not_widen_reach() -> None:
     plan = make_plan(STACK, policy(), batch=80, steps=10, allocate=proportional)
     assert plan.allocation == "proportional"
     assert plan.epsilon("clinical") <= 1.0
-    with raises_code("allocate.allocation-gives-class"):
+    with raises_code("allocate.reach-widened"):
         make_plan(STACK, policy(), batch=80, steps=10, allocate=greedy)
-    with raises_code("plan.layer-private-class"):
+    with raises_code("plan.layer-without-noise"):
         make_plan(STACK, policy(), batch=80, steps=10, allocate=silent)
 
 

@@ -170,20 +170,20 @@ def test_lsab_has_the_shape_of_delta_and_the_noise_of_the_optimum(alone: Make, m
 def test_bounds_that_explode_with_depth_are_refused(alone: Make, measure: Make) -> None:
     exploding = alone(measure=measure(worst=(1.0, 1e4, 1e8, 1e12, 1e16)))
     assert LSAB()(exploding).noise
-    with raises_code("allocate.delta-layers-spans"):
+    with raises_code("allocate.delta-spread"):
         LSAB(bound="worst")(exploding)
 
 
 @pytest.mark.parametrize("policy", [LSAB(), Pareto(weights="harm"), ALLOCATIONS["printed-lsab"]])
 def test_policies_that_need_a_measurement_refuse_without(policy: Any, problem: Make) -> None:
-    with raises_code("allocate.needs-measure-layers"):
+    with raises_code("allocate.needs-measure"):
         policy(problem())
 
 
 def test_a_measurement_of_another_model_is_refused(problem: Make, measure: Make) -> None:
     other = measure(layers=("a", "b"))
     for name in ("lsab", "pareto", "proportional", "quantile", "ladp"):
-        with raises_code("allocate.measurement-layers-plan"):
+        with raises_code("allocate.measure-length"):
             find_allocation(name)(problem(measure=other))
 
 
@@ -293,16 +293,16 @@ def test_nonsense_is_refused(changes: dict[str, object], problem: Make) -> None:
 
 
 def test_a_layer_of_no_size_is_refused(problem: Make) -> None:
-    with raises_code("allocate.threshold-layer-finite"):
+    with raises_code("allocate.threshold-not-positive"):
         Proportional()(problem(sizes=(1, 0, 1, 1, 1)))
 
 
 def test_unknown_names_are_refused() -> None:
-    with raises_code("allocate.allocation-not-known"):
+    with raises_code("allocate.unknown-allocation"):
         find_allocation("optimal")
-    with raises_code("allocate.allocation-not-known"):
+    with raises_code("allocate.unknown-allocation"):
         find_allocation("paretto")
-    with raises_code("allocate.allocate"):
+    with raises_code("allocate.allocation-type"):
         find_allocation(3)  # type: ignore[arg-type]
 
 

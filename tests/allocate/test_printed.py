@@ -112,7 +112,7 @@ def test_printed_ladp_by_fisher(measure: Make) -> None:
     )
     assert plan.noise[:2] == pytest.approx((0.08 * 9 / 60, 0.08 / 60))
     assert plan.noise[2:4] == pytest.approx((0.5 * 0.08 * 9 / 60, 0.5 * 0.08 / 60))
-    with raises_code("allocate.needs-measure-layers"):
+    with raises_code("allocate.needs-measure"):
         make_plan(TWELVE, ONE, batch=10, steps=100, epsilon=8.0, allocate=PaperLADP(split="fisher"))
 
 
@@ -136,10 +136,10 @@ def test_several_classes_get_the_strictest_claim_and_public_ones_none(name: str,
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: PaperLADP(split="influence"), "allocate.not-known"),
-        (lambda: PaperLADP(share=2.0), "allocate.lie"),
-        (lambda: PaperLADP(sensitive=4), "allocate.sensitive"),  # type: ignore[arg-type]
-        (lambda: PaperLSAB(weights="norms"), "allocate.not-known"),
+        (lambda: PaperLADP(split="influence"), "allocate.option-unknown"),
+        (lambda: PaperLADP(share=2.0), "allocate.option-range"),
+        (lambda: PaperLADP(sensitive=4), "allocate.sensitive-type"),  # type: ignore[arg-type]
+        (lambda: PaperLSAB(weights="norms"), "allocate.option-unknown"),
     ],
 )
 def test_wrong_options_are_refused(made: Callable[[], Any], message: str) -> None:
@@ -149,5 +149,5 @@ def test_wrong_options_are_refused(made: Callable[[], Any], message: str) -> Non
 
 @pytest.mark.parametrize("policy", [PaperLSAB(), PaperLADP()])
 def test_a_bare_problem_has_nothing_to_claim(policy: Any, problem: Make, measure: Make) -> None:
-    with raises_code("allocate.knows-neither-epsilon", "allocate.not-know-epsilon"):
+    with raises_code("allocate.no-target", "allocate.no-target"):
         policy(problem(measure=measure(), targets=(), delta=()))

@@ -176,19 +176,19 @@ def test_a_weight_of_nothing_takes_the_layer_out_under_any_clipping() -> None:
 
 @pytest.mark.parametrize("given", ["joint", Clipping.JOINT, None])
 def test_weights_are_refused_under_joint_clipping(given: Any) -> None:
-    with raises_code("allocate.profile-class-weighs-layers"):
+    with raises_code("allocate.weights-joint-clipping"):
         plan_of(sensitive=WEIGHED, clipping=given)
 
 
 def test_weights_of_a_public_class_are_refused() -> None:
     public = {"population": 10, "public": True, "profile": {"weights": {"head": 0.5}}}
-    with raises_code("allocate.profile-class-weighs"):
+    with raises_code("allocate.weights-public-class"):
         plan_of(sensitive=HEADS, open=public, clipping="box")
 
 
 def test_printed_methods_know_neither_slices_nor_weights() -> None:
     for entry in (HEADS, WEIGHED):
-        with raises_code("allocate.profile-class-weights"):
+        with raises_code("allocate.weights-paper-method"):
             plan_of(sensitive=entry, allocate="printed-ladp")
 
 
@@ -203,7 +203,7 @@ def test_a_function_of_the_users_need_not_know_of_weights() -> None:
     plan, chosen = explained_plan(STACK, policy(sensitive=WEIGHED), batch=80, steps=50, allocate=mine)
     assert plan.clip[0][-1] == 0.25 and chosen.clip == plan.clip
     assert plan.sigma("sensitive") == pytest.approx(effective_sigma(plan.clip[0], plan.noise))
-    with raises_code("allocate.factors"):
+    with raises_code("allocate.problem-shape"):
         dataclasses.replace(problems[0], factors=((1.0,),))
 
 
@@ -243,7 +243,7 @@ def test_an_adapter_in_the_plan_says_which_it_is() -> None:
 
 
 def test_a_refusal_names_the_class() -> None:
-    with raises_code("allocate.class"):
+    with raises_code("allocate.profile-refused"):
         plan_of(sensitive={**HEADS, "profile": {"heads": [9]}})
 
 
@@ -270,7 +270,7 @@ def test_slices_of_another_model_are_refused() -> None:
     plan = plan_of(sensitive=HEADS)
     other = TransformerAutoencoder(3, 4, width=8, layers=2, heads=4, hidden=5, code=2)
     other.decoder[0].query.weight = nn.Parameter(torch.zeros(4, 16))
-    with raises_code("plan.slice-class-along"):
+    with raises_code("plan.slice-shape-differs"):
         check_coverage(other, plan)
 
 

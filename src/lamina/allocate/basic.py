@@ -1,7 +1,4 @@
-"""Allocations that need no choice while training.
-
-Flat, uniform, proportional, pareto, quantile, automatic, lsab.
-"""
+"""Allocations that need no choice while training: flat, uniform, proportional, pareto, quantile, automatic, lsab."""
 
 from __future__ import annotations
 
@@ -269,7 +266,7 @@ class Automatic:
         public = [name for name, sigma in zip(problem.classes, problem.sigma, strict=True) if math.isinf(sigma)]
         if public:
             raise PlanError(
-                "allocate.automatic-divides-batch",
+                "allocate.automatic-public-class",
                 f"automatic divides by {self.gamma:g} of the batch, and class {public[0]!r} is public, so not clipped: "
                 "its gradient would count that many times over",
                 f"use flat or pareto, or leave the class out with batch={{{public[0]!r}: 0, …}}",
@@ -337,7 +334,7 @@ class LSAB:
         spread = high / low if math.isfinite(high) else math.inf  # plain floats: a quotient may overflow
         if not spread <= WIDEST_SPREAD:
             raise PlanError(
-                "allocate.delta-layers-spans",
+                "allocate.delta-spread",
                 f"Δ ({self.bound}) of the layers spans a factor of {spread:.1e}, above {WIDEST_SPREAD:.0e}: the lowest "
                 "thresholds would stop their layers",
                 "use bound='tight', a smaller or better normalised model, or allocate='pareto'",

@@ -1,7 +1,4 @@
-"""LADP: sensitive layers, shares that follow released energy.
-
-And the exponential mechanism that chooses a noise shape.
-"""
+"""LADP: sensitive layers, shares that follow released energy, and the exponential mechanism that picks a noise shape."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina import validate
 from lamina.account.gaussian_rdp import choice_noise_multiplier
 from lamina.allocate.problem import (
     Allocation,
@@ -21,9 +19,9 @@ from lamina.allocate.problem import (
     check_clipping,
     check_number,
     check_one_of,
-    check_whole_number,
     clip_of_shape,
     measured_row,
+    named,
     noise_by_shares,
     optimal_noise,
 )
@@ -85,11 +83,7 @@ def plan_candidates(plan: StepPlan) -> tuple[Candidate, ...]:
     """
     rule = plan.rule(Choose)
     if rule is None:
-        raise PlanError(
-            "allocate.plan-chooses-nothing",
-            "the plan chooses nothing: it has no rule Choose",
-            "use LADP(choose_every=…)",
-        )
+        raise PlanError("allocate.no-choice", "the plan has no rule Choose", "use LADP(choose_every=…)")
     classes = range(len(plan.classes))
     return scaled_candidates(
         rule,
@@ -129,16 +123,14 @@ def kept_fraction(offer: Candidate, norms: Array, cls: Sequence[int] | NDArray[n
     rows = np.asarray(cls, dtype=np.int64)
     if norms.ndim != 2 or norms.shape[1] != len(offer.noise) or rows.shape != norms.shape[:1]:
         raise PlanError(
-            "allocate.norms-classes",
-            f"norms are {norms.shape} and classes {rows.shape}",
-            f"give n × {len(offer.noise)} norms and n classes",
+            "allocate.norms-shape",
+            f"norms are {norms.shape}, classes {rows.shape}",
+            f"give (n, {len(offer.noise)}) and (n,)",
         )
     result = np.zeros(len(norms))
     for k in np.unique(rows).tolist():
         if not 0 <= k < len(offer.clip):
-            raise PlanError(
-                "allocate.class-out-range", f"class {k} is out of range", f"there are {len(offer.clip)} of them"
-            )
+            raise PlanError("allocate.unknown-class", f"class {k} is out of range", f"use 0 to {len(offer.clip) - 1}")
         c, s = np.array(offer.clip[k]), np.array(offer.noise)
         reach = (c > 0) & (s > 0)
         if not np.isfinite(c).all() or not reach.any():
@@ -182,7 +174,7 @@ def probabilities(u: Array, epsilon: float) -> Array:
     """p ∝ exp(ε·u)."""
     if not np.isfinite(u).all() or not 0 < epsilon < math.inf:
         raise PlanError(  # what the utilities are stays secret
-            "allocate.utilities-choice-epsilon",
+            "allocate.utility-not-finite",
             f"the utilities of a choice at epsilon {epsilon!r} are not finite, or epsilon is not",
             "give candidates of sizes that floating point can carry, and epsilon > 0",
         )
@@ -196,10 +188,7 @@ def draw(u: Array, epsilon: float, uniform: float) -> int:
     A probability below 2^-53 may become 0: what that adds to δ, 2^-53 per candidate and call, is below what
     floating point is listed for as not covered.
     """
-    if not 0 <= uniform < 1:
-        raise PlanError(
-            "allocate.uniform-lie", f"uniform is {uniform!r}, must lie in [0, 1)", "draw 53 bits and divide by 2^53"
-        )
+    validate.number(PlanError, "allocate.uniform-range", least=0, below=1, uniform=uniform)
     place = int(np.searchsorted(np.cumsum(probabilities(u, epsilon)), uniform, side="right"))
     return min(place, len(u) - 1)
 
@@ -232,23 +221,21 @@ def default_shapes(problem: AllocationProblem, clip: ClipMatrix, parts: NDArray[
     return tuple(rows.items())
 
 
-def parse_shapes(policy: str, given: Any) -> NamedShapes:
+def parse_shapes(allocation: str, given: Any) -> NamedShapes:
     """Shapes of the user's own as (name, row) pairs; refused where they are anything else."""
     remedy = "give pairs of a name and a row with one S for each layer: (('flat', (1.0, 1.0)), …)"
     if not isinstance(given, tuple | list) or not given:
-        raise PlanError("allocate.candidates", f"candidates of {policy} is {short_repr(given)}", remedy)
+        raise PlanError("allocate.candidate-type", f"candidates of {allocation} is {short_repr(given)}", remedy)
     found = []
     for pair in given:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise PlanError("allocate.candidate", f"a candidate of {policy} is {short_repr(pair)}", remedy)
-        name, row = pair
+        name, row = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, None)
         if not isinstance(name, str) or not name or not isinstance(row, tuple | list):
-            raise PlanError("allocate.candidate", f"a candidate of {policy} is {short_repr(pair)}", remedy)
+            raise PlanError("allocate.candidate-type", f"a candidate of {allocation} is {short_repr(pair)}", remedy)
         for s in row:
             if not isinstance(s, int | float) or isinstance(s, bool) or not LEAST_MAGNITUDE <= s <= MOST_MAGNITUDE:
                 raise PlanError(
-                    "allocate.candidate-lie",
-                    f"candidate {name!r} has S = {short_repr(s)}, must lie in [{LEAST_MAGNITUDE:g}, {MOST_MAGNITUDE:g}]",
+                    "allocate.candidate-range",
+                    f"candidate {name!r} has S = {short_repr(s)}, outside [{LEAST_MAGNITUDE:g}, {MOST_MAGNITUDE:g}]",
                     "scale the row: only its shape matters",
                 )
         found.append((name, tuple(float(s) for s in row)))
@@ -262,9 +249,9 @@ def check_shapes(problem: AllocationProblem, given: NamedShapes) -> NamedShapes:
     for name, row in given:
         if len(row) != len(noised):
             raise PlanError(
-                "allocate.candidate-give",
+                "allocate.candidate-length",
                 f"candidate {name!r} is {short_repr(row)}",
-                f"give one S > 0 for each of the {len(noised)} layers",
+                f"give one S > 0 for each of {len(noised)} layers",
             )
         found.append((name, tuple(s if needed else 0.0 for s, needed in zip(row, noised, strict=True))))
     return tuple(found)
@@ -288,9 +275,8 @@ def refuse_unusable_candidates(
         numbers += [c for row, private in zip(offer.clip, owed, strict=True) if private for c in row]
         if bad := [x for x in numbers if x != 0 and not LEAST_MAGNITUDE <= x <= MOST_MAGNITUDE]:
             raise PlanError(
-                "allocate.candidate-needs-thresholds",
-                f"candidate {offer.name!r} needs thresholds or noise of {bad[0]:.3g}, "
-                f"outside [{LEAST_MAGNITUDE:g}, {MOST_MAGNITUDE:g}]: float32 would lose it",
+                "allocate.candidate-range",
+                f"candidate {offer.name!r} needs C or S of {bad[0]:.3g}, outside [{LEAST_MAGNITUDE:g}, {MOST_MAGNITUDE:g}]",
                 "give rows whose numbers lie closer together",
             )
 
@@ -298,21 +284,21 @@ def refuse_unusable_candidates(
 SensitiveLayers = DepthProfile | Sequence[str | int] | Callable[[Layer], bool]
 
 
-def check_sensitive(policy: str, sensitive: object) -> None:
+def check_sensitive(allocation: str, sensitive: object) -> None:
     """Refuse what names no layers."""
     if sensitive is None or isinstance(sensitive, DepthProfile | str) or callable(sensitive):
         return
     if isinstance(sensitive, Sequence) and sensitive:
         return
     raise PlanError(
-        "allocate.sensitive",
-        f"sensitive of {policy} is {sensitive!r}",
-        "give names or patterns of layers, a DepthProfile, a function of a Layer, or leave it out",
+        "allocate.sensitive-type",
+        f"sensitive of {allocation} is {sensitive!r}",
+        "give names or patterns of layers, a DepthProfile or a function of a Layer",
     )
 
 
 def sensitive_layers(
-    problem: AllocationProblem, sensitive: SensitiveLayers | None, share: float, policy: str
+    problem: AllocationProblem, sensitive: SensitiveLayers | None, share: float, allocation: str
 ) -> tuple[tuple[bool, ...], str]:
     """Which layers are sensitive, and the sentence that says why.
 
@@ -320,9 +306,9 @@ def sensitive_layers(
     measurement the top `share` of the depth (at least the last layer).
     """
     if sensitive is not None:
-        picked, because = _named_by_user(problem, sensitive, policy)
+        picked, because = _named_by_user(problem, sensitive, allocation)
     elif problem.measure is not None:
-        information = measured_row(problem, "fisher", policy)
+        information = measured_row(problem, "fisher", allocation)
         count = math.ceil(share * len(information))
         top = set(np.argsort(-information, kind="stable")[:count].tolist())
         picked = tuple(i in top for i in range(len(information)))
@@ -338,36 +324,36 @@ def sensitive_layers(
     return picked, f"Sensitive layers: {listed or 'none'}, because {because}."
 
 
-def _named_by_user(problem: AllocationProblem, sensitive: SensitiveLayers, policy: str) -> tuple[tuple[bool, ...], str]:
+def _named_by_user(
+    problem: AllocationProblem, sensitive: SensitiveLayers, allocation: str
+) -> tuple[tuple[bool, ...], str]:
     if problem.stack is None:
         raise PlanError(
-            "allocate.told-layers-sensitive",
-            f"{policy} is told which layers are sensitive, but knows no stack",
-            "use make_plan",
+            "allocate.no-stack", f"sensitive of {allocation} is set, but there is no stack", "use make_plan"
         )
     if isinstance(sensitive, DepthProfile):
         return sensitive.resolve(problem.stack), f"the profile '{sensitive}' names them"
     if callable(sensitive):
         called = getattr(sensitive, "__name__", "predicate")
-        picked = tuple(_ask_predicate(sensitive, called, layer, policy) for layer in problem.stack)
+        picked = tuple(_ask_predicate(sensitive, called, layer) for layer in problem.stack)
         return picked, f"the rule '{called}' picks them"
     return DepthProfile.layers(sensitive).resolve(problem.stack), "the plan names them"
 
 
-def _ask_predicate(sensitive: Callable[[Layer], bool], called: str, layer: Layer, policy: str) -> bool:
+def _ask_predicate(sensitive: Callable[[Layer], bool], called: str, layer: Layer) -> bool:
     remedy = "give a function that returns True or False for every Layer (its name, depth, size, …)"
     try:
         answer = sensitive(layer)
     except Exception as error:
         raise PlanError(
-            "allocate.sensitive-raised-layer",
-            f"sensitive of {policy} ('{called}') raised {type(error).__name__} at layer {layer.name!r}: {error}",
+            "allocate.sensitive-predicate",
+            f"{called!r} raised {type(error).__name__} at layer {layer.name!r}: {error}",
             remedy,
         ) from error
     if not isinstance(answer, bool | np.bool_):
         raise PlanError(
-            "allocate.sensitive-layer",
-            f"sensitive of {policy} ('{called}') is a {type(answer).__name__} at layer {layer.name!r}",
+            "allocate.sensitive-predicate",
+            f"{called!r} gave a {type(answer).__name__} for layer {layer.name!r}",
             remedy,
         )
     return bool(answer)
@@ -380,9 +366,6 @@ def _last_layers(problem: AllocationProblem, share: float) -> tuple[bool, ...]:
             return found
     layers = len(problem.sizes)
     return tuple(i >= layers - math.ceil(share * layers) for i in range(layers))
-
-
-Shapes = tuple[tuple[str, tuple[float, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -420,7 +403,7 @@ class LADP:
     upper: float = 1.5
     choose_every: int | None = None
     choose_epsilon: float = 0.5
-    candidates: Shapes | None = None
+    candidates: NamedShapes | None = None
     price: float | None = None
     clipping: Clipping | None = None
 
@@ -438,16 +421,12 @@ class LADP:
         if self.price is not None:
             check_number(who, "price", self.price, 0.0, 1e12, closed=True)
         if self.choose_every is not None:
-            check_whole_number(who, "choose_every", self.choose_every)
+            validate.whole(PlanError, "allocate.option-not-whole", **named("choose_every of ladp", self.choose_every))
             choice_noise_multiplier(self.choose_epsilon)
             if self.candidates is not None:
                 object.__setattr__(self, "candidates", parse_shapes(who, self.candidates))
         elif self.candidates is not None:
-            raise PlanError(
-                "allocate.ladp-candidates-never",
-                "ladp has candidates but never chooses",
-                "give choose_every, e.g. once per epoch",
-            )
+            raise PlanError("allocate.candidates-unused", "ladp has candidates but never chooses", "give choose_every")
         self._rules()  # its numbers are checked there
 
     @property
@@ -522,7 +501,7 @@ class LADP:
 def _number_pair(option: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise PlanError(
-            "allocate.ladp", f"{option} of ladp is {value!r}", "give two numbers: of sensitive layers, of others"
+            "allocate.option-pair", f"{option} of ladp is {value!r}", "give two numbers: of sensitive layers, of others"
         )
     for each in value:
         check_number("ladp", option, each, 0.0, 1e6)

@@ -10,6 +10,7 @@ from fractions import Fraction
 from functools import partial
 from types import MappingProxyType
 
+from lamina import validate
 from lamina.account.accountants import calibrate, find_accountant
 from lamina.account.filters import choose_order
 from lamina.account.gaussian_rdp import step_rdp
@@ -17,7 +18,7 @@ from lamina.account.schedule import Event
 from lamina.allocate.basic import automatic, flat, lsab, pareto, proportional, quantile, uniform
 from lamina.allocate.ladp import LADP, ladp
 from lamina.allocate.paper import paper_ladp, paper_lsab
-from lamina.allocate.problem import Allocate, Allocation, AllocationProblem, Allocator
+from lamina.allocate.problem import Allocate, Allocation, AllocationProblem, Allocator, named
 from lamina.errors import AccountingError, PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
@@ -31,8 +32,8 @@ _ALL: tuple[Allocator, ...] = (
     flat, uniform, proportional, pareto, lsab, ladp, LADP(mode="budget"), quantile, automatic,
     paper_lsab, paper_ladp,
 )  # fmt: skip
-ALLOCATIONS: Mapping[str, Allocator] = MappingProxyType({policy.name: policy for policy in _ALL})
-"""Every policy with its default options. The printed ones reproduce documents and are not what these claim."""
+ALLOCATIONS: Mapping[str, Allocator] = MappingProxyType({allocation.name: allocation for allocation in _ALL})
+"""Every allocation with its default options. The paper ones reproduce documents, and their claims do not hold."""
 
 DEFAULT_ALLOCATION = pareto.name
 """What `make_plan` does unless it is told otherwise. Without a measure and with one class it is `flat`, which real data
@@ -40,28 +41,32 @@ support (docs/policies/utility.md); with several it gives each its whole budget,
 
 
 def find_allocation(name: str | Allocate) -> Allocate:
-    """The allocation of that name; a policy or function stands for itself."""
+    """The allocation of that name; an object or function stands for itself."""
     if not isinstance(name, str):
         if isinstance(name, type):
             raise PlanError(
-                "allocate.allocate-class", f"allocate is the class {name.__name__}", f"make one: {name.__name__}()"
+                "allocate.allocation-type", f"allocate is the class {name.__name__}", f"give {name.__name__}()"
             )
         if not callable(name):
             raise PlanError(
-                "allocate.allocate", f"allocate is a {type(name).__name__}", f"use one of {', '.join(ALLOCATIONS)}"
+                "allocate.allocation-type",
+                f"allocate is a {type(name).__name__}",
+                f"use one of {', '.join(ALLOCATIONS)}",
             )
         return name
     if name not in ALLOCATIONS:
         close = get_close_matches(name, ALLOCATIONS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise PlanError(
-            "allocate.allocation-not-known",
-            f"allocation {name!r} is not known{hint}",
+            "allocate.unknown-allocation",
+            f"no allocation is called {name!r}{hint}",
             f"use one of {', '.join(ALLOCATIONS)}",
         )
     return ALLOCATIONS[name]
 
 
+_CLOSER = "bring the classes closer together, or use LADP(mode='shares')"
+_LESS = "ask for less, or change the policy"
 _MOST_EXCESS_NOISE = 4.0  # times the noise that a class needs
 
 
@@ -90,23 +95,22 @@ def calibrate_classes(
     Raw noise credits nothing to sampling: it is calibrated for as many unsampled steps as a contribution takes part in.
     """
     if epsilon is not None and rho is not None:
-        raise PlanError("allocate.epsilon-rho", f"epsilon is {epsilon!r} and rho is {rho!r}", "give one of them")
+        raise PlanError("allocate.epsilon-and-rho", f"epsilon is {epsilon!r} and rho is {rho!r}", "give one of them")
     side = getattr(chooser, "side", lambda _: ())(steps)
     if policy.noise.as_injection.raw:
         if side or getattr(chooser, "follows_budget", False):
             raise PlanError(
-                "allocate.noise-enters-per",
-                "noise enters per_sample_raw, and the allocation releases or follows something that is priced with "
-                "sampling",
-                "use injection per_step, or an allocation that is fixed before the first step",
+                "allocate.raw-noise",
+                "noise is per_sample_raw, but the allocation needs credit for sampling",
+                "use injection per_step or another allocation",
             )
         rates, steps = dict.fromkeys(rates, 1.0), policy.noise.as_injection.events(0, steps)
     besides = {name: tuple(Event(sigma=sigma, q=q, steps=calls) for sigma, calls in side) for name, q in rates.items()}
     if rho is not None and getattr(chooser, "follows_budget", False):
         raise PlanError(
-            "allocate.rho-allocation-chooses",
-            f"rho is {rho!r}, and the allocation chooses its noise on the way, which is priced at one Rényi order",
-            "give epsilon, or an allocation whose noise is fixed: LADP(mode='shares')",
+            "allocate.rho-follows-budget",
+            f"rho is {rho!r}, but this allocation sets its noise while training",
+            "give epsilon, or LADP(mode='shares')",
         )
     if rho is not None:
         return _calibrate_to_rho(policy, rates, steps, rho, besides)
@@ -137,11 +141,9 @@ def _shared_order(
     """One order for all classes: of those that suit one class best, the one that costs the worst-off class least."""
     if not targets:
         raise PlanError(
-            "allocate.every-class-public",
-            "every class is public: there is no budget to follow",
-            "use another allocation",
+            "allocate.no-private-class", "every class is public: there is no budget", "use another allocation"
         )
-    delta = policy.corpus.delta
+    delta, wanted = policy.corpus.delta, ", ".join(f"{e:g}" for e in targets.values())
 
     def needed(cls: str, name: str) -> float:
         return calibrate(targets[cls], delta=delta, q=rates[cls], steps=steps, accountant=name, besides=besides[cls])
@@ -158,18 +160,13 @@ def _shared_order(
         except AccountingError:  # too small an order for the strictest class
             continue
     if not worst:
-        raise PlanError(
-            "allocate.no-nyi-order",
-            f"no one Rényi order serves classes with epsilon {', '.join(f'{e:g}' for e in targets.values())}",
-            "bring them closer together, or use LADP(mode='shares')",
-        )
+        raise PlanError("allocate.no-shared-order", f"no Rényi order serves all classes (epsilon {wanted})", _CLOSER)
     order = min(worst, key=worst.__getitem__)
     if worst[order] > _MOST_EXCESS_NOISE:
         raise PlanError(
-            "allocate.classes-epsilon-share",
-            f"classes with epsilon {', '.join(f'{e:g}' for e in targets.values())} share one Rényi order so badly that "
-            f"one of them would get {worst[order]:.3g} times the noise that it needs",
-            "bring them closer together, or use LADP(mode='shares'), which needs no such order",
+            "allocate.no-shared-order",
+            f"one Rényi order for all classes (epsilon {wanted}) costs one of them {worst[order]:.3g} times its noise",
+            _CLOSER,
         )
     return order
 
@@ -218,19 +215,15 @@ def _calibrate_to_rho(
     refuse_unknown_classes(policy, asked, "rho")
     sigma, targets, priced = {}, {}, find_accountant("zcdp")
     for name in private:
-        cap = asked.get(name)
-        if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf:
-            raise PlanError(
-                "allocate.rho-class-finite",
-                f"rho of class {name!r} is {cap!r}, must be finite and > 0",
-                "give every class one",
-            )
+        cap = validate.positive(
+            PlanError, "allocate.rho-not-positive", **named(f"rho of class {name!r}", asked.get(name))
+        )
         left = cap - math.fsum(0.5 * event.steps * event.mu**2 for event in besides[name])
         if left <= 0:
             raise PlanError(
-                "allocate.rho-class-releases",
-                f"rho of class {name!r} is {cap:g}, and the other releases alone take {cap - left:.4g}",
-                "raise it, or make them rarer",
+                "allocate.rho-used-up",
+                f"rho of class {name!r} is {cap:g}; other releases take {cap - left:.4g}",
+                "raise it",
             )
         sigma[name] = math.sqrt(steps / (2.0 * left))
         while steps * 0.5 * (1.0 / sigma[name]) ** 2 > left:
@@ -240,10 +233,9 @@ def _calibrate_to_rho(
         bound = policy.bound(name)
         if bound is not None and targets[name] > bound:
             raise PlanError(
-                "allocate.rho-class-epsilon",
-                f"rho of class {name!r} is {cap:g}, which is ε = {targets[name]:.4g} at δ = {policy.corpus.delta:g}, "
-                f"above the policy's bound of {bound:.6g}",
-                "ask for less, or change the policy",
+                "allocate.above-policy-bound",
+                f"rho of class {name!r} is {cap:g}: epsilon {targets[name]:.4g}, above the policy's {bound:.6g}",
+                _LESS,
             )
     return CalibratedNoise(
         sigma=tuple(sigma.get(name, math.inf) for name in rates),
@@ -262,8 +254,8 @@ def _target_epsilons(policy: Policy, names: list[str], epsilon: float | Mapping[
         for name in epsilon:
             if name not in private:
                 raise PlanError(
-                    "allocate.epsilon-given-class",
-                    f"epsilon is given for class {name!r}, which is public or left out",
+                    "allocate.epsilon-without-class",
+                    f"epsilon names class {name!r}, which is public or left out",
                     "drop it",
                 )
         asked = dict(epsilon)
@@ -275,23 +267,20 @@ def _target_epsilons(policy: Policy, names: list[str], epsilon: float | Mapping[
         target = asked.get(name, bound if entry.epsilon or entry.noise_multiplier else None)
         if target is None:
             raise PlanError(
-                "allocate.class-neither-epsilon",
+                "allocate.no-budget",
                 f"class {name!r} has neither epsilon nor noise_multiplier",
-                f"add one to [class.{name}], or give make_plan(epsilon={{{name!r}: 1.0}})",
+                f"add one to [class.{name}], or give epsilon={{{name!r}: 1.0}}",
             )
-        if isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target < math.inf:
-            raise PlanError(
-                "allocate.epsilon-class-finite",
-                f"epsilon of class {name!r} is {target!r}, must be finite and > 0",
-                "correct it",
-            )
+        target = validate.positive(
+            PlanError, "allocate.epsilon-not-positive", **named(f"epsilon of class {name!r}", target)
+        )
         if bound is not None and target > bound:
             raise PlanError(
-                "allocate.epsilon-class-above",
-                f"epsilon of class {name!r} is {target:g}, above the policy's bound of {bound:.6g}",
-                "ask for less, or change the policy",
+                "allocate.above-policy-bound",
+                f"epsilon of class {name!r} is {target:g}, above the policy's {bound:.6g}",
+                _LESS,
             )
-        targets[name] = float(target)
+        targets[name] = target
     return targets
 
 
@@ -300,9 +289,9 @@ def refuse_unknown_classes(policy: Policy, names: Mapping[str, float], what: str
     for name in names:
         if name not in policy.classes:
             raise PlanError(
-                "allocate.names-class-policy",
-                f"{what} names class {name!r}, which the policy does not have",
-                f"its classes are {', '.join(policy.classes)}",
+                "allocate.unknown-class",
+                f"{what} names the unknown class {name!r}",
+                f"use one of {', '.join(policy.classes)}",
             )
 
 
@@ -324,28 +313,20 @@ def make_plan(
     batch     expected contributions per step: one number, shared out in proportion to the populations, or
               one per class (0 leaves a class out). q_k = b_k/N_k; B = Σ b_k
     steps     how many steps; or epochs: steps = ⌈epochs · ΣN_k / Σb_k⌉
-    allocate  how C and S are chosen: a name of `lamina.allocate.ALLOCATIONS`, a policy with options of its own
-              (`lamina.allocate.LADP(…)`), or a function of a Problem
+    allocate  how C and S are chosen: a name of `lamina.allocate.ALLOCATIONS`, one with options of its own
+              (`lamina.allocate.LADP(…)`), or a function of an AllocationProblem
     epsilon   ε to spend, for all private classes or by name; at most the policy's bound, which is the default
     rho       or ρ, a zCDP budget: every step then takes ρ/T exactly, nothing is credited to sampling
     clipping  "box" or "joint", instead of the form that the allocation prefers
-    measure   what is known of the layers from proxy data (`lamina.measure`), for policies that need it
+    measure   what is known of the layers from proxy data (`lamina.measure`), for allocations that need it
 
     sigma_k is calibrated to ε_k for q_k and the steps, on the safe side, together with whatever else the allocation
     releases; then S is scaled so that every class has at least its sigma_k.
     """
     return explained_plan(
-        stack,
-        policy,
-        batch=batch,
-        steps=steps,
-        epochs=epochs,
-        allocate=allocate,
-        epsilon=epsilon,
-        rho=rho,
-        clipping=clipping,
-        measure=measure,
-    )[0]
+        stack, policy, batch=batch, steps=steps, epochs=epochs, allocate=allocate, epsilon=epsilon, rho=rho,
+        clipping=clipping, measure=measure,
+    )[0]  # fmt: skip
 
 
 def explained_plan(
@@ -363,12 +344,10 @@ def explained_plan(
 ) -> tuple[StepPlan, Allocation]:
     """`make_plan`, and the allocation behind it with its reasons."""
     if not isinstance(stack, LayerStack):
-        raise PlanError(
-            "allocate.stack", f"stack is a {type(stack).__name__}", "use lamina.LayerStack.from_model(model)"
-        )
+        raise PlanError("allocate.stack-type", f"stack is a {type(stack).__name__}", "use LayerStack.from_model(model)")
     if not isinstance(policy, Policy):
         raise PlanError(
-            "allocate.policy", f"policy is a {type(policy).__name__}", "use lamina.Policy.load('policy.toml')"
+            "allocate.policy-type", f"policy is a {type(policy).__name__}", "use Policy.load('policy.toml')"
         )
     sizes = _batch_sizes(policy, batch)
     total, population = sum(sizes.values()), sum(_population(policy, name) for name in sizes)
@@ -376,9 +355,7 @@ def explained_plan(
     if measure is not None:
         if not isinstance(measure, Measure):
             raise PlanError(
-                "allocate.measure",
-                f"measure is a {type(measure).__name__}",
-                "give lamina.Measure.load(path) or lamina.measure(model, …)",
+                "allocate.measure-type", f"measure is a {type(measure).__name__}", "give lamina.Measure.load(path)"
             )
         measure.check(stack)
     chooser = find_allocation(allocate)
@@ -459,7 +436,7 @@ def _class_reach(policy: Policy, name: str, stack: LayerStack) -> Reach:
     try:
         return policy.classes[name].profile.reach(stack)
     except PlanError as error:
-        raise PlanError("allocate.class", f"class {name!r}: {error.problem}", error.remedy) from error
+        raise PlanError("allocate.profile-refused", f"class {name!r}: {error.problem}", error.remedy) from error
 
 
 def _refuse_unsupported_profiles(reaches: Mapping[str, Reach], chosen: Allocation, form: Clipping | str) -> None:
@@ -468,21 +445,20 @@ def _refuse_unsupported_profiles(reaches: Mapping[str, Reach], chosen: Allocatio
         weighed = any(factor != 1 for factor in reach.factors)
         if weighed and any(map(math.isinf, row)):
             raise PlanError(
-                "allocate.profile-class-weighs",
-                f"the profile of class {name!r} weighs its layers, and the class is public, so not clipped",
-                "leave the weights out, or the layers",
+                "allocate.weights-public-class",
+                f"the profile of class {name!r} has weights, but a public class is not clipped",
+                "remove the weights",
             )
         if weighed and form in (Clipping.JOINT, Clipping.JOINT.value):
             raise PlanError(
-                "allocate.profile-class-weighs-layers",
-                f"the profile of class {name!r} weighs its layers, and joint clipping bounds them together: a layer "
-                "could take what another leaves",
+                "allocate.weights-joint-clipping",
+                f"the profile of class {name!r} has weights, which joint clipping cannot keep",
                 "use clipping='box' (--clipping box)",
             )
         if chosen.claimed and (weighed or reach.openings):
             raise PlanError(
-                "allocate.profile-class-weights",
-                f"the profile of class {name!r} has weights, or parts of layers, which a printed method does not know",
+                "allocate.weights-paper-method",
+                f"the profile of class {name!r} has weights or slices, which a paper method lacks",
                 "use whole layers, or another allocation",
             )
 
@@ -519,8 +495,8 @@ def _population(policy: Policy, name: str) -> int:
     population = policy.classes[name].population
     if population is None:
         raise PlanError(
-            "allocate.class-no-population",
-            f"class {name!r} has no population, so its sampling rate is unknown",
+            "allocate.no-population",
+            f"class {name!r} has no population",
             f"add population to [class.{name}], or leave it out with batch={{{name!r}: 0, …}}",
         )
     return population
@@ -533,27 +509,28 @@ def _batch_sizes(policy: Policy, batch: int | Mapping[str, int]) -> dict[str, Fr
         missing = [name for name in policy.classes if name not in batch]
         if missing:
             raise PlanError(
-                "allocate.batch-names-no",
-                f"batch names no size for class {missing[0]!r}",
-                "give every class one; 0 leaves a class out",
+                "allocate.batch-class-missing",
+                f"batch has no size for class {missing[0]!r}",
+                "give every class one; 0 leaves it out",
             )
-        given = {name: _whole_number(batch[name], f"batch of class {name!r}", least=0) for name in policy.classes}
-        sizes = {name: Fraction(size) for name, size in given.items() if size}
+        for name, count in batch.items():
+            validate.whole(
+                PlanError, "allocate.batch-not-positive", least=0, **named(f"batch of class {name!r}", count)
+            )
+        sizes = {name: Fraction(batch[name]) for name in policy.classes if batch[name]}
         if not sizes:
-            raise PlanError(
-                "allocate.batch-every-class", "batch is 0 for every class", "give one class a size at least"
-            )
+            raise PlanError("allocate.batch-empty", "batch is 0 for every class", "give one class a size")
     else:
-        whole = _whole_number(batch, "batch", least=1)
+        whole = validate.whole(PlanError, "allocate.batch-not-positive", batch=batch)
         population = sum(_population(policy, name) for name in policy.classes)
         sizes = {name: Fraction(whole * _population(policy, name), population) for name in policy.classes}
     for name, size in sizes.items():
         most = _population(policy, name)
         if size > most:
             raise PlanError(
-                "allocate.batch-class-above",
+                "allocate.batch-above-population",
                 f"batch of class {name!r} is {float(size):g}, above its population of {most}",
-                "lower the batch: q = batch / population must not exceed 1",
+                "lower it",
             )
     return sizes
 
@@ -561,17 +538,10 @@ def _batch_sizes(policy: Policy, batch: int | Mapping[str, int]) -> dict[str, Fr
 def _step_count(steps: int | None, epochs: float | None, epoch: Fraction) -> int:
     """The number of steps; one epoch is Σ N_k / Σ b_k of them."""
     if (steps is None) == (epochs is None):
-        raise PlanError(
-            "allocate.steps-epochs", f"steps is {steps!r} and epochs is {epochs!r}", "give exactly one of them"
-        )
+        raise PlanError("allocate.steps-and-epochs", f"steps is {steps!r} and epochs is {epochs!r}", "give one of them")
     if steps is not None:
-        return _whole_number(steps, "steps", least=1)
-    if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not 0 < epochs < math.inf:
-        raise PlanError(
-            "allocate.epochs-finite-number",
-            f"epochs is {epochs!r}, must be a finite number > 0",
-            "say how long it trains",
-        )
+        return validate.whole(PlanError, "allocate.steps-not-positive", steps=steps)
+    epochs = validate.positive(PlanError, "allocate.epochs-not-positive", epochs=epochs)
     return math.ceil(Fraction(epochs).limit_denominator(1_000_000) * epoch) or 1
 
 
@@ -580,24 +550,15 @@ def _refuse_wider_reach(problem: AllocationProblem, chosen: Allocation, names: l
     shape = [len(row) for row in problem.reach]
     if [len(row) for row in chosen.clip] != shape or len(chosen.noise) != len(stack):
         raise PlanError(
-            "allocate.allocation-wrong-shape",
-            "the allocation's C or S has the wrong shape",
+            "allocate.wrong-shape",
+            "C or S of the allocation has the wrong shape",
             f"C must be {len(shape)} × {len(stack)}",
         )
     for name, allowed, row in zip(names, problem.reach, chosen.clip, strict=True):
         for layer, may, c in zip(stack, allowed, row, strict=True):
             if c != 0 and not may:
                 raise PlanError(
-                    "allocate.allocation-gives-class",
-                    f"the allocation gives class {name!r} the threshold {c!r} at layer {layer.name!r}, which "
-                    "its profile excludes",
-                    "use 0 where Problem.reach is False",
+                    "allocate.reach-widened",
+                    f"the allocation gives class {name!r} {c!r} at layer {layer.name!r}, outside its profile",
+                    "use 0 where reach is False",
                 )
-
-
-def _whole_number(value: int, what: str, *, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PlanError(
-            "allocate.whole-number", f"{what} is {value!r}, must be a whole number >= {least}", "correct it"
-        )
-    return value

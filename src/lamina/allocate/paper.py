@@ -1,7 +1,4 @@
-"""The LSAB and LADP papers' noise exactly as they print it, to be measured.
-
-Not private: never use them to train.
-"""
+"""The LSAB and LADP papers' noise exactly as they print it, to be measured. Not private: never use them to train."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from lamina.allocate.ladp import SensitiveLayers, check_sensitive, sensitive_lay
 from lamina.allocate.problem import (
     Allocation,
     AllocationProblem,
+    ClipMatrix,
     check_number,
     check_one_of,
     measured_row,
@@ -48,27 +46,15 @@ class PaperLSAB:
 
     def __call__(self, problem: AllocationProblem) -> Allocation:
         if not problem.private:
-            raise PlanError(
-                "allocate.no-private-class",
-                f"{self.name} has no private class to make a claim for",
-                "use another allocation",
-            )
+            raise PlanError("allocate.no-private-class", f"{self.name} needs a private class", "use another allocation")
         if len(problem.targets) != len(problem.sigma) or len(problem.delta) != len(problem.sigma):
-            raise PlanError(
-                "allocate.knows-neither-epsilon", f"{self.name} knows neither ε nor δ of the classes", "use make_plan"
-            )
+            raise PlanError("allocate.no-target", f"{self.name} needs ε and δ of the classes", "use make_plan")
         delta, m = (measured_row(problem, "printed", self.name), noise_weights(problem, self.weights, self.name))
         cap = min(rho_cap(problem, k) for k in problem.private)
         budget = cap / problem.steps if self.per_step else cap
         noise = delta * np.sqrt(len(m) * m / (2.0 * budget * m.sum()))
         noised = np.array(problem.noised())
-        clip = tuple(
-            tuple(
-                (math.inf if math.isinf(sigma) else float(c)) if reached else 0.0
-                for c, reached in zip(delta, reach, strict=True)
-            )
-            for reach, sigma in zip(problem.reach, problem.sigma, strict=True)
-        )
+        clip = _same_clip_for_all(problem, delta)
         over = float(m.sum() * (1 / m).sum() / len(m))
         return Allocation(
             clip=clip,
@@ -83,6 +69,14 @@ class PaperLSAB:
                 "accounting the claim does not hold.",
             ),
         )
+
+
+def _same_clip_for_all(problem: AllocationProblem, row: np.ndarray) -> ClipMatrix:
+    """C with these thresholds wherever a class reaches; a public class is not clipped."""
+    return tuple(
+        tuple(np.where(reach, math.inf if math.isinf(sigma) else row, 0.0).tolist())
+        for reach, sigma in zip(problem.reach, problem.sigma, strict=True)
+    )
 
 
 def rho_cap(problem: AllocationProblem, k: int) -> float:
@@ -123,15 +117,9 @@ class PaperLADP:
 
     def __call__(self, problem: AllocationProblem) -> Allocation:
         if not problem.private:
-            raise PlanError(
-                "allocate.no-private-class",
-                f"{self.name} has no private class to make a claim for",
-                "use another allocation",
-            )
+            raise PlanError("allocate.no-private-class", f"{self.name} needs a private class", "use another allocation")
         if len(problem.targets) != len(problem.sigma):
-            raise PlanError(
-                "allocate.not-know-epsilon", f"{self.name} does not know ε of the classes", "use make_plan(epsilon=…)"
-            )
+            raise PlanError("allocate.no-target", f"{self.name} needs ε of the classes", "use make_plan")
         picked, because = sensitive_layers(problem, self.sensitive, self.share, self.name)
         layers = len(problem.sizes)
         parts = np.ones(layers) if self.split == "even" else measured_row(problem, "fisher", self.name)
@@ -139,13 +127,7 @@ class PaperLADP:
         each = target / problem.steps * parts / parts.sum()
         noise = np.where(problem.noised(), each * np.where(picked, 1.0, 0.5), 0.0)
         bound = 2.0 * np.where(picked, 1.0, 5.0) * np.sqrt(np.asarray(problem.sizes, dtype=np.float64))
-        clip = tuple(
-            tuple(
-                (math.inf if math.isinf(sigma) else float(c)) if reached else 0.0
-                for c, reached in zip(bound, reach, strict=True)
-            )
-            for reach, sigma in zip(problem.reach, problem.sigma, strict=True)
-        )
+        clip = _same_clip_for_all(problem, bound)
         return Allocation(
             clip=clip,
             noise=tuple(noise.tolist()),

@@ -1,18 +1,16 @@
-"""What an allocation is asked and what it answers.
-
-Its options, thresholds of a shape, and the least-noise program.
-"""
+"""The allocation problem and its answer; options of allocations, thresholds of a shape, the least-noise program."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina import validate
 from lamina.errors import PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.rules import Rule
@@ -35,13 +33,13 @@ class AllocationProblem:
     clip_norm[k]  c_k, the bound on a contribution's whole gradient
     sigma[k]      the declared noise multiplier; inf marks a public class, which is owed nothing
     layers[l], classes[k]   what they are called, for messages
-    stack         the layers themselves, for policies that look at names and depths
-    measure       what is known of the layers from proxy data, for policies that need it
+    stack         the layers themselves, for allocations that look at names and depths
+    measure       what is known of the layers from proxy data, for allocations that need it
     steps, rates[k], delta[k], targets[k]   T, q_k, δ_k and the ε_k that sigma was calibrated to
     batch         Σ b_k, the contributions that a step expects
-    rho[k]        ρ_k, if the plan was asked for by zCDP budgets
+    rho[k]        ρ_k, if the plan was made from zCDP budgets
     factors[k][l] by what the class's profile weighs its threshold there: `make_plan` multiplies C by it, so an
-                  allocation answers with C as if there were none. What it takes S from is `weighed(C)`
+                  allocation answers with C as if there were none. It takes S from `clip_with_factors(C)`
     """
 
     sizes: tuple[int, ...]
@@ -69,24 +67,22 @@ class AllocationProblem:
             object.__setattr__(self, "classes", tuple(f"class {k}" for k in range(classes)))
         if len(self.weights) != layers or any(len(row) != layers for row in self.reach):
             raise PlanError(
-                "allocate.weights-reach-entry",
-                f"weights and reach must have one entry for each of {layers} layers",
-                "check shapes",
+                "allocate.problem-shape", f"weights and reach must have {layers} entries", "give one per layer"
             )
         if self.factors and [len(row) for row in self.factors] != [layers] * classes:
             raise PlanError(
-                "allocate.factors", f"factors must be {classes} × {layers}", "leave them out, or check their shape"
+                "allocate.problem-shape", f"factors must be {classes} × {layers}", "correct them, or leave them out"
             )
         if len(self.clip_norm) != classes or len(self.sigma) != classes:
             raise PlanError(
-                "allocate.clip-norm-sigma",
-                f"clip_norm and sigma must have one entry for each of {classes} classes",
-                "check them",
+                "allocate.problem-shape", f"clip_norm and sigma must have {classes} entries", "give one per class"
             )
         for what, values in (("weights", self.weights), ("clip_norm", self.clip_norm), ("sigma", self.sigma)):
             for i, value in enumerate(values):
                 if not value > 0 or (what == "weights" and math.isinf(value)):
-                    raise PlanError("allocate.correct", f"{what}[{i}] is {value!r}, must be > 0", "correct it")
+                    raise PlanError(
+                        "allocate.problem-not-positive", f"{what}[{i}] is {value!r}, must be > 0", "correct it"
+                    )
 
     @property
     def private(self) -> tuple[int, ...]:
@@ -157,58 +153,34 @@ class Allocator(Protocol):
     def __call__(self, problem: AllocationProblem) -> Allocation: ...
 
 
-class BudgetedAllocator(Allocator, Protocol):
-    """A policy that takes something from the budget beside the steps, or prices them in its own way.
-
-    side(steps)     (noise multiplier, how often) of its other releases
-    follows_budget  whether sigma is chosen on the way: then the plan is priced at one Rényi order
-    """
-
-    def side(self, steps: int) -> tuple[tuple[float, int], ...]: ...
-
-    @property
-    def follows_budget(self) -> bool: ...
-
-
 Array = NDArray[np.float64]
 _SLICE_EXPONENTS = {"norms": 0.5, "harm": 1.0, "fisher": 1.0}
 
 
-def check_number(policy: str, option: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
+def named(name: str, value: Any) -> dict[str, Any]:
+    """A value under a name that is no identifier, for `lamina.validate`."""
+    return {name: value}
+
+
+def check_number(allocation: str, option: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
     """Refuse an option outside (low, high), or [low, high] if closed."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (fits and (low <= value <= high if closed else low < value < high)):
-        interval = f"[{low:g}, {high:g}]" if closed else f"({low:g}, {high:g})"
-        raise PlanError("allocate.lie", f"{option} of {policy} is {value!r}, must lie in {interval}", "correct it")
+    limits: dict[str, Any] = {"least": low, "most": high} if closed else {"above": low, "below": high}
+    validate.number(PlanError, "allocate.option-range", **limits, **named(f"{option} of {allocation}", value))
 
 
-def check_whole_number(policy: str, option: str, value: int, least: int = 1) -> None:
-    """Refuse an option that is not a whole number >= least."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PlanError(
-            "allocate.whole-number-correct",
-            f"{option} of {policy} is {value!r}, must be a whole number >= {least}",
-            "correct it",
-        )
-
-
-def check_one_of(policy: str, option: str, value: str, accepted: Iterable[str]) -> None:
+def check_one_of(allocation: str, option: str, value: str, accepted: tuple[str, ...]) -> None:
     """Refuse an option that is none of these words."""
-    words = list(accepted)
-    if not isinstance(value, str) or value not in words:
-        raise PlanError(
-            "allocate.not-known", f"{option} of {policy} is {value!r}, which is not known", f"use {' or '.join(words)}"
-        )
+    validate.one_of(PlanError, "allocate.option-unknown", accepted, **named(f"{option} of {allocation}", value))
 
 
-def check_clipping(policy: str, value: Clipping | str) -> Clipping:
+def check_clipping(allocation: str, value: Clipping | str) -> Clipping:
     """The form of clipping that is meant: box or joint."""
     word = value.value if isinstance(value, Clipping) else value
-    check_one_of(policy, "clipping", word, (Clipping.BOX.value, Clipping.JOINT.value))
+    check_one_of(allocation, "clipping", word, (Clipping.BOX.value, Clipping.JOINT.value))
     return Clipping(word)
 
 
-def measured_row(problem: AllocationProblem, what: str, policy: str) -> Array:
+def measured_row(problem: AllocationProblem, what: str, allocation: str) -> Array:
     """A row of the measurement, one number > 0 per layer; refused if there is none, or one of another model.
 
     It was measured on whole layers: where slices leave a part of one out, norms shrink with its root, harm and Fisher
@@ -216,32 +188,32 @@ def measured_row(problem: AllocationProblem, what: str, policy: str) -> Array:
     """
     if problem.measure is None:
         raise PlanError(
-            "allocate.needs-measure-layers",
-            f"{policy} needs a measure of the layers (its `{what}`), and the plan has none",
-            "`lamina plan --proxy gaussian --save-measure measure.json` makes one; give it as --measure FILE, as "
-            "`measure` in a RUN.toml, or as make_plan(measure=lamina.measure(model, stack, …))",
+            "allocate.needs-measure",
+            f"{allocation} needs a measure of the layers, and the plan has none",
+            "make one with `lamina plan --proxy gaussian --save-measure measure.json`, then give it as --measure FILE, "
+            "as `measure` in RUN.toml or as make_plan(measure=…)",
         )
     row = np.asarray(getattr(problem.measure, what), dtype=np.float64)
     if not row.size:
         why = next((note for note in problem.measure.notes if note.startswith("no Δ")), "it was measured without")
         raise PlanError(
-            "allocate.needs-layers-measure",
-            f"{policy} needs `{what}` of the layers, and the measure has none: {why}",
-            "use a policy that needs no Δ (pareto, proportional), or a model that can be followed to its last layer",
+            "allocate.measure-without-delta",
+            f"{allocation} needs `{what}`, which the measure lacks: {why}",
+            "use an allocation that needs no Δ: pareto, proportional",
         )
     if row.shape != (len(problem.sizes),):
         raise PlanError(
-            "allocate.measurement-layers-plan",
-            f"the measurement has {what} for {row.size} layers, the plan has {len(problem.sizes)}",
-            "measure the model that the plan is for",
+            "allocate.measure-length",
+            f"the measure has {what} for {row.size} of {len(problem.sizes)} layers",
+            "measure this model",
         )
     return row * np.asarray(problem.opened) ** _SLICE_EXPONENTS.get(what, 0.0)
 
 
-def noise_weights(problem: AllocationProblem, kind: str, policy: str) -> Array:
+def noise_weights(problem: AllocationProblem, kind: str, allocation: str) -> Array:
     """m_l, the loss that a unit of noise variance costs: measured ("harm"), or the number of parameters ("sizes")."""
     if kind == "harm":
-        return measured_row(problem, "harm", policy)
+        return measured_row(problem, "harm", allocation)
     return np.asarray(problem.weights, dtype=np.float64)
 
 
@@ -273,20 +245,17 @@ def least_noise(clip: Array, weights: Array, sigma: Array) -> LeastNoise:
     a = np.square(clip * sigma[:, None])
     scale_a, scale_m = (a.max(), weights.max())  # units: x counts in 1/scale_a, the objective in scale_a·scale_m
     a, m = a / scale_a, weights / scale_m
-    price = _single_class_price(a[0], m) if len(a) == 1 else _interior_point(a, m)
+    price = (
+        np.array([np.sqrt(m * a[0]).sum() ** 2]) if len(a) == 1 else _interior_point(a, m)
+    )  # one class: √λ = Σ √(m a)
     x, gap = _feasible_point(a, m, price)
     if not gap <= TOLERANCE:
         raise PlanError(
-            "allocate.allocation-not-converge",
+            "allocate.not-converged",
             f"the allocation did not converge: relative gap {gap:.1e}, must be <= {TOLERANCE:.0e}",
             "bring clip norms and weights closer to one scale, or use allocate='flat'",
         )
     return LeastNoise(noise=np.sqrt(scale_a / x), price=price * scale_a * scale_m, gap=gap)
-
-
-def _single_class_price(a: Array, m: Array) -> Array:
-    """One class: √λ = Σ_l √(m_l a_l)."""
-    return np.array([np.sqrt(m * a).sum() ** 2])
 
 
 def _feasible_point(a: Array, m: Array, price: Array) -> tuple[Array, float]:
@@ -342,9 +311,9 @@ def clip_of_shape(problem: AllocationProblem, shape: Array) -> ClipMatrix:
     for name, r in zip(problem.layers, shape.tolist(), strict=True):
         if not 0 < r < math.inf:
             raise PlanError(
-                "allocate.threshold-layer-finite",
-                f"the threshold of layer {name!r} is {r!r}, must be finite and > 0",
-                "freeze the layer, or leave it out of the profiles",
+                "allocate.threshold-not-positive",
+                f"layer {name!r} has threshold {r!r}, must be > 0",
+                "freeze the layer",
             )
     rows = []
     for reach, c, sigma in zip(problem.reach, problem.clip_norm, problem.sigma, strict=True):
