@@ -59,7 +59,7 @@ def find_allocation(name: str | Allocate) -> Allocate:
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise PlanError(
             "allocate.unknown-allocation",
-            f"no allocation is called {name!r}{hint}",
+            f"allocation {name!r} is not known{hint}",
             f"use one of {', '.join(ALLOCATIONS)}",
         )
     return ALLOCATIONS[name]
@@ -234,7 +234,7 @@ def _calibrate_to_rho(
         if bound is not None and targets[name] > bound:
             raise PlanError(
                 "allocate.above-policy-bound",
-                f"rho of class {name!r} is {cap:g}: epsilon {targets[name]:.4g}, above the policy's {bound:.6g}",
+                f"rho of class {name!r} is {cap:g}: epsilon {targets[name]:.4g}, above the policy's bound of {bound:.6g}",
                 _LESS,
             )
     return CalibratedNoise(
@@ -277,7 +277,7 @@ def _target_epsilons(policy: Policy, names: list[str], epsilon: float | Mapping[
         if bound is not None and target > bound:
             raise PlanError(
                 "allocate.above-policy-bound",
-                f"epsilon of class {name!r} is {target:g}, above the policy's {bound:.6g}",
+                f"epsilon of class {name!r} is {target:g}, above the policy's bound of {bound:.6g}",
                 _LESS,
             )
         targets[name] = target
