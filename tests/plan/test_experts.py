@@ -180,9 +180,9 @@ def test_a_model_may_declare_its_experts() -> None:
 @pytest.mark.parametrize(
     ("experts", "message"),
     [
-        ({"0": 4}, "plan.experts-declaration-wrong"),
-        ({"0": -1}, "plan.experts-declaration-wrong"),
-        ({"0": True}, "plan.experts-declaration-wrong"),
+        ({"0": 4}, "plan.parts-declaration-wrong"),
+        ({"0": -1}, "plan.parts-declaration-wrong"),
+        ({"0": True}, "plan.parts-declaration-wrong"),
         ({"nothing": 3}, "plan.declaration-unmatched"),
     ],
 )

@@ -421,15 +421,15 @@ def test_a_model_may_declare_its_heads() -> None:
 @pytest.mark.parametrize(
     ("heads", "message"),
     [
-        ({"0": 3}, "plan.heads-declaration-wrong"),
-        ({"0": Heads(count=3, fused="nix")}, "plan.heads-declaration-wrong"),
-        ({"0": Heads(count=3, fused="mix", layout="interleaved")}, "plan.heads-declaration-wrong"),
-        ({"0": Heads(count=4, fused="mix", layout="interleaved", out="back")}, "plan.heads-declaration-wrong"),
-        ({"0": Heads(count=3, fused="mix", out="back")}, "plan.heads-declaration-wrong"),
+        ({"0": 3}, "plan.parts-declaration-wrong"),
+        ({"0": Heads(count=3, fused="nix")}, "plan.parts-declaration-wrong"),
+        ({"0": Heads(count=3, fused="mix", layout="interleaved")}, "plan.parts-declaration-wrong"),
+        ({"0": Heads(count=4, fused="mix", layout="interleaved", out="back")}, "plan.parts-declaration-wrong"),
+        ({"0": Heads(count=3, fused="mix", out="back")}, "plan.parts-declaration-wrong"),
         ({"9": 3}, "plan.declaration-unmatched"),
-        ({"0": "three"}, "plan.heads-declaration-wrong"),
-        ({"0": True}, "plan.heads-declaration-wrong"),
-        ({"0": -1}, "plan.heads-declaration-wrong"),
+        ({"0": "three"}, "plan.parts-declaration-wrong"),
+        ({"0": True}, "plan.parts-declaration-wrong"),
+        ({"0": -1}, "plan.parts-declaration-wrong"),
     ],
 )
 def test_a_wrong_declaration_is_refused(heads: Any, message: str) -> None:
@@ -438,9 +438,9 @@ def test_a_wrong_declaration_is_refused(heads: Any, message: str) -> None:
 
 
 def test_heads_has_sound_numbers() -> None:
-    with raises_code("plan.heads-declaration-wrong"):
+    with raises_code("plan.parts-declaration-wrong"):
         Heads(count=0)
-    with raises_code("plan.heads-declaration-wrong"):
+    with raises_code("plan.parts-declaration-wrong"):
         Heads(count=1, layout="both")
 
 

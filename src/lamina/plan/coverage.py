@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,15 +12,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize, remove_spectral_norm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lamina.errors import CoverageError, PlanError
-from lamina.plan.layer_stack import ModelTensors, call_model
-from lamina.plan.selection import complement_ranges
+from lamina.plan.layer_stack import ModelTensors, call_model, refuse_lazy_tensors
+from lamina.plan.selection import ROOT, complement_ranges
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import index_text
 
@@ -60,7 +59,7 @@ def check_coverage(model: nn.Module, plan: StepPlan, example: Any = None) -> Cov
     names; model and random state are left as they were.
     """
     tensors, again = ModelTensors.of(model), "make stack and plan again from this model"
-    planned = {name: i for i, layer in enumerate(plan.layers) for name in layer.parameters}
+    planned = {name for layer in plan.layers for name in layer.parameters}
     for name in tensors.trainable:
         if name not in planned:
             raise CoverageError(
@@ -68,7 +67,7 @@ def check_coverage(model: nn.Module, plan: StepPlan, example: Any = None) -> Cov
                 f"tensor {name!r} is trainable, but in no layer of the plan: it would train without noise",
                 f"freeze it with requires_grad_(False), or {again}",
             )
-    for name, i in planned.items():
+    for name in sorted(planned):
         if name in tensors.frozen:
             raise CoverageError(
                 "plan.tensor-frozen",
@@ -129,25 +128,16 @@ def _classify_tensors(model: nn.Module, plan: StepPlan, tensors: ModelTensors) -
     found: dict[str, list[str]] = {"covered": [], "public_only": [], "unreached": []}
     closed: list[str] = []
     for i, layer in enumerate(plan.layers):
-        if plan.noise[i] > 0:
-            place = "covered"
-        else:
-            place = "public_only" if any(row[i] > 0 for row in plan.clip) else "unreached"
+        public = "public_only" if any(row[i] > 0 for row in plan.clip) else "unreached"
+        fate = "covered" if plan.noise[i] > 0 else public
         for name in layer.parameters:
-            opened = plan.open_ranges(name)
-            if opened is None or place == "unreached":
-                found[place].append(name)
-            elif not opened[1]:
-                found["unreached"].append(name)
-            else:
-                found[place].append(name)
-                axis, ranges = opened
+            opened = plan.open_ranges(name) if fate != "unreached" else None
+            found["unreached" if opened is not None and not opened[1] else fate].append(name)
+            if opened is not None and opened[1]:
                 length = next(part.length for part in plan.slices if part.tensor == name)
-                closed.append(f"{name}{index_text(axis, complement_ranges(ranges, length))}")
+                closed.append(f"{name}{index_text(opened[0], complement_ranges(opened[1], length))}")
     return Coverage(
-        covered=tuple(found["covered"]),
-        public_only=tuple(found["public_only"]),
-        unreached=tuple(found["unreached"]),
+        **{fate: tuple(names) for fate, names in found.items()},
         frozen=tensors.frozen,
         buffers=tuple(name for name, _ in model.named_buffers()),
         closed=tuple(closed),
@@ -186,13 +176,10 @@ class Hazard:
 def find_hazards(model: nn.Module) -> Iterator[Hazard]:
     """Everything in the model, as it stands now, that breaks a private step."""
     for path, module in model.named_modules():
-        found = _module_hazard(module)
-        if found is not None:
+        if (found := _module_hazard(module)) is not None:
             what, state, remedy = found
-            name, here = path or "(root)", f"model.get_submodule({path!r})"
-            yield Hazard(
-                module=name, kind=type(module).__name__, what=what, state=state, remedy=remedy.format(here=here)
-            )
+            remedy = remedy.format(fix="use `model, report = lamina.fix(model)`", here=f"model.get_submodule({path!r})")
+            yield Hazard(module=path or ROOT, kind=type(module).__name__, what=what, state=state, remedy=remedy)
 
 
 def running_buffers(module: nn.Module) -> list[str]:
@@ -206,47 +193,21 @@ def running_buffers(module: nn.Module) -> list[str]:
 
 def _module_hazard(module: nn.Module) -> tuple[HazardKind, str, str] | None:
     if isinstance(module, _BatchNorm):
-        if module.training:
-            return (
-                HazardKind.BATCH_STATISTICS,
-                "in training mode",
-                "use `model, report = lamina.fix(model)` or GroupNorm",
-            )
-        if module.running_mean is None:
-            return (
-                HazardKind.BATCH_STATISTICS,
-                "without running statistics",
-                "use `model, report = lamina.fix(model)` or GroupNorm",
-            )
-        return None
-    if isinstance(module, _InstanceNorm):
+        state = "in training mode" if module.training else "without running statistics"
+        if module.training or module.running_mean is None:
+            return HazardKind.BATCH_STATISTICS, state, "{fix} or GroupNorm"
+    elif isinstance(module, _InstanceNorm):
         if module.training and running_buffers(module):
-            return (
-                HazardKind.RUNNING_STATISTICS,
-                "that tracks running statistics in training mode",
-                "use `model, report = lamina.fix(model)`, or track_running_stats=False",
-            )
-        return None
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            state = "that tracks running statistics in training mode"
+            return HazardKind.RUNNING_STATISTICS, state, "{fix}, or track_running_stats=False"
+    elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
         if module.max_norm is not None:
-            return (
-                HazardKind.RENORMALISES,
-                f"with max_norm={module.max_norm:g}",
-                "use `model, report = lamina.fix(model)`, or max_norm=None",
-            )
+            return HazardKind.RENORMALISES, f"with max_norm={module.max_norm:g}", "{fix}, or max_norm=None"
         if module.scale_grad_by_freq:
-            return (
-                HazardKind.COUNTS_BATCH,
-                "with scale_grad_by_freq=True",
-                "use `model, report = lamina.fix(model)`, or scale_grad_by_freq=False",
-            )
-        return None
-    if module.training and (names := running_buffers(module)):
-        return (
-            HazardKind.RUNNING_STATISTICS,
-            f"with buffers {', '.join(names)} in training mode",
-            "replace it by a module without running statistics; if it never writes them, call {here}.eval()",
-        )
+            return HazardKind.COUNTS_BATCH, "with scale_grad_by_freq=True", "{fix}, or scale_grad_by_freq=False"
+    elif module.training and (names := running_buffers(module)):
+        remedy = "replace it by a module without running statistics; if it never writes them, call {here}.eval()"
+        return HazardKind.RUNNING_STATISTICS, f"with buffers {', '.join(names)} in training mode", remedy
     return None
 
 
@@ -293,13 +254,13 @@ def fix(model: nn.Module, *, inplace: bool = False) -> Fixed:
 
     The model is copied unless `inplace`. What cannot be repaired without guessing is in `report.left`.
     """
-    _refuse_lazy(model)
+    refuse_lazy_tensors(model)
     fixed = model if inplace else _copy_model(model)
     changes: list[ModuleChange] = []
     left: list[ModuleChange] = []
     replaced: dict[int, nn.Module] = {}
     for path, module in list(fixed.named_modules(remove_duplicate=False)):
-        name = path or "(root)"
+        name = path or ROOT
         if id(module) not in replaced:
             new, done, open_ = _repair(module)
             replaced[id(module)] = new
@@ -316,16 +277,6 @@ def fix(model: nn.Module, *, inplace: bool = False) -> Fixed:
     return Fixed(fixed, FixReport(changes=tuple(changes), left=tuple(left)))
 
 
-def _refuse_lazy(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-            raise PlanError(
-                "plan.tensor-lazy",
-                f"tensor {name!r} is lazy and has no shape yet",
-                "run model(...) once on a public or made-up input first",
-            )
-
-
 def _copy_model(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
@@ -340,25 +291,23 @@ _Repair = tuple[nn.Module, list[str], list[str]]
 
 def _repair(module: nn.Module) -> _Repair:
     """The module to put in its place (itself, if changed or left as it is), what was done, what is left."""
-    rules: list[tuple[type | tuple[type, ...], Callable[[nn.Module], _Repair]]] = [
-        (_BatchNorm, _fix_batch_norm),
-        (_InstanceNorm, _fix_instance_norm),
-        ((nn.Embedding, nn.EmbeddingBag), _fix_embedding),
-    ]
-    for kind, rule in rules:
-        if isinstance(module, kind):
-            return rule(module)
+    if isinstance(module, _BatchNorm):
+        return _fix_batch_norm(module)
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return module, _fix_embedding(module), []
+    kind, names = type(module).__name__, running_buffers(module)
+    if isinstance(module, _InstanceNorm):
+        module.track_running_stats = bool(module.track_running_stats and not names)
+        for name in names:
+            setattr(module, name, None)
+        return module, [f"{kind} no longer tracks running statistics"] if names else [], []
     done, left = _remove_spectral_norm(module)
-    if names := running_buffers(module):
-        left.append(
-            f"{type(module).__name__} keeps {', '.join(names)}: replace it, or hold it in eval mode if it "
-            "never writes them"
-        )
+    if names:
+        left.append(f"{kind} keeps {', '.join(names)}: replace it, or hold it in eval mode if it never writes them")
     return module, done, left
 
 
-def _fix_batch_norm(module: nn.Module) -> _Repair:
-    assert isinstance(module, _BatchNorm)
+def _fix_batch_norm(module: _BatchNorm) -> _Repair:
     exact = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     kind, channels = type(module).__name__, module.num_features
     if type(module) not in exact:
@@ -384,19 +333,7 @@ def group_count(channels: int) -> int:
     )
 
 
-def _fix_instance_norm(module: nn.Module) -> _Repair:
-    assert isinstance(module, _InstanceNorm)
-    names = running_buffers(module)
-    if not names:
-        return module, [], []
-    module.track_running_stats = False
-    for name in names:
-        setattr(module, name, None)
-    return module, [f"{type(module).__name__} no longer tracks running statistics"], []
-
-
-def _fix_embedding(module: nn.Module) -> _Repair:
-    assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+def _fix_embedding(module: nn.Embedding | nn.EmbeddingBag) -> list[str]:
     done = []
     if module.max_norm is not None:
         done.append(f"max_norm={module.max_norm:g} → None: the clip bounds what one contribution moves")
@@ -407,7 +344,7 @@ def _fix_embedding(module: nn.Module) -> _Repair:
     if module.sparse:
         done.append("sparse → False: noise is dense, and which rows were touched is private")
         module.sparse = False
-    return module, done, []
+    return done
 
 
 def _give_own_class(module: nn.Module) -> None:

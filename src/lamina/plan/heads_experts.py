@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lamina import validate
 from lamina.errors import PlanError
 from lamina.plan.adapters import Projection
 from lamina.plan.selection import (
@@ -25,51 +26,60 @@ HEADS_ATTRIBUTE = "lamina_heads"
 """The attribute by which an attention module says itself what heads it has: a number, or `Heads`; 0: none."""
 
 
+EXPERTS_ATTRIBUTE = "lamina_experts"
+"""The attribute by which a module says itself how many experts it holds; 0: none."""
+
+
 def find_heads(model: nn.Module, given: Mapping[str, int | Heads]) -> tuple[list[TensorPart], list[UnreadModule]]:
     """The heads of every attention. `given`: by pattern of module names, how many, or `Heads`; 0: it has none."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    declared = ModuleDeclarations(given, HEADS_ATTRIBUTE, "heads")
+    return _find_parts(model, PartKind.HEADS, ModuleDeclarations(given, HEADS_ATTRIBUTE, "heads"))
+
+
+def find_experts(model: nn.Module, given: Mapping[str, int]) -> tuple[list[TensorPart], list[UnreadModule]]:
+    """The experts of every mixture. `given`: by pattern of module names, how many; 0: it has none."""
+    return _find_parts(model, PartKind.EXPERTS, ModuleDeclarations(given, EXPERTS_ATTRIBUTE, "experts"))
+
+
+def _find_parts(
+    model: nn.Module, kind: PartKind, declared: ModuleDeclarations
+) -> tuple[list[TensorPart], list[UnreadModule]]:
+    """The parts of one kind, and the modules that look as if they had some that are not known."""
+    modules, heads = dict(model.named_modules(remove_duplicate=False)), kind is PartKind.HEADS
     parts: list[TensorPart] = []
-    strange: dict[str, str] = {}
+    unread: dict[str, str] = {}
     read: set[str] = set()
     for path, module in modules.items():
-        said = declared.of(path, module)
-        if said == 0 and not isinstance(said, bool):
+        value = declared.of(path, module)
+        if not heads and any(path.startswith(f"{other}.") for other in read | unread.keys()):
+            continue
+        if value == 0 and not isinstance(value, bool):
             read.add(path)
             continue
-        wanted = _parse_heads(path, said)
+        if value is not None and not is_positive_int(value) and not (heads and isinstance(value, Heads)):
+            remedy = "give their number, 0 if none" + (", or lamina.plan.Heads(count=…, …)" if heads else "")
+            raise PlanError("plan.parts-declaration-wrong", f"{kind.value} of {path or ROOT!r} are {value!r}", remedy)
         try:
-            found = list(attention_parts(path, module, modules, wanted))
-        except UnreadableAttention as problem:
-            if wanted is not None:
-                raise PlanError(
-                    "plan.heads-declaration-wrong",
-                    f"{path or ROOT!r} is declared as {wanted}, but {problem}",
-                    "correct the declaration",
-                ) from None
-            strange[path] = str(problem)
+            if heads:
+                wanted = Heads(count=value) if isinstance(value, int) else value
+                found = list(attention_parts(path, module, modules, wanted))
+            else:
+                found = _experts_of_module(path, module, modules, value)
+        except UnreadableParts as problem:
+            if value is not None:
+                problem_text = f"{kind.value} of {path or ROOT!r} are declared as {value}, but {problem}"
+                raise PlanError("plan.parts-declaration-wrong", problem_text, "correct the declaration") from None
+            unread[path] = str(problem)
             continue
         if found:
             parts += found
             read.add(path)
     declared.check()
     for path, module in modules.items():
-        name, maps = type(module).__name__, any(tensor.ndim >= 2 for tensor in module.parameters())
-        if "attention" in name.lower() and maps and not is_same_or_nested(path, read | strange.keys()):
-            strange[path] = f"the projections of this {name} are not known"
-    return parts, [UnreadModule(module=path or ROOT, kind=PartKind.HEADS, why=why) for path, why in strange.items()]
-
-
-def _parse_heads(path: str, value: Any) -> Heads | None:
-    if value is None or isinstance(value, Heads):
-        return value
-    if not is_positive_int(value):
-        raise PlanError(
-            "plan.heads-declaration-wrong",
-            f"heads of {path or ROOT!r} are declared as {value!r}",
-            "give their number, 0 if none, or lamina.plan.Heads(count=…, …)",
-        )
-    return Heads(count=value)
+        name, maps = type(module).__name__, any(not heads or tensor.ndim >= 2 for tensor in module.parameters())
+        looks = ("attention" if heads else "experts") in name.lower()
+        if looks and maps and not is_same_or_nested(path, read | unread.keys()):
+            unread[path] = f"the layout of this {name} is not known"
+    return parts, [UnreadModule(module=path or ROOT, kind=kind, why=why) for path, why in unread.items()]
 
 
 # One attention: which rows and columns of which projections serve which head.
@@ -82,8 +92,8 @@ def _parse_heads(path: str, value: Any) -> Heads | None:
 #     values   m·v
 #     output   n·v columns
 #
-# Where it does not, or where a fused projection could be laid out in two ways, it is `UnreadableAttention` an
-# attention: nothing is guessed.
+# Where it does not, or where a fused projection could be laid out in two ways, it raises
+# `UnreadableParts`: nothing is guessed.
 
 QUERY_NAMES = ("q_proj", "query", "q_lin", "q", "wq", "to_q", "query_proj", "q_attn", "linear_q", "q_linear")
 KEY_NAMES = ("k_proj", "key", "k_lin", "k", "wk", "to_k", "key_proj", "linear_k", "k_linear")
@@ -100,8 +110,8 @@ FUSED_LAYOUTS = {"phi3": "concatenated", "modernbert": "concatenated", "gpt_neox
 """How families lay their fused projection out, by `config.model_type`: its shape does not tell."""
 
 
-class UnreadableAttention(Exception):
-    """Projections that cannot be the attention that they are named like."""
+class UnreadableParts(Exception):
+    """A module that looks like an attention or a mixture of experts, but whose parts cannot be told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,16 +136,12 @@ class Heads:
     layout: str | None = None
 
     def __post_init__(self) -> None:
-        for what, number in (("count", self.count), ("key_value", self.key_value)):
-            if number is not None and not is_positive_int(number):
-                raise PlanError(
-                    "plan.heads-declaration-wrong",
-                    f"{what} of Heads is {number!r}, must be a whole number >= 1",
-                    "correct it",
-                )
+        validate.whole(PlanError, "plan.parts-declaration-wrong", count=self.count)
+        if self.key_value is not None:
+            validate.whole(PlanError, "plan.parts-declaration-wrong", key_value=self.key_value)
         if self.layout not in (None, "concatenated", "interleaved"):
             raise PlanError(
-                "plan.heads-declaration-wrong",
+                "plan.parts-declaration-wrong",
                 f"layout of Heads is {self.layout!r}",
                 "use 'concatenated' or 'interleaved'",
             )
@@ -155,18 +161,18 @@ def attention_parts(
     fused = None if query and key and value else find(FUSED_NAMES, spec.fused)
     if fused is None and not (query and key and value):
         if wanted is not None:
-            raise UnreadableAttention("it has no projections of queries, keys and values by these names")
+            raise UnreadableParts("it has no projections of queries, keys and values by these names")
         return
     count = wanted.count if wanted is not None else stated_number(module, HEAD_COUNT_NAMES)
     if count is None:
-        raise UnreadableAttention("neither it nor its configuration states how many heads it has")
+        raise UnreadableParts("neither it nor its configuration states how many heads it has")
     out = None if spec.out == "" else find(OUT_NAMES, spec.out)
     group = path
     if out is None and spec.out != "":
         group = path.rpartition(".")[0]
         out = _ProjectionFinder(group, modules)((OUT_IN_PARENT,), None) if path else None
         if out is None:
-            raise UnreadableAttention("its output projection is not known")
+            raise UnreadableParts("its output projection is not known")
     read = _AttentionReader(module, group or ROOT, count, wanted)
     if fused is None:
         assert query and key and value
@@ -187,7 +193,7 @@ class _ProjectionFinder:
             if full in self.modules and (made := Projection.of(self.modules[full], full)) is not None:
                 return made
         if given is not None:
-            raise UnreadableAttention(f"it has no projection {given!r}")
+            raise UnreadableParts(f"it has no projection {given!r}")
         return None
 
 
@@ -203,7 +209,7 @@ class _AttentionReader:
         width = self._width(query.outs)
         groups = self._groups(key.outs, width)
         if value.outs % groups:
-            raise UnreadableAttention(f"its values are {value.outs} wide, which {groups} heads cannot share")
+            raise UnreadableParts(f"its values are {value.outs} wide, which {groups} heads cannot share")
         wide = value.outs // groups
         yield from self._rows(query, consecutive_pieces(self.count, width))
         yield from self._rows(key, consecutive_pieces(groups, width, self._serves(groups)))
@@ -213,29 +219,27 @@ class _AttentionReader:
     def fused(self, query: Projection | None, fused: Projection, out: Projection | None) -> Iterator[TensorPart]:
         layout = (self.wanted.layout if self.wanted is not None else None) or self._layout(fused)
         if layout is None:
-            raise UnreadableAttention(
+            raise UnreadableParts(
                 f"its fused projection {fused.path!r} may hold head after head, or queries, keys and values: declare "
                 "its layout"
             )
         if query is not None:  # cross-attention: queries apart, keys and values fused
             if layout != "concatenated" or fused.outs % 2:
-                raise UnreadableAttention(f"its fused keys and values are {fused.outs} wide and {layout}")
+                raise UnreadableParts(f"its fused keys and values are {fused.outs} wide and {layout}")
             width = self._width(query.outs)
             yield from self._rows(query, consecutive_pieces(self.count, width))
             keys = self._shared(fused.outs // 2, width)
             pieces = concatenate_pieces(keys, keys)
         elif layout == "interleaved":
             if fused.outs % 3:
-                raise UnreadableAttention(
-                    f"its fused projection is {fused.outs} wide, no three times a number of heads"
-                )
+                raise UnreadableParts(f"its fused projection is {fused.outs} wide, no three times a number of heads")
             width = self._width(fused.outs // 3)
             pieces = consecutive_pieces(self.count, 3 * width)
         else:
             width = stated_number(self.module, HEAD_WIDTH_NAMES, configured=False) or fused.outs // (3 * self.count)
             rest = fused.outs - self.count * width
             if rest <= 0 or rest % 2 or not width:
-                raise UnreadableAttention(
+                raise UnreadableParts(
                     f"its fused projection is {fused.outs} wide, with {self.count} query heads of {width}"
                 )
             keys = self._shared(rest // 2, width)
@@ -243,32 +247,26 @@ class _AttentionReader:
         yield from self._rows(fused, pieces)
         yield from self._columns(out, width)
 
-    # ------------------------------------------------------------------------------------------- numbers
-
     def _width(self, outs: int) -> int:
         """How wide a head is: what comes out over the number of heads, and what the module states."""
-        told = stated_number(self.module, HEAD_WIDTH_NAMES, configured=False)
-        if outs % self.count or (told is not None and told * self.count != outs):
-            raise UnreadableAttention(
-                f"its queries are {outs} wide, not {self.count} heads{f' of {told}' if told else ''}"
-            )
+        stated = stated_number(self.module, HEAD_WIDTH_NAMES, configured=False)
+        if outs % self.count or (stated is not None and stated * self.count != outs):
+            raise UnreadableParts(f"its queries are {outs} wide, not {self.count} heads of {stated or 'any width'}")
         return outs // self.count
 
     def _groups(self, outs: int, width: int) -> int:
         """How many key/value heads there are: by their width, and by what is declared or stated."""
         groups = outs // width
         if not groups or outs % width or self.count % groups:
-            raise UnreadableAttention(
-                f"its keys are {outs} wide, no number of heads of {width} that {self.count} query heads can share"
-            )
-        told = self.wanted.key_value if self.wanted is not None else None
-        if told is None:
-            told = stated_number(self.module, KEY_VALUE_COUNT_NAMES)
+            raise UnreadableParts(f"its keys are {outs} wide, which {self.count} query heads of {width} cannot share")
+        stated = self.wanted.key_value if self.wanted is not None else None
+        if stated is None:
+            stated = stated_number(self.module, KEY_VALUE_COUNT_NAMES)
             each = stated_number(self.module, ("num_key_value_groups",), configured=False)
-            if told is None and each is not None:
-                told = self.count // each
-        if told is not None and told != groups:
-            raise UnreadableAttention(f"{told} key/value heads are stated, and its keys are wide enough for {groups}")
+            if stated is None and each is not None:
+                stated = self.count // each
+        if stated is not None and stated != groups:
+            raise UnreadableParts(f"{stated} key/value heads are stated, and its keys are wide enough for {groups}")
         return groups
 
     def _serves(self, groups: int) -> list[tuple[int, ...]]:
@@ -287,8 +285,6 @@ class _AttentionReader:
             return "concatenated"
         return FUSED_LAYOUTS.get(str(getattr(getattr(self.module, "config", None), "model_type", "")))
 
-    # --------------------------------------------------------------------------------------------- parts
-
     def _rows(self, projection: Projection, pieces: list[Piece]) -> Iterator[TensorPart]:
         """What comes out of a projection belongs to heads: rows of a weight, a bias; what goes in is common to all."""
         for name, (axis, _) in projection.axes.items():
@@ -299,9 +295,7 @@ class _AttentionReader:
         if projection is None:
             return
         if projection.ins != self.count * width:
-            raise UnreadableAttention(
-                f"its output projection takes {projection.ins}, not {self.count} heads of {width}"
-            )
+            raise UnreadableParts(f"its output projection takes {projection.ins}, not {self.count} heads of {width}")
         for name, (_, axis) in projection.axes.items():
             yield self._part(projection, name, axis, consecutive_pieces(self.count, width))
 
@@ -326,7 +320,7 @@ def _multihead_parts(path: str, module: nn.MultiheadAttention) -> Iterator[Tenso
             yield _head_part(group, count, f"{path}.{name}" if path else name, axis, tensor.shape[axis], pieces)
     out = Projection.of(module.out_proj, f"{path}.out_proj" if path else "out_proj")
     if out is None:
-        raise UnreadableAttention("its output projection is no Linear")
+        raise UnreadableParts("its output projection is no Linear")
     yield from _AttentionReader(module, group, count, None)._columns(out, width)
 
 
@@ -347,7 +341,7 @@ def _peft_parts(path: str, module: nn.MultiheadAttention, modules: Mapping[str, 
 
 def _head_part(group: str, count: int, tensor: str, axis: int, length: int, pieces: Sequence[Piece]) -> TensorPart:
     if pieces and pieces[-1][1] != length:
-        raise UnreadableAttention(f"tensor {tensor!r} has {length} places, and its heads take up {pieces[-1][1]}")
+        raise UnreadableParts(f"tensor {tensor!r} has {length} places, and its heads take up {pieces[-1][1]}")
     return TensorPart(
         kind=PartKind.HEADS, group=group, count=count, tensor=tensor, axis=axis, length=length, pieces=tuple(pieces)
     )
@@ -362,69 +356,26 @@ def _head_part(group: str, count: int, tensor: str, axis: int, length: int, piec
 
 EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts", "experts")
 
-EXPERTS_ATTRIBUTE = "lamina_experts"
-"""The attribute by which a module says itself how many experts it holds; 0: none."""
-
-
-def find_experts(model: nn.Module, given: Mapping[str, int]) -> tuple[list[TensorPart], list[UnreadModule]]:
-    """The experts of every mixture. `given`: by pattern of module names, how many; 0: it has none."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    declared = ModuleDeclarations(given, EXPERTS_ATTRIBUTE, "experts")
-    parts: list[TensorPart] = []
-    strange: dict[str, str] = {}
-    read: set[str] = set()
-    for path, module in modules.items():
-        wanted = declared.of(path, module)
-        if any(path.startswith(f"{other}.") for other in read | strange.keys()):
-            continue
-        if wanted is not None and not is_positive_int(wanted) and (wanted != 0 or isinstance(wanted, bool)):
-            raise PlanError(
-                "plan.experts-declaration-wrong",
-                f"experts of {path or ROOT!r} are declared as {wanted!r}",
-                "give their number, 0 if none",
-            )
-        if wanted == 0:
-            read.add(path)
-            continue
-        found, problem = _experts_of_module(path, module, modules, wanted)
-        if problem and wanted is not None:
-            raise PlanError(
-                "plan.experts-declaration-wrong",
-                f"{path or ROOT!r} is declared to hold {wanted} experts, but {problem}",
-                "correct the declaration",
-            )
-        if problem:
-            strange[path] = problem
-        elif found:
-            parts += found
-            read.add(path)
-    declared.check()
-    for path, module in modules.items():
-        name, owns = type(module).__name__, any(True for _ in module.parameters())
-        if "experts" in name.lower() and owns and not is_same_or_nested(path, read | strange.keys()):
-            strange[path] = f"how this {name} holds them is not known"
-    return parts, [UnreadModule(module=path or ROOT, kind=PartKind.EXPERTS, why=why) for path, why in strange.items()]
-
 
 def _experts_of_module(
     path: str, module: nn.Module, modules: Mapping[str, nn.Module], wanted: int | None
-) -> tuple[list[TensorPart], str]:
-    """The parts of the experts that this module holds, and the problem if it seems to hold some that are not known."""
+) -> list[TensorPart]:
+    """The parts of the experts that this module holds."""
     above = modules.get(path.rpartition(".")[0])
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         name = path.rpartition(".")[2].lower()
         called = "expert" in name or any("expert" in type(child).__name__.lower() for child in module.children())
         if wanted is None and (not called or "shared" in name):
-            return [], ""
+            return []
         number = wanted if wanted is not None or above is None else stated_number(above, EXPERT_COUNT_NAMES)
         return _listed_experts(path, module, number)
     count = wanted if wanted is not None else stated_number(module, EXPERT_COUNT_NAMES)
-    if count is None:
-        return [], ""
-    own = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
-    if not any(tensor.ndim >= 3 and tensor.shape[0] == count for tensor in own.values()):
-        return [], "no tensor of it has such an axis" if wanted is not None else ""
-    return list(_stacked_experts(path, module, count, modules)), ""
+    own = [tensor for tensor in module._parameters.values() if tensor is not None]
+    if count is None or not any(tensor.ndim >= 3 and tensor.shape[0] == count for tensor in own):
+        if wanted is not None:
+            raise UnreadableParts("no tensor of it has such an axis")
+        return []
+    return list(_stacked_experts(path, module, count, modules))
 
 
 def _stacked_experts(
@@ -444,22 +395,20 @@ def _stacked_experts(
                 yield _expert_part(path, count, f"{head}.{name}", tuple(tensor.shape), ())
 
 
-def _listed_experts(
-    path: str, module: nn.ModuleList | nn.ModuleDict, number: int | None
-) -> tuple[list[TensorPart], str]:
+def _listed_experts(path: str, module: nn.ModuleList | nn.ModuleDict, number: int | None) -> list[TensorPart]:
     children = list(module.named_children())
     forms = {_tensor_shapes(child) for _, child in children}
     if not children or forms == {()}:
-        return [], ""
+        return []
     if len(forms) > 1:
-        return [], "its experts are not alike"
+        raise UnreadableParts("its experts are not alike")
     if number is not None and number != len(children):
-        return [], f"it holds {len(children)} modules where {number} experts are stated"
+        raise UnreadableParts(f"it holds {len(children)} modules where {number} experts are stated")
     return [
         _expert_part(path, len(children), f"{path}.{key}.{name}", shape, ((0, shape[0] if shape else 1, (e,)),))
         for e, (key, child) in enumerate(children)
         for name, shape in _tensor_shapes(child)
-    ], ""
+    ]
 
 
 def _tensor_shapes(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -467,14 +416,9 @@ def _tensor_shapes(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def _expert_part(path: str, count: int, tensor: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> TensorPart:
+    length, group = shape[0] if shape else 1, path or ROOT
     return TensorPart(
-        kind=PartKind.EXPERTS,
-        group=path or ROOT,
-        count=count,
-        tensor=tensor,
-        axis=0,
-        length=shape[0] if shape else 1,
-        pieces=pieces,
+        kind=PartKind.EXPERTS, group=group, count=count, tensor=tensor, axis=0, length=length, pieces=pieces
     )
 
 

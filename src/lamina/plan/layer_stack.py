@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
 from lamina.errors import PlanError
@@ -374,6 +374,14 @@ def _count_matrices(module: nn.Module) -> int:
     return sum(any(p.ndim >= 2 for p in m.parameters(recurse=False)) for m in module.modules())
 
 
+def refuse_lazy_tensors(model: nn.Module) -> None:
+    """Refuse a model with tensors whose shape is not known yet."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            remedy = "run model(...) once on a public or made-up input first"
+            raise PlanError("plan.tensor-lazy", f"tensor {name!r} is lazy and has no shape yet", remedy)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelTensors:
     """Names of a model's parameters, each tensor once, under its name in `model.named_parameters()`.
@@ -389,6 +397,7 @@ class ModelTensors:
     @classmethod
     def of(cls, model: nn.Module) -> ModelTensors:
         """Read them; refuse what cannot be clipped: nothing to train, no shape, complex, shared memory."""
+        refuse_lazy_tensors(model)
         canonical: dict[int, str] = {}
         uses: dict[str, list[str]] = {}
         for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -396,12 +405,6 @@ class ModelTensors:
         tensors = {name: model.get_parameter(name) for name in uses}
         memory: dict[int, str] = {}
         for name, tensor in tensors.items():
-            if isinstance(tensor, UninitializedParameter):
-                raise PlanError(
-                    "plan.tensor-lazy",
-                    f"tensor {name!r} is lazy and has no shape yet",
-                    "run model(...) once on a public or made-up input first",
-                )
             if tensor.requires_grad and not tensor.is_floating_point():
                 raise PlanError(
                     "plan.tensor-not-real",
