@@ -304,7 +304,7 @@ def test_a_choice_measures_what_a_class_may_move() -> None:
     with Engine(model, plan) as engine:
         part = engine._examine(losses_of(model, x, None), Batch(x, cls=MIXED))
         assert part is not None
-        norms = engine._backward_pass.norms(part, engine._reached(part), engine._openings(part))
+        norms = engine._norms(part, engine._reached(part), engine._masks_for(part))
     for u, k in enumerate(MIXED.tolist()):
         for i, layer in enumerate(plan.layers):
             if plan.clip[k][i] > 0:
@@ -371,8 +371,8 @@ def test_no_slice_costs_nothing() -> None:
     model, _, _, slices = MODELS["ours"]()
     plan = plan_of(model, bands(model, slices), slices=slices)
     with Engine(model, plan) as engine:
-        assert engine._masks.openings(torch.tensor([0, 2, 0])) == {}
-        found = engine._masks.openings(torch.tensor([0, 1]))
+        assert engine._slices.masks_for(torch.tensor([0, 2, 0])) == {}
+        found = engine._slices.masks_for(torch.tensor([0, 1]))
         assert set(found) == {s.tensor for s in slices}
         assert found["decoder.0.query.weight"] is found["decoder.0.query.bias"]
-        assert engine._masks.openings(torch.tensor([1]))["decoder.0.out.bias"].all_blocked
+        assert engine._slices.masks_for(torch.tensor([1]))["decoder.0.out.bias"].all_blocked

@@ -6,11 +6,11 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lamina.engine.batch import RowLayout
 from lamina.engine.grads import (
     NORM_SAFETY,
     AxisSliceGrads,
@@ -19,10 +19,10 @@ from lamina.engine.grads import (
     ContributionGrads,
     DenseGrads,
     MaskedGrads,
-    sum_of_uses,
+    SummedGrads,
 )
 from lamina.engine.layers.layer_rule import RuleCall, hidden_backward_error
-from lamina.engine.safety_checks import CheckedBatch, LossGraph
+from lamina.engine.safety_checks import CheckedBatch
 from lamina.engine.slices import NO_MASKS, TensorMasks
 from lamina.engine.step import ClippedSums
 from lamina.plan.step_plan import Clipping, StepPlan
@@ -39,12 +39,12 @@ _MIN_FACTOR, _MIN_NORMAL = 2.0**-100, 1e-35  # a contribution 2^100 times too la
 
 
 def safe_bounds(bound: Tensor, scale: float) -> Tensor:
-    """Bounds as `weights_for` wants them: shrunk by more than a norm can read low, times the scale."""
+    """Bounds for `clip_weights`: shrunk by more than a norm can read low, times the scale."""
     return bound * (NORM_SAFETY * scale)
 
 
 def clip_weights(norm_sq: Tensor, bound: Tensor, scale: float) -> ClipWeights:
-    """scale · min(1, bound/norm), for squared norms and `safe` bounds (0: not reached, inf: public)."""
+    """scale · min(1, bound/norm), for squared norms and `safe_bounds` (0: not reached, inf: public)."""
     factor = norm_sq.clamp(min=_MIN_NORM_SQ).rsqrt_().mul_(bound).clamp_(max=scale)
     torch.threshold_(factor, max(scale * _MIN_FACTOR, _MIN_NORMAL), 0.0)  # before it becomes a denormal in float32
     if math.isfinite(norm_sq.sum().item()):
@@ -53,18 +53,15 @@ def clip_weights(norm_sq: Tensor, bound: Tensor, scale: float) -> ClipWeights:
     return ClipWeights(torch.where(finite, factor, 0.0), ~finite)
 
 
-def box_clip(bound: Tensor, scale: float) -> ClipFunction:
-    """The clip of one layer, for contributions with `safe` thresholds (P,)."""
-    return lambda norm_sq, low, high: clip_weights(norm_sq, bound[low:high], scale)
-
-
 def clip_layer(parts: Sequence[tuple[ContributionGrads, Tensor]], clip: ClipFunction) -> ClipWeights:
     """Clip a layer made of several tensors by its whole norm, and add it to their sums. Returns the factors.
 
-    What can be measured cheaply is measured first; of what must be formed to be measured, the
-    largest is measured and summed in one pass.
+    What can be measured cheaply is measured first; of what must be formed to be measured, the largest is measured and
+    summed in one pass.
     """
-    *rest, (last, out) = sorted(parts, key=_forming_cost) if len(parts) > 1 else parts
+    if len(parts) > 1:
+        parts = sorted(parts, key=lambda part: (part[0].formed, part[0].shape.numel()))
+    *rest, (last, out) = parts
     others: Tensor | None = None
     for grad, _ in rest:
         others = grad.norm_sq() if others is None else others + grad.norm_sq()
@@ -74,35 +71,26 @@ def clip_layer(parts: Sequence[tuple[ContributionGrads, Tensor]], clip: ClipFunc
     return weights
 
 
-def _forming_cost(part: tuple[ContributionGrads, Tensor]) -> tuple[bool, int]:
-    return part[0].formed, part[0].shape.numel()
-
-
 LayerGrads = dict[str, ContributionGrads]  # the tensors of a layer
 
 
 class Collector(ABC):
     """Completes each layer when its last use has arrived, and adds it to the sums.
 
-    A layer of one use is clipped at once, in its own backward. A tensor used several times, or a
-    layer of several modules, waits for the rest (book-keeping). `openings` name the tensors of which
-    some contribution may move a part only: whoever completes a layer sees 0 elsewhere.
+    A layer of one use is clipped at once, in its own backward. A tensor used several times, or a layer of several
+    modules, waits for the rest (book-keeping). `masks` has the tensors of which some contribution may move a slice
+    only: `complete` sees 0 elsewhere.
     """
 
     def __init__(
-        self,
-        graph: LossGraph,
-        layouts: Mapping[RuleCall, RowLayout],
-        reached: Sequence[bool],
-        sums: Mapping[str, Tensor],
-        openings: TensorMasks = NO_MASKS,
+        self, part: CheckedBatch, reached: Sequence[bool], sums: Mapping[str, Tensor], masks: TensorMasks = NO_MASKS
     ) -> None:
-        self.layouts, self.reached, self.sums, self.openings = layouts, reached, sums, openings
-        self._expected = Counter(layer for use in graph.uses for layer in use.layers)
+        self.layouts, self.reached, self.sums, self.masks = part.layouts, reached, sums, masks
+        self._expected = Counter(layer for use in part.graph.uses for layer in use.layers)
         self._arrived: Counter[int] = Counter()
         self._waiting: dict[int, dict[str, list[ContributionGrads]]] = {}
         short = not all(reached[layer] for layer in self._expected)
-        self._input_grad_uses = graph.leads_to(lambda use: self._wanted(use)) if short else None
+        self._input_grad_uses = part.graph.leads_to(self._wanted) if short else None
 
     def _wanted(self, use: RuleCall) -> bool:
         return any(self.reached[layer] for layer in use.layers)
@@ -110,14 +98,14 @@ class Collector(ABC):
     def wants_input_grad(self, use: RuleCall) -> bool:
         return self._input_grad_uses is None or use in self._input_grad_uses
 
-    def receive(self, use: RuleCall, kept: Sequence[Tensor], g: Tensor) -> None:
+    def receive(self, use: RuleCall, saved: Sequence[Tensor], g: Tensor) -> None:
         layout = self.layouts.get(use)
         if layout is None:
             raise hidden_backward_error(use)
         if not self._wanted(use):
             return
         need = [t is not None and self.reached[t.layer] and not self._all_blocked(t.name) for t in use.targets]
-        grads = use.rule.contribution_grads(kept, g, layout, need) if any(need) else [None] * len(need)
+        grads = use.rule.contribution_grads(saved, g, layout, need) if any(need) else [None] * len(need)
         for target, grad, needed in zip(use.targets, grads, need, strict=True):
             if target is not None and grad is not None and needed:
                 self._waiting.setdefault(target.layer, {}).setdefault(target.name, []).append(grad)
@@ -126,15 +114,15 @@ class Collector(ABC):
             if self._arrived[layer] == self._expected[layer] and self.reached[layer]:
                 arrived = self._waiting.pop(layer, {})
                 if arrived:
-                    self.complete(layer, {name: self._opened(name, uses) for name, uses in arrived.items()})
+                    self.complete(layer, {name: self._masked(name, uses) for name, uses in arrived.items()})
 
     def _all_blocked(self, name: str) -> bool:
-        return name in self.openings and self.openings[name].all_blocked
+        return name in self.masks and self.masks[name].all_blocked
 
-    def _opened(self, name: str, uses: Sequence[ContributionGrads]) -> ContributionGrads:
+    def _masked(self, name: str, uses: Sequence[ContributionGrads]) -> ContributionGrads:
         """The gradient of a tensor over all its uses, 0 where a contribution may not move it."""
-        grad = sum_of_uses(uses)
-        return self.openings[name].of(grad) if name in self.openings else grad
+        grad = uses[0] if len(uses) == 1 else SummedGrads(uses)
+        return self.masks[name].of(grad) if name in self.masks else grad
 
     @abstractmethod
     def complete(self, layer: int, parts: LayerGrads) -> None:
@@ -152,22 +140,16 @@ class BoxCollector(Collector):
     """
 
     def __init__(
-        self,
-        *args: object,
-        bounds: Tensor,
-        scale: float,
-        counts: Tensor | None = None,
-        counted: Tensor | None = None,
-        **kwargs: object,
+        self, *args: Any, bounds: Tensor, scale: float, counts: Tensor | None = None, counted: Tensor | None = None
     ) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        super().__init__(*args)
         self.bounds, self.scale = safe_bounds(bounds, scale).t().contiguous(), scale  # (L, P)
         self.counts, self.counted = counts, counted
         self._factors: dict[int, Tensor] = {}
 
     def complete(self, layer: int, parts: LayerGrads) -> None:
-        pairs = [(grad, self.sums[name]) for name, grad in parts.items()]
-        weights = clip_layer(pairs, box_clip(self.bounds[layer], self.scale))
+        pairs, bound = [(grad, self.sums[name]) for name, grad in parts.items()], self.bounds[layer]
+        weights = clip_layer(pairs, lambda norm_sq, low, high: clip_weights(norm_sq, bound[low:high], self.scale))
         if self.counts is not None:
             self._factors[layer] = weights.factor
 
@@ -184,10 +166,8 @@ class BoxCollector(Collector):
 class JointCollector(Collector):
     """All layers by one threshold: measured as they arrive, summed once the whole norm is known."""
 
-    def __init__(
-        self, *args: object, reach: Tensor, noise: Sequence[float], radius: Tensor, scale: float, **kwargs: object
-    ) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+    def __init__(self, *args: Any, reach: Tensor, noise: Sequence[float], radius: Tensor, scale: float) -> None:
+        super().__init__(*args)
         self.reach, self.noise, self.radius, self.scale = reach, noise, radius, scale  # (P, L), (L,), (P,)
         self.norm_sq = torch.zeros(len(radius), dtype=torch.float64)
         self._kept: list[tuple[int, list[tuple[ContributionGrads, Tensor]], Tensor | None]] = []
@@ -217,9 +197,9 @@ class JointCollector(Collector):
 class NormCollector(Collector):
     """Takes the norm of every contribution at every layer, and nothing else. (P, L); 0 where nothing arrived."""
 
-    def __init__(self, *args: object, units: int, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.norms = torch.zeros(units, len(self.reached), dtype=torch.float64)
+    def __init__(self, part: CheckedBatch, reached: Sequence[bool], masks: TensorMasks = NO_MASKS) -> None:
+        super().__init__(part, reached, {}, masks)
+        self.norms = torch.zeros(part.layout.units, len(reached), dtype=torch.float64)
 
     def complete(self, layer: int, parts: LayerGrads) -> None:
         self.norms[:, layer] = torch.stack([grad.norm_sq() for grad in parts.values()]).sum(0).sqrt_()
@@ -228,7 +208,7 @@ class NormCollector(Collector):
 def _form_if_smaller(grad: ContributionGrads) -> ContributionGrads:
     """Form the gradient now if that takes no more memory than what it is made of."""
     if isinstance(grad, AxisSliceGrads):
-        return AxisSliceGrads(_form_if_smaller(grad.inner), grad.places, grad.shape)
+        return AxisSliceGrads(_form_if_smaller(grad.inner), grad.span, grad.shape)
     size = grad.units * grad.shape.numel()
     stuff = vars(grad.inner if isinstance(grad, MaskedGrads) else grad).values()
     made_of = sum(t.numel() for t in stuff if isinstance(t, Tensor))
@@ -253,11 +233,11 @@ class ClipBounds:
         return [bool(r) for r in (self.clip[part.classes] > 0).any(0)]
 
     def collector(
-        self, part: CheckedBatch, into: ClippedSums, reached: Sequence[bool], openings: TensorMasks = NO_MASKS
+        self, part: CheckedBatch, into: ClippedSums, reached: Sequence[bool], masks: TensorMasks = NO_MASKS
     ) -> Collector:
         bounds, scale = self.clip[part.classes], into.scale  # (P, L)
         stricter = self._stricter(part)
-        start = part.graph, part.layouts, reached, into.sums, openings
+        start = part, reached, into.sums, masks
         if self.plan.clipping is Clipping.JOINT:
             radius = self.radius[part.classes]
             radius = radius if stricter is None else radius * stricter
@@ -265,9 +245,9 @@ class ClipBounds:
         if self.plan.clipping is Clipping.ELEMENTWISE:  # bounded as a whole, when it is released
             return BoxCollector(*start, bounds=torch.where(bounds > 0, torch.inf, 0.0), scale=scale)
         bounds = bounds if stricter is None else torch.where(bounds > 0, bounds * stricter.unsqueeze(1), 0.0)
-        counted = (
-            None if into.counts is None else self.counted[part.classes] & nonempty_contributions(part).unsqueeze(1)
-        )
+        counted = None
+        if into.counts is not None:
+            counted = self.counted[part.classes] & nonempty_contributions(part).unsqueeze(1)
         return BoxCollector(*start, bounds=bounds, scale=scale, counts=into.counts, counted=counted)
 
     def _stricter(self, part: CheckedBatch) -> Tensor | None:
@@ -282,8 +262,8 @@ class ClipBounds:
 
 
 def nonempty_contributions(part: CheckedBatch) -> Tensor:
-    """(P,) whether a contribution has any example of weight > 0: an empty slot is nobody, and counts nowhere."""
-    here = torch.zeros(part.layout.units, dtype=torch.bool)
+    """(P,) whether a contribution has any example of weight > 0: an empty one counts nowhere."""
+    present = torch.zeros(part.layout.units, dtype=torch.bool)
     owner = part.layout.owner
-    here[owner[owner >= 0]] = True
-    return here
+    present[owner[owner >= 0]] = True
+    return present

@@ -18,7 +18,7 @@ from lamina.engine.attach import Attachment
 from lamina.engine.batch import Batch
 from lamina.engine.budget import Budget
 from lamina.engine.clipping import BoxCollector, ClipBounds, Collector, NormCollector
-from lamina.engine.layers.layer_rule import ReceiverSlot, Target
+from lamina.engine.layers.layer_rule import Target
 from lamina.engine.noise import NoiseSource, SecureNoise
 from lamina.engine.paper_step import PaperStep, UnclippedSums, warn_if_reproduction
 from lamina.engine.safety_checks import CheckedBatch, GradWriter, OwnershipCheck, check_batch, probe, refuse_float16
@@ -27,35 +27,6 @@ from lamina.engine.step import ClippedSums, OpenStep, check_is_batch, parts_out_
 from lamina.errors import CouplingError, EngineError
 from lamina.plan.coverage import check_coverage, find_hazards
 from lamina.plan.step_plan import Clipping, StepPlan
-
-
-class BackwardPass:
-    """Runs autograd for one collector at a time; refuses whatever else is written meanwhile."""
-
-    def __init__(self, gradients: GradWriter, layer_of: Mapping[str, int], slot: ReceiverSlot) -> None:
-        self.gradients, self.layer_of, self.slot = gradients, layer_of, slot
-
-    def run(self, part: CheckedBatch, collector: Collector) -> None:
-        before = self.gradients.versions()
-        tensors = self.gradients.tensors.items()
-        inputs = [p for name, p in tensors if collector.reached[self.layer_of[name]]]
-        self.slot.receiver = collector
-        try:
-            with torch.autocast("cpu", enabled=False):
-                torch.autograd.backward(part.losses, part.weights, inputs=inputs)
-            with torch.no_grad():
-                collector.finish()
-        finally:
-            self.slot.receiver = None
-            grads.release_buffers()
-        self.gradients.check_unchanged(before)
-
-    def norms(self, part: CheckedBatch, reached: list[bool], openings: TensorMasks = NO_MASKS) -> Tensor:
-        """(P, L) norms of every contribution at every layer that is reached: secret."""
-        collector = NormCollector(part.graph, part.layouts, reached, {}, openings, units=part.layout.units)
-        if any(reached):
-            self.run(part, collector)
-        return collector.norms
 
 
 class Engine:
@@ -95,8 +66,8 @@ class Engine:
         parameters = dict(model.named_parameters())
         self._tensors = {name: parameters[name] for name in trained_tensors(plan)}
         self._names = {id(p): name for name, p in parameters.items()}
-        self._masks = PlanSlices(plan, parameters)
-        self.adaptation = Adaptation.of(plan, self._masks.sizes)
+        self._slices = PlanSlices(plan, parameters)
+        self.adaptation = Adaptation.of(plan, self._slices.sizes)
         refuse_float16(parameters)
         warn_if_reproduction(plan)
         self._elementwise = plan.clipping is Clipping.ELEMENTWISE
@@ -109,8 +80,7 @@ class Engine:
         self._choice: OpenChoice | None = None
         targets = {name: Target(name, i) if name in self._tensors else None for name, i in self._layer_of.items()}
         self._attachment = Attachment(model, targets, rows=rows, per_contribution=per_contribution)
-        self._backward_pass = BackwardPass(self._gradients, self._layer_of, self._attachment.slot)
-        restore = RestoreUnreached(self._tensors, self._masks.closed)
+        restore = RestoreUnreached(self._tensors, self._slices.unreached)
         self._hooks = [
             register_optimizer_step_pre_hook(self._gradients.before_optimizer_step),
             register_optimizer_step_pre_hook(restore.before),
@@ -146,7 +116,7 @@ class Engine:
         if batch.last:
             step, self._open = self._open, None
             released = step.release()
-            self._masks.zero_unreached(released)
+            self._slices.zero_unreached(released)
             self._gradients.write(released)
             if self.adaptation is not None:
                 self.adaptation.after(step.step, released, step.counts)
@@ -183,13 +153,13 @@ class Engine:
             raise EngineError("engine.no-choice-due", f"no choice is due before step {step}", "ask engine.choice_due")
         part = self._examine(losses, batch)
         if batch.first:
-            self._open, choice = None, OpenChoice(self.plan, adaptation.candidates(), self._masks.sizes)
+            self._open, choice = None, OpenChoice(self.plan, adaptation.candidates(), self._slices.sizes)
             self.budget.charge_choice()
             self._choice, adaptation.chosen = choice, step
         if self._choice is None:
             raise parts_out_of_order_error()
         if part is not None:
-            self._choice.add(part, self._backward_pass.norms(part, self._reached(part), self._openings(part)))
+            self._choice.add(part, self._norms(part, self._reached(part), self._masks_for(part)))
         if batch.last:
             choice, self._choice = self._choice, None
             adaptation.apply_choice(choice.drawn(self.noise, step))
@@ -205,9 +175,8 @@ class Engine:
             bounds = torch.zeros(part.layout.units, len(self.plan.layers), dtype=torch.float64)
             reach = self._limits.clip[part.classes[unit]] > 0
             bounds[unit] = torch.where(reach, torch.inf, 0.0) if routed else torch.inf
-            openings = self._openings(part) if routed else NO_MASKS
-            start = part.graph, part.layouts, self._trained, sums, openings
-            self._backward_pass.run(part, BoxCollector(*start, bounds=bounds, scale=1.0))
+            masks = self._masks_for(part) if routed else NO_MASKS
+            self._collect(part, BoxCollector(part, self._trained, sums, masks, bounds=bounds, scale=1.0))
         return sums
 
     def clipped_sums(self, losses: Tensor | None, batch: Batch) -> dict[str, Tensor]:
@@ -247,14 +216,36 @@ class Engine:
     def _reached(self, part: CheckedBatch) -> list[bool]:
         return self._trained if self.constant_time else self._limits.reached(part)
 
-    def _openings(self, part: CheckedBatch) -> TensorMasks:
-        return self._masks.openings(part.classes, narrow=not self.constant_time)
+    def _masks_for(self, part: CheckedBatch) -> TensorMasks:
+        return self._slices.masks_for(part.classes, narrow=not self.constant_time)
 
     def _accumulate(self, part: CheckedBatch, into: ClippedSums) -> None:
         reached = self._reached(part)
         if any(reached):
             part = into.prepare(part)
-            self._backward_pass.run(part, self._limits.collector(part, into, reached, self._openings(part)))
+            self._collect(part, self._limits.collector(part, into, reached, self._masks_for(part)))
+
+    def _collect(self, part: CheckedBatch, collector: Collector) -> None:
+        """Run autograd for one collector; refuse gradients that anything else writes meanwhile."""
+        before, slot = self._gradients.versions(), self._attachment.slot
+        inputs = [p for name, p in self._tensors.items() if collector.reached[self._layer_of[name]]]
+        slot.receiver = collector
+        try:
+            with torch.autocast("cpu", enabled=False):
+                torch.autograd.backward(part.losses, part.weights, inputs=inputs)
+            with torch.no_grad():
+                collector.finish()
+        finally:
+            slot.receiver = None
+            grads.release_buffers()
+        self._gradients.check_unchanged(before)
+
+    def _norms(self, part: CheckedBatch, reached: list[bool], masks: TensorMasks = NO_MASKS) -> Tensor:
+        """(P, L) norms of every contribution at every layer that is reached: secret."""
+        collector = NormCollector(part, reached, masks)
+        if any(reached):
+            self._collect(part, collector)
+        return collector.norms
 
     @property
     def private(self) -> bool:

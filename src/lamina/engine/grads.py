@@ -80,7 +80,7 @@ def release_buffers() -> None:
 
 
 class AxisRanges:
-    """The places `ranges` along `axis`. Of a tensor with P contributions in front, the axis is one further."""
+    """The indices `ranges` along `axis`. Of a tensor with P contributions in front, the axis is one further."""
 
     def __init__(self, axis: int, ranges: Sequence[Range]) -> None:
         self.axis, self.ranges = axis, tuple(ranges)
@@ -91,14 +91,14 @@ class AxisRanges:
         return torch.cat([torch.arange(first, stop) for first, stop in self.ranges])
 
     def of(self, t: Tensor, dim: int) -> Tensor:
-        """The places along `dim` of t: a view where they lie together."""
+        """The indices along `dim` of t: a view where they lie together."""
         if len(self.ranges) == 1:
             first, stop = self.ranges[0]
             return t.narrow(dim, first, stop - first)
         return t.index_select(dim, self.index)
 
     def zero_(self, t: Tensor) -> None:
-        """Set these places of a tensor without contributions to exactly 0."""
+        """Set these indices of a tensor without contributions to exactly 0."""
         for first, stop in self.ranges:
             t.narrow(self.axis, first, stop - first).zero_()
 
@@ -113,33 +113,33 @@ class AxisRanges:
         width, behind = block_length(whole.numel()), whole[self.axis + 1 :].numel()
         if behind * whole[self.axis] % width or block_length(self.shape(whole).numel()) != width:
             return False
-        return all(place * behind % width == 0 for both in self.ranges for place in both)
+        return all(index * behind % width == 0 for both in self.ranges for index in both)
 
 
 BlockedRanges = Sequence[tuple[Tensor, Sequence[Range]]]
 
 
 class SliceMask:
-    """`table` (P, length), True where a contribution may move a place. Shared by all tensors that are cut alike.
+    """`table` (P, length), True where a contribution may move an index. Shared by all tensors that are cut alike.
 
-    `denied` is the same for whoever knows it already: contributions, and the places that none of them may move.
-    `even`: take as long whoever is denied what.
+    `blocked` is the same for whoever knows it already: contributions, and the indices that none of them may move.
+    `even`: take as long whatever is blocked.
     """
 
-    def __init__(self, table: Tensor, denied: BlockedRanges | None = None, *, even: bool = False) -> None:
+    def __init__(self, table: Tensor, blocked: BlockedRanges | None = None, *, even: bool = False) -> None:
         self.table, self.even = table, even
-        self._denied = denied
+        self._blocked = blocked
 
     @cached_property
-    def denied(self) -> BlockedRanges:
-        if self._denied is not None:
-            return self._denied
+    def blocked(self) -> BlockedRanges:
+        if self._blocked is not None:
+            return self._blocked
         kinds, kind = torch.unique(self.table, dim=0, return_inverse=True)
         closed = [(i, _ranges_of_true(~row)) for i, row in enumerate(kinds) if not bool(row.all())]
         return [((kind == i).nonzero().flatten(), ranges) for i, ranges in closed]
 
     @cached_property
-    def nobody(self) -> Tensor | None:
+    def blocked_units(self) -> Tensor | None:
         """(P,) the contributions that may move nothing; None if there is none."""
         none = ~self.table.any(1)
         return none if bool(none.any()) else None
@@ -147,15 +147,15 @@ class SliceMask:
     def narrow(self, first: int, stop: int) -> SliceMask:
         return SliceMask(self.table[:, first:stop], even=self.even)
 
-    def at(self, place: int, length: int) -> SliceMask:
-        """All or nothing of something of another length, by whether a contribution may move one place."""
-        table = self.table[:, place]
+    def at(self, index: int, length: int) -> SliceMask:
+        """All or nothing of something of another length, by whether a contribution may move one index."""
+        table = self.table[:, index]
         return SliceMask(
             table.unsqueeze(1).expand(-1, length), [((~table).nonzero().flatten(), [(0, length)])], even=self.even
         )
 
     def kept(self, t: Tensor, dim: int, low: int = 0) -> Tensor:
-        """t, of contributions low and on, with 0 at the places along `dim` that are denied. A single number is one.
+        """t, of contributions low and on, with 0 at the indices along `dim` that are blocked. A single number is one.
 
         By `where`, never by multiplication: 0 times what is not finite is not 0.
         """
@@ -166,11 +166,11 @@ class SliceMask:
         return torch.where(table.view(shape), t, t.new_zeros(()))
 
     def zero_blocked_(self, t: Tensor, dim: int, low: int) -> None:
-        """The same in place: only what is denied is written."""
+        """The same in place: only what is blocked is written."""
         if self.even:
             t.copy_(self.kept(t, dim, low))
             return
-        for who, ranges in self.denied:
+        for who, ranges in self.blocked:
             here = who if len(t) == len(self.table) else who[(who >= low) & (who < low + len(t))] - low
             for first, stop in ranges if len(here) else ():
                 part = t.narrow(dim, first, stop - first)
@@ -178,9 +178,9 @@ class SliceMask:
 
     def emptied(self, t: Tensor) -> Tensor:
         """t (P, …) with 0 for contributions that may move nothing: it will meet a 0, and must be finite."""
-        if self.nobody is None:
+        if self.blocked_units is None:
             return t
-        return t.masked_fill(self.nobody.view(-1, *[1] * (t.dim() - 1)), 0)
+        return t.masked_fill(self.blocked_units.view(-1, *[1] * (t.dim() - 1)), 0)
 
 
 def _ranges_of_true(flags: Tensor) -> tuple[Range, ...]:
@@ -255,12 +255,12 @@ class ContributionGrads(ABC):
         self.add_to(out, weights)
         return weights
 
-    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
-        """The same, but 0 at the places along `axis` that a contribution may not move."""
-        return MaskedGrads(self, axis, may)
+    def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
+        """The same, but 0 at the indices along `axis` that a contribution may not move."""
+        return MaskedGrads(self, axis, mask)
 
-    def pick(self, places: AxisRanges) -> ContributionGrads | None:
-        """Only these places, of every contribution; None where that saves nothing, or would be measured otherwise."""
+    def pick(self, span: AxisRanges) -> ContributionGrads | None:
+        """Only these indices, of every contribution; None where that saves nothing, or would be measured otherwise."""
         return None
 
 
@@ -287,8 +287,8 @@ class DenseGrads(ContributionGrads):
     def dense(self, low: int, high: int) -> Tensor:
         return self.grads[low:high].reshape(high - low, -1)
 
-    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
-        return DenseGrads(may.kept(self.grads, axis + 1))
+    def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
+        return DenseGrads(mask.kept(self.grads, axis + 1))
 
 
 class ChunkedGrads(ContributionGrads):
@@ -333,8 +333,8 @@ class MaskedGrads(ChunkedGrads):
     Kinds that keep what `dense` gives, or can mask what they are made of for less, have a `where` of their own.
     """
 
-    def __init__(self, inner: ContributionGrads, axis: int, may: SliceMask) -> None:
-        self.inner, self.axis, self.mask = inner, axis, may
+    def __init__(self, inner: ContributionGrads, axis: int, mask: SliceMask) -> None:
+        self.inner, self.axis, self.mask = inner, axis, mask
         self.units, self.shape = inner.units, inner.shape
 
     def chunks(self) -> Iterator[tuple[int, int]]:
@@ -389,12 +389,12 @@ class OuterProductGrads(ContributionGrads):
             product = product * self.length[low:high].view(-1, 1, 1).to(product.dtype)
         return product.reshape(high - low, -1)
 
-    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
-        return OuterProductGrads(*_masked_factors(self.g, self.a, axis, may))
+    def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
+        return OuterProductGrads(*_masked_factors(self.g, self.a, axis, mask))
 
-    def pick(self, places: AxisRanges) -> ContributionGrads | None:
+    def pick(self, span: AxisRanges) -> ContributionGrads | None:
         g, a = self.g, self.a
-        return OuterProductGrads(places.of(g, 1), a) if places.axis == 0 else OuterProductGrads(g, places.of(a, 1))
+        return OuterProductGrads(span.of(g, 1), a) if span.axis == 0 else OuterProductGrads(g, span.of(a, 1))
 
 
 class SequenceProductGrads(ChunkedGrads):
@@ -409,18 +409,16 @@ class SequenceProductGrads(ChunkedGrads):
         grads = take_buffer("grads", (high - low, *self.shape), g.dtype)
         return torch.bmm(g.transpose(1, 2), a, out=grads).view(high - low, -1)
 
-    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
+    def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
         if self.shape[1 - axis] < _MIN_WIDTH_PER_POSITION * self.g.shape[1]:
-            return super().where(axis, may)  # what was formed is cleared, some rows or columns of it
-        return SequenceProductGrads(*_masked_factors(self.g, self.a, axis, may))
+            return super().where(axis, mask)  # what was formed is cleared, some rows or columns of it
+        return SequenceProductGrads(*_masked_factors(self.g, self.a, axis, mask))
 
-    def pick(self, places: AxisRanges) -> ContributionGrads | None:
-        if not places.keeps_blocks(self.shape):
+    def pick(self, span: AxisRanges) -> ContributionGrads | None:
+        if not span.keeps_blocks(self.shape):
             return None
-        g, a = self.g, self.a
-        return (
-            SequenceProductGrads(places.of(g, 2), a) if places.axis == 0 else SequenceProductGrads(g, places.of(a, 2))
-        )
+        rows = span.axis == 0
+        return SequenceProductGrads(span.of(self.g, 2) if rows else self.g, self.a if rows else span.of(self.a, 2))
 
 
 def _well_scaled(norms: Tensor) -> bool:
@@ -438,11 +436,11 @@ def at_least_float32(t: Tensor) -> Tensor:
     return t if t.dtype in (torch.float32, torch.float64) else t.float()
 
 
-def _masked_factors(g: Tensor, a: Tensor, axis: int, may: SliceMask) -> tuple[Tensor, Tensor]:
+def _masked_factors(g: Tensor, a: Tensor, axis: int, mask: SliceMask) -> tuple[Tensor, Tensor]:
     """The factors of a product g ⊗ a of which a contribution may move some rows (axis 0) or columns."""
     if axis == 0:
-        return may.kept(g, g.dim() - 1), may.emptied(a)
-    return may.emptied(g), may.kept(a, a.dim() - 1)
+        return mask.kept(g, g.dim() - 1), mask.emptied(a)
+    return mask.emptied(g), mask.kept(a, a.dim() - 1)
 
 
 def _add_weighted(out: Tensor, grads: Tensor, factor: Tensor) -> None:
@@ -482,12 +480,12 @@ class ScatterGrads(ContributionGrads):
         flat[(self.owner[mine] - low) * self.shape[0] + self.row[mine]] = self.grads[mine]
         return flat.view(high - low, -1)
 
-    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
+    def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
         less = copy.copy(self)
         if axis == 1:
-            less.grads = self.grads.masked_fill(~may.table[self.owner], 0)
+            less.grads = self.grads.masked_fill(~mask.table[self.owner], 0)
         else:
-            open_ = may.table[self.owner, self.row]
+            open_ = mask.table[self.owner, self.row]
             less.grads, less.owner, less.row = self.grads[open_], self.owner[open_], self.row[open_]
         return less
 
@@ -517,8 +515,8 @@ class RowSliceGrads(ChunkedGrads):
         whole.narrow(1, self.start, self.inner.shape[0]).copy_(inner.view(high - low, *self.inner.shape))
         return whole.view(high - low, -1)
 
-    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
-        mine = may if axis else may.narrow(self.start, self.start + self.inner.shape[0])
+    def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
+        mine = mask if axis else mask.narrow(self.start, self.start + self.inner.shape[0])
         return RowSliceGrads(self.inner.where(axis, mine), self.start, self.shape)
 
 
@@ -534,13 +532,13 @@ class SummedGrads(ChunkedGrads):
             total += part.dense(low, high)
         return total
 
-    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
-        return SummedGrads([part.where(axis, may) for part in self.parts])
+    def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
+        return SummedGrads([part.where(axis, mask) for part in self.parts])
 
-    def pick(self, places: AxisRanges) -> ContributionGrads | None:
-        if not places.keeps_blocks(self.shape):
+    def pick(self, span: AxisRanges) -> ContributionGrads | None:
+        if not span.keeps_blocks(self.shape):
             return None
-        picked = [part.pick(places) for part in self.parts]
+        picked = [part.pick(span) for part in self.parts]
         return None if None in picked else SummedGrads([part for part in picked if part is not None])
 
 
@@ -561,35 +559,35 @@ class StackedGrads(ContributionGrads):
         return total
 
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
-        for place, part in self.parts.items():
-            part.add_to(out[place], weights)
+        for index, part in self.parts.items():
+            part.add_to(out[index], weights)
 
     def dense(self, low: int, high: int) -> Tensor:
         whole: Tensor | None = None
-        for place, part in self.parts.items():
+        for index, part in self.parts.items():
             grads = part.dense(low, high)
             if whole is None:
                 whole = grads.new_zeros(high - low, self.shape[0], grads.shape[1])
-            whole[:, place] = grads
+            whole[:, index] = grads
         return torch.zeros(high - low, self.shape.numel()) if whole is None else whole.view(high - low, -1)
 
-    def where(self, axis: int, may: SliceMask) -> ContributionGrads:
+    def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
         if axis:
-            made = {place: part.where(axis - 1, may) for place, part in self.parts.items()}
+            made = {index: part.where(axis - 1, mask) for index, part in self.parts.items()}
         else:
             made = {
-                place: part.where(0, may.at(place, part.shape[0]))
-                for place, part in self.parts.items()
-                if bool(may.table[:, place].any())
+                index: part.where(0, mask.at(index, part.shape[0]))
+                for index, part in self.parts.items()
+                if bool(mask.table[:, index].any())
             }
         return StackedGrads(made, self.shape, self.units)
 
 
 class AxisSliceGrads(ChunkedGrads):
-    """A gradient of which only some places are formed: it is zero at all others, for every contribution."""
+    """A gradient of which only some indices are formed: it is zero at all others, for every contribution."""
 
-    def __init__(self, inner: ContributionGrads, places: AxisRanges, shape: torch.Size) -> None:
-        self.inner, self.places, self.shape, self.units = inner, places, shape, inner.units
+    def __init__(self, inner: ContributionGrads, span: AxisRanges, shape: torch.Size) -> None:
+        self.inner, self.span, self.shape, self.units = inner, span, shape, inner.units
 
     @property
     def formed(self) -> bool:
@@ -610,25 +608,20 @@ class AxisSliceGrads(ChunkedGrads):
         return weights
 
     def _part(self, out: Tensor) -> Tensor:
-        """Where the inner gradient is added up: in `out` itself if its places lie together there."""
+        """Where the inner gradient is added up: in `out` itself if its indices lie together there."""
         if self._together:
-            return self.places.of(out, 0)
+            return self.span.of(out, 0)
         return torch.zeros(self.inner.shape, dtype=out.dtype)
 
     def _put(self, out: Tensor, part: Tensor) -> None:
         if not self._together:
-            out.index_add_(self.places.axis, self.places.index, part)
+            out.index_add_(self.span.axis, self.span.index, part)
 
     @property
     def _together(self) -> bool:
-        return self.places.axis == 0 and len(self.places.ranges) == 1
+        return self.span.axis == 0 and len(self.span.ranges) == 1
 
     def dense(self, low: int, high: int) -> Tensor:
         inner = self.inner.dense(low, high).view(high - low, *self.inner.shape)
         whole = inner.new_zeros(high - low, *self.shape)
-        return whole.index_copy_(self.places.axis + 1, self.places.index, inner).view(high - low, -1)
-
-
-def sum_of_uses(parts: Sequence[ContributionGrads]) -> ContributionGrads:
-    """The gradient of a tensor over all its uses."""
-    return parts[0] if len(parts) == 1 else SummedGrads(parts)
+        return whole.index_copy_(self.span.axis + 1, self.span.index, inner).view(high - low, -1)

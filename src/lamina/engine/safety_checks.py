@@ -284,7 +284,7 @@ class _CouplingReceiver:
     def wants_input_grad(self, use: RuleCall) -> bool:
         return True
 
-    def receive(self, use: RuleCall, kept: Sequence[Tensor], g: Tensor) -> None:
+    def receive(self, use: RuleCall, saved: Sequence[Tensor], g: Tensor) -> None:
         layout = self.layouts.get(use)
         if layout is None:
             raise hidden_backward_error(use)

@@ -31,7 +31,7 @@ def trained_tensors(plan: StepPlan) -> tuple[str, ...]:
 
 
 def unreached_ranges(plan: StepPlan, name: str) -> AxisRanges | None:
-    """The places of a tensor that no class reaches, though some class reaches its layer; None if there are none."""
+    """The indices of a tensor that no class reaches, though some class reaches its layer; None if there are none."""
     cut = next((part for part in plan.slices if part.tensor == name), None)
     found = None if cut is None else plan.open_ranges(name)
     return None if cut is None or found is None else AxisRanges(found[0], complement_ranges(found[1], cut.length))
@@ -41,8 +41,8 @@ def unreached_ranges(plan: StepPlan, name: str) -> AxisRanges | None:
 class TensorMask:
     """What the contributions of a part may move of one tensor.
 
-    `may` by contribution and place along `axis`; `union` the places that some of them may move, None if
-    that is every place; `alike` whether all that reach the layer may move the same.
+    `mask` by contribution and index along `axis`; `union` the indices that some of them may move, None if
+    that is every index; `alike` whether all that reach the layer may move the same.
     """
 
     axis: int
@@ -84,14 +84,14 @@ class _ClassRanges:
 
     @cached_property
     def rows(self) -> Tensor:
-        """(K, length), True where a class may move a place."""
-        may = torch.zeros(len(self.open), self.length, dtype=torch.bool)
-        for row, ranges in zip(may, self.open, strict=True):
+        """(K, length), True where a class may move an index."""
+        mask = torch.zeros(len(self.open), self.length, dtype=torch.bool)
+        for row, ranges in zip(mask, self.open, strict=True):
             for first, stop in ranges or ():
                 row[first:stop] = True
-        return may
+        return mask
 
-    def opening(self, classes: Tensor, members: Mapping[int, Tensor], narrow: bool) -> TensorMask | None:
+    def mask_for(self, classes: Tensor, members: Mapping[int, Tensor], narrow: bool) -> TensorMask | None:
         """`members`: which contributions are of a class, for every class that is here."""
         if not narrow:
             return TensorMask(self.axis, SliceMask(self.rows[classes], even=True), None, False)
@@ -100,12 +100,12 @@ class _ClassRanges:
         found = set(here.values())
         if found <= {whole}:
             return None
-        denied = [
+        blocked = [
             (who, complement_ranges(here.get(k, ()), self.length)) for k, who in members.items() if here.get(k) != whole
         ]
         union = merge_ranges(part for ranges in found for part in ranges)
-        places = None if union == whole else AxisRanges(self.axis, union)
-        return TensorMask(self.axis, SliceMask(self.rows[classes], denied), places, len(found) == 1)
+        span = None if union == whole else AxisRanges(self.axis, union)
+        return TensorMask(self.axis, SliceMask(self.rows[classes], blocked), span, len(found) == 1)
 
 
 def _class_ranges(plan: StepPlan, name: str) -> _ClassRanges | None:
@@ -126,15 +126,15 @@ def _class_ranges(plan: StepPlan, name: str) -> _ClassRanges | None:
 class PlanSlices:
     """The slices of a plan, applied to the tensors of a model.
 
-    A contribution's gradient is 0 outside its class's places before it is measured. Where no class reaches at all,
+    A contribution's gradient is 0 outside its class's indices before it is measured. Where no class reaches at all,
     nothing is released: no gradient, no noise.
 
-      closed  by tensor, the places that no class reaches
-      sizes   by layer, how many numbers some class may move: those that get noise
+      unreached  by tensor, the indices that no class reaches
+      sizes      by layer, how many numbers some class may move: those that get noise
     """
 
     def __init__(self, plan: StepPlan, tensors: Mapping[str, Tensor]) -> None:
-        self.closed: dict[str, AxisRanges] = {}
+        self.unreached: dict[str, AxisRanges] = {}
         self._tables: dict[str, _ClassRanges] = {}
         self.sizes = planned_noised_sizes(plan, {name: t.shape for name, t in tensors.items()})
         shared: dict[_ClassRanges, _ClassRanges] = {}
@@ -142,10 +142,10 @@ class PlanSlices:
             table = _class_ranges(plan, name)
             if table is not None:
                 self._tables[name] = shared.setdefault(table, table)
-            if (places := unreached_ranges(plan, name)) is not None:
-                self.closed[name] = places
+            if (span := unreached_ranges(plan, name)) is not None:
+                self.unreached[name] = span
 
-    def openings(self, classes: Tensor, *, narrow: bool = True) -> TensorMasks:
+    def masks_for(self, classes: Tensor, *, narrow: bool = True) -> TensorMasks:
         """For contributions of these classes, the tensors that some of them may move in part only.
 
         `narrow`: leave out arithmetic where nobody in the part may move anything, which shows in the time it takes.
@@ -158,15 +158,15 @@ class PlanSlices:
         found: dict[str, TensorMask] = {}
         for name, table in self._tables.items():
             if id(table) not in made:
-                made[id(table)] = table.opening(classes, members, narrow)
-            opening = made[id(table)]
-            if opening is not None:
-                found[name] = opening
+                made[id(table)] = table.mask_for(classes, members, narrow)
+            mask = made[id(table)]
+            if mask is not None:
+                found[name] = mask
         return found
 
     def zero_unreached(self, released: Mapping[str, Tensor]) -> None:
         """Set what no class reaches to exactly 0."""
-        for name, ranges in self.closed.items():
+        for name, ranges in self.unreached.items():
             if name in released:
                 ranges.zero_(released[name])
 
@@ -186,9 +186,9 @@ class RestoreUnreached:
     the optimiser. State of any other shape mixes slices: refused.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], closed: Mapping[str, AxisRanges]) -> None:
-        self.tensors = {name: tensors[name] for name in closed if name in tensors}
-        self.closed = closed
+    def __init__(self, tensors: Mapping[str, Tensor], unreached: Mapping[str, AxisRanges]) -> None:
+        self.tensors = {name: tensors[name] for name in unreached if name in tensors}
+        self.unreached = unreached
         self._saved: dict[str, SavedRanges] = {}
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -208,7 +208,7 @@ class RestoreUnreached:
                     if path in saved[name][1]:
                         self._paste(name, t, saved[name][1][path])
                     elif not _NONZERO_INITIAL_STATE & {str(getattr(key, "key", "")) for key in path}:
-                        self.closed[name].zero_(t)
+                        self.unreached[name].zero_(t)
 
     def _state(self, optimizer: Optimizer, name: str, p: Tensor) -> Iterator[tuple[Any, Tensor]]:
         """The state of a tensor that has its shape, by where it is kept."""
@@ -226,10 +226,10 @@ class RestoreUnreached:
             yield path, leaf
 
     def _cut(self, name: str, t: Tensor) -> list[Tensor]:
-        places = self.closed[name]
-        return [t.detach().narrow(places.axis, a, b - a).clone() for a, b in places.ranges]
+        span = self.unreached[name]
+        return [t.detach().narrow(span.axis, a, b - a).clone() for a, b in span.ranges]
 
     def _paste(self, name: str, t: Tensor, values: list[Tensor]) -> None:
-        places = self.closed[name]
-        for (a, b), value in zip(places.ranges, values, strict=True):
-            t.detach().narrow(places.axis, a, b - a).copy_(value)
+        span = self.unreached[name]
+        for (a, b), value in zip(span.ranges, values, strict=True):
+            t.detach().narrow(span.axis, a, b - a).copy_(value)

@@ -63,7 +63,7 @@ def opened(engine: Engine, losses_of: Any, batch: Batch, parts: int = 1) -> Open
     for piece in batch.split(parts):
         part = engine._examine(losses_of(engine.model, piece), piece)
         assert part is not None
-        choice.add(part, engine._backward_pass.norms(part, engine._reached(part)))
+        choice.add(part, engine._norms(part, engine._reached(part)))
     return choice
 
 

@@ -52,7 +52,7 @@ def test_thresholds_follow_what_a_class_may_move() -> None:
         batch = Batch(x)
         part = engine._examine(losses_of(model, x, None), batch)
         assert part is not None
-        norms = engine._backward_pass.norms(part, [True, True], engine._openings(part))[:, 0]
+        norms = engine._norms(part, [True, True], engine._masks_for(part))[:, 0]
         assert engine.adaptation is not None
         engine.backward(losses_of(model, x, None), batch)
         counts = engine.adaptation.counts
