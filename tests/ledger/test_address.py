@@ -63,7 +63,7 @@ def test_a_password_that_would_be_taken_apart(where: str) -> None:
     ],
 )
 def test_what_was_meant_as_an_address_is_not_repeated(where: str) -> None:
-    with raises_code("store.given-ledger-neither") as caught:
+    with raises_code("store.address-invalid") as caught:
         is_postgres_url(where)
     assert "SECRET" not in str(caught.value)
 

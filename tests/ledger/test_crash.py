@@ -54,7 +54,7 @@ def test_killed_while_it_is_made(where: str, tmp_path: Path) -> None:
         try:
             ledger = create(place)
         except LedgerError as refused:
-            assert "there is a ledger already" in refused.problem
+            assert refused.code == "ledger.already-exists"
             ledger = reopen(place)
             ledger.checkpoint()
         with ledger:
@@ -107,7 +107,7 @@ def test_a_server_that_stays_away_is_a_clean_stop(server: postgres.Server) -> No
         ledger.append([admitted(1)])
         server.stop("immediate")
         try:
-            with raises_code("store.server-went-away-start"):
+            with raises_code("store.server-lost"):
                 ledger.append([admitted(2)])
         finally:
             server.start()

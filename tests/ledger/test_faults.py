@@ -377,7 +377,7 @@ def test_what_somebody_else_appended_before_the_second_attempt_is_found(
 def test_a_full_disk_says_so(base: Path, disk: disks.Faults) -> None:
     ledger = opened(base, disk.name)
     disk.arm(1, stays=True, kind="full")
-    with raises_code("store.no-space-left"):
+    with raises_code("store.disk-full"):
         append(ledger)
     disk.disarm()
     append(ledger)

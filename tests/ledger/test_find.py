@@ -67,7 +67,7 @@ def test_an_anchor_of_several(ledger: Ledger) -> None:
     """One digest, two contributions: not ambiguous for who asks for all of it, but for who asks for one leaf."""
     assert seqs(ledger, "feedf00d") == seqs(ledger, ANCHOR.hex()) == [6, 13]
     for name in ("feedf00d", ANCHOR.hex()):
-        with raises_code("ledger.contributions-digest-leaves"):
+        with raises_code("ledger.digest-ambiguous"):
             find_leaf(ledger, name)
 
 
@@ -86,10 +86,10 @@ def test_several_that_begin_so(ledger: Ledger) -> None:
 
 def test_nobody_begins_so(ledger: Ledger) -> None:
     for name in ("abcdef03", LONG + "b", "1111111c", digest("subject", 1).hex()[:12], "99999999", "00000003"):
-        with raises_code("ledger.no-contribution-ledger"):
+        with raises_code("ledger.contribution-unknown"):
             find_contributions(ledger, name)
     for name in ("abcdef0", "abcdefgh", "0x11111111", "", "a" * 65):
-        with raises_code("ledger.names-no-contribution"):
+        with raises_code("ledger.name-not-understood"):
             find_contributions(ledger, name)
 
 
@@ -98,7 +98,7 @@ def test_short_numbers_are_leaves(ledger: Ledger) -> None:
     assert seqs(ledger, "00000009") == [13]
     assert seqs(ledger, "22222222") == [3]
     assert find_leaf(ledger, "0") == 0
-    with raises_code("ledger.leaf-no-contribution"):
+    with raises_code("ledger.not-a-contribution"):
         find_contributions(ledger, "0")
 
 

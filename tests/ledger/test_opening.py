@@ -97,7 +97,7 @@ def test_a_long_profile_is_named_by_its_digest() -> None:
 
 @pytest.mark.parametrize("origin", ["ward 7", "a+b", "Klinik Süd", "", "x" * 256, "tab\there"])
 def test_an_origin_that_cannot_name_a_ledger_is_told_what_would(origin: str) -> None:
-    with raises_code("ledger.origin-not-name") as caught:
+    with raises_code("ledger.origin-not-a-name") as caught:
         CorpusTerms.of_plan(plan(), origin)
     suggested = caught.value.remedy.split('"')[1]
     assert CorpusTerms.of_plan(plan(), suggested).origin == suggested == origin_slug(origin)
@@ -129,16 +129,16 @@ def test_it_is_made_once_and_opened_after_that(where: str) -> None:
 
 def test_another_origin_is_refused_with_both_names(where: str) -> None:
     begin(where).close()
-    with raises_code("ledger.ledger-not") as caught:
+    with raises_code("ledger.wrong-origin") as caught:
         begin(where, origin="b.example")
-    assert "another place for a new one" in caught.value.remedy
+    assert "another path for a new one" in caught.value.remedy
 
 
 def test_another_accountant_or_delta_is_refused(where: str) -> None:
     begin(where).close()
-    with raises_code("ledger.ledger-counts-delta"):
+    with raises_code("ledger.accounting-differs"):
         begin(where, accountant="pld")
-    with raises_code("ledger.ledger-counts-delta"):
+    with raises_code("ledger.accounting-differs"):
         begin(where, delta=1e-6)
     with open_or_create(where, CorpusTerms.of_plan(plan(), "clinic.example/ecg"), LEDGER, clock=Clock()) as ledger:
         assert ledger.header.accountant == "rdp"  # who has no policy is counted as the ledger counts
@@ -146,7 +146,7 @@ def test_another_accountant_or_delta_is_refused(where: str) -> None:
 
 def test_another_key_is_refused(where: str) -> None:
     begin(where).close()
-    with raises_code("ledger.key-no-key"):
+    with raises_code("ledger.key-may-not-sign"):
         open_or_create(where, contract(), key("other"), clock=Clock())
 
 
@@ -175,7 +175,7 @@ def test_processes_that_make_it_at_once_agree_on_the_key_beside_it(tmp_path: Pat
 
 def test_a_database_needs_a_key_to_begin_with(server: Any) -> None:
     where = server.url("opening_without_key")
-    with raises_code("ledger.no-ledger-database") as caught:
+    with raises_code("ledger.no-key-to-create") as caught:
         open_or_create(where, contract(), clock=Clock())
     assert "lamina keys new" in caught.value.remedy
     begin(where).close()
@@ -205,7 +205,7 @@ def test_the_key_lies_beside_a_file_and_only_its_owner_reads_it(tmp_path: Path) 
         assert ledger.signs and signed_checkpoint.parse_checkpoint(ledger.checkpoint())[0].size == 1
     assert beside.read_bytes() == held
     beside.chmod(0o640)
-    with raises_code("key.private-key-no"):
+    with raises_code("key.private-file-open-to-others"):
         open_or_create(where, contract())
     beside.unlink()
     with open_or_create(where, contract()) as ledger:
@@ -289,7 +289,7 @@ def test_a_looser_policy_needs_two_signatures(where: str) -> None:
         auditor = Key(name="auditor.example", x=AUDITOR.public.x, role=Role.AUDITOR)
         ledger.append([KeyEvent(change=KeyChange.ADD, key=auditor, effective=START)])
         for keys in ((LEDGER,), (LEDGER, LEDGER), (LEDGER, key("other"))):
-            with raises_code("ledger.policy-protect-less-ledger"):
+            with raises_code("ledger.policy-loosened"):
                 adopt_policy(ledger, looser, signed(change, ledger.origin, *keys))
         assert ledger.size == 2
         assert adopt_policy(ledger, looser, signed(change, ledger.origin, LEDGER, AUDITOR)) is True
@@ -300,7 +300,7 @@ def test_a_looser_policy_needs_two_signatures(where: str) -> None:
 def test_a_corpus_adopts_less_depth_by_its_policy_alone(where: str) -> None:
     with begin(where) as ledger:
         assert adopt_policy(ledger, contract(clinical={"profile": {"top": 0.125}}, standard={"profile": {"top": 0.5}}))
-        with raises_code("ledger.policy-protect-less-ledger"):
+        with raises_code("ledger.policy-loosened"):
             adopt_policy(ledger, contract(standard={"profile": {"top": 0.5}}))
     assert verify(where, now=START).verified
 

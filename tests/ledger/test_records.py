@@ -163,9 +163,9 @@ def test_the_fast_way_writes_and_reads_what_the_general_one_does(
     record: ContributionRecord, seq: int, time: int, number: int
 ) -> None:
     data = records.encode_leaf(record, seq, time, number)
-    assert data == cbor.encode({1: 2, 2: seq, 3: time, 4: number, 5: schema_of(ContributionRecord).plain(record)})
+    assert data == cbor.encode({1: 2, 2: seq, 3: time, 4: number, 5: schema_of(ContributionRecord).to_cbor(record)})
     assert records.decode_leaf(data) == records.Leaf(ContributionRecord, seq, time, number, record)
-    assert schema_of(ContributionRecord).value(cbor.decode(data)[5]) == record
+    assert schema_of(ContributionRecord).from_cbor(cbor.decode(data)[5]) == record
 
 
 @given(st.sampled_from(SAMPLES), st.data())
@@ -198,7 +198,7 @@ def test_the_fast_way_never_reads_what_the_strict_one_refuses(record: Contributi
         good[at], good[other] = good[other], good[at]
     try:
         plain = cbor.decode(bytes(good))
-        strict = schema_of(RECORD_KINDS[plain[1]]).value(plain[5])
+        strict = schema_of(RECORD_KINDS[plain[1]]).from_cbor(plain[5])
     except (EncodingError, KeyError, TypeError, IndexError):
         with pytest.raises(EncodingError):
             records.decode_leaf(bytes(good))
@@ -241,10 +241,10 @@ def test_unknown_missing_and_mistyped_fields_are_refused(record: Record) -> None
 def test_a_float_is_no_part_of_any_leaf() -> None:
     plain = cbor.decode(records.encode_leaf(epoch(), 1, 1, 1))
     plain[5][4] = [0.1]
-    with raises_code("cbor.cbor-byte"):
+    with raises_code("cbor.not-deterministic"):
         records.decode_leaf(cbor.encode(plain, floats=True))
     plain[5][4] = ["0.10"]
-    with raises_code("ledger.read-version-wrote"):
+    with raises_code("ledger.record-malformed"):
         records.decode_leaf(cbor.encode(plain))
 
 
@@ -336,11 +336,11 @@ def test_a_part_that_makes_no_sense_is_not_made(make: Any) -> None:
 
 
 def test_what_is_no_record_is_not_written() -> None:
-    with raises_code("ledger.no-record-ledger"):
+    with raises_code("ledger.not-a-record"):
         records.encode_leaf("text", 0, 0, 0)  # type: ignore[arg-type]
-    with raises_code("ledger.leaf-integer"):
+    with raises_code("ledger.leaf-malformed"):
         records.encode_leaf(admitted(1), -1, 0, 0)
-    with raises_code("ledger.record-not-written"):
+    with raises_code("ledger.record-too-large"):
         records.encode_body(epoch(variance=(0.1234567890123456,) * 16_384, accounts=tuple(_accounts())))
 
 

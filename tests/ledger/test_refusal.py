@@ -52,7 +52,7 @@ def doors(server: postgres.Server) -> Iterator[str]:
     [
         ("lamina@/nodb", "has no database 'nodb'", "createdb nodb"),
         ("stranger:PW@/postgres", "knows no user 'stranger'", "createuser"),
-        ("locked:PWPW@/postgres", "does not take the password of user 'locked'", "pgpass"),
+        ("locked:PWPW@/postgres", "refuses the password of user 'locked'", "pgpass"),
         ("locked@/postgres", "asks for the password of user 'locked'", "PGPASSWORD"),
         ("barred:PW@/postgres", "does not let user 'barred' in to database 'postgres'", "pg_hba.conf"),
         ("poor:PW@/closed", "user 'poor' may not connect to database 'closed'", "GRANT CONNECT ON DATABASE closed"),
@@ -72,7 +72,7 @@ def test_the_server_says_no(doors: str, who: str, words: str, remedy: str) -> No
     [
         ("me:PW@127.0.0.1:1/db", "the server at 127.0.0.1, port 1, does not answer", "start it"),
         ("me:PW@/db?host=/nowhere", "the server on the socket in /nowhere, port 5432, does not answer", "start it"),
-        ("me:PW@nohost.invalid/db", "there is no host 'nohost.invalid'", "name of the host"),
+        ("me:PW@nohost.invalid/db", "there is no host 'nohost.invalid'", "correct the host"),
     ],
 )  # fmt: skip
 def test_nobody_answers(where: str, words: str, remedy: str) -> None:
@@ -85,7 +85,7 @@ def test_nobody_answers(where: str, words: str, remedy: str) -> None:
 @pytest.mark.parametrize("where", [f"h/db?{SECRET}", f"h/db?pasword={SECRET}", f"me:{SECRET}@[::1/db"])
 def test_an_address_that_cannot_be_read(where: str) -> None:
     """libpq quotes what it does not understand."""
-    with raises_code("store.address-not-read", "store.address-something-else") as caught:
+    with raises_code("store.address-invalid") as caught:
         make_store(f"postgresql://{where}")
     assert "postgresql://USER@HOST/DATABASE#schema" in caught.value.remedy
     assert SECRET not in str(caught.value)
@@ -98,11 +98,11 @@ def test_a_schema_without_a_ledger(server: postgres.Server, doors: str) -> None:
         db.execute("CREATE SCHEMA bare")
         db.execute("CREATE DATABASE nothing")
     for schema, words in (("bare", "schema 'bare' has none"), ("gone", "schema 'gone' is not there")):
-        with raises_code("store.no-ledger-schema") as caught:
+        with raises_code("store.no-ledger") as caught:
             make_store(server.url(schema))
         assert words in caught.value.problem
         assert "#has_one" in caught.value.remedy
-    with raises_code("store.no-ledger-schema") as caught:
+    with raises_code("store.no-ledger") as caught:
         make_store(doors.format("lamina@/nothing"))
     assert "no schema of this one has a ledger" in caught.value.remedy
     with psycopg.connect(server.url(), autocommit=True) as db:
@@ -116,18 +116,18 @@ def test_a_user_who_may_only_look(server: postgres.Server, doors: str) -> None:
     mine = doors.format("looker@/postgres") + "#looked_at"
     with Ledger.create(server.url("looked_at"), header(), LEDGER, clock=Clock()):
         pass
-    with raises_code("store.user-not-look") as caught:
+    with raises_code("store.access-refused") as caught:
         LedgerReader.read_only(mine)
     assert "GRANT USAGE ON SCHEMA looked_at" in caught.value.remedy
     with psycopg.connect(server.url(), autocommit=True) as db:
         db.execute("GRANT USAGE ON SCHEMA looked_at TO looker")
-        with raises_code("store.user-not-ledger") as caught:
+        with raises_code("store.access-refused") as caught:
             LedgerReader.read_only(mine)
         assert "SELECT to read" in caught.value.remedy
         db.execute("GRANT SELECT ON ALL TABLES IN SCHEMA looked_at TO looker")
     with LedgerReader.read_only(mine) as view:
         assert view.size == 1
-    with Ledger.open(mine, clock=Clock()) as ledger, raises_code("store.user-not-ledger"):
+    with Ledger.open(mine, clock=Clock()) as ledger, raises_code("store.access-refused"):
         ledger.append([admitted(1)])
     with psycopg.connect(server.url(), autocommit=True) as db:
         db.execute("DROP SCHEMA looked_at CASCADE")

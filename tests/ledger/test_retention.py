@@ -104,7 +104,7 @@ def test_pruned_bodies_are_gone_and_every_proof_still_holds(ledger: Ledger, wher
         assert [found.seq for found in each.leaves()] == [0, 300, *range(701, 707)]
         assert list(each.evidences()) == []
         for gone in (1, 299, 301, 700):
-            with raises_code("ledger.leaf-summed-up"):
+            with raises_code("ledger.leaf-pruned"):
                 each.leaf(gone)
             assert each.find(admitted(gone).descriptor) == []
         assert each.find(admitted(702).descriptor) == [702]
@@ -135,7 +135,7 @@ def test_only_tiles_that_nothing_needs_are_dropped(where: str, clock: Clock) -> 
         assert tiles(ledger) == set(range(10))
         Retention(ledger).prune(proposed(ledger))
         assert tiles(ledger) == {0, 3, 5, 9}
-        with raises_code("ledger.went-leaves-under"):
+        with raises_code("ledger.tile-pruned"):
             ledger.prove(300)
         with pytest.raises(LeafPruned):
             ledger.root_at(1600)  # no checkpoint is there
@@ -163,7 +163,7 @@ def test_what_has_not_expired_stays_also_in_between(where: str, clock: Clock) ->
         assert first.spans == (LeafSpan(first=1, stop=3), LeafSpan(first=4, stop=6), LeafSpan(first=7, stop=9))
         Retention(ledger).prune(first)
         assert Retention(ledger).propose() is None
-        with raises_code("ledger.record-batch-ledger"):
+        with raises_code("ledger.already-admitted"):
             ledger.append([admitted(3, expires=LATER + 10)])  # an attestation that is still good is found
         clock.now = LATER + 9
         second = proposed(ledger)
@@ -206,11 +206,11 @@ def test_nothing_is_pruned_before_its_time(where: str, clock: Clock) -> None:
         assert Retention(ledger).propose() is None  # admitted at the horizon, not before it
         clock.now = START + 1001
         assert proposed(ledger).spans == (LeafSpan(first=1, stop=2),)
-        with raises_code("ledger.horizon-later-header"):
+        with raises_code("ledger.horizon-too-late"):
             Retention(ledger).propose(before=START + 2)
         assert Retention(ledger).propose(before=START) is None
         early = dataclasses.replace(proposed(ledger), horizon=START + 2)
-        with raises_code("ledger.horizon-not-reached"):
+        with raises_code("ledger.horizon-too-late"):
             Retention(ledger).prune(early)
 
 
@@ -220,11 +220,11 @@ def test_a_pruned_subject_does_not_come_back(where: str, clock: Clock) -> None:
         ledger.append([admitted(1, subject=subject)])
         clock.now = LATER
         Retention(ledger).prune(proposed(ledger))
-        with raises_code("ledger.record-batch-ledger"):
+        with raises_code("ledger.already-admitted"):
             ledger.append([admitted(2, subject=subject, expires=LATER + 9)])
-        with raises_code("ledger.leaf-not-withdrawn"):
+        with raises_code("ledger.withdrawal-target"):
             ledger.append([Withdrawal(target=1, reason=WithdrawalReason.DATA)])
-    with reopen(where, clock) as ledger, raises_code("ledger.record-batch-ledger"):
+    with reopen(where, clock) as ledger, raises_code("ledger.already-admitted"):
         ledger.append([admitted(2, subject=subject, expires=LATER + 9)])
 
 
@@ -246,7 +246,7 @@ def test_signatures_that_do_not_count_are_refused(ledger: Ledger) -> None:
             aggregate, signatures=signed(dataclasses.replace(aggregate, horizon=1), AUDITOR).signatures
         ),
     ):
-        with raises_code("ledger.signatures-under-aggregate"):
+        with raises_code("ledger.aggregate-signature-invalid"):
             Retention(ledger).prune(bad)
     assert ledger.size == 706
     assert isinstance(ledger.leaf(1).record, ContributionRecord)
@@ -267,10 +267,10 @@ def test_an_aggregate_that_is_not_true_is_refused(ledger: Ledger) -> None:
             digest=aggregate.digest,
         ),
     ):
-        with raises_code("ledger.ledger-changed-since"):
+        with raises_code("ledger.proposal-outdated"):
             Retention(ledger).prune(wrong)
     ledger.append([Withdrawal(target=8, reason=WithdrawalReason.DATA)])
-    with raises_code("ledger.ledger-changed-since"):
+    with raises_code("ledger.proposal-outdated"):
         Retention(ledger).prune(aggregate)
     assert isinstance(ledger.leaf(1).record, ContributionRecord)
 
@@ -287,21 +287,21 @@ def test_a_ledger_that_grows_while_it_is_pruned_is_not_pruned(
         return whole(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ledger, "append_aggregate", after_somebody_else)
-    with raises_code("ledger.ledger-grew-while"):
+    with raises_code("ledger.proposal-outdated"):
         Retention(ledger).prune(aggregate)
     assert [type(found.record).__name__ for found in ledger.leaves(705)] == ["ContributionRecord", "Epoch"]
     assert isinstance(ledger.leaf(1).record, ContributionRecord)
 
 
 def test_pruning_needs_the_key(ledger: Ledger, where: str, clock: Clock) -> None:
-    with Ledger.open(where, clock=clock) as other, raises_code("ledger.ledger-opened-without"):
+    with Ledger.open(where, clock=clock) as other, raises_code("ledger.opened-without-key"):
         Retention(other)
 
 
 def test_a_key_that_may_not_sign_prunes_nothing(ledger: Ledger, where: str, clock: Clock) -> None:
     aggregate, size = proposed(ledger), ledger.size
     with Ledger.open(where, AUDITOR, clock=clock) as other:
-        with raises_code("ledger.key-no-key"):
+        with raises_code("ledger.key-may-not-sign"):
             Retention(other).prune(aggregate)
         assert other.size == size
 

@@ -123,7 +123,7 @@ def test_filters(story: Story) -> None:
     assert seqs(story, since=START + 3 * HOUR, until=START + 4 * HOUR) == [43, 44, 45, 46]
     assert seqs(story, first=50, stop=53) == [50, 51, 52]
     assert seqs(story, cls="nobody") == []
-    with raises_code("ledger.no-kind-record"):
+    with raises_code("ledger.kind-unknown"):
         RecordFilter(kinds=("epochs",))
 
 

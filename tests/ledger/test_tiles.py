@@ -103,7 +103,7 @@ def test_paths_are_those_of_c2sp(place: tuple[int, int, int], expected: str) -> 
 
 @pytest.mark.parametrize("place", [(-1, 0, 1), (64, 0, 1), (0, -1, 1), (0, 0, 0), (0, 0, 257), (0, 2**63, 1)])
 def test_there_are_no_other_tiles(place: tuple[int, int, int]) -> None:
-    with raises_code("ledger.no-tile-level"):
+    with raises_code("ledger.tile-invalid"):
         tile_path(*place)
 
 
@@ -116,7 +116,7 @@ def test_the_example_of_the_c2sp_page() -> None:
         and partial_tiles(0) == []
         and partial_tiles(1) == [TileAddress(0, 0, 1)]
     )
-    with raises_code("ledger.tree-leaves-lie-give"):
+    with raises_code("ledger.tree-size-invalid"):
         partial_tiles(-1)
 
 
@@ -194,9 +194,9 @@ def test_a_folder_of_c2sp_tiles_is_asked_for_the_widths_of_its_tree() -> None:
         inclusion_proof(nodes, index, size)
         consistency_proof(nodes, index, size)
     assert {place.path for place in shelf.asked if place.width < 256} == {place.path for place in partial_tiles(size)}
-    with raises_code("ledger.tile-level-index"):
+    with raises_code("ledger.tile-too-short"):
         nodes.node(0, 70_000)
-    with raises_code("ledger.tile-level-index"):
+    with raises_code("ledger.tile-too-short"):
         nodes.node(0, 80_000)
 
 
@@ -246,7 +246,7 @@ def test_threads_share_the_tiles() -> None:
 @pytest.mark.parametrize("data", [b"", b"x", bytes(31), bytes(32 * 3), bytes(32 * 257), bytes(32 * 5 + 1)])
 def test_a_damaged_tile_is_named(data: bytes) -> None:
     nodes = TileNodes(lambda level, index, width: data)
-    with raises_code("ledger.bytes-full-tile"):
+    with raises_code("ledger.tile-malformed"):
         nodes.node(0, 4)
 
 
@@ -265,7 +265,7 @@ def test_a_changed_tile_never_yields_a_proof_of_the_signed_root() -> None:
 
 @pytest.mark.parametrize(("cached", "size"), [(0, None), (1, -1)])
 def test_a_cache_of_nothing_is_refused(cached: int, size: Any) -> None:
-    with raises_code("ledger.cached-size-no"):
+    with raises_code("ledger.tile-cache-invalid"):
         TileNodes(FULL.read, cached=cached, size=size)
 
 

@@ -194,7 +194,7 @@ def test_what_was_pruned_is_not_found(tmp_path: Path) -> None:
     story = build(str(tmp_path / "a.db"))
     with pytest.raises(LeafPruned):
         find_contributions(story.ledger, "34")
-    with raises_code("ledger.no-contribution-ledger"):
+    with raises_code("ledger.contribution-unknown"):
         find_contributions(story.ledger, contribution(1, BOB).record.descriptor.hex())
 
 

@@ -139,7 +139,7 @@ def test_what_is_held_is_told(story: Story) -> None:
         RUNS[0]: ("first", 2, True), RUNS[1]: ("", 0, True),
     }  # fmt: skip
     _, note = found.notes
-    assert note.startswith("2 attempts are held open and 2 plans reserved, in no leaf yet")
+    assert note.startswith("2 attempts are open and 2 plans reserved")
     assert f"{RUNS[0].hex()[:8]} 'first' (2 attempts, the rest of its plan)" in note
     assert f"{RUNS[1].hex()[:8]} (the rest of its plan)" in note
     assert {each["run"] for each in found.to_dict()["held"]} == {run.hex() for run in RUNS}
@@ -177,7 +177,7 @@ def test_plans_and_epochs_outlive_what_is_pruned(tmp_path: Path) -> None:
     sql(str(tmp_path / "a.db"), "DELETE FROM blob WHERE digest = ?", plan().digest())
     lacking = verify(str(tmp_path / "a.db")).problem
     assert lacking is not None
-    assert "is not there, and the spend cannot be computed without it" in lacking.reason
+    assert lacking.code == "verify.plan-missing"
 
 
 def test_who_may_be_in_an_open_attempt_is_not_summed_up(tmp_path: Path) -> None:

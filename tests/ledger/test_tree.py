@@ -375,11 +375,11 @@ def test_appending_takes_memory_for_a_batch_however_many_leaves_come() -> None:
 def test_only_hashes_are_appended(leaf: Any) -> None:
     frontier = Frontier()
     frontier.append(HASHES[0])
-    with raises_code("ledger.leaf-hash-bytes"):
+    with raises_code("ledger.leaf-hash-invalid"):
         frontier.extend([HASHES[1], leaf])
     assert frontier.size == 1 and frontier.root() == HASHES[0]
     many = [HASHES[1]] * 5000
-    with raises_code("ledger.leaf-hash-bytes"):
+    with raises_code("ledger.leaf-hash-invalid"):
         frontier.extend([*many, leaf])
     assert frontier.size == 1 and frontier.root() == HASHES[0], "all or none, in batches too"
 
@@ -399,15 +399,15 @@ def test_sizes_that_are_none_are_refused(size: Any) -> None:
 
 
 def test_a_proof_of_what_is_not_there_is_refused() -> None:
-    with raises_code("ledger.leaf-not-tree"):
+    with raises_code("ledger.leaf-not-in-tree"):
         inclusion_proof(TREE, 5, 5)
-    with raises_code("ledger.tree-leaves-not-begin"):
+    with raises_code("ledger.sizes-swapped"):
         consistency_proof(TREE, 6, 5)
 
 
 def test_a_full_tree_takes_no_more() -> None:
     full = Frontier(2**63 - 1, [EMPTY_ROOT] * 63)
-    with raises_code("ledger.tree-leaves"):
+    with raises_code("ledger.tree-full"):
         full.append(EMPTY_ROOT)
 
 

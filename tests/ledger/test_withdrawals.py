@@ -108,9 +108,9 @@ def test_nobody_to_withdraw(story: Story) -> None:
 def test_reasons_are_an_enumeration() -> None:
     assert parse_reason("consent") is WithdrawalReason.CONSENT
     assert parse_effect("abandon") is WithdrawalEffect.ABANDON
-    with raises_code("ledger.no-reason-withdraw"):
+    with raises_code("ledger.reason-unknown"):
         parse_reason("because")
-    with raises_code("ledger.no-effect-withdrawal"):
+    with raises_code("ledger.effect-unknown"):
         parse_effect("erase")
 
 
@@ -173,8 +173,8 @@ def test_files_become_records_once(story: Story, folder: Path) -> None:
         ({"withdraw": "ab" * 32}, "must have the fields"),
         ({"withdraw": "ab" * 32, "reason": "consent", "comment": "free text"}, "must have the fields"),
         ('{"withdraw": "a", "withdraw": "b", "reason": "consent"}', "twice"),
-        ({"withdraw": "ab" * 32, "reason": "because"}, "no reason"),
-        ({"withdraw": "ab" * 32, "reason": "consent", "effect": "erase"}, "no effect"),
+        ({"withdraw": "ab" * 32, "reason": "because"}, "not a reason"),
+        ({"withdraw": "ab" * 32, "reason": "consent", "effect": "erase"}, "not an effect"),
         ({"withdraw": "ab" * 32, "reason": "consent"}, "no contribution"),
         ({"withdraw": "17", "reason": "consent"}, "64 hex digits"),
         ({"withdraw": "ab" * 32, "reason": "consent", "request": "xyz"}, "64 hex digits"),
@@ -298,5 +298,5 @@ def test_two_processes_look_into_one_folder(where: str, folder: Path) -> None:
 
 
 def test_a_folder_that_is_not_there(story: Story, tmp_path: Path) -> None:
-    with raises_code("ledger.no-folder"):
+    with raises_code("ledger.folder-missing"):
         WithdrawalInbox(story.ledger, tmp_path / "nowhere")

@@ -12,7 +12,7 @@ from making import LEDGER
 from lamina.admit.keys import PrivateKey
 from lamina.ledger import merkle
 from lamina.ledger import records as leaves
-from lamina.ledger.append import tile_reader
+from lamina.ledger.store.interface import tile_reader
 from lamina.ledger.governance_records import Header, Withdrawal
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.receipt import TreeSignature

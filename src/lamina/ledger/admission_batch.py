@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
@@ -20,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.admit.attestation import Descriptor
-from lamina.admit.key_ring import KeyEntry, KeyRing
-from lamina.admit.keys import PrivateKey, format_utc
+from lamina.admit.key_ring import KeyEntry, KeyRing, KeyStatus
+from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import (
     ADMITTED_MEANWHILE,
     REASON_OF_STATUS,
@@ -37,11 +36,11 @@ from lamina.admit.verdicts import (
 from lamina.errors import LedgerError
 from lamina.ledger import records
 from lamina.ledger.append import descriptor_key, subject_key
-from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, last_policy_record, open_or_create
-from lamina.ledger.governance_records import Header, Key, KeyChange, KeyEvent, Role
-from lamina.ledger.reader import head_of
+from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, open_or_create
+from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, Role
+from lamina.ledger.key_state import KeyState, last_policy_record
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, ContributionTerms, Record
-from lamina.ledger.store.interface import StoreReader, StoreWriter
+from lamina.ledger.store.interface import StoreReader, StoreWriter, head_of
 from lamina.ledger.verify.contribution_checks import ContributionColumns, read_columns
 from lamina.ledger.verify.replay_state import PolicyInForce
 from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size
@@ -59,99 +58,52 @@ from lamina.plan.policy import Policy
 _CONTRIBUTOR_ROLE = "contributor"
 
 
-@dataclass(slots=True)
-class _KeyHistory:
-    """A key of the ledger, and what became of it; the same rules as in `check.keys`."""
-
-    key: Key
-    since: int = 0
-    retired: int | None = None
-    revoked: int | None = None
+_REASON_OF_KEY_STATUS = {
+    KeyStatus.REVOKED: Reason.REVOKED_KEY,
+    KeyStatus.NOT_YET: Reason.EARLY_KEY,
+    KeyStatus.RETIRED: Reason.RETIRED_KEY,
+}
 
 
-@dataclass(slots=True)
-class ContributorKeys:
-    """The keys of a ledger after its first `size` leaves."""
-
-    header: Header
-    size: int = 0
-    held: dict[bytes, _KeyHistory] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.held = {key.id: _KeyHistory(key) for key in self.header.keys}
-
-    def follow(self, rows: StoreReader, size: int) -> None:
-        """Go on to the first `size` leaves of what `rows` sees."""
-        for _, data in rows.of_kind(KIND_NUMBERS[KeyEvent], self.size, size):
-            event = records.decode_leaf(data).record
-            assert isinstance(event, KeyEvent)
-            self.apply(event)
-        self.size = size
-
-    def apply(self, event: KeyEvent) -> None:
-        """Go on by one event."""
-        if event.key is not None:
-            self.held[event.key.id] = _KeyHistory(event.key, since=event.effective)
-        target = self.held.get(event.target) if event.target is not None else None
-        if target is not None and event.change is KeyChange.ROTATE:
-            target.retired = _earlier_time(target.retired, event.effective)
-        if target is not None and event.change is KeyChange.REVOKE:
-            target.revoked = _earlier_time(target.revoked, event.effective)
-
-    def holds(self, kid: bytes) -> bool:
-        """Whether it names this key, for a contributor."""
-        own = self.held.get(kid)
-        return own is not None and own.key.role is Role.CONTRIBUTOR
-
-    def after(self, more: Iterable[KeyEvent]) -> ContributorKeys:
-        """The keys as they would be after these events."""
-        made = ContributorKeys(self.header, self.size)
-        made.held = {kid: replace(own) for kid, own in self.held.items()}
-        for event in more:
-            made.apply(event)
-        return made
-
-    def wrong(self, kid: bytes, at: int, issued: int) -> tuple[Reason, str] | None:
-        """Why the ledger does not take what this key signed at `issued`, at the time `at`."""
-        if (own := self.held.get(kid)) is None:
-            return Reason.UNKNOWN_KEY, ""
-        key, told = own.key, f"by the ledger, key {kid.hex()[:16]}"
-        if key.role is not Role.CONTRIBUTOR:
-            return Reason.WRONG_ROLE, f"{told} is for {key.role.name.lower()}"
-        if own.revoked is not None and at >= own.revoked:
-            return Reason.REVOKED_KEY, f"{told} is revoked from {format_utc(own.revoked)}"
-        begins = max(own.since, key.valid_from)
-        if at < begins or issued < key.valid_from:
-            return Reason.EARLY_KEY, f"{told} is valid from {format_utc(begins)}"
-        if key.valid_until is not None and at >= key.valid_until:
-            return Reason.RETIRED_KEY, f"{told} was valid until {format_utc(key.valid_until)}"
-        if own.retired is not None and issued >= own.retired:
-            return Reason.RETIRED_KEY, f"{told} was replaced at {format_utc(own.retired)}"
+def _key_refusal(keys: KeyState, kid: bytes, at: int, issued: int) -> tuple[Reason, str] | None:
+    """Why the ledger does not accept what this key signed at `issued`, at the time `at`."""
+    if (known := keys.history(kid)) is None:
+        return Reason.UNKNOWN_KEY, ""
+    if known.key.role is not Role.CONTRIBUTOR:
+        return Reason.WRONG_ROLE, f"in the ledger, key {kid.hex()[:16]} has role {known.key.role.name.lower()}"
+    if (problem := known.problem(at, issued)) is None:
         return None
+    return _REASON_OF_KEY_STATUS[problem[0]], f"in the ledger, key {kid.hex()[:16]} {problem[1]}"
 
 
-def missing_key_events(known: ContributorKeys, ring: KeyRing, kids: Iterable[bytes] = ()) -> list[KeyEvent]:
+def _has_contributor(keys: KeyState, kid: bytes) -> bool:
+    return (key := keys.get(kid)) is not None and key.role is Role.CONTRIBUTOR
+
+
+def missing_key_events(known: KeyState, ring: KeyRing, kids: Iterable[bytes] = ()) -> list[KeyEvent]:
     """What the ledger does not say yet of the keys that it holds and of `kids`, in an order that it accepts.
 
     Nothing of keys that are no contributor's, by the ring or by the ledger.
     """
     wanted, now, found = set(kids), known.after(()), list[KeyEvent]()
 
-    def say(event: KeyEvent) -> None:
+    def add(event: KeyEvent) -> None:
         now.apply(event)
         found.append(event)
 
-    for entry in _oldest_first(ring):  # whoever takes over comes after whom he replaces
-        if entry.id in wanted and entry.id not in now.held:
-            say(_add_event(entry))
-        if not now.holds(entry.id):
+    entries = (entry for entry in ring if entry.role == _CONTRIBUTOR_ROLE)
+    for entry in sorted(entries, key=lambda each: each.valid_from):  # a new key comes after the one that it replaces
+        if entry.id in wanted and now.get(entry.id) is None:
+            add(KeyEvent(change=KeyChange.ADD, key=_record_key(entry), effective=entry.valid_from))
+        own = now.history(entry.id)
+        if own is None or own.key.role is not Role.CONTRIBUTOR:
             continue
-        own = now.held[entry.id]
         heir = None if entry.replaced_by is None else ring.get(entry.replaced_by)
-        if heir is not None and own.retired is None and heir.id not in now.held:
-            say(_rotate_event(entry, heir))
+        if heir is not None and own.replaced is None and now.get(heir.id) is None:
+            assert entry.retired_from is not None
+            add(KeyEvent(change=KeyChange.ROTATE, key=_record_key(heir), target=entry.id, effective=entry.retired_from))
         if entry.revoked_from is not None and (own.revoked is None or entry.revoked_from < own.revoked):
-            say(KeyEvent(change=KeyChange.REVOKE, target=entry.id, effective=entry.revoked_from))
+            add(KeyEvent(change=KeyChange.REVOKE, target=entry.id, effective=entry.revoked_from))
     return found
 
 
@@ -162,7 +114,7 @@ def append_key_ring(ledger: Ledger, ring: KeyRing, kids: Iterable[bytes] = ()) -
     """
     wanted = list(kids)
     while True:
-        known = ledger.retry_while_lost(lambda: _read_contributor_keys(ledger))
+        known = ledger.retry_while_lost(lambda: _read_key_state(ledger))
         if not (found := missing_key_events(known, ring, wanted)):
             return 0
         try:
@@ -174,33 +126,16 @@ def append_key_ring(ledger: Ledger, ring: KeyRing, kids: Iterable[bytes] = ()) -
         return len(found)
 
 
-def _read_contributor_keys(ledger: Ledger) -> ContributorKeys:
-    known = ContributorKeys(ledger.header)
+def _read_key_state(ledger: Ledger) -> KeyState:
+    keys = KeyState(ledger.header)
     with ledger.store.read() as rows:
-        known.follow(rows, head_of(rows).size)
-    return known
-
-
-def _oldest_first(ring: KeyRing) -> list[KeyEntry]:
-    return sorted((entry for entry in ring if entry.role == _CONTRIBUTOR_ROLE), key=lambda each: each.valid_from)
-
-
-def _add_event(entry: KeyEntry) -> KeyEvent:
-    return KeyEvent(change=KeyChange.ADD, key=_record_key(entry), effective=entry.valid_from)
-
-
-def _rotate_event(old: KeyEntry, heir: KeyEntry) -> KeyEvent:
-    assert old.retired_from is not None
-    return KeyEvent(change=KeyChange.ROTATE, key=_record_key(heir), target=old.id, effective=old.retired_from)
+        keys.follow(rows, head_of(rows).size)
+    return keys
 
 
 def _record_key(entry: KeyEntry) -> Key:
     name = f"contributor-{entry.key.name[:8]}"
     return Key(name=name, x=entry.key.x, role=Role.CONTRIBUTOR, valid_from=entry.valid_from)
-
-
-def _earlier_time(one: int | None, two: int) -> int:
-    return two if one is None else min(one, two)
 
 
 _LEAVES_AT_ONCE = 4096
@@ -266,7 +201,7 @@ class MembershipIndex:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._members, self._keys = ClassMembership(), ContributorKeys(ledger.header)
+        self._members, self._keys = ClassMembership(), KeyState(ledger.header)
         self._withdrawn: tuple[int, NDArray[np.int64]] = 0, np.empty(0, dtype=np.int64)
 
     def look(self, rows: StoreReader, entries: Sequence[RegisterEntry]) -> list[RegisterStatus]:
@@ -295,7 +230,7 @@ class MembershipIndex:
             return wanted
         return max(0, places - self._members.standing(cls, now, self._gone(rows)))
 
-    def keys(self, rows: StoreReader) -> ContributorKeys:
+    def keys(self, rows: StoreReader) -> KeyState:
         """The keys of contributors and others."""
         self._keys.follow(rows, head_of(rows).size)
         return self._keys
@@ -380,7 +315,7 @@ class AdmissionBatch:
         header = self._ledger.header
         judge = PolicyInForce(header, last_policy_record(rows, header))
         keys = self._presence.keys(rows)
-        missing = {entry.kid for entry in new if not keys.holds(entry.kid)}
+        missing = {entry.kid for entry in new if not _has_contributor(keys, entry.kid)}
         events = missing_key_events(keys, self._beside.keys, missing) if missing else []
         keys = keys.after(events) if events else keys
         wanted = Counter(entry.cls for entry in new)
@@ -402,10 +337,10 @@ class AdmissionBatch:
         if self._new:
             self._events = events
 
-    def _wrong(self, entry: RegisterEntry, keys: ContributorKeys, now: int) -> tuple[Reason, str] | None:
+    def _wrong(self, entry: RegisterEntry, keys: KeyState, now: int) -> tuple[Reason, str] | None:
         if now >= entry.expires:
             return Reason.EXPIRED, ""
-        if (why := keys.wrong(entry.kid, now, entry.issued)) is not None:
+        if (why := _key_refusal(keys, entry.kid, now, entry.issued)) is not None:
             return why
         if entry.row not in self._read:
             try:
@@ -460,11 +395,9 @@ _cached_terms = lru_cache(maxsize=4096)(ContributionTerms)
 
 def _check_policy_in_force(judge: PolicyInForce, terms: ContributionTerms, ledger: Ledger) -> None:
     if (wrong := judge.violation(terms)) is not None:
-        raise LedgerError(
-            "ledger.ledger-under-another",
-            f"the ledger {ledger.name} is under another policy than the gate: {wrong.reason}",
-            "bring it up to date first: lamina admit --ledger does, or lamina.ledger.corpus_terms.follow",
-        )
+        problem = f"the ledger {ledger.name} has another policy than the gate: {wrong.reason}"
+        remedy = "update its policy first: lamina admit --ledger does, or lamina.ledger.corpus_terms.adopt_policy"
+        raise LedgerError("ledger.policy-differs", problem, remedy)
 
 
 ADMISSION_BATCH_SIZE = 1000  # contributions that are entered together: one transaction, one sync
@@ -522,11 +455,8 @@ class LedgerRegister:
             except ConcurrentAppend:
                 continue
             return batch.lost
-        raise LedgerError(
-            "ledger.others-written-times",
-            f"others have written {_MAX_TRIES} times while {len(entries)} contributions waited",
-            "try again later",
-        )
+        problem = f"others wrote {_MAX_TRIES} times while {len(entries)} contributions waited"
+        raise LedgerError("ledger.too-many-writers", problem, "try again later")
 
 
 @contextmanager

@@ -13,21 +13,9 @@ from operator import itemgetter
 from typing import Any
 
 from lamina.errors import LedgerDamaged, LedgerError
-from lamina.ledger import merkle, records
-from lamina.ledger import records as leaf
-from lamina.ledger.governance_records import (
-    Aggregate,
-    Header,
-    KeyChange,
-    KeyEvent,
-    PolicyChange,
-    Release,
-    Role,
-    Withdrawal,
-    loosened,
-    wrong_predecessor,
-)
-from lamina.ledger.key_state import KeyState
+from lamina.ledger import merkle
+from lamina.ledger.governance_records import Header, KeyEvent, PolicyChange, Release, Withdrawal
+from lamina.ledger.key_state import KeyState, last_policy_record
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import (
     KIND_NUMBERS,
@@ -37,9 +25,11 @@ from lamina.ledger.records import (
     SegmentOutcome,
     cbor_uint,
     decode_leaf,
+    encode_body,
+    split_leaf,
 )
 from lamina.ledger.schema import rounded_epoch_time
-from lamina.ledger.store.interface import AttemptRow, LeafRow, LedgerHead, StoreReader, StoreWriter
+from lamina.ledger.store.interface import AttemptRow, LeafRow, LedgerHead, StoreReader, StoreWriter, tile_reader
 
 # Under which keys contributions are found again, and what may be in a ledger only once.
 #
@@ -108,7 +98,7 @@ class UnindexedKeys:
         if self.stop < head.size:
             pairs = []
             for seq, data in rows.of_kind(_CONTRIBUTION_KIND, self.stop, head.size):
-                record = records.decode_leaf(data).record
+                record = decode_leaf(data).record
                 assert isinstance(record, ContributionRecord)
                 pairs += [(key, seq) for key in index_keys(record)]
             self.grow(pairs, head.size)
@@ -159,11 +149,9 @@ def find_repeated_contributions(
     for key, seq in there:
         if found.get(once[key]) != seq:
             what = "subject" if survives_pruning(key) else "contribution"
-            raise LedgerError(
-                "ledger.record-batch-ledger",
-                f"the {what} of record {once[key]} of the batch is in the ledger already, as leaf {seq}",
-                "leave it out: it counts once, under the bound that was signed first",
-            )
+            problem = f"the {what} of record {once[key]} is in the ledger already, as leaf {seq}"
+            remedy = "leave it out: it counts once, under the bound that was signed first"
+            raise LedgerError("ledger.already-admitted", problem, remedy)
     return found
 
 
@@ -178,60 +166,37 @@ def find_repeated_epoch(rows: StoreReader, record: Epoch) -> int | None:
         if isinstance(there, Epoch) and replace(record, previous=there.previous) == there:
             return seq
     first = min(one for one in seqs if one is not None)
-    raise LedgerError(
-        "ledger.segment-run-ledger",
-        f"a segment of run {record.run.hex()[:8]} is in the ledger already, as leaf {first}, with another content",
-        "give the next attempt a generation of its own: what was charged stays charged",
-    )
+    problem = f"a segment of run {record.run.hex()[:8]} was closed otherwise in leaf {first}"
+    remedy = "give the next attempt its own generation: what was charged stays charged"
+    raise LedgerError("ledger.segment-already-closed", problem, remedy)
 
 
 def find_repeated_withdrawal(rows: StoreReader, record: Withdrawal, body: bytes, size: int) -> int | None:
     """The leaf in which the same contribution was withdrawn for the same reason."""
     data = rows.leaf(record.target) if record.target < size else None
-    parts = records.split_leaf(data) if data is not None else None
+    parts = split_leaf(data) if data is not None else None
     if parts is None or parts[0] != _CONTRIBUTION_KIND:
         state = "is pruned or no contribution" if record.target < size else "is not there"
-        raise LedgerError(
-            "ledger.leaf-not-withdrawn",
-            f"leaf {record.target} cannot be withdrawn: it {state}",
-            "give the leaf of a contribution",
-        )
+        problem = f"cannot withdraw leaf {record.target}: it {state}"
+        raise LedgerError("ledger.withdrawal-target", problem, "give the leaf of a contribution")
     seq = rows.withdrawn(record.target)
     if seq is not None and not _same_body(rows.leaf(seq), body):
-        raise LedgerError(
-            "ledger.leaf-withdrawn-already",
-            f"leaf {record.target} was withdrawn already, in leaf {seq}",
-            "nothing is left to do: it is out",
-        )
+        raise LedgerError("ledger.already-withdrawn", f"leaf {record.target} was withdrawn already, in leaf {seq}")
     return seq
 
 
 def _same_body(there: bytes | None, body: bytes) -> bool:
-    parts = records.split_leaf(there) if there is not None else None
+    parts = split_leaf(there) if there is not None else None
     return parts is not None and there is not None and there[parts[4] :] == body
 
 
 def _read_record(rows: StoreReader, seq: int) -> Record | None:
     data = rows.leaf(seq)
-    return None if data is None else records.decode_leaf(data).record
-
-
-_RESERVED_KINDS = {Header, Aggregate}
-
-
-def refuse_reserved_records(records: Sequence[Record]) -> None:
-    """A header comes first and once; aggregates come from pruning."""
-    for record in records:
-        if type(record) in _RESERVED_KINDS:
-            raise LedgerError(
-                "ledger.not-appended-like",
-                f"{type(record).__name__} is not appended like others",
-                "a header comes first and once; prune writes aggregates",
-            )
+    return None if data is None else decode_leaf(data).record
 
 
 def check_may_follow(
-    rows: StoreReader, records: Sequence[Record], header: Header, size: int, now: int, parties: Callable[[], KeyState]
+    rows: StoreReader, records: Sequence[Record], header: Header, size: int, now: int, key_state: Callable[[], KeyState]
 ) -> None:
     """LedgerError if one of the records may not follow the first `size` leaves and those before it."""
     policy: Header | PolicyChange | None = None
@@ -240,117 +205,24 @@ def check_may_follow(
         if isinstance(record, Epoch):
             _check_epoch(record, header, size)
         elif isinstance(record, KeyEvent):
-            keys = keys or parties()
-            check_key_event(record, keys, now)
+            keys = keys or key_state()
+            keys.check_event(record, now)
             keys.apply(record)
         elif isinstance(record, PolicyChange):
-            keys = keys or parties()
-            _check_policy_change(record, policy or _last_policy_record(rows, header, size), header.origin, keys, now)
+            keys = keys or key_state()
+            keys.check_policy_change(record, policy or last_policy_record(rows, header, size), now)
             policy = record
-
-
-def check_key_event(event: KeyEvent, keys: KeyState, now: int) -> None:
-    """A key that is there, in its one role; and somebody is left who signs."""
-    target = None if event.target is None else keys.get(event.target)
-    if event.target is not None and target is None:
-        raise LedgerError(
-            "ledger.key-not-ledger",
-            f"key {event.target.hex()[:16]} is not one of the ledger",
-            "lamina ledger key LEDGER lists them",
-        )
-    if (new := event.key) is not None:
-        known, role = keys.get(new.id), new.role.name.lower()
-        if known is not None and known.role is not new.role:
-            raise LedgerError(
-                "ledger.key-already-not",
-                f"key {new.id.hex()[:16]} is for {known.role.name.lower()} already, not for {role}",
-                "make another key: one key has one role",
-            )
-        if known is not None and event.change is KeyChange.ROTATE:
-            raise LedgerError(
-                "ledger.key-ledger-already",
-                f"key {new.id.hex()[:16]} is one of the ledger already, and cannot take over",
-                "make a new key; or revoke the old one",
-            )
-        if target is not None and target.role is not new.role:
-            raise LedgerError(
-                "ledger.key-not-take",
-                f"a key for {role} cannot take over from one for {target.role.name.lower()}",
-                "give the new key the role of the old one",
-            )
-        if new.role is Role.LEDGER and new.name != keys.origin:
-            raise LedgerError(
-                "ledger.key-ledger-named",
-                f"a key of the ledger is named {new.name!r}",
-                f"name it like the ledger: {keys.origin!r}",
-            )
-    if event.change is KeyChange.REVOKE and target is not None and target.role is Role.LEDGER:
-        _check_signing_key_left(event, keys, max(now, event.effective))
-
-
-def _check_signing_key_left(event: KeyEvent, keys: KeyState, time: int) -> None:
-    """Nothing after it could be signed, for good, if the last key that signs went."""
-    others = (key.id for key in keys.all() if key.id != event.target)
-    if all(keys.why_not_signing(kid, time) is not None for kid in others):
-        raise LedgerError(
-            "ledger.key-last-signs",
-            f"key {(event.target or b'').hex()[:16]} is the last that signs checkpoints of {keys.origin!r}, "
-            "and without it nothing could be signed any more",
-            "let a new key take over, sign a checkpoint with the old one, and revoke it with the new one",
-        )
-
-
-def _check_policy_change(
-    change: PolicyChange, before: Header | PolicyChange, origin: str, keys: KeyState, now: int
-) -> None:
-    names = [each.cls for each in change.presets]
-    if len(set(names)) < len(names):
-        raise LedgerError("ledger.policy-names-class", "the policy names a class twice", "name each once")
-    looser = loosened(before.floors, before.presets, change.floors, change.presets)
-    if looser and not keys.signed_by_two(change, origin, now):
-        raise LedgerError(
-            "ledger.policy-protect-less", f"the policy would protect less: {looser[0]}", "have it signed by two parties"
-        )
-    if (wrong := wrong_predecessor(change, before)) is not None:
-        raise LedgerError(
-            "ledger.policy-not-changed",
-            f"the policy cannot be changed so: {wrong}",
-            "make the change anew, and have that signed",
-        )
-    good = keys.signers(change.message(origin), change.signatures, (Role.LEDGER, Role.AUDITOR), now)
-    for signed in change.signatures:
-        if signed.key not in good:
-            raise LedgerError(
-                "ledger.signature-policy-key",
-                f"the signature of the policy by key {signed.key.hex()[:16]} does not count",
-                "give those of the ledger's keys and auditors, over this very change, or leave it out",
-            )
 
 
 def _check_epoch(record: Epoch, header: Header, size: int) -> None:
     closed = sum(each.outcome is SegmentOutcome.CLOSED for each in record.segments)
     if closed > header.granularity:
-        raise LedgerError(
-            "ledger.epoch-closes-segments",
-            f"an epoch closes {closed} segments, the header allows {header.granularity}",
-            "split it",
-        )
+        problem = f"the epoch closes {closed} segments, the header allows {header.granularity}"
+        raise LedgerError("ledger.epoch-too-many-segments", problem, "split it")
     for each in record.segments:
         if each.eligibility > size:
-            raise LedgerError(
-                "ledger.segment-opened-after",
-                f"segment {each.index} was opened after {each.eligibility} leaves, the ledger has {size}",
-                "give the size of the ledger when its membership was frozen",
-            )
-
-
-def _last_policy_record(rows: StoreReader, header: Header, size: int) -> Header | PolicyChange:
-    last: Header | PolicyChange = header
-    for _, data in rows.of_kind(KIND_NUMBERS[PolicyChange], 0, size):
-        record = decode_leaf(data).record
-        assert isinstance(record, PolicyChange)
-        last = record
-    return last
+            problem = f"segment {each.index} was opened after {each.eligibility} leaves, the ledger has {size}"
+            raise LedgerError("ledger.segment-from-future", problem, "give the size when its membership was frozen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +245,7 @@ class AppendBatch:
 
     def __init__(self, records: Sequence[Record], blobs: Iterable[bytes]) -> None:
         self.records = list(records)
-        self.bodies = [leaf.encode_body(record) for record in self.records]  # refuses what is no record
+        self.bodies = [encode_body(record) for record in self.records]  # refuses what is no record
         self._once: dict[bytes, int] = {}  # keys that may be in a ledger once → position
         self._anchors: list[tuple[bytes, int]] = []
         others: dict[Any, int] = {}  # attempts and targets
@@ -431,11 +303,8 @@ class AppendBatch:
         placed, time, epoch = self._encode_leaves(new, stand)
         frontier = Frontier.decode(head.frontier)
         if frontier.size != head.size:
-            raise LedgerDamaged(
-                "ledger.edge-tree-leaves",
-                f"the edge of the tree has {frontier.size} leaves, the ledger {head.size}",
-                "restore it",
-            )
+            problem = f"the tree has {frontier.size} leaves, the ledger {head.size}"
+            raise LedgerDamaged("ledger.head-inconsistent", problem, "restore the ledger from a copy")
         changed = merkle.grow_tiles(frontier, leaf_hashes([data for _, _, data in placed]), tile_reader(rows))
         rows.add_leaves(placed)
         rows.put_tiles(changed)
@@ -505,9 +374,7 @@ class AppendBatch:
             return
         for digest in self._blobs.keys() - {digest for record in self.records for digest in _blob_digests(record)}:
             raise LedgerError(
-                "ledger.blob-digest-no",
-                f"a blob has the digest {digest.hex()}, which no record of the batch holds",
-                "leave it out",
+                "ledger.blob-unreferenced", f"no record of the batch refers to the blob {digest.hex()}", "leave it out"
             )
 
 
@@ -523,7 +390,7 @@ def _claim_once(names: dict[Any, int], asked: Iterable[Any], at: int) -> None:
 
 def _repeated_in_batch(before: int, at: int) -> LedgerError:
     return LedgerError(
-        "ledger.records-batch-same", f"records {before} and {at} of the batch are about the same", "append each once"
+        "ledger.batch-repeats", f"records {before} and {at} of the batch are about the same thing", "append each once"
     )
 
 
@@ -534,24 +401,9 @@ def _encode_time_epoch(time: int, epoch: int) -> bytes:
 def _epoch_body(record: Epoch, previous: bytes | None) -> bytes:
     """The body of an epoch with the digest of the checkpoint before it."""
     if record.previous not in (None, previous):
-        raise LedgerError(
-            "ledger.epoch-names-another", "the epoch names another checkpoint than the last one", "leave previous out"
-        )
-    return leaf.encode_body(replace(record, previous=previous))
-
-
-def tile_reader(rows: StoreReader) -> merkle.ReadTile:
-    """Tiles of a transaction."""
-
-    def read(level: int, index: int, width: int) -> bytes:
-        data = rows.tile(level, index)
-        if data is None:
-            raise LedgerDamaged(
-                "ledger.not", f"{merkle.tile_path(level, index, width)} is not there", "restore the ledger from a copy"
-            )
-        return data
-
-    return read
+        problem = "the epoch names another checkpoint than the last one"
+        raise LedgerError("ledger.epoch-wrong-previous", problem, "leave `previous` out")
+    return encode_body(replace(record, previous=previous))
 
 
 def _blob_digests(record: Record) -> tuple[bytes, ...]:

@@ -64,12 +64,12 @@ class CorpusTerms:
 
     def __post_init__(self) -> None:
         if not isinstance(self.origin, str) or _ORIGIN_PATTERN.fullmatch(self.origin) is None:
-            raise LedgerError(
-                "ledger.origin-not-name",
+            problem = (
                 f"the origin {self.origin!r} cannot name a ledger: a signed note takes 1 to 255 printable ASCII "
-                "characters, no blank and no '+'",
-                f'call the corpus something like origin = "{origin_slug(str(self.origin))}", and sign for that',
+                "characters, no blank and no '+'"
             )
+            remedy = f'choose something like origin = "{origin_slug(str(self.origin))}", and sign for that'
+            raise LedgerError("ledger.origin-not-a-name", problem, remedy)
 
     @classmethod
     def of_policy(cls, policy: Policy) -> CorpusTerms:
@@ -203,7 +203,7 @@ def open_or_create(
     place = str(where) if remote else os.path.realpath(where)
     if not remote and os.path.lexists(place) and not os.path.isfile(place):
         raise LedgerError(
-            "ledger.no-file-no", f"'{place}' is no file, and no ledger", "give the path of one, or of one to be made"
+            "ledger.not-a-file", f"'{place}' is not a file", "give the path of a ledger, or of one to be created"
         )
     if not _ledger_exists(place):
         with _creation_lock(place, remote):
@@ -230,11 +230,9 @@ def adopt_policy(ledger: Ledger, contract: CorpusTerms, signatures: tuple[PartyS
     while True:
         size, before = ledger.retry_while_lost(lambda: _size_and_policy(ledger))
         if contract.policy == NO_POLICY and before.policy != NO_POLICY:
-            raise LedgerError(
-                "ledger.ledger-under-policy",
-                f"the ledger {ledger.name} is under a policy, and nothing here says which",
-                "give the corpus its policy: Corpus(…, policy=Policy.load('policy.toml'))",
-            )
+            problem = f"the ledger {ledger.name} has a policy, but the corpus has none"
+            remedy = "give the corpus its policy: Corpus(…, policy=Policy.load('policy.toml'))"
+            raise LedgerError("ledger.policy-missing", problem, remedy)
         if (change := contract.change(before)) is None:
             return False
         change = replace(change, signatures=signatures)
@@ -274,7 +272,7 @@ def _ledger_exists(place: str) -> bool:
     try:
         store = make_store(place)
     except LedgerError as error:
-        if remote and error.problem.startswith("there is no ledger"):
+        if remote and error.code == "store.no-ledger":
             return False
         if remote:
             raise
@@ -306,11 +304,9 @@ def _create_ledger(
         return key
     if key is None:
         if remote:
-            raise LedgerError(
-                "ledger.no-ledger-database",
-                "there is no ledger in that database yet, and no key to sign one",
-                "give the key that will sign its checkpoints: lamina keys new makes one",
-            )
+            problem = "the database has no ledger yet, and there is no key to sign one"
+            remedy = "give a key to sign its checkpoints: lamina keys new makes one"
+            raise LedgerError("ledger.no-key-to-create", problem, remedy)
         key = _load_or_make_key(ledger_key_path(place))
     try:
         Ledger.create(place, contract.header(key.public, retention=retention), key, clock=clock).close()
@@ -334,16 +330,14 @@ def check_corpus_terms(ledger: Ledger, contract: CorpusTerms) -> None:
     """LedgerError if the ledger is of another corpus, or counts in another way than its policy says."""
     header = ledger.header
     if header.origin != contract.origin:
-        raise LedgerError(
-            "ledger.ledger-not",
-            f"the ledger {ledger.name} is of {header.origin!r}, not of {contract.origin!r}",
-            "give the ledger of this corpus, or another place for a new one: one ledger, one corpus",
-        )
+        problem = f"the ledger {ledger.name} is of {header.origin!r}, not of {contract.origin!r}"
+        remedy = "give the ledger of this corpus, or another path for a new one"
+        raise LedgerError("ledger.wrong-origin", problem, remedy)
     counted, asked = (header.accountant, header.delta), (contract.accountant, contract.delta)
     if contract.policy != NO_POLICY and counted != asked:
-        raise LedgerError(
-            "ledger.ledger-counts-delta",
+        problem = (
             f"the ledger {ledger.name} counts by {counted[0]} at δ = {counted[1]:g} for good, "
-            f"the policy says {asked[0]} at δ = {asked[1]:g}",
-            "set accountant and delta of [corpus] to those of the ledger, or begin a ledger under another origin",
+            f"the policy says {asked[0]} at δ = {asked[1]:g}"
         )
+        remedy = "set accountant and delta of [corpus] to those of the ledger, or start a ledger under another origin"
+        raise LedgerError("ledger.accounting-differs", problem, remedy)

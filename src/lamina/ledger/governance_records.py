@@ -6,7 +6,7 @@ import enum
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -14,9 +14,11 @@ from typing import Any
 from lamina import cbor
 from lamina.account.accountants import find_accountant
 from lamina.admit.keys import PublicKey
+from lamina.admit.signing import SECONDS_PER_YEAR
 from lamina.errors import AccountingError, BadKey, LaminaError, LedgerError
 from lamina.ledger.schema import (
     ACCOUNTANT,
+    BOOLEAN,
     CLASS,
     COUNT,
     DIGEST,
@@ -30,16 +32,16 @@ from lamina.ledger.schema import (
     SPEND,
     TIME,
     VERSION,
-    Boolean,
-    EnumMember,
-    ExactFloat,
-    FixedBytes,
-    Integer,
-    Nested,
-    TupleOf,
     check_fields,
-    define_schema,
+    enum_member,
+    exact_float_in,
+    fixed_bytes,
+    integer,
+    ledger_record,
+    nested,
     schema_of,
+    stored,
+    tuple_of,
 )
 from lamina.plan.depth_profile import DepthProfile
 
@@ -83,31 +85,28 @@ class KeyChange(enum.Enum):
     REVOKE = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class Key:
     """A key of the ledger: the 32 bytes of an Ed25519 point, under a name, in one role, for a time.
 
     Of a signed note the name is part of the key's identity; for a contributor it may be any short pseudonym.
     """
 
-    name: str
-    x: bytes
-    role: Role
-    valid_from: int = 0
-    valid_until: int | None = None
+    name: str = stored(1, ORIGIN)
+    x: bytes = stored(2, fixed_bytes(32))
+    role: Role = stored(3, enum_member(Role))
+    valid_from: int = stored(4, TIME, default=0)
+    valid_until: int | None = stored(5, TIME, default=None)
 
     def __post_init__(self) -> None:
         check_fields(self)
         try:
             PublicKey(self.x)
         except BadKey as error:
-            raise LedgerError("ledger.key", f"x of Key {self.name!r}: {error.problem}", error.remedy) from None
+            raise LedgerError("ledger.key-not-valid", f"key {self.name!r}: {error.problem}", error.remedy) from None
         if self.valid_until is not None and self.valid_until <= self.valid_from:
-            raise LedgerError(
-                "ledger.key-valid-until",
-                f"Key {self.name!r} is valid from {self.valid_from} until {self.valid_until}",
-                "swap them",
-            )
+            problem = f"key {self.name!r} is valid from {self.valid_from} until {self.valid_until}"
+            raise LedgerError("ledger.key-validity-empty", problem, "swap them")
 
     @property
     def public(self) -> PublicKey:
@@ -118,25 +117,8 @@ class Key:
         """Its COSE thumbprint."""
         return self.public.id
 
-    def valid(self, time: int) -> bool:
-        """Whether it counts at that time, as far as it says itself."""
-        return self.valid_from <= time and (self.valid_until is None or time < self.valid_until)
 
-
-define_schema(
-    Key,
-    {
-        1: ("name", ORIGIN),
-        2: ("x", FixedBytes(32)),
-        3: ("role", EnumMember(Role)),
-        4: ("valid_from", TIME),
-        5: ("valid_until", TIME),
-    },
-    optional=[5],
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class KeyEvent:
     """What happens to a key, from `effective` on.
 
@@ -147,32 +129,19 @@ class KeyEvent:
     A rotation of the ledger's own key counts once a checkpoint that the old key signed covers this leaf.
     """
 
-    change: KeyChange
-    key: Key | None = None
-    target: bytes | None = None
-    effective: int
+    change: KeyChange = stored(1, enum_member(KeyChange))
+    key: Key | None = stored(2, nested(Key), default=None)
+    target: bytes | None = stored(3, KEY_ID, default=None)
+    effective: int = stored(4, TIME)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if (self.key is None) != (self.change is KeyChange.REVOKE):
-            raise LedgerError(
-                "ledger.keyevent-key-not",
-                f"KeyEvent {self.change.name} and its key do not fit",
-                "a new key for ADD and ROTATE only",
-            )
+            problem = f"a key event {self.change.name} {'has no' if self.key is None else 'has a'} new key"
+            raise LedgerError("ledger.key-event-key", problem, "give one for ADD and ROTATE")
         if (self.target is None) != (self.change is KeyChange.ADD):
-            raise LedgerError(
-                "ledger.keyevent-target-not",
-                f"KeyEvent {self.change.name} and its target do not fit",
-                "an old key unless it is ADD",
-            )
-
-
-define_schema(
-    KeyEvent,
-    {1: ("change", EnumMember(KeyChange)), 2: ("key", Nested(Key)), 3: ("target", KEY_ID), 4: ("effective", TIME)},
-    optional=[2, 3],
-)
+            problem = f"a key event {self.change.name} {'has no' if self.target is None else 'has an'} old key"
+            raise LedgerError("ledger.key-event-target", problem, "give one for ROTATE and REVOKE")
 
 
 MAX_CLASSES = 256
@@ -180,21 +149,15 @@ _POLICY_CHANGE_CONTEXT = b"lamina/policy-change/1\n"
 _POLICY_DIGEST_CONTEXT = b"lamina/policy-in-force/1\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class LedgerFloors:
     """The least that any private contribution must sign, in 1e-6; 0 is no floor."""
 
-    clip_norm: int = 0
-    noise_multiplier: int = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    clip_norm: int = stored(1, MICRO, default=0)
+    noise_multiplier: int = stored(2, MICRO, default=0)
 
 
-define_schema(LedgerFloors, {1: ("clip_norm", MICRO), 2: ("noise_multiplier", MICRO)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class Preset:
     """A class: bounds that are more permissive than these are refused, in 1e-6.
 
@@ -202,46 +165,23 @@ class Preset:
     `profile` says how deep its gradient may reach, `population` how many contributions it declares.
     """
 
-    cls: str
-    clip_norm: int
-    noise_multiplier: int
-    public: bool = False
-    profile: str
-    population: int | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    cls: str = stored(1, CLASS)
+    clip_norm: int = stored(2, MICRO)
+    noise_multiplier: int = stored(3, MICRO)
+    public: bool = stored(4, BOOLEAN, default=False)
+    profile: str = stored(5, PROFILE)
+    population: int | None = stored(6, COUNT, default=None)
 
 
-define_schema(
-    Preset,
-    {
-        1: ("cls", CLASS),
-        2: ("clip_norm", MICRO),
-        3: ("noise_multiplier", MICRO),
-        4: ("public", Boolean()),
-        5: ("profile", PROFILE),
-        6: ("population", COUNT),
-    },
-    optional=[6],
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class PartySignature:
     """A signature by the key with this id, over whatever the record that holds it says."""
 
-    key: bytes
-    signature: bytes
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    key: bytes = stored(1, KEY_ID)
+    signature: bytes = stored(2, SIGNATURE)
 
 
-define_schema(PartySignature, {1: ("key", KEY_ID), 2: ("signature", SIGNATURE)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class PolicyChange:
     """The floors and presets that hold from here on, whole. Looser ones need the signatures of two keys.
 
@@ -249,36 +189,21 @@ class PolicyChange:
     record which it replaces (`in_force`), so that what was signed once cannot be adopted again after it was taken back.
     """
 
-    floors: LedgerFloors
-    presets: tuple[Preset, ...]
-    policy: bytes
-    signatures: tuple[PartySignature, ...] = ()
-    previous: bytes
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    floors: LedgerFloors = stored(1, nested(LedgerFloors))
+    presets: tuple[Preset, ...] = stored(2, tuple_of(nested(Preset), 1, MAX_CLASSES))
+    policy: bytes = stored(3, DIGEST)
+    signatures: tuple[PartySignature, ...] = stored(4, tuple_of(nested(PartySignature), 0, 16), default=())
+    previous: bytes = stored(5, DIGEST)
 
     def message(self, origin: str) -> bytes:
         """What is signed: the change without signatures, for one ledger."""
-        body = schema_of(PolicyChange).plain(replace(self, signatures=()))
+        body = schema_of(PolicyChange).to_cbor(replace(self, signatures=()))
         return _POLICY_CHANGE_CONTEXT + cbor.encode([origin, body], max_size=1 << 20)
-
-
-define_schema(
-    PolicyChange,
-    {
-        1: ("floors", Nested(LedgerFloors)),
-        2: ("presets", TupleOf(Nested(Preset), 1, MAX_CLASSES)),
-        3: ("policy", DIGEST),
-        4: ("signatures", TupleOf(Nested(PartySignature), 0, 16)),
-        5: ("previous", DIGEST),
-    },
-)
 
 
 def policy_record_digest(record: Any) -> bytes:
     """The digest of a header or change, by which the change after it names it. It never comes twice in a ledger."""
-    body = schema_of(type(record)).plain(record)
+    body = schema_of(type(record)).to_cbor(record)
     return hashlib.sha256(_POLICY_DIGEST_CONTEXT + cbor.encode(body, max_size=1 << 20)).digest()
 
 
@@ -322,26 +247,19 @@ def loosened(
 
 
 SCHEMA_VERSION = 1
-YEAR = 31_557_600  # seconds
 MAX_KEYS = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class ParentLedger:
     """The ledger that this one follows, as it was: its checkpoint in three fields."""
 
-    origin: str
-    size: int
-    root: bytes
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    origin: str = stored(1, ORIGIN)
+    size: int = stored(2, SEQ)
+    root: bytes = stored(3, DIGEST)
 
 
-define_schema(ParentLedger, {1: ("origin", ORIGIN), 2: ("size", SEQ), 3: ("root", DIGEST)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class Header:
     """What fixes the verification of a ledger for any later auditor.
 
@@ -361,22 +279,22 @@ class Header:
     parent          the ledger before this one, if there was one
     """
 
-    origin: str
-    schema: int = SCHEMA_VERSION
-    accountant: str
-    version: str
-    delta: float
-    floors: LedgerFloors
-    presets: tuple[Preset, ...]
-    policy: bytes
-    profile_schema: int = 1
-    granularity: int = 1
-    cose_alg: int = -8
-    retention: int = YEAR
-    epoch_clock: int = 3600
-    keys: tuple[Key, ...]
-    witnesses: int = 0
-    parent: ParentLedger | None = None
+    origin: str = stored(1, ORIGIN)
+    schema: int = stored(2, integer(SCHEMA_VERSION, SCHEMA_VERSION), default=SCHEMA_VERSION)
+    accountant: str = stored(3, ACCOUNTANT)
+    version: str = stored(4, VERSION)
+    delta: float = stored(5, exact_float_in(1e-300, 1 - 1e-9))
+    floors: LedgerFloors = stored(6, nested(LedgerFloors))
+    presets: tuple[Preset, ...] = stored(7, tuple_of(nested(Preset), 1, MAX_CLASSES))
+    policy: bytes = stored(8, DIGEST)
+    profile_schema: int = stored(9, COUNT, default=1)
+    granularity: int = stored(10, integer(1, 1 << 20), default=1)
+    cose_alg: int = stored(11, integer(-19, -8), default=-8)
+    retention: int = stored(12, COUNT, default=SECONDS_PER_YEAR)
+    epoch_clock: int = stored(13, integer(1, 86_400), default=3600)
+    keys: tuple[Key, ...] = stored(14, tuple_of(nested(Key), 1, MAX_KEYS))
+    witnesses: int = stored(15, integer(0, MAX_KEYS), default=0)
+    parent: ParentLedger | None = stored(16, nested(ParentLedger), default=None)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -384,55 +302,23 @@ class Header:
             find_accountant(self.accountant)
         except AccountingError as error:
             raise LedgerError(
-                "ledger.accountant-header", f"accountant of Header: {error.problem}", error.remedy
+                "ledger.accountant-unknown", f"accountant of the header: {error.problem}", error.remedy
             ) from None
         _check_unique("class", [each.cls for each in self.presets])
         _check_unique("key", [each.id.hex() for each in self.keys])
         if not any(each.role is Role.LEDGER and each.name == self.origin for each in self.keys):
-            raise LedgerError(
-                "ledger.header-no-key",
-                f"Header has no key with role ledger and name {self.origin!r}",
-                "name the key that signs checkpoints",
-            )
+            problem = f"the header has no key with role ledger and name {self.origin!r}"
+            raise LedgerError("ledger.header-no-signing-key", problem, "add the key that signs checkpoints")
         named = sum(each.role is Role.WITNESS for each in self.keys)
         if self.witnesses > named:
-            raise LedgerError(
-                "ledger.header-asks-witnesses",
-                f"Header asks for {self.witnesses} witnesses and names {named}",
-                "name them, or ask for fewer",
-            )
-
-
-define_schema(
-    Header,
-    {
-        1: ("origin", ORIGIN),
-        2: ("schema", Integer(SCHEMA_VERSION, SCHEMA_VERSION)),
-        3: ("accountant", ACCOUNTANT),
-        4: ("version", VERSION),
-        5: ("delta", ExactFloat(1e-300, 1 - 1e-9)),
-        6: ("floors", Nested(LedgerFloors)),
-        7: ("presets", TupleOf(Nested(Preset), 1, MAX_CLASSES)),
-        8: ("policy", DIGEST),
-        9: ("profile_schema", COUNT),
-        10: ("granularity", Integer(1, 1 << 20)),
-        11: ("cose_alg", Integer(-19, -8)),
-        12: ("retention", COUNT),
-        13: ("epoch_clock", Integer(1, 86_400)),
-        14: ("keys", TupleOf(Nested(Key), 1, MAX_KEYS)),
-        15: ("witnesses", Integer(0, MAX_KEYS)),
-        16: ("parent", Nested(ParentLedger)),
-    },
-    optional=[16],
-)
+            problem = f"the header requires {self.witnesses} witnesses and names {named}"
+            raise LedgerError("ledger.header-too-few-witnesses", problem, "name more, or require fewer")
 
 
 def _check_unique(what: str, names: list[str]) -> None:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise LedgerError(
-            "ledger.header-names-twice", f"Header names {what} {sorted(twice)[0]!r} twice", "name each once"
-        )
+        raise LedgerError("ledger.header-name-twice", f"the header names {what} {sorted(twice)[0]!r} twice")
 
 
 class WithdrawalReason(enum.Enum):
@@ -454,7 +340,7 @@ class WithdrawalEffect(enum.Enum):
     ABANDON = 2  # it is given up and done again without
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class Withdrawal:
     """The contribution in leaf `target` is in no segment that opens after this leaf.
 
@@ -462,103 +348,74 @@ class Withdrawal:
     signed request, if there is one.
     """
 
-    target: int
-    reason: WithdrawalReason
-    effect: WithdrawalEffect = WithdrawalEffect.FINISH
-    run: bytes | None = None
-    segment: int | None = None
-    request: bytes | None = None
+    target: int = stored(1, SEQ)
+    reason: WithdrawalReason = stored(2, enum_member(WithdrawalReason))
+    effect: WithdrawalEffect = stored(3, enum_member(WithdrawalEffect), default=WithdrawalEffect.FINISH)
+    run: bytes | None = stored(4, RUN, default=None)
+    segment: int | None = stored(5, COUNT, default=None)
+    request: bytes | None = stored(6, DIGEST, default=None)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if (self.run is None) != (self.segment is None):
             raise LedgerError(
-                "ledger.run-segment-withdrawal", "run and segment of Withdrawal do not fit", "give both, or neither"
+                "ledger.withdrawal-run-segment", "a withdrawal has only one of run and segment", "give both, or neither"
             )
 
 
-define_schema(
-    Withdrawal,
-    {
-        1: ("target", SEQ),
-        2: ("reason", EnumMember(WithdrawalReason)),
-        3: ("effect", EnumMember(WithdrawalEffect)),
-        4: ("run", RUN),
-        5: ("segment", COUNT),
-        6: ("request", DIGEST),
-    },
-    optional=[4, 5, 6],
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class Release:
     """The digest of the manifest, the runs whose training is in the model, and until when it may be served.
 
     Which contributions are in it follows from the epochs of those runs before this leaf.
     """
 
-    manifest: bytes
-    runs: tuple[bytes, ...]
-    not_after: int | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-define_schema(
-    Release, {1: ("manifest", DIGEST), 2: ("runs", TupleOf(RUN, 0, 1024)), 3: ("not_after", TIME)}, optional=[3]
-)
+    manifest: bytes = stored(1, DIGEST)
+    runs: tuple[bytes, ...] = stored(2, tuple_of(RUN, 0, 1024))
+    not_after: int | None = stored(3, TIME, default=None)
 
 
 MAX_SPANS = 32_768
 _AGGREGATE_CONTEXT = b"lamina/aggregate/1\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class ClassTotal:
     """What is left of one class: how many contributions, how many of them withdrawn, and the most that any has lost.
 
     `spend` is in 1e-9, after the last epoch before the aggregate, over all runs.
     """
 
-    cls: str
-    count: int
-    withdrawn: int
-    spend: int
+    cls: str = stored(1, CLASS)
+    count: int = stored(2, COUNT)
+    withdrawn: int = stored(3, COUNT)
+    spend: int = stored(4, SPEND)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.withdrawn > self.count:
             raise LedgerError(
-                "ledger.class-withdrawn-contributions",
+                "ledger.aggregate-count",
                 f"class {self.cls!r} has {self.withdrawn} withdrawn of {self.count} contributions",
-                "count again",
             )
 
 
-define_schema(ClassTotal, {1: ("cls", CLASS), 2: ("count", COUNT), 3: ("withdrawn", COUNT), 4: ("spend", SPEND)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class LeafSpan:
     """Leaves [first, stop)."""
 
-    first: int
-    stop: int
+    first: int = stored(1, SEQ)
+    stop: int = stored(2, SEQ)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.first < self.stop:
             raise LedgerError(
-                "ledger.span-covers-leaves", f"a span covers leaves [{self.first}, {self.stop})", "give first < stop"
+                "ledger.span-empty", f"a span covers leaves [{self.first}, {self.stop})", "give first < stop"
             )
 
 
-define_schema(LeafSpan, {1: ("first", SEQ), 2: ("stop", SEQ)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class Aggregate:
     """Contributions that were admitted before `horizon`, and have expired, were summed up and their bodies dropped.
 
@@ -567,27 +424,28 @@ class Aggregate:
     recomputed the totals countersigns before the bodies go: afterwards this record is all that there is.
     """
 
-    spans: tuple[LeafSpan, ...]
-    horizon: int
-    classes: tuple[ClassTotal, ...]
-    digest: bytes
-    signatures: tuple[PartySignature, ...] = ()
+    spans: tuple[LeafSpan, ...] = stored(1, tuple_of(nested(LeafSpan), 1, MAX_SPANS))
+    horizon: int = stored(2, TIME)
+    classes: tuple[ClassTotal, ...] = stored(3, tuple_of(nested(ClassTotal), 1, MAX_CLASSES))
+    digest: bytes = stored(4, DIGEST)
+    signatures: tuple[PartySignature, ...] = stored(5, tuple_of(nested(PartySignature), 0, 16), default=())
 
     def __post_init__(self) -> None:
         check_fields(self)
         if any(one.stop >= two.first for one, two in pairwise(self.spans)):
             raise LedgerError(
-                "ledger.spans-aggregate-touch", "spans of Aggregate touch or are out of order", "join and sort them"
+                "ledger.spans-not-sorted", "the spans of an aggregate touch or are out of order", "join and sort them"
             )
         if self.count != sum(each.count for each in self.classes):
             raise LedgerError(
-                "ledger.aggregate-over-leaves",
-                f"Aggregate is over {self.count} leaves, its classes count others",
-                "count again",
+                "ledger.aggregate-count",
+                f"the aggregate covers {self.count} leaves, but its classes count another number",
             )
         names = [each.cls for each in self.classes]
         if names != sorted(set(names)):
-            raise LedgerError("ledger.aggregate-classes", f"Aggregate has classes {names}", "name each once, in order")
+            raise LedgerError(
+                "ledger.aggregate-classes", f"the classes of the aggregate are {names}", "name each once, in order"
+            )
 
     @property
     def count(self) -> int:
@@ -596,17 +454,5 @@ class Aggregate:
 
     def message(self, origin: str) -> bytes:
         """What an auditor signs: the aggregate without signatures, for one ledger."""
-        body = schema_of(Aggregate).plain(replace(self, signatures=()))
+        body = schema_of(Aggregate).to_cbor(replace(self, signatures=()))
         return _AGGREGATE_CONTEXT + cbor.encode([origin, body], max_size=1 << 20)
-
-
-define_schema(
-    Aggregate,
-    {
-        1: ("spans", TupleOf(Nested(LeafSpan), 1, MAX_SPANS)),
-        2: ("horizon", TIME),
-        3: ("classes", TupleOf(Nested(ClassTotal), 1, MAX_CLASSES)),
-        4: ("digest", DIGEST),
-        5: ("signatures", TupleOf(Nested(PartySignature), 0, 16)),
-    },
-)

@@ -108,15 +108,11 @@ class Frontier:
 
     def __post_init__(self) -> None:
         if not is_tree_size(self.size):
-            raise LedgerError(
-                "ledger.tree-leaves-lie", f"the tree has {self.size!r} leaves, must lie in [0, 2^63)", "give its size"
-            )
+            raise LedgerError("ledger.tree-size-invalid", f"the tree size is {self.size!r}, must be in [0, 2^63)")
         if len(self.hashes) != self.size.bit_count() or not all(map(is_hash, self.hashes)):
             raise LedgerError(
-                "ledger.edge-tree-leaves-hashes",
-                f"the edge of a tree of {self.size} leaves must be {self.size.bit_count()} hashes of {HASH_SIZE} bytes, "
-                f"not these {len(self.hashes)}",
-                "take size and edge from the same tree",
+                "ledger.frontier-invalid",
+                f"the frontier of {self.size} leaves has {len(self.hashes)} hashes, must have {self.size.bit_count()} of 32 bytes",
             )
 
     def append(self, leaf: bytes) -> None:
@@ -140,13 +136,10 @@ class Frontier:
 
     def _check(self, batch: list[bytes]) -> None:
         if not all(map(is_hash, batch)):
-            raise LedgerError(
-                "ledger.leaf-hash-bytes",
-                f"a leaf hash must have {HASH_SIZE} bytes",
-                "append leaf_hash(leaf), not the leaf",
-            )
+            problem = f"a leaf hash must have {HASH_SIZE} bytes"
+            raise LedgerError("ledger.leaf-hash-invalid", problem, "append leaf_hash(leaf), not the leaf")
         if self.size + len(batch) > MAX_TREE_SIZE:
-            raise LedgerError("ledger.tree-leaves", "the tree would have 2^63 leaves or more", "begin another ledger")
+            raise LedgerError("ledger.tree-full", "the tree would have 2^63 leaves or more", "start another ledger")
 
     def _grow(self, row: bytes, tap: NodeCallback | None) -> None:
         size, edge = self.size + len(row) // HASH_SIZE, list(self.hashes)
@@ -179,12 +172,12 @@ class Frontier:
         found = cbor.decode(data)
         if type(found) is not list or len(found) != 2 or type(found[1]) is not list:
             raise EncodingError(
-                "ledger.edge-tree-not", "the edge of a tree is not [size, hashes]", "give what Frontier.encode wrote"
+                "ledger.frontier-malformed", "a frontier must be [size, hashes]", "give what Frontier.encode wrote"
             )
         try:
             return cls(*found)
         except LedgerError as error:
-            raise EncodingError("ledger.decode", error.problem, error.remedy) from None
+            raise EncodingError("ledger.frontier-malformed", error.problem, error.remedy) from None
 
 
 # Checking proofs of the tree (RFC 9162 §2.1.3.2 and §2.1.4.2).
@@ -281,9 +274,7 @@ def frontier_at(nodes: NodeSource, size: int) -> Frontier:
 def inclusion_proof(nodes: NodeSource, index: int, size: int) -> list[bytes]:
     """PATH(index, D[size]) of RFC 6962 §2.1.1: from the leaf's sibling up to the root's child."""
     if not is_tree_size(index) or index >= _check_tree_size(size):
-        raise LedgerError(
-            "ledger.leaf-not-tree", f"leaf {index!r} is not in a tree of {size} leaves", "give an index below the size"
-        )
+        raise LedgerError("ledger.leaf-not-in-tree", f"leaf {index!r} is not in a tree of {size} leaves")
     first, stop, proof = 0, size, []
     while stop - first > 1:
         middle = first + _left_subtree_size(stop - first)
@@ -299,11 +290,8 @@ def inclusion_proof(nodes: NodeSource, index: int, size: int) -> list[bytes]:
 def consistency_proof(nodes: NodeSource, old: int, new: int) -> list[bytes]:
     """PROOF(old, D[new]) of RFC 6962 §2.1.2; there is nothing to show for old = 0 and for old = new."""
     if not is_tree_size(old) or old > _check_tree_size(new):
-        raise LedgerError(
-            "ledger.tree-leaves-not-begin",
-            f"a tree of {new} leaves does not begin with {old!r}",
-            "give the smaller size first",
-        )
+        problem = f"a tree of {new} leaves has no beginning of {old!r} leaves"
+        raise LedgerError("ledger.sizes-swapped", problem, "give the smaller size first")
     if old == 0:
         return []
     first, stop, proof = 0, new, []
@@ -322,11 +310,7 @@ def consistency_proof(nodes: NodeSource, old: int, new: int) -> list[bytes]:
 
 def _check_tree_size(size: int) -> int:
     if not is_tree_size(size):
-        raise LedgerError(
-            "ledger.tree-leaves-lie-give",
-            f"the tree has {size!r} leaves, must lie in [0, 2^63)",
-            "give a size of this tree",
-        )
+        raise LedgerError("ledger.tree-size-invalid", f"the tree size is {size!r}, must be in [0, 2^63)")
     return size
 
 
@@ -394,11 +378,7 @@ def tile_path(level: int, index: int, width: int = TILE_WIDTH) -> str:
     ('tile/0/x001/x234/067', 'tile/1/003.p/17')
     """
     if not (0 <= level < 64 and is_tree_size(index) and 1 <= width <= TILE_WIDTH):
-        raise LedgerError(
-            "ledger.no-tile-level",
-            f"there is no tile (level {level}, index {index}, width {width})",
-            f"a level lies in [0, 63], a width in [1, {TILE_WIDTH}]",
-        )
+        raise LedgerError("ledger.tile-invalid", f"there is no tile (level {level}, index {index}, width {width})")
     digits = str(index)
     digits = digits.zfill(-(-len(digits) // 3) * 3)
     parts = [digits[at : at + 3] for at in range(0, len(digits), 3)]
@@ -413,9 +393,7 @@ def partial_tiles(size: int) -> list[TileAddress]:
     consistent with each later one.
     """
     if not is_tree_size(size):
-        raise LedgerError(
-            "ledger.tree-leaves-lie-give", f"the tree has {size!r} leaves, must lie in [0, 2^63)", "give its size"
-        )
+        raise LedgerError("ledger.tree-size-invalid", f"the tree size is {size!r}, must be in [0, 2^63)")
     places, level = [], 0
     while size:
         if size % TILE_WIDTH:
@@ -462,9 +440,7 @@ class TileNodes:
     def __init__(self, read: ReadTile, *, size: int | None = None, cached: int = CACHED_TILES) -> None:
         if cached < 1 or not (size is None or is_tree_size(size)):
             raise LedgerError(
-                "ledger.cached-size-no",
-                f"cached is {cached}, size {size!r}; there is no such tree",
-                "keep one tile at least",
+                "ledger.tile-cache-invalid", f"cached is {cached} and size is {size!r}, must be >= 1 and a tree size"
             )
         self._read, self._size, self._cached = read, size, cached
         self._tiles: OrderedDict[tuple[int, int], _TileLevels] = OrderedDict()
@@ -499,10 +475,8 @@ class TileNodes:
         width = min(TILE_WIDTH, (self._size >> TILE_HEIGHT * level) - TILE_WIDTH * index)
         if width < need:
             raise LedgerError(
-                "ledger.tile-level-index",
-                f"tile (level {level}, index {index}) has {max(width, 0)} hashes in a tree of {self._size} leaves, "
-                f"{need} are needed",
-                "ask about leaves that are in the tree",
+                "ledger.tile-too-short",
+                f"tile (level {level}, index {index}) has {max(width, 0)} hashes in a tree of {self._size} leaves, {need} are needed",
             )
         return width
 
@@ -525,9 +499,6 @@ class _TileLevels:
 def _read_tile(read: ReadTile, place: TileAddress) -> bytes:
     data = read(place.level, place.index, place.width)
     if len(data) % HASH_SIZE or not place.width * HASH_SIZE <= len(data) <= TILE_WIDTH * HASH_SIZE:
-        raise LedgerError(
-            "ledger.bytes-full-tile",
-            f"{place.path} has {len(data)} bytes, must have {place.width * HASH_SIZE} or more of a full tile",
-            "restore it from another copy: the tree cannot be proven without it",
-        )
+        problem = f"{place.path} has {len(data)} bytes, must have {place.width * HASH_SIZE} or more of a full tile"
+        raise LedgerError("ledger.tile-malformed", problem, "restore it from a copy")
     return bytes(data)

@@ -15,14 +15,14 @@ from typing import Self
 from lamina.errors import LeafPruned, LedgerDamaged, LedgerError
 from lamina.ledger import merkle
 from lamina.ledger import records as leaves
-from lamina.ledger.append import UnindexedKeys, anchor_key, descriptor_key, index_key_ranges, subject_key, tile_reader
-from lamina.ledger.governance_records import Header, KeyEvent
-from lamina.ledger.key_state import KeyState
+from lamina.ledger.append import UnindexedKeys, anchor_key, descriptor_key, index_key_ranges, subject_key
+from lamina.ledger.governance_records import Header
+from lamina.ledger.key_state import KeyState, key_state_at
 from lamina.ledger.merkle import Frontier, TileNodes, leaf_hash, tile_path
 from lamina.ledger.receipt import TlogProof, TreeSignature
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, Leaf, Record, decode_leaf
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint
-from lamina.ledger.store.interface import LedgerHead, Store, StoredCheckpoint, StoreReader
+from lamina.ledger.store.interface import LedgerHead, Store, StoredCheckpoint, StoreReader, head_of, tile_reader
 from lamina.ledger.store.open_store import make_store
 
 _INDEX_KEY_KINDS = (descriptor_key, anchor_key, subject_key)
@@ -38,14 +38,12 @@ class LedgerReader:
         with store.read() as rows:
             if (head := rows.head()) is None:
                 raise LedgerError(
-                    "ledger.ledger-empty", f"the ledger {store.name} is empty", "create it: it has not even a header"
+                    "ledger.empty", f"the ledger {store.name} is empty", "create it again: it has no header"
                 )
             record = _decode_stored_leaf(0, rows.leaf(0)).record
             if not isinstance(record, Header):
                 raise LedgerDamaged(
-                    "ledger.ledger-not-begin",
-                    f"the ledger {store.name} does not begin with a header",
-                    "restore it from a copy",
+                    "ledger.no-header", f"the ledger {store.name} has no header", "restore it from a copy"
                 )
             self.header = record
             self._check_head(rows, head)
@@ -112,7 +110,7 @@ class LedgerReader:
     def parties(self, before: int | None = None) -> KeyState:
         """Whose signatures count, after the leaves before that one."""
         with self.store.read() as rows:
-            return self._parties(rows, head_of(rows).size if before is None else before)
+            return key_state_at(rows, self.header, head_of(rows).size if before is None else before)
 
     # ----------------------------------------------------------------------------------- leaves
 
@@ -235,7 +233,7 @@ class LedgerReader:
             data, signed = self._raw(rows, seq), rows.checkpoint()
         if signed is None or signed.size <= seq:
             raise LedgerError(
-                "ledger.no-checkpoint-covers", f"no checkpoint covers leaf {seq} yet", "sign one: ledger.checkpoint()"
+                "ledger.not-covered", f"no checkpoint covers leaf {seq} yet", "sign one: ledger.checkpoint()"
             )
         return signed, data
 
@@ -245,46 +243,28 @@ class LedgerReader:
             size = head_of(rows).size
             if 0 <= seq < size:
                 raise LeafPruned(
-                    "ledger.leaf-summed-up",
-                    f"leaf {seq} was summed up in an aggregate",
-                    "whoever kept a receipt can still prove it",
+                    "ledger.leaf-pruned", f"leaf {seq} was pruned", "only a receipt that somebody kept still proves it"
                 )
-            raise LedgerError(
-                "ledger.no-leaf-ledger", f"there is no leaf {seq} in a ledger of {size}", "give an index below the size"
-            )
+            raise LedgerError("ledger.leaf-unknown", f"the ledger has {size} leaves, there is no leaf {seq}")
         return data
 
     def _within(self, size: int | None) -> int:
         now = self.size
         if size is not None and size > now:
-            raise LedgerError(
-                "ledger.ledger-leaves-not",
-                f"the ledger has {now} leaves, not {size}",
-                "give a size that it has reached",
-            )
+            raise LedgerError("ledger.size-not-reached", f"the ledger has {now} leaves, not {size}")
         return now if size is None else size
 
     def _tile(self, level: int, index: int, width: int) -> bytes:
         with self.store.read() as rows:
             data = rows.tile(level, index)
         if data is None:
-            raise LeafPruned(
-                "ledger.went-leaves-under",
-                f"{tile_path(level, index, width)} went with the leaves under it",
-                "ask for a checkpoint's size, or for a leaf that is still there",
-            )
+            problem = f"{tile_path(level, index, width)} was pruned with its leaves"
+            remedy = "ask for the size of a checkpoint, or for a leaf that is still there"
+            raise LeafPruned("ledger.tile-pruned", problem, remedy)
         return data
 
     def _tree(self, head: LedgerHead) -> LedgerCheckpoint:
         return LedgerCheckpoint(self.origin, head.size, Frontier.decode(head.frontier).root())
-
-    def _parties(self, rows: StoreReader, before: int) -> KeyState:
-        found = KeyState(self.header)
-        for seq, data in rows.of_kind(KIND_NUMBERS[KeyEvent], 0, before):
-            record = _decode_stored_leaf(seq, data).record
-            assert isinstance(record, KeyEvent)
-            found.apply(record)
-        return found
 
     def _check_head(self, rows: StoreReader, head: LedgerHead) -> None:
         """Head, last leaf and tiles say the same. What lies before is for `verify`."""
@@ -293,27 +273,16 @@ class LedgerReader:
         last = _decode_stored_leaf(head.size - 1, rows.leaf(head.size - 1))
         if frontier.size != head.size or merkle.frontier_at(nodes, head.size) != frontier:
             raise LedgerDamaged(
-                "ledger.head-tree-ledger", f"head and tree of the ledger {self.name} differ", "restore it from a copy"
+                "ledger.head-inconsistent", f"head and tree of the ledger {self.name} differ", "restore it from a copy"
             )
         if last.seq != head.size - 1 or last.time != head.time or rows.leaf(head.size) is not None:
-            raise LedgerDamaged(
-                "ledger.head-leaves-ledger",
-                f"head and leaves of the ledger {self.name} differ",
-                "restore it from a copy",
-            )
-
-
-def head_of(rows: StoreReader) -> LedgerHead:
-    """The head of a ledger that has one."""
-    head = rows.head()
-    if head is None:
-        raise LedgerDamaged("ledger.ledger-lost-head", "the ledger has lost its head", "restore it from a copy")
-    return head
+            problem = f"head and leaves of the ledger {self.name} differ"
+            raise LedgerDamaged("ledger.head-inconsistent", problem, "restore it from a copy")
 
 
 def _decode_stored_leaf(seq: int, data: bytes | None) -> Leaf:
     if data is None:
-        raise LedgerDamaged("ledger.leaf-not", f"leaf {seq} is not there", "restore the ledger from a copy")
+        raise LedgerDamaged("ledger.leaf-missing", f"leaf {seq} is missing", "restore the ledger from a copy")
     return leaves.decode_leaf(data)
 
 
@@ -343,11 +312,8 @@ def find_leaf(ledger: LedgerReader, name: str) -> int:
     found = _find_by_digits(ledger, name)
     if len(found) > 1:
         listed = ", ".join(str(leaf.seq) for leaf in found[:_MAX_LISTED]) + (", …" if len(found) > _MAX_LISTED else "")
-        raise LedgerError(
-            "ledger.contributions-digest-leaves",
-            f"{len(found)} contributions have the digest {name.lower()[:16]}…: leaves {listed}",
-            "give the number of one leaf",
-        )
+        problem = f"{len(found)} contributions have the digest {name.lower()[:16]}…: leaves {listed}"
+        raise LedgerError("ledger.digest-ambiguous", problem, "give the number of one leaf")
     return found[0].seq
 
 
@@ -368,20 +334,18 @@ def _leaf_number(ledger: LedgerReader, name: str) -> int | None:
 def _find_by_digits(ledger: LedgerReader, name: str) -> list[Leaf]:
     digits = name.lower()
     if _HEX_DIGITS.fullmatch(digits) is None:
-        raise LedgerError(
-            "ledger.names-no-contribution",
-            f"{name[:80]!r} names no contribution",
-            f"give its folder, its digest ({_DIGEST_DIGITS} hex digits, or its first {MIN_DIGITS} or more), or its leaf",
+        problem = f"{name[:80]!r} is not the name of a contribution"
+        remedy = (
+            f"give its folder, its leaf, or its digest ({_DIGEST_DIGITS} hex digits, or the first {MIN_DIGITS} or more)"
         )
+        raise LedgerError("ledger.name-not-understood", problem, remedy)
     found = (
         _find_digest(ledger, bytes.fromhex(digits)) if len(digits) == _DIGEST_DIGITS else _find_prefix(ledger, digits)
     )
     if not found:
-        raise LedgerError(
-            "ledger.no-contribution-ledger",
-            f"no contribution {digits[:16]}{'…' if len(digits) > 16 else ''} is in the ledger {ledger.name}",
-            "copy the digest again; what was pruned can be proven only by who kept its receipt",
-        )
+        problem = f"the ledger {ledger.name} has no contribution {digits[:16]}{'…' if len(digits) > 16 else ''}"
+        remedy = "check the digest; if the contribution was pruned, only its receipt proves it"
+        raise LedgerError("ledger.contribution-unknown", problem, remedy)
     if len(listed := _list_matches(found, digits)) > 1:
         raise _ambiguous_name(digits, listed)
     return found
@@ -424,22 +388,18 @@ def _list_matches(found: list[Leaf], digits: str) -> list[str]:
 
 def _ambiguous_name(name: str, listed: list[str]) -> LedgerError:
     more = ", …" if len(listed) > _MAX_LISTED else ""
-    return LedgerError(
-        "ledger.could-things",
+    problem = (
         f"{name!r} could be {'more than ' if more else ''}{min(len(listed), _MAX_LISTED)} things: "
-        f"{', '.join(listed[:_MAX_LISTED])}{more}",
-        "give more digits",
+        f"{', '.join(listed[:_MAX_LISTED])}{more}"
     )
+    return LedgerError("ledger.name-ambiguous", problem, "give more digits")
 
 
 def _contribution_leaf(ledger: LedgerReader, seq: int) -> Leaf:
     leaf = ledger.leaf(seq)
     if leaf.kind is not ContributionRecord:
-        raise LedgerError(
-            "ledger.leaf-no-contribution",
-            f"leaf {seq} is no contribution",
-            "lamina ledger show --kind contribution lists them",
-        )
+        problem = f"leaf {seq} is not a contribution"
+        raise LedgerError("ledger.not-a-contribution", problem, "list them: lamina ledger show --kind contribution")
     return leaf
 
 

@@ -70,17 +70,11 @@ class TreeSignature:
     def receipt(self, leaf: bytes, index: int, path: Sequence[bytes]) -> bytes:
         """The receipt of the leaf with hash `leaf` at `index`, with its inclusion proof in the sealed tree."""
         if self.size < 2:
-            raise LedgerError(
-                "ledger.tree-leaf-receipt",
-                f"the tree has {self.size} leaf, a receipt needs a path of one hash at least (RFC 9942 §5.2)",
-                "close the epoch at two leaves or more",
-            )
+            problem = f"the tree has {self.size} leaf, a receipt needs a path (RFC 9942 §5.2)"
+            raise LedgerError("ledger.tree-too-small", problem, "sign a checkpoint of two leaves or more")
         if not verify_inclusion(leaf, index, self.size, path, self.root):
-            raise LedgerError(
-                "ledger.leaf-not-shown-tree",
-                f"leaf {index!r} is not shown to be in the tree of {self.size} leaves that was sealed",
-                "make the proof at the size of the seal",
-            )
+            problem = f"the proof does not show leaf {index!r} in the tree of {self.size} leaves"
+            raise LedgerError("ledger.proof-wrong", problem, "make it at this size")
         proof = cbor.encode([self.size, index, list(path)])
         protected = _encode_protected(self.alg, self.kid, self.origin, self.size)
         message = [protected, {_VDP: {_INCLUSION: [proof]}}, None, self.signature]
@@ -173,7 +167,7 @@ def _read_proof(unprotected: object, size: int) -> tuple[int, tuple[bytes, ...]]
 
 def _malformed_receipt(problem: str) -> EncodingError:
     return EncodingError(
-        "ledger.malformed-receipt", f"malformed receipt: {problem}", "ask the ledger for the receipt again"
+        "ledger.receipt-malformed", f"malformed receipt: {problem}", "ask the ledger for the receipt again"
     )
 
 
@@ -204,11 +198,8 @@ class TlogProof:
 
     def __post_init__(self) -> None:
         if not is_tree_size(self.index) or len(self.path) > MAX_PROOF_HASHES or not all(map(is_hash, self.path)):
-            raise LedgerError(
-                "ledger.proof-leaf-hashes",
-                f"the proof of leaf {self.index!r} must have {MAX_PROOF_HASHES} hashes of 32 bytes at most",
-                "make it with Ledger.prove",
-            )
+            problem = f"the proof of leaf {self.index!r} must have at most {MAX_PROOF_HASHES} hashes of 32 bytes"
+            raise LedgerError("ledger.proof-invalid", problem, "use Ledger.prove")
 
     def encode(self) -> str:
         """The text, to be kept in a file that ends with .tlog-proof."""
@@ -258,13 +249,10 @@ class TlogProof:
         """The checkpoint whose tree has the leaf (the leaf itself, not its hash) at `index`; NotVerified otherwise."""
         head = signed_checkpoint.verify_checkpoint(self.checkpoint, keys, origin=origin, policy=policy, now=now)
         if not verify_inclusion(leaf_hash(leaf), self.index, head.size, self.path, head.root):
-            raise NotVerified(
-                "ledger.leaf-not-shown",
-                f"the leaf is not shown to be leaf {self.index} of {head.size} in {head.origin!r}",
-                "give the leaf and the proof that belong together",
-            )
+            problem = f"the proof does not show this leaf as leaf {self.index} of {head.size} in {head.origin!r}"
+            raise NotVerified("ledger.proof-wrong", problem, "give the proof of this leaf")
         return head
 
 
 def _malformed_proof(problem: str) -> EncodingError:
-    return EncodingError("ledger.malformed-proof", f"malformed proof: {problem}", "ask the ledger for the proof again")
+    return EncodingError("ledger.proof-malformed", f"malformed proof: {problem}", "ask the ledger for the proof again")

@@ -1,7 +1,4 @@
-"""Records of contributions and epochs; all kinds of record.
-
-And the leaf that encodes a record at its place and time.
-"""
+"""Records of contributions and epochs, and the leaf that encodes a record of any kind at its place and time."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import enum
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -27,25 +24,27 @@ from lamina.ledger.schema import (
     MICRO,
     NONCE,
     PROFILE,
+    READ_REMEDY,
     RUN,
     SEQ,
     SPEND,
     TIME,
-    EnumMember,
-    ExactFloat,
-    Integer,
-    Nested,
-    TupleOf,
     check_fields,
-    define_schema,
+    enum_member,
+    exact_float_in,
+    integer,
+    ledger_record,
+    nested,
     schema_of,
+    stored,
+    tuple_of,
 )
 
 # A number as CBOR writes it, in its shortest form only: for patterns over the bytes of leaves.
 UINT_PATTERN = rb"([\x00-\x17]|\x18[\x18-\xff]|\x19[\x01-\xff].|\x1a(?!\x00\x00).{4}|\x1b(?!\x00{4}).{8})"
 
 
-@dataclass(frozen=True, slots=True)
+@ledger_record(kw_only=False)
 class ContributionTerms:
     """What many contributions have in common: their class and bound.
 
@@ -56,22 +55,19 @@ class ContributionTerms:
     profile           how deep it may reach, by its class; absent: the whole stack
     """
 
-    cls: str
-    data_class: str
-    clip_norm: int
-    noise_multiplier: int
-    profile: str | None = None
+    cls: str = stored(1, CLASS)
+    data_class: str = stored(2, DATA_CLASS)
+    clip_norm: int = stored(3, MICRO)
+    noise_multiplier: int = stored(4, MICRO)
+    profile: str | None = stored(5, PROFILE, default=None)
     encoded: bytes = field(init=False, repr=False, compare=False)  # in CBOR, made once for many contributions
 
     def __post_init__(self) -> None:
         check_fields(self)
-        object.__setattr__(self, "encoded", cbor.encode(schema_of(ContributionTerms).plain(self)))
+        object.__setattr__(self, "encoded", cbor.encode(schema_of(ContributionTerms).to_cbor(self)))
         if (self.clip_norm == 0) != (self.noise_multiplier == 0):
-            raise LedgerError(
-                "ledger.terms-clip-norm",
-                f"Terms have clip_norm {self.clip_norm} and noise_multiplier {self.noise_multiplier}",
-                "both are 0 in a public class, neither elsewhere",
-            )
+            problem = f"clip_norm is {self.clip_norm} and noise_multiplier is {self.noise_multiplier}"
+            raise LedgerError("ledger.bound-incomplete", problem, "set both to 0 in a public class, neither elsewhere")
 
     @property
     def bound(self) -> tuple[str, int, int]:
@@ -79,20 +75,7 @@ class ContributionTerms:
         return (self.cls, self.clip_norm, self.noise_multiplier)
 
 
-define_schema(
-    ContributionTerms,
-    {
-        1: ("cls", CLASS),
-        2: ("data_class", DATA_CLASS),
-        3: ("clip_norm", MICRO),
-        4: ("noise_multiplier", MICRO),
-        5: ("profile", PROFILE),
-    },
-    optional=[5],
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class ContributionRecord:
     """One contribution, by digests: nothing here leads to its content, or to its contributor without a key ring.
 
@@ -104,14 +87,14 @@ class ContributionRecord:
     subject      keyed tag of who it is about, if it has one: in a ledger once, for good
     """
 
-    descriptor: bytes
-    attestation: bytes
-    key: bytes
-    not_before: int
-    expires: int
-    terms: ContributionTerms
-    anchor: bytes | None = None
-    subject: bytes | None = None
+    descriptor: bytes = stored(1, DIGEST)
+    attestation: bytes = stored(2, DIGEST)
+    key: bytes = stored(3, KEY_ID)
+    not_before: int = stored(4, TIME)
+    expires: int = stored(5, TIME)
+    terms: ContributionTerms = stored(6, nested(ContributionTerms))
+    anchor: bytes | None = stored(7, DIGEST, default=None)
+    subject: bytes | None = stored(8, DIGEST, default=None)
 
     def __post_init__(self) -> None:
         d, a, k, start, end = self.descriptor, self.attestation, self.key, self.not_before, self.expires
@@ -132,29 +115,10 @@ class ContributionRecord:
         return self.terms.bound
 
 
-define_schema(
-    ContributionRecord,
-    {
-        1: ("descriptor", DIGEST),
-        2: ("attestation", DIGEST),
-        3: ("key", KEY_ID),
-        4: ("not_before", TIME),
-        5: ("expires", TIME),
-        6: ("terms", Nested(ContributionTerms)),
-        7: ("anchor", DIGEST),
-        8: ("subject", DIGEST),
-    },
-    optional=[7, 8],
-)
-
-
 def _raise_invalid(record: ContributionRecord) -> None:
     check_fields(record)
-    raise LedgerError(
-        "ledger.admitted-valid-until",
-        f"Admitted is valid from {record.not_before} until {record.expires}",
-        "not_before comes before expires",
-    )
+    problem = f"the contribution is valid from {record.not_before} until {record.expires}"
+    raise LedgerError("ledger.validity-empty", problem, "swap them")
 
 
 # `Epoch`: one or more segments of a run have ended, what was applied, and what everybody has lost so far.
@@ -175,7 +139,7 @@ class SegmentOutcome(enum.Enum):
     ABANDONED = 2  # they are not: withdrawn, crashed or redone
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class Segment:
     """An attempt at the steps [first, last) of a run.
 
@@ -185,70 +149,36 @@ class Segment:
     withdrawn, in the leaves before that. Who of them was sampled is nowhere.
     """
 
-    index: int
-    generation: int
-    nonce: bytes
-    first: int
-    last: int
-    eligibility: int
-    outcome: SegmentOutcome
-    after: int | None = None
+    index: int = stored(1, COUNT)
+    generation: int = stored(2, COUNT)
+    nonce: bytes = stored(3, NONCE)
+    first: int = stored(4, COUNT)
+    last: int = stored(5, COUNT)
+    eligibility: int = stored(6, SEQ)
+    outcome: SegmentOutcome = stored(7, enum_member(SegmentOutcome))
+    after: int | None = stored(8, integer(1, 2**53), default=None)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.first < self.last:
-            raise LedgerError(
-                "ledger.segment-covers-steps",
-                f"segment {self.index} covers steps [{self.first}, {self.last})",
-                "give first < last",
-            )
+            problem = f"segment {self.index} covers steps [{self.first}, {self.last})"
+            raise LedgerError("ledger.segment-empty", problem, "give first < last")
 
 
-define_schema(
-    Segment,
-    {
-        1: ("index", COUNT),
-        2: ("generation", COUNT),
-        3: ("nonce", NONCE),
-        4: ("first", COUNT),
-        5: ("last", COUNT),
-        6: ("eligibility", SEQ),
-        7: ("outcome", EnumMember(SegmentOutcome)),
-        8: ("after", Integer(1, 2**53)),
-    },
-    optional=[8],
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class EpochCharge:
     """`steps` Poisson-subsampled Gaussian events with multiplier `sigma` and rate `rate`.
 
     `order` is the Rényi order of noise that followed its budget, under a filter at that order; absent otherwise.
     """
 
-    sigma: float
-    rate: float
-    steps: int
-    order: float | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    sigma: float = stored(1, exact_float_in(5e-324, _MAX_FLOAT))
+    rate: float = stored(2, exact_float_in(0.0, 1.0))
+    steps: int = stored(3, COUNT)
+    order: float | None = stored(4, exact_float_in(1.02, 1e6), default=None)
 
 
-define_schema(
-    EpochCharge,
-    {
-        1: ("sigma", ExactFloat(5e-324, _MAX_FLOAT)),
-        2: ("rate", ExactFloat(0.0, 1.0)),
-        3: ("steps", COUNT),
-        4: ("order", ExactFloat(1.02, 1e6)),
-    },
-    optional=[4],
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class EpochAccount:
     """What contributions with one signed bound were charged in this epoch, and have lost since the first leaf.
 
@@ -257,15 +187,12 @@ class EpochAccount:
     contribution that was eligible all the time: at the header's δ, by its accountant.
     """
 
-    cls: str
-    clip_norm: int = 0
-    noise_multiplier: int = 0
-    scale: float = 1.0
-    charges: tuple[EpochCharge, ...]
-    spend: int
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    cls: str = stored(1, CLASS)
+    clip_norm: int = stored(2, MICRO, default=0)
+    noise_multiplier: int = stored(3, MICRO, default=0)
+    scale: float = stored(4, exact_float_in(5e-324, 1.0), default=1.0)
+    charges: tuple[EpochCharge, ...] = stored(5, tuple_of(nested(EpochCharge), 0, 1024))
+    spend: int = stored(6, SPEND)
 
     @property
     def bound(self) -> tuple[str, int, int]:
@@ -278,20 +205,7 @@ class EpochAccount:
         return f"{self.cls}/{self.clip_norm}/{self.noise_multiplier}"
 
 
-define_schema(
-    EpochAccount,
-    {
-        1: ("cls", CLASS),
-        2: ("clip_norm", MICRO),
-        3: ("noise_multiplier", MICRO),
-        4: ("scale", ExactFloat(5e-324, 1.0)),
-        5: ("charges", TupleOf(Nested(EpochCharge), 0, 1024)),
-        6: ("spend", SPEND),
-    },
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@ledger_record()
 class Epoch:
     """Segments of one run under one plan, closed together.
 
@@ -302,50 +216,29 @@ class Epoch:
     previous  digest of the checkpoint before it, which the ledger fills in; absent before the first
     """
 
-    run: bytes
-    segments: tuple[Segment, ...]
-    plan: bytes
-    variance: tuple[float, ...]
-    accounts: tuple[EpochAccount, ...]
-    state: bytes
-    previous: bytes | None = None
+    run: bytes = stored(1, RUN)
+    segments: tuple[Segment, ...] = stored(2, tuple_of(nested(Segment), 1, MAX_SEGMENTS))
+    plan: bytes = stored(3, DIGEST)
+    variance: tuple[float, ...] = stored(4, tuple_of(exact_float_in(0.0, _MAX_FLOAT), 1, MAX_LAYERS))
+    accounts: tuple[EpochAccount, ...] = stored(5, tuple_of(nested(EpochAccount), 0, MAX_ACCOUNTS))
+    state: bytes = stored(6, DIGEST)
+    previous: bytes | None = stored(7, DIGEST, default=None)
 
     def __post_init__(self) -> None:
         check_fields(self)
         attempts = [(each.index, each.generation) for each in self.segments]
         if attempts != sorted(set(attempts)):
-            raise LedgerError(
-                "ledger.epoch-names-segment",
-                "Epoch names a segment twice or out of order",
-                "sort by segment and generation",
-            )
+            problem = "the epoch names a segment twice or out of order"
+            raise LedgerError("ledger.epoch-segments-not-sorted", problem, "sort by segment and generation")
         bounds = [each.bound for each in self.accounts]
         if bounds != sorted(set(bounds)):
-            raise LedgerError(
-                "ledger.epoch-names-bound",
-                "Epoch names a bound twice or out of order",
-                "sort the accounts by their bound",
-            )
+            problem = "the epoch names a bound twice or out of order"
+            raise LedgerError("ledger.epoch-accounts-not-sorted", problem, "sort the accounts by bound")
 
     @property
     def attempts(self) -> tuple[tuple[bytes, int, int], ...]:
         """(run, segment, generation) of each: what may be in a ledger once."""
         return tuple((self.run, each.index, each.generation) for each in self.segments)
-
-
-define_schema(
-    Epoch,
-    {
-        1: ("run", RUN),
-        2: ("segments", TupleOf(Nested(Segment), 1, MAX_SEGMENTS)),
-        3: ("plan", DIGEST),
-        4: ("variance", TupleOf(ExactFloat(0.0, _MAX_FLOAT), 1, MAX_LAYERS)),
-        5: ("accounts", TupleOf(Nested(EpochAccount), 0, MAX_ACCOUNTS)),
-        6: ("state", DIGEST),
-        7: ("previous", DIGEST),
-    },
-    optional=[7],
-)
 
 
 Record = Header | ContributionRecord | Epoch | Withdrawal | KeyEvent | Aggregate | PolicyChange | Release
@@ -373,16 +266,8 @@ _ATTESTATION_HEAD, _KEY_HEAD, _ANCHOR_HEAD, _SUBJECT_HEAD = (bytes((key, 0x58, 3
 _PACK_VALIDITY = struct.Struct(">BBIBBIB").pack  # 4: not_before, 5: expires, both of 32 bits, and the key 6
 _LEAF_START = b"\xa5\x01\x02\x02"  # a map of 5; kind: 2, and the key of seq
 _CONSTANT_BYTES = (
-    _LEAF_START,
-    b"\x03\x1a",
-    b"\x04",
-    b"\x05",
-    _ATTESTATION_HEAD,
-    _KEY_HEAD,
-    b"\x04\x1a",
-    b"\x05\x1a",
-    b"\x06",
-)
+    _LEAF_START, b"\x03\x1a", b"\x04", b"\x05", _ATTESTATION_HEAD, _KEY_HEAD, b"\x04\x1a", b"\x05\x1a", b"\x06"
+)  # fmt: skip
 _UINT_WIDTHS = {24: 1, 25: 2, 26: 4}  # by the first byte of a number of more than one: how many follow
 _UINT_LEAST = {24: 24, 25: 1 << 8, 26: 1 << 16}  # a smaller number has a shorter form
 _UINT_FORMATS = {0: "B", 24: "xB", 25: "xH", 26: "xI"}
@@ -418,18 +303,8 @@ def encode_contribution_body(record: ContributionRecord) -> bytes:
         terms, count = terms + _ANCHOR_HEAD + record.anchor, 7
     if record.subject is not None:
         terms, count = terms + _SUBJECT_HEAD + record.subject, count + 1
-    return b"".join(
-        (
-            _BODY_START[count],
-            record.descriptor,
-            _ATTESTATION_HEAD,
-            record.attestation,
-            _KEY_HEAD,
-            record.key,
-            window,
-            terms,
-        )
-    )
+    descriptor, attestation = _BODY_START[count] + record.descriptor, _ATTESTATION_HEAD + record.attestation
+    return b"".join((descriptor, attestation, _KEY_HEAD, record.key, window, terms))
 
 
 def decode_contribution_leaf(data: bytes) -> tuple[int, int, int, ContributionRecord] | None:
@@ -474,7 +349,7 @@ def decode_contribution_leaf(data: bytes) -> tuple[int, int, int, ContributionRe
 @lru_cache(maxsize=4096)
 def _decode_terms(data: bytes) -> ContributionTerms | None:
     try:
-        found = schema_of(ContributionTerms).value(cbor.decode(data))
+        found = schema_of(ContributionTerms).from_cbor(cbor.decode(data))
     except EncodingError:
         return None
     assert type(found) is ContributionTerms
@@ -509,54 +384,48 @@ def encode_body(record: Record) -> bytes:
     if type(record) is ContributionRecord:
         return encode_contribution_body(record)
     if type(record) not in KIND_NUMBERS:
-        raise LedgerError(
-            "ledger.no-record-ledger",
-            f"{type(record).__name__} is no record of a ledger",
-            "append one of lamina.ledger.records",
-        )
+        problem = f"{type(record).__name__} is not a ledger record"
+        raise LedgerError("ledger.not-a-record", problem, "append records of lamina.ledger.records")
     try:
-        return cbor.encode(schema_of(type(record)).plain(record), max_size=MAX_LEAF_BYTES - 64)
+        return cbor.encode(schema_of(type(record)).to_cbor(record), max_size=MAX_LEAF_BYTES - 64)
     except EncodingError as error:
         raise LedgerError(
-            "ledger.record-not-written",
-            f"a {type(record).__name__} record cannot be written: {error.problem}",
-            "split it",
+            "ledger.record-too-large", f"cannot write this {type(record).__name__}: {error.problem}", "split it"
         ) from error
 
 
 def encode_leaf(record: Record, seq: int, time: int, epoch: int) -> bytes:
     """The leaf of a record."""
-    for name, value, most in (("seq", seq, _MAX_SEQ), ("time", time, LAST_SECOND), ("epoch", epoch, _MAX_SEQ)):
-        if type(value) is not int or not 0 <= value <= most:
-            raise LedgerError(
-                "ledger.leaf-integer", f"{name} of a leaf is {value!r}, must be an integer in [0, {most}]", "correct it"
-            )
-    written = encode_body(record)
-    place = (cbor_uint(KIND_NUMBERS[type(record)]), cbor_uint(seq), cbor_uint(time), cbor_uint(epoch), written)
-    return b"\xa5" + b"".join(bytes((key,)) + part for key, part in enumerate(place, start=1))
+    body = encode_body(record)
+    if (problem := _position_problem(seq, time, epoch)) is not None:
+        raise LedgerError("ledger.leaf-malformed", problem)
+    position = (cbor_uint(KIND_NUMBERS[type(record)]), cbor_uint(seq), cbor_uint(time), cbor_uint(epoch))
+    parts = enumerate((*position, body), start=1)
+    return b"\xa5" + b"".join(bytes((key,)) + part for key, part in parts)
 
 
 def decode_leaf(data: bytes) -> Leaf:
-    """The leaf that these bytes are; EncodingError for anything that `encode` would not have written."""
+    """The leaf that these bytes are; EncodingError for anything that `encode_leaf` would not have written."""
     if (found := decode_contribution_leaf(data)) is not None:
         return Leaf(ContributionRecord, *found)
-    plain = cbor.decode(data, max_size=MAX_LEAF_BYTES)
-    if type(plain) is not dict or plain.keys() != {1, 2, 3, 4, 5}:
-        raise EncodingError(
-            "ledger.leaf-map-keys", "a leaf must be a map of the keys 1 to 5", "read it with the version that wrote it"
-        )
-    which, seq, time, epoch = (plain[key] for key in (1, 2, 3, 4))
-    if type(which) is not int or which not in RECORD_KINDS:
-        raise EncodingError(
-            "ledger.leaf-kind-not", f"a leaf is of kind {which!r}, which is not known", "read it with a newer version"
-        )
+    stored = cbor.decode(data, max_size=MAX_LEAF_BYTES)
+    if type(stored) is not dict or stored.keys() != {1, 2, 3, 4, 5}:
+        raise EncodingError("ledger.leaf-malformed", "a leaf must be a map with the keys 1 to 5", READ_REMEDY)
+    number, seq, time, epoch, body = (stored[key] for key in (1, 2, 3, 4, 5))
+    if type(number) is not int or number not in RECORD_KINDS:
+        problem = f"a leaf has the unknown kind {number!r}"
+        raise EncodingError("ledger.leaf-kind-unknown", problem, "read it with a newer version of lamina")
+    if (wrong := _position_problem(seq, time, epoch)) is not None:
+        raise EncodingError("ledger.leaf-malformed", wrong, READ_REMEDY)
+    kind = RECORD_KINDS[number]
+    return Leaf(kind, seq, time, epoch, schema_of(kind).from_cbor(body))
+
+
+def _position_problem(seq: object, time: object, epoch: object) -> str | None:
     for name, value, most in (("seq", seq, _MAX_SEQ), ("time", time, LAST_SECOND), ("epoch", epoch, _MAX_SEQ)):
         if type(value) is not int or not 0 <= value <= most:
-            raise EncodingError(
-                "ledger.leaf", f"{name} of a leaf is {value!r}, must be in [0, {most}]", "it is damaged"
-            )
-    kind = RECORD_KINDS[which]
-    return Leaf(kind, seq, time, epoch, schema_of(kind).value(plain[5]))
+            return f"{name} of a leaf is {value!r}, must be an integer in [0, {most}]"
+    return None
 
 
 def split_leaf(data: bytes) -> tuple[int, int, int, int, int] | None:

@@ -29,9 +29,8 @@ from lamina.errors import LedgerError
 from lamina.ledger.append import index_keys, survives_pruning
 from lamina.ledger.governance_records import MAX_SPANS, Aggregate, ClassTotal, LeafSpan, Role, Withdrawal
 from lamina.ledger.merkle import TILE_WIDTH, leaf_hash
-from lamina.ledger.reader import head_of
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, Epoch, decode_leaf
-from lamina.ledger.store.interface import PruningRow, StoreReader, StoreWriter
+from lamina.ledger.store.interface import PruningRow, StoreReader, StoreWriter, head_of
 from lamina.ledger.writer import DAY_SECONDS, Ledger
 
 _NEVER = 1 << 62  # later than any time
@@ -55,12 +54,7 @@ class Retention:
     """Pruning of one ledger, opened with its key."""
 
     def __init__(self, ledger: Ledger) -> None:
-        if not ledger.signs:
-            raise LedgerError(
-                "ledger.ledger-opened-without",
-                "the ledger was opened without its key",
-                "open it with the key: pruning is signed",
-            )
+        ledger.signing_key()
         self._ledger, self._store = ledger, ledger.store
 
     def horizon(self) -> int:
@@ -76,10 +70,8 @@ class Retention:
         horizon = latest if before is None else before
         if not 0 <= horizon <= latest:
             raise LedgerError(
-                "ledger.horizon-later-header",
-                f"the horizon {horizon} is later than {latest}, which the header's retention of "
-                f"{self._ledger.header.retention} s allows",
-                "prune less",
+                "ledger.horizon-too-late",
+                f"the horizon {horizon} is later than {latest}, which the retention of {self._ledger.header.retention} s allows",
             )
         with self._store.read() as rows:
             return _propose_aggregate(rows, horizon, now)
@@ -101,24 +93,18 @@ class Retention:
             size = head_of(rows).size
             fresh = _propose_aggregate(rows, aggregate.horizon, self._ledger.now())
         if aggregate.horizon > self.horizon():
-            raise LedgerError(
-                "ledger.horizon-not-reached",
-                f"the horizon {aggregate.horizon} is not reached yet",
-                "wait, or propose again",
-            )
+            problem = f"the horizon {aggregate.horizon} is not reached yet"
+            raise LedgerError("ledger.horizon-too-late", problem, "wait, or propose again")
         if fresh != replace(aggregate, signatures=()):
-            raise LedgerError(
-                "ledger.ledger-changed-since",
-                "the ledger has changed since the aggregate was proposed",
-                "propose again, and have it signed anew",
-            )
+            problem = "the ledger has changed since the aggregate was proposed"
+            raise LedgerError("ledger.proposal-outdated", problem, "propose again, and have that signed")
         self._check_signatures(aggregate)
 
         def mark(rows: StoreWriter, seqs: list[int]) -> None:
             for kind in _KINDS_CHANGING_AGGREGATE:
                 if next(rows.of_kind(kind, size, seqs[0]), None) is not None:
                     raise LedgerError(
-                        "ledger.ledger-grew-while", "the ledger grew while it was being pruned", "propose again"
+                        "ledger.proposal-outdated", "the ledger grew while it was being pruned", "propose again"
                     )
             rows.put_pruning(PruningRow(seqs[0], False))
 
@@ -146,12 +132,9 @@ class Retention:
         message, now = aggregate.message(self._ledger.origin), self._ledger.now()
         good = self._ledger.parties().signers(message, aggregate.signatures, (Role.AUDITOR,), now)
         if len(good) != len(aggregate.signatures):
-            raise LedgerError(
-                "ledger.signatures-under-aggregate",
-                f"{len(aggregate.signatures) - len(good)} of the {len(aggregate.signatures)} signatures under the "
-                "aggregate are not by an auditor of this ledger, or not of this aggregate",
-                "leave them out, or have it signed again",
-            )
+            problem = f"{len(aggregate.signatures) - len(good)} of {len(aggregate.signatures)} signatures do not count"
+            remedy = "leave them out, or have an auditor of this ledger sign this very aggregate"
+            raise LedgerError("ledger.aggregate-signature-invalid", problem, remedy)
 
     def _drop(self, first: int, stop: int) -> None:
         def drop(rows: StoreWriter) -> None:
@@ -160,9 +143,7 @@ class Retention:
                 record = decode_leaf(data).record
                 if not isinstance(record, ContributionRecord):
                     raise LedgerError(
-                        "ledger.leaf-no-contribution-not",
-                        f"leaf {seq} is no contribution, and is not pruned",
-                        "the aggregate is wrong",
+                        "ledger.not-a-contribution", f"leaf {seq} is not a contribution and cannot be pruned"
                     )
                 gone += [(key, seq) for key in index_keys(record) if not survives_pruning(key)]
             rows.drop_keys(gone)

@@ -1,18 +1,16 @@
-"""What the fields of a record may hold and how each is encoded.
-
-Amounts without floats, and the time of a ledger.
-"""
+"""What the fields of a record may hold and how each is encoded; amounts without floats; the time of a ledger."""
 
 from __future__ import annotations
 
 import enum
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
+from lamina import validate
 from lamina.admit.keys import LAST_SECOND, format_utc
 from lamina.errors import EncodingError, LedgerError
 
@@ -27,11 +25,8 @@ def nano_epsilon(epsilon: float) -> int:
     >>> nano_epsilon(0.5), nano_epsilon(0.1), nano_epsilon(float("inf")) == UNBOUNDED
     (500000000, 100000001, True)
     """
-    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not epsilon >= 0:
-        raise LedgerError("ledger.spend-makes-no", f"a spend of {epsilon!r} makes no sense", "give an ε >= 0")
-    if math.isinf(epsilon):
-        return UNBOUNDED
-    return min(math.ceil(Fraction(epsilon) * NANO), UNBOUNDED)
+    epsilon = validate.number(LedgerError, "ledger.epsilon-negative", least=0, infinite=True, epsilon=epsilon)
+    return UNBOUNDED if math.isinf(epsilon) else min(math.ceil(Fraction(epsilon) * NANO), UNBOUNDED)
 
 
 def epsilon_of_nano(spend: int) -> float:
@@ -70,19 +65,18 @@ CLOCK_SKEW = 120  # seconds by which clocks of several machines may differ
 
 
 def next_leaf_time(last: int, now: float) -> int:
-    """The time of the next leaf: that of the clock, or of the last leaf where the clock is a little behind.
+    """The time of the next leaf: that of the clock, or of the last leaf if the clock is a little behind.
 
-    A clock that is further behind is refused: one of two machines is wrong, and what it would write could never be
-    told from something back-dated.
+    A clock that is further behind is refused: what it would write could not be told from something back-dated.
     """
     if not 0 <= now <= LAST_SECOND:
-        raise LedgerError("ledger.clock-says", f"the clock says {now!r}", "set the clock of this machine")
+        raise LedgerError("ledger.clock-invalid", f"the clock says {now!r}", "set the clock of this machine")
     if now < last - CLOCK_SKEW:
-        raise LedgerError(
-            "ledger.clock-says-last",
-            f"the clock says {format_utc(int(now))}, the last leaf is of {format_utc(last)}: more than {CLOCK_SKEW} s later",
-            "set the clock of this machine; if the ledger is what is wrong, whoever answers for it must say so",
+        problem = f"the clock says {format_utc(int(now))}, but the last leaf is of {format_utc(last)}"
+        remedy = (
+            f"set the clock of this machine: it may be {CLOCK_SKEW} s behind. If the ledger is wrong, ask its owner"
         )
+        raise LedgerError("ledger.clock-behind", problem, remedy)
     return max(last, int(now))
 
 
@@ -97,190 +91,102 @@ def rounded_epoch_time(last: int, now: int, step: int) -> int:
 
 # What the fields of a record may hold, and how each is written: the schema of a leaf, field by field.
 #
-# A record is a CBOR map with small integers as keys. Every key is known, a field that may be absent is left out when
-# it is None, and a value has one form. `RecordSchema` checks a record when it is made, so that none exists that could
-# not be written, and checks bytes when they are read, so that none is read that could not have been made.
+# A record is a CBOR map with small integers as keys. Every key is known, a field whose default is None is left out when
+# it is None, and a value has one form. A record is checked when it is made, so that none exists that could not be
+# written, and bytes are checked when they are read, so that none is read that could not have been made.
 
 
-class FieldType(Protocol):
-    """The values that a field may have; `plain` and `value` are inverse to each other."""
-
-    def wrong(self, value: Any) -> str | None:
-        """What the value must be, if it is not."""
-
-    def plain(self, value: Any) -> Any:
-        """As CBOR carries it."""
-
-    def value(self, plain: Any) -> Any:
-        """From what CBOR carried; EncodingError if that is nothing of this shape."""
+def _same(value: Any) -> Any:
+    return value
 
 
-class _StoredAsIs:
-    """A shape that CBOR carries as it is."""
+@dataclass(frozen=True, slots=True, eq=False)
+class FieldType:
+    """The values that a field may have, and their form in CBOR; `from_cbor` raises EncodingError for another form."""
 
-    def plain(self, value: Any) -> Any:
-        return value
-
-    def value(self, plain: Any) -> Any:
-        return plain
-
-
-@dataclass(frozen=True, slots=True)
-class Integer(_StoredAsIs):
-    """An integer in [low, high]."""
-
-    low: int
-    high: int
-
-    def wrong(self, value: Any) -> str | None:
-        fits = type(value) is int and self.low <= value <= self.high
-        return None if fits else f"an integer in [{self.low}, {self.high}]"
+    expected: str
+    fits: Callable[[Any], bool]
+    to_cbor: Callable[[Any], Any] = _same
+    from_cbor: Callable[[Any], Any] = _same
 
 
-@dataclass(frozen=True, slots=True)
-class FixedBytes(_StoredAsIs):
-    """Exactly so many bytes."""
-
-    size: int
-
-    def wrong(self, value: Any) -> str | None:
-        return None if type(value) is bytes and len(value) == self.size else f"{self.size} bytes"
+def integer(low: int, high: int) -> FieldType:
+    return FieldType(f"an integer in [{low}, {high}]", lambda value: type(value) is int and low <= value <= high)
 
 
-@dataclass(frozen=True, slots=True)
-class PatternText(_StoredAsIs):
-    """Text that a pattern describes, at most so many bytes of it. The pattern keeps lone surrogates out."""
-
-    pattern: re.Pattern[str]
-    most: int
-
-    def wrong(self, value: Any) -> str | None:
-        fits = type(value) is str and self.pattern.fullmatch(value) and len(value.encode("utf-8")) <= self.most
-        return None if fits else f"text like {self.pattern.pattern}, at most {self.most} bytes"
+def fixed_bytes(size: int) -> FieldType:
+    return FieldType(f"{size} bytes", lambda value: type(value) is bytes and len(value) == size)
 
 
-@dataclass(frozen=True, slots=True)
-class PrintableText(_StoredAsIs):
-    """Text without controls or line breaks, at most so many bytes of it."""
-
-    most: int
-
-    def wrong(self, value: Any) -> str | None:
-        fits = type(value) is str and value.isprintable() and 0 < len(value.encode("utf-8")) <= self.most
-        return None if fits else f"1 to {self.most} bytes of printable text"
+def pattern_text(pattern: str) -> FieldType:
+    """ASCII text that a pattern describes."""
+    match = re.compile(pattern, re.ASCII).fullmatch
+    return FieldType(f"text like {pattern}", lambda value: type(value) is str and match(value) is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class Boolean(_StoredAsIs):
-    """True or False."""
+def exact_float_in(low: float, high: float) -> FieldType:
+    """A float, carried as the one decimal text that reads back exactly."""
 
-    def wrong(self, value: Any) -> str | None:
-        return None if type(value) is bool else "True or False"
-
-
-@dataclass(frozen=True, slots=True)
-class ExactFloat:
-    """A float in [low, high], carried as the one decimal text that reads back exactly."""
-
-    low: float
-    high: float
-
-    def wrong(self, value: Any) -> str | None:
-        fits = type(value) is float and self.low <= value <= self.high and repr(value) != "-0.0"
-        return None if fits else f"a float in [{self.low:g}, {self.high:g}]"
-
-    def plain(self, value: Any) -> Any:
-        return exact_text(value)
-
-    def value(self, plain: Any) -> Any:
-        found = exact_float(plain)
-        if found is None:
-            raise EncodingError(
-                "ledger.not-exact-text", f"{plain!r} is not the exact text of a float", "write it with exact_text"
-            )
+    def read(stored: Any) -> float:
+        if (found := exact_float(stored)) is None:
+            raise EncodingError("ledger.float-not-exact", f"{stored!r} is not the exact text of a float", READ_REMEDY)
         return found
 
+    def fits(value: Any) -> bool:
+        return type(value) is float and low <= value <= high and repr(value) != "-0.0"
 
-@dataclass(frozen=True, slots=True)
-class EnumMember:
+    return FieldType(f"a float in [{low:g}, {high:g}]", fits, exact_text, read)
+
+
+def enum_member(kind: type[enum.Enum]) -> FieldType:
     """A member of an enumeration, carried as its number."""
 
-    kind: type[enum.Enum]
+    def read(stored: Any) -> enum.Enum:
+        if type(stored) is int and stored in kind._value2member_map_:
+            return kind(stored)
+        raise EncodingError("ledger.enum-unknown", f"{stored!r} is not a {kind.__name__}", READ_REMEDY)
 
-    def wrong(self, value: Any) -> str | None:
-        return None if type(value) is self.kind else f"a {self.kind.__name__}"
-
-    def plain(self, value: Any) -> Any:
-        return value.value
-
-    def value(self, plain: Any) -> Any:
-        if type(plain) is int and plain in self.kind._value2member_map_:
-            return self.kind(plain)
-        raise EncodingError(
-            "ledger.no", f"{plain!r} is no {self.kind.__name__}", "read it with a version that knows it"
-        )
+    return FieldType(f"a {kind.__name__}", lambda value: type(value) is kind, lambda value: value.value, read)
 
 
-@dataclass(frozen=True, slots=True)
-class TupleOf:
-    """A tuple of so many values of one shape."""
+def tuple_of(each: FieldType, least: int, most: int) -> FieldType:
+    def read(stored: Any) -> tuple[Any, ...]:
+        if type(stored) is not list:
+            raise EncodingError("ledger.list-expected", f"{_shorten(stored)} is not a list", READ_REMEDY)
+        return tuple(map(each.from_cbor, stored))
 
-    each: FieldType
-    least: int
-    most: int
+    def fits(value: Any) -> bool:
+        return type(value) is tuple and least <= len(value) <= most and all(map(each.fits, value))
 
-    def wrong(self, value: Any) -> str | None:
-        if type(value) is not tuple or not self.least <= len(value) <= self.most:
-            return f"{self.least} to {self.most} values"
-        return next((f"a tuple of: {told}" for told in map(self.each.wrong, value) if told), None)
-
-    def plain(self, value: Any) -> Any:
-        return [self.each.plain(one) for one in value]
-
-    def value(self, plain: Any) -> Any:
-        if type(plain) is not list:
-            raise EncodingError(
-                "ledger.no-list", f"{_shorten(plain)} is no list", "read it with a version that knows it"
-            )
-        return tuple(self.each.value(one) for one in plain)
+    expected = f"{least} to {most} values, each {each.expected}"
+    return FieldType(expected, fits, lambda value: list(map(each.to_cbor, value)), read)
 
 
-@dataclass(frozen=True, slots=True)
-class Nested:
+def nested(kind: type[Any]) -> FieldType:
     """A part with a schema of its own, carried as a map."""
-
-    kind: type[Any]
-
-    def wrong(self, value: Any) -> str | None:
-        return None if type(value) is self.kind else f"a {self.kind.__name__}"
-
-    def plain(self, value: Any) -> Any:
-        return schema_of(self.kind).plain(value)
-
-    def value(self, plain: Any) -> Any:
-        return schema_of(self.kind).value(plain)
+    schema = _schemas[kind]
+    return FieldType(f"a {kind.__name__}", lambda value: type(value) is kind, schema.to_cbor, schema.from_cbor)
 
 
-@dataclass(frozen=True, slots=True)
-class SchemaField:
+class SchemaField(NamedTuple):
     """Key of the map, name of the attribute, and what it may hold; an optional one may be None and is left out."""
 
     key: int
     name: str
-    shape: FieldType
-    optional: bool = False
+    type: FieldType
+    optional: bool
 
 
 class RecordSchema:
     """The fields of one kind of record or part."""
 
-    def __init__(self, kind: type[Any], given: Iterable[SchemaField]) -> None:
+    def __init__(self, kind: type[Any]) -> None:
         self.kind = kind
-        self.fields = tuple(sorted(given, key=lambda each: each.key))
+        given = [(each.metadata["stored"], each) for each in fields(kind) if each.init]
+        self.fields = tuple(SchemaField(key, each.name, type, each.default is None) for (key, type), each in given)
+        assert [each.key for each in self.fields] == sorted({each.key for each in self.fields})
         self._by_key = {each.key: each for each in self.fields}
         self._required = {each.key for each in self.fields if not each.optional}
-        assert len(self._by_key) == len(self.fields)
-        assert [each.name for each in self.fields] == [each.name for each in fields(kind) if each.init]
 
     def check(self, record: Any) -> None:
         """LedgerError if a field holds what it may not. Lists become tuples."""
@@ -288,57 +194,62 @@ class RecordSchema:
             value = getattr(record, each.name)
             if value is None and each.optional:
                 continue
-            if type(value) is list and isinstance(each.shape, TupleOf):
+            if type(value) is list:
                 object.__setattr__(record, each.name, value := tuple(value))
-            if (must := each.shape.wrong(value)) is not None:
-                raise LedgerError(
-                    "ledger.correct",
-                    f"{each.name} of {self.kind.__name__} is {_shorten(value)}, must be {must}",
-                    "correct it",
-                )
+            if not each.type.fits(value):
+                problem = f"{each.name} of {self.kind.__name__} is {_shorten(value)}, must be {each.type.expected}"
+                raise LedgerError("ledger.field-invalid", problem, "correct the value")
 
-    def plain(self, record: Any) -> dict[int, Any]:
+    def to_cbor(self, record: Any) -> dict[int, Any]:
         """The map that CBOR carries."""
         values = ((each, getattr(record, each.name)) for each in self.fields)
-        return {each.key: each.shape.plain(value) for each, value in values if value is not None}
+        return {each.key: each.type.to_cbor(value) for each, value in values if value is not None}
 
-    def value(self, plain: Any) -> Any:
+    def from_cbor(self, stored: Any) -> Any:
         """The record that such a map is; EncodingError if it is none."""
-        if type(plain) is not dict:
-            raise self._refused(f"is {_shorten(plain)}, must be a map")
-        if not self._required <= plain.keys() or not plain.keys() <= self._by_key.keys():
-            raise self._refused(f"has keys {_shorten(sorted(map(str, plain)))}, must have {self._told()}")
+        if type(stored) is not dict:
+            raise self._malformed(f"is {_shorten(stored)}, must be a map")
+        if not self._required <= stored.keys() or not stored.keys() <= self._by_key.keys():
+            known = ", ".join(f"{each.key}{'?' if each.optional else ''}" for each in self.fields)
+            raise self._malformed(f"has keys {_shorten(sorted(map(str, stored)))}, must have {known}")
         values: dict[str, Any] = {}
-        for key, one in plain.items():
+        for key, one in stored.items():
             each = self._by_key[key]
             try:
-                values[each.name] = each.shape.value(one)
+                values[each.name] = each.type.from_cbor(one)
             except EncodingError as error:
-                raise self._refused(f"has {each.name}: {error.problem}") from None
+                raise self._malformed(f"has {each.name}: {error.problem}") from None
         try:
             return self.kind(**values)
         except LedgerError as error:
-            raise EncodingError(
-                "ledger.read-version-wrote-read", error.problem, "read it with the version that wrote it"
-            ) from None
+            raise EncodingError("ledger.record-invalid", error.problem, READ_REMEDY) from None
 
-    def _told(self) -> str:
-        return ", ".join(f"{each.key}{'?' if each.optional else ''}" for each in self.fields)
-
-    def _refused(self, problem: str) -> EncodingError:
-        return EncodingError(
-            "ledger.read-version-wrote", f"a {self.kind.__name__} {problem}", "read it with the version that wrote it"
-        )
+    def _malformed(self, problem: str) -> EncodingError:
+        return EncodingError("ledger.record-malformed", f"a {self.kind.__name__} {problem}", READ_REMEDY)
 
 
+READ_REMEDY = "read it with the version of lamina that wrote it"
 _schemas: dict[type[Any], RecordSchema] = {}
+_Kind = TypeVar("_Kind")
 
 
-def define_schema(kind: type[Any], given: Mapping[int, tuple[str, FieldType]], optional: Iterable[int] = ()) -> None:
-    """Give a kind its schema: key → (attribute, shape), in the order of the attributes."""
-    may_lack = set(optional)
-    made = (SchemaField(key, name, shape, key in may_lack) for key, (name, shape) in given.items())
-    _schemas[kind] = RecordSchema(kind, made)
+def stored(key: int, type: FieldType, **default: Any) -> Any:
+    """A field of a record under this key of the CBOR map. With `default=None` it may be left out."""
+    return field(**default, metadata={"stored": (key, type)})
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(stored, field))
+def ledger_record(*, kw_only: bool = True) -> Callable[[type[_Kind]], type[_Kind]]:
+    """A frozen dataclass whose fields are `stored`. They are checked when it is made, or by its own `__post_init__`."""
+
+    def define(kind: type[_Kind]) -> type[_Kind]:
+        if "__post_init__" not in kind.__dict__:
+            kind.__post_init__ = check_fields  # type: ignore[attr-defined]
+        made = dataclass(frozen=True, slots=True, kw_only=kw_only)(kind)
+        _schemas[made] = RecordSchema(made)
+        return made
+
+    return define
 
 
 def schema_of(kind: type[Any]) -> RecordSchema:
@@ -351,22 +262,27 @@ def check_fields(record: Any) -> None:
     _schemas[type(record)].check(record)
 
 
-DIGEST = FixedBytes(32)
-KEY_ID = FixedBytes(32)
-RUN = FixedBytes(16)
-NONCE = FixedBytes(16)
-SIGNATURE = FixedBytes(64)
-SEQ = Integer(0, 2**63 - 1)
-COUNT = Integer(0, 2**53)
-TIME = Integer(0, LAST_SECOND)
-MICRO = Integer(0, 10**15)
-SPEND = Integer(0, UNBOUNDED)
-CLASS = PatternText(re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"), 64)
-DATA_CLASS = PatternText(re.compile(r"[a-z0-9-]{1,64}"), 64)
-ORIGIN = PatternText(re.compile(r"[!-*,-~]+"), 255)  # names a signed note: no space, no plus
-ACCOUNTANT = PatternText(re.compile(r"[a-z0-9@.+-]{1,64}"), 64)
-VERSION = PatternText(re.compile(r"[A-Za-z0-9 .,;:+_/@-]{1,128}"), 128)
-PROFILE = PrintableText(1024)
+DIGEST = fixed_bytes(32)
+KEY_ID = fixed_bytes(32)
+RUN = fixed_bytes(16)
+NONCE = fixed_bytes(16)
+SIGNATURE = fixed_bytes(64)
+SEQ = integer(0, 2**63 - 1)
+COUNT = integer(0, 2**53)
+TIME = integer(0, LAST_SECOND)
+MICRO = integer(0, 10**15)
+SPEND = integer(0, UNBOUNDED)
+BOOLEAN = FieldType("True or False", lambda value: type(value) is bool)
+CLASS = pattern_text(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+DATA_CLASS = pattern_text(r"[a-z0-9-]{1,64}")
+ORIGIN = pattern_text(r"[!-*,-~]{1,255}")  # names a signed note: no space, no plus
+ACCOUNTANT = pattern_text(r"[a-z0-9@.+-]{1,64}")
+VERSION = pattern_text(r"[A-Za-z0-9 .,;:+_/@-]{1,128}")
+MAX_PROFILE_BYTES = 1024
+PROFILE = FieldType(
+    f"1 to {MAX_PROFILE_BYTES} bytes of printable text",
+    lambda value: type(value) is str and value.isprintable() and 0 < len(value.encode()) <= MAX_PROFILE_BYTES,
+)
 
 
 def _shorten(value: object) -> str:

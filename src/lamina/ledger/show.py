@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from lamina.admit.keys import format_utc
@@ -11,19 +12,7 @@ from lamina.errors import LedgerError
 from lamina.ledger.governance_records import Aggregate, Header, Key, KeyEvent, PolicyChange, Release, Withdrawal
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import KIND_NAMES, ContributionRecord, Epoch, Leaf, Record, SegmentOutcome
-from lamina.ledger.schema import (
-    MICRO,
-    NANO,
-    SPEND,
-    TIME,
-    UNBOUNDED,
-    EnumMember,
-    FieldType,
-    FixedBytes,
-    Nested,
-    TupleOf,
-    schema_of,
-)
+from lamina.ledger.schema import MICRO, NANO, SPEND, TIME, UNBOUNDED, FieldType, schema_of
 
 _MAX_BOUNDS_SHOWN = 4  # signed bounds of an epoch that are told in its line
 KINDS_BY_NAME = {word: kind for kind, word in KIND_NAMES.items()}
@@ -48,11 +37,8 @@ class RecordFilter:
     def __post_init__(self) -> None:
         for kind in self.kinds:
             if kind not in KINDS_BY_NAME:
-                raise LedgerError(
-                    "ledger.no-kind-record",
-                    f"there is no kind {kind!r} of record",
-                    f"kinds are {', '.join(KINDS_BY_NAME)}",
-                )
+                problem = f"there is no record kind {kind!r}"
+                raise LedgerError("ledger.kind-unknown", problem, f"choose from {', '.join(KINDS_BY_NAME)}")
 
     def leaves(self, ledger: LedgerReader) -> Iterator[Leaf]:
         """Those of a ledger, in order."""
@@ -132,26 +118,23 @@ def _record_to_dict(record: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"id": record.id.hex()} if isinstance(record, Key) else {}
     for each in schema_of(type(record)).fields:
         value = getattr(record, each.name)
-        found[_JSON_NAMES.get(each.name, each.name)] = None if value is None else _value_to_json(each.shape, value)
+        form = _NUMBER_FORMS.get(each.type, _value_to_json)
+        found[_JSON_NAMES.get(each.name, each.name)] = None if value is None else form(value)
     return found
 
 
-def _value_to_json(shape: FieldType, value: Any) -> Any:
-    match shape:
-        case TupleOf(each=each):
-            return [_value_to_json(each, one) for one in value]
-        case Nested():
-            return _record_to_dict(value)
-        case FixedBytes():
+def _value_to_json(value: Any) -> Any:
+    match value:
+        case tuple():
+            return [_value_to_json(one) for one in value]
+        case bytes():
             return value.hex()
-        case EnumMember():
+        case enum.Enum():
             return value.name.lower()
-    numbers = {TIME: format_utc, MICRO: _from_micro, SPEND: epsilon_or_none}
-    return numbers[shape](value) if shape in numbers else value
+    return _record_to_dict(value) if is_dataclass(value) else value
 
 
-def _from_micro(micro: int) -> float:
-    return micro / 1e6
+_NUMBER_FORMS: dict[FieldType, Any] = {TIME: format_utc, MICRO: lambda micro: micro / 1e6, SPEND: epsilon_or_none}
 
 
 # ----------------------------------------------------------------------------------- for people

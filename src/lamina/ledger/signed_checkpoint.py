@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol, Self
 
 from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.errors import BadKey, EncodingError, LedgerError, NotVerified
-from lamina.ledger.merkle import EMPTY_ROOT, HASH_SIZE, MAX_TREE_SIZE, is_hash, is_tree_size, verify_consistency
+from lamina.ledger.merkle import EMPTY_ROOT, MAX_TREE_SIZE, is_hash, is_tree_size, verify_consistency
 
 MAX_NOTE_BYTES = 256 * 1024  # bytes; room for a note with 16 signatures of 5 kB and more, as C2SP asks
 MAX_KEY_NAME = 256
@@ -26,22 +26,17 @@ def decode64(text: str, what: str) -> bytes:
     except ValueError:
         raw = b""
     if encode64(raw) != text:  # whatever else a decoder lets pass
-        raise EncodingError(
-            "ledger.not-base64-rfc", f"{what} is not base64 as RFC 4648 §4 writes it", "copy it again, whole"
-        )
+        raise EncodingError("ledger.base64-invalid", f"{what} is not standard base64 (RFC 4648 §4)", "copy it again")
     return raw
 
 
 def parse_decimal(text: str, what: str, largest: int) -> int:
     """A number of digits without leading zeroes."""
     if not (text.isascii() and text.isdigit() and len(text) <= 20) or (text[0] == "0" and text != "0"):
-        raise EncodingError(
-            "ledger.not-decimal-number",
-            f"{what} {text[:24]!r} is not a decimal number without leading zeroes",
-            "copy it again",
-        )
+        problem = f"{what} {text[:24]!r} is not a decimal number without leading zeros"
+        raise EncodingError("ledger.number-invalid", problem, "copy it again")
     if int(text) > largest:
-        raise EncodingError("ledger.allowed", f"{what} is {text}, at most {largest} is allowed", "copy it again")
+        raise EncodingError("ledger.number-invalid", f"{what} is {text}, must be at most {largest}", "copy it again")
     return int(text)
 
 
@@ -56,31 +51,21 @@ def check_note_text(text: str) -> None:
         size = len(text.encode("utf-8"))
     except UnicodeEncodeError:
         raise LedgerError(
-            "ledger.text-holds-lone", "the text holds a lone surrogate, which UTF-8 cannot carry", "fix the text"
+            "ledger.note-text-invalid", "the text holds a lone surrogate, which UTF-8 cannot carry"
         ) from None
     if size > MAX_NOTE_BYTES:
-        raise LedgerError(
-            "ledger.text-bytes-allowed",
-            f"the text has {size} bytes, at most {MAX_NOTE_BYTES} are allowed",
-            "sign its hash",
-        )
+        problem = f"the text has {size} bytes, must have at most {MAX_NOTE_BYTES}"
+        raise LedgerError("ledger.note-text-invalid", problem, "sign its hash")
     if control := next((char for char in text if char < " " and char != "\n"), None):
-        raise LedgerError(
-            "ledger.text-holds-control",
-            f"the text holds the control character {control!r}",
-            "only newlines are allowed",
-        )
+        raise LedgerError("ledger.note-text-invalid", f"the text holds the control character {control!r}")
 
 
 def check_key_name(name: str) -> None:
     """Refuse what cannot name a key: nothing, blanks of any kind, or a plus sign."""
     check_note_text(name)
     if not 1 <= len(name.encode("utf-8")) <= MAX_KEY_NAME or "+" in name or any(map(str.isspace, name)):
-        raise LedgerError(
-            "ledger.key-name-bytes",
-            f"the key name {name[:40]!r} must have 1 to {MAX_KEY_NAME} bytes without blanks and without +",
-            "name it like example.org/ledger",
-        )
+        problem = f"the key name {name[:40]!r} must have 1 to {MAX_KEY_NAME} bytes, no space and no +"
+        raise LedgerError("ledger.key-name-invalid", problem, "name it like example.org/ledger")
 
 
 # Signed notes (C2SP signed-note): a text, and signatures over it that anybody can add to.
@@ -111,11 +96,8 @@ class NoteSignature:
     def __post_init__(self) -> None:
         check_key_name(self.name)
         if len(self.key_id) != 4 or not self.value:
-            raise LedgerError(
-                "ledger.signature-empty-no",
-                f"the signature of {self.name!r} is empty or has no key id of 4 bytes",
-                "sign again",
-            )
+            problem = f"the signature of {self.name!r} is empty or has no key id of 4 bytes"
+            raise LedgerError("ledger.signature-malformed", problem, "sign again")
 
     @property
     def line(self) -> str:
@@ -133,12 +115,11 @@ class Note:
     def __post_init__(self) -> None:
         check_note_text(self.text)
         if not self.text.endswith("\n"):
-            raise LedgerError("ledger.text-note-not", "the text of a note does not end with a newline", "add one")
+            raise LedgerError("ledger.note-text-invalid", "the text of a note must end with a newline")
         if not 1 <= len(self.signatures) <= MAX_SIGNATURES:
             raise LedgerError(
-                "ledger.note-signatures",
-                f"a note has {len(self.signatures)} signatures, must have 1 to {MAX_SIGNATURES}",
-                "leave some out",
+                "ledger.signature-count",
+                f"the note has {len(self.signatures)} signatures, must have 1 to {MAX_SIGNATURES}",
             )
 
     def encode(self) -> str:
@@ -209,25 +190,16 @@ class NamedKey:
         digits, _, blob = rest.partition("+")
         raw = decode64(blob, "the verifier key")
         if len(raw) != 33 or raw[0] != cls.KIND:
-            raise EncodingError(
-                "ledger.verifier-key-not",
-                f"the verifier key of {name!r} is not of kind 0x{cls.KIND:02x} with 32 bytes",
-                "give an Ed25519 key made for this purpose",
-            )
+            problem = f"the verifier key of {name!r} is not of kind 0x{cls.KIND:02x} with 32 bytes"
+            raise EncodingError("ledger.verifier-key-invalid", problem, "give an Ed25519 key made for this purpose")
         try:
             found = cls(name, PublicKey(raw[1:]))
         except (LedgerError, BadKey) as error:
-            raise EncodingError(
-                "ledger.verifier-key-refused",
-                f"the verifier key {text[:80]!r} is refused: {error.problem}",
-                error.remedy,
-            ) from None
+            problem = f"the verifier key {text[:80]!r} is invalid: {error.problem}"
+            raise EncodingError("ledger.verifier-key-invalid", problem, error.remedy) from None
         if found.text != text:
-            raise EncodingError(
-                "ledger.verifier-key-key",
-                f"the verifier key of {name!r} has key id {digits[:16]!r}, its own is {found.id.hex()}",
-                "copy it again from who published it",
-            )
+            problem = f"the verifier key of {name!r} has key id {digits[:16]!r}, must be {found.id.hex()}"
+            raise EncodingError("ledger.verifier-key-invalid", problem, "copy it again")
         return found
 
 
@@ -257,28 +229,22 @@ def verify_note(note: Note, keys: Iterable[NoteVerifier]) -> tuple[NoteSignature
     known: dict[tuple[str, bytes], NoteVerifier] = {}
     for key in keys:
         if known.setdefault((key.name, key.id), key) is not key:
-            raise LedgerError(
-                "ledger.two-keys-name",
-                f"two keys have the name {key.name!r} and the id {key.id.hex()}",
-                "rename one of them",
-            )
+            problem = f"two keys have the name {key.name!r} and the id {key.id.hex()}"
+            raise LedgerError("ledger.verifier-keys-collide", problem, "rename one of them")
     good: dict[tuple[str, bytes], NoteSignature] = {}
     for signature in note.signatures:
         place = (signature.name, signature.key_id)
         if place not in known:
             continue
         if not known[place].holds(note.text, signature.value):
-            raise NotVerified(
-                "ledger.signature-key-not",
-                f"the signature by {signature.name!r} (key {signature.key_id.hex()}) is not one of this text",
-                "the text or the signature was changed: get the note again from its author",
-            )
+            problem = f"the signature by {signature.name!r} (key {signature.key_id.hex()}) is not over this text"
+            remedy = "text or signature was changed: get the note again from its author"
+            raise NotVerified("ledger.signature-invalid", problem, remedy)
         good.setdefault(place, signature)
     if not good:
         names = ", ".join(sorted({name for name, _ in known})) or "nobody"
-        raise NotVerified(
-            "ledger.note-not-signed", f"the note is not signed by {names}", "give the keys of who should have signed it"
-        )
+        problem = f"the note is not signed by {names}"
+        raise NotVerified("ledger.not-signed", problem, "give the keys of those who should have signed it")
     return tuple(good.values())
 
 
@@ -304,7 +270,7 @@ def _parse_signature_line(line: str) -> NoteSignature:
 
 
 def _malformed_note(problem: str) -> EncodingError:
-    return EncodingError("ledger.malformed-note", f"malformed note: {problem}", "get the note again from its author")
+    return EncodingError("ledger.note-malformed", f"malformed note: {problem}", "get the note again from its author")
 
 
 # Witnesses: others who saw the same tree, and say so under its checkpoint (C2SP tlog-cosignature, v1, Ed25519).
@@ -344,7 +310,7 @@ def make_cosignature(text: str, name: str, key: PrivateKey, time: int) -> NoteSi
     """The cosignature of a checkpoint's text, made at `time` in seconds since 1970. Look at the tree first."""
     if type(time) is not int or not 0 <= time <= MAX_COSIGNATURE_TIME:
         raise LedgerError(
-            "ledger.time-seconds-since", f"the time is {time!r}, must be seconds since 1970", "give int(time.time())"
+            "ledger.cosignature-time", f"the time is {time!r}, must be seconds since 1970", "give int(time.time())"
         )
     value = time.to_bytes(_TIME_BYTES, "big") + key.sign(_cosigned_message(text, time))
     return NoteSignature(name, WitnessKey(name, key.public).id, value)
@@ -368,13 +334,12 @@ class WitnessQuorum:
     def __post_init__(self) -> None:
         if type(self.quorum) is not int or not 0 <= self.quorum <= len(self.witnesses):
             raise LedgerError(
-                "ledger.quorum-lie-number",
-                f"the quorum is {self.quorum!r}, must lie in [0, {len(self.witnesses)}], the number of witnesses",
-                "lower it, or name more witnesses",
+                "ledger.quorum-invalid",
+                f"the quorum is {self.quorum!r}, must be in [0, {len(self.witnesses)}], the number of witnesses",
             )
         if len({witness.key.x for witness in self.witnesses}) < len(self.witnesses):
             raise LedgerError(
-                "ledger.two-witnesses-same", "two witnesses have the same public key", "name each witness once"
+                "ledger.witness-twice", "two witnesses have the same public key", "name each witness once"
             )
 
     @classmethod
@@ -399,18 +364,12 @@ class WitnessQuorum:
             if witness is None:
                 continue
             if not witness.holds(note.text, signature.value):
-                raise NotVerified(
-                    "ledger.cosignature-not-checkpoint",
-                    f"the cosignature by {signature.name!r} is not one of this checkpoint",
-                    "get the checkpoint again, or ask the witness",
-                )
+                problem = f"the cosignature by {signature.name!r} is not over this checkpoint"
+                raise NotVerified("ledger.cosignature-invalid", problem, "get the checkpoint again, or ask the witness")
             time = cosignature_time(signature)
             if now is not None and time > now + COSIGNATURE_SKEW:
-                raise NotVerified(
-                    "ledger.cosignature-now",
-                    f"the cosignature by {signature.name!r} is of {time}, {time - now} s from now",
-                    "set the clocks right",
-                )
+                problem = f"the cosignature by {signature.name!r} is {time - now} s in the future"
+                raise NotVerified("ledger.cosignature-from-future", problem, "set the clocks")
             times[witness.name] = max(time, times.get(witness.name, 0))
         return times
 
@@ -418,11 +377,9 @@ class WitnessQuorum:
         """`cosigned`, and NotVerified if these are fewer than the quorum."""
         times = self.cosigned(note, now=now)
         if len(times) < self.quorum:
-            raise NotVerified(
-                "ledger.witnesses-cosigned-checkpoint",
-                f"{len(times)} of {len(self.witnesses)} witnesses cosigned this checkpoint, {self.quorum} must",
-                "ask the witnesses to look at it, or get a copy that carries their cosignatures",
-            )
+            problem = f"{len(times)} of {len(self.witnesses)} witnesses cosigned the checkpoint, {self.quorum} must"
+            remedy = "ask the witnesses, or get a copy with their cosignatures"
+            raise NotVerified("ledger.quorum-not-reached", problem, remedy)
         return times
 
 
@@ -454,21 +411,16 @@ class LedgerCheckpoint:
     def __post_init__(self) -> None:
         if not is_tree_size(self.size) or not is_hash(self.root):
             raise LedgerError(
-                "ledger.checkpoint-size-root",
-                f"the checkpoint has size {self.size!r} and root {self.root!r}, must be in [0, 2^63) and {HASH_SIZE} bytes",
-                "take both from the tree",
+                "ledger.checkpoint-invalid",
+                f"the checkpoint has size {self.size!r} and root {self.root!r}, must be in [0, 2^63) and 32 bytes",
             )
         if self.size == 0 and self.root != EMPTY_ROOT:
-            raise LedgerError(
-                "ledger.root-empty-tree", "the root of an empty tree is not SHA-256 of nothing", "take it from the tree"
-            )
+            raise LedgerError("ledger.checkpoint-invalid", "the root of an empty tree must be SHA-256 of nothing")
         for line in (self.origin, *self.extensions):
             check_note_text(line)
             if not line or "\n" in line:
                 raise LedgerError(
-                    "ledger.line-checkpoint-line",
-                    f"a line of the checkpoint is {line[:40]!r}, must be one line",
-                    "leave it out",
+                    "ledger.checkpoint-invalid", f"a line of the checkpoint is {line[:40]!r}, must be one line"
                 )
 
     def text(self) -> str:
@@ -526,17 +478,13 @@ def verify_checkpoint(
     keys = tuple(keys)
     expected = {key.name for key in keys} if origin is None else {origin}
     if checkpoint.origin not in expected:
-        raise NotVerified(
-            "ledger.checkpoint-expected",
-            f"the checkpoint is of {checkpoint.origin!r}, expected was {', '.join(sorted(expected)) or 'none'}",
-            "give the checkpoint of this ledger, or the keys of that one",
-        )
+        problem = f"the checkpoint is of {checkpoint.origin!r}, expected {', '.join(sorted(expected)) or 'none'}"
+        remedy = "give the checkpoint of this ledger, or the keys of that one"
+        raise NotVerified("ledger.checkpoint-wrong-origin", problem, remedy)
     verify_note(found, keys)
     if policy is not None:
         if {key.key.x for key in keys} & {witness.key.x for witness in policy.witnesses}:
-            raise NotVerified(
-                "ledger.witness-ledger-own", "a witness has the ledger's own key", "a witness must be somebody else"
-            )
+            raise NotVerified("ledger.witness-is-ledger", "a witness has the ledger's own key", "name another witness")
         policy.check(found, now=now)
     return checkpoint
 
@@ -553,18 +501,15 @@ def merge_signatures(*copies: str | bytes) -> str:
     seen: dict[NoteSignature, None] = {}
     for found in (first, *others):
         if found.text != first.text:
-            raise LedgerError(
-                "ledger.copies-different-checkpoints",
-                "these are copies of different checkpoints",
-                "join copies of one checkpoint",
-            )
+            problem = "these are copies of different checkpoints"
+            raise LedgerError("ledger.checkpoints-differ", problem, "join copies of one checkpoint")
         seen.update(dict.fromkeys(found.signatures))
     return Note(first.text, tuple(seen)).encode()
 
 
 def _malformed_checkpoint(problem: str) -> EncodingError:
     return EncodingError(
-        "ledger.malformed-checkpoint", f"malformed checkpoint: {problem}", "get the checkpoint again from the ledger"
+        "ledger.checkpoint-malformed", f"malformed checkpoint: {problem}", "get the checkpoint again from the ledger"
     )
 
 
@@ -599,25 +544,18 @@ class Witness:
         """
         head, note = parse_checkpoint(signed)
         if head.origin not in self.ledgers:
-            raise NotVerified(
-                "ledger.no-ledger-witness",
-                f"{head.origin!r} is no ledger that this witness knows",
-                "register its key first",
-            )
+            problem = f"the witness does not know the ledger {head.origin!r}"
+            raise NotVerified("ledger.origin-unknown", problem, "register its key first")
         verify_checkpoint(signed, self.ledgers[head.origin], origin=head.origin)
         last = self.last(head.origin)
         if head.size < last.size:
-            raise NotVerified(
-                "ledger.checkpoint-leaves-seen",
-                f"the checkpoint has {head.size} leaves, {last.size} were seen: the ledger was rolled back",
-                "ask for its present checkpoint; if there is none so large, leaves were taken away",
-            )
+            problem = f"the checkpoint has {head.size} leaves, {last.size} were seen: the ledger was rolled back"
+            remedy = "ask for its present checkpoint; if it is no larger, leaves were removed"
+            raise NotVerified("ledger.rolled-back", problem, remedy)
         if not head.extends(last, proof):
-            raise NotVerified(
-                "ledger.tree-leaves-not",
-                f"the tree of {head.size} leaves is not shown to go on from the one of {last.size} that was seen",
-                f"prove consistency from {last.size}; if that cannot be done, the ledger was forked",
-            )
+            problem = f"the proof does not show that the tree of {head.size} leaves extends the one of {last.size}"
+            remedy = f"prove consistency from {last.size}; if that fails, the ledger was forked"
+            raise NotVerified("ledger.not-consistent", problem, remedy)
         cosignature = make_cosignature(note.text, self.name, self.key, time)
         self.seen[head.origin] = note.encode()
         return cosignature

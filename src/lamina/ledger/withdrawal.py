@@ -82,11 +82,9 @@ def withdraw(
     if run is not None and segment is not None and effect is WithdrawalEffect.FINISH:
         with ledger.store.read() as rows:
             if rows.generations(run, segment):
-                raise LedgerError(
-                    "ledger.segment-run-opened",
-                    f"segment {segment} of run {run.hex()[:8]} was opened before",
-                    "name the segment after it, or let it be given up: effect abandon",
-                )
+                problem = f"segment {segment} of run {run.hex()[:8]} was opened before"
+                remedy = "name the segment after it, or abandon it: effect abandon"
+                raise LedgerError("ledger.segment-already-open", problem, remedy)
     leaves = find_contributions(ledger, name)
     new = [leaf for leaf in leaves if ledger.withdrawn(leaf.seq) is None]
     records = [
@@ -112,22 +110,16 @@ def _describe_withdrawn(ledger: Ledger, leaf: Leaf, new: Iterable[Leaf]) -> With
 def parse_reason(word: str) -> WithdrawalReason:
     """A reason by its name."""
     if word not in WITHDRAWAL_REASONS:
-        raise LedgerError(
-            "ledger.no-reason-withdraw",
-            f"{word!r} is no reason to withdraw",
-            f"reasons are {', '.join(WITHDRAWAL_REASONS)}",
-        )
+        problem = f"{word!r} is not a reason to withdraw"
+        raise LedgerError("ledger.reason-unknown", problem, f"choose from {', '.join(WITHDRAWAL_REASONS)}")
     return WITHDRAWAL_REASONS[word]
 
 
 def parse_effect(word: str) -> WithdrawalEffect:
     """An effect by its name."""
     if word not in WITHDRAWAL_EFFECTS:
-        raise LedgerError(
-            "ledger.no-effect-withdrawal",
-            f"{word!r} is no effect of a withdrawal",
-            f"effects are {', '.join(WITHDRAWAL_EFFECTS)}",
-        )
+        problem = f"{word!r} is not an effect of a withdrawal"
+        raise LedgerError("ledger.effect-unknown", problem, f"choose from {', '.join(WITHDRAWAL_EFFECTS)}")
     return WITHDRAWAL_EFFECTS[word]
 
 
@@ -172,7 +164,7 @@ class WithdrawalInbox:
     def __init__(self, ledger: Ledger, folder: str | os.PathLike[str]) -> None:
         self._ledger, self.folder = ledger, Path(folder)
         if not self.folder.is_dir():
-            raise LedgerError("ledger.no-folder", f"there is no folder '{self.folder}'", "make it")
+            raise LedgerError("ledger.folder-missing", f"there is no folder '{self.folder}'", "create it")
         for name in (DONE_FOLDER, REFUSED_FOLDER):
             (self.folder / name).mkdir(exist_ok=True)
 
@@ -270,7 +262,5 @@ def _refuse_duplicate_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _bad_request(path: Path, problem: str) -> LedgerError:
     return LedgerError(
-        "ledger.write-withdraw-hex",
-        f"'{path.name}' {problem}",
-        'write {"withdraw": "64 hex digits", "reason": "consent"}',
+        "ledger.withdrawal-file", f"'{path.name}' {problem}", 'write {"withdraw": "64 hex digits", "reason": "consent"}'
     )

@@ -1,7 +1,4 @@
-"""`Ledger`: append records and sign checkpoints.
-
-And the conditional append, which refuses if others appended first.
-"""
+"""`Ledger`: append records and sign checkpoints. And the conditional append, which refuses if others appended first."""
 
 from __future__ import annotations
 
@@ -14,17 +11,16 @@ from typing import TypeVar
 from lamina import cbor
 from lamina.admit.keys import PrivateKey
 from lamina.errors import LedgerDamaged, LedgerError, StoreLost
-from lamina.ledger import append as allowed
 from lamina.ledger import signed_checkpoint as notes
-from lamina.ledger.append import AppendBatch, AppendContext, UnindexedKeys
+from lamina.ledger.append import AppendBatch, AppendContext, UnindexedKeys, check_may_follow
 from lamina.ledger.governance_records import Aggregate, Header, KeyEvent
 from lamina.ledger.key_state import KeyState, check_key_may_sign, key_state_at
 from lamina.ledger.merkle import Frontier
-from lamina.ledger.reader import LedgerReader, head_of
+from lamina.ledger.reader import LedgerReader
 from lamina.ledger.receipt import TreeSignature
 from lamina.ledger.records import Record
 from lamina.ledger.schema import next_leaf_time
-from lamina.ledger.store.interface import LedgerHead, Store, StoredCheckpoint, StoreWriter, WriterBatch
+from lamina.ledger.store.interface import LedgerHead, Store, StoredCheckpoint, StoreWriter, WriterBatch, head_of
 from lamina.ledger.store.open_store import make_store
 
 T = TypeVar("T")
@@ -53,30 +49,19 @@ class Ledger(LedgerReader):
 
     @classmethod
     def create(
-        cls,
-        where: str | os.PathLike[str],
-        header: Header,
-        key: PrivateKey,
-        *,
-        clock: Clock = system.time,
-        patience: float = RETRY_SECONDS,
-    ) -> Ledger:
+        cls, where: str | os.PathLike[str], header: Header, key: PrivateKey, *,
+        clock: Clock = system.time, patience: float = RETRY_SECONDS,
+    ) -> Ledger:  # fmt: skip
         """A new ledger, in a new file or in a database ("postgresql://…"), with its header as leaf 0."""
-        batch, empty, now = (
-            AppendBatch([header], ()),
-            LedgerHead(0, 0, 0, 0, Frontier().encode()),
-            next_leaf_time(0, clock()),
-        )
+        batch, empty = AppendBatch([header], ()), LedgerHead(0, 0, 0, 0, Frontier().encode())
+        now = next_leaf_time(0, clock())
         check_key_may_sign(KeyState(header), key, now)
         store = make_store(where, create=True)
         try:
             with store.write() as rows:
                 if rows.head() is not None:
-                    raise LedgerError(
-                        "ledger.ledger-already",
-                        f"there is a ledger already in {store.name}",
-                        "open it, or give another place",
-                    )
+                    problem = f"{store.name} holds a ledger already"
+                    raise LedgerError("ledger.already-exists", problem, "open it, or give another path")
                 batch.write(rows, AppendContext(empty, now, header.epoch_clock, None, UnindexedKeys()))
             made = cls(store, key, clock=clock, patience=patience)
             made.checkpoint()
@@ -87,14 +72,10 @@ class Ledger(LedgerReader):
 
     @classmethod
     def open(
-        cls,
-        where: str | os.PathLike[str],
-        key: PrivateKey | None = None,
-        *,
-        clock: Clock = system.time,
-        patience: float = RETRY_SECONDS,
-    ) -> Ledger:
-        """A ledger that is there. Without a key it is read and appended to, but signs no checkpoint."""
+        cls, where: str | os.PathLike[str], key: PrivateKey | None = None, *,
+        clock: Clock = system.time, patience: float = RETRY_SECONDS,
+    ) -> Ledger:  # fmt: skip
+        """Open an existing ledger. Without a key it can be read and appended to, but signs no checkpoint."""
         store = make_store(where)
         try:
             return cls(store, key, clock=clock, patience=patience)
@@ -107,6 +88,13 @@ class Ledger(LedgerReader):
         """Whether it was opened with a key."""
         return self._key is not None
 
+    def signing_key(self) -> PrivateKey:
+        """The key that it was opened with; LedgerError if there is none."""
+        if self._key is None:
+            problem = f"the ledger {self.name} was opened without its key"
+            raise LedgerError("ledger.opened-without-key", problem, "open it with the key that signs checkpoints")
+        return self._key
+
     # ----------------------------------------------------------------------------------- appending
 
     def append(self, records: Sequence[Record], blobs: Iterable[bytes] = ()) -> list[int]:
@@ -116,32 +104,32 @@ class Ledger(LedgerReader):
         contribution, segment or withdrawal that is in the ledger already, with the same content, is not appended again:
         its leaf is the one that it has. With another content it is refused.
         """
-        allowed.refuse_reserved_records(records)
+        _refuse_reserved(records)
         return self._append(records, blobs)
 
     def append_with(
-        self, records: Sequence[Record], blobs: Iterable[bytes], more: Callable[[StoreWriter, list[int]], None]
+        self, records: Sequence[Record], blobs: Iterable[bytes], also_write: Callable[[StoreWriter, list[int]], None]
     ) -> list[int]:
-        """`append`, and what `more` writes beside, in one transaction; if it raises, nothing was appended."""
-        allowed.refuse_reserved_records(records)
-        return self._append(records, blobs, more)
+        """`append`, and `also_write` in the same transaction; if it raises, nothing was appended."""
+        _refuse_reserved(records)
+        return self._append(records, blobs, also_write)
 
-    def append_aggregate(self, record: Aggregate, more: Callable[[StoreWriter, list[int]], None]) -> list[int]:
-        """For `Retention`: append an aggregate, with what it writes beside."""
+    def append_aggregate(self, record: Aggregate, also_write: Callable[[StoreWriter, list[int]], None]) -> list[int]:
+        """For `Retention`: append an aggregate. All index keys go into the store: the leaves that have them may go."""
 
-        def whole(rows: StoreWriter, seqs: list[int]) -> None:
-            self._index(rows)
-            more(rows, seqs)
+        def write(rows: StoreWriter, seqs: list[int]) -> None:
+            head = head_of(rows)
+            if head.indexed < head.size:
+                self._tail.index(rows, ())
+                rows.put_head(head._replace(indexed=head.size))
+            also_write(rows, seqs)
 
-        return self._append([record], (), whole)
+        return self._append([record], (), write)
 
     def _append(
-        self,
-        records: Sequence[Record],
-        blobs: Iterable[bytes] = (),
-        more: Callable[[StoreWriter, list[int]], None] | None = None,
-    ) -> list[int]:
-        """`more` writes beside the records, in their transaction."""
+        self, records: Sequence[Record], blobs: Iterable[bytes],
+        also_write: Callable[[StoreWriter, list[int]], None] | None = None,
+    ) -> list[int]:  # fmt: skip
         batch = AppendBatch(records, blobs)
         token = os.urandom(16)
 
@@ -151,14 +139,14 @@ class Ledger(LedgerReader):
                 return list(cbor.decode(last.seqs, max_size=1 << 30))  # committed, and the answer was lost
             head = head_of(rows)
             now = next_leaf_time(head.time, self._clock())
-            allowed.check_may_follow(
+            check_may_follow(
                 rows, batch.others, self.header, head.size, now, lambda: key_state_at(rows, self.header, head.size)
             )
             signed = rows.checkpoint()
             previous = None if signed is None else checkpoint_digest(signed.text)
             seqs = batch.write(rows, AppendContext(head, now, self.header.epoch_clock, previous, self._tail))
-            if more is not None:
-                more(rows, seqs)
+            if also_write is not None:
+                also_write(rows, seqs)
             if self.store.remote:
                 if last is None:
                     rows.forget_writers(now // DAY_SECONDS - 1)
@@ -173,13 +161,6 @@ class Ledger(LedgerReader):
                 self._tail.grow(batch.new_index_keys, batch.stop)
         return seqs
 
-    def _index(self, rows: StoreWriter) -> None:
-        """Put the keys of all leaves into the store's index: the leaves that have them may go."""
-        head = head_of(rows)
-        if head.indexed < head.size:
-            self._tail.index(rows, ())
-            rows.put_head(head._replace(indexed=head.size))
-
     # ----------------------------------------------------------------------------------- checkpoints
 
     def checkpoint(self) -> str:
@@ -188,12 +169,7 @@ class Ledger(LedgerReader):
         Commit, then sign, then publish: the first transaction forces everything that it read to the disk, also what a
         process left that was killed before its own commit returned. Only then is there a signature.
         """
-        if (key := self._key) is None:
-            raise LedgerError(
-                "ledger.ledger-opened-without",
-                "the ledger was opened without its key",
-                "open it with the key that signs checkpoints",
-            )
+        key = self.signing_key()
 
         def settle(rows: StoreWriter) -> tuple[LedgerHead, StoredCheckpoint | None, StoredCheckpoint | None]:
             head, last = head_of(rows), rows.checkpoint()
@@ -215,11 +191,8 @@ class Ledger(LedgerReader):
                 return last.text
             if last is not None and last.size == tree.size:
                 if notes.parse_checkpoint(last.text)[0] != tree:
-                    raise LedgerDamaged(
-                        "ledger.two-checkpoints-leaves",
-                        f"two checkpoints of {tree.size} leaves differ",
-                        "find out who signed the other",
-                    )
+                    problem = f"two checkpoints of {tree.size} leaves differ"
+                    raise LedgerDamaged("ledger.checkpoints-differ", problem, "find out who signed the other one")
                 return last.text
             if last != before:  # a checkpoint came between, and may cover that this key was replaced
                 check_key_may_sign(key_state_at(rows, self.header, tree.size), key, head.time)
@@ -230,19 +203,14 @@ class Ledger(LedgerReader):
 
     def check_signs(self, after: Iterable[KeyEvent] = ()) -> None:
         """LedgerError unless these key events may come next, and its key may sign the checkpoint over them."""
-        if (key := self._key) is None:
-            raise LedgerError(
-                "ledger.ledger-opened-without",
-                "the ledger was opened without its key",
-                "open it with the key that signs checkpoints",
-            )
+        key = self.signing_key()
         with self.store.read() as rows:
             head = head_of(rows)
-            parties, now = (key_state_at(rows, self.header, head.size), next_leaf_time(head.time, self._clock()))
+            keys, now = key_state_at(rows, self.header, head.size), next_leaf_time(head.time, self._clock())
         for event in after:
-            allowed.check_key_event(event, parties, now)
-            parties.apply(event)
-        check_key_may_sign(parties, key, now)
+            keys.check_event(event, now)
+            keys.apply(event)
+        check_key_may_sign(keys, key, now)
 
     def cosigned(self, text: str) -> str:
         """Add the signatures of a copy of a checkpoint, as it came back from a witness; all that there are now."""
@@ -251,11 +219,8 @@ class Ledger(LedgerReader):
         def add(rows: StoreWriter) -> str:
             there = rows.checkpoint(found.size)
             if there is None:
-                raise LedgerError(
-                    "ledger.no-checkpoint-leaves",
-                    f"no checkpoint of {found.size} leaves was signed here",
-                    "give one of this ledger",
-                )
+                problem = f"the ledger {self.name} has no checkpoint of {found.size} leaves"
+                raise LedgerError("ledger.checkpoint-unknown", problem, "give a checkpoint of this ledger")
             all_signed = notes.merge_signatures(there.text, text)
             rows.put_checkpoint(there._replace(text=all_signed))
             return all_signed
@@ -302,30 +267,34 @@ def checkpoint_digest(text: str) -> bytes:
     return hashlib.sha256(note.text.encode()).digest()
 
 
+def _refuse_reserved(records: Sequence[Record]) -> None:
+    for record in records:
+        if isinstance(record, Header | Aggregate):
+            problem = f"a {type(record).__name__} cannot be appended"
+            raise LedgerError("ledger.record-reserved", problem, "create writes the header, and prune aggregates")
+
+
 class ConcurrentAppend(Exception):
     """Somebody else appended something meanwhile. Nothing was written: decide again."""
 
 
 def append_if_size(
-    ledger: Ledger,
-    size: int,
-    records: Sequence[Record],
-    blobs: Iterable[bytes] = (),
-    more: Callable[[StoreWriter], None] = lambda rows: None,
-) -> list[int]:
-    """Make the records the leaves from `size` on, and write `more` with them; Moved if others stand there.
+    ledger: Ledger, size: int, records: Sequence[Record], blobs: Iterable[bytes] = (),
+    also_write: Callable[[StoreWriter], None] = lambda rows: None,
+) -> list[int]:  # fmt: skip
+    """Make the records the leaves from `size` on, and `also_write`; ConcurrentAppend if others stand there.
 
     Records that others appended meanwhile with the same content count as ours: what holds of the ledger is the same.
     """
 
-    def beside(rows: StoreWriter, seqs: list[int]) -> None:
+    def check_size(rows: StoreWriter, seqs: list[int]) -> None:
         if head_of(rows).size != size + len(records):
             raise ConcurrentAppend
-        more(rows)
+        also_write(rows)
 
     try:
-        return ledger.append_with(records, blobs, beside)
+        return ledger.append_with(records, blobs, check_size)
     except LedgerError as error:
-        if type(error) is LedgerError and ledger.size != size:  # refused for what others said meanwhile, perhaps
+        if type(error) is LedgerError and ledger.size != size:  # refused, perhaps, for what others appended meanwhile
             raise ConcurrentAppend from error
         raise

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
-from lamina.ledger.merkle import Tile
+from lamina.errors import LedgerDamaged
+from lamina.ledger.merkle import ReadTile, Tile, tile_path
 
 LeafRow = tuple[int, int, bytes]  # a leaf: its index, the number of its kind, its bytes
 
@@ -226,3 +227,22 @@ class Store(Protocol):
         """Bytes."""
 
     def close(self) -> None: ...
+
+
+def head_of(rows: StoreReader) -> LedgerHead:
+    """The head of a ledger that has one."""
+    if (head := rows.head()) is None:
+        raise LedgerDamaged("ledger.head-missing", "the ledger has lost its head", "restore it from a copy")
+    return head
+
+
+def tile_reader(rows: StoreReader) -> ReadTile:
+    """Tiles of a transaction."""
+
+    def read(level: int, index: int, width: int) -> bytes:
+        if (data := rows.tile(level, index)) is None:
+            problem = f"{tile_path(level, index, width)} is missing"
+            raise LedgerDamaged("ledger.tile-missing", problem, "restore the ledger from a copy")
+        return data
+
+    return read

@@ -30,9 +30,7 @@ def is_postgres_url(where: str) -> bool:
         return True
     if _LOOKS_LIKE_URL.match(where):  # not repeated: it may hold a password
         raise LedgerError(
-            "store.given-ledger-neither",
-            "what is given for a ledger is neither a path nor an address of PostgreSQL",
-            _ADDRESS_REMEDY,
+            "store.address-invalid", "the ledger is neither a path nor a PostgreSQL address", _ADDRESS_REMEDY
         )
     return False
 
@@ -53,17 +51,11 @@ class PostgresAddress:
         before the first @ or / for the user, and would look for a host that is named like the rest.
         """
         if _has_stray_separator(where):
-            raise LedgerError(
-                "store.address-too-many",
-                f"the address {without_password(where)} has an @ or a / too many",
-                _ADDRESS_REMEDY,
-            )
+            problem = f"the address {without_password(where)} has an @ or a / too many"
+            raise LedgerError("store.address-invalid", problem, _ADDRESS_REMEDY)
         if not _has_ports(where):
-            raise LedgerError(
-                "store.address-something-else",
-                f"the address {without_password(where)} has something else where a port belongs",
-                _ADDRESS_REMEDY,
-            )
+            problem = f"the address {without_password(where)} has a port that is not a number"
+            raise LedgerError("store.address-invalid", problem, _ADDRESS_REMEDY)
         scheme, user, place = _split_address(where)
         place, _, schema = place.partition("#")
         return cls(f"{scheme}://{user}{place}", schema, without_password(where).partition("#")[0])
@@ -120,10 +112,7 @@ def make_store(where: str | os.PathLike[str], *, create: bool = False, readonly:
         try:
             from lamina.ledger.store.postgres import PostgresStore  # an extra: only who uses it needs psycopg
         except ImportError as missing:
-            raise StoreError(
-                "store.psycopg-not-installed",
-                "psycopg is not installed, which PostgreSQL needs",
-                "pip install 'lamina[postgres]'",
-            ) from missing
+            problem = "PostgreSQL needs psycopg, which is not installed"
+            raise StoreError("store.psycopg-missing", problem, "pip install 'lamina[postgres]'") from missing
         return PostgresStore(where, create=create, readonly=readonly)
     return SqliteStore(where, create=create, readonly=readonly)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import select
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import psycopg
 from psycopg import errors, sql
@@ -16,25 +14,12 @@ from psycopg.conninfo import conninfo_to_dict
 
 from lamina.errors import LedgerDamaged, LedgerError, StoreBusy, StoreError, StoreLost
 from lamina.ledger.store.open_store import DEFAULT_SCHEMA, PostgresAddress
-from lamina.ledger.store.sql_rows import TABLES_VERSION, SqlRows, migrate
+from lamina.ledger.store.sql_rows import SqlRows, SqlStore
 
 _PASSWORD_REMEDY = "give the right one in ~/.pgpass or PGPASSWORD, or in the address, where / is %2F and @ is %40"
-_NOT_READY_TEXTS = (
-    "starting up",
-    "shutting down",
-    "recovery mode",
-    "not yet accepting",
-    "too many clients",
-    "connection slots",
-)
-_UNREACHABLE_TEXTS = (
-    "connection refused",
-    "no such file",
-    "timeout",
-    "timed out",
-    "unreachable",
-    "no route",
-    "closed the connection",
+_NOT_READY = re.compile("starting up|shutting down|recovery mode|not yet accepting|too many clients|connection slots")
+_UNREACHABLE = re.compile(
+    "connection refused|no such file|timeout|timed out|unreachable|no route|closed the connection"
 )
 
 
@@ -44,68 +29,46 @@ def connection_error(error: psycopg.Error, address: PostgresAddress) -> LedgerEr
     `StoreLost`, which is tried again, is whatever may be over in a moment.
     """
     if isinstance(error, psycopg.ProgrammingError):  # its text may hold any part of the address
-        return LedgerError(
-            "store.address-not-read",
-            f"the address {address.shown.partition('?')[0]} cannot be read",
-            "write postgresql://USER@HOST/DATABASE#schema",
-        )
+        problem = f"cannot read the address {address.shown.partition('?')[0]}"
+        return LedgerError("store.address-invalid", problem, "write postgresql://USER@HOST/DATABASE#schema")
     known = _ConnectionTarget(error, address)
     text = str(error).lower()
     if 'database "' in text and "does not exist" in text:
         problem = f"{known.server} has no database {known.database!r}"
         return StoreError(
-            "store.give-another-after",
-            problem,
-            f"give another after the host, or have it made: createdb {known.database}",
+            "store.database-unknown", problem, f"give another database, or create it: createdb {known.database}"
         )
     if 'role "' in text and "does not exist" in text:
         problem = f"{known.server} knows no user {known.user!r}"
         return StoreError(
-            "store.give-user-postgresql",
-            problem,
-            "give a user of it, postgresql://USER@…, or have one made: createuser",
+            "store.user-unknown", problem, "give another user, postgresql://USER@…, or create it: createuser"
         )
     if "password authentication failed" in text:
         return StoreError(
-            "store.not-take-password",
-            f"{known.server} does not take the password of user {known.user!r}",
-            _PASSWORD_REMEDY,
+            "store.password-wrong", f"{known.server} refuses the password of user {known.user!r}", _PASSWORD_REMEDY
         )
     if "no password supplied" in text:
-        return StoreError(
-            "store.asks-password-user",
-            f"{known.server} asks for the password of user {known.user!r}, and has none",
-            _PASSWORD_REMEDY,
-        )
+        problem = f"{known.server} asks for the password of user {known.user!r}, and none is given"
+        return StoreError("store.password-missing", problem, _PASSWORD_REMEDY)
     if "pg_hba.conf" in text or "authentication failed" in text:
         problem = f"{known.server} does not let user {known.user!r} in to database {known.database!r} from here"
         return StoreError(
-            "store.give-another-user", problem, "give another user, or have a line for this one in its pg_hba.conf"
+            "store.access-refused", problem, "give another user, or add a line for this one to pg_hba.conf"
         )
     if "permission denied for database" in text:
         problem = f"user {known.user!r} may not connect to database {known.database!r} of {known.server}"
-        return StoreError(
-            "store.granted-grant-connect",
-            problem,
-            f"have it granted: GRANT CONNECT ON DATABASE {known.database} TO {known.user}",
-        )
+        remedy = f"have it granted: GRANT CONNECT ON DATABASE {known.database} TO {known.user}"
+        return StoreError("store.access-refused", problem, remedy)
     if "resolve host" in text or "translate host name" in text:
-        return StoreLost(
-            "store.no-host", f"there is no host {known.host!r}", "correct the name of the host in the address"
-        )
-    if any(each in text for each in _NOT_READY_TEXTS):
-        return StoreLost(
-            "store.not-ready", f"{known.server} is not ready: {first_line(error)}", "wait a little, then try again"
-        )
-    if any(each in text for each in _UNREACHABLE_TEXTS):
-        return StoreLost(
-            "store.not-answer", f"{known.server} does not answer", "start it, or correct host and port in the address"
-        )
-    return StoreLost(
-        "store.not-used",
-        f"{known.server} cannot be used: {first_line(error)}",
-        "repair what it reports, then try again",
-    )
+        return StoreLost("store.host-unknown", f"there is no host {known.host!r}", "correct the host in the address")
+    if _NOT_READY.search(text):
+        problem = f"{known.server} is not ready: {first_line(error)}"
+        return StoreLost("store.server-not-ready", problem, "wait a little, then try again")
+    if _UNREACHABLE.search(text):
+        problem = f"{known.server} does not answer"
+        return StoreLost("store.server-not-answering", problem, "start it, or correct host and port in the address")
+    problem = f"{known.server} cannot be used: {first_line(error)}"
+    return StoreLost("store.server-unusable", problem, "fix what the server reports, then try again")
 
 
 def first_line(error: psycopg.Error) -> str:
@@ -196,61 +159,37 @@ def postgres_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (errors.LockNotAvailable, errors.QueryCanceled) as error:
-        raise StoreBusy(
-            "store.another-process-holds",
-            f"another process holds the ledger '{name}'",
-            "wait until it is done, or stop it, then try again",
-        ) from error
+        problem = f"another process holds the ledger '{name}'"
+        raise StoreBusy("store.busy", problem, "wait until it is done, or stop it, then try again") from error
     except _LOST_ERRORS as error:
-        raise StoreLost(
-            "store.server-went-away", f"the server of {name} went away: {first_line(error)}", "start it, then try again"
-        ) from error
+        raise _lost(name, first_line(error)) from error
     except errors.InsufficientPrivilege as error:
-        raise StoreError(
-            "store.user-not-ledger",
-            f"the user may not do that in the ledger '{name}': {first_line(error)}",
-            "have its owner grant it: USAGE on the schema, and on its tables SELECT to read, all to write",
-        ) from error
+        problem = f"the user may not do that in the ledger '{name}': {first_line(error)}"
+        remedy = "ask its owner for USAGE on the schema, and on its tables SELECT to read, ALL to write"
+        raise StoreError("store.access-refused", problem, remedy) from error
     except errors.ReadOnlySqlTransaction as error:
-        raise StoreError(
-            "store.server-takes-no",
-            f"the server of {name} takes no changes: {first_line(error)}",
-            "give the address of the one that does",
-        ) from error
+        problem = f"the server of {name} is read-only: {first_line(error)}"
+        raise StoreError("store.server-read-only", problem, "give the address of one that can be written") from error
     except psycopg.IntegrityError as error:
-        raise LedgerDamaged(
-            "store.ledger-holds-row",
-            f"the ledger '{name}' holds a row that should not be there: {first_line(error)}",
-            "restore it from a copy",
-        ) from error
+        problem = f"the ledger '{name}' holds a row that should not be there: {first_line(error)}"
+        raise LedgerDamaged("store.row-unexpected", problem, "restore it from a copy") from error
     except _NO_SPACE_ERRORS as error:
-        raise StoreError(
-            "store.no-space-left",
-            f"no space left for the ledger '{name}'; what was acknowledged is there",
-            "free space, then try again",
-        ) from error
-    except psycopg.OperationalError as error:
-        if error.sqlstate is None or error.sqlstate[:2] in ("08", "57"):
-            raise StoreLost(
-                "store.server-went-away",
-                f"the server of {name} went away: {first_line(error)}",
-                "start it, then try again",
-            ) from error
-        raise StoreError(
-            "store.ledger-not-used",
-            f"the ledger '{name}' cannot be used: {first_line(error)}",
-            "repair what it reports",
-        ) from error
+        problem = f"no space left for the ledger '{name}'; what was acknowledged is there"
+        raise StoreError("store.disk-full", problem, "free space, then try again") from error
     except psycopg.Error as error:
-        raise StoreError(
-            "store.ledger-not-used",
-            f"the ledger '{name}' cannot be used: {first_line(error)}",
-            "repair what it reports",
-        ) from error
+        lost = error.sqlstate is None or error.sqlstate[:2] in ("08", "57")
+        if isinstance(error, psycopg.OperationalError) and lost:
+            raise _lost(name, first_line(error)) from error
+        problem = f"cannot use the ledger '{name}': {first_line(error)}"
+        raise StoreError("store.unusable", problem, "fix what it reports") from error
 
 
-# A ledger in PostgreSQL: for several trainers, processes and machines.
-#
+def _lost(name: str, reason: str) -> StoreLost:
+    return StoreLost(
+        "store.server-lost", f"the connection to {name} was lost: {reason}", "start the server, then try again"
+    )
+
+
 # The one row of `head` is the sequencer: whoever writes locks it first, so writers take turns and each sees what the
 # one before committed. Rows go in by COPY. The session insists on synchronous_commit; a server without fsync is
 # refused, since it would acknowledge what a power cut takes back.
@@ -269,25 +208,21 @@ _SELECT_LEDGER_SCHEMAS = (
 _IDLE_SECONDS = 300  # seconds after which a writer that stopped in the middle loses its turn
 
 
-class PostgresStore:
+class PostgresStore(SqlStore):
     """`where` is "postgresql://host/database", and "#schema" behind it for one of several ledgers."""
 
     remote = True
 
     def __init__(self, where: str, *, create: bool = False, readonly: bool = False, patience: float = 30.0) -> None:
+        super().__init__(readonly, patience)
         self._address = PostgresAddress.parse(where)
         self._schema = self._address.schema or DEFAULT_SCHEMA
         if not _SCHEMA_NAME.fullmatch(self._schema):
-            raise LedgerError(
-                "store.schema-behind-address",
-                "the schema behind the # of the address is no plain name",
-                "use small letters, digits and underscores; options come before the #",
-            )
+            problem = "the schema after the # of the address is not a plain name"
+            remedy = "use small letters, digits and underscores; options come before the #"
+            raise LedgerError("store.schema-name-invalid", problem, remedy)
         self.name = f"{self._address.shown}#{self._schema}"
         self._answered_before = False  # whether it ever answered
-        self._patience, self._pid, self._readonly = patience, os.getpid(), readonly
-        self._locks = {"read": threading.RLock(), "write": threading.RLock()}
-        self._open: dict[str, psycopg.Connection] = {}
         try:
             with postgres_errors(self.name):
                 self._prepare(create)
@@ -305,10 +240,6 @@ class PostgresStore:
 
     @contextmanager
     def write(self) -> Iterator[SqlRows]:
-        if self._readonly:
-            raise LedgerError(
-                "store.ledger-opened-reading", f"the ledger '{self.name}' was opened for reading", "open it for writing"
-            )
         with self._transaction("write") as db:
             if not db.rows("SELECT id FROM head FOR UPDATE"):
                 db.rows("LOCK TABLE head IN EXCLUSIVE MODE")  # still empty: who comes second finds the first's header
@@ -316,12 +247,7 @@ class PostgresStore:
 
     @contextmanager
     def _transaction(self, purpose: str) -> Iterator[PostgresConnection]:
-        if self._pid != os.getpid():
-            raise LedgerError(
-                "store.ledger-opened-before",
-                f"the ledger '{self.name}' was opened before a fork",
-                "open it in the process that uses it",
-            )
+        self._check_usable(purpose)
         with self._locks[purpose], postgres_errors(self.name):
             db = self._connection(purpose)
             if db.info.transaction_status != psycopg.pq.TransactionStatus.IDLE and purpose == "read":
@@ -353,8 +279,7 @@ class PostgresStore:
             db.rollback()
         if db.closed or db.broken:
             self._open.pop(purpose, None)
-            with suppress(psycopg.Error):
-                db.close()
+            self._close(db)
 
     # ----------------------------------------------------------------------------------- the database
 
@@ -378,12 +303,9 @@ class PostgresStore:
             )
         return int(found[0][0])
 
-    def close(self) -> None:
-        for purpose in ("read", "write"):
-            with self._locks[purpose]:
-                if (db := self._open.pop(purpose, None)) is not None and self._pid == os.getpid():
-                    with suppress(psycopg.Error):
-                        db.close()
+    def _close(self, db: psycopg.Connection) -> None:
+        with suppress(psycopg.Error):
+            db.close()
 
     def _prepare(self, create: bool) -> None:
         purpose = "read" if self._readonly else "write"
@@ -397,13 +319,7 @@ class PostgresStore:
             if not made and not create:
                 raise self._nothing(plain)
             version = int(plain.rows("SELECT value FROM meta WHERE name = 'tables'")[0][0]) if made else 0
-            if self._readonly and version < TABLES_VERSION:
-                raise LedgerError(
-                    "store.tables-version-brought",
-                    f"{self.name} has tables of version {version}, to be brought up to {TABLES_VERSION}",
-                    "open it for writing once",
-                )
-            current = migrate(plain, version, _POSTGRES_TYPES)
+            current = self._migrate(plain, version, _POSTGRES_TYPES)
             if current != version:
                 # Hashes do not compress: do not try.
                 plain.rows("ALTER TABLE tile ALTER COLUMN data SET STORAGE EXTERNAL")
@@ -414,9 +330,8 @@ class PostgresStore:
             raise
 
     def _connection(self, purpose: str) -> psycopg.Connection:
-        db = self._open.get(purpose)
-        if db is not None and not (db.closed or db.broken):
-            return db
+        if (there := self._open.get(purpose)) is not None and not (there.closed or there.broken):
+            return cast(psycopg.Connection, there)
         address = self._address
         try:
             db = psycopg.connect(
@@ -425,11 +340,7 @@ class PostgresStore:
         except psycopg.Error as error:
             found = connection_error(error, address)
             if isinstance(found, StoreLost) and self._answered_before:
-                found = StoreLost(
-                    "store.server-went-away-start",
-                    f"the server of {self.name} went away: {found.problem}",
-                    "start it, then try again",
-                )
+                found = _lost(self.name, found.problem)
             raise found from None
         try:
             self._require_durability(db, purpose)
@@ -444,31 +355,26 @@ class PostgresStore:
         schema = self._schema
         found = db.rows("SELECT has_schema_privilege(oid, 'USAGE') FROM pg_namespace WHERE nspname = ?", schema)
         if found and not found[0][0]:
-            return StoreError(
-                "store.user-not-look",
-                f"the user may not look into schema {schema!r} of {self.name}",
-                f"have it granted: GRANT USAGE ON SCHEMA {schema}, and SELECT on its tables",
-            )
+            problem = f"the user may not use schema {schema!r} of {self.name}"
+            remedy = f"have it granted: GRANT USAGE ON SCHEMA {schema}, and SELECT on its tables"
+            return StoreError("store.access-refused", problem, remedy)
         others = [f"#{name}" for (name,) in db.rows(_SELECT_LEDGER_SCHEMAS)]
         has = "has none" if found else "is not there"
-        return LedgerError(
-            "store.no-ledger-schema",
-            f"there is no ledger in {self.name}: schema {schema!r} {has}",
+        problem = f"there is no ledger in {self.name}: schema {schema!r} {has}"
+        remedy = (
             f"name one that has, after the #: {', '.join(others[:_MAX_LISTED_SCHEMAS])}{', …' * (len(others) > _MAX_LISTED_SCHEMAS)}"
             if others
-            else "give the database of one, or let a run make it: no schema of this one has a ledger",
+            else "give the database of one, or let a run make it: no schema of this one has a ledger"
         )
+        return LedgerError("store.no-ledger", problem, remedy)
 
     def _require_durability(self, db: psycopg.Connection, purpose: str) -> None:
         """Durable, or not at all; and nobody waits for ever."""
         plain = PostgresConnection(db)
         for name in ("fsync", "full_page_writes"):
             if plain.rows(f"SHOW {name}")[0][0] == "off":
-                raise StoreError(
-                    "store.server-runs-off",
-                    f"the server of {self.name} runs with {name} = off, and would lose what it acknowledged",
-                    f"turn {name} on",
-                )
+                problem = f"the server of {self.name} runs with {name} = off and could lose committed rows"
+                raise StoreError("store.not-durable", problem, f"turn {name} on")
         if plain.rows("SHOW synchronous_commit")[0][0] == "off":
             plain.rows("SET synchronous_commit = on")
         plain.rows("SELECT set_config('search_path', ?, false)", self._schema)

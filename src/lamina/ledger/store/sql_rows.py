@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -66,11 +68,7 @@ class SqlRows:
 
     def of_kind(self, kind: int, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
         # The number is written out, so that the partial index over all kinds but contributions is used.
-        query = (
-            f"SELECT seq, data FROM leaf WHERE kind = {int(kind)} AND kind <> 2"
-            if kind != 2
-            else ("SELECT seq, data FROM leaf WHERE kind = 2")
-        )
+        query = f"SELECT seq, data FROM leaf WHERE kind = {int(kind)}{' AND kind <> 2' * (kind != 2)}"
         return self._range(f"{query} AND seq >= ? AND seq < ? ORDER BY seq LIMIT ?", first, stop)
 
     def tile(self, level: int, index: int) -> bytes | None:
@@ -94,9 +92,8 @@ class SqlRows:
         return self._bytes("SELECT data FROM evidence WHERE seq = ?", seq)
 
     def evidences(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        return self._range(
-            "SELECT seq, data FROM evidence WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?", first, stop
-        )
+        query = "SELECT seq, data FROM evidence WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?"
+        return self._range(query, first, stop)
 
     def blob(self, digest: bytes) -> bytes | None:
         return self._bytes("SELECT data FROM blob WHERE digest = ?", digest)
@@ -110,25 +107,21 @@ class SqlRows:
         return [(bytes(key), seq) for key, seq in self._db.rows(query, first, last, limit)]
 
     def attempt(self, run: bytes, segment: int, generation: int) -> int | None:
-        return self._number(
-            "SELECT seq FROM attempt WHERE run = ? AND segment = ? AND generation = ?", run, segment, generation
-        )
+        query = "SELECT seq FROM attempt WHERE run = ? AND segment = ? AND generation = ?"
+        return self._number(query, run, segment, generation)
 
     def withdrawn(self, target: int) -> int | None:
         return self._number("SELECT seq FROM withdrawn WHERE target = ?", target)
 
     def withdrawals(self) -> Iterator[tuple[int, int]]:
-        last = -1
-        while found := self._db.rows(
-            "SELECT target, seq FROM withdrawn WHERE target > ? ORDER BY target LIMIT ?", last, _ROWS_AT_ONCE
-        ):
+        query, last = "SELECT target, seq FROM withdrawn WHERE target > ? ORDER BY target LIMIT ?", -1
+        while found := self._db.rows(query, last, _ROWS_AT_ONCE):
             yield from ((target, seq) for target, seq in found)
             last = found[-1][0]
 
     def prunings(self) -> list[PruningRow]:
-        return [
-            PruningRow(seq, bool(done)) for seq, done in self._db.rows("SELECT seq, done FROM pruning ORDER BY seq")
-        ]
+        found = self._db.rows("SELECT seq, done FROM pruning ORDER BY seq")
+        return [PruningRow(seq, bool(done)) for seq, done in found]
 
     def batch(self, writer: bytes) -> WriterBatch | None:
         found = self._db.rows("SELECT token, seqs FROM writer WHERE id = ?", writer)
@@ -142,23 +135,21 @@ class SqlRows:
         return [RunRow(bytes(id), label, day, bool(finished)) for id, label, day, finished in found]
 
     def hold(self, run: bytes, segment: int, generation: int) -> RunHold | None:
-        found = self._db.rows(
-            f"{_SELECT_HOLD} WHERE run = ? AND segment = ? AND generation = ?", run, segment, generation
-        )
-        return _hold_of_row(found[0]) if found else None
+        found = self._holds("run = ? AND segment = ? AND generation = ?", run, segment, generation)
+        return found[0] if found else None
 
     def holds(self, run: bytes | None = None) -> list[RunHold]:
-        order = "ORDER BY run, segment, generation"
-        if run is None:
-            return [_hold_of_row(row) for row in self._db.rows(f"{_SELECT_HOLD} WHERE leaf IS NULL {order}")]
-        return [
-            _hold_of_row(row) for row in self._db.rows(f"{_SELECT_HOLD} WHERE leaf IS NULL AND run = ? {order}", run)
-        ]
+        return self._holds("leaf IS NULL") if run is None else self._holds("leaf IS NULL AND run = ?", run)
 
     def kept(self, run: bytes) -> list[RunHold]:
+        return self._holds("run = ?", run)
+
+    def _holds(self, condition: str, *values: Any) -> list[RunHold]:
+        columns = "run, segment, generation, nonce, leaf, body"
+        query = f"SELECT {columns} FROM held WHERE {condition} ORDER BY run, segment, generation"
         return [
-            _hold_of_row(row)
-            for row in self._db.rows(f"{_SELECT_HOLD} WHERE run = ? ORDER BY segment, generation", run)
+            RunHold(bytes(run), segment, generation, bytes(nonce), leaf, bytes(body))
+            for run, segment, generation, nonce, leaf, body in self._db.rows(query, *values)
         ]
 
     def generations(self, run: bytes, segment: int) -> int:
@@ -199,83 +190,42 @@ class SqlRows:
             self._db.insert("withdrawn", ("target", "seq"), rows)
 
     def put_tiles(self, tiles: Iterable[Tile]) -> None:
-        self._db.many(
-            "INSERT INTO tile (id, data) VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET data = excluded.data",
-            [(_tile_id(tile.level, tile.index), tile.data) for tile in tiles],
-        )
+        statement = _upsert("tile", ("id",), ("data",))
+        self._db.many(statement, [(_tile_id(tile.level, tile.index), tile.data) for tile in tiles])
 
     def put_head(self, head: LedgerHead) -> None:
-        self._db.rows(
-            "INSERT INTO head (id, size, time, epoch, indexed, frontier) VALUES (1, ?, ?, ?, ?, ?) "
-            "ON CONFLICT (id) DO UPDATE SET size = excluded.size, time = excluded.time, epoch = excluded.epoch, "
-            "indexed = excluded.indexed, frontier = excluded.frontier",
-            *head,
-        )
+        self._db.rows(_upsert("head", ("id",), LedgerHead._fields), 1, *head)
 
     def put_checkpoint(self, signed: StoredCheckpoint) -> None:
-        self._db.rows(
-            "INSERT INTO checkpoint (size, text, seal) VALUES (?, ?, ?) "
-            "ON CONFLICT (size) DO UPDATE SET text = excluded.text",
-            *signed,
-        )
+        self._db.rows(_upsert("checkpoint", ("size",), ("text",), ("seal",)), *signed)
 
     def put_blob(self, digest: bytes, data: bytes) -> None:
         self._db.rows("INSERT INTO blob (digest, data) VALUES (?, ?) ON CONFLICT (digest) DO NOTHING", digest, data)
 
     def put_pruning(self, pruning: PruningRow) -> None:
-        self._db.rows(
-            "INSERT INTO pruning (seq, done) VALUES (?, ?) ON CONFLICT (seq) DO UPDATE SET done = excluded.done",
-            pruning.seq,
-            int(pruning.done),
-        )
+        self._db.rows(_upsert("pruning", ("seq",), ("done",)), pruning.seq, int(pruning.done))
 
     def put_batch(self, writer: bytes, batch: WriterBatch, day: int) -> None:
-        self._db.rows(
-            "INSERT INTO writer (id, token, seqs, day) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE "
-            "SET token = excluded.token, seqs = excluded.seqs, day = excluded.day",
-            writer,
-            batch.token,
-            batch.seqs,
-            day,
-        )
+        self._db.rows(_upsert("writer", ("id",), ("token", "seqs", "day")), writer, *batch, day)
 
     def forget_writers(self, day: int) -> None:
         self._db.rows("DELETE FROM writer WHERE day < ?", day)
 
     def put_meta(self, name: str, value: bytes) -> None:
-        self._db.rows(
-            "INSERT INTO meta (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
-            name,
-            value,
-        )
+        self._db.rows(_upsert("meta", ("name",), ("value",)), name, value)
 
     def put_run(self, run: RunRow) -> None:
-        self._db.rows(
-            "INSERT INTO run (id, label, day, finished) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE "
-            "SET label = excluded.label, finished = excluded.finished",
-            run.id,
-            run.label,
-            run.day,
-            int(run.finished),
-        )
+        statement = _upsert("run", ("id",), ("label", "finished"), ("day",))
+        self._db.rows(statement, run.id, run.label, int(run.finished), run.day)
 
     def put_hold(self, hold: RunHold) -> None:
-        self._db.rows(
-            "INSERT INTO held (run, segment, generation, nonce, leaf, body) VALUES (?, ?, ?, ?, ?, ?) "
-            "ON CONFLICT (run, segment, generation) DO UPDATE "
-            "SET nonce = excluded.nonce, leaf = excluded.leaf, body = excluded.body",
-            *hold,
-        )
+        self._db.rows(_upsert("held", RunHold._fields[:3], RunHold._fields[3:]), *hold)
 
     def drop_hold(self, run: bytes, segment: int) -> None:
         self._db.rows("DELETE FROM held WHERE run = ? AND segment = ?", run, segment)
 
     def put_terms(self, account: str, body: bytes) -> None:
-        self._db.rows(
-            "INSERT INTO terms (account, body) VALUES (?, ?) ON CONFLICT (account) DO UPDATE SET body = excluded.body",
-            account,
-            body,
-        )
+        self._db.rows(_upsert("terms", ("account",), ("body",)), account, body)
 
     def add_tokens(self, keys: Sequence[bytes]) -> None:
         if keys:
@@ -311,17 +261,19 @@ class SqlRows:
             first = found[-1][0] + 1
 
 
-_SELECT_HOLD = "SELECT run, segment, generation, nonce, leaf, body FROM held"
-
-
-def _hold_of_row(row: tuple[Any, ...]) -> RunHold:
-    run, segment, generation, nonce, leaf, body = row
-    return RunHold(bytes(run), segment, generation, bytes(nonce), leaf, bytes(body))
-
-
 def _checkpoint_of_row(row: tuple[Any, ...]) -> StoredCheckpoint:
     size, text, seal = row
     return StoredCheckpoint(size, text, bytes(seal))
+
+
+def _upsert(table: str, key: Sequence[str], changes: Sequence[str], fixed: Sequence[str] = ()) -> str:
+    """Insert a row, or change these columns of the one with the same key; `fixed` ones stay as they were."""
+    columns = (*key, *changes, *fixed)
+    changed = ", ".join(f"{name} = excluded.{name}" for name in changes)
+    return (
+        f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))}) "
+        f"ON CONFLICT ({', '.join(key)}) DO UPDATE SET {changed}"
+    )
 
 
 def _tile_id(level: int, index: int) -> int:
@@ -336,7 +288,7 @@ def _tile_id(level: int, index: int) -> int:
 # checkpoint  every checkpoint that was signed, with its signatures
 # evidence    bytes of which a leaf holds the digest, by the leaf's index
 # blob        bytes that several leaves may refer to, by their digest
-# known       keys under which leaves are found, but those of the last ones: see lookup.Tail
+# known       keys under which leaves are found, but those of the last ones: see append.UnindexedKeys
 # attempt     (run, segment, generation) of every epoch: each at most once
 # withdrawn   contributions that were withdrawn
 # pruning     aggregates, and whether what they stand for is gone
@@ -380,15 +332,42 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 TABLES_VERSION = len(MIGRATIONS)
 
 
-def migrate(db: SqlConnection, found: int, words: dict[str, str]) -> int:
-    """Bring tables of version `found` (0: there are none) up to date, inside a transaction; the new version."""
-    if found > TABLES_VERSION:
-        raise LedgerError(
-            "store.ledger-tables-version",
-            f"the ledger has tables of version {found}, this program knows {TABLES_VERSION}",
-            "open it with a newer program",
-        )
-    for step in MIGRATIONS[found:]:
-        for statement in step:
-            db.rows(statement.format(**words).strip())
-    return TABLES_VERSION
+class SqlStore:
+    """What both stores share: a connection for reading and one for writing, of one process."""
+
+    name: str
+
+    def __init__(self, readonly: bool, patience: float) -> None:
+        self._readonly, self._patience, self._pid = readonly, patience, os.getpid()
+        self._locks = {"read": threading.RLock(), "write": threading.RLock()}
+        self._open: dict[str, Any] = {}
+
+    def _check_usable(self, purpose: str) -> None:
+        if self._pid != os.getpid():
+            problem = f"the ledger '{self.name}' was opened before a fork"
+            raise LedgerError("store.used-after-fork", problem, "open it in the process that uses it")
+        if self._readonly and purpose == "write":
+            problem = f"the ledger '{self.name}' was opened for reading"
+            raise LedgerError("store.opened-read-only", problem, "open it for writing")
+
+    def _migrate(self, db: SqlConnection, found: int, types: dict[str, str]) -> int:
+        """Bring tables of version `found` (0: there are none) up to date, inside a transaction; the new version."""
+        if self._readonly and found < TABLES_VERSION:
+            problem = f"'{self.name}' has tables of version {found}, this program needs {TABLES_VERSION}"
+            raise LedgerError("store.tables-outdated", problem, "open it for writing once")
+        if found > TABLES_VERSION:
+            problem = f"the ledger has tables of version {found}, this program knows {TABLES_VERSION}"
+            raise LedgerError("store.tables-too-new", problem, "use a newer version of lamina")
+        for step in MIGRATIONS[found:]:
+            for statement in step:
+                db.rows(statement.format(**types).strip())
+        return TABLES_VERSION
+
+    def close(self) -> None:
+        for purpose in ("read", "write"):
+            with self._locks[purpose]:
+                if (db := self._open.pop(purpose, None)) is not None and self._pid == os.getpid():
+                    self._close(db)
+
+    def _close(self, db: Any) -> None:
+        raise NotImplementedError

@@ -12,17 +12,16 @@ closes it first gives back the other's.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import apsw
 
 from lamina.errors import LedgerDamaged, LedgerError, StoreBusy, StoreError
-from lamina.ledger.store.sql_rows import TABLES_VERSION, SqlRows, migrate
+from lamina.ledger.store.sql_rows import SqlRows, SqlStore
 
 MIN_SQLITE_VERSION = (3, 51, 3)  # the first version without the WAL-reset bug
 APPLICATION_ID = 0x4C6D4C67  # "LmLg", in the header of the file
@@ -32,7 +31,7 @@ _CACHE_SIZE = -32 * 1024  # KiB of pages in memory
 _WAL_CHECKPOINT_PAGES = 4096  # pages of WAL after which it is copied into the file: 16 MB
 
 
-class SqliteStore:
+class SqliteStore(SqlStore):
     """`create` makes a new file, mode 0600, unless there is one; without it there must be one.
 
     `readonly` changes nothing, not even the version of the tables; it also opens a copy on a medium that cannot be
@@ -42,31 +41,21 @@ class SqliteStore:
     remote = False
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        create: bool = False,
-        readonly: bool = False,
-        patience: float = 30.0,
-        vfs: str | None = None,
-    ) -> None:
+        self, path: str | os.PathLike[str], *, create: bool = False, readonly: bool = False,
+        patience: float = 30.0, vfs: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(readonly, patience)
         if _sqlite_version() < MIN_SQLITE_VERSION:
-            raise StoreError(
-                "store.sqlite-lose-committed",
-                f"SQLite {apsw.sqlite_lib_version()} may lose committed rows (WAL reset), {'.'.join(map(str, MIN_SQLITE_VERSION))} "
-                "does not",
-                "install a newer apsw",
-            )
+            problem = f"SQLite {apsw.sqlite_lib_version()} can lose committed rows; {'.'.join(map(str, MIN_SQLITE_VERSION))} cannot"
+            raise StoreError("store.sqlite-too-old", problem, "install a newer apsw")
         self.path = Path(os.path.realpath(path))  # runs have links to it; beside it lie its WAL and its key
         self.name = str(self.path)
-        self._patience, self._vfs, self._pid, self._readonly = patience, vfs, os.getpid(), readonly
-        self._locks = {"read": threading.RLock(), "write": threading.RLock()}
-        self._open: dict[str, apsw.Connection] = {}
+        self._vfs = vfs
         if create:
             self._make_file()
         elif not self.path.is_file():
             raise LedgerError(
-                "store.no-ledger-give", f"there is no ledger '{self.path}'", "give the path of one, or create it"
+                "store.no-ledger", f"there is no ledger '{self.path}'", "give the path of one, or create it"
             )
         with _sqlite_errors(self.name):
             self._prepare(create)
@@ -80,21 +69,12 @@ class SqliteStore:
 
     @contextmanager
     def write(self) -> Iterator[SqlRows]:
-        if self._readonly:
-            raise LedgerError(
-                "store.ledger-opened-reading", f"the ledger '{self.name}' was opened for reading", "open it for writing"
-            )
         with self._transaction("write", "BEGIN IMMEDIATE") as rows:
             yield rows
 
     @contextmanager
     def _transaction(self, purpose: str, begin: str) -> Iterator[SqlRows]:
-        if self._pid != os.getpid():
-            raise LedgerError(
-                "store.ledger-opened-before",
-                f"the ledger '{self.name}' was opened before a fork",
-                "open it in the process that uses it",
-            )
+        self._check_usable(purpose)
         with self._locks[purpose], _sqlite_errors(self.name):
             db = self._connection(purpose)
             rows = SqlRows(_SqliteConnection(db))
@@ -130,9 +110,7 @@ class SqliteStore:
         target = Path(os.path.abspath(path))
         if os.path.lexists(target):
             raise LedgerError(
-                "store.exists-not-overwritten",
-                f"'{target}' exists and is not overwritten",
-                "give another path, or move it away",
+                "store.file-exists", f"'{target}' exists and is not overwritten", "give another path, or move it away"
             )
         with self._locks["read"], _sqlite_errors(self.name):
             self._connection("read").execute("VACUUM INTO ?", (str(target),))
@@ -142,11 +120,8 @@ class SqliteStore:
         files = (self.path, Path(f"{self.path}-wal"))
         return sum(each.stat().st_size for each in files if each.exists())
 
-    def close(self) -> None:
-        for purpose in ("read", "write"):
-            with self._locks[purpose]:
-                if (db := self._open.pop(purpose, None)) is not None and self._pid == os.getpid():
-                    db.close(True)
+    def _close(self, db: apsw.Connection) -> None:
+        db.close(True)
 
     def _make_file(self) -> None:
         try:
@@ -159,11 +134,8 @@ class SqliteStore:
         except FileExistsError:
             pass  # perhaps one that a killed process left empty; whether it is, is seen inside a transaction
         except OSError as error:
-            raise StoreError(
-                "store.not-make-ledger",
-                f"cannot make the ledger '{self.path}': {error.strerror}",
-                "give a folder that can be written",
-            ) from error
+            problem = f"cannot create the ledger '{self.path}': {error.strerror}"
+            raise StoreError("store.cannot-create", problem, "give a folder that can be written") from error
 
     def _foreign(self) -> bool:
         """Whether the file is the database of another program: looked at before anything is changed in it."""
@@ -176,7 +148,7 @@ class SqliteStore:
 
     def _prepare(self, create: bool) -> None:
         if self._vfs is None and self._foreign():
-            raise LedgerError("store.no-ledger", f"'{self.path}' is no ledger", "give the path of one")
+            raise LedgerError("store.not-a-ledger", f"'{self.path}' is not a ledger", "give the path of one")
         purpose = "read" if self._readonly else "write"
         db = self._connection(purpose)
         db.execute("BEGIN IMMEDIATE" if create else "BEGIN")
@@ -185,14 +157,8 @@ class SqliteStore:
             if create and (application, version) == (0, 0) and not db.execute("SELECT 1 FROM sqlite_schema").fetchall():
                 db.pragma("application_id", APPLICATION_ID)
             elif application != APPLICATION_ID:
-                raise LedgerError("store.no-ledger", f"'{self.path}' is no ledger", "give the path of one")
-            if self._readonly and version < TABLES_VERSION:
-                raise LedgerError(
-                    "store.tables-version-brought-up",
-                    f"'{self.path}' has tables of version {version}, to be brought up to {TABLES_VERSION}",
-                    "open it for writing once",
-                )
-            current = migrate(_SqliteConnection(db), version, _SQLITE_TYPES)
+                raise LedgerError("store.not-a-ledger", f"'{self.path}' is not a ledger", "give the path of one")
+            current = self._migrate(_SqliteConnection(db), version, _SQLITE_TYPES)
             if current != version:
                 db.pragma("user_version", current)
             db.execute("COMMIT")
@@ -201,18 +167,15 @@ class SqliteStore:
             raise
 
     def _connection(self, purpose: str) -> apsw.Connection:
-        if (db := self._open.get(purpose)) is not None:
-            return db
+        if (there := self._open.get(purpose)) is not None:
+            return cast(apsw.Connection, there)
         flags = apsw.SQLITE_OPEN_READONLY if self._readonly else apsw.SQLITE_OPEN_READWRITE
         db = apsw.Connection(self._address(), flags=flags | _OPEN_FLAGS, vfs=self._vfs)
         try:
             db.set_busy_timeout(int(self._patience * 1000))
             if not self._readonly and db.pragma("journal_mode", "wal") != "wal":
-                raise StoreError(
-                    "store.file-system-no",
-                    f"the file system of '{self.path}' has no shared memory for SQLite's WAL",
-                    "put the ledger on a local disk, or use PostgreSQL",
-                )
+                problem = f"the file system of '{self.path}' has no shared memory for SQLite's WAL"
+                raise StoreError("store.no-shared-memory", problem, "use a local disk, or PostgreSQL")
             for name, value in (
                 ("synchronous", "FULL"),
                 ("wal_autocheckpoint", _WAL_CHECKPOINT_PAGES),
@@ -224,9 +187,7 @@ class SqliteStore:
                 db.pragma(name, value)
             if db.pragma("synchronous") != 2:
                 raise StoreError(
-                    "store.sqlite-not-take",
-                    f"SQLite does not take synchronous = FULL for '{self.path}'",
-                    "install another apsw",
+                    "store.not-durable", f"SQLite refuses synchronous = FULL for '{self.path}'", "install another apsw"
                 )
         except BaseException:
             db.close(True)
@@ -279,36 +240,22 @@ def _sqlite_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (apsw.BusyError, apsw.LockedError) as error:
-        raise StoreBusy(
-            "store.another-process-holds",
-            f"another process holds the ledger '{name}'",
-            "wait until it is done, or stop it, then try again",
-        ) from error
+        problem = f"another process holds the ledger '{name}'"
+        raise StoreBusy("store.busy", problem, "wait until it is done, or stop it, then try again") from error
     except (apsw.CorruptError, apsw.NotADBError) as error:
         raise LedgerDamaged(
-            "store.ledger-damaged", f"the ledger '{name}' is damaged: {error}", "restore it from a copy"
+            "store.damaged", f"the ledger '{name}' is damaged: {error}", "restore it from a copy"
         ) from error
     except apsw.FullError as error:
-        raise StoreError(
-            "store.no-space-left",
-            f"no space left for the ledger '{name}'; what was acknowledged is there",
-            "free space, then try again",
-        ) from error
+        problem = f"no space left for the ledger '{name}'; what was acknowledged is there"
+        raise StoreError("store.disk-full", problem, "free space, then try again") from error
     except (apsw.ReadOnlyError, apsw.PermissionsError, apsw.AuthError) as error:
         raise StoreError(
-            "store.ledger-not-written",
-            f"the ledger '{name}' cannot be written: {error}",
-            "make it writable for this user",
+            "store.not-writable", f"cannot write the ledger '{name}': {error}", "make it writable for this user"
         ) from error
     except apsw.ConstraintError as error:
-        raise LedgerDamaged(
-            "store.ledger-holds-row-should",
-            f"the ledger '{name}' holds a row that should not be there: {error}",
-            "restore it from a copy",
-        ) from error
+        problem = f"the ledger '{name}' holds a row that should not be there: {error}"
+        raise LedgerDamaged("store.row-unexpected", problem, "restore it from a copy") from error
     except apsw.Error as error:
-        raise StoreError(
-            "store.ledger-not-read",
-            f"the ledger '{name}' cannot be read or written: {error}; what was acknowledged is there",
-            "repair what the system reports, then try again",
-        ) from error
+        problem = f"cannot read or write the ledger '{name}': {error}; what was acknowledged is there"
+        raise StoreError("store.unusable", problem, "fix what the system reports, then try again") from error
