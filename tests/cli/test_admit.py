@@ -252,7 +252,7 @@ def test_the_key_of_a_ledger_may_be_ones_own(clinic: Clinic) -> None:
     other = str(clinic.folder / "other.key")
     clinic.ok("keys", "new", other, "--no-passphrase")
     code, _, err = clinic.project.call("admit", *clinic.where, "--ledger", str(where), "--ledger-key", other)
-    assert code == 1 and "is no key of the ledger" in err
+    assert code == 1 and "cannot sign for the ledger" in err
 
 
 def test_what_bounds_come_to_in_a_run(clinic: Clinic) -> None:
@@ -293,7 +293,7 @@ def test_misuse_and_what_cannot_be_checked(clinic: Clinic) -> None:
     assert code == 1 and "cannot be listed" in err
     other = clinic.project.write("other.toml", POLICY.replace("6.0", "5.0"))
     code, _, err = clinic.project.call("admit", str(other), *clinic.where[1:], "--plan", run)
-    assert code == 1 and "another policy" in err
+    assert code == 1 and "cli.run-of-other-policy" in err
 
 
 def test_help_says_how_and_what_it_costs(clinic: Clinic) -> None:
@@ -301,7 +301,7 @@ def test_help_says_how_and_what_it_costs(clinic: Clinic) -> None:
     for words in (
         "Spends nothing",
         "Without --ledger nothing is written",
-        "whoever was withdrawn is refused",
+        "withdrawn ones are refused",
         "--ledger corpus.ledger.db",
         "Exit code 0 if nothing was refused",
         "lamina admit policy.toml",
@@ -377,9 +377,9 @@ def test_a_run_that_would_pass_a_signed_bound_is_refused_by_name(clinic: Clinic)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (('kind = "folder"', 'kind = "npz"'), "only a folder has a signature beside each payload"),
-        (('path = "people"', 'path = "people"\nclass = "clinical"'), "the one that was signed"),
-        (('path = "people"', 'path = "people"\nversion = "1"'), "signed commitments say which data it is"),
+        (('kind = "folder"', 'kind = "npz"'), "cli.admit-needs-folder"),
+        (('path = "people"', 'path = "people"\nclass = "clinical"'), "cli.data-key-with-admit"),
+        (('path = "people"', 'path = "people"\nversion = "1"'), "cli.data-key-with-admit"),
         (('"keys.json"', '"nowhere.json"'), "admit.keys is 'nowhere.json'"),
         (("[admit]\n", '[admit]\non_refusal = "ask"\n'), "admit.on_refusal is 'ask'"),
         (("[admit]\n", "[admit]\nprocesses = 0\n"), "admit.processes is 0"),

@@ -238,7 +238,7 @@ def test_json_refusals_are_objects_too(policy: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("words", [["--debug", "plan"], ["plan", "--debug"]])
 def test_debug_shows_the_traceback(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with raises_code("plan.policy-not-read"):
+    with raises_code("plan.policy-unreadable"):
         main([*words, "nowhere.toml", "--steps", "1"])
     assert "refused" in capsys.readouterr().err
 

@@ -333,7 +333,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    with raises_code("cli.folder-not-made"):
+    with raises_code("cli.file-not-writable"):
         make_new_folder(tmp_path / "file" / "demo")
     with pytest.raises(SystemExit) as caught:
         main(["demo", "--folder", str(tmp_path / "file" / "demo")])

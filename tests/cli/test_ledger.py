@@ -93,7 +93,7 @@ def test_what_trainers_write(call: Call, tmp_path: Path) -> None:
     code, printed, _ = call("trace", "trained.db", str(seq))
     assert code == 0
     assert "eligible   in 1 epoch:" in printed
-    assert "given up   1 of 1 segment: charged all the same, and in no model" in printed
+    assert "abandoned  1 of 1 segment: charged all the same, and in no model" in printed
     assert "1 epoch has no account for its bound: counted with its class" in printed
     assert "ε at most" in printed
     code, printed, _ = call("show", "trained.db", "--kind", "epoch")
@@ -176,7 +176,7 @@ def test_verify_an_empty_database(call: Call, tmp_path: Path) -> None:
     apsw.Connection(str(tmp_path / "empty.db")).execute("CREATE TABLE x (y)")
     code, printed, told = call("verify", "empty.db", "--json")
     assert code == 1
-    assert "is no ledger" in told
+    assert "store.not-a-ledger" in told
     assert "refused" in json.loads(printed)
 
 
@@ -255,7 +255,7 @@ def test_first_digits_are_enough(call: Call, story: Story) -> None:
     assert f"contribution {name}\n  withdrawn    leaf 11, by leaf 55\n" in printed
     code, _, told = call("withdraw", "ledger.db", name[:7], "--reason", "consent")
     assert code == 1
-    assert "its first 8 or more" in told
+    assert "ledger.name-not-understood" in told
 
 
 def test_a_record_goes_on_below_itself_on_a_narrow_screen(story: Story, tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_receipt(call: Call, story: Story, tmp_path: Path) -> None:
     (tmp_path / "mine.cose").write_bytes(b"nonsense")
     code, _, told = call("receipt", "--check", "mine", "--trust", "trusted.txt")
     assert code == 1
-    assert "is no receipt" in told
+    assert "cli.receipt-malformed" in told
 
 
 def test_checkpoint(call: Call, story: Story, tmp_path: Path) -> None:
@@ -370,7 +370,9 @@ def test_checkpoint(call: Call, story: Story, tmp_path: Path) -> None:
         ledger.append([contribution(99, at=NOW).record])
     assert answer(call("checkpoint", "ledger.db", "--json"))["unsigned"] == 1
     assert call("checkpoint", "ledger.db", "--key", "other.key")[0] == 1
-    found = answer(call("checkpoint", "ledger.db", "--key", "ledger.key", "--output", "new.checkpoint", "--json"))
+    found = answer(
+        call("checkpoint", "ledger.db", "--key", "ledger.key", "--output", "new.checkpoint", "--json")
+    )
     assert (found["size"], found["unsigned"]) == (56, 0)
     copy = signed_checkpoint.add_cosignature((tmp_path / "new.checkpoint").read_text(), WITNESS, NOW, "witness.example")
     (tmp_path / "back.txt").write_text(copy)
@@ -460,7 +462,7 @@ def test_withdraw_from_a_folder(call: Call, story: Story, tmp_path: Path) -> Non
     (tmp_path / "inbox" / "bad.json").write_text(json.dumps({"withdraw": "ab" * 32, "reason": "legal"}))
     code, printed, _ = call("withdraw", "ledger.db", "--folder", "inbox")
     assert code == 1
-    assert "bad.json: refused: no contribution" in printed
+    assert "bad.json: refused: " in printed
     assert call("withdraw", "ledger.db", "--folder", "inbox") == (0, "", "")
 
 
@@ -519,7 +521,9 @@ def test_an_auditor_countersigns(call: Call, story: Story, old: str, tmp_path: P
     found = answer(call("prune", "old.db", "--key", "auditor.key", "--countersign", "proposal.cbor", "--json"))
     assert found["proposal"]["countersigned"] == [AUDITOR.public.name]
     assert not found["pruned"]
-    found = answer(call("prune", "old.db", "--key", "ledger.key", "--apply", "proposal.cbor", "--yes", "--json"))
+    found = answer(
+        call("prune", "old.db", "--key", "ledger.key", "--apply", "proposal.cbor", "--yes", "--json")
+    )
     assert found["proposal"]["countersigned"] == [AUDITOR.public.name]
     after = verify(old)
     assert after.verified
@@ -533,7 +537,9 @@ def test_a_proposal_that_is_not_what_the_ledger_comes_to(call: Call, story: Stor
     data = (tmp_path / "proposal.cbor").read_bytes()
     (tmp_path / "bent.cbor").write_bytes(data.replace(digest_in(old), bytes(32)))
     for words in (("--countersign", "bent.cbor"), ("--apply", "bent.cbor", "--yes")):
-        code, _, told = call("prune", "old.db", "--key", "auditor.key" if "sign" in words[0] else "ledger.key", *words)
+        code, _, told = call(
+            "prune", "old.db", "--key", "auditor.key" if "sign" in words[0] else "ledger.key", *words
+        )
         assert code == 1, told
     (tmp_path / "nonsense.cbor").write_bytes(b"nonsense")
     code, _, told = call("prune", "old.db", "--key", "ledger.key", "--apply", "nonsense.cbor", "--yes")

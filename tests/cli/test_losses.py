@@ -108,8 +108,8 @@ def test_arguments_reach_torch_and_are_seen_by_a_replay() -> None:
         ("cross_entropy", torch.zeros(17, 3), torch.full((17,), 3), "class numbers outside 0 … 2"),
         ("cross_entropy", torch.zeros(17, 3), torch.full((17,), -1), "class numbers outside 0 … 2"),
         ("cross_entropy", torch.zeros(17, 5, 3), torch.zeros(17, 5).long(), "output.transpose(1, 2)"),
-        ("mse", torch.zeros(17, 3), torch.zeros(16, 3), "same first axis"),
-        ("mse", torch.zeros(()), torch.zeros(()), "same first axis"),
+        ("mse", torch.zeros(17, 3), torch.zeros(16, 3), "first axis"),
+        ("mse", torch.zeros(()), torch.zeros(()), "first axis"),
         ("mse", (torch.zeros(17, 3), torch.zeros(17)), torch.zeros(17, 3), "output is a tuple"),
         ("l1", torch.zeros(17, 3), {"y": torch.zeros(17, 3)}, "y is a dict"),
     ],
@@ -129,10 +129,10 @@ def test_by_name() -> None:
     assert isinstance(given, nn.CrossEntropyLoss)
     assert given.reduction == "none"
     assert isinstance(make_loss("torch.nn:MSELoss", {}), nn.MSELoss)
-    with raises_code("cli.not"):
+    with raises_code("cli.name-not-importable"):
         make_loss("crossentropy", {})
-    with raises_code("cli.loss-no-argument") as caught:
+    with raises_code("cli.argument-not-known") as caught:
         make_loss("huber", {"beta": 1})
     assert "delta" in caught.value.remedy
-    with raises_code("cli.loss"):
+    with raises_code("cli.loss-not-callable"):
         make_loss("math:pi", {})

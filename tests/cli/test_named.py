@@ -42,7 +42,7 @@ def test_a_model_by_factory_class_or_instance(folder: Path) -> None:
     assert isinstance(by_name.make_model(f"{module}:model", beside=folder), nn.Linear)
     made = by_name.make_model(f"{module}:A.Net", {"in_features": 3, "out_features": 5}, beside=folder)
     assert made.weight.shape == (5, 3)
-    assert "args are given" in problem_of(f"{module}:model", folder, width=3)
+    assert "takes no args" in problem_of(f"{module}:model", folder, width=3)
 
 
 @pytest.mark.parametrize("name", by_name.BUILT_IN_MODELS)
@@ -76,7 +76,7 @@ def test_a_line_in_a_library_is_not_the_users(folder: Path) -> None:
 
 
 def test_a_line_of_ours_is_not_the_users(folder: Path) -> None:
-    text = "from lamina.cli.terminal import round_up\n\ndef build():\n    return round_up('x')\n"
+    text = "from lamina.plan.table import epsilon_text\n\ndef build():\n    return epsilon_text('x')\n"
     assert ".py:4, in build" in problem_of(f"{write(folder, text)}:build", folder)
 
 
@@ -188,7 +188,7 @@ def test_wrong_optimizers_are_refused(name: str, arguments: dict[str, object], w
 
 def test_a_schedule_that_follows_the_loss_is_refused() -> None:
     over = make_optimizer("sgd", {}, nn.Linear(2, 2))
-    with raises_code("cli.use"):
+    with raises_code("cli.optimizer-not-private"):
         make_scheduler("plateau", {}, over, 5)
-    with raises_code("cli.check-arguments"):
+    with raises_code("cli.arguments-do-not-fit"):
         make_scheduler("step", {}, over, 5)

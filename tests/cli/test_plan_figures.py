@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lamina.cli.explain import epsilon_text
 from lamina.cli.layer_figures import (
     kept_norm,
     layer_bars,
@@ -22,6 +21,7 @@ from lamina.cli.layer_figures import (
     whole_signal_to_noise,
 )
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
+from lamina.plan.table import epsilon_text
 from lamina.sensitivity.measure import Measure
 
 SIZES = (400, 900, 2500)

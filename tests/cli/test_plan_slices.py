@@ -80,7 +80,7 @@ def test_weights_need_a_box(project: Project) -> None:
     [
         ("{ heads = [7] }", ["class 'sensitive'", "names number 7 of 'encoder.0', which has 4"]),
         ("{ experts = [0] }", ["asks for experts", "known experts: none"]),
-        ('{ adapter = "default" }', ["'default', which the model does not have", "PEFT"]),
+        ('{ adapter = "default" }', ["no adapter 'default'", "PEFT"]),
         ("{ haeds = [0] }", ["policy.toml", "'haeds'", "did you mean 'heads'"]),
     ],
 )

@@ -78,7 +78,7 @@ def test_a_ledger_in_a_database(clinic: Project, server: postgres.Server) -> Non
     database = server.url("ward")
     clinic.run = f'ledger = "{database}"\n{clinic.run}'
     code, _, err = clinic.train()
-    assert code == 1 and "no key to sign one" in err  # it could lie nowhere beside it
+    assert code == 1 and "no key to sign" in err  # it could lie nowhere beside it
     ask(clinic, "keys", "new", str(clinic.folder / "ledger.key"), "--no-passphrase")
     clinic.run = f'ledger_key = "ledger.key"\n{clinic.run}'
     assert clinic.train_json("--plan-only")["standing"]["clinical"]["spent"] == 0

@@ -114,13 +114,6 @@ def test_a_key_and_a_ledger_of_ones_own(project: Project) -> None:
     assert "ledger_key is 'gone.key'" in err and "lamina keys new" in err
 
 
-def test_a_run_file_of_the_spend_book_says_what_to_write(project: Project) -> None:
-    code, _, err = project.train(run='book = "runs/spend.db"\n' + project.run)
-    assert code == 1
-    assert "book is 'runs/spend.db'" in err and 'write ledger = "NAME.ledger.db" instead' in err
-    assert not (project.folder / "runs").exists()
-
-
 def test_an_origin_that_cannot_name_a_ledger_is_refused_with_one_that_can(project: Project) -> None:
     policy = (project.folder / "policy.toml").read_text()
     project.write("policy.toml", policy.replace('"test"', '"ward 7, north"'))
@@ -263,8 +256,8 @@ def test_the_same_command_again_spends_nothing(project: Project) -> None:
     assert second["run"] == first["run"]
     assert second["classes"] == first["classes"]
     assert same(weights(first), weights(second))
-    assert any("finished before" in note for note in second["notes"])
-    assert not any("finished before" in note for note in first["notes"])
+    assert any("already finished" in note for note in second["notes"])
+    assert not any("already finished" in note for note in first["notes"])
 
 
 STOPPING = """
@@ -361,7 +354,7 @@ def test_plan_only_says_that_the_ledger_would_refuse(project: Project) -> None:
     project.train_json(run=project.run.replace("epsilon = 2.0", "epsilon = 4.0"))
     code, out, _ = project.train("--plan-only", "--fresh", run=project.run.replace("epsilon = 2.0", "epsilon = 5.5"))
     assert code == 1
-    assert "would be refused: there is no room in the ledger for class 'clinical'" in out
+    assert "would be refused: the ledger has too little ε left for class 'clinical'" in out
     code, _, err = project.train("--fresh", run=project.run.replace("epsilon = 2.0", "epsilon = 5.5"))
     assert code == 1
     assert "bound to ε ≤ 6" in err
@@ -379,7 +372,7 @@ def test_plan_only_says_that_the_ledger_would_not_follow_the_policy(project: Pro
         for words_too in (("--plan-only", "--fresh"), ("--fresh",)):
             code, _, err = project.train(*words_too)
             assert code == 1
-            assert words in err and "test.ledger.db" in err
+            assert words in err
     assert not (project.folder / "runs" / "first-2" / "journal").exists()
 
 
@@ -400,12 +393,12 @@ def test_plan_only_rehearses(project: Project) -> None:
         ('kind = "npz"', 'kind = "csv"', "data.npz"),
         ('policy = "policy.toml"', 'policy = "gone.toml"', "gone.toml"),
         ("batch = 12", "batch = 61", "above its population of 60"),
-        ("epsilon = 2.0", "epsilon = 7.0", "above the policy's bound of 6"),
+        ("epsilon = 2.0", "epsilon = 7.0", "above the policy's 6"),
         ("epsilon = 2.0", "epsilon = { clinic = 1.0 }", "class 'clinic'"),
-        ("segment = 2", "max_occurrences = { clinic = 1 }", "class 'clinic' is not in the plan"),
+        ("segment = 2", "max_occurrences = { clinic = 1 }", "the plan has no class 'clinic'"),
         ('"cross_entropy"', '"torch.nn:CrossEntropyLoss"', "reduction='mean'"),
         ('"cross_entropy"', '"mse"', "the model gives (2,) per example, y is one number"),
-        ("segment = 2", 'scheduler = "plateau"', "release that no budget paid for"),
+        ("segment = 2", 'scheduler = "plateau"', "no budget pays"),
         ("[data]", '[data]\nclass = "other"', "has no array 'other'"),
         (":build", ":bild", "did you mean 'build'"),
     ],
@@ -501,7 +494,7 @@ def test_debug_shows_the_lines_and_not_the_text(project: Project, again: Callabl
     """Standard error is not a terminal here: what is printed there is written down."""
     run = late(project, again, "raise ValueError(f'hidden {len(y)} hidden')")
     path = project.write("first.toml", run)
-    with raises_code("train.text-withheld-because") as caught:
+    with raises_code("train.error-text-withheld") as caught:
         main(["train", str(path), "--debug"])
     shown = "".join(map(str, caught.getrepr(style="native").reprtraceback.reprentries))
     assert "in late" in shown
@@ -515,8 +508,8 @@ def test_debug_on_a_terminal_shows_the_text(
 ) -> None:
     run = late(project, again, "raise ValueError(f'hidden {len(y)} hidden')")
     path = project.write("first.toml", run)
-    monkeypatch.setattr("lamina.cli.app._stderr_is_terminal", lambda: True)
-    with raises_code("train.text-withheld-because") as caught:
+    monkeypatch.setattr("lamina.cli.app.stderr_is_terminal", lambda: True)
+    with raises_code("train.error-text-withheld") as caught:
         main(["train", str(path), "--debug"])
     assert "hidden" in str(caught.value.__cause__)
 
@@ -560,7 +553,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_inside_reaches_the_trainer(project: Project, seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     project.train()
     assert seen["inside"] is False
-    monkeypatch.setattr("lamina.cli.train._stderr_is_terminal", lambda: True)
+    monkeypatch.setattr("lamina.cli.train.stderr_is_terminal", lambda: True)
     project.train("--inside")
     assert seen["inside"] is True
 

@@ -289,7 +289,7 @@ def draw_benchmark(result: dict[str, Any], path: Path) -> Path:
         import matplotlib
     except ImportError as error:
         raise LaminaError(
-            "bench.matplotlib-not-installed", "matplotlib is not installed", "pip install 'lamina[plot]'"
+            "bench.matplotlib-missing", "matplotlib is not installed", "pip install 'lamina[plot]'"
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt

@@ -1,11 +1,7 @@
-"""`lamina admit`: who of a folder of contributions may be learned from, why the others may not.
-
-And what to do about it.
-"""
+"""`lamina admit`: which contributions of a folder are admitted, why the others are not, and what to do about it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,47 +13,56 @@ from lamina.admit.gate import AdmissionGate
 from lamina.admit.key_ring import KeyRing
 from lamina.admit.resolver import Caps, Resolution
 from lamina.admit.verdicts import Reason
-from lamina.cli.terminal import open_private_key, out, print_json, progress_bar, results_only
+from lamina.cli.terminal import (
+    JsonOption,
+    argument,
+    columns,
+    open_private_key,
+    option,
+    print_json,
+    print_line,
+    progress_bar,
+    results_only,
+)
 from lamina.errors import AdmissionError
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
-from lamina.plan.table import align_columns
 
 _SIGN_IT = "sign it: lamina attest"
 _SIGN_AGAIN = "sign it again: lamina attest"
-_SHOW_KEYS = "lamina keys list shows what the ring says of it"
+_SHOW_KEYS = "lamina keys list shows what the ring says about it"
 
 REMEDIES: dict[Reason, str] = {
     Reason.BAD_ID: "rename its folder to printable text",
-    Reason.UNREADABLE: "put one plain, readable payload.npz or payload.csv of the common form there",
-    Reason.TOO_LARGE: "cut it into several contributions, or see whether the file is the right one",
+    Reason.UNREADABLE: "put one readable payload.npz or payload.csv there, with the arrays that the others have",
+    Reason.TOO_LARGE: "split it into several contributions, or check that it is the right file",
     Reason.NO_ATTESTATION: _SIGN_IT,
     Reason.NO_DESCRIPTOR: f"put descriptor.cbor back, or {_SIGN_AGAIN}",
     Reason.NO_PAYLOAD: "put the payload that was signed there",
     Reason.MALFORMED: _SIGN_AGAIN,
     Reason.UNKNOWN_SCHEMA: "use a version of Lamina that knows it",
     Reason.WRONG_ALGORITHM: "sign with Ed25519: lamina attest",
-    Reason.UNKNOWN_KEY: "make sure whose key it is, then lamina keys add; or leave it out",
+    Reason.UNKNOWN_KEY: "check whose key it is, then lamina keys add; or leave it out",
     Reason.WRONG_ROLE: f"sign with a key for contributors: lamina attest --force; {_SHOW_KEYS}",
     Reason.REVOKED_KEY: "let its owner sign it again with a new key: lamina attest --force",
-    Reason.RETIRED_KEY: "let its owner sign it again with the key that took over: lamina attest --force",
+    Reason.RETIRED_KEY: "let its owner sign it again with the new key: lamina attest --force",
     Reason.EARLY_KEY: f"wait, or correct valid_from in the ring; {_SHOW_KEYS}",
     Reason.BAD_SIGNATURE: f"it was changed, or never signed by that key: {_SIGN_AGAIN}",
-    Reason.MISMATCH: f"let all places say the same, or {_SIGN_AGAIN}",
+    Reason.MISMATCH: f"make folder, listing and signature agree, or {_SIGN_AGAIN}",
     Reason.WRONG_AUDIENCE: "ask its owner to sign it for this corpus",
-    Reason.NOT_YET_VALID: "wait; or set the clock of whoever signed right",
+    Reason.NOT_YET_VALID: "wait; or correct the clock of the computer that signed",
     Reason.EXPIRED: "ask its owner whether it may be used longer, and to sign it again",
     Reason.POLICY_MISMATCH: "ask its owner to sign under the floors in force: lamina attest",
     Reason.UNKNOWN_CLASS: "add the class to the policy, or ask its owner to sign for another one",
     Reason.UNBOUNDED_CLASS: "give the class an epsilon or a noise_multiplier in the policy",
-    Reason.PUBLIC_BOUND: "ask its owner for which class it is meant",
+    Reason.PUBLIC_BOUND: "ask its owner which class it is meant for",
     Reason.CLIP_BELOW_FLOOR: "it is too strict for this corpus: leave it out, or lower the floor",
     Reason.NOISE_BELOW_FLOOR: "ask its owner to sign a larger noise multiplier",
     Reason.CLIP_ABOVE_CLASS: "ask its owner to sign the class's clip norm or a smaller one",
     Reason.NOISE_BELOW_CLASS: "ask its owner to sign the class's noise multiplier or a larger one",
     Reason.PROFILE_MISMATCH: "it signed less depth than the policy gives its class: ask its owner, or narrow the class",
     Reason.PAYLOAD_MISMATCH: "put back the data that was signed, or let its owner sign the new data",
-    Reason.CHECK_FAILED: "try again; if it stays, report it",
+    Reason.CHECK_FAILED: "try again; if it fails again, report it",
     Reason.WITHDRAWN: "leave it out: a withdrawal is final; lamina ledger trace shows when and why",
     Reason.DUPLICATE_ID: "give every contribution an id of its own",
     Reason.REPLAYED: "leave the copy out: one contribution is admitted once",
@@ -70,70 +75,44 @@ REMEDIES: dict[Reason, str] = {
 }
 
 
-def remedies_for(reasons: Iterable[Reason]) -> dict[Reason, str]:
-    """What to do about each of these."""
-    return {reason: REMEDIES[reason] for reason in reasons}
-
-
-_LEDGER_PANEL = "Where admissions are recorded, and withdrawals remembered"
-_PLAN_PANEL = "What signed bounds come to in a run (nothing is trained)"
+_LEDGER = "Where admissions and withdrawals are recorded"
+_PLAN = "What signed bounds mean in a run (nothing is trained)"
 
 
 def admit(
-    policy: Annotated[
-        Path, typer.Argument(metavar="policy.toml", help="the policy of the corpus: classes, bounds, floors")
-    ],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="one folder for each contribution")],
-    keys: Annotated[Path, typer.Option(metavar="FILE", help="the key ring: whose signatures count")] = Path(
-        "keys.json"
-    ),
+    policy: Annotated[Path, argument("policy.toml", "the policy of the corpus: classes, bounds, floors")],
+    folder: Annotated[Path, argument("FOLDER", "one folder for each contribution")],
+    keys: Annotated[Path, option("the key ring of trusted keys", metavar="FILE")] = Path("keys.json"),
     ledger: Annotated[
         str | None,
-        typer.Option(
-            metavar="WHERE",
-            help="enter them: a path, made if there is none, or postgresql://…/database#schema",
-            rich_help_panel=_LEDGER_PANEL,
+        option(
+            "record them: a path, made if missing, or postgresql://…/database#schema", panel=_LEDGER, metavar="WHERE"
         ),
     ] = None,
     ledger_key: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="the private key that signs it; default: WHERE.pem beside WHERE.db",
-            rich_help_panel=_LEDGER_PANEL,
-        ),
+        option("private key that signs it; default: WHERE.pem beside WHERE.db", panel=_LEDGER, metavar="FILE"),
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="how many check signatures at once")] = 1,
-    run: Annotated[
-        Path | None, typer.Option("--plan", metavar="RUN.toml", help="the run to plan for", rich_help_panel=_PLAN_PANEL)
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="without --plan: as for lamina plan", rich_help_panel=_PLAN_PANEL)
-    ] = "residual",
-    batch: Annotated[
-        int | None, typer.Option(help="without --plan: expected contributions per step", rich_help_panel=_PLAN_PANEL)
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="without --plan: steps; or give --epochs", rich_help_panel=_PLAN_PANEL)
-    ] = None,
-    epochs: Annotated[
-        float | None, typer.Option(help="without --plan: passes over the populations", rich_help_panel=_PLAN_PANEL)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    processes: Annotated[int, option("processes that check signatures", min=1)] = 1,
+    run: Annotated[Path | None, option("the run to plan for", "--plan", panel=_PLAN, metavar="RUN.toml")] = None,
+    model: Annotated[str, option("without --plan: as for lamina plan", panel=_PLAN)] = "residual",
+    batch: Annotated[int | None, option("without --plan: expected contributions per step", panel=_PLAN)] = None,
+    steps: Annotated[int | None, option("without --plan: steps; or give --epochs", panel=_PLAN)] = None,
+    epochs: Annotated[float | None, option("without --plan: passes over the populations", panel=_PLAN)] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Check every contribution of a folder as a run would, and say who is admitted and who is not, and why.
+    """Check every contribution of a folder as a run would; show which are admitted, which are not, and why.
 
-    A contribution is admitted if it was signed by a key of the ring, for this corpus and a class of the policy, under a
-    bound that keeps to floors and class, is inside its window, is there once, and its data is what was signed. One that
-    is refused stops no other. Spends nothing; lamina train with [admit] checks again.
+    A contribution is admitted if a key of the ring signed it, for this corpus and a class of the policy, under a bound
+    that respects the floors and the class; if it is valid now, there once, and its data is what was signed. A refusal
+    stops no other contribution. Spends nothing; lamina train with [admit] checks again.
 
-    With --ledger those who are admitted are entered into the ledger of the corpus, which is made if there is none, with
-    the key that signs it beside it. Whoever stands in it already is admitted again, and nothing is written; whoever was
-    withdrawn is refused. The ledger follows the policy, unless that would protect less than before. Without --ledger
-    nothing is written at all.
+    With --ledger, the ledger of the corpus records who is admitted. It is made if there is none, with its key beside
+    it. Contributions that are already in it are admitted again and not written again; withdrawn ones are refused. The
+    ledger adopts the policy, unless that would protect less than before. Without --ledger nothing is written.
 
-    With --plan, or --batch and --epochs, it also shows what each signed bound comes to in a run: by how much the
-    thresholds of a stricter contribution are scaled, between which variances its noise lies, and the ε that it spends.
+    With --plan, or --batch and --epochs, it also shows what each signed bound means in a run: how much the thresholds of
+    a stricter contribution are scaled, the least and the largest variance of its noise, and the ε that it spends.
 
     Exit code 0 if nothing was refused, 1 if something was.
 
@@ -150,7 +129,7 @@ def admit(
     found = _review_folder(opened, folder, keys, processes, ledger, ledger_key)
     if not len(found) and not found.refused:
         raise AdmissionError(
-            "cli.holds-no-contributions",
+            "cli.contributions-missing",
             f"'{folder}' holds no contributions",
             "give the folder that holds one folder per contribution: ID/payload.npz",
         )
@@ -158,7 +137,7 @@ def admit(
     if as_json:
         print_json(admission_json(found, resolution))
     else:
-        out.print(admission_page(found, resolution), markup=False, soft_wrap=True)
+        print_line(admission_page(found, resolution))
     if found.refused:
         raise typer.Exit(1)
 
@@ -180,20 +159,18 @@ def _review_folder(
 
 
 def admission_json(found: Admission, resolution: Resolution | None = None) -> dict[str, Any]:
-    """For machines: `admitted`, `refused[].{id, reason}` and more."""
-    todo = remedies_for(found.refused.counts())
+    """For --json: `admitted`, `refused[].{id, reason}` and more."""
+    remedies = {str(reason): REMEDIES[reason] for reason in found.refused.counts()}
     return {
-        **found.to_dict(),
-        "remedies": {str(reason): text for reason, text in todo.items()},
-        "resolution": None if resolution is None else resolution.to_dict(),
-    }
+        **found.to_dict(), "remedies": remedies, "resolution": None if resolution is None else resolution.to_dict(),
+    }  # fmt: skip
 
 
 def admission_page(found: Admission, resolution: Resolution | None = None) -> str:
-    """For people: who is in, who is not, what to do about it, and what bounds come to."""
+    """Tables of who is admitted and who is refused, what to do about it, and what bounds mean in a run."""
     lines = [found.table()]
-    if todo := remedies_for(found.refused.counts()):
-        lines += ["", *align_columns([["refused for", "what to do"], *([str(r), t] for r, t in todo.items())], left=2)]
+    if remedies := [[str(reason), REMEDIES[reason]] for reason in found.refused.counts()]:
+        lines += ["", columns([["refused for", "what to do"], *remedies], left=2)]
     if resolution is not None:
         lines += ["", resolution.table()]
     return "\n".join(lines)
@@ -202,7 +179,7 @@ def admission_page(found: Admission, resolution: Resolution | None = None) -> st
 def _plan_for_bounds(
     policy: Policy, path: Path, run: Path | None, model: str, batch: int | None, steps: int | None, epochs: float | None
 ) -> tuple[StepPlan, Caps] | None:
-    """The plan to resolve bounds under, and the caps on occurrences, if one is asked for. That takes torch."""
+    """The plan to resolve bounds under, and the caps on occurrences; None if no option asks for it. Imports torch."""
     by_hand = [value is not None for value in (batch, steps, epochs)]
     if run is not None:
         if any(by_hand):
@@ -214,8 +191,8 @@ def _plan_for_bounds(
             planned = PlannedRun.of(RunFile.load(run), run.resolve().parent)
         if planned.policy != policy:
             raise AdmissionError(
-                "cli.under-another-policy",
-                f"'{run}' is under another policy ('{planned.file.policy}') than '{path}'",
+                "cli.run-of-other-policy",
+                f"'{run}' uses the policy '{planned.file.policy}', which differs from '{path}'",
                 "give the policy of the run",
             )
         return planned.plan, planned.file.max_occurrences

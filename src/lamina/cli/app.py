@@ -14,27 +14,23 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lamina import __version__
-from lamina.cli.terminal import help_text, out, print_json, print_refusal, refusal_json
+from lamina.cli.terminal import help_text, option, out, print_json, print_refusal, refusal_json, stderr_is_terminal
 from lamina.errors import LaminaError
 
-# In the order in which they are used: a function, or a program of commands of its own; and how its help begins.
+# In the order of use: where the command is, and the first sentence of its help.
 COMMANDS = {
     "demo": (
         "lamina.cli.demo:demo",
-        "Sign, admit and train on simulated ECG under differential privacy; show what it cost and what it was "
-        "good for.",
+        "Sign, admit and train on simulated ECG under differential privacy; show its cost and its use.",
     ),
-    "keys": (
-        "lamina.cli.keys:app",
-        "Make signing keys, and keep the ring of those whose signatures count. Spends nothing.",
-    ),
+    "keys": ("lamina.cli.keys:app", "Make signing keys, and maintain the ring of trusted keys. Spends nothing."),
     "attest": (
         "lamina.cli.attest:attest",
         "Sign contributions: who contributes, which data, for which corpus, under which bound, until when.",
     ),
     "admit": (
         "lamina.cli.admit:admit",
-        "Check every contribution of a folder as a run would, and say who is admitted and who is not, and why.",
+        "Check every contribution of a folder as a run would; show which are admitted, which are not, and why.",
     ),
     "plan": (
         "lamina.cli.plan:plan",
@@ -54,13 +50,13 @@ COMMANDS = {
     ),
     "bench": (
         "lamina.cli.bench:bench",
-        "Measure time and peak memory of a private step here, against the plain step and Opacus.",
+        "Measure time and peak memory of a private step on this machine, against an ordinary step and Opacus.",
     ),
 }
 
 
 class _LazyCommands(TyperGroup):
-    """Commands, imported when they are asked for: whoever makes a key, or checks a ledger, need not wait for torch."""
+    """Imports a command when it is used, so that making a key or checking a ledger need not wait for torch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -114,21 +110,21 @@ First time here:
 
 With your own data:
 
-  lamina plan --template > policy.toml    whose data, how much ε each may lose
-  lamina keys new alice.key               a key of whoever contributes data
-  lamina attest policy.toml data/ …       sign what is contributed
-  lamina admit policy.toml data/          who may be learned from, and who not
-  lamina plan policy.toml --epochs 20     what that costs; spends nothing
+  lamina plan --template > policy.toml    classes of data, and their ε
+  lamina keys new alice.key               a key for a contributor
+  lamina attest policy.toml data/ …       sign contributions
+  lamina admit policy.toml data/          check who is admitted
+  lamina plan policy.toml --epochs 20     what it costs; spends nothing
   lamina train --template > RUN.toml      model, data, loss, …; edit it
   lamina train RUN.toml                   the private run; again to go on
-  lamina spend                            what was spent, over all runs
-  lamina ledger verify runs/….ledger.db   whether the record of it holds
+  lamina spend                            ε spent, over all runs
+  lamina ledger verify runs/….ledger.db   check the record of it
 """
 
 app = typer.Typer(
     name="lamina",
     cls=_LazyCommands,
-    epilog="Every command explains itself (lamina train --help), takes --json and prints one object for machines. "
+    epilog="Every command has --help, and --json to print one JSON object. "
     "Exit codes: 0 done, 1 refused, 2 misuse. Tab completion: lamina --install-completion",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -145,11 +141,9 @@ def _version(wanted: bool) -> None:
 @app.callback(help=help_text(_HELP))
 def _lamina(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version and exit")
+        bool, option("show the version and exit", "--version", callback=_version, is_eager=True)
     ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="show tracebacks; also after the command, or LAMINA_DEBUG=1")
-    ] = False,
+    debug: Annotated[bool, option("show tracebacks; also after the command, or LAMINA_DEBUG=1", "--debug")] = False,
 ) -> None:
     pass
 
@@ -166,9 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from lamina.train.user_errors import raising_line, user_line
 
         told = LaminaError(
-            "cli.line-not-yours",
+            "cli.unexpected-error",
             f"{type(error).__name__}: {error} (at {user_line(error) or raising_line(error)})",
-            "if that line is not yours, it is a defect of Lamina: --debug shows the traceback to report",
+            "if that line is not yours, it is a bug in Lamina: --debug shows the traceback to report",
         )
         _exit_with(told, error, as_json="--json" in words, debug=debug)
 
@@ -180,10 +174,6 @@ def _exit_with(told: LaminaError, error: Exception, *, as_json: bool, debug: boo
     if not debug:
         sys.exit(1)
     original = getattr(error, "original", None)  # of an error whose text was withheld
-    if isinstance(original, BaseException) and _stderr_is_terminal():
+    if isinstance(original, BaseException) and stderr_is_terminal():
         raise error from original
     raise error
-
-
-def _stderr_is_terminal() -> bool:
-    return sys.stderr.isatty()

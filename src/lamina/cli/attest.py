@@ -14,27 +14,28 @@ from lamina.admit.attestation import MICRO
 from lamina.admit.checks import SigningTerms
 from lamina.admit.keys import format_utc, parse_time, read_small
 from lamina.admit.signing import SigningOutcome, SigningState, ValidityWindow, attest_folder, contribution_ids
-from lamina.admit.verdicts import printable
 from lamina.cli.terminal import (
+    JsonOption,
     PassphraseOption,
+    argument,
     columns,
-    err,
     open_private_key,
-    out,
+    option,
     print_json,
+    print_line,
+    print_note,
     progress_bar,
-    round_up,
 )
-from lamina.corpus.corpus import LISTING, ContributionListing
-from lamina.corpus.files import NameColumn, check_column, csv_header, csv_lines, open_csv
+from lamina.corpus.files import LISTING, ContributionListing, NameColumn, check_column, csv_header, csv_lines, open_csv
 from lamina.errors import AdmissionError
 from lamina.plan.policy import Policy
+from lamina.plan.table import epsilon_text, printable
 
 
 def classes_by_id(
     cls: str | None, listing: ContributionListing | None, ids: list[str], root: Path
 ) -> str | dict[str, str]:
-    """The class of all, or of each by id. Where both --class and the list say it, they must agree."""
+    """The class of all contributions, or of each by id. --class and the listing must agree."""
     listed = None if listing is None else listing.classes
     if listing is None or listed is None:
         if cls is None:
@@ -47,8 +48,8 @@ def classes_by_id(
     for id, name in found.items():
         if name != cls:
             raise AdmissionError(
-                "cli.class-says",
-                f"--class is {printable(cls)!r}, and '{root / LISTING}' says {printable(name)!r} of {printable(id)!r}",
+                "cli.class-differs-from-listing",
+                f"--class is {printable(cls)!r}, but '{root / LISTING}' says {printable(name)!r} for {printable(id)!r}",
                 "leave --class out",
             )
     return cls
@@ -57,21 +58,17 @@ def classes_by_id(
 def read_subjects(
     key: Path | None, listing: ContributionListing | None, root: Path
 ) -> tuple[dict[str, str] | None, bytes | None]:
-    """Whom each contribution is about, and the secret under which that is signed; or neither."""
+    """The subject of each contribution and the secret key of their tags; or neither."""
     subjects = None if listing is None else listing.subjects
     if key is None:
         if subjects is not None:
-            err.print(
-                f"note: '{root / LISTING}' names subjects; without --subject-key nothing about them is signed",
-                markup=False,
-                soft_wrap=True,
-            )
+            print_note(f"note: '{root / LISTING}' names subjects; without --subject-key they are not signed")
         return None, None
     if listing is None or subjects is None:
         raise AdmissionError(
-            "cli.subject-key-given",
-            f"--subject-key is given, and '{root / LISTING}' has no column `subject`",
-            "say whom each is about",
+            "cli.subjects-missing",
+            f"--subject-key needs a column `subject` in '{root / LISTING}'",
+            "name the subject of each contribution there",
         )
     text = read_small(key, "the subject key", most=4096).strip()
     try:
@@ -80,7 +77,7 @@ def read_subjects(
         secret = b""
     if len(secret) < 16:
         raise AdmissionError(
-            "cli.subject-key-not",
+            "cli.subject-key-malformed",
             f"the subject key '{key}' is not 32 or more hexadecimal digits",
             "make one with lamina keys subject",
         )
@@ -98,7 +95,7 @@ def read_anchors(given: str, ids: list[str]) -> dict[str, bytes]:
             anchors[id] = b""
         if len(anchors[id]) != 32:
             raise AdmissionError(
-                "cli.anchor-not-hexadecimal",
+                "cli.anchor-malformed",
                 f"the anchor of {printable(id)!r} is not 64 hexadecimal digits",
                 "give a SHA-256 digest",
             )
@@ -108,8 +105,8 @@ def read_anchors(given: str, ids: list[str]) -> dict[str, bytes]:
 def _read_anchor_csv(path: Path) -> dict[str, str]:
     if path.suffix != ".csv":
         raise AdmissionError(
-            "cli.anchor-given-several",
-            f"the anchor {printable(str(path))!r} is given for several contributions",
+            "cli.anchor-needs-table",
+            f"one anchor, {printable(str(path))!r}, is given for several contributions",
             "give a CSV file: id, anchor",
         )
     with open_csv(path) as file:
@@ -126,6 +123,7 @@ def _read_anchor_csv(path: Path) -> dict[str, str]:
 
 _MAX_REFUSALS_SHOWN = 20
 _MAX_IDS_SHOWN = 5  # ids of what was left alone
+_REPLACED = (("another_key", SigningState.OTHER_KEY), ("stricter", SigningState.STRICTER))
 _STATES_ALWAYS_SHOWN = (SigningState.SIGNED, SigningState.KEPT, SigningState.REFUSED)
 
 
@@ -144,7 +142,7 @@ def terms_json(policy: Policy, terms: SigningTerms) -> dict[str, Any]:
 
 
 def _signed_epsilon(policy: Policy, terms: SigningTerms) -> float | None:
-    """What the signed multiplier stands for; None: public."""
+    """The ε of the signed noise multiplier; None if the class is public."""
     return policy.epsilon_of(terms.noise_multiplier / MICRO) if terms.noise_multiplier else None
 
 
@@ -153,168 +151,121 @@ def terms_table(policy: Policy, all_terms: dict[str, SigningTerms], counts: Coun
     rows = [["class", "contributions", "clip norm", "noise multiplier", "ε at most", "depth", "valid from", "until"]]
     for name, terms in all_terms.items():
         epsilon = _signed_epsilon(policy, terms)
-        figures = (
-            ["public", "-", "-"]
-            if epsilon is None
-            else [f"{terms.clip_norm / MICRO:g}", f"{terms.noise_multiplier / MICRO:g}", round_up(epsilon)]
-        )
-        depth = terms.profile or "as the policy says"
-        rows.append(
-            [name, f"{counts[name]:,}", *figures, depth, format_utc(terms.not_before), format_utc(terms.expires)]
-        )
+        figures = ["public", "-", "-"]
+        if epsilon is not None:
+            figures = [f"{terms.clip_norm / MICRO:g}", f"{terms.noise_multiplier / MICRO:g}", epsilon_text(epsilon)]
+        window = [format_utc(terms.not_before), format_utc(terms.expires)]
+        rows.append([name, f"{counts[name]:,}", *figures, terms.profile or "as the policy says", *window])
     title = f"for {policy.corpus.origin}, ε at δ = {policy.corpus.delta:g}"
     return f"{printable(title)}\n{columns(rows)}"
 
 
 class SigningCounts:
-    """What became of all, and whom to name."""
+    """How many contributions ended in each state, and which ones to list."""
 
     def __init__(self) -> None:
         self.counts: Counter[SigningState] = Counter()
         self.replaced: Counter[SigningState] = Counter()
         self.carried = 0
-        self.told: dict[SigningState, list[SigningOutcome]] = {
-            state: [] for state in (SigningState.STRICTER, SigningState.ANOTHER, SigningState.REFUSED)
-        }
+        listed = (SigningState.STRICTER, SigningState.OTHER_KEY, SigningState.REFUSED)
+        self.listed: dict[SigningState, list[SigningOutcome]] = {state: [] for state in listed}
 
     def add(self, outcome: SigningOutcome) -> None:
         self.counts[outcome.state] += 1
         self.carried += outcome.carried
         if outcome.replaced is not None:
             self.replaced[outcome.replaced] += 1
-        if outcome.state in self.told:
-            self.told[outcome.state].append(outcome)
+        if outcome.state in self.listed:
+            self.listed[outcome.state].append(outcome)
 
     @property
     def refused(self) -> list[SigningOutcome]:
-        return self.told[SigningState.REFUSED]
+        return self.listed[SigningState.REFUSED]
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines. `kept` are those that are as asked; the others that were left alone are named."""
+        """For --json. `kept` are those that already have these terms; others that were left alone are listed."""
         return {
             "signed": self.counts[SigningState.SIGNED],
             "kept": self.counts[SigningState.KEPT],
-            "stricter": [printable(each.id) for each in self.told[SigningState.STRICTER]],
-            "another_key": [printable(each.id) for each in self.told[SigningState.ANOTHER]],
+            "stricter": [printable(each.id) for each in self.listed[SigningState.STRICTER]],
+            "another_key": [printable(each.id) for each in self.listed[SigningState.OTHER_KEY]],
             "carried": self.carried,
-            "replaced": {
-                "another_key": self.replaced[SigningState.ANOTHER],
-                "stricter": self.replaced[SigningState.STRICTER],
-            },
+            "replaced": {key: self.replaced[state] for key, state in _REPLACED},
             "refused": [{"id": printable(each.id), "reason": each.problem} for each in self.refused],
         }
 
 
 def print_counts(tally: SigningCounts, *, force: bool, dry_run: bool, keyless: bool) -> None:
-    """How it went, or would go."""
+    """Print what was signed, or would be."""
     counts = tally.counts
-    told = ", ".join(
-        f"{counts[state]:,} {state.value}" for state in SigningState if state in _STATES_ALWAYS_SHOWN or counts[state]
-    )
-    _print_line(f"nothing was signed; without --dry-run: {told}" if dry_run else told)
+    shown = [state for state in SigningState if state in _STATES_ALWAYS_SHOWN or counts[state]]
+    summary = ", ".join(f"{counts[state]:,} {state.value}" for state in shown)
+    print_line(f"nothing was signed; without --dry-run: {summary}" if dry_run else summary)
     if force:
-        lost = tally.replaced
-        _print_line(
-            f"replaced: {lost[SigningState.ANOTHER]:,} of another key, {lost[SigningState.STRICTER]:,} stricter than asked"
-        )
+        another, stricter = (tally.replaced[state] for _, state in _REPLACED)
+        print_line(f"replaced: {another:,} of another key, {stricter:,} with a stricter bound")
     if tally.carried:
-        _print_line(f"{tally.carried:,} of the signed keep the stricter bound or depth that they had")
-    for state in (SigningState.STRICTER, SigningState.ANOTHER):
-        if left := tally.told[state]:
-            _print_line(f"{state.value} (--force replaces them): {_list_ids(left)}")
-    if keyless and counts[SigningState.ANOTHER]:
-        _print_line("whose they are is not looked at without --key: with it, what it signed itself is told apart")
+        print_line(f"{tally.carried:,} of the signed keep their stricter bound or depth")
+    for state in (SigningState.STRICTER, SigningState.OTHER_KEY):
+        if left := tally.listed[state]:
+            print_line(f"{state.value} (--force replaces them): {_list_ids(left)}")
+    if keyless and counts[SigningState.OTHER_KEY]:
+        print_line("without --key, signatures of your own key are not told apart from others")
     for each in tally.refused[:_MAX_REFUSALS_SHOWN]:
-        _print_line(f"  {printable(each.id)}: {each.problem}")
+        print_line(f"  {printable(each.id)}: {each.problem}")
     if len(tally.refused) > _MAX_REFUSALS_SHOWN:
-        _print_line(f"  … and {len(tally.refused) - _MAX_REFUSALS_SHOWN:,} more: --json names them all")
+        print_line(f"  … and {len(tally.refused) - _MAX_REFUSALS_SHOWN:,} more: --json names them all")
 
 
 def _list_ids(left: list[SigningOutcome]) -> str:
-    names = [
-        printable(each.id) if each.problem is None else f"{printable(each.id)} ({each.problem})"
-        for each in left[:_MAX_IDS_SHOWN]
-    ]
+    names = [printable(o.id) + ("" if o.problem is None else f" ({o.problem})") for o in left[:_MAX_IDS_SHOWN]]
     if len(left) > _MAX_IDS_SHOWN:
         names.append(f"… and {len(left) - _MAX_IDS_SHOWN:,} more")
     return ", ".join(names)
 
 
-def _print_line(line: str) -> None:
-    out.print(line, markup=False, soft_wrap=True)
-
-
-_BOUND_PANEL, _WINDOW_PANEL, _ABOUT_PANEL = "What is signed", "For how long", "Whom and what it is about"
+_BOUND, _WINDOW, _ABOUT = "What is signed", "For how long", "Whom and what it is about"
+_SUBJECT_HELP = "sign a keyed tag of column `subject` of contributions.csv (lamina keys subject makes the key)"
 
 
 def attest(
-    policy: Annotated[Path, typer.Argument(metavar="policy.toml", help="the policy of the corpus that it is for")],
-    path: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="a contribution (payload.* inside), or a folder of them")
-    ],
+    policy: Annotated[Path, argument("policy.toml", "the policy of the corpus that it is for")],
+    path: Annotated[Path, argument("FOLDER", "a contribution (payload.* inside), or a folder of them")],
     key: Annotated[
-        Path | None, typer.Option(metavar="KEY", help="private key of the contributor; not needed for --dry-run")
+        Path | None, option("private key of the contributor; not needed for --dry-run", metavar="KEY")
     ] = None,
     passphrase_file: PassphraseOption = None,
     cls: Annotated[
-        str | None,
-        typer.Option("--class", metavar="NAME", help="class of the policy; or a column `class` in contributions.csv"),
+        str | None, option("class of the policy; or a column `class` in contributions.csv", "--class", metavar="NAME")
     ] = None,
-    data_class: Annotated[
-        str | None,
-        typer.Option(help="what the data is, such as ecg; default: as the class", rich_help_panel=_ABOUT_PANEL),
-    ] = None,
-    clip_norm: Annotated[
-        float | None, typer.Option(help="sign a smaller clip norm than the class has", rich_help_panel=_BOUND_PANEL)
-    ] = None,
+    data_class: Annotated[str | None, option("kind of data, such as ecg; default: the class", panel=_ABOUT)] = None,
+    clip_norm: Annotated[float | None, option("sign a smaller clip norm than the class has", panel=_BOUND)] = None,
     noise_multiplier: Annotated[
-        float | None,
-        typer.Option(help="sign a larger noise multiplier than the class asks for", rich_help_panel=_BOUND_PANEL),
+        float | None, option("sign a larger noise multiplier than the class has", panel=_BOUND)
     ] = None,
-    profile: Annotated[
-        bool, typer.Option(help="sign how deep the class reaches, if it is restricted", rich_help_panel=_BOUND_PANEL)
-    ] = True,
-    valid_from: Annotated[
-        str | None, typer.Option(metavar="TIME", help="default: now", rich_help_panel=_WINDOW_PANEL)
-    ] = None,
-    expires: Annotated[
-        str | None, typer.Option(metavar="TIME", help="default: after a year", rich_help_panel=_WINDOW_PANEL)
-    ] = None,
-    subject_key: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="sign a keyed tag of column `subject` of contributions.csv (lamina keys subject makes the key)",
-            rich_help_panel=_ABOUT_PANEL,
-        ),
-    ] = None,
+    profile: Annotated[bool, option("sign which layers the class reaches, if not all", panel=_BOUND)] = True,
+    valid_from: Annotated[str | None, option("default: now", panel=_WINDOW, metavar="TIME")] = None,
+    expires: Annotated[str | None, option("default: after a year", panel=_WINDOW, metavar="TIME")] = None,
+    subject_key: Annotated[Path | None, option(_SUBJECT_HELP, panel=_ABOUT, metavar="FILE")] = None,
     anchor: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIGEST",
-            help="content anchor, 64 hexadecimal digits; for a folder a CSV file with columns id, anchor",
-            rich_help_panel=_ABOUT_PANEL,
-        ),
+        option("content anchor, 64 hex digits; for a folder a CSV file: id, anchor", panel=_ABOUT, metavar="DIGEST"),
     ] = None,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="sign all as asked, also what is stricter, signed by another key, or unchanged"),
+        bool, option("sign all again, also what is stricter, signed by another key, or unchanged", "--force")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="say what would be signed, kept and refused; write nothing")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    dry_run: Annotated[bool, option("show what would be signed, kept and refused; write nothing", "--dry-run")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Sign contributions: who contributes, which data, for which corpus, under which bound, until when.
 
     Beside each payload it writes descriptor.cbor (what is signed) and attestation.cose (the signature). The payload
-    stays as it is, and only a salted digest of it is signed. By default the bound is the one that the policy gives
-    the class; you may sign a stricter one, never a more permissive one. Signing spends nothing: what is spent is
-    decided by the runs that you let in.
+    stays as it is; only a salted digest of it is signed. By default the bound is that of the class in the policy; you
+    may sign a stricter one, never a looser one. Signing spends nothing; runs do.
 
-    Running it again signs what is new or has changed and keeps the rest, so an interrupted run is simply repeated.
-    What was signed stricter than is asked now stays so, and what another key signed is left alone; both are named.
-    Only --force replaces them. Exit code 1 if any contribution could not be signed; the others are.
+    Run it again to sign what is new or changed; the rest is kept. What was signed with a stricter bound, or by another
+    key, is left alone and listed; only --force replaces it. Exit code 1 if any contribution could not be signed; the
+    others are signed.
 
     Examples:
 
@@ -336,16 +287,11 @@ def attest(
     )
     if window.is_over and not force:
         raise typer.BadParameter(
-            f"the window ended at {format_utc(window.end)}, so what is signed would never be admitted: give a later end "
-            "(--force signs it all the same)",
+            f"{format_utc(window.end)} is past, so nothing signed would be admitted: give a later time, or --force",
             param_hint="--expires",
         )
-    bound: dict[str, Any] = {
-        "data_class": data_class,
-        "clip_norm": clip_norm,
-        "noise_multiplier": noise_multiplier,
-        "profile": profile,
-    }
+    bound: dict[str, Any] = {"data_class": data_class, "clip_norm": clip_norm}
+    bound |= {"noise_multiplier": noise_multiplier, "profile": profile}
     names = Counter([classes] * len(ids)) if isinstance(classes, str) else Counter(classes.values())
     terms = {
         name: SigningTerms.make(opened, name, not_before=window.begin, expires=window.end, **bound)
@@ -355,37 +301,19 @@ def attest(
     subjects, secret = read_subjects(subject_key, listing, root)
     signer = None if key is None else open_private_key(key, passphrase_file)
     outcomes = attest_folder(
-        path,
-        signer,
-        opened,
-        classes,
-        not_before=window.not_before,
-        expires=window.expires,
-        subjects=subjects,
-        subject_key=secret,
-        anchors=anchors,
-        force=force,
-        dry_run=dry_run,
-        now=window.now,
-        **bound,
-    )
+        path, signer, opened, classes, not_before=window.not_before, expires=window.expires, subjects=subjects,
+        subject_key=secret, anchors=anchors, force=force, dry_run=dry_run, now=window.now, **bound,
+    )  # fmt: skip
     tally = SigningCounts()
     with progress_bar("looking" if dry_run else "signing", len(ids)) as tick:
         for number, outcome in enumerate(outcomes, start=1):
             tally.add(outcome)
             tick(number)
     if as_json:
-        print_json(
-            {
-                "contributor": None if signer is None else signer.public.name,
-                "audience": opened.corpus.origin,
-                "dry_run": dry_run,
-                **tally.to_dict(),
-                "classes": {name: terms_json(opened, made) for name, made in terms.items()},
-            }
-        )
+        facts = {"contributor": signer and signer.public.name, "audience": opened.corpus.origin, "dry_run": dry_run}
+        print_json({**facts, **tally.to_dict(), "classes": {n: terms_json(opened, made) for n, made in terms.items()}})
     else:
-        out.print(terms_table(opened, terms, names), markup=False, soft_wrap=True)
+        print_line(terms_table(opened, terms, names))
         print_counts(tally, force=force, dry_run=dry_run, keyless=signer is None)
     if tally.refused:
         raise typer.Exit(1)

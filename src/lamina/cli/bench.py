@@ -12,27 +12,26 @@ from rich.table import Table
 from lamina.bench.benchmark import BenchSettings, draw_benchmark, lamina_failures, run_benchmark
 from lamina.bench.step_variants import PEERS, opacus_missing
 from lamina.bench.workloads import WORKLOADS, find_workload
-from lamina.cli.terminal import err, out, print_json, print_refusal, refusal_json
+from lamina.cli.terminal import JsonOption, err, option, out, print_json, print_note, print_refusal, refusal_json
 from lamina.errors import LaminaError
 
 
 def bench(
-    quick: Annotated[bool, typer.Option("--quick", help="about five minutes; fewer rounds, wider limits")] = False,
+    quick: Annotated[bool, option("about five minutes; fewer rounds, wider limits", "--quick")] = False,
     only: Annotated[
-        list[str] | None,
-        typer.Option(help=f"one of {', '.join(WORKLOADS)}; may be repeated", autocompletion=lambda: list(WORKLOADS)),
+        list[str] | None, option(f"one of {', '.join(WORKLOADS)}; may be repeated", choices=WORKLOADS)
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="rounds per workload, all of them measured")] = None,
-    threads: Annotated[int, typer.Option(help="torch threads")] = 2,
-    to: Annotated[Path | None, typer.Option("--out", help="folder for step.json and step.png")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    rounds: Annotated[int | None, option("rounds per workload, all of them measured")] = None,
+    threads: Annotated[int, option("torch threads")] = 2,
+    to: Annotated[Path | None, option("folder for step.json and step.png", "--out")] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Measure time and peak memory of a private step here, against the plain step and Opacus.
+    """Measure time and peak memory of a private step on this machine, against an ordinary step and Opacus.
 
-    Spends no privacy: the data is made up. Writes only with --out.
+    Spends nothing: the data is made up. Writes only with --out.
 
-    Ratios are paired within interleaved rounds. time_ratio is the upper 95 % bootstrap limit; a peer that cannot run
-    is null, with its reason beside it.
+    Ratios are paired within interleaved rounds. time_ratio is the upper 95 % bootstrap limit. A peer that cannot run is
+    null, with the reason beside it.
 
     Examples:
 
@@ -46,14 +45,14 @@ def bench(
             raise typer.BadParameter("must be 1 or more", param_hint="--rounds")
         settings = BenchSettings(workloads=names, threads=threads, rounds=rounds, minimum=rounds)
     if reason := opacus_missing():
-        err.print(f"peers are left out: {reason}", markup=False)
+        print_note(f"peers are left out: {reason}")
     with err.status("measuring") as status:
         result = run_benchmark(settings, say=status.update)
     if to is not None:
         _write(result, to)
     problems = lamina_failures(result)
     refused = LaminaError(
-        "cli.lamina-could-not",
+        "bench.workload-failed",
         "Lamina could not run every workload: " + "; ".join(problems),
         "see the reasons beside the figures",
     )
@@ -78,11 +77,11 @@ def _write(result: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "step.json"
     path.write_text(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    err.print(f"wrote {path}", markup=False)
+    print_note(f"wrote {path}")
     try:
-        err.print(f"wrote {draw_benchmark(result, folder / 'step.png')}", markup=False)
+        print_note(f"wrote {draw_benchmark(result, folder / 'step.png')}")
     except LaminaError as error:
-        err.print(f"no picture: {error}", markup=False)
+        print_note(f"no picture: {error}")
 
 
 def _table(result: dict[str, Any]) -> Table:

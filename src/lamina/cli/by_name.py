@@ -1,7 +1,4 @@
-"""Models, losses, optimisers.
-
-Schedules and allocations by the names that RUN.toml and the command line give them.
-"""
+"""Models, losses, optimisers, schedules and allocations by the names that RUN.toml and the command line use."""
 
 from __future__ import annotations
 
@@ -40,34 +37,33 @@ MODEL_INPUT_SHAPES: dict[str, tuple[int, ...]] = {"residual": (12, 256), "transf
 
 def make_model(name: str, arguments: Mapping[str, Any] | None = None, *, beside: Path | None = None) -> nn.Module:
     """A model by its built-in name, or made by `package.module:factory`."""
-    found = (
-        BUILT_IN_MODELS[name]
-        if name in BUILT_IN_MODELS
-        else import_by_name(name, "model", beside=beside, built_in=tuple(BUILT_IN_MODELS))
-    )
+    found: Any = BUILT_IN_MODELS.get(name)
+    if found is None:
+        found = import_by_name(name, "model", beside=beside, built_in=tuple(BUILT_IN_MODELS))
     if isinstance(found, nn.Module):
         if arguments:
             raise PlanError(
-                "cli.model-model-already",
-                f"model '{name}' is a model already, and args are given",
-                "name its class, or drop args",
+                "cli.model-takes-no-args",
+                f"model '{name}' is an object, so it takes no args",
+                "name its class, or remove args",
             )
         return found
     made = call_factory(found, f"model '{name}'", arguments)
     if not isinstance(made, nn.Module):
-        raise PlanError("cli.model-made", f"model '{name}' made a {type(made).__name__}", "return a torch.nn.Module")
+        raise PlanError(
+            "cli.model-not-module", f"model '{name}' made a {type(made).__name__}", "return a torch.nn.Module"
+        )
     return made
 
 
 def import_by_name(name: str, what: str, *, beside: Path | None = None, built_in: tuple[str, ...] = ()) -> Any:
-    """What `package.module:name` stands for. `beside` is searched first, then the folder of the command."""
+    """Import `package.module:name`, searched first in `beside`, then in the current folder."""
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         known = f", or one of {', '.join(built_in)}" if built_in else ""
         raise PlanError(
-            "cli.not",
-            f"{what} '{name}' is not {'built in' if built_in else 'of the form package.module:name'}"
-            f"{did_you_mean(name, built_in)}",
+            "cli.name-not-importable",
+            f"{what} '{name}' is not {'built in' if built_in else 'of the form package.module:name'}{did_you_mean(name, built_in)}",
             f"use package.module:name{known}",
         )
     folders = _make_importable(beside)
@@ -76,17 +72,17 @@ def import_by_name(name: str, what: str, *, beside: Path | None = None, built_in
             found = importlib.import_module(module)
     except LaminaError as error:
         missing = error.__cause__
-        if isinstance(missing, ModuleNotFoundError) and _is_module_or_parent(missing.name, module):
+        if isinstance(missing, ModuleNotFoundError) and f"{module}.".startswith(f"{missing.name}."):
             raise PlanError(
-                "cli.no-module-nor",
-                f"{what} '{name}': there is no module '{missing.name}' in {' or '.join(folders)}, nor installed",
+                "cli.module-not-found",
+                f"{what} '{name}': no module '{missing.name}' in {' or '.join(folders)}, and none is installed",
                 "put the file there, or correct the name before the colon",
             ) from error
         raise
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise PlanError(
-                "cli.no",
+                "cli.attribute-not-found",
                 f"{what} '{name}': '{module}' has no '{attribute}'{did_you_mean(part, dir(found))}",
                 "correct the name after the colon",
             )
@@ -95,11 +91,11 @@ def import_by_name(name: str, what: str, *, beside: Path | None = None, built_in
 
 
 def call_factory(factory: Any, what: str, arguments: Mapping[str, Any] | None = None) -> Any:
-    """`factory(**arguments)`, with arguments that do not fit told before it runs."""
+    """`factory(**arguments)`; arguments that do not fit are refused before it runs."""
     given = dict(arguments or {})
     if not callable(factory):
         raise PlanError(
-            "cli.name-function-class", f"{what} is a {type(factory).__name__}", "name a function or a class"
+            "cli.factory-not-callable", f"{what} is a {type(factory).__name__}", "name a function or a class"
         )
     check_arguments(factory, what, given)
     with user_code(f"{what} cannot be made", "correct the line; or --debug for the whole traceback"):
@@ -118,16 +114,16 @@ def check_arguments(factory: Callable[..., Any], what: str, given: Mapping[str, 
         for name in given:
             if name not in accepted:
                 raise PlanError(
-                    "cli.takes-no-argument", f"{what} takes no argument '{name}'{did_you_mean(name, accepted)}", remedy
+                    "cli.argument-not-known", f"{what} takes no argument '{name}'{did_you_mean(name, accepted)}", remedy
                 )
     try:
         signature.bind(*[None] * taken, **given)
     except TypeError as error:
-        raise PlanError("cli.check-arguments", f"{what}: {error}", remedy) from error
+        raise PlanError("cli.arguments-do-not-fit", f"{what}: {error}", remedy) from error
 
 
 def parameter_names(factory: Any) -> list[str]:
-    """The names of what a function takes, as far as it tells."""
+    """The parameters of a function, as far as they are known."""
     try:
         found = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
@@ -136,19 +132,13 @@ def parameter_names(factory: Any) -> list[str]:
 
 
 def _make_importable(beside: Path | None) -> list[str]:
-    """Put the folder of the command, and before it the folder of the run file, on the search path."""
-    folders = [str(Path.cwd())] if beside is None else [str(beside.resolve()), str(Path.cwd())]
-    folders = list(dict.fromkeys(folders))
+    """Put the folder of the run file, then the current folder, on the search path."""
+    folders = list(dict.fromkeys([*([] if beside is None else [str(beside.resolve())]), str(Path.cwd())]))
     for folder in reversed(folders):
         if folder not in sys.path:
             sys.path.insert(0, folder)
     importlib.invalidate_caches()  # a file written a moment ago counts
     return [f"'{folder}'" for folder in folders]
-
-
-def _is_module_or_parent(missing: str | None, module: str) -> bool:
-    """Whether the missing module is the one that was named, or a package around it."""
-    return missing is not None and (module == missing or module.startswith(missing + "."))
 
 
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
@@ -163,14 +153,13 @@ def allocation_with_options(name: str, options: Mapping[str, Any] | None = None)
     """
     find_allocation(name)
     policy: Any = ALLOCATIONS[name]
-    if not options:
-        return ALLOCATIONS[name]
     takes = allocation_options(name)
+    options = options or {}
     for key in options:
         if key not in takes:
             listed = ", ".join(f"{k} = {v}" for k, v in takes.items())
             raise PlanError(
-                "cli.allocation-no-option",
+                "cli.allocation-option-not-known",
                 f"allocation '{name}' has no option '{key}'{did_you_mean(key, list(takes))}",
                 f"it takes {listed}" if listed else f"it takes none: write '{name}' alone",
             )
@@ -181,7 +170,7 @@ def allocation_with_options(name: str, options: Mapping[str, Any] | None = None)
 
 
 def allocation_options(name: str) -> dict[str, str]:
-    """The options of an allocation, each with its default in words."""
+    """The options of an allocation, each with its default as text."""
     policy: Any = ALLOCATIONS[name]
     return {field.name: _option_text(getattr(policy, field.name)) for field in dataclasses.fields(policy)}
 
@@ -202,12 +191,12 @@ def parse_allocation(text: str) -> Allocator:
         if not (key and equals and value):
             takes = ", ".join(allocation_options(name)) or "none"
             raise PlanError(
-                "cli.not-option",
+                "cli.allocation-option-malformed",
                 f"'{part}' in '{text}' is not an option",
                 f"write {name}:key=value,key=value; it takes {takes}",
             )
         if key in options:
-            raise PlanError("cli.option-twice", f"option '{key}' is in '{text}' twice", "give it once")
+            raise PlanError("cli.allocation-option-repeated", f"option '{key}' is in '{text}' twice", "give it once")
         options[key] = _parse_value(value)
     return allocation_with_options(name, options)
 
@@ -229,7 +218,7 @@ def split_allocations(text: str) -> tuple[str, ...]:
 
 
 def _checked_option(name: str, key: str, kind: Any, value: Any) -> Any:
-    """The value as the policy takes it; what a policy itself checks (bounds, words) is left to it."""
+    """The value in the type that the allocation takes; ranges are checked by the allocation itself."""
     plain = {inner for inner in (kind, *typing.get_args(kind)) if inner in _TYPE_WORDS}
     if key == "sensitive":
         return _layer_selection(value)
@@ -240,7 +229,9 @@ def _checked_option(name: str, key: str, kind: Any, value: Any) -> Any:
     if plain and not any(_has_type(value, each) for each in plain):
         word = " or ".join(_TYPE_WORDS[each] for each in plain)
         raise PlanError(
-            "cli.write", f"{key} of '{name}' is {value!r}, must be {word}", f"write {key}={_EXAMPLE_VALUES[word]}"
+            "cli.allocation-option-type",
+            f"{key} of '{name}' is {value!r}, must be {word}",
+            f"write {key}={_EXAMPLE_VALUES[word]}",
         )
     return value
 
@@ -258,9 +249,7 @@ def _layer_selection(value: Any) -> Any:
     """Which layers: names, patterns or indices, or a depth profile as in a policy.toml."""
     if isinstance(value, Mapping):
         return DepthProfile.parse(value)
-    if isinstance(value, list | tuple):
-        return tuple(value)
-    return (value,)
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _option_text(value: Any) -> str:
@@ -271,7 +260,7 @@ def _option_text(value: Any) -> str:
 
 
 def _parse_value(text: str) -> Any:
-    """A value as TOML has it; a list of words without quotes; or else the text itself."""
+    """A TOML value; a list of words without quotes; or else the text itself."""
     if "\n" not in text:
         try:
             return tomllib.loads(f"value = {text}")["value"]
@@ -283,7 +272,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _split_at_commas(text: str) -> list[str]:
-    """At commas that are in no bracket and in no quotes."""
+    """Split at commas outside brackets and quotes."""
     parts, closing, quote = [""], [], ""
     for sign in text:
         if quote:
@@ -304,9 +293,9 @@ def _split_at_commas(text: str) -> list[str]:
 class PerExampleLoss(nn.Module, ABC):
     """loss[n] = mean over all other axes of ℓ(output[n], y[n]).
 
-    Sums over the batch never occur, so a contribution's loss depends on that contribution alone. Messages name
-    shapes without the first axis: how many examples were drawn is nobody's business. A module, so that its
-    arguments are part of what a run was told and a replayed segment is compared by them.
+    Nothing is summed over the batch, so a contribution's loss depends on that contribution alone. Messages give shapes
+    without the first axis: how many examples were drawn is secret. It is a module so that its arguments are part of the
+    run's settings, by which a replayed segment is compared.
     """
 
     takes: tuple[str, ...] = ()
@@ -316,12 +305,12 @@ class PerExampleLoss(nn.Module, ABC):
         unknown = [name for name in arguments if name not in self.takes]
         if unknown:
             raise PlanError(
-                "cli.loss-no-argument",
-                f"loss '{self.title}' has no argument '{unknown[0]}'",
+                "cli.argument-not-known",
+                f"loss '{self.title}' takes no argument '{unknown[0]}'",
                 f"it takes {', '.join(self.takes) or 'none'}",
             )
         self.arguments = dict(arguments)
-        self.__name__ = self.title  # by which the rehearsal knows losses that need class numbers
+        self.__name__ = self.title  # the rehearsal recognises losses that need class numbers by it
 
     @property
     def title(self) -> str:
@@ -331,9 +320,9 @@ class PerExampleLoss(nn.Module, ABC):
         output, y = self._tensor("the model's output", output), self._tensor("y", y)
         if not output.dim() or not y.dim() or len(output) != len(y):
             raise EngineError(
-                "cli.loss-output-not",
-                f"loss '{self.title}': output and y do not have the same first axis",
-                "give it one row per example",
+                "cli.loss-rows-differ",
+                f"loss '{self.title}': output and y differ in their first axis",
+                "give one row per example",
             )
         losses = self.elementwise(output, y)
         return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
@@ -346,16 +335,16 @@ class PerExampleLoss(nn.Module, ABC):
         if isinstance(value, Tensor):
             return value
         raise EngineError(
-            "cli.loss-not-tensor",
+            "cli.loss-input-not-tensor",
             f"loss '{self.title}': {what} is a {type(value).__name__}, not a tensor",
-            'write your own, package.module:function of (output, y), and name it: loss = "package.module:function"',
+            'write your own function of (output, y) and name it: loss = "package.module:function"',
         )
 
     def _target_like(self, output: Tensor, y: Tensor) -> Tensor:
         """y in the shape and type of the output; axes of length 1 do not matter, anything else does."""
         if _example_shape(output) != _example_shape(y):
             raise EngineError(
-                "cli.loss-model-gives",
+                "cli.loss-shapes-differ",
                 f"loss '{self.title}': the model gives {_shape_text(output)} per example, y is {_shape_text(y)}",
                 "make the last layer as wide as y",
             )
@@ -377,7 +366,7 @@ class AbsoluteError(PerExampleLoss):
 
 
 class Huber(PerExampleLoss):
-    """½(output - y)² where that is below `delta`, linear beyond."""
+    """½(output - y)² where |output - y| is below `delta`, linear beyond."""
 
     takes = ("delta",)
 
@@ -392,9 +381,9 @@ class BinaryCrossEntropy(PerExampleLoss):
         y = self._target_like(output, y)
         if bool(((y < 0) | (y > 1)).any()):
             raise EngineError(
-                "cli.loss-values-outside",
+                "cli.loss-labels-outside-range",
                 f"loss '{self.title}': y has values outside 0 … 1",
-                "label the two kinds 0 and 1",
+                "label the two classes 0 and 1",
             )
         return F.binary_cross_entropy_with_logits(output, y, reduction="none")
 
@@ -411,14 +400,14 @@ class CrossEntropy(PerExampleLoss):
     def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
         if output.dim() < 2:
             raise EngineError(
-                "cli.loss-model-gives-number",
+                "cli.loss-needs-class-scores",
                 f"loss '{self.title}': the model gives one number per example, not one per class",
-                'end the model with as many outputs as there are classes; for two classes and one output, loss = "bce"',
+                'give the model one output per class; or, for two classes and one output, use loss = "bce"',
             )
         if y.is_floating_point():
             if y.shape != output.shape:
                 raise EngineError(
-                    "cli.loss-shape-per",
+                    "cli.loss-labels-not-integers",
                     f"loss '{self.title}': y is {y.dtype} of shape {_shape_text(y)} per example, not a class number",
                     "give class numbers as integers: y.astype('int64')",
                 )
@@ -430,35 +419,31 @@ class CrossEntropy(PerExampleLoss):
         if y.shape[1:] != positions:
             if _example_shape(y) != tuple(n for n in positions if n != 1):
                 raise EngineError(
-                    "cli.loss-model-gives",
+                    "cli.loss-shapes-differ",
                     f"loss '{self.title}': the model gives {_shape_text(output)} per example, y is {_shape_text(y)}",
-                    f"the first of these axes counts classes, so y must be {tuple(positions) or 'one number'}; "
-                    "output.transpose(1, 2) if the classes come last",
+                    f"the first axis counts classes, so y must be {tuple(positions) or 'one number'}; "
+                    "if classes come last: output.transpose(1, 2)",
                 )
             y = y.reshape(len(y), *positions)
         y = y.long()
         if bool((((y < 0) | (y >= classes)) & (y != -100)).any()):
             raise EngineError(
-                "cli.loss-class-numbers",
+                "cli.loss-labels-outside-range",
                 f"loss '{self.title}': y has class numbers outside 0 … {classes - 1}",
-                "number the classes from 0, and give the model one output for each of them",
+                "number the classes from 0, and give the model one output for each",
             )
         return y
 
 
 LOSSES: dict[str, type[PerExampleLoss]] = {
-    "cross_entropy": CrossEntropy,
-    "bce": BinaryCrossEntropy,
-    "mse": SquaredError,
-    "l1": AbsoluteError,
-    "huber": Huber,
-}
+    "cross_entropy": CrossEntropy, "bce": BinaryCrossEntropy, "mse": SquaredError, "l1": AbsoluteError, "huber": Huber,
+}  # fmt: skip
 
 
 def make_loss(name: str, arguments: Mapping[str, Any], *, beside: Any = None) -> Any:
-    """A loss by its built-in name, or `package.module:name`: a function of (output, y), or what makes one.
+    """A loss by its built-in name, or `package.module:name` of a function of (output, y).
 
-    A class, and anything that is given arguments, is called once to make the loss.
+    A class, and anything that has arguments, is called once to make the loss.
     """
     if name in LOSSES:
         return LOSSES[name](**arguments)
@@ -466,7 +451,9 @@ def make_loss(name: str, arguments: Mapping[str, Any], *, beside: Any = None) ->
     if isinstance(found, type) or arguments:
         found = call_factory(found, f"loss '{name}'", arguments)
     if not callable(found):
-        raise PlanError("cli.loss", f"loss '{name}' is a {type(found).__name__}", "name a function of (output, y)")
+        raise PlanError(
+            "cli.loss-not-callable", f"loss '{name}' is a {type(found).__name__}", "name a function of (output, y)"
+        )
     return found
 
 
@@ -480,18 +467,10 @@ def _shape_text(t: Tensor) -> str:
 
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
-    "adam": optim.Adam,
-    "adamw": optim.AdamW,
-    "sgd": optim.SGD,
-    "rmsprop": optim.RMSprop,
-    "adagrad": optim.Adagrad,
-    "adadelta": optim.Adadelta,
-    "adamax": optim.Adamax,
-    "nadam": optim.NAdam,
-    "radam": optim.RAdam,
-    "asgd": optim.ASGD,
+    "adam": optim.Adam, "adamw": optim.AdamW, "sgd": optim.SGD, "rmsprop": optim.RMSprop, "adagrad": optim.Adagrad,
+    "adadelta": optim.Adadelta, "adamax": optim.Adamax, "nadam": optim.NAdam, "radam": optim.RAdam, "asgd": optim.ASGD,
     "adafactor": optim.Adafactor,
-}
+}  # fmt: skip
 
 SCHEDULERS: dict[str, Callable[..., Any]] = {
     "cosine": lr_scheduler.CosineAnnealingLR,
@@ -505,9 +484,9 @@ SCHEDULERS: dict[str, Callable[..., Any]] = {
 }
 
 _REFUSED_OPTIMIZERS = {
-    "lbfgs": "asks for several gradients in one step, and each of them would be a release",
-    "plateau": "follows a loss, and the private loss is a release that no budget paid for",
-    "reducelronplateau": "follows a loss, and the private loss is a release that no budget paid for",
+    "lbfgs": "uses several gradients in one step, and each of them would cost ε",
+    "plateau": "follows the loss, and no budget pays for reading the private loss",
+    "reducelronplateau": "follows the loss, and no budget pays for reading the private loss",
 }
 
 
@@ -519,7 +498,7 @@ def make_optimizer(name: str, arguments: Mapping[str, Any], model: nn.Module) ->
 
 
 def make_scheduler(name: str, arguments: Mapping[str, Any], over: optim.Optimizer, steps: int) -> Any:
-    """A torch schedule, stepped once per private step. Where it has a length, that is the run's by default."""
+    """A torch schedule, stepped once per private step. Its length is the run's by default."""
     kind = _look_up(name, "scheduler", SCHEDULERS)
     lengths: dict[str, dict[str, Any]] = {
         "cosine": {"T_max": steps},
@@ -534,9 +513,9 @@ def _look_up(name: str, what: str, known: Mapping[str, Callable[..., Any]]) -> C
     if name in known:
         return known[name]
     if reason := _REFUSED_OPTIMIZERS.get(name.lower()):
-        raise PlanError("cli.use", f"{what} '{name}' {reason}", f"use one of {', '.join(known)}")
+        raise PlanError("cli.optimizer-not-private", f"{what} '{name}' {reason}", f"use one of {', '.join(known)}")
     raise PlanError(
-        "cli.not-known",
+        "cli.optimizer-not-known",
         f"{what} '{name}' is not known{did_you_mean(name, list(known))}",
         f"use one of {', '.join(known)}",
     )

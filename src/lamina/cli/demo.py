@@ -18,7 +18,7 @@ from torch import nn
 
 from lamina.admit.admission import Admission
 from lamina.admit.resolver import Resolution
-from lamina.cli.terminal import columns, err, out, print_json, progress_bar, round_up
+from lamina.cli.terminal import JsonOption, columns, option, print_json, print_line, print_note, progress_bar
 from lamina.corpus.admitted import Gate
 from lamina.data.heart_model import import_neurokit
 from lamina.demo import hospitals as folders
@@ -45,6 +45,7 @@ from lamina.demo.training import (
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
+from lamina.plan.table import epsilon_text
 from lamina.train.publisher import Outcome
 
 TRAINING_LABELS = {
@@ -57,10 +58,7 @@ _LEDGER_LABELS = ("audit:", "record:", "trace:")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """`utility` by training, as in WORDS; `model` is the private one, `test` the patients it was measured on.
-
-    `evidence` is what an auditor finds in the ledger.
-    """
+    """`utility` by training (TRAINING_LABELS); `model` is the private one, `test` the patients it was measured on."""
 
     plan: StepPlan
     outcome: Outcome
@@ -72,42 +70,30 @@ class DemoResult:
     evidence: VerifiedLedger
     seconds: float = 0.0
 
-    def with_seconds(self, seconds: float) -> DemoResult:
-        return replace(self, seconds=seconds)
-
     def cost_rows(self) -> list[list[str]]:
         """By class: what it reaches, and what it was charged."""
         rows = [["class", "reaches", "ε", "δ", "unit"]]
         for entry in self.plan.classes:
-            spent = "public" if entry.public else round_up(self.outcome.epsilon[entry.name])
+            spent = "public" if entry.public else epsilon_text(self.outcome.epsilon[entry.name])
             delta = "–" if entry.public else f"{entry.delta:g}"
             rows.append([entry.name, entry.profile, spent, delta, entry.unit])
         return rows
 
     def refusal_rows(self) -> list[list[str]]:
-        """Who was not let in, and why."""
+        """Who was refused, and why."""
         rows = [["contribution", "refused because", "reason"]]
         return rows + [[each.id, each.reason.meaning, str(each.reason)] for each in self.admission.refused]
 
     def bound_rows(self) -> list[list[str]]:
-        """What was signed, by how many, and what it came to."""
+        """Each signed bound: by how many, and the ε spent under it."""
         rows = [["class", "signed by", "clip norm", "noise multiplier", "ε signed", "ε spent", "scale"]]
         for which, count in enumerate(np.bincount(self.admission.bound).tolist()):
             found = self.resolution[which]
             if not found.bound.noise_multiplier:
                 rows.append([found.bound.cls, str(count), "public", "–", "–", "–", "–"])
                 continue
-            rows.append(
-                [
-                    found.bound.cls,
-                    str(count),
-                    f"{found.bound.c:g}",
-                    f"{found.bound.z:.4g}",
-                    f"{found.epsilon_signed:.4f}",
-                    round_up(found.epsilon),
-                    f"{found.scale:.4g}",
-                ]
-            )
+            signed = [f"{found.bound.c:g}", f"{found.bound.z:.4g}", f"{found.epsilon_signed:.4f}"]
+            rows.append([found.bound.cls, str(count), *signed, epsilon_text(found.epsilon), f"{found.scale:.4g}"])
         return rows
 
     def utility_rows(self) -> list[list[str]]:
@@ -150,7 +136,7 @@ class DemoResult:
         )
 
     def machine(self, folder: Path, report: Path) -> dict[str, Any]:
-        """Keys that machines read; null where the capability does not exist yet."""
+        """For --json; null where the capability does not exist yet."""
         return {
             "folder": str(folder),
             "seconds": round(self.seconds, 2),
@@ -267,34 +253,30 @@ def write_report(folder: Path, result: DemoResult) -> Path:
 
 
 def _html_table(rows: Sequence[Sequence[str]]) -> str:
-    head, *body = rows
-    lines = [_html_row("th", head), *(_html_row("td", row) for row in body)]
-    return f"<table>{''.join(lines)}</table>"
-
-
-def _html_row(tag: str, cells: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    lines = []
+    for i, row in enumerate(rows):
+        tag = "td" if i else "th"
+        lines.append("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row))
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="where the report goes; a number is added if it exists")] = Path(
-        "runs/demo"
-    ),
+    folder: Annotated[Path, option("where the report goes; a number is added if it exists")] = Path("runs/demo"),
     quick: Annotated[bool, typer.Option("--quick", hidden=True)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Sign, admit and train on simulated ECG under differential privacy; show what it cost and what it was good for.
+    """Sign, admit and train on simulated ECG under differential privacy; show its cost and its use.
 
     Two hospitals sign for their patients. Sixty volunteers gave their recordings to the public: they train every layer
-    of a residual autoencoder with a classifier. Five hundred sensitive patients may reach only the top quarter of its
-    layers, at ε = 3 each; fifty of them signed for less and count for less. Six contributions that are expired,
-    changed, copied, unsigned, too permissive or signed by a stranger are refused. Who was admitted and what was spent
-    is in a signed ledger, which is verified in the end. And there is a table: the private model against one without
-    these patients, and against one without privacy.
+    of a residual autoencoder with a classifier. Five hundred sensitive patients reach only the top quarter of its
+    layers, at ε = 3 each; fifty of them signed a stricter bound. Six contributions are refused: expired, changed,
+    copied, unsigned, too permissive, or signed by a stranger. A signed ledger records who was admitted and what was
+    spent; it is verified at the end. A table compares the private model with one without these patients, and with one
+    without privacy.
 
-    Spends: nothing real, the patients are simulated. Every call makes new folders, with a ledger in each.
+    Spends: nothing real, the patients are simulated. Every call makes a new folder with a ledger.
 
-    Shows: ε so far, never the private loss: an un-noised loss would be a release that nobody paid for.
+    Shows: ε so far, never the private loss: a loss without noise would reveal private data that no budget paid for.
 
     Examples:
 
@@ -302,19 +284,16 @@ def demo(
       lamina demo --folder try --json one object for machines
     """
     started = time.perf_counter()
-    import_neurokit()  # refuses now, and not after the first minute
+    import_neurokit()  # refuse now, not after the first minute
     place = folders.make_new_folder(folder)
-    screen = err if as_json else out
     with _one_thread():
-        result = _run_demo(
-            place, QUICK_SIZES if quick else FULL_SIZES, lambda text: screen.print(text, markup=False, soft_wrap=True)
-        )
-    result = result.with_seconds(time.perf_counter() - started)
+        result = _run_demo(place, QUICK_SIZES if quick else FULL_SIZES, print_note if as_json else print_line)
+    result = replace(result, seconds=time.perf_counter() - started)
     report = write_report(place, result)
     if as_json:
         print_json(result.machine(place, report))
     else:
-        out.print(result.table(place, report), markup=False, soft_wrap=True)
+        print_line(result.table(place, report))
 
 
 def _run_demo(place: Path, sizes: DemoSizes, say: Callable[[str], None]) -> DemoResult:
@@ -365,7 +344,7 @@ def _run_demo(place: Path, sizes: DemoSizes, say: Callable[[str], None]) -> Demo
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Tensors this small only make threads wait for each other."""
+    """One torch thread: with tensors this small, threads only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,7 +1,4 @@
-"""A plan explained: its rules and reasons in sentences, notes, allocations side by side.
-
-And the answer of `lamina plan`.
-"""
+"""A plan in words for `lamina plan`: its rules, reasons and notes, and allocations side by side."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lamina.account.accountants import rdp_order_of
 from lamina.account.gaussian_rdp import epsilon_of_rho
+from lamina.account.schedule import rdp_order_of
 from lamina.allocate.basic import flat, uniform
 from lamina.allocate.problem import Allocation, Allocator
 from lamina.cli import by_name
@@ -26,12 +23,13 @@ from lamina.cli.layer_figures import (
     total_noise,
     whole_signal_to_noise,
 )
-from lamina.cli.terminal import columns, round_up
+from lamina.cli.terminal import columns
 from lamina.corpus.corpus import Corpus
 from lamina.errors import AccountingError, PlanError
 from lamina.plan.policy import Policy
 from lamina.plan.rules import RULE_KINDS, Choose, FollowBudget, FollowEnergy, FollowQuantile, Rule
 from lamina.plan.step_plan import Clipping, StepPlan
+from lamina.plan.table import epsilon_text, finite_or_none
 
 if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure
@@ -39,17 +37,16 @@ if TYPE_CHECKING:
 
 SIGNAL_TO_NOISE_HELP = (
     "S/N: signal to noise of the layer at the first step, b·n̂/(S·√d): b contributions expected in a step, n̂ the norm "
-    "of a typical one after clipping, S·√d the norm of the noise. An upper figure, as if all contributions pulled the "
-    "same way."
+    "of a typical one after clipping, S·√d the norm of the noise. An upper bound, as if all gradients pointed the same "
+    "way."
 )
-_NOT_MEASURED_HELP = " Nothing was measured, so n̂ is the threshold C itself (--proxy gaussian measures n)."
 
 
 def signal_note(measure: Measure | None) -> str:
     """What the column of signal to noise means."""
-    return SIGNAL_TO_NOISE_HELP + (
-        _NOT_MEASURED_HELP if measure is None else f" n was measured on the proxy ({measure.proxy})."
-    )
+    if measure is None:
+        return f"{SIGNAL_TO_NOISE_HELP} Nothing was measured, so n̂ is the threshold C (--proxy gaussian measures n)."
+    return f"{SIGNAL_TO_NOISE_HELP} n was measured on the proxy ({measure.proxy})."
 
 
 def rules_in_words(plan: StepPlan) -> tuple[str, ...]:
@@ -60,36 +57,30 @@ def rules_in_words(plan: StepPlan) -> tuple[str, ...]:
 def plan_reasons(
     plan: StepPlan, allocation: Allocation, measure: Measure | None, sizes: Sequence[int] | None = None
 ) -> tuple[str, ...]:
-    """Why this plan: the allocation's reasons, what the accountant said, what clipping keeps, rules, warning."""
-    return (
-        *allocation.why,
-        *(_cost_sentence(plan, k) for k, entry in enumerate(plan.classes) if not entry.public),
-        *(
-            (_kept_norm_sentence(plan, measure, sizes),)
-            if measure is not None and any(math.isfinite(plan.sigma(k)) for k in _class_indices(plan))
-            else ()
-        ),
-        *(rules_in_words(plan) or ("Nothing moves: C and S are the same in every step.",)),
-        *claim_warnings(plan),
-    )
+    """Why this plan: the allocation's reasons, the cost by class, what clipping keeps, rules, warning."""
+    reasons = [*allocation.why, *(_cost_sentence(plan, k) for k, entry in enumerate(plan.classes) if not entry.public)]
+    if measure is not None and any(math.isfinite(plan.sigma(k)) for k in range(len(plan.classes))):
+        reasons.append(_kept_norm_sentence(plan, measure, sizes))
+    reasons += rules_in_words(plan) or ("C and S are the same in every step.",)
+    return (*reasons, *claim_warnings(plan))
 
 
 def claim_warnings(plan: StepPlan) -> tuple[str, ...]:
-    """Of a printed allocation: what its document claims, and what is true."""
+    """Of an allocation that reproduces a paper: the ε that the paper claims, and the true one."""
     if not plan.claimed:
         return ()
-    told = "; ".join(
+    figures = "; ".join(
         f"class {entry.name}: claimed ε = {plan.claimed[k]:.4g}, true ε = {epsilon_text(plan.epsilon(k))}"
         for k, entry in enumerate(plan.classes)
         if not entry.public
     )
-    return (f"NOT WHAT IT CLAIMS. A printed method, kept to be measured ({told}). Do not train real data by it.",)
+    return (f"NOT WHAT IT CLAIMS. A method as published, kept to be measured ({figures}). Do not use it on real data.",)
 
 
 def requested_epsilon(
     epsilon: float | Mapping[str, float] | None, rho: float | Mapping[str, float] | None, delta: float
 ) -> float | Mapping[str, float] | None:
-    """The ε that was asked for, also where it was asked for as a zCDP budget."""
+    """The requested ε, computed from a zCDP budget where that was given."""
     if rho is None:
         return epsilon
     if isinstance(rho, Mapping):
@@ -97,20 +88,10 @@ def requested_epsilon(
     return epsilon_of_rho(rho, delta)
 
 
-def epsilon_text(epsilon: float) -> str:
-    """ε, never printed smaller than it is."""
-    if not math.isfinite(epsilon):
-        return "∞"
-    if epsilon < 1e4:
-        return round_up(epsilon)
-    exponent = math.floor(math.log10(epsilon)) - 3
-    return f"{math.ceil(epsilon / 10.0**exponent) * 10.0**exponent:.4g}"
-
-
 def _cost_sentence(plan: StepPlan, k: int) -> str:
     entry, sigma = plan.classes[k], plan.sigma(k)
     if math.isinf(sigma):
-        return f"Class {entry.name} reaches no layer: it is owed nothing."
+        return f"Class {entry.name} reaches no layer and costs nothing."
     if plan.injection.raw:
         count = plan.injection.events(0, plan.steps)
         return (
@@ -118,48 +99,42 @@ def _cost_sentence(plan: StepPlan, k: int) -> str:
             f"noise alone ({plan.adjacency}), is ε = {epsilon_text(plan.epsilon(k))} at δ = {entry.delta:g} by "
             f"{plan.accountant}, ρ = {plan.rho(k):.4g}."
         )
-    sampled = (
-        f"each {entry.unit} sampled with rate {entry.sampling_rate:.4g}"
-        if plan.accountant not in ("zcdp", "gaussian")
-        else "without credit for sampling"
-    )
+    amplified = plan.accountant not in ("zcdp", "gaussian")
+    sampled = f"each {entry.unit} sampled with rate {entry.sampling_rate:.4g}" if amplified else "sampling not credited"
     return (
         f"Class {entry.name}: sigma {sigma:.4g} over {plan.steps:,} steps, {sampled}, is ε = "
-        f"{epsilon_text(plan.epsilon(k))} at δ = {entry.delta:g} by {plan.accountant}. If it were known who was sampled "
-        f"when, the same steps would be ρ = {plan.rho(k):.4g}."
+        f"{epsilon_text(plan.epsilon(k))} at δ = {entry.delta:g} by {plan.accountant}. Without secret sampling the same "
+        f"steps would cost ρ = {plan.rho(k):.4g}."
     )
 
 
 def _kept_norm_sentence(plan: StepPlan, measure: Measure, sizes: Sequence[int] | None) -> str:
-    told = []
     whole = math.hypot(*measure.norms)
-    for entry, part in zip(plan.classes, kept_norm(plan, measure, sizes), strict=True):
-        if part is not None:
-            told.append(f"{100 * part:.3g} % of it in class {entry.name}")
-    parts = [part for part in kept_norm(plan, measure, sizes) if part is not None]
+    kept = {
+        c.name: part for c, part in zip(plan.classes, kept_norm(plan, measure, sizes), strict=True) if part is not None
+    }
+    words = " and ".join(f"{100 * part:.3g} % of it in class {name}" for name, part in kept.items())
+    parts = kept.values()
     remark = ""
     if plan.clipping is not Clipping.ELEMENTWISE and all(part > 0.999 for part in parts):
-        remark = f" Nothing is clipped: a clip_norm of {whole:.2g} would add less noise and lose nothing yet."
+        remark = f" Nothing is clipped: a clip_norm of {whole:.2g} would add less noise at no loss."
     elif any(part < 0.3 for part in parts):
         remark = (
             f" That is little: clip_norm (a typical gradient has {whole:.2g}) and the learning rate matter more than "
             "any allocation; try a larger one on public data."
         )
-    return (
-        f"On the proxy ({measure.proxy}) the gradient of an example has norm {whole:.3g}; clipping keeps "
-        f"{' and '.join(told)}.{remark}"
-    )
+    return f"On the proxy ({measure.proxy}) the gradient of an example has norm {whole:.3g}; clipping keeps {words}.{remark}"
 
 
 def _rule_sentence(rule: Rule, plan: StepPlan) -> str:
     if isinstance(rule, FollowEnergy):
         return (
-            f"Shares follow the energy of the noised gradient: looked at every {_steps_text(rule.every)}, averaged with "
-            f"decay {rule.decay:g}, no layer below {rule.least:g}/L of the budget. What is looked at is already "
-            "released: it costs nothing, and sigma stays."
+            f"Shares follow the energy of the noised gradient, read every {_steps_text(rule.every)}, averaged with decay "
+            f"{rule.decay:g}, no layer below {rule.least:g}/L of the budget. That gradient is already released: reading it "
+            "costs nothing, and sigma stays."
         )
     if isinstance(rule, FollowQuantile):
-        private = [k for k in _class_indices(plan) if not plan.classes[k].public]
+        private = [k for k, entry in enumerate(plan.classes) if not entry.public]
         part = max((plan.bits(k) * plan.sigma(k)) ** 2 for k in private if math.isfinite(plan.sigma(k)))
         return (
             f"Thresholds follow the {rule.target:g} quantile of the gradient norms at rate {rule.rate:g}, read from "
@@ -175,9 +150,8 @@ def _rule_sentence(rule: Rule, plan: StepPlan) -> str:
         )
     assert isinstance(rule, FollowBudget)
     return (
-        f"sigma follows the budget that is left, between {rule.least:g} and {rule.most:g} times the declared one, "
-        f"under a Rényi filter of order {rule.order:g} that is asked before every step. It may stop early; ε is never "
-        "exceeded."
+        f"sigma follows the remaining budget, between {rule.least:g} and {rule.most:g} times the declared one. A Rényi "
+        f"filter of order {rule.order:g} checks every step before it is taken. The run may stop early; ε is never exceeded."
     )
 
 
@@ -185,21 +159,17 @@ def _steps_text(every: int) -> str:
     return "step" if every == 1 else f"{every:,} steps"
 
 
-def _class_indices(plan: StepPlan) -> range:
-    return range(len(plan.classes))
-
-
 _USES_ITS_BUDGET = 0.99  # calibration lands a little on the safe side
 
 
 NOT_SIGNED = (
-    "the data was not admitted by signature: who contributed what, and under which bound, is on the word of whoever "
-    "runs this ([admit] in the run file, lamina attest)"
+    "the data was not admitted by signature: nothing proves who contributed what, or under which bound (use [admit] in "
+    "the run file, and lamina attest)"
 )
 
 
 def admission_notes(corpus: Corpus) -> tuple[str, ...]:
-    """What a run says about how its data got in."""
+    """A note if the data was not admitted by signature."""
     return () if corpus.admission is not None else (NOT_SIGNED,)
 
 
@@ -213,34 +183,28 @@ def plan_notes(plan: StepPlan, policy: Policy, epsilon: float | Mapping[str, flo
     planned = {name: plan.epsilon(name) for name in private}
     allowed = {name: _allowed_epsilon(policy, name, epsilon) for name in private}
     silent = [name for name in private if not plan.schedule(name)]
-    deciding = [
-        name
-        for name in private
-        if allowed[name] is not None and planned[name] >= _USES_ITS_BUDGET * (allowed[name] or 0)
-    ]
+    deciding = [n for n in private if (most := allowed[n]) is not None and planned[n] >= _USES_ITS_BUDGET * most]
     notes = [f"class '{name}' reaches no layer of this model: it costs nothing and teaches nothing" for name in silent]
     for name in private:
         most = allowed[name]
         if name in silent or name in deciding or most is None:
             continue
         others = " and ".join(f"'{other}'" for other in deciding)
-        reason = (
-            f"classes share the noise of a layer, and class {others} needs more of it"
-            if others
-            else "the plan has more noise than its ε asks for"
-        )
-        if rdp_order_of(plan.accountant) is not None and others:
-            reason += f"; and all classes are counted at one Rényi order ({plan.accountant}), which suits some less"
-        if plan.allocation in ("flat", "uniform", "automatic") and others:
-            reason += " (pareto would let it spend the rest where that class does not reach)"
+        reason = "the plan has more noise than its ε needs"
+        if others:
+            reason = f"classes share the noise of a layer, and class {others} needs more of it"
+            if rdp_order_of(plan.accountant) is not None:
+                reason += f"; and all classes are counted at one Rényi order ({plan.accountant}), which suits some less"
+            if plan.allocation in ("flat", "uniform", "automatic"):
+                reason += " (allocation pareto would let it spend the rest where that class does not reach)"
         notes.append(
-            f"class '{name}' is planned at ε {round_up(planned[name])}, below the {most:g} that it may spend: {reason}"
+            f"class '{name}' is planned at ε {epsilon_text(planned[name])}, below the {most:g} that it may spend: {reason}"
         )
     return tuple(notes)
 
 
 def _allowed_epsilon(policy: Policy, name: str, epsilon: float | Mapping[str, float] | None) -> float | None:
-    """What was asked for, or else what the policy allows."""
+    """The requested ε, or else what the policy allows."""
     if isinstance(epsilon, Mapping):
         return epsilon.get(name, policy.bound(name))
     return policy.bound(name) if epsilon is None else epsilon
@@ -251,17 +215,17 @@ MakePlan = Callable[[Allocator], tuple[StepPlan, Allocation]]
 WHEN_TO_USE = {
     "flat": "the first run, and what others are compared with: nothing need be known of the layers",
     "uniform": "a step in one pass, where nothing was measured",
-    "proportional": "to reproduce group-wise clipping; every layer is heard equally, at more noise in all",
+    "proportional": "to reproduce group-wise clipping; every layer counts equally, at more noise in all",
     "pareto": "the default: flat for one class, for several each its whole budget; better with good norms of a proxy",
     "lsab": "a zCDP budget without amplification spent exactly, or to compare with its document",
     "ladp": "shares that follow training, or named layers that need more care; set its presets yourself",
     "ladp-budget": "as ladp, when the run may stop early and sigma may follow what is left",
-    "quantile": "norms that drift by orders of magnitude and that no proxy knows; not at small ε",
+    "quantile": "norms that change by orders of magnitude and that no proxy shows; not at small ε",
     "automatic": "a clip norm that cannot be tuned: every contribution counts by its direction; no public class",
     "printed-lsab": "never for real data: to measure what equation 16 as printed gives away",
     "printed-ladp": "never for real data: to measure what the algorithm as printed gives away",
 }
-"""In one line; docs/policies has a page for each."""
+"""docs/policies has a page for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,9 +246,8 @@ class ComparedAllocation:
     def to_dict(self) -> dict[str, Any]:
         """What `--json` prints under `compare`."""
         if self.plan is None:
-            return {
-                "policy": self.policy, "ran": False, "problem": self.problem, "remedy": self.remedy, "when": self.when,
-            }  # fmt: skip
+            figures = {"policy": self.policy, "ran": False, "problem": self.problem, "remedy": self.remedy}
+            return {**figures, "when": self.when}
         plan = self.plan
         return {
             "policy": self.policy,
@@ -293,8 +256,8 @@ class ComparedAllocation:
             "accountant": plan.accountant,
             "classes": {
                 entry.name: {
-                    "sigma": _finite_or_none(plan.sigma(k)),
-                    "epsilon": _finite_or_none(plan.epsilon(k)),
+                    "sigma": finite_or_none(plan.sigma(k)),
+                    "epsilon": finite_or_none(plan.epsilon(k)),
                     **({"claimed": plan.claimed[k]} if plan.claimed else {}),
                 }
                 for k, entry in enumerate(plan.classes)
@@ -314,7 +277,7 @@ class ComparedAllocation:
 def compare_allocations(
     make: MakePlan, among: Iterable[str], measure: Measure | None, sizes: Sequence[int] | None = None
 ) -> tuple[ComparedAllocation, ...]:
-    """A row for each; `make` makes the plan of a policy, or refuses. Names are checked first."""
+    """A row for each allocation; `make` makes its plan, or refuses. Names are checked first."""
     policies = {text: by_name.parse_allocation(text) for text in among}
     try:
         reference = total_noise(make(flat)[0], sizes)
@@ -324,18 +287,18 @@ def compare_allocations(
 
 
 def comparison_text(rows: Sequence[ComparedAllocation], chosen: str, measure: Measure | None) -> str:
-    """Tables for people: what runs, what the printed ones give away, what could not run and why."""
+    """Tables: the sound allocations, the published ones with their false claims, and what could not run and why."""
     parts = []
     sound = [row for row in rows if row.plan is not None and not row.plan.claimed]
     printed = [row for row in rows if row.plan is not None and row.plan.claimed]
     refused = [row for row in rows if row.plan is None]
     if sound:
-        parts += [_comparison_table(sound, chosen, measure), _when_to_use(sound)]
+        parts.append(_comparison_table(sound, chosen, measure))
+        parts.append("when to use:\n" + columns([[f"  {row.policy}", row.when] for row in sound], left=2))
     if printed:
         parts.append(_claims_table(printed))
     if refused:
-        told = [f"  {row.policy}: {row.problem}. Remedy: {row.remedy}" for row in refused]
-        parts.append("\n".join(["not compared:", *told]))
+        parts.append("\n".join(["not compared:", *(f"  {r.policy}: {r.problem}. Remedy: {r.remedy}" for r in refused)]))
     return "\n\n".join(parts)
 
 
@@ -352,15 +315,9 @@ def _compared(
     worst = min(((layer.name, r) for layer, r in ratios if r is not None), key=lambda found: found[1], default=None)
     parts = [p for p in kept_norm(plan, measure, sizes) if p is not None] if measure is not None else []
     return ComparedAllocation(
-        policy=text,
-        when=when,
-        plan=plan,
-        noise=noise,
-        against_flat=noise / reference if reference else 1.0,
-        kept=min(parts, default=None),
-        worst=worst,
-        whole=whole_signal_to_noise(plan, measure, sizes),
-    )
+        policy=text, when=when, plan=plan, noise=noise, against_flat=noise / reference if reference else 1.0,
+        kept=min(parts, default=None), worst=worst, whole=whole_signal_to_noise(plan, measure, sizes),
+    )  # fmt: skip
 
 
 def _comparison_table(rows: Sequence[ComparedAllocation], chosen: str, measure: Measure | None) -> str:
@@ -378,22 +335,16 @@ def _comparison_table(rows: Sequence[ComparedAllocation], chosen: str, measure: 
         noise.append([*cells, three_digits(row.whole), *worst])
         each = [(three_digits(plan.sigma(k)), epsilon_text(plan.epsilon(k))) for k in names]
         price.append([name, *(cell for pair in each for cell in pair)])
-    return "\n".join(
-        [columns(noise, left=3), "", *_NOISE_NOTE, *([_KEPT_NOTE] if measure is not None else []), "", columns(price)]
-    )
+    notes = [_NOISE_NOTE, *([_KEPT_NOTE] if measure is not None else [])]
+    return "\n".join([columns(noise, left=3), "", *notes, "", columns(price)])
 
 
-_NOISE_NOTE = (
-    "  Σ d·S²: noise in the sum of a step, over all coordinates. of flat: against the flat policy; less is better, but",
-    "  only for gradients that clipping keeps. S/N: signal to noise of the whole gradient, and of its worst layer.",
-)
+_NOISE_NOTE = """\
+  Σ d·S²: noise in the sum of a step, over all coordinates. of flat: against the flat allocation; less is better, but
+  only for gradients that clipping keeps. S/N: signal to noise of the whole gradient, and of its worst layer."""
 _KEPT_NOTE = (
     "  kept: the part of a typical gradient's norm on the proxy that clipping keeps, in the class that keeps least."
 )
-
-
-def _when_to_use(rows: Sequence[ComparedAllocation]) -> str:
-    return "\n".join(["when to use:", columns([[f"  {row.policy}", row.when] for row in rows], left=2)])
 
 
 def _claims_table(rows: Sequence[ComparedAllocation]) -> str:
@@ -402,18 +353,14 @@ def _claims_table(rows: Sequence[ComparedAllocation]) -> str:
         plan = _plan_of_row(row)
         for k, entry in enumerate(plan.classes):
             if not entry.public:
-                told = [f"{plan.claimed[k]:.4g}", epsilon_text(plan.epsilon(k)), plan.accountant]
-                lines.append([f"  {row.policy}", entry.name, *told])
-    return "\n".join(["printed methods, not what they claim:", columns(lines, left=2)])
+                figures = [f"{plan.claimed[k]:.4g}", epsilon_text(plan.epsilon(k)), plan.accountant]
+                lines.append([f"  {row.policy}", entry.name, *figures])
+    return "methods as published, which are not what they claim:\n" + columns(lines, left=2)
 
 
 def _adaptive_rules(plan: StepPlan) -> str:
     names = [name for rule in plan.rules for name, kind in RULE_KINDS.items() if type(rule) is kind]
     return ", ".join(names) or "nothing"
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _plan_of_row(row: ComparedAllocation) -> StepPlan:
@@ -423,9 +370,9 @@ def _plan_of_row(row: ComparedAllocation) -> StepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanExplanation:
-    """A plan, the allocation behind it, and what else was asked: reasons (`full`), other policies (`compared`).
+    """A plan and its allocation; with reasons if `full`, with other allocations if `compared`.
 
-    `sizes`: how many numbers of each layer are reached; all of them if it is left out.
+    `sizes`: how many numbers of each layer are reached; None: all.
     """
 
     plan: StepPlan
@@ -447,16 +394,11 @@ class PlanExplanation:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures of the plan, and beside them what follows from a measure; null where there is none."""
-        told = self.plan.to_dict()
-        for entry, row in zip(told["layers"], self.layers, strict=True):
-            entry |= {
-                "delta_tight": row.tight,
-                "delta_global": row.worst,
-                "norm": row.norm,
-                "signal_to_noise": row.signal_to_noise,
-                "reached": row.reached if any(c > 0 for c in row.clip) else 0,
-            }
-        told |= {
+        result = self.plan.to_dict()
+        for entry, row in zip(result["layers"], self.layers, strict=True):
+            entry |= {"delta_tight": row.tight, "delta_global": row.worst, "norm": row.norm}
+            entry |= {"signal_to_noise": row.signal_to_noise, "reached": row.reached if any(row.clip) else 0}
+        result |= {
             "total_noise": total_noise(self.plan, self.sizes),
             "signal_to_noise": whole_signal_to_noise(self.plan, self.measure, self.sizes),
             "proxy": None if self.measure is None else self.measure.proxy,
@@ -464,11 +406,11 @@ class PlanExplanation:
             "notes": [*self.notes, *(self.measure.notes if self.measure is not None else ())],
         }
         if self.compared is not None:
-            told["compare"] = [row.to_dict() for row in self.compared]
-        return told
+            result["compare"] = [row.to_dict() for row in self.compared]
+        return result
 
     def __str__(self) -> str:
-        """The plan as ever; with `full` the layers in more columns, as bars, and why; then the comparison."""
+        """The plan's table; with `full` more columns per layer, bars and reasons; then the comparison."""
         parts = [str(self.plan)]
         if self.full:
             head, _, classes = str(self.plan).split("\n\n", 2)

@@ -1,4 +1,4 @@
-"""`lamina keys`: make signing keys, and keep the ring of those whose signatures count."""
+"""`lamina keys`: make signing keys, and maintain the ring of trusted keys."""
 
 from __future__ import annotations
 
@@ -14,18 +14,28 @@ import typer
 from lamina.admit import keys
 from lamina.admit.key_ring import ROLES, KeyEntry, KeyRing, KeyStatus
 from lamina.admit.keys import ALGORITHMS, PrivateKey, PublicKey, format_utc, parse_time
-from lamina.cli.terminal import PassphraseOption, columns, help_text, out, print_json, read_passphrase
+from lamina.cli.terminal import (
+    JsonOption,
+    PassphraseOption,
+    argument,
+    columns,
+    help_text,
+    option,
+    print_json,
+    print_line,
+    read_passphrase,
+)
 from lamina.errors import BadKey
 
-RingOption = Annotated[Path, typer.Option("--keys", metavar="FILE", help="the key ring")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+RingOption = Annotated[Path, option("the key ring", "--keys", metavar="FILE")]
+
 DEFAULT_RING = Path("keys.json")
 
 
 def new_key(
-    path: Annotated[Path, typer.Argument(metavar="KEY", help="the private key to write, such as alice.key")],
+    path: Annotated[Path, argument("KEY", "the private key to write, such as alice.key")],
     no_passphrase: Annotated[
-        bool, typer.Option("--no-passphrase", help="whoever can read the file can sign: for tests and machines")
+        bool, option("whoever can read the file can sign: for tests and machines", "--no-passphrase")
     ] = False,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
@@ -44,13 +54,11 @@ def new_key(
         raise typer.BadParameter("a passphrase, or --no-passphrase", param_hint="--passphrase-file")
     public = path.with_suffix(".pub")
     if public == path:
-        raise BadKey("key.name-public-key", f"'{path}' is the name of a public key", "call the private one .key")
+        raise BadKey("key.private-named-pub", f"'{path}' is the name of a public key", "name the private key .key")
     for file in (path, public):
         if file.exists():
             raise BadKey(
-                "key.exists-not-overwritten",
-                f"'{file}' exists and is not overwritten",
-                "give another name, or move it away",
+                "key.file-exists", f"'{file}' exists and is not overwritten", "give another name, or move it away"
             )
     secret = None if no_passphrase else read_passphrase(passphrase_file, what=f"the new key '{path}'", new=True)
     key = PrivateKey.generate()
@@ -59,15 +67,14 @@ def new_key(
     if as_json:
         print_json({"id": key.public.name, "private": str(path), "public": str(public), "sealed": not no_passphrase})
         return
-    out.print(f"key {key.public.name}", markup=False, soft_wrap=True)
-    out.print(f"  private  {path}   keep it; a copy in a safe place", markup=False, soft_wrap=True)
-    out.print(f"  public   {public}   hand this one out", markup=False, soft_wrap=True)
+    print_line(f"key {key.public.name}\n  private  {path}   keep it secret, with a copy in a safe place")
+    print_line(f"  public   {public}   give this one to others")
 
 
 def export_key(
-    name: Annotated[str, typer.Argument(metavar="KEY", help="a public key file, or id or label in the ring")],
-    form: Annotated[str, typer.Option("--format", help="pem or cose", autocompletion=lambda: ["pem", "cose"])] = "pem",
-    output: Annotated[Path | None, typer.Option(help="file to write; default: standard output")] = None,
+    name: Annotated[str, argument("KEY", "a public key file, or id or label in the ring")],
+    form: Annotated[str, option("pem or cose", "--format", choices=["pem", "cose"])] = "pem",
+    output: Annotated[Path | None, option("file to write; default: standard output")] = None,
     ring: RingOption = DEFAULT_RING,
     as_json: JsonOption = False,
 ) -> None:
@@ -90,25 +97,23 @@ def export_key(
         shown_as = data.decode("ascii") if form == "pem" else data.hex()
         print_json({"id": key.name, "format": form, "key": shown_as, "output": None if output is None else str(output)})
     elif output is not None:
-        out.print(f"{output}: {key.name}", markup=False, soft_wrap=True)
+        print_line(f"{output}: {key.name}")
     elif form == "pem":
         sys.stdout.write(data.decode("ascii"))
     elif sys.stdout.isatty():
         raise BadKey(
-            "key.cose-key-binary", "a COSE key is binary, and standard output is a terminal", "give --output FILE"
+            "key.cose-to-terminal", "a COSE key is binary, and standard output is a terminal", "give --output FILE"
         )
     else:
         sys.stdout.buffer.write(data)
 
 
-def new_subject_key(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="the file to write")], as_json: JsonOption = False
-) -> None:
+def new_subject_key(path: Annotated[Path, argument("FILE", "the file to write")], as_json: JsonOption = False) -> None:
     """Make a secret key for subject tags: 32 random bytes, mode 0600.
 
-    `lamina attest --subject-key FILE` signs a keyed tag of whom the data is about, so that two contributions about
-    one person are noticed without naming anybody. Whoever has this key can test names against tags: keep it among
-    those who sign, and use the same one for the whole corpus.
+    `lamina attest --subject-key FILE` signs a keyed tag of the person that the data is about, so that two contributions
+    about one person are found without naming anybody. Whoever has this key can test names against tags: share it only
+    with those who sign, and use one key for the whole corpus.
 
     Example:
 
@@ -118,7 +123,7 @@ def new_subject_key(
     if as_json:
         print_json({"subject_key": str(path)})
     else:
-        out.print(f"{path}: keep it secret, and a copy", markup=False, soft_wrap=True)
+        print_line(f"{path}: keep it secret, and a copy")
 
 
 def key_json(entry: KeyEntry, now: int) -> dict[str, Any]:
@@ -149,23 +154,20 @@ def key_table(ring: KeyRing, now: int) -> str:
 
 
 def field_text(value: Any) -> str:
-    """A value of a row for people."""
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return "-" if value is None else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else "-" if value is None else str(value)
 
 
 def print_changed_keys(ring: KeyRing, path: Path, entries: list[KeyEntry], as_json: bool) -> None:
-    """What a key event has changed."""
+    """Print the entries that a command changed."""
     now = int(time.time())
     if as_json:
         rows = [key_json(each, now) for each in entries]
         print_json({"ring": str(path), "version": ring.version.hex(), "keys": rows})
         return
     for each in entries:
-        out.print(f"{each.label} ({each.role}) {each.key.name}", markup=False, soft_wrap=True)
-        out.print(f"  {_validity_text(each, now)}", markup=False, soft_wrap=True)
-    out.print(f"{path}: {len(ring)} keys", markup=False, soft_wrap=True)
+        print_line(f"{each.label} ({each.role}) {each.key.name}")
+        print_line(f"  {_validity_text(each, now)}")
+    print_line(f"{path}: {len(ring)} keys")
 
 
 def _validity_text(entry: KeyEntry, now: int) -> str:
@@ -178,14 +180,14 @@ def _validity_text(entry: KeyEntry, now: int) -> str:
     return ", ".join(parts) + ("" if standing is KeyStatus.USABLE else f" ({standing.value} now)")
 
 
-_HELP = """Make signing keys, and keep the ring of those whose signatures count. Spends nothing.
+_HELP = """Make signing keys, and maintain the ring of trusted keys. Spends nothing.
 
-A contributor makes a key and hands out its .pub file; whoever answers for the corpus adds it to a ring, after making
-sure whose it is: compare ids by telephone, not by the mail that brought the file. A ring holds public keys only and
-is readable JSON; keep it beside, never inside, what it is used to verify.
+A contributor makes a key and hands out its .pub file. Whoever is responsible for the corpus adds it to a key ring,
+after checking whose it is: compare ids by telephone, not by the mail that brought the file. A ring is JSON and holds
+public keys only. Keep it apart from the data that it verifies.
 
-A key that takes over (rotate) leaves earlier signatures good. A key that was lost or stolen is revoked: from that
-instant nothing that it signed is admitted, whatever date it carries, because a thief can write any date.
+After rotate, earlier signatures of the old key stay valid. Revoke a key that was lost or stolen: from then on nothing
+that it signed is admitted, whatever its date, because a thief can write any date.
 
 Examples:
 
@@ -199,13 +201,11 @@ Examples:
 
 app = typer.Typer(no_args_is_help=True, help=help_text(_HELP))
 
-AtOption = Annotated[
-    str | None, typer.Option("--at", metavar="TIME", help="2026-03-01, or 2026-03-01T12:00Z; default: now")
-]
+AtOption = Annotated[str | None, option("2026-03-01, or 2026-03-01T12:00Z; default: now", "--at", metavar="TIME")]
 
 
 def list_keys(ring: RingOption = DEFAULT_RING, as_json: JsonOption = False) -> None:
-    """Show the keys of a ring, and what each is worth now.
+    """Show the keys of a ring, and whether each is valid now.
 
     Examples:
 
@@ -214,15 +214,14 @@ def list_keys(ring: RingOption = DEFAULT_RING, as_json: JsonOption = False) -> N
     """
     opened, now = KeyRing.load(ring), int(time.time())
     if as_json:
-        print_json(
-            {"ring": str(ring), "version": opened.version.hex(), "keys": [key_json(each, now) for each in opened]}
-        )
+        rows = [key_json(each, now) for each in opened]
+        print_json({"ring": str(ring), "version": opened.version.hex(), "keys": rows})
         return
-    out.print(key_table(opened, now) or f"'{ring}' has no keys.", markup=False, soft_wrap=True)
+    print_line(key_table(opened, now) or f"'{ring}' has no keys.")
 
 
 def show_key(
-    name: Annotated[str, typer.Argument(metavar="KEY", help="a public key file, or id or label in the ring")],
+    name: Annotated[str, argument("KEY", "a public key file, or id or label in the ring")],
     ring: RingOption = DEFAULT_RING,
     as_json: JsonOption = False,
 ) -> None:
@@ -245,25 +244,21 @@ def show_key(
         return
     listed = {"id": key.name, "x": key.x.hex(), **(figures or {"ring": f"not in '{ring}'"})}
     lines = [[word.replace("_", " "), field_text(value)] for word, value in listed.items()]
-    out.print(columns(lines, left=2), markup=False, soft_wrap=True)
+    print_line(columns(lines, left=2))
 
 
 def add_key(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="a public key, PEM or COSE")],
-    label: Annotated[str | None, typer.Option(help="whose key it is; default: the name of the file")] = None,
-    role: Annotated[
-        str, typer.Option(help=f"one of {', '.join(ROLES)}: a key has one role", autocompletion=lambda: list(ROLES))
-    ] = ROLES[0],
+    path: Annotated[Path, argument("FILE", "a public key, PEM or COSE")],
+    label: Annotated[str | None, option("whose key it is; default: the name of the file")] = None,
+    role: Annotated[str, option(f"one of {', '.join(ROLES)}: a key has one role", choices=ROLES)] = ROLES[0],
     valid_from: Annotated[
-        str | None, typer.Option("--valid-from", metavar="TIME", help="refuse what is signed earlier; default: 1970")
+        str | None, option("refuse what is signed earlier; default: 1970", "--valid-from", metavar="TIME")
     ] = None,
-    algorithm: Annotated[
-        int | None, typer.Option(help="accept this name of Ed25519 only: -8 or -19; default: both")
-    ] = None,
+    algorithm: Annotated[int | None, option("accept this name of Ed25519 only: -8 or -19; default: both")] = None,
     ring: RingOption = DEFAULT_RING,
     as_json: JsonOption = False,
 ) -> None:
-    """Trust a public key. The ring is made if there is none.
+    """Trust a public key. Makes the ring if there is none.
 
     Weak keys (points of small or mixed order) are refused.
 
@@ -275,29 +270,26 @@ def add_key(
     if algorithm is not None and algorithm not in ALGORITHMS:
         raise typer.BadParameter(f"{algorithm} is not one of {', '.join(map(str, ALGORITHMS))}")
     key = PublicKey.load(path)
+    since, algorithms = 0 if valid_from is None else parse_time(valid_from), (algorithm,) if algorithm else ALGORITHMS
     with KeyRing.editing(ring, create=True) as opened:
         entry = opened.add(
-            key,
-            label=path.stem if label is None else label,
-            role=role,
-            valid_from=0 if valid_from is None else parse_time(valid_from),
-            algorithms=ALGORITHMS if algorithm is None else (algorithm,),
+            key, label=path.stem if label is None else label, role=role, valid_from=since, algorithms=algorithms
         )
     print_changed_keys(opened, ring, [entry], as_json)
 
 
 def rotate_key(
-    old: Annotated[str, typer.Argument(metavar="OLD", help="id or label of the key that retires")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="public key file of the one that takes over")],
+    old: Annotated[str, argument("OLD", "id or label of the key that retires")],
+    new: Annotated[Path, argument("NEW", "public key file of the one that takes over")],
     at: AtOption = None,
-    label: Annotated[str | None, typer.Option(help="of the new key; default: as the old one")] = None,
+    label: Annotated[str | None, option("of the new key; default: as the old one")] = None,
     ring: RingOption = DEFAULT_RING,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a new key take over from an old one.
+    """Replace a key by a new one.
 
-    What the old key signed before that instant stays good; what it signs later is refused, and the new key counts
-    from then on. If the old key may be in other hands, revoke it too.
+    What the old key signed before that time stays valid; what it signs later is refused. The new key is valid from then
+    on. If somebody else may have the old key, revoke it too.
 
     Examples:
 
@@ -312,15 +304,15 @@ def rotate_key(
 
 
 def revoke_key(
-    name: Annotated[str, typer.Argument(metavar="KEY", help="id or label in the ring")],
+    name: Annotated[str, argument("KEY", "id or label in the ring")],
     at: AtOption = None,
     ring: RingOption = DEFAULT_RING,
     as_json: JsonOption = False,
 ) -> None:
-    """Stop trusting a key from an instant on, for good.
+    """Stop trusting a key from a time on, for good.
 
-    At every admission and every epoch after it, all that the key ever signed is refused. A revocation can be moved to
-    an earlier instant, never to a later one.
+    Every admission and every epoch after that refuses all that the key ever signed. A revocation can be moved to an
+    earlier time, never to a later one.
 
     Examples:
 
@@ -333,15 +325,9 @@ def revoke_key(
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {
-    "new": new_key,
-    "list": list_keys,
-    "show": show_key,
-    "add": add_key,
-    "rotate": rotate_key,
-    "revoke": revoke_key,
-    "export": export_key,
-    "subject": new_subject_key,
-}
+    "new": new_key, "list": list_keys, "show": show_key, "add": add_key, "rotate": rotate_key, "revoke": revoke_key,
+    "export": export_key, "subject": new_subject_key,
+}  # fmt: skip
 for _name, _command in _COMMANDS.items():
     app.command(_name, help=help_text(_command.__doc__))(_command)
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure
 
 
-# Figures of a plan that follow from C, S, q and a measurement: what is kept of a gradient, signal to noise.
-#
 # The signal of layer l is what a step's clipped sum would be if all contributions pulled the same way,
 #
 #     signal_l = Σ_k b_k·n̂_kl,      b_k = q_k·N_k contributions of class k expected in a step,
@@ -67,22 +65,16 @@ class LayerFigures:
 def layer_figures(plan: StepPlan, measure: Measure | None, sizes: ReachedSizes = None) -> tuple[LayerFigures, ...]:
     """A row for each layer, in the order of the plan."""
     ratio, numbers = signal_to_noise(plan, measure, sizes), _reached_sizes(plan, sizes)
+    bounds = measure if measure is not None and measure.has_bounds else None
     return tuple(
         LayerFigures(
-            name=layer.name,
-            depth=layer.depth,
-            size=layer.size,
-            reached=numbers[i],
+            name=layer.name, depth=layer.depth, size=layer.size, reached=numbers[i], noise=plan.noise[i], share=share,
             clip=tuple(row[i] for row in plan.clip),
-            noise=plan.noise[i],
-            share=share,
-            tight=measure.tight[i] if measure is not None and measure.has_bounds else None,
-            worst=measure.worst[i] if measure is not None and measure.has_bounds else None,
-            norm=None if measure is None else measure.norms[i],
-            signal_to_noise=ratio[i],
+            tight=None if bounds is None else bounds.tight[i], worst=None if bounds is None else bounds.worst[i],
+            norm=None if measure is None else measure.norms[i], signal_to_noise=ratio[i],
         )
         for i, (layer, share) in enumerate(zip(plan.layers, layer_shares(plan), strict=True))
-    )
+    )  # fmt: skip
 
 
 def signal_to_noise(plan: StepPlan, measure: Measure | None, sizes: ReachedSizes = None) -> tuple[float | None, ...]:
@@ -174,12 +166,8 @@ def layer_table(plan: StepPlan, rows: Sequence[LayerFigures]) -> str:
         cells = [row.name, f"{row.depth:.2f}", f"{reached}{row.size:,}"]
         cells += [three_digits(row.tight), three_digits(row.worst), three_digits(row.norm)] if measured else []
         cells += [clip_text(plan, k, i) for k in range(len(plan.classes))]
-        cells += [
-            f"{row.noise:.4g}" if row.noise else "none",
-            percent_text(row.share),
-            three_digits(row.signal_to_noise),
-        ]
-        lines.append(cells)
+        noise = f"{row.noise:.4g}" if row.noise else "none"
+        lines.append([*cells, noise, percent_text(row.share), three_digits(row.signal_to_noise)])
     return columns(lines)
 
 
@@ -197,13 +185,13 @@ def layer_bars(rows: Sequence[LayerFigures]) -> str:
         shown.append(("Δ tight", [row.tight for row in rows], [three_digits(row.tight) for row in rows]))
     titles = ["layer"]
     table: list[list[str]] = [[row.name] for row in rows]
-    for title, values, told in shown:
+    for title, values, texts in shown:
         if title != "share" and (logs := _log_scaled(values)) is not None:
             title, values = f"{title} (log)", logs
         most = max((value for value in values if value is not None), default=0.0)
-        wide = max(map(len, told))
+        wide = max(map(len, texts))
         titles.append(title)
-        for cells, value, text in zip(table, values, told, strict=True):
+        for cells, value, text in zip(table, values, texts, strict=True):
             cells.append(f"{text.rjust(wide)} {text_bar(value or 0.0, most)}".ljust(wide + 1 + _BAR_WIDTH))
     return columns([titles, *table], left=len(titles))
 
@@ -243,11 +231,11 @@ _BLUE, _GREY, _GREEN, _BROWN = "#1f6f8b", "#b9b4a7", "#0b6e4f", "#8c2d04"
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a name that says no format, before anything is computed."""
+    """Refuse a file name without a known format, before anything is computed."""
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise PlanError(
-            "cli.picture-names-no",
-            f"picture is '{path}', which names no format",
+            "cli.picture-format-not-known",
+            f"picture '{path}' has no known format",
             f"end it in {', '.join(PICTURE_SUFFIXES)}",
         )
 
@@ -262,7 +250,9 @@ def draw_plan(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[st
             _plot(plan, rows, path)
     except OSError as error:
         raise PlanError(
-            "cli.picture-not-written", f"the picture '{path}' cannot be written: {error}", "name a file that can be"
+            "cli.file-not-writable",
+            f"the picture '{path}' cannot be written: {error}",
+            "name a file that can be written",
         ) from error
 
 
@@ -271,7 +261,7 @@ def _plot(plan: StepPlan, rows: Sequence[LayerFigures], path: Path) -> None:
         import matplotlib
     except ImportError as error:
         raise LaminaError(
-            "cli.matplotlib-not-installed",
+            "cli.matplotlib-missing",
             "matplotlib is not installed",
             "pip install 'lamina[plot]', or --picture FILE.html, which needs nothing",
         ) from error
@@ -324,8 +314,6 @@ def _title(plan: StepPlan) -> str:
     return f"{plan.allocation}, {plan.clipping.value} clipping, {plan.steps:,} steps"
 
 
-# ------------------------------------------------------------------------------------ one page, nothing to load
-
 _HTML_TEMPLATE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Lamina plan</title>
@@ -354,20 +342,18 @@ def _html_page(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[s
         (title, values, [percent_text(v) if title.startswith("share") else three_digits(v) for v in values], colour)
         for title, values, colour in zip(*_series(rows), strict=True)
     ]
-    for title, found, colour in (
-        ("Δ tight", [row.tight for row in rows], _BLUE),
-        ("Δ global", [row.worst for row in rows], _GREY),
-    ):
-        values = [value for value in found if value is not None]
-        if values:
+    if rows and rows[0].tight is not None:
+        for title, values, colour in (
+            ("Δ tight", [row.tight or 0.0 for row in rows], _BLUE), ("Δ global", [row.worst or 0.0 for row in rows], _GREY),
+        ):  # fmt: skip
             shown.append((title, values, [three_digits(value) for value in values], colour))
     head = "<th>layer</th><th>parameters</th>" + "".join(f'<th colspan="2">{title}</th>' for title, *_ in shown)
     lines = []
     for i, row in enumerate(rows):
         cells = [f"<td>{html.escape(row.name)}</td><td>{row.size:,}</td>"]
-        for _, values, told, colour in shown:
+        for _, values, texts, colour in shown:
             width = 100 * values[i] / (max(values) or 1.0)
-            cells.append(f"<td>{told[i]}</td>")
+            cells.append(f"<td>{texts[i]}</td>")
             cells.append(f'<td class="bar"><i style="width:{width:.1f}%;background:{colour}"></i></td>')
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return _HTML_TEMPLATE.format(

@@ -13,7 +13,7 @@ import typer
 
 from lamina.admit.keys import PrivateKey, read_small
 from lamina.admit.verdicts import EntryContext, RefusedRows, RegisterEntry
-from lamina.cli.terminal import open_private_key, out
+from lamina.cli.terminal import argument, open_private_key
 from lamina.errors import LedgerError, RunError
 from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.corpus_terms import CorpusTerms, check_corpus_terms, policy_in_force
@@ -27,7 +27,7 @@ SUFFIX = ".ledger.db"
 
 
 def printable_location(where: str) -> str:
-    """As it may be printed and written down: without a password.
+    """Where a ledger is, without a password.
 
     >>> printable_location("postgresql://me:secret@host/db#ward"), printable_location("postgresql:///db?host=/run&password=secret")
     ('postgresql://me@host/db#ward', 'postgresql:///db?host=/run')
@@ -36,7 +36,7 @@ def printable_location(where: str) -> str:
 
 
 def find_ledgers(where: str) -> list[str]:
-    """The ledger at a place; of a folder, all that lie in it, or the one that its run is recorded in."""
+    """The ledger at a path; for a folder, all ledgers in it, or the ledger of its run."""
     if is_postgres_url(where):
         return [where]
     path = Path(where)
@@ -47,28 +47,22 @@ def find_ledgers(where: str) -> list[str]:
         found = [where] * path.is_file()
     if found:
         return found
-    if (path / "spend.db").exists():
-        raise RunError(
-            "cli.holds-no-ledger",
-            f"'{where}' holds no ledger, but a spend book (spend.db) of an earlier version, which is not read any more",
-            "read it with that version; what it says was spent, new runs must leave unspent of the policy's ε",
-        )
     raise RunError(
-        "cli.no-ledger",
-        f"there is no ledger in '{where}'" if path.is_dir() else f"there is no ledger '{where}'",
-        f"give a ledger, or a folder with NAME{SUFFIX} in it; runs make theirs beside their folders",
+        "cli.ledger-missing",
+        f"'{where}' has no ledger",
+        f"give a ledger, or a folder with NAME{SUFFIX} in it; runs write theirs beside their folders",
     )
 
 
 @contextmanager
 def read_spend(where: str) -> Iterator[SpendLedger]:
-    """What runs have spent there; nothing is changed."""
+    """What runs have spent, read-only."""
     with Ledger(make_store(_resolve_link(where), readonly=True), None) as ledger:
         yield SpendLedger(ledger)
 
 
 class ReadOnlyRegister(LedgerRegister):
-    """Asks a ledger who is in it and who was withdrawn, and tells it nothing."""
+    """Looks up in a ledger who is admitted and who was withdrawn, and records nothing."""
 
     def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
         return {}
@@ -87,13 +81,13 @@ def read_only_register(where: str, contract: CorpusTerms) -> Iterator[ReadOnlyRe
 
 @contextmanager
 def write_spend(where: str) -> Iterator[SpendLedger]:
-    """The same, to give back what a run has reserved. No key is needed: the next checkpoint covers what is recorded."""
+    """What runs have spent, to give back a reservation. Needs no key: the next checkpoint covers it."""
     with Ledger.open(_resolve_link(where)) as ledger:
         yield SpendLedger(ledger)
 
 
 def check_policy_not_looser(ledger: Ledger, contract: CorpusTerms) -> None:
-    """What a run under this policy would be refused for, before it is begun."""
+    """Refuse a policy that a run would be refused for, before the run begins."""
     check_corpus_terms(ledger, contract)
     before = policy_in_force(ledger)
     change = contract.change(before)
@@ -101,7 +95,7 @@ def check_policy_not_looser(ledger: Ledger, contract: CorpusTerms) -> None:
     if looser:
         raise LedgerError(
             "cli.policy-protects-less",
-            f"the policy protects less than the ledger {ledger.name} has promised: {'; '.join(looser)}",
+            f"this policy protects less than the ledger {ledger.name} promises: {'; '.join(looser)}",
             "keep what was promised, or have two parties sign the change: lamina ledger policy",
         )
 
@@ -113,7 +107,7 @@ def ledger_exists(where: str) -> bool:
     try:
         make_store(where, readonly=True).close()
     except LedgerError as error:
-        if error.problem.startswith("there is no ledger"):
+        if error.code == "store.no-ledger":
             return False
         raise
     return True
@@ -124,23 +118,19 @@ def _resolve_link(where: str) -> str:
     return where if is_postgres_url(where) else os.path.realpath(where)
 
 
-LedgerArgument = Annotated[str, typer.Argument(metavar="LEDGER", help="ledger.db, or postgresql://…/database#schema")]
-LEAF_HELP = "number of any leaf; or a contribution, by its digest (the first 8 digits or more) or its folder"
-DIGEST_HELP = "digest of its descriptor or content anchor, or the first 8 digits or more; its folder; or its leaf"
-JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
-KeyOption = Annotated[
-    Path | None, typer.Option("--key", metavar="FILE", help="the private key that signs; asks for its passphrase")
-]
-OutputOption = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="write it there")]
+LEDGER_HELP = "ledger.db, or postgresql://…/database#schema"
+LedgerArgument = Annotated[str, argument("LEDGER", LEDGER_HELP)]
+LEAF_HELP = "number of a leaf; or a contribution, by its folder or its digest (the first 8 digits or more)"
+DIGEST_HELP = "a contribution: digest of its descriptor or anchor (the first 8 digits or more), its folder, or its leaf"
 
 
 def is_file_ledger(where: str) -> bool:
-    """Whether it is kept in a file."""
+    """Whether the ledger is a file, not a database."""
     return not is_postgres_url(where)
 
 
 def existing_ledger(where: str) -> str:
-    """Where it is, with links followed; misuse, if there is none."""
+    """Its path, links resolved; misuse of the command if there is none."""
     if not is_file_ledger(where):
         return where
     if not Path(where).is_file():
@@ -149,7 +139,7 @@ def existing_ledger(where: str) -> str:
 
 
 def open_view(where: str) -> LedgerReader:
-    """The ledger, to be read and not changed: also a copy that cannot be written, and by a user who may only look."""
+    """The ledger, read-only: also a read-only copy, or by a user who may not write."""
     return LedgerReader.read_only(existing_ledger(where))
 
 
@@ -157,21 +147,16 @@ def open_view(where: str) -> LedgerReader:
 def open_ledger(
     where: str, key: Path | None = None, passphrase_file: Path | None = None, *, signer: PrivateKey | None = None
 ) -> Iterator[Ledger]:
-    """The ledger, to be read and appended to; with a key (a file, or one that is open) also to be signed."""
+    """The ledger, to append to; with a key (a file, or an open one) also to sign."""
     place = existing_ledger(where)
     with Ledger.open(place, signer if key is None else open_private_key(key, passphrase_file)) as ledger:
         yield ledger
 
 
 def contribution_digest(name: str) -> str:
-    """A contribution as the ledger knows it: a folder with a descriptor.cbor, or that file, by the file's digest."""
+    """The digest of a folder's descriptor.cbor, or of that file; any other name as it is."""
     path = Path(name)
     path = path / "descriptor.cbor" if path.is_dir() else path
     if path.name != "descriptor.cbor" or not path.is_file():
         return name
     return hashlib.sha256(read_small(path, "the descriptor")).hexdigest()
-
-
-def print_line(text: str) -> None:
-    """A line as it is: never wrapped, never marked up."""
-    out.print(text, markup=False, soft_wrap=True)

@@ -1,7 +1,4 @@
-"""`lamina plan`: what a policy costs on a model, before anything is trained.
-
-With what is known or measured of its layers.
-"""
+"""`lamina plan`: what a policy costs on a model, before anything is trained."""
 
 from __future__ import annotations
 
@@ -19,12 +16,11 @@ from lamina.allocate.make_plan import ALLOCATIONS, DEFAULT_ALLOCATION, explained
 from lamina.cli import by_name
 from lamina.cli.explain import PlanExplanation, compare_allocations, plan_notes, requested_epsilon
 from lamina.cli.layer_figures import check_picture, draw_plan
-from lamina.cli.terminal import err, out, print_json, results_only
+from lamina.cli.terminal import JsonOption, argument, option, print_json, print_line, print_note, results_only
 from lamina.errors import EngineError, PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.selection import planned_noised_sizes
-from lamina.plan.step_plan import Clipping
 from lamina.train.user_errors import user_code
 
 if TYPE_CHECKING:
@@ -40,14 +36,7 @@ _LABELLED_EXAMPLES = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureOptions:
-    """What was asked for on the command line; `of` finds or makes it.
-
-    file    a measure that was saved before
-    proxy   gaussian: made-up inputs of shape `shape`; public:… or simulated:… with a function that returns the data
-    shape   of one example, without the batch axis; built-in models know theirs
-    loss    as in a RUN.toml; without one, mean squared error of the output to the input
-    save    where to keep what was measured
-    """
+    """Which measure the command uses: a saved `file`, or one made now on a `proxy` (see the options of `plan`)."""
 
     file: Path | None = None
     proxy: str | None = None
@@ -59,16 +48,16 @@ class MeasureOptions:
     save: Path | None = None
 
     def check(self) -> None:
-        """Refuse combinations that mean nothing, as misuse of the command."""
+        """Refuse options that do not go together."""
         if self.file is not None and self.proxy is not None:
-            raise typer.BadParameter("give a saved measure or a proxy to measure on, not both", param_hint="--measure")
+            raise typer.BadParameter("give --measure or --proxy, not both", param_hint="--measure")
         if self.proxy is None:
             for hint, value in (("--input", self.shape), ("--loss", self.loss), ("--save-measure", self.save)):
                 if value is not None:
-                    raise typer.BadParameter("it belongs to a measurement: give --proxy too", param_hint=hint)
+                    raise typer.BadParameter("needs --proxy", param_hint=hint)
 
     def of(self, name: str, model: nn.Module, stack: LayerStack) -> Measure | None:
-        """The measure of this model, if one was asked for."""
+        """The measure of this model; None if no option asks for one."""
         if self.file is None and self.proxy is None:
             return None
         from lamina.sensitivity.measure import Measure
@@ -77,14 +66,14 @@ class MeasureOptions:
             found = Measure.load(self.file)
             found.check(stack)
             return found
-        err.print(f"measuring {len(stack)} layers on the proxy '{self.proxy}' …", markup=False, soft_wrap=True)
+        print_note(f"measuring {len(stack)} layers on the proxy '{self.proxy}' …")
         made = self._measured(name, model, stack)
         if self.save is not None:
             try:
                 made.save(self.save)
             except OSError as error:
                 raise PlanError(
-                    "cli.measure-not-written",
+                    "cli.file-not-writable",
                     f"the measure cannot be written to '{self.save}': {error}",
                     "name a file in a folder that exists",
                 ) from error
@@ -95,7 +84,7 @@ class MeasureOptions:
 
         source, _, data = str(self.proxy).partition(":")
         if source not in PROXIES or (source != "gaussian") != bool(data):
-            raise PlanError("cli.proxy-not-known", f"proxy is '{self.proxy}', which is not known", _PROXY_HELP)
+            raise PlanError("cli.proxy-not-known", f"proxy '{self.proxy}' is not known", _PROXY_HELP)
         common: dict[str, Any] = {"passes": self.passes, "radius": self.radius, "seed": self.seed}
         if source == "gaussian":
             generator = torch.Generator().manual_seed(self.seed)
@@ -110,7 +99,9 @@ class MeasureOptions:
             return measure(model, stack, x=x, y=y, losses_of=self._losses(model), proxy=proxy, **common)
         if self.shape is not None:
             raise PlanError(
-                "cli.input-brings-own", f"input is '{self.shape}', and '{data}' brings its own", "leave --input out"
+                "cli.input-not-needed",
+                f"--input is '{self.shape}', but '{data}' has a shape of its own",
+                "leave --input out",
             )
         x, y = _as_pair(by_name.call_factory(by_name.import_by_name(data, "proxy"), f"proxy '{data}'"), data)
         proxy = f"{source}: {data}"
@@ -118,13 +109,12 @@ class MeasureOptions:
             return measure(model, stack, x=x, proxy=proxy, **common)
         if self.loss is None:
             raise PlanError(
-                "cli.proxy-returned-no",
-                f"proxy '{data}' returned (x, y), and no loss is given",
+                "cli.proxy-needs-loss",
+                f"proxy '{data}' returned (x, y), but no loss is given",
                 "give --loss cross_entropy, …",
             )
-        return measure(
-            model, stack, x=x, y=x if y is None else y, losses_of=self._losses(model), proxy=proxy, **common
-        )  # fmt: skip
+        y = x if y is None else y
+        return measure(model, stack, x=x, y=y, losses_of=self._losses(model), proxy=proxy, **common)
 
     def _losses(self, model: nn.Module) -> Callable[[Any, Any], Tensor]:
         """One loss per example, by a name of RUN.toml."""
@@ -143,27 +133,27 @@ def parse_shape(text: str | None, model: str) -> tuple[int, ...]:
         if model in by_name.MODEL_INPUT_SHAPES:
             return by_name.MODEL_INPUT_SHAPES[model]
         raise PlanError(
-            "cli.input-model-no",
-            f"the input of model '{model}' has no known shape",
+            "cli.input-shape-missing",
+            f"the input shape of model '{model}' is not known",
             "give --input, one example without the batch axis: 12,256",
         )
     parts = text.replace("x", ",").split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise PlanError(
-            "cli.input-whole-numbers",
-            f"input is '{text}', must be whole numbers > 0",
-            "one example without the batch axis: --input 12,256",
+            "cli.input-shape-malformed",
+            f"--input is '{text}', must be whole numbers > 0",
+            "give one example without the batch axis: --input 12,256",
         )
     return tuple(map(int, parts))
 
 
 def random_labels(loss: str, output: Tensor, x: Tensor, generator: torch.Generator) -> Tensor:
-    """Random labels that a loss of this name takes for an output of this shape; made up like the inputs."""
+    """Random labels that fit a loss of this name and an output of this shape."""
     n, inner = len(x), output.shape[1:]
     if loss == "cross_entropy":
         if not inner:
             raise PlanError(
-                "cli.model-gives-number",
+                "cli.loss-needs-class-scores",
                 "the model gives one number per example, not one per class",
                 "use --loss bce or mse",
             )
@@ -175,18 +165,13 @@ def random_labels(loss: str, output: Tensor, x: Tensor, generator: torch.Generat
 
 def _model_output(model: nn.Module, example: Tensor) -> Tensor:
     training = model.training
-    with (
-        user_code(
-            f"the model does not take an input of shape {tuple(example.shape[1:])}",
-            "give the shape of one example without the batch axis: --input 12,256",
-        ),
-        torch.no_grad(),
-    ):
+    refused = f"the model does not take an input of shape {tuple(example.shape[1:])}"
+    with user_code(refused, "give the shape of one example without the batch axis: --input 12,256"), torch.no_grad():
         output = model.eval()(example)
     model.train(training)
     if not isinstance(output, Tensor):
         raise PlanError(
-            "cli.model-gives-not",
+            "cli.output-not-tensor",
             f"the model gives a {type(output).__name__}, not a tensor",
             "measure it in Python: lamina.sensitivity.measure(model, stack, x=…, losses_of=…).save(FILE)",
         )
@@ -196,9 +181,8 @@ def _model_output(model: nn.Module, example: Tensor) -> Tensor:
 def _check_autoencoder(output: Tensor, example: Tensor) -> None:
     if output.shape != example.shape:
         raise PlanError(
-            "cli.model-gives-input",
-            f"the model gives {tuple(output.shape[1:])} for an input of {tuple(example.shape[1:])}: it is no "
-            "autoencoder, and its loss is unknown",
+            "cli.proxy-needs-loss",
+            f"the model gives {tuple(output.shape[1:])} for an input of {tuple(example.shape[1:])}, so its loss is not known",
             "give --loss cross_entropy, bce, mse, … (labels are drawn at random), or --proxy public:nets:data",
         )
 
@@ -210,110 +194,63 @@ def _as_pair(found: Any, name: str) -> tuple[Any, Any]:
         return torch.as_tensor(found), None
     except (TypeError, ValueError, RuntimeError) as error:
         raise EngineError(
-            "cli.proxy-returned", f"proxy '{name}' returned a {type(found).__name__}", "return x or (x, y)"
+            "cli.proxy-returns-wrong-type", f"proxy '{name}' returned a {type(found).__name__}", "return x or (x, y)"
         ) from error
 
 
-_EXPLAIN_PANEL, _MEASURE_PANEL = "Explaining", "Measuring the layers (never on private data)"
+_EXPLAIN, _MEASURE = "Explaining", "Measuring the layers (never on private data)"
+_MODEL_HELP = f"package.module:factory, or built in: {', '.join(by_name.BUILT_IN_MODELS)}"
+_ALLOCATE_HELP = f"how C and S are chosen: {', '.join(ALLOCATIONS)}; with options: ladp:mode=budget,least=0.2"
 
 
 def plan(
-    policy: Annotated[
-        Path | None, typer.Argument(metavar="policy.toml", help="classes, populations, budgets, depth profiles")
-    ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            help=f"package.module:factory, or built in: {', '.join(by_name.BUILT_IN_MODELS)}",
-            autocompletion=lambda: list(by_name.BUILT_IN_MODELS),
-        ),
-    ] = "residual",
-    batch: Annotated[int, typer.Option(help="expected contributions per step, all classes together")] = 256,
-    steps: Annotated[int | None, typer.Option(help="steps; or give --epochs")] = None,
-    epochs: Annotated[float | None, typer.Option(help="passes over the declared populations")] = None,
-    allocate: Annotated[
-        str,
-        typer.Option(
-            help=f"how C and S are chosen: {', '.join(ALLOCATIONS)}; with options: ladp:mode=budget,least=0.2",
-            autocompletion=lambda: list(ALLOCATIONS),
-        ),
-    ] = DEFAULT_ALLOCATION,
+    policy: Annotated[Path | None, argument("policy.toml", "classes, populations, budgets, depth profiles")] = None,
+    model: Annotated[str, option(_MODEL_HELP, choices=by_name.BUILT_IN_MODELS)] = "residual",
+    batch: Annotated[int, option("expected contributions per step, all classes together")] = 256,
+    steps: Annotated[int | None, option("number of steps; or give --epochs")] = None,
+    epochs: Annotated[float | None, option("passes over the declared populations")] = None,
+    allocate: Annotated[str, option(_ALLOCATE_HELP, choices=ALLOCATIONS)] = DEFAULT_ALLOCATION,
     clipping: Annotated[
-        str | None,
-        typer.Option(
-            help="box or joint; default: what the allocation prefers",
-            autocompletion=lambda: [Clipping.BOX.value, Clipping.JOINT.value],
-        ),
+        str | None, option("box or joint; default: what the allocation prefers", choices=("box", "joint"))
     ] = None,
-    rho: Annotated[
-        float | None, typer.Option(help="budget of every class in zCDP, ρ/T per step, instead of the policy's ε")
-    ] = None,
+    rho: Annotated[float | None, option("zCDP budget of every class, ρ/T per step, instead of the policy's ε")] = None,
     explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain", help="figures and bars of every layer, and why this plan", rich_help_panel=_EXPLAIN_PANEL
-        ),
+        bool, option("figures and bars of every layer, and why this plan", "--explain", panel=_EXPLAIN)
     ] = False,
     compare_all: Annotated[
-        bool,
-        typer.Option("--compare", help="every allocation side by side at the same ε", rich_help_panel=_EXPLAIN_PANEL),
+        bool, option("every allocation side by side at the same ε", "--compare", panel=_EXPLAIN)
     ] = False,
     among: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES", help="compare these only: flat,pareto,ladp:mode=budget", rich_help_panel=_EXPLAIN_PANEL
-        ),
+        str | None, option("compare only these: flat,pareto,ladp:mode=budget", panel=_EXPLAIN, metavar="NAMES")
     ] = None,
     picture: Annotated[
-        Path | None,
-        typer.Option(help="draw the layers: FILE.html, or .png, .svg with matplotlib", rich_help_panel=_EXPLAIN_PANEL),
+        Path | None, option("draw the layers: FILE.html, or .png, .svg with matplotlib", panel=_EXPLAIN)
     ] = None,
-    measure: Annotated[
-        Path | None,
-        typer.Option(help="a measure that was saved before", metavar="FILE", rich_help_panel=_MEASURE_PANEL),
-    ] = None,
+    measure: Annotated[Path | None, option("a saved measure", panel=_MEASURE, metavar="FILE")] = None,
     proxy: Annotated[
         str | None,
-        typer.Option(
-            help="measure now on: gaussian, public:nets:data, simulated:nets:data",
-            metavar="PROXY",
-            rich_help_panel=_MEASURE_PANEL,
-        ),
+        option("measure now on: gaussian, public:nets:data, simulated:nets:data", panel=_MEASURE, metavar="PROXY"),
     ] = None,
     shape: Annotated[
-        str | None,
-        typer.Option(
-            "--input", metavar="SHAPE", help="one example, for gaussian: 12,256", rich_help_panel=_MEASURE_PANEL
-        ),
+        str | None, option("shape of one example, for gaussian: 12,256", "--input", panel=_MEASURE, metavar="SHAPE")
     ] = None,
     loss: Annotated[
-        str | None,
-        typer.Option(
-            help="as in RUN.toml; default: squared error to the input (autoencoders)", rich_help_panel=_MEASURE_PANEL
-        ),
+        str | None, option("as in RUN.toml; default: squared error to the input (autoencoders)", panel=_MEASURE)
     ] = None,
-    passes: Annotated[int, typer.Option(min=1, help="examples of the profile", rich_help_panel=_MEASURE_PANEL)] = 1000,
+    passes: Annotated[int, option("how many examples to measure", panel=_MEASURE, min=1)] = 1000,
     radius: Annotated[
-        float | None,
-        typer.Option(
-            help="public L2 bound on an example, for Δ; default: as large as the largest proxy example",
-            rich_help_panel=_MEASURE_PANEL,
-        ),
+        float | None, option("public L2 bound on an example, for Δ; default: that of the proxy", panel=_MEASURE)
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="of weights and proxy inputs", rich_help_panel=_MEASURE_PANEL)] = 0,
-    save_measure: Annotated[
-        Path | None, typer.Option(help="keep what was measured", metavar="FILE", rich_help_panel=_MEASURE_PANEL)
-    ] = None,
-    template: Annotated[
-        bool, typer.Option("--template", help="print an annotated policy.toml to start from, and exit")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    seed: Annotated[int, option("seed of weights and proxy inputs", panel=_MEASURE, min=0)] = 0,
+    save_measure: Annotated[Path | None, option("save the measure", panel=_MEASURE, metavar="FILE")] = None,
+    template: Annotated[bool, option("print an annotated policy.toml to start from, and exit", "--template")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show clipping, noise, sigma and ε of every class and layer, before the first step.
 
-    Spends nothing and reads no private data: what a plan costs follows from the policy, the shape of the model, the
-    batch and the number of steps. Try other values until ε, noise and length suit you, then train. Writes only what
-    --picture and --save-measure name.
+    Spends nothing and reads no private data: the cost follows from the policy, the shape of the model, the batch and the
+    number of steps. Try values until ε, noise and length suit you, then train. Writes only what --picture and
+    --save-measure name.
 
     Examples:
 
@@ -321,21 +258,21 @@ def plan(
       lamina plan policy.toml --epochs 20
       lamina plan policy.toml --model nets:build --batch 512 --steps 2000
 
-    Which allocation? Look at the layers, then put all side by side at the same ε:
+    Which allocation? Look at the layers, then compare all at the same ε:
 
       lamina plan policy.toml --epochs 20 --explain
       lamina plan policy.toml --epochs 20 --compare
       lamina plan policy.toml --epochs 20 --among flat,pareto,ladp:mode=budget
 
-    Some need to know the layers. Measure them once, on inputs that are nobody's:
+    Some allocations need measured layers. Measure once, on made-up inputs:
 
       lamina plan policy.toml --epochs 20 --proxy gaussian --save-measure m.json
       lamina plan policy.toml --epochs 20 --measure m.json --compare
       lamina plan policy.toml --epochs 20 --measure m.json --allocate lsab
 
     S/N, the signal to noise of a layer, is b·n̂/(S·√d): b contributions expected in a step, n̂ the norm of a typical
-    one after clipping (the threshold C where nothing was measured), S·√d the norm of the noise. An upper figure: as if
-    all contributions pulled the same way.
+    one after clipping (the threshold C where nothing was measured), S·√d the norm of the noise. It is an upper bound:
+    as if all gradients pointed the same way.
     """
     if template:
         text = Policy.template_text()
@@ -365,9 +302,7 @@ def plan(
     rows = None
     if compare_all or among is not None:
         names = by_name.split_allocations(among) if among is not None else dict.fromkeys((*ALLOCATIONS, allocate))
-        rows = compare_allocations(
-            lambda each: explained_plan(stack, rules, allocate=each, **common), names, known, sizes
-        )
+        rows = compare_allocations(lambda a: explained_plan(stack, rules, allocate=a, **common), names, known, sizes)
     answer = PlanExplanation(
         plan=made, allocation=allocation, measure=known, notes=notes, compared=rows, chosen=allocate, full=explain,
         sizes=sizes,
@@ -377,14 +312,14 @@ def plan(
     if as_json:
         print_json(answer.to_dict())
         return
-    out.print(str(answer), markup=False, soft_wrap=True)
+    print_line(str(answer))
     for path in (picture, save_measure):
         if path is not None:
-            out.print(f"written: {path}", markup=False, soft_wrap=True)
+            print_line(f"written: {path}")
 
 
 def _seeded_model(name: str, seed: int) -> torch.nn.Module:
-    """The model with weights that the seed decides, so that what is measured on it can be measured again."""
+    """The model with weights drawn from the seed, so that a measurement can be repeated."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return by_name.make_model(name)

@@ -1,10 +1,8 @@
-"""RUN.toml: everything that decides a training run, checked before anything is read or spent.
-
-And the folder of the run.
-"""
+"""RUN.toml: the settings of a training run, checked before anything is read or spent; and the folders of runs."""
 
 from __future__ import annotations
 
+import glob
 import json
 import tomllib
 from collections.abc import Mapping
@@ -34,61 +32,50 @@ _REQUIRED_KEYS = {
 
 
 def check_required_keys(data: Mapping[str, Any], source: str) -> None:
-    """What every run file has, with an example of each; one length and not two."""
+    """Refuse a run file that lacks a key, or gives its length or budget twice."""
     missing = [key for key in _REQUIRED_KEYS if key not in data]
     if missing:
         tables = [key for key, value in data.items() if isinstance(value, dict)]
         strayed = [f"[{t}]" for t in tables for key in missing if key in data[t]]
         hint = f" (a key below {strayed[0]} belongs to that table)" if strayed else ""
         raise PlanError(
-            "cli.missing",
-            f"{source}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{hint}",
-            "add " + "; ".join(_REQUIRED_KEYS[key] for key in missing) + ", above the first [table] what is not one",
+            "cli.run-keys-missing",
+            f"{source} lacks {', '.join(missing)}{hint}",
+            "add " + "; ".join(_REQUIRED_KEYS[key] for key in missing) + "; keys go above the first [table]",
         )
     if ("steps" in data) == ("epochs" in data):
         raise PlanError(
-            "cli.steps-epochs",
+            "cli.steps-or-epochs",
             f"{source}: steps is {data.get('steps', 'missing')} and epochs is {data.get('epochs', 'missing')}",
             "give exactly one of them: steps = 1000, or epochs = 20",
         )
     if "epsilon" in data and "rho" in data:
         raise PlanError(
-            "cli.epsilon-rho",
+            "cli.epsilon-or-rho",
             f"{source}: epsilon is {data['epsilon']} and rho is {data['rho']}",
             "give one of them: epsilon for the policy's accountant, rho for zCDP",
         )
 
 
-def check_no_spend_book(data: Mapping[str, Any], source: str) -> None:
-    """`book` was the spend book of earlier versions; what runs spend is in the corpus's ledger now."""
-    if "book" in data:
-        raise PlanError(
-            "cli.book-no-spend",
-            f"{source}: book is {data['book']!r}, and there are no spend books any more: what runs spend is in the "
-            "ledger of their corpus",
-            'write ledger = "NAME.ledger.db" instead; or remove it, and the ledger is beside the output folder',
-        )
-
-
 def check_admit_table(data: Mapping[str, Any], source: str) -> None:
-    """[admit] reads a signature beside each payload, and the class that was signed."""
+    """Refuse [admit] with data that has no signatures, and keys that the signatures already decide."""
     table = data["data"]
     if "admit" not in data or not isinstance(table, dict):
         return
     if (kind := table.get("kind")) != "folder":
         raise PlanError(
-            "cli.admit-given-data",
-            f"{source}: [admit] is given, and data.kind is {kind!r}: only a folder has a signature beside each payload",
+            "cli.admit-needs-folder",
+            f"{source}: [admit] needs a signature beside each payload, but data.kind is {kind!r}",
             'use kind = "folder" with ID/payload.npz, signed by lamina attest; or remove [admit]',
         )
     for key, why in (
-        ("class", "the class of each is the one that was signed"),
-        ("version", "signed commitments say which data it is"),
+        ("class", "each contribution has the class that it signed"),
+        ("version", "signed commitments identify the data"),
     ):
         if key in table:
             raise PlanError(
-                "cli.data-admit",
-                f"{source}: data.{key} is {table[key]!r}, and with [admit] {why}",
+                "cli.data-key-with-admit",
+                f"{source}: data.{key} is {table[key]!r}, but with [admit] {why}",
                 f"remove data.{key}",
             )
 
@@ -127,8 +114,7 @@ def _per_class(kind: type, least: str) -> BeforeValidator:
 def _not_private(value: Any) -> Any:
     if value == "private":
         raise ValueError(
-            "a figure on private data, and early stopping or a best checkpoint by it, is a release that no budget "
-            'paid for; accepted: "public" or "simulated"'
+            'no budget pays for evaluating on private data, nor for early stopping by it; use "public" or "simulated"'
         )
     return value
 
@@ -148,7 +134,7 @@ Arguments = dict[str, Any]
 
 
 class ModelTable(BaseModel):
-    """`package.module:factory` or a built-in name, and what it is called with."""
+    """`package.module:factory` or a built-in name, and its arguments."""
 
     model_config = _STRICT
     factory: Text
@@ -205,11 +191,11 @@ _WHERE_INSTEAD = {
 
 
 class AdmitTable(BaseModel):
-    """Only what was signed gets in: `lamina.Gate` stands before the folder of contributions.
+    """Admit only signed contributions, by `lamina.Gate`.
 
-    keys        the key ring: whose signatures count
-    processes   how many check signatures at once
-    on_refusal  "skip" whoever is refused, or "stop" before anything is spent
+    keys        the key ring of trusted keys
+    processes   processes that check signatures
+    on_refusal  "skip" refused contributions, or "stop" before anything is spent
     """
 
     model_config = _STRICT
@@ -219,7 +205,7 @@ class AdmitTable(BaseModel):
 
 
 class NamedTable(BaseModel):
-    """A loss, an optimiser or a schedule: its name, and any further argument that it takes."""
+    """A loss, an optimiser or a schedule: its name and its arguments."""
 
     model_config = _EXTRA_ALLOWED
     name: Text
@@ -230,7 +216,7 @@ class NamedTable(BaseModel):
 
 
 class AllocateTable(NamedTable):
-    """How clipping and noise are shared out: the name of a policy, and its options."""
+    """How clipping and noise are shared out: the name of an allocation, and its options."""
 
     @model_validator(mode="after")
     def _is_known(self) -> Self:
@@ -242,12 +228,12 @@ class AllocateTable(NamedTable):
 
     @property
     def policy(self) -> Allocator:
-        """The policy with these options."""
+        """The allocation with these options."""
         return by_name.allocation_with_options(self.name, self.arguments)
 
 
 class EvaluateTable(BaseModel):
-    """A function of the model alone, asked between segments, on data that is not protected."""
+    """A function of the model alone, called between segments, on data that is not protected."""
 
     model_config = _STRICT
     function: Text
@@ -300,7 +286,7 @@ class RunFile(BaseModel):
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                "cli.run-file-not",
+                "cli.run-file-unreadable",
                 f"run file '{path}' cannot be read: {error}",
                 "make one: lamina train --template > RUN.toml",
             ) from error
@@ -312,19 +298,16 @@ class RunFile(BaseModel):
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise PlanError(
-                "cli.not-toml", f"{source} is not TOML: {error}", "correct the line that it names"
-            ) from error
+            raise PlanError("cli.run-file-not-toml", f"{source} is not TOML: {error}", "correct that line") from error
         check_required_keys(data, source)
-        check_no_spend_book(data, source)
         check_admit_table(data, source)
         try:
             return cls.model_validate(data)
         except ValidationError as error:
             raise explain_validation_error(error, cls, source) from error
 
-    def asked(self) -> dict[str, Any]:
-        """What was written, to be kept beside the run: passwords in addresses are left out."""
+    def settings(self) -> dict[str, Any]:
+        """The file's contents, to keep beside the run; without passwords in addresses."""
         found = self.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return found | ({} if self.ledger is None else {"ledger": printable_location(self.ledger)})
 
@@ -334,12 +317,9 @@ class RunFile(BaseModel):
         return resources.files("lamina.cli").joinpath("run_template.toml").read_text(encoding="utf-8")
 
 
-# Which folder a run lives in: the newest of its name, or the next one for a fresh run.
-#
-#     runs/NAME, runs/NAME-2, runs/NAME-3, …
-#
-# A folder counts once its run has begun (it holds a journal) and if it says that it belongs to this output: another
-# run file may well have been given `output = "runs/NAME-2"`.
+# The folders of a run file are runs/NAME, runs/NAME-2, runs/NAME-3, …: one per fresh run. A folder counts once its run
+# has begun (it holds a journal), and if run.json says that it belongs to this output: another run file may have
+# `output = "runs/NAME-2"`.
 
 _SETTINGS_FILE = "run.json"
 
@@ -355,12 +335,12 @@ def unused_run_folder(output: Path) -> Path:
     number, folder = 1, output
     while folder.exists() and not (_belongs_to(folder, output) and not (folder / "journal").exists()):
         number += 1
-        folder = _numbered_folder(output, number)
+        folder = output.with_name(f"{output.name}-{number}")
     return folder
 
 
 def write_run_settings(folder: Path, output: Path, settings: dict[str, Any]) -> None:
-    """Write down what the run was asked to do, and to which output it belongs. Public facts only."""
+    """Write the run's settings, and the output that it belongs to. Public facts only."""
     text = json.dumps({"output": output.name, "settings": settings}, indent=2, ensure_ascii=False)
     make_folder(folder)
     write_atomically(folder / _SETTINGS_FILE, f"{text}\n".encode(), mode=0o644)
@@ -378,15 +358,11 @@ def read_run_figures(folder: Path) -> dict[str, Any]:
 def _folders_of_output(output: Path) -> list[Path]:
     """`output` and the fresh runs of it, in the order of their numbers; a deleted one leaves a gap."""
     found = {1: output}
-    for folder in output.parent.glob(f"{_escape_glob(output.name)}-*"):
+    for folder in output.parent.glob(f"{glob.escape(output.name)}-*"):
         number = folder.name.removeprefix(output.name + "-")
         if number.isdecimal() and str(int(number)) == number and int(number) > 1 and _belongs_to(folder, output):
             found[int(number)] = folder
     return [found[number] for number in sorted(found)]
-
-
-def _numbered_folder(output: Path, number: int) -> Path:
-    return output.with_name(f"{output.name}-{number}")
 
 
 def _belongs_to(folder: Path, output: Path) -> bool:
@@ -396,7 +372,3 @@ def _belongs_to(folder: Path, output: Path) -> bool:
         found = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))
         return isinstance(found, dict) and found.get("output") == output.name
     return False
-
-
-def _escape_glob(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

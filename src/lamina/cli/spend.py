@@ -5,30 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import ROUND_FLOOR, Decimal, localcontext
+from decimal import ROUND_FLOOR, Context, Decimal
 from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
 from lamina.cli.open_ledger import find_ledgers, printable_location, read_spend, write_spend
-from lamina.cli.terminal import columns, out, print_json, round_up
+from lamina.cli.terminal import JsonOption, argument, columns, option, print_json, print_line
 from lamina.errors import RunError
-from lamina.ledger.reader import head_of
 from lamina.ledger.show import pluralize
+from lamina.ledger.store.interface import head_of
+from lamina.plan.table import epsilon_text, finite_or_none, printable
 from lamina.spend.accounts import BOUND_SEPARATOR, AccountTotal, RecordedSpend, RunSpend, is_bound, run_name
 from lamina.spend.reservation import SpendLimits, SpendView
 from lamina.spend.spend_ledger import SpendLedger
 
-_MAX_ACCOUNTS_NAMED = 3  # accounts with the same runs that are told above them
+_MAX_ACCOUNTS_NAMED = 3  # above a table of runs that several accounts share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccountLine:
-    """An account at one δ, by one accountant.
-
-    bound    the most that it may lose there over all runs; inf if it is held to nothing
-    """
+    """An account at one δ, by one accountant. `bound` is its ε at most over all runs; inf if it has none."""
 
     account: str
     delta: float
@@ -38,7 +36,7 @@ class AccountLine:
 
     @property
     def remaining(self) -> float:
-        """bound - committed, never more than there is; 0 where the bound is passed."""
+        """bound - committed, rounded down; 0 if the bound is passed."""
         if math.isinf(self.bound):
             return math.inf
         return max(0.0, math.nextafter(self.bound - self.total.committed, -math.inf))
@@ -52,39 +50,27 @@ def account_lines(book: SpendLedger) -> list[AccountLine]:
     """Every account of a ledger, in one view of it."""
     header = book.ledger.header
     with book.ledger.store.read() as rows:
-        head_of(rows)  # begins the view of PostgreSQL, so that what the book asks is a part of it
+        head_of(rows)  # opens the snapshot in PostgreSQL; the reads below share it
         held, limits = SpendView(rows, RecordedSpend(header)), SpendLimits(header)
         found = []
         for each in book.accounts():
             wanted = limits.wanted(rows, each.cls, *held.terms(each.cls))
             mine = (t.bound for t in wanted if (t.delta, t.accountant) == (each.delta, each.accountant))
-            found.append(
-                AccountLine(
-                    account=each.cls,
-                    delta=each.delta,
-                    accountant=each.accountant,
-                    bound=min(mine, default=math.inf),
-                    total=book.total(each.cls, delta=each.delta, accountant=each.accountant),
-                )
-            )
+            terms: dict[str, Any] = {"delta": each.delta, "accountant": each.accountant}
+            bound, total = min(mine, default=math.inf), book.total(each.cls, **terms)
+            found.append(AccountLine(account=each.cls, bound=bound, total=total, **terms))
     return found
 
 
-# ----------------------------------------------------------------------------------- for machines
-
-
 def spend_json(lines: Sequence[AccountLine]) -> dict[str, Any]:
-    """By class. The terms of the last booking come first, others are in `also`.
-
-    Signed bounds that are stricter than their class are in its `bounds`.
-    """
+    """By class: figures at the terms of the last charge, others in `also`, stricter signed bounds in `bounds`."""
     found: dict[str, Any] = {}
     for line in lines:
         figures = {
-            "epsilon": _finite_or_none(line.total.spent),
-            "committed": _finite_or_none(line.total.committed),
-            "bound": _finite_or_none(line.bound),
-            "remaining": _finite_or_none(line.remaining),
+            "epsilon": finite_or_none(line.total.spent),
+            "committed": finite_or_none(line.total.committed),
+            "bound": finite_or_none(line.bound),
+            "remaining": finite_or_none(line.remaining),
             "delta": line.delta,
             "accountant": line.accountant,
         }
@@ -96,47 +82,33 @@ def spend_json(lines: Sequence[AccountLine]) -> dict[str, Any]:
             classes[line.account]["also"].append(figures)
             continue
         runs = [
-            {
-                "run": each.run,
-                "label": each.label,
-                "since": each.day,
-                "steps": each.steps,
-                "redone": each.redone,
-                "reserved": each.reserved,
-                "finished": each.finished,
-            }
+            {"run": each.run, "label": each.label, "since": each.day, "steps": each.steps, "redone": each.redone}
+            | {"reserved": each.reserved, "finished": each.finished}
             for each in line.total.runs
         ]
         classes[line.account] = {**figures, "runs": runs, "also": []}
     return found
 
 
-# ----------------------------------------------------------------------------------- for people
-
-
 def spend_page(origin: str, lines: Sequence[AccountLine]) -> str:
-    """One corpus: ε of every account in a table, then the runs of each."""
-    head = f"corpus {_printable(origin)}"
+    """A table of one corpus, ε of every account, then the runs of each."""
+    head = f"corpus {printable(origin)}"
     if not lines:
         return f"{head}\n  nothing is spent or reserved"
     rows = [["class (signed bound)", "ε spent", "committed", "bound", "remains", "at δ", "by"], *map(_table_row, lines)]
     told = [head, *(f"  {line}" for line in columns(rows, left=1).split("\n"))]
     for line in lines:
         if line.passed:
-            told.append(
-                f"  note: {_account_text(line.account)} is past its bound at δ = {line.delta:g}: no run may take more of it"
-            )
+            over = f"{_account_text(line.account)} is over its bound at δ = {line.delta:g}"
+            told.append(f"  note: {over}: no run may spend more of it")
     alike: dict[tuple[RunSpend, ...], list[str]] = {}
     for account, runs in {line.account: line.total.runs for line in lines}.items():
         alike.setdefault(runs, []).append(_account_text(account))
     for runs, names in alike.items():
         if runs:
             more = f" and {len(names) - _MAX_ACCOUNTS_NAMED} more" if len(names) > _MAX_ACCOUNTS_NAMED else ""
-            told += [
-                "",
-                f"  runs of {', '.join(names[:_MAX_ACCOUNTS_NAMED])}{more}",
-                *(f"    {row}" for row in _run_lines(runs)),
-            ]
+            told += ["", f"  runs of {', '.join(names[:_MAX_ACCOUNTS_NAMED])}{more}"]
+            told += [f"    {row}" for row in _run_lines(runs)]
     return "\n".join(told)
 
 
@@ -144,8 +116,8 @@ def _table_row(line: AccountLine) -> list[str]:
     bounded = math.isfinite(line.bound)
     return [
         _account_text(line.account),
-        _epsilon_text(line.total.spent),
-        _epsilon_text(line.total.committed),
+        epsilon_text(line.total.spent),
+        epsilon_text(line.total.committed),
         _bound_text(line) if bounded else "no bound",
         _round_down(line.remaining) if bounded else "-",
         f"{line.delta:g}",
@@ -154,9 +126,9 @@ def _table_row(line: AccountLine) -> list[str]:
 
 
 def _account_text(account: str) -> str:
-    """A class; with what was signed, if that is stricter than the class."""
+    """A class, with the bound that was signed if that is stricter."""
     cls, mark, label = account.partition(BOUND_SEPARATOR)
-    return _printable(f"{cls} ({label.replace(',', ', ')})" if mark else cls)
+    return printable(f"{cls} ({label.replace(',', ', ')})" if mark else cls)
 
 
 def _run_lines(runs: Sequence[RunSpend]) -> list[str]:
@@ -164,73 +136,47 @@ def _run_lines(runs: Sequence[RunSpend]) -> list[str]:
     for each in runs:
         counts = [f"{count:,}" for count in (each.steps, each.redone, each.reserved)]
         state = "ended" if each.finished else "open"
-        rows.append([_printable(each.run[:8]), _printable(each.label), state, *counts])
+        rows.append([printable(each.run[:8]), printable(each.label), state, *counts])
     return columns(rows, left=3).split("\n")
 
 
 def _bound_text(line: AccountLine) -> str:
-    """Not more than was promised; but what just fits into it does not look like more."""
+    """The bound; rounded up only where a committed ε that just fits would look larger."""
     nearest = f"{line.bound:.4f}"
-    fits = line.passed or float(round_up(line.total.committed)) <= float(nearest)
-    return nearest if fits else round_up(line.bound)
-
-
-def _epsilon_text(value: float) -> str:
-    return round_up(value) if math.isfinite(value) else "∞"
+    fits = line.passed or float(epsilon_text(line.total.committed)) <= float(nearest)
+    return nearest if fits else epsilon_text(line.bound)
 
 
 def _round_down(value: float) -> str:
-    """What is left is never printed larger than it is."""
-    with localcontext() as context:
-        context.prec = 400  # digits: more than a float has
-        return str(Decimal(value).quantize(Decimal("0.0001"), rounding=ROUND_FLOOR))
-
-
-def _finite_or_none(value: float) -> float | None:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else None
-
-
-def _printable(text: str) -> str:
-    """Names are the user's: control characters in them do not reach the terminal."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    """What remains, never printed larger than it is."""
+    return str(Decimal(value).quantize(Decimal("0.0001"), ROUND_FLOOR, Context(prec=400)))  # digits of any float
 
 
 def spend(
     where: Annotated[
-        str,
-        typer.Argument(
-            metavar="WHERE",
-            help="a ledger (NAME.ledger.db, postgresql://…/database#schema), or a folder with ledgers in it",
-        ),
+        str, argument("WHERE", "a ledger (file or postgresql://…), or a folder that holds ledgers")
     ] = "runs",
     release: Annotated[
         str | None,
-        typer.Option(
-            metavar="RUN",
-            help="give back what a run has reserved and will not use; its id, the first digits of it, or its label",
-        ),
+        option("give back what this run has reserved; its id, the first digits of it, or its label", metavar="RUN"),
     ] = None,
     lost: Annotated[
-        bool,
-        typer.Option("--lost", help="with --release: the run will never go on; record what it had begun, as given up"),
+        bool, option("with --release: the run will never go on; record what it had begun as abandoned", "--lost")
     ] = False,
-    origin: Annotated[str | None, typer.Option(help="only this corpus")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    origin: Annotated[str | None, option("only this corpus")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show ε spent by every class of every corpus, over all runs, retrainings and abandoned attempts.
 
-    A run reserves its whole plan before its first step and is charged segment by segment, before each is
-    trained. What is charged is spent for good: nothing gives it back, neither deleting a run nor --release. What
-    is reserved counts against the bound of the class too, until the run ends or is released.
+    A run reserves its whole plan before its first step. It is charged segment by segment, before each is trained. What
+    is charged is spent for good: neither deleting the run nor --release gives it back. What is reserved counts against
+    the bound too, until the run ends or is released.
 
-    ε of several runs is priced jointly, at the δ and by the accountant that the runs were planned with: as a rule
-    less than the sum of their ε. Committed is what is spent and reserved. The bound is what the ledger promises
-    for the class, what its contributions signed, or what the last run was held to: the strictest. What remains is the
-    bound less what is committed.
+    The ε of several runs is computed jointly and is usually less than the sum. Committed: spent and reserved. Bound:
+    the strictest of what the ledger promises, what contributions signed and what the last run was limited to. Remains:
+    the bound less what is committed, rounded down; the other figures are rounded up.
 
-    What remains is rounded down, the other figures up. Nothing is verified here: lamina ledger verify recomputes every
-    figure of what has ended.
+    This command verifies nothing; lamina ledger verify recomputes every figure.
 
     Examples:
 
@@ -240,7 +186,7 @@ def spend(
       lamina spend --release 3f9c21aa --lost    if its folder is gone
     """
     if lost and release is None:
-        raise typer.BadParameter("--lost says of a run that is released that it is gone: give --release RUN too")
+        raise typer.BadParameter("give --release RUN too", param_hint="--lost")
     places = _by_origin(find_ledgers(where), where, origin)
     released, recorded = ("", 0) if release is None else _release(list(places.values()), where, release, lost)
     found = {}
@@ -248,25 +194,18 @@ def spend(
         with read_spend(place) as book:
             found[name] = account_lines(book)
     if as_json:
-        print_json(
-            {
-                "ledger": printable_location(where),
-                **({"released": released} if released else {}),
-                **({"recorded": recorded} if lost else {}),
-                "origins": {name: spend_json(each) for name, each in found.items()},
-            }
-        )
+        done = ({"released": released} if released else {}) | ({"recorded": recorded} if lost else {})
+        origins = {name: spend_json(each) for name, each in found.items()}
+        print_json({"ledger": printable_location(where), **done, "origins": origins})
         return
     if released:
         attempts = pluralize(recorded, "attempt")
-        begun = f" What it had begun ({attempts}) is recorded as given up." if recorded else ""
-        goes_on = "" if lost else "; if it still trains, each further segment must find room under the bound"
-        out.print(
-            f"Run {released[:8]} holds no reservation any more.{begun} What it was charged stays charged{goes_on}.",
-            markup=False,
-            soft_wrap=True,
+        begun = f" What it had begun ({attempts}) is recorded as abandoned." if recorded else ""
+        goes_on = "" if lost else "; if it still trains, each further segment must fit under the bound"
+        print_line(
+            f"Run {released[:8]} holds no reservation any more.{begun} What it was charged stays charged{goes_on}."
         )
-    out.print("\n\n".join(spend_page(name, each) for name, each in found.items()), markup=False, soft_wrap=True)
+    print_line("\n\n".join(spend_page(name, each) for name, each in found.items()))
 
 
 def _by_origin(ledgers: list[str], where: str, wanted: str | None) -> dict[str, str]:
@@ -276,17 +215,15 @@ def _by_origin(ledgers: list[str], where: str, wanted: str | None) -> dict[str, 
         with read_spend(ledger) as book:
             name = book.origin
         if name in found and wanted in (None, name):
+            both = f"'{printable_location(found[name])}' and '{printable_location(ledger)}'"
             raise RunError(
-                "cli.both-corpus-neither",
-                f"'{printable_location(found[name])}' and '{printable_location(ledger)}' are both of corpus "
-                f"{name!r}: neither knows all of its ε",
-                "give one of them; a corpus has one ledger",
+                "cli.corpus-in-two-ledgers", f"{both} are both ledgers of corpus {name!r}", "give one of them"
             )
         found[name] = ledger
     if wanted is not None and wanted not in found:
         known = ", ".join(map(repr, sorted(found)))
         raise RunError(
-            "cli.knows-no-corpus", f"'{printable_location(where)}' knows no corpus {wanted!r}", f"it has {known}"
+            "cli.corpus-not-in-ledger", f"'{printable_location(where)}' has no corpus {wanted!r}", f"it has {known}"
         )
     return {name: place for name, place in sorted(found.items()) if wanted in (None, name)}
 
@@ -303,15 +240,13 @@ def _release(ledgers: list[str], where: str, name: str, lost: bool) -> tuple[str
     found = found or [run for run in labels if name and run.startswith(name)]
     if not found:
         raise RunError(
-            "cli.no-run-known",
-            f"no run {name!r} is known in '{printable_location(where)}'",
+            "cli.run-not-found",
+            f"'{printable_location(where)}' has no run {name!r}",
             f"lamina spend {quote(printable_location(where))} lists them",
         )
     if len(found) > 1:
         listed = ", ".join(run_name(run, labels[run]) for run in found[:5])
-        raise RunError(
-            "cli.could-runs", f"{name!r} could be any of {len(found)} runs: {listed}", "give more digits of its id"
-        )
+        raise RunError("cli.run-ambiguous", f"{name!r} fits {len(found)} runs: {listed}", "give more digits of its id")
     with write_spend(home[found[0]]) as book:
         if lost:
             return found[0], book.abandon_run(found[0])

@@ -1,31 +1,57 @@
-"""What the program prints and asks for.
+"""What every command prints and asks for: JSON, refusals, tables, progress bars, passphrases, options.
 
-JSON, refusals, tables, rounded guarantees, progress bars, passphrases.
+`lamina --help` imports this module, so it imports nothing of Lamina but errors; the rest is imported where it is used.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lamina.admit.keys import PrivateKey, read_small
 from lamina.errors import BadKey, LaminaError
-from lamina.plan.table import align_columns
+
+if TYPE_CHECKING:
+    from lamina.admit.keys import PrivateKey
 
 err = Console(stderr=True, highlight=False)
 out = Console(highlight=False)
+
+
+def option(help: str, *names: str, panel: str | None = None, choices: Iterable[str] = (), **settings: Any) -> Any:
+    """An option of a command, for Annotated; the shell completes `choices`."""
+    if choices:
+        settings["autocompletion"] = lambda: list(choices)
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+
+
+def argument(metavar: str, help: str, choices: Sequence[str] = ()) -> Any:
+    """An argument of a command, for Annotated; the shell completes `choices`."""
+    return typer.Argument(metavar=metavar, help=help, autocompletion=(lambda: list(choices)) if choices else None)
+
+
+JsonOption = Annotated[bool, option("print one JSON object", "--json")]
+KeyOption = Annotated[Path | None, option("private key that signs; asks for its passphrase", "--key", metavar="FILE")]
+OutputOption = Annotated[Path | None, option("write to this file", "--output", "-o", metavar="FILE")]
+
+
+def print_line(text: str) -> None:
+    """Print text as it is: not wrapped, no mark-up."""
+    out.print(text, markup=False, soft_wrap=True)
+
+
+def print_note(text: str) -> None:
+    """Print text to standard error, as it is."""
+    err.print(text, markup=False, soft_wrap=True)
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -53,94 +79,81 @@ def results_only() -> Iterator[None]:
         yield
 
 
-def round_up(value: float, digits: int = 4) -> str:
-    """A guarantee is never printed smaller than it is.
-
-    >>> round_up(0.99991, 3)
-    '1.000'
-    """
-    scale = 10**digits
-    return f"{math.ceil(value * scale) / scale:.{digits}f}"
-
-
 def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Rows with columns of equal width, the first `left` flush left, whatever the width of the screen.
+    """Rows with columns of equal width; the first `left` are flush left, the others right.
 
     >>> print(columns([["class", "ε"], ["clinical", "1.5"]]))
     class       ε
     clinical  1.5
     """
+    from lamina.plan.table import align_columns
+
     return "\n".join(align_columns(rows, left))
 
 
 def help_text(text: str | None) -> str:
-    """A docstring as help: paragraphs in one line each, for the screen to break; indented lines as they are.
-
-    What stands in brackets is text, and no mark-up.
-    """
+    """A docstring as help: each paragraph on one line, indented lines as they are, brackets not as mark-up."""
     paragraphs = escape(inspect.cleandoc(text or "")).split("\n\n")
     return "\n\n".join(p if p.startswith("  ") else " ".join(p.split("\n")) for p in paragraphs)
 
 
 @contextmanager
 def progress_bar(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """Yields what tells it how much is done, and perhaps of how many."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err) as drawn:
-        task = drawn.add_task(what, total=total)
+    """Yields a function of (done, total) that moves the bar."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        def tell(done: int, of: int | None = total) -> None:
-            drawn.update(task, completed=done, total=of)
+    shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*shown, console=err) as bar:
+        task = bar.add_task(what, total=total)
 
-        yield tell
+        def update(done: int, total: int | None = total) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield update
 
 
 PASSPHRASE_VARIABLE = "LAMINA_PASSPHRASE"
-_MAX_PASSPHRASE_FILE_BYTES = 4096
-
 PassphraseOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        f"file whose first line is the passphrase; or set {PASSPHRASE_VARIABLE}; default: ask",
         "--passphrase-file",
         metavar="FILE",
-        help=f"the passphrase is its first line; or set {PASSPHRASE_VARIABLE}; default: ask",
     ),
 ]
 
 
 def read_passphrase(file: Path | None, *, what: str, new: bool = False) -> bytes:
-    """The passphrase, from the first place that has one; asked for twice if it is `new`."""
+    """The passphrase from the file, else from the environment, else asked for (twice if it is `new`)."""
+    or_none = ", or --no-passphrase" if new else ""
     if file is not None:
-        found = (
-            read_small(file, "the passphrase file", most=_MAX_PASSPHRASE_FILE_BYTES)
-            .partition(b"\n")[0]
-            .removesuffix(b"\r")
-        )
+        from lamina.admit.keys import read_small
+
+        found = read_small(file, "the passphrase file", most=4096).partition(b"\n")[0].removesuffix(b"\r")
     elif given := os.environ.get(PASSPHRASE_VARIABLE):
         found = given.encode("utf-8", "surrogateescape")
     elif _can_prompt():
-        asked = typer.prompt(f"Passphrase of {what}", hide_input=True, confirmation_prompt=new, err=True)
-        found = str(asked).encode("utf-8")
+        typed = typer.prompt(f"Passphrase of {what}", hide_input=True, confirmation_prompt=new, err=True)
+        found = str(typed).encode("utf-8")
     else:
-        raise BadKey(
-            "key.no-passphrase-nobody",
-            f"there is no passphrase for {what}, and nobody to ask",
-            f"set {PASSPHRASE_VARIABLE} or give --passphrase-file" + (", or say --no-passphrase" if new else ""),
-        )
+        remedy = f"set {PASSPHRASE_VARIABLE} or give --passphrase-file{or_none}"
+        raise BadKey("key.passphrase-missing", f"{what} needs a passphrase, and there is no terminal to ask", remedy)
     if not found:
-        raise BadKey(
-            "key.passphrase-empty-give",
-            f"the passphrase of {what} is empty",
-            "give one" + (", or say --no-passphrase" if new else ""),
-        )
+        raise BadKey("key.passphrase-empty", f"the passphrase of {what} is empty", f"give one{or_none}")
     return found
 
 
-def open_private_key(path: Path, file: Path | None) -> PrivateKey:
-    """A private key; the passphrase is asked for only if it has one."""
+def open_private_key(path: Path, passphrase_file: Path | None) -> PrivateKey:
+    """Load a private key; asks for the passphrase only if the file is encrypted."""
+    from lamina.admit.keys import PrivateKey
+
     sealed = PrivateKey.sealed(path)
-    return PrivateKey.load(path, read_passphrase(file, what=f"'{path}'") if sealed else None)
+    return PrivateKey.load(path, read_passphrase(passphrase_file, what=f"'{path}'") if sealed else None)
 
 
 def _can_prompt() -> bool:
     return sys.stdin.isatty()
+
+
+def stderr_is_terminal() -> bool:
+    return sys.stderr.isatty()

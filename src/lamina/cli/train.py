@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from torch import nn
 
 from lamina.admit.keys import PrivateKey
@@ -31,7 +29,19 @@ from lamina.cli.open_ledger import (
     read_spend,
 )
 from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, RunFile
-from lamina.cli.terminal import columns, err, open_private_key, out, print_json, progress_bar, results_only, round_up
+from lamina.cli.terminal import (
+    JsonOption,
+    argument,
+    columns,
+    open_private_key,
+    option,
+    print_json,
+    print_line,
+    print_note,
+    progress_bar,
+    results_only,
+    stderr_is_terminal,
+)
 from lamina.corpus.admitted import AdmittedCorpus, Gate
 from lamina.corpus.corpus import Corpus
 from lamina.errors import AdmissionError, CorpusError, LaminaError, PlanError, RunError
@@ -41,6 +51,7 @@ from lamina.ledger.writer import Ledger
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
+from lamina.plan.table import epsilon_text, finite_or_none
 from lamina.spend.accounts import describe_account, is_bound
 from lamina.spend.charge import plan_charges
 from lamina.spend.spend_ledger import SpendLedger
@@ -70,17 +81,10 @@ class PlannedRun:
         policy = Policy.load(beside / file.policy)
         model = by_name.make_model(file.model.factory, file.model.args, beside=beside)
         plan = make_plan(
-            LayerStack.from_model(model),
-            policy,
-            batch=file.batch,
-            steps=file.steps,
-            epochs=file.epochs,
-            allocate=file.allocate.policy,
-            epsilon=file.epsilon,
-            rho=file.rho,
-            clipping=file.clipping,
+            LayerStack.from_model(model), policy, batch=file.batch, steps=file.steps, epochs=file.epochs,
+            allocate=file.allocate.policy, epsilon=file.epsilon, rho=file.rho, clipping=file.clipping,
             measure=None if file.measure is None else _load_measure(beside / file.measure, file.measure),
-        )
+        )  # fmt: skip
         return cls(file=file, beside=beside, policy=policy, model=model, plan=plan)
 
     def output(self, name: str) -> Path:
@@ -103,17 +107,17 @@ class PlannedRun:
             return None
         if not (self.beside / given).exists():
             raise RunError(
-                "cli.ledger-key-no",
-                f"ledger_key is '{given}', and there is no '{self.beside / given}'",
-                f"paths are relative to the run file; make one: lamina keys new {given}",
+                "cli.file-missing",
+                f"ledger_key is '{given}', but there is no '{self.beside / given}'",
+                f"paths are relative to the run file; make a key: lamina keys new {given}",
             )
         return open_private_key(self.beside / given, None)
 
     def corpus(self, ledger: str, *, look: bool = False) -> tuple[Corpus, Ledger | None]:
-        """The contributions of the run; and the ledger that they were entered in, if they are admitted by signature.
+        """The contributions of the run; and the ledger that records them, if they are admitted by signature.
 
-        With `look` nobody is entered. Where there is no ledger yet, the trainer makes it and enters them when it
-        begins: what is refused before leaves nothing behind.
+        With `look` nothing is recorded. Where there is no ledger yet, the trainer makes it when it begins, so that a
+        refusal before leaves nothing behind.
         """
         data, table = self.file.data, self.file.admit
         if table is None:
@@ -129,35 +133,21 @@ class PlannedRun:
             raise
 
     def trainer(self, *, folder: Path, ledger: str, inside: bool, look: bool = False) -> Trainer:
-        """Read the data and put everything together. Checks much, and spends nothing.
-
-        Who is admitted by signature is entered into a ledger that is there, unless this is only a `look`.
-        """
+        """Read the data and build the trainer. Spends nothing; with `look` it records no admission either."""
         file = self.file
         loss_fn = make_loss(file.loss.name, file.loss.arguments, beside=self.beside)
-        tool = make_optimizer(file.optimizer.name, file.optimizer.arguments, self.model)
-        schedule = file.scheduler and make_scheduler(
-            file.scheduler.name, file.scheduler.arguments, tool, self.plan.steps
-        )
+        optimizer = make_optimizer(file.optimizer.name, file.optimizer.arguments, self.model)
+        table = file.scheduler
+        schedule = table and make_scheduler(table.name, table.arguments, optimizer, self.plan.steps)
         corpus, opened = self.corpus(ledger, look=look)
         return Trainer(
-            self.model,
-            tool,
-            loss_fn,
-            corpus,
-            self.plan,
-            folder=folder,
-            ledger=ledger if opened is None else opened,
+            self.model, optimizer, loss_fn, corpus, self.plan,
+            folder=folder, ledger=ledger if opened is None else opened,
             key=None if look or opened is not None else self.key(),
-            scheduler=schedule,
-            microbatches=file.microbatches,
-            ema=file.ema,
+            scheduler=schedule, microbatches=file.microbatches, ema=file.ema,
             evaluate=None if file.evaluate is None else make_evaluation(file.evaluate, self.beside),
-            segment=file.segment,
-            max_occurrences=self._caps(),
-            hardened=file.hardened,
-            inside=inside,
-        )
+            segment=file.segment, max_occurrences=self._caps(), hardened=file.hardened, inside=inside,
+        )  # fmt: skip
 
     def _caps(self) -> Mapping[str, int] | None:
         """Occurrences by class; one number holds for every private class."""
@@ -174,10 +164,9 @@ def _load_measure(path: Path, name: str) -> Measure:
 
     if not path.exists():
         raise PlanError(
-            "cli.measure-no",
-            f"measure is '{name}', and there is no '{path}'",
-            "paths are relative to the run file; make one: lamina plan policy.toml --model … --epochs … "
-            f"--proxy gaussian --save-measure {name}",
+            "cli.file-missing",
+            f"measure is '{name}', but there is no '{path}'",
+            f"paths are relative to the run file; make one: lamina plan policy.toml … --proxy gaussian --save-measure {name}",
         )
     return Measure.load(path)
 
@@ -192,7 +181,9 @@ def read_corpus(data: DataTable, policy: Policy, beside: Path) -> Corpus:
         path = beside / (data.path or "")
         if not path.exists():
             raise CorpusError(
-                "cli.path-no", f"path is '{data.path}', and there is no '{path}'", "paths are relative to the run file"
+                "cli.file-missing",
+                f"path is '{data.path}', but there is no '{path}'",
+                "paths are relative to the run file",
             )
         if data.kind == "folder":
             return Corpus.of_folder(path, **common)
@@ -202,19 +193,21 @@ def read_corpus(data: DataTable, policy: Policy, beside: Path) -> Corpus:
             return Corpus.of_npz(path, **common)
         return Corpus.of_csv(path, **common, delimiter=data.delimiter or ",")
     except CorpusError as error:
-        raise CorpusError("cli.data", f"data: {error.problem}", error.remedy.replace("cls=", "data.class =")) from error
+        raise CorpusError(
+            "cli.data-not-usable", f"data: {error.problem}", error.remedy.replace("cls=", "data.class =")
+        ) from error
 
 
 def admit_corpus(
     data: DataTable, table: AdmitTable, policy: Policy, beside: Path, ledger: Ledger | Register | None = None
 ) -> Corpus:
-    """What the gate lets in of a folder. A key ring that is revoked from later on is read again at every segment."""
+    """The contributions of a folder that the gate admits. The key ring is read again at every segment."""
     path = beside / (data.path or "")
     if not (beside / table.keys).exists():
         raise AdmissionError(
-            "cli.admit-keys-no",
-            f"admit.keys is '{table.keys}', and there is no '{beside / table.keys}'",
-            "paths are relative to the run file; lamina keys add makes a ring",
+            "cli.file-missing",
+            f"admit.keys is '{table.keys}', but there is no '{beside / table.keys}'",
+            "paths are relative to the run file; lamina keys add makes a key ring",
         )
     gate = Gate(policy, beside / table.keys, processes=table.processes)
     with progress_bar("checking signatures") as tick:
@@ -230,24 +223,20 @@ def _corpus_of_factory(name: str, data: DataTable, common: Mapping[str, Any], be
     made = by_name.call_factory(factory, f"data factory '{name}'", {**policy, **data.args})
     if not isinstance(made, Corpus):
         with user_code(f"data factory '{name}' returned a {type(made).__name__}", _FACTORY_RETURNS):
-            return (
-                Corpus(*made, unit=data.unit, **common)
-                if isinstance(made, tuple) and len(made) == 2
-                else Corpus(made, unit=data.unit, **common)
-            )
+            parts = made if isinstance(made, tuple) and len(made) == 2 else (made,)
+            return Corpus(*parts, unit=data.unit, **common)
     for key in ("examples_per_unit", "version", "cls"):
         if common[key] is not None:
             raise CorpusError(
-                "cli.factory-returned-corpus-given",
-                f"factory '{name}' returned a Corpus, and {'class' if key == 'cls' else key} is given beside it",
-                "give it to the Corpus",
+                "cli.data-key-with-corpus",
+                f"data factory '{name}' returned a Corpus, so data.{'class' if key == 'cls' else key} has no effect",
+                "remove it, and give it to the Corpus",
             )
     if made.policy != common["policy"]:
         raise CorpusError(
-            "cli.factory-returned-corpus",
-            f"factory '{name}' returned a Corpus under {'no' if made.policy is None else 'another'} policy: what it "
-            "spends would be booked elsewhere",
-            "let the factory take it: def data(policy): return lamina.Corpus(x, y, unit=…, policy=policy)",
+            "cli.corpus-of-other-policy",
+            f"data factory '{name}' returned a Corpus under {'no' if made.policy is None else 'another'} policy",
+            "take the run's policy: def data(policy): return lamina.Corpus(x, y, unit=…, policy=policy)",
         )
     return made
 
@@ -256,16 +245,14 @@ _FACTORY_RETURNS = "return a lamina.Corpus, a torch Dataset, or (x, y)"
 
 
 def make_evaluation(table: EvaluateTable, beside: Path) -> Evaluation:
-    """The rule of an [evaluate] table. What its function raises is told in full: it sees no private data."""
-    function: Callable[[nn.Module], Mapping[str, float]] = by_name.import_by_name(
-        table.function, "evaluate.function", beside=beside
-    )
+    """The rule of an [evaluate] table. Errors of its function are shown in full: it sees no private data."""
+    function = by_name.import_by_name(table.function, "evaluate.function", beside=beside)
+    failed = f"evaluate.function '{table.function}' failed"
 
     def figures(model: nn.Module) -> Mapping[str, float]:
-        with user_code(
-            f"evaluate.function '{table.function}' failed", "correct the line, then go on with the same command"
-        ):
-            return function(model)
+        with user_code(failed, "correct the line, then go on with the same command"):
+            found: Mapping[str, float] = function(model)
+            return found
 
     return Evaluation(function=figures, on=table.on, every=table.every, best=table.best, patience=table.patience)
 
@@ -274,12 +261,12 @@ _MAX_BOUNDS_SHOWN = 20  # bounds in the table
 _NO_RUN = "00" * 16  # a run that holds nothing yet
 
 
-def print_admission(trainer: Trainer, screen: Console) -> tuple[str, ...]:
-    """Who was let in, who was not, and what their bounds come to under the plan; returns what is to be noted."""
+def print_admission(trainer: Trainer, say: Callable[[str], None]) -> tuple[str, ...]:
+    """Print who was admitted and refused, and what their bounds mean under the plan; returns notes."""
     corpus = trainer.corpus
     if isinstance(corpus, AdmittedCorpus):
         found = admission_page(corpus.admission, corpus.resolution(trainer.plan, trainer.max_occurrences))
-        screen.print(f"{found}\n", markup=False, soft_wrap=True)
+        say(f"{found}\n")
     return admission_notes(corpus)
 
 
@@ -294,8 +281,8 @@ def outcome_json(outcome: Outcome, planned: PlannedRun, corpus: Corpus, ledger: 
         "private": outcome.private,
         "classes": {
             entry.name: {
-                "epsilon": _finite_or_none(outcome.epsilon.get(entry.name, 0.0)),
-                "total": _finite_or_none(outcome.total.get(entry.name, 0.0)),
+                "epsilon": finite_or_none(outcome.epsilon.get(entry.name, 0.0)),
+                "total": finite_or_none(outcome.total.get(entry.name, 0.0)),
                 "delta": entry.delta,
                 "unit": entry.unit,
             }
@@ -319,15 +306,13 @@ def print_outcome(outcome: Outcome, planned: PlannedRun, corpus: Corpus, ledger:
         if entry.public:
             rows.append([name, entry.unit, "0", "public", "public", f"{outcome.steps:,}"])
             continue
-        spent, total = (
-            _epsilon_text(_finite_or_none(found.get(name, 0.0))) for found in (outcome.epsilon, outcome.total)
-        )
-        rows.append([name, entry.unit, f"{entry.delta:g}", spent, total, f"{outcome.steps:,}"])
+        spent = [epsilon_text(found.get(name, 0.0)) for found in (outcome.epsilon, outcome.total)]
+        rows.append([name, entry.unit, f"{entry.delta:g}", *spent, f"{outcome.steps:,}"])
     lines = [columns(rows, left=2), "", *_bound_lines(outcome)]
     if (admission := corpus.admission) is not None:
         lines.append(f"admitted by signature: {len(admission):,}; refused: {len(admission.refused):,}")
     if not outcome.private:
-        lines.append("NOT PRIVATE: something about this run voids its guarantee")
+        lines.append("NOT PRIVATE: this run has no guarantee; the notes say why")
     lines += [f"rule: {rule}" for rule in rules_in_words(planned.plan)]
     lines += [f"{name}: {value:.4g}" for name, value in outcome.metrics.items()]
     lines += [f"note: {note}" for note in outcome.notes]
@@ -337,18 +322,11 @@ def print_outcome(outcome: Outcome, planned: PlannedRun, corpus: Corpus, ledger:
         f"figures: {folder / 'metrics.json'}",
         f"ledger:  {ledger}",
         f"         lamina spend {quote(ledger)} reads it, lamina ledger verify {quote(ledger)} checks it",
-        *_key_lines(ledger),
-        f"journal: {folder / 'journal'}  (secret, like checkpoint/: they never leave this machine)",
     ]
-    out.print("\n".join(lines), markup=False, soft_wrap=True)
-
-
-def _key_lines(ledger: str) -> list[str]:
-    """Where the ledger's key lies, if it lies beside it."""
-    beside = None if is_postgres_url(ledger) else ledger_key_path(ledger)
-    if beside is None or not beside.exists():
-        return []
-    return [f"key:     {beside}  (secret: whoever has it can sign another history)"]
+    if not is_postgres_url(ledger) and (key := ledger_key_path(ledger)).exists():
+        lines.append(f"key:     {key}  (secret: whoever has it can sign another history)")
+    secret = "secret, like checkpoint/: keep both on this machine"
+    print_line("\n".join([*lines, f"journal: {folder / 'journal'}  ({secret})"]))
 
 
 def _bound_lines(outcome: Outcome) -> list[str]:
@@ -359,16 +337,9 @@ def _bound_lines(outcome: Outcome) -> list[str]:
     rows = [["signed bound", "δ", "ε signed", "ε of this run", "ε over all runs", "scale"]]
     for name, row in list(bounds.items())[:_MAX_BOUNDS_SHOWN]:
         signed, scale = row.get("signed"), row.get("scale")
-        figures = [_epsilon_text(_finite_or_none(row[key])) for key in ("epsilon", "total")]
-        rows.append(
-            [
-                name,
-                f"{row['delta']:g}",
-                "–" if signed is None else f"{signed:.4f}",
-                *figures,
-                "–" if scale is None else f"{scale:.4g}",
-            ]
-        )
+        figures = [epsilon_text(row[key]) for key in ("epsilon", "total")]
+        promised = "–" if signed is None else f"{signed:.4f}"
+        rows.append([name, f"{row['delta']:g}", promised, *figures, "–" if scale is None else f"{scale:.4g}"])
     more = [f"… and {len(bounds) - _MAX_BOUNDS_SHOWN} more, in metrics.json"] if len(bounds) > _MAX_BOUNDS_SHOWN else []
     return [columns(rows), *more, ""]
 
@@ -376,55 +347,50 @@ def _bound_lines(outcome: Outcome) -> list[str]:
 def print_plan_only(
     planned: PlannedRun, trainer: Trainer, folder: Path, where: str, notes: tuple[str, ...], *, as_json: bool
 ) -> bool:
-    """What would happen: which folder, and what the ledger says about each class. False if it would be refused."""
+    """Print which folder the run would use, and what the ledger says of each class. False if it would be refused."""
     begun = run_file.read_run_figures(folder).get("steps") if (folder / "journal").exists() else None
-    with read_spend(where) if (there := ledger_exists(where)) else nullcontext() as held:
-        if held is not None:
-            check_policy_not_looser(held.ledger, planned.contract())
-        standing = _spend_by_class(planned, held)
-        refused = [] if begun is not None or held is None else _over_budget(planned, trainer, held)
+    with read_spend(where) if (there := ledger_exists(where)) else nullcontext() as spends:
+        if spends is not None:
+            check_policy_not_looser(spends.ledger, planned.contract())
+        standing = _spend_by_class(planned, spends)
+        refused = [] if begun is not None or spends is None else _over_budget(planned, trainer, spends)
     if as_json:
-        facts = {
-            "folder": str(folder),
-            "begun": begun,
-            "ledger": printable_location(where),
-            "standing": standing,
-            "refused": refused,
-            "admission": None if trainer.corpus.admission is None else trainer.corpus.admission.to_dict(),
-            "notes": list(notes),
-        }
+        admission = None if trainer.corpus.admission is None else trainer.corpus.admission.to_dict()
+        facts = {"folder": str(folder), "begun": begun, "ledger": printable_location(where), "standing": standing}
+        facts |= {"refused": refused, "admission": admission, "notes": list(notes)}
         print_json({**planned.plan.to_dict(), **facts})
         return not refused
     rows = [["class", "ε planned", "ε spent by all runs", "with what is reserved", "bound"]]
     for name, row in standing.items():
         bound = "none" if row["bound"] is None else f"{row['bound']:g}"
-        rows.append([name, *(_epsilon_text(row[key]) for key in ("planned", "spent", "committed")), bound])
+        figures = (row[key] for key in ("planned", "spent", "committed"))
+        rows.append([name, *("∞" if each is None else epsilon_text(each) for each in figures), bound])
     state = f"would go on at step {begun} of {planned.plan.steps}" if begun is not None else "would begin"
     if refused:
-        state = f"would be refused: there is no room in the ledger for {', '.join(map(describe_account, refused))}"
+        state = f"would be refused: the ledger has too little ε left for {', '.join(map(describe_account, refused))}"
     place = f"ledger: {printable_location(where)}{'' if there else ' (not there yet)'}"
     lines = [columns(rows), "", f"{folder}: {state}", place]
-    out.print("\n".join([*lines, "nothing was spent or written"]), markup=False, soft_wrap=True)
+    print_line("\n".join([*lines, "nothing was spent or written"]))
     return not refused
 
 
-def _spend_by_class(planned: PlannedRun, held: SpendLedger | None) -> dict[str, Any]:
+def _spend_by_class(planned: PlannedRun, spends: SpendLedger | None) -> dict[str, Any]:
     """What is planned, spent, and allowed, by class."""
     found: dict[str, Any] = {}
     for entry in planned.plan.classes:
         if not entry.public:
-            total = held and held.total(entry.name, delta=entry.delta, accountant=planned.plan.accountant)
+            total = spends and spends.total(entry.name, delta=entry.delta, accountant=planned.plan.accountant)
             found[entry.name] = {
                 "planned": planned.plan.epsilon(entry.name),
-                "spent": _finite_or_none(total.spent if total else 0.0),
-                "committed": _finite_or_none(total.committed if total else 0.0),
+                "spent": finite_or_none(total.spent if total else 0.0),
+                "committed": finite_or_none(total.committed if total else 0.0),
                 "bound": planned.policy.bound(entry.name),
             }
     return found
 
 
-def _over_budget(planned: PlannedRun, trainer: Trainer, book: SpendLedger) -> list[str]:
-    """The classes and signed bounds that do not allow a new run of this plan, by what all have spent and reserved."""
+def _over_budget(planned: PlannedRun, trainer: Trainer, spends: SpendLedger) -> list[str]:
+    """Classes and signed bounds that have too little left for a new run of this plan."""
     plan, found = planned.plan, []
     bounds = {entry.name: planned.policy.bound(entry.name) for entry in plan.classes}
     bounds |= {each.name: each.epsilon for each in trainer.accounts}
@@ -433,56 +399,37 @@ def _over_budget(planned: PlannedRun, trainer: Trainer, book: SpendLedger) -> li
         due = [c for c in every if c.cls == name]
         if due and bound is not None:
             most, *besides = due
-            fit = book.fits(_NO_RUN, charge=most, bound=bound, besides=besides)
+            fit = spends.fits(_NO_RUN, charge=most, bound=bound, besides=besides)
             whole = plan.epsilon(name) if not is_bound(name) else 0.0
             if fit < most.steps or whole > bound:
                 found.append(name)
     return found
 
 
-def _finite_or_none(value: float) -> float | None:
-    """JSON has no infinity: an account without any bound left is null."""
-    return value if math.isfinite(value) else None
-
-
-def _epsilon_text(value: float | None) -> str:
-    return "∞" if value is None else round_up(value)
-
-
 def train(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="RUN.toml", help="the run: policy, model, data, loss, optimiser, length")
-    ] = None,
+    run: Annotated[Path | None, argument("RUN.toml", "the run: policy, model, data, loss, optimiser, length")] = None,
     plan_only: Annotated[
-        bool, typer.Option("--plan-only", help="check everything, show plan and ledger, spend and write nothing")
+        bool, option("check all, show plan and ledger; spends and writes nothing", "--plan-only")
     ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="a new run in a new folder NAME-2, NAME-3, …; charged anew")
-    ] = False,
-    inside: Annotated[
-        bool, typer.Option("--inside", help="show the raw private loss in this terminal; it is never written")
-    ] = False,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="torch threads, instead of the file's; a resumed run needs the same")
-    ] = None,
-    template: Annotated[
-        bool, typer.Option("--template", help="print an annotated RUN.toml to start from, and exit")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    fresh: Annotated[bool, option("a new run in a new folder NAME-2, NAME-3, …; charged anew", "--fresh")] = False,
+    inside: Annotated[bool, option("show the raw private loss in this terminal; never written", "--inside")] = False,
+    threads: Annotated[int | None, option("torch threads; to go on with a run, give the same", min=1)] = None,
+    template: Annotated[bool, option("print an annotated RUN.toml to start from, and exit", "--template")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a model privately, as a RUN.toml says. Run the same command again to go on after a stop or a crash.
 
-    Spends: the ε of the plan, charged in the corpus's ledger before each stretch of steps. A run that does not fit into
-    what the policy allows over all runs is refused before it begins.
+    Spends: the ε of the plan, charged in the corpus's ledger before each segment. A run that exceeds what the policy
+    allows over all runs is refused before it begins.
 
     Writes: runs/NAME with the weights (model.safetensors), public figures (metrics.json), plan, journal and
-    checkpoints; and the ledger beside it, whatever was admitted and spent, signed (lamina ledger verify).
+    checkpoints; and beside it the signed ledger of what was admitted and spent (lamina ledger verify).
 
-    Admits: with an [admit] table only contributions that were signed (lamina keys, lamina attest), each under the bound
-    that it signed. Windows, keys and withdrawals are looked at again at every segment.
+    Admits: with an [admit] table, only signed contributions (lamina keys, lamina attest), each under the bound that it
+    signed. Validity, keys and withdrawals are checked again at every segment.
 
-    Shows: ε so far, never the loss. An un-noised loss is a release that nobody paid for: evaluate on public or
-    simulated data instead.
+    Shows: ε so far, never the loss: a loss without noise would reveal private data that no budget paid for. Evaluate on
+    public or simulated data instead.
 
     Examples:
 
@@ -497,11 +444,11 @@ def train(
         return
     if run is None:
         raise typer.BadParameter("give the run file, or --template to get one", param_hint="RUN.toml")
-    if inside and not _stderr_is_terminal():
+    if inside and not stderr_is_terminal():
         raise RunError(
-            "cli.inside-shows-raw",
-            "--inside shows the raw private loss, and standard error is not a terminal: it would be written down",
-            "run it in a terminal, or leave --inside out and evaluate on public data",
+            "cli.inside-needs-terminal",
+            "--inside shows the raw private loss, but standard error is not a terminal: the loss would be written down",
+            "run it in a terminal; or leave --inside out and evaluate on public data",
         )
     file = RunFile.load(run)
     if threads or file.threads:
@@ -512,81 +459,51 @@ def train(
     ledger = planned.ledger(output)
     wanted = requested_epsilon(file.epsilon, file.rho, planned.policy.corpus.delta)
     notes = plan_notes(planned.plan, planned.policy, wanted)
-    screen = err if as_json else out
+    say = print_note if as_json else print_line
     rules = [f"rule: {rule}" for rule in rules_in_words(planned.plan)]
-    for line in (str(planned.plan), *rules, *(f"note: {note}" for note in notes), ""):
-        screen.print(line, markup=False, soft_wrap=True)
+    say("\n".join([str(planned.plan), *rules, *(f"note: {note}" for note in notes), ""]))
     folder = run_file.unused_run_folder(output) if fresh else run_file.newest_run_folder(output)
     if plan_only:
         with results_only():
             trainer = planned.trainer(folder=folder, ledger=ledger, inside=False, look=True)
-            _rehearse(trainer)
-        notes = (*notes, *print_admission(trainer, screen))
+            with _located(trainer):
+                trainer.rehearse()
+        notes = (*notes, *print_admission(trainer, say))
         if not print_plan_only(planned, trainer, folder, ledger, notes, as_json=as_json):
             raise typer.Exit(1)
         return
     before = run_file.read_run_figures(folder)
     with results_only():
         trainer = planned.trainer(folder=folder, ledger=ledger, inside=inside)
-    notes = (*notes, *print_admission(trainer, screen))
+    notes = (*notes, *print_admission(trainer, say))
     with results_only():
-        run_file.write_run_settings(folder, output, file.asked())
-        outcome = _fit_or_explain(trainer, again=_resume_command(run, threads))
+        run_file.write_run_settings(folder, output, file.settings())
+        try:
+            with _located(trainer):
+                outcome = trainer.fit()
+        except KeyboardInterrupt:
+            again = f"lamina train {run}" + (f" --threads {threads}" if threads else "")
+            print_note(f"\nstopped. Nothing is lost: what was begun is replayed at no cost. Go on with  {again}")
+            raise typer.Exit(130) from None
         trainer.ledger.close()
-    outcome = replace(outcome, notes=(*outcome.notes, *notes))
     if before and before.get("steps") == outcome.steps:
-        outcome = replace(outcome, notes=(*outcome.notes, _ALREADY_FINISHED))
+        notes = (*notes, "the run had already finished: nothing was trained or charged now; --fresh begins another run")
+    outcome = replace(outcome, notes=(*outcome.notes, *notes))
     if as_json:
         print_json(outcome_json(outcome, planned, trainer.corpus, printable_location(ledger)))
     else:
         print_outcome(outcome, planned, trainer.corpus, printable_location(ledger))
 
 
-_ALREADY_FINISHED = (
-    "the run was finished before: nothing was trained or charged now; --fresh trains anew and is charged anew"
-)
-
-
-def _fit_or_explain(trainer: Trainer, *, again: str) -> Outcome:
+@contextmanager
+def _located(trainer: Trainer) -> Iterator[None]:
+    """Adds to a refusal the layer, and the line of the user's code, that it comes from."""
     try:
-        return trainer.fit()
-    except KeyboardInterrupt:
-        err.print(
-            "\nstopped. Nothing is lost, and what was begun is replayed at no cost, unless something changes. "
-            f"Go on with  {again}",
-            markup=False,
-            soft_wrap=True,
-        )
-        raise typer.Exit(130) from None
+        yield
     except LaminaError as error:
-        raise _with_location(error, trainer) from error.__cause__
-
-
-def _with_location(error: LaminaError, trainer: Trainer) -> LaminaError:
-    """A refusal of the rehearsal, with the layer and the line of the user's code that it comes from."""
-    cause = error.__cause__
-    if cause is None:
-        return error
-    where = user_line(cause)
-    found = [failing_layer_and_input(cause, trainer.model), f"at {where}" if where else None]
-    extra = "; ".join(text for text in found if text and text not in error.problem)
-    if extra:
-        error.problem = f"{error.problem} ({extra})"
-    return error
-
-
-def _rehearse(trainer: Trainer) -> None:
-    """Every check that a run makes before it spends."""
-    try:
-        trainer.rehearse()
-    except LaminaError as error:
-        raise _with_location(error, trainer) from error.__cause__
-
-
-def _resume_command(run: Path, threads: int | None) -> str:
-    """Without --fresh: that would begin another run."""
-    return f"lamina train {run}" + (f" --threads {threads}" if threads else "")
-
-
-def _stderr_is_terminal() -> bool:
-    return sys.stderr.isatty()
+        if (cause := error.__cause__) is not None:
+            line = user_line(cause)
+            found = [failing_layer_and_input(cause, trainer.model), f"at {line}" if line else None]
+            if extra := "; ".join(text for text in found if text and text not in error.problem):
+                error.problem = f"{error.problem} ({extra})"
+        raise error from error.__cause__  # suppresses the context, which may quote private data

@@ -121,14 +121,14 @@ class ECGSimulator:
     def __post_init__(self) -> None:
         if min(self.samples, self.windows) < 1:
             raise LaminaError(
-                "data.samples-windows-both",
+                "data.samples-not-positive",
                 f"samples={self.samples}, windows={self.windows}, both must be > 0",
                 "for example samples=96, windows=3",
             )
         if self.rate < MIN_RATE:
             raise LaminaError(
-                "data.rate-samples-per",
-                f"rate={self.rate} samples per second, must be >= {MIN_RATE}: a QRS complex is over in 0.1 s",
+                "data.rate-too-low",
+                f"rate is {self.rate} samples per second, must be >= {MIN_RATE}: a QRS complex takes 0.1 s",
                 "for example rate=100",
             )
         unknown = [name for name in self.mix if name not in CLASSES]
@@ -140,13 +140,13 @@ class ECGSimulator:
             )
         if min(self.mix.values()) < 0 or not 0 < sum(self.mix.values()) < math.inf:
             raise LaminaError(
-                "data.mix-hold-finite",
+                "data.mix-not-valid",
                 f"mix is {dict(self.mix)}, must hold finite numbers >= 0, not all 0",
                 "for example {'normal': 7, 'block': 3}",
             )
         if not 0 <= self.severity[0] <= self.severity[1] <= 1:
             raise LaminaError(
-                "data.severity-least",
+                "data.severity-not-valid",
                 f"severity is {self.severity}, must be 0 <= least <= most <= 1",
                 "for example (0.1, 0.8)",
             )
@@ -157,7 +157,7 @@ class ECGSimulator:
         `tick` hears how many patients are done.
         """
         if patients < 1:
-            raise LaminaError("data.patients", f"patients={patients}, must be > 0", "ask for one or more")
+            raise LaminaError("data.patients-not-positive", f"patients={patients}, must be > 0", "ask for one or more")
         x = np.empty((patients, self.windows, len(LEADS), self.samples), dtype=np.float32)
         label = np.empty(patients, dtype=np.int64)
         for i in range(patients):
@@ -192,9 +192,9 @@ class ECGSimulator:
             if len(starts) >= self.windows:
                 return dipole, starts[: self.windows]
         raise LaminaError(
-            "data.fewer-waves-stand",
-            f"fewer than {self.windows} R waves stand out from a simulated recording",
-            "look at the heights of the morphology's waves: R must be the largest",
+            "data.r-waves-missing",
+            f"a simulated recording has fewer than {self.windows} R waves that stand out",
+            "make R the largest wave of the morphology",
         )
 
     def _wander(self, samples: int, generator: np.random.Generator) -> Array:

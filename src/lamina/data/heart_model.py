@@ -175,7 +175,7 @@ def import_neurokit() -> ModuleType:
             return importlib.import_module("neurokit2")
     except ImportError as error:
         raise LaminaError(
-            "data.simulated-ecg-needs",
+            "data.neurokit-missing",
             f"simulated ECG needs neurokit2, which cannot be imported: {error}",
             "pip install lamina[demo]",
         ) from error

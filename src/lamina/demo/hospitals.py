@@ -113,9 +113,9 @@ def make_new_folder(wanted: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaminaError(
-            "cli.folder-not-made",
+            "cli.file-not-writable",
             f"the folder '{folder}' cannot be made: {error.strerror or error}",
-            "choose one that can be written: lamina demo --folder PATH",
+            "choose another: lamina demo --folder PATH",
         ) from error
     return folder
 
@@ -192,7 +192,7 @@ def _sign_contributions(
     for each in attest_folder(folder, key, policy, classes, noise_multiplier=noise_multiplier, now=now):
         if each.id in classes and each.state is not SigningState.SIGNED:
             raise LaminaError(
-                "cli.demo-could-not", f"the demo could not sign {each.id!r}: {each.problem}", "report this"
+                "cli.demo-not-signed", f"the demo could not sign {each.id!r}: {each.problem}", "report this"
             )
 
 
@@ -243,7 +243,7 @@ class VerifiedLedger:
         found = verify(ledger)
         if found.problem is not None:
             raise LaminaError(
-                "cli.demo-ledger-not", f"the demo's ledger is not verified: {found.problem}", "report this"
+                "cli.demo-not-verified", f"the demo's ledger is not verified: {found.problem}", "report this"
             )
         seconds = time.perf_counter() - started
         traced = next(each for each in admission if each.bound.noise_multiplier)

@@ -59,7 +59,7 @@ def evaluate(model: nn.Module) -> dict[str, float]:
 def _in_this_folder(name: str) -> Path:
     if not Path(name).is_file():
         raise LaminaError(
-            "cli.no-folder", f"there is no '{name}' in this folder", "call lamina train inside the demo's folder"
+            "cli.file-missing", f"there is no '{name}' in this folder", "call lamina train inside the demo's folder"
         )
     return Path(name)
 

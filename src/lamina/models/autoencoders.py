@@ -74,13 +74,11 @@ class ResidualAutoencoder(nn.Module):
             raise PlanError(
                 "models.widths-not-multiples",
                 f"widths {tuple(widths)} are not all multiples of groups {groups}",
-                "choose widths that GroupNorm can divide, for example (32, 64, 64) with groups=8",
+                "for example widths=(32, 64, 64), groups=8",
             )
         if kernel % 2 == 0:
             raise PlanError(
-                "models.kernel-even-odd",
-                f"kernel {kernel} is even, must be odd to keep the length",
-                f"use kernel={kernel + 1}",
+                "models.kernel-even", f"kernel is {kernel}, must be odd to keep the length", f"use kernel={kernel + 1}"
             )
         down: list[nn.Module] = []
         width = leads
@@ -138,9 +136,9 @@ class ResidualClassifier(nn.Module):
         halved = 2 ** len(widths)
         if samples < halved or samples % halved:
             raise PlanError(
-                "models.samples-not-halved",
-                f"samples {samples} cannot be halved {len(widths)} times, once per width",
-                f"cut windows to a multiple of {halved}, for example samples={max(1, samples // halved) * halved}",
+                "models.samples-not-divisible",
+                f"samples is {samples}, must be a multiple of {halved}: each of {len(widths)} widths halves it",
+                f"for example samples={max(1, samples // halved) * halved}",
             )
         features = squeeze * (samples // halved)
         self.classifier = nn.Sequential(
@@ -223,7 +221,7 @@ class TransformerAutoencoder(nn.Module):
         super().__init__()
         if layers % 2 or width % heads:
             raise PlanError(
-                "models.layers-even-width",
+                "models.layers-odd",
                 f"layers={layers} must be even and width={width} a multiple of heads={heads}",
                 "for example layers=8, width=128, heads=4",
             )

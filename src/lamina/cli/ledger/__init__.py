@@ -13,45 +13,35 @@ from lamina.cli.terminal import help_text
 
 _HELP = """The record of what was admitted, spent, withdrawn and released: append-only, signed, and checkable.
 
-A ledger is one file (ledger.db) or a PostgreSQL database. It holds no data of anybody: digests, bounds, plans and ε. It
-never says who was sampled when.
+A ledger is one file (ledger.db) or a PostgreSQL database. It holds nobody's data: only digests, bounds, plans and ε. It
+never records who was sampled when.
 
-Who checks one:
+To check one:
 
   lamina ledger verify ledger.db --trust ledger.pub   is it what it claims
   lamina ledger show ledger.db --kind epoch           what does it say
   lamina ledger trace ledger.db DIGEST                one contribution
 
-Who contributed:
+If you contributed:
 
   lamina ledger receipt ledger.db DIGEST -o mine      a proof to keep
   lamina ledger withdraw ledger.db DIGEST --reason consent
 
-Who keeps one:
+To maintain one:
 
-  lamina ledger checkpoint ledger.db --key ledger.key sign what is there
-  lamina ledger copy ledger.db auditor.db             a copy, while runs write
-  lamina ledger prune ledger.db --key ledger.key      sum up what is old
+  lamina ledger checkpoint ledger.db --key ledger.key sign all records
+  lamina ledger copy ledger.db auditor.db             copy it while runs write
+  lamina ledger prune ledger.db --key ledger.key      replace old records by totals
   lamina ledger policy ledger.db                      floors and classes
-  lamina ledger key ledger.db                         whose signatures count
+  lamina ledger key ledger.db                         its keys
 
-DIGEST is of a descriptor or of a content anchor, 64 hex digits or the first 8 or more; a folder of lamina attest, or
-the number of a leaf, does as well. What every class has lost, and what remains to it: lamina spend.
+DIGEST is that of a descriptor or of a content anchor: 64 hex digits, or the first 8 or more. A folder of lamina attest,
+or the number of a leaf, works too. For the ε that every class has spent: lamina spend.
 """
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=help_text(_HELP))
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "show": show,
-    "verify": verify,
-    "prove": prove,
-    "receipt": receipt,
-    "trace": trace,
-    "withdraw": withdraw,
-    "prune": prune,
-    "checkpoint": checkpoint,
-    "copy": copy,
-    "policy": policy,
-    "key": key,
-}
-for _name, _command in _COMMANDS.items():
-    app.command(_name, help=help_text(_command.__doc__))(_command)
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    show, verify, prove, receipt, trace, withdraw, prune, checkpoint, copy, policy, key,
+)  # fmt: skip
+for _command in _COMMANDS:
+    app.command(_command.__name__, help=help_text(_command.__doc__))(_command)

@@ -1,4 +1,4 @@
-"""`lamina ledger policy, key`: the floors and classes that hold, and whose signatures count."""
+"""`lamina ledger policy, key`: the policy in force, and the keys of a ledger."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import typer
 from lamina import cbor
 from lamina.admit import keys as files
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc, parse_time
-from lamina.cli.open_ledger import (
+from lamina.cli.open_ledger import LedgerArgument, existing_ledger, is_file_ledger, open_ledger, printable_location
+from lamina.cli.terminal import (
     JsonOption,
     KeyOption,
-    LedgerArgument,
     OutputOption,
-    existing_ledger,
-    is_file_ledger,
-    open_ledger,
+    PassphraseOption,
+    argument,
+    columns,
+    open_private_key,
+    option,
+    print_json,
     print_line,
-    printable_location,
 )
-from lamina.cli.terminal import PassphraseOption, columns, open_private_key, print_json
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger import show
 from lamina.ledger import signed_checkpoint as notes
-from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, policy_in_force
+from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, ledger_key_path, policy_in_force
 from lamina.ledger.governance_records import (
     Header,
     Key,
     KeyChange,
     KeyEvent,
-    LedgerFloors,
     PartySignature,
     PolicyChange,
     Preset,
@@ -52,7 +52,7 @@ RecordedPolicy = Header | PolicyChange
 
 
 def policy_differences(old: RecordedPolicy, new: RecordedPolicy) -> list[str]:
-    """One line for each thing that becomes another."""
+    """One line for each change."""
     lines = [
         f"floor of the {word}: {amount_or_none(before)} → {amount_or_none(after)}"
         for word, before, after in (
@@ -74,27 +74,24 @@ def policy_differences(old: RecordedPolicy, new: RecordedPolicy) -> list[str]:
     return lines
 
 
-def policy_loosened(old: RecordedPolicy, new: RecordedPolicy) -> list[str]:
-    """In what it protects less."""
-    return loosened(old.floors, old.presets, new.floors, new.presets)
-
-
 def class_in_words(preset: Preset) -> str:
-    """A class, in a line."""
+    """A class in one line."""
+    clip, noise = amount_or_none(preset.clip_norm), amount_or_none(preset.noise_multiplier)
     if preset.public:
         bound = "public"
     elif preset.noise_multiplier:
-        bound = f"clip norm ≤ {amount_or_none(preset.clip_norm)}, noise multiplier ≥ {amount_or_none(preset.noise_multiplier)}"
+        bound = f"clip norm ≤ {clip}, noise multiplier ≥ {noise}"
     else:
-        bound = f"clip norm ≤ {amount_or_none(preset.clip_norm)}, no bound on ε" if preset.clip_norm else "no promise"
+        bound = f"clip norm ≤ {clip}, no bound on ε" if preset.clip_norm else "no promise"
     people = "" if preset.population is None else f", {pluralize(preset.population, 'contribution')}"
     return f"{bound}, {preset.profile}{people}"
 
 
 def policy_json(policy: RecordedPolicy, delta: float) -> dict[str, Any]:
-    """A policy for machines: plain numbers; ε at most over all runs, null where there is no bound."""
+    """For --json: plain numbers; ε at most over all runs, null where there is no bound."""
+    floors = policy.floors
     return {
-        "floors": _floors_json(policy.floors),
+        "floors": {"clip_norm": floors.clip_norm / 1e6, "noise_multiplier": floors.noise_multiplier / 1e6},
         "classes": {
             each.cls: {
                 "clip_norm": each.clip_norm / 1e6,
@@ -110,12 +107,7 @@ def policy_json(policy: RecordedPolicy, delta: float) -> dict[str, Any]:
     }
 
 
-def _floors_json(floors: LedgerFloors) -> dict[str, float]:
-    return {"clip_norm": floors.clip_norm / 1e6, "noise_multiplier": floors.noise_multiplier / 1e6}
-
-
 def amount_or_none(micro: int) -> str:
-    """A norm or multiplier of a policy."""
     return show.format_micro(micro) if micro else "none"
 
 
@@ -127,37 +119,31 @@ _POLICY_SIGNERS = (Role.LEDGER, Role.AUDITOR)
 def policy(
     ledger: LedgerArgument,
     file: Annotated[
-        Path | None, typer.Argument(metavar="POLICY", help="the policy to adopt, policy.toml; without: show what holds")
+        Path | None, argument("POLICY", "policy.toml to adopt; without it: show the policy in force")
     ] = None,
-    key: Annotated[
-        list[Path] | None,
-        typer.Option("--key", metavar="FILE", help="a private key that signs; may be given several times"),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would change, and change nothing")] = False,
+    key: Annotated[list[Path] | None, option("private key that signs; repeatable", "--key", metavar="FILE")] = None,
+    dry_run: Annotated[bool, option("show what would change, and change nothing", "--dry-run")] = False,
     propose: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write what others are to sign, and change nothing")
+        Path | None, option("write the proposal for others to sign; change nothing", metavar="FILE")
     ] = None,
     sign: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="as an auditor, with your --key: look at a proposal and sign it")
+        Path | None, option("as an auditor, with --key: show a proposal and sign it", metavar="FILE")
     ] = None,
-    signature: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="a signature made elsewhere with --sign; may be given several times"),
-    ] = None,
+    signature: Annotated[list[Path] | None, option("a signature made with --sign; repeatable", metavar="FILE")] = None,
     output: OutputOption = None,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Adopt a policy: its floors and classes hold for whoever is admitted and trained from now on.
+    """Adopt a policy: its floors and classes apply to all admissions and runs from now on.
 
-    A stricter policy, or a new class, needs the ledger's key alone. One that protects less (a floor or a noise
-    multiplier falls, a clip norm grows, a class becomes public or reaches further) needs the signatures of two
-    different keys that the ledger names as its own or as an auditor's. Nobody signs for two.
+    A stricter policy, or a new class, needs only the ledger's key. A policy that protects less (a floor or a noise
+    multiplier falls, a clip norm grows, a class becomes public or reaches more layers) needs two signatures, by
+    different keys that the ledger lists as its own or as an auditor's.
 
-    Where the auditor is elsewhere: --propose writes the message; the auditor, with a copy of the ledger, looks at it
-    and signs with --sign (64 bytes, Ed25519, which openssl pkeyutl -rawin makes as well); --signature takes that.
+    If the auditor is elsewhere: --propose writes the message. The auditor, with a copy of the ledger, reads and signs it
+    with --sign (64 bytes, Ed25519; openssl pkeyutl -rawin makes the same). --signature takes that file.
 
-    Classes that the policy does not name stay as they are. Origin, accountant and δ are the ledger's for good.
+    Classes that the policy does not name stay as they are. Origin, accountant and δ of a ledger never change.
 
     Examples:
 
@@ -182,74 +168,64 @@ def policy(
         change = contract.change(before)
         signatures = [] if change is None else _signatures(book, change, keys, signature or [])
         parties = book.parties()
-    told: dict[str, Any] = {"ledger": printable_location(ledger), "changed": False, "checkpoint": None}
+    result: dict[str, Any] = {"ledger": printable_location(ledger), "changed": False, "checkpoint": None}
     if change is not None and propose is not None:
         files.replace_file(propose, change.message(contract.origin), "the proposal", mode=0o644)
-        told["proposal"] = str(propose)
+        result["proposal"] = str(propose)
     elif change is not None and not dry_run:
         with open_ledger(ledger, signer=_checkpoint_signer(keys, parties, printable_location(ledger))) as book:
             book.check_signs()
-            told["changed"] = adopt_policy(book, contract, tuple(signatures))
-            told["checkpoint"] = book.latest()
-    _print_change(told, before, change, signatures, as_json)
+            result["changed"] = adopt_policy(book, contract, tuple(signatures))
+            result["checkpoint"] = book.latest()
+    _print_change(result, before, change, signatures, as_json)
 
 
 def _check_options(
-    file: Path | None,
-    keys: Sequence[Path],
-    dry_run: bool,
-    propose: Path | None,
-    sign: Path | None,
-    signatures: Sequence[Path],
-    output: Path | None,
-) -> None:
-    """Misuse, if the options do not go together."""
+    file: Path | None, keys: Sequence[Path], dry_run: bool, propose: Path | None, sign: Path | None,
+    signatures: Sequence[Path], output: Path | None,
+) -> None:  # fmt: skip
+    """Refuse options that do not go together."""
     if sign is not None:
         if file is not None or propose is not None or dry_run or signatures:
-            raise typer.BadParameter("it signs the proposal of somebody else, and nothing more", param_hint="--sign")
+            raise typer.BadParameter("takes only --key, --output and --passphrase-file", param_hint="--sign")
         if len(keys) != 1:
             raise typer.BadParameter("give the one key that signs", param_hint="--key")
         return
     if output is not None:
         raise typer.BadParameter("is for --sign", param_hint="--output")
     if file is None and (keys or propose is not None or dry_run or signatures):
-        raise typer.BadParameter("which policy? give policy.toml", param_hint="POLICY")
+        raise typer.BadParameter("give policy.toml", param_hint="POLICY")
     if file is not None and not file.is_file():
         raise typer.BadParameter(f"there is no policy '{file}'", param_hint="POLICY")
     if dry_run and propose is not None:
-        raise typer.BadParameter("one of --dry-run and --propose: both change nothing", param_hint="--dry-run")
+        raise typer.BadParameter("give --dry-run or --propose, not both", param_hint="--dry-run")
     if file is not None and not keys and not dry_run and propose is None:
-        raise typer.BadParameter(
-            "who signs? give the ledger's key; or --dry-run to look, --propose to ask others", param_hint="--key"
-        )
+        raise typer.BadParameter("give the ledger's key; or --dry-run, or --propose", param_hint="--key")
 
 
 def _terms_of_policy(book: Ledger, file: Path) -> CorpusTerms:
-    """What the policy asks for, of this ledger."""
+    """The terms of the policy, if it is of this ledger's corpus."""
     contract, header = CorpusTerms.of_policy(PolicyFile.load(file)), book.header
     if contract.origin != header.origin:
         raise LedgerError(
-            "cli.policy-ledger",
+            "cli.policy-of-other-corpus",
             f"'{file}' is the policy of {contract.origin!r}, the ledger is of {header.origin!r}",
             "give the ledger of this corpus: one ledger, one corpus",
         )
     if (contract.accountant, contract.delta) != (header.accountant, header.delta):
         raise LedgerError(
-            "cli.says-delta-ledger",
-            f"'{file}' says {contract.accountant} at δ = {contract.delta:g}, the ledger counts by {header.accountant} "
-            f"at δ = {header.delta:g} for good",
-            "set accountant and delta of [corpus] to those, or begin a ledger under another origin",
+            "cli.policy-changes-accounting",
+            f"'{file}' has {contract.accountant} at δ = {contract.delta:g}, the ledger {header.accountant} at "
+            f"δ = {header.delta:g}, which cannot change",
+            "set accountant and delta of [corpus] to the ledger's, or begin a ledger under another origin",
         )
     return contract
-
-
-# ------------------------------------------------------------------------------------ signatures
 
 
 def _signatures(
     book: Ledger, change: PolicyChange, keys: Sequence[PrivateKey], given: Sequence[Path]
 ) -> list[PartySignature]:
-    """Of the keys that are here, and those that came from elsewhere: each once."""
+    """Signatures by these keys, and those in files, one per key."""
     message, parties, now = change.message(book.origin), book.parties(), book.now()
     found = {}
     for each in keys:
@@ -264,10 +240,9 @@ def _signatures(
         ]
         if not who:
             raise LedgerError(
-                "cli.no-signature-change",
-                f"'{path}' is no signature of this change by a key of the ledger or an auditor",
-                "propose the change again (--propose), and have that signed: another policy, or another one in force, "
-                "is another message",
+                "cli.signature-not-valid",
+                f"'{path}' is not a signature of this change by a key of the ledger or an auditor",
+                "write the proposal again (--propose), and have that one signed",
             )
         found[who[0]] = data
     return [PartySignature(key=kid, signature=made) for kid, made in found.items()]
@@ -278,68 +253,68 @@ def _check_may_sign(parties: KeyState, key: PrivateKey, now: int) -> None:
     if known is None or known.role not in _POLICY_SIGNERS:
         role = "is not one of the ledger" if known is None else f"is for {known.role.name.lower()}"
         raise LedgerError(
-            "cli.key-not-sign-policy",
+            "cli.key-cannot-sign-policy",
             f"key {key.public.name[:16]} {role}, and cannot sign a policy",
-            "give the ledger's own or an auditor's: lamina ledger key LEDGER lists them",
+            "give the ledger's own or an auditor's key: lamina ledger key LEDGER lists them",
         )
-    if (wrong := parties.wrong(key.public.id, now)) is not None:
-        raise LedgerError("cli.key", f"key {key.public.name[:16]} {wrong}", "give one that counts now")
+    if (wrong := parties.problem_with(key.public.id, now)) is not None:
+        raise LedgerError(
+            "cli.key-not-valid-now", f"key {key.public.name[:16]} {wrong}", "give a key that is valid now"
+        )
 
 
 def _checkpoint_signer(keys: Sequence[PrivateKey], parties: KeyState, name: str) -> PrivateKey:
-    """Who signs the checkpoint over it."""
+    """The key that signs checkpoints of the ledger."""
     for each in keys:
         if (known := parties.get(each.public.id)) is not None and known.role is Role.LEDGER:
             return each
     raise LedgerError(
-        "cli.none-keys-signs",
-        f"none of the keys signs checkpoints of {name}",
-        "give the ledger's own key too; an auditor's goes beside it",
+        "cli.ledger-key-missing", f"none of the keys signs checkpoints of {name}", "give the ledger's own key too"
     )
 
 
 def _sign_proposal(ledger: str, path: Path, key: PrivateKey, output: Path, as_json: bool) -> None:
-    """What an auditor does: read, compare with what holds, sign."""
+    """Sign a proposal as an auditor, and print how it differs from the policy in force."""
     data = files.read_small(path, "the proposal", most=_MAX_FILE_BYTES)
     with open_ledger(ledger) as book:
         change = _read_proposal(path, data, book.origin)
         before = policy_in_force(book)
         _check_may_sign(book.parties(), key, book.now())
     files.write_new(output, key.sign(data), "the signature", mode=0o644)
-    told = {"ledger": printable_location(ledger), "signature": str(output), "key": key.public.name}
-    _print_change(told, before, change, [], as_json)
+    result = {"ledger": printable_location(ledger), "signature": str(output), "key": key.public.name}
+    _print_change(result, before, change, [], as_json)
 
 
 def _read_proposal(path: Path, data: bytes, origin: str) -> PolicyChange:
     try:
         named, body = cbor.decode(data.partition(b"\n")[2], max_size=_MAX_FILE_BYTES)
-        found = schema_of(PolicyChange).value(body)
+        found = schema_of(PolicyChange).from_cbor(body)
     except (EncodingError, TypeError, ValueError):
         raise LedgerError(
-            "cli.no-proposal-policy", f"'{path}' is no proposal of a policy", "write one with --propose"
+            "cli.policy-proposal-malformed", f"'{path}' is not a proposal of a policy", "write one with --propose"
         ) from None
     assert isinstance(found, PolicyChange)
     if named != origin:
         raise LedgerError(
-            "cli.ledger-give", f"'{path}' is for the ledger {str(named)[:80]!r}, this is {origin!r}", "give its ledger"
+            "cli.proposal-of-other-ledger",
+            f"'{path}' is for the ledger {str(named)[:80]!r}, this is {origin!r}",
+            "give its ledger",
         )
     if dataclasses.replace(found, signatures=()).message(origin) != data:
-        raise LedgerError("cli.no-proposal-policy", f"'{path}' is no proposal of a policy", "write one with --propose")
+        raise LedgerError(
+            "cli.policy-proposal-malformed", f"'{path}' is not a proposal of a policy", "write one with --propose"
+        )
     return found
 
 
-# ------------------------------------------------------------------------------------ what is printed
-
-
 def _print_policy(ledger: str, found: RecordedPolicy, header: Header, as_json: bool) -> None:
-    told = {"origin": header.origin, "delta": header.delta, "accountant": header.accountant}
     if as_json:
-        print_json({"ledger": printable_location(ledger), **told, **policy_json(found, header.delta)})
+        terms = {"origin": header.origin, "delta": header.delta, "accountant": header.accountant}
+        print_json({"ledger": printable_location(ledger), **terms, **policy_json(found, header.delta)})
         return
+    clip, noise = amount_or_none(found.floors.clip_norm), amount_or_none(found.floors.noise_multiplier)
     print_line(f"{header.origin}, {header.accountant} at δ = {header.delta:g}")
-    print_line(
-        f"floors: clip norm {amount_or_none(found.floors.clip_norm)}, noise multiplier {amount_or_none(found.floors.noise_multiplier)}"
-    )
+    print_line(f"floors: clip norm {clip}, noise multiplier {noise}")
     rows = [["class", "clip norm ≤", "noise multiplier ≥", "ε ≤", "contributions", "depth"]]
     for each in found.presets:
         clip = "public" if each.public else amount_or_none(each.clip_norm)
@@ -351,39 +326,32 @@ def _print_policy(ledger: str, found: RecordedPolicy, header: Header, as_json: b
 
 
 def _class_epsilon(preset: Preset, delta: float) -> str:
-    """ε over all runs that the class is held to."""
+    """The ε over all runs that the policy promises the class."""
     if preset.public:
         return "-"
     return format_epsilon(signed_spend(preset.noise_multiplier, delta)) if preset.noise_multiplier else "no bound"
 
 
 def _print_change(
-    told: dict[str, Any],
-    before: RecordedPolicy,
-    change: PolicyChange | None,
-    signatures: Sequence[PartySignature],
+    result: dict[str, Any], before: RecordedPolicy, change: PolicyChange | None, signatures: Sequence[PartySignature],
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     lines = [] if change is None else policy_differences(before, change)
-    less = [] if change is None else policy_loosened(before, change)
+    less = [] if change is None else loosened(before.floors, before.presets, change.floors, change.presets)
     if as_json:
         signers = [each.key.hex() for each in signatures]
-        print_json({**told, "differences": lines, "looser": less, "signatures": signers})
+        print_json({**result, "differences": lines, "looser": less, "signatures": signers})
         return
-    for line in lines:
+    for line in [*lines, *(f"protects less: {each}" for each in less)]:
         print_line(f"  {line}")
-    for line in less:
-        print_line(f"  protects less: {line}")
     if change is None:
-        print_line("this policy holds already: nothing changes")
-    elif told.get("changed"):
+        print_line("this policy is already in force: nothing changes")
+    elif result.get("changed"):
         print_line(f"adopted, with {pluralize(len(signatures), 'signature')}, and covered by a checkpoint")
-    elif "signature" in told:
-        print_line(f"{told['signature']}: signed by {told['key'][:16]}; give it back for --signature")
-    elif "proposal" in told:
-        print_line(
-            f"{told['proposal']}: have it signed with lamina ledger policy LEDGER --sign {told['proposal']} --key KEY"
-        )
+    elif "signature" in result:
+        print_line(f"{result['signature']}: signed by {result['key'][:16]}; return it for --signature")
+    elif path := result.get("proposal"):
+        print_line(f"{path}: have it signed with lamina ledger policy LEDGER --sign {path} --key KEY")
     else:
         print_line("nothing was changed" + ("; it needs the signatures of two parties" if less else ""))
 
@@ -395,38 +363,30 @@ _MIN_ID_DIGITS = 8  # hex digits of an id that are enough to name a key
 
 def key(
     ledger: LedgerArgument,
-    action: Annotated[
-        str,
-        typer.Argument(metavar="ACTION", help="list, add, rotate or revoke", autocompletion=lambda: list(_KEYS_TAKEN)),
-    ] = "list",
+    action: Annotated[str, argument("ACTION", "list, add, rotate or revoke", choices=list(_KEYS_TAKEN))] = "list",
     names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY", help="add: NEW.pub; rotate: OLD NEW.pub; revoke: OLD, by id, name or file"),
+        list[str] | None, argument("KEY", "add: NEW.pub; rotate: OLD NEW.pub; revoke: OLD, by id, name or file")
     ] = None,
-    role: Annotated[
-        str | None,
-        typer.Option(
-            help=f"of a key that is added: {', '.join(_ROLE_BY_NAME)}", autocompletion=lambda: list(_ROLE_BY_NAME)
-        ),
-    ] = None,
+    role: Annotated[str | None, option(f"with add: {', '.join(_ROLE_BY_NAME)}", choices=_ROLE_BY_NAME)] = None,
     name: Annotated[
-        str | None, typer.Option(help="of the new key; default: the ledger's, the old key's, or that of the file")
+        str | None, option("name of the new key; default: the ledger's, the old key's, or that of the file")
     ] = None,
-    at: Annotated[str | None, typer.Option(metavar="TIME", help="from then on; default: now")] = None,
+    at: Annotated[str | None, option("from then on; default: now", metavar="TIME")] = None,
     key: KeyOption = None,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the keys of a ledger; or let one in, take over, or out. With --key, the ledger's own, which signs that.
+    """List, add, rotate or revoke keys of a ledger. Changes need --key, the ledger's own key, which signs them.
 
-    add: a key counts from now on, in one role. ledger signs checkpoints, contributor attestations, auditor aggregates
-    and looser policies, witness checkpoints it has seen, release manifests and certificates.
+    add: the key is valid from now on, in one role. A ledger key signs checkpoints, a contributor attestations, an
+    auditor aggregates and looser policies, a witness checkpoints that it has seen, a release key manifests and
+    certificates.
 
-    rotate: a new key takes over in the same role. What the old one signed stays good. If it is the ledger's, the old
-    key signs the checkpoint over that, here and now, and nothing after: a new key counts once an older one vouched.
+    rotate: a new key takes over in the same role. What the old one signed stays valid. If it is the ledger's own, the
+    old key signs the checkpoint of this change now, and nothing after.
 
-    revoke: from now on nothing that it signed counts, whatever date it carries. The ledger's last key cannot go: let
-    another take over first, and revoke the old one with the new one.
+    revoke: from now on nothing that the key signed is valid, whatever its date. The ledger's last key cannot be revoked:
+    rotate first, and revoke the old key with the new one.
 
     Examples:
 
@@ -448,16 +408,16 @@ def key(
             _print_keys(ledger, book, as_json)
         return
     if key is None:
-        raise typer.BadParameter("give the ledger's own key: it signs what happens to keys", param_hint="--key")
+        raise typer.BadParameter("give the ledger's own key, which signs the change", param_hint="--key")
     existing_ledger(ledger)
     private = open_private_key(key, passphrase_file)
     with open_ledger(ledger, signer=private) as book:
         event = _key_event(book, action, given, role, name, book.now() if at is None else parse_time(at))
         if event.change is KeyChange.REVOKE and event.target == private.public.id:
             raise LedgerError(
-                "cli.key-not-sign",
-                f"key {private.public.name[:16]} cannot sign that it is revoked itself",
-                "let another take over (rotate), and revoke this one with the new key",
+                "cli.key-revokes-itself",
+                f"key {private.public.name[:16]} cannot sign its own revocation",
+                "rotate to another key, and revoke this one with the new key",
             )
         book.check_signs([event])
         (seq,) = book.append([event])
@@ -480,7 +440,7 @@ def _key_event(book: Ledger, action: str, given: list[str], role: str | None, na
 
 
 def find_ledger_key(parties: KeyState, name: str) -> Key:
-    """A key of the ledger by its id, or the beginning of it, its name, or its file."""
+    """A key of the ledger by its id (or the first digits), its name, or its file."""
     keys = parties.all()
     if Path(name).is_file():
         public = PublicKey.load(name)
@@ -492,19 +452,16 @@ def find_ledger_key(parties: KeyState, name: str) -> Key:
     if len(found) != 1:
         which = "no key" if not found else f"{len(found)} keys"
         raise LedgerError(
-            "cli.means-ledger",
+            "cli.key-not-found",
             f"{name!r} means {which} of the ledger",
-            f"give the id, or its first {_MIN_ID_DIGITS} hex digits or more: lamina ledger key LEDGER lists them",
+            f"give its id, or the first {_MIN_ID_DIGITS} hex digits or more: lamina ledger key LEDGER lists them",
         )
     return found[0]
 
 
-# ------------------------------------------------------------------------------------ what is printed
-
-
 def _print_keys(ledger: str, book: Ledger, as_json: bool) -> None:
     parties, now = book.parties(), book.reading_time()
-    found = [(each, parties.wrong(each.id, now)) for each in parties.all()]
+    found = [(each, parties.problem_with(each.id, now)) for each in parties.all()]
     if as_json:
         keys = [{**_key_json(each), "counts": wrong is None, "why_not": wrong} for each, wrong in found]
         print_json({"ledger": printable_location(ledger), "origin": book.origin, "keys": keys})
@@ -520,32 +477,16 @@ def _key_json(found: Key) -> dict[str, Any]:
 
 def _print_event(ledger: str, seq: int, size: int, event: KeyEvent, as_json: bool) -> None:
     if as_json:
-        print_json(
-            {
-                "ledger": printable_location(ledger),
-                "index": seq,
-                "change": event.change.name.lower(),
-                "key": None if event.key is None else _key_json(event.key),
-                "target": None if event.target is None else event.target.hex(),
-                "effective": format_utc(event.effective),
-                "checkpoint": size,
-            }
-        )
+        facts = {"ledger": printable_location(ledger), "index": seq, "change": event.change.name.lower()}
+        keys = {"key": event.key and _key_json(event.key), "target": event.target and event.target.hex()}
+        print_json({**facts, **keys, "effective": format_utc(event.effective), "checkpoint": size})
         return
     new = "" if event.key is None else f" {event.key.id.hex()[:16]} ({event.key.role.name.lower()} {event.key.name})"
     old = "" if event.target is None else f" {'for ' if event.key else ''}{event.target.hex()[:16]}"
     print_line(f"leaf {seq}: {event.change.name.lower()}{new}{old} from {format_utc(event.effective)}")
     print_line(f"signed, in the checkpoint of {pluralize(size, 'leaf', 'leaves')}")
     if event.change is KeyChange.ROTATE and event.key is not None and event.key.role is Role.LEDGER:
-        print_line(
-            "from now on the new key signs: give it to who keeps, trains and admits" + _key_location_hint(ledger)
-        )
-
-
-def _key_location_hint(ledger: str) -> str:
-    """Where runs look for the key of a ledger in a file."""
-    from lamina.ledger.corpus_terms import ledger_key_path
-
-    if not is_file_ledger(ledger) or not ledger_key_path(ledger).exists():
-        return ""
-    return f", and put it in the place of {os.path.relpath(ledger_key_path(ledger))}, where runs look for it"
+        hint = ""
+        if is_file_ledger(ledger) and (path := ledger_key_path(ledger)).exists():
+            hint = f", and replace {os.path.relpath(path)}, where runs look for it"
+        print_line(f"the new key signs from now on: give it to everyone who admits, trains and signs{hint}")

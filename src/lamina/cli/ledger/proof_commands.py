@@ -1,7 +1,4 @@
-"""`lamina ledger verify, checkpoint, prove, receipt, copy`.
-
-Whether a ledger is what it claims, and proofs that others check.
-"""
+"""`lamina ledger verify, checkpoint, prove, receipt, copy`: whether a ledger is right, and proofs for others."""
 
 from __future__ import annotations
 
@@ -17,19 +14,29 @@ from lamina.admit import keys as files
 from lamina.admit.keys import format_utc
 from lamina.cli.open_ledger import (
     LEAF_HELP,
-    JsonOption,
-    KeyOption,
+    LEDGER_HELP,
     LedgerArgument,
-    OutputOption,
     contribution_digest,
     existing_ledger,
     is_file_ledger,
     open_ledger,
     open_view,
-    print_line,
     printable_location,
 )
-from lamina.cli.terminal import PassphraseOption, err, print_json, print_refusal, progress_bar, refusal_json
+from lamina.cli.terminal import (
+    JsonOption,
+    KeyOption,
+    OutputOption,
+    PassphraseOption,
+    argument,
+    err,
+    option,
+    print_json,
+    print_line,
+    print_refusal,
+    progress_bar,
+    refusal_json,
+)
 from lamina.errors import LaminaError, LedgerError, NotVerified
 from lamina.ledger import receipt as receipts
 from lamina.ledger import records as leaves
@@ -51,30 +58,23 @@ def verify(
     ledger: LedgerArgument,
     trust: Annotated[
         Path | None,
-        typer.Option(
-            metavar="KEYS", help="keys from elsewhere: a key ring, a public key, or verifier keys, one a line"
-        ),
+        option("keys from elsewhere: a key ring, a public key, or verifier keys, one a line", metavar="KEYS"),
     ] = None,
-    seen: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="CHECKPOINT", help="a checkpoint that you kept; may be given several times"),
-    ] = None,
-    no_signatures: Annotated[
-        bool, typer.Option("--no-signatures", help="leave attestations unchecked: faster by far")
-    ] = False,
+    seen: Annotated[list[Path] | None, option("a checkpoint that you kept; repeatable", metavar="CHECKPOINT")] = None,
+    no_signatures: Annotated[bool, option("do not check attestations: much faster", "--no-signatures")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Replay a ledger from its first leaf, and name the first record that is wrong, and why.
+    """Replay a ledger from its first leaf; report the first record that is wrong, and why.
 
-    Checked are form, order, hashes and times; every checkpoint and its signature; every attestation; bounds against
-    floors and classes; keys, policies, withdrawals, aggregates and releases; and every ε, computed anew from the
-    recorded plans by the accountant of the header. Neither data nor models are needed.
+    Checks form, order, hashes and times; every checkpoint and its signature; every attestation; bounds against floors
+    and classes; keys, policies, withdrawals, aggregates and releases; and computes every ε again from the recorded
+    plans, by the accountant of the header. Needs neither data nor models.
 
-    A ledger names its own keys, so whoever can write all of it can sign all of it anew. With --trust its signatures
-    must be of keys that you have from elsewhere: keep these beside, never inside, the ledger. With --seen it must go on
-    from a checkpoint that you kept: one that was rolled back or forked does not.
+    A ledger lists its own keys, so whoever can write all of it can sign all of it again. With --trust, its signatures
+    must be by keys that you have from elsewhere: keep these apart from the ledger. With --seen, it must continue a
+    checkpoint that you kept: a ledger that was rolled back or forked does not.
 
-    Exit code 0 if it is verified, 1 if it is not, 2 if there is nothing to verify, or a database cannot be reached.
+    Exit code 0 if it is verified, 1 if it is not, 2 if there is no ledger or the database cannot be reached.
 
     Examples:
 
@@ -99,7 +99,7 @@ def verify(
 
 
 def _check_reachable(place: str, as_json: bool) -> None:
-    """A server that is away is no ledger that is wrong."""
+    """Exit with 2 if the database cannot be reached: that does not make the ledger wrong."""
     try:
         make_store(place, readonly=True).close()
     except LedgerError as error:
@@ -120,11 +120,9 @@ def verification_page(name: str, found: Verification) -> str:
         lines.append(f"  root         {found.root.hex()}")
     if found.verified:
         covered = pluralize(found.signed, "leaf", "leaves")
-        lines.append(
-            f"  checkpoints  {found.checkpoints:,}" + (f"; the newest covers {covered}" * bool(found.checkpoints))
-        )
+        newest = f"; the newest covers {covered}" if found.checkpoints else ""
         checked = f"{pluralize(found.attestations, 'attestation')}, {pluralize(found.spends, 'figure')} of ε"
-        lines.append(f"  checked      {checked}")
+        lines += [f"  checkpoints  {found.checkpoints:,}{newest}", f"  checked      {checked}"]
     return "\n".join([*lines, *(f"  note         {note}" for note in found.notes)])
 
 
@@ -135,17 +133,17 @@ def checkpoint(
     ledger: LedgerArgument,
     key: KeyOption = None,
     cosigned: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="add the signatures of this copy, back from a witness")
+        Path | None, option("add the signatures of this copy, back from a witness", metavar="FILE")
     ] = None,
-    size: Annotated[int | None, typer.Option(min=0, help="the checkpoint of so many leaves; default: newest")] = None,
+    size: Annotated[int | None, option("the checkpoint of so many leaves; default: newest", min=0)] = None,
     output: OutputOption = None,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a checkpoint: size and root of the ledger, signed. With --key, sign what is there first.
+    """Print a checkpoint: size and root of the ledger, signed. With --key, sign a new one first.
 
-    Keep one, outside the ledger: with lamina ledger verify --seen it shows later that nothing before it was changed or
-    taken away. The form is a C2SP signed note, which other programs read.
+    Keep one outside the ledger: later, lamina ledger verify --seen shows that nothing before it was changed or removed.
+    The format is a C2SP signed note, which other programs read.
 
     Examples:
 
@@ -163,54 +161,45 @@ def checkpoint(
     with open_view(ledger) as view:
         text, leaves = _checkpoint_text(view, size), view.size
     head, note = notes.parse_checkpoint(text)
+    signers = [each.name for each in note.signatures]
     if output is not None:
         keys.replace_file(output, text.encode("utf-8"), "the checkpoint", mode=0o644)
     if as_json:
-        print_json(
-            {
-                "ledger": printable_location(ledger),
-                "origin": head.origin,
-                "size": head.size,
-                "root": head.root.hex(),
-                "unsigned": leaves - head.size if size is None else None,
-                "signers": [each.name for each in note.signatures],
-                "checkpoint": text,
-            }
-        )
+        facts = {"ledger": printable_location(ledger), "origin": head.origin, "size": head.size}
+        facts |= {"root": head.root.hex(), "unsigned": leaves - head.size if size is None else None}
+        print_json({**facts, "signers": signers, "checkpoint": text})
     elif output is not None:
-        signers = ", ".join(each.name for each in note.signatures)
-        print_line(f"{output}: {pluralize(head.size, 'leaf', 'leaves')}, signed by {signers}")
+        print_line(f"{output}: {pluralize(head.size, 'leaf', 'leaves')}, signed by {', '.join(signers)}")
     else:
         sys.stdout.write(text)
 
 
 def _checkpoint_text(book: LedgerReader, size: int | None) -> str:
-    if size is None:
-        found = book.latest()
-    else:
-        found = next((text for text in book.checkpoints() if notes.parse_checkpoint(text)[0].size == size), None)
-    if found is None:
-        which = "has no checkpoint" if size is None else f"has no checkpoint of {pluralize(size, 'leaf', 'leaves')}"
-        raise LedgerError("cli.ledger", f"the ledger {book.name} {which}", "sign one: --key")
-    return found
+    """The newest checkpoint, or the one of this size."""
+    found = [book.latest()] if size is None else book.checkpoints()
+    for text in found:
+        if text is not None and size in (None, notes.parse_checkpoint(text)[0].size):
+            return text
+    of = "" if size is None else f" of {pluralize(size, 'leaf', 'leaves')}"
+    raise LedgerError(
+        "cli.checkpoint-missing",
+        f"the ledger {book.name} has no checkpoint{of}",
+        "sign one: lamina ledger checkpoint --key",
+    )
 
 
 def prove(
     ledger: LedgerArgument,
-    name: Annotated[str | None, typer.Argument(metavar="LEAF", help=LEAF_HELP)] = None,
-    old: Annotated[
-        int | None, typer.Option("--from", metavar="SIZE", help="prove that the ledger goes on from this size")
-    ] = None,
-    size: Annotated[
-        int | None, typer.Option(metavar="SIZE", help="in the checkpoint of so many leaves; default: newest")
-    ] = None,
+    name: Annotated[str | None, argument("LEAF", LEAF_HELP)] = None,
+    old: Annotated[int | None, option("prove that the ledger goes on from this size", "--from", metavar="SIZE")] = None,
+    size: Annotated[int | None, option("in the checkpoint of so many leaves; default: newest", metavar="SIZE")] = None,
     output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Prove that a leaf is in the ledger, or that a later checkpoint goes on from an earlier one.
+    """Prove that a leaf is in the ledger, or that a later checkpoint continues an earlier one.
 
-    An inclusion proof is printed as C2SP tlog-proof text, with its checkpoint. A consistency proof (--from) is printed
-    as a C2SP witness takes it: the old size, the proof, the new checkpoint. Both grow with the logarithm of the ledger.
+    An inclusion proof is C2SP tlog-proof text, with its checkpoint. A consistency proof (--from) has the form that a
+    C2SP witness takes: the old size, the proof, the new checkpoint.
 
     Examples:
 
@@ -221,7 +210,7 @@ def prove(
     if (name is None) == (old is None):
         raise typer.BadParameter("give a leaf, or --from SIZE", param_hint="LEAF")
     with open_view(ledger) as book:
-        signed = _checkpoint_to_prove(book, size)
+        signed = _checkpoint_text(book, size)
         found = _consistency_proof(book, old, signed) if old is not None else _inclusion_proof(book, str(name), signed)
     if output is not None:
         keys.replace_file(output, found["text"].encode("utf-8"), "the proof", mode=0o644)
@@ -234,27 +223,15 @@ def prove(
         sys.stdout.write(found["text"])
 
 
-def _checkpoint_to_prove(book: LedgerReader, size: int | None) -> str:
-    for text in book.checkpoints() if size is not None else [book.latest()]:
-        if text is not None and size in (None, notes.parse_checkpoint(text)[0].size):
-            return text
-    raise LedgerError(
-        "cli.ledger-no-checkpoint",
-        f"the ledger {book.name} has no checkpoint"
-        + ("" if size is None else f" of {pluralize(size, 'leaf', 'leaves')}"),
-        "sign one: lamina ledger checkpoint --key",
-    )
-
-
 def _inclusion_proof(book: LedgerReader, name: str, signed: str) -> dict[str, Any]:
     seq = find_leaf(book, contribution_digest(name))
     head, _ = notes.parse_checkpoint(signed)
     hash = leaf_hash(book.raw(seq))
     if seq >= head.size:
         raise LedgerError(
-            "cli.leaf-not-under",
-            f"leaf {seq} is not under the checkpoint of {pluralize(head.size, 'leaf', 'leaves')}",
-            "sign a newer one",
+            "cli.leaf-not-in-checkpoint",
+            f"leaf {seq} is not in the checkpoint of {pluralize(head.size, 'leaf', 'leaves')}",
+            "sign a newer checkpoint",
         )
     path = book.prove(seq, head.size)
     return {
@@ -271,8 +248,8 @@ def _consistency_proof(book: LedgerReader, old: int, signed: str) -> dict[str, A
     head, _ = notes.parse_checkpoint(signed)
     if not 0 <= old <= head.size:
         raise LedgerError(
-            "cli.checkpoint-not-go",
-            f"the checkpoint has {pluralize(head.size, 'leaf', 'leaves')}, and does not go on from {old}",
+            "cli.proof-size-outside-checkpoint",
+            f"--from is {old}, but the checkpoint has {pluralize(head.size, 'leaf', 'leaves')}",
             "give a size that it has reached",
         )
     path = book.consistent(old, head.size)
@@ -290,26 +267,19 @@ _LEAF_SUFFIX, _COSE_SUFFIX, _TEXT_SUFFIX = ".leaf", ".cose", ".tlog-proof"
 
 
 def receipt(
-    ledger: Annotated[
-        str | None, typer.Argument(metavar="LEDGER", help="ledger.db, or postgresql://…/database#schema")
-    ] = None,
-    name: Annotated[str | None, typer.Argument(metavar="LEAF", help=LEAF_HELP)] = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="PREFIX", help="beginning of the names of the files")
-    ] = Path("receipt"),
-    check: Annotated[
-        Path | None, typer.Option(metavar="PREFIX", help="check a receipt instead; needs --trust and no ledger")
-    ] = None,
-    trust: Annotated[
-        Path | None, typer.Option(metavar="KEYS", help="for --check: the keys of the ledger, from elsewhere")
-    ] = None,
+    ledger: Annotated[str | None, argument("LEDGER", LEDGER_HELP)] = None,
+    name: Annotated[str | None, argument("LEAF", LEAF_HELP)] = None,
+    output: Annotated[Path, option("beginning of the file names", "--output", "-o", metavar="PREFIX")] = Path(
+        "receipt"
+    ),
+    check: Annotated[Path | None, option("check a receipt instead; needs --trust, no ledger", metavar="PREFIX")] = None,
+    trust: Annotated[Path | None, option("for --check: the ledger's keys, from elsewhere", metavar="KEYS")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a receipt: proof, under the newest checkpoint, that a record is in the ledger.
 
-    Three files: PREFIX.leaf, the record itself; PREFIX.cose, a COSE receipt (RFC 9942); and PREFIX.tlog-proof, the same
-    as C2SP text with the cosignatures of witnesses. Keep them: after pruning, only who kept a receipt can prove a
-    record.
+    Three files: PREFIX.leaf, the record; PREFIX.cose, a COSE receipt (RFC 9942); and PREFIX.tlog-proof, the same as C2SP
+    text with the cosignatures of witnesses. Keep them: after pruning, only a receipt proves a record.
 
     Examples:
 
@@ -318,7 +288,7 @@ def receipt(
     """
     if check is not None:
         if trust is None:
-            raise typer.BadParameter("whose signature must it have?", param_hint="--trust")
+            raise typer.BadParameter("give the ledger's keys", param_hint="--trust")
         _check_receipt(check, Trust.load(trust), as_json)
         return
     if ledger is None or name is None:
@@ -341,7 +311,7 @@ def receipt(
 
 
 def _check_receipt(prefix: Path, trust: Trust, as_json: bool) -> None:
-    """Both proofs, by keys of the origin that they name."""
+    """Check both proofs by the trusted keys of their origin."""
     leaf, cose, text = (
         files.read_small(_with_suffix(prefix, s), "the receipt", most=_MAX_FILE_BYTES)
         for s in (_LEAF_SUFFIX, _COSE_SUFFIX, _TEXT_SUFFIX)
@@ -351,19 +321,21 @@ def _check_receipt(prefix: Path, trust: Trust, as_json: bool) -> None:
         record = leaves.decode_leaf(leaf)
     except LaminaError as error:
         raise NotVerified(
-            "cli.no-receipt", f"'{prefix}' is no receipt: {error.problem}", "ask the ledger for it again"
+            "cli.receipt-malformed", f"'{prefix}' is not a receipt: {error.problem}", _ASK_AGAIN
         ) from None
     keys = trust.keys(found.origin)
     if not any(receipts.verify_receipt(cose, leaf, key, found.origin) for key in keys):
         raise NotVerified(
-            "cli.receipt-not-signed",
-            f"the receipt of {found.origin!r} is not signed by a trusted key, or not of this leaf",
+            "cli.receipt-not-trusted",
+            f"the receipt of {found.origin!r} is not signed by a trusted key, or is of another leaf",
             _ASK_AGAIN,
         )
     named = [NoteKey(found.origin, key) for key in dict.fromkeys(keys)]
     head = proof.verify(leaf, named, origin=found.origin)
     if proof.index != found.index or record.seq != found.index:
-        raise NotVerified("cli.proofs-leaves", f"the proofs are of leaves {found.index} and {proof.index}", _ASK_AGAIN)
+        raise NotVerified(
+            "cli.receipt-proofs-differ", f"the proofs are of leaves {found.index} and {proof.index}", _ASK_AGAIN
+        )
     if as_json:
         print_json({"verified": True, "origin": found.origin, "index": found.index, "size": head.size})
     else:
@@ -371,23 +343,25 @@ def _check_receipt(prefix: Path, trust: Trust, as_json: bool) -> None:
         print_line(f"  {describe_leaf(record)}")
 
 
-_ASK_AGAIN = "ask the ledger for the receipt again, and whoever answers for it for its keys"
+_ASK_AGAIN = "get the receipt again, and the keys from whoever is responsible for the ledger"
 
 
 def _with_suffix(prefix: Path, suffix: str) -> Path:
     if not prefix.name:
-        raise LedgerError("cli.no-beginning-name", f"'{prefix}' is no beginning of a name", "give one, like mine")
+        raise LedgerError(
+            "cli.receipt-prefix-empty", f"'{prefix}' is not the beginning of a file name", "give one, such as mine"
+        )
     return prefix.with_name(prefix.name + suffix)
 
 
 def copy(
     ledger: LedgerArgument,
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="the copy; must not exist yet")],
+    target: Annotated[Path, argument("FILE", "the copy; must not exist yet")],
     as_json: JsonOption = False,
 ) -> None:
-    """Copy a ledger as it is at one moment, also while runs write it.
+    """Copy a ledger as it is at one moment, also while runs write to it.
 
-    A plain cp may miss the last records, which lie in a second file (-wal) until SQLite moves them over.
+    cp may miss the last records, which are in a second file (-wal) until SQLite moves them.
 
     Examples:
 
@@ -395,7 +369,9 @@ def copy(
     """
     with open_view(ledger) as book:
         if not isinstance(book.store, SqliteStore):
-            raise LedgerError("cli.database", f"{printable_location(ledger)} is a database", "copy it with pg_dump")
+            raise LedgerError(
+                "cli.copy-of-database", f"{printable_location(ledger)} is a database", "copy it with pg_dump"
+            )
         book.store.copy(target)
     with open_view(str(target)) as book:
         size = book.size

@@ -21,17 +21,25 @@ from lamina.admit import keys
 from lamina.admit.keys import PrivateKey, format_utc, parse_time, read_small
 from lamina.cli.open_ledger import (
     DIGEST_HELP,
-    JsonOption,
-    KeyOption,
     LedgerArgument,
     contribution_digest,
     existing_ledger,
     open_ledger,
     open_view,
-    print_line,
     printable_location,
 )
-from lamina.cli.terminal import PassphraseOption, columns, open_private_key, out, print_json
+from lamina.cli.terminal import (
+    JsonOption,
+    KeyOption,
+    PassphraseOption,
+    argument,
+    columns,
+    open_private_key,
+    option,
+    out,
+    print_json,
+    print_line,
+)
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger import records as leaves
 from lamina.ledger.contribution_trace import ContributionTrace, EpochExposure
@@ -67,33 +75,28 @@ from lamina.ledger.writer import Ledger
 _DEFAULT_LIMIT = 50
 _MIN_TEXT_WIDTH = 24  # columns for what a record says, however narrow the screen
 
-SinceOption = Annotated[str | None, typer.Option(metavar="TIME", help="from then on: 2026-03-01, or 2026-03-01T12:00Z")]
-UntilOption = Annotated[str | None, typer.Option(metavar="TIME", help="before then; written like --since")]
+SinceOption = Annotated[str | None, option("from then on: 2026-03-01, or 2026-03-01T12:00Z", metavar="TIME")]
+UntilOption = Annotated[str | None, option("before then; written like --since", metavar="TIME")]
 
 
 def show(
     ledger: LedgerArgument,
-    kind: Annotated[
-        list[str] | None,
-        typer.Option(help=f"only these: {', '.join(KINDS_BY_NAME)}", autocompletion=lambda: list(KINDS_BY_NAME)),
-    ] = None,
-    cls: Annotated[str | None, typer.Option("--class", help="only what is about this class")] = None,
-    run: Annotated[str | None, typer.Option(help="only what is about this run: its first hex digits")] = None,
+    kind: Annotated[list[str] | None, option(f"only these: {', '.join(KINDS_BY_NAME)}", choices=KINDS_BY_NAME)] = None,
+    cls: Annotated[str | None, option("only what is about this class", "--class")] = None,
+    run: Annotated[str | None, option("only what is about this run: its first hex digits")] = None,
     since: SinceOption = None,
     until: UntilOption = None,
-    first: Annotated[int, typer.Option(min=0, help="from this leaf on")] = 0,
+    first: Annotated[int, option("from this leaf on", min=0)] = 0,
     limit: Annotated[
-        int | None,
-        typer.Option(min=0, help=f"so many records, the last ones; 0: all. Default: {_DEFAULT_LIMIT} on the screen"),
+        int | None, option(f"so many records, the last ones; 0: all. Default: {_DEFAULT_LIMIT} on the screen", min=0)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the records of a ledger, one line each, with filters.
 
-    The last records are shown. c is a clip norm, z a noise multiplier; segment 2.1 [20, 30) is the second attempt at
-    segment 2, steps 20 to 29; ε is what a bound has lost by then over all runs, rounded up. Times are UTC; that of an
-    epoch is rounded down to the hour, if the header says nothing else. Nothing here is verified: lamina ledger verify
-    does that.
+    Shows the last records. c is a clip norm, z a noise multiplier; segment 2.1 [20, 30) is the second attempt at segment
+    2, steps 20 to 29; ε is what a bound has spent by then over all runs, rounded up. Times are UTC; those of epochs are
+    rounded down to the hour, unless the header says otherwise. Nothing is verified here: use lamina ledger verify.
 
     With --json: plain numbers, times as 2026-03-01T12:00:00Z, digests in hexadecimal, and every field of the record.
 
@@ -104,22 +107,14 @@ def show(
       lamina ledger show ledger.db --kind withdrawal --since 2026-01-01 --json
       lamina ledger show ledger.db --class clinical --limit 0
     """
-    wanted = RecordFilter(
-        kinds=tuple(kind or ()),
-        cls=cls,
-        run=run,
-        since=None if since is None else parse_time(since),
-        until=None if until is None else parse_time(until),
-        first=first,
-    )
+    begin, end = (None if text is None else parse_time(text) for text in (since, until))
+    wanted = RecordFilter(kinds=tuple(kind or ()), cls=cls, run=run, since=begin, until=end, first=first)
     most = limit if limit is not None else 0 if as_json else _DEFAULT_LIMIT
     with open_view(ledger) as book:
         found, left_out = _last_leaves(wanted.leaves(book), most)
         if as_json:
-            records = [leaf_to_dict(leaf) for leaf in found]
-            print_json(
-                {"ledger": printable_location(ledger), "origin": book.origin, "size": book.size, "records": records}
-            )
+            facts = {"ledger": printable_location(ledger), "origin": book.origin, "size": book.size}
+            print_json({**facts, "records": [leaf_to_dict(leaf) for leaf in found]})
             return
         print_line(f"{book.origin}, {pluralize(book.size, 'leaf', 'leaves')}")
     if left_out:
@@ -140,15 +135,14 @@ def _last_leaves(leaves: Iterable[Leaf], most: int) -> tuple[list[Leaf], int]:
 
 
 def leaf_table(leaves: Iterable[Leaf], width: int | None = None) -> str:
-    """One line each; on a screen so wide, what a record says goes on below itself."""
+    """One line per record; with `width`, its text is wrapped."""
     rows = [["leaf", "time", "kind", "what it says"]]
     rows += [[str(leaf.seq), format_utc(leaf.time), KIND_NAMES[leaf.kind], describe_leaf(leaf)] for leaf in leaves]
     if len(rows) == 1:
         return "no record fits"
     if width is not None:
-        room = max(
-            _MIN_TEXT_WIDTH, width - sum(max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[:3])
-        )
+        taken = sum(max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[:3])
+        room = max(_MIN_TEXT_WIDTH, width - taken)
         rows = [line for row in rows for line in _wrapped_rows(row, room)]
     return columns(rows, left=4)
 
@@ -160,15 +154,14 @@ def _wrapped_rows(row: list[str], room: int) -> list[list[str]]:
     return [[*row[:3], first], *(["", "", "", line] for line in more)]
 
 
-DigestArgument = Annotated[str, typer.Argument(metavar="DIGEST", help=DIGEST_HELP)]
+DigestArgument = Annotated[str, argument("DIGEST", DIGEST_HELP)]
 
 
 def trace(ledger: LedgerArgument, name: DigestArgument, as_json: JsonOption = False) -> None:
-    """Show what became of a contribution: admission, depth, noise and ε of every epoch, withdrawal, releases.
+    """Show the history of a contribution: admission, depth, noise and ε of every epoch, withdrawal, releases.
 
-    The epochs are those in which it was eligible: admitted, and neither withdrawn nor expired, when the members of a
-    segment were frozen. Whether it was sampled there stands nowhere. ε is what it has lost after that epoch, over all
-    runs.
+    Lists the epochs in which it was eligible: admitted, neither withdrawn nor expired, when the members of a segment
+    were fixed. Whether it was sampled is recorded nowhere. ε is what it has lost after that epoch, over all runs.
 
     Examples:
 
@@ -185,7 +178,7 @@ def trace(ledger: LedgerArgument, name: DigestArgument, as_json: JsonOption = Fa
 
 
 def trace_page(found: ContributionTrace) -> str:
-    """For people."""
+    """One contribution as text."""
     record, terms = found.record, found.record.terms
     bound = "public" if found.signed is None else (
         f"clip norm {format_micro(terms.clip_norm)}, noise multiplier {format_micro(terms.noise_multiplier)} "
@@ -210,7 +203,7 @@ def trace_page(found: ContributionTrace) -> str:
         lines.append(
             f"  released   leaf {release.seq}, {format_utc(release.time)}, manifest {release.record.manifest.hex()[:16]}…"
         )
-    return "\n".join(lines) if found.releases else "\n".join([*lines, "  released   in no model"])
+    return "\n".join([*lines, *([] if found.releases else ["  released   in no model"])])
 
 
 def _epoch_lines(epochs: tuple[EpochExposure, ...]) -> list[str]:
@@ -218,17 +211,15 @@ def _epoch_lines(epochs: tuple[EpochExposure, ...]) -> list[str]:
     for each in epochs:
         epoch = each.leaf.record
         assert isinstance(epoch, Epoch)
-        rows.append(
-            [
-                str(each.leaf.seq),
-                f"{format_utc(each.leaf.time)[:16]}Z",  # it is rounded to the hour: seconds say nothing
-                epoch.run.hex()[:8],
-                str(each.steps),
-                f"{each.multiplier:.4g}" if math.isfinite(each.multiplier) else "-",
-                _variance_range(each),
-                format_epsilon(each.spend) + ("" if each.own else "*"),
-            ]
-        )
+        hour = f"{format_utc(each.leaf.time)[:16]}Z"  # rounded to the hour: seconds mean nothing
+        sigma = f"{each.multiplier:.4g}" if math.isfinite(each.multiplier) else "-"
+        figures = [
+            str(each.steps),
+            sigma,
+            _variance_range(each),
+            format_epsilon(each.spend) + ("" if each.own else "*"),
+        ]
+        rows.append([str(each.leaf.seq), hour, epoch.run.hex()[:8], *figures])
     return columns(rows, left=3).split("\n") if epochs else []
 
 
@@ -239,13 +230,13 @@ def _variance_range(each: EpochExposure) -> str:
 
 
 def _remark_lines(found: ContributionTrace) -> list[str]:
-    """What the table of epochs does not say by itself."""
+    """Remarks on the table of epochs."""
     lines = []
     segments = [one for each in found.epochs for one in each.segments]
     if given_up := sum(one.outcome is SegmentOutcome.ABANDONED for one in segments):
         all = pluralize(len(segments), "segment")
         charged = "" if found.signed is None else "charged all the same, and "
-        lines.append(f"given up   {given_up} of {all}: {charged}in no model")
+        lines.append(f"abandoned  {given_up} of {all}: {charged}in no model")
     if found.unused:
         epochs = pluralize(found.unused, "epoch")
         lines.append(f"not used   in {epochs} nobody with its bound was charged: it stayed out")
@@ -273,34 +264,23 @@ _MAX_REQUEST_BYTES = 1 << 24
 
 def withdraw(
     ledger: LedgerArgument,
-    name: Annotated[str | None, typer.Argument(metavar="DIGEST", help=DIGEST_HELP)] = None,
-    reason: Annotated[
-        str | None,
-        typer.Option(help=f"one of {', '.join(WITHDRAWAL_REASONS)}", autocompletion=lambda: list(WITHDRAWAL_REASONS)),
-    ] = None,
-    effect: Annotated[
-        str, typer.Option(help="finish or abandon an open segment; charged it is in both cases")
-    ] = "finish",
-    request: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="a signed request; its digest goes into the record")
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="take up withdrawals that lie there as JSON files")
-    ] = None,
-    watch: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="with --folder: look again and again, until stopped")
-    ] = None,
+    name: Annotated[str | None, argument("DIGEST", DIGEST_HELP)] = None,
+    reason: Annotated[str | None, option(f"one of {', '.join(WITHDRAWAL_REASONS)}", choices=WITHDRAWAL_REASONS)] = None,
+    effect: Annotated[str, option("finish or abandon an open segment; it is charged in both cases")] = "finish",
+    request: Annotated[Path | None, option("a signed request; the record holds its digest", metavar="FILE")] = None,
+    folder: Annotated[Path | None, option("record the withdrawals in its JSON files", metavar="FOLDER")] = None,
+    watch: Annotated[float | None, option("with --folder: look again every so often", metavar="SECONDS")] = None,
     key: KeyOption = None,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Withdraw a contribution: it is in no segment that opens after this. Nothing is erased.
+    """Withdraw a contribution: no segment that opens after this uses it. Nothing is erased.
 
-    What it has lost until then is shown, and the releases that it is in. A withdrawal stops further loss; it does not
-    unlearn. With --key a checkpoint covers the record at once; otherwise the next one does.
+    Shows the ε that it has lost so far, and the releases that it is in. A withdrawal stops further loss; models do not
+    unlearn it. With --key, a checkpoint covers the record at once; otherwise the next one does.
 
-    With --folder, every file NAME.json there that holds {"withdraw": "64 hex digits", "reason": "consent"} becomes a
-    record, exactly once, and is moved to done/; one that cannot be is moved to refused/, with the reason beside it.
+    With --folder, every file NAME.json there with {"withdraw": "64 hex digits", "reason": "consent"} becomes a record,
+    exactly once, and is moved to done/. A file that is refused is moved to refused/, with the reason beside it.
 
     Examples:
 
@@ -320,37 +300,31 @@ def withdraw(
         if folder is not None:
             _take_from_folder(WithdrawalInbox(book, folder), ledger, watch, as_json)
             return
-        digest = (
-            None
-            if request is None
-            else hashlib.sha256(read_small(request, "the request", most=_MAX_REQUEST_BYTES)).digest()
-        )
-        found = append(
-            book, contribution_digest(str(name)), parse_reason(str(reason)), effect=parse_effect(effect), request=digest
-        )
+        data = None if request is None else read_small(request, "the request", most=_MAX_REQUEST_BYTES)
+        digest = None if data is None else hashlib.sha256(data).digest()
+        why, what = parse_reason(str(reason)), parse_effect(effect)
+        found = append(book, contribution_digest(str(name)), why, effect=what, request=digest)
         signed = book.signs
         with book.store.read() as rows:
             still = sum(hold.segment >= 0 for hold in rows.holds())
     if as_json:
-        print_json(
-            {"ledger": printable_location(ledger), "signed": signed, "withdrawn": [each.to_dict() for each in found]}
-        )
+        withdrawn = [each.to_dict() for each in found]
+        print_json({"ledger": printable_location(ledger), "signed": signed, "withdrawn": withdrawn})
         return
     for each in found:
         print_line(_withdrawal_page(each))
     if still:
-        print_line(f"{pluralize(still, 'open segment')} may add to that: lamina ledger trace tells it once recorded")
+        print_line(f"{pluralize(still, 'open segment')} may add to that: lamina ledger trace shows it once recorded")
     if not signed:
         print_line("not signed yet: lamina ledger checkpoint --key, or the next epoch")
 
 
 def _withdrawal_page(found: WithdrawnContribution) -> str:
-    again = "was out already: " if found.again else ""
+    again = "already withdrawn: " if found.again else ""
     known, signed, record = found.lost, found.lost.signed, found.target.record
     assert isinstance(record, ContributionRecord)
-    lost = f"ε {format_epsilon(known.spend)}" + (
-        "" if signed is None else f" of the {format_epsilon(signed)} that was signed"
-    )
+    of = "" if signed is None else f" of the {format_epsilon(signed)} that was signed"
+    lost = f"ε {format_epsilon(known.spend)}{of}"
     lines = [
         f"{again}contribution {record.descriptor.hex()}",
         f"  withdrawn    leaf {found.target.seq}, by leaf {found.leaf.seq}",
@@ -369,9 +343,8 @@ def _take_from_folder(inbox: WithdrawalInbox, ledger: str, watch: float | None, 
                 taken.append(each)
                 if not as_json:
                     leaves = ", ".join(str(one.leaf.seq) for one in each.withdrawn)
-                    print_line(
-                        f"{each.name}: {f'refused: {each.refused}' if each.refused else f'withdrawn in leaf {leaves}'}"
-                    )
+                    done = f"refused: {each.refused}" if each.refused else f"withdrawn in leaf {leaves}"
+                    print_line(f"{each.name}: {done}")
             if watch is None:
                 break
             time.sleep(watch)
@@ -390,28 +363,24 @@ def prune(
     ledger: LedgerArgument,
     key: KeyOption = None,
     before: Annotated[
-        str | None, typer.Option(metavar="TIME", help="only what was admitted before; default: all that is old enough")
+        str | None, option("only what was admitted before; default: all that is old", metavar="TIME")
     ] = None,
-    save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write the proposal, for auditors to countersign")
-    ] = None,
+    save: Annotated[Path | None, option("write the proposal, for auditors to countersign", metavar="FILE")] = None,
     countersign: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="as an auditor, with your --key: check a proposal and sign it")
+        Path | None, option("as an auditor, with --key: check a proposal and sign it", metavar="FILE")
     ] = None,
-    apply: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="prune by this proposal, with the countersignatures it has")
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="do it; without this only what would go is shown")] = False,
+    apply: Annotated[Path | None, option("prune by this proposal and its countersignatures", metavar="FILE")] = None,
+    yes: Annotated[bool, option("prune; without it, only show what would go", "--yes")] = False,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Sum up contributions whose time is over, and drop their records and attestations. Without --yes, only show it.
+    """Replace old contributions by totals, and drop their records and attestations. Without --yes, only show it.
 
-    What is older than the retention of the header, and expired, becomes totals by class: how many, how many withdrawn,
-    the most that any of them lost. Hashes stay, so that every checkpoint still proves consistent with every later one.
-    A single record is provable afterwards only by who kept its receipt: hand receipts out before.
+    What is expired and older than the retention time of the header becomes totals by class: how many, how many
+    withdrawn, the largest ε that any of them lost. Hashes stay, so that every checkpoint is still provably consistent
+    with later ones. Afterwards only a receipt proves a single record: hand receipts out before.
 
-    An aggregate is a claim once its inputs are gone. So an auditor can recompute and countersign it before.
+    Totals cannot be checked once their records are gone. So an auditor can recompute and countersign them before.
 
     Examples:
 
@@ -448,9 +417,9 @@ def _countersign(keeper: Retention, book: Ledger, path: Path, key: PrivateKey) -
     mine = keeper.propose(given.horizon)
     if mine != dataclasses.replace(given, signatures=()):
         raise LedgerError(
-            "cli.not-ledger-comes",
-            f"'{path}' is not what this ledger comes to",
-            "have it proposed again, and do not sign",
+            "cli.aggregate-differs",
+            f"'{path}' differs from what this ledger adds up to",
+            "do not sign it; have it proposed again",
         )
     others = tuple(each for each in given.signatures if each.key != key.public.id)
     signed = PartySignature(key=key.public.id, signature=key.sign(given.message(book.origin)))
@@ -462,10 +431,10 @@ def _countersign(keeper: Retention, book: Ledger, path: Path, key: PrivateKey) -
 def _load_aggregate(path: Path) -> Aggregate:
     data = keys.read_small(path, "the proposal", most=_MAX_PROPOSAL_BYTES)
     try:
-        found = schema_of(Aggregate).value(cbor.decode(data, max_size=_MAX_PROPOSAL_BYTES))
+        found = schema_of(Aggregate).from_cbor(cbor.decode(data, max_size=_MAX_PROPOSAL_BYTES))
     except EncodingError as error:
         raise LedgerError(
-            "cli.no-proposal", f"'{path}' is no proposal: {error.problem}", "write one with --save"
+            "cli.aggregate-malformed", f"'{path}' is not a proposal: {error.problem}", "write one with --save"
         ) from None
     assert isinstance(found, Aggregate)
     return found
@@ -473,24 +442,17 @@ def _load_aggregate(path: Path) -> Aggregate:
 
 def _print_aggregate(ledger: str, found: Aggregate | None, seq: int | None, as_json: bool) -> None:
     if as_json:
-        print_json(
-            {
-                "ledger": printable_location(ledger),
-                "pruned": seq is not None,
-                "index": seq,
-                "proposal": _aggregate_json(found),
-            }
-        )
+        facts = {"ledger": printable_location(ledger), "pruned": seq is not None, "index": seq}
+        print_json({**facts, "proposal": _aggregate_json(found)})
         return
     if found is None:
-        print_line("nothing is old enough to be summed up")
+        print_line("nothing is old enough to prune")
         return
     one = found.count == 1
     done = ("was" if one else "were") if seq is not None else "would be"
     where = "" if seq is None else f", in leaf {seq}"
-    print_line(
-        f"{pluralize(found.count, 'contribution')}, admitted before {format_utc(found.horizon)}, {done} summed up{where}"
-    )
+    old = f"{pluralize(found.count, 'contribution')}, admitted before {format_utc(found.horizon)}"
+    print_line(f"{old}, {done} replaced by totals{where}")
     rows = [["class", "contributions", "withdrawn", "ε at most"]]
     rows += [[each.cls, f"{each.count:,}", f"{each.withdrawn:,}", format_epsilon(each.spend)] for each in found.classes]
     print_line(columns(rows))
