@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from lamina import validate
 from lamina.errors import EncodingError
 
 MAX_DEPTH = 16
@@ -51,14 +52,9 @@ class _Rules:
 
 
 def encode(
-    value: Any,
-    *,
-    floats: bool = False,
-    null: bool = False,
-    tags: Collection[int] = (),
-    max_depth: int = MAX_DEPTH,
-    max_size: int = MAX_SIZE,
-) -> bytes:
+    value: Any, *, floats: bool = False, null: bool = False, tags: Collection[int] = (),
+    max_depth: int = MAX_DEPTH, max_size: int = MAX_SIZE,
+) -> bytes:  # fmt: skip
     """The deterministic encoding of `value`.
 
     >>> encode({"b": 1, 10: b"x", "a": [True, -1]}).hex()
@@ -70,14 +66,9 @@ def encode(
 
 
 def decode(
-    data: bytes | bytearray | memoryview,
-    *,
-    floats: bool = False,
-    null: bool = False,
-    tags: Collection[int] = (),
-    max_depth: int = MAX_DEPTH,
-    max_size: int = MAX_SIZE,
-) -> Any:
+    data: bytes | bytearray | memoryview, *, floats: bool = False, null: bool = False, tags: Collection[int] = (),
+    max_depth: int = MAX_DEPTH, max_size: int = MAX_SIZE,
+) -> Any:  # fmt: skip
     """The value whose deterministic encoding is exactly `data`; arrays come back as lists.
 
     >>> decode(bytes.fromhex("a10102"))
@@ -97,30 +88,30 @@ def decode(
 
 @lru_cache(maxsize=64)
 def _rules(floats: bool, null: bool, tags: frozenset[int], max_depth: int, max_size: int) -> _Rules:
-    if not 0 <= max_depth <= _DEEPEST:
-        raise EncodingError(
-            "cbor.max-depth-lie", f"max_depth is {max_depth}, must lie in [0, {_DEEPEST}]", "flatten the schema"
-        )
-    if max_size < 0:
-        raise EncodingError("cbor.max-size", f"max_size is {max_size}, must be >= 0", "give the size in bytes")
+    validate.whole(EncodingError, "cbor.max-depth", least=0, most=_DEEPEST, max_depth=max_depth)
+    validate.whole(EncodingError, "cbor.max-size", least=0, max_size=max_size)
     return _Rules(floats, null, tags, max_depth, max_size)
-
-
-# ---------------------------------------------------------------------------------------------------- writing
 
 
 def _write(out: bytearray, value: Any, rules: _Rules, depth: int, where: str) -> None:
     if isinstance(value, bool):
         out.append(0xE0 | (_TRUE if value else _FALSE))
     elif isinstance(value, int):
-        _write_int(out, value, where)
+        if not -(2**64) <= value < 2**64:
+            problem = f"{where} is an integer outside [-2^64, 2^64-1]"
+            raise EncodingError("cbor.integer-out-of-range", problem, "store it as bytes")
+        _write_head(out, 0 if value >= 0 else 1, value if value >= 0 else -1 - value)
     elif isinstance(value, float):
         _write_float(out, value, rules, where)
     elif isinstance(value, bytes):
         _write_head(out, 2, len(value))
         out += value
     elif isinstance(value, str):
-        text = _utf8(value, where)
+        try:
+            text = value.encode("utf-8")
+        except UnicodeEncodeError:
+            problem = f"{where} holds a lone surrogate, which UTF-8 cannot carry"
+            raise EncodingError("cbor.lone-surrogate", problem) from None
         _write_head(out, 3, len(text))
         out += text
     elif value is None:
@@ -187,14 +178,6 @@ def _write_head(out: bytearray, major: int, number: int) -> None:
         out += struct.pack(">BQ", major << 5 | 27, number)
 
 
-def _write_int(out: bytearray, value: int, where: str) -> None:
-    if not -(2**64) <= value < 2**64:
-        raise EncodingError(
-            "cbor.integer-out-of-range", f"{where} is an integer outside [-2^64, 2^64-1]", "store it as bytes"
-        )
-    _write_head(out, 0 if value >= 0 else 1, value if value >= 0 else -1 - value)
-
-
 def _write_float(out: bytearray, value: float, rules: _Rules, where: str) -> None:
     if not rules.floats:
         raise EncodingError(
@@ -219,18 +202,6 @@ def _shortest_float(value: float) -> tuple[int, bytes]:
         if struct.unpack(form, packed)[0] == value:
             return info, packed
     raise AssertionError("a double holds every float that is not NaN")
-
-
-def _utf8(text: str, where: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise EncodingError(
-            "cbor.lone-surrogate", f"{where} holds a lone surrogate, which UTF-8 cannot carry"
-        ) from None
-
-
-# ---------------------------------------------------------------------------------------------------- reading
 
 
 # Each reader takes the offset of the next unread byte and gives it back after the value: admission decodes three

@@ -262,9 +262,9 @@ def test_the_floor_never_lies_above_a_capped_ceiling_without_sampling(z: float, 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf, True, "1"])
 def test_bounds_that_mean_nothing(wrong: Any) -> None:
-    with raises_code("plan.finite"):
+    with raises_code("plan.signed-bound-not-positive"):
         scale_for_signed_bound(plan(), 0, wrong, 1.0)
-    with raises_code("plan.finite"):
+    with raises_code("plan.signed-bound-not-positive"):
         scale_for_signed_bound(plan(), 0, 1.0, wrong)
 
 

@@ -1,7 +1,4 @@
-"""policy.toml: classes with their presets and depth profiles, floors, accountant and δ.
-
-And readable schema errors.
-"""
+"""policy.toml: classes with their presets and depth profiles, floors, accountant and δ; readable schema errors."""
 
 from __future__ import annotations
 
@@ -50,10 +47,7 @@ def _check_origin(origin: str) -> str:
     """An origin names the ledger, in every signed checkpoint: a signed note has no blanks and no plus in a name."""
     if not re.fullmatch(r"[!-*,-~]{1,255}", origin):
         better = re.sub(r"[^!-*,-~]+", "-", origin).strip("-")[:255] or "example.org/corpus"
-        raise ValueError(
-            f"{origin!r} cannot name a ledger: use 1 to 255 printable ASCII characters without blanks and '+', for "
-            f"example {better!r}"
-        )
+        raise ValueError(f"use 1 to 255 printable ASCII characters without blanks and '+', for example {better!r}")
     return origin
 
 
@@ -94,9 +88,7 @@ class CorpusPolicy(BaseModel):
                 before, now = getattr(earlier, key), getattr(self.floors, key)
                 if before is not None and (now is None or before > now):
                     stands = "none" if now is None else f"{now:g}"
-                    raise ValueError(
-                        f"an earlier floor of {key} is {before:g}, the one in force is {stands}: floors only rise"
-                    )
+                    raise ValueError(f"{key} had the floor {before:g} and now has {stands}, but floors only rise")
         return self
 
 
@@ -276,27 +268,21 @@ _ERROR_TEXTS = {
     "less_than_equal": "must be <= {le}",
     "literal_error": "is not available; accepted: {expected}",
     "finite_number": "must be finite",
-    "string_too_short": "must not be empty",
     "string_pattern_mismatch": "must be letters, digits, '_', '-' or '.'",
-    "too_short": "must not be empty",
+    **dict.fromkeys(("string_too_short", "too_short"), "must not be empty"),
     "float_type": "must be a number",
     "int_type": "must be a whole number without quotes or decimal point",
     "string_type": "must be text in quotes",
     "bool_type": "must be true or false",
     "tuple_type": "must be a list",
-    "model_type": "must be a table",
-    "dict_type": "must be a table",
-    "mapping_type": "must be a table",
+    **dict.fromkeys(("model_type", "dict_type", "mapping_type"), "must be a table"),
 }
 
 
 def explain_validation_error(error: ValidationError, schema: type[BaseModel], source: str) -> PlanError:
     """All complaints in one PlanError."""
-    problems, remedies = [], []
-    for item in error.errors(include_url=False):
-        problem, remedy = _explain_one(dict(item), schema)
-        problems.append(problem)
-        remedies.append(remedy)
+    explained = [_explain_one(dict(item), schema) for item in error.errors(include_url=False)]
+    problems, remedies = zip(*explained, strict=True)
     return PlanError("plan.policy-invalid", f"{source}: {'; '.join(problems)}", "; ".join(dict.fromkeys(remedies)))
 
 
@@ -323,8 +309,7 @@ def _accepted_keys(schema: type[BaseModel], path: list[str]) -> list[str]:
     for part in path:
         for name, field in schema.model_fields.items():
             if part in (name, field.alias):
-                inner = _model_in(field.annotation)
-                schema = inner or schema
+                schema = _model_in(field.annotation) or schema
     return [field.alias or name for name, field in schema.model_fields.items()]
 
 
@@ -332,8 +317,5 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     """The model named in a field's type, if there is one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    for inner in getattr(annotation, "__args__", ()):
-        found = _model_in(inner)
-        if found is not None:
-            return found
-    return None
+    found = (_model_in(inner) for inner in getattr(annotation, "__args__", ()))
+    return next((model for model in found if model is not None), None)

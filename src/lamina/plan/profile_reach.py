@@ -1,7 +1,4 @@
-"""What a depth profile comes to on a model (layers, slices of tensors, factors on clip norms).
-
-And whether one profile lies within another.
-"""
+"""What a depth profile reaches on a model (layers, slices, factors), and whether one profile lies within another."""
 
 from __future__ import annotations
 
@@ -92,9 +89,6 @@ def resolve_reach(profile: DepthProfile, stack: LayerStack, *, allow_empty: bool
         openings=tuple(o for o in openings if o.tensor in names),
         words=profile.words(adapter.config if adapter is not None else None),
     )
-
-
-# --------------------------------------------------------------------------------------------------- place
 
 
 def _layers_in_place(profile: DepthProfile, stack: LayerStack, adapter: Adapter | None) -> tuple[bool, ...]:
@@ -190,9 +184,6 @@ def _partly_reached_tensors(
     return made
 
 
-# ------------------------------------------------------------------------------------------------- weights
-
-
 def _layer_factors(profile: DepthProfile, stack: LayerStack, reached: list[bool]) -> list[float]:
     """The factor of every layer, by any of its names; two patterns that give one layer other factors are refused."""
     factors: list[float | None] = [None] * len(stack)
@@ -227,14 +218,11 @@ class ResolvedMasks:
         for kind, mask in ((PartKind.HEADS, profile.heads), (PartKind.EXPERTS, profile.experts)):
             if mask is not None:
                 self.chosen[kind] = _chosen_numbers(mask, kind, profile, stack, names)
+        mine = [part for part in stack.parts if part.kind in self.chosen]
         self.modules = {
-            part.tensor.rpartition(".")[0] for part in stack.parts if part.kind in self.chosen
+            part.tensor.rpartition(".")[0] for part in mine
         }  # what has parts: nothing of it counts as other
-        self.attentions = (
-            {part.group: part.count for part in stack.parts if part.kind is PartKind.HEADS}
-            if PartKind.HEADS in self.chosen
-            else {}
-        )
+        self.attentions = {part.group: part.count for part in mine if part.kind is PartKind.HEADS}
         self.shaped = {  # modules with a tensor that has an axis for something, by its length
             (name.rpartition(".")[0], length) for name, shape in stack.shapes.items() for length in shape
         }
@@ -256,12 +244,11 @@ class ResolvedMasks:
         owner = tensor.rpartition(".")[0]
         if owner in self.modules:
             return True
-        for group, count in self.attentions.items():
-            if _is_inside_module(group, tensor) and (
-                "att" in group.rpartition(".")[2].lower() or owner == group or (owner, count) in self.shaped
-            ):
-                return True
-        return False
+        return any(
+            _is_inside_module(group, tensor)
+            and ("att" in group.rpartition(".")[2].lower() or owner == group or (owner, count) in self.shaped)
+            for group, count in self.attentions.items()
+        )
 
     def ranges(self, tensor: str, parts: list[TensorPart]) -> tuple[Range, ...] | None:
         """The places of a tensor that are reached; None if all of them are."""
@@ -270,9 +257,8 @@ class ResolvedMasks:
             return None if self.others and not self._beside(tensor) else ()
         found: tuple[Range, ...] = ((0, mine[0].length),)
         for part in mine:
-            found = intersect_ranges(
-                found, part.ranges_serving_only(self.chosen[part.kind].get(part.group, frozenset()))
-            )
+            chosen = self.chosen[part.kind].get(part.group, frozenset())
+            found = intersect_ranges(found, part.ranges_serving_only(chosen))
         return None if found == ((0, mine[0].length),) else found
 
 
@@ -320,12 +306,12 @@ def _chosen_numbers(
 
 
 def _known_parts_text(kind: PartKind, stack: LayerStack, counts: Mapping[str, int]) -> str:
-    told = [f"{group} ({count})" for group, count in list(counts.items())[:4]]
+    known = [f"{group} ({count})" for group, count in list(counts.items())[:4]]
     if len(counts) > 4:
-        told.append(f"and {len(counts) - 4} more")
+        known.append(f"and {len(counts) - 4} more")
     unread = [f"{entry.module} ({entry.why})" for entry in stack.unread if entry.kind is kind][:2]
     return (
-        f"known {kind.value}: {', '.join(told) or 'none'}"
+        f"known {kind.value}: {', '.join(known) or 'none'}"
         + (f"; not understood: {', '.join(unread)}" if unread else "")
         + f"; declare others with LayerStack.from_model(model, {kind.value}={{'pattern': count}})"
     )
@@ -369,9 +355,7 @@ def _block_not_after(one: float, other: float) -> bool:
 def _masks_within(one: DepthProfile, other: DepthProfile) -> bool:
     if not other.masked:
         return True
-    if one.others and not other.others:
-        return False
-    if not one.masked:
+    if not one.masked or (one.others and not other.others):
         return False
     for mine, theirs in ((one.heads, other.heads), (one.experts, other.experts)):
         if theirs is not None:
@@ -385,11 +369,7 @@ def _masks_within(one: DepthProfile, other: DepthProfile) -> bool:
 def _numbers_within(one: PartMask, other: PartMask) -> bool:
     """Whether every row of `one` is inside a row of `other` that means the same modules, or all."""
     rows = dict(other.rows)
-    for pattern, numbers in one.rows:
-        allowed = rows.get(pattern, rows.get(EVERYWHERE))
-        if allowed is None or not set(numbers) <= set(allowed):
-            return False
-    return True
+    return all(set(numbers) <= set(rows.get(pattern, rows.get(EVERYWHERE, ()))) for pattern, numbers in one.rows)
 
 
 def _weights_within(one: DepthProfile, other: DepthProfile) -> bool:

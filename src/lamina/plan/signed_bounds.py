@@ -20,9 +20,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lamina import validate
 from lamina.account.accountants import calibrate
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
-from lamina.account.schedule import Event
 from lamina.errors import AccountingError, PlanError
 from lamina.plan.rules import clip_radius
 from lamina.plan.step_plan import StepPlan
@@ -49,7 +49,7 @@ def sigma_acc(plan: StepPlan, k: str | int, z: float) -> float:
 
     The smallest to 1e-4, and never too small. PlanError: no noise is enough.
     """
-    steps, *choices = _schedule_of_class(plan, k) or (None,)
+    steps, *choices = plan.schedule(k) or (None,)
     if steps is None:
         return 0.0
     target, delta = signed_epsilon(plan, k, z), plan.delta(k)
@@ -78,7 +78,7 @@ def scale_for_signed_bound(plan: StepPlan, k: str | int, c: float, z: float) -> 
     row = plan.index(k)
     who = f"class {plan.classes[row].name!r}"
     most = min(1.0, _check_positive("clip norm", c) / (plan.norm(row) or math.inf))
-    if not _schedule_of_class(plan, row):
+    if not plan.schedule(row):
         return min(1.0, most) if not plan.classes[row].public else 1.0
     target = signed_epsilon(plan, row, z)
     if plan.epsilon(row, scale=most) <= target:
@@ -133,16 +133,11 @@ def variance_ceiling(plan: StepPlan, k: str | int, c: float, z: float, cap: int 
 def variance_applied(plan: StepPlan, k: str | int) -> float:
     """(sigma_k·‖C[k]‖)²: the variance of the one noise that a step with one S would need for the same sigma_k."""
     row = plan.index(k)
-    if not _schedule_of_class(plan, row):
+    if not plan.schedule(row):
         return 0.0
     return (plan.sigma(row) * plan.norm(row)) ** 2
 
 
-def _schedule_of_class(plan: StepPlan, k: str | int) -> tuple[Event, ...]:
-    return plan.schedule(k)
-
-
 def _check_positive(what: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise PlanError("plan.finite", f"{what} is {value!r}, must be finite and > 0", "correct the signed bound")
-    return float(value)
+    remedy = "correct the signed bound"
+    return validate.positive(PlanError, "plan.signed-bound-not-positive", remedy=remedy, **{what: value})

@@ -83,8 +83,7 @@ def plan_table(plan: StepPlan) -> str:
     if plan.injection.raw:
         count = plan.injection.events(0, plan.steps)
         notes.append(
-            f"note: ε is {plan.adjacency}: what {count:,} occurrences of a contribution cost, covered by its own noise "
-            "alone"
+            f"note: ε is {plan.adjacency}: it prices {count:,} occurrences of a contribution, hidden by its own noise alone"
         )
     for k, entry in enumerate(plan.classes):
         population = "-" if entry.population is None else f"{entry.population:,}"
@@ -123,9 +122,9 @@ def slice_lines(plan: StepPlan) -> list[str]:
     rows = [["* reached in part by", "tensor", "places", "of", ""]]
     for (cls, _, axis, length, ranges), owners in found.items():
         owner, names = next(iter(owners.items()))
-        told = index_text(axis, ranges) if ranges else "none"  # type: ignore[arg-type]
+        places = index_text(axis, ranges) if ranges else "none"  # type: ignore[arg-type]
         more = f"and {len(owners) - 1} like it" if len(owners) > 1 else ""
-        rows.append([str(cls), f"{owner}.{', '.join(names)}".lstrip("."), told, str(length), more])
+        rows.append([str(cls), f"{owner}.{', '.join(names)}".lstrip("."), places, str(length), more])
     return align_columns(rows, left=3)
 
 
