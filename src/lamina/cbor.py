@@ -186,7 +186,9 @@ def _write_float(out: bytearray, value: float, rules: _Rules, where: str) -> Non
             "scale it to an integer",
         )
     if math.isnan(value):
-        raise EncodingError("cbor.nan", f"{where} is NaN, which has no deterministic encoding", "leave the key out")
+        raise EncodingError(
+            "cbor.nan-not-encodable", f"{where} is NaN, which has no deterministic encoding", "leave the key out"
+        )
     info, packed = _shortest_float(value)
     out.append(0xE0 | info)
     out += packed

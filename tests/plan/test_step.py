@@ -155,7 +155,7 @@ def test_public_and_unreaching_classes_cost_nothing() -> None:
         ({"steps": 1.5}, "plan.steps-not-positive"),
         ({"steps": True}, "plan.steps-not-positive"),
         ({"clipping": "sphere"}, "plan.clipping-unknown"),
-        ({"layers": ()}, "plan.empty"),
+        ({"layers": ()}, "plan.no-layers-or-classes"),
     ],
 )
 def test_unsound_plans_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -382,10 +382,10 @@ def pooled_epsilon(events: EventCounts, *, delta: float, name: str) -> float:
     """
     fixed = [Event(sigma=sigma, q=q, steps=n) for (sigma, q, order), n in events.items() if not order]
     followed = {kind: n for kind, n in events.items() if kind[2] and n}
-    asked = find_accountant(name)
+    priced_by = find_accountant(name)
     if not followed:
-        return asked.epsilon(fixed, delta)
-    if not asked.amplified or delta == 0:
+        return priced_by.epsilon(fixed, delta)
+    if not priced_by.amplified or delta == 0:
         return math.inf
     least = min(order for _, _, order in followed)
     whole = math.fsum(n * step_rdp(q, sigma, order) for (sigma, q, order), n in followed.items())

@@ -16,13 +16,8 @@ from torch.nn.utils import parametrize
 from lamina.errors import PlanError
 
 VOLATILE_CONFIG_FIELDS = (
-    "peft_version",
-    "inference_mode",
-    "base_model_name_or_path",
-    "revision",
-    "auto_mapping",
-    "runtime_config",
-)
+    "peft_version", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "runtime_config",
+)  # fmt: skip
 """Fields of a PEFT configuration that are not part of an adapter's identity: they change with the library, with whether
 it is loaded to train or to serve, and with where the base model happens to lie."""
 
@@ -49,9 +44,9 @@ def find_adapters(model: nn.Module, uses: Mapping[str, tuple[str, ...]]) -> tupl
     """The adapters of a model; `uses` are the names of its trainable tensors, as in `ModelTensors`."""
     configs: dict[str, dict[str, Any]] = {}
     for _, module in model.named_modules():
-        held = getattr(module, "peft_config", None)
-        if isinstance(held, Mapping):
-            for name, config in held.items():
+        configured = getattr(module, "peft_config", None)
+        if isinstance(configured, Mapping):
+            for name, config in configured.items():
                 configs.setdefault(str(name), {})[_digest_or_empty(config)] = config
     if not configs:
         return ()
@@ -64,11 +59,9 @@ def find_adapters(model: nn.Module, uses: Mapping[str, tuple[str, ...]]) -> tupl
             if all(any(use == p or use.startswith(f"{p}.") for p in prefixes[name]) for use in names)
         )
         for digest, config in found.items():
-            made.append(
-                Adapter(
-                    name=name, kind=_enum_text(_config_fields(config).get("peft_type")), config=digest, tensors=tensors
-                )
-            )
+            kind = _config_fields(config).get("peft_type")
+            kind = str(kind.value if isinstance(kind, enum.Enum) else kind or "adapter")
+            made.append(Adapter(name=name, kind=kind, config=digest, tensors=tensors))
     return tuple(made)
 
 
@@ -143,10 +136,6 @@ def _canonical_json(value: Any) -> Any:
         f"the adapter's configuration holds a {type(value).__name__}, which cannot be written the same way in every run",
         "use only numbers, texts, lists and tables in it",
     )
-
-
-def _enum_text(value: Any) -> str:
-    return str(value.value if isinstance(value, enum.Enum) else value or "adapter")
 
 
 Axes = tuple[int | None, int | None]

@@ -523,8 +523,8 @@ def _mask_text(mask: PartMask) -> str:
 def _name_to_text(value: str | int) -> str:
     if isinstance(value, int):
         return str(value)
-    plain = _UNQUOTED_NAME.fullmatch(value) and not _INTEGER.fullmatch(value)
-    return value if plain else json.dumps(value)
+    bare = _UNQUOTED_NAME.fullmatch(value) and not _INTEGER.fullmatch(value)
+    return value if bare else json.dumps(value)
 
 
 def _name_from_text(text: str) -> str | int:

@@ -308,13 +308,13 @@ def _multihead_parts(path: str, module: nn.MultiheadAttention) -> Iterator[Tenso
     """`nn.MultiheadAttention` owns its projections of queries, keys and values as tensors."""
     count, width, group = module.num_heads, module.head_dim, path or ROOT
     one = consecutive_pieces(count, width)
-    places = {
+    layout = {
         "in_proj_weight": (0, concatenate_pieces(one, one, one)),
         "in_proj_bias": (0, concatenate_pieces(one, one, one)),
     }
-    places |= dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), (0, one))
-    places |= dict.fromkeys(("bias_k", "bias_v"), (2, one))
-    for name, (axis, pieces) in places.items():
+    layout |= dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), (0, one))
+    layout |= dict.fromkeys(("bias_k", "bias_v"), (2, one))
+    for name, (axis, pieces) in layout.items():
         tensor = module._parameters.get(name)
         if tensor is not None:
             yield _head_part(group, count, f"{path}.{name}" if path else name, axis, tensor.shape[axis], pieces)
@@ -341,7 +341,7 @@ def _peft_parts(path: str, module: nn.MultiheadAttention, modules: Mapping[str, 
 
 def _head_part(group: str, count: int, tensor: str, axis: int, length: int, pieces: Sequence[Piece]) -> TensorPart:
     if pieces and pieces[-1][1] != length:
-        raise UnreadableParts(f"tensor {tensor!r} has {length} places, and its heads take up {pieces[-1][1]}")
+        raise UnreadableParts(f"tensor {tensor!r} is {length} long, but its heads take up {pieces[-1][1]}")
     return TensorPart(
         kind=PartKind.HEADS, group=group, count=count, tensor=tensor, axis=axis, length=length, pieces=tuple(pieces)
     )

@@ -99,17 +99,16 @@ class LayerStack:
         else:
             keys = layer_keys_by_pattern(group, tensors)
         uses = {name: tensors.uses[name] for name in tensors.trainable}
-        held = dict(model.named_parameters())
-        shapes = {name: tuple(held[name].shape) for name in tensors.trainable}
-        attention, strange = find_heads(model, heads or {})
-        mixtures, unknown = find_experts(model, experts or {})
+        shapes = {name: tuple(model.get_parameter(name).shape) for name in tensors.trainable}
+        attention, unread_attention = find_heads(model, heads or {})
+        mixtures, unread_mixtures = find_experts(model, experts or {})
         return cls(
             layers=_join_layers(tensors, blocks, keys, shapes),
             blocks=tuple(name or ROOT for name in blocks.names),
             frozen=tensors.frozen,
             parts=resolve_tied_parts([*attention, *mixtures], uses, shapes),
             adapters=find_adapters(model, uses),
-            unread=(*strange, *unknown),
+            unread=(*unread_attention, *unread_mixtures),
         )
 
     def __len__(self) -> int:
@@ -140,9 +139,9 @@ class LayerStack:
             lines.append(f"frozen: {len(self.frozen)} tensors")
         for kind in PartKind:
             counts = {part.group: part.count for part in self.parts if part.kind is kind}
-            told = ", ".join(f"{group} {count}" for group, count in list(counts.items())[:4])
+            known = ", ".join(f"{group} {count}" for group, count in list(counts.items())[:4])
             more = f" and {len(counts) - 4} more" if len(counts) > 4 else ""
-            lines += [f"{kind.value}: {told}{more}"] if counts else []
+            lines += [f"{kind.value}: {known}{more}"] if counts else []
         for adapter in self.adapters:
             lines.append(
                 f"adapter {adapter.name}: {adapter.kind}, config {adapter.config[:12]}, {len(adapter.tensors)} tensors"
@@ -175,8 +174,8 @@ def _join_layers(
     last = max(len(blocks.names) - 1, 1)
     for names in members.values():
         uses = [use for name in names for use in tensors.uses[name]]
-        places = sorted({b for use in uses for b in blocks.uses[owning_module(use)]})
-        depth = 1.0 if len(blocks.names) == 1 else places[0] / last
+        used_blocks = sorted({b for use in uses for b in blocks.uses[owning_module(use)]})
+        depth = 1.0 if len(blocks.names) == 1 else used_blocks[0] / last
         # a layer joined from several modules is named after the first of them
         first = min(
             (blocks.rank[owning_module(use)], i, key)
@@ -185,24 +184,24 @@ def _join_layers(
         layer = Layer(
             name=first[2] or ROOT,
             depth=depth,
-            block=places[0],
+            block=used_blocks[0],
             parameters=tuple(names),
             size=sum(tensors.sizes[name] for name in names),
-            spans=_block_runs(places),
+            spans=_block_runs(used_blocks),
             aliases=tuple(use for name in names for use in tensors.uses[name][1:]),
             shapes=tuple(shapes[name] for name in names),
         )
-        made.append(((places[0], min(rank(name) for name in names)), layer))
+        made.append(((used_blocks[0], min(rank(name) for name in names)), layer))
     made.sort(key=lambda item: item[0])
-    counts: defaultdict[str, int] = defaultdict(int)
+    names_seen: set[str] = set()
     for _, layer in made:
-        counts[layer.name] += 1
-        if counts[layer.name] > 1:
+        if layer.name in names_seen:
             raise PlanError(
                 "plan.name-twice",
                 f"two layers are named {layer.name!r}",
                 "give the group another name than a module has",
             )
+        names_seen.add(layer.name)
     return tuple(layer for _, layer in made)
 
 
@@ -214,10 +213,10 @@ def _uses_with_keys(names: Sequence[str], tensors: ModelTensors, keys: LayerKeys
             yield use, found[min(i, len(found) - 1)]
 
 
-def _block_runs(places: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def _block_runs(used_blocks: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Sorted block numbers as runs [first, stop)."""
     runs: list[tuple[int, int]] = []
-    for b in places:
+    for b in used_blocks:
         if runs and runs[-1][1] == b:
             runs[-1] = (runs[-1][0], b + 1)
         else:

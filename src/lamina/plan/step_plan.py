@@ -358,7 +358,12 @@ def _require(condition: bool, code: str, problem: str, remedy: str) -> None:
 
 def _check_plan(plan: StepPlan) -> None:
     """Shapes, names, numbers, and no private class that moves a layer without noise."""
-    _require(bool(plan.layers and plan.classes), "plan.empty", "the plan has no layers or no classes", "give it both")
+    _require(
+        bool(plan.layers and plan.classes),
+        "plan.no-layers-or-classes",
+        "the plan has no layers or no classes",
+        "give it both",
+    )
     _check_unique("layer", (layer.name for layer in plan.layers))
     _check_unique("class", (entry.name for entry in plan.classes))
     _check_unique("tensor", (name for layer in plan.layers for name in layer.parameters))
@@ -415,14 +420,14 @@ def _check_rules(plan: StepPlan) -> None:
     """Rules fit the plan, and nothing is done that only a paper's allocation may do."""
     kinds = {type(rule) for rule in plan.rules}
     _require(len(kinds) == len(plan.rules), "plan.rule-twice", "the plan has two rules of one kind", "keep one of them")
-    form, printed = plan.clipping.value, plan.allocation.startswith("printed")
-    if form == "elementwise" and (not printed or plan.batch != 1 or plan.rules):
+    form, from_paper = plan.clipping.value, plan.allocation.startswith("printed")
+    if form == "elementwise" and (not from_paper or plan.batch != 1 or plan.rules):
         raise PlanError(
             "plan.elementwise-clipping",
             f"elementwise clipping under allocation {plan.allocation!r} bounds no single contribution",
             "use box or joint; allocate='printed-ladp' reproduces the paper",
         )
-    if plan.claimed and (not printed or len(plan.claimed) != len(plan.classes)):
+    if plan.claimed and (not from_paper or len(plan.claimed) != len(plan.classes)):
         remedy = "give one ε per class, for the allocation of a paper only"
         raise PlanError("plan.claimed-misplaced", f"claimed is {plan.claimed}", remedy)
     if plan.rule(FollowQuantile) is not None and form != "box":

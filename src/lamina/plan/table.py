@@ -103,7 +103,7 @@ def plan_table(plan: StepPlan) -> str:
         )
         if plan.claimed:
             notes.append(
-                f"warning: a reproduction of a printed method: for class {entry.name} its document claims ε = "
+                f"warning: this reproduces a paper's method: for class {entry.name} the paper claims ε = "
                 f"{plan.claimed[k]:.4g}; the true figure is the {epsilon:.4g} above"
             )
         if entry.population is not None and entry.delta * entry.population >= 1:
