@@ -139,8 +139,8 @@ def test_choices_are_paid_for() -> None:
         assert plan.clipping is Clipping.JOINT
         assert max(plan.epsilon("a") / 2, plan.epsilon("b") / 4) == pytest.approx(1, abs=1e-3)
         assert StepPlan.from_cbor(plan.to_cbor()) == plan
-    assert LADP(choose_every=30).side(91) == ((choice_noise_multiplier(0.5), 4),)
-    assert LADP().side(91) == ()
+    assert LADP(choose_every=30).side_releases(91) == ((choice_noise_multiplier(0.5), 4),)
+    assert LADP().side_releases(91) == ()
 
 
 def test_thirty_choices_in_a_long_run_cost_little() -> None:

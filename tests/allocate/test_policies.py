@@ -48,7 +48,7 @@ def test_every_sound_policy_respects_reach_norms_and_silence(
     given = find_allocation(name)(asked)
     assert given.clip[2] == (INF, INF, INF, INF, 0.0)
     for k in (0, 1):
-        assert math.hypot(*given.clip[k]) == pytest.approx(asked.clip_norm[k] * given.divide)
+        assert math.hypot(*given.clip[k]) == pytest.approx(asked.clip_norm[k] * given.batch_factor)
         assert [c > 0 for c in given.clip[k]] == list(asked.reach[k])
     assert given.noise[3:] == (0.0, 0.0)  # public only, and reached by nobody
     assert all(s > 0 for s in given.noise[:3])
@@ -220,13 +220,13 @@ def test_automatic_is_a_normalised_gradient(alone: Make, measure: Make) -> None:
         asked = alone(measure=measure() if known else None)
         given = Automatic(gamma=0.02)(asked)
         typical = math.hypot(*asked.measure.norms) if known else 2.0
-        assert given.divide == pytest.approx(0.02 * min(1.0, typical / 2.0))
+        assert given.batch_factor == pytest.approx(0.02 * min(1.0, typical / 2.0))
         noise = settled(given, asked)
         norm = 0.5  # of some gradient
         ball = clip_radius(given.clip[0], noise) * noise[0]
-        assert ball == pytest.approx(2.0 * given.divide)
-        assert min(1.0, ball / norm) * norm / given.divide == pytest.approx(2.0)
-        assert noise[0] / given.divide == pytest.approx(6.0)
+        assert ball == pytest.approx(2.0 * given.batch_factor)
+        assert min(1.0, ball / norm) * norm / given.batch_factor == pytest.approx(2.0)
+        assert noise[0] / given.batch_factor == pytest.approx(6.0)
     small = alone(measure=measure(norms=(0.01, 0.02, 0.01, 0.01, 0.01)), clip_norm=(1.0,))
     assert Automatic().fraction(small) == pytest.approx(0.01 * math.sqrt(8e-4))
 

@@ -126,9 +126,9 @@ def test_what_was_measured_on_whole_layers_shrinks_with_them() -> None:
         from lamina.allocate.problem import measured_row as row
 
         seen.append(problem)
-        assert problem.opened[-3] == 1.0  # reached by nobody: whole
+        assert problem.reached_share[-3] == 1.0  # reached by nobody: whole
         i = problem.layers.index("decoder.0.query")
-        assert problem.opened[i] == 0.5
+        assert problem.reached_share[i] == 0.5
         assert row(problem, "norms", "it")[i] == pytest.approx(3.0 / math.sqrt(2))
         assert row(problem, "harm", "it")[i] == pytest.approx(2.0)
         assert row(problem, "tight", "it")[i] == 1.0

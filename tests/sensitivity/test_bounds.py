@@ -96,12 +96,12 @@ def test_the_recursion_by_hand() -> None:
         model[2].weight.uniform_(0.5, 2.0)
     found, seen = measured(model, torch.zeros(1, 6), radius=2.0)
     w0, w3 = (float(torch.linalg.svdvals(model[i].weight.detach().double())[0]) for i in (0, 3))
-    relu, gelu = seen["relu"].before, seen["gelu"].before
+    relu, gelu = seen["relu"].pre_activation, seen["gelu"].pre_activation
     assert relu is not None and gelu is not None
     gain = float(model[2].weight.detach().abs().max())
 
     tight = [4 * w0 * expected_slope(torch.relu, relu.mean, math.sqrt(relu.variance), 1.0)]
-    tight.append(tight[0] * gain / math.sqrt(seen["layer_norm"].seen[0] + 1e-5))
+    tight.append(tight[0] * gain / math.sqrt(seen["layer_norm"].divisor_variances[0] + 1e-5))
     tight.append(tight[1] * w3 * expected_slope(F.gelu, gelu.mean, math.sqrt(gelu.variance), 1.13))
     assert found.tight == pytest.approx(tight, rel=1e-6)
 
@@ -126,10 +126,10 @@ def test_attention_is_printed_with_equation_20() -> None:
     model = TransformerAutoencoder(6, 5, width=8, layers=2, heads=2, hidden=16, code=3)
     found, seen = measured(model, torch.zeros(1, 5, 6))
     attention = seen["scaled_dot_product_attention"]
-    assert attention.peak is not None
+    assert attention.paper_norm is not None
     out = float(torch.linalg.svdvals(model.encoder[0].out.weight.detach().double())[0])
     gamma = min(1.0, seen["linear_4"].std / seen["reshape"].std)
-    expected = found["encoder.0.value"].printed * attention.peak * out * gamma
+    expected = found["encoder.0.value"].printed * attention.paper_norm * out * gamma
     assert found["encoder.0.out"].printed == pytest.approx(expected, rel=1e-6)
     assert found["encoder.0.value"].everywhere and not found["encoder.0.out"].everywhere
 
@@ -261,14 +261,14 @@ def test_no_value_within_the_radius_is_larger_than_its_size(name: str) -> None:
     model, x, _ = prepared(name)
     graph, program = trace(model, x), export(model, x)
     seen = profile(model, example=x, passes=20, radius=RADIUS)
-    depth = PropagationState(graph=graph, profile=seen, flows={})
+    state = PropagationState(graph=graph, profile=seen, sensitivities={})
     for node in graph:
-        depth.flows[node.name] = apply_rule(node, depth)
+        state.sensitivities[node.name] = apply_rule(node, state)
     for a, b in pairs(x, RADIUS, 4):
         for inputs in (a, b):
             floating = {node.name for node in graph if node.floating}
             for node, value in values(program, model, inputs, floating).items():
-                assert float(value.norm()) <= depth.flows[node].size * (1 + 1e-5) + 1e-6, node
+                assert float(value.norm()) <= state.sensitivities[node].size * (1 + 1e-5) + 1e-6, node
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("dropout", "classifier")])

@@ -281,7 +281,7 @@ def test_a_model_that_cannot_be_followed_is_measured_without_delta() -> None:
     assert len(found.norms) == len(found.harm) == 1 and Measure.from_json(found.to_json()) == found
     assert found.report().splitlines()[1].split() == ["layer", "harm", "norms", "fisher"]
     policy = Policy.parse('[corpus]\norigin = "x"\ndelta = 1e-5\n[class.a]\npopulation = 1000\nepsilon = 1.0\n')
-    with raises_code("allocate.needs-layers-measure"):
+    with raises_code("allocate.measure-without-delta"):
         make_plan(stack, policy, batch=50, steps=10, allocate="lsab", measure=found)
     assert make_plan(stack, policy, batch=50, steps=10, measure=found).epsilon("a") <= 1.0
 
@@ -338,5 +338,5 @@ def test_a_spread_that_overflows_is_refused_without_a_warning(worst: tuple[float
     stack = LayerStack.from_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     policy = Policy.parse('[corpus]\norigin = "x"\ndelta = 1e-5\n[class.a]\npopulation = 1000\nepsilon = 1.0\n')
     known = made(layers=("0", "1"), worst=worst)
-    with raises_code("allocate.delta-layers-spans"):
+    with raises_code("allocate.delta-spread"):
         make_plan(stack, policy, batch=50, steps=10, allocate=LSAB(bound="worst"), measure=known)

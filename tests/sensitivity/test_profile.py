@@ -42,12 +42,14 @@ def test_moments_agree_with_hooks_on_the_clipped_inputs() -> None:
     found = profile(model, inputs=x, proxy="public", radius=1.5)
     model(x * (1.5 / x.norm(dim=1, keepdim=True)).clamp(max=1))
     first, last = found.activations
-    assert first.before is not None and last.before is not None
-    for before, z in ((first.before, seen["0"]), (last.before, seen["3"])):
+    assert first.pre_activation is not None and last.pre_activation is not None
+    for before, z in ((first.pre_activation, seen["0"]), (last.pre_activation, seen["3"])):
         assert before.mean == pytest.approx(float(z.double().mean()), abs=1e-7)
         assert before.variance == pytest.approx(float(z.double().var(correction=0)), rel=1e-5)
     assert found["tanh"].std == pytest.approx(float(seen["1"].double().std(correction=0)), rel=1e-5)
-    assert found["layer_norm"].seen[0] == pytest.approx(float(seen["1"].var(1, correction=0).mean()), rel=1e-5)
+    assert found["layer_norm"].divisor_variances[0] == pytest.approx(
+        float(seen["1"].var(1, correction=0).mean()), rel=1e-5
+    )
     assert found.passes == 83
 
 
@@ -56,7 +58,9 @@ def test_a_group_norm_has_a_variance_per_group() -> None:
     x = torch.randn(40, 2, 9)
     found = profile(model, inputs=x, proxy="simulated", radius=100.0)
     h = model[0](x).detach()
-    np.testing.assert_allclose(found["group_norm"].seen, h.reshape(40, 3, -1).var(-1, correction=0).mean(0), rtol=1e-5)
+    np.testing.assert_allclose(
+        found["group_norm"].divisor_variances, h.reshape(40, 3, -1).var(-1, correction=0).mean(0), rtol=1e-5
+    )
 
 
 @settings(max_examples=3)
@@ -75,7 +79,7 @@ def test_how_inputs_are_cut_into_batches_does_not_matter(cuts: list[int], batch:
         profile(model, inputs=x, proxy="public", batch=batch),
     ):
         assert part.passes == 61
-        a, b = part["relu"].before, whole["relu"].before
+        a, b = part["relu"].pre_activation, whole["relu"].pre_activation
         assert a is not None and b is not None
         assert (a.mean, a.variance) == pytest.approx((b.mean, b.variance), rel=1e-5, abs=1e-7)
         assert part["relu"].variance == pytest.approx(whole["relu"].variance, rel=1e-5)
@@ -127,8 +131,8 @@ def test_a3_is_reported_where_it_fails() -> None:
     two = profile(model, inputs=side + 0.1 * torch.randn(4000, 2), proxy="simulated", passes=4000, radius=9.0)
     one = profile(model, inputs=torch.randn(4000, 2), proxy="simulated", passes=4000, radius=9.0)
     assert [node.name for node in two.non_gaussian()] == ["relu"] and not one.non_gaussian()
-    assert two["relu"].before is not None and 0.25 < two["relu"].before.ks < 0.45
-    assert one["relu"].before is not None and one["relu"].before.ks < 0.03
+    assert two["relu"].pre_activation is not None and 0.25 < two["relu"].pre_activation.ks < 0.45
+    assert one["relu"].pre_activation is not None and one["relu"].pre_activation.ks < 0.03
     assert "A3 fails" in two.report() and "A3 fails" not in one.report()
     assert "simulated" in str(two)
 
@@ -141,7 +145,7 @@ def test_attention_statistics_of_even_weights() -> None:
         nn.init.zeros_(block.query.bias)
     node = profile(model, example=torch.zeros(1, 5, 6), passes=20, batch=10)["scaled_dot_product_attention"]
     assert node.jacobian == pytest.approx(1 / 5, rel=1e-2)
-    assert node.peak == pytest.approx(4 / 25)
+    assert node.paper_norm == pytest.approx(4 / 25)
     assert node.norms[0] == pytest.approx(1.0) and node.norms[1] == 0.0
 
 
@@ -167,7 +171,7 @@ def test_attention_and_the_same_by_hand_have_the_same_statistics(causal: bool) -
     a = profile(built, inputs=x, proxy="public", radius=9.0, batch=4)
     b = profile(by_hand, inputs=x, proxy="public", radius=9.0, batch=4)
     assert a["scaled_dot_product_attention"].jacobian == pytest.approx(b["softmax"].jacobian, rel=1e-5)
-    assert a["scaled_dot_product_attention"].peak == pytest.approx(b["softmax"].peak, rel=1e-5)
+    assert a["scaled_dot_product_attention"].paper_norm == pytest.approx(b["softmax"].paper_norm, rel=1e-5)
     weights, *_, value = a["scaled_dot_product_attention"].norms
     assert (weights, value) == pytest.approx(b["matmul_1"].norms, rel=1e-5)
 
@@ -191,7 +195,7 @@ def test_a_constant_is_half_away_from_a_gaussian() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.0)
-    before = profile(model, example=torch.zeros(1, 8), passes=20, batch=5)["relu"].before
+    before = profile(model, example=torch.zeros(1, 8), passes=20, batch=5)["relu"].pre_activation
     assert before is not None and before.variance == 0.0 and before.ks == 0.5
 
 
@@ -220,7 +224,7 @@ def test_token_ids_are_even_over_the_vocabulary() -> None:
             y: Tensor = self.act(self.table(ids))
             return y
 
-    before = profile(Tokens(), example=torch.zeros(1, 5, dtype=torch.long))["relu"].before
+    before = profile(Tokens(), example=torch.zeros(1, 5, dtype=torch.long))["relu"].pre_activation
     assert before is not None
     assert before.mean == pytest.approx(3.0, abs=0.15) and before.variance == pytest.approx(4.0, abs=0.2)
 

@@ -277,7 +277,7 @@ class Automatic:
             clip=clip,
             noise=problem.equal_noise(),
             clipping=Clipping.JOINT,
-            divide=f,
+            batch_factor=f,
             why=(
                 f"automatic clips the whole gradient at {f:.3g} of the class's norm, so that nearly every contribution "
                 "counts by its direction alone, and divides by as much less: the clip norm only scales the step.",

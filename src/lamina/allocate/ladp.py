@@ -189,8 +189,8 @@ def draw(u: Array, epsilon: float, uniform: float) -> int:
     floating point is listed for as not covered.
     """
     validate.number(PlanError, "allocate.uniform-range", least=0, below=1, uniform=uniform)
-    place = int(np.searchsorted(np.cumsum(probabilities(u, epsilon)), uniform, side="right"))
-    return min(place, len(u) - 1)
+    index = int(np.searchsorted(np.cumsum(probabilities(u, epsilon)), uniform, side="right"))
+    return min(index, len(u) - 1)
 
 
 NamedShapes = tuple[tuple[str, tuple[float, ...]], ...]
@@ -244,7 +244,7 @@ def parse_shapes(allocation: str, given: Any) -> NamedShapes:
 
 def check_shapes(problem: AllocationProblem, given: NamedShapes) -> NamedShapes:
     """Shapes of the user's own, one S > 0 for every layer; where no private class reaches they are 0."""
-    noised = problem.noised()
+    noised = problem.needs_noise()
     found = []
     for name, row in given:
         if len(row) != len(noised):
@@ -382,7 +382,7 @@ class LADP:
                     layers with most proxy Fisher information, or of the depth where nothing was measured
       mode          "shares": sigma_k stays as declared. "budget": sigma_k(t) too follows what is left, between `lower`
                     and `upper` times the declared one (narrowed so that a step costs half to twice its declared
-                    price), under a Rényi filter that is asked first and may stop early
+                    price), under a Rényi filter that may stop early
       choose_every  every so many steps an exponential mechanism of `choose_epsilon` picks the shape of S from
                     `candidates` (a public list; six by default) over a sample of its own. Its cost is in ε
       price         λ, how many kept contributions a unit of relative noise is worth; by default a quarter of the batch:
@@ -439,7 +439,7 @@ class LADP:
         """Whether sigma is chosen on the way, so that the plan is priced at one Rényi order."""
         return self.mode == "budget"
 
-    def side(self, steps: int) -> tuple[tuple[float, int], ...]:
+    def side_releases(self, steps: int) -> tuple[tuple[float, int], ...]:
         """What the choices release beside the steps: (noise multiplier, how often)."""
         if self.choose_every is None:
             return ()
@@ -490,7 +490,7 @@ class LADP:
                 "declared price, which at small sigma leaves it little room."
             )
         if self.choose_every is not None:
-            ((_, calls),) = self.side(problem.steps)
+            ((_, calls),) = self.side_releases(problem.steps)
             lines.append(
                 f"An exponential mechanism of ε = {self.choose_epsilon:g} chooses the shape of the noise {calls} "
                 "times; ε includes it."

@@ -36,7 +36,7 @@ ALLOCATIONS: Mapping[str, Allocator] = MappingProxyType({allocation.name: alloca
 """Every allocation with its default options. The paper ones reproduce documents, and their claims do not hold."""
 
 DEFAULT_ALLOCATION = pareto.name
-"""What `make_plan` does unless it is told otherwise. Without a measure and with one class it is `flat`, which real data
+"""What `make_plan` does by default. Without a measure and with one class it is `flat`, which real data
 support (docs/policies/utility.md); with several it gives each its whole budget, which `flat` does not."""
 
 
@@ -96,7 +96,7 @@ def calibrate_classes(
     """
     if epsilon is not None and rho is not None:
         raise PlanError("allocate.epsilon-and-rho", f"epsilon is {epsilon!r} and rho is {rho!r}", "give one of them")
-    side = getattr(chooser, "side", lambda _: ())(steps)
+    side = getattr(chooser, "side_releases", lambda _: ())(steps)
     if policy.noise.as_injection.raw:
         if side or getattr(chooser, "follows_budget", False):
             raise PlanError(
@@ -211,12 +211,12 @@ def _calibrate_to_rho(
     What else is released takes its ρ from the same budget.
     """
     private = [name for name in rates if not policy.classes[name].public]
-    asked = rho if isinstance(rho, Mapping) else dict.fromkeys(private, rho)
-    refuse_unknown_classes(policy, asked, "rho")
+    wanted = rho if isinstance(rho, Mapping) else dict.fromkeys(private, rho)
+    refuse_unknown_classes(policy, wanted, "rho")
     sigma, targets, priced = {}, {}, find_accountant("zcdp")
     for name in private:
         cap = validate.positive(
-            PlanError, "allocate.rho-not-positive", **named(f"rho of class {name!r}", asked.get(name))
+            PlanError, "allocate.rho-not-positive", **named(f"rho of class {name!r}", wanted.get(name))
         )
         left = cap - math.fsum(0.5 * event.steps * event.mu**2 for event in besides[name])
         if left <= 0:
@@ -241,14 +241,14 @@ def _calibrate_to_rho(
         sigma=tuple(sigma.get(name, math.inf) for name in rates),
         targets=tuple(targets.get(name, math.inf) for name in rates),
         accountant="zcdp",
-        rho=tuple(asked.get(name, math.inf) for name in rates),
+        rho=tuple(wanted.get(name, math.inf) for name in rates),
     )
 
 
 def _target_epsilons(policy: Policy, names: list[str], epsilon: float | Mapping[str, float] | None) -> dict[str, float]:
     """The ε that each private class is to spend, checked against the policy's bound."""
     private = [name for name in names if not policy.classes[name].public]
-    asked: dict[str, float] = {}
+    wanted: dict[str, float] = {}
     if isinstance(epsilon, Mapping):
         refuse_unknown_classes(policy, epsilon, "epsilon")
         for name in epsilon:
@@ -258,13 +258,13 @@ def _target_epsilons(policy: Policy, names: list[str], epsilon: float | Mapping[
                     f"epsilon names class {name!r}, which is public or left out",
                     "drop it",
                 )
-        asked = dict(epsilon)
+        wanted = dict(epsilon)
     elif epsilon is not None:
-        asked = dict.fromkeys(private, epsilon)
+        wanted = dict.fromkeys(private, epsilon)
     targets = {}
     for name in private:
         bound, entry = policy.bound(name), policy.classes[name]
-        target = asked.get(name, bound if entry.epsilon or entry.noise_multiplier else None)
+        target = wanted.get(name, bound if entry.epsilon or entry.noise_multiplier else None)
         if target is None:
             raise PlanError(
                 "allocate.no-budget",
@@ -401,7 +401,7 @@ def explained_plan(
         classes=tuple(_planned_class(policy, name, rates[name], reaches[name]) for name in sizes),
         clip=chosen.clip,
         noise=chosen.noise if chosen.claimed else _noise_for_sigma(chosen, declared.sigma),
-        batch=1.0 if form is Clipping.ELEMENTWISE else float(total) * chosen.divide,
+        batch=1.0 if form is Clipping.ELEMENTWISE else float(total) * chosen.batch_factor,
         steps=count,
         clipping=form,  # type: ignore[arg-type]  # the plan reads text
         accountant="gaussian" if chosen.claimed else declared.accountant,
@@ -555,8 +555,8 @@ def _refuse_wider_reach(problem: AllocationProblem, chosen: Allocation, names: l
             f"C must be {len(shape)} × {len(stack)}",
         )
     for name, allowed, row in zip(names, problem.reach, chosen.clip, strict=True):
-        for layer, may, c in zip(stack, allowed, row, strict=True):
-            if c != 0 and not may:
+        for layer, reached, c in zip(stack, allowed, row, strict=True):
+            if c != 0 and not reached:
                 raise PlanError(
                     "allocate.reach-widened",
                     f"the allocation gives class {name!r} {c!r} at layer {layer.name!r}, outside its profile",

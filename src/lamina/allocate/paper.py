@@ -33,7 +33,7 @@ class PaperLSAB:
       per_step  puts ρ_cap/T for ρ_cap, as eq. 21 has it and eq. 16 does not: T times less, still L·AM/HM too much
       weights   m_l: "harm" (measured, the document's MSE per unit of noise) or "sizes"
 
-    ρ_cap is what the plan was asked for, or what eq. 4 makes of the target ε. The claim is eq. 22,
+    ρ_cap is what make_plan was given, or what eq. 4 makes of the target ε. The claim is eq. 22,
     ε = ρ_cap + 2√(ρ_cap log 1/δ). `plan.epsilon` is the true figure: exact for Gaussian noise, no credit for sampling.
     """
 
@@ -53,7 +53,7 @@ class PaperLSAB:
         cap = min(rho_cap(problem, k) for k in problem.private)
         budget = cap / problem.steps if self.per_step else cap
         noise = delta * np.sqrt(len(m) * m / (2.0 * budget * m.sum()))
-        noised = np.array(problem.noised())
+        noised = np.array(problem.needs_noise())
         clip = _same_clip_for_all(problem, delta)
         over = float(m.sum() * (1 / m).sum() / len(m))
         return Allocation(
@@ -80,7 +80,7 @@ def _same_clip_for_all(problem: AllocationProblem, row: np.ndarray) -> ClipMatri
 
 
 def rho_cap(problem: AllocationProblem, k: int) -> float:
-    """ρ_cap of class k: asked for, or eq. 4 solved for the target ε:  √ρ = √(log 1/δ + ε) − √(log 1/δ)."""
+    """ρ_cap of class k: given, or eq. 4 solved for the target ε:  √ρ = √(log 1/δ + ε) − √(log 1/δ)."""
     if problem.rho:
         return problem.rho[k]
     log, target = math.log(1.0 / problem.delta[k]), problem.targets[k]
@@ -125,7 +125,7 @@ class PaperLADP:
         parts = np.ones(layers) if self.split == "even" else measured_row(problem, "fisher", self.name)
         target = min(problem.targets[k] for k in problem.private)
         each = target / problem.steps * parts / parts.sum()
-        noise = np.where(problem.noised(), each * np.where(picked, 1.0, 0.5), 0.0)
+        noise = np.where(problem.needs_noise(), each * np.where(picked, 1.0, 0.5), 0.0)
         bound = 2.0 * np.where(picked, 1.0, 5.0) * np.sqrt(np.asarray(problem.sizes, dtype=np.float64))
         clip = _same_clip_for_all(problem, bound)
         return Allocation(

@@ -90,7 +90,7 @@ class AllocationProblem:
         return tuple(k for k, s in enumerate(self.sigma) if math.isfinite(s) and any(self.reach[k]))
 
     @property
-    def opened(self) -> tuple[float, ...]:
+    def reached_share(self) -> tuple[float, ...]:
         """The part of each layer's numbers that some class reaches."""
         if self.stack is None:
             return (1.0,) * len(self.sizes)
@@ -113,13 +113,13 @@ class AllocationProblem:
             rows.append(tuple(each if reached else 0.0 for reached in row))
         return tuple(rows)
 
-    def noised(self) -> tuple[bool, ...]:
+    def needs_noise(self) -> tuple[bool, ...]:
         """The layers that some private class reaches; the others have S = 0."""
         return tuple(any(self.reach[k][i] for k in self.private) for i in range(len(self.sizes)))
 
     def equal_noise(self) -> tuple[float, ...]:
         """One S for all layers that need noise, up to the common factor that `rescale` finds."""
-        return tuple(1.0 if needed else 0.0 for needed in self.noised())
+        return tuple(1.0 if needed else 0.0 for needed in self.needs_noise())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +128,7 @@ class Allocation:
 
     rules    how C and S may change while training (plan/rules.py)
     claimed  of a printed allocation: the ε that the document claims, by class. Then S is taken as it is
-    divide   what B is multiplied by: B only sets the scale of what the optimiser sees
+    batch_factor  what B is multiplied by: B only sets the scale of what the optimiser sees
     why      sentences that explain the choice: `lamina plan --explain` prints them
     """
 
@@ -137,7 +137,7 @@ class Allocation:
     clipping: Clipping
     rules: tuple[Rule, ...] = ()
     claimed: tuple[float, ...] = ()
-    divide: float = 1.0
+    batch_factor: float = 1.0
     why: tuple[str, ...] = ()
 
 
@@ -207,7 +207,7 @@ def measured_row(problem: AllocationProblem, what: str, allocation: str) -> Arra
             f"the measure has {what} for {row.size} of {len(problem.sizes)} layers",
             "measure this model",
         )
-    return row * np.asarray(problem.opened) ** _SLICE_EXPONENTS.get(what, 0.0)
+    return row * np.asarray(problem.reached_share) ** _SLICE_EXPONENTS.get(what, 0.0)
 
 
 def noise_weights(problem: AllocationProblem, kind: str, allocation: str) -> Array:
@@ -253,7 +253,7 @@ def least_noise(clip: Array, weights: Array, sigma: Array) -> LeastNoise:
         raise PlanError(
             "allocate.not-converged",
             f"the allocation did not converge: relative gap {gap:.1e}, must be <= {TOLERANCE:.0e}",
-            "bring clip norms and weights closer to one scale, or use allocate='flat'",
+            "move clip norms and weights closer to one scale, or use allocate='flat'",
         )
     return LeastNoise(noise=np.sqrt(scale_a / x), price=price * scale_a * scale_m, gap=gap)
 
@@ -336,14 +336,14 @@ def noise_by_shares(problem: AllocationProblem, clip: ClipMatrix, parts: Array) 
     for k in problem.private:
         reach = np.asarray(problem.reach[k])
         w = parts[reach] / parts[reach].sum()
-        asked = problem.sigma[k] * np.asarray(clip[k])[reach] / np.sqrt(w)
-        noise[reach] = np.maximum(noise[reach], asked)
+        needed = problem.sigma[k] * np.asarray(clip[k])[reach] / np.sqrt(w)
+        noise[reach] = np.maximum(noise[reach], needed)
     return tuple(noise.tolist())
 
 
 def optimal_noise(problem: AllocationProblem, clip: ClipMatrix, weights: Array) -> tuple[float, ...]:
     """S that minimises Σ m_l S_l² such that every private class has its sigma (allocate/problem.py)."""
-    private, noised, clip = problem.private, np.array(problem.noised()), problem.clip_with_factors(clip)
+    private, noised, clip = problem.private, np.array(problem.needs_noise()), problem.clip_with_factors(clip)
     noise = np.zeros(len(problem.sizes))
     if private:
         thresholds = np.array([clip[k] for k in private])[:, noised]

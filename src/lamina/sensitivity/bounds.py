@@ -51,22 +51,22 @@ class PropagationState:
 
     graph: TracedGraph
     profile: ActivationProfile
-    flows: dict[str, NodeSensitivity]
+    sensitivities: dict[str, NodeSensitivity]
 
-    def into(self, node: Node) -> list[NodeSensitivity]:
-        return [self.flows[name] for name in node.inputs]
+    def inputs_of(self, node: Node) -> list[NodeSensitivity]:
+        return [self.sensitivities[name] for name in node.inputs]
 
-    def of(self, argument: object) -> NodeSensitivity:
-        """The flow of an argument: a node's, or that of a tensor that does not move."""
+    def of_argument(self, argument: object) -> NodeSensitivity:
+        """The sensitivity of an argument: a node's, or none for a tensor that does not depend on the input."""
         if isinstance(argument, str):
-            return self.flows[argument]
+            return self.sensitivities[argument]
         return NodeSensitivity(tight=0.0, worst=0.0, printed=0.0, size=gains.euclidean_norm(argument))
 
     def shape(self, argument: str | Tensor) -> tuple[int, ...]:
         """The shape of an argument, moving or not."""
         return self.graph[argument].shape if isinstance(argument, str) else tuple(argument.shape)
 
-    def at(self, node: Node) -> dict[str, Tensor]:
+    def zeros(self, node: Node) -> dict[str, Tensor]:
         """A zero for every input of a node."""
         sources = [self.graph[name] for name in node.inputs]
         return {source.name: torch.zeros(source.shape, dtype=source.dtype) for source in sources}
@@ -99,31 +99,31 @@ def stretch(
     )
 
 
-def input_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+def input_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     if not node.floating:
         return NO_CHANGE  # token ids: the distance arises in the table they are looked up in
-    delta = 2.0 * depth.profile.radius
-    return NodeSensitivity(tight=delta, worst=delta, printed=delta, size=depth.profile.radius)
+    delta = 2.0 * state.profile.radius
+    return NodeSensitivity(tight=delta, worst=delta, printed=delta, size=state.profile.radius)
 
 
-def linear_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
-    at = depth.at(node)
+def linear_rule(node: Node, state: PropagationState) -> NodeSensitivity:
+    at = state.zeros(node)
     factor = gains.linear_norm(node, at)
-    printed = factor * depth.compression(node)
-    return stretch(depth.into(node)[0], factor, printed=printed, rest=gains.norm_at_zero(node, at))
+    printed = factor * state.compression(node)
+    return stretch(state.inputs_of(node)[0], factor, printed=printed, rest=gains.norm_at_zero(node, at))
 
 
-def reshape_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
-    flow = depth.into(node)[0]
-    source = depth.graph[node.inputs[0]]
+def reshape_rule(node: Node, state: PropagationState) -> NodeSensitivity:
+    flow = state.inputs_of(node)[0]
+    source = state.graph[node.inputs[0]]
     if node.base in SAME_ENTRIES or None in (node.dtype, source.dtype) or not node.floating:
         return flow
-    return stretch(flow, gains.copy_norm(node, depth.at(node)))
+    return stretch(flow, gains.copy_norm(node, state.zeros(node)))
 
 
-def concat_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
-    flows = depth.into(node)
-    rest = gains.norm_at_zero(node, depth.at(node))
+def concat_rule(node: Node, state: PropagationState) -> NodeSensitivity:
+    flows = state.inputs_of(node)
+    rest = gains.norm_at_zero(node, state.zeros(node))
     return NodeSensitivity(
         tight=math.hypot(*(f.tight for f in flows)),
         worst=math.hypot(*(f.worst for f in flows)),
@@ -133,13 +133,13 @@ def concat_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     )
 
 
-def add_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+def add_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     given = node.arguments
-    at = depth.at(node)
+    at = state.zeros(node)
     alpha = abs(float(given.get("alpha", 1)))
     weights = (alpha, 1.0) if node.base == "rsub" else (1.0, alpha)
     parts = [
-        stretch(depth.flows[name], weight * math.sqrt(math.prod(node.shape) / math.prod(at[name].shape)))
+        stretch(state.sensitivities[name], weight * math.sqrt(math.prod(node.shape) / math.prod(at[name].shape)))
         for name, weight in zip((given["self"], given["other"]), weights, strict=True)
         if isinstance(name, str)
     ]
@@ -155,8 +155,8 @@ def add_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     )
 
 
-def scale_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
-    given, at = node.arguments, depth.at(node)
+def scale_rule(node: Node, state: PropagationState) -> NodeSensitivity:
+    given, at = node.arguments, state.zeros(node)
     copies = math.sqrt(math.prod(node.shape) / math.prod(next(iter(at.values())).shape))
     if node.base in ("mul", "div"):
         moving_first = isinstance(given["self"], str)
@@ -171,31 +171,31 @@ def scale_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
         factor = float(sizes.max()) if node.base == "mul" else float(1 / sizes.min())
     else:
         factor = 1.0
-    return stretch(depth.into(node)[0], factor * copies, rest=gains.norm_at_zero(node, at))
+    return stretch(state.inputs_of(node)[0], factor * copies, rest=gains.norm_at_zero(node, at))
 
 
-def pool_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
-    at = depth.at(node)
+def pool_rule(node: Node, state: PropagationState) -> NodeSensitivity:
+    at = state.zeros(node)
     if "max" in node.base or "min" in node.base:
-        return stretch(depth.into(node)[0], gains.max_pool_norm(node, next(iter(at.values())).shape))
-    return stretch(depth.into(node)[0], gains.linear_norm(node, at), rest=gains.norm_at_zero(node, at))
+        return stretch(state.inputs_of(node)[0], gains.max_pool_norm(node, next(iter(at.values())).shape))
+    return stretch(state.inputs_of(node)[0], gains.linear_norm(node, at), rest=gains.norm_at_zero(node, at))
 
 
-def dropout_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+def dropout_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     given = node.arguments
     if not given["train"] or given["p"] == 0:
-        return depth.into(node)[0]
-    return stretch(depth.into(node)[0], gains.dropout_slope(given["p"]), tight=1.0)
+        return state.inputs_of(node)[0]
+    return stretch(state.inputs_of(node)[0], gains.dropout_slope(given["p"]), tight=1.0)
 
 
-def embedding_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+def embedding_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     """All n ids of a patient may change: √n times the distance between two rows of the table.
 
     tight: their root mean square distance. worst: twice the largest distance to the mean row.
     """
     table: Tensor = node.arguments["weight"].detach().double()
     around = (table - table.mean(0)).norm(dim=1)
-    ids = math.sqrt(math.prod(depth.graph[node.inputs[0]].shape))
+    ids = math.sqrt(math.prod(state.graph[node.inputs[0]].shape))
     tight = ids * math.sqrt(2.0 * float(around.square().mean()))
     return NodeSensitivity(
         tight=tight, worst=2.0 * ids * float(around.max()), printed=tight, size=ids * float(table.norm(dim=1).max())
@@ -206,22 +206,22 @@ _AGAIN = "profile the model again"
 _KEEP_ROWS = {"view", "reshape", "_unsafe_view", "contiguous", "clone", "to", "squeeze", "unsqueeze"}
 
 
-def activation_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
-    before = depth.profile[node.name].before
+def activation_rule(node: Node, state: PropagationState) -> NodeSensitivity:
+    before = state.profile[node.name].pre_activation
     if before is None:
         raise NoBound("sensitivity.activation-not-profiled", f"the profile lacks the input of {node}", _AGAIN)
-    tight, most = gains.activation_slopes(node, before.mean, math.sqrt(before.variance + depth.profile.epsilon_n))
+    tight, most = gains.activation_slopes(node, before.mean, math.sqrt(before.variance + state.profile.epsilon_n))
     printed = tight
     if node.base == "relu":
-        printed = float(paper_relu_slope(before.mean, before.variance, depth.profile.epsilon_n))
+        printed = float(paper_relu_slope(before.mean, before.variance, state.profile.epsilon_n))
     elif node.base == "gelu" and node.arguments["approximate"] != "tanh":  # eq. 10 can be negative, a Δ cannot
-        printed = max(float(paper_gelu_slope(before.mean, before.variance)), depth.profile.epsilon_n)
-    rest = gains.norm_at_zero(node, depth.at(node))
-    return stretch(depth.into(node)[0], most, tight=tight, printed=printed, rest=rest)
+        printed = max(float(paper_gelu_slope(before.mean, before.variance)), state.profile.epsilon_n)
+    rest = gains.norm_at_zero(node, state.zeros(node))
+    return stretch(state.inputs_of(node)[0], most, tight=tight, printed=printed, rest=rest)
 
 
-def normalisation_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
-    given, at, flow = node.arguments, depth.at(node), depth.into(node)[0]
+def normalisation_rule(node: Node, state: PropagationState) -> NodeSensitivity:
+    given, at, flow = node.arguments, state.zeros(node), state.inputs_of(node)[0]
     weight = given["weight"]
     gain = weight.detach().double() if isinstance(weight, Tensor) else torch.ones(1, dtype=torch.float64)
     steepest = float(gain.abs().max())
@@ -233,46 +233,46 @@ def normalisation_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
                 "sensitivity.batchnorm", f"{node} mixes patients: it normalises over the batch", "use lamina.fix(model)"
             )
         factor = affine_norm_constant(gain, given["running_var"].double(), given["eps"])
-        return stretch(flow, factor, printed=depth.compression(node), rest=rest)
+        return stretch(flow, factor, printed=state.compression(node), rest=rest)
     eps = given["eps"]
     if eps is None:  # RMSNorm's default
         eps = torch.finfo(node.dtype or torch.float32).eps
-    seen = torch.tensor(depth.profile[node.name].seen, dtype=torch.float64)
+    seen = torch.tensor(state.profile[node.name].divisor_variances, dtype=torch.float64)
     grouped = gain.reshape(len(seen), -1) if gain.numel() > 1 and len(seen) > 1 else gain.reshape(1, -1)
     tight = affine_norm_constant(grouped, seen.reshape(-1, 1), eps)
     worst = steepest / math.sqrt(eps) if eps > 0 else math.inf
-    made = stretch(flow, worst, tight=tight, printed=depth.compression(node), rest=rest)
+    made = stretch(flow, worst, tight=tight, printed=state.compression(node), rest=rest)
     # a normalised group of n entries has norm ≤ √n, whatever comes in; at 0 only the bias is left
     most = steepest * math.sqrt(math.prod(node.shape)) + rest
     return replace(made, size=min(made.size, most))
 
 
-def softmax_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
-    seen = depth.profile[node.name]
-    if seen.jacobian is None or seen.peak is None:
+def softmax_rule(node: Node, state: PropagationState) -> NodeSensitivity:
+    seen = state.profile[node.name]
+    if seen.jacobian is None or seen.paper_norm is None:
         raise NoBound("sensitivity.attention-not-profiled", f"the profile lacks the weights of {node}", _AGAIN)
-    made = stretch(depth.into(node)[0], 0.5, tight=seen.jacobian, printed=seen.peak)
+    made = stretch(state.inputs_of(node)[0], 0.5, tight=seen.jacobian, printed=seen.paper_norm)
     rows = math.prod(node.shape) / node.shape[node.arguments["dim"]]
     return replace(made, size=math.sqrt(rows))
 
 
-def attention_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+def attention_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     """softmax(s·QKᵀ)V: Δ ≤ ‖A‖Δ_V + ‖J‖·s·‖V‖(‖K‖Δ_Q + ‖Q‖Δ_K), J the Jacobian of a row of the softmax.
 
     tight: mean norms on the proxy. worst: ‖A‖ ≤ √queries, ‖J‖ ≤ ½ and the sizes within the radius.
     printed: eq. 19 and 20, E[a_max(1-a_max)]·Δ_V.
     """
-    given, seen = node.arguments, depth.profile[node.name]
+    given, seen = node.arguments, state.profile[node.name]
     if isinstance(given["attn_mask"], str):
         raise NoBound(
             "sensitivity.mask-depends-on-input", f"the mask of {node} depends on the input", "use a fixed mask"
         )
-    if seen.jacobian is None or seen.peak is None or len(seen.norms) != 4:
+    if seen.jacobian is None or seen.paper_norm is None or len(seen.norms) != 4:
         raise NoBound("sensitivity.attention-not-profiled", f"the profile lacks the weights of {node}", _AGAIN)
-    q, k, v = (depth.of(given[part]) for part in ("query", "key", "value"))
-    shape = depth.shape(given["query"])
+    q, k, v = (state.of_argument(given[part]) for part in ("query", "key", "value"))
+    shape = state.shape(given["query"])
     if given["enable_gqa"]:
-        heads = depth.shape(given["key"])
+        heads = state.shape(given["key"])
         k, v = (stretch(f, math.sqrt(shape[-3] / heads[-3])) for f in (k, v))
     s = abs(float(given["scale"])) if given["scale"] is not None else 1 / math.sqrt(shape[-1])
     kept = gains.dropout_slope(given["dropout_p"])
@@ -282,37 +282,37 @@ def attention_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     return NodeSensitivity(
         tight=weights * v.tight + seen.jacobian * s * value * (key * q.tight + query * k.tight),
         worst=kept * (product_or_zero(rows, v.worst) + 0.5 * s * product_or_zero(v.size, logits)),
-        printed=seen.peak * v.printed,
+        printed=seen.paper_norm * v.printed,
         size=kept * rows * v.size,
         everywhere=False,
     )
 
 
-def product_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
+def product_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     """Δ(ab) ≤ ‖b‖Δ_a + ‖a‖Δ_b, for entries as for matrices."""
     given = node.arguments
     if node.base == "mul":
         names = (given["self"], given["other"])
-        a, b = (depth.of(name) for name in names)
-        x, y = (math.hypot(depth.profile[name].mean, depth.profile[name].std) for name in names)
+        a, b = (state.of_argument(name) for name in names)
+        x, y = (math.hypot(state.profile[name].mean, state.profile[name].std) for name in names)
         # a factor that is repeated meets as many entries of the other
-        x *= math.sqrt(math.prod(node.shape) / math.prod(depth.graph[names[1]].shape))
-        y *= math.sqrt(math.prod(node.shape) / math.prod(depth.graph[names[0]].shape))
+        x *= math.sqrt(math.prod(node.shape) / math.prod(state.graph[names[1]].shape))
+        y *= math.sqrt(math.prod(node.shape) / math.prod(state.graph[names[0]].shape))
         left, right, alpha, rest, peak = a.size, b.size, 1.0, 0.0, None
     else:
         names = product_factors(node.base, given)
-        shapes = [depth.graph[name].shape for name in names]
+        shapes = [state.graph[name].shape for name in names]
         if shapes[0][:-2] != shapes[1][:-2]:
             raise NoBound(
                 "sensitivity.matrix-batches-differ",
                 f"{node} multiplies {shapes[0]} by {shapes[1]}",
                 "expand both to one batch",
             )
-        a, b = (depth.of(name) for name in names)
-        x, y = depth.profile[node.name].norms
+        a, b = (state.of_argument(name) for name in names)
+        x, y = state.profile[node.name].norms
         alpha = abs(float(given.get("alpha", 1)))
         rest = gains.euclidean_norm(given["self"]) if node.base == "baddbmm" else 0.0
-        rows, peak = _attention_weight_bound(names[0], depth)
+        rows, peak = _attention_weight_bound(names[0], state)
         left, right = min(a.size, rows), b.size
     return NodeSensitivity(
         tight=alpha * (y * a.tight + x * b.tight),
@@ -323,21 +323,21 @@ def product_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
     )
 
 
-def _attention_weight_bound(name: str, depth: PropagationState) -> tuple[float, float | None]:
+def _attention_weight_bound(name: str, state: PropagationState) -> tuple[float, float | None]:
     """If a node holds attention weights, some perhaps dropped: what their matrices' norm cannot exceed, and their peak.
 
     The rows sum to 1, or to 1/(1-p) at most after dropout, so that the norm is at most √rows times that.
     """
-    node, kept, shape = depth.graph[name], 1.0, depth.graph[name].shape
+    node, kept, shape = state.graph[name], 1.0, state.graph[name].shape
     while node.kind is OperationKind.DROPOUT or node.base in _KEEP_ROWS:
         if node.kind is OperationKind.DROPOUT and node.arguments["train"]:
             kept *= gains.dropout_slope(node.arguments["p"])
-        node = depth.graph[node.inputs[0]]
+        node = state.graph[node.inputs[0]]
     if node.kind is not OperationKind.SOFTMAX or node.arguments["dim"] not in (-1, len(node.shape) - 1):
         return math.inf, None
     if shape[-2:] != node.shape[-2:]:
         return math.inf, None
-    return kept * math.sqrt(shape[-2]), depth.profile[node.name].peak
+    return kept * math.sqrt(shape[-2]), state.profile[node.name].paper_norm
 
 
 NodeRule = Callable[[Node, PropagationState], NodeSensitivity]
@@ -368,10 +368,10 @@ _UNKNOWN_SLOPE_REMEDY = (
 )
 
 
-def apply_rule(node: Node, depth: PropagationState) -> NodeSensitivity:
-    """The flow of a node from the flows of what it reads; a refusal names the node."""
+def apply_rule(node: Node, state: PropagationState) -> NodeSensitivity:
+    """The sensitivity of a node from those of its inputs; a refusal names the node."""
     try:
-        return NODE_RULES[node.kind](node, depth)
+        return NODE_RULES[node.kind](node, state)
     except PlanError as error:
         if node.name in error.problem:
             raise
@@ -488,13 +488,13 @@ def bounds(graph: TracedGraph, profile: ActivationProfile, stack: LayerStack) ->
     ends = {layer.name: _last_use(graph, layer.name, layer.parameters) for layer in stack}
     needed = _nodes_before(graph, [node.name for node in ends.values()])
     refuse_unknown_operations(needed)
-    depth = PropagationState(graph=graph, profile=profile, flows={})
+    state = PropagationState(graph=graph, profile=profile, sensitivities={})
     for node in needed:
         _refuse_other_model(node, profile)
-        depth.flows[node.name] = apply_rule(node, depth)
+        state.sensitivities[node.name] = apply_rule(node, state)
     layers = []
     for name, node in ends.items():
-        flow = depth.flows[node.name]
+        flow = state.sensitivities[node.name]
         if math.isnan(flow.worst) or not (0 < flow.tight < math.inf and 0 < flow.printed < math.inf and flow.worst > 0):
             raise NoBound(
                 "sensitivity.delta-not-positive",

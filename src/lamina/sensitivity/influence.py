@@ -33,10 +33,10 @@ def reconstruction_losses(model: nn.Module) -> LossesOf:
     def losses_of(x: Any, y: Any) -> Tensor:
         out = model(x)
         if not isinstance(x, Tensor) or not isinstance(out, Tensor) or out.shape != x.shape:
-            told = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise PlanError(
                 "sensitivity.not-an-autoencoder",
-                f"the model gives {told}, so it cannot be compared with its input",
+                f"the model gives {got}, so it cannot be compared with its input",
                 "give losses_of(x, y), which returns one loss per example, with public or simulated x and y",
             )
         return (out - x).square().flatten(1).mean(1)
@@ -48,27 +48,27 @@ def layer_tensors(model: nn.Module, stack: LayerStack) -> tuple[NamedTensors, ..
     """The tensors of every layer by name, as the model holds them."""
     if not isinstance(stack, LayerStack) or not len(stack):
         raise PlanError("sensitivity.stack-type", f"stack is {stack!r}", "use lamina.LayerStack.from_model(model)")
-    held = dict(model.named_parameters())
+    tensors = dict(model.named_parameters())
     for layer in stack:
         for name in layer.parameters:
-            if name not in held:
+            if name not in tensors:
                 raise PlanError(
                     "sensitivity.stack-of-other-model",
                     f"the model has no tensor {name!r} of layer {layer.name!r}",
                     _READ_STACK,
                 )
-            if isinstance(held[name], UninitializedParameter):
+            if isinstance(tensors[name], UninitializedParameter):
                 raise PlanError(
                     "sensitivity.tensor-without-shape", f"tensor {name!r} has no shape yet", "run model(...) once"
                 )
-        size = sum(held[name].numel() for name in layer.parameters)
+        size = sum(tensors[name].numel() for name in layer.parameters)
         if size != layer.size or not size:
             raise PlanError(
                 "sensitivity.stack-of-other-model",
                 f"layer {layer.name!r} has {size} numbers, the stack says {layer.size}",
                 _READ_STACK,
             )
-    return tuple({name: held[name] for name in layer.parameters} for layer in stack)
+    return tuple({name: tensors[name] for name in layer.parameters} for layer in stack)
 
 
 class ExampleLosses(nn.Module):
@@ -96,10 +96,10 @@ class ExampleLosses(nn.Module):
         with torch.no_grad():
             losses = self.losses_of(x, y)
         if not isinstance(losses, Tensor) or losses.shape != (n,):
-            told = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise PlanError(
                 "sensitivity.losses-shape",
-                f"losses_of gave {told} for {n} examples, must be ({n},)",
+                f"losses_of gave {got} for {n} examples, must be ({n},)",
                 "return one loss per example: reduction='none', then mean over everything but the first axis",
             )
         if not losses.isfinite().all():
@@ -129,7 +129,7 @@ def take_examples(tree: Any, rows: slice | Tensor) -> Any:
 def model_unchanged(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode; afterwards modes, buffers and the global random state are as before.
 
-    Attention runs in its plain form, which can be differentiated twice and per example.
+    Attention runs in its unfused form, which can be differentiated twice and per example.
     """
     modes = {module: module.training for module in model.modules()}
     buffers = [(module, dict(module._buffers)) for module in modes]  # a forward may write or replace them
@@ -141,8 +141,8 @@ def model_unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-        for module, held in buffers:
-            module._buffers.update(held)
+        for module, tensors in buffers:
+            module._buffers.update(tensors)
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)
@@ -176,11 +176,11 @@ def fisher(
     model: nn.Module, losses_of: LossesOf, x: Any, y: Any, stack: LayerStack, *, chunk: int | None = None
 ) -> Fisher:
     """Read them from per-example gradients of public or simulated data, `chunk` examples at a time."""
-    held = layer_tensors(model, stack)
+    tensors = layer_tensors(model, stack)
     squares = torch.cat(
         [
-            torch.stack([sum_of_squares([part[name] for name in layer]) for layer in held], dim=1)
-            for part in example_gradients(model, losses_of, x, y, held, chunk=chunk)
+            torch.stack([sum_of_squares([part[name] for name in layer]) for layer in tensors], dim=1)
+            for part in example_gradients(model, losses_of, x, y, tensors, chunk=chunk)
         ]
     )  # (examples, layers)
     for layer, column in zip(stack, squares.T, strict=True):
@@ -206,13 +206,19 @@ def fisher(
 
 
 def example_gradients(
-    model: nn.Module, losses_of: LossesOf, x: Any, y: Any, held: tuple[NamedTensors, ...], *, chunk: int | None = None
+    model: nn.Module,
+    losses_of: LossesOf,
+    x: Any,
+    y: Any,
+    tensors: tuple[NamedTensors, ...],
+    *,
+    chunk: int | None = None,
 ) -> Iterator[NamedTensors]:
     """Gradients per example, (chunk, *shape) by name, in the order of the examples.
 
     `vmap(grad)`; a model that `vmap` cannot run is differentiated one example at a time.
     """
-    losses, parameters = (ExampleLosses(model, losses_of), {name: t for layer in held for name, t in layer.items()})
+    losses, parameters = (ExampleLosses(model, losses_of), {name: t for layer in tensors for name, t in layer.items()})
     size = sum(t.numel() for t in parameters.values())
     step = max(1, min(_MOST_CHUNK, _MOST_GRADIENT_NUMBERS // max(size, 1))) if chunk is None else chunk
     validate.whole(PlanError, "sensitivity.chunk-not-positive", chunk=step)
@@ -243,10 +249,10 @@ def _vmapped_gradients(losses: ExampleLosses, parameters: NamedTensors, x: Any, 
         return losses.at(given, *one).sum()
 
     axes = pytree.tree_map(lambda t: 0 if isinstance(t, Tensor) else None, (x, y))
-    plain = {name: t.detach() for name, t in parameters.items()}
+    detached = {name: t.detach() for name, t in parameters.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop")  # right all the same
-        out: NamedTensors = vmap(grad(loss), in_dims=(None, *axes))(plain, x, y)
+        out: NamedTensors = vmap(grad(loss), in_dims=(None, *axes))(detached, x, y)
     return out
 
 
@@ -277,8 +283,8 @@ class Hessian:
     ) -> None:
         validate.whole(PlanError, "sensitivity.chunk-not-positive", chunk=chunk)
         self.model, self.losses, self.x, self.y, self.chunk = (model, ExampleLosses(model, losses_of), x, y, chunk)
-        self.held = layer_tensors(model, stack)
-        self.sizes = [sum(t.numel() for t in layer.values()) for layer in self.held]
+        self.tensors = layer_tensors(model, stack)
+        self.sizes = [sum(t.numel() for t in layer.values()) for layer in self.tensors]
         with model_unchanged(model):
             self.examples = self.losses.checked(x, y)
 
@@ -311,7 +317,7 @@ class Hessian:
         n = self.examples if rows is None else len(rows)
         total = torch.zeros(sum(self.sizes), dtype=torch.float64)
         with model_unchanged(self.model), torch.enable_grad():
-            leaves = {name: t.detach().requires_grad_() for layer in self.held for name, t in layer.items()}
+            leaves = {name: t.detach().requires_grad_() for layer in self.tensors for name, t in layer.items()}
             for start in range(0, n, self.chunk):
                 part = take_examples((x, y), slice(start, min(start + self.chunk, n)))
                 loss = self.losses.at(leaves, *part).sum() / n
@@ -399,7 +405,7 @@ def influence(
 ) -> Influence:
     """Measure it on public or simulated data.
 
-    reference  (x, y) whose loss is asked about; by default the second half of the examples, for the first half
+    reference  (x, y) whose loss counts; by default the second half of the examples, for the first half
     damping    added to H; by default a thousandth of its largest eigenvalue, times ten for as long as H + damping·I
                proves not to be positive, as it may be away from a minimum. A given one is refused in that case
     rounds     at most so many Hessian-vector products
@@ -421,10 +427,10 @@ def influence(
         hessian, wanted, damping=damping, rounds=rounds, tolerance=tolerance, seed=seed
     )
     products = []
-    for part in example_gradients(model, losses_of, x, y, hessian.held):
+    for part in example_gradients(model, losses_of, x, y, hessian.tensors):
         rows = [
             torch.cat([part[name].flatten(1).double() for name in layer], dim=1) @ piece
-            for layer, piece in zip(hessian.held, hessian.split(s), strict=True)
+            for layer, piece in zip(hessian.tensors, hessian.split(s), strict=True)
         ]
         products.append(torch.stack(rows, dim=1))
     acts = torch.cat(products)  # (examples, layers): s_l·g_il

@@ -256,8 +256,8 @@ class NoiseCost:
         lines = [f"{'layer':<{width}}  {'m':>10}  {'measured':>10}  {'± error':>9}  {'std':>8}"]
         rows = zip(self.layers, self.values, self.raw, self.error, self.std, self.floored, strict=True)
         for name, value, raw, error, std, floored in rows:
-            mark = "  raised to the floor" if floored else ""
-            lines.append(f"{name:<{width}}  {value:10.4g}  {raw:10.4g}  {error:9.2g}  {std:8.2g}{mark}")
+            remark = "  raised to the floor" if floored else ""
+            lines.append(f"{name:<{width}}  {value:10.4g}  {raw:10.4g}  {error:9.2g}  {std:8.2g}{remark}")
         return "\n".join(lines)
 
 
@@ -381,7 +381,7 @@ def measure(
 
     The model is measured at its present weights and left as it was. Equal arguments give an equal measure. Where no Δ
     can be had (an operation whose slope is not known, a layer of zeros), the measure has none, and a note says why.
-    Private data has no place here: whatever is read from it would have to be paid for.
+    Never measure private data: whatever is read from it would have to be paid for.
     """
     layer_tensors(model, stack)
     validate.whole(PlanError, "sensitivity.examples-too-few", least=2, examples=examples)

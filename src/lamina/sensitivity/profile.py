@@ -56,10 +56,10 @@ class NodeProfile:
     """One operation on the proxy inputs.
 
     mean, variance  of all entries of its value
-    before          of an activation: what enters it
-    seen            of a normalisation: the mean variance (RMSNorm: mean square) that it divides by, per group
+    pre_activation  of an activation: what enters it
+    divisor_variances  of a normalisation: the mean variance (RMSNorm: mean square) that it divides by, per group
     jacobian        of attention and softmax: the mean norm of diag(a)-aaᵀ over rows a of weights
-    peak            of the same: the mean of a_max(1-a_max), which the LSAB document takes for that norm (eq. 20)
+    paper_norm      of the same: the mean of a_max(1-a_max), which the LSAB document takes for that norm (eq. 20)
     norms           of attention: mean spectral norms of weights, query, key, value; of a product of two
                     matrices: of its left and right factor
     """
@@ -70,10 +70,10 @@ class NodeProfile:
     module: str
     mean: float
     variance: float
-    before: PreActivation | None = None
-    seen: tuple[float, ...] = ()
+    pre_activation: PreActivation | None = None
+    divisor_variances: tuple[float, ...] = ()
     jacobian: float | None = None
-    peak: float | None = None
+    paper_norm: float | None = None
     norms: tuple[float, ...] = ()
 
     @property
@@ -111,11 +111,13 @@ class ActivationProfile:
     @property
     def activations(self) -> tuple[NodeProfile, ...]:
         """The nodes with a pre-activation, in order."""
-        return tuple(node for node in self.nodes if node.before is not None)
+        return tuple(node for node in self.nodes if node.pre_activation is not None)
 
     def non_gaussian(self, threshold: float = 0.1) -> tuple[NodeProfile, ...]:
         """The activations whose input is further from Gaussian than `threshold` (Kolmogorov distance)."""
-        return tuple(node for node in self.activations if node.before is not None and node.before.ks > threshold)
+        return tuple(
+            node for node in self.activations if node.pre_activation is not None and node.pre_activation.ks > threshold
+        )
 
     def report(self, threshold: float = 0.1) -> str:
         """A table of pre-activations, normalisations and attentions; says where assumption A3 fails."""
@@ -124,14 +126,19 @@ class ActivationProfile:
         rows = [["node", "module", "kind", "mean", "std", "KS", "note"]]
         failed = {node.name for node in self.non_gaussian(threshold)}
         for node in self.nodes:
-            if node.before is not None:
-                b = node.before
+            if node.pre_activation is not None:
+                b = node.pre_activation
                 note = "not Gaussian (A3 fails)" if node.name in failed else ""
                 row = [f"{b.mean:.4g}", f"{math.sqrt(b.variance):.4g}", f"{b.ks:.3f}", note]
-            elif node.seen:
-                row = ["", f"{math.sqrt(sum(node.seen) / len(node.seen)):.4g}", "", "std that it divides by"]
+            elif node.divisor_variances:
+                row = [
+                    "",
+                    f"{math.sqrt(sum(node.divisor_variances) / len(node.divisor_variances)):.4g}",
+                    "",
+                    "std that it divides by",
+                ]
             elif node.jacobian is not None:
-                row = ["", "", "", f"‖diag(a)-aaᵀ‖ {node.jacobian:.3g}, printed {node.peak:.3g}"]
+                row = ["", "", "", f"‖diag(a)-aaᵀ‖ {node.jacobian:.3g}, printed {node.paper_norm:.3g}"]
             else:
                 continue
             rows.append([node.name, node.module, node.kind.value, *row])
@@ -413,10 +420,10 @@ class ActivationObserver:
             module=node.module,
             mean=moments.mean,
             variance=moments.variance,
-            before=self._before(node.inputs[0]) if node.kind is OperationKind.ACTIVATION else None,
-            seen=self._seen[node.name].value if node.name in self._seen else (),
+            pre_activation=self._before(node.inputs[0]) if node.kind is OperationKind.ACTIVATION else None,
+            divisor_variances=self._seen[node.name].value if node.name in self._seen else (),
             jacobian=number(self._jacobian),
-            peak=number(self._peak),
+            paper_norm=number(self._peak),
             norms=self._norms[node.name].value if node.name in self._norms else (),
         )
 
@@ -526,7 +533,7 @@ def profile(
     runs in training mode (dropout included) with BatchNorm in evaluation mode; its weights, buffers and modes and
     torch's generators are left as they were.
 
-    Private data has no place here: what a profile of private inputs says would have to be paid for.
+    Never profile private data: what a profile of private inputs says would have to be paid for.
     """
     _check_profile_options(inputs, proxy, passes, batch, radius, epsilon_n)
     generator = torch.Generator().manual_seed(seed)

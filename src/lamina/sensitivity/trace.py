@@ -359,8 +359,8 @@ def _redirect_in_place_reads(graph: fx.Graph) -> None:
         memory[node] = owner
 
 
-def _runs_after(order: Mapping[fx.Node, int], place: int, user: fx.Node) -> bool:
-    return order[user] > place
+def _runs_after(order: Mapping[fx.Node, int], position: int, user: fx.Node) -> bool:
+    return order[user] > position
 
 
 NodeCall = Callable[[Mapping[str, Any]], Any]
@@ -507,18 +507,18 @@ def read_graph(model: nn.Module, program: TracedProgram, constants: Mapping[str,
         inside = tuple(name for name in reads if name in moving)
         if base_operation(str(node.target)) in READS_FIRST_ARGUMENT_ONLY:
             inside = inside[: int(bool(reads) and reads[0] in moving)]
-        held = tuple(dict.fromkeys(p for name in reads for p in owners.get(name, ())))
+        parameters = tuple(dict.fromkeys(p for name in reads for p in owners.get(name, ())))
         operation = str(node.target)
         chance = not random.isdisjoint(reads)
         if node.op != "call_function" or not inside or base_operation(operation) in SHAPE_ONLY:
-            owners.setdefault(node.name, held)
+            owners.setdefault(node.name, parameters)
             if chance or base_operation(operation) in RANDOM:
                 random.add(node.name)
             continue
         operation = "getitem" if "getitem" in operation else operation
         moving[node.name] = Node(
             name=node.name, operation=operation, kind=_kind_in_context(operation, inside, moving, made, chance), inputs=inside,
-            parameters=held, module=_module_path(node), shape=tuple(made.shape) if isinstance(made, Tensor) else (),
+            parameters=parameters, module=_module_path(node), shape=tuple(made.shape) if isinstance(made, Tensor) else (),
             dtype=made.dtype if isinstance(made, Tensor) else None,
             arguments={} if constants is None else _node_arguments(node, constants),
             call=None if constants is None else _node_call(node, constants),
@@ -533,7 +533,7 @@ def read_graph(model: nn.Module, program: TracedProgram, constants: Mapping[str,
 def _kind_in_context(
     operation: str, inside: tuple[str, ...], moving: Mapping[str, Node], made: Any, chance: bool
 ) -> OperationKind:
-    """The kind of an operation in its place.
+    """The kind of an operation from what it reads.
 
     Whole numbers may only be moved about and looked up in a table. What is drawn anew in every pass may only be added:
     a factor that was drawn once bounds nothing.
