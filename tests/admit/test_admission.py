@@ -110,7 +110,7 @@ def test_the_report_counts(desk: Any) -> None:
     text = admission.table()
     assert "4 without a subject tag" in text and "lamina attest --subject-key" in text
     assert "4 admitted, 31 refused" in text
-    assert "nobody signed it" in text and "… and 11 more" in text
+    assert "it is not signed" in text and "… and 11 more" in text
     assert admission.refused[-1].id == "copy 29" and admission.refused[1:3][0].id == "copy 0"
     assert repr(admission) == "Admission(4 admitted, 31 refused)"
 

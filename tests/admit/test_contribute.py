@@ -292,15 +292,15 @@ def test_what_another_key_signed_is_replaced_by_force_only(folder: Path) -> None
         made = attest_folder(folder, other, POLICY, "sensitive", now=NOW, **options)
         return {each.id: each for each in made}
 
-    another = SigningState.ANOTHER.value
+    another = SigningState.OTHER_KEY.value
     assert states(run()) == {"p0": "signed", "p1": another, "p2": another, "p3": "signed"}
     assert states(run()) == {"p0": "kept", "p1": another, "p2": another, "p3": "kept"}
     assert contents(folder).items() >= before.items()
     forced = run(force=True)
     assert set(states(forced).values()) == {"signed"}
     assert {id: each.replaced for id, each in forced.items() if each.replaced} == {
-        "p1": SigningState.ANOTHER,
-        "p2": SigningState.ANOTHER,
+        "p1": SigningState.OTHER_KEY,
+        "p2": SigningState.OTHER_KEY,
     }
     described, claims = read(folder / "p1")
     assert described.contributor == claims.kid == other.public.id
@@ -308,7 +308,7 @@ def test_what_another_key_signed_is_replaced_by_force_only(folder: Path) -> None
 
 @pytest.mark.parametrize(
     ("change", "state"),
-    [(_damaged, SigningState.ANOTHER), (_no_descriptor, SigningState.ANOTHER), (_no_attestation, SigningState.SIGNED)],
+    [(_damaged, SigningState.OTHER_KEY), (_no_descriptor, SigningState.OTHER_KEY), (_no_attestation, SigningState.SIGNED)],
 )
 def test_what_is_left_of_another_key(
     folder: Path, change: Callable[[Path], dict[str, Any]], state: SigningState
@@ -341,7 +341,7 @@ def test_a_dry_run_says_the_same_and_writes_nothing(folder: Path, force: bool) -
 def test_without_a_key_only_a_dry_run(folder: Path) -> None:
     signed(folder / "p0")
     made = attest_folder(folder, None, POLICY, "sensitive", now=NOW, dry_run=True)
-    assert [each.state for each in made] == [SigningState.ANOTHER, *[SigningState.SIGNED] * 3]
+    assert [each.state for each in made] == [SigningState.OTHER_KEY, *[SigningState.SIGNED] * 3]
     with raises_code("admit.signing-key-missing"):
         attest_folder(folder, None, POLICY, "sensitive", now=NOW)
 
@@ -360,7 +360,7 @@ def test_classes_subjects_and_anchors_by_id(folder: Path) -> None:
     anchors = {f"p{i}": bytes([i]) * 32 for i in range(3)}
     outcomes = signed(folder, classes, subjects=subjects, subject_key=bytes(32), anchors=anchors)
     assert states(outcomes) == {"p0": "signed", "p1": "signed", "p2": "signed", "p3": "refused"}
-    assert outcomes["p3"].problem == "there is no class for it"
+    assert outcomes["p3"].problem == "it has no class"
     for number, id in enumerate(classes):
         described, claims = read(folder / id)
         assert described.admissibility == classes[id]
@@ -406,7 +406,10 @@ def test_what_is_wrong_for_all_is_refused_before_the_first(folder: Path) -> None
         with raises_code(word):
             signed(folder, **options)
     assert contents(folder) == before
-    for path, word in ((folder / "p0" / "payload.npz", "admit.folder-unreadable"), (folder / "none", "admit.folder-unreadable")):
+    for path, word in (
+        (folder / "p0" / "payload.npz", "admit.folder-unreadable"),
+        (folder / "none", "admit.folder-unreadable"),
+    ):
         with raises_code(word):
             signed(path)
     (folder / "new").mkdir()

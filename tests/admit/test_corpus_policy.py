@@ -19,7 +19,7 @@ def test_an_epoch_is_a_day_unless_said_otherwise() -> None:
     assert corpus().corpus.epoch == 86_400
     assert corpus(epoch=60).corpus.epoch == 60
     for wrong in (0, -1, 1.5, "1 d"):
-        with raises_code("plan.explain"):
+        with raises_code("plan.policy-invalid"):
             corpus(epoch=wrong)
 
 
@@ -28,11 +28,11 @@ def test_floors_only_rise() -> None:
     fine: list[dict[str, float]] = [{}, {"clip_norm": 1.0}, {"clip_norm": 0.1, "noise_multiplier": 0.5}]
     assert len(corpus(floors=now, earlier_floors=fine).corpus.earlier_floors) == 3
     for wrong in ({"clip_norm": 1.1}, {"noise_multiplier": 0.6}):
-        with raises_code("plan.explain"):
+        with raises_code("plan.policy-invalid"):
             corpus(floors=now, earlier_floors=[wrong])
-    with raises_code("plan.explain"):
+    with raises_code("plan.policy-invalid"):
         corpus(earlier_floors=[{"clip_norm": 1.0}])
-    with raises_code("plan.explain"):
+    with raises_code("plan.policy-invalid"):
         corpus(floors=now, earlier_floors=[{"clipnorm": 1.0}])
 
 

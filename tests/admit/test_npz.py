@@ -103,15 +103,15 @@ LIES: dict[str, tuple[bytes, str]] = {
     "too many numbers": (npy("(2, 3)", bytes(28)), "more or fewer numbers"),
     "no numbers": (npy(f"(1, {2**62}, 8)"), "more or fewer numbers"),
     "many axes": (npy("(1," + "1," * 32 + ")", bytes(4)), "33 axes"),
-    "less than none": (npy("(2, -3)"), "a shape that is none"),
-    "less than none twice": (npy("(-2, -3)", bytes(24)), "a shape that is none"),
-    "truth for a number": (npy("(True, 6)", bytes(24)), "a shape that is none"),
-    "a list for a shape": (npy("[2, 3]", bytes(24)), "a shape that is none"),
-    "elements with axes": (npy("(1,)", bytes(24), descr="('<f4', (6,))"), "arrays for elements"),
-    "a number for truth": (npy("(2, 3)", bytes(24), order="1"), "other fields"),
+    "less than none": (npy("(2, -3)"), "an invalid shape"),
+    "less than none twice": (npy("(-2, -3)", bytes(24)), "an invalid shape"),
+    "truth for a number": (npy("(True, 6)", bytes(24)), "an invalid shape"),
+    "a list for a shape": (npy("[2, 3]", bytes(24)), "an invalid shape"),
+    "elements with axes": (npy("(1,)", bytes(24), descr="('<f4', (6,))"), "arrays as elements"),
+    "a number for truth": (npy("(2, 3)", bytes(24), order="1"), "wrong fields"),
     "a long header": (npy("(2, 3)", bytes(24), pad=MAX_HEADER), "the most is 10000"),
-    "no header": (b"PK", "not of the .npy format"),
-    "a later format": (npy("(2, 3)", bytes(24)).replace(b"\x02\x00", b"\x04\x00", 1), "not of the .npy format"),
+    "no header": (b"PK", "not in .npy format"),
+    "a later format": (npy("(2, 3)", bytes(24)).replace(b"\x02\x00", b"\x04\x00", 1), "not in .npy format"),
 }
 
 
@@ -210,6 +210,6 @@ def test_only_short_headers_are_remembered() -> None:
         contribution_sources._parse_header_text.cache_info().hits,
     ) == (1, 2)
     for _ in range(2):
-        with pytest.raises(BadArray, match="a shape that is none"):
+        with pytest.raises(BadArray, match="an invalid shape"):
             read_headers(io.BytesIO(packed(x=npy("(2, -3)"))), ["x"])
     assert contribution_sources._parse_header_text.cache_info().currsize == 1

@@ -20,7 +20,7 @@ from lamina.admit import gate as pool
 from lamina.admit.checks import Examiner
 from lamina.admit.contribution_sources import Contribution, FolderContributions
 from lamina.admit.keys import PrivateKey, PublicKey
-from lamina.admit.verdicts import PackedBytes, Reason
+from lamina.admit.verdicts import PackedTexts, Reason
 
 
 def mixed(desk: Any) -> list[Contribution]:
@@ -127,8 +127,8 @@ class Named:
     def __init__(self, given: list[Contribution]) -> None:
         self.given = {each.id: each for each in given}
 
-    def names(self) -> PackedBytes:
-        return PackedBytes(name.encode() for name in self.given)
+    def names(self) -> PackedTexts:
+        return PackedTexts(self.given)
 
     def get(self, id: str) -> Contribution:
         return self.given[id]
@@ -144,8 +144,8 @@ class Deadly(Named):
         super().__init__(given)
         self.how = how
 
-    def names(self) -> PackedBytes:
-        return PackedBytes(name.encode() for name in [*self.given, "deadly"])
+    def names(self) -> PackedTexts:
+        return PackedTexts([*self.given, "deadly"])
 
     def get(self, id: str) -> Contribution:
         if id == "deadly":
@@ -227,8 +227,8 @@ def running(process: int) -> bool:
 class Failing:
     """A source that cannot give two of its contributions."""
 
-    def names(self) -> PackedBytes:
-        return PackedBytes([b"a", b"b", b"c"])
+    def names(self) -> PackedTexts:
+        return PackedTexts("abc")
 
     def get(self, id: str) -> Contribution:
         if id == "a":
@@ -255,8 +255,8 @@ def test_a_slow_part_does_not_let_the_others_pile_up(desk: Any, monkeypatch: pyt
     taken = 0
 
     class Slow:
-        def names(self) -> PackedBytes:
-            return PackedBytes(f"{i}".encode() for i in range(200))
+        def names(self) -> PackedTexts:
+            return PackedTexts(range(200))
 
         def get(self, id: str) -> Contribution:
             time.sleep(0.4 if id == "0" else 0)

@@ -118,8 +118,8 @@ def test_who_loses_a_race_is_refused(desk: Any) -> None:
     admission = desk.gate(register=Raced()).review(ours)
     assert list(admission.ids) == ["c"]
     assert [(r.reason, r.detail) for r in admission.refused] == [
-        (Reason.DUPLICATE_SUBJECT, "admitted elsewhere meanwhile"),
-        (Reason.CLASS_FULL, "class 'standard' has 1 places"),
+        (Reason.DUPLICATE_SUBJECT, "admitted by another process meanwhile"),
+        (Reason.CLASS_FULL, "class 'standard' has a population of 1"),
     ]
 
 

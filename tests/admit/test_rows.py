@@ -9,22 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.admit.verdicts import (
-    REASONS,
-    ROW_STRUCT,
-    AdmittedRows,
-    PackedBytes,
-    Reason,
-    Refusal,
-    Refusals,
-    is_repeat,
-    printable,
-)
+from lamina.admit.verdicts import REASONS, ROW_STRUCT, AdmittedRows, PackedTexts, Reason, Refusal, Refusals, is_repeat
+from lamina.plan.table import printable
 
 
-@given(st.lists(st.binary(max_size=8)), st.data())
-def test_packed_strings_are_a_list(items: list[bytes], data: st.DataObject) -> None:
-    packed = PackedBytes(items)
+@given(st.lists(st.text(max_size=8)), st.data())
+def test_packed_texts_are_a_list(items: list[str], data: st.DataObject) -> None:
+    packed = PackedTexts(items)
     assert len(packed) == len(items)
     assert [packed[i] for i in range(len(items))] == items
     assert [packed[-i - 1] for i in range(len(items))] == items[::-1]
@@ -33,9 +24,9 @@ def test_packed_strings_are_a_list(items: list[bytes], data: st.DataObject) -> N
     mask = np.array([data.draw(st.booleans()) for _ in items], dtype=np.bool_)
     packed.keep(mask)
     assert [packed[i] for i in range(len(packed))] == [x for x, kept in zip(items, mask, strict=True) if kept]
-    packed.append(b"more")
-    assert packed[-1] == b"more"
-    assert packed.nbytes == sum(len(packed[i]) + 8 for i in range(len(packed)))
+    packed.append("more\ud800")
+    assert packed[-1] == "more\ud800"
+    assert packed.nbytes == sum(len(text.encode("utf-8", "surrogatepass")) + 8 for text in packed)
 
 
 @pytest.mark.parametrize("looking", [False, True])
@@ -54,7 +45,7 @@ def test_rows_are_dropped(count: int, looking: bool) -> None:
     kept = np.flatnonzero(mask)
     assert len(rows) == len(kept) == len(rows.table)
     assert rows.places.tolist() == (2 * kept).tolist()
-    assert [rows.ids[i].decode() for i in range(len(kept))] == [f"{i}" for i in kept]
+    assert [rows.ids[i] for i in range(len(kept))] == [f"{i}" for i in kept]
     assert rows.table.tobytes() == b"".join(packed[i % 50] for i in kept)
     del view
     rows.add(0, "x", b"\1" * ROW_STRUCT.size)

@@ -12,7 +12,7 @@ from refusals import raises_code
 
 from lamina.admit.attestation import MAX_ATTESTATION, MAX_DESCRIPTOR
 from lamina.admit.contribution_sources import Contribution, ContributionSource, FolderContributions, SignedBytesReader
-from lamina.admit.verdicts import ContributionRefused, PackedBytes, Reason
+from lamina.admit.verdicts import ContributionRefused, PackedTexts, Reason
 
 
 def reasons(admission: Any) -> dict[str, Reason]:
@@ -135,7 +135,7 @@ def test_a_folder_that_is_exchanged_while_it_is_read(
     source = FolderContributions(tmp_path / "in")
     found = source.get("a")
     assert (found.descriptor, found.attestation) == (given.descriptor, given.attestation)
-    assert source.get("a").read_error == source.signed("a").read_error == (Reason.UNREADABLE, "not a folder of its own")
+    assert source.get("a").read_error == source.without_payload("a").read_error == (Reason.UNREADABLE, "it is not a folder")
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, (1 << 20) - 4096, (1 << 20) - 1, 1 << 20, (1 << 21) + 5])
@@ -212,8 +212,8 @@ class _Named:
     def __init__(self, given: list[Contribution]) -> None:
         self.given = {each.id: each for each in given}
 
-    def names(self) -> PackedBytes:
-        return PackedBytes(name.encode() for name in self.given)
+    def names(self) -> PackedTexts:
+        return PackedTexts(self.given)
 
     def get(self, id: str) -> Contribution:
         return self.given[id]

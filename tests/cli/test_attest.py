@@ -299,10 +299,10 @@ def test_a_sealed_key_is_opened(call: Call, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (("data", "--key", "alice.key", "--class", "nobody"), "no class"),
         ((*SIGN, "--clip-norm", "5"), "above"),
-        ((*SIGN, "--expires", "2001-01-01"), "window"),
+        ((*SIGN, "--expires", "2001-01-01"), "validity"),
         ((*SIGN, "--expires", "soon"), "not a time"),
         ((*SIGN, "--subject-key", "alice.key"), "needs a column `subject`"),
-        (("none", "--key", "alice.key", "--class", "sensitive"), "cannot be listed"),
+        (("none", "--key", "alice.key", "--class", "sensitive"), "cannot list"),
         (("data", "--key", "none.key", "--class", "sensitive"), "cannot read"),
     ],
 )

@@ -1,7 +1,4 @@
-"""`Admission`: the contributions that the gate admitted, as columns.
-
-Cross checks between them, and revalidation later.
-"""
+"""`Admission`: the contributions that the gate admitted, as columns; cross checks, and revalidation later."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ from lamina.admit.verdicts import (
     RefusedRows,
     Register,
     RegisterStatus,
-    RowIds,
     class_full,
     id_hash,
     is_repeat,
@@ -74,14 +70,13 @@ class Revalidation:
 
 
 class KeyStatusColumns:
-    """What the keys of a ring are worth, as columns over `kids`."""
+    """The rule of `KeyEntry.standing` for many rows at once: keys as columns over `kids`."""
 
     def __init__(self, keys: KeyRing, kids: Sequence[bytes]) -> None:
         entries = [keys.get(kid) for kid in kids]
         self._known = np.array([entry is not None for entry in entries], dtype=np.bool_)
-        self._role = np.array(
-            [entry is not None and entry.role == CONTRIBUTOR_ROLE for entry in entries], dtype=np.bool_
-        )
+        role = [entry is not None and entry.role == CONTRIBUTOR_ROLE for entry in entries]
+        self._role = np.array(role, dtype=np.bool_)
         never = LAST_SECOND + 1
         self._from, self._retired, self._revoked = (
             np.array(
@@ -92,11 +87,11 @@ class KeyStatusColumns:
         )
 
     def revalidate(self, table: NDArray[Any], now: int) -> ReasonCodes:
-        """For each row the code of a reason, or STANDS; the same rules as for one contribution."""
+        """For each row the code of a reason, or STILL_VALID; the same rules as for one contribution."""
         codes = np.full(len(table), STILL_VALID, dtype=np.uint8)
         key, issued = table["key"], table["issued"]
         begins = self._from[key]
-        for reason, holds in (  # the last one that holds is the one that is told
+        for reason, holds in (  # of several that hold, the last counts
             (Reason.EXPIRED, now >= table["expires"]),
             (Reason.RETIRED_KEY, issued >= self._retired[key]),
             (Reason.EARLY_KEY, (now < begins) | (issued < begins)),
@@ -112,22 +107,21 @@ RowMask = NDArray[np.bool_]
 
 
 class CrossChecks:
-    """Settles rows in the order of their source: of two that exclude each other, the first stays.
+    """Checks rows against each other, in the order of their source: of two that exclude each other, the first stays.
 
-    Each rule looks at those whom the rules before it left, so whoever is refused takes nobody's place.
+    Each rule looks only at those that passed the rules before, so a refused row never displaces another.
     """
 
-    def __init__(self, rows: AdmittedRows, refusals: Refusals, kids: Sequence[bytes], demands: PolicyChecks) -> None:
+    def __init__(self, rows: AdmittedRows, refusals: Refusals, kids: Sequence[bytes], checks: PolicyChecks) -> None:
         self._rows = rows
         self._refusals = refusals
         self._kids = kids
-        self._names = list(demands.classes)
-        self._places = [demand.population for demand in demands.classes.values()]
+        self._populations = {name: each.population for name, each in checks.classes.items()}
         self._stays: RowMask = np.ones(len(rows), dtype=np.bool_)
         self._known = np.full(len(rows), _STATUS_CODE[RegisterStatus.NEW], dtype=np.uint8)
 
     def apply(self, lapsed: NDArray[np.uint8], register: Register | None) -> None:
-        """Drop from the rows who may not enter. `lapsed` says who ran out while the others were examined."""
+        """Drop the rows that may not enter. `lapsed` has a reason for those that expired while others were examined."""
         for code in np.unique(lapsed[lapsed != STILL_VALID]):
             self._drop(np.flatnonzero(lapsed == code), REASONS[code])
         self._drop_repeated(("key", "cti"), Reason.REPLAYED)
@@ -144,7 +138,7 @@ class CrossChecks:
 
     def _drop(self, rows: NDArray[np.int64], reason: Reason, detail: str = "") -> None:
         for row, place in zip(rows.tolist(), self._rows.places[rows].tolist(), strict=True):
-            self._refusals.add(place, self._rows.ids[row].decode(), reason, detail)
+            self._refusals.add(place, self._rows.ids[row], reason, detail)
         self._stays[rows] = False
 
     def _drop_repeated(self, columns: tuple[str, ...], reason: Reason, among: RowMask | None = None) -> None:
@@ -156,81 +150,29 @@ class CrossChecks:
         self._drop(rows[is_repeat(keys)], reason)
 
     def _ask(self, register: Register) -> None:
-        for rows, entries in self._rows.entries(np.flatnonzero(self._stays), self._kids, self._names):
+        for rows, entries in self._rows.entries(np.flatnonzero(self._stays), self._kids, list(self._populations)):
             self._known[rows] = [_STATUS_CODE[each] for each in register.look(entries)]
 
     def _drop_by_status(self, known: RegisterStatus) -> None:
         self._drop(np.flatnonzero(self._stays & (self._known == _STATUS_CODE[known])), REASON_OF_STATUS[known])
 
     def _drop_beyond_population(self, register: Register | None) -> None:
-        """The first so many of each class. Who stands already keeps his place; the others take those that are left."""
-        for row, (name, places) in enumerate(zip(self._names, self._places, strict=True)):
-            if places is None:
+        """Keep the first so many of each class. Those admitted before keep their place; new ones take what is left."""
+        for row, (name, population) in enumerate(self._populations.items()):
+            if population is None:
                 continue
             ours = self._stays & (self._rows.table["cls"] == row)
             same = np.flatnonzero(ours & (self._known == _STATUS_CODE[RegisterStatus.SAME]))
             new = np.flatnonzero(ours & (self._known == _STATUS_CODE[RegisterStatus.NEW]))
             before = register.members(name) if register is not None and len(new) else 0
-            for late in (same[places:], new[max(0, places - before) :]):
-                self._drop(late, *class_full(name, places))
+            for late in (same[population:], new[max(0, population - before) :]):
+                self._drop(late, *class_full(name, population))
 
 
 _STATUS_CODE = {known: code for code, known in enumerate(RegisterStatus)}
 
 
-REFUSALS_SHOWN = 20  # refusals in the table
-
-
-def count_by_class(admission: Admission) -> dict[str, int]:
-    """How many of each class are admitted."""
-    counts = np.bincount(admission.cls, minlength=len(admission.classes))
-    return {name: int(counts[row]) for row, name in enumerate(admission.classes)}
-
-
-def admission_summary(admission: Admission) -> dict[str, Any]:
-    """Every refusal, and what they come to."""
-    refused = admission.refused
-    left = admission.left
-    return {
-        "admitted": len(admission),
-        "refused": [refusal.to_dict() for refusal in refused],
-        "reasons": {reason.value: count for reason, count in refused.counts().items()},
-        "classes": count_by_class(admission),
-        "untagged": admission.untagged,
-        **({"left": [refusal.to_dict() for refusal in left]} if left else {}),
-    }
-
-
-def admission_table(admission: Admission) -> str:
-    """One line per class, one per reason, and the first refusals by id."""
-    refused = admission.refused
-    counts = count_by_class(admission)
-    distinct = np.bincount(admission.bounds.cls, minlength=len(admission.classes))
-    classes = [["class", "reaches", "admitted", "bounds"]]
-    for row, name in enumerate(admission.classes):
-        classes.append([name, admission.profile(name), f"{counts[name]:,}", f"{int(distinct[row]):,}"])
-    lines = [f"{len(admission):,} admitted, {len(refused):,} refused", "", *align_columns(classes, left=2)]
-    if admission.untagged:
-        lines.append(
-            f"{admission.untagged:,} without a subject tag: what is protected is the descriptor, not a person "
-            "(lamina attest --subject-key signs one)"
-        )
-    if refused:
-        reasons = [["refused for", "", "how many"]]
-        reasons += [[str(reason), reason.meaning, f"{n:,}"] for reason, n in refused.counts().items()]
-        lines += ["", *align_columns(reasons, left=2), ""]
-        lines += align_columns(
-            [["id", "reason", "detail"], *([r.id, str(r.reason), r.detail] for r in refused[:REFUSALS_SHOWN])], 3
-        )
-        if len(refused) > REFUSALS_SHOWN:
-            lines.append(f"… and {len(refused) - REFUSALS_SHOWN:,} more")
-    if left := admission.left:
-        gone = [["had to leave", "reason"], *([r.id, str(r.reason)] for r in left[:REFUSALS_SHOWN])]
-        lines += ["", *align_columns(gone, left=2)]
-        if len(left) > REFUSALS_SHOWN:
-            lines.append(f"… and {len(left) - REFUSALS_SHOWN:,} more")
-    return "\n".join(lines)
-
+REFUSALS_SHOWN = 20  # in the table
 
 Progress = Callable[[int, int | None], None]  # how many are examined, of how many if that is known
 
@@ -255,9 +197,9 @@ class AdmittedRow:
 
 
 class Admission:
-    """The contributions that a gate let in, as columns over rows 0 … n-1, in the order of their source.
+    """The contributions that a gate admitted, as columns over rows 0 … n-1, in the order of their source.
 
-    `refused` says who was not let in and why. `recheck` says who has to leave; nobody comes back.
+    `refused` says which were not admitted and why. `recheck` says which have to leave; none comes back.
     """
 
     def __init__(
@@ -273,13 +215,11 @@ class Admission:
         self.source = source
         self.kids = tuple(kids)
         self.classes = tuple(gate.policy_checks.classes)
-        self.ids = RowIds(rows.ids)
+        self.ids = rows.ids
         self._gate = gate
         self._rows = rows
-        self._verified = verified  # when the signatures of all who stand were
+        self._verified = verified  # when the signatures were
         self._left = np.full(len(rows), STILL_VALID, dtype=np.uint8)
-
-    # ----------------------------------------------------------------------------------- who
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -291,7 +231,7 @@ class Admission:
 
     @property
     def columns(self) -> NDArray[Any]:
-        """All that is kept, (n,) of `rows.ROW`. The nonces in it are secret."""
+        """All rows, (n,) of `ROW_DTYPE`. The nonces in them are secret."""
         view = self._rows.table.view()
         view.flags.writeable = False
         return view
@@ -372,8 +312,6 @@ class Admission:
         at = int(np.searchsorted(names, wanted))
         return int(order[at]) if at < len(names) and names[at] == wanted else None
 
-    # ----------------------------------------------------------------------------------- what they brought
-
     def holds(self, row: int, payload: bytes) -> bool:
         """Whether these bytes are what the contribution committed to.
 
@@ -383,15 +321,13 @@ class Admission:
         digest = hashlib.sha256(found["nonce"].tobytes() + payload).digest()
         return hmac.compare_digest(digest, found["commitment"].tobytes())
 
-    # ----------------------------------------------------------------------------------- whether it still holds
-
     def recheck(
         self, now: float | None = None, keys: KeyRing | None = None, *, progress: Progress | None = None
     ) -> Revalidation:
-        """Who has to leave now, and why; told once. `keys` replaces the gate's ring.
+        """Which rows have to leave now, and why; each is reported once. `keys` replaces the gate's ring.
 
-        Within an epoch windows and keys are looked at, for all rows at once. What was verified more than an epoch ago
-        is read and verified again from the source; a source that can be read only once lets nobody stay.
+        Within an epoch this checks validity and keys, for all rows at once. What was verified more than an epoch ago
+        is read from the source and verified again; if the source can be read only once, all have to leave.
         """
         gate = self._gate
         current = gate.clock.now() if now is None else gate.clock.advance_to(now)
@@ -407,7 +343,7 @@ class Admission:
         return Revalidation(rows, codes[rows])
 
     def _verify_again(self, over: NDArray[np.bool_], now: int, progress: Progress | None) -> ReasonCodes:
-        """For the rows that are `over`, what the source says of them now."""
+        """Reads and verifies the rows that are `over` again."""
         codes = np.full(len(self), REASON_CODES[Reason.GONE], dtype=np.uint8)
         if isinstance(self.source, Iterator):
             codes[:] = REASON_CODES[Reason.NOT_REPEATED]
@@ -428,11 +364,11 @@ class Admission:
 
     @property
     def places(self) -> NDArray[np.int64]:
-        """(n,) where in its source each row was."""
+        """(n,) the position of each row in its source."""
         return self._rows.places.copy()
 
     def refuse(self, found: Mapping[int, tuple[Reason, str]]) -> None:
-        """Take rows out before anything is made of them: what was signed is right, what was brought cannot be used."""
+        """Drop rows before anything is made of them, e.g. because a payload cannot be used."""
         for row, (reason, detail) in found.items():
             self.refused.add(int(self._rows.places[row]), self.ids[row], reason, detail)
         stays = np.ones(len(self), dtype=np.bool_)
@@ -443,39 +379,75 @@ class Admission:
             self.__dict__.pop(name, None)
 
     def enter(self) -> int:
-        """Tell the gate's register who is admitted. Who may not enter after all is refused: how many."""
+        """Note the admitted rows in the gate's register; drop those that may not enter after all. Returns how many."""
         lost = {} if (register := self._gate.register) is None else self.enter_into(register)
         self.refuse(lost)
         return len(lost)
 
     def enter_into(self, register: Register) -> RefusedRows:
-        """Tell a register who is admitted and has not left; the rows that may not enter, and why.
+        """Note in a register the rows that were admitted and have not left. Returns those that may not enter, and why.
 
-        They stay rows of this admission: leave them out. May be repeated at any time, and changes nothing then.
+        They stay rows of this admission: leave them out. Repeating the call changes nothing.
         """
         gate, reader = self._gate, SignedBytesReader(self.source)
-        places = {name: demand.population for name, demand in gate.policy_checks.classes.items()}
+        places = {name: each.population for name, each in gate.policy_checks.classes.items()}
         beside = EntryContext(lambda row: reader.read(self.ids[row], int(self._rows.places[row])), gate.keys, places)
         parts = self._rows.entries(np.flatnonzero(self.standing), self.kids, self.classes)
         return register.enter((entry for _, entries in parts for entry in entries), beside)
 
     def dismiss(self, rows: NDArray[np.int64], reason: Reason) -> None:
-        """Let these rows leave, e.g. because a plan cannot keep what they signed."""
+        """Make these rows leave, e.g. because a plan cannot keep what they signed."""
         self._left[rows[self.standing[rows]]] = REASON_CODES[reason]
-
-    # ----------------------------------------------------------------------------------- what it comes to
 
     def resolve(self, plan: StepPlan, *, max_occurrences: Caps = None) -> Resolution:
         """The resolver's answer for `bounds`: scale and ceiling of row i are at `bound[i]`. Scale 0: dismiss it."""
         return resolve(self.bounds, self._gate.policy, plan, max_occurrences=max_occurrences)
 
+    def count_by_class(self) -> dict[str, int]:
+        """How many of each class are admitted."""
+        counts = np.bincount(self.cls, minlength=len(self.classes))
+        return {name: int(counts[row]) for row, name in enumerate(self.classes)}
+
     def table(self) -> str:
-        """For people."""
-        return admission_table(self)
+        """For people: one line per class, one per reason, and the first refusals by id."""
+        counts, refused = self.count_by_class(), self.refused
+        distinct = np.bincount(self.bounds.cls, minlength=len(self.classes))
+        classes = [["class", "reaches", "admitted", "bounds"]]
+        for row, name in enumerate(self.classes):
+            classes.append([name, self.profile(name), f"{counts[name]:,}", f"{int(distinct[row]):,}"])
+        lines = [f"{len(self):,} admitted, {len(refused):,} refused", "", *align_columns(classes, left=2)]
+        if self.untagged:
+            lines.append(
+                f"{self.untagged:,} without a subject tag: each contribution is protected, but nobody can tell whether two "
+                "are about one person (lamina attest --subject-key signs a tag)"
+            )
+        if refused:
+            reasons = [["refused for", "", "how many"]]
+            reasons += [[str(reason), reason.meaning, f"{n:,}"] for reason, n in refused.counts().items()]
+            lines += ["", *align_columns(reasons, left=2), ""]
+            rows = [[r.id, str(r.reason), r.detail] for r in refused[:REFUSALS_SHOWN]]
+            lines += _first_rows(["id", "reason", "detail"], rows, len(refused))
+        if left := self.left:
+            rows = [[r.id, str(r.reason)] for r in left[:REFUSALS_SHOWN]]
+            lines += ["", *_first_rows(["had to leave", "reason"], rows, len(left))]
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """For machines: {"admitted": n, "refused": [{"id", "reason", "detail"}], "reasons", "classes"}."""
-        return admission_summary(self)
+        left = self.left
+        return {
+            "admitted": len(self),
+            "refused": [refusal.to_dict() for refusal in self.refused],
+            "reasons": {reason.value: count for reason, count in self.refused.counts().items()},
+            "classes": self.count_by_class(),
+            "untagged": self.untagged,
+            **({"left": [refusal.to_dict() for refusal in left]} if left else {}),
+        }
 
     def __repr__(self) -> str:
         return f"Admission({len(self)} admitted, {len(self.refused)} refused)"
+
+
+def _first_rows(head: list[str], rows: list[list[str]], total: int) -> list[str]:
+    more = [f"… and {total - len(rows):,} more"] if total > len(rows) else []
+    return [*align_columns([head, *rows], left=len(head)), *more]

@@ -14,11 +14,10 @@ from lamina import cbor
 from lamina.admit.keys import ALGORITHMS, EDDSA, LAST_SECOND, PrivateKey, PublicKey
 from lamina.errors import AdmissionError, EncodingError, UnknownSchema, WrongAlgorithm
 
-# Patterns for canonical CBOR: what everybody signs in the same form is read in a fifth of the time of a decoder.
+# Patterns for canonical CBOR. They read what is signed in the usual form in a fifth of the time of a decoder.
 #
-# A pattern takes nothing that `lamina.cbor` would refuse, and reads the same; what it does not take is for
-# `lamina.cbor` to read, or to refuse in words. A text ends where its length says, not where a pattern would like it
-# to, and no pattern has two ways to match: the time is that of one pass.
+# A pattern matches nothing that `lamina.cbor` would refuse, and reads the same; whatever it does not match goes to
+# `lamina.cbor`. A text ends where its length says, and no pattern can match in two ways: one pass is enough.
 
 BYTES_32, BYTES_16 = rb"\x58\x20(.{32})", rb"\x50(.{16})"
 NUMBER = rb"([\x00-\x17]|\x18[\x18-\xff]|\x19(?!\x00).{2}|\x1a(?!\x00{2}).{4}|\x1b(?!\x00{4}).{8})"
@@ -56,9 +55,8 @@ def commit(nonce: bytes, payload: bytes | Path) -> bytes:
     '277e7ff6d232b976'
     """
     if len(nonce) != NONCE_BYTES:
-        raise AdmissionError(
-            "admit.nonce-size", f"the nonce has {len(nonce)} bytes, must have {NONCE_BYTES}", "draw it anew"
-        )
+        problem = f"the nonce has {len(nonce)} bytes, must have {NONCE_BYTES}"
+        raise AdmissionError("admit.nonce-size", problem, "draw it with secrets.token_bytes(16)")
     if isinstance(payload, bytes):
         return hashlib.sha256(nonce + payload).digest()
     digest = hashlib.sha256(nonce)
@@ -67,30 +65,23 @@ def commit(nonce: bytes, payload: bytes | Path) -> bytes:
             while part := file.read(_CHUNK):
                 digest.update(part)
     except OSError as error:
-        raise AdmissionError(
-            "admit.file-unreadable",
-            f"the payload '{payload}' cannot be read: {error.strerror}",
-            "give the file that is contributed",
-        ) from None
+        problem = f"cannot read the payload '{payload}': {error.strerror}"
+        raise AdmissionError("admit.file-unreadable", problem, "give the file that is contributed") from None
     return digest.digest()
 
 
 def subject_tag(key: bytes, subject: str) -> str:
-    """HMAC-SHA-256 of who the data is about, in hexadecimal; spaces around it and ways to write an accent do not count.
+    """HMAC-SHA-256 of the person that the data is about, in hexadecimal.
 
-    Two contributions about one person carry the same tag, and nobody without the key can guess a name from it.
+    Two contributions about one person carry the same tag, and nobody without the key can guess a name from it. Spaces
+    around the name, and the two ways to encode an accent, make no difference.
     """
     if len(key) < 16:
-        raise AdmissionError(
-            "admit.subject-key-too-short",
-            f"the subject key has {len(key)} bytes, at least 16 are needed",
-            "draw 32 at random, keep them secret",
-        )
+        problem = f"the subject key has {len(key)} bytes, needs at least 16"
+        raise AdmissionError("admit.subject-key-too-short", problem, "make one with lamina keys subject")
     name = unicodedata.normalize("NFC", subject.strip())
     if not name:
-        raise AdmissionError(
-            "admit.subject-empty", "the subject is empty", "name whom the data is about, or give no subject"
-        )
+        raise AdmissionError("admit.subject-empty", "the subject is empty", "name a person, or give no subject")
     return hmac.new(key, name.encode("utf-8", "surrogatepass"), "sha256").hexdigest()
 
 
@@ -164,7 +155,7 @@ class Descriptor:
 
     def __post_init__(self) -> None:
         if problem := _field_problem(self):
-            raise AdmissionError("admit.descriptor-field-invalid", f"descriptor: {problem}", "sign it again with lamina attest")
+            raise AdmissionError("admit.descriptor-field-invalid", f"descriptor: {problem}", _SIGN)
 
     def encode(self) -> bytes:
         """Its one encoding."""
@@ -181,18 +172,9 @@ class Descriptor:
     @classmethod
     def decode(cls, data: bytes) -> Descriptor:
         """Read received bytes: they are the encoding of a valid descriptor, or refused."""
-        if type(data) is not bytes:
-            raise EncodingError(
-                "admit.descriptor-not-bytes",
-                f"the descriptor is {type(data).__name__}, must be bytes",
-                "pass what was received",
-            )
         if len(data) > MAX_DESCRIPTOR:
-            raise EncodingError(
-                "admit.descriptor-too-large",
-                f"the descriptor has {len(data)} bytes, at most {MAX_DESCRIPTOR} are allowed",
-                "sign it with lamina attest",
-            )
+            problem = f"the descriptor has {len(data)} bytes, at most {MAX_DESCRIPTOR} are allowed"
+            raise EncodingError("admit.descriptor-too-large", problem, "sign it with lamina attest")
         made = cls(**(match_descriptor(data) or _decode_descriptor(data)))
         object.__setattr__(made, "_digest", hashlib.sha256(data).digest())
         return made
@@ -206,110 +188,79 @@ _FIELDS_10_TO_14 = compile_pattern(
     rb"\x0a", BYTES_32, rb"\x0b", NUMBER, rb"\x0c", BYTES_16, rb"\x0d", BYTES_32, rb"\x0e", LENGTH
 )
 _FIELD_15_HEAD = b"\x0f\x58\x20"
+_SIGN = "sign it with lamina attest"
 
 
 def match_descriptor(data: bytes) -> dict[str, Any] | None:
     """The fields of a descriptor in its one encoding; None for anything else. Ranges are not looked at."""
     if (terms := _FIELDS_1_TO_9.match(data)) is None:
         return None
-    count, contributor, size, data_class, other, admissibility, c, z, begin, end, told = terms.groups()
+    count, contributor, size, data_class, other, admissibility, c, z, begin, end, profile_size = terms.groups()
     start = terms.end()
-    at = start if told is None else start + read_length(told)
+    at = start if profile_size is None else start + read_length(profile_size)
     if (content := _FIELDS_10_TO_14.match(data, at)) is None:
         return None
-    commitment, items, nonce, policy, said = content.groups()
+    commitment, items, nonce, policy, audience_size = content.groups()
     first = content.end()
-    last = first + read_length(said)
+    last = first + read_length(audience_size)
     anchor = data[last + len(_FIELD_15_HEAD) :] if len(data) != last else None
     if (
         read_length(size) != len(data_class)
         or read_length(other) != len(admissibility)
-        or count[0] - 0xAD != (told is not None) + (anchor is not None)
+        or count[0] - 0xAD != (profile_size is not None) + (anchor is not None)
         or (anchor is not None and (len(anchor) != 32 or not data.startswith(_FIELD_15_HEAD, last)))
     ):  # fmt: skip
         return None
     try:
-        profile = None if told is None else data[start:at].decode()
+        profile = None if profile_size is None else data[start:at].decode()
         audience = data[first:last].decode()
     except UnicodeDecodeError:
         return None
     return {
-        "contributor": contributor,
-        "data_class": data_class.decode(),
-        "admissibility": admissibility.decode(),
-        "clip_norm": read_number(c),
-        "noise_multiplier": read_number(z),
-        "not_before": read_number(begin),
-        "expires": read_number(end),
-        "profile": profile,
-        "commitment": commitment,
-        "items": read_number(items),
-        "nonce": nonce,
-        "policy": policy,
-        "audience": audience,
-        "anchor": anchor,
-    }
+        "contributor": contributor, "data_class": data_class.decode(), "admissibility": admissibility.decode(),
+        "clip_norm": read_number(c), "noise_multiplier": read_number(z), "not_before": read_number(begin),
+        "expires": read_number(end), "profile": profile, "commitment": commitment, "items": read_number(items),
+        "nonce": nonce, "policy": policy, "audience": audience, "anchor": anchor,
+    }  # fmt: skip
 
 
 def _decode_descriptor(data: bytes) -> dict[str, Any]:
     """The same by the general decoder, which says what is wrong."""
     found = cbor.decode(data, max_depth=1)
     if type(found) is not dict:
-        raise AdmissionError("admit.descriptor-not-map", "the descriptor is no map", "sign it with lamina attest")
-    if found.get(1) != DESCRIPTOR_SCHEMA or type(found[1]) is not int:
-        raise _schema_error(found)
+        raise AdmissionError("admit.descriptor-not-map", "the descriptor is not a map", _SIGN)
+    version = found.get(1)
+    if type(version) is not int:
+        raise AdmissionError("admit.schema-not-number", f"schema of the descriptor is {version!r}, not a number", _SIGN)
+    if version != DESCRIPTOR_SCHEMA:
+        problem = f"schema of the descriptor is {version}, this program reads {DESCRIPTOR_SCHEMA}"
+        raise UnknownSchema("admit.schema-unknown", problem, "use a program that knows it")
     if (names := _FIELDS_OF_KEYS.get(tuple(found))) is None:
-        raise _keys_error(found)
+        missing = ", ".join(_FIELD_OF_KEY[key] for key in _FIELD_OF_KEY if key not in {*found, *_OPTIONAL_KEYS})
+        unknown = ", ".join(sorted(map(repr, found.keys() - _FIELD_OF_KEY.keys())))
+        problems = [f"lacks {missing}"] * bool(missing) + [f"has unknown keys {unknown}"] * bool(unknown)
+        raise AdmissionError("admit.descriptor-fields", f"the descriptor {' and '.join(problems)}", _SIGN)
     return dict(zip(names, found.values(), strict=True))
 
 
-def _schema_error(found: dict[Any, Any]) -> AdmissionError:
-    version = found.get(1)
-    if type(version) is not int:
-        return AdmissionError(
-            "admit.schema-not-number",
-            f"descriptor: schema is {version!r}, must be a number",
-            "sign it with lamina attest",
-        )
-    return UnknownSchema(
-        "admit.schema-unknown",
-        f"descriptor: schema is {version}, this program knows {DESCRIPTOR_SCHEMA}",
-        "use a program that knows it",
-    )
-
-
-def _keys_error(found: dict[Any, Any]) -> AdmissionError:
-    missing = ", ".join(_FIELD_OF_KEY[key] for key in _FIELD_OF_KEY if key not in found and key not in _OPTIONAL_KEYS)
-    unknown = ", ".join(sorted(map(repr, found.keys() - _FIELD_OF_KEY.keys())))
-    told = " and ".join(
-        text for text in (missing and f"lacks {missing}", unknown and f"has unknown keys {unknown}") if text
-    )
-    return AdmissionError("admit.descriptor-fields", f"the descriptor {told}", "sign it with lamina attest")
-
-
 def _field_problem(d: Descriptor) -> str | None:
-    """What does not fit, in words; the type is looked at before the value."""
-    for name, size, held in (
-        ("contributor", 32, d.contributor),
-        ("commitment", 32, d.commitment),
-        ("policy", 32, d.policy),
-        ("nonce", 16, d.nonce),
-    ):
-        if type(held) is not bytes or len(held) != size:
+    """The first field that does not fit, in words."""
+    anchor = bytes(32) if d.anchor is None else d.anchor
+    for name, size, value in (
+        ("contributor", 32, d.contributor), ("commitment", 32, d.commitment), ("policy", 32, d.policy),
+        ("anchor", 32, anchor), ("nonce", 16, d.nonce),
+    ):  # fmt: skip
+        if type(value) is not bytes or len(value) != size:
             return f"{name} must be {size} bytes"
-    if d.anchor is not None and (type(d.anchor) is not bytes or len(d.anchor) != 32):
-        return "anchor must be 32 bytes"
     if type(d.schema) is not int or d.schema != DESCRIPTOR_SCHEMA:
         return f"schema is {d.schema!r}, must be {DESCRIPTOR_SCHEMA}"
-    for name, low, value, high in (
-        ("clip_norm", 0, d.clip_norm, MAX_MICRO),
-        ("noise_multiplier", 0, d.noise_multiplier, MAX_MICRO),
-        ("not_before", 0, d.not_before, LAST_SECOND),
-        ("expires", 0, d.expires, LAST_SECOND),
+    for name, low, number, high in (
+        ("clip_norm", 0, d.clip_norm, MAX_MICRO), ("noise_multiplier", 0, d.noise_multiplier, MAX_MICRO),
+        ("not_before", 0, d.not_before, LAST_SECOND), ("expires", 0, d.expires, LAST_SECOND),
         ("items", 1, d.items, MAX_ITEMS),
-    ):
-        if type(value) is not int or not low <= value <= high:
-            return f"{name} is {_short_repr(value)}, must be an integer in [{low}, {high}]"
+    ):  # fmt: skip
+        if type(number) is not int or not low <= number <= high:
+            return f"{name} is {_short_repr(number)}, must be an integer in [{low}, {high}]"
     if (d.clip_norm == 0) != (d.noise_multiplier == 0):
         return f"clip_norm {d.clip_norm} and noise_multiplier {d.noise_multiplier} must be both 0 (public) or neither"
     if d.not_before >= d.expires:
@@ -318,9 +269,8 @@ def _field_problem(d: Descriptor) -> str | None:
         return f"data_class is {_short_repr(d.data_class)}, must be 1 to 64 of a-z, 0-9 and -"
     if type(d.admissibility) is not str or not _ADMISSIBILITY.fullmatch(d.admissibility):
         return f"admissibility is {_short_repr(d.admissibility)}, must be the name of a class, 1 to 64 letters"
-    for name, most, text in (("audience", MAX_AUDIENCE, d.audience), ("profile", MAX_PROFILE, d.profile)):
-        if text is None and name == "profile":
-            continue
+    profile = "all" if d.profile is None else d.profile
+    for name, most, text in (("audience", MAX_AUDIENCE, d.audience), ("profile", MAX_PROFILE, profile)):
         if type(text) is not str or not text.isprintable() or not 0 < len(text.encode("utf-8")) <= most:
             return f"{name} is {_short_repr(text)}, must be 1 to {most} bytes of printable text"
     return None
@@ -350,12 +300,12 @@ _ISS, _SUB, _AUD, _EXP, _NBF, _IAT, _CTI = 1, 2, 3, 4, 5, 6, 7
 _CLAIM_KEYS = (_ISS, _SUB, _AUD, _EXP, _NBF, _IAT, _CTI)
 _SHA256 = -16
 _CONTRIBUTION_PREFIX, _SUBJECT_PREFIX = "contribution:", "tag:"
-_HEX_DIGITS = frozenset("0123456789abcdef")
+_SUBJECT = re.compile(r"(contribution|tag):[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attestation:
-    """An attestation as it was received. It says something only if `signed_by` and `agrees` hold.
+    """An attestation as it was received. It means something only if `signed_by` is true and `mismatch` None.
 
     `kid` is the thumbprint of the signing key and `iss` the same in hexadecimal; `sub` is "tag:…" with a keyed tag of
     who the data is about, or "contribution:…" with the digest of the descriptor; `cti` is derived from the
@@ -377,18 +327,9 @@ class Attestation:
     @classmethod
     def decode(cls, data: bytes) -> Attestation:
         """Read received bytes strictly. Nothing is verified yet."""
-        if type(data) is not bytes:
-            raise EncodingError(
-                "admit.attestation-not-bytes",
-                f"the attestation is {type(data).__name__}, must be bytes",
-                "pass what was received",
-            )
         if len(data) > MAX_ATTESTATION:
-            raise EncodingError(
-                "admit.attestation-too-large",
-                f"the attestation has {len(data)} bytes, at most {MAX_ATTESTATION} are allowed",
-                "sign with lamina attest",
-            )
+            problem = f"the attestation has {len(data)} bytes, at most {MAX_ATTESTATION} are allowed"
+            raise EncodingError("admit.attestation-too-large", problem, _SIGN)
         protected, signature = match_message(data) or _decode_message(data)
         fields = match_header(protected) or _decode_header(protected)
         return cls(protected=protected, signature=signature, **fields)
@@ -422,17 +363,11 @@ class Attestation:
 def attest(descriptor: Descriptor, key: PrivateKey, *, issued_at: int, subject_tag: str | None = None) -> bytes:
     """Sign a descriptor."""
     if descriptor.contributor != key.public.id:
-        raise AdmissionError(
-            "admit.contributor-not-signer",
-            f"the descriptor names contributor {descriptor.contributor.hex()}, the key is {key.public.name}",
-            "sign with the key that the descriptor names",
-        )
+        problem = f"the descriptor names contributor {descriptor.contributor.hex()}, the key is {key.public.name}"
+        raise AdmissionError("admit.contributor-not-signer", problem, "sign with the key that the descriptor names")
     if type(issued_at) is not int or not 0 <= issued_at <= LAST_SECOND:
-        raise AdmissionError(
-            "admit.issued-at-out-of-range",
-            f"issued_at is {issued_at!r}, must be seconds since 1970",
-            "give int(time.time())",
-        )
+        problem = f"issued_at is {issued_at!r}, must be seconds since 1970"
+        raise AdmissionError("admit.issued-at-out-of-range", problem, "give int(time.time())")
     digest = descriptor.digest()
     claims = {
         _ISS: key.public.name,
@@ -444,13 +379,9 @@ def attest(descriptor: Descriptor, key: PrivateKey, *, issued_at: int, subject_t
         _CTI: token_id(descriptor.nonce),
     }
     header = {
-        _ALG: EDDSA,
-        _KID: key.public.id,
-        _CLAIMS: claims,
-        _TYP: ATTESTATION_TYPE,
-        _HASH_ALG: _SHA256,
+        _ALG: EDDSA, _KID: key.public.id, _CLAIMS: claims, _TYP: ATTESTATION_TYPE, _HASH_ALG: _SHA256,
         _PREIMAGE: DESCRIPTOR_CONTENT_TYPE,
-    }
+    }  # fmt: skip
     _header_fields(header)  # what we sign is what we would accept
     protected = cbor.encode(header)
     signature = key.sign(sig_structure(protected, digest))
@@ -487,7 +418,7 @@ def _decode_message(data: bytes) -> tuple[bytes, bytes]:
     """The same by the general decoder, which says what is wrong."""
     outer = cbor.decode(data, null=True, tags=(_COSE_SIGN1_TAG,), max_depth=3)
     if type(outer) is not cbor.Tag or type(outer.value) is not list or len(outer.value) != 4:
-        raise _malformed("it is no COSE_Sign1 message (tag 18 of four items)")
+        raise _malformed("it is not a COSE_Sign1 message (tag 18 of four items)")
     protected, unprotected, payload, signature = outer.value
     if type(protected) is not bytes or type(signature) is not bytes or len(signature) != 64:
         raise _malformed("protected header and a signature of 64 bytes must be byte strings")
@@ -513,9 +444,9 @@ def match_header(protected: bytes) -> dict[str, Any] | None:
     """The fields of a protected header in its one encoding; None for anything else."""
     if (who := _HEADER_START.match(protected)) is None:
         return None
-    alg, kid, iss, sub, told = who.groups()
+    alg, kid, iss, sub, audience_size = who.groups()
     first = who.end()
-    last = first + read_length(told)
+    last = first + read_length(audience_size)
     if (when := _HEADER_END.fullmatch(protected, last)) is None or last - first > MAX_AUDIENCE:
         return None
     *times, cti = when.groups()
@@ -544,11 +475,8 @@ def _header_fields(header: dict[Any, Any]) -> dict[str, Any]:
     """The fields of a protected header with the right labels."""
     alg, kid, claims = header[_ALG], header[_KID], header[_CLAIMS]
     if type(alg) is not int or alg not in ALGORITHMS:
-        raise WrongAlgorithm(
-            "admit.algorithm-not-allowed",
-            f"attestation: algorithm {alg!r} is not allowed, {' and '.join(map(str, ALGORITHMS))} are",
-            "sign with Ed25519",
-        )
+        problem = f"attestation: algorithm {alg!r} is not allowed, {' and '.join(map(str, ALGORITHMS))} are"
+        raise WrongAlgorithm("admit.algorithm-not-allowed", problem, "sign with Ed25519")
     if type(kid) is not bytes or len(kid) != 32:
         raise _malformed("kid must be 32 bytes")
     if header[_TYP] != ATTESTATION_TYPE or type(header[_TYP]) is not str:
@@ -560,7 +488,7 @@ def _header_fields(header: dict[Any, Any]) -> dict[str, Any]:
     iss, sub, aud, exp, nbf, iat, cti = claims.values()
     if iss != kid.hex():
         raise _malformed("iss must be the kid in hexadecimal")
-    if type(sub) is not str or not _is_subject(sub):
+    if type(sub) is not str or not _SUBJECT.fullmatch(sub):
         raise _malformed("sub must be contribution: or tag: and 64 hexadecimal digits")
     if type(aud) is not str or not 0 < len(aud.encode("utf-8")) <= MAX_AUDIENCE:
         raise _malformed(f"aud must be 1 to {MAX_AUDIENCE} bytes of text")
@@ -574,12 +502,5 @@ def _header_fields(header: dict[Any, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _is_subject(sub: str) -> bool:
-    kind, colon, digits = sub.partition(":")
-    return (
-        kind + colon in (_CONTRIBUTION_PREFIX, _SUBJECT_PREFIX) and len(digits) == 64 and _HEX_DIGITS.issuperset(digits)
-    )
-
-
 def _malformed(problem: str) -> AdmissionError:
-    return AdmissionError("admit.attestation-malformed", f"attestation: {problem}", "sign with lamina attest")
+    return AdmissionError("admit.attestation-malformed", f"attestation: {problem}", _SIGN)

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from functools import lru_cache
 from pathlib import Path
@@ -53,11 +53,9 @@ def preset(policy: Policy, cls: str) -> tuple[int, int]:
         return 0, 0
     bound = policy.bound(cls)
     if bound is None:
-        raise AdmissionError(
-            "admit.class-without-bound",
-            f"class {cls!r} bounds no ε, so there is nothing to sign",
-            f"give class.{cls} an epsilon or a noise_multiplier, or the corpus a floor",
-        )
+        problem = f"class {cls!r} has no bound on ε, so there is nothing to sign"
+        remedy = f"give class.{cls} an epsilon or a noise_multiplier, or the corpus a floor"
+        raise AdmissionError("admit.class-without-bound", problem, remedy)
     return to_micro(entry.clip_norm, ROUND_FLOOR), _least_multiplier(bound, policy.corpus.delta)
 
 
@@ -66,9 +64,8 @@ def to_micro(value: float, rounding: str) -> int:
     scaled = Decimal(repr(float(value))) * MICRO
     result = int(scaled.to_integral_value(rounding)) if scaled.is_finite() else 0
     if not 0 < result <= MAX_MICRO:
-        raise AdmissionError(
-            "admit.bound-not-signable", f"{value!r} cannot be signed in units of 1e-6", "give a number from 1e-6 to 1e9"
-        )
+        problem = f"{value!r} cannot be signed in units of 1e-6"
+        raise AdmissionError("admit.bound-not-signable", problem, "give a number from 1e-6 to 1e9")
     return result
 
 
@@ -87,7 +84,7 @@ def profile_text(profile: DepthProfile) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SigningTerms:
-    """What is common to all contributions that are signed in one go. `make` fills it in from a policy."""
+    """What all contributions that are signed together have in common. `make` fills it in from a policy."""
 
     audience: str
     policy: bytes
@@ -100,8 +97,8 @@ class SigningTerms:
     profile: str | None = None
 
     def __post_init__(self) -> None:
-        nothing = bytes(32)  # what cannot be signed for any payload is refused before the first
-        self.descriptor(contributor=nothing, nonce=bytes(16), commitment=nothing, items=1)
+        zeros = bytes(32)  # refuse what cannot be signed for any payload before the first is signed
+        self.descriptor(contributor=zeros, nonce=bytes(16), commitment=zeros, items=1)
 
     @classmethod
     def make(
@@ -118,8 +115,8 @@ class SigningTerms:
     ) -> SigningTerms:
         """The terms of class `name`, or stricter ones: a smaller clip norm, a larger noise multiplier.
 
-        With `profile` the depth that the class has today is signed too, if it is restricted at all; the contribution
-        is then refused by a policy that lets it reach elsewhere. Without, depth is left to the policy.
+        With `profile` the depth of the class, if it is restricted, is signed too: a policy that lets the class reach
+        elsewhere will refuse the contribution. Without it, depth is left to the policy.
         """
         entry = _class_policy(policy, name)
         clip, noise = _requested_bound(policy, name, clip_norm, noise_multiplier)
@@ -136,30 +133,16 @@ class SigningTerms:
             profile=profile_text(entry.profile) if restricted else None,
         )
 
-    def within(self, not_before: int, expires: int) -> SigningTerms:
-        """The same in another window."""
-        return replace(self, not_before=not_before, expires=expires)
-
     def descriptor(
         self, *, contributor: bytes, nonce: bytes, commitment: bytes, items: int, anchor: bytes | None = None
     ) -> Descriptor:
         """These terms for one payload."""
         return Descriptor(
-            contributor=contributor,
-            data_class=self.data_class,
-            admissibility=self.admissibility,
-            clip_norm=self.clip_norm,
-            noise_multiplier=self.noise_multiplier,
-            not_before=self.not_before,
-            expires=self.expires,
-            profile=self.profile,
-            commitment=commitment,
-            items=items,
-            nonce=nonce,
-            policy=self.policy,
-            audience=self.audience,
-            anchor=anchor,
-        )
+            contributor=contributor, data_class=self.data_class, admissibility=self.admissibility,
+            clip_norm=self.clip_norm, noise_multiplier=self.noise_multiplier, not_before=self.not_before,
+            expires=self.expires, profile=self.profile, commitment=commitment, items=items, nonce=nonce,
+            policy=self.policy, audience=self.audience, anchor=anchor,
+        )  # fmt: skip
 
 
 def _requested_bound(policy: Policy, name: str, c: float | None, z: float | None) -> tuple[int, int]:
@@ -167,33 +150,22 @@ def _requested_bound(policy: Policy, name: str, c: float | None, z: float | None
     clip, noise = preset(policy, name)
     if policy.classes[name].public:
         if c is not None or z is not None:
-            raise AdmissionError(
-                "admit.bound-for-public-class",
-                f"class {name!r} is public and has no bound",
-                "leave clip norm and multiplier out",
-            )
+            problem = f"class {name!r} is public and has no bound"
+            raise AdmissionError("admit.bound-for-public-class", problem, "leave clip norm and noise multiplier out")
         return clip, noise
-    if c is not None and (asked := to_micro(c, ROUND_FLOOR)) > clip:
-        raise AdmissionError(
-            "admit.clip-norm-above-class",
-            f"clip norm {c:g} is above {clip / MICRO:g}, which class {name!r} allows",
-            "sign a smaller one",
-        )
     if c is not None:
-        clip = asked
-        floor = policy.corpus.floors.clip_norm
+        if (asked := to_micro(c, ROUND_FLOOR)) > clip:
+            problem = f"clip norm {c:g} is above {clip / MICRO:g}, the most in class {name!r}"
+            raise AdmissionError("admit.clip-norm-above-class", problem, "sign a smaller one")
+        clip, floor = asked, policy.corpus.floors.clip_norm
         if floor is not None and clip / MICRO < floor:
-            raise AdmissionError(
-                "admit.clip-norm-below-floor", f"clip norm {c:g} is below the floor of {floor:g}", "sign a larger one"
-            )
+            problem = f"clip norm {c:g} is below the floor of {floor:g}"
+            raise AdmissionError("admit.clip-norm-below-floor", problem, "sign a larger one")
     if z is not None:
-        if (wanted := to_micro(z, ROUND_CEILING)) < noise:
-            raise AdmissionError(
-                "admit.noise-below-class",
-                f"noise multiplier {z:g} is below {noise / MICRO:g}, which class {name!r} asks for",
-                "sign a larger one",
-            )
-        noise = wanted
+        if (asked := to_micro(z, ROUND_CEILING)) < noise:
+            problem = f"noise multiplier {z:g} is below {noise / MICRO:g}, the least in class {name!r}"
+            raise AdmissionError("admit.noise-below-class", problem, "sign a larger one")
+        noise = asked
     return clip, noise
 
 
@@ -209,35 +181,28 @@ def _least_multiplier(bound: float, delta: float) -> int:
         else:
             high = middle
     if high > MAX_MICRO:
-        raise AdmissionError(
-            "admit.epsilon-too-small",
-            f"ε = {bound:g} at δ = {delta:g} needs more noise than can be signed",
-            "allow more ε",
-        )
+        problem = f"ε = {bound:g} at δ = {delta:g} needs more noise than can be signed"
+        raise AdmissionError("admit.epsilon-too-small", problem, "allow more ε")
     return high
 
 
 def _class_policy(policy: Policy, name: str) -> ClassPolicy:
     if name not in policy.classes:
-        raise AdmissionError(
-            "admit.class-unknown", f"the policy has no class {name!r}", f"its classes are {', '.join(policy.classes)}"
-        )
+        remedy = f"its classes are {', '.join(policy.classes)}"
+        raise AdmissionError("admit.class-unknown", f"the policy has no class {name!r}", remedy)
     return policy.classes[name]
 
 
 def _default_data_class(name: str) -> str:
-    """The data class when none is given: the admissibility class in its letters."""
+    """The data class when none is given: the name of the class, in the letters that are allowed."""
     return re.sub(r"[^a-z0-9-]", "-", name.lower())[:64]
-
-
-_MAX_CACHED_PROFILES = 4096  # answers about signed profiles
 
 
 @dataclass(frozen=True, slots=True)
 class ClassRequirements:
     """One class: its row in the policy, the most permissive bound that it admits in 1e-6, how deep it reaches.
 
-    `bound` is None where the policy bounds no ε, (0, 0) for a public class.
+    `bound` is None where the policy has no bound on ε, (0, 0) for a public class.
     """
 
     row: int
@@ -250,8 +215,8 @@ class ClassRequirements:
 class PolicyChecks:
     """Floors, classes and the digests under which a descriptor may be signed.
 
-    The floor that a contribution is held to is the higher of the one it was signed under and the one in force. Floors
-    only rise, so that is the one in force, whichever of the digests it signed.
+    A contribution must keep the higher of the floor it was signed under and the floor in force. Floors only rise, so
+    that is the one in force, whichever of the digests it signed.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -265,66 +230,54 @@ class PolicyChecks:
             name: ClassRequirements(row, entry.public, _class_preset(policy, name), entry.profile, entry.population)
             for row, (name, entry) in enumerate(policy.classes.items())
         }
-        self._profiles: dict[tuple[str, str], bool] = {}
+        self.profile_allows = lru_cache(maxsize=4096)(self._profile_allows)
 
     def check(self, descriptor: Descriptor) -> ClassRequirements:
-        """The descriptor's class, if audience, floors, bound and profile are as demanded. Refused otherwise."""
+        """The requirements of the descriptor's class, if it meets them. ContributionRefused otherwise."""
         if descriptor.policy not in self.digests:
             raise ContributionRefused(Reason.POLICY_MISMATCH, f"signed under {descriptor.policy.hex()[:16]}…")
-        demand = self.classes.get(descriptor.admissibility)
-        if demand is None:
+        required = self.classes.get(descriptor.admissibility)
+        if required is None:
             raise ContributionRefused(Reason.UNKNOWN_CLASS, f"class {descriptor.admissibility!r}")
-        if demand.public:
+        if required.public:
             if descriptor.clip_norm or descriptor.noise_multiplier:
                 raise ContributionRefused(Reason.PUBLIC_BOUND, f"class {descriptor.admissibility!r}")
         else:
             self._check_floors(descriptor)
-            check_class_bound(demand, descriptor)
+            check_class_bound(required, descriptor)
         if descriptor.profile is not None and not self.profile_allows(descriptor.profile, descriptor.admissibility):
             raise ContributionRefused(
-                Reason.PROFILE_MISMATCH, f"signed {descriptor.profile}, the class reaches {demand.profile}"
+                Reason.PROFILE_MISMATCH, f"it signed {descriptor.profile}, the class reaches {required.profile}"
             )
-        return demand
+        return required
 
     def _check_floors(self, descriptor: Descriptor) -> None:
-        if descriptor.clip_norm < self.clip_floor:
-            raise ContributionRefused(
-                Reason.CLIP_BELOW_FLOOR, _signed_versus_limit(descriptor.clip_norm, self.clip_floor)
-            )
-        if descriptor.noise_multiplier < self.noise_floor:
-            raise ContributionRefused(
-                Reason.NOISE_BELOW_FLOOR, _signed_versus_limit(descriptor.noise_multiplier, self.noise_floor)
-            )
+        clip, noise = descriptor.clip_norm, descriptor.noise_multiplier
+        if clip < self.clip_floor:
+            raise ContributionRefused(Reason.CLIP_BELOW_FLOOR, _signed_versus_limit(clip, self.clip_floor))
+        if noise < self.noise_floor:
+            raise ContributionRefused(Reason.NOISE_BELOW_FLOOR, _signed_versus_limit(noise, self.noise_floor))
 
-    def profile_allows(self, signed: str, cls: str) -> bool:
-        """Whether all that the class reaches lies inside the profile that was signed."""
-        known = self._profiles.get((cls, signed))
-        if known is None:
-            known = _profile_contains(signed, self.classes[cls].profile)
-            if len(self._profiles) >= _MAX_CACHED_PROFILES:
-                self._profiles.clear()
-            self._profiles[cls, signed] = known
-        return known
+    def _profile_allows(self, signed: str, cls: str) -> bool:
+        """Whether everything that the class reaches lies inside the signed profile."""
+        profile = self.classes[cls].profile
+        if signed == profile_text(profile):  # a long profile is signed as a digest, which can only be compared
+            return True
+        try:
+            return profile.within(_parse_signed_profile(signed))
+        except (LaminaError, ValueError, TypeError, ArithmeticError, RecursionError):
+            return False
 
 
-def check_class_bound(demand: ClassRequirements, descriptor: Descriptor) -> None:
+def check_class_bound(required: ClassRequirements, descriptor: Descriptor) -> None:
     """The resolver's own refusals: a bound more permissive than the class."""
-    if demand.bound is None:
+    if required.bound is None:
         raise ContributionRefused(Reason.UNBOUNDED_CLASS, f"class {descriptor.admissibility!r}")
-    clip, noise = demand.bound
+    clip, noise = required.bound
     if descriptor.clip_norm > clip:
         raise ContributionRefused(Reason.CLIP_ABOVE_CLASS, _signed_versus_limit(descriptor.clip_norm, clip))
     if descriptor.noise_multiplier < noise:
         raise ContributionRefused(Reason.NOISE_BELOW_CLASS, _signed_versus_limit(descriptor.noise_multiplier, noise))
-
-
-def _profile_contains(signed: str, profile: DepthProfile) -> bool:
-    if signed == profile_text(profile):  # a long profile is signed as a digest, which can only be compared
-        return True
-    try:
-        return profile.within(_parse_signed_profile(signed))
-    except (LaminaError, ValueError, TypeError, ArithmeticError, RecursionError):
-        return False
 
 
 def _parse_signed_profile(signed: str) -> DepthProfile:
@@ -337,7 +290,7 @@ def _parse_signed_profile(signed: str) -> DepthProfile:
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key is there twice, and two readers may take another one each")
+        raise ValueError("a key occurs twice, and two readers may each take another value")
     return found
 
 
@@ -361,7 +314,7 @@ def _floor_to_micro(value: float | None, rounding: str) -> int:
 
 
 def _signed_versus_limit(signed: int, bound: int) -> str:
-    return f"signed {signed / MICRO:.9g}, the bound is {bound / MICRO:.9g}"
+    return f"signed {signed / MICRO:.9g}, the limit is {bound / MICRO:.9g}"
 
 
 CLOCK_SKEW = 120  # seconds by which a contributor's clock may be ahead
@@ -369,7 +322,7 @@ MAX_PAYLOAD = 1 << 36
 MAX_ID = 255  # bytes
 CONTRIBUTOR_ROLE = "contributor"
 
-Verdict = bytes | tuple[Reason, str]  # a row of `rows.ROW`, or why not
+Verdict = bytes | tuple[Reason, str]  # a row (`ROW_DTYPE`), or why not
 
 _READ_CHUNK, _MIN_READ = 1 << 20, 1 << 12
 _REASON_OF_KEY_STATUS = {
@@ -381,7 +334,7 @@ _REASON_OF_KEY_STATUS = {
 
 @dataclass(slots=True)
 class _Examination:
-    """A contribution on its way through the steps, and what they found."""
+    """A contribution on its way through the checks, and what they found."""
 
     given: Contribution
     signed: Descriptor = field(init=False)
@@ -392,14 +345,14 @@ class _Examination:
 
 
 class Examiner:
-    """Checks in a fixed order, the cheap ones first: nothing is verified for a key that nobody knows. Changes nothing.
+    """Checks one contribution at a time, the cheap checks first: no signature is verified for an unknown key.
 
-    size, presence · strict encoding, schema · key: known, role, standing, algorithm · signature · claims · audience ·
+    size, presence · strict encoding, schema · key: known, role, status, algorithm · signature · claims · audience ·
     window · policy, class, floors, bound, profile · payload
     """
 
-    def __init__(self, demands: PolicyChecks, keys: KeyRing, max_payload: int = MAX_PAYLOAD) -> None:
-        self._demands = demands
+    def __init__(self, policy_checks: PolicyChecks, keys: KeyRing, max_payload: int = MAX_PAYLOAD) -> None:
+        self._policy_checks = policy_checks
         self._keys = keys
         self._max_payload = max_payload
         self.version = keys.version
@@ -407,15 +360,15 @@ class Examiner:
         self._rows = {kid: row for row, kid in enumerate(self.kids)}
 
     def examine(self, given: Contribution, now: int) -> Verdict:
-        """A row if it may enter at the second `now`, as far as it alone is concerned."""
+        """A row if it may be admitted at the second `now`, as far as it alone is concerned."""
         (verdict,) = self.examine_all([given], now)
         return verdict
 
     def examine_all(self, offered: Sequence[Contribution], now: int) -> list[Verdict]:
-        """The same for each of them.
+        """The same for each of them, one step for all before the next.
 
-        One step is taken for all before the next, which changes no verdict and saves a fifth of the time: signatures,
-        files and parsing each fill the processor's cache with something else.
+        That changes no verdict and saves a fifth of the time: signatures, files and parsing each fill the processor's
+        cache with something else.
         """
         cases = [_Examination(given) for given in offered]
         for step in (self._read, self._verify, self._check_content):
@@ -447,14 +400,14 @@ class Examiner:
         given, signed, claims = case.given, case.signed, case.claims
         if differs := claims.mismatch(signed):
             raise ContributionRefused(Reason.MISMATCH, differs)
-        if signed.audience != self._demands.origin:
-            raise ContributionRefused(Reason.WRONG_AUDIENCE, f"signed for {signed.audience!r}")
+        if signed.audience != self._policy_checks.origin:
+            raise ContributionRefused(Reason.WRONG_AUDIENCE, f"it was signed for {signed.audience!r}")
         _check_window(signed, claims, now)
-        demand = self._demands.check(signed)
+        required = self._policy_checks.check(signed)
         self.check_payload(given.payload, signed.nonce, signed.commitment)
         assert given.attestation is not None
         digest = hashlib.sha256(given.attestation).digest()
-        case.row = pack_row(given.id, signed, claims, digest, self._rows[case.entry.id], demand.row)
+        case.row = pack_row(given.id, signed, claims, digest, self._rows[case.entry.id], required.row)
 
     def _key(self, claims: Attestation, now: int) -> KeyEntry:
         entry = self._keys.get(claims.kid)
@@ -472,7 +425,7 @@ class Examiner:
         return entry
 
     def check_payload(self, payload: bytes | Path | None, nonce: bytes, commitment: bytes) -> None:
-        """Whether it is what was committed to. Refused otherwise."""
+        """Check that it is what was signed. ContributionRefused otherwise."""
         if isinstance(payload, bytes):
             if len(payload) > self._max_payload:
                 raise ContributionRefused(Reason.TOO_LARGE, f"payload of {len(payload)} bytes")
@@ -544,6 +497,6 @@ def _check_window(signed: Descriptor, claims: Attestation, now: int) -> None:
     if now + CLOCK_SKEW < signed.not_before:
         raise ContributionRefused(Reason.NOT_YET_VALID, f"valid from {format_utc(signed.not_before)}")
     if now + CLOCK_SKEW < claims.iat:
-        raise ContributionRefused(Reason.NOT_YET_VALID, f"signed at {format_utc(claims.iat)}, which is not yet")
+        raise ContributionRefused(Reason.NOT_YET_VALID, f"its signing time {format_utc(claims.iat)} is in the future")
     if now >= signed.expires:
         raise ContributionRefused(Reason.EXPIRED, f"expired at {format_utc(signed.expires)}")

@@ -10,7 +10,7 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.admit.attestation import MAX_ATTESTATION, MAX_DESCRIPTOR
-from lamina.admit.verdicts import ContributionRefused, PackedBytes, Reason, SignedBytes
+from lamina.admit.verdicts import ContributionRefused, PackedTexts, Reason, SignedBytes
 from lamina.errors import AdmissionError
 from lamina.plan.table import printable
 
@@ -29,11 +29,15 @@ DESCRIPTOR_FILE, ATTESTATION_FILE, PAYLOAD_STEM = "descriptor.cbor", "attestatio
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
+_BYTES = (bytes, type(None))
+_FIELD_TYPES = (("id", str), ("descriptor", _BYTES), ("attestation", _BYTES), ("payload", (Path, *_BYTES)))
+
+
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What somebody offers. Nothing about it is believed yet.
+    """What somebody offers. Nothing about it is checked yet.
 
-    A payload is its bytes, or the path of a file. `trouble` is what kept the source from reading it.
+    A payload is its bytes, or the path of a file. `read_error` says why the source could not read it.
     """
 
     id: str
@@ -43,40 +47,29 @@ class Contribution:
     read_error: tuple[Reason, str] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.id, str):
-            raise AdmissionError(
-                "admit.contribution-field-type", f"the id of a contribution is a {type(self.id).__name__}", "give text"
-            )
-        for name, kinds in _FIELD_TYPES:
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kinds):
-                raise AdmissionError(
-                    "admit.contribution-field-type",
-                    f"the {name} of contribution {printable(self.id)!r} is a {type(value).__name__}",
-                    "give bytes",
-                )
-
-
-_FIELD_TYPES = (("descriptor", bytes), ("attestation", bytes), ("payload", (bytes, Path)))
+        for name, wanted in _FIELD_TYPES:
+            if not isinstance(value := getattr(self, name), wanted):
+                problem = f"{name} of contribution {printable(str(self.id))!r} is a {type(value).__name__}"
+                raise AdmissionError("admit.contribution-field-type", problem, "give text as id, and bytes")
 
 
 @runtime_checkable
 class ContributionSource(Protocol):
-    """Contributions that can be named first and fetched later, by any process and as often as asked."""
+    """Contributions that are listed first and read later, by any process and as often as needed."""
 
-    def names(self) -> PackedBytes:
-        """All ids, in their order; UTF-8, with surrogates for what is none."""
+    def names(self) -> PackedTexts:
+        """All ids, in their order."""
         ...
 
     def get(self, id: str) -> Contribution:
-        """One of them. What cannot be read is told in `trouble`."""
+        """One of them. One that cannot be read has a `read_error`."""
         ...
 
 
 class FolderContributions:
     """ID/descriptor.cbor, ID/attestation.cose, ID/payload.* for each contribution, in the order of the ids.
 
-    Links are not followed, devices and pipes not opened. Plain files beside the folders and hidden names are nobody's.
+    Links are not followed, devices and pipes not opened. Files beside the folders and hidden names are ignored.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -87,9 +80,9 @@ class FolderContributions:
         except OSError as error:
             raise self._listing_error(error) from None
 
-    def names(self) -> PackedBytes:
+    def names(self) -> PackedTexts:
         """The ids that are there now."""
-        return PackedBytes(name.encode("utf-8", "surrogateescape") for name in sorted(self._list_ids()))
+        return PackedTexts(sorted(self._list_ids()))
 
     def _list_ids(self) -> list[str]:
         try:
@@ -103,38 +96,32 @@ class FolderContributions:
             raise self._listing_error(error) from None
 
     def _listing_error(self, error: OSError) -> AdmissionError:
-        return AdmissionError(
-            "admit.folder-unreadable",
-            f"the contributions in '{self.path}' cannot be listed: {error.strerror}",
-            "give the folder that holds one folder for each contribution",
-        )
+        problem = f"cannot list the contributions in '{self.path}': {error.strerror}"
+        return AdmissionError("admit.folder-unreadable", problem, "give the folder with one folder per contribution")
 
     def __len__(self) -> int:
         return len(self._list_ids())
 
     def __iter__(self) -> Iterator[Contribution]:
-        names = self.names()
-        return (self.get(names[row].decode("utf-8", "surrogateescape")) for row in range(len(names)))
+        return map(self.get, self.names())
 
     def get(self, id: str) -> Contribution:
         """What the folder `id` holds."""
+        return self._get(id, payload=True)
+
+    def without_payload(self, id: str) -> Contribution:
+        """Descriptor and attestation alone; neither if the folder is gone."""
+        return self._get(id, payload=False)
+
+    def _get(self, id: str, *, payload: bool) -> Contribution:
         try:
-            return self._held(id, payload=True)
+            return self._read(id, payload=payload)
         except FileNotFoundError as error:
-            return Contribution(id, read_error=(Reason.UNREADABLE, _error_text(error)))
+            return Contribution(id, read_error=(Reason.UNREADABLE, _error_text(error)) if payload else None)
         except ContributionRefused as refused:
             return Contribution(id, read_error=(refused.reason, refused.detail))
 
-    def signed(self, id: str) -> Contribution:
-        """The same without the payload; nothing at all if the folder is gone."""
-        try:
-            return self._held(id, payload=False)
-        except FileNotFoundError:
-            return Contribution(id)
-        except ContributionRefused as refused:
-            return Contribution(id, read_error=(refused.reason, refused.detail))
-
-    def _held(self, id: str, *, payload: bool) -> Contribution:
+    def _read(self, id: str, *, payload: bool) -> Contribution:
         """Listed and opened in one open folder, which nobody can exchange for another, or for a link, meanwhile."""
         if id in ("", ".", "..") or "/" in id or "\0" in id:
             raise ContributionRefused(Reason.BAD_ID, "not the name of a folder")
@@ -155,27 +142,17 @@ class FolderContributions:
 
 
 class SignedBytesReader:
-    """Descriptors and attestations of a source once more, without payloads."""
+    """Reads descriptors and attestations of a source once more, without payloads."""
 
     def __init__(self, source: Iterable[Contribution]) -> None:
         self._source = source
-        self._next = 0  # place of a source that can only be passed over, and what follows there
+        self._next = 0  # position in a source that can only be iterated, and what follows there
         self._rest: Iterator[Contribution] = iter(())
-        self._given: Callable[[str, int], Contribution] = self._next_in_order
-        if isinstance(source, FolderContributions):
-            folder = source
-            self._given = lambda id, place: folder.signed(id)
-        elif isinstance(source, ContributionSource):
-            named = source
-            self._given = lambda id, place: named.get(id)
-        elif isinstance(source, Sequence):
-            listed: Sequence[Contribution] = source
-            self._given = lambda id, place: listed[place]
 
-    def read(self, id: str, place: int) -> SignedBytes:
-        """Of the contribution `id`, which was at `place`. Refused if it is not there any more."""
+    def read(self, id: str, position: int) -> SignedBytes:
+        """Those of the contribution `id`, which was at `position`. ContributionRefused if it is not there any more."""
         try:
-            found = self._given(id, place)
+            found = self._get(id, position)
         except (LookupError, StopIteration):
             raise ContributionRefused(Reason.GONE) from None
         if found.read_error is not None:
@@ -184,17 +161,21 @@ class SignedBytesReader:
             raise ContributionRefused(Reason.GONE)
         return SignedBytes(found.descriptor, found.attestation)
 
-    def _next_in_order(self, id: str, place: int) -> Contribution:
-        if isinstance(self._source, Iterator):
-            raise AdmissionError(
-                "admit.source-read-once",
-                "the contributions can be read once only, and the ledger keeps what was signed",
-                "give a list of them, or their folder",
-            )
-        if self._next == 0 or self._next > place:
-            self._next, self._rest = 0, iter(self._source)
-        found = next(islice(self._rest, place - self._next, None))
-        self._next = place + 1
+    def _get(self, id: str, position: int) -> Contribution:
+        source = self._source
+        if isinstance(source, FolderContributions):
+            return source.without_payload(id)
+        if isinstance(source, ContributionSource):
+            return source.get(id)
+        if isinstance(source, Sequence):
+            return cast(Contribution, source[position])
+        if isinstance(source, Iterator):
+            problem = "the contributions can be read only once, but the ledger needs them again"
+            raise AdmissionError("admit.source-read-once", problem, "give a list of them, or their folder")
+        if self._next == 0 or self._next > position:
+            self._next, self._rest = 0, iter(source)
+        found = next(islice(self._rest, position - self._next, None))
+        self._next = position + 1
         return found
 
 
@@ -205,9 +186,7 @@ def _open_folder(path: str) -> int:
         raise
     except (OSError, ValueError) as error:
         other = isinstance(error, OSError) and error.errno in (errno.ENOTDIR, errno.ELOOP)
-        raise ContributionRefused(
-            Reason.UNREADABLE, "not a folder of its own" if other else _error_text(error)
-        ) from None
+        raise ContributionRefused(Reason.UNREADABLE, "it is not a folder" if other else _error_text(error)) from None
 
 
 def _find_payload(folder: int) -> str | None:
@@ -236,12 +215,12 @@ def _read_small_file(name: str, folder: int, most: int) -> bytes | None:
 
 
 def open_regular_file(path: Path) -> int:
-    """Open a plain file for reading, and nothing else: not what a link points to, not a pipe that never ends."""
+    """Open a regular file for reading, and nothing else: no link, no device, no pipe that never ends."""
     return open_with_size(path)[0]
 
 
 def open_with_size(path: str | Path, folder: int | None = None) -> tuple[int, int]:
-    """The same, and the size that it has then. A name is looked up in an open `folder`."""
+    """The same, and its size at that moment. A name is looked up in an open `folder`."""
     try:
         file = os.open(path, _OPEN_FLAGS, dir_fd=folder)
     except FileNotFoundError:
@@ -251,7 +230,7 @@ def open_with_size(path: str | Path, folder: int | None = None) -> tuple[int, in
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode):
         os.close(file)
-        raise ContributionRefused(Reason.UNREADABLE, f"{_printable_name(path)}: not a plain file")
+        raise ContributionRefused(Reason.UNREADABLE, f"{_printable_name(path)}: not a regular file")
     return file, found.st_size
 
 
@@ -262,7 +241,7 @@ def _printable_name(path: str | Path) -> str:
 def _error_text(error: OSError | ValueError) -> str:
     if isinstance(error, OSError):
         return "a link" if error.errno == errno.ELOOP else error.strerror or type(error).__name__
-    return "its name cannot be opened"
+    return "its name is not valid"
 
 
 TAIL_BYTES = 1 << 12  # bytes: most payloads have fewer, and most directories
@@ -275,7 +254,7 @@ _MAX_ZIP_VERSION = 45  # of the format, which numpy writes; zipfile knows some l
 
 
 class FileTail:
-    """A file whose end is at hand: of a small one, that is all of it."""
+    """A file whose last bytes are in memory: for a small file, all of them."""
 
     __slots__ = ("_base", "_raw", "end", "tail")
 
@@ -286,7 +265,7 @@ class FileTail:
         self.end = self._base + len(self.tail)
 
     def read(self, at: int, size: int) -> bytes:
-        """So many bytes from there, fewer where the file ends."""
+        """`size` bytes from `at`, fewer where the file ends."""
         if at >= self._base:
             at -= self._base
             return self.tail[at : at + size]
@@ -305,10 +284,10 @@ class ZipEntry(NamedTuple):
 
 
 def read_zip_directory(near: FileTail) -> dict[bytes, ZipEntry] | None:
-    """The entries by their names, as zipfile would find them; None if zipfile has to be asked.
+    """The entries by name, as zipfile would find them; None where only zipfile can tell.
 
-    It has to for anything but one short directory that ends where the file does, of entries without flags, comments
-    and extra fields: those may change what the others mean.
+    That is anything but one short directory at the end of the file, of entries without flags, comments and extra
+    fields: those may change what the others mean.
     """
     tail = near.tail
     end = len(tail) - _ZIP_END.size
@@ -320,27 +299,27 @@ def read_zip_directory(near: FileTail) -> dict[bytes, ZipEntry] | None:
     at = end - size
     if at < 0 or offset + size != near.end - _ZIP_END.size:
         return None
-    if tail.startswith(_ZIP64_LOCATOR, max(0, end - _ZIP64_LOCATOR_BYTES)):  # of another directory, for huge archives
+    if tail.startswith(_ZIP64_LOCATOR, max(0, end - _ZIP64_LOCATOR_BYTES)):  # huge archives have another directory
         return None
     found = {}
     while at < end:
         if end - at < _ZIP_ENTRY.size:
             return None
         fields = _ZIP_ENTRY.unpack_from(tail, at)
-        signature, version, flags, how, packed, unpacked, name, extra, comment, disk, place = fields
+        signature, version, flags, method, packed, unpacked, name_size, extra, comment, disk, offset = fields
         if signature != b"PK\x01\x02" or version > _MAX_ZIP_VERSION or flags or extra or comment or disk:
             return None
         at += _ZIP_ENTRY.size
-        called = tail[at : at + name]
-        at += name
-        if b"\0" in called:  # where zipfile cuts a name off
+        name = tail[at : at + name_size]
+        at += name_size
+        if b"\0" in name:  # where zipfile cuts a name off
             return None
-        found[called] = ZipEntry(flags, how, packed, unpacked, place)
+        found[name] = ZipEntry(flags, method, packed, unpacked, offset)
     return found if at == end else None
 
 
 MAX_HEADER = 10_000  # bytes, as numpy has it
-_MAX_CACHED_HEADER = 512  # bytes: what longer ones say is not remembered
+_MAX_CACHED_HEADER = 512  # bytes: longer ones are not cached
 MAX_ARRAY = 1 << 30  # bytes of one array
 MAX_AXES = 32
 MAX_DIRECTORY = 1 << 20  # bytes: the names of some ten thousand arrays
@@ -357,11 +336,11 @@ _PIECE_BYTES = 1 << 18
 
 
 class BadArray(ValueError):
-    """An array that cannot be what it says. The text may be shown: sizes, and nothing else that the file holds."""
+    """An array that contradicts its header. The text may be shown: it has sizes, and nothing else from the file."""
 
 
 class ArrayHeader(NamedTuple):
-    """What an array says of itself; its numbers begin at the byte `start` of its entry."""
+    """The header of an array; its numbers begin at byte `start` of its entry."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -374,10 +353,10 @@ class ArrayHeader(NamedTuple):
 
 
 def read_headers(raw: BinaryIO, names: Sequence[str]) -> dict[str, ArrayHeader]:
-    """The headers of these arrays, as far as they are there, once they agree with what the archive holds.
+    """The headers of those of these arrays that exist, checked against the size of each array.
 
-    What passes can be read as long as the bytes stay as they are. A compressed array is unpacked for that, piece by
-    piece; of any other the archive's directory says enough. Raises BadArray, and whatever zipfile, zlib and numpy do.
+    A compressed array is unpacked for that, piece by piece; for others the archive's directory is enough. Raises
+    BadArray, and whatever zipfile, zlib and numpy raise.
     """
     near = FileTail(raw)
     if (known := read_zip_directory(near)) is not None:
@@ -391,7 +370,7 @@ def read_headers(raw: BinaryIO, names: Sequence[str]) -> dict[str, ArrayHeader]:
 
 
 def read_arrays(raw: BinaryIO, names: Sequence[str], *, crc: bool = True) -> dict[str, NDArray[Any]]:
-    """These arrays, as far as they are there. `crc` is for bytes that nothing else vouches for."""
+    """Those of these arrays that exist. `crc` is for bytes that no other digest covers."""
     found = {}
     with _open_archive(raw) as archive:
         for name, info in _archive_entries(archive, names):
@@ -407,11 +386,8 @@ def read_arrays(raw: BinaryIO, names: Sequence[str], *, crc: bool = True) -> dic
     return found
 
 
-# ------------------------------------------------------------------------------------------ the archive
-
-
 class _LimitedReads:
-    """A file of which little is read at a time: zipfile reads a directory in one go, however long."""
+    """A file that refuses long reads: zipfile reads a directory at once, however long."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
@@ -435,11 +411,11 @@ def _archive_entries(archive: zipfile.ZipFile, names: Sequence[str]) -> Iterator
 
 def _check_size(info: ZipEntry | zipfile.ZipInfo, name: str) -> None:
     if info.flag_bits & _REFUSED_FLAGS or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise BadArray(f"array {name!r} is packed in a way that numpy never uses")
+        raise BadArray(f"array {name!r} is packed in a way that numpy does not use")
     if info.file_size > MAX_ARRAY:
         raise BadArray(f"array {name!r} has {info.file_size} bytes, the most is {MAX_ARRAY}")
     if info.compress_type == zipfile.ZIP_STORED and info.compress_size != info.file_size:
-        raise BadArray(f"array {name!r} has two sizes")
+        raise BadArray(f"array {name!r} has two different sizes")
 
 
 def _checked_header(
@@ -467,7 +443,7 @@ def _stored_header(near: FileTail, info: ZipEntry | zipfile.ZipInfo, name: str) 
 
 
 def _is_pickle(header: ArrayHeader, info: ZipEntry | zipfile.ZipInfo, name: str) -> bool:
-    """Which may be of any length, and is never read. Anything else is as long as it says."""
+    """Whether it holds Python objects: of any length, and never read. Any other array must have the right size."""
     if header.dtype.hasobject:
         return True
     if info.file_size != header.start + header.nbytes:
@@ -479,12 +455,12 @@ def _data_offset(local: bytes, info: ZipEntry | zipfile.ZipInfo) -> int:
     """Where the bytes of an entry begin, by what stands before it."""
     signature, name, extra = _LOCAL_HEADER.unpack(local)
     if signature != b"PK\x03\x04":
-        raise BadArray("the directory points to nothing")
+        raise BadArray("the directory of the archive is damaged")
     return info.header_offset + _LOCAL_HEADER.size + int(name + extra)
 
 
 def _read_pieces(raw: BinaryIO, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Iterator[bytes]:
-    """The bytes of an entry, and never many at a time. The checksum of a plain one is not looked at."""
+    """The bytes of an entry, a piece at a time. The checksum of an uncompressed one is not checked."""
     if info.compress_type == zipfile.ZIP_STORED:
         raw.seek(info.header_offset)
         raw.seek(_data_offset(raw.read(_LOCAL_HEADER.size), info))
@@ -498,43 +474,40 @@ def _read_pieces(raw: BinaryIO, archive: zipfile.ZipFile, info: zipfile.ZipInfo)
                 yield piece
 
 
-# ------------------------------------------------------------------------------------------ a header
-
-
 def _parse_header(begin: bytes, name: str) -> ArrayHeader:
     """From the first bytes of an entry."""
     kind = _HEADER_LENGTHS.get(begin[:8])
     if kind is None:
-        raise BadArray(f"array {name!r} is not of the .npy format 1.0 or 2.0")
+        raise BadArray(f"array {name!r} is not in .npy format 1.0 or 2.0")
     (length,) = kind.unpack_from(begin)
     if length > MAX_HEADER:
         raise BadArray(f"array {name!r} has a header of {length} bytes, the most is {MAX_HEADER}")
     start = kind.size + length
-    said = _parse_header_text if length <= _MAX_CACHED_HEADER else _parse_header_text.__wrapped__
-    return said(begin[kind.size : start], name, start)
+    parse = _parse_header_text if length <= _MAX_CACHED_HEADER else _parse_header_text.__wrapped__
+    return parse(begin[kind.size : start], name, start)
 
 
 @lru_cache(maxsize=256)  # in a corpus nearly all say the same
 def _parse_header_text(text: bytes, name: str, start: int) -> ArrayHeader:
     """Shape, kind of number, and whether columns come first."""
-    said = ast.literal_eval(text.decode("latin1").strip())
-    if not isinstance(said, dict) or said.keys() != _HEADER_FIELDS or type(said["fortran_order"]) is not bool:
-        raise BadArray(f"array {name!r} has a header of other fields")
-    shape, dtype = said["shape"], np.lib.format.descr_to_dtype(said["descr"])
+    header = ast.literal_eval(text.decode("latin1").strip())
+    if not isinstance(header, dict) or header.keys() != _HEADER_FIELDS or type(header["fortran_order"]) is not bool:
+        raise BadArray(f"array {name!r} has a header with wrong fields")
+    shape, dtype = header["shape"], np.lib.format.descr_to_dtype(header["descr"])
     if type(shape) is not tuple or any(type(axis) is not int or axis < 0 for axis in shape):
-        raise BadArray(f"array {name!r} has a shape that is none")
+        raise BadArray(f"array {name!r} has an invalid shape")
     if len(shape) > MAX_AXES:
         raise BadArray(f"array {name!r} has {len(shape)} axes, the most is {MAX_AXES}")
     if dtype.subdtype is not None:
-        raise BadArray(f"array {name!r} has arrays for elements")
-    return ArrayHeader(shape, dtype, said["fortran_order"], start)
+        raise BadArray(f"array {name!r} has arrays as elements")
+    return ArrayHeader(shape, dtype, header["fortran_order"], start)
 
 
 _NPZ_REMEDY = "write it with np.savez(path, x=x, y=y)"
 
 
 def count_examples(payload: Path) -> int:
-    """.npz: the first axis of its array `x`. Anything else is one example: a table, an image, a text."""
+    """The length of the first axis of array `x` of an .npz. Any other file is one example: a table, an image, a text."""
     if payload.suffix.lower() != ".npz":
         return 1
     try:
@@ -542,12 +515,11 @@ def count_examples(payload: Path) -> int:
             found = read_headers(file, ["x"])
     except Exception as error:  # whatever zipfile, zlib and numpy make of it
         why = str(error) if isinstance(error, BadArray) else type(error).__name__
-        raise AdmissionError("admit.npz-unreadable", f"'{payload}' cannot be read as .npz ({why})", _NPZ_REMEDY) from None
+        raise AdmissionError("admit.npz-unreadable", f"cannot read '{payload}' as .npz ({why})", _NPZ_REMEDY) from None
     if "x" not in found:
         raise AdmissionError("admit.payload-without-x", f"'{payload}' has no array 'x'", _NPZ_REMEDY)
     shape = found["x"].shape
     if not shape or shape[0] < 1:
-        raise AdmissionError(
-            "admit.payload-without-examples", f"array 'x' of '{payload}' has no examples", "its first axis counts examples"
-        )
+        problem = f"array 'x' of '{payload}' has no examples"
+        raise AdmissionError("admit.payload-without-examples", problem, "its first axis counts examples")
     return shape[0]

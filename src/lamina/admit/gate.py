@@ -26,7 +26,7 @@ from lamina.admit.keys import LAST_SECOND, format_utc
 from lamina.admit.verdicts import (
     AdmittedRows,
     ContributionRefused,
-    PackedBytes,
+    PackedTexts,
     Reason,
     Refusal,
     Refusals,
@@ -124,7 +124,7 @@ class ContributionChunks:
     def __init__(self, contributions: Iterable[Contribution] | ContributionSource) -> None:
         self._given = contributions
         self._source = contributions if isinstance(contributions, ContributionSource) else None
-        self._names = PackedBytes() if self._source is None else self._source.names()
+        self._names = PackedTexts() if self._source is None else self._source.names()
 
     @property
     def by_name(self) -> bool:
@@ -146,7 +146,7 @@ class ContributionChunks:
         return (self._read(self._name(each)) if isinstance(each, int) else each for each in chunk)
 
     def _name(self, position: int) -> str:
-        return self._names[position].decode("utf-8", "surrogateescape")
+        return self._names[position]
 
     def _read(self, id: str) -> Contribution:
         assert self._source is not None

@@ -123,8 +123,8 @@ class Resolution:
             lines.append(f"… and {len(self.entries) - BOUNDS_SHOWN} more")
         for name, ratio in self.rounded.items():
             lines.append(
-                f"class {name} has more than {MAX_DISTINCT_BOUNDS} distinct bounds: they are taken to a grid of ratio {ratio:.4g}, "
-                "c down and z up"
+                f"class {name} has more than {MAX_DISTINCT_BOUNDS} distinct bounds: they are rounded to a grid of ratio "
+                f"{ratio:.4g}, c down and z up"
             )
         depths = [[name, depth.profile, f"{len(depth.layers)} layers"] for name, depth in self.depth.items()]
         return "\n".join([*lines, "", *align_columns([["class", "reaches", ""], *depths], left=2)])
@@ -153,26 +153,24 @@ def _round_up(epsilon: float) -> float:
     return math.ceil(epsilon * 1e4) / 1e4
 
 
-# The resolver: from signed bounds to a noise schedule, and from a class to a depth.
-#
-# S, q, B and T are the class table's and change for nobody. What a contribution signed beyond its class scales its
-# own thresholds (plan/signed_bounds.py); each distinct bound has an accountant of its own.
-# docs/admission.md
+# S, q, B and T come from the class table and change for nobody. A contribution that signed more than its class asks
+# for scales its own thresholds (plan/signed_bounds.py); each distinct bound has an accountant of its own. See
+# docs/admission.md.
 
 Caps = int | Mapping[str, int] | None
 
-_GRID_RATIO = 1.01  # ratio of the grid that too many bounds are taken to
+_GRID_RATIO = 1.01  # ratio of the grid that too many bounds are rounded to
 
 
 def check_bound(policy: Policy, descriptor: Descriptor) -> Reason | None:
     """Whether a signed bound is more permissive than its class, by the policy alone; None if it is not."""
-    demand = PolicyChecks(policy).classes.get(descriptor.admissibility)
-    if demand is None:
+    required = PolicyChecks(policy).classes.get(descriptor.admissibility)
+    if required is None:
         return Reason.UNKNOWN_CLASS
-    if demand.public:
+    if required.public:
         return Reason.PUBLIC_BOUND if descriptor.clip_norm or descriptor.noise_multiplier else None
     try:
-        check_class_bound(demand, descriptor)
+        check_class_bound(required, descriptor)
     except ContributionRefused as refused:
         return refused.reason
     return None
@@ -182,7 +180,7 @@ def resolve(bounds: Sequence[Bound], policy: Policy, plan: StepPlan, *, max_occu
     """The schedule of each bound under a plan, and the depth of each class.
 
     `max_occurrences` is the cap on how often one contribution is used, if the sampler keeps one: for all classes, or
-    by class. A class with more than 256 distinct bounds has them taken to a grid, c down and z up, which is stricter.
+    by class. More than 256 distinct bounds of a class are rounded to a grid, c down and z up, which is stricter.
     """
     columns = BoundColumns.of(bounds)
     for name in sorted({columns.names[row] for row in np.unique(columns.cls)}):
@@ -212,27 +210,21 @@ def resolve(bounds: Sequence[Bound], policy: Policy, plan: StepPlan, *, max_occu
 def _check_plan(name: str, policy: Policy, plan: StepPlan) -> None:
     """The plan was made under this policy: a class with another depth or δ is not the one that was signed for."""
     if name not in policy.classes:
-        raise AdmissionError(
-            "admit.class-unknown", f"the policy has no class {name!r}", "resolve under the policy of the gate"
-        )
+        problem = f"the policy has no class {name!r}"
+        raise AdmissionError("admit.class-unknown", problem, "resolve under the policy of the gate")
     found = next((entry for entry in plan.classes if entry.name == name), None)
     if found is None:
-        raise AdmissionError(
-            "admit.class-not-in-plan",
-            f"the plan has no class {name!r}, which was admitted",
-            "plan for it, or admit without it",
-        )
+        problem = f"the plan has no class {name!r}, which was admitted"
+        raise AdmissionError("admit.class-not-in-plan", problem, "plan for it, or admit without it")
     entry = policy.classes[name]
-    told = (found.public, found.profile, found.delta)
-    wanted = (entry.public, str(entry.profile), 0.0 if entry.public else policy.corpus.delta)
+    delta = 0.0 if entry.public else policy.corpus.delta
     same_depth = entry.profile.described_by(found.profile)  # the plan may name an adapter more exactly
-    if not same_depth or (told[0], told[2]) != (wanted[0], wanted[2]):
-        raise AdmissionError(
-            "admit.plan-of-other-policy",
-            f"class {name!r} is public={told[0]}, reaches {told[1]}, δ = {told[2]:g} in the plan; "
-            f"public={wanted[0]}, {wanted[1]}, δ = {wanted[2]:g} in the policy",
-            "make the plan under the policy of the gate",
+    if not same_depth or (found.public, found.delta) != (entry.public, delta):
+        problem = (
+            f"class {name!r} is public={found.public}, reaches {found.profile}, δ = {found.delta:g} in the plan; "
+            f"public={entry.public}, {entry.profile}, δ = {delta:g} in the policy"
         )
+        raise AdmissionError("admit.plan-of-other-policy", problem, "make the plan under the policy of the gate")
 
 
 def _merge_to_grid(columns: BoundColumns, members: Int64Array) -> tuple[BoundColumns, NDArray[np.int32], float | None]:
@@ -309,18 +301,8 @@ def _resolve_bound(bound: Bound, plan: StepPlan, cap: int | None) -> ResolvedBou
 
 
 def _resolve_public(bound: Bound) -> ResolvedBound:
-    """In a public class nothing is owed to anybody."""
+    """A public class keeps no bound."""
     return ResolvedBound(
-        bound=bound,
-        scale=1.0,
-        ceiling=math.inf,
-        sigma_acc=0.0,
-        sigma=math.inf,
-        occurrences=math.inf,
-        capped=False,
-        variance_floor=0.0,
-        variance_ceiling=0.0,
-        variance=0.0,
-        epsilon_signed=math.inf,
-        epsilon=0.0,
-    )
+        bound=bound, scale=1.0, ceiling=math.inf, sigma_acc=0.0, sigma=math.inf, occurrences=math.inf, capped=False,
+        variance_floor=0.0, variance_ceiling=0.0, variance=0.0, epsilon_signed=math.inf, epsilon=0.0,
+    )  # fmt: skip

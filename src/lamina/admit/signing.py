@@ -1,4 +1,4 @@
-"""Sign the contributions of a folder; keep what is signed already unless that would loosen it."""
+"""Sign the contributions of a folder; keep what is already signed, and never loosen it without `force`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lamina.plan.policy import Policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviousSignature:
-    """Descriptor and attestation as far as they can be read; `attested` if there is an attestation at all."""
+    """Descriptor and attestation as far as they can be read; `attested` if there is an attestation file."""
 
     descriptor: Descriptor | None
     claims: Attestation | None
@@ -47,31 +47,26 @@ class PreviousSignature:
             claims = None if given.attestation is None else Attestation.decode(given.attestation)
         return cls(descriptor=descriptor, claims=claims, attested=given.attestation is not None)
 
-    def names_other_key(self, kid: bytes | None) -> bool:
-        """Whether it names another key than this one. Its signature cannot be verified: only its thumbprint is known.
+    def names_other_key(self, key: PrivateKey | None) -> bool:
+        """Whether it names another key. The thumbprint decides: without that key the signature cannot be verified.
 
-        What was torn while this key replaced it names this key in its descriptor, which is written first.
+        If signing with this key was interrupted, the descriptor, which is written first, names this key.
         """
-        owner = None
-        if self.descriptor is not None:
-            owner = self.descriptor.contributor
-        elif self.claims is not None:
-            owner = self.claims.kid
+        signed, kid = self.descriptor, None if key is None else key.public.id
+        owner = signed.contributor if signed is not None else None if self.claims is None else self.claims.kid
         return self.attested and owner is not None and owner != kid
 
-    def by(self, key: PrivateKey | None) -> Descriptor | None:
-        """The descriptor, if it names this key; whether it is signed is another question."""
-        if key is None or self.descriptor is None or self.descriptor.contributor != key.public.id:
-            return None
-        return self.descriptor
+    def descriptor_by(self, key: PrivateKey | None) -> Descriptor | None:
+        """The descriptor, if it names this key; it need not be signed."""
+        signed = self.descriptor
+        return signed if key is not None and signed is not None and signed.contributor == key.public.id else None
 
-    def holds(self, key: PrivateKey | None) -> bool:
+    def is_signed_by(self, key: PrivateKey | None) -> bool:
         """Whether the two belong together and this key signed them."""
         if key is None or self.descriptor is None or self.claims is None:
             return False
-        return self.claims.mismatch(self.descriptor) is None and self.claims.signed_by(
-            key.public, self.descriptor.digest()
-        )
+        matches = self.claims.mismatch(self.descriptor) is None
+        return matches and self.claims.signed_by(key.public, self.descriptor.digest())
 
 
 def is_as_strict(signed: Descriptor, terms: SigningTerms) -> bool:
@@ -81,18 +76,19 @@ def is_as_strict(signed: Descriptor, terms: SigningTerms) -> bool:
     return signed.clip_norm <= terms.clip_norm and signed.noise_multiplier >= terms.noise_multiplier
 
 
-def would_loosen(terms: SigningTerms, signed: Descriptor, demands: PolicyChecks) -> bool:
+def would_loosen(terms: SigningTerms, signed: Descriptor, checks: PolicyChecks) -> bool:
     """Whether signing `terms` would give up anything that was promised: c, z or depth."""
-    if signed.noise_multiplier:
-        if not terms.noise_multiplier:
-            return True
-        if terms.clip_norm > signed.clip_norm or terms.noise_multiplier < signed.noise_multiplier:
-            return True
+    if signed.noise_multiplier and (
+        not terms.noise_multiplier
+        or terms.clip_norm > signed.clip_norm
+        or terms.noise_multiplier < signed.noise_multiplier
+    ):
+        return True
     if signed.profile is None:
         return False
-    if not demands.profile_allows(signed.profile, terms.admissibility):
+    if not checks.profile_allows(signed.profile, terms.admissibility):
         return True
-    return terms.profile is None and not demands.classes[terms.admissibility].profile.whole
+    return terms.profile is None and not checks.classes[terms.admissibility].profile.whole
 
 
 def strictest_terms(terms: SigningTerms, signed: Descriptor) -> SigningTerms:
@@ -107,6 +103,7 @@ def strictest_terms(terms: SigningTerms, signed: Descriptor) -> SigningTerms:
 
 
 SECONDS_PER_YEAR = 365 * 86_400
+_FORCE = "sign it by force"
 
 
 class SigningState(enum.Enum):
@@ -115,16 +112,16 @@ class SigningState(enum.Enum):
     SIGNED = "signed"
     KEPT = "kept"
     STRICTER = "kept: stricter than asked"
-    ANOTHER = "kept: signed by another key"
+    OTHER_KEY = "kept: signed by another key"
     REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SigningOutcome:
-    """One contribution after `attest_folder` has looked at it.
+    """One contribution after `attest_folder`.
 
-    `problem` says why it was refused, or what else is to be known of one that was kept. `replaced` is what `force`
-    did away with: STRICTER or ANOTHER. `carried`: signed anew, with a bound or depth of its own that was stricter.
+    `problem` says why it was refused, or why a stricter one was kept. `replaced` is what `force` replaced: STRICTER or
+    OTHER_KEY. `carried`: signed anew, and kept the stricter bound or depth that it had.
     """
 
     id: str
@@ -137,7 +134,7 @@ class SigningOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidityWindow:
-    """When what is signed is valid: from now on, for a year, where nothing else is asked for."""
+    """When the signature is valid: by default from now on, for a year."""
 
     not_before: int | None
     expires: int | None
@@ -145,11 +142,8 @@ class ValidityWindow:
 
     def __post_init__(self) -> None:
         if not self.begin < self.end:
-            raise AdmissionError(
-                "admit.window-empty",
-                f"the window ends at {format_utc(self.end)}, and begins at {format_utc(self.begin)}",
-                "give a later end",
-            )
+            problem = f"the validity ends at {format_utc(self.end)}, before it begins at {format_utc(self.begin)}"
+            raise AdmissionError("admit.window-empty", problem, "give a later end")
 
     @property
     def begin(self) -> int:
@@ -161,16 +155,13 @@ class ValidityWindow:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing that is signed for it would ever be admitted."""
+        """Whether it is over already, so that nothing signed for it would ever be admitted."""
         return self.end <= self.now
 
-    def fits(self, signed: Descriptor) -> bool:
-        """Whether what is signed need not be signed again: it has not ended, and nobody asks for another window."""
-        return (
-            self.now < signed.expires
-            and self.not_before in (None, signed.not_before)
-            and self.expires in (None, signed.expires)
-        )
+    def keeps(self, signed: Descriptor) -> bool:
+        """Whether the window that was signed can stay: it has not ended, and no other was asked for."""
+        same = self.not_before in (None, signed.not_before) and self.expires in (None, signed.expires)
+        return same and self.now < signed.expires
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +176,8 @@ class _SigningRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signer:
+    """Signs one contribution after the other under the same request."""
+
     key: PrivateKey | None
     window: ValidityWindow
     policy_checks: PolicyChecks
@@ -199,21 +192,20 @@ class Signer:
         if given.read_error is not None:
             raise ContributionRefused(*given.read_error)
         if not isinstance(given.payload, Path):
-            raise AdmissionError(
-                "admit.payload-missing", "there is no payload", "put one payload.npz, payload.csv or payload.* there"
-            )
+            remedy = "put payload.npz, payload.csv or one other payload.* there"
+            raise AdmissionError("admit.payload-missing", "it has no payload", remedy)
         os.close(open_regular_file(given.payload))  # a link is refused here as it would be at the gate
         asked = _SigningRequest(terms=terms, items=count_examples(given.payload), tag=tag, anchor=anchor)
         prior = PreviousSignature.of(given)
         if self.force:
             return self._write(given.id, given.payload, asked, folder, replaced=self._what_force_replaces(prior, terms))
-        if prior.names_other_key(None if self.key is None else self.key.public.id):
+        if prior.names_other_key(self.key):
             digest = None if prior.descriptor is None else prior.descriptor.digest()
-            return SigningOutcome(id=given.id, state=SigningState.ANOTHER, digest=digest)
-        signed = prior.by(self.key)
+            return SigningOutcome(id=given.id, state=SigningState.OTHER_KEY, digest=digest)
+        signed = prior.descriptor_by(self.key)
         if signed is None or signed.audience != terms.audience:
             return self._write(given.id, given.payload, asked, folder)
-        valid = prior.holds(self.key)
+        valid = prior.is_signed_by(self.key)
         same = valid and commit(signed.nonce, given.payload) == signed.commitment
         if same and (kept := self._kept(given.id, asked, signed, prior)) is not None:
             return kept
@@ -222,18 +214,17 @@ class Signer:
         return self._write(given.id, given.payload, carried, folder, carried=stricter)
 
     def _what_force_replaces(self, prior: PreviousSignature, terms: SigningTerms) -> SigningState | None:
-        """What is done away with by signing `terms` whatever there is."""
-        if prior.names_other_key(None if self.key is None else self.key.public.id):
-            return SigningState.ANOTHER
-        signed = prior.by(self.key)
-        if signed is None or signed.audience != terms.audience or not prior.holds(self.key):
+        if prior.names_other_key(self.key):
+            return SigningState.OTHER_KEY
+        signed = prior.descriptor_by(self.key)
+        if signed is None or signed.audience != terms.audience or not prior.is_signed_by(self.key):
             return None
         return SigningState.STRICTER if would_loosen(terms, signed, self.policy_checks) else None
 
     def _kept(
         self, id: str, asked: _SigningRequest, signed: Descriptor, prior: PreviousSignature
     ) -> SigningOutcome | None:
-        """What is signed already, by this key for this payload, if there is nothing to sign again."""
+        """What this key already signed for this payload, if there is nothing to sign again."""
         assert prior.claims is not None
         try:
             self.policy_checks.check(signed)
@@ -247,23 +238,22 @@ class Signer:
             return SigningOutcome(id=id, state=SigningState.STRICTER, digest=signed.digest(), problem=problem)
         if not (
             is_as_strict(signed, asked.terms)
-            and self.window.fits(signed)
+            and self.window.keeps(signed)
             and signed.items == asked.items
             and asked.tag in (None, prior.claims.tag)
             and asked.anchor in (None, signed.anchor)
             and (not self.named or signed.data_class == asked.terms.data_class)
         ):
             return None
-        return SigningOutcome(
-            id=id, state=SigningState.STRICTER if stricter else SigningState.KEPT, digest=signed.digest()
-        )
+        state = SigningState.STRICTER if stricter else SigningState.KEPT
+        return SigningOutcome(id=id, state=state, digest=signed.digest())
 
     def _merged_with_previous(
         self, asked: _SigningRequest, signed: Descriptor, prior: PreviousSignature, *, valid: bool, same: bool
     ) -> _SigningRequest:
-        """What is asked, and of what was signed before all that was stricter or is not asked for now.
+        """The request, with whatever was signed before and is stricter, or is not part of the request.
 
-        Refused where that cannot be had together: then something would be taken back.
+        Refused where the two cannot be combined: signing would take back something.
         """
         terms = asked.terms
         try:
@@ -272,21 +262,18 @@ class Signer:
                 terms = strictest_terms(terms, signed)
                 terms = terms if self.named else replace(terms, data_class=signed.data_class)
             elif would_loosen(terms, signed, self.policy_checks):
-                raise AdmissionError("admit.would-loosen", f"it was signed as {signed.admissibility!r}", "sign it by force")
+                raise AdmissionError("admit.would-loosen", f"it was signed as {signed.admissibility!r}", _FORCE)
         except (ContributionRefused, AdmissionError) as error:
             why = error.detail if isinstance(error, ContributionRefused) else error.problem
             if valid:
-                raise AdmissionError(
-                    "admit.would-loosen",
-                    f"signing it again would loosen what was signed ({why}): only by force",
-                    "sign it by force",
-                ) from None
+                problem = f"signing it again would loosen what was signed ({why}): only force does that"
+                raise AdmissionError("admit.would-loosen", problem, _FORCE) from None
         tag = prior.claims.tag if asked.tag is None and valid and prior.claims is not None else asked.tag
         anchor = signed.anchor if asked.anchor is None and same else asked.anchor
         return _SigningRequest(terms=terms, items=asked.items, tag=tag, anchor=anchor)
 
     def _check(self, terms: SigningTerms, signed: Descriptor) -> None:
-        """Whether the policy would admit the strictest of both. Refused otherwise."""
+        """Check that the policy admits the strictest of both. ContributionRefused otherwise."""
         if not would_loosen(terms, signed, self.policy_checks):
             return
         stricter = strictest_terms(terms, signed)
@@ -300,33 +287,23 @@ class Signer:
         )
 
     def _write(
-        self,
-        id: str,
-        payload: Path,
-        asked: _SigningRequest,
-        folder: Path,
-        *,
-        replaced: SigningState | None = None,
-        carried: bool = False,
-    ) -> SigningOutcome:
+        self, id: str, payload: Path, asked: _SigningRequest, folder: Path, *,
+        replaced: SigningState | None = None, carried: bool = False,
+    ) -> SigningOutcome:  # fmt: skip
+        outcome = SigningOutcome(id=id, state=SigningState.SIGNED, replaced=replaced, carried=carried)
         if self.dry_run or self.key is None:
-            return SigningOutcome(id=id, state=SigningState.SIGNED, replaced=replaced, carried=carried)
+            return outcome
         nonce = secrets.token_bytes(NONCE_BYTES)
+        contributor, commitment = self.key.public.id, commit(nonce, payload)
         descriptor = asked.terms.descriptor(
-            contributor=self.key.public.id,
-            nonce=nonce,
-            commitment=commit(nonce, payload),
-            items=asked.items,
-            anchor=asked.anchor,
+            contributor=contributor, nonce=nonce, commitment=commitment, items=asked.items, anchor=asked.anchor
         )
         signed = attest(descriptor, self.key, issued_at=self.window.now, subject_tag=asked.tag)
         # The attestation last: until it is there, the pair does not verify, and the next call signs again.
         mode = os.stat(payload).st_mode & 0o666  # whoever may read the payload may read what is signed about it
         keys.replace_file(folder / DESCRIPTOR_FILE, descriptor.encode(), "the descriptor", mode=mode, durable=False)
         keys.replace_file(folder / ATTESTATION_FILE, signed, "the attestation", mode=mode, durable=False)
-        return SigningOutcome(
-            id=id, state=SigningState.SIGNED, digest=descriptor.digest(), replaced=replaced, carried=carried
-        )
+        return replace(outcome, digest=descriptor.digest())
 
 
 _Value = TypeVar("_Value", str, bytes)
@@ -338,19 +315,16 @@ def contribution_ids(folder: str | Path) -> tuple[Path, list[str]]:
     try:
         names = os.listdir(root)
     except OSError as error:
-        raise AdmissionError(
-            "admit.folder-unreadable",
-            f"'{root}' cannot be listed: {error.strerror}",
-            "give a contribution (a folder with payload.*), or the folder that holds one folder for each",
-        ) from None
+        problem = f"cannot list '{root}': {error.strerror}"
+        remedy = "give a contribution (a folder with payload.*), or the folder with one folder per contribution"
+        raise AdmissionError("admit.folder-unreadable", problem, remedy) from None
     if any(name.split(".", 1)[0] == PAYLOAD_STEM and not (root / name).is_dir() for name in names):
         whole = root.resolve()
         return whole.parent, [whole.name]
     found = sorted(name for name in names if not name.startswith(".") and (root / name).is_dir())
     if not found:
-        raise AdmissionError(
-            "admit.no-contributions", f"'{root}' holds no contributions", "put each into a folder: ID/payload.npz"
-        )
+        problem = f"'{root}' has no contributions"
+        raise AdmissionError("admit.no-contributions", problem, "put each into a folder: ID/payload.npz")
     return root, found
 
 
@@ -373,57 +347,39 @@ def attest_folder(
     dry_run: bool = False,
     now: int | None = None,
 ) -> Iterator[SigningOutcome]:
-    """Sign every contribution of a folder, or the one that the folder is; says of each what became of it.
+    """Sign every contribution of a folder, or the one that the folder is. Yields the outcome of each.
 
-    `cls` is the class of all, or of each by id. `subjects` says whom each is about: only a tag under `subject_key` is
-    signed. What this key signed already for this very payload is kept if the policy still admits it and nothing
-    stricter is asked for; so a second call finishes what an interrupted one began. Without `force` nothing that was
-    promised is taken back: a stricter bound or depth stays, and what another key signed is left alone.
-    One contribution that cannot be signed stops no other. Everything that is wrong for all of them is refused before
-    the first is signed. `dry_run` says the same and writes nothing; only then the key may be missing, and whatever is
-    signed counts as another's.
+    `cls` is the class of all, or of each by id. `subjects` names the person of each; only a tag of the name under
+    `subject_key` is signed. A contribution that this key already signed is kept if the payload is the same, the policy
+    still admits it and nothing stricter is asked for, so a second call finishes an interrupted one. Without `force`
+    nothing is taken back: a stricter bound or depth stays, and what another key signed is left alone.
+    One contribution that cannot be signed stops no other. What is wrong for all of them is refused before the first
+    is signed. `dry_run` yields the same and writes nothing; only then may the key be missing, and every signature
+    counts as another key's.
     """
     root, ids = contribution_ids(folder)
     moment = int(time.time()) if now is None else now
     window = ValidityWindow(not_before=not_before, expires=expires, now=moment)
     if window.is_over and not force:
-        raise AdmissionError(
-            "admit.window-over",
-            f"the window ended at {format_utc(window.end)}: it would never be admitted",
-            "give a later end, or sign by force",
-        )
+        problem = f"the validity ended at {format_utc(window.end)}, so it would never be admitted"
+        raise AdmissionError("admit.window-over", problem, "give a later end, or sign by force")
     if key is None and not dry_run:
         raise AdmissionError(
-            "admit.signing-key-missing", "there is no key to sign with", "give the private key of the contributor"
+            "admit.signing-key-missing", "there is no key to sign with", "give the contributor's private key"
         )
     if (subjects is None) != (subject_key is None):
-        raise AdmissionError(
-            "admit.subjects-without-key",
-            "a subject key is given without subjects" if subjects is None else "subjects are given without a key",
-            "give both: only a keyed tag of a subject is signed",
-        )
+        given = "a subject key is given without subjects" if subjects is None else "subjects are given without a key"
+        raise AdmissionError("admit.subjects-without-key", given, "give both: only a keyed tag of a subject is signed")
     classes = {cls} if isinstance(cls, str) else {cls[id] for id in ids if id in cls}
     terms = {
         name: SigningTerms.make(
-            policy,
-            name,
-            not_before=window.begin,
-            expires=window.end,
-            data_class=data_class,
-            clip_norm=clip_norm,
-            noise_multiplier=noise_multiplier,
-            profile=profile,
+            policy, name, not_before=window.begin, expires=window.end, data_class=data_class, clip_norm=clip_norm,
+            noise_multiplier=noise_multiplier, profile=profile,
         )
         for name in sorted(classes)
-    }
-    signer = Signer(
-        key=key,
-        window=window,
-        policy_checks=PolicyChecks(policy),
-        named=data_class is not None,
-        force=force,
-        dry_run=dry_run,
-    )
+    }  # fmt: skip
+    checks, named = PolicyChecks(policy), data_class is not None
+    signer = Signer(key=key, window=window, policy_checks=checks, named=named, force=force, dry_run=dry_run)
     source = FolderContributions(root)
 
     def outcomes() -> Iterator[SigningOutcome]:
@@ -436,14 +392,13 @@ def attest_folder(
             except LaminaError as error:
                 yield SigningOutcome(id=id, state=SigningState.REFUSED, problem=error.problem)
             except ContributionRefused as refused:
-                yield SigningOutcome(
-                    id=id, state=SigningState.REFUSED, problem=refused.detail or refused.reason.meaning
-                )
+                problem = refused.detail or refused.reason.meaning
+                yield SigningOutcome(id=id, state=SigningState.REFUSED, problem=problem)
 
     return outcomes()
 
 
 def _value_for(values: Mapping[str, _Value], id: str, what: str) -> _Value:
     if id not in values:
-        raise AdmissionError("admit.value-missing-for-id", f"there is no {what} for it", f"give it a {what}")
+        raise AdmissionError("admit.value-missing-for-id", f"it has no {what}", f"give it a {what}")
     return values[id]

@@ -1,7 +1,4 @@
-"""What the gate decides about a contribution.
-
-A reason to refuse it, or a row to keep with the bound it signed; and the register of earlier admissions.
-"""
+"""What the gate decides: a reason to refuse a contribution, or a row with the bound it signed; earlier admissions."""
 
 from __future__ import annotations
 
@@ -24,43 +21,100 @@ from lamina.admit.key_ring import KeyRing
 from lamina.plan.table import printable
 
 
-class PackedBytes:
-    """An append-only list of byte strings. It takes their bytes, and eight more for each."""
+class PackedTexts(Sequence[str]):
+    """An append-only list of texts, end to end in UTF-8, and where each begins.
 
-    __slots__ = ("_data", "_ends")
+    It takes 8 bytes a text more than its letters; a Python string takes 50 more, and a dict entry another hundred.
 
-    def __init__(self, items: Iterable[bytes] = ()) -> None:
-        self._data = bytearray()
-        self._ends = array("q")
-        for item in items:
-            self.append(item)
+    >>> PackedTexts(["a", "βγ", ""])[1]
+    'βγ'
+    """
 
-    def append(self, item: bytes) -> None:
-        self._data += item
-        self._ends.append(len(self._data))
+    __slots__ = ("_data", "_starts")
 
-    def __len__(self) -> int:
-        return len(self._ends)
+    def __init__(self, values: Iterable[Any] = ()) -> None:
+        self._data, self._starts = bytearray(), array("q", [0])
+        for value in values:
+            self.append(str(value))
 
-    def __getitem__(self, row: int) -> bytes:
-        end = self._ends[row]  # raises IndexError, and takes -1 for the last
-        row %= len(self._ends)
-        return bytes(self._data[self._ends[row - 1] if row else 0 : end])
+    @classmethod
+    def packed(cls, data: bytes, starts: NDArray[np.int64]) -> PackedTexts:
+        """From `data` and `starts` as they were."""
+        made = cls()
+        made._data, made._starts = bytearray(data), array("q", starts.astype(np.int64).tobytes())
+        return made
 
-    def keep(self, mask: NDArray[np.bool_]) -> None:
-        """Drop the others."""
-        kept = PackedBytes(self[int(row)] for row in np.flatnonzero(mask))
-        self._data, self._ends = kept._data, kept._ends
+    @property
+    def data(self) -> bytes:
+        return bytes(self._data)
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """(n + 1,): text i is data[starts[i] : starts[i + 1]]."""
+        return np.array(self._starts, dtype=np.int64)
 
     @property
     def nbytes(self) -> int:
-        return len(self._data) + 8 * len(self._ends)
+        return len(self._data) + 8 * len(self)
+
+    def append(self, text: str) -> None:
+        self._data += text.encode("utf-8", "surrogatepass")
+        self._starts.append(len(self._data))
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        return self._bytes(range(len(self))[index]).decode("utf-8", "surrogatepass")
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._bytes(row).decode("utf-8", "surrogatepass") for row in range(len(self)))
+
+    def _bytes(self, row: int) -> bytes:
+        return bytes(self._data[self._starts[row] : self._starts[row + 1]])
+
+    def keep(self, mask: NDArray[np.bool_]) -> None:
+        """Drop the others."""
+        kept = PackedTexts(self[row] for row in np.flatnonzero(mask).tolist())
+        self._data, self._starts = kept._data, kept._starts
+
+    def find(self, wanted: Iterable[str]) -> dict[str, int]:
+        """The rows of those that are there. One pass over all texts, however many are wanted."""
+        missing = {text.encode("utf-8", "surrogatepass"): text for text in wanted}
+        found: dict[str, int] = {}
+        for row in range(len(self)):
+            if (text := self._bytes(row)) in missing:
+                found.setdefault(missing[text], row)
+        return found
+
+    def repeat(self) -> tuple[int, int] | None:
+        """Two rows with the same text, or None. Equal texts have equal hashes: only those are compared."""
+        hashes = np.fromiter(map(hash, map(self._bytes, range(len(self)))), dtype=np.int64, count=len(self))
+        order = np.argsort(hashes, kind="stable")
+        twins = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
+        seen: dict[bytes, int] = {}
+        for row in np.unique(order[np.concatenate([twins, twins + 1])]).tolist():
+            first = seen.setdefault(self._bytes(row), row)
+            if first != row:
+                return first, row
+        return None
+
+    def empty(self) -> int | None:
+        """The first row without any text, or None."""
+        rows = np.flatnonzero(np.diff(self.starts) == 0)
+        return int(rows[0]) if len(rows) else None
 
 
 class Reason(enum.Enum):
-    """A refusal of the gate or of the resolver. The value is what `--json` prints; it never changes its meaning.
+    """Why the gate or the resolver refuses a contribution. The value is what `--json` prints and never changes.
 
-    In the order in which they are looked for. The resolver's own are the two that end in "class".
+    In the order of the checks. The resolver's own are the two that end in "class".
     """
 
     meaning: str
@@ -71,45 +125,45 @@ class Reason(enum.Enum):
         member.meaning = meaning
         return member
 
-    BAD_ID = "bad-id", "its id is empty, longer than 255 bytes, or not printable text"
+    BAD_ID = "bad-id", "its id is empty, longer than 255 bytes, or not printable"
     UNREADABLE = "unreadable", "it cannot be read: a link, a device, several payloads, no permission"
-    TOO_LARGE = "too-large", "descriptor, attestation or payload has more bytes than are looked at"
-    NO_ATTESTATION = "no-attestation", "nobody signed it"
-    NO_DESCRIPTOR = "no-descriptor", "what was signed is not there"
-    NO_PAYLOAD = "no-payload", "there is no data"
-    MALFORMED = "malformed", "descriptor or attestation is not the one strict encoding of a valid one"
+    TOO_LARGE = "too-large", "its descriptor, attestation or payload is too large"
+    NO_ATTESTATION = "no-attestation", "it is not signed"
+    NO_DESCRIPTOR = "no-descriptor", "its descriptor is missing"
+    NO_PAYLOAD = "no-payload", "its payload is missing"
+    MALFORMED = "malformed", "its descriptor or attestation is not valid, or not in canonical encoding"
     UNKNOWN_SCHEMA = "unknown-schema", "the descriptor has a version that this program does not know"
-    WRONG_ALGORITHM = "wrong-algorithm", "signed under an algorithm that is not allowed, or not for this key"
+    WRONG_ALGORITHM = "wrong-algorithm", "its signature algorithm is not allowed, or not for this key"
     UNKNOWN_KEY = "unknown-key", "the key ring does not have the key that signed it"
     WRONG_ROLE = "wrong-role", "the key is registered, but not for contributors"
     REVOKED_KEY = "revoked-key", "the key that signed it is revoked"
-    RETIRED_KEY = "retired-key", "it claims to be signed after its key was replaced"
-    EARLY_KEY = "key-not-yet-valid", "it is used, or claims to be signed, before its key becomes valid"
-    BAD_SIGNATURE = "bad-signature", "the signature is not the key's over this descriptor"
-    MISMATCH = "mismatch", "the signed claims say something else than the descriptor"
+    RETIRED_KEY = "retired-key", "it was signed after its key was replaced"
+    EARLY_KEY = "key-not-yet-valid", "it is used, or was signed, before its key became valid"
+    BAD_SIGNATURE = "bad-signature", "the key did not sign this descriptor"
+    MISMATCH = "mismatch", "its attestation and its descriptor do not say the same"
     WRONG_AUDIENCE = "wrong-audience", "it was signed for another corpus"
-    NOT_YET_VALID = "not-yet-valid", "its window has not begun, or it claims to be signed in the future"
-    EXPIRED = "expired", "its window is over"
-    POLICY_MISMATCH = "policy-mismatch", "it was signed under floors that never were this corpus's"
+    NOT_YET_VALID = "not-yet-valid", "its validity has not begun, or its signing time is in the future"
+    EXPIRED = "expired", "its validity has ended"
+    POLICY_MISMATCH = "policy-mismatch", "it was signed under floors that this corpus never had"
     UNKNOWN_CLASS = "unknown-class", "the policy does not have its admissibility class"
-    UNBOUNDED_CLASS = "unbounded-class", "its class bounds no ε, so that no bound can be held against it"
-    PUBLIC_BOUND = "bound-in-public-class", "it signs a bound, which a public class would not keep"
+    UNBOUNDED_CLASS = "unbounded-class", "its class has no bound on ε, so no signed bound can be checked"
+    PUBLIC_BOUND = "bound-in-public-class", "it signed a bound, which a public class does not keep"
     CLIP_BELOW_FLOOR = "clip-norm-below-floor", "its clip norm is below the corpus minimum"
     NOISE_BELOW_FLOOR = "noise-below-floor", "its noise multiplier is below the corpus minimum"
-    CLIP_ABOVE_CLASS = "clip-norm-above-class", "its clip norm is more permissive than its class"
-    NOISE_BELOW_CLASS = "noise-below-class", "its noise multiplier is more permissive than its class"
+    CLIP_ABOVE_CLASS = "clip-norm-above-class", "its clip norm is above the one of its class"
+    NOISE_BELOW_CLASS = "noise-below-class", "its noise multiplier is below the one of its class"
     PROFILE_MISMATCH = "profile-mismatch", "its class reaches deeper than the depth profile that was signed"
-    PAYLOAD_MISMATCH = "payload-mismatch", "the data is not what was committed to"
-    CHECK_FAILED = "check-failed", "the check itself could not be finished; nothing enters on half a check"
+    PAYLOAD_MISMATCH = "payload-mismatch", "its payload is not the one that was signed"
+    CHECK_FAILED = "check-failed", "a check failed to run, so it is not admitted"
     REPLAYED = "replayed", "the same attestation or descriptor was admitted before"
-    WITHDRAWN = "withdrawn", "it was withdrawn, which the ledger remembers for good"
+    WITHDRAWN = "withdrawn", "it was withdrawn, which is final"
     DUPLICATE_ID = "duplicate-id", "another contribution has the same id"
     DUPLICATE_SUBJECT = "duplicate-subject", "another contribution is about the same person"
-    CLASS_FULL = "class-full", "its class holds as many contributions as were declared"
-    OUT_OF_REACH = "out-of-reach", "no scale of its class's thresholds keeps its bound under this plan"
-    GONE = "gone", "it was admitted, and its source no longer has it"
-    CHANGED = "changed", "it was admitted, and its descriptor or attestation is another one now"
-    NOT_REPEATED = "not-repeated", "its epoch is over, and its source cannot be read a second time"
+    CLASS_FULL = "class-full", "its class already has its declared population"
+    OUT_OF_REACH = "out-of-reach", "under this plan no scale of its thresholds keeps its bound"
+    GONE = "gone", "it was admitted, but its source no longer has it"
+    CHANGED = "changed", "it was admitted, but its descriptor or attestation has changed"
+    NOT_REPEATED = "not-repeated", "its epoch is over, and its source can be read only once"
 
     def __str__(self) -> str:
         return str(self.value)
@@ -121,7 +175,7 @@ REASON_CODES = {reason: code for code, reason in enumerate(REASONS)}  # how a re
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One contribution that does not enter. `id` and `detail` are safe to print: see `plain`."""
+    """One contribution that is not admitted. `id` and `detail` are safe to print: see `printable`."""
 
     id: str
     reason: Reason
@@ -136,7 +190,7 @@ class Refusal:
 
 
 class ContributionRefused(Exception):
-    """How a check says no, inside this package: a verdict, not an error of ours."""
+    """Raised by a check that a contribution fails: a verdict, not an error."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(reason, detail)
@@ -148,14 +202,14 @@ class Refusals(Sequence[Refusal]):
     """Refusals in the order of their source. A flood of a million of them takes a hundred megabytes, not a gigabyte."""
 
     def __init__(self) -> None:
-        self._ids, self._details = PackedBytes(), PackedBytes()
+        self._ids, self._details = PackedTexts(), PackedTexts()
         self._codes, self._places = bytearray(), array("q")
         self._order: list[int] | None = None
 
     def add(self, place: int, id: str, reason: Reason, detail: str = "") -> None:
         """Note a refusal; `place` is the position in the source."""
-        self._ids.append(printable(id).encode())
-        self._details.append(printable(detail).encode())
+        self._ids.append(printable(id))
+        self._details.append(printable(detail))
         self._codes.append(REASON_CODES[reason])
         self._places.append(place)
         self._order = None
@@ -175,7 +229,7 @@ class Refusals(Sequence[Refusal]):
         return self._at(self._order[index])
 
     def _at(self, row: int) -> Refusal:
-        return Refusal(self._ids[row].decode(), REASONS[self._codes[row]], self._details[row].decode())
+        return Refusal(self._ids[row], REASONS[self._codes[row]], self._details[row])
 
     def __iter__(self) -> Iterator[Refusal]:
         return (self[index] for index in range(len(self)))
@@ -195,7 +249,7 @@ RefusedRows = dict[int, tuple[Reason, str]]  # row → why it may not enter
 
 
 class RegisterEntry(NamedTuple):
-    """What must not be admitted twice: (kid, cti), descriptor, subject. And the class, which has so many places."""
+    """What must not be admitted twice: (kid, cti), descriptor, subject. And the class, whose population is limited."""
 
     row: int  # of the admission that asks
     kid: bytes
@@ -212,7 +266,7 @@ class RegisterStatus(enum.Enum):
     """What a register says of an entry."""
 
     NEW = "new"
-    SAME = "same"  # it was admitted before by this very attestation: it stands, and takes no new place
+    SAME = "same"  # admitted before by this very attestation: it stays, and takes no new place
     REPLAYED = "replayed"  # its descriptor or token was admitted before, by another attestation
     REPRESENTED = "represented"  # its subject is there, under another descriptor
     WITHDRAWN = "withdrawn"
@@ -234,23 +288,23 @@ class SignedBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EntryContext:
-    """What a register may want of those who enter: their bytes, the keys that signed, the places of each class."""
+    """What a register may need about those who enter: their bytes, the keys that signed, the population of each class."""
 
-    read: Callable[[int], SignedBytes]  # by row; Refused if its source does not have it any more
+    read: Callable[[int], SignedBytes]  # by row; ContributionRefused if its source does not have it any more
     keys: KeyRing
     places: Mapping[str, int | None]
 
     def evidence(self, entry: RegisterEntry) -> SignedBytes:
-        """What was examined, read again; Refused if it is something else by now."""
+        """What was examined, read again; ContributionRefused if it has changed."""
         found = self.read(entry.row)
         given = tuple(hashlib.sha256(data).digest() for data in found)
         if given != (entry.descriptor, entry.attestation):
-            raise ContributionRefused(Reason.CHANGED, "it is another one than was examined a moment ago")
+            raise ContributionRefused(Reason.CHANGED, "it changed after it was examined")
         return found
 
 
 class Register(Protocol):
-    """Asked about everybody who passed, and told of everybody who is admitted."""
+    """Knows what was admitted before, and notes who is admitted now."""
 
     def look(self, entries: Sequence[RegisterEntry]) -> Sequence[RegisterStatus]:
         """What is known of each."""
@@ -261,9 +315,9 @@ class Register(Protocol):
         ...
 
     def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
-        """Note those who are new; who may not enter after all, since much may have happened since `look`.
+        """Note those who are new; returns who may not enter after all, because others entered since `look`.
 
-        Never more of a class than it has places, however many enter at the same time. The same again changes nothing.
+        A class never exceeds its population, however many enter at the same time. Repeating a call changes nothing.
         """
         ...
 
@@ -289,12 +343,12 @@ class MemoryRegister:
             known = self._known(entry)
             if known in REASON_OF_STATUS:
                 lost[entry.row] = REASON_OF_STATUS[known], ADMITTED_MEANWHILE
-            elif known is RegisterStatus.NEW and self._members[entry.cls] >= (
-                beside.places[entry.cls] or UNLIMITED_PLACES
-            ):
-                lost[entry.row] = class_full(entry.cls, beside.places[entry.cls])
             elif known is RegisterStatus.NEW:
-                self._add(entry)
+                places = beside.places[entry.cls]
+                if self._members[entry.cls] >= (places or UNLIMITED_PLACES):
+                    lost[entry.row] = class_full(entry.cls, places)
+                else:
+                    self._add(entry)
         return lost
 
     def _known(self, entry: RegisterEntry) -> RegisterStatus:
@@ -312,39 +366,32 @@ class MemoryRegister:
         self._members[entry.cls] += 1
 
 
-UNLIMITED_PLACES = 1 << 62  # places of a class that declares no population
-ADMITTED_MEANWHILE = "admitted elsewhere meanwhile"
+UNLIMITED_PLACES = 1 << 62  # of a class that declares no population
+ADMITTED_MEANWHILE = "admitted by another process meanwhile"
 
 
 def class_full(cls: str, places: int | None) -> tuple[Reason, str]:
-    """The refusal of who finds no place."""
-    return Reason.CLASS_FULL, f"class {cls!r} has {places} places"
+    """The refusal beyond the population of a class."""
+    return Reason.CLASS_FULL, f"class {cls!r} has a population of {places}"
 
 
-REGISTER_BATCH = 4096  # entries of one question to a register
+REGISTER_BATCH = 4096  # entries of one call of a register
 TAGGED, PROFILED = 1, 2  # flags: it has a subject tag; it signed a depth profile
 
 # Byte strings are void ("V"): numpy's "S" would drop the zeros at the end of a digest.
-ROW_DTYPE = np.dtype(
-    [
-        ("name", "V16"),  # BLAKE2b of the id
-        ("descriptor", "V32"),  # SHA-256 of its bytes: the identity of the contribution
-        ("attestation", "V32"),  # SHA-256 of its bytes
-        ("commitment", "V32"),
-        ("tag", "V32"),
-        ("nonce", "V16"),  # secret
-        ("cti", "V16"),
-        ("not_before", "<i8"),
-        ("expires", "<i8"),
-        ("issued", "<i8"),
-        ("clip_norm", "<i8"),  # both in 1e-6
-        ("noise_multiplier", "<i8"),
-        ("items", "<i8"),
-        ("key", "<u4"),  # row of the key ring
-        ("cls", "<u2"),  # row of the policy
-        ("flags", "<u1"),
-    ]
-)
+ROW_DTYPE = np.dtype([
+    ("name", "V16"),  # BLAKE2b of the id
+    ("descriptor", "V32"),  # SHA-256 of its bytes: the identity of the contribution
+    ("attestation", "V32"),  # SHA-256 of its bytes
+    ("commitment", "V32"), ("tag", "V32"),
+    ("nonce", "V16"),  # secret
+    ("cti", "V16"), ("not_before", "<i8"), ("expires", "<i8"), ("issued", "<i8"),
+    ("clip_norm", "<i8"), ("noise_multiplier", "<i8"),  # both in 1e-6
+    ("items", "<i8"),
+    ("key", "<u4"),  # row of the key ring
+    ("cls", "<u2"),  # row of the policy
+    ("flags", "<u1"),
+])  # fmt: skip
 ROW_STRUCT = struct.Struct("<16s32s32s32s32s16s16s6qIHB")
 assert ROW_STRUCT.size == ROW_DTYPE.itemsize
 
@@ -356,41 +403,29 @@ def pack_row(id: str, descriptor: Descriptor, attestation: Attestation, digest: 
     tag = attestation.tag
     flags = (TAGGED if tag is not None else 0) | (PROFILED if descriptor.profile is not None else 0)
     return ROW_STRUCT.pack(
-        id_hash(id),
-        descriptor.digest(),
-        digest,
-        descriptor.commitment,
-        _NO_TAG if tag is None else bytes.fromhex(tag),
-        descriptor.nonce,
-        attestation.cti,
-        descriptor.not_before,
-        descriptor.expires,
-        attestation.iat,
-        descriptor.clip_norm,
-        descriptor.noise_multiplier,
-        descriptor.items,
-        key,
-        cls,
-        flags,
-    )
+        id_hash(id), descriptor.digest(), digest, descriptor.commitment,
+        _NO_TAG if tag is None else bytes.fromhex(tag), descriptor.nonce, attestation.cti,
+        descriptor.not_before, descriptor.expires, attestation.iat,
+        descriptor.clip_norm, descriptor.noise_multiplier, descriptor.items, key, cls, flags,
+    )  # fmt: skip
 
 
 def id_hash(id: str) -> bytes:
-    """What stands for an id in a column: 16 bytes, never the same for two ids."""
+    """BLAKE2b of an id, which stands for it in a column."""
     return hashlib.blake2b(id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 class AdmittedRows:
-    """Rows with their ids and their places in the source."""
+    """Rows with their ids and their positions in the source."""
 
     def __init__(self) -> None:
         self._data = bytearray()
-        self.ids = PackedBytes()
+        self.ids = PackedTexts()
         self._places = bytearray()
 
     def add(self, place: int, id: str, row: bytes) -> None:
         self._data += row
-        self.ids.append(id.encode())
+        self.ids.append(id)
         self._places += place.to_bytes(8, "little")
 
     def __len__(self) -> int:
@@ -416,7 +451,7 @@ class AdmittedRows:
     def entries(
         self, rows: NDArray[np.int64], kids: Sequence[bytes], classes: Sequence[str]
     ) -> Iterator[tuple[NDArray[np.int64], list[RegisterEntry]]]:
-        """What a register is asked and told about these rows, a part of them after the other."""
+        """The register entries of these rows, in batches."""
         for start in range(0, len(rows), REGISTER_BATCH):
             part = rows[start : start + REGISTER_BATCH]
             found = zip(part.tolist(), self.table[part], strict=True)
@@ -425,28 +460,6 @@ class AdmittedRows:
     @property
     def nbytes(self) -> int:
         return len(self._data) + len(self._places) + self.ids.nbytes
-
-
-class RowIds(Sequence[str]):
-    """The ids of all rows."""
-
-    def __init__(self, packed: PackedBytes) -> None:
-        self._packed = packed
-
-    def __len__(self) -> int:
-        return len(self._packed)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(len(self)))]
-        return self._packed[index].decode()
-
-    def __iter__(self) -> Iterator[str]:
-        return (self[row] for row in range(len(self)))
 
 
 def unpack_row(row: bytes) -> np.void:
@@ -472,7 +485,7 @@ def _filter_in_place(data: bytearray, dtype: np.dtype[Any], mask: NDArray[np.boo
     try:
         data.append(0)
         data.pop()
-    except BufferError:  # somebody looks at it: leave him what he sees
+    except BufferError:  # somebody holds a view of it, which must not change
         return bytearray(np.frombuffer(data, dtype=dtype)[mask].tobytes())
     view = np.frombuffer(data, dtype=dtype)
     filled, at_once = 0, 1 << 16
