@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from refusals import raises_code
 from torch import nn
 
+from lamina.admit.verdicts import PackedTexts
 from lamina.allocate.make_plan import make_plan
-from lamina.corpus.contribution_index import PackedTexts
 from lamina.corpus.corpus import Corpus
 from lamina.corpus.example_sources import hash_parts, keyed_hasher
 from lamina.plan.layer_stack import LayerStack
@@ -131,7 +131,7 @@ def test_withdrawing() -> None:
     corpus = Corpus(X, unit=["p", "p", "q", "r", "r", "s"])
     assert (len(corpus), corpus.revision) == (4, 0)
     before = corpus.membership(b"k")
-    with raises_code("corpus.contribution-not-corpus"):
+    with raises_code("corpus.contribution-unknown"):
         corpus.withdraw("p", "x")
     assert (len(corpus), corpus.revision, corpus.membership(b"k")) == (4, 0, before)
     corpus.withdraw("p", "r")
@@ -232,78 +232,88 @@ def test_origin() -> None:
 
 
 REFUSED: list[tuple[str, Callable[[], Any], str, str]] = [
-    ("empty", lambda: Corpus(np.zeros((0, 3))), "corpus.corpus-no-examples", "at least one"),
-    ("unit too short", lambda: Corpus(X, unit=[1, 2, 3, 4]), "corpus.unit-entries-examples", "every example"),
+    ("empty", lambda: Corpus(np.zeros((0, 3))), "corpus.no-examples", "at least one"),
+    ("unit too short", lambda: Corpus(X, unit=[1, 2, 3, 4]), "corpus.unit-wrong-length", "every example"),
     (
         "unit per contribution",
         lambda: Corpus(X, unit=["p", "q", "r"]),
-        "corpus.unit-entries-examples",
+        "corpus.unit-wrong-length",
         r"np.repeat\(unit, 2\)",
     ),
-    ("unit as counts", lambda: Corpus(X, unit=[1, 2, 3]), "corpus.unit-entries-examples", r"np.repeat\(np.arange"),
-    ("unit two-dimensional", lambda: Corpus(X, unit=np.zeros((6, 1))), "corpus.shape", "flat"),
-    ("unit as text", lambda: Corpus(X, unit="patient"), "corpus.give-sequence-per", "sequence"),
-    ("unit missing", lambda: Corpus(X, unit=[1.0, np.nan, 1, 1, 1, 1]), "corpus.missing-position", "every example"),
+    ("unit as counts", lambda: Corpus(X, unit=[1, 2, 3]), "corpus.unit-wrong-length", r"np.repeat\(np.arange"),
+    ("unit two-dimensional", lambda: Corpus(X, unit=np.zeros((6, 1))), "corpus.column-not-flat", "flat"),
+    ("unit as text", lambda: Corpus(X, unit="patient"), "corpus.column-not-a-sequence", "sequence"),
+    ("unit missing", lambda: Corpus(X, unit=[1.0, np.nan, 1, 1, 1, 1]), "corpus.value-missing", "every example"),
     (
         "unit missing in an array",
         lambda: Corpus(X, unit=np.array([1, 1, 1, 1, 1, np.nan])),
-        "corpus.missing-position",
+        "corpus.value-missing",
         "every",
     ),
-    ("unit None", lambda: Corpus(X, unit=["a", "a", None, "a", "a", "a"]), "corpus.missing-position", "every example"),
-    ("unit of tensors", lambda: Corpus(X, unit=list(torch.zeros(6))), "corpus.list-tensors", "torch.stack"),
-    ("unit of lists", lambda: Corpus(X, unit=[[1]] * 6), "corpus.unit-values-not", "numbers or text"),
-    ("two units, one name", lambda: Corpus(X[:2], unit=[1, "1"]), "corpus.id-names-two", "its own id"),
-    ("ids twice", lambda: Corpus(X[:2], ids=["p", "p"]), "corpus.id-names-two", "unit=ids"),
-    ("empty id", lambda: Corpus(X[:2], ids=["p", ""]), "corpus.contribution-empty-id", "a name"),
-    ("ids too few", lambda: Corpus(X, ids=["p", "q"]), "corpus.entries-contributions-examples", "dict"),
+    ("unit None", lambda: Corpus(X, unit=["a", "a", None, "a", "a", "a"]), "corpus.value-missing", "every example"),
+    ("unit of tensors", lambda: Corpus(X, unit=list(torch.zeros(6))), "corpus.list-of-tensors", "torch.stack"),
+    ("unit of lists", lambda: Corpus(X, unit=[[1]] * 6), "corpus.unit-not-hashable", "numbers or text"),
+    ("two units, one name", lambda: Corpus(X[:2], unit=[1, "1"]), "corpus.id-repeated", "its own id"),
+    ("ids twice", lambda: Corpus(X[:2], ids=["p", "p"]), "corpus.id-repeated", "unit=ids"),
+    ("empty id", lambda: Corpus(X[:2], ids=["p", ""]), "corpus.id-empty", "a name"),
+    ("ids too few", lambda: Corpus(X, ids=["p", "q"]), "corpus.column-wrong-length", "dict"),
     (
         "subject twice",
         lambda: Corpus(X[:3], ids=["p", "q", "r"], subject=["s", "t", "s"]),
-        "corpus.contributions-same-subject",
+        "corpus.subject-repeated",
         "subject as unit=",
     ),
-    ("subject empty", lambda: Corpus(X[:2], subject=["s", ""]), "corpus.contribution-empty-subject", "or none"),
+    ("subject empty", lambda: Corpus(X[:2], subject=["s", ""]), "corpus.subject-empty", "or none"),
     (
         "classes disagree",
         lambda: Corpus(X, unit=[7, 3, 7, 5, 3, 7], cls=["b", "a", "b", "b", "b", "b"]),
-        "corpus.contribution-example-another",
+        "corpus.column-contradicts-itself",
         "one cls",
     ),
     (
         "classes disagree in an array",
         lambda: Corpus(X, unit=["z", "z", "a", "a", "z", "z"], cls=np.array(["b", "b", "a", "a", "b", "c"])),
-        "corpus.contribution-example-another",
+        "corpus.column-contradicts-itself",
         "one cls",
     ),
-    ("class missing", lambda: Corpus(X[:2], cls={0: "a"}), "corpus.no-entry-contribution", "every contribution"),
-    ("class of a stranger", lambda: Corpus(X[:1], cls={0: "a", 9: "a"}), "corpus.entry-no-examples", "leave it out"),
-    ("class numbers", lambda: Corpus(X[:2], cls=[0, 1]), "corpus.cls-names-class", "text"),
-    ("no class name", lambda: Corpus(X, cls=""), "corpus.cls-names-class", "text"),
+    ("class missing", lambda: Corpus(X[:2], cls={0: "a"}), "corpus.entry-missing", "every contribution"),
+    (
+        "class of a stranger",
+        lambda: Corpus(X[:1], cls={0: "a", 9: "a"}),
+        "corpus.entry-without-examples",
+        "leave it out",
+    ),
+    ("class numbers", lambda: Corpus(X[:2], cls=[0, 1]), "corpus.class-name-not-text", "text"),
+    ("no class name", lambda: Corpus(X, cls=""), "corpus.class-name-not-text", "text"),
     (
         "whose class",
         lambda: Corpus(X, unit=[2, 2, 1, 1, 3, 3], cls=["a", "b", "a"]),
-        "corpus.entry-per-contribution",
+        "corpus.column-order-ambiguous",
         "dict from unit",
     ),
-    ("classes, none given", lambda: Corpus(X, policy=policy_of(a={}, b={})), "corpus.policy-classes-cls", "give cls="),
-    ("class not in policy", lambda: Corpus(X, cls="z", policy=policy_of(a={})), "corpus.corpus-class-not", "class.z"),
-    ("policy path", lambda: Corpus(X, policy="policy.toml"), "corpus.policy", "Policy.load"),  # type: ignore[arg-type]
-    ("two origins", lambda: Corpus(X, origin="x", policy=policy_of(a={})), "corpus.origin-policy-says", "leave origin"),
+    ("classes, none given", lambda: Corpus(X, policy=policy_of(a={}, b={})), "corpus.class-not-given", "give cls="),
+    ("class not in policy", lambda: Corpus(X, cls="z", policy=policy_of(a={})), "corpus.class-unknown", "class.z"),
+    ("policy path", lambda: Corpus(X, policy="policy.toml"), "corpus.policy-not-a-policy", "Policy.load"),  # type: ignore[arg-type]
+    (
+        "two origins",
+        lambda: Corpus(X, origin="x", policy=policy_of(a={})),
+        "corpus.origin-not-of-policy",
+        "leave origin",
+    ),
     ("empty origin", lambda: Corpus(X, origin=""), "corpus.origin-empty", "leave it out"),
-    ("no windows", lambda: Corpus(X, examples_per_unit=0), "corpus.examples-per-unit", "leave it out"),
-    ("half a window", lambda: Corpus(X, examples_per_unit=0.5), "corpus.examples-per-unit", "leave it out"),  # type: ignore[arg-type]
-    ("a true window", lambda: Corpus(X, examples_per_unit=True), "corpus.examples-per-unit", "leave it out"),
-    ("unknown members", lambda: Corpus(X).members("z"), "corpus.class-not-corpus", "classes are data"),
-    ("class not in plan", lambda: Corpus(X, cls="z").check(plan_of(a={})), "corpus.corpus-class-not", "classes are a:"),
-    ("which class", lambda: Corpus(X).check(plan_of(a={}, b={})), "corpus.classes-corpus-not", "give cls="),
+    ("no windows", lambda: Corpus(X, examples_per_unit=0), "corpus.not-a-count", "leave it out"),
+    ("half a window", lambda: Corpus(X, examples_per_unit=0.5), "corpus.not-a-count", "leave it out"),  # type: ignore[arg-type]
+    ("a true window", lambda: Corpus(X, examples_per_unit=True), "corpus.not-a-count", "leave it out"),
+    ("unknown members", lambda: Corpus(X).members("z"), "corpus.class-not-in-corpus", "classes are data"),
+    ("class not in plan", lambda: Corpus(X, cls="z").check(plan_of(a={})), "corpus.class-unknown", "name one of a in"),
+    ("which class", lambda: Corpus(X).check(plan_of(a={}, b={})), "corpus.class-not-given", "give cls="),
     (
         "too many members",
         lambda: Corpus(np.zeros(11)).check(plan_of(a={})),
-        "corpus.class-contributions-above",
+        "corpus.population-too-small",
         "raise population",
     ),
-    ("plan of another kind", lambda: Corpus(X).check("plan"), "corpus.plan", "make_plan"),  # type: ignore[arg-type]
+    ("plan of another kind", lambda: Corpus(X).check("plan"), "corpus.plan-not-a-plan", "make_plan"),  # type: ignore[arg-type]
 ]
 
 

@@ -105,25 +105,25 @@ def test_numbers_are_read_exactly(tmp_path_factory: pytest.TempPathFactory, valu
 
 
 TABLES: list[tuple[str, str, dict[str, Any], str, str]] = [
-    ("text", "a,b\n1,2\n3,hot\n", {}, "corpus.line-text-column", "public table"),
-    ("text in y", "a,y\n1,sick\n", {"y": "y"}, "corpus.line-text-column", r"numpy.unique\(y"),
-    ("missing", "a,b\n1,2\n3,\n", {}, "corpus.line-no-value", "public constant"),
-    ("missing by name", "a,b\nNA,2\n", {}, "corpus.line-no-value", "never with a mean"),
-    ("not a number", "a,b\n1,2\n1,-NaN\n", {}, "corpus.line-no-value", "public constant"),
-    ("missing label", "a,y\n1,0\n1,\n", {"y": "y"}, "corpus.line-no-value", "leave the row out"),
-    ("missing unit", "a,who\n1,x\n1,  \n", {"unit": "who"}, "corpus.line-no", "every row"),
-    ("short line", "a,b\n1,2\n1\n", {}, "corpus.line-cells-header", "as many cells"),
-    ("long line", "a,b\n1,2,3\n", {}, "corpus.line-cells-header", "as many cells"),
-    ("no header", "1,2\n3,4\n", {}, "corpus.begins-numbers-header", "name the columns"),
-    ("other delimiter", "a;b\n1;2\n", {}, "corpus.column-cut", "delimiter="),
-    ("column twice", "a,a\n1,2\n", {}, "corpus.two-columns", "own name"),
-    ("empty", "", {}, "corpus.empty", "header line"),
-    ("only a header", "a,b\n", {}, "corpus.header-no-rows", "one row per example"),
-    ("unknown column", "a,b\n1,2\n", {"x": ["c"]}, "corpus.no-column", "columns are a, b"),
-    ("unknown label", "a,b\n1,2\n", {"y": "c"}, "corpus.no-column", "columns are a, b"),
-    ("unknown class", "a,b\n1,2\n", {"cls": "clinical"}, "corpus.no-column", "columns are a, b"),
-    ("nothing left", "y\n1\n", {"y": "y"}, "corpus.no-column-left", "x="),
-    ("broken quotes", 'a,b\n1,"2\n', {}, "corpus.after-line-not", "save it"),
+    ("text", "a,b\n1,2\n3,hot\n", {}, "corpus.value-not-a-number", "public table"),
+    ("text in y", "a,y\n1,sick\n", {"y": "y"}, "corpus.value-not-a-number", r"numpy.unique\(y"),
+    ("missing", "a,b\n1,2\n3,\n", {}, "corpus.value-missing", "public constant"),
+    ("missing by name", "a,b\nNA,2\n", {}, "corpus.value-missing", "never with a mean"),
+    ("not a number", "a,b\n1,2\n1,-NaN\n", {}, "corpus.value-missing", "public constant"),
+    ("missing label", "a,y\n1,0\n1,\n", {"y": "y"}, "corpus.value-missing", "leave the row out"),
+    ("missing unit", "a,who\n1,x\n1,  \n", {"unit": "who"}, "corpus.value-missing", "every row"),
+    ("short line", "a,b\n1,2\n1\n", {}, "corpus.csv-line-width", "as many cells"),
+    ("long line", "a,b\n1,2,3\n", {}, "corpus.csv-line-width", "as many cells"),
+    ("no header", "1,2\n3,4\n", {}, "corpus.csv-without-header", "name the columns"),
+    ("other delimiter", "a;b\n1;2\n", {}, "corpus.csv-wrong-delimiter", "delimiter="),
+    ("column twice", "a,a\n1,2\n", {}, "corpus.column-repeated", "own name"),
+    ("empty", "", {}, "corpus.file-empty", "header line"),
+    ("only a header", "a,b\n", {}, "corpus.no-examples", "one row per example"),
+    ("unknown column", "a,b\n1,2\n", {"x": ["c"]}, "corpus.column-unknown", "columns are a, b"),
+    ("unknown label", "a,b\n1,2\n", {"y": "c"}, "corpus.column-unknown", "columns are a, b"),
+    ("unknown class", "a,b\n1,2\n", {"cls": "clinical"}, "corpus.column-unknown", "columns are a, b"),
+    ("nothing left", "y\n1\n", {"y": "y"}, "corpus.no-inputs", "x="),
+    ("broken quotes", 'a,b\n1,"2\n', {}, "corpus.csv-malformed", "save it"),
 ]
 
 
@@ -140,10 +140,10 @@ def test_tables_refused(
 
 
 def test_files_that_are_not_there_or_not_text(tmp_path: Path) -> None:
-    with raises_code("corpus.not-read-give"):
+    with raises_code("corpus.file-unreadable"):
         Corpus.of_csv(tmp_path / "none.csv")
     (tmp_path / "latin.csv").write_bytes("größe\n1\n".encode("latin-1"))
-    with raises_code("corpus.after-line-not"):
+    with raises_code("corpus.csv-malformed"):
         Corpus.of_csv(tmp_path / "latin.csv")
 
 
@@ -163,22 +163,22 @@ def test_an_archive(tmp_path: Path) -> None:
 def test_archives_refused(tmp_path: Path) -> None:
     path = tmp_path / "d.npz"
     np.savez(path, x=np.zeros(3), notes=np.array([{}, {}], dtype=object))
-    with raises_code("corpus.no-array-name"):
+    with raises_code("corpus.array-missing"):
         Corpus.of_npz(path)
-    with raises_code("corpus.array-holds-python"):
+    with raises_code("corpus.array-of-objects"):
         Corpus.of_npz(path, x="notes", y=None)
-    with raises_code("corpus.not"):
+    with raises_code("corpus.file-missing"):
         Corpus.of_npz(tmp_path / "other.npz")
     (tmp_path / "torn.npz").write_bytes(path.read_bytes()[:100])
-    with raises_code("corpus.not-npz-file"):
+    with raises_code("corpus.npz-unreadable"):
         Corpus.of_npz(tmp_path / "torn.npz")
     spoiled = bytearray(path.read_bytes())
     spoiled[50:60] = b"\xff" * 10
     (tmp_path / "spoiled.npz").write_bytes(bytes(spoiled))
-    with raises_code("corpus.not-read-npz"):
+    with raises_code("corpus.npz-unreadable"):
         Corpus.of_npz(tmp_path / "spoiled.npz", y=None)
     np.save(tmp_path / "one.npy", np.zeros(3))
-    with raises_code("corpus.not-npz-file"):
+    with raises_code("corpus.npz-unreadable"):
         Corpus.of_npz(tmp_path / "one.npy")
 
 
@@ -251,7 +251,7 @@ def test_a_payload_that_changes_under_a_run_is_not_named(tmp_path: Path) -> None
     ):
         spoil(tmp_path / "secret-two" / "payload.npz")
         assert corpus.source.fetch(np.array([0, 1]))[0].shape == (2, 3)
-        with raises_code("corpus.payload-not-corpus") as refusal:
+        with raises_code("corpus.payload-changed") as refusal:
             corpus.source.fetch(np.array([3]))
         assert "secret" not in str(refusal.value) and refusal.value.__suppress_context__
 
@@ -263,39 +263,39 @@ def torn(root: Path) -> None:
 
 
 FOLDERS: list[tuple[str, Callable[[Path], Any], str]] = [
-    ("no folder", lambda root: root.rmdir(), "corpus.not-folder"),
-    ("nothing in it", lambda root: None, "corpus.holds-no-contributions"),
-    ("no payload", lambda root: (root / "p").mkdir(), "corpus.put-payload-npz"),
+    ("no folder", lambda root: root.rmdir(), "corpus.folder-missing"),
+    ("nothing in it", lambda root: None, "corpus.no-contributions"),
+    ("no payload", lambda root: (root / "p").mkdir(), "corpus.payload-missing"),
     (
         "two payloads",
         lambda root: (payload(root, "p", x=np.zeros((1, 2))), (root / "p" / "payload.csv").write_text("1")),
-        "corpus.put-payload-npz",
+        "corpus.payload-missing",
     ),
-    ("no x", lambda root: payload(root, "p", y=np.zeros(2)), "corpus.no-array"),
-    ("objects", lambda root: payload(root, "p", x=np.array([{}], object)), "corpus.array-holds-python"),
-    ("one number", lambda root: payload(root, "p", x=np.float32(1)), "corpus.array-single-number"),
-    ("no examples", lambda root: payload(root, "p", x=np.zeros((0, 2))), "corpus.array-no-examples"),
-    ("text", lambda root: payload(root, "p", x=np.array(["a"])), "corpus.holds-text-model"),
-    ("labels short", lambda root: payload(root, "p", x=np.zeros((2, 2)), y=np.zeros(1)), "corpus.examples-shape"),
+    ("no x", lambda root: payload(root, "p", y=np.zeros(2)), "corpus.array-missing"),
+    ("objects", lambda root: payload(root, "p", x=np.array([{}], object)), "corpus.array-of-objects"),
+    ("one number", lambda root: payload(root, "p", x=np.float32(1)), "corpus.array-without-examples-axis"),
+    ("no examples", lambda root: payload(root, "p", x=np.zeros((0, 2))), "corpus.no-examples"),
+    ("text", lambda root: payload(root, "p", x=np.array(["a"])), "corpus.inputs-are-text"),
+    ("labels short", lambda root: payload(root, "p", x=np.zeros((2, 2)), y=np.zeros(1)), "corpus.lengths-differ"),
     (
         "shapes",
         lambda root: (payload(root, "p", x=np.zeros((2, 2))), payload(root, "q", x=np.zeros((2, 3)))),
-        "corpus.contribution",
+        "corpus.formats-differ",
     ),
     (
         "types",
         lambda root: (payload(root, "p", x=np.zeros((2, 2))), payload(root, "q", x=np.zeros((2, 2), np.uint8))),
-        "corpus.contribution",
+        "corpus.formats-differ",
     ),
     (
         "labels on some",
         lambda root: (payload(root, "p", x=np.zeros((2, 2))), payload(root, "q", x=np.zeros((2, 2)), y=np.zeros(2))),
-        "corpus.contribution",
+        "corpus.formats-differ",
     ),
     (
         "columns",
         lambda root: (text_payload(root, "p", "a,b\n1,2\n"), text_payload(root, "q", "b,a\n1,2\n")),
-        "corpus.contribution-columns",
+        "corpus.formats-differ",
     ),
     (
         "columns after another kind",
@@ -304,12 +304,12 @@ FOLDERS: list[tuple[str, Callable[[Path], Any], str]] = [
             text_payload(root, "p", "a,b\n1,2\n"),
             text_payload(root, "q", "b,a\n1,2\n"),
         ),
-        "corpus.contribution-columns",
+        "corpus.formats-differ",
     ),
-    ("text in a table", lambda root: text_payload(root, "p", "a,b\n1,x\n"), "corpus.line-text-column"),
-    ("empty table", lambda root: text_payload(root, "p", ""), "corpus.empty"),
-    ("table of names", lambda root: text_payload(root, "p", "a,b\n"), "corpus.header-no-rows"),
-    ("torn", torn, "corpus.not-read-npz"),
+    ("text in a table", lambda root: text_payload(root, "p", "a,b\n1,x\n"), "corpus.value-not-a-number"),
+    ("empty table", lambda root: text_payload(root, "p", ""), "corpus.file-empty"),
+    ("table of names", lambda root: text_payload(root, "p", "a,b\n"), "corpus.no-examples"),
+    ("torn", torn, "corpus.npz-unreadable"),
 ]
 
 
@@ -326,19 +326,19 @@ def test_folders_refused(tmp_path: Path, what: str, make: Callable[[Path], Any],
 @pytest.mark.parametrize(
     ("listing", "given_", "problem"),
     [
-        ("id\np\n", {}, "corpus.folder-not"),
-        ("id\np\nq\nr\n", {}, "corpus.lists-no-folder"),
-        ("id\np\nq\np\n", {}, "corpus.lists-twice"),
-        ("name\np\nq\n", {}, "corpus.columns-id-required"),
-        ("class\na\nb\n", {}, "corpus.columns-id-required"),
-        ("id,clas\np,a\nq,a\n", {}, "corpus.columns-id-required"),
-        ("id,class\np,a\nq,\n", {}, "corpus.line-no"),
-        ("id\n", {}, "corpus.lists-no-contributions"),
-        ("id,class\np,a\nq,a\n", {"cls": "b"}, "corpus.given-too"),
-        ("id,subject\np,s\nq,t\n", {"subject": ["u", "v"]}, "corpus.given-too"),
-        ("id,subject\np,s\nq,s\n", {}, "corpus.contributions-same-subject"),
-        ("id,y\np,yes\nq,no\n", {}, "corpus.line-text-column"),
-        ("id,y\np,1\nq,\n", {}, "corpus.line-no-value"),
+        ("id\np\n", {}, "corpus.folder-not-listed"),
+        ("id\np\nq\nr\n", {}, "corpus.listed-without-folder"),
+        ("id\np\nq\np\n", {}, "corpus.id-repeated"),
+        ("name\np\nq\n", {}, "corpus.listing-columns"),
+        ("class\na\nb\n", {}, "corpus.listing-columns"),
+        ("id,clas\np,a\nq,a\n", {}, "corpus.listing-columns"),
+        ("id,class\np,a\nq,\n", {}, "corpus.value-missing"),
+        ("id\n", {}, "corpus.no-contributions"),
+        ("id,class\np,a\nq,a\n", {"cls": "b"}, "corpus.column-given-twice"),
+        ("id,subject\np,s\nq,t\n", {"subject": ["u", "v"]}, "corpus.column-given-twice"),
+        ("id,subject\np,s\nq,s\n", {}, "corpus.subject-repeated"),
+        ("id,y\np,yes\nq,no\n", {}, "corpus.value-not-a-number"),
+        ("id,y\np,1\nq,\n", {}, "corpus.value-missing"),
     ],
 )
 def test_lists_refused(tmp_path: Path, listing: str, given_: dict[str, Any], problem: str) -> None:
@@ -353,5 +353,5 @@ def test_lists_refused(tmp_path: Path, listing: str, given_: dict[str, Any], pro
 def test_labels_in_two_places_are_refused(tmp_path: Path) -> None:
     payload(tmp_path, "p", x=np.zeros((1, 2)), y=np.zeros(1))
     (tmp_path / "contributions.csv").write_text("id,y\np,1\n")
-    with raises_code("corpus.contributions-csv"):
+    with raises_code("corpus.column-given-twice"):
         Corpus.of_folder(tmp_path)

@@ -149,12 +149,12 @@ def test_batches_use_fresh_coins() -> None:
 
 def test_batches_check_at_once() -> None:
     corpus, _ = two_classes()
-    with raises_code("corpus.corpus-class-not"):
+    with raises_code("corpus.class-unknown"):
         corpus.batches(plan_of(5, b={"population": 100}))  # not only at the first batch
 
 
 def test_a_batch_above_the_population_is_refused_by_the_plan() -> None:
-    with raises_code("allocate.batch-class-above"):
+    with raises_code("allocate.batch-above-population"):
         plan_of({"a": 51}, a={"population": 50})
 
 
@@ -273,7 +273,7 @@ def test_counts_go_on_where_they_were() -> None:
     again = Sampler(corpus, plan, seed=SEED, max_occurrences={"a": 2, "b": 2}, counts=saved)
     assert [numbers(again.draw(step)) for step in range(5, 15)] == rest
     assert saved is not None and saved.sum() == sum(map(len, first))  # a copy: later draws do not move it
-    with raises_code("corpus.step-asked-after"):
+    with raises_code("corpus.step-out-of-order"):
         again.draw(14)
 
 
@@ -319,12 +319,12 @@ def test_a_public_class_may_be_capped() -> None:
 @pytest.mark.parametrize(
     ("caps", "words"),
     [
-        ({"c": 1}, "corpus.max-occurrences-names"),
-        ({"a": 0}, "corpus.max-occurrences-class-whole"),
-        ({"a": True}, "corpus.max-occurrences-class-whole"),
-        ({"a": 1.5}, "corpus.max-occurrences-class-whole"),
-        ({"a": 2**32}, "corpus.max-occurrences-class-whole"),
-        (5, "corpus.max-occurrences"),
+        ({"c": 1}, "corpus.class-not-in-plan"),
+        ({"a": 0}, "corpus.max-occurrences-out-of-range"),
+        ({"a": True}, "corpus.max-occurrences-out-of-range"),
+        ({"a": 1.5}, "corpus.max-occurrences-out-of-range"),
+        ({"a": 2**32}, "corpus.max-occurrences-out-of-range"),
+        (5, "corpus.max-occurrences-not-by-class"),
     ],
 )
 def test_wrong_caps_are_refused(caps: Any, words: str) -> None:
@@ -336,13 +336,13 @@ def test_wrong_caps_are_refused(caps: Any, words: str) -> None:
 @pytest.mark.parametrize("counts", [np.zeros(99, np.uint32), np.zeros(100, np.int64), [0] * 100])
 def test_counts_of_another_corpus_are_refused(counts: Any) -> None:
     corpus, plan = two_classes()
-    with raises_code("corpus.counts-dtype-shape"):
+    with raises_code("corpus.counts-of-other-corpus"):
         Sampler(corpus, plan, seed=SEED, max_occurrences={"a": 1}, counts=counts)
 
 
 def test_counts_without_caps_are_refused() -> None:
     corpus, plan = two_classes()
-    with raises_code("corpus.counts-given-without"):
+    with raises_code("corpus.counts-without-caps"):
         Sampler(corpus, plan, seed=SEED, counts=np.zeros(100, np.uint32))
 
 

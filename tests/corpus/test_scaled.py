@@ -56,18 +56,18 @@ def test_by_contribution_by_unit_or_by_id() -> None:
 
 @pytest.mark.parametrize("wrong", [0.0, -0.5, 1.5, math.nan])
 def test_what_is_no_scale_is_refused_by_name(wrong: float) -> None:
-    with raises_code("corpus.contribution-lie", "corpus.missing-position"):
+    with raises_code("corpus.limit-out-of-range", "corpus.value-missing"):
         corpus(scale=[1.0, 1.0, wrong, 1.0])
 
 
 def test_other_mistakes() -> None:
-    with raises_code("corpus.not-made-numbers"):
+    with raises_code("corpus.limit-not-a-number"):
         corpus(scale=["a", "b", "c", "d"])
-    with raises_code("corpus.contribution-lie"):
+    with raises_code("corpus.limit-out-of-range"):
         corpus(ceiling=[1.0, 0.0, 1.0, 1.0])
-    with raises_code("corpus.entries-contributions-examples"):
+    with raises_code("corpus.column-wrong-length"):
         corpus(scale=[1.0, 1.0, 1.0])
-    with raises_code("corpus.contribution-example-another"):
+    with raises_code("corpus.column-contradicts-itself"):
         corpus(scale=[0.5, 1.0, 1.0, 1.0, 1.0, 1.0])
 
 
@@ -134,5 +134,5 @@ def test_a_scaled_contribution_moves_the_step_by_less() -> None:
 def test_the_printed_clamp_bounds_nobody() -> None:
     printed = plan(clipping=Clipping.ELEMENTWISE, allocation="printed-ladp", batch=1.0, claimed=(1.0,))
     corpus().check(printed)
-    with raises_code("corpus.contributions-scale-ceiling"):
+    with raises_code("corpus.limits-need-clipping"):
         corpus(scale=[0.5] * 4).check(printed)

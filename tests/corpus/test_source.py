@@ -123,7 +123,7 @@ def test_dtype_asked_for() -> None:
     assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
     x, y = make_source(np.ones(6), np.ones(6), dtype=torch.int64).fetch(ROWS)
     assert (x.dtype, y.dtype) == (torch.int64, torch.float32)
-    with raises_code("corpus.dtype"):
+    with raises_code("corpus.dtype-not-torch"):
         make_source(np.ones(6), dtype=np.float64)  # type: ignore[arg-type]
 
 
@@ -171,8 +171,6 @@ def test_form_counts() -> None:
 def test_another_key_is_another_digest() -> None:
     source = make_source(np.zeros(3))
     assert len({source.digest(key) for key in (b"", b"a", b"b", bytes(32), bytes(64))}) == 5
-    with raises_code("corpus.key-digest-bytes"):
-        source.digest(bytes(65))
 
 
 def test_large_arrays_are_hashed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,14 +268,14 @@ def test_what_fails_in_a_batch_is_told_without_saying_where() -> None:
         return torch.zeros(2)
 
     source = make_source(Items(fails))
-    with raises_code("corpus.dataset-failed-example") as refusal:
+    with raises_code("corpus.dataset-failed") as refusal:
         source.fetch(ROWS)
     assert "4" not in str(refusal.value) and refusal.value.__cause__ is None
     assert refusal.value.__suppress_context__
     ragged = make_source(Items(lambda i: torch.zeros(2 + i // 4)))
-    with raises_code("corpus.dataset-failed-example"):
+    with raises_code("corpus.dataset-failed"):
         ragged.fetch(ROWS)
-    with raises_code("corpus.example-dataset-example"):
+    with raises_code("corpus.dataset-shapes-differ"):
         ragged.digest(b"k")
 
 
@@ -293,53 +291,58 @@ REFUSED: list[tuple[str, Callable[[], Any], str, str]] = [
     (
         "a DataLoader",
         lambda: make_source(DataLoader(TensorDataset(torch.zeros(4, 1)))),
-        "corpus.dataloader-shuffles-cuts",
-        r"pass the dataset itself: Corpus\(loader.dataset\)",
+        "corpus.dataloader-not-poisson",
+        r"give the data itself: lamina.Corpus\(loader.dataset\)",
     ),
-    ("an iterable Dataset", lambda: make_source(Endless()), "corpus.read-order-poisson", "map-style Dataset"),
-    ("a generator", lambda: make_source(i for i in range(3)), "corpus.read-order-poisson", "arrays"),
-    ("lengths", lambda: make_source(np.zeros(4), np.zeros(3)), "corpus.examples", "as many labels"),
-    ("part lengths", lambda: make_source((np.zeros(4), np.zeros(5))), "corpus.examples", "first axis"),
+    ("an iterable Dataset", lambda: make_source(Endless()), "corpus.inputs-not-indexable", "__getitem__"),
+    ("a generator", lambda: make_source(i for i in range(3)), "corpus.inputs-not-indexable", "arrays"),
+    ("lengths", lambda: make_source(np.zeros(4), np.zeros(3)), "corpus.lengths-differ", "as many labels"),
+    ("part lengths", lambda: make_source((np.zeros(4), np.zeros(5))), "corpus.lengths-differ", "first axis"),
     (
         "text labels",
         lambda: make_source(np.zeros(2), ["a", "b"]),
-        "corpus.holds-text-loss",
+        "corpus.labels-are-text",
         r"numpy.unique\(y, return_inverse=True\)",
     ),
     (
         "text labels of pandas",
         lambda: make_source(np.zeros(2), np.array(["a", "b"], object)),
-        "corpus.holds-text-loss",
+        "corpus.labels-are-text",
         "numpy.unique",
     ),
-    ("text", lambda: make_source({"a": ["u", "v"]}), "corpus.holds-text-model", "public table"),
-    ("objects", lambda: make_source(np.array([{}, {}])), "corpus.dtype-python-objects", "np.stack"),
-    ("records", lambda: make_source(np.zeros(2, dtype=[("a", "f4")])), "corpus.dtype-python-objects", "np.stack"),
-    ("dates", lambda: make_source(np.array(["2020-01-01"], "datetime64[D]")), "corpus.holds-dates", "astype"),
-    ("ragged lists", lambda: make_source([[1.0], [1.0, 2.0]]), "corpus.rows-differ-length", "pad every example"),
-    ("corpus.list-tensors-stack", lambda: make_source([torch.zeros(2)]), "corpus.list-tensors-stack", "torch.stack"),
+    ("text", lambda: make_source({"a": ["u", "v"]}), "corpus.inputs-are-text", "public table"),
+    ("objects", lambda: make_source(np.array([{}, {}])), "corpus.dtype-not-numeric", "np.stack"),
+    ("records", lambda: make_source(np.zeros(2, dtype=[("a", "f4")])), "corpus.dtype-not-numeric", "np.stack"),
+    ("dates", lambda: make_source(np.array(["2020-01-01"], "datetime64[D]")), "corpus.inputs-are-dates", "astype"),
+    ("ragged lists", lambda: make_source([[1.0], [1.0, 2.0]]), "corpus.rows-differ-in-length", "pad every example"),
+    ("corpus.list-of-tensors", lambda: make_source([torch.zeros(2)]), "corpus.list-of-tensors", "torch.stack"),
     (
-        "corpus.sparse-quantised-tensor",
+        "corpus.tensor-not-dense",
         lambda: make_source(torch.zeros(2, 2).to_sparse()),
-        "corpus.sparse-quantised-tensor",
+        "corpus.tensor-not-dense",
         "to_dense",
     ),
-    ("one number", lambda: make_source(torch.tensor(1.0)), "corpus.single-number", "first axis"),
-    ("unnamed keys", lambda: make_source({0: np.zeros(2)}), "corpus.key", "text"),
-    ("nothing", lambda: make_source(()), "corpus.no-arrays", "give an array"),
-    ("a path", lambda: make_source("data.csv"), "corpus.not-data", "Corpus.of_csv"),
-    ("another path", lambda: make_source(Path("data.npz")), "corpus.not-data", "Corpus.of_npz"),
-    ("a function", lambda: make_source(len), "corpus.examples-not-taken", "torch Dataset"),
-    ("y beside a Dataset", lambda: make_source(Items(float), np.zeros(6)), "corpus.given-beside", r"\(x, y\)"),
+    ("one number", lambda: make_source(torch.tensor(1.0)), "corpus.array-without-examples-axis", "first axis"),
+    ("unnamed keys", lambda: make_source({0: np.zeros(2)}), "corpus.key-not-text", "text"),
+    ("nothing", lambda: make_source(()), "corpus.no-inputs", "give an array"),
+    ("a path", lambda: make_source("data.csv"), "corpus.inputs-are-a-path", "Corpus.of_csv"),
+    ("another path", lambda: make_source(Path("data.npz")), "corpus.inputs-are-a-path", "Corpus.of_npz"),
+    ("a function", lambda: make_source(len), "corpus.inputs-not-indexable", "torch Dataset"),
+    ("y beside a Dataset", lambda: make_source(Items(float), np.zeros(6)), "corpus.options-beside-source", r"\(x, y\)"),
     (
         "y beside a Source",
         lambda: make_source(make_source(np.zeros(2)), np.zeros(2)),
-        "corpus.dtype-given-beside",
+        "corpus.options-beside-source",
         "fetch",
     ),
-    ("triples", lambda: make_source(Items(lambda i: (1.0, 2.0, 3.0))), "corpus.item-dataset-parts", r"\(\(a, b\), y\)"),
-    ("text items", lambda: make_source(Items(lambda i: (1.0, "a"))), "corpus.dataset-made-not", "numpy.unique"),
-    ("object items", lambda: make_source(Items(lambda i: object())), "corpus.items-dataset-not", "one shape"),
+    (
+        "triples",
+        lambda: make_source(Items(lambda i: (1.0, 2.0, 3.0))),
+        "corpus.dataset-item-not-a-pair",
+        r"\(\(a, b\), y\)",
+    ),
+    ("text items", lambda: make_source(Items(lambda i: (1.0, "a"))), "corpus.dataset-not-numeric", "numpy.unique"),
+    ("object items", lambda: make_source(Items(lambda i: object())), "corpus.dataset-shapes-differ", "one shape"),
 ]
 
 

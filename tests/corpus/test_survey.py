@@ -46,7 +46,7 @@ def surveyed(payloads: FolderPayloads | GivenPayloads, processes: int = 1, label
     """(row of each that fits, its size, the form), and why the others do not."""
     refused: dict[int, str] = {}
     survey, rows = survey_and_refuse(payloads, PayloadInspector(labels, None), refused.__setitem__, processes)
-    return survey and (rows.tolist(), survey.sizes.tolist(), survey.form.told()), refused
+    return survey and (rows.tolist(), survey.sizes.tolist(), survey.format.text()), refused
 
 
 BAD: dict[str, bytes | None] = {
@@ -102,7 +102,7 @@ def test_as_many_of_two_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     payloads = GivenPayloads(["a", "b", "c", "d"], [usual(1), other, other, usual(1)])
     monkeypatch.setattr(shares, "MIN_PAYLOADS_PER_PROCESS", 1)
     for processes in (1, 2, 4):
-        with raises_code("corpus.contributions-many"):
+        with raises_code("corpus.formats-tied"):
             surveyed(payloads, processes)
 
 
@@ -111,10 +111,10 @@ class Deadly(GivenPayloads):
 
     ours = os.getpid()
 
-    def look(self, row: int) -> bytes | None:
+    def peek(self, row: int) -> bytes | None:
         if row == len(self) - 1 and os.getpid() != self.ours:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().look(row)
+        return super().peek(row)
 
 
 def test_a_process_that_is_killed_is_told_and_nothing_is_taken_for_granted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_one_payload_in_each_folder(tmp_path: Path) -> None:
     (tmp_path / "other").symlink_to(tmp_path / "link")
     payloads = FolderPayloads(tmp_path, ["none", "two", "folder", "absent", "link", "other"])
     for row, what in enumerate(["no payload", "two payloads", "no payload", "no payload"]):
-        with raises_code("corpus.put-payload-npz") as refusal:
+        with raises_code("corpus.payload-missing") as refusal:
             payloads.path(row)
         assert what in refusal.value.problem
     assert surveyed(payloads)[0][0] == [4, 5]

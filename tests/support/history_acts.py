@@ -16,7 +16,7 @@ from lamina.engine.engine import Engine
 from lamina.ledger.writer import Ledger
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
-from lamina.train.progress import SilentProgress
+from lamina.train.progress import Progress
 from lamina.train.training_checkpoint import TrainingCheckpoints
 
 Act = Mapping[str, Any]
@@ -33,7 +33,7 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
-class During(SilentProgress):
+class During(Progress):
     """Does something after a step, once."""
 
     def __init__(self, acts: Mapping[int, Callable[[], None]]) -> None:

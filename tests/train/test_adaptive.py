@@ -113,7 +113,7 @@ def test_a_choice_shows_in_epsilon() -> None:
 
 
 def test_caps_and_choices_do_not_go_together(tmp_path: Path) -> None:
-    with raises_code("train.max-occurrences-given"):
+    with raises_code("train.max-occurrences-with-choices"):
         trainer(tmp_path / "run", plan=plan_of("choices"), max_occurrences={"clinical": 3})
     assert not (tmp_path / "run").exists()
 
@@ -150,7 +150,7 @@ def test_noise_below_the_declared_one_ends_the_run_early_and_keeps_the_model(
     for name in ("clinical", "sensitive"):
         assert outcome.epsilon[name] == pytest.approx(plan.epsilon(name), rel=1e-12)
         assert outcome.total[name] <= plan.epsilon(name) * (1 + 1e-9)
-        booked = made.book.total(name, delta=1e-5, accountant="pld")
+        booked = made.spend.total(name, delta=1e-5, accountant="pld")
         assert booked.spent == pytest.approx(plan.epsilon(name), rel=1e-9)  # never the smaller figure of a PLD
     assert all(torch.isfinite(p).all() for p in made.model.parameters())
 
@@ -164,9 +164,9 @@ def test_noise_above_the_declared_one_still_counts_in_full(tmp_path: Path, monke
     outcome = made.fit()
     assert outcome.steps == 20
     assert outcome.epsilon["clinical"] == plan.epsilon("clinical")
-    assert made.book.spent(outcome.run, "clinical", delta=1e-5) == pytest.approx(plan.epsilon("clinical"))
+    assert made.spend.spent(outcome.run, "clinical", delta=1e-5) == pytest.approx(plan.epsilon("clinical"))
     assert made.fit().epsilon == outcome.epsilon  # asked again: nothing is booked twice
-    assert made.book.spent(outcome.run, "clinical", delta=1e-5) == pytest.approx(plan.epsilon("clinical"))
+    assert made.spend.spent(outcome.run, "clinical", delta=1e-5) == pytest.approx(plan.epsilon("clinical"))
 
 
 def test_a_later_run_is_priced_with_the_order_of_an_earlier_one(tmp_path: Path) -> None:
@@ -207,21 +207,21 @@ def test_the_whole_budget_is_spent_when_the_run_begins(tmp_path: Path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         made.fit()
     for name in ("clinical", "sensitive"):
-        spent = made.book.total(name, delta=1e-5).spent
+        spent = made.spend.total(name, delta=1e-5).spent
         assert spent == pytest.approx(plan.epsilon(name), rel=1e-9)
-    (run,) = made.book.labels()
-    made.book.finish(run)  # as `lamina spend --release` does
-    assert made.book.total("clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
+    (run,) = made.spend.labels()
+    made.spend.finish(run)  # as `lamina spend --release` does
+    assert made.spend.total("clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
 
 
 def test_reading_a_copy_of_a_finished_run_costs_nothing(tmp_path: Path) -> None:
     plan = plan_of("budget", steps=20)
     made = trainer(tmp_path / "run", plan=plan, bounds=dict.fromkeys(("clinical", "sensitive"), 99.0))
     made.fit()
-    spent = made.book.total("clinical", delta=1e-5)
+    spent = made.spend.total("clinical", delta=1e-5)
     shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
     trainer(tmp_path / "copy", plan=plan, bounds=dict.fromkeys(("clinical", "sensitive"), 99.0)).fit()
-    assert made.book.total("clinical", delta=1e-5) == spent
+    assert made.spend.total("clinical", delta=1e-5) == spent
     with made.ledger.store.read() as rows:
         assert rows.holds() == []
 
@@ -252,7 +252,7 @@ def test_a_lost_book_learns_the_whole_budget_again(tmp_path: Path, monkeypatch: 
         path.unlink()
     made = trainer(tmp_path / "run", plan=plan, ledger=tmp_path / "tests.ledger.db")
     assert made.fit().epsilon["clinical"] == pytest.approx(plan.epsilon("clinical"))
-    assert made.book.total("clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
+    assert made.spend.total("clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
 
 
 def test_a_copy_of_the_run_pays_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_a_copy_of_the_run_pays_for_itself(tmp_path: Path, monkeypatch: pytest.M
     made = trainer(tmp_path / "copy", plan=plan, corpus=corpus(policy=large))
     made.fit()
     both = (*plan.schedule("clinical"), *plan.schedule("clinical"))
-    spent = made.book.total("clinical", delta=1e-5).spent
+    spent = made.spend.total("clinical", delta=1e-5).spent
     assert spent == pytest.approx(find_accountant(plan.accountant).epsilon(both, 1e-5), rel=1e-9)
     refused = trainer(
         tmp_path / "third", plan=plan, corpus=corpus(policy=large), bounds={"clinical": spent, "sensitive": 30.0}
@@ -292,7 +292,7 @@ def test_a_zcdp_budget_from_plan_to_book(tmp_path: Path) -> None:
         tight = epsilon_of_rho(plan.rho(name), 1e-5)
         assert outcome.epsilon[name] == pytest.approx(tight, rel=1e-12)
         assert tight < classical_zcdp_epsilon(plan.rho(name), 1e-5)
-        assert made.book.total(name, delta=1e-5, accountant="zcdp").spent == pytest.approx(tight)
+        assert made.spend.total(name, delta=1e-5, accountant="zcdp").spent == pytest.approx(tight)
 
 
 def test_what_is_sure_without_amplification_is_the_least_noise(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_what_is_sure_without_amplification_is_the_least_noise(tmp_path: Path) -
 
 
 def test_filters_of_a_caller_do_not_go_with_it(tmp_path: Path) -> None:
-    with raises_code("train.filters-given-noise"):
+    with raises_code("train.filters-with-adaptive-noise"):
         trainer(tmp_path / "run", plan=plan_of("budget"), filters={"clinical": GaussianFilter(budget=5.0)})
 
 

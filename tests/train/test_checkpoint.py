@@ -204,18 +204,16 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_name(tmp_path: Path) -> Non
     checkpoints.save(0, small())
     for wrong in (torch.ones(2, dtype=torch.complex128), torch.eye(2).to_sparse(), torch.empty(2, device="meta")):
         for attempt in (lambda s: checkpoints.save(1, s), checkpoints.room):
-            with raises_code("train.tensor-checkpoint-not") as caught:
+            with raises_code("train.tensor-unsupported") as caught:
                 attempt(TrainingCheckpoint(tensors={"model/odd": wrong}, state={}))
             assert caught.value.remedy
-    with raises_code("train.tensor-checkpoint-not"):
+    with raises_code("train.tensor-unsupported"):
         checkpoints.save(1, TrainingCheckpoint(tensors={"__metadata__": torch.ones(1)}, state={}))
-    with raises_code("train.tensor-checkpoint-not"):
+    with raises_code("train.tensor-unsupported"):
         checkpoints.save(1, TrainingCheckpoint(tensors={"\ud800": torch.ones(1)}, state={}))
     for state in ({"x": math.nan}, {"x": torch.ones(1)}, {"x": {1.5: 2}}, {"x": b"y" * (1 << 26)}):
-        with raises_code("train.state-not-saved"):
+        with raises_code("train.state-not-encodable"):
             checkpoints.save(1, TrainingCheckpoint(tensors={}, state=state))
-    with raises_code("train.index"):
-        checkpoints.save(-1, small())
     assert checkpoints.indices() == [0] and same(checkpoints.load(0)[0], small())
 
 
@@ -238,8 +236,6 @@ def test_which_are_there_and_pruning(tmp_path: Path) -> None:
     assert (tmp_path / "notes").exists() and (tmp_path / "12.safetensors").exists()
     checkpoints.prune(keep=1)
     assert checkpoints.indices() == [1_234_567]
-    with raises_code("train.keep"):
-        checkpoints.prune(keep=0)
     checkpoints.save(1_234_567, small(5))  # again, in its place
     assert same(checkpoints.load(1_234_567)[0], small(5))
 
@@ -247,7 +243,7 @@ def test_which_are_there_and_pruning(tmp_path: Path) -> None:
 def test_a_missing_one_is_told_with_those_there(tmp_path: Path) -> None:
     checkpoints = TrainingCheckpoints(tmp_path)
     checkpoints.save(3, small())
-    with raises_code("train.no-checkpoint") as caught:
+    with raises_code("train.checkpoint-missing") as caught:
         checkpoints.load(4)
     refusal(caught.value, checkpoints.path(4))
 
@@ -263,7 +259,7 @@ def test_room_is_asked_for_before_anything_is_spent(tmp_path: Path) -> None:
             if enough:
                 checkpoints.room(snapshot)
             else:
-                with raises_code("train.mb-free-checkpoint") as caught:
+                with raises_code("train.disk-full") as caught:
                     checkpoints.room(snapshot)
                 refusal(caught.value, tmp_path)
 
@@ -340,11 +336,11 @@ def test_a_later_format_a_swapped_file_and_a_strange_state_are_told(tmp_path: Pa
     forged(checkpoints, plain, {})
     checkpoints.load(0)
     for wrong, words in [
-        ({**plain, "format": 2, "more": 1}, "train.checkpoint"),
-        ({**plain, "format": 0}, "train.checkpoint"),
+        ({**plain, "format": 2, "more": 1}, "train.checkpoint-format-unknown"),
+        ({**plain, "format": 0}, "train.checkpoint-format-unknown"),
         ({**plain, "format": "1"}, "train.checkpoint-damaged"),
         ({**plain, "extra": 1}, "train.checkpoint-damaged"),
-        ({**plain, "index": 4}, "train.file-holds-checkpoint"),
+        ({**plain, "index": 4}, "train.checkpoint-misnamed"),
         ({**plain, "state": []}, "train.checkpoint-damaged"),
         ({**plain, "alias": {"a": "b"}}, "train.checkpoint-damaged"),
         ({**plain, "alias": {"a": ["b"]}}, "train.checkpoint-damaged"),
@@ -358,7 +354,7 @@ def test_a_later_format_a_swapped_file_and_a_strange_state_are_told(tmp_path: Pa
     for index in (1, 2):
         checkpoints.save(index, small(index))
     shutil.copy(checkpoints.path(2), checkpoints.path(1))
-    with raises_code("train.file-holds-checkpoint"):
+    with raises_code("train.checkpoint-misnamed"):
         checkpoints.load(1)
 
 

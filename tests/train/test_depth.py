@@ -48,7 +48,7 @@ def test_thresholds_outside_of_the_profile_are_refused_whatever_the_words_say() 
     k = plan.index("few")
     deep = replace(plan, clip=tuple(row if i != k else (0.1,) * 4 for i, row in enumerate(plan.clip)))
     assert deep.classes[k].profile == plan.classes[k].profile
-    with raises_code("train.class-moves-plan"):
+    with raises_code("train.class-outside-profile"):
         check_depth_profiles(model, under, deep)
 
 
@@ -57,12 +57,12 @@ def test_heads_outside_of_the_mask_are_refused() -> None:
     under = policy({"heads": [1]})
     plan = planned(model, under)
     assert plan.slices and check_depth_profiles(model, under, plan) is None
-    with raises_code("train.class-moves-plan"):
+    with raises_code("train.class-outside-profile"):
         check_depth_profiles(model, under, replace(plan, slices=()))
     part = next(part for part in plan.slices if part.ranges)
     wider = Slice(cls=part.cls, tensor=part.tensor, axis=part.axis, length=part.length, ranges=((0, part.length),))
     others = tuple(each for each in plan.slices if each is not part)
-    with raises_code("train.class-moves-plan"):
+    with raises_code("train.class-outside-profile"):
         check_depth_profiles(model, under, replace(plan, slices=(*others, wider)))
 
 

@@ -41,7 +41,7 @@ def test_a_file_holds_what_was_written_and_nobody_else_reads_it(tmp_path: Path) 
     [
         ("open", errno.EROFS, "writable"),
         ("open", errno.EACCES, "writable"),
-        ("open", errno.EMFILE, "repair"),
+        ("open", errno.EMFILE, "correct"),
         ("write", errno.ENOSPC, "free space"),
         ("write", errno.EDQUOT, "free space"),
         ("write", errno.EIO, "another disk"),
@@ -79,7 +79,7 @@ def test_a_disk_that_takes_a_part_and_then_no_more(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_made_durable_is_told(tmp_path: Path) -> None:
-    with failing("fsync", errno.EIO, nth=2), raises_code("train.storage-error"):
+    with failing("fsync", errno.EIO, nth=2), raises_code("train.storage-failed"):
         write_atomically(tmp_path / "file", b"new")
     assert (tmp_path / "file").read_bytes() == b"new"
 
@@ -99,7 +99,7 @@ def test_a_fresh_file_takes_nobodys_place(tmp_path: Path) -> None:
         write_all(file, b"first")
     for no_links in (False, True):
         with (
-            raises_code("train.storage-error") as caught,
+            raises_code("train.storage-failed") as caught,
             failing("link", errno.EOPNOTSUPP if no_links else errno.EEXIST),
             replacing(path, fresh=True) as file,
         ):
@@ -182,7 +182,7 @@ def test_folders_are_made_with_their_parents_and_only_for_us(tmp_path: Path) -> 
         make_folder(folder)
         assert folder.is_dir()
     assert (tmp_path / "runs").stat().st_mode & 0o777 == 0o700
-    with failing("fsync", errno.EIO), raises_code("train.storage-error"):
+    with failing("fsync", errno.EIO), raises_code("train.storage-failed"):
         make_folder(tmp_path / "other")
     (tmp_path / "file").write_bytes(b"")
     for wrong in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("n" * 300)):

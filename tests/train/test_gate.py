@@ -143,13 +143,13 @@ def test_who_was_withdrawn_is_refused_and_the_rest_is_in(hospital: Hospital, tmp
     later = hospital.gate().admit(hospital.people, ledger=where)
     assert refused(later) == {"c07": "withdrawn"} and len(later) == 56
     assert "withdrawn" in later.admission.table()
-    with raises_code("train.refusal-2"):
+    with raises_code("corpus.contributions-refused"):
         hospital.gate().admit(hospital.people, ledger=where, on_refusal="stop")
 
 
 def test_stop_enters_nobody(hospital: Hospital, tmp_path: Path) -> None:
     (hospital.people / "c00" / "attestation.cose").unlink()
-    with raises_code("train.refusal-2"):
+    with raises_code("corpus.contributions-refused"):
         hospital.gate().admit(hospital.people, ledger=tmp_path / "ledger.db", on_refusal="stop")
     with Ledger.open(tmp_path / "ledger.db") as ledger:
         assert ledger.size == 1
@@ -168,7 +168,7 @@ def test_a_ledger_of_another_corpus_or_a_promise_that_is_broken(hospital: Hospit
     where = tmp_path / "ledger.db"
     hospital.gate().admit(hospital.people, ledger=where)
     for change, words in (
-        (("ward-7", "ward-8"), "ledger.ledger-not"),
+        (("ward-7", "ward-8"), "ledger.wrong-origin"),
         (("epsilon = 4.0", "epsilon = 5.0"), "ledger.policy-loosened"),
     ):
         other = lamina.Policy.parse(POLICY.replace(*change))
@@ -190,16 +190,16 @@ def test_an_admission_is_entered_into_the_ledger_of_a_run_too(hospital: Hospital
 
 def test_stop_and_nobody(hospital: Hospital, tmp_path: Path) -> None:
     (hospital.people / "c00" / "attestation.cose").unlink()
-    with raises_code("train.refusal-2") as caught:
+    with raises_code("corpus.contributions-refused") as caught:
         hospital.admit(on_refusal="stop")
     assert "lamina admit" in caught.value.remedy
-    with raises_code("train.refusal"):
+    with raises_code("corpus.on-refusal-unknown"):
         hospital.admit(on_refusal="ask")
     nobody = Hospital(tmp_path / "else")
     nobody.trust(lamina.PrivateKey.generate())
-    with raises_code("train.nobody-admitted"):
+    with raises_code("corpus.nobody-admitted"):
         nobody.gate().admit(hospital.people)
-    with raises_code("train.policy"):
+    with raises_code("corpus.policy-not-a-policy"):
         lamina.Gate("policy.toml", hospital.keys)  # type: ignore[arg-type]
 
 
@@ -235,7 +235,7 @@ def test_a_subject_in_the_list_is_in_one_contribution(tmp_path: Path) -> None:
         hospital.write(f"p{i}", i)
     hospital.sign({f"p{i}": "clinical" for i in range(3)})
     listing(hospital, "id,subject", "p0,ann", "p1,bob", "p2,ann")
-    with raises_code("corpus.contributions-same-subject"):
+    with raises_code("corpus.subject-repeated"):
         hospital.admit()
 
 
@@ -310,7 +310,7 @@ def test_one_contribution_does_not_decide_which_form_is_right(tmp_path: Path) ->
     for i in range(5):
         hospital.write(f"p{i}", i, width=6 if i < 3 else 5)
     hospital.sign({f"p{i}": "clinical" for i in range(5)})
-    with raises_code("corpus.contributions-many"):
+    with raises_code("corpus.formats-tied"):
         hospital.admit()
     hospital.write("p5", 5)
     hospital.sign({"p5": "clinical"})
@@ -433,7 +433,7 @@ def test_a_bound_that_no_scale_keeps_is_never_sampled(hospital: Hospital) -> Non
     names = {each.name for each in corpus.accounts(plan)}
     assert not any("z=400" in name for name in names)
     outcome = hospital.trainer(corpus=corpus, model=model, plan=plan).fit()
-    assert any(note.startswith("2 admitted contributions signed a bound that no scale keeps") for note in outcome.notes)
+    assert any(note.startswith("2 admitted contributions are not sampled") for note in outcome.notes)
 
 
 def test_one_account_per_distinct_bound_and_a_second_run_is_refused_by_name(strict: Hospital) -> None:
@@ -453,7 +453,7 @@ def test_one_account_per_distinct_bound_and_a_second_run_is_refused_by_name(stri
         assert row["epsilon"] <= row["signed"] == pytest.approx(accounts[name].epsilon)
     # The classes have something left. Those who signed for less have nothing left.
     assert bounds["clinical@c=1,z=3"]["epsilon"] == pytest.approx(strictest.epsilon, rel=1e-3)
-    with raises_code("spend.give-up-run") as caught:
+    with raises_code("spend.budget-exceeded") as caught:
         strict.trainer("second", plan=strict.plan(net(), epsilon=second)).fit()
     assert "leave out those who signed it" in caught.value.remedy
     for one in (0, 1, 2, 3, 4, 7):

@@ -17,7 +17,7 @@ import lamina
 from lamina.admit.attestation import attest, commit
 from lamina.admit.checks import SigningTerms
 from lamina.corpus.admitted import AdmittedCorpus
-from lamina.train.progress import SilentProgress
+from lamina.train.progress import Progress
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_a_wrong_checksum_stops_no_run(ward: Hospital) -> None:
 # ------------------------------------------------------------------------------------------------ key ring
 
 
-class At(SilentProgress):
+class At(Progress):
     """Does something after the first segment."""
 
     def __init__(self, action: object) -> None:
@@ -176,7 +176,7 @@ def test_a_damaged_ring_refuses_each_time(tmp_path: Path) -> None:
     held = hospital.keys.read_bytes()
     trainer = hospital.trainer(progress=At(lambda: hospital.keys.write_bytes(held[:-40])))
     for _ in range(3):
-        with raises_code("key.key-ring-not"):
+        with raises_code("key.ring-not-json"):
             trainer.fit()
     assert trainer.state.step == 3
     hospital.keys.write_bytes(held)
@@ -232,5 +232,5 @@ def test_a_gate_asks_the_ring_that_is_there_when_it_admits(tmp_path: Path) -> No
     gate = hospital.gate()
     with lamina.KeyRing.editing(hospital.keys) as ring:
         ring.revoke(hospital.key.public.id, at=NOW)
-    with raises_code("train.nobody-admitted"):
+    with raises_code("corpus.nobody-admitted"):
         gate.admit(hospital.people)

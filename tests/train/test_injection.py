@@ -122,9 +122,9 @@ def test_occurrences_are_capped_by_the_plan(tmp_path: Path) -> None:
 
 def test_a_looser_cap_than_the_plan_is_priced_for_is_refused(tmp_path: Path) -> None:
     given = parts("capped")
-    with raises_code("corpus.max-occurrences-class"):
+    with raises_code("corpus.max-occurrences-above-plan"):
         problem.trainer(tmp_path / "a", **given, max_occurrences={"clinical": 3})
-    with raises_code("corpus.max-occurrences-class"):
+    with raises_code("corpus.max-occurrences-above-plan"):
         Sampler(given["corpus"], given["plan"], seed=bytes(32), max_occurrences={"sensitive": 9})
     strict = problem.trainer(tmp_path / "a", **given, max_occurrences={"clinical": 1, "open": 7})
     assert strict.max_occurrences == {"clinical": 1, "sensitive": 2, "open": 7}

@@ -283,7 +283,7 @@ def test_a_half_erased_seed_is_erased_and_a_damaged_one_is_told(tmp_path: Path, 
 def test_a_seed_that_cannot_be_erased_is_told_and_the_record_stands(tmp_path: Path) -> None:
     path, first = tmp_path / "journal", opened(0)
     journal = make(path, first)
-    with failing("fsync", errno.EIO, nth=3), raises_code("train.storage-error") as caught:
+    with failing("fsync", errno.EIO, nth=3), raises_code("train.storage-failed") as caught:
         journal.append(close(first))
     assert first.seed.hex() not in refusal(caught.value, path)
     assert journal.closed(first) and Journal.load(path).closed(first)
@@ -525,7 +525,7 @@ def test_a_failed_append_leaves_the_journal_as_it_was(tmp_path: Path, call: str,
 def test_a_journal_that_cannot_be_brought_back_takes_no_more(tmp_path: Path) -> None:
     path, first = tmp_path / "journal", opened(0)
     journal = make(path, first)
-    with failing("fsync", errno.EIO, nth=2, forever=True), raises_code("train.storage-error"):
+    with failing("fsync", errno.EIO, nth=2, forever=True), raises_code("train.storage-failed"):
         journal.append(close(first))
     with raises_code("train.journal-state-unknown"):
         journal.append(close(first))
@@ -576,7 +576,7 @@ def test_a_journal_is_never_made_over_another(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     make(path, opened(0))
     data = path.read_bytes()
-    with raises_code("train.storage-error") as caught:
+    with raises_code("train.storage-failed") as caught:
         Journal.create(path, run=RUN, salt=SALT)
     refusal(caught.value, path)
     assert path.read_bytes() == data and os.listdir(tmp_path) == ["journal"]

@@ -37,7 +37,7 @@ def test_the_second_process_is_refused_and_told_who_has_it(tmp_path: Path) -> No
 
 
 def test_the_same_process_is_refused_too(tmp_path: Path) -> None:
-    with Lease.take(tmp_path), raises_code("train.run-use"):
+    with Lease.take(tmp_path), raises_code("train.run-in-use"):
         Lease.take(tmp_path)
     Lease.take(tmp_path).release()
     lease = Lease.take(tmp_path)
@@ -66,7 +66,7 @@ def test_only_the_user_reads_it(tmp_path: Path) -> None:
 
 def test_a_forked_child_cannot_give_it_back(tmp_path: Path) -> None:
     with Lease.take(tmp_path) as lease:
-        assert "no longer held" in in_child(lease.check)
+        assert "no longer holds" in in_child(lease.check)
         assert in_child(lease.release) == "None"
         assert attempt(tmp_path).startswith("RunInUse")
         lease.check()
@@ -106,7 +106,7 @@ def test_a_program_that_was_started_does_not_keep_it(tmp_path: Path) -> None:
 def test_a_lease_whose_file_was_removed_is_noticed(tmp_path: Path) -> None:
     with Lease.take(tmp_path) as lease:
         os.unlink(tmp_path / "lease")
-        with raises_code("train.lease-no-longer"):
+        with raises_code("train.lease-lost"):
             lease.check()
         with Lease.take(tmp_path), pytest.raises(RunInUse):
             lease.check()
@@ -137,7 +137,7 @@ def test_what_the_disk_refuses(tmp_path: Path) -> None:
         refusal(caught.value, tmp_path / "lease")
         assert set(os.listdir("/proc/self/fd")) == before
     no_locks = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-    with mock.patch("fcntl.flock", side_effect=no_locks), raises_code("train.file-system-no"):
+    with mock.patch("fcntl.flock", side_effect=no_locks), raises_code("train.no-file-locks"):
         Lease.take(tmp_path)
     assert attempt(tmp_path) == "taken"
 

@@ -34,7 +34,7 @@ def test_whoever_is_second_takes_the_first_ones(tmp_path: Path, monkeypatch: pyt
 
 def test_damage_is_refused(tmp_path: Path) -> None:
     (tmp_path / "origin.key").write_bytes(b"short")
-    with raises_code("train.bytes"):
+    with raises_code("train.origin-key-unreadable"):
         origin_secret(tmp_path)
     with pytest.raises(StorageError):
         origin_secret(tmp_path / "nowhere")

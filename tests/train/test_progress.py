@@ -7,7 +7,7 @@ import io
 from refusals import raises_code
 from rich.console import Console
 
-from lamina.train.progress import LogProgress, SilentProgress, TerminalProgress, make_progress
+from lamina.train.progress import LogProgress, Progress, TerminalProgress, make_progress
 
 
 def terminal() -> tuple[Console, io.StringIO]:
@@ -53,7 +53,7 @@ def test_a_log_gets_some_twenty_lines_without_times() -> None:
 
 
 def test_the_right_one_is_chosen() -> None:
-    assert type(make_progress(wanted=False, inside=False)) is SilentProgress
+    assert type(make_progress(wanted=False, inside=False)) is Progress
     assert type(make_progress(wanted=True, inside=False)) is LogProgress  # tests have no terminal
-    with raises_code("train.inside-true-shows"):
+    with raises_code("train.inside-needs-terminal"):
         make_progress(wanted=True, inside=True)

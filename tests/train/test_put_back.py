@@ -81,8 +81,8 @@ def test_it_pays_for_what_it_does_again(tmp_path: Path, kind: str) -> None:
     found = verify(tmp_path / "tests.ledger.db", signatures=False)
     assert found.problem is None, found.problem
     assert found.held == ()
-    total = made.book.total("clinical", delta=1e-5)
-    assert total.spent == pytest.approx(made.book.spent(*made.book.labels(), "clinical", delta=1e-5))
+    total = made.spend.total("clinical", delta=1e-5)
+    assert total.spent == pytest.approx(made.spend.spent(*made.spend.labels(), "clinical", delta=1e-5))
     if kind == "followed":
         assert total.runs[0].steps == 3 * given["plan"].steps  # a budget for each state that went on
 

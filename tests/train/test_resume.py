@@ -59,4 +59,4 @@ def test_every_single_fact_counts(name: str) -> None:
 
 def test_a_copy_or_a_lost_seed_is_redone() -> None:
     assert decide_resume(PENDING, FACTS, newest=3, copied=True)[0] is ResumeAction.REDO
-    assert replay_mismatches(replace(PENDING, seed=b""), FACTS, copied=False) == ("its seed is gone",)
+    assert replay_mismatches(replace(PENDING, seed=b""), FACTS, copied=False) == ("their seed was erased",)

@@ -149,7 +149,7 @@ def test_an_error_in_a_step_is_told_without_its_text(tmp_path: Path, capfd: pyte
         losses = problem.loss(output, y)
         return losses if len(losses) <= 6 else losses[:1]  # right in the rehearsal, wrong later
 
-    with raises_code("train.text-withheld-because") as caught:
+    with raises_code("train.error-text-withheld") as caught:
         problem.trainer(tmp_path / "a", loss_fn=loss).fit()
     assert not any(letter.isdigit() for letter in caught.value.problem.partition(" at ")[0])
     assert "examples" not in caught.value.problem
@@ -159,7 +159,7 @@ def test_an_error_in_a_step_is_told_without_its_text(tmp_path: Path, capfd: pyte
             raise ValueError(f"{len(y)} rows, first {float(output.detach()[0, 0])}")
         return problem.loss(output, y)
 
-    with raises_code("train.text-withheld-because") as caught:
+    with raises_code("train.error-text-withheld") as caught:
         problem.trainer(tmp_path / "other" / "b", loss_fn=broken).fit()
     assert "rows, first" not in str(caught.value)
 

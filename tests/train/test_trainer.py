@@ -261,7 +261,7 @@ def test_who_withdrew_stays_out_after_a_restart(tmp_path: Path) -> None:
     assert not {60, 61} & set(again.members("clinical").tolist())
     assert len(again) == 398
     (tmp_path / "a" / "withdrawn").write_bytes(b"nonsense")
-    with raises_code("train.not-read"):
+    with raises_code("train.membership-file-unreadable"):
         problem.trainer(tmp_path / "a").fit()
 
 
@@ -269,7 +269,7 @@ def test_counters_do_not_pass_to_other_people(tmp_path: Path) -> None:
     caps = {"clinical": 2}
     killed(tmp_path / "a", 8, max_occurrences=caps)
     data = {name: values[3:] for name, values in problem.data().items()}  # the first patient is gone
-    with raises_code("train.corpus-contributions-them"):
+    with raises_code("train.corpus-order-changed"):
         problem.trainer(tmp_path / "a", corpus=problem.corpus(**data), max_occurrences=caps).fit()
 
 
@@ -344,18 +344,18 @@ def test_a_copy_may_give_up_what_the_run_goes_on_with(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
     problem.trainer(tmp_path / "b", bounds=loose).fit()
     outcome = problem.trainer(tmp_path / "a", bounds=loose).fit()
-    assert any("the ledger records them as given up" in note for note in outcome.notes)
+    assert any("the ledger records them as abandoned" in note for note in outcome.notes)
     assert outcome.steps == 24
 
 
 def test_a_run_that_was_taken_for_lost(tmp_path: Path) -> None:
     trainer = killed(tmp_path / "a", 6)
-    spent = trainer.book.total("clinical", delta=1e-5)
-    assert trainer.book.abandon_run(*trainer.book.labels()) == 1
-    lost = trainer.book.total("clinical", delta=1e-5)
+    spent = trainer.spend.total("clinical", delta=1e-5)
+    assert trainer.spend.abandon_run(*trainer.spend.labels()) == 1
+    lost = trainer.spend.total("clinical", delta=1e-5)
     assert (lost.spent, lost.committed) == (spent.spent, spent.spent)
     outcome = problem.trainer(tmp_path / "a").fit()  # it was not
-    assert any("the ledger records them as given up" in note for note in outcome.notes)
+    assert any("the ledger records them as abandoned" in note for note in outcome.notes)
     assert outcome.steps < 24 and outcome.total["clinical"] <= 4.0  # five steps more were charged than are in it
 
 
@@ -363,14 +363,14 @@ def test_a_segment_is_taken_for_lost_while_it_is_trained(tmp_path: Path) -> None
     class Impatient(KillAt):
         def step(self, done: int, loss: float | None) -> None:
             if done == self.at:
-                assert trainer.book.abandon_run(*trainer.book.labels()) == 1
+                assert trainer.spend.abandon_run(*trainer.spend.labels()) == 1
 
     loose = {"clinical": 9.0, "sensitive": 9.0}
     trainer = problem.trainer(tmp_path / "a", progress=Impatient(7), bounds=loose)
-    with raises_code("spend.leaf-records-given"):
+    with raises_code("spend.recorded-as-abandoned"):
         trainer.fit()
     outcome = problem.trainer(tmp_path / "a", bounds=loose).fit()
-    assert any("the ledger records them as given up" in note for note in outcome.notes)
+    assert any("the ledger records them as abandoned" in note for note in outcome.notes)
     assert outcome.steps == 24
 
 
@@ -443,7 +443,7 @@ def test_a_learning_rate_that_is_given_now_is_used(tmp_path: Path) -> None:
     trainer = problem.trainer(tmp_path / "a", **made(0.2))
     outcome = trainer.fit()
     assert trainer.optimizer.param_groups[0]["lr"] == 0.2
-    assert any("lr is 0.2 from here on, it was 0.1" in note for note in outcome.notes)
+    assert any("lr changes from 0.1 to 0.2" in note for note in outcome.notes)
     facts = json.loads((tmp_path / "a" / "metrics.json").read_text())
     assert facts["notes"] == list(outcome.notes)
     again = problem.trainer(tmp_path / "a", **made(0.2)).fit()
@@ -470,13 +470,13 @@ def test_a_segment_that_the_book_refuses_is_never_trained(tmp_path: Path) -> Non
 def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
     problem.trainer(tmp_path / "a").fit()
     for steps in (12, 30):
-        with raises_code("train.run-step-plan"):
+        with raises_code("train.plan-changed"):
             problem.trainer(tmp_path / "a", steps=steps).fit()
 
 
 def test_a_cap_cannot_be_put_on_afterwards(tmp_path: Path) -> None:
     problem.trainer(tmp_path / "a").fit()
-    with raises_code("train.max-occurrences-run"):
+    with raises_code("train.max-occurrences-changed"):
         problem.trainer(tmp_path / "a", max_occurrences={"clinical": 1}).fit()
 
 
@@ -495,7 +495,7 @@ def test_checkpoint_and_journal_belong_together(tmp_path: Path) -> None:
     problem.trainer(tmp_path / "b", bounds={}, ledger=tmp_path / "other.db").fit()
     shutil.rmtree(tmp_path / "a" / "checkpoint")
     shutil.copytree(tmp_path / "b" / "checkpoint", tmp_path / "a" / "checkpoint")
-    with raises_code("train.checkpoint-not-journal-closed"):
+    with raises_code("train.checkpoint-not-of-journal"):
         problem.trainer(tmp_path / "a", bounds={}).fit()
 
 
@@ -566,7 +566,7 @@ def test_a_damaged_checkpoint_is_named_and_can_be_removed(tmp_path: Path) -> Non
 def test_checkpoints_without_a_journal_are_refused(tmp_path: Path) -> None:
     problem.trainer(tmp_path / "a").fit()
     (tmp_path / "a" / "journal").unlink()
-    with raises_code("train.checkpoints-no-journal"):
+    with raises_code("train.journal-missing"):
         problem.trainer(tmp_path / "a").fit()
 
 
@@ -576,7 +576,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     killed(tmp_path / "b", 8, bounds=loose)
     source = tmp_path / "a" / "checkpoint" / "000005.safetensors"
     (tmp_path / "b" / "checkpoint" / "000005.safetensors").write_bytes(source.read_bytes())
-    with raises_code("train.checkpoint-belongs-another"):
+    with raises_code("train.checkpoint-of-other-run"):
         problem.trainer(tmp_path / "b", bounds=loose).fit()
 
 
@@ -622,7 +622,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.
 def test_a_file_where_the_checkpoints_should_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "checkpoint").write_text("in the way")
-    with raises_code("train.storage-error"):
+    with raises_code("train.storage-failed"):
         problem.trainer(tmp_path / "a").fit()
 
 
@@ -641,7 +641,7 @@ def test_another_book_for_a_copied_run_is_refused(tmp_path: Path) -> None:
         run, segment=mine.segment, generation=mine.generation,
         nonce=b"somebody else's!", charges=mine.charges, bounds={},
     )  # fmt: skip
-    with raises_code("train.ledger-holds-another"):
+    with raises_code("train.ledger-disagrees"):
         problem.trainer(tmp_path / "a", bounds={}, ledger=three).fit()
 
 
@@ -654,7 +654,7 @@ def test_filters_stay_as_they_were(tmp_path: Path) -> None:
 
     killed(tmp_path / "a", 8, filters=room(1000))
     for other in (room(3), {}):
-        with raises_code("train.filters-run-began"):
+        with raises_code("train.filters-changed"):
             problem.trainer(tmp_path / "a", filters=other).fit()
 
 
@@ -682,7 +682,7 @@ def test_a_lost_book_is_made_whole_from_the_journal(tmp_path: Path) -> None:
 
 def test_a_second_run_that_exceeds_the_bound_is_refused_before_it_begins(tmp_path: Path) -> None:
     problem.trainer(tmp_path / "a").fit()
-    with raises_code("spend.give-up-run"):
+    with raises_code("spend.budget-exceeded"):
         problem.trainer(tmp_path / "b").fit()
     assert not (tmp_path / "b" / "journal").exists()
     assert not (tmp_path / "b" / "model.safetensors").exists()
@@ -728,7 +728,7 @@ def test_evaluation_best_and_patience(tmp_path: Path) -> None:
     assert not same(load_file(tmp_path / "a" / "best.safetensors"), weights(trainer))
     facts = json.loads((tmp_path / "a" / "metrics.json").read_text())
     assert [entry["step"] for entry in facts["evaluations"]] == [0, 5, 10, 15]
-    other = problem.trainer(tmp_path / "b").book
+    other = problem.trainer(tmp_path / "b").spend
     assert other.total("clinical", delta=1e-5).committed == outcome.total["clinical"]
 
 
@@ -747,9 +747,9 @@ def test_evaluations_are_the_same_after_a_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "word"),
     [
-        ({"on": "private"}, "train.evaluation-data-figure"),
-        ({"on": "public", "every": 0}, "train.whole-number"),
-        ({"on": "public", "patience": 2}, "train.patience-given-without"),
+        ({"on": "private"}, "train.evaluation-on-private-data"),
+        ({"on": "public", "every": 0}, "train.not-a-count"),
+        ({"on": "public", "patience": 2}, "train.patience-without-best"),
     ],
 )
 def test_bad_evaluations_are_refused(rule: dict[str, Any], word: str) -> None:
@@ -760,7 +760,7 @@ def test_bad_evaluations_are_refused(rule: dict[str, Any], word: str) -> None:
 @pytest.mark.parametrize("figures", [{}, 0.3, {"auc": float("nan")}, {"loss": 1.0}])
 def test_bad_figures_are_refused(tmp_path: Path, figures: Any) -> None:
     rule = Evaluation(function=lambda model: figures, on="public", best="auc")
-    with raises_code("train.evaluation-figure", "train.evaluation-no-figure", "train.evaluation-returned"):
+    with raises_code("train.evaluation-not-finite", "train.evaluation-without-best", "train.evaluation-not-figures"):
         problem.trainer(tmp_path / "a", evaluate=rule).fit()
 
 
@@ -802,7 +802,7 @@ def test_mistakes_are_refused_before_anything_is_spent(
 def test_labels_out_of_range_are_found_before_anything_is_spent(tmp_path: Path) -> None:
     data = problem.data()
     data["y"] = data["y"] + 1
-    with raises_code("train.labels-run-model"):
+    with raises_code("train.labels-out-of-range"):
         problem.trainer(
             tmp_path / "a", corpus=problem.corpus(**data), loss_fn=nn.CrossEntropyLoss(reduction="none")
         ).fit()
@@ -811,7 +811,7 @@ def test_labels_out_of_range_are_found_before_anything_is_spent(tmp_path: Path) 
 
 def test_batchnorm_is_refused_with_its_remedy(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    with raises_code("plan.check-coverage"):
+    with raises_code("plan.module-unsafe"):
         problem.trainer(tmp_path / "a", model=model)
 
 
@@ -819,27 +819,27 @@ def test_plateau_and_lbfgs_are_refused(tmp_path: Path) -> None:
     model = problem.net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with raises_code("train.reducelronplateau-follows-loss"):
+    with raises_code("train.scheduler-follows-loss"):
         problem.trainer(tmp_path / "a", model=model, optimizer=optimizer, scheduler=plateau)
-    with raises_code("train.lbfgs-asks-several"):
+    with raises_code("train.optimizer-several-gradients"):
         problem.trainer(tmp_path / "a", model=model, optimizer=torch.optim.LBFGS(model.parameters()), scheduler=None)
 
 
 def test_more_contributions_than_declared_are_refused(tmp_path: Path) -> None:
     policy = problem.POLICY.replace("population = 300", "population = 200")
     model = problem.net()
-    with raises_code("corpus.class-contributions-above"):
+    with raises_code("corpus.population-too-small"):
         problem.trainer(tmp_path / "a", model=model, plan=problem.plan(model, policy=policy))
 
 
 @pytest.mark.parametrize(("name", "value"), [("epsilon", 0), ("epsilon", -1.0), ("delta", 0), ("delta", 1.0)])
 def test_make_private_teaches(name: str, value: float) -> None:
     x, y = torch.randn(40, 6), torch.zeros(40, dtype=torch.long)
-    with raises_code("train.number-above-below"):
+    with raises_code(f"train.{name}-out-of-range"):
         lamina.make_private(problem.net(), (x, y), batch=8, epochs=1, **{name: value})
-    with raises_code("train.batch-above-contributions"):
+    with raises_code("train.batch-above-corpus"):
         lamina.make_private(problem.net(), (x, y), batch=50, epochs=1)
-    with raises_code("train.data-dataloader-shuffles"):
+    with raises_code("corpus.dataloader-not-poisson"):
         lamina.make_private(problem.net(), torch.utils.data.DataLoader([1]), batch=50, epochs=1)
 
 

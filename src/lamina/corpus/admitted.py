@@ -1,7 +1,4 @@
-"""`Gate` and the corpus that it makes.
-
-Only signed contributions, each read under its commitment and kept to the bound that it signed.
-"""
+"""`Gate` and the corpus that it makes: signed contributions, each read under its commitment and within its bound."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ from lamina.admit.contribution_sources import Contribution, FolderContributions,
 from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import read_small
 from lamina.admit.resolver import Resolution
-from lamina.admit.verdicts import Bound, ContributionRefused, Reason, Register
-from lamina.corpus.contribution_index import PackedTexts
+from lamina.admit.verdicts import Bound, ContributionRefused, PackedTexts, Reason, Register
 from lamina.corpus.corpus import Corpus, LimitsOfRows
 from lamina.corpus.example_sources import Hasher, hash_parts
 from lamina.corpus.files import LISTING, ContributionListing
@@ -52,6 +48,7 @@ from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.spend.accounts import SignedAccount, account_name
+from lamina.validate import one_of
 
 
 class GivenPayloads:
@@ -70,12 +67,12 @@ class GivenPayloads:
         payload = self._payloads[row]
         return payload if isinstance(payload, Path) else Path(self.ids[row]) / f"payload.{_payload_suffix(payload)}"
 
-    def look(self, row: int) -> bytes | None:
+    def peek(self, row: int) -> bytes | None:
         payload = self._payloads[row]
         return None if isinstance(payload, Path) else payload
 
     def read(self, row: int) -> bytes | None:
-        return self.look(row)
+        return self.peek(row)
 
     def take(self, rows: NDArray[np.int64]) -> GivenPayloads:
         return GivenPayloads([self.ids[row] for row in rows.tolist()], [self._payloads[row] for row in rows.tolist()])
@@ -83,8 +80,8 @@ class GivenPayloads:
     def feed(self, hasher: Hasher) -> None:
         """Ids and contents."""
         for row, name in enumerate(self.ids):
-            held = self.look(row)
-            hash_parts(hasher, [name, _read_whole(self.path(row)) if held is None else held])
+            content = self.peek(row)
+            hash_parts(hasher, [name, _read_whole(self.path(row)) if content is None else content])
 
     def __repr__(self) -> str:
         return "given"
@@ -93,7 +90,7 @@ class GivenPayloads:
 class CommittedPayloads:
     """The payloads of admitted contributions.
 
-    A payload is read once and whole; its bytes are held against the signed commitment, and only then taken for data.
+    A payload is read once and whole; its bytes are compared with the signed commitment, and only then taken for data.
     Swapping a file after it was admitted, even while it is read, stops the run, and nothing is learned from it.
     """
 
@@ -109,19 +106,19 @@ class CommittedPayloads:
     def path(self, row: int) -> Path:
         return self._payloads.path(row)
 
-    def look(self, row: int) -> bytes | None:
-        return self._payloads.look(row)
+    def peek(self, row: int) -> bytes | None:
+        return self._payloads.peek(row)
 
     def read(self, row: int) -> bytes:
         try:
-            held = self._payloads.read(row)
-            held = _read_whole(self._payloads.path(row)) if held is None else held
+            content = self._payloads.read(row)
+            content = _read_whole(self._payloads.path(row)) if content is None else content
         except (OSError, ContributionRefused):
             raise self._changed() from None
-        found = commit(self._nonces[row].tobytes(), held)
+        found = commit(self._nonces[row].tobytes(), content)
         if not hmac.compare_digest(found, self._commitments[row].tobytes()):
             raise self._changed()
-        return held
+        return content
 
     def take(self, rows: NDArray[np.int64]) -> CommittedPayloads:
         return CommittedPayloads(
@@ -136,7 +133,7 @@ class CommittedPayloads:
     def _changed(self) -> PayloadChanged:
         problem = f"a payload {self.where} is not the one that was signed and admitted; nothing was learned from it"
         remedy = "put back what was signed, or leave it out; admitting the contributions again names it"
-        return PayloadChanged("corpus.payload-not-signed", problem, remedy)
+        return PayloadChanged("corpus.payload-not-as-signed", problem, remedy)
 
     def __repr__(self) -> str:
         return f"signed, {self._payloads!r}"
@@ -156,34 +153,22 @@ MAX_BOUNDS = 1000  # distinct bounds of a corpus: each is an account, and all of
 
 
 class AdmittedCorpus(Corpus):
-    """Made by `lamina.Gate.admit`. `admission` says who was let in and who was not, and why.
+    """A corpus of admitted contributions, made by `lamina.Gate.admit`; `admission` says who was refused, and why.
 
     Under a plan every contribution keeps to what it signed: `limits_of` gives its scale and ceiling to the batches, a
     bound that no scale keeps is never sampled, and `accounts` has one account per distinct bound, which the ledger
-    holds to over all runs. `renew` looks at windows and keys again: whoever is out is withdrawn.
+    enforces over all runs. `revalidate` checks windows and keys again: whoever is out is withdrawn.
     """
 
     def __init__(
-        self,
-        source: PayloadSource,
-        admission: Admission,
-        *,
-        ids: list[str],
-        subject: list[str] | None,
-        policy: Policy,
-        keys: Callable[[], KeyRing | None],
-        examples_per_unit: int | None = None,
-    ) -> None:
+        self, source: PayloadSource, admission: Admission, *, ids: list[str], subject: list[str] | None,
+        policy: Policy, keys: Callable[[], KeyRing | None], examples_per_unit: int | None = None,
+    ) -> None:  # fmt: skip
         names = admission.classes
         super().__init__(
-            source,
-            unit=np.repeat(np.arange(len(ids)), source.sizes),
-            cls=[names[row] for row in admission.cls.tolist()],
-            ids=ids,
-            subject=subject,
-            examples_per_unit=examples_per_unit,
-            policy=policy,
-        )
+            source, unit=np.repeat(np.arange(len(ids)), source.sizes), cls=[names[row] for row in admission.cls.tolist()],
+            ids=ids, subject=subject, examples_per_unit=examples_per_unit, policy=policy,
+        )  # fmt: skip
         self._signed = admission
         self._keys = keys
         self._resolved: dict[tuple[Any, ...], Resolution] = {}
@@ -198,13 +183,11 @@ class AdmittedCorpus(Corpus):
         """What contributions are, by row: the digest of the signed descriptor, whatever its folder is called."""
         return PackedTexts(digest.tobytes().hex() for digest in self._signed.columns["descriptor"])
 
-    def marks(self, ids: Sequence[str]) -> list[str]:
+    def stable_ids(self, ids: Sequence[str]) -> list[str]:
         return [self.digests[row] for row in self._index.find(ids).tolist()]
 
-    def marked(self, *marks: str) -> list[str]:
-        return [self.ids[row] for row in self.digests.find(marks).values()]
-
-    # ------------------------------------------------------------------------------------ what each signed
+    def ids_of(self, *stable_ids: str) -> list[str]:
+        return [self.ids[row] for row in self.digests.find(stable_ids).values()]
 
     @property
     def admission(self) -> Admission:
@@ -251,7 +234,7 @@ class AdmittedCorpus(Corpus):
         if len(private) > MAX_BOUNDS:
             problem = f"contributions signed {len(private)} distinct bounds, at most {MAX_BOUNDS} can be accounted for"
             remedy = "let them sign one of a few bounds: a stricter class in the policy for each"
-            raise CorpusError("corpus.contributions-signed-distinct", problem, remedy)
+            raise CorpusError("corpus.too-many-bounds", problem, remedy)
         return tuple(
             SignedAccount(
                 name=account_name(_bound_key(bound := admission.bounds[which])),
@@ -267,14 +250,12 @@ class AdmittedCorpus(Corpus):
         private = any(bound.noise_multiplier for bound in self._signed.bounds)
         if private and plan.clipping is Clipping.ELEMENTWISE:
             problem = "contributions signed a clip norm, and the plan clamps the mean of the batch, which bounds nobody"
-            raise CorpusError("corpus.contributions-signed-clip", problem, "use a plan with box or joint clipping")
+            raise CorpusError("corpus.limits-need-clipping", problem, "use a plan with box or joint clipping")
 
     def membership(self, key: bytes) -> bytes:
         """Also over what each signed: its identity is the digest of its descriptor."""
         signed = self._signed.columns["descriptor"].tobytes()
         return self._index.digest(key, f"examples_per_unit={self.examples_per_unit}", signed.hex())
-
-    # ------------------------------------------------------------------------------------ whether it still holds
 
     def revalidate(self) -> dict[Reason, int]:
         """Windows, keys (a file of them is read again), signatures once an epoch is over: who is out is withdrawn.
@@ -283,7 +264,7 @@ class AdmittedCorpus(Corpus):
         """
         lapse = self._signed.recheck(keys=self._keys())
         if len(lapse):
-            self.leave([self._signed.ids[row] for row in lapse.rows.tolist()])
+            self.exclude([self._signed.ids[row] for row in lapse.rows.tolist()])
         return dict(Counter(lapse.reasons))
 
     def batches(self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None) -> Iterator[Batch]:
@@ -326,50 +307,39 @@ class Gate(gate.AdmissionGate):
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        keys: KeyRing | str | Path,
-        *,
-        clock: Callable[[], float] = time.time,
-        register: Register | None = None,
-        processes: int = 1,
-        max_payload: int = MAX_PAYLOAD,
-    ) -> None:
+        self, policy: Policy, keys: KeyRing | str | Path, *, clock: Callable[[], float] = time.time,
+        register: Register | None = None, processes: int = 1, max_payload: int = MAX_PAYLOAD,
+    ) -> None:  # fmt: skip
         if not isinstance(policy, Policy):
             problem = f"the policy is a {type(policy).__name__}"
-            raise AdmissionError("train.policy", problem, "use lamina.Policy.load('policy.toml')")
+            raise AdmissionError("corpus.policy-not-a-policy", problem, "use lamina.Policy.load('policy.toml')")
         self._path = None if isinstance(keys, KeyRing) else Path(keys)
         self._seen: bytes | None = None  # digest of the file that was loaded
         ring = keys
         if not isinstance(ring, KeyRing):
-            self._seen, held = _read_key_ring(Path(ring))
-            ring = KeyRing.load(ring, held)
+            self._seen, content = _read_key_ring(Path(ring))
+            ring = KeyRing.load(ring, content)
         super().__init__(policy, ring, clock=clock, register=register, processes=processes, max_payload=max_payload)
 
     def reload_keys(self) -> KeyRing | None:
         """Rely on the ring as its file has it now; None if it came from none, or the file is as it was.
 
-        A file that cannot be read is refused each time it is asked for: it may have said that a key is revoked.
+        A file that cannot be read is refused each time it is asked for: it may say that a key is revoked.
         """
         if self._path is None:
             return None
-        digest, held = _read_key_ring(self._path)
+        digest, content = _read_key_ring(self._path)
         if digest == self._seen:
             return None
-        self.keys = KeyRing.load(self._path, held)
+        self.keys = KeyRing.load(self._path, content)
         self._seen = digest  # not before: what cannot be loaded was not seen
         return self.keys
 
     def admit(
-        self,
-        contributions: str | Path | Iterable[Contribution],
-        ledger: Ledger | Register | str | os.PathLike[str] | None = None,
-        *,
-        on_refusal: str = SKIP,
-        examples_per_unit: int | None = None,
-        dtype: torch.dtype | None = None,
-        progress: Progress | None = None,
-    ) -> AdmittedCorpus:
+        self, contributions: str | Path | Iterable[Contribution],
+        ledger: Ledger | Register | str | os.PathLike[str] | None = None, *, on_refusal: str = SKIP,
+        examples_per_unit: int | None = None, dtype: torch.dtype | None = None, progress: Progress | None = None,
+    ) -> AdmittedCorpus:  # fmt: skip
         """Examine all of them and make a corpus of those that are admitted; `corpus.admission` has the report.
 
         contributions  a folder with ID/payload.npz or ID/payload.csv, ID/descriptor.cbor and ID/attestation.cose, and
@@ -380,11 +350,10 @@ class Gate(gate.AdmissionGate):
         on_refusal     "skip" whoever is refused, or "stop" with an AdmissionError
         progress       hears (how many are examined, of how many)
 
-        The class of a contribution is the one that it signed. Payloads are read when they are sampled, and held against
+        The class of a contribution is the one that it signed. Payloads are read when they are sampled, and compared with
         their commitment again.
         """
-        if on_refusal not in (SKIP, STOP):
-            raise AdmissionError("train.refusal", f"on_refusal is {on_refusal!r}", f'use "{SKIP}" or "{STOP}"')
+        one_of(AdmissionError, "corpus.on-refusal-unknown", (SKIP, STOP), on_refusal=on_refusal)
         self.reload_keys()
         if ledger is None:
             return self._admit(contributions, on_refusal, examples_per_unit, dtype, progress)
@@ -396,45 +365,34 @@ class Gate(gate.AdmissionGate):
                 self.register = before
 
     def _admit(
-        self,
-        contributions: str | Path | Iterable[Contribution],
-        on_refusal: str,
-        examples_per_unit: int | None,
-        dtype: torch.dtype | None,
-        progress: Progress | None,
-    ) -> AdmittedCorpus:
+        self, contributions: str | Path | Iterable[Contribution], on_refusal: str, examples_per_unit: int | None,
+        dtype: torch.dtype | None, progress: Progress | None,
+    ) -> AdmittedCorpus:  # fmt: skip
         folder = Path(contributions) if isinstance(contributions, str | Path) else None
-        source: Iterable[Contribution] = (
-            FolderContributions(contributions)
-            if isinstance(contributions, str | Path)
-            else list(contributions)  # it may be read once only, and is read again when an epoch is over
+        source: Iterable[Contribution] = (  # a list, because it is read again when an epoch is over
+            FolderContributions(contributions) if isinstance(contributions, str | Path) else list(contributions)
         )
         admission = self.review(source, progress=progress, enter=False)
         listing = _read_listing(folder)
         data = _AdmittedData.of(admission, folder, listing, dtype, self._processes)
         if on_refusal == STOP and admission.refused:
             problem = f"{_refusal_counts_text(admission)}, and on_refusal is {STOP!r}"
-            raise AdmissionError("train.refusal-2", problem, _REFUSED_REMEDY)
+            raise AdmissionError("corpus.contributions-refused", problem, _REFUSED_REMEDY)
         if admission.enter() and data is not None:  # much may have happened meanwhile: go on without them
             data = _AdmittedData.of(admission, folder, listing, dtype, self._processes)
         if data is None:
             problem = f"nobody is admitted: {_refusal_counts_text(admission)}"
-            raise AdmissionError("train.nobody-admitted", problem, _REFUSED_REMEDY)
+            raise AdmissionError("corpus.nobody-admitted", problem, _REFUSED_REMEDY)
         return AdmittedCorpus(
-            data.source,
-            admission,
-            ids=list(admission.ids),
-            subject=data.subjects,
-            policy=self.policy,
-            keys=self.reload_keys,
-            examples_per_unit=examples_per_unit,
-        )
+            data.source, admission, ids=list(admission.ids), subject=data.subjects, policy=self.policy,
+            keys=self.reload_keys, examples_per_unit=examples_per_unit,
+        )  # fmt: skip
 
 
 def _read_key_ring(path: Path) -> tuple[bytes, bytes]:
     """Digest and bytes of a key ring."""
-    held = read_small(path, "the key ring")
-    return hashlib.sha256(held).digest(), held
+    content = read_small(path, "the key ring")
+    return hashlib.sha256(content).digest(), content
 
 
 _REFUSED_REMEDY = "corpus.admission.table(), or lamina admit, says who was refused and why"
@@ -459,24 +417,20 @@ class _AdmittedData:
 
     @classmethod
     def of(
-        cls,
-        admission: Admission,
-        folder: Path | None,
-        listing: ContributionListing | None,
-        dtype: torch.dtype | None,
-        processes: int,
-    ) -> _AdmittedData | None:
+        cls, admission: Admission, folder: Path | None, listing: ContributionListing | None,
+        dtype: torch.dtype | None, processes: int,
+    ) -> _AdmittedData | None:  # fmt: skip
         """None if nothing is left. Whoever cannot be opened is refused, each for itself."""
         found: dict[int, tuple[Reason, str]] = {}
         lines = _listing_lines(admission, listing, found)
         y = None if listing is None or listing.y is None else listing.y[lines]
         payloads = _payloads_of(admission, folder)
-        look = PayloadInspector(y, dtype)
+        inspector = PayloadInspector(y, dtype)
 
         def refuse(row: int, why: str) -> None:
             found.setdefault(row, (Reason.UNREADABLE, why))
 
-        survey, rows = survey_and_refuse(payloads, look, refuse, processes)
+        survey, rows = survey_and_refuse(payloads, inspector, refuse, processes)
         for row, size in zip(rows.tolist(), survey.sizes.tolist() if survey else (), strict=True):
             if size != (signed := int(admission.columns["items"][row])):
                 found.setdefault(row, (Reason.MISMATCH, f"{signed} items were signed, the payload has {size}"))
@@ -491,13 +445,9 @@ class _AdmittedData:
             payloads.take(kept), nonces=columns["nonce"].copy(), commitments=columns["commitment"].copy()
         )
         subjects = None if listing is None else listing.subjects
+        labels, survey = None if y is None else y[kept], PayloadSurvey(format=survey.format, sizes=sizes)
         return cls(
-            source=PayloadSource(
-                committed,
-                None if y is None else y[kept],
-                dtype=dtype,
-                survey=PayloadSurvey(form=survey.form, sizes=sizes),
-            ),
+            source=PayloadSource(committed, labels, dtype=dtype, survey=survey),
             subjects=None if subjects is None else [subjects[line] for line in lines[kept].tolist()],
         )
 
@@ -517,13 +467,12 @@ def _listing_lines(
             continue
         lines[row], signed = line, admission.classes[admission.cls[row]]
         if listing.classes is not None and listing.classes[line] != signed:
-            said = listing.classes[line]
-            found[row] = Reason.MISMATCH, f"{LISTING} says class {said!r}, {signed!r} was signed"
+            found[row] = Reason.MISMATCH, f"{LISTING} says class {listing.classes[line]!r}, {signed!r} was signed"
     return lines
 
 
 def _payloads_of(admission: Admission, folder: Path | None) -> Payloads:
     if folder is not None:
         return FolderPayloads(folder, list(admission.ids))
-    held = [each.payload for each in admission.source]
-    return GivenPayloads(list(admission.ids), [held[place] for place in admission.places.tolist()])
+    content = [each.payload for each in admission.source]
+    return GivenPayloads(list(admission.ids), [content[place] for place in admission.places.tolist()])

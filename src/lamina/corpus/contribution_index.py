@@ -1,99 +1,22 @@
-"""The contributions of a corpus.
-
-Which examples belong to each, its id, class, subject, scale, and whether it is eligible.
-"""
+"""The contributions of a corpus: examples, id, class, subject, scale of each, and whether it is eligible."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lamina.corpus.example_sources import Hasher, hash_parts, keyed_hasher
+from lamina.admit.verdicts import PackedTexts
+from lamina.corpus.example_sources import Hasher, Rows, hash_parts, keyed_hasher
 from lamina.errors import CorpusError
 from lamina.plan.policy import Policy
 
 CHUNK = 1 << 15
-
-
-class PackedTexts:
-    """Texts end to end in UTF-8, and where each of them begins: 8 bytes a text more than its letters.
-
-    A Python string takes some 50 bytes more than its letters, and a dict to find it another hundred; a corpus of
-    10⁶ contributions has no room for that.
-
-    >>> PackedTexts(["a", "βγ", ""])[1]
-    'βγ'
-    """
-
-    def __init__(self, values: Iterable[Any]) -> None:
-        data = bytearray()
-        lengths: list[NDArray[np.int64]] = []
-        rest = iter(values)
-        while chunk := [str(value).encode("utf-8", "surrogatepass") for value in islice(rest, CHUNK)]:
-            data += b"".join(chunk)
-            lengths.append(np.fromiter(map(len, chunk), dtype=np.int64, count=len(chunk)))
-        self.data = bytes(data)
-        self.starts = np.concatenate([np.zeros(1, dtype=np.int64), *lengths]).cumsum()
-
-    @classmethod
-    def packed(cls, data: bytes, starts: NDArray[np.int64]) -> PackedTexts:
-        """From `data` and `starts` as they were."""
-        made = cls(())
-        made.data, made.starts = data, starts
-        return made
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def __getitem__(self, row: int) -> str:
-        return self._bytes(row).decode("utf-8", "surrogatepass")
-
-    def __iter__(self) -> Iterator[str]:
-        return (text.decode("utf-8", "surrogatepass") for text in self._all())
-
-    def _bytes(self, row: int) -> bytes:
-        return self.data[self.starts[row] : self.starts[row + 1]]
-
-    def _all(self) -> Iterator[bytes]:
-        for start in range(0, len(self), CHUNK):
-            bounds = self.starts[start : start + CHUNK + 1].tolist()
-            for i in range(len(bounds) - 1):
-                yield self.data[bounds[i] : bounds[i + 1]]
-
-    def find(self, wanted: Iterable[str]) -> dict[str, int]:
-        """The rows of those that are there. One pass over all texts, however many are wanted."""
-        missing = {text.encode("utf-8", "surrogatepass"): text for text in wanted}
-        found: dict[str, int] = {}
-        for row, text in enumerate(self._all()):
-            if text in missing:
-                found.setdefault(missing[text], row)
-        return found
-
-    def repeat(self) -> tuple[int, int] | None:
-        """Two rows with the same text, or None. Equal texts have equal hashes: only those are compared."""
-        hashes = np.fromiter(map(hash, self._all()), dtype=np.int64, count=len(self))
-        order = np.argsort(hashes, kind="stable")
-        twins = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
-        seen: dict[bytes, int] = {}
-        for row in np.unique(order[np.concatenate([twins, twins + 1])]).tolist():
-            first = seen.setdefault(self._bytes(row), row)
-            if first != row:
-                return first, row
-        return None
-
-    def empty(self) -> int | None:
-        """The first row without any text, or None."""
-        rows = np.flatnonzero(self.starts[1:] == self.starts[:-1])
-        return int(rows[0]) if len(rows) else None
-
-
-Rows = NDArray[np.int64]
 
 
 class ExampleLayout:
@@ -157,7 +80,7 @@ def default_class(cls: Any, policy: Policy | None) -> Any:
         return cls
     if len(policy.classes) > 1:
         problem = f"the policy has classes {', '.join(policy.classes)}, and cls is not given"
-        raise CorpusError("corpus.policy-classes-cls", problem, CLASS_REMEDY)
+        raise CorpusError("corpus.class-not-given", problem, CLASS_REMEDY)
     return next(iter(policy.classes))
 
 
@@ -165,27 +88,25 @@ def check_classes(names: Sequence[str] | None, known: Sequence[str], whose: str)
     """Every class of the corpus is known to the policy or plan. None: no class was named, the only one is meant."""
     if names is None:
         if len(known) > 1:
-            problem = f"the {whose} has classes {', '.join(known)}, and the corpus does not say who is of which"
-            raise CorpusError("corpus.classes-corpus-not", problem, CLASS_REMEDY)
+            problem = f"the {whose} has classes {', '.join(known)}, and cls is not given"
+            raise CorpusError("corpus.class-not-given", problem, CLASS_REMEDY)
         return
     for name in names:
         if name not in known:
-            raise CorpusError(
-                "corpus.corpus-class-not",
-                f"the corpus has class {name!r}, which the {whose} does not have",
-                f"its classes are {', '.join(known)}: name one of them in cls=, or add [class.{name}] to the policy",
-            )
+            problem = f"the corpus has class {name!r}, which the {whose} does not have"
+            remedy = f"name one of {', '.join(known)} in cls=, or add [class.{name}] to the policy"
+            raise CorpusError("corpus.class-unknown", problem, remedy)
 
 
 def declared_origin(origin: str | None, policy: Policy | None) -> str | None:
-    """The origin that spending is booked under; the policy's, if there is one."""
+    """The origin that spending is recorded under; the policy's, if there is one."""
     declared = None if policy is None else policy.corpus.origin
     if origin == "":
         problem = "origin is empty"
         raise CorpusError("corpus.origin-empty", problem, "name the place that the data comes from, or leave it out")
     if origin is not None and declared is not None and origin != declared:
-        problem = f"origin is {origin!r}, and the policy says {declared!r}: spending would be booked in two places"
-        raise CorpusError("corpus.origin-policy-says", problem, "leave origin out")
+        problem = f"origin is {origin!r}, the policy says {declared!r}: spending would be recorded in two places"
+        raise CorpusError("corpus.origin-not-of-policy", problem, "leave origin out")
     return origin or declared
 
 
@@ -208,25 +129,25 @@ class Grouping:
             labels = check_labels("unit", unit)
             if len(labels) != examples:
                 problem = f"unit has {len(labels)} entries for {examples} examples"
-                raise CorpusError("corpus.unit-entries-examples", problem, _unit_remedy(labels, examples))
+                raise CorpusError("corpus.unit-wrong-length", problem, _unit_remedy(labels, examples))
             codes, self._units = _number_by_appearance(labels)
             self.layout = ExampleLayout(codes)
         self.ids = PackedTexts(python_values(self._units))
         if ids is not None:
-            self.ids = PackedTexts(python_values(self.spread("ids", ids)))
+            self.ids = PackedTexts(python_values(self.per_contribution("ids", ids)))
         self._check_ids(given=ids is not None)
 
     def _check_ids(self, given: bool) -> None:
         if (row := self.ids.empty()) is not None:
             problem = f"contribution {row} has an empty id"
-            raise CorpusError("corpus.contribution-empty-id", problem, "give every contribution a name")
+            raise CorpusError("corpus.id-empty", problem, "give every contribution a name")
         if (rows := self.ids.repeat()) is not None:
             remedy = "give every contribution its own id"
             if given and self.layout.one_example_each:
                 remedy = "if it is one patient with several examples, give unit=ids; otherwise use distinct ids"
-            raise CorpusError("corpus.id-names-two", f"id {self.ids[rows[0]]!r} names two contributions", remedy)
+            raise CorpusError("corpus.id-repeated", f"id {self.ids[rows[0]]!r} names two contributions", remedy)
 
-    def spread(self, what: str, given: Any) -> Labels:
+    def per_contribution(self, what: str, given: Any) -> Labels:
         """One value per contribution: from a dict by unit or id, or a sequence by example or by contribution.
 
         By contribution means in order of first appearance. Where that is not also the sorted order, somebody may
@@ -241,14 +162,11 @@ class Grouping:
         if len(values) != count:
             problem = f"{what} has {len(values)} entries for {count} contributions and {self._examples} examples"
             remedy = f"give one per example, one per contribution, or a dict from unit to {what}"
-            raise CorpusError("corpus.entries-contributions-examples", problem, remedy)
+            raise CorpusError("corpus.column-wrong-length", problem, remedy)
         if not _is_sorted(self._units):
-            raise CorpusError(
-                "corpus.entry-per-contribution",
-                f"{what} has one entry per contribution, but contributions do not appear in sorted order, so it is "
-                "not clear which is whose",
-                f"give one per example, or a dict from unit to {what}",
-            )
+            problem = f"{what} has one entry per contribution, and contributions do not appear in sorted order"
+            remedy = f"say whose each entry is: give one per example, or a dict from unit to {what}"
+            raise CorpusError("corpus.column-order-ambiguous", problem, remedy)
         return values
 
     def _from_mapping(self, what: str, given: Mapping[Any, Any]) -> list[Any]:
@@ -257,11 +175,11 @@ class Grouping:
         for key in keys:
             if key not in given:
                 problem = f"{what} has no entry for contribution {key!r}"
-                raise CorpusError("corpus.no-entry-contribution", problem, "give every contribution one")
+                raise CorpusError("corpus.entry-missing", problem, "give every contribution one")
         if len(given) != len(keys):
             stranger = next(iter(set(given) - set(keys)))
             problem = f"{what} has an entry for {stranger!r}, which has no examples"
-            raise CorpusError("corpus.entry-no-examples", problem, "leave it out")
+            raise CorpusError("corpus.entry-without-examples", problem, "leave it out")
         return [given[key] for key in keys]
 
     def _agreed(self, what: str, values: Labels) -> Labels:
@@ -274,14 +192,14 @@ class Grouping:
             wrong = np.flatnonzero(values[order] != values[firsts[owner]])
             at = int(wrong[0]) if len(wrong) else None
         else:
-            told = zip(order.tolist(), firsts[owner].tolist(), strict=True)
-            at = next((i for i, (one, first) in enumerate(told) if values[one] != values[first]), None)
+            pairs = zip(order.tolist(), firsts[owner].tolist(), strict=True)
+            at = next((i for i, (one, first) in enumerate(pairs) if values[one] != values[first]), None)
         if at is not None:
             row = int(owner[at])
             one, other = (_python_value(values[int(i)]) for i in (firsts[row], order[at]))
             problem = f"{what} of contribution {self.ids[row]!r} is {one!r} for one example and {other!r} for another"
             remedy = f"a contribution has one {what}: correct it, or make two contributions of it with unit="
-            raise CorpusError("corpus.contribution-example-another", problem, remedy)
+            raise CorpusError("corpus.column-contradicts-itself", problem, remedy)
         return values[firsts] if isinstance(values, np.ndarray) else [values[i] for i in firsts.tolist()]
 
 
@@ -293,9 +211,10 @@ def check_labels(what: str, given: Any) -> Labels:
         given = given.to_numpy()
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         problem = f"{what} is {given!r}"
-        raise CorpusError("corpus.give-sequence-per", problem, f"give {what} as a sequence, one per example")
+        raise CorpusError("corpus.column-not-a-sequence", problem, f"give {what} as a sequence, one per example")
     if isinstance(given, np.ndarray) and given.ndim != 1:
-        raise CorpusError("corpus.shape", f"{what} has shape {given.shape}", f"give {what} as one flat sequence")
+        problem = f"{what} has shape {given.shape}"
+        raise CorpusError("corpus.column-not-flat", problem, f"give {what} as one flat sequence")
     if isinstance(given, np.ndarray) and given.dtype != object:
         gaps = given != given if given.dtype.kind in "fcmM" else np.zeros(1, dtype=np.bool_)
         _refuse_missing(what, int(gaps.argmax()) if gaps.any() else None)
@@ -303,7 +222,7 @@ def check_labels(what: str, given: Any) -> Labels:
     values = list(given)
     if any(isinstance(value, torch.Tensor) for value in values):  # equal tensors are different keys
         problem = f"{what} is a list of tensors"
-        raise CorpusError("corpus.list-tensors", problem, f"give one tensor: torch.stack({what})")
+        raise CorpusError("corpus.list-of-tensors", problem, f"give one tensor: torch.stack({what})")
     _refuse_missing(what, next((i for i, value in enumerate(values) if _is_missing(value)), None))
     return values
 
@@ -311,7 +230,7 @@ def check_labels(what: str, given: Any) -> Labels:
 def _refuse_missing(what: str, position: int | None) -> None:
     if position is not None:
         problem = f"{what} is missing at position {position}"
-        raise CorpusError("corpus.missing-position", problem, f"give every example a {what}")
+        raise CorpusError("corpus.value-missing", problem, f"give every example a {what}")
 
 
 def _is_missing(value: Any) -> bool:
@@ -332,7 +251,7 @@ def _number_by_appearance(labels: Labels) -> tuple[Rows, Labels]:
         return np.fromiter(numbers, dtype=np.int64, count=len(labels)), list(known)
     except TypeError:
         remedy = "use numbers or text, such as the id of a patient"
-        raise CorpusError("corpus.unit-values-not", "unit has values that cannot be compared", remedy) from None
+        raise CorpusError("corpus.unit-not-hashable", "unit has values that cannot be used as names", remedy) from None
 
 
 def python_values(labels: Labels) -> Iterator[Any]:
@@ -376,22 +295,17 @@ class ContributionIndex:
     """
 
     def __init__(
-        self,
-        examples: int,
-        *,
-        unit: Any = None,
-        cls: Any = None,
-        ids: Any = None,
-        subject: Any = None,
-        scale: Any = None,
-        ceiling: Any = None,
-    ) -> None:
+        self, examples: int, *, unit: Any = None, cls: Any = None, ids: Any = None, subject: Any = None,
+        scale: Any = None, ceiling: Any = None,
+    ) -> None:  # fmt: skip
         if not examples:
             problem = "the corpus has no examples"
-            raise CorpusError("corpus.corpus-no-examples", problem, "give at least one; an empty *batch* is fine")
+            raise CorpusError("corpus.no-examples", problem, "give at least one; an empty *batch* is fine")
         grouping = Grouping(examples, unit, ids)
         self.layout, self.ids = grouping.layout, grouping.ids
-        self.subjects = None if subject is None else PackedTexts(python_values(grouping.spread("subject", subject)))
+        self.subjects = (
+            None if subject is None else PackedTexts(python_values(grouping.per_contribution("subject", subject)))
+        )
         self._check_subjects()
         self.named = cls is not None
         self.names, self._classes = _classes_of_contributions(grouping, DEFAULT_CLASS if cls is None else cls)
@@ -405,15 +319,12 @@ class ContributionIndex:
             return
         if (row := self.subjects.empty()) is not None:
             problem = f"contribution {self.ids[row]!r} has an empty subject tag"
-            raise CorpusError("corpus.contribution-empty-subject", problem, "tag every contribution, or none")
+            raise CorpusError("corpus.subject-empty", problem, "tag every contribution, or none")
         if (rows := self.subjects.repeat()) is not None:
             one, other = (self.ids[row] for row in rows)
-            raise CorpusError(
-                "corpus.contributions-same-subject",
-                f"contributions {one!r} and {other!r} have the same subject tag: one person in two contributions has "
-                "twice the influence that the guarantee is about",
-                "make them one contribution: give the subject as unit=",
-            )
+            problem = f"contributions {one!r} and {other!r} have the same subject: ε protects one contribution, not two"
+            remedy = "make them one contribution: give the subject as unit="
+            raise CorpusError("corpus.subject-repeated", problem, remedy)
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._eligible))
@@ -422,7 +333,7 @@ class ContributionIndex:
         """The eligible rows of a class, in the order of the corpus."""
         if name not in self.names:
             problem = f"class {name!r} is not in the corpus"
-            raise CorpusError("corpus.class-not-corpus", problem, f"its classes are {', '.join(self.names)}")
+            raise CorpusError("corpus.class-not-in-corpus", problem, f"its classes are {', '.join(self.names)}")
         return np.flatnonzero(self._eligible & (self._classes == self.names.index(name)))
 
     def find(self, ids: Iterable[str]) -> Rows:
@@ -433,7 +344,7 @@ class ContributionIndex:
             if one not in found:
                 problem = f"contribution {one!r} is not in the corpus, so nobody was withdrawn"
                 remedy = "ids are text: those given as ids=, or the units' values as text"
-                raise CorpusError("corpus.contribution-not-corpus", problem, remedy)
+                raise CorpusError("corpus.contribution-unknown", problem, remedy)
         return np.array(sorted(set(found.values())), dtype=np.int64)
 
     def withdraw(self, rows: Rows) -> None:
@@ -466,7 +377,7 @@ def _classes_of_contributions(grouping: Grouping, cls: Any) -> tuple[tuple[str, 
     if isinstance(cls, str):
         _check_class_name(cls)
         return (cls,), np.zeros(count, dtype=np.uint16)
-    given: Labels = grouping.spread("cls", cls)
+    given: Labels = grouping.per_contribution("cls", cls)
     known: dict[Any, int] = {}
     codes = np.fromiter(
         (known.setdefault(name, len(known)) for name in python_values(given)), dtype=np.int64, count=count
@@ -475,7 +386,7 @@ def _classes_of_contributions(grouping: Grouping, cls: Any) -> tuple[tuple[str, 
         _check_class_name(name)
     if len(known) > np.iinfo(np.uint16).max:
         problem = f"cls names {len(known)} classes"
-        raise CorpusError("corpus.cls-names-classes", problem, "a class is a group with one policy, not a person")
+        raise CorpusError("corpus.too-many-classes", problem, "a class is a group with one policy, not a person")
     return tuple(known), codes.astype(np.uint16)
 
 
@@ -484,20 +395,21 @@ def _limits_of_contributions(grouping: Grouping, what: str, given: Any, *, most:
     if given is None:
         return None
     try:
-        values = np.array(list(python_values(grouping.spread(what, given))), dtype=np.float64)
+        values = np.array(list(python_values(grouping.per_contribution(what, given))), dtype=np.float64)
     except (TypeError, ValueError):
         problem = f"{what} is not made of numbers"
-        raise CorpusError("corpus.not-made-numbers", problem, "give one per contribution") from None
+        raise CorpusError("corpus.limit-not-a-number", problem, "give one per contribution") from None
     wrong = np.flatnonzero(~((values > 0) & (values <= most)))
     if len(wrong):
         row = int(wrong[0])
-        problem = f"{what} of contribution {grouping.ids[row]!r} is {float(values[row])!r}, must lie in (0, {most:g}]"
+        problem = f"{what} of contribution {grouping.ids[row]!r} is {float(values[row])!r}, must be in (0, {most:g}]"
         remedy = "a stricter contribution has smaller thresholds, never none"
-        raise CorpusError("corpus.contribution-lie", problem, remedy)
+        raise CorpusError("corpus.limit-out-of-range", problem, remedy)
     return values
 
 
 def _check_class_name(name: Any) -> None:
     if not isinstance(name, str) or not name:
         problem = f"cls names a class {name!r}"
-        raise CorpusError("corpus.cls-names-class", problem, "a class is named by text, as in the policy: 'clinical'")
+        remedy = "a class is named by text, as in the policy: 'clinical'"
+        raise CorpusError("corpus.class-name-not-text", problem, remedy)

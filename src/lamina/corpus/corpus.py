@@ -38,6 +38,7 @@ from lamina.errors import CorpusError
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.spend.accounts import SignedAccount
+from lamina.validate import whole
 
 
 def corpus_arguments_from_folder(
@@ -47,7 +48,7 @@ def corpus_arguments_from_folder(
     root = Path(path)
     if not root.is_dir():
         problem = f"'{root}' is not a folder"
-        raise CorpusError("corpus.not-folder", problem, "give the folder that holds one folder per contribution")
+        raise CorpusError("corpus.folder-missing", problem, "give the folder that holds one folder per contribution")
     there = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     listing = ContributionListing(ids=there, classes=None, subjects=None, y=None)
     if (root / LISTING).exists():
@@ -55,11 +56,11 @@ def corpus_arguments_from_folder(
         _check_listing_matches_folders(root, listing.ids, there)
     if not there:
         problem = f"'{root}' holds no contributions"
-        raise CorpusError("corpus.holds-no-contributions", problem, "put each into a folder: ID/payload.npz")
+        raise CorpusError("corpus.no-contributions", problem, "put each into a folder: ID/payload.npz")
     for what, column, given in (("cls", listing.classes, cls), ("subject", listing.subjects, subject)):
         if column is not None and given is not None:
             problem = f"{what} is given, and '{root / LISTING}' has it too"
-            raise CorpusError("corpus.given-too", problem, "keep it in one of the two places")
+            raise CorpusError("corpus.column-given-twice", problem, "keep it in one of the two places")
     source = PayloadSource(FolderPayloads(root, listing.ids), listing.y, dtype=dtype)
     return {
         "x": source,
@@ -75,13 +76,13 @@ def _check_listing_matches_folders(root: Path, listed: list[str], there: list[st
     for one, next_one in pairwise(listed):
         if one == next_one:
             problem = f"'{root / LISTING}' lists {one!r} twice"
-            raise CorpusError("corpus.lists-twice", problem, "list every contribution once")
+            raise CorpusError("corpus.id-repeated", problem, "list every contribution once")
     if missing := sorted(set(listed) - set(there)):
         problem = f"'{root / LISTING}' lists {missing[0]!r}, which has no folder"
-        raise CorpusError("corpus.lists-no-folder", problem, "remove the line")
+        raise CorpusError("corpus.listed-without-folder", problem, "remove the line")
     if strange := sorted(set(there) - set(listed)):
         problem = f"folder {strange[0]!r} is not in '{root / LISTING}'"
-        raise CorpusError("corpus.folder-not", problem, "list it, or move it away")
+        raise CorpusError("corpus.folder-not-listed", problem, "list it, or move it away")
 
 
 LimitsOfRows = Callable[[NDArray[np.int64]], tuple[torch.Tensor | None, torch.Tensor | None]]
@@ -105,7 +106,7 @@ class Corpus:
     ceiling   > 0, by contribution: the largest norm that its clipped gradient may have, in plain units
     examples_per_unit  at most so many examples of a contribution per step, chosen afresh at every step
     policy    the policy that the corpus is under: its origin, its classes, its bounds
-    origin    what spending is booked under; default: the policy's, or a digest of the data
+    origin    what spending is recorded under; default: the policy's, or a digest of the data
     version   a name for this state of the data, if hashing all of it at every start takes too long. Whoever changes
               the data and not the version has a replay that is not one
     dtype     of x, instead of float32 for floating point and whatever it was for integers
@@ -115,100 +116,58 @@ class Corpus:
     """
 
     def __init__(
-        self,
-        x: Any,
-        y: Any = None,
-        *,
-        unit: Any = None,
-        cls: Any = None,
-        ids: Any = None,
-        subject: Any = None,
-        scale: Any = None,
-        ceiling: Any = None,
-        examples_per_unit: int | None = None,
-        policy: Policy | None = None,
-        origin: str | None = None,
-        version: str | None = None,
-        dtype: torch.dtype | None = None,
+        self, x: Any, y: Any = None, *, unit: Any = None, cls: Any = None, ids: Any = None, subject: Any = None,
+        scale: Any = None, ceiling: Any = None, examples_per_unit: int | None = None, policy: Policy | None = None,
+        origin: str | None = None, version: str | None = None, dtype: torch.dtype | None = None,
         unit_name: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if policy is not None and not isinstance(policy, Policy):
             problem = f"policy is a {type(policy).__name__}"
-            raise CorpusError("corpus.policy", problem, "use lamina.Policy.load('policy.toml')")
-        most = examples_per_unit
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-            problem = f"examples_per_unit is {most!r}, must be a whole number >= 1"
-            raise CorpusError("corpus.examples-per-unit", problem, "leave it out to use all examples")
+            raise CorpusError("corpus.policy-not-a-policy", problem, "use lamina.Policy.load('policy.toml')")
+        if examples_per_unit is not None:
+            remedy = "leave it out to use all examples"
+            whole(CorpusError, "corpus.not-a-count", remedy=remedy, examples_per_unit=examples_per_unit)
         self.source: ExampleSource = make_source(x, y, dtype=dtype)
         each = isinstance(unit, str) and unit == EACH_EXAMPLE
-        self._said = unit is not None or ids is not None or subject is not None
+        self._unit_declared = unit is not None or ids is not None or subject is not None
         unit = None if each else unit
-        self.unit_name = unit_name or ("contribution" if self._said else "example")
-        self.examples_per_unit = most
-        self.policy = policy
+        self.unit_name = unit_name or ("contribution" if self._unit_declared else "example")
+        self.examples_per_unit, self.policy = examples_per_unit, policy
         self._origin = declared_origin(origin, policy)
         self._version = version
         self._index = ContributionIndex(
-            len(self.source),
-            unit=unit,
-            cls=default_class(cls, policy),
-            ids=ids,
-            subject=subject,
-            scale=scale,
+            len(self.source), unit=unit, cls=default_class(cls, policy), ids=ids, subject=subject, scale=scale,
             ceiling=ceiling,
-        )
+        )  # fmt: skip
         self._digests: dict[bytes, bytes] = {}
         self._admission: Admission | Callable[[], Admission] | None = None
-        self.on_exclusion: Callable[[Sequence[str]], None] | None = None  # a run writes it down
-        self.on_withdrawal_request: Callable[[Sequence[str]], None] | None = None  # and its ledger, who asked for it
-        self.asked: list[str] = []  # marks of those who did
+        self.on_exclusion: Callable[[Sequence[str]], None] | None = None  # a run keeps it in its folder
+        self.on_withdrawal_request: Callable[[Sequence[str]], None] | None = None  # and in its ledger
+        self.withdrawal_requests: list[str] = []  # stable ids of those who asked
         if policy is not None:
             check_classes(self.names, list(policy.classes), "policy")
 
-    # ------------------------------------------------------------------------------------ from files
-
     @classmethod
     def of_csv(
-        make,
-        path: str | Path,
-        *,
-        x: Sequence[str] | None = None,
-        y: str | Sequence[str] | None = None,
-        unit: Any = None,
-        cls: Any = None,
-        ids: Any = None,
-        subject: Any = None,
-        delimiter: str = ",",
-        **options: Any,
-    ) -> Self:
+        make, path: str | Path, *, x: Sequence[str] | None = None, y: str | Sequence[str] | None = None,
+        unit: Any = None, cls: Any = None, ids: Any = None, subject: Any = None, delimiter: str = ",", **options: Any,
+    ) -> Self:  # fmt: skip
         """From a table with a header, one row an example. Text in x, y, unit, cls, ids, subject names columns.
 
         x defaults to all other columns. A `cls` that is a class of `policy` is the class of all rows.
         """
+        columns = {"unit": None if unit == EACH_EXAMPLE else unit, "cls": cls, "ids": ids, "subject": subject}
+        policy, dtype = options.get("policy"), options.get("dtype")
         parts = corpus_arguments_from_csv(
-            path,
-            x=x,
-            y=y,
-            columns={"unit": None if unit == EACH_EXAMPLE else unit, "cls": cls, "ids": ids, "subject": subject},
-            policy=options.get("policy"),
-            dtype=options.get("dtype"),
-            delimiter=delimiter,
+            path, x=x, y=y, columns=columns, policy=policy, dtype=dtype, delimiter=delimiter
         )
         return make(**_with_unit_name(parts, unit, options), **options)
 
     @classmethod
     def of_npz(
-        make,
-        path: str | Path,
-        *,
-        x: str = "x",
-        y: str | None = "y",
-        unit: Any = None,
-        cls: Any = None,
-        ids: Any = None,
-        subject: Any = None,
-        **options: Any,
-    ) -> Self:
+        make, path: str | Path, *, x: str = "x", y: str | None = "y", unit: Any = None, cls: Any = None,
+        ids: Any = None, subject: Any = None, **options: Any,
+    ) -> Self:  # fmt: skip
         """From the arrays of an .npz file. Text in x, y, unit, cls, ids, subject names arrays; y=None: no labels."""
         columns = {"unit": None if unit == EACH_EXAMPLE else unit, "cls": cls, "ids": ids, "subject": subject}
         parts = corpus_arguments_from_npz(path, x=x, y=y, columns=columns, policy=options.get("policy"))
@@ -228,8 +187,6 @@ class Corpus:
     def of_dataset(make, dataset: Any, *, unit: Any = None, cls: Any = None, **options: Any) -> Self:
         """From a map-style torch Dataset whose items are x or (x, y)."""
         return make(dataset, unit=unit, cls=cls, **options)
-
-    # ------------------------------------------------------------------------------------ who is in it
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -293,40 +250,27 @@ class Corpus:
 
         What a model learned before stays in it: a withdrawal stops further loss, it does not unlearn.
         """
-        marks = self.marks(self._known(ids))
+        self._index.find(ids)  # refuses an unknown id
+        stable_ids = self.stable_ids(ids)
         if self.on_withdrawal_request is not None:
-            self.on_withdrawal_request(marks)  # the ledger first: it is what counts, in other runs too
-        self.asked += marks
-        self.leave(ids)
+            self.on_withdrawal_request(stable_ids)  # the ledger first: it counts in other runs too
+        self.withdrawal_requests += stable_ids
+        self.exclude(ids)
 
-    def leave(self, ids: Sequence[str]) -> None:
-        """The same for whoever did not ask for it: expired, revoked, or withdrawn in the ledger already."""
+    def exclude(self, ids: Sequence[str]) -> None:
+        """As `withdraw`, for those who did not ask: expired, revoked, or withdrawn in the ledger already."""
         rows = self._index.find(ids)
         if self.on_exclusion is not None:
-            self.on_exclusion(self.marks(ids))  # on disk first: a restart must not let them in again
+            self.on_exclusion(self.stable_ids(ids))  # on disk first: a restart must not let them in again
         self._index.withdraw(rows)
 
-    def _known(self, ids: Sequence[str]) -> Sequence[str]:
-        self._index.find(ids)  # refuses an id that is not known
-        return ids
-
-    # ------------------------------------------------------------------------------------ what it is
-
-    def has(self, one: str) -> bool:
-        """Whether there is a contribution of this id, withdrawn or not."""
-        return bool(self.known_ids(one))
-
-    def known_ids(self, *ids: str) -> list[str]:
-        """Which of these ids are contributions of this corpus, withdrawn or not."""
-        return list(self._index.ids.find(ids))
-
-    def marks(self, ids: Sequence[str]) -> list[str]:
-        """What these contributions are known by in the files of a run: here their ids."""
+    def stable_ids(self, ids: Sequence[str]) -> list[str]:
+        """What the files of a run know these contributions by: here their ids."""
         return [str(one) for one in ids]
 
-    def marked(self, *marks: str) -> list[str]:
-        """The ids of those who are known by these marks, as far as they are in this corpus."""
-        return self.known_ids(*marks)
+    def ids_of(self, *stable_ids: str) -> list[str]:
+        """The ids that belong to these stable ids, as far as they are in this corpus, withdrawn or not."""
+        return list(self._index.ids.find(stable_ids))
 
     def order(self, key: bytes) -> bytes:
         """32 bytes over which contribution is which row: what occurrence counters belong to."""
@@ -368,7 +312,7 @@ class Corpus:
         return self._origin
 
     def origin_or_digest(self, key: bytes) -> str:
-        """What spending is booked under: the origin; without one a digest of data and units under a secret key.
+        """What spending is recorded under: the origin; without one a digest of data and units under a secret key.
 
         Keyed, because an unkeyed digest that leaves would let anybody check a guess of the data. With the units,
         because ε per row and ε per patient do not add up.
@@ -384,41 +328,34 @@ class Corpus:
         """Forget digests: the arrays may have been changed in place since."""
         self._digests.clear()
 
-    # ------------------------------------------------------------------------------------ with a plan
-
     def check(self, plan: StepPlan) -> None:
-        """Whether a plan can be carried out on this corpus.
+        """Refuse a plan that cannot be carried out on this corpus.
 
-        Every class here is one of the plan's, and none has more members than were declared. A class of the plan
+        Every class here must be one of the plan's, and none may have more members than were declared. A class of the plan
         without members is fine: its steps are noise.
         """
         if not isinstance(plan, StepPlan):
             problem = f"plan is a {type(plan).__name__}"
-            raise CorpusError("corpus.plan", problem, "use lamina.make_plan(stack, policy, …)")
+            raise CorpusError("corpus.plan-not-a-plan", problem, "use lamina.make_plan(stack, policy, …)")
         check_classes(self.names if self._index.named else None, [entry.name for entry in plan.classes], "plan")
         for entry in plan.classes:
-            if not (entry.public or self._said or entry.unit in UNITS_OF_ONE_EXAMPLE):
-                raise CorpusError(
-                    "corpus.class-protects-corpus",
-                    f"class {entry.name!r} protects a {entry.unit!r}, and the corpus does not say whose an example is",
-                    f"give unit=: the {entry.unit} of each example; if every example is another one, unit='each'",
+            if not (entry.public or self._unit_declared or entry.unit in UNITS_OF_ONE_EXAMPLE):
+                problem = (
+                    f"class {entry.name!r} protects a {entry.unit}, and the corpus does not say whose an example is"
                 )
+                remedy = f"give unit=: the {entry.unit} of each example; if every example is another one, unit='each'"
+                raise CorpusError("corpus.unit-not-given", problem, remedy)
         strict = self._index.scale is not None or self._index.ceiling is not None
         if strict and plan.clipping is Clipping.ELEMENTWISE:
-            raise CorpusError(
-                "corpus.contributions-scale-ceiling",
-                "contributions have a scale or ceiling of their own, and the plan clamps the mean of the batch, which "
-                "bounds nobody",
-                "use a plan with box or joint clipping",
+            problem = (
+                "contributions have a scale or ceiling, and the plan clamps the mean of the batch, which bounds nobody"
             )
+            raise CorpusError("corpus.limits-need-clipping", problem, "use a plan with box or joint clipping")
         for entry, members in zip(plan.classes, self.members_of(plan), strict=True):
             if entry.population is not None and len(members) > entry.population:
-                raise CorpusError(
-                    "corpus.class-contributions-above",
-                    f"class {entry.name!r} has {len(members)} contributions, above its declared population of "
-                    f"{entry.population}: batches would be larger than the plan's",
-                    f"raise population in [class.{entry.name}] and make the plan again, or leave contributions out",
-                )
+                problem = f"class {entry.name!r} has {len(members)} contributions, its population is {entry.population}"
+                remedy = f"raise population in [class.{entry.name}] and make the plan again, or leave contributions out"
+                raise CorpusError("corpus.population-too-small", problem, remedy)
 
     def batches(self, plan: StepPlan, *, max_occurrences: Mapping[str, int] | None = None) -> Iterator[Batch]:
         """The batches of all steps of a plan, with fresh secret coins: exactly `plan.steps`, some maybe empty."""

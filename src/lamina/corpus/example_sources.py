@@ -1,4 +1,8 @@
-"""Where examples come from: arrays, tensors and torch Datasets, fetched by row and hashed under a key."""
+"""Where examples come from: arrays, tensors and torch Datasets, fetched by row and hashed under a key.
+
+x and y are an array, or a tuple or dict of arrays. The arrays are the *leaves*; their names (`x`, `x[0]`, `x['ids']`)
+appear in messages and digests.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,6 @@ from lamina.engine.random_stream import StreamPurpose, step_key
 from lamina.errors import CorpusError
 
 DIGEST_BYTES = 32
-MAX_KEY_BYTES = 64
 
 
 class Hasher(Protocol):
@@ -33,9 +36,6 @@ class Hasher(Protocol):
 
 def keyed_hasher(key: bytes, purpose: str) -> Hasher:
     """BLAKE2b-256 under `key`, with a purpose of at most 16 letters: other purposes, other functions."""
-    if len(key) > MAX_KEY_BYTES:
-        problem = f"the key of a digest has {len(key)} bytes, at most {MAX_KEY_BYTES}"
-        raise CorpusError("corpus.key-digest-bytes", problem, "use os.urandom(32)")
     return hashlib.blake2b(digest_size=DIGEST_BYTES, key=key, person=purpose.encode())
 
 
@@ -46,11 +46,6 @@ def hash_parts(hasher: Hasher, parts: Iterable[bytes | str | int]) -> None:
         hasher.update(len(data).to_bytes(8, "big"))
         hasher.update(data)
 
-
-# Arrays as users have them: made plain, converted for a model, hashed.
-#
-# x and y are an array, or a tuple or dict of arrays. The arrays are the *leaves*; their names (`x`, `x[0]`,
-# `x['ids']`) appear in messages and digests.
 
 CHUNK_BYTES = 1 << 24  # hashed at a time: a memmap is never held in memory as a whole
 Rows = NDArray[np.int64]
@@ -63,7 +58,7 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str) -> Any
     if isinstance(tree, Mapping):
         for key in tree:
             if not isinstance(key, str):
-                raise CorpusError("corpus.key", f"{name} has the key {key!r}", "keys are the names of inputs: use text")
+                raise CorpusError("corpus.key-not-text", f"{name} has the key {key!r}", "name inputs by text")
         return {key: map_leaves(function, part, f"{name}[{key!r}]") for key, part in tree.items()}
     return function(name, tree)
 
@@ -75,22 +70,19 @@ def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
     return iter(found)
 
 
-# ------------------------------------------------------------------------------------------ from users
-
-
 def check_numeric_array(name: str, value: Any) -> Any:
     """A dense tensor or an array of numbers with an axis of examples; anything else is refused."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_quantized:
             problem = f"{name} is a sparse or quantised tensor"
-            raise CorpusError("corpus.sparse-quantised-tensor", problem, f"give {name}.to_dense()")
+            raise CorpusError("corpus.tensor-not-dense", problem, f"give {name}.to_dense()")
         array: Any = value.detach()
     else:
         array = _as_numpy(name, value)
         _check_numeric_dtype(name, array)
     if array.ndim == 0:
         problem = f"{name} is a single number"
-        raise CorpusError("corpus.single-number", problem, f"the first axis of {name} counts examples")
+        raise CorpusError("corpus.array-without-examples-axis", problem, f"the first axis of {name} counts examples")
     return array
 
 
@@ -99,13 +91,13 @@ def _as_numpy(name: str, value: Any) -> NDArray[Any]:
         value = value.to_numpy()
     if isinstance(value, list) and any(isinstance(item, Tensor) for item in value):
         problem = f"{name} is a list of tensors"
-        raise CorpusError("corpus.list-tensors-stack", problem, f"stack them: torch.stack({name})")
+        raise CorpusError("corpus.list-of-tensors", problem, f"stack them: torch.stack({name})")
     try:
         return np.asarray(value)
     except ValueError:
         problem = f"{name} is a {type(value).__name__} of rows that differ in length"
         remedy = "cut or pad every example to one public length, and mask the padding in the model"
-        raise CorpusError("corpus.rows-differ-length", problem, remedy) from None
+        raise CorpusError("corpus.rows-differ-in-length", problem, remedy) from None
 
 
 def _check_numeric_dtype(name: str, array: NDArray[Any]) -> None:
@@ -114,21 +106,16 @@ def _check_numeric_dtype(name: str, array: NDArray[Any]) -> None:
         return
     text = kind in "US" or (kind == "O" and array.size > 0 and isinstance(array.flat[0], str))
     if text and name.startswith("y"):
-        raise CorpusError("corpus.holds-text-loss", f"{name} holds text, and a loss needs numbers", LABELS_REMEDY)
+        raise CorpusError("corpus.labels-are-text", f"{name} holds text, and a loss needs numbers", LABELS_REMEDY)
     if text:
         remedy = "encode it with a public table (a fixed vocabulary, a code list), not with one made from the data"
-        raise CorpusError("corpus.holds-text-model", f"{name} holds text, and a model needs numbers", remedy)
+        raise CorpusError("corpus.inputs-are-text", f"{name} holds text, and a model needs numbers", remedy)
     if kind in "Mm":
         problem = f"{name} holds dates"
-        raise CorpusError("corpus.holds-dates", problem, f"turn them into numbers: {name}.astype('int64')")
+        raise CorpusError("corpus.inputs-are-dates", problem, f"turn them into numbers: {name}.astype('int64')")
     problem = f"{name} has dtype {array.dtype}: Python objects or records, not numbers"
     remedy = "give arrays of one shape and a numeric dtype: np.stack(list_of_arrays)"
-    raise CorpusError("corpus.dtype-python-objects", problem, remedy)
-
-
-
-
-# ------------------------------------------------------------------------------------------ for models
+    raise CorpusError("corpus.dtype-not-numeric", problem, remedy)
 
 
 def take_rows(leaf: Any, rows: Rows) -> Tensor:
@@ -161,9 +148,6 @@ def to_model_dtype(tensor: Tensor, *, label: bool, dtype: torch.dtype | None) ->
     if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch can do next to nothing with these
         return tensor.to(asked or torch.int64)
     return tensor.to(asked or tensor.dtype)
-
-
-# ------------------------------------------------------------------------------------------ for digests
 
 
 def hash_leaf(hasher: Hasher, name: str, leaf: Any) -> None:
@@ -233,12 +217,12 @@ class ArraySource:
     def _common_length(self) -> int:
         sizes = {name: len(leaf) for name, leaf in self._leaves()}
         if not any(name.startswith("x") for name in sizes):
-            raise CorpusError("corpus.no-arrays", "x has no arrays", "give an array, or a tuple or dict of arrays")
+            raise CorpusError("corpus.no-inputs", "x has no arrays", "give an array, or a tuple or dict of arrays")
         (first, size), *others = sizes.items()
         for name, other in others:
             if other != size:
                 remedy = "the first axis of every array counts examples: give as many labels as examples"
-                raise CorpusError("corpus.examples", f"{first} has {size} examples, {name} has {other}", remedy)
+                raise CorpusError("corpus.lengths-differ", f"{first} has {size} examples, {name} has {other}", remedy)
         return size
 
     def _leaves(self) -> list[tuple[str, Any]]:
@@ -310,23 +294,22 @@ class DatasetSource:
         except Exception as error:
             problem = f"the Dataset failed with {type(error).__name__} (at which example stays secret: it was sampled)"
             remedy = "find it outside of training: for i in range(len(dataset)): dataset[i]; items need one shape"
-            raise CorpusError("corpus.dataset-failed-example", problem, remedy) from None
+            raise CorpusError("corpus.dataset-failed", problem, remedy) from None
 
     def digest(self, key: bytes) -> bytes:
         """Over every example, made with the same global seeds each time; random augmentation is thereby fixed."""
         hasher = keyed_hasher(key, "lamina/dataset")
         hash_parts(hasher, [str(self._dtype), self._size])
         with preserve_global_generators():
-            _seed_for_digest()
+            seed_global_generators(0)
             for row in range(self._size):
                 stacked = self._stack([self._dataset[row]])
                 shapes = self._shapes_of(stacked)
                 if shapes != self._shapes:
-                    raise CorpusError(
-                        "corpus.example-dataset-example",
-                        f"example {row} of the Dataset has {_shapes_text(shapes)}, example 0 has {_shapes_text(self._shapes)}",
-                        "cut or pad every example to one public shape",
-                    )
+                    found, first = _shapes_text(shapes), _shapes_text(self._shapes)
+                    problem = f"example {row} of the Dataset has {found}, example 0 has {first}"
+                    remedy = "cut or pad every example to one public shape"
+                    raise CorpusError("corpus.dataset-shapes-differ", problem, remedy)
                 for name, leaf in _leaves_of_pair(stacked):
                     hash_leaf(hasher, name, leaf)
         return hasher.digest()
@@ -342,7 +325,7 @@ class DatasetSource:
             if not isinstance(leaf, Tensor):
                 problem = f"{where} of the Dataset is made of {type(leaf).__name__}, not of numbers"
                 remedy = LABELS_REMEDY if name == "y" else "let the Dataset give tensors"
-                raise CorpusError("corpus.dataset-made-not", problem, remedy)
+                raise CorpusError("corpus.dataset-not-numeric", problem, remedy)
             return to_model_dtype(leaf, label=name == "y", dtype=self._dtype)
 
         return map_leaves(one, tree, name)
@@ -367,7 +350,7 @@ def _split_item(item: Any) -> tuple[Any, Any]:
         return item[0], item[1]
     problem = f"an item of the Dataset has {len(item)} parts, expected x or (x, y)"
     remedy = "let it return (x, y), with several inputs as a tuple or dict: ((a, b), y)"
-    raise CorpusError("corpus.item-dataset-parts", problem, remedy)
+    raise CorpusError("corpus.dataset-item-not-a-pair", problem, remedy)
 
 
 def _collate(values: list[Any]) -> Any:
@@ -376,7 +359,7 @@ def _collate(values: list[Any]) -> Any:
     except (TypeError, RuntimeError) as error:
         problem = f"items of the Dataset cannot be stacked ({type(error).__name__})"
         remedy = "let every item be tensors of one shape, numbers, or tuples and dicts of these"
-        raise CorpusError("corpus.items-dataset-not", problem, remedy) from None
+        raise CorpusError("corpus.dataset-shapes-differ", problem, remedy) from None
 
 
 def _lists_to_tuples(tree: Any) -> Any:
@@ -401,12 +384,6 @@ def _shapes_text(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in shapes.items())
 
 
-def _seed_for_digest() -> None:
-    torch.default_generator.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002  # Datasets draw from the global generator
-    random.seed(0)
-
-
 @runtime_checkable
 class ExampleSource(Protocol):
     """Examples by row number.
@@ -425,45 +402,45 @@ class ExampleSource(Protocol):
 def make_source(x: Any, y: Any = None, *, dtype: torch.dtype | None = None) -> ExampleSource:
     """A source for what the user has."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise CorpusError("corpus.dtype", f"dtype is {dtype!r}", "give a torch dtype, such as torch.float64")
+        raise CorpusError("corpus.dtype-not-torch", f"dtype is {dtype!r}", "give a torch dtype, such as torch.float64")
     _refuse_loaders_and_streams(x)
     if isinstance(x, ExampleSource):
         if y is not None or dtype is not None:
             problem = "y or dtype is given beside a Source"
-            raise CorpusError("corpus.dtype-given-beside", problem, "let its fetch return both x and y")
+            raise CorpusError("corpus.options-beside-source", problem, "let its fetch return both x and y")
         return x
     if _is_arrays(x):
         return ArraySource(x, y, dtype=dtype)
     if isinstance(x, str | bytes | os.PathLike):
         remedy = "read a file with Corpus.of_csv, Corpus.of_npz or Corpus.of_folder"
-        raise CorpusError("corpus.not-data", f"x is a {type(x).__name__}, not data", remedy)
+        raise CorpusError("corpus.inputs-are-a-path", f"x is a {type(x).__name__}, not data", remedy)
     if y is not None:
         problem = f"y is given beside a {type(x).__name__}"
-        raise CorpusError("corpus.given-beside", problem, "let its items be (x, y), or give arrays for both")
+        raise CorpusError("corpus.options-beside-source", problem, "let its items be (x, y), or give arrays for both")
     if type(x) is TensorDataset and len(x.tensors) <= 2:
         return ArraySource(*x.tensors, dtype=dtype)
     if hasattr(x, "__getitem__") and hasattr(x, "__len__"):
         return DatasetSource(x, dtype=dtype)
     problem = f"x is a {type(x).__name__}: examples cannot be taken from it by number"
     remedy = "give arrays, tensors, a torch Dataset with __len__ and __getitem__, or a Source"
-    raise CorpusError("corpus.examples-not-taken", problem, remedy)
+    raise CorpusError("corpus.inputs-not-indexable", problem, remedy)
 
 
 def _is_arrays(x: Any) -> bool:
     return isinstance(x, torch.Tensor | np.ndarray | list | tuple | Mapping) or hasattr(x, "to_numpy")
 
 
+DATALOADER_REFUSAL = (
+    "the data is a DataLoader, which shuffles and cuts batches of one size: that is not Poisson sampling, and not the ε "
+    "of the plan",
+    "give the data itself: lamina.Corpus(loader.dataset); batches are drawn for you",
+)
+
+
 def _refuse_loaders_and_streams(x: Any) -> None:
     if isinstance(x, DataLoader):
-        raise CorpusError(
-            "corpus.dataloader-shuffles-cuts",
-            "x is a DataLoader, which shuffles and cuts fixed batches: that is not Poisson sampling, and its ε is not "
-            "the plan's",
-            "pass the dataset itself: Corpus(loader.dataset); the corpus draws the batches",
-        )
+        raise CorpusError("corpus.dataloader-not-poisson", *DATALOADER_REFUSAL)
     if isinstance(x, IterableDataset) or (hasattr(x, "__next__") and hasattr(x, "__iter__")):
-        raise CorpusError(
-            "corpus.read-order-poisson",
-            f"x is a {type(x).__name__}, which is read in order: Poisson sampling takes any example at any step",
-            "use a map-style Dataset (__len__ and __getitem__), or arrays: np.load(…, mmap_mode='r') needs no memory",
-        )
+        problem = f"x is a {type(x).__name__}, which is read in order; Poisson sampling takes any example at any step"
+        remedy = "use a Dataset with __len__ and __getitem__, or arrays: np.load(…, mmap_mode='r') needs no memory"
+        raise CorpusError("corpus.inputs-not-indexable", problem, remedy)

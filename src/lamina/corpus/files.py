@@ -56,7 +56,7 @@ def read_table(
         features = list(x) if x is not None else [c for c in header if c not in {*labels, *names}]
         if not features:
             problem = f"'{path}' has no column left for x"
-            raise CorpusError("corpus.no-column-left", problem, "name the feature columns with x=[…]")
+            raise CorpusError("corpus.no-inputs", problem, "name the feature columns with x=[…]")
         numbers = NumberColumns(path, header, features, dtype)
         targets = LabelColumns(path, header, labels)
         texts = {name: NameColumn(path, header, name) for name in names}
@@ -66,7 +66,7 @@ def read_table(
             for reader in texts.values():
                 reader.read(chunk)
     if not numbers.parts:
-        raise CorpusError("corpus.header-no-rows", f"'{path}' has a header and no rows", "give one row per example")
+        raise CorpusError("corpus.no-examples", f"'{path}' has a header and no rows", "give one row per example")
     found = targets.array() if labels else None
     return CsvTable(
         x=np.concatenate(numbers.parts),
@@ -75,25 +75,22 @@ def read_table(
     )
 
 
-def read_matrix(path: Path, held: bytes | None = None) -> tuple[tuple[str, ...] | None, NDArray[np.float32]]:
+def read_matrix(path: Path, content: bytes | None = None) -> tuple[tuple[str, ...] | None, NDArray[np.float32]]:
     """A CSV file that is one example: (its header or None, the table rows × columns).
 
-    `held` is what the file holds, where it was read already; `path` then only names it.
+    `content` is what the file holds, where it was read already; `path` then only names it.
     """
-    with open_csv(path) if held is None else io.TextIOWrapper(io.BytesIO(held), "utf-8-sig", newline="") as file:
+    with open_csv(path) if content is None else io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="") as file:
         lines = list(csv_lines(path, csv.reader(file, strict=True)))
     if not lines:
-        raise CorpusError("corpus.empty", f"'{path}' is empty", "give a table of numbers")
+        raise CorpusError("corpus.file-empty", f"'{path}' is empty", "give a table of numbers")
     header = None if _all_numbers(lines[0][1]) else tuple(cell.strip() for cell in lines.pop(0)[1])
     if not lines:
-        raise CorpusError("corpus.header-no-rows", f"'{path}' has a header and no rows", "give a table of numbers")
+        raise CorpusError("corpus.no-examples", f"'{path}' has a header and no rows", "give a table of numbers")
     columns = header or tuple(str(i) for i in range(len(lines[0][1])))
     numbers = NumberColumns(path, list(columns), None, np.float32)
     numbers.read(lines)
     return header, numbers.parts[0]
-
-
-# ------------------------------------------------------------------------------------------ columns
 
 
 class NumberColumns:
@@ -143,11 +140,8 @@ class NameColumn:
             text = row[self.at].strip()
             if not text:
                 problem = f"'{self.path}' line {number} has no {self.column!r}"
-                raise CorpusError("corpus.line-no", problem, f"give every row a {self.column!r}")
+                raise CorpusError("corpus.value-missing", problem, f"give every row a {self.column!r}")
             self.values.append(self._known.setdefault(text, text))
-
-
-# ------------------------------------------------------------------------------------------ lines
 
 
 def open_csv(path: Path) -> Any:
@@ -155,7 +149,7 @@ def open_csv(path: Path) -> Any:
         return open(path, encoding="utf-8-sig", newline="")
     except OSError as error:
         problem = f"'{path}' cannot be read: {error.strerror}"
-        raise CorpusError("corpus.not-read-give", problem, "give the path of a CSV file") from None
+        raise CorpusError("corpus.file-unreadable", problem, "give the path of a CSV file") from None
 
 
 def csv_lines(path: Path, reader: Any) -> Iterator[CsvLine]:
@@ -165,37 +159,38 @@ def csv_lines(path: Path, reader: Any) -> Iterator[CsvLine]:
                 yield reader.line_num, row
     except (csv.Error, UnicodeDecodeError) as error:
         problem = f"'{path}' after line {reader.line_num} is not CSV in UTF-8 ({type(error).__name__})"
-        raise CorpusError("corpus.after-line-not", problem, "save it as comma-separated values in UTF-8") from None
+        raise CorpusError("corpus.csv-malformed", problem, "save it as comma-separated values in UTF-8") from None
 
 
 def csv_header(path: Path, lines: Iterator[CsvLine], delimiter: str) -> list[str]:
     _, first = next(lines, (0, []))
     if not first:
-        raise CorpusError("corpus.empty", f"'{path}' is empty", "give a header line and one row per example")
+        raise CorpusError("corpus.file-empty", f"'{path}' is empty", "give a header line and one row per example")
     header = [cell.strip() for cell in first]
     if _all_numbers(header):
         problem = f"'{path}' begins with numbers where the header should be"
-        raise CorpusError("corpus.begins-numbers-header", problem, "name the columns in the first line")
+        raise CorpusError("corpus.csv-without-header", problem, "name the columns in the first line")
     if len(header) == 1 and any(sign in header[0] for sign in ";\t|"):
         problem = f"'{path}' has one column if cut at {delimiter!r}"
-        raise CorpusError("corpus.column-cut", problem, "say how it is cut: delimiter=';' or '\\t'")
+        raise CorpusError("corpus.csv-wrong-delimiter", problem, "say how it is cut: delimiter=';' or '\\t'")
     twice = next((name for i, name in enumerate(header) if name in header[:i]), None)
     if twice is not None:
-        raise CorpusError("corpus.two-columns", f"'{path}' has two columns {twice!r}", "give every column its own name")
+        problem = f"'{path}' has two columns {twice!r}"
+        raise CorpusError("corpus.column-repeated", problem, "give every column its own name")
     return header
 
 
 def check_column(path: Path, name: str, header: list[str]) -> None:
     if name not in header:
         problem = f"'{path}' has no column {name!r}"
-        raise CorpusError("corpus.no-column", problem, f"its columns are {', '.join(header)}")
+        raise CorpusError("corpus.column-unknown", problem, f"its columns are {', '.join(header)}")
 
 
 def _rows_of_width(path: Path, lines: Sequence[CsvLine], width: int) -> list[list[str]]:
     for number, row in lines:
         if len(row) != width:
             problem = f"'{path}' line {number} has {len(row)} cells, the header has {width}"
-            raise CorpusError("corpus.line-cells-header", problem, "give every line as many cells as the header")
+            raise CorpusError("corpus.csv-line-width", problem, "give every line as many cells as the header")
     return [row for _, row in lines]
 
 
@@ -221,10 +216,10 @@ def _refuse_first_bad_cell(
             if cell.strip().lower() in MISSING_VALUES or _is_nan(cell):
                 problem = f"'{path}' line {number} has no value in column {column!r}"
                 remedy = "fill it with a public constant (never with a mean of the data), or leave the row out"
-                raise CorpusError("corpus.line-no-value", problem, remedy)
+                raise CorpusError("corpus.value-missing", problem, remedy)
             if not _is_number(cell):
                 problem = f"'{path}' line {number} has text in column {column!r}"
-                raise CorpusError("corpus.line-text-column", problem, LABELS_REMEDY if label else encode)
+                raise CorpusError("corpus.value-not-a-number", problem, LABELS_REMEDY if label else encode)
     raise AssertionError("numpy and float() read a number differently")
 
 
@@ -244,7 +239,7 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-_SAVEZ_REMEDY = "write it with np.savez(path, x=x, y=y)"
+SAVEZ_REMEDY = "write it with np.savez(path, x=x, y=y)"
 
 
 def corpus_arguments_from_csv(
@@ -295,31 +290,31 @@ def _names_policy_class(cls: Any, policy: Policy | None) -> bool:
     return isinstance(cls, str) and policy is not None and cls in policy.classes
 
 
-def read_npz(path: Path, names: Sequence[str], held: bytes | None = None) -> dict[str, NDArray[Any]]:
+def read_npz(path: Path, names: Sequence[str], content: bytes | None = None) -> dict[str, NDArray[Any]]:
     """Some arrays of an .npz file. Arrays of Python objects would have to be unpickled, so they are refused.
 
-    `held` is what the file holds, where it was read already; `path` then only names it.
+    `content` is what the file holds, where it was read already; `path` then only names it.
     """
     try:
-        if not zipfile.is_zipfile(path if held is None else io.BytesIO(held)) and (held or path.exists()):
-            raise CorpusError("corpus.not-npz-file", f"'{path}' is not an .npz file", _SAVEZ_REMEDY)
-        with _open_binary(path, held) as raw, np.load(raw, allow_pickle=False) as file:
+        if not zipfile.is_zipfile(path if content is None else io.BytesIO(content)) and (content or path.exists()):
+            raise CorpusError("corpus.npz-unreadable", f"'{path}' is not an .npz file", SAVEZ_REMEDY)
+        with _open_binary(path, content) as raw, np.load(raw, allow_pickle=False) as file:
             for name in names:
                 if name not in file.files:
                     problem = f"'{path}' has no array {name!r}; it has {', '.join(file.files)}"
                     remedy = "name the arrays: x='…', y='…', or y=None where there are no labels"
-                    raise CorpusError("corpus.no-array-name", problem, remedy)
+                    raise CorpusError("corpus.array-missing", problem, remedy)
             return {name: _load_array(path, file, name) for name in names}
     except FileNotFoundError:
-        raise CorpusError("corpus.not", f"'{path}' is not there", "give the path of an .npz file") from None
+        raise CorpusError("corpus.file-missing", f"'{path}' is not there", "give the path of an .npz file") from None
     except CorpusError:
         raise
     except Exception as error:
         raise _unreadable_npz(path, error) from None
 
 
-def _open_binary(path: Path, held: bytes | None) -> BinaryIO:
-    return path.open("rb") if held is None else io.BytesIO(held)
+def _open_binary(path: Path, content: bytes | None) -> BinaryIO:
+    return path.open("rb") if content is None else io.BytesIO(content)
 
 
 def _load_array(path: Path, file: Any, name: str) -> NDArray[Any]:
@@ -328,42 +323,42 @@ def _load_array(path: Path, file: Any, name: str) -> NDArray[Any]:
     except ValueError as error:
         if "pickle" not in str(error):
             raise
-        raise CorpusError(
-            "corpus.array-holds-python",
-            f"array {name!r} of '{path}' holds Python objects, which only pickle can read, and a pickle can run code",
-            "save numbers of one shape: np.stack(list_of_arrays), and names as an array of text",
-        ) from None
+        raise array_of_objects(path, name) from None
     return array
 
 
-# ------------------------------------------------------------------------------------------ payloads
+def array_of_objects(path: str | Path, name: str) -> CorpusError:
+    """The refusal of an array that only pickle can read: a pickle can run code."""
+    problem = f"array {name!r} of '{path}' holds Python objects, which Lamina does not unpickle"
+    remedy = "save numbers of one shape: np.stack(list_of_arrays), and names as an array of text"
+    return CorpusError("corpus.array-of-objects", problem, remedy)
 
 
-def payload_headers(path: str | Path, held: bytes | None = None) -> dict[str, ArrayHeader]:
+def payload_headers(path: str | Path, content: bytes | None = None) -> dict[str, ArrayHeader]:
     """What the arrays x and y of a payload say of themselves, as far as they are there and can be read."""
     try:
-        with open(path, "rb", buffering=0) if held is None else io.BytesIO(held) as raw:
+        with open(path, "rb", buffering=0) if content is None else io.BytesIO(content) as raw:
             return read_headers(raw, ("x", "y"))
     except Exception as error:
         raise _unreadable_npz(path, error) from None
 
 
-def payload_arrays(path: Path, names: Sequence[str], held: bytes | None = None) -> dict[str, NDArray[Any]]:
-    """These arrays of a payload. Bytes that are `held` were held against a commitment: no checksum adds to that."""
+def payload_arrays(path: Path, names: Sequence[str], content: bytes | None = None) -> dict[str, NDArray[Any]]:
+    """These arrays of a payload. `content` was compared with a commitment: no checksum adds to that."""
     try:
-        with _open_binary(path, held) as raw:
-            found = read_arrays(raw, names, crc=held is None)
+        with _open_binary(path, content) as raw:
+            found = read_arrays(raw, names, crc=content is None)
     except Exception as error:
         raise _unreadable_npz(path, error) from None
     if missing := next((name for name in names if name not in found), None):
-        raise CorpusError("corpus.no-array-2", f"'{path}' has no array {missing!r}", _SAVEZ_REMEDY)
+        raise CorpusError("corpus.array-missing", f"'{path}' has no array {missing!r}", SAVEZ_REMEDY)
     return found
 
 
 def _unreadable_npz(path: str | Path, error: Exception) -> CorpusError:
     """Of what numpy, zipfile and zlib say only the kind is told: their words may quote the file."""
     why = str(error) if isinstance(error, BadArray) else type(error).__name__
-    return CorpusError("corpus.not-read-npz", f"'{path}' cannot be read as .npz ({why})", _SAVEZ_REMEDY)
+    return CorpusError("corpus.npz-unreadable", f"'{path}' cannot be read as .npz ({why})", SAVEZ_REMEDY)
 
 
 LISTING_COLUMNS = ("id", "class", "subject", "y")
@@ -389,10 +384,10 @@ class ContributionListing:
         if strange or "id" not in header:
             what = f"has a column {strange[0]!r}" if strange else "has no column 'id'"
             remedy = f"its columns are {', '.join(LISTING_COLUMNS)}; only id is required"
-            raise CorpusError("corpus.columns-id-required", f"'{path}' {what}", remedy)
+            raise CorpusError("corpus.listing-columns", f"'{path}' {what}", remedy)
         if not rows:
             problem = f"'{path}' lists no contributions"
-            raise CorpusError("corpus.lists-no-contributions", problem, "give one line per contribution")
+            raise CorpusError("corpus.no-contributions", problem, "give one line per contribution")
 
         def names(column: str) -> list[str] | None:
             if column not in header:

@@ -1,7 +1,4 @@
-"""Contributions with one payload file each.
-
-Found in a folder, inspected before anything is spent, read when sampled.
-"""
+"""Contributions with one payload file each: found in a folder, inspected before anything is spent, read when sampled."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from torch import Tensor
 
 from lamina.admit.contribution_sources import ArrayHeader
 from lamina.admit.gate import WorkerProcess
-from lamina.corpus.contribution_index import PackedTexts
+from lamina.admit.verdicts import PackedTexts
 from lamina.corpus.example_sources import (
     CHUNK_BYTES,
     Hasher,
@@ -35,7 +32,7 @@ from lamina.corpus.example_sources import (
     take_rows,
     to_model_dtype,
 )
-from lamina.corpus.files import payload_arrays, payload_headers, read_matrix
+from lamina.corpus.files import SAVEZ_REMEDY, array_of_objects, payload_arrays, payload_headers, read_matrix
 from lamina.errors import CorpusError
 
 PAYLOAD_SUFFIXES = ("npz", "csv")
@@ -49,7 +46,7 @@ class PayloadChanged(CorpusError):
 class Payloads(Protocol):
     """One payload per contribution, by row.
 
-    `path` names it in messages; `look` and `read` give its bytes, or None where they are simply what the file of that
+    `path` names it in messages; `peek` and `read` give its bytes, or None where they are simply what the file of that
     name holds; `read` is asked for what is trained on, and raises PayloadChanged rather than give something else.
     """
 
@@ -61,7 +58,7 @@ class Payloads(Protocol):
 
     def path(self, row: int) -> Path: ...
 
-    def look(self, row: int) -> bytes | None: ...
+    def peek(self, row: int) -> bytes | None: ...
 
     def read(self, row: int) -> bytes | None: ...
 
@@ -94,10 +91,10 @@ class FolderPayloads:
         if kind >= _NO_PAYLOAD:
             have = "no payload" if kind == _NO_PAYLOAD else "two payloads"
             problem = f"'{folder}' has {have}"
-            raise CorpusError("corpus.put-payload-npz", problem, "put one payload.npz or one payload.csv there")
+            raise CorpusError("corpus.payload-missing", problem, "put one payload.npz or one payload.csv there")
         return f"{folder}/payload.{PAYLOAD_SUFFIXES[kind]}"
 
-    def look(self, row: int) -> bytes | None:
+    def peek(self, row: int) -> bytes | None:
         return None
 
     def read(self, row: int) -> bytes | None:
@@ -130,12 +127,9 @@ def is_csv(path: str) -> bool:
 
 
 def _payload_kind(folder: str) -> int:
-    """Which of KINDS lies in the folder of a contribution."""
+    """Which of PAYLOAD_SUFFIXES lies in the folder of a contribution."""
     found = [i for i, kind in enumerate(PAYLOAD_SUFFIXES) if os.path.isfile(f"{folder}/payload.{kind}")]
     return found[0] if len(found) == 1 else _TWO_PAYLOADS if found else _NO_PAYLOAD
-
-
-_PAYLOAD_REMEDY = "write it with np.savez(path, x=x, y=y)"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,7 +140,7 @@ class ExampleFormat:
     y: Tensor | None
     header: tuple[str, ...] | None
 
-    def told(self) -> str:
+    def text(self) -> str:
         label = "no y" if self.y is None else f"y {tuple(self.y.shape[1:])} {self.y.dtype}"
         return f"x {tuple(self.x.shape[1:])} {self.x.dtype}, {label}"
 
@@ -162,61 +156,61 @@ class PayloadHeaders(NamedTuple):
 class PayloadInspector:
     """Looks at one payload after the other. `labels` come from elsewhere, so that payloads must have none.
 
-    `said` opens a payload, `form` is what follows from it: worked out once, since nearly all say the same.
+    `headers` opens a payload; `format_of` is what follows from them, worked out once, since nearly all are the same.
     """
 
     def __init__(self, labels: NDArray[Any] | None, dtype: torch.dtype | None) -> None:
         self._labels, self._dtype = labels, dtype
-        self._forms: dict[PayloadHeaders, ExampleFormat] = {}
+        self._formats: dict[PayloadHeaders, ExampleFormat] = {}
 
-    def said(self, path: str, held: bytes | None) -> tuple[int, PayloadHeaders]:
+    def headers(self, path: str, content: bytes | None) -> tuple[int, PayloadHeaders]:
         """The number of examples of a payload, and what it says. Whatever is wrong with it is a CorpusError."""
         try:
-            return self._read(path, held)
+            return self._read(path, content)
         except CorpusError:
             raise
         except Exception as error:  # the payload was written by anybody
             problem = f"'{path}' cannot be read ({type(error).__name__})"
-            raise CorpusError("corpus.not-read", problem, _PAYLOAD_REMEDY) from None
+            raise CorpusError("corpus.payload-unreadable", problem, SAVEZ_REMEDY) from None
 
-    def form(self, said: PayloadHeaders) -> ExampleFormat:
+    def format_of(self, headers: PayloadHeaders) -> ExampleFormat:
         """What a model is given. CorpusError if it cannot be given that."""
-        if (known := self._forms.get(said)) is not None:
+        if (known := self._formats.get(headers)) is not None:
             return known
         try:
-            y = None if said.y is None else _empty_tensor(*said.y)
+            y = None if headers.y is None else _empty_tensor(*headers.y)
             if self._labels is not None:
                 y = take_rows(self._labels[:0], np.empty(0, np.int64))
             form = ExampleFormat(
-                x=to_model_dtype(_empty_tensor(*said.x), label=False, dtype=self._dtype),
+                x=to_model_dtype(_empty_tensor(*headers.x), label=False, dtype=self._dtype),
                 y=None if y is None else to_model_dtype(y, label=True, dtype=self._dtype),
-                header=said.header,
+                header=headers.header,
             )
         except CorpusError:
             raise
         except Exception as error:  # numpy or torch
-            kinds = " and ".join(str(each[1]) for each in (said.x, said.y) if each is not None)
-            problem = f"arrays of {kinds} are of no use ({type(error).__name__})"
-            raise CorpusError("corpus.arrays-no-use", problem, _PAYLOAD_REMEDY) from None
-        return self._forms.setdefault(said, form)
+            kinds = " and ".join(str(each[1]) for each in (headers.x, headers.y) if each is not None)
+            problem = f"arrays of {kinds} cannot be given to a model ({type(error).__name__})"
+            raise CorpusError("corpus.payload-unreadable", problem, SAVEZ_REMEDY) from None
+        return self._formats.setdefault(headers, form)
 
-    def _read(self, path: str, held: bytes | None) -> tuple[int, PayloadHeaders]:
+    def _read(self, path: str, content: bytes | None) -> tuple[int, PayloadHeaders]:
         if is_csv(path):
-            header, table = read_matrix(Path(path), held)
+            header, table = read_matrix(Path(path), content)
             return 1, PayloadHeaders((table.shape, table.dtype), header=header)
-        found = payload_headers(path, held)
+        found = payload_headers(path, content)
         if "x" not in found:
-            raise CorpusError("corpus.no-array", f"'{path}' has no array 'x'", _PAYLOAD_REMEDY)
+            raise CorpusError("corpus.array-missing", f"'{path}' has no array 'x'", SAVEZ_REMEDY)
         count, x = _rows_and_shape(path, "x", found["x"])
         if "y" not in found:
             return count, PayloadHeaders(x)
         labels, y = _rows_and_shape(path, "y", found["y"])
         if labels != count:
             problem = f"'{path}' has {count} examples in x and y of shape {found['y'].shape}"
-            raise CorpusError("corpus.examples-shape", problem, "give one label per example")
+            raise CorpusError("corpus.lengths-differ", problem, "give one label per example")
         if self._labels is not None:
             problem = f"'{path}' has y, and so has contributions.csv"
-            raise CorpusError("corpus.contributions-csv", problem, "keep the labels in one of the two places")
+            raise CorpusError("corpus.column-given-twice", problem, "keep the labels in one of the two places")
         return count, PayloadHeaders(x, y)
 
 
@@ -227,20 +221,16 @@ def _empty_tensor(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
 def _rows_and_shape(path: str, name: str, header: ArrayHeader) -> tuple[int, tuple[tuple[int, ...], np.dtype[Any]]]:
     """How many rows an array has, and what each is."""
     if header.dtype.hasobject:
-        raise CorpusError(
-            "corpus.array-holds-python",
-            f"array {name!r} of '{path}' holds Python objects, which only pickle can read, and a pickle can run code",
-            "save numbers of one shape: np.stack(list_of_arrays)",
-        )
+        raise array_of_objects(path, name)
     if not header.shape:
         problem = f"array {name!r} of '{path}' is a single number"
-        raise CorpusError("corpus.array-single-number", problem, "its first axis counts examples")
+        raise CorpusError("corpus.array-without-examples-axis", problem, "its first axis counts examples")
     if not header.shape[0]:
         problem = f"array {name!r} of '{path}' has no examples"
-        raise CorpusError("corpus.array-no-examples", problem, "leave the contribution out")
+        raise CorpusError("corpus.no-examples", problem, "leave the contribution out")
     if 0 in header.shape:
         problem = f"an example in {name!r} of '{path}' has no numbers"
-        raise CorpusError("corpus.example-no-numbers", problem, "leave the contribution out")
+        raise CorpusError("corpus.example-empty", problem, "leave the contribution out")
     return header.shape[0], (header.shape[1:], header.dtype)
 
 
@@ -248,15 +238,15 @@ MIN_PAYLOADS_PER_PROCESS = 512  # payloads for which a process is worth starting
 
 
 class InspectedPayloads(NamedTuple):
-    """`sizes[i]` examples in the i-th payload, which says `said[which[i]]`; -1: it says nothing, `wrong[i]` why."""
+    """`sizes[i]` examples in the i-th payload, which has `headers[which[i]]`; -1: it has none, `wrong[i]` says why."""
 
     sizes: NDArray[np.int64]
     which: NDArray[np.int64]
-    said: list[PayloadHeaders]
+    headers: list[PayloadHeaders]
     wrong: dict[int, str]
 
 
-def inspect_payloads(payloads: Payloads, look: PayloadInspector, processes: int = 1) -> InspectedPayloads:
+def inspect_payloads(payloads: Payloads, inspector: PayloadInspector, processes: int = 1) -> InspectedPayloads:
     """All of them, in their order; what is found does not depend on the number of processes."""
     count = len(payloads)
     shares = max(1, min(processes, count // MIN_PAYLOADS_PER_PROCESS))
@@ -265,43 +255,45 @@ def inspect_payloads(payloads: Payloads, look: PayloadInspector, processes: int 
     with contextlib.ExitStack() as stack:
         workers: list[WorkerProcess] = []
         for part in rest:
-            workers.append(WorkerProcess(partial(_send_inspection, payloads, look, part), workers))
+            workers.append(WorkerProcess(partial(_send_inspection, payloads, inspector, part), workers))
             stack.callback(workers[-1].stop)
-        return _join_inspections([_inspect_rows(payloads, look, first), *(each.receive() for each in workers)])
+        return _join_inspections([_inspect_rows(payloads, inspector, first), *(each.receive() for each in workers)])
 
 
 def _send_inspection(
-    payloads: Payloads, look: PayloadInspector, rows: range, line: Connection[InspectedPayloads, Any]
+    payloads: Payloads, inspector: PayloadInspector, rows: range, line: Connection[InspectedPayloads, Any]
 ) -> None:
-    line.send(_inspect_rows(payloads, look, rows))
+    line.send(_inspect_rows(payloads, inspector, rows))
 
 
-def _inspect_rows(payloads: Payloads, look: PayloadInspector, rows: range) -> InspectedPayloads:
+def _inspect_rows(payloads: Payloads, inspector: PayloadInspector, rows: range) -> InspectedPayloads:
     """No torch: it runs in processes that were forked."""
     found = InspectedPayloads(np.zeros(len(rows), np.int64), np.full(len(rows), -1, np.int64), [], {})
     places: dict[PayloadHeaders, int] = {}
     for i, row in enumerate(rows):
         try:
-            found.sizes[i], said = look.said(payload_path(payloads, row), payloads.look(row))
+            found.sizes[i], headers = inspector.headers(payload_path(payloads, row), payloads.peek(row))
         except CorpusError as error:
             found.wrong[i] = error.problem
             continue
-        if (place := places.setdefault(said, len(places))) == len(found.said):
-            found.said.append(said)
+        if (place := places.setdefault(headers, len(places))) == len(found.headers):
+            found.headers.append(headers)
         found.which[i] = place
     return found
 
 
 def _join_inspections(parts: list[InspectedPayloads]) -> InspectedPayloads:
-    said: dict[PayloadHeaders, int] = {}
+    headers: dict[PayloadHeaders, int] = {}
     wrong: dict[int, str] = {}
     which, before = [], 0
     for part in parts:
-        places = np.array([said.setdefault(each, len(said)) for each in part.said] + [-1], dtype=np.int64)
+        places = np.array([headers.setdefault(each, len(headers)) for each in part.headers] + [-1], dtype=np.int64)
         which.append(places[part.which])  # -1 is the last
         wrong |= {before + i: why for i, why in part.wrong.items()}
         before += len(part.which)
-    return InspectedPayloads(np.concatenate([part.sizes for part in parts]), np.concatenate(which), list(said), wrong)
+    return InspectedPayloads(
+        np.concatenate([part.sizes for part in parts]), np.concatenate(which), list(headers), wrong
+    )
 
 
 SHAPE_REMEDY = "cut or pad every example to one public shape, and label all or none"
@@ -312,34 +304,34 @@ COLUMNS_REMEDY = "give every table the same columns in the same order"
 class PayloadSurvey:
     """`sizes[row]` examples of one form."""
 
-    form: ExampleFormat
+    format: ExampleFormat
     sizes: NDArray[np.int64]
 
 
-def survey_or_raise(payloads: Payloads, look: PayloadInspector) -> PayloadSurvey:
+def survey_or_raise(payloads: Payloads, inspector: PayloadInspector) -> PayloadSurvey:
     """All of them, or a refusal that names the first that does not fit."""
     sizes = np.empty(len(payloads), dtype=np.int64)
     forms: dict[bool, tuple[str, ExampleFormat]] = {}  # the first of all, and the first with named columns
     for row, name in enumerate(payloads.ids):
-        sizes[row], said = look.said(payload_path(payloads, row), payloads.look(row))
-        found = look.form(said)
+        sizes[row], headers = inspector.headers(payload_path(payloads, row), payloads.peek(row))
+        found = inspector.format_of(headers)
         for named in (False, *((True,) if found.header else ())):
             _check_same_format(name, found, *forms.setdefault(named, (name, found)))
-    return PayloadSurvey(form=forms[False][1], sizes=sizes)
+    return PayloadSurvey(format=forms[False][1], sizes=sizes)
 
 
 def survey_and_refuse(
-    payloads: Payloads, look: PayloadInspector, refuse: Callable[[int, str], None], processes: int = 1
+    payloads: Payloads, inspector: PayloadInspector, refuse: Callable[[int, str], None], processes: int = 1
 ) -> tuple[PayloadSurvey | None, NDArray[np.int64]]:
     """Those that fit, and their rows; of the others `refuse` hears row and reason.
 
     The form is that of nearly all. It may not hang on a single contribution, or adding one person would exclude
     others: where one fewer or one more would change it, nothing is surveyed and the refusal names both forms.
     """
-    sizes, which, said, wrong = inspect_payloads(payloads, look, processes)
+    sizes, which, headers, wrong = inspect_payloads(payloads, inspector, processes)
     for row, why in wrong.items():
         refuse(row, why)
-    forms = [_format_or_reason(look, each) for each in said]
+    forms = [_format_or_reason(inspector, each) for each in headers]
     which = _refuse_formats(which, [form if isinstance(form, str) else None for form in forms], refuse)
     for kind, remedy in (("shape", SHAPE_REMEDY), ("columns", COLUMNS_REMEDY)):
         told = [None if isinstance(form, str) else _format_text(form, kind) for form in forms]
@@ -351,8 +343,8 @@ def survey_and_refuse(
             continue
         (common, most), (other, second), *_ = counts.most_common()
         if most - second < 2:
-            problem = f"contributions have {common}, and as many have {other}"
-            raise CorpusError("corpus.contributions-many", problem, remedy)
+            problem = f"{most} contributions have {common}, and {second} have {other}: neither is the common format"
+            raise CorpusError("corpus.formats-tied", problem, remedy)
         strange = [None if text in (None, common) else f"it has {text}; the others have {common}" for text in told]
         which = _refuse_formats(which, strange, refuse)
     rows = np.flatnonzero(which >= 0)
@@ -360,13 +352,13 @@ def survey_and_refuse(
         return None, rows
     form = forms[which[rows[0]]]
     assert isinstance(form, ExampleFormat)
-    return PayloadSurvey(form=form, sizes=sizes[rows]), rows
+    return PayloadSurvey(format=form, sizes=sizes[rows]), rows
 
 
-def _format_or_reason(look: PayloadInspector, said: PayloadHeaders) -> ExampleFormat | str:
+def _format_or_reason(inspector: PayloadInspector, headers: PayloadHeaders) -> ExampleFormat | str:
     """Or why a model cannot be given that."""
     try:
-        return look.form(said)
+        return inspector.format_of(headers)
     except CorpusError as error:
         return error.problem
 
@@ -383,23 +375,20 @@ def _refuse_formats(
 
 def _format_text(form: ExampleFormat, kind: str) -> str | None:
     if kind == "shape":
-        return form.told()
+        return form.text()
     return None if form.header is None else f"columns {', '.join(form.header)}"
 
 
 def _check_same_format(name: str, found: ExampleFormat, first_name: str, first: ExampleFormat) -> None:
     if found is first:
         return
-    if found.told() != first.told():
-        problem = f"contribution {name!r} has {found.told()}; {first_name!r} has {first.told()}"
-        raise CorpusError("corpus.contribution", problem, SHAPE_REMEDY)
+    if found.text() != first.text():
+        problem = f"contribution {name!r} has {found.text()}; {first_name!r} has {first.text()}"
+        raise CorpusError("corpus.formats-differ", problem, SHAPE_REMEDY)
     if found.header and first.header and found.header != first.header:
-        raise CorpusError(
-            "corpus.contribution-columns",
-            f"contribution {name!r} has columns {', '.join(found.header)}; {first_name!r} has "
-            f"{', '.join(first.header)}",
-            COLUMNS_REMEDY,
-        )
+        found_columns, columns = ", ".join(found.header), ", ".join(first.header)
+        problem = f"contribution {name!r} has columns {found_columns}; {first_name!r} has {columns}"
+        raise CorpusError("corpus.formats-differ", problem, COLUMNS_REMEDY)
 
 
 CACHE_BYTES = 64 << 20  # bytes
@@ -410,8 +399,8 @@ class PayloadSource:
 
     An .npz payload holds `x` with one example per row and perhaps `y`; a .csv payload is one example, the table
     rows × columns. Every payload is looked at once, before, so that a wrong one is named before anything is spent;
-    while a batch is fetched no id is ever told. Payloads that are held to a commitment are kept once they were read, as
-    far as KEPT bytes go.
+    while a batch is fetched no id is ever named. Payloads under a commitment are kept once they were read, as far as
+    CACHE_BYTES go.
     """
 
     def __init__(
@@ -424,7 +413,7 @@ class PayloadSource:
     ) -> None:
         survey = survey_or_raise(payloads, PayloadInspector(labels, dtype)) if survey is None else survey
         self._payloads, self._labels, self._dtype = payloads, labels, dtype
-        self._form, self.sizes = survey.form, survey.sizes
+        self._format, self.sizes = survey.format, survey.sizes
         self._ends = np.cumsum(survey.sizes)
         self._kept: dict[int, tuple[Any, Any]] = {}
         self._cache_room = CACHE_BYTES if payloads.frozen else 0
@@ -435,8 +424,8 @@ class PayloadSource:
     def fetch(self, rows: Rows) -> tuple[Any, Any]:
         """(x, y) of these examples. A payload is opened once, however many of its examples are wanted."""
         owner = np.searchsorted(self._ends, rows, side="right")
-        x = self._form.x.new_empty((len(rows), *self._form.x.shape[1:]))
-        y = None if self._form.y is None else self._form.y.new_empty((len(rows), *self._form.y.shape[1:]))
+        x = self._format.x.new_empty((len(rows), *self._format.x.shape[1:]))
+        y = None if self._format.y is None else self._format.y.new_empty((len(rows), *self._format.y.shape[1:]))
         for one in np.unique(owner).tolist():
             at = np.flatnonzero(owner == one)
             inside = rows[at] - (self._ends[one] - self.sizes[one])
@@ -450,20 +439,18 @@ class PayloadSource:
             except PayloadChanged:
                 raise
             except (CorpusError, OSError, IndexError, RuntimeError, ValueError):
-                raise PayloadChanged(
-                    "corpus.payload-not-corpus",
-                    f"a payload {self._payloads.where} is not what it was when the corpus was opened",
-                    "leave the folder as it is during a run; opening the corpus again names a payload that is wrong",
-                ) from None
+                problem = f"a payload {self._payloads.where} is not what it was when the corpus was opened"
+                remedy = "leave the folder as it is during a run; opening the corpus again names the wrong payload"
+                raise PayloadChanged("corpus.payload-changed", problem, remedy) from None
         return x, y
 
     def _read(self, row: int) -> tuple[Any, Any]:
-        path, held = self._payloads.path(row), self._payloads.read(row)
-        wants_y = self._form.y is not None and self._labels is None
+        path, content = self._payloads.path(row), self._payloads.read(row)
+        wants_y = self._format.y is not None and self._labels is None
         if is_csv(str(path)):
-            x, y = read_matrix(path, held)[1][None], None
+            x, y = read_matrix(path, content)[1][None], None
         else:
-            found = payload_arrays(path, ["x", "y"] if wants_y else ["x"], held)
+            found = payload_arrays(path, ["x", "y"] if wants_y else ["x"], content)
             x, y = found["x"], found.get("y")
         y = y if self._labels is None else np.repeat(self._labels[row : row + 1], len(x), axis=0)
         if (size := x.nbytes + (0 if y is None else y.nbytes)) <= self._cache_room:

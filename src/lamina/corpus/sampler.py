@@ -1,4 +1,4 @@
-"""Poisson sampling: the secret coins of a step, and `Sampler`, which draws the batches that a plan prices."""
+"""Poisson sampling: the secret coins of a step, and `Sampler`, which draws the batches that a plan accounts for."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import torch
 from numpy.typing import NDArray
 
 from lamina.account.schedule import Schedule
+from lamina.corpus.example_sources import Rows
 from lamina.engine.batch import Batch
 from lamina.engine.random_stream import CELL_ELEMENTS, KeyStream, StreamPurpose, Words, step_key
 from lamina.errors import CorpusError
 from lamina.plan.step_plan import StepPlan
+from lamina.validate import whole
 
 if TYPE_CHECKING:
     from lamina.corpus.corpus import Corpus
 
 
-Rows = NDArray[np.int64]
 Coins = NDArray[np.uint32]
+OccurrenceCounts = NDArray[np.uint32]
 
 WORDS_PER_BLOCK = 4
 WORDS_PER_RUN = CELL_ELEMENTS // 2 * WORDS_PER_BLOCK  # words that one run of a key stream gives
@@ -30,7 +32,7 @@ EXAMPLE_CHOICES = 1 << 63  # tensors from here on are contributions
 
 
 class WordStream(Protocol):
-    """Blocks of one key: `engine.stream.KeyStream`."""
+    """Blocks of one key: `engine.random_stream.KeyStream`."""
 
     def run(self, tensor: int, block: int, out: Words) -> None: ...
 
@@ -119,16 +121,13 @@ def _ranges(begins: Rows, sizes: Rows) -> Rows:
     return np.repeat(begins - (ends - sizes), sizes) + np.arange(total)
 
 
-OccurrenceCounts = NDArray[np.uint32]
-
-
 class Sampler:
     """Batches for the steps of a plan. Sampler and accounted event are one object: `schedule(k)` is the plan's.
 
     Formal guarantees. At every step each eligible contribution of class k is in the batch with probability
     ⌊q_k 2^64⌋/2^64, at most 2^-64 below the plan's q_k and never above, independently of all others, of other
     classes and of other steps. q_k comes from the declared population; how many members there are has no part in
-    it. The coins are `coins.heads` under the key HKDF(seed, step, rank, coins): secret as long as the seed is.
+    it. The coins are `poisson_sample` under the key HKDF(seed, step, rank, coins): secret as long as the seed is.
     Who is eligible is frozen when the sampler is made; a later withdrawal needs a new one.
 
     `draw(step)` is a function of (seed, rank, step, frozen members, counts). Without caps a step may be drawn
@@ -141,19 +140,13 @@ class Sampler:
     occurrences become known: `account.capped(sampler.schedule(k), cap)`. The counts are as secret as the coins. A plan
     whose price counts occurrences (raw noise) brings its own cap for every private class.
 
-    `corpus.examples_per_unit` limits the examples of a contribution per step; `coins.windows` chooses them.
+    `corpus.examples_per_unit` limits the examples of a contribution per step; `choose_examples` draws them.
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        plan: StepPlan,
-        *,
-        seed: bytes,
-        rank: int = 0,
-        max_occurrences: Mapping[str, int] | None = None,
-        counts: Any = None,
-    ) -> None:
+        self, corpus: Corpus, plan: StepPlan, *, seed: bytes, rank: int = 0,
+        max_occurrences: Mapping[str, int] | None = None, counts: Any = None,
+    ) -> None:  # fmt: skip
         corpus.check(plan)
         step_key(seed, step=0, rank=rank, purpose=StreamPurpose.COINS)  # refuses a bad seed or rank now
         self._seed, self._rank, self._plan = seed, rank, plan
@@ -176,9 +169,9 @@ class Sampler:
     def draw(self, step: int) -> Batch:
         """The batch of a step; it may be empty. Contributions of the plan's first class come first."""
         if self._counts is not None and step <= self._last:
-            problem = f"step {step} was asked for after step {self._last}, and occurrences are counted"
+            problem = f"step {step} is drawn after step {self._last}, while occurrences are counted in order"
             remedy = "draw steps in order; replay from a new Sampler with the counts as they were: Sampler(…, counts=…)"
-            raise CorpusError("corpus.step-asked-after", problem, remedy)
+            raise CorpusError("corpus.step-out-of-order", problem, remedy)
         sampled = self._sampled(step, StreamPurpose.COINS)
         units = np.concatenate(sampled)
         batch = self._batch(step, sampled, StreamPurpose.AUGMENT)
@@ -190,8 +183,8 @@ class Sampler:
     def draw_for_choice(self, step: int) -> Batch:
         """A draw of its own for the choice that is made before a step: other coins at the same rates."""
         if self._counts is not None:
-            problem = "a choice draws contributions whose occurrences are capped"
-            raise CorpusError("corpus.choice-draws-contributions", problem, "leave out max_occurrences, or the choice")
+            problem = "the plan makes a choice, and its draws are not counted under max_occurrences"
+            raise CorpusError("corpus.choice-with-caps", problem, "leave out max_occurrences, or the choice")
         return self._batch(step, self._sampled(step, StreamPurpose.CHOICE_COINS), StreamPurpose.CHOICE_WINDOWS)
 
     def _batch(self, step: int, sampled: list[Rows], purpose: StreamPurpose) -> Batch:
@@ -230,15 +223,15 @@ class Sampler:
 
 
 def occurrence_caps(plan: StepPlan, given: Mapping[str, int] | None) -> Mapping[str, int] | None:
-    """How often a contribution of a class may be used: as given, and never more than the plan is priced for."""
+    """How often a contribution of a class may be used: as given, and never more than the plan accounts for."""
     most, private = plan.injection.occurrences, [entry.name for entry in plan.classes if not entry.public]
     if most is None or not isinstance(given, Mapping | None):
         return given
     for name, cap in (given or {}).items():
         if name in private and isinstance(cap, int) and cap > most:
-            problem = f"max_occurrences of class {name!r} is {cap}, and the plan is priced for {most}"
+            problem = f"max_occurrences of class {name!r} is {cap}, the plan accounts for {most}"
             remedy = "leave it out, or plan with more occurrences under [noise]"
-            raise CorpusError("corpus.max-occurrences-class", problem, remedy)
+            raise CorpusError("corpus.max-occurrences-above-plan", problem, remedy)
     return {**dict.fromkeys(private, most), **(given or {})}
 
 
@@ -247,16 +240,16 @@ def _caps_by_class_index(given: Mapping[str, int] | None, plan: StepPlan) -> dic
         return None
     names = [entry.name for entry in plan.classes]
     if not isinstance(given, Mapping):
-        problem = f"max_occurrences is {given!r}"
-        raise CorpusError("corpus.max-occurrences", problem, f"give it by class: max_occurrences={{{names[0]!r}: 100}}")
+        remedy = f"give it by class: max_occurrences={{{names[0]!r}: 100}}"
+        raise CorpusError("corpus.max-occurrences-not-by-class", f"max_occurrences is {given!r}", remedy)
     for name, cap in given.items():
         if name not in names:
-            problem = f"max_occurrences names class {name!r}, which is not in the plan"
-            raise CorpusError("corpus.max-occurrences-names", problem, f"its classes are {', '.join(names)}")
-        if isinstance(cap, bool) or not isinstance(cap, int) or not 1 <= cap < 1 << 32:
-            problem = f"max_occurrences of class {name!r} is {cap!r}, must be a whole number >= 1"
-            remedy = "leave the class out of the plan if it is not to be used"
-            raise CorpusError("corpus.max-occurrences-class-whole", problem, remedy)
+            problem = f"max_occurrences names class {name!r}, which the plan does not have"
+            raise CorpusError("corpus.class-not-in-plan", problem, f"its classes are {', '.join(names)}")
+        remedy = f"it is the cap of class {name!r}; leave the class out of the plan if it is not to be used"
+        whole(
+            CorpusError, "corpus.max-occurrences-out-of-range", most=(1 << 32) - 1, remedy=remedy, max_occurrences=cap
+        )
     return {names.index(name): cap for name, cap in given.items()}
 
 
@@ -264,12 +257,13 @@ def _check_counts(given: Any, contributions: int, *, capped: bool) -> Occurrence
     if not capped:
         if given is not None:
             problem = "counts are given without max_occurrences"
-            raise CorpusError("corpus.counts-given-without", problem, "give the caps that they belong to")
+            raise CorpusError("corpus.counts-without-caps", problem, "give the caps that they belong to")
         return None
     if given is None:
         return np.zeros(contributions, dtype=np.uint32)
     counts = np.asarray(given)
     if counts.dtype != np.uint32 or counts.shape != (contributions,):
         problem = f"counts has dtype {counts.dtype} and shape {counts.shape}, expected {contributions} of uint32"
-        raise CorpusError("corpus.counts-dtype-shape", problem, "restore Sampler.counts as it was, for the same corpus")
+        remedy = "restore Sampler.counts as it was, for the same corpus"
+        raise CorpusError("corpus.counts-of-other-corpus", problem, remedy)
     return counts.copy()

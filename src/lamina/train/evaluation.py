@@ -11,17 +11,16 @@ from torch import nn
 
 from lamina.corpus.example_sources import preserve_global_generators, seed_global_generators
 from lamina.errors import RunError
-
-_ALLOWED_DATA = ("public", "simulated")
+from lamina.validate import one_of, whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A function of the model alone, asked between segments.
+    """Figures of the model on data that is not protected, computed between segments.
 
     function  model -> {name: number}; called with the model in evaluation mode, without gradients
-    on        "public" or "simulated": which data it looks at. A figure on private data is a release that
-              nobody paid for, and choosing by it another one, so "private" is refused
+    on        "public" or "simulated": which data the function reads. A figure on private data is a release that
+              no budget paid for, and choosing by it another one, so "private" is refused
     every     after so many segments
     best      keep the weights with the largest value of this figure as best.safetensors; "-name" for the smallest
     patience  stop after so many evaluations without a new best
@@ -38,21 +37,16 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            problem = f"the evaluation is a {type(self.function).__name__}"
-            raise RunError("train.evaluation", problem, "give a function of the model")
-        if self.on not in _ALLOWED_DATA:
-            raise RunError(
-                "train.evaluation-data-figure",
-                f"the evaluation is on {self.on!r} data: a figure on private data, and early stopping or a best "
-                "checkpoint by it, is a release that no budget paid for",
-                'evaluate on data that is not protected and say so: on="public" or on="simulated"',
-            )
-        for name, value in (("every", self.every), ("patience", self.patience)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise RunError("train.whole-number", f"{name} is {value!r}, must be a whole number >= 1", "correct it")
-        if self.patience is not None and self.best is None:
-            problem = "patience is given without best"
-            raise RunError("train.patience-given-without", problem, 'name the figure to watch: best="auc"')
+            problem = f"the evaluation's function is a {type(self.function).__name__}"
+            raise RunError("train.evaluation-not-callable", problem, "give a function of the model")
+        remedy = 'a figure on private data is a release without a budget: evaluate on="public" or on="simulated" data'
+        one_of(RunError, "train.evaluation-on-private-data", ("public", "simulated"), on=self.on, remedy=remedy)
+        whole(RunError, "train.not-a-count", every=self.every)
+        if self.patience is not None:
+            whole(RunError, "train.not-a-count", patience=self.patience)
+            if self.best is None:
+                problem = "patience is given without best"
+                raise RunError("train.patience-without-best", problem, 'name a figure: best="auc"')
 
     def due(self, segments: int, *, last: bool) -> bool:
         return last or segments % self.every == 0
@@ -74,16 +68,16 @@ class Evaluation:
                 module.training = mode
         if not isinstance(figures, Mapping) or not figures:
             problem = f"the evaluation returned a {type(figures).__name__}"
-            raise RunError("train.evaluation-returned", problem, 'return figures by name: {"auc": 0.91}')
-        plain = {str(name): float(value) for name, value in figures.items()}
-        for name, value in plain.items():
+            raise RunError("train.evaluation-not-figures", problem, 'return figures by name: {"auc": 0.91}')
+        figures = {str(name): float(value) for name, value in figures.items()}
+        for name, value in figures.items():
             if not math.isfinite(value):
                 problem = f"the evaluation's figure {name!r} is {value}"
-                raise RunError("train.evaluation-figure", problem, "return finite numbers")
-        if self.best is not None and self.best.removeprefix("-") not in plain:
-            problem = f"the evaluation has no figure {self.best.removeprefix('-')!r}, which best names"
-            raise RunError("train.evaluation-no-figure", problem, f"it returned {', '.join(plain)}")
-        return plain
+                raise RunError("train.evaluation-not-finite", problem, "return finite numbers")
+        if self.best is not None and (best := self.best.removeprefix("-")) not in figures:
+            problem = f"the evaluation has no figure {best!r}, which best names"
+            raise RunError("train.evaluation-without-best", problem, f"choose one of {', '.join(figures)}")
+        return figures
 
     def score(self, figures: Mapping[str, float]) -> float:
         """Larger is better."""

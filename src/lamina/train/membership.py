@@ -1,6 +1,12 @@
-"""Who may be learned from: ledger membership, revalidation before each segment.
+"""Who takes part in a run: membership in the ledger, revalidation before each segment, withdrawals.
 
-And withdrawals kept in the run's folder.
+The folder of the run keeps two files, CBOR, mode 0600, so that a restart lets nobody in again:
+
+    withdrawn   who withdrew from the run
+    admitted    who was ever admitted to it: stable id and id
+
+A stable id is the id of a contribution, or the digest of its signed descriptor: whoever renames its folder finds its
+occurrences and its withdrawal where they were.
 """
 
 from __future__ import annotations
@@ -13,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from lamina import cbor
-from lamina.admit.verdicts import Reason
+from lamina.admit.verdicts import PackedTexts, Reason
 from lamina.corpus.admitted import AdmittedCorpus, reasons_text
-from lamina.corpus.contribution_index import PackedTexts
 from lamina.corpus.corpus import Corpus
 from lamina.errors import AdmissionError, EncodingError, LeafPruned, LedgerError, StorageError, StoreLost
 from lamina.ledger.admission_batch import LedgerRegister
@@ -28,10 +33,6 @@ from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import account_bound
 from lamina.train.run_files import write_atomically
 
-# Who withdrew while a run was under way: kept in its folder, so that a restart does not let them in again.
-#
-# runs/NAME/withdrawn      marks, CBOR, mode 0600: ids, or digests of descriptors where contributions are signed
-
 MAX_MEMBERSHIP_BYTES = 1 << 28
 
 
@@ -39,11 +40,11 @@ MAX_MEMBERSHIP_BYTES = 1 << 28
 def remember_withdrawals(corpus: Corpus, path: Path) -> Iterator[None]:
     """Withdraw who withdrew before; write down who withdraws inside, before `corpus.withdraw` returns."""
     known = dict.fromkeys(read_withdrawn(path))
-    if known and (present := corpus.marked(*known)):
+    if known and (present := corpus.ids_of(*known)):
         corpus.withdraw(*present)
 
-    def write(marks: Sequence[str]) -> None:
-        known.update(dict.fromkeys(marks))
+    def write(stable_ids: Sequence[str]) -> None:
+        known.update(dict.fromkeys(stable_ids))
         write_atomically(path, cbor.encode(list(known), max_size=MAX_MEMBERSHIP_BYTES))
 
     before, corpus.on_exclusion = corpus.on_exclusion, write
@@ -54,44 +55,45 @@ def remember_withdrawals(corpus: Corpus, path: Path) -> Iterator[None]:
 
 
 def read_withdrawn(path: Path) -> list[str]:
-    """The marks that a file of the run lists; none if it is not there."""
-    marks = read_membership_file(path, [])
-    if not isinstance(marks, list):
-        raise StorageError("train.not-list-texts", f"'{path}' is not a list of texts", "restore it")
-    return marks
+    """The stable ids of those who withdrew; none if the file is not there."""
+    return list(_read_texts(path, list, []))
 
 
-def read_membership_file(path: Path, default: Any) -> Any:
+def _read_texts(path: Path, kind: type[Any], default: Any) -> Any:
     """A list of texts, or a map from text to text."""
     if not path.exists():
         return default
     try:
-        read = cbor.decode(path.read_bytes(), max_size=MAX_MEMBERSHIP_BYTES)
+        found = cbor.decode(path.read_bytes(), max_size=MAX_MEMBERSHIP_BYTES)
     except (OSError, EncodingError) as error:
-        remedy = "restore it: it says who is in the run, or withdrew and must not be used again"
-        raise StorageError("train.not-read", f"'{path}' cannot be read: {error}", remedy) from error
-    texts = [*read, *read.values()] if isinstance(read, dict) else read
-    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
-        raise StorageError("train.not-hold-texts", f"'{path}' does not hold texts", "restore it")
-    return read
+        raise _unreadable(path, str(error)) from error
+    if not isinstance(found, kind) or not all(
+        isinstance(one, str) for one in (*found, *getattr(found, "values", tuple)())
+    ):
+        raise _unreadable(path, "it is not a list of ids")
+    return found
+
+
+def _unreadable(path: Path, why: str) -> StorageError:
+    remedy = "restore it from a backup: it says who is in the run, or withdrew and must not be used again"
+    return StorageError("train.membership-file-unreadable", f"cannot read '{path}': {why}", remedy)
 
 
 _POLL_SECONDS = 1.0  # seconds between two looks at the ledger inside a segment
 
 
 class LedgerMembership:
-    """The contributions of a corpus and the leaves of a ledger, held against each other.
+    """Keeps the contributions of a corpus in line with the leaves of a ledger.
 
     Whoever is in a segment is in the leaves that its `eligibility` counts, and not withdrawn in them. A corpus that was
     not admitted by signature has no leaves; who withdraws from it is remembered in the folder of the run alone.
     """
 
     def __init__(self, ledger: Ledger, corpus: Corpus) -> None:
-        self._ledger = ledger
-        self._corpus = corpus
+        self._ledger, self._corpus = ledger, corpus
         self._signed = corpus if isinstance(corpus, AdmittedCorpus) else None
-        self._read = 0  # leaves whose withdrawals were heeded
-        self._looked = -_POLL_SECONDS
+        self._read = 0  # leaves whose withdrawals were applied
+        self._polled = -_POLL_SECONDS
 
     def enter_ledger(self, note: Callable[[str], None]) -> None:
         """Before a run begins or goes on: whoever is admitted is in the ledger, and whom it refuses is out.
@@ -99,29 +101,24 @@ class LedgerMembership:
         Whoever asked to leave before there was a ledger to say so is withdrawn in it now.
         """
         if self._signed is None:
-            self._refuse_unsigned()
+            if next(self._ledger.of_kind(ContributionRecord), None) is not None:
+                # nobody could tell whether one of them has withdrawn, or signed for less than is charged
+                problem = f"the ledger {self._ledger.name} holds signed contributions, those of this run are not signed"
+                remedy = "admit them: lamina.Gate(policy, keys).admit(folder, ledger); or use another origin for them"
+                raise LedgerError("train.contributions-not-signed", problem, remedy)
             return
         lost = self._signed.admission.enter_into(LedgerRegister(self._ledger))
         if lost:
             reasons = Counter(reason for reason, _ in lost.values())
-            note(f"contributions that the ledger does not let in are left out: {reasons_text(reasons)}")
-            self._signed.leave([self._signed.ids[row] for row in lost])
-        self.withdraw(self._signed.asked)
-
-    def _refuse_unsigned(self) -> None:
-        """Nobody could tell whether one of them has withdrawn, or signed for less than is charged."""
-        if next(self._ledger.of_kind(ContributionRecord), None) is not None:
-            raise LedgerError(
-                "train.contributions-ledger-signed",
-                f"contributions to the ledger {self._ledger.name} are signed, and those of this run are not",
-                "admit them: lamina.Gate(policy, keys).admit(folder, ledger), or an [admit] table in RUN.toml; data "
-                "that nobody signs for belongs under another origin",
-            )
+            note(f"contributions that the ledger refuses are left out: {reasons_text(reasons)}")
+            self._signed.exclude([self._signed.ids[row] for row in lost])
+        self.withdraw(self._signed.withdrawal_requests)
 
     def freeze(self) -> int:
-        """Heed every withdrawal so far; the number of leaves that were read."""
+        """Exclude whoever withdrew so far; returns the number of leaves that were read."""
         size, found = self._ledger.retry_while_lost(self._new_withdrawals)
-        self._exclude_withdrawn(found)
+        if found:
+            self._corpus.exclude(self._corpus.ids_of(*(stable_id for stable_id, _ in found)))
         self._read = size
         return size
 
@@ -140,44 +137,42 @@ class LedgerMembership:
         return found
 
     def check(self, plan: StepPlan) -> None:
-        """Before the first segment of a run: whether its plan is one that the policy in force allows."""
-        presets = {
-            each.cls: each for each in self._ledger.retry_while_lost(lambda: policy_in_force(self._ledger)).presets
-        }
+        """Refuse, before the first segment of a run, a plan that the policy in force does not allow."""
+        policy = self._ledger.retry_while_lost(lambda: policy_in_force(self._ledger))
+        presets = {each.cls: each for each in policy.presets}
         for entry in plan.classes:
             preset = presets.get(entry.name)
             found = None if preset is None else difference_from_policy(plan, entry, preset)
             wrong = f"class {entry.name!r} is not in the policy" if preset is None else found and found.reason
             if wrong is not None:
-                problem = f"the plan is not one that the ledger {self._ledger.name} allows now: {wrong}"
-                remedy = "make the plan again, under the policy that is in force: lamina ledger policy shows it"
-                raise LedgerError("train.plan-not-ledger", problem, remedy)
+                problem = f"the policy in force in the ledger {self._ledger.name} does not allow the plan: {wrong}"
+                remedy = "make the plan again under that policy: lamina ledger policy shows it"
+                raise LedgerError("train.plan-outside-policy", problem, remedy)
 
     def abandon_requested(self) -> bool:
-        """Whether somebody withdrew who asks for the open segment to be given up. Looks once a second at most."""
+        """Whether somebody withdrew who wants the open segment abandoned. Reads the ledger once a second at most."""
         now = time.monotonic()
-        if self._signed is None or now - self._looked < _POLL_SECONDS:
+        if self._signed is None or now - self._polled < _POLL_SECONDS:
             return False
-        self._looked = now
+        self._polled = now
         try:
             _, found = self._new_withdrawals()
-        except StoreLost:  # the server is away: it is asked again in a second, and waited for when the segment ends
+        except StoreLost:  # ask again in a second; the end of the segment waits for the server
             return False
         return any(record.effect is WithdrawalEffect.ABANDON for _, record in found)
 
-    def withdraw(self, marks: Sequence[str]) -> None:
-        """Somebody asked to leave: the ledger says so first."""
+    def withdraw(self, stable_ids: Sequence[str]) -> None:
+        """Record in the ledger that these contributions withdrew."""
         if self._signed is None:
             return
 
-        def asked() -> list[Withdrawal]:
-            leaves = sorted(self._ledger.known([bytes.fromhex(mark) for mark in marks]).values())
-            still = [seq for seq in leaves if self._ledger.withdrawn(seq) is None]
-            return [
-                Withdrawal(target=seq, reason=WithdrawalReason.REQUEST, effect=WithdrawalEffect.FINISH) for seq in still
-            ]
+        def due() -> list[Withdrawal]:
+            leaves = sorted(self._ledger.known([bytes.fromhex(each) for each in stable_ids]).values())
+            reason, effect = WithdrawalReason.REQUEST, WithdrawalEffect.FINISH
+            present = (seq for seq in leaves if self._ledger.withdrawn(seq) is None)
+            return [Withdrawal(target=seq, reason=reason, effect=effect) for seq in present]
 
-        records = self._ledger.retry_while_lost(asked)
+        records = self._ledger.retry_while_lost(due)
         try:
             self._ledger.append(records)
         except LedgerError:
@@ -187,7 +182,7 @@ class LedgerMembership:
             self._ledger.checkpoint()
 
     def _new_withdrawals(self) -> tuple[int, list[tuple[str, Withdrawal]]]:
-        """The leaves so far, and (descriptor, withdrawal) of each of this corpus that was not heeded yet."""
+        """The leaves so far, and (stable id, withdrawal) of each of this corpus since the last `freeze`."""
         size = self._ledger.size
         if self._signed is None:
             return size, []
@@ -199,27 +194,16 @@ class LedgerMembership:
                 target = self._ledger.leaf(record.target).record
             except LeafPruned:  # too old to be in any corpus
                 continue
-            if isinstance(target, ContributionRecord) and self._corpus.marked(target.descriptor.hex()):
+            if isinstance(target, ContributionRecord) and self._corpus.ids_of(target.descriptor.hex()):
                 found.append((target.descriptor.hex(), record))
         return size, found
 
-    def _exclude_withdrawn(self, withdrawals: Sequence[tuple[str, Withdrawal]]) -> None:
-        if withdrawals:
-            self._corpus.leave(self._corpus.marked(*(mark for mark, _ in withdrawals)))
-
-
-# Whether those who were admitted may still be learned from: asked when a run begins or goes on, and at each segment.
-#
-# runs/NAME/admitted      digest of the descriptor of each who was ever admitted to the run, and its id; CBOR, mode 0600
-#
-# A contribution is known by the digest of its descriptor: whoever gives its folder another name finds its occurrences
-# and its withdrawal where they were.
 
 NoteFunction = Callable[[str], None]
 
 
 class AdmissionRenewal:
-    """Takes out who is out. A corpus that was not admitted by signature is left alone.
+    """Excludes whoever may no longer be used. A corpus that was not admitted by signature is left alone.
 
     Whoever took part before and is refused now is withdrawn, for this run for good; so is whoever expires or loses
     their key while it runs. It happens between segments: the next one is frozen without them, and one that was open
@@ -229,58 +213,53 @@ class AdmissionRenewal:
     def __init__(self, corpus: Corpus, plan: StepPlan, path: Path) -> None:
         self._corpus = corpus if isinstance(corpus, AdmittedCorpus) else None
         self._plan, self._path = plan, path
-        self._before: dict[str, str] = {}  # mark: id
+        self._before: dict[str, str] = {}  # stable id: id
 
     @property
     def names(self) -> PackedTexts | None:
-        """Who is which row: after another admission the rows may be others."""
+        """The stable id of each row: after another admission the rows may be others."""
         return None if self._corpus is None else self._corpus.digests
 
-    def begin(self, note: NoteFunction) -> None:
-        """Before a run begins or goes on: hold who is admitted now against who was before."""
+    def start(self, note: NoteFunction) -> None:
+        """Before a run begins or goes on: withdraw whoever was admitted before and is not now."""
         if self._corpus is None:
             return
-        self._before = read_membership_file(self._path, {}) if self._path.with_name("journal").exists() else {}
-        if not isinstance(self._before, dict):
-            raise StorageError("train.not-say-admitted", f"'{self._path}' does not say who was admitted", "restore it")
+        self._before = _read_texts(self._path, dict, {}) if self._path.with_name("journal").exists() else {}
         here = set(self._corpus.digests)
-        if gone := {mark: one for mark, one in self._before.items() if mark not in here}:
-            self._leave(gone, note)
+        if gone := {stable_id: one for stable_id, one in self._before.items() if stable_id not in here}:
+            self._withdraw(gone, note)
         if out := self._corpus.count_unsampled(self._plan):
             note(
-                f"{out} admitted contributions signed a bound that no scale keeps under this plan: they are not sampled"
+                f"{out} admitted contributions are not sampled: no scale keeps the bound that they signed under this plan"
             )
-        self.again(note)
+        self.revalidate(note)
 
-    def begun(self) -> None:
-        """The run is there, and nothing of it is drawn yet: write down who is in it."""
+    def write_members(self) -> None:
+        """Once the run is there, and before anything is drawn: write down who is in it."""
         if self._corpus is None:
             return
         ever = {**dict(zip(self._corpus.digests, self._corpus.ids, strict=True)), **self._before}
         if len(ever) > len(self._before):
             write_atomically(self._path, cbor.encode(ever, max_size=MAX_MEMBERSHIP_BYTES))
 
-    def again(self, note: NoteFunction, step: int | None = None) -> None:
-        """Before a segment is opened: windows, keys, and signatures once an epoch is over."""
+    def revalidate(self, note: NoteFunction, step: int | None = None) -> None:
+        """Before a segment is opened: check windows, keys, and signatures once an epoch is over."""
         if self._corpus is None or not (reasons := self._corpus.revalidate()):
             return
         when = "" if step is None else f" before step {step}"
-        note(
-            f"contributions that may no longer be used were withdrawn{when}: {reasons_text(reasons)}; what was learned "
-            "from them earlier stays"
-        )
+        note(f"contributions expired or lost their key and were withdrawn{when}: {reasons_text(reasons)}")
         if not len(self._corpus):
             remedy = "the weights so far are kept; let contributors sign again, and begin a run in another folder"
-            raise AdmissionError("train.nobody-left-learned", f"nobody is left who may be learned from{when}", remedy)
+            raise AdmissionError("train.nobody-left", f"every contribution was withdrawn{when}", remedy)
 
-    def _leave(self, gone: Mapping[str, str], note: NoteFunction) -> None:
-        """Refused now, or not offered any more."""
+    def _withdraw(self, gone: Mapping[str, str], note: NoteFunction) -> None:
+        """Withdraw those who are refused now, or not offered any more."""
         assert self._corpus is not None and self._corpus.admission is not None
         known = set(read_withdrawn(self._path.with_name("withdrawn")))
-        if not (new := {mark: one for mark, one in gone.items() if mark not in known}):
+        if not (new := {stable_id: one for stable_id, one in gone.items() if stable_id not in known}):
             return
         refused = {each.id: each.reason for each in self._corpus.admission.refused}
         reasons = Counter(refused.get(one, Reason.GONE) for one in new.values())
         if self._corpus.on_exclusion is not None:
             self._corpus.on_exclusion(list(new))  # on disk, so that they stay out
-        note(f"contributions that took part before are not admitted now, and are withdrawn: {reasons_text(reasons)}")
+        note(f"contributions that took part before are not admitted now and were withdrawn: {reasons_text(reasons)}")

@@ -1,7 +1,4 @@
-"""`make_private`: from a model and data to engine, corpus and plan in one call.
-
-The data is signed with a local key.
-"""
+"""`make_private`: from a model and data, signed with a local key, to engine, corpus and plan in one call."""
 
 from __future__ import annotations
 
@@ -28,12 +25,13 @@ from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.train.trainer_checks import refuse_loader
+from lamina.validate import number
 
 LOCAL_CONTRIBUTION = "data"
 
 
 def sign_corpus(corpus: Corpus, policy: Policy, cls: str, key: PrivateKey | None = None) -> Admission:
-    """One attestation for all contributions of a corpus, signed by `key` and verified by the gate.
+    """Sign one attestation for all contributions of a corpus with `key`, and let the gate verify it.
 
     items       the number of contributions
     commitment  SHA-256(nonce ‖ SHA-256 of all data), or of its declared version
@@ -52,25 +50,16 @@ def sign_corpus(corpus: Corpus, policy: Policy, cls: str, key: PrivateKey | None
     offered = Contribution(LOCAL_CONTRIBUTION, descriptor.encode(), attest(descriptor, key, issued_at=now), data)
     found = AdmissionGate(policy, ring).review([offered])
     for refusal in found.refused:
-        problem = f"the data, signed with a local key, is refused: {refusal.reason.meaning}"
-        raise AdmissionError("train.data-signed-local", problem, "report this")
+        problem = f"the gate refused the data signed with a local key: {refusal.reason.meaning}"
+        raise AdmissionError("train.local-signature-refused", problem, "report this")
     return found
 
 
 def make_private(
-    model: nn.Module,
-    data: Any,
-    *,
-    epsilon: float = 1.0,
-    delta: float = 1e-5,
-    batch: int,
-    epochs: float | None = None,
-    steps: int | None = None,
-    unit: Any = None,
-    allocate: str = DEFAULT_ALLOCATION,
-    key: PrivateKey | None = None,
-) -> tuple[Engine, Corpus, StepPlan]:
-    """One private class, every layer, ε and δ as given: the short way to a private model.
+    model: nn.Module, data: Any, *, epsilon: float = 1.0, delta: float = 1e-5, batch: int, epochs: float | None = None,
+    steps: int | None = None, unit: Any = None, allocate: str = DEFAULT_ALLOCATION, key: PrivateKey | None = None,
+) -> tuple[Engine, Corpus, StepPlan]:  # fmt: skip
+    """Make engine, corpus and plan for one private class that reaches every layer, with ε and δ as given.
 
         engine, corpus, plan = lamina.make_private(model, (x, y), epsilon=3.0, delta=1e-5, batch=64, epochs=10)
         for batch in corpus.batches(plan):
@@ -83,40 +72,33 @@ def make_private(
     key       signs for the data; default: one that is made for this call and forgotten
 
     One attestation covers all of the data (`corpus.admission`): what it was, how many contributions, under which ε. A
-    Dataset without a version is signed when that is first asked for, because all of its examples have to be made.
+    Dataset without a version is signed on first use, because all of its examples have to be made.
 
     The number of contributions is taken to be public: it sets the sampling rate. Where it is secret, declare a
     population in a policy instead. ε counts the steps of this engine; `lamina.Trainer` also adds up over runs.
     """
     refuse_loader(data)
-    corpus = data if isinstance(data, Corpus) else _make_corpus(data, unit)
-    if isinstance(data, Corpus) and unit is not None:
-        problem = "unit is given beside a Corpus, which has its own"
-        raise PlanError("train.unit-given-beside", problem, "give it to the Corpus")
+    if isinstance(data, Corpus):
+        corpus = data
+        if unit is not None:
+            problem = "unit is given beside a Corpus"
+            raise PlanError("train.unit-beside-corpus", problem, "give unit to the Corpus instead")
+    else:
+        corpus = Corpus(*data, unit=unit) if isinstance(data, tuple) and len(data) == 2 else Corpus(data, unit=unit)
     names = corpus.names
     if len(names) > 1:
-        problem = f"the corpus has classes {', '.join(names)}: make_private knows one"
-        remedy = "write a policy with each class, and use lamina.make_plan"
-        raise PlanError("train.corpus-classes-make", problem, remedy)
+        problem = f"the corpus has {len(names)} classes ({', '.join(names)}), make_private takes one"
+        raise PlanError("train.several-classes", problem, "write a policy with each class, and use lamina.make_plan")
+    epsilon = number(PlanError, "train.epsilon-out-of-range", above=0, remedy="choose 1 to 8", epsilon=epsilon)
+    delta = number(PlanError, "train.delta-out-of-range", above=0, below=1, remedy="stay below 1/people", delta=delta)
+    terms = {"population": len(corpus), "epsilon": epsilon, "unit": corpus.unit_name}
     policy = Policy.from_dict(
-        {
-            "corpus": {"origin": corpus.origin or "local", "delta": _check_number("delta", delta, below=1.0)},
-            "class": {
-                names[0]: {
-                    "population": len(corpus),
-                    "epsilon": _check_number("epsilon", epsilon),
-                    "unit": corpus.unit_name,
-                }
-            },
-        }
+        {"corpus": {"origin": corpus.origin or "local", "delta": delta}, "class": {names[0]: terms}}
     )
     if isinstance(batch, int) and batch > len(corpus):
-        raise PlanError(
-            "train.batch-above-contributions",
-            f"batch is {batch}, above the {len(corpus)} contributions there are",
-            "it is the expected number of contributions per step: choose well below, for example "
-            f"{max(1, len(corpus) // 20)}",
-        )
+        problem = f"batch is {batch}, the corpus has {len(corpus)} contributions"
+        remedy = f"batch is the expected contributions per step: choose fewer, such as {max(1, len(corpus) // 20)}"
+        raise PlanError("train.batch-above-corpus", problem, remedy)
     plan = make_plan(LayerStack.from_model(model), policy, batch=batch, epochs=epochs, steps=steps, allocate=allocate)
     engine = Engine(model, plan)
     if corpus.digest_reads_all:
@@ -124,19 +106,3 @@ def make_private(
     elif corpus.admission is None:
         corpus.set_admission(sign_corpus(corpus, policy, names[0], key))
     return engine, corpus, plan
-
-
-def _make_corpus(data: Any, unit: Any) -> Corpus:
-    if isinstance(data, tuple) and len(data) == 2:
-        return Corpus(*data, unit=unit)
-    return Corpus(data, unit=unit)
-
-
-def _check_number(name: str, value: Any, below: float = float("inf")) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < below:
-        raise PlanError(
-            "train.number-above-below",
-            f"{name} is {value!r}, must be a number above 0" + (f" and below {below:g}" if below < 2 else ""),
-            "ε = 0 would allow nothing to be learned at all; common choices are ε = 1 to 8 and δ below 1/population",
-        )
-    return float(value)

@@ -1,4 +1,4 @@
-"""What a run shows while it works: steps, time left, ε so far. Never a loss, a norm or a batch size.
+"""Shows how far a run is: steps, time left, ε so far. Never a loss, a norm or a batch size.
 
 On a terminal a bar; elsewhere one line per segment without times, because what goes to a file stays there and how
 long a step takes depends on who was sampled.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,24 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from lamina.errors import RunError
+from lamina.plan.table import epsilon_text
 
 
-class Progress(Protocol):
-    """Where a run reports to."""
-
-    def begin(self, done: int, total: int) -> None: ...
-
-    def step(self, done: int, loss: float | None) -> None: ...
-
-    def segment(self, done: int, spent: Mapping[str, float]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def end(self) -> None: ...
-
-
-class SilentProgress:
-    """Says nothing."""
+class Progress:
+    """Where a run reports to: this one shows nothing; subclasses override what they show."""
 
     def begin(self, done: int, total: int) -> None: ...
 
@@ -47,27 +33,27 @@ class SilentProgress:
     def end(self) -> None: ...
 
 
-class LogProgress(SilentProgress):
+class LogProgress(Progress):
     """For logs: at most some twenty lines, at the ends of segments."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._total = 0
-        self._said = 0
+        self._shown = 0
 
     def begin(self, done: int, total: int) -> None:
-        self._total, self._said = total, done
+        self._total, self._shown = total, done
 
     def segment(self, done: int, spent: Mapping[str, float]) -> None:
-        if done == self._total or (done - self._said) * 20 >= self._total:
-            self._said = done
+        if done == self._total or (done - self._shown) * 20 >= self._total:
+            self._shown = done
             self._console.print(f"step {done} of {self._total}, {_spent_text(spent)}", markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         self._console.print(f"note: {text}", markup=False, soft_wrap=True)
 
 
-class TerminalProgress(SilentProgress):
+class TerminalProgress(Progress):
     """For a terminal: a bar with ε and the time that is left."""
 
     def __init__(self, console: Console) -> None:
@@ -108,20 +94,17 @@ class TerminalProgress(SilentProgress):
 
 
 def make_progress(*, wanted: bool, inside: bool) -> Progress:
-    """The right one for where standard error goes."""
+    """A bar where standard error is a terminal, lines where it is a file."""
     console = Console(stderr=True, highlight=False)
     if inside and not console.is_terminal:
-        raise RunError(
-            "train.inside-true-shows",
-            "inside=True shows the raw private loss, and standard error is not a terminal: it would be written down",
-            "run it in a terminal, or leave inside out and evaluate on public data",
-        )
+        problem = "inside=True shows the raw private loss, and standard error is written to a file, not a terminal"
+        remedy = "run in a terminal, or leave inside out and evaluate on public data"
+        raise RunError("train.inside-needs-terminal", problem, remedy)
     if not wanted:
-        return SilentProgress()
+        return Progress()
     return TerminalProgress(console) if console.is_terminal else LogProgress(console)
 
 
 def _spent_text(spent: Mapping[str, float]) -> str:
-    """Rounded up: a guarantee is never shown smaller than it is."""
-    figures = ", ".join(f"{name} {math.ceil(value * 1000) / 1000:.3f}" for name, value in spent.items())
+    figures = ", ".join(f"{name} {epsilon_text(value, 3)}" for name, value in spent.items())
     return f"ε so far: {figures or 'nothing private'}"

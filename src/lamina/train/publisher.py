@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +15,14 @@ from lamina.account.accountants import cost, find_accountant
 from lamina.account.schedule import Schedule
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
+from lamina.plan.table import epsilon_text, finite_or_none
 from lamina.spend.accounts import is_bound
 from lamina.spend.charge import follows_budget
 from lamina.train.evaluation import Evaluation
 from lamina.train.progress import Progress
 from lamina.train.resume import code_version
 from lamina.train.run import Run
-from lamina.train.run_budget import uses_adaptive_budget
+from lamina.train.run_budget import attempts_outside, uses_adaptive_budget
 from lamina.train.training_state import MovingAverage, TrainingState
 
 
@@ -61,17 +61,13 @@ class Outcome:
                 continue
             whose = f"per {self.unit[name]} at δ = {self.delta[name]:g}"
             lines.append(
-                f"  class {name}: ε {_rounded_up(epsilon)} {whose}; {_rounded_up(self.total[name])} over all runs in the ledger"
+                f"  class {name}: ε {epsilon_text(epsilon)} {whose}; {epsilon_text(self.total[name])} over all runs in the ledger"
             )
         if self.metrics:
             lines.append("  " + ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()))
         if not self.private:
             lines.append("  NOT PRIVATE: the noise came from a seed that somebody chose")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
-
-
-def _rounded_up(value: float) -> str:
-    return f"{math.ceil(value * 10_000) / 10_000:.4f}"
 
 
 def weights_file(model: nn.Module, average: MovingAverage | None) -> bytes:
@@ -83,14 +79,6 @@ def weights_file(model: nn.Module, average: MovingAverage | None) -> bytes:
     return save(tensors, metadata={"format": "pt"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunEpsilon:
-    """By class: ε of this run (`epsilon`) and of every run in the ledger (`total`). Public classes owe nothing."""
-
-    epsilon: dict[str, float]
-    total: dict[str, float]
-
-
 def spent_so_far(run: Run, plan: StepPlan) -> dict[str, float]:
     """ε by class of everything that the run was charged for: redone segments count again.
 
@@ -98,36 +86,38 @@ def spent_so_far(run: Run, plan: StepPlan) -> dict[str, float]:
     Classes that an earlier plan of the run charged are listed too. Noise that is chosen on the way is proven to stay
     within its budget, not to have cost less on the way: from the first step on it counts as a whole.
     """
-    deltas = _charged_deltas(run) | {entry.name: entry.delta for entry in plan.classes}
-    return {name: _epsilon_spent(run, plan, name, delta) for name, delta in deltas.items() if not is_bound(name)}
+    deltas = _deltas(run, plan).items()
+    return {name: _epsilon_spent(run, plan, name, delta) for name, delta in deltas if not is_bound(name)}
 
 
 def _charged_deltas(run: Run) -> dict[str, float]:
-    """Everything that the run was charged under, with its δ."""
+    """Every class and signed bound that the run was charged under, with its δ."""
     return {c.cls: c.delta for opened in run.attempts for c in opened.charges}
+
+
+def _deltas(run: Run, plan: StepPlan) -> dict[str, float]:
+    return _charged_deltas(run) | {entry.name: entry.delta for entry in plan.classes}
 
 
 def _epsilon_spent(run: Run, plan: StepPlan, name: str, delta: float) -> float:
     charged = run.charged.get(name, ())
     mine = find_accountant(plan.accountant).epsilon(charged, delta) if charged else 0.0
-    booked = run.book.spent(run.id, name, delta=delta, accountant=plan.accountant) if delta else 0.0
-    followed = follows_budget(plan) and (mine or booked) and not is_bound(name)
-    return max(mine, booked, plan.epsilon(name) if followed else 0.0)
+    recorded = run.spend.spent(run.id, name, delta=delta, accountant=plan.accountant) if delta else 0.0
+    followed = follows_budget(plan) and (mine or recorded) and not is_bound(name)
+    return max(mine, recorded, plan.epsilon(name) if followed else 0.0)
 
 
 def _epsilon_total(run: Run, plan: StepPlan, name: str, delta: float, epsilon: float) -> float:
     """ε of every run in the ledger, and never less than that of this one."""
     if not delta:
         return epsilon
-    return max(epsilon, run.book.total(name, delta=delta, accountant=plan.accountant).spent)
+    return max(epsilon, run.spend.total(name, delta=delta, accountant=plan.accountant).spent)
 
 
-def epsilon_of_run(run: Run, plan: StepPlan) -> RunEpsilon:
-    mine, deltas = spent_so_far(run, plan), _charged_deltas(run) | {e.name: e.delta for e in plan.classes}
-    return RunEpsilon(
-        epsilon=mine,
-        total={name: _epsilon_total(run, plan, name, deltas[name], epsilon) for name, epsilon in mine.items()},
-    )
+def epsilon_of_run(run: Run, plan: StepPlan) -> tuple[dict[str, float], dict[str, float]]:
+    """ε by class: of this run, and of every run in the ledger. Public classes owe nothing."""
+    mine, deltas = spent_so_far(run, plan), _deltas(run, plan)
+    return mine, {name: _epsilon_total(run, plan, name, deltas[name], epsilon) for name, epsilon in mine.items()}
 
 
 def signed_bound_figures(run: Run, plan: StepPlan) -> dict[str, dict[str, Any]]:
@@ -148,21 +138,21 @@ def signed_bound_figures(run: Run, plan: StepPlan) -> dict[str, dict[str, Any]]:
 
 def public_figures(run: Run, plan: StepPlan, state: TrainingState, notes: Sequence[str]) -> dict[str, Any]:
     """The content of metrics.json: nothing in it depends on who was sampled, or on a private loss."""
-    now = epsilon_of_run(run, plan)
+    epsilon, total = epsilon_of_run(run, plan)
     classes: dict[str, dict[str, Any]] = {
         entry.name: {
             "unit": entry.unit,
             "public": entry.public,
             "adjacency": plan.adjacency,
             "delta": entry.delta,
-            "epsilon": now.epsilon[entry.name],
-            "total": now.total[entry.name],
+            "epsilon": epsilon[entry.name],
+            "total": total[entry.name],
             "steps_charged": sum(o.last - o.first for o in run.attempts if any(c.cls == entry.name for c in o.charges)),
         }
         for entry in plan.classes
     }
-    for name in now.epsilon.keys() - classes.keys():  # of an earlier plan of this run
-        classes[name] = {"epsilon": now.epsilon[name], "total": now.total[name]}
+    for name in epsilon.keys() - classes.keys():  # of an earlier plan of this run
+        classes[name] = {"epsilon": epsilon[name], "total": total[name]}
     return {
         "run": run.id,
         "origin": run.origin,
@@ -188,13 +178,13 @@ def final_figures(run: Run, plan: StepPlan, caps: Mapping[str, int], step: int) 
         if is_bound(name):
             continue
         schedule, cap = run.charged.get(name, ()), caps.get(name)
-        most = None if cap is None else cap + sum(min(cap, o.last - o.first) for o in run.wasted(step))
+        most = None if cap is None else cap + sum(min(cap, o.last - o.first) for o in attempts_outside(run, step))
         if any(uses_adaptive_budget(o) and any(c.cls == name for c in o.charges) for o in run.attempts):
             found[name] = _adaptive_budget_figures(run, plan, name, schedule, delta, step)
         else:
             figures = cost(schedule, delta=delta, accountant=plan.accountant, occurrences=most)
             found[name] = {
-                "epsilon_replace_one": _finite_or_none(figures.epsilon_replace_one),
+                "epsilon_replace_one": finite_or_none(figures.epsilon_replace_one),
                 "rho": figures.rho,
                 "epsilon_unamplified": figures.epsilon_unamplified,
             }
@@ -213,22 +203,17 @@ def _adaptive_budget_figures(
     if fixed or rule is None or any(o.plan != plan.digest() for o in run.attempts):
         return {"epsilon_replace_one": None, "rho": None, "epsilon_unamplified": None}
     steps, *choices = plan.schedule(name)
-    wasted = run.wasted(step)
+    wasted = attempts_outside(run, step)
     again = sum(o.last - o.first for o in wasted)
     lowest = replace(steps, sigma=steps.sigma * rule.least, steps=plan.steps + again)
     more = [c.event for o in wasted for c in o.charges if c.cls == name and c.sigma != steps.sigma]
     sure = cost((lowest, *choices, *more), delta=delta, accountant="gaussian")
     figures = cost(plan.schedule(name), delta=delta, accountant=plan.accountant)
     return {
-        "epsilon_replace_one": _finite_or_none(figures.epsilon_replace_one),
+        "epsilon_replace_one": finite_or_none(figures.epsilon_replace_one),
         "rho": sure.rho,
         "epsilon_unamplified": sure.epsilon_unamplified,
     }
-
-
-def _finite_or_none(value: float) -> float | None:
-    """JSON has no infinity: nothing is claimed then."""
-    return value if math.isfinite(value) else None
 
 
 class Publisher:
@@ -245,10 +230,10 @@ class Publisher:
             self.notes.append(text)
         self.progress.note(text)
 
-    def look(self, run: Run, state: TrainingState) -> str | None:
-        """After a closed segment. Returns why to stop, if there is a reason."""
+    def publish(self, run: Run, state: TrainingState) -> str | None:
+        """Evaluate and write the public figures after a closed segment. Returns why to stop, if there is a reason."""
         reason = self._evaluate(run, state)
-        self._publish(run, state)
+        self._write_figures(run, state)
         return reason
 
     def finish(self, run: Run, state: TrainingState, *, reason: str, private: bool) -> Outcome:
@@ -256,28 +241,21 @@ class Publisher:
         if reason == "budget":
             self.note(f"the run ended at step {state.step} of {self.plan.steps}: its budget allows no more")
         if reason == "patience":
-            self.note(f"the run ended at step {state.step}: the evaluation has found nothing better for a while")
+            self.note(f"the run ended at step {state.step}: the evaluation has not improved within patience")
         run.write("model.safetensors", weights_file(state.model, None))
         if state.ema is not None:
             run.write("ema.safetensors", weights_file(state.model, state.ema))
-        self._publish(run, state, final=True)
+        self._write_figures(run, state, final=True)
         run.finish(state.step, reason)
-        spent = epsilon_of_run(run, self.plan)
-        deltas = {c.cls: c.delta for opened in run.attempts for c in opened.charges}
-        units = {entry.name: entry.unit for entry in self.plan.classes}
+        epsilon, total = epsilon_of_run(run, self.plan)
+        deltas, units = _charged_deltas(run), {entry.name: entry.unit for entry in self.plan.classes}
         return Outcome(
-            run=run.id,
-            folder=run.folder,
-            steps=state.step,
-            planned=self.plan.steps,
-            epsilon=spent.epsilon,
-            total=spent.total,
-            unit={name: units.get(name, "contribution") for name in spent.epsilon},
-            delta={name: deltas.get(name, 0.0) for name in spent.epsilon},
-            private=private,
-            metrics=dict(state.evaluations[-1]["figures"]) if state.evaluations else {},
+            run=run.id, folder=run.folder, steps=state.step, planned=self.plan.steps, epsilon=epsilon, total=total,
+            unit={name: units.get(name, "contribution") for name in epsilon},
+            delta={name: deltas.get(name, 0.0) for name in epsilon},
+            private=private, metrics=dict(state.evaluations[-1]["figures"]) if state.evaluations else {},
             notes=tuple(self.notes),
-        )
+        )  # fmt: skip
 
     def _evaluate(self, run: Run, state: TrainingState) -> str | None:
         rule = self.rule
@@ -297,7 +275,7 @@ class Publisher:
             run.write("best.safetensors", weights_file(state.model, state.ema))
         return "patience" if rule.stops(scores) else None
 
-    def _publish(self, run: Run, state: TrainingState, *, final: bool = False) -> None:
+    def _write_figures(self, run: Run, state: TrainingState, *, final: bool = False) -> None:
         facts = public_figures(run, self.plan, state, self.notes)
         if final:
             facts["bounds"] = signed_bound_figures(run, self.plan)

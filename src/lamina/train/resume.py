@@ -1,6 +1,9 @@
-"""Whether an open segment is finished, replayed or redone.
+"""Decides whether an open segment is finished, replayed or redone, and fingerprints what this depends on.
 
-And the fingerprint of code and settings that this depends on.
+Same noise on another batch gives the difference away; fresh noise on the same step is a second release. So a segment
+that never reached its checkpoint is *replayed*, seed and all, if nothing that its outcome depends on has changed: it is
+then the same random variable, charged once. Otherwise it is *redone* as a new generation with a fresh seed, and charged
+again; the old charge stays. docs/runs.md has the protocol.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _PLAIN_TYPES = (bool, int, str, bytes, complex, PurePath, enum.Enum, torch.dtype
 
 
 class CodeFingerprint:
-    """Collects a text. What cannot be described (a generator, a handle) becomes random: nothing equals it again."""
+    """Describes values as text. What cannot be described (a generator, a handle) becomes random: nothing equals it."""
 
     def __init__(self) -> None:
         self.values = True  # of a module's tensors, too
@@ -45,9 +48,9 @@ class CodeFingerprint:
         return "\n".join(self._parts)
 
     def feed(self, value: Any) -> None:
-        self._parts.append(self.word(value))
+        self._parts.append(self.describe(value))
 
-    def word(self, value: Any, depth: int = 0) -> str:
+    def describe(self, value: Any, depth: int = 0) -> str:
         if value is None or isinstance(value, _PLAIN_TYPES):
             return f"{type(value).__name__}:{value!r}"
         if isinstance(value, float):
@@ -66,17 +69,17 @@ class CodeFingerprint:
 
     def _compound(self, value: Any, depth: int) -> str:
         if isinstance(value, Mapping):
-            return self._join("map", (f"{self.word(k, depth)}={self.word(v, depth)}" for k, v in value.items()))
+            return self._join("map", (f"{self.describe(k, depth)}={self.describe(v, depth)}" for k, v in value.items()))
         if isinstance(value, list | tuple):
-            return self._join(type(value).__name__, (self.word(v, depth) for v in value))
+            return self._join(type(value).__name__, (self.describe(v, depth) for v in value))
         if isinstance(value, set | frozenset):
-            return self._join("set", sorted(self.word(v, depth) for v in value))
+            return self._join("set", sorted(self.describe(v, depth) for v in value))
         if isinstance(value, nn.Module):
             return self._module(value, depth)
         if isinstance(value, functools.partial):
-            return self._join("partial", (self.word(v, depth) for v in (value.func, value.args, value.keywords)))
+            return self._join("partial", (self.describe(v, depth) for v in (value.func, value.args, value.keywords)))
         if isinstance(value, MethodType):
-            return self._join("method", (self.word(value.__func__, depth), self.word(value.__self__, depth)))
+            return self._join("method", (self.describe(value.__func__, depth), self.describe(value.__self__, depth)))
         if isinstance(value, FunctionType):
             return self._function(value, depth)
         if isinstance(value, CodeType):
@@ -86,7 +89,7 @@ class CodeFingerprint:
         if isinstance(value, ModuleType | BuiltinFunctionType):
             return f"{type(value).__name__}:{value.__name__}"
         if hasattr(value, "__dict__") and not isinstance(value, torch.Generator | np.random.Generator):
-            return self._join("object", (self.kind(type(value)), self.word(vars(value), depth)))
+            return self._join("object", (self.kind(type(value)), self.describe(vars(value), depth)))
         return self._unknown(value)
 
     def kind(self, kind: type) -> str:
@@ -100,22 +103,21 @@ class CodeFingerprint:
         self._kept.append(kind)
         bases = [self.kind(base) for base in kind.__bases__]
         members = sorted(vars(kind).items())
-        code = [f"{n}={self.word(m, 1)}" for n, m in members if isinstance(m, FunctionType)]
-        plain = [
-            f"{n}={self.word(m, 1)}" for n, m in members if isinstance(m, (*_PLAIN_TYPES, float)) and n[:2] != "__"
-        ]
+        code = [f"{n}={self.describe(m, 1)}" for n, m in members if isinstance(m, FunctionType)]
+        values = [(n, m) for n, m in members if isinstance(m, (*_PLAIN_TYPES, float)) and n[:2] != "__"]
+        plain = [f"{n}={self.describe(m, 1)}" for n, m in values]
         return self._join(f"class:{name}", [*bases, *code, *plain])
 
     def _module(self, module: nn.Module, depth: int) -> str:
         parts = [self.kind(type(module)), module.extra_repr()]
         skipped = set(vars(nn.Module())) | _IGNORED_ATTRIBUTES
-        parts += [f"{n}={self.word(v, depth)}" for n, v in sorted(vars(module).items()) if n not in skipped]
+        parts += [f"{n}={self.describe(v, depth)}" for n, v in sorted(vars(module).items()) if n not in skipped]
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 parts.append(f"{name}:{tensor.dtype}{tuple(tensor.shape)}{tensor.requires_grad}")
                 if self.values:
-                    parts.append(self.word(tensor, depth))
-        parts += [f"{name}->{self.word(child, depth)}" for name, child in module._modules.items()]
+                    parts.append(self.describe(tensor, depth))
+        parts += [f"{name}->{self.describe(child, depth)}" for name, child in module._modules.items()]
         return self._join("module", parts)
 
     def _function(self, function: FunctionType, depth: int) -> str:
@@ -124,19 +126,12 @@ class CodeFingerprint:
         cells = []
         for cell in function.__closure__ or ():
             try:
-                cells.append(self.word(cell.cell_contents, depth))
+                cells.append(self.describe(cell.cell_contents, depth))
             except ValueError:  # not filled yet
                 cells.append("empty")
-        return self._join(
-            f"function:{function.__qualname__}",
-            (
-                self._code(function.__code__, depth),
-                self.word(function.__defaults__, depth),
-                self.word(function.__kwdefaults__, depth),
-                *cells,
-                *self._globals(function, depth),
-            ),
-        )
+        defaults = (self.describe(part, depth) for part in (function.__defaults__, function.__kwdefaults__))
+        parts = (self._code(function.__code__, depth), *defaults, *cells, *self._globals(function, depth))
+        return self._join(f"function:{function.__qualname__}", parts)
 
     def _globals(self, function: FunctionType, depth: int) -> list[str]:
         """The functions and constants of its module that a function names."""
@@ -144,13 +139,12 @@ class CodeFingerprint:
         for name in function.__code__.co_names:
             value = function.__globals__.get(name)
             if isinstance(value, (*_PLAIN_TYPES, float, FunctionType, Tensor, np.ndarray)):
-                found.append(f"{name}={self.word(value, depth)}")
+                found.append(f"{name}={self.describe(value, depth)}")
         return found
 
     def _code(self, code: CodeType, depth: int) -> str:
-        constants = [
-            self._code(c, depth + 1) if isinstance(c, CodeType) else self.word(c, depth) for c in code.co_consts
-        ]
+        consts = code.co_consts
+        constants = [self._code(c, depth + 1) if isinstance(c, CodeType) else self.describe(c, depth) for c in consts]
         return self._join("code", (code.co_code.hex(), ",".join(code.co_names), *constants))
 
     def _array(self, dtype: str, shape: Any, value: Any) -> str:
@@ -171,8 +165,8 @@ def _package_version(module: str | None) -> str | None:
     root = str(module).partition(".")[0]
     if root in sys.builtin_module_names or root in sys.stdlib_module_names:
         return f"python {platform.python_version()}"
-    place = getattr(sys.modules.get(root), "__file__", None) or ""
-    if root != "lamina" and not place.startswith(_INSTALLED_PATHS):
+    file = getattr(sys.modules.get(root), "__file__", None) or ""
+    if root != "lamina" and not file.startswith(_INSTALLED_PATHS):
         return None
     try:
         return f"{root} {metadata.version(root)}"
@@ -181,14 +175,9 @@ def _package_version(module: str | None) -> str | None:
 
 
 def settings_digest(
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: Any,
-    functions: Mapping[str, Any],
-    options: Mapping[str, Any],
-    given: Iterable[Mapping[str, Any]],
-    schedule: Any,
-) -> bytes:
+    model: nn.Module, optimizer: Optimizer, scheduler: Any, functions: Mapping[str, Any], options: Mapping[str, Any],
+    given: Iterable[Mapping[str, Any]], schedule: Any,
+) -> bytes:  # fmt: skip
     """SHA-256 over optimiser, scheduler, loss, model and options as given, and over the user's code that they run.
 
     Functions count by bytecode, defaults, closures and what they are bound to; modules by name, class, attributes,
@@ -219,18 +208,8 @@ def code_version() -> str:
     """Versions and processor: sums of floats are the same again only where all of these are."""
     from lamina import __version__
 
-    return (
-        f"lamina {__version__}; torch {torch.__version__}; numpy {np.__version__}; "
-        f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    )
-
-
-# What to do about a segment that was opened: finish it, replay it, or do it again and pay.
-#
-# Same noise on another batch gives the difference away; fresh noise on the same step is a second release. So a
-# segment that never reached its checkpoint is *replayed*, seed and all, if nothing that its outcome depends on has
-# changed: it is then the same random variable, charged once. Otherwise it is *redone* as a new generation with a
-# fresh seed, and paid for again; the old charge stays. docs/runs.md has the protocol.
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"lamina {__version__}; torch {torch.__version__}; numpy {np.__version__}; {processor}"
 
 
 class ResumeAction(enum.Enum):
@@ -263,29 +242,29 @@ _MISMATCH_TEXTS = {
     "data": "the data changed",
     "world_size": "the number of ranks changed",
     "threads": "the number of threads changed",
-    "code": "another version of the program or another kind of processor",
+    "code": "the version of the program or the kind of processor changed",
 }
 
 
 def replay_mismatches(
-    pending: AttemptOpened, facts: SegmentInputs, *, copied: bool, disowned: bool = False
+    pending: AttemptOpened, facts: SegmentInputs, *, copied: bool, abandoned: bool = False
 ) -> tuple[str, ...]:
-    """In words: why a pending segment cannot be replayed. Empty if it can."""
+    """Why a pending segment cannot be replayed. Empty if it can."""
     found = [_MISMATCH_TEXTS[f.name] for f in fields(facts) if getattr(pending, f.name) != getattr(facts, f.name)]
     if copied:
         found.append("the run's folder was copied or restored from a copy")
-    if disowned:
-        found.append("the ledger records them as given up")
+    if abandoned:
+        found.append("the ledger records them as abandoned")
     if not pending.seed:
-        found.append("its seed is gone")
+        found.append("their seed was erased")
     return tuple(found)
 
 
 def decide_resume(
-    pending: AttemptOpened, facts: SegmentInputs, *, newest: int, copied: bool, disowned: bool = False
+    pending: AttemptOpened, facts: SegmentInputs, *, newest: int, copied: bool, abandoned: bool = False
 ) -> tuple[ResumeAction, tuple[str, ...]]:
-    """`newest` counts the closed segments of the newest checkpoint."""
+    """What to do about a pending segment, and why; `newest` counts the closed segments of the newest checkpoint."""
     if newest > pending.segment:
         return ResumeAction.FINISH, ()
-    reasons = replay_mismatches(pending, facts, copied=copied, disowned=disowned)
+    reasons = replay_mismatches(pending, facts, copied=copied, abandoned=abandoned)
     return (ResumeAction.REDO, reasons) if reasons else (ResumeAction.REPLAY, ())

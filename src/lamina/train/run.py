@@ -1,4 +1,13 @@
-"""`Run`: the folder of a run, its journal, its checkpoints and the ledger that it is charged in."""
+"""`Run`: the folder of a run, its journal, its checkpoints and the ledger that it is charged in.
+
+runs/NAME/  plan.cbor        what every step does
+            journal          segments opened and closed; secret (mode 0600): it holds the seed of an open segment
+            checkpoint/      the newest two; secret while occurrences are counted in them
+            metrics.json     public figures
+            model.safetensors, ema.safetensors, best.safetensors   what may leave, written when a segment closed
+            lease            who is working on it
+            ledger.db        a link to the ledger, which all runs on a corpus share
+"""
 
 from __future__ import annotations
 
@@ -27,25 +36,31 @@ from lamina.train import run_budget
 from lamina.train.journal import Journal
 from lamina.train.journal_records import AttemptAbandoned, AttemptClosed, AttemptOpened, JournalMoved, RunEnded
 from lamina.train.resume import SegmentInputs
-from lamina.train.run_files import make_folder, remove_temporary_files, replacing, write_all, write_atomically
+from lamina.train.run_files import (
+    make_folder,
+    remove_temporary_files,
+    replacing,
+    storage_error,
+    write_all,
+    write_atomically,
+)
 from lamina.train.training_checkpoint import TrainingCheckpoints
 
 _SECRET_BYTES = 32
 
 
 def origin_secret(folder: Path) -> bytes:
-    """32 bytes of `origin.key` there (mode 0600), drawn once: of two that begin at once the first one's count."""
-    path = folder / "origin.key"
+    """32 bytes of `origin.key` in the folder (mode 0600), drawn once: of two processes the first one's count."""
+    path, remedy = folder / "origin.key", "restore it: it belongs to the ledgers beside it"
     try:
         if not path.exists():
             _draw_secret(path)
         key = path.read_bytes()
     except OSError as error:
-        problem = f"'{path}' cannot be read: {error}"
-        raise StorageError("train.not-read", problem, "restore it: it belongs to the ledgers beside it") from error
+        raise StorageError("train.origin-key-unreadable", f"cannot read '{path}': {error}", remedy) from error
     if len(key) != _SECRET_BYTES:
         problem = f"'{path}' has {len(key)} bytes, must have {_SECRET_BYTES}"
-        raise StorageError("train.bytes", problem, "restore it: it belongs to the ledgers beside it")
+        raise StorageError("train.origin-key-unreadable", problem, remedy)
     return key
 
 
@@ -59,7 +74,6 @@ def _draw_secret(path: Path) -> None:
 
 
 LEDGER_LINK = "ledger.db"  # in the folder of a run
-_DATABASE_URLS = ("postgresql://", "postgres://")
 
 LedgerArgument = Ledger | str | os.PathLike[str] | None
 
@@ -72,80 +86,63 @@ def default_ledger_path(origin: str, folder: Path) -> Path:
 def open_run_ledger(
     given: LedgerArgument, corpus: Corpus, plan: StepPlan, *, folder: Path, key: PrivateKey | None
 ) -> tuple[Ledger, bool]:
-    """Open it, or make it, and bring its policy up to date; whether that changed it. `folder` is that of the run.
+    """Open or make the ledger of a run, and adopt its policy; returns it and whether its policy changed.
 
     Data without a declared origin gets one from a digest under a secret. A run that goes on keeps the ledger, and with
     it the origin, that it began with.
     """
     if isinstance(given, Ledger):
-        contract = _ledger_terms(corpus, plan, corpus.origin or given.origin)
-        if contract.origin != given.origin:
-            problem = f"the ledger {given.name} is of {given.origin!r}, the corpus of {contract.origin!r}"
-            raise LedgerError("train.ledger-corpus", problem, "give the ledger of this corpus: one ledger, one corpus")
-        return given, adopt_policy(given, contract)
-    begun = folder / LEDGER_LINK
-    if given is None and begun.is_symlink():
-        given = Path(os.path.realpath(begun))
+        terms = _ledger_terms(corpus, plan, corpus.origin or given.origin)
+        if terms.origin != given.origin:
+            problem = f"the ledger {given.name} belongs to {given.origin!r}, the corpus to {terms.origin!r}"
+            raise LedgerError("train.ledger-of-other-corpus", problem, "give the ledger of this corpus")
+        return given, adopt_policy(given, terms)
+    link = folder / LEDGER_LINK
+    if given is None and link.is_symlink():
+        given = Path(os.path.realpath(link))
         if not given.exists() and (folder / "journal").exists():
-            problem = f"the run in '{folder}' was charged in the ledger '{given}', which is not there"
+            problem = f"the ledger '{given}', in which the run in '{folder}' was charged, is missing"
             remedy = "put it back, or say where it is now: ledger=…; a new one would forget what was spent"
-            raise LedgerError("train.run-charged-ledger", problem, remedy)
+            raise LedgerError("train.ledger-missing", problem, remedy)
     origin = corpus.origin
-    if origin is None and begun.exists() and (folder / "journal").exists():
-        with LedgerReader.read_only(begun) as view:
+    if origin is None and link.exists() and (folder / "journal").exists():
+        with LedgerReader.read_only(link) as view:
             origin = view.origin
     if origin is None:
-        beside = folder.parent if given is None or _is_database_url(given) else Path(os.path.realpath(given)).parent
+        at_server = isinstance(given, str) and given.startswith(("postgresql://", "postgres://"))
+        beside = folder.parent if given is None or at_server else Path(os.path.realpath(given)).parent
         make_folder(beside)
         origin = corpus.origin_or_digest(origin_secret(beside))
-    contract = _ledger_terms(corpus, plan, origin)
+    terms = _ledger_terms(corpus, plan, origin)
     where = given if given is not None else default_ledger_path(origin, folder.parent)
-    ledger = open_or_create(where, contract, key)
+    ledger = open_or_create(where, terms, key)
     try:
-        return ledger, adopt_policy(ledger, contract)
+        return ledger, adopt_policy(ledger, terms)
     except BaseException:
         ledger.close()
         raise
 
 
 def link_ledger(ledger: Ledger, folder: Path) -> None:
-    """Let the ledger be found from the folder of a run."""
+    """Link the ledger into the folder of a run."""
     if ledger.store.remote:
         return
-    path, target = (folder / LEDGER_LINK, os.path.relpath(os.path.realpath(ledger.name), os.path.realpath(folder)))
+    path, target = folder / LEDGER_LINK, os.path.relpath(os.path.realpath(ledger.name), os.path.realpath(folder))
     try:
         if path.exists() and not path.is_symlink() and not path.samefile(ledger.name):
-            problem = f"'{path}' is a ledger of its own, and not a link to '{ledger.name}', which the run is charged in"
-            remedy = "remove it if it is a copy; a folder is copied with its links: cp -a"
-            raise StorageError("train.ledger-own-not", problem, remedy)
+            problem = f"'{path}' is another ledger, not a link to '{ledger.name}', in which the run is charged"
+            remedy = "remove it if it is a copy; copy folders with their links: cp -a"
+            raise StorageError("train.ledger-not-a-link", problem, remedy)
         if path.is_symlink() and os.readlink(path) != target:
             path.unlink()
         if not os.path.lexists(path):
             path.symlink_to(target)
     except OSError as error:
-        problem = f"'{path}' cannot be made: {error}"
-        raise StorageError("train.not-made", problem, "make room for a link there") from error
+        raise storage_error(error, f"cannot make the link {path}", "nothing was charged") from error
 
 
 def _ledger_terms(corpus: Corpus, plan: StepPlan, origin: str) -> CorpusTerms:
-    if corpus.policy is None:
-        return CorpusTerms.of_plan(plan, origin)
-    return CorpusTerms.of_policy(corpus.policy)
-
-
-def _is_database_url(given: str | os.PathLike[str]) -> bool:
-    return isinstance(given, str) and given.startswith(_DATABASE_URLS)
-
-
-# `Run`: the lasting side of a training run. Its folder, its journal, its checkpoints, its place in the ledger.
-#
-# runs/NAME/  plan.cbor        what every step does
-#             journal          segments opened and closed; secret (mode 0600): it holds the seed of an open segment
-#             checkpoint/      the newest two; secret while occurrences are counted in them
-#             metrics.json     public figures
-#             model.safetensors, ema.safetensors, best.safetensors   what may leave, written when a segment closed
-#             lease            who is working on it
-#             ledger.db        a link to the ledger, which all runs on a corpus share
+    return CorpusTerms.of_plan(plan, origin) if corpus.policy is None else CorpusTerms.of_policy(corpus.policy)
 
 
 class Run:
@@ -157,26 +154,27 @@ class Run:
     """
 
     def __init__(
-        self, folder: Path, *, book: SpendLedger, bounds: Mapping[str, float], accounts: Sequence[SignedAccount] = ()
+        self, folder: Path, *, spend: SpendLedger, bounds: Mapping[str, float], accounts: Sequence[SignedAccount] = ()
     ) -> None:
-        self.folder, self.book, self.accounts = folder, book, tuple(accounts)
+        self.folder, self.spend, self.accounts = folder, spend, tuple(accounts)
         self.plan: StepPlan | None = None  # the one that it goes on with
         self.bounds = {**bounds, **{each.name: each.epsilon for each in accounts}}
         path = folder / "journal"
         self.fresh = not path.exists()
         if self.fresh and (folder / "checkpoint").is_dir() and any((folder / "checkpoint").iterdir()):
-            problem = f"'{folder}' has checkpoints and no journal, so what they cost is not known"
+            problem = f"'{folder}' has checkpoints but no journal, which says what they cost"
             remedy = "restore the journal; or begin in another folder (what was charged stays in the ledger)"
-            raise RunError("train.checkpoints-no-journal", problem, remedy)
+            raise RunError("train.journal-missing", problem, remedy)
         if self.fresh:
             self.journal = Journal.create(path, run=secrets.token_hex(16), salt=os.urandom(32))
         else:
             self.journal = Journal.load(path)
         self.checkpoints = TrainingCheckpoints(folder / "checkpoint")
-        self.forgotten = self.book.forgotten(
-            self.id, self.journal.place, {opened.nonce for opened in self.journal.opens}
-        )
-        self.copied = self.journal.copied or self.forgotten > self.journal.lost
+        known = {opened.nonce for opened in self.journal.opens}
+        self.lost_attempts = self.spend.forgotten(
+            self.id, self.journal.place, known
+        )  # in the ledger, not in the journal
+        self.copied = self.journal.copied or self.lost_attempts > self.journal.lost
         remove_temporary_files(folder)  # what killed writers left
 
     @property
@@ -186,7 +184,7 @@ class Run:
     @property
     def origin(self) -> str:
         """The corpus that it is charged under."""
-        return self.book.origin
+        return self.spend.origin
 
     @property
     def salt(self) -> bytes:
@@ -194,146 +192,111 @@ class Run:
         return self.journal.start.salt
 
     @property
-    def disowned(self) -> bool:
-        """Whether the ledger records the segment that is open here as given up: by a copy of the run, or as lost."""
+    def abandoned_in_ledger(self) -> bool:
+        """Whether the ledger records the open segment as abandoned: by a copy of the run, or as lost."""
         if (pending := self.journal.pending) is None:
             return False
-        found = self.book.recorded(self.id, pending.segment, pending.generation)
+        found = self.spend.recorded(self.id, pending.segment, pending.generation)
         return found is not None and (found.nonce, found.outcome) == (pending.nonce, SegmentOutcome.ABANDONED)
 
     def acknowledge_copy(self) -> None:
-        """Remember the new place of a folder that was copied, or what it had forgotten in the old one.
+        """Write down the new inode of a copied journal, or how many attempts an older state of it lacks.
 
-        What it was at in this place, and does not know of, nobody will go on with.
+        Attempts that were made here and that the journal does not know are abandoned: nobody will go on with them.
         """
         known, here = {opened.nonce for opened in self.journal.opens}, self.journal.place
-        self.book.give_up(self.id, lambda nonce, place: place == here and nonce not in known)
-        self.journal.append(JournalMoved(place=here, lost=self.forgotten))
+        self.spend.give_up(self.id, lambda nonce, place: place == here and nonce not in known)
+        self.journal.append(JournalMoved(place=here, lost=self.lost_attempts))
 
     # ------------------------------------------------------------------------------------ one segment
 
     def open(
-        self,
-        *,
-        segment: int,
-        first: int,
-        last: int,
-        facts: SegmentInputs,
-        due: Sequence[Charge],
-        eligibility: int,
-        after: int,
-        variance: Sequence[float] = (),
-    ) -> AttemptOpened:
-        """Draw a seed, write it down with what the segment takes, and charge it. Only then may a coin be tossed."""
+        self, *, segment: int, first: int, last: int, facts: SegmentInputs, due: Sequence[Charge], eligibility: int,
+        after: int, variance: Sequence[float] = (),
+    ) -> AttemptOpened:  # fmt: skip
+        """Draw a seed, write it down with what the segment takes, and charge it. Only then may anything be drawn."""
         generation = self.generation(segment)
         while True:
             opened = AttemptOpened(
-                segment=segment,
-                generation=generation,
-                nonce=os.urandom(16),
-                first=first,
-                last=last,
-                **asdict(facts),
-                charges=tuple(due),
-                eligibility=eligibility,
-                after=after,
-                variance=tuple(variance),
-                scales=self.scales(due),
-                seed=self._seed(),
-            )
+                segment=segment, generation=generation, nonce=os.urandom(16), first=first, last=last, **asdict(facts),
+                charges=tuple(due), eligibility=eligibility, after=after, variance=tuple(variance),
+                scales=self.scales(due), seed=self._seed(),
+            )  # fmt: skip
             self.journal.append(opened)
             try:
-                booked = self.charge(opened)
+                if self.charge(opened):
+                    return opened
             except BudgetExceeded:
-                self.give_up(opened, charged=False)
+                self.abandon(opened, charged=False)
                 raise
-            if booked:
-                return opened
-            self.give_up(opened, charged=False)
-            generation = max(generation + 1, self.book.next_generation(self.id, segment))
+            self.abandon(opened, charged=False)
+            generation = max(generation + 1, self.spend.next_generation(self.id, segment))
 
     def _seed(self) -> bytes:
         """Thirty-two bytes from the system: coins, noise and dropout of a segment."""
         return os.urandom(SEED_BYTES)
 
     def charge(self, opened: AttemptOpened, *, already: bool = False) -> bool:
-        """False if another process charged this very generation: the run was copied, and the copy was faster."""
-        due = run_budget.charges_to_record(opened)
-        return self.book.charge(
-            self.id,
-            segment=opened.segment,
-            generation=opened.generation,
-            nonce=opened.nonce,
-            charges=due,
-            bounds=self.bounds,
-            scales=opened.scales,
-            plan=opened.plan,
-            begun=_opened_attempt(opened),
-            place=self.journal.place,
-            already=already,
-        )
+        """Charge an attempt in the ledger; False if a copy of the run charged this very generation first."""
+        return self.spend.charge(
+            self.id, segment=opened.segment, generation=opened.generation, nonce=opened.nonce,
+            charges=run_budget.charges_to_record(opened), bounds=self.bounds, scales=opened.scales, plan=opened.plan,
+            begun=_opened_attempt(opened), place=self.journal.place, already=already,
+        )  # fmt: skip
 
     def scales(self, due: Sequence[Charge]) -> dict[str, float]:
-        """Of the signed bounds among these charges; of all where some segments take nothing of those who take part."""
+        """Scales of the signed bounds among these charges; of all where occurrences are capped and may cost nothing."""
         names = {charge.cls for charge in due}
         capped = self.plan is not None and self.plan.injection.occurrences is not None
         return {each.name: each.scale for each in self.accounts if capped or each.name in names}
 
     def record(self, opened: AttemptOpened, outcome: SegmentOutcome) -> None:
-        """The leaf of an attempt that has ended: what it took, from whom, and what everybody has lost after it."""
-        plan, begun = self.plan_of(opened.plan), _opened_attempt(opened)
+        """Write the leaf of an ended attempt: what it took, from whom, and what everybody has spent after it."""
+        plan, attempt = self.plan_of(opened.plan), _opened_attempt(opened)
         # in a ledger that was restored from an older copy, leaves are not where they were when the segment was opened
-        least, most = self.book.eligibility_range(self.id, opened.segment - 1, opened.after)
+        least, most = self.spend.eligibility_range(self.id, opened.segment - 1, opened.after)
         read = min(max(opened.eligibility, least), most)
-        self.book.record(
-            self.id,
-            segment=replace(begun, eligibility=read).segment(*opened.key, outcome),
-            plan=plan,
-            variance=begun.applied(plan),
-            accounts=self.accounts,
-        )
+        segment = replace(attempt, eligibility=read).segment(*opened.key, outcome)
+        self.spend.record(self.id, segment=segment, plan=plan, variance=attempt.applied(plan), accounts=self.accounts)
 
     def plan_of(self, digest: bytes) -> StepPlan:
         """A plan of this run, by its digest: the one given now, or the one that the folder or the ledger has."""
-        if self.plan is not None and self.book.digest(self.plan) == digest:
+        if self.plan is not None and self.spend.digest(self.plan) == digest:
             return self.plan
         path, earlier = self.folder / "plan.cbor", self.folder / f"plan-{digest.hex()[:16]}.cbor"
         here = [each.read_bytes() for each in (path, earlier) if each.exists()]
-        for data in (*here, self.book.ledger.blob(digest) or b""):
+        for data in (*here, self.spend.ledger.blob(digest) or b""):
             if hashlib.sha256(data).digest() == digest:
                 return StepPlan.from_cbor(data)
         problem = f"the plan {digest.hex()[:16]} of a segment that was charged is neither in '{path}' nor in the ledger"
         remedy = "restore plan.cbor: what the segment cost cannot be recorded without it"
-        raise RunError("train.plan-segment-charged", problem, remedy)
+        raise RunError("train.plan-missing", problem, remedy)
 
     def generation(self, segment: int) -> int:
         """The next unused generation of a segment, here and in the ledger."""
         mine = [opened.generation + 1 for opened in self.journal.opens if opened.segment == segment]
-        return max([*mine, self.book.next_generation(self.id, segment), 1 if self.copied else 0])
+        return max([*mine, self.spend.next_generation(self.id, segment), 1 if self.copied else 0])
 
-    def give_up(self, opened: AttemptOpened, *, charged: bool = True) -> None:
-        """Never finish or replay it: the seed is erased. What was charged stays charged, and is recorded."""
+    def abandon(self, opened: AttemptOpened, *, charged: bool = True) -> None:
+        """Never finish or replay an attempt: its seed is erased. What was charged stays charged, and is recorded."""
         segment, generation, nonce = opened.key
         self.journal.append(AttemptAbandoned(segment=segment, generation=generation, nonce=nonce, charged=charged))
         if charged:
             self.record(opened, SegmentOutcome.ABANDONED)
 
     def close(self, opened: AttemptOpened, checkpoint: bytes) -> None:
-        """The checkpoint is durable: record it, say so, and forget the seed."""
+        """The checkpoint is durable: record the segment, close it, and erase its seed."""
         self.record(opened, SegmentOutcome.CLOSED)
-        self.journal.append(
-            AttemptClosed(
-                segment=opened.segment, generation=opened.generation, nonce=opened.nonce, checkpoint=checkpoint
-            )
-        )
+        segment, generation, nonce = opened.key
+        self.journal.append(AttemptClosed(segment=segment, generation=generation, nonce=nonce, checkpoint=checkpoint))
 
     def finish(self, steps: int, reason: str) -> None:
         """No further step will be taken: what is left of the reservation goes back."""
         if (pending := self.journal.pending) is not None:
-            self.give_up(pending)
+            self.abandon(pending)
         if self.journal.done is None:
             self.journal.append(RunEnded(steps=steps, reason=reason))
-        self.book.finish(self.id)
+        self.spend.finish(self.id)
 
     # ------------------------------------------------------------------------------------ what it cost
 
@@ -346,23 +309,13 @@ class Run:
     def charged(self) -> dict[str, Schedule]:
         """Every event that this run was charged for, by class: redone segments count again.
 
-        Without those under a budget that was followed: what these cost together is in the ledger.
+        Without those under an adaptive budget, whose whole price is in the ledger.
         """
         events: dict[str, list[Event]] = {}
         for opened in self.attempts:
             for charge in run_budget.charges_to_record(opened):
                 events.setdefault(charge.cls, []).append(charge.event)
         return {name: grouped(rows) for name, rows in events.items()}
-
-    def wasted(self, step: int) -> list[AttemptOpened]:
-        """The attempts that the weights at `step` do not come from: given up, lost, or done again since."""
-        found, need = [], step
-        for opened in reversed(self.attempts):
-            if self.journal.closed(opened) and opened.last == need and opened.first < need:
-                need = opened.first
-            else:
-                found.append(opened)
-        return found
 
     def write(self, name: str, data: bytes) -> None:
         """A public file of the run."""

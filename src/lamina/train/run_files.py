@@ -1,4 +1,15 @@
-"""Files of a run: replaced atomically and durably, and locked by one process at a time."""
+"""Files of a run: replaced atomically and durably, and locked by one process at a time.
+
+**Atomic.** A file is replaced by writing a temporary file in the same folder, fsync, rename, fsync of the folder.
+Rename is atomic on POSIX; the first fsync keeps the new name from ever pointing at unwritten data, the second makes the
+name itself survive a power cut. What fails on the way removes the temporary file and leaves the old one alone.
+
+**Locked.** The lock is `flock` on a file of the run's folder, which the system frees when its holder dies. No clock is
+read and nothing expires: a killed holder frees it at once, a stopped one keeps it, and a file that is left over is no
+obstacle. Its content, process and host, is only for the message to whoever comes second. The lock binds processes of
+one machine, and of several where the file system carries `flock` across (NFS does, with a lock service); some cluster
+file systems silently do not: there, give every run to one machine.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +26,6 @@ from types import TracebackType
 
 from lamina import cbor
 from lamina.errors import EncodingError, RunInUse, StorageError
-
-# Files that are either the old one or the new one, whatever happens in between.
-#
-# A file is replaced by writing a temporary file in the same folder, fsync, rename, fsync of the folder. Rename is
-# atomic on POSIX; the first fsync keeps the new name from ever pointing at unwritten data, the second makes the
-# name itself survive a power cut. What fails on the way removes the temporary file and leaves the old one alone.
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.lamina-tmp")
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -41,7 +46,6 @@ def replacing(path: Path, *, mode: int = 0o600, fresh: bool = False) -> Iterator
 
     With `fresh` it takes nobody's place: a file that is there already is an error, and stays.
     """
-    path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.lamina-tmp")
     try:
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -89,7 +93,6 @@ def remove_temporary_files(folder: Path) -> None:
 
 def make_folder(path: Path) -> None:
     """Make a folder and its parents (mode 0700), durably; one that is there already is left as it is."""
-    path = Path(path)
     try:
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         for folder in reversed(missing):
@@ -122,7 +125,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def storage_error(error: OSError, what: str, kept: str) -> StorageError:
-    """An operating system's refusal in our words: what failed, what is still there, what to do."""
+    """A refusal of the operating system as a StorageError: what failed, what is still there, what to do."""
     if error.errno in _DISK_FULL:
         remedy = "free space on this disk (or raise the quota or file size limit), then start the run again"
     elif error.errno in _NOT_WRITABLE:
@@ -130,20 +133,12 @@ def storage_error(error: OSError, what: str, kept: str) -> StorageError:
     elif error.errno == errno.EEXIST:
         remedy = "go on with what is there, or give another folder"
     elif error.errno == errno.EIO:
-        remedy = "the disk itself fails: copy the folder to another disk before anything else"
+        remedy = "the disk fails: copy the folder to another disk before anything else"
     else:
-        remedy = "repair what the system reports, then start the run again"
+        remedy = "correct what the system reports, then start the run again"
     reason = error.strerror or type(error).__name__
-    return StorageError("train.storage-error", f"{what}: {reason}; {kept}", remedy)
+    return StorageError("train.storage-failed", f"{what}: {reason}; {kept}", remedy)
 
-
-# One process per run: a lock that the system gives back when its holder dies, however it dies.
-#
-# The lock is `flock` on a file of the run's folder. No clock is read and nothing expires: a killed holder frees it at
-# once, a stopped one keeps it, and a file that is left over is no obstacle. The file's content, process and host, is
-# only there for the message to whoever comes second. The lock binds processes of one machine, and of several where
-# the file system carries `flock` across (NFS does, with a lock service); where it does not, it says so or, on some
-# cluster file systems, stays silent: there, give every run to one machine.
 
 LEASE_NAME = "lease"
 
@@ -164,7 +159,6 @@ class Lease:
     @classmethod
     def take(cls, folder: Path) -> Lease:
         """Take the lease of a run's folder, or say who has it (RunInUse)."""
-        folder = Path(folder)
         path = folder / LEASE_NAME
         while True:
             try:
@@ -188,8 +182,7 @@ class Lease:
         """RunInUse if this lease holds nothing any more: released, or its file was removed or replaced."""
         path = self.folder / LEASE_NAME
         if self._file is None or self._pid != os.getpid() or not _names_open_file(self._file, path):
-            problem = f"the lease {path} is no longer held by this process"
-            raise RunInUse("train.lease-no-longer", problem, "take it again before going on")
+            raise RunInUse("train.lease-lost", f"this process no longer holds the lease {path}", "start the run again")
 
     def release(self) -> None:
         """Give it back; harmless if that was done, and in a forked child."""
@@ -232,12 +225,12 @@ def _names_open_file(file: int, path: Path) -> bool:
 
 def _lease_error(path: Path, file: int, error: BaseException) -> BaseException:
     if isinstance(error, BlockingIOError):
-        remedy = "wait until it ends, or stop it; two processes on one run would spend its budget twice"
-        return RunInUse("train.run-use", f"the run in {path.parent} is in use by {_holder_text(file)}", remedy)
+        remedy = "wait until it ends, or stop it: two processes on one run would spend its budget twice"
+        return RunInUse("train.run-in-use", f"{_holder_text(file)} works on the run in {path.parent}", remedy)
     if isinstance(error, OSError) and error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-        problem = f"the file system of {path.parent} has no locks: {error.strerror}"
-        remedy = "put the run on a local disk; two processes on one run could not be told apart"
-        return StorageError("train.file-system-no", problem, remedy)
+        problem = f"the file system of {path.parent} does not support locks: {error.strerror}"
+        remedy = "put the run on a local disk: without locks two processes could work on one run"
+        return StorageError("train.no-file-locks", problem, remedy)
     if isinstance(error, OSError):
         return storage_error(error, f"cannot take the lease {path}", "nothing was changed")
     return error

@@ -41,7 +41,6 @@ from lamina.train.trainer_checks import (
     check_caps,
     check_class_labels,
     check_class_names,
-    check_count,
     check_depth_profiles,
     check_filters,
     check_trainer_arguments,
@@ -51,6 +50,7 @@ from lamina.train.trainer_checks import (
 )
 from lamina.train.training_state import MovingAverage, TrainingState
 from lamina.train.user_errors import hide_warning_texts, withhold_text
+from lamina.validate import one_of, whole
 
 
 class Trainer:
@@ -90,51 +90,33 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss_fn: Callable[[Any, Any], Tensor],
-        corpus: Corpus,
-        plan: StepPlan,
-        *,
-        folder: str | Path,
-        ledger: LedgerArgument = None,
-        key: PrivateKey | None = None,
-        bounds: Mapping[str, float] | None = None,
-        accounts: Sequence[SignedAccount] | None = None,
-        engine: Engine | None = None,
-        scheduler: Any = None,
-        microbatches: int = 1,
-        ema: float | None = None,
-        evaluate: Evaluation | None = None,
-        segment: int | None = None,
-        max_occurrences: Mapping[str, int] | None = None,
-        filters: Mapping[str, PrivacyFilter] | None = None,
-        augment: Callable[[Any], Any] | None = None,
-        on_withdrawal: str = "finish",
-        hardened: bool = False,
-        probe: bool = True,
-        inside: bool = False,
-        progress: bool | Progress = True,
-    ) -> None:
+        self, model: nn.Module, optimizer: Optimizer, loss_fn: Callable[[Any, Any], Tensor], corpus: Corpus,
+        plan: StepPlan, *, folder: str | Path, ledger: LedgerArgument = None, key: PrivateKey | None = None,
+        bounds: Mapping[str, float] | None = None, accounts: Sequence[SignedAccount] | None = None,
+        engine: Engine | None = None, scheduler: Any = None, microbatches: int = 1, ema: float | None = None,
+        evaluate: Evaluation | None = None, segment: int | None = None,
+        max_occurrences: Mapping[str, int] | None = None, filters: Mapping[str, PrivacyFilter] | None = None,
+        augment: Callable[[Any], Any] | None = None, on_withdrawal: str = "finish", hardened: bool = False,
+        probe: bool = True, inside: bool = False, progress: bool | Progress = True,
+    ) -> None:  # fmt: skip
         check_trainer_arguments(model, optimizer, loss_fn, corpus, plan, scheduler)
         check_trainer_options(folder, evaluate, max_occurrences)
         corpus.check(plan)
-        self._depth = check_depth_profiles(model, corpus.policy, plan)
-        if on_withdrawal not in ("finish", "abandon"):
-            raise RunError("train.withdrawal", f"on_withdrawal is {on_withdrawal!r}", 'use "finish" or "abandon"')
+        self._depth_note = check_depth_profiles(model, corpus.policy, plan)
+        one_of(RunError, "train.on-withdrawal-unknown", ("finish", "abandon"), on_withdrawal=on_withdrawal)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.corpus, self.plan, self.scheduler = corpus, plan, scheduler
         self.folder = Path(folder)
-        self._given, self._key = ledger, key
+        self._ledger_argument, self._key = ledger, key
         self._ledger: Ledger | None = None
-        self._changed = False  # the ledger's policy, by opening it
-        self._book: SpendLedger | None = None
+        self._policy_changed = False  # the ledger's policy, by opening it
+        self._spend: SpendLedger | None = None
         self.bounds = epsilon_bounds_of_policy(corpus, plan) if bounds is None else dict(bounds)
         check_class_names(plan, bounds=self.bounds, filters=filters or {})
         check_filters(plan, filters or {})
-        self.microbatches = check_count("microbatches", microbatches)
-        self.segment = check_count("segment", min(1000, math.ceil(plan.steps / 10)) if segment is None else segment)
+        self.microbatches = whole(RunError, "train.not-a-count", microbatches=microbatches)
+        segment = min(1000, math.ceil(plan.steps / 10)) if segment is None else segment
+        self.segment = whole(RunError, "train.not-a-count", segment=segment)
         self.evaluate, self.augment, self.probe, self.inside = evaluate, augment, probe, inside
         self.max_occurrences = dict(occurrence_caps(plan, max_occurrences) or {})
         signed = corpus.accounts(plan, self.max_occurrences)
@@ -152,51 +134,46 @@ class Trainer:
         self.state.names = self._renewal.names
         if self._engine.model is not model or self._engine.plan.digest() != plan.digest():
             problem = "the engine belongs to another model or plan"
-            raise RunError("train.engine-belongs-another", problem, "leave engine out, or give the matching one")
+            raise RunError("train.engine-of-other-model", problem, "leave engine out, or give the matching one")
 
     def _settings(self) -> bytes:
-        """What the outcome of a step depends on beside plan, data and seed; asked anew at every fit."""
+        """Digest of what a step depends on beside plan, data and seed."""
+        functions = {"loss": self.loss_fn, "augment": self.augment}
+        options = {
+            "microbatches": self.microbatches,
+            "ema": None if self.state.ema is None else self.state.ema.decay,
+            "hardened": self.hardened,
+            "max_occurrences": self.max_occurrences,
+            "filters": {name: getattr(f, "budget", None) for name, f in self.state.filters.items()},
+            "autocast": [torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))],
+            "engine": self._engine.options,
+        }
+        state = self.state
         return settings_digest(
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            {"loss": self.loss_fn, "augment": self.augment},
-            {
-                "microbatches": self.microbatches,
-                "ema": None if self.state.ema is None else self.state.ema.decay,
-                "hardened": self.hardened,
-                "max_occurrences": self.max_occurrences,
-                "filters": {name: getattr(f, "budget", None) for name, f in self.state.filters.items()},
-                "autocast": [torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))],
-                "engine": self._engine.options,
-            },
-            given=self.state.given,
-            schedule=self.state.given_schedule,
+            self.model, self.optimizer, self.scheduler, functions, options, state.given, state.given_schedule
         )
 
     @property
     def ledger(self) -> Ledger:
         """The ledger; opened, or made, when it is first asked for."""
         if self._ledger is None:
-            self._ledger, self._changed = open_run_ledger(
-                self._given, self.corpus, self.plan, folder=self.folder, key=self._key
+            self._ledger, self._policy_changed = open_run_ledger(
+                self._ledger_argument, self.corpus, self.plan, folder=self.folder, key=self._key
             )
         return self._ledger
 
     def _close_ledger(self) -> None:
         """Close the ledger if it was opened here; it is opened again when it is asked for."""
-        if self._ledger is not None and self._ledger is not self._given:
+        if self._ledger is not None and self._ledger is not self._ledger_argument:
             self._ledger.close()
-            self._ledger = self._book = None
+            self._ledger = self._spend = None
 
     @property
-    def book(self) -> SpendLedger:
+    def spend(self) -> SpendLedger:
         """The ledger as runs charge it."""
-        if self._book is None:
-            self._book = SpendLedger(self.ledger)
-        return self._book
-
-    # ------------------------------------------------------------------------------------ the job
+        if self._spend is None:
+            self._spend = SpendLedger(self.ledger)
+        return self._spend
 
     def fit(self) -> Outcome:
         """Train to the end of the plan, or go on from where the folder's run was left."""
@@ -207,7 +184,7 @@ class Trainer:
             try:
                 return self._fit()
             except KeyboardInterrupt:
-                self.progress.note("stopped; the same again goes on where it was, at no further cost")
+                self.progress.note("stopped; run it again to go on from here at no further cost")
                 raise
             finally:
                 self.corpus.on_withdrawal_request = None
@@ -220,50 +197,40 @@ class Trainer:
         self.optimizer.zero_grad()
         self.corpus.refresh()
         self._rehearse()
-        self.state.notes[:] = [] if self._depth is None else [self._depth]
-        watch = Publisher(
+        self.state.notes[:] = [] if self._depth_note is None else [self._depth_note]
+        publisher = Publisher(
             self.plan, self.evaluate, caps=self.max_occurrences, progress=self.progress, notes=self.state.notes
         )
-        self._renewal.begin(watch.note)
+        self._renewal.start(publisher.note)
         members = LedgerMembership(self.ledger, self.corpus)
-        if self._changed:
-            watch.note(
-                "the policy in force in the ledger is another one now, this run's: lamina ledger policy shows it"
-            )
-        members.enter_ledger(watch.note)
+        if self._policy_changed:
+            publisher.note("this run changed the policy in force in the ledger: lamina ledger policy shows it")
+        members.enter_ledger(publisher.note)
         self.corpus.on_withdrawal_request = members.withdraw
         link_ledger(self.ledger, self.folder)
-        run = Run(self.folder, book=self.book, bounds=self.bounds, accounts=self.accounts)
+        run = Run(self.folder, spend=self.spend, bounds=self.bounds, accounts=self.accounts)
         keep_charging_bounds(run, self.plan, members.standing)
         segments = Segments(
-            run,
-            self.state,
-            plan=self.plan,
-            corpus=self.corpus,
-            members=members,
-            settings=self._settings(),
-            caps=self.max_occurrences,
-            length=self.segment,
-            note=watch.note,
-            say=self.progress.note,
-        )
+            run, self.state, plan=self.plan, corpus=self.corpus, members=members, settings=self._settings(),
+            caps=self.max_occurrences, length=self.segment, note=publisher.note, say=self.progress.note,
+        )  # fmt: skip
         segments.start()
-        self._renewal.begun()
+        self._renewal.write_members()
         self.progress.begin(self.state.step, segments.end)
-        reason = watch.look(run, self.state)
-        while reason is None and (opened := self._next(segments, watch)) is not None:
+        reason = publisher.publish(run, self.state)
+        while reason is None and (opened := self._next(segments, publisher)) is not None:
             if self._run_segment(opened, segments):
                 segments.close(opened)
-                reason = watch.look(run, self.state)
+                reason = publisher.publish(run, self.state)
                 self.progress.segment(self.state.step, spent_so_far(run, self.plan))
             else:
                 segments.abandon(opened)
         reason = reason or ("complete" if self.state.step == self.plan.steps else "budget")
-        return watch.finish(run, self.state, reason=reason, private=self._engine.private)
+        return publisher.finish(run, self.state, reason=reason, private=self._engine.private)
 
-    def _next(self, segments: Segments, watch: Publisher) -> AttemptOpened | None:
+    def _next(self, segments: Segments, publisher: Publisher) -> AttemptOpened | None:
         """The next segment, among those who may still be learned from when it begins."""
-        self._renewal.again(watch.note, self.state.step)
+        self._renewal.revalidate(publisher.note, self.state.step)
         return segments.open()
 
     def rehearse(self) -> None:
@@ -286,15 +253,15 @@ class Trainer:
         rehearse(self._engine, self._losses, self.corpus, probe=self.probe)
 
     def _run_segment(self, opened: AttemptOpened, segments: Segments) -> bool:
-        """As `_carry_out`. A payload that was changed shows when somebody was sampled: these coins are over."""
+        """As `_run_steps`. A changed payload shows who was sampled, so its segment is abandoned."""
         try:
             return self._run_steps(opened, segments.revision, segments.members)
         except PayloadChanged:
-            segments.run.give_up(opened)
+            segments.run.abandon(opened)
             raise
 
     def _run_steps(self, opened: AttemptOpened, revision: int, members: LedgerMembership) -> bool:
-        """The steps of a segment. False if it is to be given up because somebody withdrew."""
+        """The steps of a segment. False if somebody withdrew and it must be abandoned."""
         counts = None if self.state.counts is None else self.state.counts.copy()
         caps = self.max_occurrences or None
         sampler = Sampler(self.corpus, self.plan, seed=opened.seed, max_occurrences=caps, counts=counts)
@@ -314,7 +281,7 @@ class Trainer:
         return True
 
     def _run_step(self, sampler: Sampler, seed: bytes, step: int) -> float | None:
-        """One step; what goes wrong in it is told without its text."""
+        """One step; an error in it is reported without its text."""
         try:
             if self._engine.choice_due:
                 self._choose(sampler, seed, step)
@@ -329,8 +296,8 @@ class Trainer:
         except Exception as error:
             if self.inside:
                 raise
-            told = withhold_text(error, self.model)
-        raise told  # outside of the handler, which would attach the error and its text
+            withheld = withhold_text(error, self.model)
+        raise withheld  # outside of the handler, which would attach the error and its text
 
     def _choose(self, sampler: Sampler, seed: bytes, step: int) -> None:
         """The exponential mechanism of the plan, on a draw of its own."""

@@ -1,7 +1,4 @@
-"""What a trainer refuses before anything is spent.
-
-Arguments, depth profiles, and a rehearsal of one step on simulated input.
-"""
+"""What a trainer refuses before anything is spent: arguments, depth profiles, and a rehearsal on simulated input."""
 
 from __future__ import annotations
 
@@ -15,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lamina.corpus.corpus import Corpus
+from lamina.corpus.example_sources import DATALOADER_REFUSAL
 from lamina.corpus.sampler import Sampler
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
@@ -32,47 +30,51 @@ from lamina.train.evaluation import Evaluation
 
 
 def check_trainer_arguments(model: Any, optimizer: Any, loss_fn: Any, corpus: Any, plan: Any, scheduler: Any) -> None:
-    """Whether the things given are of the right kind."""
+    """Refuse arguments of the wrong kind."""
     if not isinstance(model, nn.Module):
-        problem = f"the model is a {_type_text(model)}"
-        raise RunError("train.model", problem, "give a torch.nn.Module (of lamina.fix: its .model)")
+        kind = f"class {model.__name__}, not an instance of it" if isinstance(model, type) else type(model).__name__
+        remedy = "give a torch.nn.Module (after lamina.fix: its .model)"
+        raise RunError("train.model-not-a-module", f"the model is a {kind}", remedy)
     if not isinstance(plan, StepPlan):
-        problem = f"the plan is a {type(plan).__name__}"
-        raise RunError("train.plan", problem, "make one: lamina.make_plan(stack, policy, …)")
+        remedy = "make one: lamina.make_plan(stack, policy, …)"
+        raise RunError("corpus.plan-not-a-plan", f"the plan is a {type(plan).__name__}", remedy)
     _check_optimizer(model, optimizer)
     _check_loss(loss_fn)
-    _check_corpus(corpus)
+    refuse_loader(corpus)
+    if not isinstance(corpus, Corpus):
+        remedy = "make a corpus and say what a contribution is: lamina.Corpus(x, y, unit=…) or Corpus(dataset, unit=…)"
+        raise RunError("train.data-not-a-corpus", f"the data is a {type(corpus).__name__}", remedy)
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise RunError(
-            "train.reducelronplateau-follows-loss",
-            "ReduceLROnPlateau follows a loss, and the private loss is a release that no budget paid for",
-            "use a schedule that is fixed in advance (CosineAnnealingLR, OneCycleLR), stepped once per private step",
+        problem = "ReduceLROnPlateau follows the private loss, which is a release without a budget"
+        remedy = (
+            "use a schedule that is fixed in advance, such as CosineAnnealingLR: it is stepped once per private step"
         )
+        raise RunError("train.scheduler-follows-loss", problem, remedy)
     if scheduler is not None and not hasattr(scheduler, "step"):
         problem = f"the scheduler is a {type(scheduler).__name__}"
-        raise RunError("train.scheduler", problem, "give a torch.optim.lr_scheduler")
+        raise RunError("train.scheduler-not-a-scheduler", problem, "give a torch.optim.lr_scheduler")
 
 
 def check_trainer_options(folder: Any, evaluate: Any, max_occurrences: Any) -> None:
-    """Whether the options are of the right kind."""
+    """Refuse options of the wrong kind."""
     if not isinstance(folder, str | os.PathLike) or not str(folder) or "\0" in str(folder):
-        raise RunError("train.folder", f"folder is {folder!r}", 'say where the run lives: folder="runs/first"')
+        raise RunError("train.folder-not-a-path", f"folder is {folder!r}", 'give a path: folder="runs/first"')
     if evaluate is not None and not isinstance(evaluate, Evaluation):
-        remedy = 'say which data it looks at: lamina.Evaluation(function=…, on="public")'
-        raise RunError("train.evaluate", f"evaluate is a {type(evaluate).__name__}", remedy)
+        remedy = 'say which data it reads: lamina.Evaluation(function=…, on="public")'
+        raise RunError("train.evaluate-not-an-evaluation", f"evaluate is a {type(evaluate).__name__}", remedy)
     if max_occurrences is not None and not isinstance(max_occurrences, Mapping):
         problem = f"max_occurrences is {max_occurrences!r}"
-        raise RunError("train.max-occurrences", problem, 'give it by class: {"clinical": 50}')
+        raise RunError("corpus.max-occurrences-not-by-class", problem, 'give it by class: {"clinical": 50}')
 
 
 def check_class_names(plan: StepPlan, **given: Mapping[str, Any]) -> None:
-    """Whether what is given by class names classes of the plan: a typo must not lift a bound."""
+    """Refuse names that are no class of the plan: a typo must not lift a bound."""
     known = [entry.name for entry in plan.classes]
     for what, values in given.items():
         for name in values:
             if name not in known:
                 problem = f"{what} names class {name!r}, which the plan does not have"
-                raise RunError("train.names-class-plan", problem, f"its classes are {', '.join(known)}")
+                raise RunError("corpus.class-not-in-plan", problem, f"its classes are {', '.join(known)}")
 
 
 def epsilon_bounds_of_policy(corpus: Corpus, plan: StepPlan) -> dict[str, float]:
@@ -84,94 +86,67 @@ def epsilon_bounds_of_policy(corpus: Corpus, plan: StepPlan) -> dict[str, float]
     return {name: bound for name, bound in found.items() if bound is not None}
 
 
-def check_count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RunError("train.whole-number", f"{name} is {value!r}, must be a whole number >= 1", "correct it")
-    return value
-
-
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         remedy = "give a torch optimiser: torch.optim.Adam(model.parameters(), lr=1e-3)"
-        raise RunError("train.optimiser", f"the optimiser is a {type(optimizer).__name__}", remedy)
+        raise RunError("train.optimizer-not-an-optimizer", f"the optimiser is a {type(optimizer).__name__}", remedy)
     if isinstance(optimizer, LBFGS):
-        problem = "LBFGS asks for several gradients in one step, and each of them would be a release"
+        problem = "LBFGS takes several gradients per step, and each would be a release"
         remedy = "use an optimiser that takes one gradient per step: SGD, Adam, AdamW"
-        raise RunError("train.lbfgs-asks-several", problem, remedy)
+        raise RunError("train.optimizer-several-gradients", problem, remedy)
     mine = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(id(p) in mine for p in held):
-        remedy = "make it after the model is in its final form (after lamina.fix): Adam(model.parameters())"
-        raise RunError("train.optimiser-holds-none", "the optimiser holds none of the model's parameters", remedy)
+        remedy = "make it after the model is final (after lamina.fix): Adam(model.parameters())"
+        raise RunError("train.optimizer-of-other-model", "the optimiser holds none of the model's parameters", remedy)
     strangers = sum(id(p) not in mine for p in held)
     if strangers:
         problem = f"the optimiser holds {strangers} tensors that are not the model's"
-        remedy = "train everything that learns as one module, so that its coverage can be checked"
-        raise RunError("train.optimiser-holds-tensors", problem, remedy)
+        remedy = "put everything that learns into one module, so that its coverage can be checked"
+        raise RunError("train.optimizer-has-foreign-tensors", problem, remedy)
 
 
 def _check_loss(loss_fn: Any) -> None:
     if not callable(loss_fn):
-        raise RunError("train.loss-fn", f"loss_fn is a {type(loss_fn).__name__}", "give a function of (output, y)")
+        problem = f"loss_fn is a {type(loss_fn).__name__}"
+        raise RunError("train.loss-not-callable", problem, "give a function of (output, y)")
     reduction = getattr(loss_fn, "reduction", "none")
     if reduction != "none":
         name = type(loss_fn).__name__
-        problem = f"{name} has reduction='{reduction}': one number for the whole batch, in which nobody can be clipped"
-        raise RunError("train.reduction-number-whole", problem, f"use {name}(reduction='none'): one loss per example")
-
-
-def _check_corpus(corpus: Any) -> None:
-    if isinstance(corpus, Corpus):
-        return
-    refuse_loader(corpus)
-    if isinstance(corpus, Dataset):
-        problem = f"the data is a {type(corpus).__name__}"
-        raise RunError("train.data", problem, "say what a contribution is: lamina.Corpus(dataset, unit=…)")
-    raise RunError("train.data", f"the data is a {type(corpus).__name__}", "make a corpus: lamina.Corpus(x, y, unit=…)")
+        problem = f"{name} has reduction='{reduction}': one loss for the whole batch, which cannot be clipped"
+        raise RunError("train.loss-reduced", problem, f"use {name}(reduction='none'): one loss per example")
 
 
 def refuse_loader(data: Any) -> None:
-    """The most common mistake."""
+    """Refuse a DataLoader, the most common mistake."""
     if isinstance(data, DataLoader):
-        raise RunError(
-            "train.data-dataloader-shuffles",
-            "the data is a DataLoader, which shuffles and cuts batches of one size: that is not Poisson sampling, and "
-            "its privacy is not what the plan says",
-            "give the data itself: lamina.Corpus(loader.dataset); batches are drawn for you",
-        )
-
-
-def _type_text(value: Any) -> str:
-    return f"class {value.__name__}, not an instance of it" if isinstance(value, type) else type(value).__name__
+        raise RunError("corpus.dataloader-not-poisson", *DATALOADER_REFUSAL)
 
 
 def check_filters(plan: StepPlan, filters: Mapping[str, Any]) -> None:
-    """A plan that follows its budget has a filter of its own, in its own units."""
+    """Refuse filters beside an adaptive budget, which has a filter of its own, in its own units."""
     if filters and plan.rule(FollowBudget) is not None:
-        problem = "filters are given, and the noise of the plan follows its budget under a filter of its own"
+        problem = "filters are given, and the plan adapts its noise under a filter of its own"
         remedy = "leave filters out, or plan with a fixed sigma: LADP(mode='shares')"
-        raise RunError("train.filters-given-noise", problem, remedy)
+        raise RunError("train.filters-with-adaptive-noise", problem, remedy)
 
 
 def check_caps(corpus: Corpus, plan: StepPlan, caps: Mapping[str, int]) -> None:
-    """Caps that the sampler will take, and no choice beside them: it would draw without counting."""
+    """Refuse caps that the sampler refuses, and caps beside a choice, which draws without counting."""
     Sampler(corpus, plan, seed=bytes(32), max_occurrences=caps or None)
     if caps and plan.rule(Choose) is not None:
-        raise RunError(
-            "train.max-occurrences-given",
-            "max_occurrences is given, and the plan chooses by an exponential mechanism, whose draws are not counted",
-            "leave out max_occurrences, or plan without choices",
-        )
+        problem = "max_occurrences is given, and the plan makes choices whose draws are not counted"
+        remedy = "leave max_occurrences out, or plan without choices"
+        raise RunError("train.max-occurrences-with-choices", problem, remedy)
 
 
 DEPTH_NOT_COMPARED = (
-    "the plan's layers were read with options of their own (an order, groups, heads), so that their depth could not be "
-    "held against the policy again"
+    "the depth of the plan's layers was not compared with the policy: they were read with other options"
 )
 
 
 def check_depth_profiles(model: nn.Module, policy: Policy | None, plan: StepPlan) -> str | None:
-    """Refuse a plan in which a class moves what its profile excludes.
+    """Refuse a plan in which a class trains what its profile excludes.
 
     Returns a note where that cannot be seen from model and policy alone.
     """
@@ -196,10 +171,10 @@ def check_depth_profiles(model: nn.Module, policy: Policy | None, plan: StepPlan
 
 
 def _check_class_depth(plan: StepPlan, k: int, reach: Reach, layer_of: dict[str, int]) -> None:
-    open_places = {part.tensor: part for part in reach.openings}
+    openings = {part.tensor: part for part in reach.openings}
     for i, layer in enumerate(plan.layers):
         for name in layer.parameters if plan.clip[k][i] > 0 else ():
-            mine, allowed = plan.slice(k, name), open_places.get(name)
+            mine, allowed = plan.slice(k, name), openings.get(name)
             if not reach.layers[layer_of[name]]:
                 free = mine is not None and not mine.ranges
             elif allowed is None:
@@ -210,19 +185,15 @@ def _check_class_depth(plan: StepPlan, k: int, reach: Reach, layer_of: dict[str,
                     first < b and a < stop for first, stop in mine.ranges for a, b in closed
                 )
             if not free:
-                raise RunError(
-                    "train.class-moves-plan",
-                    f"class {plan.classes[k].name!r} moves {name!r} in the plan, outside of its profile in the policy "
-                    f"({reach.words})",
-                    "make the plan under the policy that the data was admitted under",
-                )
+                problem = f"class {plan.classes[k].name!r} trains {name!r}, outside its profile ({reach.words})"
+                raise RunError("train.class-outside-profile", problem, "make the plan under the policy of the data")
 
 
 _REHEARSAL_EXAMPLES = 6
 
 
 def rehearse(engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Corpus, *, probe: bool) -> None:
-    """One step without noise, optimiser or charge; then the engine's independence probe.
+    """Try one step without noise, optimiser or charge; then the engine's independence probe.
 
     The input has the shapes and types of the first examples; floating-point values are simulated. Labels and
     tokens are taken as they are, because a model accepts no others.
@@ -243,14 +214,14 @@ def rehearse(engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Co
         shapes = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in pytree.tree_leaves(x) if isinstance(t, Tensor))
         problem = f"model or loss failed on {len(rows)} examples: {type(error).__name__}: {error}"
         remedy = f"{_remedy_for(error, x, y)}. (x is {shapes}; targets are {kind})"
-        raise RunError("train.model-loss-failed", problem, remedy) from error
+        raise RunError("train.model-or-loss-failed", problem, remedy) from error
     engine.clipped_sums(losses, Batch(x, y, cls=torch.zeros(len(rows), dtype=torch.long)))
     if probe and len(rows) >= 4:
         engine.probe(losses_of, x, y)
 
 
 def check_class_labels(corpus: Corpus, loss_fn: Any, output_of: Callable[[Any], Any]) -> None:
-    """Class labels must be 0 … C-1 for a loss that uses them as indices."""
+    """Refuse class labels outside 0 … C-1 where the loss uses them as indices."""
     y = getattr(corpus.source, "y", None)
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__).lower()
     by_index = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) or name in ("cross_entropy", "nll_loss")
@@ -269,11 +240,11 @@ def check_class_labels(corpus: Corpus, loss_fn: Any, output_of: Callable[[Any], 
     low, high, classes = int(labels.min()), int(labels.max()), output.shape[1]
     ignored = getattr(loss_fn, "ignore_index", -100)
     if (low < 0 and low != ignored) or high >= classes:
-        raise RunError(
-            "train.labels-run-model",
-            f"labels run from {low} to {high}, the model has {classes} outputs, for labels 0 to {classes - 1}",
-            "number the labels from 0: numpy.unique(labels, return_inverse=True)[1]; or give the model more outputs",
+        problem = f"labels run from {low} to {high}, the model has outputs for labels 0 to {classes - 1}"
+        remedy = (
+            "number the labels from 0: numpy.unique(labels, return_inverse=True)[1]; or give the model more outputs"
         )
+        raise RunError("train.labels-out-of-range", problem, remedy)
 
 
 def _simulate_floats(value: Any) -> Any:
@@ -284,7 +255,7 @@ def _simulate_floats(value: Any) -> Any:
 
 
 def _remedy_for(error: Exception, x: Any, y: Any) -> str:
-    """What is usually behind it."""
+    """What to do about the usual causes of an error."""
     text = str(error)
     if "out of bounds" in text:
         return "number labels 0 … C-1, C the model's outputs: numpy.unique(labels, return_inverse=True)[1]"

@@ -1,6 +1,31 @@
-"""Training checkpoints: model and optimizer state of a run after closed segments.
+"""Training checkpoints: model and optimizer state of a run after closed segments, one verified safetensors file each.
 
-One verified safetensors file each.
+    checkpoint/000007.safetensors    after 7 closed segments
+
+**State.** Nested state, such as `optimizer.state_dict()`, becomes flat tensors and a tree that CBOR can carry, bit for
+bit. In the tree a scalar stands for itself, and everything else is a list that begins with its kind:
+
+    ["d", key, value, …] a dict, in order      ["l", …] a list      ["t", …] a tuple      ["z", …] a torch.Size
+    ["o", key, value, …] an OrderedDict        ["c", key, value, …] a Counter
+    ["x", name] a tensor      ["f", 8 bytes] a NaN with its payload      ["i", hex] an integer beyond 64 bits
+    ["n", dtype, bytes] a numpy scalar
+
+`unflatten(prefix, *flatten(prefix, tree))` equals the tree: types, order of keys, the sign of zero, NaN payloads, and
+which leaves are one and the same tensor. Gradients, devices and strides are not kept (tensors come back contiguous).
+Anything else (a function, an array, an object) is refused by its path.
+
+**File.** Every byte of a file is accounted for.
+
+    tensors     by name, C order, in falling order of element size, then by name
+    metadata    "lamina": base64 of CBOR {"format", "index", "alias", "state"}
+                "digest": SHA-256 over that CBOR and, in order of names, (name, dtype, shape, bytes) of each tensor
+
+A file is read back only if its header is the very one that its own content gets (so not even a blank of it can change
+unseen) and its content has its digest. The digest shows damage and mix-ups; it is no signature. It is the checkpoint's
+identity: AttemptOpened names the one that it starts from, AttemptClosed the one that it leaves. A file that is damaged,
+cut, of another format or under another one's name is refused by name. The library's own writer is not used: it renames
+before the data is durable, and a kill leaves its temporary file under a name that cannot be told from anybody else's.
+Its reader is.
 """
 
 from __future__ import annotations
@@ -27,19 +52,6 @@ from lamina import cbor
 from lamina.errors import EncodingError, RunError, StorageError
 from lamina.train.run_files import make_folder, remove_temporary_files, replacing, storage_error, sync_folder, write_all
 
-# Nested state, such as `optimizer.state_dict()`, as flat tensors and a tree that CBOR can carry. Bit for bit.
-#
-# In the tree a scalar stands for itself, and everything else is a list that begins with its kind:
-#
-#     ["d", key, value, …] a dict, in order      ["l", …] a list      ["t", …] a tuple      ["z", …] a torch.Size
-#     ["o", key, value, …] an OrderedDict        ["c", key, value, …] a Counter
-#     ["x", name] a tensor      ["f", 8 bytes] a NaN with its payload      ["i", hex] an integer beyond 64 bits
-#     ["n", dtype, bytes] a numpy scalar
-#
-# `unflatten(prefix, *flatten(prefix, tree))` equals the tree: types, order of keys, the sign of zero, NaN payloads,
-# and which leaves are one and the same tensor. What is not kept is what is no part of a value: gradients, devices
-# and strides (tensors come back contiguous). Anything else (a function, an array, an object) is refused by its path.
-
 MAX_DEPTH = 64
 _MAPS: dict[str, type[Any]] = {"d": dict, "o": OrderedDict, "c": Counter}
 _LISTS: dict[str, type[Any]] = {"l": list, "t": tuple, "z": torch.Size}
@@ -49,9 +61,6 @@ _NUMPY_SCALAR = re.compile("[<>|][biufc][0-9]{1,2}")  # numpy types whose bytes 
 
 def flatten(prefix: str, tree: Any) -> tuple[dict[str, Tensor], Any]:
     """The tensors of `tree`, named by their path under `prefix`, and the rest of it. Tensors are not copied."""
-    if not prefix or "/" in prefix:
-        problem = f"prefix is {prefix!r}, must be a word without '/'"
-        raise RunError("train.prefix-word-without", problem, "use the name of the part")
     writer = _StateWriter()
     plain = writer.node(tree, prefix, 0)
     return writer.tensors, plain
@@ -59,11 +68,11 @@ def flatten(prefix: str, tree: Any) -> tuple[dict[str, Tensor], Any]:
 
 def unflatten(prefix: str, tensors: Mapping[str, Tensor], plain: Any) -> Any:
     """The tree that `flatten` was given. Tensors are not copied."""
-    return _StateReader(tensors).node(plain, prefix, 0)
+    return _read_node(tensors, plain, prefix, 0)
 
 
 class _StateWriter:
-    """One walk over a tree: a node becomes its plain form, and its tensors are collected."""
+    """Walks over a tree: a node becomes its plain form, and its tensors are collected."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -72,7 +81,7 @@ class _StateWriter:
     def node(self, value: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
             problem = f"{path} is nested deeper than {MAX_DEPTH}"
-            raise RunError("train.nested-deeper", problem, "a state that holds itself cannot be saved")
+            raise RunError("train.state-too-deep", problem, "a state that contains itself cannot be saved")
         if isinstance(value, Tensor):
             return ["x", self._name(value, path)]
         code = _CODE_OF_TYPE.get(type(value))
@@ -108,56 +117,42 @@ def _encode_scalar(value: Any, path: str) -> Any:
     if isinstance(value, np.generic) and _NUMPY_SCALAR.fullmatch(value.dtype.str):
         return ["n", value.dtype.str, value.tobytes()]
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    raise RunError(
-        "train.type-checkpoint-not",
-        f"{path} is of type {name}, which a checkpoint cannot hold",
-        "keep numbers, text, tensors, lists, tuples and dicts of them in the state "
-        "(an array: torch.from_numpy; a function: make it again when the run resumes)",
-    )
+    problem = f"{path} is of type {name}, which a checkpoint cannot hold"
+    remedy = "keep numbers, text, tensors, lists, tuples and dicts in the state (an array: torch.from_numpy)"
+    raise RunError("train.state-type-unsupported", problem, remedy)
 
 
-class _StateReader:
-    """One walk over the plain form, which came from a file: nothing about it is taken for granted."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def node(self, plain: Any, path: str, depth: int) -> Any:
-        if depth > MAX_DEPTH:
-            raise _malformed_state(path, f"nested deeper than {MAX_DEPTH}")
-        if not isinstance(plain, list):
-            if isinstance(plain, dict):
-                raise _malformed_state(path, "a bare map")
-            return plain
-        if not plain or not isinstance(plain[0], str):
-            raise _malformed_state(path, "a list without its kind")
-        code, *rest = plain
-        if code in _MAPS:
-            return _MAPS[code](self._pairs(rest, path, depth))
-        if code in _LISTS:
-            entries = [self.node(entry, f"{path}/{i}", depth + 1) for i, entry in enumerate(rest)]
-            if code == "z" and not all(type(entry) is int for entry in entries):
-                raise _malformed_state(path, "a size that is no list of integers")
-            return _LISTS[code](entries)
-        if code == "x":
-            return self._tensor(rest, path)
-        return _decode_scalar(code, rest, path)
-
-    def _pairs(self, rest: list[Any], path: str, depth: int) -> dict[Any, Any]:
+def _read_node(tensors: Mapping[str, Tensor], plain: Any, path: str, depth: int) -> Any:
+    """A node of the plain form, which came from a file: nothing about it is taken for granted."""
+    if depth > MAX_DEPTH:
+        raise _malformed_state(path, f"nested deeper than {MAX_DEPTH}")
+    if not isinstance(plain, list):
+        if isinstance(plain, dict):
+            raise _malformed_state(path, "a bare map")
+        return plain
+    if not plain or not isinstance(plain[0], str):
+        raise _malformed_state(path, "a list without its kind")
+    code, *rest = plain
+    if code in _MAPS:
         if len(rest) % 2:
             raise _malformed_state(path, "a key without a value")
         made: dict[Any, Any] = {}
         for key, entry in zip(rest[::2], rest[1::2], strict=True):
             if isinstance(key, dict) or (isinstance(key, list) and (not key or key[0] not in ("f", "i", "n"))):
                 raise _malformed_state(path, "a key that is no scalar")
-            name = self.node(key, f"a key of {path}", depth + 1)
-            made[name] = self.node(entry, f"{path}/{name}", depth + 1)
-        return made
-
-    def _tensor(self, rest: list[Any], path: str) -> Tensor:
-        if len(rest) != 1 or not isinstance(rest[0], str) or rest[0] not in self._tensors:
+            name = _read_node(tensors, key, f"a key of {path}", depth + 1)
+            made[name] = _read_node(tensors, entry, f"{path}/{name}", depth + 1)
+        return _MAPS[code](made)
+    if code in _LISTS:
+        entries = [_read_node(tensors, entry, f"{path}/{i}", depth + 1) for i, entry in enumerate(rest)]
+        if code == "z" and not all(type(entry) is int for entry in entries):
+            raise _malformed_state(path, "a size that is no list of integers")
+        return _LISTS[code](entries)
+    if code == "x":
+        if len(rest) != 1 or not isinstance(rest[0], str) or rest[0] not in tensors:
             raise _malformed_state(path, f"a tensor {rest!r} that is not in the file")
-        return self._tensors[rest[0]]
+        return tensors[rest[0]]
+    return _decode_scalar(code, rest, path)
 
 
 def _decode_scalar(code: str, rest: list[Any], path: str) -> Any:
@@ -181,43 +176,19 @@ def _decode_scalar(code: str, rest: list[Any], path: str) -> Any:
 
 def _malformed_state(path: str, what: str) -> StorageError:
     problem = f"the state of a checkpoint holds {what} at {path}"
-    return StorageError("train.state-checkpoint-holds", problem, "read it with the version that wrote it")
+    return StorageError("train.checkpoint-state-malformed", problem, "read it with the version that wrote it")
 
-
-# One checkpoint as one safetensors file, every byte of which is accounted for.
-#
-#     tensors     by name, C order, in falling order of element size, then by name
-#     metadata    "lamina": base64 of CBOR {"format", "index", "alias", "state"}
-#                 "digest": SHA-256 over that CBOR and, in order of names, (name, dtype, shape, bytes) of each tensor
-#
-# A file is read back only if its header is the very one that its own content gets (so not even a blank of it can
-# change unseen) and its content has its digest. The digest shows damage and mix-ups; it is no signature.
-#
-# The library's own writer is not used: it renames before the data is durable, and a kill leaves its temporary file
-# under a name that cannot be told from anybody else's. Its reader is.
 
 CHECKPOINT_FORMAT = 1
 _BODY_LIMIT = 1 << 25  # bytes of CBOR; in base64 half of what the library's reader takes as a header
 _HEADER_LIMIT = 100_000_000
 _DEPTH = 100
 _DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 class DamagedCheckpoint(Exception):
@@ -252,7 +223,7 @@ class CheckpointArchive:
             body = cbor.encode(content, floats=True, null=True, max_depth=_DEPTH, max_size=_BODY_LIMIT)
         except EncodingError as error:
             problem = f"the state cannot be saved: {error.problem}"
-            raise RunError("train.state-not-saved", problem, error.remedy) from error
+            raise RunError("train.state-not-encodable", problem, error.remedy) from error
         return cls(tensors=stored, body=body)
 
     def size(self) -> int:
@@ -270,8 +241,8 @@ class CheckpointArchive:
         packed = json.dumps(table, separators=(",", ":")).encode("ascii")
         packed += b" " * (-len(packed) % 8)
         if len(packed) > _HEADER_LIMIT:
-            problem = f"the header takes {len(packed)} bytes, at most {_HEADER_LIMIT}"
-            raise RunError("train.header-takes-bytes", problem, "keep less state")
+            problem = f"the header of the checkpoint takes {len(packed)} bytes, at most {_HEADER_LIMIT}"
+            raise RunError("train.checkpoint-header-too-large", problem, "keep less state")
         return struct.pack("<Q", len(packed)) + packed
 
     def data(self) -> Iterator[memoryview]:
@@ -294,7 +265,7 @@ class CheckpointArchive:
 
 
 def read_checkpoint_file(path: Path) -> tuple[int, dict[str, Tensor], dict[str, Any], bytes]:
-    """Index, tensors, state and digest of a file, all verified; OSError, Damaged or OtherFormat."""
+    """Index, tensors, state and digest of a file, all verified; OSError, DamagedCheckpoint or OtherCheckpointFormat."""
     raw = _read_header(path)
     try:
         # Read, not mapped: a mapped file that somebody cuts later would kill the process.
@@ -337,9 +308,7 @@ def _verify_archive(archive: CheckpointArchive, raw: bytes, digest: bytes) -> No
     if archive.header(digest) != raw:
         raise DamagedCheckpoint(f"its header, bytes 0 to {len(raw)}, is not the one that was written")
     if archive.digest() != digest:
-        raise DamagedCheckpoint(
-            f"its tensors, from byte {len(raw)} on, or its state do not have the digest in its header"
-        )
+        raise DamagedCheckpoint(f"its tensors, from byte {len(raw)} on, or its state do not match its digest")
 
 
 def _dense_tensor(name: str, tensor: Tensor) -> Tensor:
@@ -354,7 +323,7 @@ def _dense_tensor(name: str, tensor: Tensor) -> Tensor:
         problem = f"dtype {plain.dtype}"
     if problem:
         problem = f"tensor {name!r} has {problem}, which a checkpoint cannot hold"
-        raise RunError("train.tensor-checkpoint-not", problem, "convert it to a dense, plain one")
+        raise RunError("train.tensor-unsupported", problem, "convert it to a dense tensor of a common dtype")
     return plain
 
 
@@ -377,20 +346,13 @@ def _tensor_bytes(tensor: Tensor) -> memoryview:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-# Checkpoints: the state of a run after a number of closed segments.
-#
-#     checkpoint/000007.safetensors    after 7 closed segments, in the format of archive.py
-#
-# The digest of a checkpoint is its identity: an Open names the one that it starts from, a Close the one that it
-# leaves. A file that is damaged, cut, of another format or under another one's name is refused by name.
-
 _FILE_NAME = re.compile(r"[0-9]{6,18}\.safetensors")
 _SPACE_FACTOR = 1.1  # free space asked for, in units of the checkpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingCheckpoint:
-    """What a checkpoint holds: named tensors, and a state of plain values (state.flatten makes it plain)."""
+    """What a checkpoint holds: named tensors, and a state of plain values (`flatten` makes it plain)."""
 
     tensors: dict[str, Tensor]
     state: dict[str, Any]
@@ -405,7 +367,6 @@ class TrainingCheckpoints:
         remove_temporary_files(self.folder)
 
     def path(self, index: int) -> Path:
-        """Where a checkpoint lies."""
         return self.folder / f"{index:06d}.safetensors"
 
     def indices(self) -> list[int]:
@@ -422,8 +383,7 @@ class TrainingCheckpoints:
 
         The tensors are read while it writes: nothing may step the model meanwhile.
         """
-        if index < 0:
-            raise RunError("train.index", f"index is {index}, must be >= 0", "count closed segments")
+        assert index >= 0
         archive = CheckpointArchive.of(index, snapshot.tensors, snapshot.state)
         digest = archive.digest()
         with replacing(self.path(index)) as file:
@@ -440,33 +400,29 @@ class TrainingCheckpoints:
         except FileNotFoundError as error:
             have = ", ".join(map(str, self.indices())) or "none"
             problem = f"there is no checkpoint {path}"
-            raise StorageError("train.no-checkpoint", problem, f"use one of those there: {have}") from error
+            raise StorageError("train.checkpoint-missing", problem, f"it has {have}") from error
         except OSError as error:
             raise storage_error(error, f"cannot read the checkpoint {path}", "it is as it was") from error
         except OtherCheckpointFormat as error:
             problem = f"the checkpoint {path} {error}"
-            raise StorageError("train.checkpoint", problem, "resume with the version that wrote it") from error
+            remedy = "resume with the version that wrote it"
+            raise StorageError("train.checkpoint-format-unknown", problem, remedy) from error
         except DamagedCheckpoint as error:
-            raise StorageError(
-                "train.checkpoint-damaged",
-                f"the checkpoint {path} is damaged: {error}",
-                "restore the file from a backup; without one, remove it, and the run resumes from the one "
-                "before: what has to be done again is charged again",
-            ) from error
+            problem = f"the checkpoint {path} is damaged: {error}"
+            remedy = "restore it from a backup; or remove it, and steps since the one before are done and charged again"
+            raise StorageError("train.checkpoint-damaged", problem, remedy) from error
         if found != index:
             problem = f"the file {path} holds checkpoint {found}, its name says {index}"
-            remedy = "give the files of this folder their own names back"
-            raise StorageError("train.file-holds-checkpoint", problem, remedy)
+            remedy = "give the files of this folder their names back"
+            raise StorageError("train.checkpoint-misnamed", problem, remedy)
         return TrainingCheckpoint(tensors=tensors, state=state), digest
 
     def prune(self, keep: int = 2) -> None:
         """Remove all but the newest `keep` checkpoints."""
-        if keep < 1:
-            raise RunError("train.keep", f"keep is {keep}, must be >= 1", "a run resumes from its newest checkpoint")
+        assert keep >= 1
         self._remove(self.indices()[:-keep])
 
     def drop(self, index: int) -> None:
-        """Remove one of them."""
         self._remove([index])
 
     def _remove(self, indices: Sequence[int]) -> None:
@@ -480,18 +436,14 @@ class TrainingCheckpoints:
             sync_folder(self.folder)
 
     def room(self, snapshot: TrainingCheckpoint) -> None:
-        """StorageError if the disk has no room for such a checkpoint: asked before anything is spent."""
+        """Refuse a disk without room for such a checkpoint, before anything is spent."""
         needed = int(CheckpointArchive.of(0, snapshot.tensors, snapshot.state).size() * _SPACE_FACTOR) + 1
         try:
             facts = os.statvfs(self.folder)
         except OSError as error:
-            what = f"cannot ask for the room in {self.folder}"
-            raise storage_error(error, what, "nothing was spent") from error
+            raise storage_error(error, f"cannot read the free space of {self.folder}", "nothing was spent") from error
         free = facts.f_bavail * facts.f_frsize
         if free < needed:
-            raise StorageError(
-                "train.mb-free-checkpoint",
-                f"{self.folder} has {free / 1e6:.1f} MB free, a checkpoint needs {needed / 1e6:.1f} MB; "
-                "nothing was spent",
-                "free space on this disk, or give another folder",
-            )
+            problem = f"{self.folder} has {free / 1e6:.1f} MB free, a checkpoint needs {needed / 1e6:.1f} MB"
+            remedy = "free space on this disk, or give another folder; nothing was spent"
+            raise StorageError("train.disk-full", problem, remedy)

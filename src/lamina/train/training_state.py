@@ -1,7 +1,4 @@
-"""`TrainingState`: everything that training changes, the moving average of the weights included.
-
-To a checkpoint and back.
-"""
+"""`TrainingState`: everything that training changes, the moving average of the weights included, and its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lamina.account.filters import PrivacyFilter
-from lamina.corpus.contribution_index import PackedTexts
+from lamina.admit.verdicts import PackedTexts
 from lamina.errors import RunError
 from lamina.train.training_checkpoint import TrainingCheckpoint, flatten, unflatten
+from lamina.validate import number
 
 if TYPE_CHECKING:
     from lamina.engine.adaptive import Adaptation
@@ -30,17 +28,15 @@ class MovingAverage:
     """average <- decay · average + (1 - decay) · weights, after every step, over every trainable tensor."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, float) or not 0.0 < decay < 1.0:
-            raise RunError("train.ema-number", f"ema is {decay!r}, must be a number in (0, 1)", "for example ema=0.999")
+        number(RunError, "train.ema-out-of-range", above=0, below=1, remedy="for example ema=0.999", ema=decay)
         self.decay = decay
         self._live = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.average = {name: p.detach().clone() for name, p in self._live.items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        torch._foreach_lerp_(  # one call for all tensors
-            list(self.average.values()), [p.detach() for p in self._live.values()], 1.0 - self.decay
-        )
+        live = [p.detach() for p in self._live.values()]
+        torch._foreach_lerp_(list(self.average.values()), live, 1.0 - self.decay)  # one call for all tensors
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -64,10 +60,10 @@ class MovingAverage:
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """The moving parts of a run.
+    """All that a step of a run changes.
 
     `segments` closed so far and `step`, the next one; `counts`, occurrences per contribution where these are
-    capped; `evaluations`, the figures on public data so far, by step; `notes`, what was out of the ordinary;
+    capped; `evaluations`, the figures on public data so far, by step; `notes`, what a reader of the outcome should know;
     `adaptation`, what the plan's rules have learned from noised gradients.
     """
 
@@ -94,24 +90,20 @@ class TrainingState:
 
     @property
     def factor(self) -> float:
-        """What the noise of the next segment is multiplied by, where it follows the budget."""
+        """What the noise of the next segment is multiplied by under an adaptive budget; 1 otherwise."""
         return 1.0 if self.adaptation is None else self.adaptation.proposed_factor
 
-    @staticmethod
-    def _adapted(adaptation: Adaptation) -> dict[str, Any]:
-        return {"plan": adaptation.declared.digest(), "state": adaptation.to_state()}
-
     def apply_given(self) -> str:
-        """After a restore: the settings that the caller gives now, unless a schedule owns them. Says which."""
+        """After a restore: apply the optimiser settings given now, unless a schedule owns them; returns what changed."""
         if self.scheduler is not None:
-            return "the learning rate and schedule of the checkpoint go on"
+            return "the learning rate and schedule of the checkpoint are used"
         changes = []
         for group, given in zip(self.optimizer.param_groups, self.given, strict=True):
             for name, value in given.items():
                 if not isinstance(value, Tensor) and group.get(name) != value:
-                    changes.append(f"{name} is {value} from here on, it was {group.get(name)}")
+                    changes.append(f"{name} changes from {group.get(name)} to {value}")
                     group[name] = value
-        return ", ".join(changes) or "what was given now is used"
+        return ", ".join(changes) or "those given now are used"
 
     def capture(self, header: Mapping[str, Any]) -> TrainingCheckpoint:
         """Weights, optimiser, scheduler, average, filters, counters; `header` says whose they are."""
@@ -127,8 +119,11 @@ class TrainingState:
             "evaluations": self.evaluations,
             "notes": self.notes,
             "filters": {name: _filter_state(f) for name, f in self.filters.items()},
-            "adaptation": None if self.adaptation is None else self._adapted(self.adaptation),
+            "adaptation": None,
         }
+        if self.adaptation is not None:
+            declared = self.adaptation.declared.digest()
+            plain["adaptation"] = {"plan": declared, "state": self.adaptation.to_state()}
         if self.scheduler is not None:
             scheduler, plain["scheduler"] = flatten("scheduler", self.scheduler.state_dict())
             tensors |= scheduler
@@ -155,18 +150,18 @@ class TrainingState:
         except (RuntimeError, ValueError, KeyError) as error:
             problem = f"the checkpoint does not fit the model or the optimiser: {str(error).splitlines()[0]}"
             remedy = "give the model and optimiser that the run was begun with, or begin a new run in another folder"
-            raise RunError("train.checkpoint-not-fit", problem, remedy) from error
+            raise RunError("train.checkpoint-not-of-model", problem, remedy) from error
         if self.ema is not None:
             self.ema.load({name[4:]: t for name, t in tensors.items() if name.startswith("ema.")})
         if "occurrences" in tensors:
             self.counts = self._counted(tensors)
         for name, state in plain["filters"].items():
-            self.filters[name] = type(self.filters[name]).from_state(state)  # type: ignore[attr-defined]
+            self.filters[name] = type(self.filters[name]).from_state(state)
         if self.adaptation is not None and plain["adaptation"] is not None:
             if plain["adaptation"]["plan"] == self.adaptation.declared.digest():
                 self.adaptation.load_state(plain["adaptation"]["state"])
             else:
-                self.notes.append("the plan is another one: what its rules had learned is forgotten")
+                self.notes.append("the plan changed: what its rules had learned is forgotten")
         self.segments, self.step = plain["segments"], plain["step"]
         self.evaluations = list(plain["evaluations"])
         self.notes[:] = [*plain["notes"], *(note for note in self.notes if note not in plain["notes"])]
@@ -183,23 +178,21 @@ class TrainingState:
         return np.array([counts[rows[one]] if one in rows else 0 for one in self.names], dtype=np.uint32)
 
     def _fits(self, plain: Mapping[str, Any], averaged: bool) -> None:
-        for name, given, kept in (
+        pairs = (
             ("a moving average", self.ema is not None, averaged),
             ("a scheduler", self.scheduler is not None, "scheduler" in plain),
-        ):
+        )
+        for name, given, kept in pairs:
             if given != kept:
-                raise RunError(
-                    "train.checkpoint-written-trainer",
-                    f"the checkpoint was written {'with' if kept else 'without'} {name}, "
-                    f"this trainer has {'one' if given else 'none'}",
-                    "go on with what the run was begun with, or begin a new run in another folder",
-                )
+                problem = f"the run was begun {'with' if kept else 'without'} {name}, the trainer has {'one' if given else 'none'}"
+                remedy = "use what the run was begun with, or begin a new run in another folder"
+                raise RunError("train.checkpoint-not-of-trainer", problem, remedy)
         allowed = {name: _filter_terms(_filter_state(f)) for name, f in self.filters.items()}
         at_first = {name: _filter_terms(state) for name, state in plain["filters"].items()}
         if allowed != at_first:
-            problem = f"filters were {at_first or 'not given'} when the run began, and are {allowed or 'not given'} now"
-            remedy = "keep them for the whole run: another one would not know what was spent before"
-            raise RunError("train.filters-run-began", problem, remedy)
+            problem = f"filters are {allowed or 'not given'}, and were {at_first or 'not given'} when the run began"
+            remedy = "keep them for the whole run: another filter would not know what was spent before"
+            raise RunError("train.filters-changed", problem, remedy)
 
 
 def _filter_terms(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,19 +214,18 @@ def _weights_and_aliases(model: nn.Module) -> tuple[dict[str, Tensor], dict[str,
         if not isinstance(value, Tensor):
             problem = f"the model's state '{name}' is a {type(value).__name__}, not a tensor"
             remedy = "checkpoints hold tensors only: register it as a buffer, or leave it out of the state"
-            raise RunError("train.model-state-not", problem, remedy)
-        place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if value.numel() and place in seen:
-            aliases[name] = seen[place]
+            raise RunError("train.model-state-not-tensor", problem, remedy)
+        memory = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() and memory in seen:
+            aliases[name] = seen[memory]
         else:
-            seen[place] = name
+            seen[memory] = name
             tensors[f"model.{name}"] = value
     return tensors, aliases
 
 
 def _filter_state(filter_: PrivacyFilter) -> dict[str, Any]:
     if not hasattr(filter_, "to_state"):
-        problem = f"the filter is a {type(filter_).__name__}, which cannot be kept in a checkpoint"
-        raise RunError("train.filter-not-kept", problem, "use lamina.account.GaussianFilter or RenyiFilter")
-    state: dict[str, Any] = filter_.to_state()
-    return state
+        problem = f"the filter is a {type(filter_).__name__}, which a checkpoint cannot hold"
+        raise RunError("train.filter-without-state", problem, "use lamina.account.GaussianFilter or RenyiFilter")
+    return dict(filter_.to_state())

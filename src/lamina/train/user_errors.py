@@ -1,4 +1,4 @@
-"""Errors in the user's own code, told by file and line; the text of an error on private data is withheld."""
+"""Reports errors in the user's own code by file and line; withholds the text of an error on private data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +16,8 @@ from torch import nn
 from lamina.errors import LaminaError, RunError
 
 _SITE_PACKAGES = sysconfig.get_path("purelib")
-_NOT_USER_CODE = (
-    str(Path(__file__).parents[1]),
-    str(Path(str(torch.__file__)).parent),
-    f"{_SITE_PACKAGES}/typer",
-    "<frozen ",
-)
+_LAMINA, _TORCH = str(Path(__file__).parents[1]), str(Path(str(torch.__file__)).parent)
+_NOT_USER_CODE = (_LAMINA, _TORCH, f"{_SITE_PACKAGES}/typer", "<frozen ")
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -49,7 +45,7 @@ def raising_line(error: BaseException) -> str:
 
 @contextmanager
 def user_code(what: str, remedy: str) -> Iterator[None]:
-    """Whatever the user's code raises inside becomes a refusal that names its line; ours passes as it is.
+    """Turn what the user's code raises inside into a LaminaError that names its line; ours passes as it is.
 
     Only for code that has not seen private data: the text of the error is repeated.
     """
@@ -59,12 +55,12 @@ def user_code(what: str, remedy: str) -> Iterator[None]:
         raise
     except Exception as error:
         where = user_line(error)
-        told = f"{what}: {type(error).__name__}: {first_lines(error)}"
-        raise LaminaError("train.user-code", f"{told} (at {where})" if where else told, remedy) from error
+        problem = f"{what}: {type(error).__name__}: {first_lines(error)}"
+        raise LaminaError("train.user-code-failed", f"{problem} (at {where})" if where else problem, remedy) from error
 
 
 class WithheldError(RunError):
-    """An error while a step worked on private examples: its line is told, its text is not.
+    """An error while a step worked on private examples: it names the line and withholds the text.
 
     Texts like "mat1 and mat2 shapes cannot be multiplied (17x4 and 5x3)" hold the size of the batch, others a value.
     `original` is the error itself, for a screen inside.
@@ -80,14 +76,11 @@ def withhold_text(error: Exception, model: nn.Module) -> WithheldError:
     remedy = "correct the line, then go on with the same folder; inside=True (--inside) shows the text on a terminal"
     if isinstance(error, LaminaError) and error.remedy:
         remedy = f"{error.remedy}; then go on with the same folder"
-    told = WithheldError(
-        "train.text-withheld-because",
-        " ".join([f"training stopped with {type(error).__name__}", *filter(None, parts)])
-        + "; its text is withheld, because it may hold sizes or values of a private batch",
-        remedy,
-    )
-    told.original = error
-    return told.with_traceback(error.__traceback__)
+    what = " ".join([f"training stopped with {type(error).__name__}", *filter(None, parts)])
+    problem = f"{what}; its text is withheld, because it may hold sizes or values of a private batch"
+    withheld = WithheldError("train.error-text-withheld", problem, remedy)
+    withheld.original = error
+    return withheld.with_traceback(error.__traceback__)
 
 
 def failing_layer(error: BaseException, model: nn.Module) -> str | None:
@@ -97,7 +90,7 @@ def failing_layer(error: BaseException, model: nn.Module) -> str | None:
 
 
 def failing_layer_and_input(error: BaseException, model: nn.Module) -> str | None:
-    """The same with its kind and what it was given. For input that is not private."""
+    """The failing layer with its kind and the shapes of its input. For input that is not private."""
     found = _innermost_module_call(error)
     name = failing_layer(error, model)
     if found is None or not name:
@@ -119,24 +112,17 @@ def _innermost_module_call(error: BaseException) -> tuple[nn.Module, tuple[Any, 
 
 
 def first_lines(error: BaseException, most: int = 3) -> str:
-    """The text of an error; torch appends pages to some of them."""
+    """The first lines of an error's text; torch appends pages to some."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return " ".join(line.strip() for line in lines[:most]) or "no message"
 
 
 @contextmanager
 def hide_warning_texts(say: Callable[[str], None], *, inside: bool) -> Iterator[None]:
-    """Warnings name sizes of batches: only their kind and line are told, once each, unless the screen is inside."""
+    """Show kind and line of a warning, once each; its text may hold the size of a batch and is shown only `inside`."""
     seen = set()
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
         if (category, filename, lineno) not in seen:
             seen.add((category, filename, lineno))
             text = str(message) if inside else "text withheld: it may hold sizes of a private batch"
