@@ -28,7 +28,7 @@ class NodeSensitivity:
     """What is known of a node's value when one patient's input is exchanged for another.
 
     tight       Δ with local constants: an expectation, no bound
-    worst       Δ that is not exceeded
+    worst       Δ that is not exceeded, up to the error of spectral norms
     printed     Δ as the LSAB document prints its recursion
     size        norm that the value of one patient does not exceed
     everywhere  whether `worst` is a Lipschitz constant times Δ₀ on the whole space; if not, it holds for inputs
@@ -393,8 +393,8 @@ class LayerSensitivity:
     tight       by local constants E|f'(Z)| on the profile, norms as fixed affine maps, a+b at a sum.
                 NOT a sensitivity bound: an expectation is no Lipschitz constant, and inputs exist that move the
                 layer further. It may shape thresholds C; clipping to C is what makes a step private
-    worst       by global suprema (eq. 6), spectral norms within 1 % (lamina.sensitivity.gains): no two inputs within the
-                radius move the output further apart
+    worst       by global suprema (eq. 6): no two inputs within the radius move the output further apart, up to the
+                error of the spectral norms (typically within 1 %, not proven: lamina.sensitivity.gains)
     printed     by eqs. 8, 10, 11 with γ forced into (0, 1], 13 as √(a²+b²), and 20, as the LSAB document has them;
                 neither an expectation nor a bound, for comparison only
     everywhere  whether `worst`/Δ₀ is a Lipschitz constant on the whole space, or only within the radius
@@ -470,7 +470,7 @@ class SensitivityBounds:
                 "",
                 "tight:   local constants on the profile; an expectation, not a sensitivity bound: it may shape C,",
                 "         and clipping to C is what makes a step private",
-                "worst:   global suprema, spectral norms within 1 %: no exchange of one input moves the layer further",
+                "worst:   global suprema; no exchange of one input moves the layer further (spectral norms: within 1 %, not proven)",
                 "printed: the recursion of the LSAB document as printed, for comparison only",
             ]
         )
