@@ -308,7 +308,11 @@ def test_what_another_key_signed_is_replaced_by_force_only(folder: Path) -> None
 
 @pytest.mark.parametrize(
     ("change", "state"),
-    [(_damaged, SigningState.OTHER_KEY), (_no_descriptor, SigningState.OTHER_KEY), (_no_attestation, SigningState.SIGNED)],
+    [
+        (_damaged, SigningState.OTHER_KEY),
+        (_no_descriptor, SigningState.OTHER_KEY),
+        (_no_attestation, SigningState.SIGNED),
+    ],
 )
 def test_what_is_left_of_another_key(
     folder: Path, change: Callable[[Path], dict[str, Any]], state: SigningState

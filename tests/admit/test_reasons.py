@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from memory_register import MemoryRegister
 
 from lamina.admit.attestation import MAX_ATTESTATION, MAX_DESCRIPTOR, attest
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.gate import AdmissionGate
 from lamina.admit.keys import PrivateKey
-from lamina.admit.verdicts import MemoryRegister, Reason, RegisterEntry, RegisterStatus
+from lamina.admit.verdicts import Reason, RegisterEntry, RegisterStatus
 
 Case = Callable[[Any], Contribution | list[Contribution] | tuple[AdmissionGate, list[Contribution]]]
 CASES: dict[Reason, list[Case]] = {}

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from memory_register import MemoryRegister
 
 from lamina.admit.verdicts import (
     ContributionRefused,
     EntryContext,
-    MemoryRegister,
     Reason,
     RefusedRows,
     RegisterEntry,

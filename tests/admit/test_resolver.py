@@ -15,10 +15,10 @@ from refusals import raises_code
 from torch import nn
 
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
-from lamina.admit.attestation import MAX_MICRO
-from lamina.admit.checks import preset
-from lamina.admit.resolver import MAX_DISTINCT_BOUNDS, check_bound, resolve
-from lamina.admit.verdicts import Bound, BoundColumns, Reason
+from lamina.admit.attestation import MAX_MICRO, Descriptor
+from lamina.admit.checks import PolicyChecks, floors_hash, preset
+from lamina.admit.resolver import MAX_DISTINCT_BOUNDS, resolve
+from lamina.admit.verdicts import Bound, BoundColumns, ContributionRefused, Reason
 from lamina.allocate.make_plan import make_plan
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
@@ -60,20 +60,28 @@ def bound(c: float, z: float) -> Bound:
 # ------------------------------------------------------------------------------------------- by the policy alone
 
 
+def refusal(under: Policy, descriptor: Descriptor) -> Reason | None:
+    try:
+        PolicyChecks(under).check(replace(descriptor, policy=floors_hash(under), profile=None))
+    except ContributionRefused as refused:
+        return refused.reason
+    return None
+
+
 def test_a_bound_is_held_against_its_class(desk: Any) -> None:
     under = desk.policy
     c, z = preset(under, "clinical")
     make = desk.descriptor
-    assert check_bound(under, make(b"x")) is None
-    assert check_bound(under, make(b"x", clip_norm=c, noise_multiplier=z)) is None
-    assert check_bound(under, make(b"x", clip_norm=1, noise_multiplier=MAX_MICRO)) is None
-    assert check_bound(under, make(b"x", clip_norm=c + 1)) is Reason.CLIP_ABOVE_CLASS
-    assert check_bound(under, make(b"x", noise_multiplier=z - 1)) is Reason.NOISE_BELOW_CLASS
-    assert check_bound(under, make(b"x", admissibility="other")) is Reason.UNKNOWN_CLASS
-    assert check_bound(under, make(b"x", "open")) is None
-    assert check_bound(under, make(b"x", admissibility="open")) is Reason.PUBLIC_BOUND
+    assert refusal(under, make(b"x")) is None
+    assert refusal(under, make(b"x", clip_norm=c, noise_multiplier=z)) is None
+    assert refusal(under, make(b"x", clip_norm=PolicyChecks(under).clip_floor, noise_multiplier=MAX_MICRO)) is None
+    assert refusal(under, make(b"x", clip_norm=c + 1)) is Reason.CLIP_ABOVE_CLASS
+    assert refusal(under, make(b"x", noise_multiplier=z - 1)) is Reason.NOISE_BELOW_CLASS
+    assert refusal(under, make(b"x", admissibility="other")) is Reason.UNKNOWN_CLASS
+    assert refusal(under, make(b"x", "open")) is None
+    assert refusal(under, make(b"x", admissibility="open")) is Reason.PUBLIC_BOUND
     loose = desk.policy_with(floors={}, standard={"noise_multiplier": None})
-    assert check_bound(loose, make(b"x", admissibility="standard")) is Reason.UNBOUNDED_CLASS
+    assert refusal(loose, make(b"x", admissibility="standard")) is Reason.UNBOUNDED_CLASS
 
 
 # ------------------------------------------------------------------------------------------- under a plan

@@ -135,7 +135,11 @@ def test_a_folder_that_is_exchanged_while_it_is_read(
     source = FolderContributions(tmp_path / "in")
     found = source.get("a")
     assert (found.descriptor, found.attestation) == (given.descriptor, given.attestation)
-    assert source.get("a").read_error == source.without_payload("a").read_error == (Reason.UNREADABLE, "it is not a folder")
+    assert (
+        source.get("a").read_error
+        == source.without_payload("a").read_error
+        == (Reason.UNREADABLE, "it is not a folder")
+    )
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, (1 << 20) - 4096, (1 << 20) - 1, 1 << 20, (1 << 21) + 5])

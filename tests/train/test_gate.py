@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hospital import NOW, POLICY, Hospital, net, npz, usual
+from memory_register import MemoryRegister
 from refusals import raises_code
 
 import lamina
@@ -19,7 +20,7 @@ from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.signing import SECONDS_PER_YEAR
-from lamina.admit.verdicts import EntryContext, MemoryRegister, Reason, RefusedRows, RegisterEntry
+from lamina.admit.verdicts import EntryContext, Reason, RefusedRows, RegisterEntry
 from lamina.corpus import payloads
 from lamina.corpus.payloads import PayloadChanged
 from lamina.corpus.sampler import Sampler

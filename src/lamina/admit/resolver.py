@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.attestation import Descriptor
-from lamina.admit.checks import PolicyChecks, check_class_bound
-from lamina.admit.verdicts import Bound, BoundColumns, ContributionRefused, Int64Array, Reason
+from lamina.admit.verdicts import Bound, BoundColumns, Int64Array
 from lamina.errors import AdmissionError, PlanError
 from lamina.plan.policy import Policy
 from lamina.plan.signed_bounds import occurrence_count, scale_for_signed_bound, sigma_acc, signed_epsilon
@@ -160,20 +158,6 @@ def _round_up(epsilon: float) -> float:
 Caps = int | Mapping[str, int] | None
 
 _GRID_RATIO = 1.01  # ratio of the grid that too many bounds are rounded to
-
-
-def check_bound(policy: Policy, descriptor: Descriptor) -> Reason | None:
-    """Whether a signed bound is more permissive than its class, by the policy alone; None if it is not."""
-    required = PolicyChecks(policy).classes.get(descriptor.admissibility)
-    if required is None:
-        return Reason.UNKNOWN_CLASS
-    if required.public:
-        return Reason.PUBLIC_BOUND if descriptor.clip_norm or descriptor.noise_multiplier else None
-    try:
-        check_class_bound(required, descriptor)
-    except ContributionRefused as refused:
-        return refused.reason
-    return None
 
 
 def resolve(bounds: Sequence[Bound], policy: Policy, plan: StepPlan, *, max_occurrences: Caps = None) -> Resolution:
