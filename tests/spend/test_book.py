@@ -157,9 +157,9 @@ def test_other_charges_under_a_booked_nonce_are_refused(book: SpendLedger) -> No
     pay(book, FIRST, 0, owed(10))
     before = contents(book)
     for other in (owed(11), owed(10, sigma=9.0), owed(10, cls="else"), owed(10, delta=1e-6)):
-        with raises_code("spend.segment-generation-run"):
+        with raises_code("spend.charged-differently"):
             pay(book, FIRST, 0, other)
-    with raises_code("spend.segment-generation-run"):
+    with raises_code("spend.charged-differently"):
         pay(book, FIRST, 0)
     assert contents(book) == before
 
@@ -194,9 +194,9 @@ def test_nothing_is_booked_if_one_of_the_classes_is_over(book: SpendLedger) -> N
     hold(book, FIRST, owed(1, cls="b"))
     before = contents(book)
     for charges in ((fine, over), (over, fine)):
-        with raises_code("spend.give-up-run"):
+        with raises_code("spend.budget-exceeded"):
             book.reserve(SECOND, charges=charges, bounds=bounds)
-        with raises_code("spend.give-up-run"):
+        with raises_code("spend.budget-exceeded"):
             book.charge(SECOND, segment=0, generation=0, nonce=b"n" * 16, charges=charges, bounds=bounds)
     assert contents(book) == before
 
@@ -232,9 +232,9 @@ def test_another_delta_or_accountant_is_priced_anew(book: SpendLedger) -> None:
     hold(book, FIRST, owed(99), bound=bound)
     assert pay(book, FIRST, 0, owed(10), bound=bound)
     assert exact((10, 99), delta=1e-9) > bound
-    with raises_code("spend.give-up-run"):
+    with raises_code("spend.budget-exceeded"):
         pay(book, FIRST, 1, owed(10, delta=1e-9), bound=bound)
-    with raises_code("spend.give-up-run"):
+    with raises_code("spend.budget-exceeded"):
         pay(book, FIRST, 1, owed(10, accountant="zcdp"), bound=bound)
     assert pay(book, FIRST, 1, owed(10), bound=bound)
 
@@ -245,7 +245,7 @@ def test_a_run_is_stopped_when_one_with_a_looser_bound_has_passed_its_own(book: 
     pay(book, FIRST, 0, owed(10), bound=strict)
     for loose in (strict * 3, None):
         hold(book, SECOND, owed(80), bound=loose)
-        with raises_code("spend.give-up-run"):
+        with raises_code("spend.budget-exceeded"):
             pay(book, FIRST, 1, owed(10), bound=strict)
         assert pay(book, SECOND, 0, owed(1), bound=loose)
     book.finish(SECOND)
@@ -458,8 +458,8 @@ def test_a_refusal_names_a_signed_bound_and_leaves_it_as_it_is(book: SpendLedger
     with pytest.raises(BudgetExceeded) as refused:
         book.reserve(SECOND, charges=[owed(100), owed(100, sigma=20.0, cls=name)], bounds={name: bound})
     told = str(refused.value)
-    assert told.startswith(f"signed bound 'c=1,z=1' of class 'clinical' of corpus 'o' is bound to ε ≤ {bound:.6g}")
-    assert "leave out those who signed it, for whom this is final" in told
+    assert told.startswith(f"signed bound 'c=1,z=1' of class 'clinical' of corpus 'o' has a bound of ε ≤ {bound:.6g}")
+    assert "leave out those who signed this bound" in told
     assert "a new bound in the policy" not in told
     most = owed(100, sigma=20.0, cls=name)
     assert book.fits(SECOND, charge=most, bound=bound) == 50
@@ -518,7 +518,7 @@ def test_extreme_charges_have_a_price(book: SpendLedger, name: str, sigma: float
     found = book.total("clinical", delta=DELTA, accountant=name)
     assert found.spent >= 0
     if math.isinf(found.spent):
-        with raises_code("spend.give-up-run"):
+        with raises_code("spend.budget-exceeded"):
             pay(book, THIRD, 0, charge, bound=1e6)
     else:
         assert pay(book, THIRD, 0, charge, bound=math.inf)
@@ -549,7 +549,7 @@ def test_an_account_that_no_leaf_can_name_is_refused(book: SpendLedger, name: st
         lambda: pay(book, FIRST, 0, owed(1), owed(1, cls=name)),
         lambda: book.fits(FIRST, charge=owed(1, cls=name), bound=1.0),
     ):
-        with raises_code("spend.ledger-no-account", "spend.names-no-account"):
+        with raises_code("spend.account-name-invalid", "spend.account-name-invalid"):
             attempt()
     assert contents(book) == before
 
@@ -616,7 +616,7 @@ def test_a_bound_without_meaning_is_refused(book: SpendLedger, bound: Any) -> No
         lambda: pay(book, FIRST, 0, owed(1), bound=bound),
         lambda: book.fits(FIRST, charge=owed(1), bound=bound),
     ):
-        with raises_code("spend.bound-class"):
+        with raises_code("spend.bound-negative"):
             attempt()
 
 

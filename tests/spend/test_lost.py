@@ -56,7 +56,7 @@ def test_a_run_that_went_on_meanwhile_is_told(where: str) -> None:
         run.book.reserve(FIRST, charges=[], bounds={}, plan=run.plan)
         assert run.charge(0)
         run.book.abandon_run(FIRST)
-        with raises_code("spend.leaf-records-given"):
+        with raises_code("spend.recorded-as-abandoned"):
             run.record(0)
         assert run.record(0, outcome=SegmentOutcome.ABANDONED) == 1
         assert run.charge(0, 1)
@@ -71,7 +71,7 @@ def test_what_the_ledger_does_not_know_it_does_not_say(where: str, missing: str)
         if missing != "plan":
             run.book.reserve(FIRST, charges=[], bounds={}, plan=run.plan)
         assert run.charge(0, **({"begun": None} if missing == "begun" else {}))
-        with raises_code("spend.ledger-not-know"):
+        with raises_code("spend.attempt-unknown"):
             run.book.abandon_run(FIRST)
         assert epochs(ledger) == []
         run.record(0)

@@ -122,7 +122,7 @@ def test_a_disk_that_fills_up_within_a_booking_books_nothing(place: Path, what: 
         "charge": lambda: pay(book, 99, charges=much),
         "record": lambda: run.record(0),
     }
-    with raises_code("store.no-space-left"):
+    with raises_code("store.disk-full"):
         bookings[what]()
     assert contents(book) == before
     db.pragma("max_page_count", 1_000_000)
@@ -156,7 +156,7 @@ def test_a_ledger_held_for_too_long_is_a_clear_refusal(path: Path) -> None:
     with Ledger(SqliteStore(path, patience=0.05), KEY) as ledger, open_book(path).ledger as other:
         book = SpendLedger(ledger)
         with other.store.write():
-            with raises_code("store.another-process-holds"):
+            with raises_code("store.busy"):
                 pay(book, 99)
             assert steps_of(book) == 400  # readers are not in the way of one who writes
         assert book.next_generation(FIRST, 99) == 0
@@ -217,7 +217,7 @@ def test_a_hold_that_cannot_be_read_is_told_and_never_counted_as_nothing(place: 
         lambda: book.reserve(FIRST, charges=[CHARGE], bounds={}),
         lambda: book.accounts(),
     ):
-        with raises_code("spend.run-holds-ledger"):
+        with raises_code("spend.row-unreadable"):
             use()
 
 

@@ -52,7 +52,7 @@ def test_the_preset_of_a_class_is_kept_under_looser_bounds_and_none(bounds: dict
             lambda: book.reserve(FIRST, **given),
             lambda: book.charge(FIRST, segment=0, generation=0, nonce=b"n" * 16, **given),
         ):
-            with raises_code("spend.give-up-run"):
+            with raises_code("spend.budget-exceeded"):
                 booking()
             assert contents(book) == before
         assert book.fits(FIRST, charge=owed(500), bound=bounds.get("clinical", math.inf)) == 100
@@ -69,7 +69,7 @@ def test_a_stricter_bound_than_the_preset_is_kept_too() -> None:
     with passing_book(promised=ONE) as book:
         strict = exact((10, 50)) * (1 + 1e-9)
         assert book.fits(FIRST, charge=owed(500), bound=strict) == 50
-        with raises_code("spend.give-up-run"):
+        with raises_code("spend.budget-exceeded"):
             hold(book, FIRST, owed(51), bound=strict)
         hold(book, FIRST, owed(50), bound=strict)
 
@@ -78,19 +78,19 @@ def test_the_promise_is_at_the_ledgers_own_terms() -> None:
     """The run is priced by another accountant and at another δ; both are asked."""
     with passing_book(promised=ONE) as book:
         loose = owed(101, delta=1e-2, accountant="zcdp")
-        with raises_code("spend.give-up-run"):
+        with raises_code("spend.budget-exceeded"):
             hold(book, FIRST, loose, bound=1e6)
         strict = owed(99, delta=1e-12, accountant="gaussian")
-        with raises_code("spend.give-up-run"):
+        with raises_code("spend.budget-exceeded"):
             hold(book, FIRST, strict, bound=exact((10, 100)))
         hold(book, FIRST, loose.times(100), bound=1e6)
 
 
 def test_a_signed_bound_is_kept_to_what_was_signed(book: SpendLedger) -> None:
     for bound in (None, math.inf, 50.0):
-        with raises_code("spend.give-up-run"):
+        with raises_code("spend.budget-exceeded"):
             hold(book, FIRST, owed(101, sigma=20.0, cls=SIGNED), bound=bound)
-        with raises_code("spend.give-up-run"):
+        with raises_code("spend.budget-exceeded"):
             pay(book, FIRST, 0, owed(101, sigma=20.0, cls=SIGNED), bound=bound)
     most = book.fits(FIRST, charge=owed(500, sigma=20.0, cls=SIGNED), bound=50.0)
     assert most == 100
@@ -102,7 +102,7 @@ def test_what_a_class_is_promised_does_not_bind_who_signed() -> None:
     with passing_book(promised=ONE) as book:
         loose = "clinical@c=0.5,z=0.5"
         hold(book, FIRST, owed(399, cls=loose), owed(100))
-        with raises_code("spend.give-up-run"):
+        with raises_code("spend.budget-exceeded"):
             hold(book, FIRST, owed(401, cls=loose))
 
 
@@ -218,7 +218,7 @@ def test_a_server_keeps_the_same_promises(server: Any) -> None:
     with open_book(server.url("promises"), promised=ONE).ledger as ledger:
         book = SpendLedger(ledger)
         hold(book, FIRST, owed(60), owed(10, sigma=20.0, cls=SIGNED), label="ward 7")
-        with raises_code("spend.give-up-run"):
+        with raises_code("spend.budget-exceeded"):
             pay(book, SECOND, 0, owed(41))
         assert pay(book, SECOND, 0, owed(40))
         assert not pay(book, SECOND, 0, owed(40), nonce=b"x" * 16)

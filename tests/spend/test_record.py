@@ -360,12 +360,12 @@ def test_another_nonce_is_somebody_elses(book: SpendLedger) -> None:
     run = Attempts(book)
     assert run.charge(0)
     before = contents(book)
-    with raises_code("spend.segment-generation-run-ended"):
+    with raises_code("spend.never-charged"):
         run.record(0, nonce=b"x" * 16)
     assert contents(book) == before
     run.record(0)
     before = contents(book)
-    with raises_code("spend.leaf-records-generation"):
+    with raises_code("spend.recorded-by-other-run"):
         run.record(0, nonce=b"x" * 16)
     assert contents(book) == before
     assert not run.charge(0, nonce=b"x" * 16)  # a copy of the run is told so, also by a leaf
@@ -396,7 +396,7 @@ def test_an_attempt_is_recorded_under_the_plan_that_it_was_charged_under(book: S
     run = Attempts(book)
     assert run.charge(0)
     before = contents(book)
-    with raises_code("spend.segment-run-charged"):
+    with raises_code("spend.plan-differs"):
         replace(run, plan=plan(sigma=8.0)).record(0)
     assert contents(book) == before
     run.record(0)
@@ -408,7 +408,7 @@ def test_a_signed_bound_without_its_scale_is_recorded_as_soon_as_that_is_known(b
     run = Attempts(book, accounts=(signed(STRICT, 0.5),))
     assert run.charge(0, scales={}, already=True)
     before = contents(book)
-    with raises_code("spend.scale-account-trained"):
+    with raises_code("spend.scale-unknown"):
         replace(run, accounts=()).record(0)
     assert contents(book) == before
     run.record(0)
@@ -418,9 +418,9 @@ def test_a_signed_bound_without_its_scale_is_recorded_as_soon_as_that_is_known(b
 def test_more_accounts_than_a_leaf_holds_are_refused_before_anything_is_charged(book: SpendLedger) -> None:
     names = ["clinical", *(f"clinical@c=1,z={number}" for number in range(1, 1025))]
     due = [owed(1, cls=name, sigma=1e6) for name in names]
-    with raises_code("spend.run-classes-signed"):
+    with raises_code("spend.too-many-accounts"):
         hold(book, FIRST, *due)
-    with raises_code("spend.run-classes-signed"):
+    with raises_code("spend.too-many-accounts"):
         Attempts(book).charge(0, due=due)
     assert Attempts(book).charge(0, due=due[:-1], scales=dict.fromkeys(names[1:], 0.5), already=True)
     Attempts(book).record(0)

@@ -1,10 +1,8 @@
-"""Accounts of a ledger: classes and signed bounds, what epochs recorded for them.
-
-And their totals over all runs.
-"""
+"""Accounts of a ledger (classes and signed bounds), what epochs recorded for them, and their totals over all runs."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import shlex
@@ -12,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from lamina.account.accountants import pooled_epsilon
-from lamina.account.schedule import EventCounts, EventKey
+from lamina import validate
+from lamina.account.schedule import EventKey
 from lamina.errors import BudgetExceeded, RunError
 from lamina.ledger import records
 from lamina.ledger.governance_records import Header
@@ -22,7 +20,7 @@ from lamina.ledger.spending import Bound, Spending, steps_by_kind
 from lamina.ledger.store.interface import StoreReader
 from lamina.plan.step_plan import StepPlan
 
-BOUND_SEPARATOR = "@"  # of a name: CLASS@BOUND; no class of a policy has it in its own
+BOUND_SEPARATOR = "@"  # in CLASS@BOUND; no class name contains it
 _MICRO = 1_000_000
 _NUMBER = r"((?:0|[1-9][0-9]*)(?:\.[0-9]{0,5}[1-9])?)"
 _BOUND_TEXT = re.compile(f"c={_NUMBER},z={_NUMBER}", re.ASCII)
@@ -30,11 +28,11 @@ _BOUND_TEXT = re.compile(f"c={_NUMBER},z={_NUMBER}", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SignedAccount:
-    """Contributions of class `cls` that signed one and the same bound.
+    """The account of all contributions of class `cls` that signed the same bound.
 
-    name     CLASS@c=…,z=…, the bound that was signed, the same in every run; the ledger adds up under it
-    scale    in (0, 1]: of the class's thresholds, in this run; `plan.epsilon(cls, scale=scale)` is what they lose
-    epsilon  the most that they may lose over all runs: ε(z) at the δ of the class
+    name     CLASS@c=…,z=…, the signed bound; the same in every run
+    scale    in (0, 1]: factor of the class's clip norms in this run; `plan.epsilon(cls, scale=scale)` is their loss
+    epsilon  their largest loss over all runs: ε(z) at the δ of the class
     """
 
     name: str
@@ -45,29 +43,20 @@ class SignedAccount:
     def __post_init__(self) -> None:
         label = self.name.removeprefix(f"{self.cls}{BOUND_SEPARATOR}")
         if label == self.name or not _BOUND_TEXT.fullmatch(label) or 0 in account_bound(self.name):
-            raise RunError(
-                "spend.account-class-not",
-                f"account {self.name!r} of class {self.cls!r} does not name its class and what was signed",
-                f"name it '{self.cls}{BOUND_SEPARATOR}' and the bound: '{self.cls}{BOUND_SEPARATOR}c=0.5,z=2.25'",
-            )
-        object.__setattr__(self, "scale", _checked_number(self, "scale", 1.0))
-        object.__setattr__(self, "epsilon", _checked_number(self, "epsilon", math.inf))
+            raise _invalid_name(self.name, self.cls)
+        remedy = "resolve the signed bound against the plan: lamina.plan.signed_bounds.scale_for"
+        check = functools.partial(validate.number, RunError, "spend.account-out-of-range", above=0, remedy=remedy)
+        object.__setattr__(self, "scale", check(most=1, scale=self.scale))
+        object.__setattr__(self, "epsilon", check(epsilon=self.epsilon))
 
 
-def _checked_number(account: SignedAccount, what: str, most: float) -> float:
-    value = getattr(account, what)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= most or math.isinf(value):
-        raise RunError(
-            "spend.account-finite",
-            f"{what} of account {account.name!r} is {value!r}, must be finite and in (0, {most:g}]",
-            "resolve the signed bound against the plan: lamina.plan.signed_bounds.scale_for",
-        )
-    return float(value)
+def _invalid_name(name: str, cls: str) -> RunError:
+    remedy = f"name a class, {cls[:64]!r}, or a class and its signed bound, '{cls[:64]}{BOUND_SEPARATOR}c=0.5,z=2.25'"
+    return RunError("spend.account-name-invalid", f"{name[:80]!r} is no name of an account", remedy)
 
 
 def account_name(bound: Bound) -> str:
-    """What an account of the ledger is called: its class, or class and signed bound.
+    """The name of an account: its class, or class and signed bound.
 
     >>> account_name(("clinical", 500_000, 2_250_000)), account_name(("clinical", 0, 0))
     ('clinical@c=0.5,z=2.25', 'clinical')
@@ -77,21 +66,17 @@ def account_name(bound: Bound) -> str:
 
 
 def account_bound(name: str) -> Bound:
-    """The account of the ledger that has this name.
+    """The account with this name; the inverse of `account_name`.
 
     >>> account_bound("clinical@c=0.5,z=2.25"), account_bound("clinical")
     (('clinical', 500000, 2250000), ('clinical', 0, 0))
     """
-    cls, mark, label = name.partition(BOUND_SEPARATOR)
-    if not mark:
+    cls, separator, label = name.partition(BOUND_SEPARATOR)
+    if not separator:
         return cls, 0, 0
     found = _BOUND_TEXT.fullmatch(label)
     if found is None:
-        raise RunError(
-            "spend.names-no-account",
-            f"{name!r} names no account",
-            f"write '{cls}', or '{cls}{BOUND_SEPARATOR}c=0.5,z=2.25'",
-        )
+        raise _invalid_name(name, cls)
     clip, noise = (int(Decimal(part) * _MICRO) for part in found.groups())
     return cls, clip, noise
 
@@ -102,46 +87,32 @@ def _micro_decimal(micro: int) -> str:
 
 
 def is_bound(name: str) -> bool:
-    """Whether what is booked under this name is a signed bound, and not a whole class."""
+    """Whether the account is a signed bound, and not a whole class."""
     return BOUND_SEPARATOR in name
 
 
 def describe_account(name: str) -> str:
-    """A class or a signed bound, in words."""
-    cls, mark, label = name.partition(BOUND_SEPARATOR)
-    return f"signed bound {label!r} of class {cls!r}" if mark else f"class {cls!r}"
+    """The account in words, for messages."""
+    cls, _, label = name.partition(BOUND_SEPARATOR)
+    return f"signed bound {label!r} of class {cls!r}" if label else f"class {cls!r}"
 
 
 def check_accounts(plan: StepPlan, accounts: Sequence[SignedAccount]) -> tuple[SignedAccount, ...]:
-    """Accounts of private classes of the plan, each once."""
+    """The accounts, if each is of a private class of the plan and given once."""
     private, seen = {entry.name for entry in plan.classes if not entry.public}, set()
     for each in accounts:
-        if not isinstance(each, SignedAccount):
-            raise RunError(
-                "spend.account", f"an account is a {type(each).__name__}", "give lamina.spend.accounts.SignedAccount(…)"
-            )
         if each.cls not in private:
-            raise RunError(
-                "spend.account-class-public",
-                f"account {each.name!r} is of class {each.cls!r}, which is public or not in the plan",
-                "leave it out",
-            )
-        if each.name in seen or each.name in {entry.name for entry in plan.classes}:
-            raise RunError(
-                "spend.account-given-twice",
-                f"account {each.name!r} is given twice, or is a class",
-                "give every bound once",
-            )
+            problem = f"account {each.name!r} is of class {each.cls!r}, which is public or not in the plan"
+            raise RunError("spend.account-class-not-private", problem, "leave it out")
+        if each.name in seen:
+            raise RunError("spend.account-twice", f"account {each.name!r} is given twice", "give every bound once")
         seen.add(each.name)
     return tuple(accounts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpend:
-    """What one run took from one account.
-
-    `steps` were charged, `redone` of them for segments that were charged again; `reserved` may still come.
-    """
+    """Steps that one run charged to one account, `redone` of them for repeated segments, and steps it reserved."""
 
     run: str
     label: str
@@ -153,7 +124,6 @@ class RunSpend:
 
     @property
     def name(self) -> str:
-        """What people call it: its label, or the beginning of its id."""
         return run_name(self.run, self.label)
 
 
@@ -170,65 +140,43 @@ def run_name(run: str, label: str = "") -> str:
     return f"{label!r} ({run[:8]})" if label else run[:8]
 
 
-def account_total(
-    charged: EventCounts, committed: EventCounts, runs: tuple[RunSpend, ...], *, delta: float, name: str
-) -> AccountTotal:
-    """Both figures. What was charged is part of what is committed, so the larger price bounds it too."""
-    most = pooled_epsilon(committed, delta=delta, name=name)
-    return AccountTotal(spent=min(most, pooled_epsilon(charged, delta=delta, name=name)), committed=most, runs=runs)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccountBudget:
-    """Under what a charge is booked: at most `bound` at `delta`, priced by `accountant`; inf is no bound."""
+    """ε ≤ `bound` at `delta`, computed by `accountant`; inf is no bound."""
 
     bound: float
     delta: float
     accountant: str
 
     def within(self, other: AccountBudget) -> bool:
-        """Whether what holds these terms holds the others."""
+        """Whether whatever keeps to this budget keeps to the other."""
         return (self.delta, self.accountant) == (other.delta, other.accountant) and self.bound <= other.bound
 
 
 def budget_exceeded(
-    *,
-    book: str,
-    origin: str,
-    cls: str,
-    terms: AccountBudget,
-    now: AccountTotal,
-    run: str,
-    label: str,
-    asked: int,
+    *, path: str, origin: str, account: str, budget: AccountBudget, now: AccountTotal, run: str, label: str, asked: int,
     epsilon: float,
-) -> BudgetExceeded:
-    """Why a booking was refused: the bound, who spent and reserved what, what was asked, and the ways out."""
+) -> BudgetExceeded:  # fmt: skip
+    """The refusal of a charge: the bound, who spent and reserved what, what was asked, and the remedies."""
     label = label or next((each.label for each in now.runs if each.run == run), "")
     problem = (
-        f"{describe_account(cls)} of corpus {origin!r} is bound to ε ≤ {terms.bound:.6g} at δ = {terms.delta:g} over all "
-        f"runs; ε {_epsilon_rounded_up(now.spent)} is spent, {_epsilon_rounded_up(now.committed)} with what is "
-        f"reserved{_largest_holders(now.runs, run)}; "
-        f"run {run_name(run, label)} asks for {_steps_text(asked)}, which would make it {_epsilon_rounded_up(epsilon)} "
-        f"(accountant {terms.accountant})"
+        f"{describe_account(account)} of corpus {origin!r} has a bound of ε ≤ {budget.bound:.6g} at δ = {budget.delta:g} "
+        f"over all runs; ε {_epsilon_rounded_up(now.spent)} is spent, {_epsilon_rounded_up(now.committed)} with what is "
+        f"reserved{_largest_holders(now.runs, run)}; run {run_name(run, label)} asks for {_steps_text(asked)}, which "
+        f"would make it {_epsilon_rounded_up(epsilon)} (accountant {budget.accountant})"
     )
-    holding = [each.run[:8] for each in now.runs if each.reserved and each.run != run]
-    release = f"lamina spend {shlex.quote(book)} --release {holding[0]}" if holding else ""
-    return BudgetExceeded(
-        "spend.give-up-run",
-        problem,
-        (f"give up a run that holds a reservation ({release}), or " if holding else "")
-        + "plan with a smaller epsilon or fewer steps; "
-        + (
-            "or leave out those who signed it, for whom this is final"
-            if is_bound(cls)
-            else "a new bound in the policy is a decision of whoever answers for the corpus"
-        ),
+    remedy = "plan with a smaller epsilon or fewer steps; " + (
+        "or leave out those who signed this bound, for whom it is final"
+        if is_bound(account)
+        else "whoever answers for the corpus may set a new bound in the policy"
     )
+    if holding := [each.run[:8] for each in now.runs if each.reserved and each.run != run]:
+        remedy = f"release a run that holds a reservation (lamina spend {shlex.quote(path)} --release {holding[0]}), or {remedy}"
+    return BudgetExceeded("spend.budget-exceeded", problem, remedy)
 
 
 def _largest_holders(runs: Sequence[RunSpend], this: str, most: int = 5) -> str:
-    """Who spent and reserved it: the largest holders first."""
+    """The runs that spent and reserved most, for messages."""
     first = sorted(runs, key=lambda each: (-each.reserved, -each.steps, each.run))
     parts = [
         f"{'this run' if each.run == this else each.name}: {_steps_text(each.steps)} charged"
@@ -245,7 +193,7 @@ def _steps_text(count: int) -> str:
 
 
 def _epsilon_rounded_up(epsilon: float) -> str:
-    """Four digits, never printed smaller than it is."""
+    """ε with four digits, rounded up."""
     return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}" if epsilon < 1e9 else f"{epsilon:.3g}"
 
 
@@ -253,24 +201,23 @@ AttemptKey = tuple[int, int]  # segment, generation
 
 
 class RecordedSpend:
-    """Read once, and on from there: leaves do not change. `spending` is what `verify` would find."""
+    """The charges that epochs record. Each leaf is read once, since leaves do not change."""
 
     def __init__(self, header: Header) -> None:
         self._header = header
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
-        self._upto = 0
-        self.epochs = 0
+    def _reset(self) -> None:
+        self._upto = self.epochs = 0
         self.spending = Spending(self._header)
         self._runs: dict[bytes, dict[str, dict[EventKey, int]]] = {}
         self._attempts: dict[bytes, dict[AttemptKey, dict[str, int]]] = {}
         self._scales: dict[tuple[bytes, bytes], dict[str, float]] = {}
 
     def follow(self, rows: StoreReader, size: int) -> None:
-        """Up to `size` leaves, which are committed."""
-        if size < self._upto:  # another ledger was put in its place
-            self._begin()
+        """Read on to `size` leaves, which are committed."""
+        if size < self._upto:  # the ledger was replaced by a shorter one
+            self._reset()
         for _, data in rows.of_kind(KIND_NUMBERS[Epoch], self._upto, size):
             record = records.decode_leaf(data).record
             assert isinstance(record, Epoch)
@@ -292,15 +239,14 @@ class RecordedSpend:
                 steps[name] = steps.get(name, 0) + count
 
     def names(self) -> list[str]:
-        """Every account that was charged."""
         return [account_name(bound) for bound in self.spending.bounds()]
 
     def scales(self, run: bytes, plan: bytes) -> dict[str, float]:
-        """Every account that a run charged under a plan, with the scale of its thresholds."""
+        """The accounts that a run charged under a plan, each with its scale."""
         return dict(self._scales.get((run, plan), {}))
 
     def of_run(self, run: bytes, name: str) -> dict[EventKey, int]:
-        """What one run was charged for an account."""
+        """What one run charged to an account."""
         return dict(self._runs.get(run, {}).get(name, {}))
 
     def attempts(self, name: str) -> Iterator[tuple[bytes, int, int, int]]:

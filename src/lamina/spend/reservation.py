@@ -1,22 +1,20 @@
-"""Open charges and reservations of runs beside the leaves, in one transaction.
-
-Held to the bounds of their accounts.
-"""
+"""Open charges and reservations of runs, kept in the store beside the leaves, and the bounds that they must keep."""
 
 from __future__ import annotations
 
 import datetime
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 
 from lamina import cbor
 from lamina.account.accountants import pooled_epsilon
-from lamina.account.schedule import EventCounts, EventKey, rdp_order_of
+from lamina.account.schedule import EventCounts, EventKey
 from lamina.errors import EncodingError, LedgerDamaged
-from lamina.ledger.key_state import last_policy_record
 from lamina.ledger.governance_records import Header
+from lamina.ledger.key_state import last_policy_record
 from lamina.ledger.records import Segment, SegmentOutcome
 from lamina.ledger.schema import NANO, UNBOUNDED
 from lamina.ledger.spending import signed_spend
@@ -30,7 +28,7 @@ _MOST_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class OpenAttempt:
-    """What the leaf of an attempt will say, beside its charges: whoever loses the run can still have it recorded."""
+    """What the leaf of an attempt will say beside its charges, so that it can be recorded even if the run is lost."""
 
     first: int
     last: int
@@ -39,26 +37,26 @@ class OpenAttempt:
     variance: tuple[float, ...] = ()
 
     def segment(self, index: int, generation: int, nonce: bytes, outcome: SegmentOutcome) -> Segment:
-        """The attempt, once it has ended."""
+        """The attempt as an epoch records it."""
         return Segment(
-            index=index,
-            generation=generation,
-            nonce=nonce,
-            first=self.first,
-            last=self.last,
-            eligibility=self.eligibility,
-            outcome=outcome,
-            after=self.after or None,
-        )
+            index=index, generation=generation, nonce=nonce, first=self.first, last=self.last,
+            eligibility=self.eligibility, outcome=outcome, after=self.after or None,
+        )  # fmt: skip
 
     def applied(self, plan: StepPlan) -> tuple[float, ...]:
-        """The variance of each layer: the plan's, unless its rules had moved it."""
+        """The noise variance of each layer: the plan's, unless a rule moved it."""
         return self.variance or tuple(s * s for s in plan.noise)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenCharges:
-    """Charges, the scale of each signed bound among them, the digest of their plan, the place of the run's journal."""
+    """Charges of an attempt or a reservation that no leaf records yet.
+
+    scales  of the signed bounds among them
+    plan    its digest
+    begun   the attempt; None for a reservation or a whole budget
+    place   inode of the run's journal
+    """
 
     charges: tuple[Charge, ...]
     scales: Mapping[str, float] = field(default_factory=dict)
@@ -76,42 +74,33 @@ class OpenCharges:
     def decode(cls, data: bytes) -> OpenCharges:
         try:
             rows, scales, plan, begun, place = cbor.decode(data, floats=True, max_size=_MOST_BYTES)
-            charges, made = (
-                tuple(_charge_from_row(*row) for row in rows),
-                _attempt_from_row(*begun) if begun else None,
-            )
-            return cls(charges, dict(scales), plan, made, place)
+            charges = tuple(_charge_from_row(*row) for row in rows)
+            attempt = None
+            if begun:
+                first, last, eligibility, after, variance = begun
+                attempt = OpenAttempt(first, last, eligibility, after, tuple(variance))
+            return cls(charges, dict(scales), plan, attempt, place)
         except (EncodingError, TypeError, ValueError) as error:
-            raise LedgerDamaged(
-                "spend.run-holds-ledger",
-                "what a run holds of a ledger cannot be read",
-                "restore the ledger from a copy",
-            ) from error
+            raise _unreadable("the open charges of a run") from error
 
     def of(self, name: str) -> tuple[Charge, ...]:
         """The charges of one account."""
         return tuple(each for each in self.charges if each.cls == name)
 
 
-def _attempt_from_row(first: int, last: int, eligibility: int, after: int, variance: list[float]) -> OpenAttempt:
-    return OpenAttempt(first, last, eligibility, after, tuple(variance))
+def _unreadable(what: str) -> LedgerDamaged:
+    return LedgerDamaged("spend.row-unreadable", f"{what} cannot be read", "restore the ledger from a copy")
 
 
 def _charge_from_row(cls: str, sigma: float, q: float, steps: int, delta: float, accountant: str) -> Charge:
     return Charge(cls=cls, sigma=sigma, q=q, steps=steps, delta=delta, accountant=accountant)
 
 
-def event_key(charge: Charge) -> EventKey:
-    """What the price of a charge depends on. Only noise that follows its budget is priced at one order."""
-    return (charge.sigma, charge.q, rdp_order_of(charge.accountant) or 0.0)
-
-
 def add_charges(events: dict[EventKey, int], charges: Iterable[Charge]) -> dict[EventKey, int]:
     """Add charges to events, in place."""
     for each in charges:
         if each.steps:
-            found = event_key(each)
-            events[found] = events.get(found, 0) + each.steps
+            events[each.key] = events.get(each.key, 0) + each.steps
     return events
 
 
@@ -119,7 +108,7 @@ _UNIX_EPOCH = datetime.date(1970, 1, 1)
 
 
 class SpendView:
-    """What is charged and reserved. Runs are 16 bytes here, and 32 hex digits outside."""
+    """Reads what is charged and reserved. A run is 16 bytes in the store, and 32 hex digits outside."""
 
     def __init__(self, rows: StoreReader, recorded: RecordedSpend) -> None:
         self._rows = rows
@@ -139,7 +128,7 @@ class SpendView:
                 yield from ((run, segment, generation, each) for each in held.of(name))
 
     def charged(self, name: str) -> EventCounts:
-        """All that was ever charged to an account, whether a leaf says so yet or not."""
+        """All that was ever charged to an account, recorded in a leaf or not."""
         events = dict(self._recorded.spending.events(account_bound(name)))
         return add_charges(events, (each for *_, each in self._held(name, reserved=False)))
 
@@ -160,21 +149,17 @@ class SpendView:
         return add_charges(self._recorded.of_run(own, name), mine)
 
     def names(self) -> list[str]:
-        """Every account that was charged, or of which something is reserved."""
+        """Every account with a charge or reservation."""
         held = {each.cls for held in self._holds.values() for each in held.charges}
         return sorted({*self._recorded.names(), *held, *self._terms})
 
     def terms(self, name: str) -> tuple[AccountBudget, ...]:
-        """What is known of all that is charged or reserved there: its ε is at most the bound of each."""
+        """The budgets that all charges and reservations of an account are known to keep."""
         body = self._terms.get(name)
         try:
             rows = [] if body is None else cbor.decode(body, floats=True, null=True)
         except EncodingError as error:
-            raise LedgerDamaged(
-                "spend.terms-account-not",
-                f"the terms of account {name!r} cannot be read",
-                "restore the ledger from a copy",
-            ) from error
+            raise _unreadable(f"the budgets of account {name!r}") from error
         return tuple(
             AccountBudget(bound=math.inf if bound is None else bound, delta=delta, accountant=accountant)
             for bound, delta, accountant in rows
@@ -184,7 +169,7 @@ class SpendView:
         return {each.id.hex(): each.label for each in self._rows.runs()}
 
     def runs(self, name: str) -> tuple[RunSpend, ...]:
-        """Who was charged, or has reserved, something of an account; the oldest first."""
+        """The runs with charges to, or reservations of, an account; the oldest first."""
         known = {each.id: each for each in self._rows.runs()}
         taken: dict[bytes, dict[tuple[int, int], int]] = {}
         held = [(run, at, gen, each.steps) for run, at, gen, each in self._held(name, reserved=False)]
@@ -214,14 +199,14 @@ class SpendView:
 
 
 class SpendTransaction(SpendView):
-    """The same, to be changed. Thin and literal: what is allowed is decided in `SpendLedger`."""
+    """Changes what is charged and reserved. `SpendLedger` decides what is allowed."""
 
     def __init__(self, rows: StoreWriter, recorded: RecordedSpend) -> None:
         super().__init__(rows, recorded)
         self._write = rows
 
     def enter(self, run: str, label: str = "") -> None:
-        """The run is at work. One day is all that is kept of time."""
+        """Note that the run is active. Of the time only the day is kept."""
         id = bytes.fromhex(run)
         known = {each.id: each for each in self._write.runs()}.get(id)
         today = (datetime.datetime.now(datetime.UTC).date() - _UNIX_EPOCH).days
@@ -229,7 +214,7 @@ class SpendTransaction(SpendView):
         self._write.put_run(RunRow(id, label or before, today, False))
 
     def leave(self, run: str) -> None:
-        """Give back what it has reserved."""
+        """Mark the run as finished and drop its reservation."""
         id = bytes.fromhex(run)
         self.drop_reservation(run)
         for each in self._write.runs():
@@ -242,28 +227,27 @@ class SpendTransaction(SpendView):
         self._holds.pop((id, RESERVATION_SEGMENT, 0), None)
 
     def reserve(self, run: str, charges: Sequence[Charge]) -> None:
-        """In place of what it had reserved before."""
+        """Replace the reservation of the run."""
         self.drop_reservation(run)
         if charges:
             self._put(bytes.fromhex(run), RESERVATION_SEGMENT, 0, b"", OpenCharges(tuple(charges)))
 
     def charge(self, run: str, segment: int, generation: int, nonce: bytes, held: OpenCharges) -> None:
-        """Hold an attempt, and take its steps off the run's reservation, not below zero."""
+        """Charge an attempt, and take its steps off the run's reservation, not below zero."""
         id = bytes.fromhex(run)
         self._put(id, segment, generation, nonce, held)
         before = self._holds.get((id, RESERVATION_SEGMENT, 0))
         if before is None:
             return
-        taken: dict[tuple[str, float, float], int] = {}
+        taken: Counter[tuple[str, float, float]] = Counter()
         for each in held.charges:
-            taken[each.cls, each.sigma, each.q] = taken.get((each.cls, each.sigma, each.q), 0) + each.steps
+            taken[each.cls, each.sigma, each.q] += each.steps
         left = []
         for each in before.charges:
-            off = min(each.steps, taken.get((each.cls, each.sigma, each.q), 0))
-            if off:
-                taken[each.cls, each.sigma, each.q] -= off
+            off = min(each.steps, taken[each.cls, each.sigma, each.q])
+            taken[each.cls, each.sigma, each.q] -= off
             if each.steps > off:
-                left.append(replace(each, steps=each.steps - off))
+                left.append(each.times(each.steps - off))
         self.reserve(run, left)
 
     def set_terms(self, name: str, terms: Sequence[AccountBudget]) -> None:
@@ -276,12 +260,12 @@ class SpendTransaction(SpendView):
         self._holds[run, segment, generation] = held
 
 
-_CLASS_TOLERANCE = 1e-6  # relative: a class's own bound is kept in 1e-6
-_signed_spend = lru_cache(maxsize=1 << 16)(signed_spend)  # asked at every charge, for every bound
+_CLASS_TOLERANCE = 1e-6  # relative: the bound of a class is kept in 1e-6, as in ledger/verify
+_signed_spend = lru_cache(maxsize=1 << 16)(signed_spend)  # for every bound at every charge
 
 
 class BoundExceeded(Exception):
-    """Ends a transaction: an account would pass a bound."""
+    """Ends a transaction: an account would exceed its bound."""
 
     def __init__(self, cls: str, terms: AccountBudget, asked: int, epsilon: float) -> None:
         super().__init__(cls)
@@ -289,13 +273,13 @@ class BoundExceeded(Exception):
 
 
 class SpendLimits:
-    """The bounds of a ledger. Nothing is remembered here: an account knows the terms of its last admission."""
+    """Admits charges within the bounds of a ledger."""
 
     def __init__(self, header: Header) -> None:
         self._header = header
 
     def wanted(self, rows: StoreReader, name: str, *asked: AccountBudget) -> list[AccountBudget]:
-        """What is asked for, and what the ledger itself promises: the stricter of two at one δ and accountant."""
+        """The budgets to keep: those asked for and that of the ledger, without those that a stricter one implies."""
         cls, _, noise = account_bound(name)
         header, promised = self._header, noise
         if not noise:
@@ -303,29 +287,24 @@ class SpendLimits:
             promised = next(presets, 0)
         found = list(asked)
         if promised and (most := _signed_spend(promised, header.delta)) < UNBOUNDED:
-            bound = (
-                math.nextafter(most / NANO, 0.0) if noise else most / NANO * (1 + _CLASS_TOLERANCE)
-            )  # as `verify` will
+            most_epsilon = most / NANO
+            bound = math.nextafter(most_epsilon, 0.0) if noise else most_epsilon * (1 + _CLASS_TOLERANCE)
             found.append(AccountBudget(bound=bound, delta=header.delta, accountant=header.accountant))
         return [t for t in found if not any(o is not t and o.within(t) and o != t for o in found)]
 
     def admit(
-        self,
-        desk: SpendTransaction,
-        rows: StoreReader,
-        charges: Sequence[Charge],
-        bounds: Mapping[str, float],
+        self, transaction: SpendTransaction, rows: StoreReader, charges: Sequence[Charge], bounds: Mapping[str, float],
         before: Mapping[str, EventCounts],
-    ) -> None:
-        """Raise unless every account, as this transaction would leave it, is within its bounds."""
+    ) -> None:  # fmt: skip
+        """Raise BoundExceeded unless every account is within its bounds after this transaction."""
         for name, earlier in before.items():
             mine = [each for each in charges if each.cls == name]
             if not any(each.steps for each in mine):
                 continue  # nothing is asked, so nothing can be refused
-            bound, after = bounds.get(name, math.inf), desk.standing(name)
+            bound, after = bounds.get(name, math.inf), transaction.standing(name)
             kinds = sorted({(each.delta, each.accountant) for each in mine})
             asked = [AccountBudget(bound=bound, delta=delta, accountant=accountant) for delta, accountant in kinds]
-            held = desk.terms(name)
+            held = transaction.terms(name)
             grown = any(steps > earlier.get(event, 0) for event, steps in after.items())
             wanted = self.wanted(rows, name, *asked)
             for terms in wanted:
@@ -337,4 +316,4 @@ class SpendLimits:
             new = [w for w in wanted if grown or not any(h.within(w) for h in held)]
             if new:
                 kept = () if grown else (h for h in held if not any(w.within(h) for w in new))
-                desk.set_terms(name, (*new, *kept))
+                transaction.set_terms(name, (*new, *kept))
