@@ -15,8 +15,8 @@ from refusals import raises_code
 from lamina.admit.keys import PrivateKey
 from lamina.errors import LedgerError, NotVerified
 from lamina.ledger.merkle import Frontier, consistency_proof, leaf_hash, node_hash
+from lamina.ledger.schema import CLOCK_SKEW
 from lamina.ledger.signed_checkpoint import (
-    COSIGNATURE_SKEW,
     LedgerCheckpoint,
     Note,
     NoteKey,
@@ -138,9 +138,9 @@ def test_unknown_witnesses_are_passed_over_and_wrong_cosignatures_are_not() -> N
 def test_a_cosignature_from_the_future_is_not_believed() -> None:
     note = NOTE.with_signatures(signature(0))
     policy = WitnessQuorum(1, KEYS)
-    assert policy.check(note, now=TIME - COSIGNATURE_SKEW) and policy.check(note, now=TIME + 10**9)
+    assert policy.check(note, now=TIME - CLOCK_SKEW) and policy.check(note, now=TIME + 10**9)
     with raises_code("ledger.cosignature-from-future"):
-        policy.check(note, now=TIME - COSIGNATURE_SKEW - 1)
+        policy.check(note, now=TIME - CLOCK_SKEW - 1)
 
 
 def test_a_policy_is_written_as_lines_and_read_back() -> None:

@@ -1,7 +1,4 @@
-"""Admission into a ledger: contributors' keys, the membership index, batches of contributions.
-
-And the gate's register.
-"""
+"""Admission into a ledger: contributors' keys, the membership index, batches of contributions, the gate's register."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,6 +138,7 @@ def _record_key(entry: KeyEntry) -> Key:
 _LEAVES_AT_ONCE = 4096
 
 Ints = NDArray[np.int64]
+T = TypeVar("T")
 
 
 class ClassMembership:
@@ -167,7 +165,7 @@ class ClassMembership:
                     self._add(found.record.terms.cls, [found.seq], [found.record.expires])
         self.size = size
 
-    def standing(self, cls: str, now: int, withdrawn: Ints) -> int:
+    def count_members(self, cls: str, now: int, withdrawn: Ints) -> int:
         """Those of a class who are neither expired at `now` nor among the leaves that were `withdrawn`."""
         parts = self._parts.get(cls)
         if parts is None:
@@ -202,40 +200,42 @@ class MembershipIndex:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._members, self._keys = ClassMembership(), KeyState(ledger.header)
-        self._withdrawn: tuple[int, NDArray[np.int64]] = 0, np.empty(0, dtype=np.int64)
+        self._withdrawn: tuple[int, Ints] = 0, np.empty(0, dtype=np.int64)
 
     def look(self, rows: StoreReader, entries: Sequence[RegisterEntry]) -> list[RegisterStatus]:
         """What is known of each."""
-        head_of(rows)  # begins the view of PostgreSQL, so that `seqs` is a part of it
+        head_of(rows)  # begins the view of PostgreSQL, so that `find_keys` is a part of it
         names = [descriptor_key(entry.descriptor) for entry in entries]
         subjects = [None if entry.tag is None else subject_key(entry.tag) for entry in entries]
-        there = dict(self._ledger.seqs([*names, *(one for one in subjects if one is not None)]))
+        there = dict(self._ledger.find_keys([*names, *(one for one in subjects if one is not None)]))
         tokens = rows.tokens([admission_token(entry) for entry in entries])
         leaves = _read_leaves(rows, sorted({there[name] for name in names if name in there}))
-        gone = set(self._gone(rows).tolist()) if leaves else set()
+        withdrawn = set(self._withdrawn_leaves(rows).tolist()) if leaves else set()
         return [
-            _classify_entry(entry, there.get(name), leaves, gone, admission_token(entry) in tokens, subject in there)
+            _classify_entry(
+                entry, there.get(name), leaves, withdrawn, admission_token(entry) in tokens, subject in there
+            )
             for entry, name, subject in zip(entries, names, subjects, strict=True)
         ]
 
-    def standing(self, rows: StoreReader, cls: str, now: int) -> int:
+    def count_members(self, rows: StoreReader, cls: str, now: int) -> int:
         """How many of a class are neither withdrawn nor expired."""
         self._members.follow(rows, head_of(rows).size)
-        return self._members.standing(cls, now, self._gone(rows))
+        return self._members.count_members(cls, now, self._withdrawn_leaves(rows))
 
-    def room(self, rows: StoreReader, cls: str, places: int, wanted: int, now: int) -> int:
+    def free_places(self, rows: StoreReader, cls: str, places: int, wanted: int, now: int) -> int:
         """How many of those who want one find a place. Counted exactly only where that can matter."""
         self._members.follow(rows, head_of(rows).size)
         if self._members.ever_admitted[cls] + wanted <= places:
             return wanted
-        return max(0, places - self._members.standing(cls, now, self._gone(rows)))
+        return max(0, places - self._members.count_members(cls, now, self._withdrawn_leaves(rows)))
 
     def keys(self, rows: StoreReader) -> KeyState:
         """The keys of contributors and others."""
         self._keys.follow(rows, head_of(rows).size)
         return self._keys
 
-    def _gone(self, rows: StoreReader) -> NDArray[np.int64]:
+    def _withdrawn_leaves(self, rows: StoreReader) -> Ints:
         """Leaves of contributions that were withdrawn."""
         size = head_of(rows).size
         if self._withdrawn[0] != size:
@@ -245,14 +245,14 @@ class MembershipIndex:
 
 
 def _classify_entry(
-    entry: RegisterEntry, seq: int | None, leaves: dict[int, bytes], gone: set[int], token: bool, subject: bool
+    entry: RegisterEntry, seq: int | None, leaves: dict[int, bytes], withdrawn: set[int], token: bool, subject: bool
 ) -> RegisterStatus:
     data = None if seq is None else leaves.get(seq)
     if data is None or entry.descriptor not in data:  # keys are parts of digests
         if token or seq is not None:
             return RegisterStatus.REPLAYED
         return RegisterStatus.REPRESENTED if subject else RegisterStatus.NEW
-    if seq in gone:
+    if seq in withdrawn:
         return RegisterStatus.WITHDRAWN
     return RegisterStatus.SAME if entry.attestation in data else RegisterStatus.REPLAYED
 
@@ -278,75 +278,78 @@ class _AdmissionEvidence(NamedTuple):
 class AdmissionBatch:
     """Decided by what the ledger says, then written if it still says so; both may be repeated.
 
-    `lost` are the rows that may not enter, and why.
+    `refused` are the rows that may not enter, and why.
     """
 
     def __init__(
-        self, ledger: Ledger, presence: MembershipIndex, entries: Sequence[RegisterEntry], beside: EntryContext
+        self, ledger: Ledger, index: MembershipIndex, entries: Sequence[RegisterEntry], beside: EntryContext
     ) -> None:
-        self._ledger, self._presence, self._entries, self._beside = ledger, presence, entries, beside
+        self._ledger, self._index, self._entries, self._context = ledger, index, entries, beside
         self._read: dict[int, _AdmissionEvidence | tuple[Reason, str]] = {}  # by row: a source is read once
         self._size = 0
         self._events: list[KeyEvent] = []
         self._new: list[RegisterEntry] = []
-        self.lost: RefusedRows = {}
+        self.refused: RefusedRows = {}
 
     def decide(self) -> None:
         """Who is new and may enter, by the leaves so far."""
-        self.lost, self._new, self._events = {}, [], []
+        self.refused, self._new, self._events = {}, [], []
         now = self._ledger.now()
         with self._ledger.store.read() as rows:
             self._size = head_of(rows).size
-            new = self._unknown(rows)
+            new = self._new_entries(rows)
             if new:
                 self._choose(rows, new, now)
 
-    def _unknown(self, rows: StoreReader) -> list[RegisterEntry]:
+    def _new_entries(self, rows: StoreReader) -> list[RegisterEntry]:
         new = []
-        for entry, known in zip(self._entries, self._presence.look(rows, self._entries), strict=True):
+        for entry, known in zip(self._entries, self._index.look(rows, self._entries), strict=True):
             if known in REASON_OF_STATUS:
                 detail = "" if known is RegisterStatus.WITHDRAWN else ADMITTED_MEANWHILE
-                self.lost[entry.row] = REASON_OF_STATUS[known], detail
+                self.refused[entry.row] = REASON_OF_STATUS[known], detail
             elif known is RegisterStatus.NEW:
                 new.append(entry)
         return new
 
     def _choose(self, rows: StoreReader, new: Sequence[RegisterEntry], now: int) -> None:
         header = self._ledger.header
-        judge = PolicyInForce(header, last_policy_record(rows, header))
-        keys = self._presence.keys(rows)
+        policy = PolicyInForce(header, last_policy_record(rows, header))
+        keys = self._index.keys(rows)
         missing = {entry.kid for entry in new if not _has_contributor(keys, entry.kid)}
-        events = missing_key_events(keys, self._beside.keys, missing) if missing else []
+        events = missing_key_events(keys, self._context.keys, missing) if missing else []
         keys = keys.after(events) if events else keys
         wanted = Counter(entry.cls for entry in new)
-        room = {
-            cls: self._presence.room(rows, cls, places, count, now)
+        free = {
+            cls: self._index.free_places(rows, cls, places, count, now)
             for cls, count in wanted.items()
-            if (places := self._beside.places[cls]) is not None
+            if (places := self._context.places[cls]) is not None
         }
         for entry in new:
-            if (why := self._wrong(entry, keys, now)) is not None:
-                self.lost[entry.row] = why
-            elif not room.get(entry.cls, 1):
-                self.lost[entry.row] = class_full(entry.cls, self._beside.places[entry.cls])
+            if (why := self._refusal(entry, keys, now)) is not None:
+                self.refused[entry.row] = why
+            elif not free.get(entry.cls, 1):
+                self.refused[entry.row] = class_full(entry.cls, self._context.places[entry.cls])
             else:
-                _check_policy_in_force(judge, self._signed(entry).record.terms, self._ledger)
+                if (wrong := policy.violation(self._signed(entry).record.terms)) is not None:
+                    problem = f"the ledger {self._ledger.name} has another policy than the gate: {wrong.reason}"
+                    remedy = "update it first: lamina admit --ledger does, or lamina.ledger.corpus_terms.adopt_policy"
+                    raise LedgerError("ledger.policy-differs", problem, remedy)
                 self._new.append(entry)
-                if entry.cls in room:
-                    room[entry.cls] -= 1
+                if entry.cls in free:
+                    free[entry.cls] -= 1
         if self._new:
             self._events = events
 
-    def _wrong(self, entry: RegisterEntry, keys: KeyState, now: int) -> tuple[Reason, str] | None:
+    def _refusal(self, entry: RegisterEntry, keys: KeyState, now: int) -> tuple[Reason, str] | None:
         if now >= entry.expires:
             return Reason.EXPIRED, ""
         if (why := _key_refusal(keys, entry.kid, now, entry.issued)) is not None:
             return why
         if entry.row not in self._read:
             try:
-                self._read[entry.row] = _read_evidence(entry, self._beside)
-            except ContributionRefused as refused:
-                self._read[entry.row] = refused.reason, refused.detail
+                self._read[entry.row] = _read_evidence(entry, self._context)
+            except ContributionRefused as error:
+                self._read[entry.row] = error.reason, error.detail
         found = self._read[entry.row]
         return None if isinstance(found, _AdmissionEvidence) else found
 
@@ -356,7 +359,7 @@ class AdmissionBatch:
         return found
 
     def write(self) -> None:
-        """Append them, with keys that the ledger does not hold yet, and their tokens; Moved if it said more by now."""
+        """Append them, with keys that the ledger does not hold yet, and their tokens; ConcurrentAppend if others appended."""
         if not self._new:
             return
         signed = [self._signed(entry) for entry in self._new]
@@ -373,31 +376,16 @@ class AdmissionBatch:
 def _read_evidence(entry: RegisterEntry, beside: EntryContext) -> _AdmissionEvidence:
     found = beside.evidence(entry)
     signed = Descriptor.decode(found.descriptor)
-    return _AdmissionEvidence(
-        ContributionRecord(
-            descriptor=entry.descriptor,
-            attestation=entry.attestation,
-            key=entry.kid,
-            not_before=signed.not_before,
-            expires=signed.expires,
-            terms=_cached_terms(
-                signed.admissibility, signed.data_class, signed.clip_norm, signed.noise_multiplier, signed.profile
-            ),
-            anchor=signed.anchor,
-            subject=entry.tag,
-        ),
-        found.attestation,
-    )
+    bound = signed.clip_norm, signed.noise_multiplier
+    record = ContributionRecord(
+        descriptor=entry.descriptor, attestation=entry.attestation, key=entry.kid,
+        not_before=signed.not_before, expires=signed.expires, anchor=signed.anchor, subject=entry.tag,
+        terms=_cached_terms(signed.admissibility, signed.data_class, *bound, signed.profile),
+    )  # fmt: skip
+    return _AdmissionEvidence(record, found.attestation)
 
 
 _cached_terms = lru_cache(maxsize=4096)(ContributionTerms)
-
-
-def _check_policy_in_force(judge: PolicyInForce, terms: ContributionTerms, ledger: Ledger) -> None:
-    if (wrong := judge.violation(terms)) is not None:
-        problem = f"the ledger {ledger.name} has another policy than the gate: {wrong.reason}"
-        remedy = "update its policy first: lamina admit --ledger does, or lamina.ledger.corpus_terms.adopt_policy"
-        raise LedgerError("ledger.policy-differs", problem, remedy)
 
 
 ADMISSION_BATCH_SIZE = 1000  # contributions that are entered together: one transaction, one sync
@@ -412,61 +400,56 @@ class LedgerRegister:
     ever holds more than it declares, and nobody is in twice. A kill leaves whole batches; admitting
     again completes them.
 
-    The policy of the gate must be in force in the ledger (`opening.follow`). With the ledger's key a checkpoint covers
+    The policy of the gate must be in force in the ledger (`corpus_terms.adopt_policy`). With the ledger's key a checkpoint covers
     all of it in the end.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self._presence = MembershipIndex(ledger)
+        self._index = MembershipIndex(ledger)
 
     def look(self, entries: Sequence[RegisterEntry]) -> Sequence[RegisterStatus]:
-        def once() -> Sequence[RegisterStatus]:
-            with self.ledger.store.read() as rows:
-                return self._presence.look(rows, entries)
-
-        return self.ledger.retry_while_lost(once)
+        return self._read(lambda rows: self._index.look(rows, entries))
 
     def members(self, cls: str) -> int:
-        def once() -> int:
-            now = self.ledger.now()
+        return self._read(lambda rows: self._index.count_members(rows, cls, self.ledger.now()))
+
+    def _read(self, answer: Callable[[StoreReader], T]) -> T:
+        def once() -> T:
             with self.ledger.store.read() as rows:
-                return self._presence.standing(rows, cls, now)
+                return answer(rows)
 
         return self.ledger.retry_while_lost(once)
 
     def enter(self, entries: Iterable[RegisterEntry], beside: EntryContext) -> RefusedRows:
         append_key_ring(self.ledger, beside.keys)
-        lost: RefusedRows = {}
+        refused: RefusedRows = {}
         rest = iter(entries)
         while part := list(islice(rest, ADMISSION_BATCH_SIZE)):
-            lost |= self._enter(part, beside)
-        if self.ledger.signs and not self.ledger.retry_while_lost(lambda: _checkpoint_covers_all(self.ledger)):
+            refused |= self._enter(part, beside)
+        if self.ledger.signs and not self._read(_checkpoint_covers_all):
             self.ledger.checkpoint()
-        return lost
+        return refused
 
     def _enter(self, entries: Sequence[RegisterEntry], beside: EntryContext) -> RefusedRows:
         """One batch. What somebody else appends in between makes it begin again."""
-        batch = AdmissionBatch(self.ledger, self._presence, entries, beside)
+        batch = AdmissionBatch(self.ledger, self._index, entries, beside)
         for _ in range(_MAX_TRIES):
             self.ledger.retry_while_lost(batch.decide)
             try:
                 batch.write()
             except ConcurrentAppend:
                 continue
-            return batch.lost
+            return batch.refused
         problem = f"others wrote {_MAX_TRIES} times while {len(entries)} contributions waited"
         raise LedgerError("ledger.too-many-writers", problem, "try again later")
 
 
 @contextmanager
 def open_register(
-    ledger: Ledger | Register | str | os.PathLike[str],
-    policy: Policy,
-    *,
-    key: PrivateKey | None = None,
-    clock: Callable[[], float] = time.time,
-) -> Iterator[Register]:
+    ledger: Ledger | Register | str | os.PathLike[str], policy: Policy, *,
+    key: PrivateKey | None = None, clock: Callable[[], float] = time.time,
+) -> Iterator[Register]:  # fmt: skip
     """A register of whatever is given: a place where a ledger is or will be, an open ledger, or a register.
 
     A ledger follows the policy first. One that was opened here is closed in the end.
@@ -485,7 +468,6 @@ def open_register(
             opened.close()
 
 
-def _checkpoint_covers_all(ledger: Ledger) -> bool:
-    with ledger.store.read() as rows:
-        signed = rows.checkpoint()
-        return signed is not None and signed.size == head_of(rows).size
+def _checkpoint_covers_all(rows: StoreReader) -> bool:
+    signed = rows.checkpoint()
+    return signed is not None and signed.size == head_of(rows).size

@@ -1,7 +1,4 @@
-"""Appending a batch of records in one transaction.
-
-Index keys, records that are there already, append rules, leaves and tiles.
-"""
+"""Append a batch of records in one transaction: index keys, repeated records, append rules, leaves and tiles."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a ledger says of its corpus.
-
-Opening or creating the ledger of a corpus, and bringing its policy up to date.
-"""
+"""The ledger of a corpus: what it says of it, opening or creating it, and adopting a policy."""
 
 from __future__ import annotations
 
@@ -34,6 +31,7 @@ from lamina.ledger.governance_records import (
     policy_record_digest,
 )
 from lamina.ledger.key_state import last_policy_record
+from lamina.ledger.schema import ORIGIN, PROFILE
 from lamina.ledger.store.interface import head_of
 from lamina.ledger.store.open_store import POSTGRES_SCHEMES, make_store
 from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size
@@ -43,16 +41,14 @@ from lamina.plan.step_plan import PlannedClass, StepPlan
 NO_POLICY = hashlib.sha256(b"lamina/no policy\n").digest()
 
 _DELTA_WITHOUT_NOISE = 1e-6  # of a plan that owes nobody noise: nothing is ever stated at it
-_ORIGIN_PATTERN = re.compile(r"[!-*,-~]{1,255}")
 _MAX_SLUG = 100  # characters of a slug
-_MAX_PROFILE_BYTES = 1024  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusTerms:
     """Origin, accountant and δ, which a ledger has for good; floors, presets and policy, which may change.
 
-    `policy` is the digest that contributors sign (admit.terms.floors_hash); NO_POLICY where there is none.
+    `policy` is the digest that contributors sign (admit.checks.floors_hash); NO_POLICY where there is none.
     """
 
     origin: str
@@ -63,7 +59,7 @@ class CorpusTerms:
     policy: bytes
 
     def __post_init__(self) -> None:
-        if not isinstance(self.origin, str) or _ORIGIN_PATTERN.fullmatch(self.origin) is None:
+        if not ORIGIN.fits(self.origin):
             problem = (
                 f"the origin {self.origin!r} cannot name a ledger: a signed note takes 1 to 255 printable ASCII "
                 "characters, no blank and no '+'"
@@ -162,7 +158,7 @@ def _preset_of_policy(policy: Policy, name: str) -> Preset:
 
 def _preset_of_plan(entry: PlannedClass) -> Preset:
     words = entry.profile
-    if not words.isprintable() or not 0 < len(words.encode()) <= _MAX_PROFILE_BYTES:
+    if not PROFILE.fits(words):
         words = f"sha256:{hashlib.sha256(words.encode()).hexdigest()}"
     return Preset(
         cls=entry.name, clip_norm=0, noise_multiplier=0, public=entry.public, profile=words, population=entry.population
@@ -225,7 +221,7 @@ def adopt_policy(ledger: Ledger, contract: CorpusTerms, signatures: tuple[PartyS
     """Make the contract's floors, presets and policy those in force; whether anything had to be changed.
 
     Classes that the contract does not name stay as they are. What protects less than before needs the `signatures` of
-    two parties (`CorpusTerms.change(in_force(ledger)).message(origin)` is what they sign).
+    two parties (`CorpusTerms.change(policy_in_force(ledger)).message(origin)` is what they sign).
     """
     while True:
         size, before = ledger.retry_while_lost(lambda: _size_and_policy(ledger))

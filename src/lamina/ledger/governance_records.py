@@ -185,8 +185,8 @@ class PartySignature:
 class PolicyChange:
     """The floors and presets that hold from here on, whole. Looser ones need the signatures of two keys.
 
-    `policy` is the digest that contributors sign from now on (admit.terms.floors_hash). `previous` is that of the
-    record which it replaces (`in_force`), so that what was signed once cannot be adopted again after it was taken back.
+    `policy` is the digest that contributors sign from now on (admit.checks.floors_hash). `previous` is that of the
+    record which it replaces (`policy_record_digest`), so that what was signed once cannot be adopted again after it was taken back.
     """
 
     floors: LedgerFloors = stored(1, nested(LedgerFloors))

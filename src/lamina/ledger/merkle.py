@@ -1,7 +1,4 @@
-"""The Merkle tree of RFC 6962 and RFC 9162.
-
-Hashes, the growing right edge, proofs and their verification, C2SP tiles.
-"""
+"""The Merkle tree of RFC 6962 and RFC 9162: hashes, the growing right edge, proofs and their checks, C2SP tiles."""
 
 from __future__ import annotations
 
@@ -392,8 +389,7 @@ def partial_tiles(size: int) -> list[TileAddress]:
     Whoever keeps these for every checkpoint, and all tiles of level 1 and above, can still prove each checkpoint
     consistent with each later one.
     """
-    if not is_tree_size(size):
-        raise LedgerError("ledger.tree-size-invalid", f"the tree size is {size!r}, must be in [0, 2^63)")
+    _check_tree_size(size)
     places, level = [], 0
     while size:
         if size % TILE_WIDTH:

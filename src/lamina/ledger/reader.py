@@ -1,7 +1,4 @@
-"""A ledger as it is read: leaves, evidence and proofs.
-
-And how a contribution is found by digest or leaf number.
-"""
+"""Read a ledger: leaves, evidence and proofs; find a contribution by digest or leaf number."""
 
 from __future__ import annotations
 
@@ -159,7 +156,7 @@ class LedgerReader:
 
     def find(self, digest: bytes) -> list[int]:
         """Contributions by the digest of their descriptor, their content anchor, or their subject's tag."""
-        return sorted({seq for _, seq in self._find([make(digest) for make in _INDEX_KEY_KINDS])})
+        return sorted({seq for _, seq in self.find_keys([make(digest) for make in _INDEX_KEY_KINDS])})
 
     def find_prefix(self, digits: str, most: int) -> list[int]:
         """Contributions whose descriptor digest or content anchor begins with these hex digits.
@@ -174,11 +171,13 @@ class LedgerReader:
     def known(self, descriptors: Sequence[bytes]) -> dict[bytes, int]:
         """Descriptor digest → leaf, of those that were admitted before."""
         keys = {descriptor_key(digest): digest for digest in descriptors}
-        return {keys[key]: seq for key, seq in self._find(list(keys))}
+        return {keys[key]: seq for key, seq in self.find_keys(list(keys))}
 
-    def seqs(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """(key, leaf) of every contribution that has one of these keys (lookup.py)."""
-        return self._find(keys)
+    def find_keys(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """(key, leaf) of every contribution that has one of these index keys (append.py)."""
+        with self._turn, self.store.read() as rows:
+            self._tail.follow(rows, head_of(rows))
+            return self._tail.find(rows, keys)
 
     def attempt(self, run: bytes, segment: int, generation: int) -> int | None:
         """The leaf of the epoch that closed an attempt."""
@@ -222,11 +221,6 @@ class LedgerReader:
         return TlogProof(seq, tuple(self.prove(seq, signed.size)), signed.text).encode()
 
     # ----------------------------------------------------------------------------------- inside
-
-    def _find(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        with self._turn, self.store.read() as rows:
-            self._tail.follow(rows, head_of(rows))
-            return self._tail.find(rows, keys)
 
     def _covered(self, seq: int) -> tuple[StoredCheckpoint, bytes]:
         with self.store.read() as rows:

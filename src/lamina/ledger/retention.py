@@ -21,9 +21,9 @@ about pruned leaves only: with what stays, every checkpoint is still proven to b
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from lamina.errors import LedgerError
 from lamina.ledger.append import index_keys, survives_pruning
@@ -35,19 +35,7 @@ from lamina.ledger.writer import DAY_SECONDS, Ledger
 
 _NEVER = 1 << 62  # later than any time
 _LEAVES_PER_TRANSACTION = 4096  # leaves that go in one transaction
-_KINDS_CHANGING_AGGREGATE = (
-    KIND_NUMBERS[Epoch],
-    KIND_NUMBERS[Withdrawal],
-    KIND_NUMBERS[Aggregate],
-)  # kinds that change what an aggregate says
-
-
-@dataclass(slots=True)
-class _ClassSum:
-    """What is left of a class."""
-
-    count: int = 0
-    withdrawn: int = 0
+_KINDS_CHANGING_AGGREGATE = tuple(KIND_NUMBERS[kind] for kind in (Epoch, Withdrawal, Aggregate))
 
 
 class Retention:
@@ -124,7 +112,8 @@ class Retention:
                 for first in range(span.first, span.stop, _LEAVES_PER_TRANSACTION):
                     self._drop(first, min(first + _LEAVES_PER_TRANSACTION, span.stop))
             self._drop_tiles(aggregate)
-            self._ledger.transact(partial(_mark_done, seq))
+            done = PruningRow(seq, True)
+            self._ledger.transact(lambda rows, done=done: rows.put_pruning(done))  # type: ignore[misc]
 
     # ----------------------------------------------------------------------------------- inside
 
@@ -161,22 +150,15 @@ class Retention:
         whole = (range(-(-first // TILE_WIDTH), stop // TILE_WIDTH) for first, stop in spans)
         gone = [index for tiles in whole for index in tiles if index in asked and index not in cut]
         for at in range(0, len(gone), _LEAVES_PER_TRANSACTION):
-            self._ledger.transact(partial(_delete_tiles, gone[at : at + _LEAVES_PER_TRANSACTION]))
-
-
-def _mark_done(seq: int, rows: StoreWriter) -> None:
-    rows.put_pruning(PruningRow(seq, True))
-
-
-def _delete_tiles(indices: Sequence[int], rows: StoreWriter) -> None:
-    rows.drop_tiles(0, indices)
+            part = gone[at : at + _LEAVES_PER_TRANSACTION]
+            self._ledger.transact(lambda rows, part=part: rows.drop_tiles(0, part))  # type: ignore[misc]
 
 
 def _propose_aggregate(rows: StoreReader, horizon: int, now: int) -> Aggregate | None:
     size = head_of(rows).size
     going, used = _leaves_being_pruned(rows), _earliest_open_run(rows)
     withdrawn = dict(rows.withdrawals())
-    sums: dict[str, _ClassSum] = {}
+    counts, withdrawn_counts = Counter[str](), Counter[str]()
     spans: list[list[int]] = []
     digest = hashlib.sha256()
     for seq, data in rows.of_kind(KIND_NUMBERS[ContributionRecord], 0, size):
@@ -192,9 +174,8 @@ def _propose_aggregate(rows: StoreReader, horizon: int, now: int) -> Aggregate |
             spans.append([seq, seq])
         spans[-1][1] = seq + 1
         digest.update(leaf_hash(data))
-        total = sums.setdefault(leaf.record.terms.cls, _ClassSum())
-        total.count += 1
-        total.withdrawn += seq in withdrawn
+        counts[leaf.record.terms.cls] += 1
+        withdrawn_counts[leaf.record.terms.cls] += seq in withdrawn
     if not spans:
         return None
     spent = _largest_spend(rows, size)
@@ -202,8 +183,8 @@ def _propose_aggregate(rows: StoreReader, horizon: int, now: int) -> Aggregate |
         spans=tuple(LeafSpan(first=first, stop=stop) for first, stop in spans),
         horizon=horizon,
         classes=tuple(
-            ClassTotal(cls=cls, count=each.count, withdrawn=each.withdrawn, spend=spent.get(cls, 0))
-            for cls, each in sorted(sums.items())
+            ClassTotal(cls=cls, count=count, withdrawn=withdrawn_counts[cls], spend=spent.get(cls, 0))
+            for cls, count in sorted(counts.items())
         ),
         digest=digest.digest(),
     )

@@ -29,14 +29,6 @@ def nano_epsilon(epsilon: float) -> int:
     return UNBOUNDED if math.isinf(epsilon) else min(math.ceil(Fraction(epsilon) * NANO), UNBOUNDED)
 
 
-def epsilon_of_nano(spend: int) -> float:
-    """ε of a spend in billionths, never below it."""
-    if spend == UNBOUNDED:
-        return math.inf
-    nearest = spend / NANO
-    return nearest if Fraction(nearest) * NANO >= spend else math.nextafter(nearest, math.inf)
-
-
 def exact_text(value: float) -> str:
     """The shortest decimal text that reads back as the very same float.
 
@@ -278,10 +270,10 @@ DATA_CLASS = pattern_text(r"[a-z0-9-]{1,64}")
 ORIGIN = pattern_text(r"[!-*,-~]{1,255}")  # names a signed note: no space, no plus
 ACCOUNTANT = pattern_text(r"[a-z0-9@.+-]{1,64}")
 VERSION = pattern_text(r"[A-Za-z0-9 .,;:+_/@-]{1,128}")
-MAX_PROFILE_BYTES = 1024
+_MAX_PROFILE_BYTES = 1024
 PROFILE = FieldType(
-    f"1 to {MAX_PROFILE_BYTES} bytes of printable text",
-    lambda value: type(value) is str and value.isprintable() and 0 < len(value.encode()) <= MAX_PROFILE_BYTES,
+    f"1 to {_MAX_PROFILE_BYTES} bytes of printable text",
+    lambda value: type(value) is str and value.isprintable() and 0 < len(value.encode()) <= _MAX_PROFILE_BYTES,
 )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+from lamina import validate
 from lamina.admit.keys import format_utc
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import Aggregate, Header, Key, KeyEvent, PolicyChange, Release, Withdrawal
@@ -36,9 +37,7 @@ class RecordFilter:
 
     def __post_init__(self) -> None:
         for kind in self.kinds:
-            if kind not in KINDS_BY_NAME:
-                problem = f"there is no record kind {kind!r}"
-                raise LedgerError("ledger.kind-unknown", problem, f"choose from {', '.join(KINDS_BY_NAME)}")
+            validate.one_of(LedgerError, "ledger.kind-unknown", KINDS_BY_NAME, kind=kind)
 
     def leaves(self, ledger: LedgerReader) -> Iterator[Leaf]:
         """Those of a ledger, in order."""

@@ -1,7 +1,4 @@
-"""Signed notes, ledger checkpoints and the cosignatures of witnesses (C2SP signed-note, tlog-checkpoint.
-
-Tlog-cosignature).
-"""
+"""Signed notes, checkpoints and cosignatures of witnesses (C2SP signed-note, tlog-checkpoint, tlog-cosignature)."""
 
 from __future__ import annotations
 
@@ -11,9 +8,11 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, Self
 
+from lamina import validate
 from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.errors import BadKey, EncodingError, LedgerError, NotVerified
 from lamina.ledger.merkle import EMPTY_ROOT, MAX_TREE_SIZE, is_hash, is_tree_size, verify_consistency
+from lamina.ledger.schema import CLOCK_SKEW
 
 MAX_NOTE_BYTES = 256 * 1024  # bytes; room for a note with 16 signatures of 5 kB and more, as C2SP asks
 MAX_KEY_NAME = 256
@@ -78,7 +77,7 @@ def check_key_name(name: str) -> None:
 #     verifier key = name+hex(key id)+base64(kind ‖ public key)
 #
 # A key id is a hint, no digest: what counts is the key that the reader holds. Kind 0x01 is Ed25519 over the text; 0x04,
-# the cosignature of a witness, is in witness.py.
+# the cosignature of a witness, is below.
 
 MAX_SIGNATURES = 64
 
@@ -284,7 +283,6 @@ def _malformed_note(problem: str) -> EncodingError:
 # Whoever cosigns says: as of this time, the largest tree that I saw of this origin has this root, and it is consistent
 # with every earlier one. A ledger that shows two faces needs two sets of witnesses.
 
-COSIGNATURE_SKEW = 120  # seconds by which a clock may be wrong
 MAX_COSIGNATURE_TIME = 2**63 - 1
 
 _TIME_BYTES = 8
@@ -308,10 +306,7 @@ class WitnessKey(NamedKey):
 
 def make_cosignature(text: str, name: str, key: PrivateKey, time: int) -> NoteSignature:
     """The cosignature of a checkpoint's text, made at `time` in seconds since 1970. Look at the tree first."""
-    if type(time) is not int or not 0 <= time <= MAX_COSIGNATURE_TIME:
-        raise LedgerError(
-            "ledger.cosignature-time", f"the time is {time!r}, must be seconds since 1970", "give int(time.time())"
-        )
+    validate.whole(LedgerError, "ledger.cosignature-time", least=0, most=MAX_COSIGNATURE_TIME, time=time)
     value = time.to_bytes(_TIME_BYTES, "big") + key.sign(_cosigned_message(text, time))
     return NoteSignature(name, WitnessKey(name, key.public).id, value)
 
@@ -332,11 +327,7 @@ class WitnessQuorum:
     witnesses: tuple[WitnessKey, ...] = ()
 
     def __post_init__(self) -> None:
-        if type(self.quorum) is not int or not 0 <= self.quorum <= len(self.witnesses):
-            raise LedgerError(
-                "ledger.quorum-invalid",
-                f"the quorum is {self.quorum!r}, must be in [0, {len(self.witnesses)}], the number of witnesses",
-            )
+        validate.whole(LedgerError, "ledger.quorum-invalid", least=0, most=len(self.witnesses), quorum=self.quorum)
         if len({witness.key.x for witness in self.witnesses}) < len(self.witnesses):
             raise LedgerError(
                 "ledger.witness-twice", "two witnesses have the same public key", "name each witness once"
@@ -367,7 +358,7 @@ class WitnessQuorum:
                 problem = f"the cosignature by {signature.name!r} is not over this checkpoint"
                 raise NotVerified("ledger.cosignature-invalid", problem, "get the checkpoint again, or ask the witness")
             time = cosignature_time(signature)
-            if now is not None and time > now + COSIGNATURE_SKEW:
+            if now is not None and time > now + CLOCK_SKEW:
                 problem = f"the cosignature by {signature.name!r} is {time - now} s in the future"
                 raise NotVerified("ledger.cosignature-from-future", problem, "set the clocks")
             times[witness.name] = max(time, times.get(witness.name, 0))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lamina import validate
 from lamina.admit import keys
 from lamina.admit.keys import format_utc
 from lamina.errors import LaminaError, LedgerDamaged, LedgerError, StoreBusy, StoreError
@@ -109,18 +110,12 @@ def _describe_withdrawn(ledger: Ledger, leaf: Leaf, new: Iterable[Leaf]) -> With
 
 def parse_reason(word: str) -> WithdrawalReason:
     """A reason by its name."""
-    if word not in WITHDRAWAL_REASONS:
-        problem = f"{word!r} is not a reason to withdraw"
-        raise LedgerError("ledger.reason-unknown", problem, f"choose from {', '.join(WITHDRAWAL_REASONS)}")
-    return WITHDRAWAL_REASONS[word]
+    return WITHDRAWAL_REASONS[validate.one_of(LedgerError, "ledger.reason-unknown", WITHDRAWAL_REASONS, reason=word)]
 
 
 def parse_effect(word: str) -> WithdrawalEffect:
     """An effect by its name."""
-    if word not in WITHDRAWAL_EFFECTS:
-        problem = f"{word!r} is not an effect of a withdrawal"
-        raise LedgerError("ledger.effect-unknown", problem, f"choose from {', '.join(WITHDRAWAL_EFFECTS)}")
-    return WITHDRAWAL_EFFECTS[word]
+    return WITHDRAWAL_EFFECTS[validate.one_of(LedgerError, "ledger.effect-unknown", WITHDRAWAL_EFFECTS, effect=word)]
 
 
 # `WithdrawalInbox`: a folder into which others put withdrawals, one small JSON file each.
