@@ -234,5 +234,5 @@ def test_runs_of_blocked_indices() -> None:
     table = torch.tensor([[1, 0, 0, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 0, 1, 0]], dtype=torch.bool)
     found = {tuple(who.tolist()): ranges for who, ranges in SliceMask(table).blocked}
     assert found == {(0, 3): ((1, 3), (4, 5)), (2,): ((0, 5),)}
-    assert SliceMask(table).nobody is not None
-    assert SliceMask(table[:2]).nobody is None
+    assert SliceMask(table).blocked_units is not None
+    assert SliceMask(table[:2]).blocked_units is None

@@ -249,7 +249,7 @@ class Engine:
 
     @property
     def private(self) -> bool:
-        """False where the noise came from a seed that somebody chose."""
+        """False where the noise came from a chosen seed."""
         return self.noise.private
 
     def epsilon(self, k: str | int) -> float:

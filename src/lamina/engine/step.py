@@ -298,14 +298,14 @@ def _zero_outside_slices(grads: Tensor, name: str, classes: Tensor, plan: StepPl
     if len(grads) != len(classes):
         problem = f"'{name}' has {len(grads)} gradients for {len(classes)} classes"
         raise EngineError("engine.gradients-wrong-length", problem, "give one gradient and one class per contribution")
-    may = torch.ones(grads.shape, dtype=torch.bool)
+    mask = torch.ones(grads.shape, dtype=torch.bool)
     for u, k in enumerate(classes.tolist()):
         part = plan.slice(k, name)
         if part is not None:
-            may[u] = False
+            mask[u] = False
             for first, stop in part.ranges if grads.dim() > 1 else ():
-                may[u].narrow(part.axis, first, stop - first).fill_(True)
-    return torch.where(may, grads, 0.0)
+                mask[u].narrow(part.axis, first, stop - first).fill_(True)
+    return torch.where(mask, grads, 0.0)
 
 
 def _clip_norm_factor(plan: StepPlan, classes: Tensor, scale: Tensor | None, ceiling: Tensor | None) -> Tensor:
