@@ -129,7 +129,7 @@ class Descriptor:
     10 commitment        SHA-256(nonce ‖ payload)
     11 items             examples in the payload
     12 nonce             16 random bytes, never published: without it the digest of a descriptor could be guessed
-    13 policy            digest of the origin and floors that were in force (terms.floors_hash)
+    13 policy            digest of the origin and floors that were in force (`checks.floors_hash`)
     14 audience          origin of the corpus, and of no other
     15 anchor            digest of the contribution in a content-anchoring system; optional
 
