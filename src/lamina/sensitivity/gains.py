@@ -71,7 +71,8 @@ def spectral_norm_of(operator: Callable[[Tensor], Tensor], shape: Sequence[int])
     """‖A‖ of a linear function of one float64 tensor of this shape, by power iteration on AᵀA; Aᵀ by autograd.
 
     Power iteration approaches the norm from below. After 100 steps from a fixed random start it is 0.03 to 0.4 % low
-    for the 19 convolutions of ResidualAutoencoder, so the result is multiplied by 1.01. A map of at most 100 inputs is written out as a matrix: exact.
+    for the 19 convolutions of ResidualAutoencoder, so the result is multiplied by 1.01. A map of at most 100 inputs is
+    written out as a matrix: exact.
     """
     size = math.prod(shape)
     if size <= POWER_STEPS:
