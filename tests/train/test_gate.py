@@ -456,7 +456,7 @@ def test_one_account_per_distinct_bound_and_a_second_run_is_refused_by_name(stri
     assert bounds["clinical@c=1,z=3"]["epsilon"] == pytest.approx(strictest.epsilon, rel=1e-3)
     with raises_code("spend.budget-exceeded") as caught:
         strict.trainer("second", plan=strict.plan(net(), epsilon=second)).fit()
-    assert "leave out those who signed it" in caught.value.remedy
+    assert "leave out those who signed this bound" in caught.value.remedy
     for one in (0, 1, 2, 3, 4, 7):
         shutil.rmtree(strict.people / f"c{one:02d}")
     assert strict.trainer("third", plan=strict.plan(net(), epsilon=second)).fit().steps == 12

@@ -191,7 +191,7 @@ def test_each_withdrawal_is_noted_with_its_step(hospital: Hospital) -> None:
 
     outcome = hospital.trainer(progress=At({3: at(100), 6: at(200)})).fit()
     assert [note.partition(":")[0] for note in outcome.notes] == [
-        f"contributions expired or lost their key and were withdrawn before step {step}" for step in (3, 6)
+        f"contributions that are no longer valid were withdrawn before step {step}" for step in (3, 6)
     ]
 
 
@@ -294,7 +294,7 @@ def test_a_segment_that_could_be_replayed_is_not_if_somebody_expires_just_then(h
     trainer = hospital.trainer("a", plan=loose)  # admitted: still inside
     hospital.clock.now = NOW + 100
     outcome = trainer.fit()
-    assert "1 (expired 1)" in told(outcome.notes, "expired or lost their key")
+    assert "1 (expired 1)" in told(outcome.notes, "no longer valid")
     assert told(outcome.notes, "done again with fresh noise")
     assert [(each.segment, each.generation) for each in opens(hospital, "a")][:3] == [(0, 0), (1, 0), (1, 1)]
 

@@ -247,7 +247,7 @@ class AdmissionRenewal:
         if self._corpus is None or not (reasons := self._corpus.revalidate()):
             return
         when = "" if step is None else f" before step {step}"
-        note(f"contributions expired or lost their key and were withdrawn{when}: {reasons_text(reasons)}")
+        note(f"contributions that are no longer valid were withdrawn{when}: {reasons_text(reasons)}")
         if not len(self._corpus):
             remedy = "the weights so far are kept; let contributors sign again, and begin a run in another folder"
             raise AdmissionError("train.nobody-left", f"every contribution was withdrawn{when}", remedy)

@@ -71,8 +71,9 @@ class Segments:
         if pending is not None:
             self._settle(pending)
         elif lost := [opened for opened in run.attempts if opened.segment >= state.segments]:
-            steps = f"steps from {state.step} on are done and charged again"
-            self.note(f"the checkpoint after step {lost[-1].last} is missing: {steps}")
+            missing = run.journal.closed(lost[-1])
+            why = f"the checkpoint after step {lost[-1].last} is missing" if missing else "they were abandoned"
+            self.note(f"steps from {state.step} on are done again and charged again: {why}")
         if run.copied:
             run.acknowledge_copy()
         self._charge_filters()
