@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
+from lamina import validate
 from lamina.errors import NoiseError
 
 SEED_BYTES = 32
@@ -59,10 +60,9 @@ def step_key(
     if len(seed) != SEED_BYTES:
         problem = f"the seed has {len(seed)} bytes, must have {SEED_BYTES}"
         raise NoiseError("noise.seed-length", problem, "use os.urandom(32)")
-    for name, value, bits in (("step", step, 64), ("rank", rank, 32), ("part", part, 32)):
-        if not 0 <= value < 1 << bits:
-            problem = f"{name} is {value}, must be in [0, 2^{bits})"
-            raise NoiseError(f"noise.{name}-out-of-range", problem, "count from 0")
+    validate.whole(NoiseError, "noise.step-out-of-range", least=0, most=(1 << 64) - 1, step=step)
+    validate.whole(NoiseError, "noise.rank-out-of-range", least=0, most=(1 << 32) - 1, rank=rank)
+    validate.whole(NoiseError, "noise.part-out-of-range", least=0, most=(1 << 32) - 1, part=part)
     info = b"lamina/stream/1" + purpose.value.encode().ljust(16, b"\0")
     info += step.to_bytes(8, "big") + rank.to_bytes(4, "big")
     info += part.to_bytes(4, "big") if part else b""
