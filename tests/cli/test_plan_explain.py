@@ -148,7 +148,7 @@ def test_rules_are_told_with_and_without_explain(asked: Project) -> None:
 def test_a_printed_allocation_is_never_shown_without_its_true_price(asked: Project) -> None:
     for words in ((), ("--explain",)):
         out = told(asked, "--allocate", "printed-ladp", *words)
-        assert "its document claims ε = 4; the true figure is" in out
+        assert "the paper claims ε = 4; the true figure is" in out
     assert "NOT WHAT IT CLAIMS" in out
     assert "claimed ε = 4, true ε = " in out
     assert "NOT WHAT IT CLAIMS" in figures(asked, "--allocate", "printed-ladp")["why"][-1]
