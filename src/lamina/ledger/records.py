@@ -303,8 +303,9 @@ def encode_contribution_body(record: ContributionRecord) -> bytes:
         terms, count = terms + _ANCHOR_HEAD + record.anchor, 7
     if record.subject is not None:
         terms, count = terms + _SUBJECT_HEAD + record.subject, count + 1
-    descriptor, attestation = _BODY_START[count] + record.descriptor, _ATTESTATION_HEAD + record.attestation
-    return b"".join((descriptor, attestation, _KEY_HEAD, record.key, window, terms))
+    return b"".join((
+        _BODY_START[count], record.descriptor, _ATTESTATION_HEAD, record.attestation, _KEY_HEAD, record.key, window, terms
+    ))  # fmt: skip
 
 
 def decode_contribution_leaf(data: bytes) -> tuple[int, int, int, ContributionRecord] | None:

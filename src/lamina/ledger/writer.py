@@ -26,6 +26,7 @@ from lamina.ledger.store.open_store import make_store
 T = TypeVar("T")
 Clock = Callable[[], float]
 DAY_SECONDS = 86_400
+_RESERVED_KINDS = {Header, Aggregate}
 RETRY_SECONDS = 60.0  # seconds for which a server that went away is waited for
 
 
@@ -269,7 +270,7 @@ def checkpoint_digest(text: str) -> bytes:
 
 def _refuse_reserved(records: Sequence[Record]) -> None:
     for record in records:
-        if isinstance(record, Header | Aggregate):
+        if type(record) in _RESERVED_KINDS:
             problem = f"a {type(record).__name__} cannot be appended"
             raise LedgerError("ledger.record-reserved", problem, "create writes the header, and prune aggregates")
 
