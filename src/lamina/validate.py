@@ -48,7 +48,7 @@ def number(
 ) -> float:  # fmt: skip
     """A number with above < it < below and least <= it <= most; finite, unless `infinite`. NaN never is one.
 
-    >>> number(PlanError, "plan.delta", above=0, below=1, delta=1e-5)
+    >>> number(PlanError, "plan.delta-out-of-range", above=0, below=1, delta=1e-5)
     1e-05
     """
     ((name, value),) = named.items()

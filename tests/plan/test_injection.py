@@ -161,7 +161,7 @@ def test_a_plan_comes_back_as_it_was(injection: Injection) -> None:
 
 
 def test_the_table_says_what_raw_figures_are() -> None:
-    assert "zero-out, no amplification: what 30 occurrences" in plan(injection=CAPPED).table()
+    assert "zero-out, no amplification: it prices 30 occurrences" in plan(injection=CAPPED).table()
     assert "zero-out" not in plan(injection=SAME[0]).table() + plan().table()
     assert "noise" not in plan().table().splitlines()[0]
 
