@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from lamina import validate
 from lamina.account.accountants import pooled_epsilon
+from lamina.account.bisect import bisect_int
 from lamina.account.schedule import EventCounts
 from lamina.errors import LedgerDamaged, RunError
 from lamina.ledger import records as leaves
@@ -277,11 +278,7 @@ class SpendLedger:
 
         if admitted(charge.steps):
             return charge.steps
-        low, high = 0, charge.steps  # bisection: `low` is admitted, or 0; `high` is not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if admitted(middle) else (low, middle)
-        return low
+        return bisect_int(lambda steps: not admitted(steps), 0, charge.steps)[0]
 
     def total(self, name: str, *, delta: float, accountant: str = "pld") -> AccountTotal:
         """ε of an account over all runs, at this δ by this accountant."""

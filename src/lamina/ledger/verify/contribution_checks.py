@@ -164,7 +164,12 @@ def _number_column(table: NDArray[np.uint8], start: int, stop: int) -> Ints:
     return np.ascontiguousarray(table[:, start + 1 : stop]).view(kind).ravel().astype(np.int64)
 
 
-_UNIQUE_FIELDS = ("descriptor", "attestation", "subject")
+_REPEATED = {
+    "descriptor": Violation("verify.descriptor-repeated", "its descriptor is in the ledger already"),
+    "attestation": Violation("verify.attestation-repeated", "its attestation is in the ledger already"),
+    "subject": Violation("verify.subject-repeated", "its subject is in the ledger already"),
+}
+_TOKEN_REPEATED = Violation("verify.token-repeated", "its attestation has a token that is in the ledger already")
 
 
 class _PrefixColumn:
@@ -204,7 +209,7 @@ class RepeatChecks:
     """
 
     def __init__(self) -> None:
-        self._columns = {name: _PrefixColumn() for name in _UNIQUE_FIELDS}
+        self._columns = {name: _PrefixColumn() for name in _REPEATED}
         self._tokens: dict[bytes, int] = {}
         self._token_twice: tuple[int, int] | None = None
 
@@ -229,19 +234,19 @@ class RepeatChecks:
     def first(self, rows: StoreReader) -> Finding | None:
         """The first leaf that repeats another."""
         found = [
-            _repeated(seq, before, name)
+            _repeated(seq, before, _REPEATED[name])
             for name, column in self._columns.items()
             for group in column.equal()
             for seq, before in _equal_values(rows, group, name)
         ]
         if self._token_twice is not None:
-            found.append(_repeated(*self._token_twice, "token"))
+            found.append(_repeated(*self._token_twice, _TOKEN_REPEATED))
         return min(found, key=lambda each: each.index or 0, default=None)
 
 
-def _repeated(seq: int, before: int, what: str) -> Finding:
-    reason = f"its {what} is in the ledger already, in leaf {before}: it was replayed"
-    return Finding(seq, KIND_NAMES[ContributionRecord], f"verify.{what}-repeated", reason)
+def _repeated(seq: int, before: int, what: Violation) -> Finding:
+    reason = f"{what.reason}, in leaf {before}: it was replayed"
+    return Finding(seq, KIND_NAMES[ContributionRecord], what.code, reason)
 
 
 def _equal_values(rows: StoreReader, group: list[int], name: str) -> Iterator[tuple[int, int]]:

@@ -480,15 +480,16 @@ class SpendClaim:
         """Compute the spend again and compare."""
         found = nano_epsilon(pooled_epsilon(self.events, delta=header.delta, name=header.accountant))
         stated, name = self.account.spend, f"account {self.account.name}"
+        wrong: Violation | None = None
         if abs(stated - found) > 1 + _EPSILON_TOLERANCE * found and stated != found:
-            code = "verify.spend-under-reported" if stated < found else "verify.spend-over-reported"
             reason = f"{name} states ε = {_epsilon_text(stated)}, {header.accountant} finds {_epsilon_text(found)}"
+            wrong = Violation("verify.spend-over-reported", reason)
+            if stated < found:
+                wrong = Violation("verify.spend-under-reported", reason)
         elif self.most is not None and found > self.most:
-            code = "verify.bound-exceeded"
             reason = f"{name} has lost ε = {_epsilon_text(found)}, more than its bound of {_epsilon_text(self.most)}"
-        else:
-            return None
-        return Finding(self.seq, KIND_NAMES[Epoch], code, reason)
+            wrong = Violation("verify.bound-exceeded", reason)
+        return None if wrong is None else Finding(self.seq, KIND_NAMES[Epoch], *wrong)
 
 
 class EpochChecks:

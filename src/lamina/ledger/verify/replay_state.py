@@ -225,20 +225,25 @@ class _ReplayedKey:
 
     def violation(self, role: Role, at: int, issued: int) -> Violation | None:
         """Why it does not count at `at` for something signed at `issued`; None if it does."""
-        name, key = f"key {self.key.id.hex()[:16]}", self.key
+        key = self.key
         if key.role is not role:
-            what = f"{name} has role {key.role.name.lower()}, not {role.name.lower()}"
-            return Violation("verify.key-wrong-role", what)
+            return self._violation(
+                "verify.key-wrong-role", f"has role {key.role.name.lower()}, not {role.name.lower()}"
+            )
         if self.revoked is not None and at >= self.revoked:
-            return Violation("verify.key-revoked", f"{name} is revoked from {format_utc(self.revoked)}")
+            return self._violation("verify.key-revoked", f"is revoked from {format_utc(self.revoked)}")
         if at < self.since or at < key.valid_from or issued < key.valid_from:
-            since = format_utc(max(self.since, key.valid_from))
-            return Violation("verify.key-not-yet-valid", f"{name} is valid from {since}")
+            return self._violation(
+                "verify.key-not-yet-valid", f"is valid from {format_utc(max(self.since, key.valid_from))}"
+            )
         if key.valid_until is not None and at >= key.valid_until:
-            return Violation("verify.key-expired", f"{name} was valid until {format_utc(key.valid_until)}")
+            return self._violation("verify.key-expired", f"was valid until {format_utc(key.valid_until)}")
         if self.retired is not None and issued >= self.retired:
-            return Violation("verify.key-replaced", f"{name} was replaced at {format_utc(self.retired)}")
+            return self._violation("verify.key-replaced", f"was replaced at {format_utc(self.retired)}")
         return None
+
+    def _violation(self, code: str, reason: str) -> Violation:
+        return Violation(code, f"key {self.key.id.hex()[:16]} {reason}")
 
     def contributor_violation(self, at: int) -> Violation | None:
         # Only the attestation says when it was signed: at the earliest when the key became valid.
