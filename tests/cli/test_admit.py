@@ -371,7 +371,7 @@ def test_a_run_that_would_pass_a_signed_bound_is_refused_by_name(clinic: Clinic)
     assert looked[0] == 1 and json.loads(looked[1])["refused"] == [name]
     code, _, err = clinic.project.train("--fresh", run=clinic.run)
     assert code == 1
-    assert "signed bound 'c=1,z=4' of class 'clinical'" in err and "leave out those who signed it" in err
+    assert "signed bound 'c=1,z=4' of class 'clinical'" in err and "spend.budget-exceeded" in err
 
 
 @pytest.mark.parametrize(
