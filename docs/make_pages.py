@@ -42,18 +42,44 @@ def error_codes() -> dict[str, list[tuple[str, str]]]:
     for path in sorted(SOURCE.rglob("*.py")):
         if path.name == "validate.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        strings = _local_strings(tree)
+        for node in ast.walk(tree):
             if not isinstance(node, ast.Call):
                 continue
             for at, argument in enumerate(node.args):
-                if isinstance(argument, ast.Constant) and isinstance(argument.value, str) and _is_code(node, argument.value):
-                    rest = [text(each) for each in node.args[at + 1 : at + 3]]
+                if (
+                    isinstance(argument, ast.Constant)
+                    and isinstance(argument.value, str)
+                    and _is_code(node, argument.value)
+                ):
+                    rest = [
+                        text(strings.get((id(node), each.id), each) if isinstance(each, ast.Name) else each)
+                        for each in node.args[at + 1 : at + 3]
+                    ]
                     keywords = {k.arg: text(k.value) for k in node.keywords}
                     said = rest[0] if rest else _limits(node)
                     entry = (said, rest[1] if len(rest) > 1 else keywords.get("remedy", ""))
                     if entry not in found[argument.value]:
                         found[argument.value].append(entry)
     return dict(sorted(found.items()))
+
+
+def _local_strings(tree: ast.Module) -> dict[tuple[int, str], ast.expr]:
+    """What a name in a call was last assigned in the block that the call stands in: `problem = …; raise E(code, problem)`."""
+    found: dict[tuple[int, str], ast.expr] = {}
+    for block in (
+        b for n in ast.walk(tree) for b in (getattr(n, "body", None), getattr(n, "orelse", None)) if isinstance(b, list)
+    ):
+        values: dict[str, ast.expr] = {}
+        for line in block:
+            if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+                values[line.targets[0].id] = line.value
+            elif isinstance(line, ast.Raise | ast.Return):
+                found |= {
+                    (id(n), name): v for n in ast.walk(line) if isinstance(n, ast.Call) for name, v in values.items()
+                }
+    return found
 
 
 def _is_code(call: ast.Call, value: str) -> bool:
@@ -63,7 +89,9 @@ def _is_code(call: ast.Call, value: str) -> bool:
 
 def _limits(call: ast.Call) -> str:
     """What a check of `lamina.validate` says."""
-    names = [k.arg for k in call.keywords if k.arg and k.arg not in ("least", "most", "above", "below", "remedy", "infinite")]
+    names = [
+        k.arg for k in call.keywords if k.arg and k.arg not in ("least", "most", "above", "below", "remedy", "infinite")
+    ]
     limits = [f"{k.arg} {ast.unparse(k.value)}" for k in call.keywords if k.arg in ("least", "most", "above", "below")]
     return f"{', '.join(names) or '…'} is …, outside its range" + (f" ({', '.join(limits)})" if limits else "")
 
@@ -89,7 +117,11 @@ def errors_page() -> str:
         areas[code.split(".")[0]].append(f"| `{code}` | {said} | {remedy} |")
     parts = [HEAD]
     for area in sorted(areas):
-        parts.append(f"## {area}: {AREAS[area]}\n\n| code | what is said | remedy |\n|---|---|---|\n" + "\n".join(areas[area]) + "\n")
+        parts.append(
+            f"## {area}: {AREAS[area]}\n\n| code | what is said | remedy |\n|---|---|---|\n"
+            + "\n".join(areas[area])
+            + "\n"
+        )
     return "\n".join(parts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import mpmath
 import numpy as np
 import pytest
 from dp_accounting import gaussian_mechanism
@@ -144,3 +145,15 @@ def test_one_delta_as_the_curve() -> None:
             if epsilon >= 0:
                 curve = float(gaussian_rdp.hockey_stick(epsilon, mu))
                 assert gaussian_rdp.delta_of_mu(mu, epsilon) == pytest.approx(curve, rel=1e-11)
+
+
+@pytest.mark.parametrize("mu", [1e-6, 3e-5, 1e-3, 0.07, 1.0, 7.0, 90.0])
+@pytest.mark.parametrize("ratio", [0.0, 1e-3, 0.5, 3.0, 9.0])
+def test_delta_is_never_rounded_down(mu: float, ratio: float) -> None:
+    """Against 60 digits: for a small μ the two terms of δ(ε) almost cancel."""
+    epsilon = mu * mu / 2 + ratio * mu if ratio else 0.0
+    with mpmath.workdps(60):
+        m, e = mpmath.mpf(mu), mpmath.mpf(epsilon)
+        exact = mpmath.ncdf(m / 2 - e / m) - mpmath.exp(e) * mpmath.ncdf(-m / 2 - e / m)
+        found = mpmath.mpf(gaussian_rdp.delta_of_mu(mu, epsilon))
+        assert exact <= found <= exact * (1 + mpmath.mpf(10) ** -4) or found == 1

@@ -166,7 +166,7 @@ def test_nonsense_is_refused_with_a_remedy(settings: dict[str, object]) -> None:
 
 
 def test_no_patients_are_refused() -> None:
-    with raises_code("data.patients"):
+    with raises_code("data.patients-not-positive"):
         ECGSimulator().draw(patients=0, seed=0)
 
 
@@ -178,6 +178,6 @@ def test_a_heart_that_does_not_beat_is_refused_after_a_while(monkeypatch: pytest
         return np.zeros((3, 100 * beats))
 
     monkeypatch.setattr(Patient, "dipole", flat)
-    with raises_code("data.fewer-waves-stand"):
+    with raises_code("data.r-waves-missing"):
         ECGSimulator().draw(patients=1, seed=0)
     assert len(heard) == 3

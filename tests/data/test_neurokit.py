@@ -78,7 +78,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", refuse)
-    with raises_code("data.simulated-ecg-needs") as caught:
+    with raises_code("data.neurokit-missing") as caught:
         dipole_component(waves(), **SETTINGS)
     assert caught.value.remedy == "pip install lamina[demo]"
 

@@ -93,8 +93,8 @@ def test_a_restricted_class_leaves_the_autoencoder_alone() -> None:
 
 
 def test_lengths_that_cannot_be_halved_are_refused() -> None:
-    with raises_code("models.samples-not-halved") as caught:
+    with raises_code("models.samples-not-divisible") as caught:
         ResidualClassifier(samples=98)
     assert "96" in caught.value.remedy
-    with raises_code("models.samples-not-halved"):
+    with raises_code("models.samples-not-divisible"):
         ResidualClassifier(samples=2)

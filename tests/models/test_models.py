@@ -50,7 +50,7 @@ def test_the_code_is_smaller_than_the_signal(name: str) -> None:
 def test_impossible_sizes_are_refused() -> None:
     with raises_code("models.widths-not-multiples"):
         ResidualAutoencoder(12, (10,), groups=4)
-    with raises_code("models.kernel-even-odd"):
+    with raises_code("models.kernel-even"):
         ResidualAutoencoder(12, (8,), kernel=4)
-    with raises_code("models.layers-even-width"):
+    with raises_code("models.layers-odd"):
         TransformerAutoencoder(4, 4, width=10, heads=4)

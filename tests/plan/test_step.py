@@ -303,3 +303,21 @@ def test_numbers_that_float32_cannot_carry_are_refused(change: dict[str, Any], m
     else:
         with raises_code(message):
             StepPlan(**fields)
+
+
+def test_another_encoding_of_the_same_plan_is_refused() -> None:
+    """A CBOR infinity instead of the text "inf" would give one plan two digests."""
+    written = plan_of([[1.0, 0.5], [math.inf, math.inf]], [1.0, 1.0], public=(1,)).to_cbor()
+    assert StepPlan.from_cbor(written).to_cbor() == written
+    other = cbor2.dumps(_with_infinity(cbor2.loads(written)), canonical=True)
+    assert other != written
+    with raises_code("plan.not-cbor"):
+        StepPlan.from_cbor(other)
+
+
+def _with_infinity(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_infinity(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_infinity(each) for each in value]
+    return math.inf if value == "inf" else value

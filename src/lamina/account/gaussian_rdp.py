@@ -87,13 +87,13 @@ def delta_of_mu(mu: float, epsilon: float) -> float:
         return 0.0 if math.isfinite(mu) else 1.0
     if math.isinf(mu) or mu > _HUGE_MU:
         return 1.0
-    # 1 - m(b)/m(a) loses 1e-16/μ of relative precision when μ is small
-    slack = 1.0 + _PAD + 8e-16 * max(1.0, epsilon) / min(mu, 1.0)
     a = 0.5 * mu - epsilon / mu
     # With Φ(x) = φ(x)·sqrt(π/2)·erfcx(-x/sqrt(2)) and e^ε φ(a - μ) = φ(a); as `hockey_stick`, without scipy
     scale, beyond = math.exp(-0.5 * a * a), _erfcx((mu - a) / _ROOT2)
-    delta = scale * (_erfcx(-a / _ROOT2) - beyond) if a <= 0 else math.erfc(-a / _ROOT2) - scale * beyond
-    return min(1.0, max(0.0, 0.5 * delta) * slack)
+    above = scale * _erfcx(-a / _ROOT2) if a <= 0 else math.erfc(-a / _ROOT2)
+    # The two terms almost cancel for a small μ, so the error is added: a few units of each, and that of `a` itself.
+    error = (above + scale * beyond) * (8e-15 + 4 * (abs(a) + 1) * (0.5 * mu + epsilon / mu) * 2.0**-52)
+    return min(1.0, max(0.0, 0.5 * (above - scale * beyond + error)) * (1 + _PAD))
 
 
 def _erfcx(x: float) -> float:

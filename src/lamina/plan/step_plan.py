@@ -338,8 +338,11 @@ class StepPlan:
 
     @classmethod
     def from_cbor(cls, data: bytes) -> StepPlan:
-        """Read what `to_cbor` wrote."""
-        return cls(**codec.from_cbor(data))
+        """Read what `to_cbor` wrote. Other bytes of the same plan are refused: its digest is that of its bytes."""
+        plan = cls(**codec.from_cbor(data))
+        if plan.to_cbor() != data:
+            raise PlanError("plan.not-cbor", "the plan is not written as StepPlan.to_cbor writes it", "write it again")
+        return plan
 
     def digest(self) -> bytes:
         """SHA-256 of the CBOR: the plan's identity in ledgers and certificates."""
