@@ -105,7 +105,7 @@ def test_a_second_run_that_exceeds_a_signed_bound_is_refused_by_its_name(tmp_pat
         problem.trainer(tmp_path / "b", accounts=[made], bounds=LOOSE).fit()
     told = str(refused.value)
     assert "signed bound 'c=9,z=2.25' of class 'clinical' of corpus 'tests'" in told
-    assert f"ε ≤ {made.epsilon:.6g}" in told and "leave out those who signed it" in told
+    assert f"ε ≤ {made.epsilon:.6g}" in told and "leave out those who signed this bound" in told
     assert not (tmp_path / "b" / "journal").exists()
     again = problem.trainer(tmp_path / "b", bounds=LOOSE).fit()  # without them it may
     assert again.total["clinical"] > again.epsilon["clinical"]
