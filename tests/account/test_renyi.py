@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import raises_code
 
-from lamina.account import gaussian_rdp
+from lamina.account import gaussian_rdp, schedule
 from lamina.account.accountants import find_accountant
 from lamina.account.schedule import Adjacency, Event
 
@@ -64,7 +64,7 @@ def test_divergences_by_plain_integration(sigma: float, q: float) -> None:
 
 
 def test_without_sampling_it_is_the_gaussian_line() -> None:
-    orders = np.asarray(gaussian_rdp.RDP_ORDERS)
+    orders = np.asarray(schedule.RDP_ORDERS)
     assert gaussian_rdp.step_rdp_at_orders(1.0, 2.0) == pytest.approx(orders / 8, rel=1e-8)
     assert not gaussian_rdp.step_rdp_at_orders(0.0, 2.0).any()
     assert not gaussian_rdp.step_rdp_at_orders(0.5, math.inf).any()

@@ -12,13 +12,12 @@ from making import LEDGER
 from lamina.admit.keys import PrivateKey
 from lamina.ledger import merkle
 from lamina.ledger import records as leaves
-from lamina.ledger.store.interface import tile_reader
 from lamina.ledger.governance_records import Header, Withdrawal
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.receipt import TreeSignature
 from lamina.ledger.records import KIND_NUMBERS, Epoch, Leaf, Record
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint
-from lamina.ledger.store.interface import AttemptRow, LedgerHead, StoredCheckpoint, StoreWriter
+from lamina.ledger.store.interface import AttemptRow, LedgerHead, StoredCheckpoint, StoreWriter, tile_reader
 from lamina.ledger.store.sqlite import SqliteStore
 from lamina.ledger.writer import checkpoint_digest
 

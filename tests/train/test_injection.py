@@ -22,11 +22,11 @@ from lamina.corpus.sampler import Sampler
 from lamina.ledger.records import Segment, SegmentOutcome
 from lamina.ledger.verify.epoch_checks import AttemptTree
 from lamina.plan.step_plan import StepPlan
-from lamina.train.journal import Journal
-from lamina.train.journal_records import (
+from lamina.train.journal import (
     AttemptAbandoned,
     AttemptClosed,
     AttemptOpened,
+    Journal,
     JournalMoved,
     RunHistory,
     RunStarted,

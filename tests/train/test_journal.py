@@ -25,11 +25,11 @@ from lamina import cbor
 from lamina.errors import EncodingError, RunError, StorageError
 from lamina.spend.charge import Charge
 from lamina.train import journal as frame
-from lamina.train.journal import Journal
-from lamina.train.journal_records import (
+from lamina.train.journal import (
     AttemptAbandoned,
     AttemptClosed,
     AttemptOpened,
+    Journal,
     JournalMoved,
     JournalRecord,
     RunEnded,

@@ -23,8 +23,7 @@ from lamina.corpus.payloads import PayloadChanged
 from lamina.corpus.sampler import Sampler
 from lamina.engine.engine import Engine
 from lamina.errors import BudgetExceeded
-from lamina.train.journal import Journal
-from lamina.train.journal_records import AttemptOpened
+from lamina.train.journal import AttemptOpened, Journal
 from lamina.train.progress import Progress
 from lamina.train.run import Run
 

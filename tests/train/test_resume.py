@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from lamina.train.journal_records import AttemptOpened
+from lamina.train.journal import AttemptOpened
 from lamina.train.resume import ResumeAction, SegmentInputs, decide_resume, replay_mismatches
 
 FACTS = SegmentInputs(

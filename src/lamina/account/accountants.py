@@ -1,4 +1,7 @@
-"""The accountants by name; calibration of the noise multiplier; the cost of a schedule, or of several runs together."""
+"""The accountants by name; calibration of the noise multiplier.
+
+The cost of a schedule, or of several runs together.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import numpy as np
 
 from lamina import validate
 from lamina.account import gaussian_rdp, pld
-from lamina.account.bisect import bisect_float
 from lamina.account.gaussian_rdp import Array, hockey_stick, step_rdp
 from lamina.account.schedule import (
     RDP_ORDERS,
@@ -19,6 +21,7 @@ from lamina.account.schedule import (
     Event,
     EventCounts,
     Schedule,
+    bisect_float,
     check_adjacency,
     check_delta,
     check_epsilon,

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina import validate
-from lamina.account.bisect import bisect_float
-from lamina.account.schedule import CHOICE_EPSILON, RDP_ORDERS, Adjacency, Schedule
+from lamina.account.schedule import CHOICE_EPSILON, RDP_ORDERS, Adjacency, Schedule, bisect_float
 from lamina.errors import AccountingError
 
 # The exact cost of Gaussian noise when nothing is credited to sampling.

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.account import gaussian_rdp
-from lamina.account.bisect import bisect_int
 from lamina.account.gaussian_rdp import Array, hockey_stick
-from lamina.account.schedule import Adjacency, Event, Schedule
+from lamina.account.schedule import Adjacency, Event, Schedule, bisect_int
 
 # One step's loss is put on a grid of spacing h by "connect the dots" (Doroshenko et al. 2022, from
 # dp-accounting): the discrete loss dominates the true one. A whole schedule is then one product of Fourier

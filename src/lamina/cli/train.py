@@ -55,8 +55,7 @@ from lamina.plan.table import epsilon_text, finite_or_none
 from lamina.spend.accounts import describe_account, is_bound
 from lamina.spend.charge import plan_charges
 from lamina.spend.spend_ledger import SpendLedger
-from lamina.train.evaluation import Evaluation
-from lamina.train.publisher import Outcome
+from lamina.train.publisher import Evaluation, Outcome
 from lamina.train.run import default_ledger_path
 from lamina.train.trainer import Trainer
 from lamina.train.user_errors import failing_layer_and_input, user_code, user_line

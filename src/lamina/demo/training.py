@@ -23,8 +23,7 @@ from lamina.models.autoencoders import ClassifierLoss, ResidualClassifier
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
-from lamina.train.evaluation import Evaluation
-from lamina.train.publisher import Outcome
+from lamina.train.publisher import Evaluation, Outcome
 from lamina.train.trainer import Trainer
 
 # What the demo's RUN.toml names: the model as the private run found it, its loss, its evaluation.

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from lamina import validate
 from lamina.account.accountants import pooled_epsilon
-from lamina.account.bisect import bisect_int
-from lamina.account.schedule import EventCounts
+from lamina.account.schedule import EventCounts, bisect_int
 from lamina.errors import LedgerDamaged, RunError
 from lamina.ledger import records as leaves
 from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, Segment, SegmentOutcome

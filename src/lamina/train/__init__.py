@@ -9,14 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lamina.train.evaluation import Evaluation
     from lamina.train.private import make_private
-    from lamina.train.publisher import Outcome
+    from lamina.train.publisher import Evaluation, Outcome
     from lamina.train.trainer import Trainer
 
 __all__ = ["Trainer", "Evaluation", "Outcome", "make_private"]
 
-_HOME = {"Trainer": "trainer", "Evaluation": "evaluation", "Outcome": "publisher", "make_private": "private"}
+_HOME = {"Trainer": "trainer", "Evaluation": "publisher", "Outcome": "publisher", "make_private": "private"}
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lamina.train.journal_records import AttemptOpened
+from lamina.train.journal import AttemptOpened
 
 _MAX_DEPTH = 64
 _INSTALLED_PATHS = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})

@@ -33,8 +33,7 @@ from lamina.spend.charge import Charge
 from lamina.spend.reservation import OpenAttempt
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train import run_budget
-from lamina.train.journal import Journal
-from lamina.train.journal_records import AttemptAbandoned, AttemptClosed, AttemptOpened, JournalMoved, RunEnded
+from lamina.train.journal import AttemptAbandoned, AttemptClosed, AttemptOpened, Journal, JournalMoved, RunEnded
 from lamina.train.resume import SegmentInputs
 from lamina.train.run_files import (
     make_folder,

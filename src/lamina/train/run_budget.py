@@ -34,7 +34,7 @@ from lamina.plan.signed_bounds import signed_epsilon
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import SignedAccount, account_bound
 from lamina.spend.charge import Charge, bound_charges, follows_budget, plan_charges
-from lamina.train.journal_records import AttemptOpened, JournalMoved
+from lamina.train.journal import AttemptOpened, JournalMoved
 from lamina.train.run_files import write_atomically
 
 if TYPE_CHECKING:

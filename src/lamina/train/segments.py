@@ -23,13 +23,12 @@ from lamina.errors import RunError
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.charge import Charge, charges_in_declared_steps, follows_budget
 from lamina.train import run_budget
-from lamina.train.journal_records import AttemptClosed, AttemptOpened
+from lamina.train.journal import AttemptClosed, AttemptOpened
 from lamina.train.membership import LedgerMembership
 from lamina.train.resume import ResumeAction, SegmentInputs, code_version, decide_resume
 from lamina.train.run import Run
 from lamina.train.run_budget import adaptive_budget_fits, repair_ledger
-from lamina.train.training_checkpoint import TrainingCheckpoint
-from lamina.train.training_state import TrainingState
+from lamina.train.training_checkpoint import TrainingCheckpoint, TrainingState
 
 
 class Segments:

@@ -27,11 +27,10 @@ from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import SignedAccount, check_accounts
 from lamina.spend.spend_ledger import SpendLedger
-from lamina.train.evaluation import Evaluation
-from lamina.train.journal_records import AttemptOpened
+from lamina.train.journal import AttemptOpened
 from lamina.train.membership import AdmissionRenewal, LedgerMembership, remember_withdrawals
 from lamina.train.progress import Progress, make_progress
-from lamina.train.publisher import Outcome, Publisher, spent_so_far
+from lamina.train.publisher import Evaluation, Outcome, Publisher, spent_so_far
 from lamina.train.resume import settings_digest
 from lamina.train.run import LedgerArgument, Run, link_ledger, open_run_ledger
 from lamina.train.run_budget import keep_charging_bounds
@@ -48,7 +47,7 @@ from lamina.train.trainer_checks import (
     epsilon_bounds_of_policy,
     rehearse,
 )
-from lamina.train.training_state import MovingAverage, TrainingState
+from lamina.train.training_checkpoint import MovingAverage, TrainingState
 from lamina.train.user_errors import hide_warning_texts, withhold_text
 from lamina.validate import one_of, whole
 

@@ -1,4 +1,7 @@
-"""What a trainer refuses before anything is spent: arguments, depth profiles, and a rehearsal on simulated input."""
+"""What a trainer refuses before anything is spent.
+
+Arguments, depth profiles, and a rehearsal on simulated input.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from lamina.plan.profile_reach import Reach
 from lamina.plan.rules import Choose, FollowBudget
 from lamina.plan.selection import complement_ranges
 from lamina.plan.step_plan import StepPlan
-from lamina.train.evaluation import Evaluation
+from lamina.train.publisher import Evaluation
 
 
 def check_trainer_arguments(model: Any, optimizer: Any, loss_fn: Any, corpus: Any, plan: Any, scheduler: Any) -> None:
