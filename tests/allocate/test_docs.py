@@ -10,7 +10,7 @@ import pytest
 
 from lamina.allocate.make_plan import ALLOCATIONS
 
-FOLDER = Path(__file__).parents[2] / "docs" / "policies"
+FOLDER = Path(__file__).parents[2] / "docs" / "allocations"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name not in ("index.md", "utility.md"))
 
 

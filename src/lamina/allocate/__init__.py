@@ -1,4 +1,4 @@
-"""How C and S are chosen: one file per policy, and `make_plan`, which joins layers, policy and allocation."""
+"""How C and S are chosen: the allocations, and `make_plan`, which joins layers, policy and allocation."""
 
 from __future__ import annotations
 

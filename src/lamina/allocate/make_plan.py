@@ -37,7 +37,7 @@ ALLOCATIONS: Mapping[str, Allocator] = MappingProxyType({allocation.name: alloca
 
 DEFAULT_ALLOCATION = pareto.name
 """What `make_plan` does by default. Without a measure and with one class it is `flat`, which real data
-support (docs/policies/utility.md); with several it gives each its whole budget, which `flat` does not."""
+support (docs/allocations/utility.md); with several it gives each its whole budget, which `flat` does not."""
 
 
 def find_allocation(name: str | Allocate) -> Allocate:

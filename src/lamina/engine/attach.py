@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from lamina.engine import batch
-from lamina.engine.layers.layer_registry import layer_forward_for
+from lamina.engine.layers import layer_forward_for
 from lamina.engine.layers.layer_rule import (
     NO_INPUT,
     CoveredFunction,
