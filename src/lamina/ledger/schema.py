@@ -280,3 +280,12 @@ PROFILE = FieldType(
 def _shorten(value: object) -> str:
     text = value.hex() if isinstance(value, bytes) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def pluralize(count: int, one: str, many: str | None = None) -> str:
+    """So many of them.
+
+    >>> pluralize(1, "leaf", "leaves"), pluralize(1_200, "leaf", "leaves"), pluralize(0, "run")
+    ('1 leaf', '1,200 leaves', '0 runs')
+    """
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"

@@ -13,7 +13,7 @@ from lamina.errors import LedgerError
 from lamina.ledger.governance_records import Aggregate, Header, Key, KeyEvent, PolicyChange, Release, Withdrawal
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import KIND_NAMES, ContributionRecord, Epoch, Leaf, Record, SegmentOutcome
-from lamina.ledger.schema import MICRO, NANO, SPEND, TIME, UNBOUNDED, FieldType, schema_of
+from lamina.ledger.schema import MICRO, NANO, SPEND, TIME, UNBOUNDED, FieldType, pluralize, schema_of
 
 _MAX_BOUNDS_SHOWN = 4  # signed bounds of an epoch that are told in its line
 KINDS_BY_NAME = {word: kind for kind, word in KIND_NAMES.items()}
@@ -201,15 +201,6 @@ def describe_bound(bound: tuple[str, int, int]) -> str:
     """
     cls, clip, noise = bound
     return f"{cls} (c {format_micro(clip)}, z {format_micro(noise)})" if noise else cls
-
-
-def pluralize(count: int, one: str, many: str | None = None) -> str:
-    """So many of them.
-
-    >>> pluralize(1, "leaf", "leaves"), pluralize(1_200, "leaf", "leaves"), pluralize(0, "run")
-    ('1 leaf', '1,200 leaves', '0 runs')
-    """
-    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
 def format_epsilon(spend: int, digits: int = 4) -> str:

@@ -42,8 +42,8 @@ from lamina.ledger.governance_records import (
     loosened,
 )
 from lamina.ledger.key_state import KeyState
-from lamina.ledger.schema import schema_of
-from lamina.ledger.show import epsilon_or_none, format_epsilon, pluralize
+from lamina.ledger.schema import pluralize, schema_of
+from lamina.ledger.show import epsilon_or_none, format_epsilon
 from lamina.ledger.spending import signed_spend
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy as PolicyFile

@@ -44,7 +44,8 @@ from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader, find_leaf
 from lamina.ledger.receipt import Receipt, TlogProof
-from lamina.ledger.show import describe_leaf, pluralize
+from lamina.ledger.schema import pluralize
+from lamina.ledger.show import describe_leaf
 from lamina.ledger.signed_checkpoint import NoteKey, encode64
 from lamina.ledger.store.open_store import make_store
 from lamina.ledger.store.sqlite import SqliteStore

@@ -13,7 +13,7 @@ from lamina.errors import EncodingError, LedgerDamaged, StoreError
 from lamina.ledger.governance_records import Aggregate, Header, KeyEvent, PolicyChange, Release, Withdrawal
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import KIND_NAMES, KIND_NUMBERS, ContributionRecord, Epoch, Leaf, Record, decode_leaf
-from lamina.ledger.show import pluralize
+from lamina.ledger.schema import pluralize
 from lamina.ledger.spending import Bound
 from lamina.ledger.store.interface import (
     RESERVATION_SEGMENT,
