@@ -48,7 +48,7 @@ from lamina.ledger.governance_records import Aggregate, PartySignature, Release,
 from lamina.ledger.reader import find_contributions
 from lamina.ledger.records import KIND_NAMES, ContributionRecord, Epoch, Leaf, SegmentOutcome
 from lamina.ledger.retention import Retention
-from lamina.ledger.schema import schema_of
+from lamina.ledger.schema import pluralize, schema_of
 from lamina.ledger.show import (
     KINDS_BY_NAME,
     RecordFilter,
@@ -58,7 +58,6 @@ from lamina.ledger.show import (
     format_micro,
     format_remaining,
     leaf_to_dict,
-    pluralize,
 )
 from lamina.ledger.withdrawal import (
     WITHDRAWAL_EFFECTS,
