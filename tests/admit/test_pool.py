@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from refusals import raises_code
 
 from lamina.admit import gate as parts
@@ -20,7 +22,7 @@ from lamina.admit import gate as pool
 from lamina.admit.checks import Examiner
 from lamina.admit.contribution_sources import Contribution, FolderContributions
 from lamina.admit.keys import PrivateKey, PublicKey
-from lamina.admit.verdicts import PackedTexts, Reason
+from lamina.admit.verdicts import ROW_STRUCT, PackedTexts, Reason
 
 
 def mixed(desk: Any) -> list[Contribution]:
@@ -278,3 +280,23 @@ def test_a_slow_part_does_not_let_the_others_pile_up(desk: Any, monkeypatch: pyt
     assert next(verdicts)[0] == "0"
     assert taken <= 10
     assert [id for id, _ in verdicts] == [f"{i}" for i in range(1, 200)]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(Reason), st.text(st.characters(), max_size=10))
+        | st.binary(min_size=ROW_STRUCT.size, max_size=ROW_STRUCT.size),
+        max_size=5,
+    )
+)
+def test_verdicts_arrive(verdicts: list[Any]) -> None:
+    assert pool.verdicts_from_bytes(pool.verdicts_to_bytes(verdicts), len(verdicts)) == verdicts
+
+
+def test_a_worker_cannot_send_an_object() -> None:
+    """What a worker answers is read as bytes: a pickle in it is not opened."""
+    worker = pool.WorkerProcess(lambda line: line.send(Reason.GONE), [])
+    try:
+        assert isinstance(worker.receive(), bytes)
+    finally:
+        worker.stop()

@@ -18,7 +18,15 @@ from lamina.corpus import payloads as looking
 from lamina.corpus import payloads as shares
 from lamina.corpus.admitted import GivenPayloads
 from lamina.corpus.example_sources import to_model_dtype
-from lamina.corpus.payloads import FolderPayloads, PayloadInspector, PayloadSource, payload_path, survey_and_refuse
+from lamina.corpus.payloads import (
+    FolderPayloads,
+    InspectedPayloads,
+    PayloadHeaders,
+    PayloadInspector,
+    PayloadSource,
+    payload_path,
+    survey_and_refuse,
+)
 
 
 def npz(**arrays: Any) -> bytes:
@@ -185,3 +193,14 @@ def test_what_was_taken_for_an_archive_is_read_as_one(tmp_path: Path) -> None:
     path.write_bytes(npz(x=np.arange(6, dtype=np.float32).reshape(2, 3)))
     x, y = PayloadSource(GivenPayloads(["a"], [path]), None).fetch(np.array([1]))
     assert torch.equal(x, torch.tensor([[3.0, 4.0, 5.0]])) and y is None
+
+
+def test_inspections_arrive() -> None:
+    two = np.dtype(np.float32), np.dtype("<U7")
+    headers = [PayloadHeaders(((3, 4), two[0]), ((), two[1])), PayloadHeaders(((2,), two[0]), None, ("a", "\udc80"))]
+    headers.append(PayloadHeaders(((), two[0]), None, ()))
+    sent = InspectedPayloads(np.array([2, 0, 5]), np.array([0, -1, 1]), headers, {1: "no \udcff array"})
+    got = InspectedPayloads.from_bytes(sent.to_bytes())
+    assert got.sizes.tolist() == [2, 0, 5]
+    assert got.which.tolist() == [0, -1, 1]
+    assert (got.headers, got.wrong) == (sent.headers, sent.wrong)

@@ -24,6 +24,9 @@ from lamina.admit.contribution_sources import Contribution, ContributionSource, 
 from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import LAST_SECOND, format_utc
 from lamina.admit.verdicts import (
+    REASON_CODES,
+    REASONS,
+    ROW_STRUCT,
     AdmittedRows,
     ContributionRefused,
     PackedTexts,
@@ -215,10 +218,13 @@ class WorkerProcess:
         except OSError:
             raise self._ended() from None
 
-    def receive(self) -> Any:
-        """AdmissionError: the process has ended."""
+    def receive(self) -> bytes:
+        """Bytes, and never a pickle: whoever reads what strangers sent must not be able to run code here.
+
+        AdmissionError: the process has ended.
+        """
         try:
-            return self.line.recv()
+            return self.line.recv_bytes()
         except (EOFError, OSError):
             raise self._ended() from None
 
@@ -246,6 +252,38 @@ def _serve(
         other.close()  # or we would keep the lines of other workers open, and wait for a parent that is gone
     with contextlib.suppress(EOFError, OSError):
         serve(line)
+
+
+_PASSED = 0xFF  # before a row; before a refusal stands the number of its reason
+
+
+def verdicts_to_bytes(verdicts: list[Verdict]) -> bytes:
+    out = bytearray()
+    for verdict in verdicts:
+        if isinstance(verdict, bytes):
+            out.append(_PASSED)
+            out += verdict
+        else:
+            detail = verdict[1].encode("utf-8", "surrogatepass")
+            out.append(REASON_CODES[verdict[0]])
+            out += len(detail).to_bytes(8, "little") + detail
+    return bytes(out)
+
+
+def verdicts_from_bytes(data: bytes, count: int) -> list[Verdict]:
+    verdicts: list[Verdict] = []
+    at = 0
+    for _ in range(count):
+        code, at = data[at], at + 1
+        if code == _PASSED:
+            end = at + ROW_STRUCT.size
+            verdicts.append(data[at:end])
+        else:
+            end = at + 8 + int.from_bytes(data[at : at + 8], "little")
+            verdicts.append((REASONS[code], data[at + 8 : end].decode("utf-8", "surrogatepass")))
+        at = end
+    assert at == len(data)
+    return verdicts
 
 
 class _WorkerPool:
@@ -279,7 +317,7 @@ class _WorkerPool:
             for line in wait(list(busy)):
                 worker = busy[line]  # type: ignore[index]
                 number, chunk = self._pending[worker].popleft()
-                finished[number] = chunk, worker.receive()
+                finished[number] = chunk, verdicts_from_bytes(worker.receive(), len(chunk))
                 self._send(worker, chunks, wanted)
             while wanted in finished:
                 done, verdicts = finished.pop(wanted)
@@ -301,7 +339,7 @@ class _WorkerPool:
     def _examine(self, line: Connection[Any, Any]) -> None:
         """What a worker does until its line is closed. No torch, no randomness, nothing written."""
         while True:
-            line.send(_examine_chunk(self._chunks, line.recv(), self._examiner, self._now))
+            line.send_bytes(verdicts_to_bytes(_examine_chunk(self._chunks, line.recv(), self._examiner, self._now)))
 
 
 class AdmissionGate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -237,6 +238,14 @@ def _rows_and_shape(path: str, name: str, header: ArrayHeader) -> tuple[int, tup
 MIN_PAYLOADS_PER_PROCESS = 512  # payloads for which a process is worth starting
 
 
+def _array_to_json(array: tuple[tuple[int, ...], np.dtype[Any]]) -> list[Any]:
+    return [array[0], array[1].str]
+
+
+def _array_from_json(array: list[Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    return tuple(array[0]), np.dtype(array[1])
+
+
 class InspectedPayloads(NamedTuple):
     """`sizes[i]` examples in the i-th payload, which has `headers[which[i]]`; -1: it has none, `wrong[i]` says why."""
 
@@ -244,6 +253,23 @@ class InspectedPayloads(NamedTuple):
     which: NDArray[np.int64]
     headers: list[PayloadHeaders]
     wrong: dict[int, str]
+
+    def to_bytes(self) -> bytes:
+        """What a worker sends: two columns of equal length, then JSON."""
+        headers = [[_array_to_json(each.x), each.y and _array_to_json(each.y), each.header] for each in self.headers]
+        text = json.dumps([headers, list(self.wrong.items())])
+        return len(self.sizes).to_bytes(8, "little") + self.sizes.tobytes() + self.which.tobytes() + text.encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> InspectedPayloads:
+        count = int.from_bytes(data[:8], "little")
+        sizes, which = np.frombuffer(data, np.int64, 2 * count, offset=8).reshape(2, count)
+        headers, wrong = json.loads(data[8 + 16 * count :])
+        made = [
+            PayloadHeaders(_array_from_json(x), y and _array_from_json(y), None if header is None else tuple(header))
+            for x, y, header in headers
+        ]
+        return cls(sizes, which, made, dict(wrong))
 
 
 def inspect_payloads(payloads: Payloads, inspector: PayloadInspector, processes: int = 1) -> InspectedPayloads:
@@ -257,13 +283,12 @@ def inspect_payloads(payloads: Payloads, inspector: PayloadInspector, processes:
         for part in rest:
             workers.append(WorkerProcess(partial(_send_inspection, payloads, inspector, part), workers))
             stack.callback(workers[-1].stop)
-        return _join_inspections([_inspect_rows(payloads, inspector, first), *(each.receive() for each in workers)])
+        mine = _inspect_rows(payloads, inspector, first)
+        return _join_inspections([mine, *(InspectedPayloads.from_bytes(each.receive()) for each in workers)])
 
 
-def _send_inspection(
-    payloads: Payloads, inspector: PayloadInspector, rows: range, line: Connection[InspectedPayloads, Any]
-) -> None:
-    line.send(_inspect_rows(payloads, inspector, rows))
+def _send_inspection(payloads: Payloads, inspector: PayloadInspector, rows: range, line: Connection[Any, Any]) -> None:
+    line.send_bytes(_inspect_rows(payloads, inspector, rows).to_bytes())
 
 
 def _inspect_rows(payloads: Payloads, inspector: PayloadInspector, rows: range) -> InspectedPayloads:

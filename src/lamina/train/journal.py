@@ -548,7 +548,8 @@ class Journal(RunHistory):
             remedy = "start the run again: it reads the journal afresh"
             raise StorageError("train.journal-state-unknown", problem, remedy)
         self._check(record)
-        assert not isinstance(record, AttemptOpened) or record.seed, "an attempt is written with its seed"
+        if isinstance(record, AttemptOpened) and not record.seed:
+            raise _invalid("an attempt is written without its seed")
         data, frame = encode_frame(record, self._end, self._chain)
         try:
             self._write(data, frame)
