@@ -8,7 +8,6 @@ import inspect
 import sys
 import tomllib
 import typing
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from lamina.errors import EngineError, LaminaError, PlanError
 from lamina.models import autoencoders
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.selection import did_you_mean
-from lamina.train.user_errors import user_code
+from lamina.train.run_output import user_code
 
 BUILT_IN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "residual": autoencoders.ResidualAutoencoder,
@@ -141,8 +140,12 @@ def _make_importable(beside: Path | None) -> list[str]:
     return [f"'{folder}'" for folder in folders]
 
 
-_TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
-_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+_OPTION_TYPES = {
+    bool: ("true or false", "true"),
+    int: ("a whole number", "10"),
+    float: ("a number", "0.5"),
+    str: ("a word", "word"),
+}  # of an option of an allocation: its name, and an example
 
 
 def allocation_with_options(name: str, options: Mapping[str, Any] | None = None) -> Allocator:
@@ -219,37 +222,21 @@ def split_allocations(text: str) -> tuple[str, ...]:
 
 def _checked_option(name: str, key: str, kind: Any, value: Any) -> Any:
     """The value in the type that the allocation takes; ranges are checked by the allocation itself."""
-    plain = {inner for inner in (kind, *typing.get_args(kind)) if inner in _TYPE_WORDS}
-    if key == "sensitive":
-        return _layer_selection(value)
+    if key == "sensitive":  # names, patterns or indices of layers, or a depth profile as in a policy.toml
+        if isinstance(value, Mapping):
+            return DepthProfile.parse(value)
+        return tuple(value) if isinstance(value, list | tuple) else (value,)
     if key == "candidates" and isinstance(value, Mapping):
         return tuple((each, tuple(row) if isinstance(row, Sequence) else row) for each, row in value.items())
     if isinstance(value, list):
         return tuple(value)
-    if plain and not any(_has_type(value, each) for each in plain):
-        word = " or ".join(_TYPE_WORDS[each] for each in plain)
-        raise PlanError(
-            "cli.allocation-option-type",
-            f"{key} of '{name}' is {value!r}, must be {word}",
-            f"write {key}={_EXAMPLE_VALUES[word]}",
-        )
+    plain = {inner for inner in (kind, *typing.get_args(kind)) if inner in _OPTION_TYPES}
+    taken = {type(value)} | ({float} if type(value) is int else set())
+    if plain and not taken & plain:
+        words, examples = zip(*(_OPTION_TYPES[each] for each in plain), strict=True)
+        problem = f"{key} of '{name}' is {value!r}, must be {' or '.join(words)}"
+        raise PlanError("cli.allocation-option-type", problem, f"write {key}={examples[0]}")
     return value
-
-
-_EXAMPLE_VALUES = {"true or false": "true", "a whole number": "10", "a number": "0.5", "a word": "word"}
-
-
-def _has_type(value: Any, kind: type) -> bool:
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is kind
-
-
-def _layer_selection(value: Any) -> Any:
-    """Which layers: names, patterns or indices, or a depth profile as in a policy.toml."""
-    if isinstance(value, Mapping):
-        return DepthProfile.parse(value)
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _option_text(value: Any) -> str:
@@ -272,172 +259,103 @@ def _parse_value(text: str) -> Any:
 
 
 def _split_at_commas(text: str) -> list[str]:
-    """Split at commas outside brackets and quotes."""
-    parts, closing, quote = [""], [], ""
+    """Split at commas outside brackets."""
+    parts, depth = [""], 0
     for sign in text:
-        if quote:
-            quote = "" if sign == quote else quote
-        elif sign in "'\"":
-            quote = sign
-        elif sign in _BRACKETS:
-            closing.append(_BRACKETS[sign])
-        elif closing and sign == closing[-1]:
-            closing.pop()
-        elif sign == "," and not closing:
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign == "," and depth <= 0:
             parts.append("")
-            continue
-        parts[-1] += sign
+        else:
+            parts[-1] += sign
     return [part.strip() for part in parts]
 
 
-class PerExampleLoss(nn.Module, ABC):
-    """loss[n] = mean over all other axes of ℓ(output[n], y[n]).
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "cross_entropy": F.cross_entropy,
+    "bce": F.binary_cross_entropy_with_logits,
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "huber": F.huber_loss,
+}
+_LOSS_ARGUMENTS = {"cross_entropy": ("label_smoothing",), "huber": ("delta",)}
+
+
+class PerExampleLoss(nn.Module):
+    """loss[n] = mean over all other axes of ℓ(output[n], y[n]), with ℓ from torch.
 
     Nothing is summed over the batch, so a contribution's loss depends on that contribution alone. Messages give shapes
-    without the first axis: how many examples were drawn is secret. It is a module so that its arguments are part of the
-    run's settings, by which a replayed segment is compared.
+    without the first axis: how many examples were drawn is secret. It is a module so that its name and arguments are
+    part of the run's settings, by which a replayed segment is compared.
+
+    cross_entropy takes logits (N, classes, …), class axis second as in torch, and class numbers (N, …) or probabilities.
+    -100 marks positions without a label: they count as loss 0, and the mean is still over all positions, so that the
+    divisor does not depend on the data. bce takes a logit per label (no sigmoid in the model), y in [0, 1].
     """
 
-    takes: tuple[str, ...] = ()
-
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, name: str, **arguments: Any) -> None:
         super().__init__()
-        unknown = [name for name in arguments if name not in self.takes]
-        if unknown:
-            raise PlanError(
-                "cli.argument-not-known",
-                f"loss '{self.title}' takes no argument '{unknown[0]}'",
-                f"it takes {', '.join(self.takes) or 'none'}",
-            )
+        takes = _LOSS_ARGUMENTS.get(name, ())
+        for unknown in arguments.keys() - set(takes):
+            problem = f"loss '{name}' takes no argument '{unknown}'"
+            raise PlanError("cli.argument-not-known", problem, f"it takes {', '.join(takes) or 'none'}")
+        self.name = self.__name__ = name  # the rehearsal recognises losses that need class numbers by __name__
         self.arguments = dict(arguments)
-        self.__name__ = self.title  # the rehearsal recognises losses that need class numbers by it
-
-    @property
-    def title(self) -> str:
-        return next((name for name, kind in LOSSES.items() if kind is type(self)), type(self).__name__)
 
     def forward(self, output: Any, y: Any) -> Tensor:
-        output, y = self._tensor("the model's output", output), self._tensor("y", y)
+        for what, value in (("the model's output", output), ("y", y)):
+            if not isinstance(value, Tensor):
+                raise self._refusal(
+                    "cli.loss-input-not-tensor",
+                    f"{what} is a {type(value).__name__}, not a tensor",
+                    'write your own function of (output, y) and name it: loss = "package.module:function"',
+                )
         if not output.dim() or not y.dim() or len(output) != len(y):
-            raise EngineError(
-                "cli.loss-rows-differ",
-                f"loss '{self.title}': output and y differ in their first axis",
-                "give one row per example",
-            )
-        losses = self.elementwise(output, y)
+            problem = "output and y differ in their first axis"
+            raise self._refusal("cli.loss-rows-differ", problem, "give one row per example")
+        target = self._class_numbers(output, y) if self.name == "cross_entropy" else self._target_like(output, y)
+        losses = LOSSES[self.name](output, target, reduction="none", **self.arguments)
         return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
-
-    @abstractmethod
-    def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
-        """The loss before anything is averaged."""
-
-    def _tensor(self, what: str, value: Any) -> Tensor:
-        if isinstance(value, Tensor):
-            return value
-        raise EngineError(
-            "cli.loss-input-not-tensor",
-            f"loss '{self.title}': {what} is a {type(value).__name__}, not a tensor",
-            'write your own function of (output, y) and name it: loss = "package.module:function"',
-        )
 
     def _target_like(self, output: Tensor, y: Tensor) -> Tensor:
         """y in the shape and type of the output; axes of length 1 do not matter, anything else does."""
         if _example_shape(output) != _example_shape(y):
-            raise EngineError(
-                "cli.loss-shapes-differ",
-                f"loss '{self.title}': the model gives {_shape_text(output)} per example, y is {_shape_text(y)}",
-                "make the last layer as wide as y",
-            )
+            raise self._shapes_differ(output, y, "make the last layer as wide as y")
+        if self.name == "bce" and bool(((y < 0) | (y > 1)).any()):
+            problem = "y has values outside 0 … 1"
+            raise self._refusal("cli.loss-labels-outside-range", problem, "label the two classes 0 and 1")
         return y.reshape(output.shape).to(output.dtype)
 
-
-class SquaredError(PerExampleLoss):
-    """(output - y)²"""
-
-    def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
-        return (output - self._target_like(output, y)) ** 2
-
-
-class AbsoluteError(PerExampleLoss):
-    """|output - y|"""
-
-    def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
-        return (output - self._target_like(output, y)).abs()
-
-
-class Huber(PerExampleLoss):
-    """½(output - y)² where |output - y| is below `delta`, linear beyond."""
-
-    takes = ("delta",)
-
-    def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
-        return F.huber_loss(output, self._target_like(output, y), reduction="none", **self.arguments)
-
-
-class BinaryCrossEntropy(PerExampleLoss):
-    """Of a logit per label (no sigmoid in the model), y in [0, 1]."""
-
-    def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
-        y = self._target_like(output, y)
-        if bool(((y < 0) | (y > 1)).any()):
-            raise EngineError(
-                "cli.loss-labels-outside-range",
-                f"loss '{self.title}': y has values outside 0 … 1",
-                "label the two classes 0 and 1",
-            )
-        return F.binary_cross_entropy_with_logits(output, y, reduction="none")
-
-
-class CrossEntropy(PerExampleLoss):
-    """Of logits (N, classes, …), class axis second as in torch, against class numbers (N, …) or probabilities.
-
-    -100 marks positions without a label: they count as loss 0, and the mean is still over all positions, so
-    that the divisor does not depend on the data.
-    """
-
-    takes = ("label_smoothing",)
-
-    def elementwise(self, output: Tensor, y: Tensor) -> Tensor:
+    def _class_numbers(self, output: Tensor, y: Tensor) -> Tensor:
+        """y as class numbers in the shape of the positions; probabilities in the shape of the output as they are."""
         if output.dim() < 2:
-            raise EngineError(
+            raise self._refusal(
                 "cli.loss-needs-class-scores",
-                f"loss '{self.title}': the model gives one number per example, not one per class",
+                "the model gives one number per example, not one per class",
                 'give the model one output per class; or, for two classes and one output, use loss = "bce"',
             )
+        if y.is_floating_point() and y.shape == output.shape:
+            return y.to(output.dtype)
         if y.is_floating_point():
-            if y.shape != output.shape:
-                raise EngineError(
-                    "cli.loss-labels-not-integers",
-                    f"loss '{self.title}': y is {y.dtype} of shape {_shape_text(y)} per example, not a class number",
-                    "give class numbers as integers: y.astype('int64')",
-                )
-            return F.cross_entropy(output, y.to(output.dtype), reduction="none", **self.arguments)
-        return F.cross_entropy(output, self._numbers(output, y), reduction="none", **self.arguments)
-
-    def _numbers(self, output: Tensor, y: Tensor) -> Tensor:
+            problem = f"y is {y.dtype} of shape {_shape_text(y)} per example, not a class number"
+            remedy = "give class numbers as integers: y.astype('int64')"
+            raise self._refusal("cli.loss-labels-not-integers", problem, remedy)
         classes, positions = output.shape[1], output.shape[2:]
-        if y.shape[1:] != positions:
-            if _example_shape(y) != tuple(n for n in positions if n != 1):
-                raise EngineError(
-                    "cli.loss-shapes-differ",
-                    f"loss '{self.title}': the model gives {_shape_text(output)} per example, y is {_shape_text(y)}",
-                    f"the first axis counts classes, so y must be {tuple(positions) or 'one number'}; "
-                    "if classes come last: output.transpose(1, 2)",
-                )
-            y = y.reshape(len(y), *positions)
-        y = y.long()
+        if _example_shape(y) != tuple(n for n in positions if n != 1):
+            wanted = f"the first axis counts classes, so y must be {tuple(positions) or 'one number'}"
+            raise self._shapes_differ(output, y, f"{wanted}; if classes come last: output.transpose(1, 2)")
+        y = y.reshape(len(y), *positions).long()
         if bool((((y < 0) | (y >= classes)) & (y != -100)).any()):
-            raise EngineError(
-                "cli.loss-labels-outside-range",
-                f"loss '{self.title}': y has class numbers outside 0 … {classes - 1}",
-                "number the classes from 0, and give the model one output for each",
-            )
+            problem = f"y has class numbers outside 0 … {classes - 1}"
+            remedy = "number the classes from 0, and give the model one output for each"
+            raise self._refusal("cli.loss-labels-outside-range", problem, remedy)
         return y
 
+    def _shapes_differ(self, output: Tensor, y: Tensor, remedy: str) -> EngineError:
+        problem = f"the model gives {_shape_text(output)} per example, y is {_shape_text(y)}"
+        return self._refusal("cli.loss-shapes-differ", problem, remedy)
 
-LOSSES: dict[str, type[PerExampleLoss]] = {
-    "cross_entropy": CrossEntropy, "bce": BinaryCrossEntropy, "mse": SquaredError, "l1": AbsoluteError, "huber": Huber,
-}  # fmt: skip
+    def _refusal(self, code: str, problem: str, remedy: str) -> EngineError:
+        return EngineError(code, f"loss '{self.name}': {problem}", remedy)
 
 
 def make_loss(name: str, arguments: Mapping[str, Any], *, beside: Any = None) -> Any:
@@ -446,7 +364,7 @@ def make_loss(name: str, arguments: Mapping[str, Any], *, beside: Any = None) ->
     A class, and anything that has arguments, is called once to make the loss.
     """
     if name in LOSSES:
-        return LOSSES[name](**arguments)
+        return PerExampleLoss(name, **arguments)
     found = import_by_name(name, "loss", beside=beside, built_in=tuple(LOSSES))
     if isinstance(found, type) or arguments:
         found = call_factory(found, f"loss '{name}'", arguments)

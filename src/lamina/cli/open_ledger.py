@@ -7,32 +7,20 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from lamina.admit.keys import PrivateKey, read_small
 from lamina.admit.verdicts import EntryContext, RefusedRows, RegisterEntry
-from lamina.cli.terminal import argument, open_private_key
+from lamina.cli.terminal import existing_ledger, open_private_key
 from lamina.errors import LedgerError, RunError
 from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.corpus_terms import CorpusTerms, check_corpus_terms, policy_in_force
 from lamina.ledger.governance_records import loosened
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.store.open_store import is_postgres_url, make_store, without_password
+from lamina.ledger.store.sqlite import is_postgres_url, make_store
 from lamina.ledger.writer import Ledger
 from lamina.spend.spend_ledger import SpendLedger
 
 SUFFIX = ".ledger.db"
-
-
-def printable_location(where: str) -> str:
-    """Where a ledger is, without a password.
-
-    >>> printable_location("postgresql://me:secret@host/db#ward"), printable_location("postgresql:///db?host=/run&password=secret")
-    ('postgresql://me@host/db#ward', 'postgresql:///db?host=/run')
-    """
-    return without_password(where) if is_postgres_url(where) else where
 
 
 def find_ledgers(where: str) -> list[str]:
@@ -100,42 +88,13 @@ def check_policy_not_looser(ledger: Ledger, contract: CorpusTerms) -> None:
         )
 
 
-def ledger_exists(where: str) -> bool:
-    """Whether there is a ledger yet."""
-    if not is_postgres_url(where):
-        return Path(where).exists()
-    try:
-        make_store(where, readonly=True).close()
-    except LedgerError as error:
-        if error.code == "store.no-ledger":
-            return False
-        raise
-    return True
-
-
 def _resolve_link(where: str) -> str:
     """A link in a run's folder leads to its ledger."""
     return where if is_postgres_url(where) else os.path.realpath(where)
 
 
-LEDGER_HELP = "ledger.db, or postgresql://…/database#schema"
-LedgerArgument = Annotated[str, argument("LEDGER", LEDGER_HELP)]
 LEAF_HELP = "number of a leaf; or a contribution, by its folder or its digest (the first 8 digits or more)"
 DIGEST_HELP = "a contribution: digest of its descriptor or anchor (the first 8 digits or more), its folder, or its leaf"
-
-
-def is_file_ledger(where: str) -> bool:
-    """Whether the ledger is a file, not a database."""
-    return not is_postgres_url(where)
-
-
-def existing_ledger(where: str) -> str:
-    """Its path, links resolved; misuse of the command if there is none."""
-    if not is_file_ledger(where):
-        return where
-    if not Path(where).is_file():
-        raise typer.BadParameter(f"there is no ledger '{where}'", param_hint="LEDGER")
-    return os.path.realpath(where)
 
 
 def open_view(where: str) -> LedgerReader:

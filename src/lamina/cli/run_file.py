@@ -16,8 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from lamina.allocate.make_plan import DEFAULT_ALLOCATION
 from lamina.allocate.problem import Allocator
 from lamina.cli import by_name
-from lamina.cli.open_ledger import printable_location
 from lamina.errors import LaminaError, PlanError
+from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.policy import explain_validation_error
 from lamina.train.run_files import make_folder, write_atomically
 

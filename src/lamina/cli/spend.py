@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.cli.open_ledger import find_ledgers, printable_location, read_spend, write_spend
+from lamina.cli.open_ledger import find_ledgers, read_spend, write_spend
 from lamina.cli.terminal import JsonOption, argument, columns, option, print_json, print_line
 from lamina.errors import RunError
 from lamina.ledger.schema import pluralize
-from lamina.ledger.store.interface import head_of
+from lamina.ledger.store.rows import head_of
+from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.table import epsilon_text, finite_or_none, printable
 from lamina.spend.accounts import BOUND_SEPARATOR, AccountTotal, RecordedSpend, RunSpend, is_bound, run_name
 from lamina.spend.reservation import SpendLimits, SpendView

@@ -1,4 +1,4 @@
-"""What every command prints and asks for: JSON, refusals, tables, progress bars, passphrases, options.
+"""What every command prints and asks for: JSON, refusals, tables, progress bars, passphrases, options, ledgers.
 
 `lamina --help` imports this module, so it imports nothing of Lamina but errors; the rest is imported where it is used.
 """
@@ -39,6 +39,8 @@ def argument(metavar: str, help: str, choices: Sequence[str] = ()) -> Any:
     return typer.Argument(metavar=metavar, help=help, autocompletion=(lambda: list(choices)) if choices else None)
 
 
+LEDGER_HELP = "ledger.db, or postgresql://…/database#schema"
+LedgerArgument = Annotated[str, argument("LEDGER", LEDGER_HELP)]
 JsonOption = Annotated[bool, option("print one JSON object", "--json")]
 KeyOption = Annotated[Path | None, option("private key that signs; asks for its passphrase", "--key", metavar="FILE")]
 OutputOption = Annotated[Path | None, option("write to this file", "--output", "-o", metavar="FILE")]
@@ -149,6 +151,17 @@ def open_private_key(path: Path, passphrase_file: Path | None) -> PrivateKey:
 
     sealed = PrivateKey.sealed(path)
     return PrivateKey.load(path, read_passphrase(passphrase_file, what=f"'{path}'") if sealed else None)
+
+
+def existing_ledger(where: str) -> str:
+    """The path of a ledger with links resolved, or its address; misuse of the command if there is none."""
+    from lamina.ledger.store.sqlite import is_postgres_url
+
+    if is_postgres_url(where):
+        return where
+    if not Path(where).is_file():
+        raise typer.BadParameter(f"there is no ledger '{where}'", param_hint="LEDGER")
+    return os.path.realpath(where)
 
 
 def _can_prompt() -> bool:

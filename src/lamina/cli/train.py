@@ -21,13 +21,7 @@ from lamina.cli import by_name, run_file
 from lamina.cli.admit import admission_page
 from lamina.cli.by_name import make_loss, make_optimizer, make_scheduler
 from lamina.cli.explain import admission_notes, plan_notes, requested_epsilon, rules_in_words
-from lamina.cli.open_ledger import (
-    check_policy_not_looser,
-    ledger_exists,
-    printable_location,
-    read_only_register,
-    read_spend,
-)
+from lamina.cli.open_ledger import check_policy_not_looser, ledger_exists, read_only_register, read_spend
 from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, RunFile
 from lamina.cli.terminal import (
     JsonOption,
@@ -46,19 +40,18 @@ from lamina.corpus.admitted import AdmittedCorpus, Gate
 from lamina.corpus.corpus import Corpus
 from lamina.errors import AdmissionError, CorpusError, LaminaError, PlanError, RunError
 from lamina.ledger.corpus_terms import CorpusTerms, ledger_key_path, open_or_create
-from lamina.ledger.store.open_store import is_postgres_url
+from lamina.ledger.store.sqlite import is_postgres_url, printable_location
 from lamina.ledger.writer import Ledger
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text, finite_or_none
-from lamina.spend.accounts import describe_account, is_bound
-from lamina.spend.charge import plan_charges
+from lamina.spend.accounts import describe_account, is_bound, plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.publisher import Evaluation, Outcome
 from lamina.train.run import default_ledger_path
+from lamina.train.run_output import failing_layer_and_input, user_code, user_line
 from lamina.train.trainer import Trainer
-from lamina.train.user_errors import failing_layer_and_input, user_code, user_line
 
 if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure

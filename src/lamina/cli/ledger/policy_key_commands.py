@@ -13,14 +13,16 @@ import typer
 from lamina import cbor
 from lamina.admit import keys as files
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc, parse_time
-from lamina.cli.open_ledger import LedgerArgument, existing_ledger, is_file_ledger, open_ledger, printable_location
+from lamina.cli.open_ledger import open_ledger
 from lamina.cli.terminal import (
     JsonOption,
     KeyOption,
+    LedgerArgument,
     OutputOption,
     PassphraseOption,
     argument,
     columns,
+    existing_ledger,
     open_private_key,
     option,
     print_json,
@@ -45,6 +47,7 @@ from lamina.ledger.key_state import KeyState
 from lamina.ledger.schema import pluralize, schema_of
 from lamina.ledger.show import epsilon_or_none, format_epsilon
 from lamina.ledger.spending import signed_spend
+from lamina.ledger.store.sqlite import is_postgres_url, printable_location
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy as PolicyFile
 
@@ -487,6 +490,6 @@ def _print_event(ledger: str, seq: int, size: int, event: KeyEvent, as_json: boo
     print_line(f"signed, in the checkpoint of {pluralize(size, 'leaf', 'leaves')}")
     if event.change is KeyChange.ROTATE and event.key is not None and event.key.role is Role.LEDGER:
         hint = ""
-        if is_file_ledger(ledger) and (path := ledger_key_path(ledger)).exists():
+        if not is_postgres_url(ledger) and (path := ledger_key_path(ledger)).exists():
             hint = f", and replace {os.path.relpath(path)}, where runs look for it"
         print_line(f"the new key signs from now on: give it to everyone who admits, trains and signs{hint}")

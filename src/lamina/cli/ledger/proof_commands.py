@@ -12,24 +12,17 @@ from rich.markup import escape
 from lamina.admit import keys
 from lamina.admit import keys as files
 from lamina.admit.keys import format_utc
-from lamina.cli.open_ledger import (
-    LEAF_HELP,
-    LEDGER_HELP,
-    LedgerArgument,
-    contribution_digest,
-    existing_ledger,
-    is_file_ledger,
-    open_ledger,
-    open_view,
-    printable_location,
-)
+from lamina.cli.open_ledger import LEAF_HELP, contribution_digest, open_ledger, open_view
 from lamina.cli.terminal import (
+    LEDGER_HELP,
     JsonOption,
     KeyOption,
+    LedgerArgument,
     OutputOption,
     PassphraseOption,
     argument,
     err,
+    existing_ledger,
     option,
     print_json,
     print_line,
@@ -47,8 +40,7 @@ from lamina.ledger.receipt import Receipt, TlogProof
 from lamina.ledger.schema import pluralize
 from lamina.ledger.show import describe_leaf
 from lamina.ledger.signed_checkpoint import NoteKey, encode64
-from lamina.ledger.store.open_store import make_store
-from lamina.ledger.store.sqlite import SqliteStore
+from lamina.ledger.store.sqlite import SqliteStore, is_postgres_url, make_store, printable_location
 from lamina.ledger.verify.replay_state import KnownCheckpoint, Trust, Verification
 from lamina.ledger.verify.verifier import verify as audit
 
@@ -86,7 +78,7 @@ def verify(
     place = existing_ledger(ledger)
     trusted = None if trust is None else Trust.load(trust)
     known = [KnownCheckpoint.load(path) for path in seen or ()]
-    if not is_file_ledger(ledger):
+    if is_postgres_url(ledger):
         _check_reachable(place, as_json)
     with progress_bar("replaying") as tick:
         found = audit(place, trust=trusted, seen=known, signatures=not no_signatures, progress=tick)

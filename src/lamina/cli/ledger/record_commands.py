@@ -19,21 +19,15 @@ import typer
 from lamina import cbor
 from lamina.admit import keys
 from lamina.admit.keys import PrivateKey, format_utc, parse_time, read_small
-from lamina.cli.open_ledger import (
-    DIGEST_HELP,
-    LedgerArgument,
-    contribution_digest,
-    existing_ledger,
-    open_ledger,
-    open_view,
-    printable_location,
-)
+from lamina.cli.open_ledger import DIGEST_HELP, contribution_digest, open_ledger, open_view
 from lamina.cli.terminal import (
     JsonOption,
     KeyOption,
+    LedgerArgument,
     PassphraseOption,
     argument,
     columns,
+    existing_ledger,
     open_private_key,
     option,
     out,
@@ -59,6 +53,7 @@ from lamina.ledger.show import (
     format_remaining,
     leaf_to_dict,
 )
+from lamina.ledger.store.sqlite import printable_location
 from lamina.ledger.withdrawal import (
     WITHDRAWAL_EFFECTS,
     WITHDRAWAL_REASONS,
