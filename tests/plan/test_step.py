@@ -321,3 +321,33 @@ def _with_infinity(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_with_infinity(each) for each in value]
     return math.inf if value == "inf" else value
+
+
+@pytest.mark.parametrize(
+    ("code", "blocks", "spans", "depth"),
+    [
+        ("plan.spans-out-of-range", 3, (), 0.5),
+        ("plan.spans-out-of-range", 0, ((0, 1),), 0.0),
+        ("plan.spans-out-of-range", 3, ((1, 4),), 0.5),
+        ("plan.spans-out-of-range", 3, ((-1, 1),), 0.0),
+        ("plan.spans-out-of-range", 3, ((1, 1),), 0.5),
+        ("plan.spans-out-of-range", 3, ((0, 1), (1, 2)), 0.0),
+        ("plan.spans-out-of-range", 3, ((2, 3), (0, 1)), 0.0),
+        ("plan.depth-differs", 3, ((1, 2),), 0.0),
+        ("plan.blocks-negative", -1, ((0, 1),), 0.0),
+    ],
+)
+def test_a_layer_lies_in_blocks_of_the_model(code: str, blocks: int, spans: Any, depth: float) -> None:
+    layer = PlannedLayer(name="l", depth=depth, parameters=("w",), size=1, spans=spans)
+    with raises_code(code):
+        plan_of([[1.0]], [1.0], layers=(layer,), blocks=blocks)
+
+
+def test_blocks_are_read_back() -> None:
+    made = plan_of([[1.0, 1.0]], [1.0, 1.0])
+    tied = (
+        dataclasses.replace(made.layers[0], spans=((0, 1), (2, 3))),
+        dataclasses.replace(made.layers[1], spans=((2, 3),)),
+    )
+    made = dataclasses.replace(made, layers=tied, blocks=3)
+    assert StepPlan.from_cbor(made.to_cbor()) == StepPlan.from_json(made.to_json()) == made

@@ -109,9 +109,9 @@ def test_a_full_disk_books_nothing(path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["reserve", "charge", "record"])
 def test_a_disk_that_fills_up_within_a_booking_books_nothing(place: Path, what: str) -> None:
-    large = PlannedLayer(name="large", depth=0.5, parameters=("x" * 9000,), size=64)
+    large = PlannedLayer(name="large", depth=1.0, parameters=("x" * 9000,), size=64, spans=((0, 1),))
     book = open_book(place)
-    run = Attempts(book, plan=plan(layers=(large,), clip=((1.0,), (0.5,)), noise=(6.0,)))
+    run = Attempts(book, plan=plan(layers=(large,), blocks=1, clip=((1.0,), (0.5,)), noise=(6.0,)))
     assert run.charge(0)
     before = contents(book)
     db = book.ledger.store._connection("write")  # type: ignore[attr-defined]

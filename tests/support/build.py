@@ -62,9 +62,12 @@ def plan(steps: int = 100, **changes: Any) -> StepPlan:
     """Four layers; the class of patients reaches the upper two, with sigma 4."""
     given: dict[str, Any] = {
         "layers": tuple(
-            PlannedLayer(name=f"layer.{i}", depth=(i + 0.5) / 4, parameters=(f"layer.{i}.weight",), size=64)
+            PlannedLayer(
+                name=f"layer.{i}", depth=i / 3, parameters=(f"layer.{i}.weight",), size=64, spans=((i, i + 1),)
+            )
             for i in range(4)
         ),
+        "blocks": 4,
         "classes": (
             PlannedClass(
                 name="clinical", population=1000, sampling_rate=0.02, delta=1e-5, unit="patient", profile="top 50 %"

@@ -133,9 +133,12 @@ def plan(steps: int = 40, sigma: float = 6.0, **changes: Any) -> StepPlan:
     """Two layers and two private classes, one of which reaches the upper layer only; sampled at 2 %."""
     given: dict[str, Any] = {
         "layers": tuple(
-            PlannedLayer(name=f"layer.{i}", depth=(i + 0.5) / 2, parameters=(f"layer.{i}.weight",), size=64)
+            PlannedLayer(
+                name=f"layer.{i}", depth=float(i), parameters=(f"layer.{i}.weight",), size=64, spans=((i, i + 1),)
+            )
             for i in range(2)
         ),
+        "blocks": 2,
         "classes": tuple(
             PlannedClass(name=name, population=1000, sampling_rate=0.02, delta=DELTA, unit="patient", profile=PROFILE)
             for name in ("clinical", "wearable")

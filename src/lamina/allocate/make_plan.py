@@ -395,7 +395,9 @@ def explained_plan(
     _refuse_unsupported_profiles(reaches, chosen, form)
     plan = StepPlan(
         layers=tuple(
-            PlannedLayer(name=layer.name, depth=layer.depth, parameters=layer.parameters, size=layer.size)
+            PlannedLayer(
+                name=layer.name, depth=layer.depth, parameters=layer.parameters, size=layer.size, spans=layer.spans
+            )
             for layer in stack
         ),
         classes=tuple(_planned_class(policy, name, rates[name], reaches[name]) for name in sizes),
@@ -410,6 +412,7 @@ def explained_plan(
         injection=policy.noise.as_injection,
         slices=slices,
         claimed=chosen.claimed,
+        blocks=len(stack.blocks),
     )
     return _scaled_to_clip_norms(plan, problem), chosen
 

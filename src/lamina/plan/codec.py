@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lamina.plan.step_plan import StepPlan
 
 
-KIND, VERSION = "lamina.plan", 3
+KIND, VERSION = "lamina.plan", 4
 _MAX_BYTES = 1 << 26
 _INF = "inf"  # JSON has no infinity; CBOR has, but one form for both is easier to read and to check
 

@@ -21,6 +21,7 @@ from lamina.plan.selection import (
     PartKind,
     TensorPart,
     UnreadModule,
+    block_depth,
     did_you_mean,
     matches_pattern,
     name_prefixes,
@@ -171,11 +172,9 @@ def _join_layers(
         return min(blocks.rank[owning_module(use)] for use in tensors.uses[name])
 
     made: list[tuple[tuple[int, int], Layer]] = []
-    last = max(len(blocks.names) - 1, 1)
     for names in members.values():
         uses = [use for name in names for use in tensors.uses[name]]
         used_blocks = sorted({b for use in uses for b in blocks.uses[owning_module(use)]})
-        depth = 1.0 if len(blocks.names) == 1 else used_blocks[0] / last
         # a layer joined from several modules is named after the first of them
         first = min(
             (blocks.rank[owning_module(use)], i, key)
@@ -183,7 +182,7 @@ def _join_layers(
         )
         layer = Layer(
             name=first[2] or ROOT,
-            depth=depth,
+            depth=block_depth(used_blocks[0], len(blocks.names)),
             block=used_blocks[0],
             parameters=tuple(names),
             size=sum(tensors.sizes[name] for name in names),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -100,8 +100,13 @@ def _layers_in_place(profile: DepthProfile, stack: LayerStack, adapter: Adapter 
         return (True,) * len(stack)
     if profile.kind is ProfileKind.LAYERS:
         return match_layers(profile.names, stack)
-    low, high = _band_in_blocks(profile, len(stack.blocks))
-    return tuple(all(low <= first and stop <= high for first, stop in layer.spans) for layer in stack)
+    return spans_in_band(profile, [layer.spans for layer in stack], len(stack.blocks))
+
+
+def spans_in_band(profile: DepthProfile, spans: Sequence[Sequence[Range]], blocks: int) -> tuple[bool, ...]:
+    """Which layers lie wholly in the band of a profile, by their spans; one without spans does not."""
+    low, high = _band_in_blocks(profile, blocks)
+    return tuple(bool(runs) and all(low <= first and stop <= high for first, stop in runs) for runs in spans)
 
 
 def _band_in_blocks(profile: DepthProfile, blocks: int) -> tuple[Fraction, Fraction]:

@@ -23,6 +23,11 @@ ROOT = "(root)"
 """The name of the layer, or block, of tensors that the model itself owns."""
 
 
+def block_depth(block: int, blocks: int) -> float:
+    """Where a block lies in a model: 0 is the input, 1 the output, and the only block of a model that has one."""
+    return block / (blocks - 1) if blocks > 1 else 1.0
+
+
 def name_prefixes(name: str) -> Iterator[str]:
     """A dotted name and every prefix of it."""
     while name:

@@ -30,7 +30,7 @@ from lamina.plan.rules import (
     effective_sigma,
     rescale_noise,
 )
-from lamina.plan.selection import Range, Slice, merge_ranges, slices_by_class_and_tensor
+from lamina.plan.selection import Range, Slice, block_depth, merge_ranges, slices_by_class_and_tensor
 from lamina.plan.table import plan_summary, plan_table
 
 R = TypeVar("R", bound=Rule)
@@ -50,16 +50,21 @@ class Clipping(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedLayer:
-    """A layer as the plan knows it: `parameters` are tensor names as in `model.named_parameters()`."""
+    """A layer as the plan knows it: `parameters` are tensor names as in `model.named_parameters()`.
+
+    `spans` are the runs of blocks [first, stop) in which it is used; none if the plan does not count blocks.
+    """
 
     name: str
     depth: float
     parameters: tuple[str, ...]
     size: int
+    spans: tuple[Range, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "depth", float(self.depth))
         object.__setattr__(self, "parameters", tuple(self.parameters))
+        object.__setattr__(self, "spans", tuple((first, stop) for first, stop in self.spans))
         problem = f"layer {self.name!r} has tensors {self.parameters!r}"
         _require(bool(self.name and self.parameters), "plan.layer-empty", problem, "give it a name and tensors")
         validate.number(PlanError, "plan.depth-out-of-range", least=0, most=1, depth=self.depth)
@@ -112,6 +117,7 @@ class StepPlan:
       noise[l]    S, the standard deviation of the noise of layer l, in units of the clipped *sum*
       batch       B, the public constant that divides the noised sum
       steps       T, how often the step is taken
+      blocks      how many blocks the model has, in which depth is counted; 0 if the plan was made without a model
 
     Each contribution of class k is sampled with rate q_k and its gradient g clipped:
       box    ‖g_l‖ ≤ C[k,l] for every layer l
@@ -152,6 +158,7 @@ class StepPlan:
     injection: Injection = PER_STEP_INJECTION
     slices: tuple[Slice, ...] = ()
     claimed: tuple[float, ...] = ()  # of a printed allocation: the ε that its document claims, by class
+    blocks: int = 0
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -370,6 +377,7 @@ def _check_plan(plan: StepPlan) -> None:
     _check_unique("layer", (layer.name for layer in plan.layers))
     _check_unique("class", (entry.name for entry in plan.classes))
     _check_unique("tensor", (name for layer in plan.layers for name in layer.parameters))
+    _check_spans(plan)
     rows, columns = len(plan.classes), len(plan.layers)
     widths = [len(row) for row in plan.clip]
     _require(widths == [columns] * rows, "plan.clip-shape", f"clip has rows of {widths}", f"make it {rows} × {columns}")
@@ -398,6 +406,20 @@ def _check_plan(plan: StepPlan) -> None:
     _check_rules(plan)
     _check_injection(plan)
     _check_slices(plan)
+
+
+def _check_spans(plan: StepPlan) -> None:
+    """Every layer lies in blocks that the model has, in order, and its depth is that of the first; or none does."""
+    validate.whole(PlanError, "plan.blocks-negative", least=0, blocks=plan.blocks)
+    for layer in plan.layers:
+        edges = [edge for span in layer.spans for edge in span]
+        ordered = edges == sorted(set(edges)) and all(0 <= edge <= plan.blocks for edge in edges)
+        if not ordered or bool(edges) != bool(plan.blocks):
+            problem = f"layer {layer.name!r} has spans {layer.spans!r} in a model of {plan.blocks} blocks"
+            raise PlanError("plan.spans-out-of-range", problem, "give runs [first, stop) of blocks, as LayerStack has")
+        if edges and layer.depth != block_depth(edges[0], plan.blocks):
+            problem = f"layer {layer.name!r} has depth {layer.depth!r}, but begins in block {edges[0]} of {plan.blocks}"
+            raise PlanError("plan.depth-differs", problem, f"its depth is {block_depth(edges[0], plan.blocks)!r}")
 
 
 def _check_clip(entry: PlannedClass, layer: PlannedLayer, c: float, s: float) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import lru_cache
 from typing import NoReturn
 
@@ -14,7 +13,7 @@ from lamina.account.accountants import pooled_epsilon
 from lamina.account.gaussian_rdp import step_rdp
 from lamina.account.schedule import EventCounts, EventKey
 from lamina.admit.keys import format_utc
-from lamina.errors import LaminaError
+from lamina.errors import LaminaError, PlanError
 from lamina.ledger.governance_records import Header, Preset, parse_profile
 from lamina.ledger.records import KIND_NAMES, Epoch, EpochAccount, EpochCharge, Leaf, Segment, SegmentOutcome
 from lamina.ledger.schema import NANO, UNBOUNDED, nano_epsilon
@@ -30,23 +29,19 @@ from lamina.ledger.spending import (
 from lamina.ledger.store.interface import StoreReader
 from lamina.ledger.verify.contribution_checks import WithdrawalChecks
 from lamina.ledger.verify.replay_state import Finding, PolicyInForce, Violation, fail
-from lamina.plan.depth_profile import DepthProfile, ProfileKind, exact_fraction
+from lamina.plan.depth_profile import DepthProfile, ProfileKind
+from lamina.plan.profile_reach import spans_in_band
 from lamina.plan.rules import FollowBudget, FollowEnergy, FollowQuantile, effective_sigma
 from lamina.plan.selection import matches_pattern
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
-
-_MOST_BLOCKS = 1_000_000  # depths that need more were not counted in blocks
 
 
 def first_layer_outside(plan: StepPlan, k: int, profile: DepthProfile) -> str | None:
     """The first layer for which class k has a clip norm, and which its profile does not reach on any model.
 
-    A plan lists its layers with depth and tensors, not the model. So some model must exist on which it keeps to the
-    profile:
+    A plan lists its layers with their tensors and blocks, not the model:
 
-    TOP, BAND, BLOCKS  a layer whose first block is b, of n, has depth b/(n-1). The plan does not say n, since blocks
-                       may be frozen: one n must fit the depths of all layers and let the profile reach those with a
-                       clip norm
+    TOP, BAND, BLOCKS  all spans of the layer lie in the band
     LAYERS             the layer by number or name, or patterns that match its name and all of its tensors
     ADAPTER            every tensor lies below the adapter's name, or the class has an empty slice of it
     weights            a layer with factor 0 is out
@@ -54,22 +49,17 @@ def first_layer_outside(plan: StepPlan, k: int, profile: DepthProfile) -> str | 
     Only the model knows which heads or experts a tensor holds; for these `_profile_difference` compares the texts.
     """
     reached = [i for i, c in enumerate(plan.clip[k]) if c > 0]
-    for i in reached:
-        if any(not factor and matches_pattern(pattern, plan.layers[i].name) for pattern, factor in profile.weights):
-            return plan.layers[i].name
-    wrong: Iterator[int]
+    zero = [pattern for pattern, factor in profile.weights if not factor]
+    out = {i for i in reached if any(matches_pattern(pattern, plan.layers[i].name) for pattern in zero)}
     if profile.kind is ProfileKind.LAYERS:
-        wrong = (i for i in reached if not _named_by_profile(profile.names, plan.layers[i], i, len(plan.layers)))
+        inside = [_named_by_profile(profile.names, layer, i, len(plan.layers)) for i, layer in enumerate(plan.layers)]
     elif profile.kind is ProfileKind.ADAPTER:
-        wrong = (i for i in reached if not _only_adapter_tensors(profile.name or "", plan, k, plan.layers[i]))
+        inside = [_only_adapter_tensors(profile.name or "", plan, k, layer) for layer in plan.layers]
     elif profile.kind is ProfileKind.ALL:
-        return None
+        inside = [True] * len(plan.layers)
     else:
-        wrong = iter(
-            _first_without_block_count(profile, [exact_fraction(layer.depth) for layer in plan.layers], reached)
-        )
-    first = next(wrong, None)
-    return None if first is None else plan.layers[first].name
+        inside = _layers_in_band(profile, plan)
+    return next((plan.layers[i].name for i in reached if i in out or not inside[i]), None)
 
 
 def _named_by_profile(names: Sequence[str | int], layer: PlannedLayer, index: int, count: int) -> bool:
@@ -92,68 +82,11 @@ def _only_adapter_tensors(name: str, plan: StepPlan, k: int, layer: PlannedLayer
     return True
 
 
-def _first_without_block_count(
-    profile: DepthProfile, depths: Sequence[Fraction], reached: Sequence[int]
-) -> Sequence[int]:
-    """The first layer that leaves no possible number of blocks; empty if some number fits all."""
-    if all(depth == 1 for depth in depths) and _reaches_single_block(profile):
-        return ()
-    step = math.lcm(*(depth.denominator for depth in depths))
-    step = 1 if step > _MOST_BLOCKS else step  # n-1 is a multiple of it
-    least, most = Fraction(2), Fraction(_MOST_BLOCKS**2)
-    for i in reached:
-        low, high = _block_count_range(profile, depths[i])
-        least, most = max(least, low), min(most, high)
-        if 1 + step * math.ceil((least - 1) / step) > most:
-            return (i,)
-    return ()
-
-
-def _reaches_single_block(profile: DepthProfile) -> bool:
-    """Whether it reaches the only block of a model, which has depth 1 and number 0."""
-    first, last = profile.bounds
-    if profile.kind is ProfileKind.BLOCKS:
-        return first in (0, -1) and last in (0, -1)
-    return first == 0 and last == 1
-
-
-_NO_BLOCK_COUNT = (Fraction(1), Fraction(0))
-
-
-def _block_count_range(profile: DepthProfile, d: Fraction) -> tuple[Fraction, Fraction]:
-    """The least and most n ≥ 2 for which the profile reaches the block at depth d = b/(n-1)."""
-    if profile.kind is ProfileKind.BLOCKS:
-        return _block_count_range_by_number(int(profile.bounds[0]), int(profile.bounds[1]), d)
-    low, high = map(exact_fraction, profile.bounds)
-    least = [Fraction(2)]
-    for room, needed in ((d - low, d), (high - d, 1 - d)):  # low·n ≤ b and b+1 ≤ high·n, over n
-        if room <= 0 and (room < 0 or needed > 0):
-            return _NO_BLOCK_COUNT
-        if room > 0:
-            least.append(needed / room)
-    return max(least), Fraction(_MOST_BLOCKS**2)
-
-
-def _block_count_range_by_number(first: int, last: int, d: Fraction) -> tuple[Fraction, Fraction]:
-    """The same for blocks by number; a negative number counts from the end."""
-    least, most = (
-        [Fraction(2), *(Fraction(-b if b < 0 else b + 1) for b in (first, last))],
-        [Fraction(_MOST_BLOCKS**2)],
-    )
-    if first >= 0:  # first ≤ d(n-1)
-        if d == 0 and first > 0:
-            return _NO_BLOCK_COUNT
-        least.append(first / d + 1 if d else Fraction(2))
-    elif d < 1:  # n+first ≤ d(n-1)
-        most.append((-first - d) / (1 - d))
-    if last >= 0:  # d(n-1) ≤ last
-        if d > 0:
-            most.append(last / d + 1)
-    elif d < 1:  # d(n-1) ≤ n+last
-        least.append((-last - d) / (1 - d))
-    elif last < -1:
-        return _NO_BLOCK_COUNT
-    return max(least), min(most)
+def _layers_in_band(profile: DepthProfile, plan: StepPlan) -> list[bool]:
+    try:
+        return list(spans_in_band(profile, [layer.spans for layer in plan.layers], plan.blocks))
+    except PlanError:  # the plan's model has no such blocks
+        return [False] * len(plan.layers)
 
 
 _VARIANCE_TOLERANCE = 1e-9  # relative: a variance computed on two machines
