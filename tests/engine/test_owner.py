@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from nets import Net, refused
 from oracle import agree, losses_of, plan_of
 from refusals import raises_code
 from torch import Tensor, nn
@@ -43,31 +44,31 @@ def test_bare_parameter_whose_first_axis_is_the_batch_size() -> None:
     agree(Bare((1, 4, 5), None), torch.randn(4, 4, 5))
 
 
-class Tokens(nn.Module):
+def tokens_forward(m: nn.Module, x: Tensor) -> Tensor:
     """A class token and a position table on the root, blocks below with rules of their own."""
+    h = torch.cat([m.token.expand(x.shape[0], -1, -1), m.embed(x)], 1) + m.position
+    return m.head(m.norm(h).tanh())
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, 6))
-        self.position = nn.Parameter(torch.randn(1, 5, 6))
-        self.embed, self.norm, self.head = nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.cat([self.token.expand(x.shape[0], -1, -1), self.embed(x)], 1) + self.position
-        return self.head(self.norm(h).tanh())
+def tokens() -> nn.Module:
+    return Net(
+        tokens_forward,
+        token=nn.Parameter(torch.randn(1, 1, 6)),
+        position=nn.Parameter(torch.randn(1, 5, 6)),
+        embed=nn.Linear(3, 6),
+        norm=nn.LayerNorm(6),
+        head=nn.Linear(6, 2),
+    )
 
 
 def test_class_token_and_position_table() -> None:
-    agree(Tokens(), torch.randn(N, 4, 3))
-    agree(Tokens(), torch.randn(5, 4, 3))
-
-
-def test_class_token_with_several_examples_per_contribution() -> None:
-    agree(Tokens(), torch.randn(N, 4, 3), batch={"unit": torch.tensor([0, 1, 0, 2, 2, 0])})
+    agree(tokens(), torch.randn(N, 4, 3))
+    agree(tokens(), torch.randn(5, 4, 3))
+    agree(tokens(), torch.randn(N, 4, 3), batch={"unit": torch.tensor([0, 1, 0, 2, 2, 0])})
 
 
 def test_children_of_a_broadcasting_module_keep_their_rules() -> None:
-    model = Tokens()
+    model = tokens()
     x = torch.randn(N, 4, 3)
     with Engine(model, plan_of(model)) as engine:
         losses = losses_of(model, x, None)
@@ -175,37 +176,26 @@ def test_the_older_weight_norm_is_refused_or_run_per_contribution() -> None:
     """It makes the weight in a hook, before the module's own forward."""
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(5, 5)), nn.Tanh(), nn.Linear(5, 2))
     x = torch.randn(N, 5)
-    with Engine(model, plan_of(model)) as engine, raises_code("engine.tensor-used-directly"):
-        engine.clipped_sums(losses_of(model, x, None), Batch(x))
+    refused(model, x, "engine.tensor-used-directly")
     agree(model, x, engine={"per_contribution": [""]})
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_bilinear_with_two_inputs() -> None:
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.mix = nn.Linear(5, 3), nn.Linear(5, 4), nn.Bilinear(3, 4, 2)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.mix(self.a(x), self.b(x))
-
-    agree(Pair(), torch.randn(N, 5))
+    agree(
+        Net(lambda m, x: m.mix(m.a(x), m.b(x)), a=nn.Linear(5, 3), b=nn.Linear(5, 4), mix=nn.Bilinear(3, 4, 2)),
+        torch.randn(N, 5),
+    )
 
 
 def test_per_contribution_by_name() -> None:
     """A model that is time first inside is right once the module that turns it runs per contribution."""
 
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.l = nn.Linear(5, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.l(x.transpose(0, 1)).tanh().transpose(0, 1)
-
     for length in (3, N):
-        model = nn.Sequential(Turned(), nn.Linear(4, 2))
+        model = nn.Sequential(
+            Net(lambda m, x: m.l(x.transpose(0, 1)).tanh().transpose(0, 1), l=nn.Linear(5, 4)), nn.Linear(4, 2)
+        )
         agree(model, torch.randn(N, length, 5), engine={"per_contribution": ["0"]})
 
 
@@ -216,35 +206,30 @@ def test_per_contribution_of_a_name_that_is_not_there() -> None:
     assert "forward" not in vars(model[0])
 
 
-class Mask(nn.Module):
-    """A bare parameter beside an argument (T, T) without batch axis."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.p = nn.Parameter(torch.randn(5))
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return torch.einsum("ts,nsd->ntd", mask, x) * self.p
+# A bare parameter beside an argument (T, T) without batch axis.
 
 
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.out = Mask(), nn.Linear(5, 2)
+def masked_forward(m: nn.Module, x: Tensor) -> Tensor:
+    t = x.shape[1]
+    mask = (torch.ones(t, t).tril() * torch.arange(1, t + 1)).to(x.dtype)
+    return m.out(m.inner(x, mask).tanh())
 
-    def forward(self, x: Tensor) -> Tensor:
-        t = x.shape[1]
-        mask = (torch.ones(t, t).tril() * torch.arange(1, t + 1)).to(x.dtype)
-        return self.out(self.inner(x, mask).tanh())
+
+def masked() -> nn.Module:
+    return Net(
+        masked_forward,
+        inner=Net(lambda m, x, mask: torch.einsum("ts,nsd->ntd", mask, x) * m.p, p=nn.Parameter(torch.randn(5))),
+        out=nn.Linear(5, 2),
+    )
 
 
 def test_an_argument_without_batch_axis() -> None:
-    agree(Masked(), torch.randn(4, N, 5))
+    agree(masked(), torch.randn(4, N, 5))
 
 
 @pytest.mark.parametrize("before", [(), (4,), (1, 4)], ids=str)
 def test_an_argument_that_is_as_long_as_the_batch_by_chance(before: tuple[int, ...]) -> None:
-    model = Masked()
+    model = masked()
     x = torch.randn(N, N, 5)
     with torch.no_grad():
         want = model(x)
@@ -259,55 +244,54 @@ def test_an_argument_that_is_as_long_as_the_batch_by_chance(before: tuple[int, .
     torch.testing.assert_close(got.detach(), want)
 
 
-def test_examples_that_mix_in_a_module_without_a_rule_are_refused() -> None:
-    class Centred(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.g = nn.Parameter(torch.randn(5))
+def centred() -> nn.Module:
+    """Mixes examples unless `mix` is switched off."""
+    return Net(lambda m, x: (x - x.mean(0) if m.mix else x) * m.g, g=nn.Parameter(torch.randn(5)), mix=True)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return (x - x.mean(0)) * self.g
 
-    model = nn.Sequential(nn.Linear(5, 5), Centred())
+@pytest.mark.parametrize("extreme", [None, math.nan, math.inf, 3e38])
+def test_examples_that_mix_in_a_module_without_a_rule_are_refused(extreme: float | None) -> None:
+    """Also where one of them is so large that it is not compared: the others feel it."""
+    model, x = centred(), torch.randn(N, 5)
+    if extreme is not None:
+        x[2] = extreme
+    refused(model, x, "engine.examples-not-separate")
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("extreme", [math.nan, math.inf, 3.4e38])
+def test_an_example_that_overflows_is_no_proof_of_mixing_nor_against_it(extreme: float) -> None:
+    """Whether a sum of numbers near the largest overflows is a matter of its order: the check comes again."""
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 32)), nn.Linear(32, 2))
+    x = torch.randn(N, 64)
+    x[0] = extreme * x[0].sign()
     with Engine(model, plan_of(model)) as engine:
+        engine.clipped_sums(losses_of(model, x, None), Batch(x))
+    mixing = centred()
+    mixing.mix = False
+    with Engine(mixing, plan_of(mixing)):
+        mixing(x[:, :5])
+        mixing.mix = True
         with raises_code("engine.examples-not-separate"):
-            model(torch.randn(N, 5))
-        assert engine.budget.taken == 0
+            mixing(torch.randn(N, 5))
 
 
 def test_a_module_called_without_the_batch_is_refused() -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.t = nn.Parameter(torch.randn(3, 5))
 
-        def forward(self, ids: Any = None) -> Tensor:
-            return self.t
-
-    class Uses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.l = Table(), nn.Linear(5, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.l(x + self.table())
-
-    model = Uses()
+    model = Net(
+        lambda m, x: m.l(x + m.table()),
+        table=Net(lambda m, ids=None: m.t, t=nn.Parameter(torch.randn(3, 5))),
+        l=nn.Linear(5, 2),
+    )
     with Engine(model, plan_of(model)), raises_code("engine.no-batch-argument"):
         model(torch.randn(N, 3, 5))
     agree(model, torch.randn(N, 3, 5), engine={"per_contribution": [""]})
 
 
 def test_examples_said_where_the_first_argument_does_not_show_them() -> None:
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.position, self.l = nn.Embedding(7, 5), nn.Linear(5, 2)
 
-        def forward(self, times: Tensor, x: Tensor) -> Tensor:
-            return self.l((x + self.position(times)).tanh())
-
-    model, x, times = Late(), torch.randn(N, 4, 5), torch.arange(4)
+    model = Net(lambda m, t, x: m.l((x + m.position(t)).tanh()), position=nn.Embedding(7, 5), l=nn.Linear(5, 2))
+    x, times = torch.randn(N, 4, 5), torch.arange(4)
     plan = plan_of(model, 0.1)
     with Engine(model, plan) as engine:
         with lamina.examples(N):
@@ -324,29 +308,14 @@ def test_a_cache_is_refused() -> None:
     class Cache:
         def update(self) -> None: ...
 
-    class Cached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.g = nn.Parameter(torch.randn(5))
-
-        def forward(self, x: Tensor, cache: Any) -> Tensor:
-            return x * self.g
-
-    model = Cached()
+    model = Net(lambda m, x, cache: x * m.g, g=nn.Parameter(torch.randn(5)))
     with Engine(model, plan_of(model)), raises_code("engine.cache-argument"):
         model(torch.randn(N, 5), Cache())
 
 
 def test_dropout_differs_between_examples() -> None:
-    class Dropped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.g = nn.Parameter(torch.ones(200))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(x * self.g, 0.5, self.training)
-
-    model = Dropped()
+    model = Net(lambda m, x: F.dropout(x * m.g, 0.5, m.training), g=nn.Parameter(torch.ones(200)))
     with Engine(model, plan_of(model)):
         out = model(torch.ones(2, 200))
     assert not torch.equal(out[0], out[1])

@@ -94,7 +94,8 @@ class PerContributionForward(LayerForward):
             return now  # nothing to tell apart: one example alone is the batch
         pattern = (str(spec), tuple((t.dim(), t.shape[:1] == (1,)) if isinstance(t, Tensor) else None for t in leaves))
         if pattern not in self.patterns:
-            self._check(leaves, now, spec, n)
+            if not self._check(leaves, now, spec, n):
+                return now  # not every example could be compared: checked again next time
             self.patterns[pattern] = now
         before = self.patterns[pattern]
         if any(was and not fits for was, fits in zip(before, now, strict=True)):
@@ -151,21 +152,27 @@ class PerContributionForward(LayerForward):
         joined = [torch.cat(group) if isinstance(group[0], Tensor) else group[0] for group in outputs]
         return pytree.tree_unflatten(joined, out_spec)
 
-    def _check(self, leaves: Sequence[Any], batched: Sequence[bool], spec: Any, n: int) -> None:
-        """Once: one example at a time must give what the whole batch gives (dropout aside)."""
+    def _check(self, leaves: Sequence[Any], batched: Sequence[bool], spec: Any, n: int) -> bool:
+        """One example at a time must give what the whole batch gives (dropout aside).
+
+        An example so large that the order of a sum decides whether it overflows is not compared, and the others must
+        not feel it. Returns whether all were compared.
+        """
+        compared = _far_from_overflow([t for t, b in zip(leaves, batched, strict=True) if b], n)
         with _evaluating(self.module):
             own = {name: self.module.get_parameter(name) for name in self.parameters}
             whole = pytree.tree_leaves(self._call(own, leaves, spec))
             copies = {name: p.unsqueeze(0).expand(n, *p.shape) for name, p in own.items()}
             single = pytree.tree_leaves(self._run(copies, leaves, batched, spec, n))
         for a, b in zip(whole, single, strict=True):
-            if isinstance(a, Tensor) and a.is_floating_point() and not _close_per_example(a, b):
+            if isinstance(a, Tensor) and a.is_floating_point() and not _close_per_example(a, b, compared):
                 raise UnsupportedLayer(
                     "engine.examples-not-separate",
                     f"'{self.name}' ({type(self.module).__name__}) computes one example alone otherwise than in the "
                     "batch: examples influence each other, or an argument happens to have the batch's length",
                     "rewrite it, or name a module above it in Engine(..., per_contribution=[...])",
                 )
+        return bool(compared.all())
 
 
 @contextmanager
@@ -240,8 +247,17 @@ def _refuse_caches(name: str, leaves: Sequence[Any]) -> None:
             raise UnsupportedLayer("engine.cache-argument", problem, "train with model.config.use_cache = False")
 
 
-def _close_per_example(a: Tensor, b: Any) -> bool:
-    """Equal up to rounding, or equal after broadcasting a leading 1 to the batch.
+def _far_from_overflow(arguments: Sequence[Tensor], n: int) -> Tensor:
+    """(n,) the examples whose numbers can be multiplied and added in any order without leaving their type's range."""
+    far = torch.ones(n, dtype=torch.bool)
+    for t in arguments:
+        if t.is_floating_point():
+            far &= (t.detach().reshape(n, -1).abs() < torch.finfo(t.dtype).max ** 0.4).all(1)  # NaN is not
+    return far
+
+
+def _close_per_example(a: Tensor, b: Any, compared: Tensor | slice = slice(None)) -> bool:
+    """Equal up to rounding, or equal after broadcasting a leading 1 to the batch, in the examples that are `compared`.
 
     Example by example, so that one of enormous size does not hide the others; what is not finite must be so in both.
     """
@@ -249,7 +265,7 @@ def _close_per_example(a: Tensor, b: Any) -> bool:
         return False
     if a.shape != b.shape and not (a.shape[0] == 1 and a.shape[1:] == b.shape[1:]):
         return False
-    a = a.expand_as(b)
+    a, b = a.expand_as(b)[compared], b[compared]
     if not a.is_floating_point():
         return bool((a == b).all())
     finite = torch.isfinite(a)

@@ -1,0 +1,48 @@
+"""Small models in one expression, and steps that must be refused before anything is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from oracle import losses_of, plan_of
+from refusals import raises_code
+from torch import Tensor, nn
+
+from lamina import Batch, Engine
+
+
+class Net(nn.Module):
+    """A module with these children, parameters and attributes, whose forward is `call(module, *inputs)`."""
+
+    def __init__(self, call: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.call = call
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(self, *args, **kwargs)
+
+
+def refused(
+    model: nn.Module, x: Any, *codes: str, losses: Callable[[nn.Module], Any] | None = None, **batch: Any
+) -> None:
+    """A step on x, of these losses, is refused: nothing is charged, no gradient, weight or buffer is written."""
+    before = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+    with Engine(model, plan_of(model)) as engine:
+        for method in (engine.backward, engine.clipped_sums):
+            with raises_code(*codes):
+                method(losses_of(model, x, None) if losses is None else losses(model), Batch(x, **batch))
+        assert engine.budget.taken == 0
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, (*model.parameters(), *model.buffers()), strict=True))
+
+
+def tensors_close(found: dict[str, Tensor], want: dict[str, Tensor], rtol: float = 1e-5, atol: float = 1e-7) -> None:
+    assert set(found) == set(want)
+    for name, value in want.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
