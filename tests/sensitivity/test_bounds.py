@@ -456,6 +456,9 @@ def test_unknown_operations_are_refused_by_name_only_where_they_matter() -> None
         stacked(Forward(lambda self, x: self.b(1 / self.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4)), (4,))
     with raises_code("sensitivity.division-unbounded"):
         stacked(Forward(lambda self, x: self.b(torch.ones(4) / self.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4)), (4,))
+    clamped = Forward(lambda self, x: self.b(self.a(x).clamp(max=torch.ones(4))), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    with raises_code("sensitivity.clamp-to-tensors"):
+        stacked(clamped, (4,))
     harmless = Forward(lambda self, x: self.a(x).cumsum(1), a=nn.Linear(4, 4))
     assert len(stacked(harmless, (4,))) == 1
 
