@@ -31,7 +31,7 @@ from lamina.ledger.receipt import TlogProof
 from lamina.ledger.records import ContributionTerms, SegmentOutcome
 from lamina.ledger.retention import Retention
 from lamina.ledger.signed_checkpoint import NoteKey
-from lamina.ledger.store.interface import RunHold, RunRow
+from lamina.ledger.store.rows import RunHold, RunRow
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 

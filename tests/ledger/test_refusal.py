@@ -12,7 +12,7 @@ from refusals import raises_code
 
 from lamina.errors import StoreError, StoreLost
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.store.open_store import make_store
+from lamina.ledger.store.sqlite import make_store
 from lamina.ledger.writer import Ledger
 
 SECRET = "hunter2"

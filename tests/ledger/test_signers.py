@@ -25,8 +25,8 @@ from lamina.ledger.governance_records import (
 )
 from lamina.ledger.receipt import TreeSignature
 from lamina.ledger.signed_checkpoint import NoteKey
-from lamina.ledger.store.interface import StoredCheckpoint as Stored
-from lamina.ledger.store.interface import StoreWriter
+from lamina.ledger.store.rows import StoredCheckpoint as Stored
+from lamina.ledger.store.rows import StoreWriter
 from lamina.ledger.verify.replay_state import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger

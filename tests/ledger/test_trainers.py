@@ -18,7 +18,7 @@ from lamina.ledger.retention import Retention
 from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import RecordFilter, describe_leaf, leaf_to_dict
 from lamina.ledger.signed_checkpoint import NoteKey
-from lamina.ledger.store.interface import RunHold, RunRow
+from lamina.ledger.store.rows import RunHold, RunRow
 from lamina.ledger.verify.replay_state import Trust
 from lamina.ledger.verify.verifier import verify
 

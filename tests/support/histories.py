@@ -20,7 +20,7 @@ from lamina.errors import LaminaError
 from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, Role
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import Epoch
-from lamina.ledger.store.interface import WHOLE_BUDGET_SEGMENT
+from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.spend.accounts import SignedAccount, account_name

@@ -37,7 +37,7 @@ from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_t
 from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, Role
 from lamina.ledger.key_state import KeyState, last_policy_record
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, ContributionTerms, Record
-from lamina.ledger.store.interface import StoreReader, StoreWriter, head_of
+from lamina.ledger.store.rows import StoreReader, StoreWriter, head_of
 from lamina.ledger.verify.contribution_checks import ContributionColumns, read_columns
 from lamina.ledger.verify.replay_state import PolicyInForce
 from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size

@@ -26,7 +26,7 @@ from lamina.ledger.records import (
     split_leaf,
 )
 from lamina.ledger.schema import rounded_epoch_time
-from lamina.ledger.store.interface import AttemptRow, LeafRow, LedgerHead, StoreReader, StoreWriter, tile_reader
+from lamina.ledger.store.rows import AttemptRow, LeafRow, LedgerHead, StoreReader, StoreWriter, tile_reader
 
 # Under which keys contributions are found again, and what may be in a ledger only once.
 #

@@ -32,8 +32,8 @@ from lamina.ledger.governance_records import (
 )
 from lamina.ledger.key_state import last_policy_record
 from lamina.ledger.schema import ORIGIN, PROFILE
-from lamina.ledger.store.interface import head_of
-from lamina.ledger.store.open_store import POSTGRES_SCHEMES, make_store
+from lamina.ledger.store.rows import head_of
+from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists
 from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import PlannedClass, StepPlan
@@ -195,13 +195,9 @@ def open_or_create(
     Of several processes that make it at the same moment one does, and the others open it. A ledger of another origin
     is refused, and so is one that counts by another accountant or at another δ than the policy says.
     """
-    remote = isinstance(where, str) and where.startswith(POSTGRES_SCHEMES)
+    remote = isinstance(where, str) and is_postgres_url(where)
     place = str(where) if remote else os.path.realpath(where)
-    if not remote and os.path.lexists(place) and not os.path.isfile(place):
-        raise LedgerError(
-            "ledger.not-a-file", f"'{place}' is not a file", "give the path of a ledger, or of one to be created"
-        )
-    if not _ledger_exists(place):
+    if not ledger_exists(place):
         with _creation_lock(place, remote):
             key = _create_ledger(place, contract, key, remote, retention, clock)
     if key is None and not remote and ledger_key_path(place).exists():
@@ -260,26 +256,6 @@ def _size_and_policy(ledger: Ledger) -> tuple[int, Header | PolicyChange]:
 # --------------------------------------------------------------------------------------- making
 
 
-def _ledger_exists(place: str) -> bool:
-    """Whether there is a ledger, and not only what a killed process left of making one."""
-    remote = place.startswith(POSTGRES_SCHEMES)
-    if not remote and (not os.path.isfile(place) or not os.path.getsize(place)):
-        return False
-    try:
-        store = make_store(place)
-    except LedgerError as error:
-        if remote and error.code == "store.no-ledger":
-            return False
-        if remote:
-            raise
-        store = make_store(place, create=True)  # a file without tables; anything else is refused again
-    try:
-        with store.read() as rows:
-            return rows.head() is not None
-    finally:
-        store.close()
-
-
 @contextmanager
 def _creation_lock(place: str, remote: bool) -> Iterator[None]:
     """Nobody else makes a ledger in this folder. A database sees to that itself."""
@@ -296,7 +272,7 @@ def _create_ledger(
     place: str, contract: CorpusTerms, key: PrivateKey | None, remote: bool, retention: int, clock: Callable[[], float]
 ) -> PrivateKey | None:
     """Make it, unless another process did meanwhile; the key, as far as it is known."""
-    if _ledger_exists(place):
+    if ledger_exists(place):
         return key
     if key is None:
         if remote:
@@ -307,7 +283,7 @@ def _create_ledger(
     try:
         Ledger.create(place, contract.header(key.public, retention=retention), key, clock=clock).close()
     except LedgerError:
-        if not (remote and _ledger_exists(place)):  # else another machine was quicker
+        if not (remote and ledger_exists(place)):  # else another machine was quicker
             raise
     return key
 

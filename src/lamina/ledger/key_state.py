@@ -20,7 +20,7 @@ from lamina.ledger.governance_records import (
     wrong_predecessor,
 )
 from lamina.ledger.records import KIND_NUMBERS, decode_leaf
-from lamina.ledger.store.interface import StoreReader, head_of
+from lamina.ledger.store.rows import StoreReader, head_of
 
 
 @dataclass(slots=True)

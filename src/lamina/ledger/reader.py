@@ -19,8 +19,8 @@ from lamina.ledger.merkle import Frontier, TileNodes, leaf_hash, tile_path
 from lamina.ledger.receipt import TlogProof, TreeSignature
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, Leaf, Record, decode_leaf
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint
-from lamina.ledger.store.interface import LedgerHead, Store, StoredCheckpoint, StoreReader, head_of, tile_reader
-from lamina.ledger.store.open_store import make_store
+from lamina.ledger.store.rows import LedgerHead, Store, StoredCheckpoint, StoreReader, head_of, tile_reader
+from lamina.ledger.store.sqlite import make_store
 
 _INDEX_KEY_KINDS = (descriptor_key, anchor_key, subject_key)
 

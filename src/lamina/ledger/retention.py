@@ -30,7 +30,7 @@ from lamina.ledger.append import index_keys, survives_pruning
 from lamina.ledger.governance_records import MAX_SPANS, Aggregate, ClassTotal, LeafSpan, Role, Withdrawal
 from lamina.ledger.merkle import TILE_WIDTH, leaf_hash
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, Epoch, decode_leaf
-from lamina.ledger.store.interface import PruningRow, StoreReader, StoreWriter, head_of
+from lamina.ledger.store.rows import PruningRow, StoreReader, StoreWriter, head_of
 from lamina.ledger.writer import DAY_SECONDS, Ledger
 
 _NEVER = 1 << 62  # later than any time

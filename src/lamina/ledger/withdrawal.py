@@ -232,7 +232,7 @@ def _read_request(path: Path) -> dict[str, str]:
         raise _bad_request(path, f"cannot be read: {error.strerror}") from None
     data = keys.read_small(path, "the withdrawal", most=MAX_FILE_BYTES)
     try:
-        found = json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_duplicate_fields)
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=validate.distinct_fields)
     except (ValueError, RecursionError):
         if time.time() - path.stat().st_mtime < GRACE_SECONDS:
             raise _UnfinishedFile from None
@@ -246,13 +246,6 @@ def _read_request(path: Path) -> dict[str, str]:
 
 def _is_hex_digest(text: str) -> bool:
     return len(text) == 64 and all(each in "0123456789abcdefABCDEF" for each in text)
-
-
-def _refuse_duplicate_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError
-    return found
 
 
 def _bad_request(path: Path, problem: str) -> LedgerError:

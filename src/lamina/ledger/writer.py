@@ -20,8 +20,8 @@ from lamina.ledger.reader import LedgerReader
 from lamina.ledger.receipt import TreeSignature
 from lamina.ledger.records import Record
 from lamina.ledger.schema import next_leaf_time
-from lamina.ledger.store.interface import LedgerHead, Store, StoredCheckpoint, StoreWriter, WriterBatch, head_of
-from lamina.ledger.store.open_store import make_store
+from lamina.ledger.store.rows import LedgerHead, Store, StoredCheckpoint, StoreWriter, WriterBatch, head_of
+from lamina.ledger.store.sqlite import make_store
 
 T = TypeVar("T")
 Clock = Callable[[], float]

@@ -13,8 +13,8 @@ from psycopg import errors, sql
 from psycopg.conninfo import conninfo_to_dict
 
 from lamina.errors import LedgerDamaged, LedgerError, StoreBusy, StoreError, StoreLost
-from lamina.ledger.store.open_store import DEFAULT_SCHEMA, PostgresAddress
-from lamina.ledger.store.sql_rows import SqlRows, SqlStore
+from lamina.ledger.store.rows import TABLES_VERSION, Store, StoreReader, StoreWriter
+from lamina.ledger.store.sqlite import PostgresAddress
 
 _PASSWORD_REMEDY = "give the right one in ~/.pgpass or PGPASSWORD, or in the address, where / is %2F and @ is %40"
 _NOT_READY = re.compile("starting up|shutting down|recovery mode|not yet accepting|too many clients|connection slots")
@@ -208,7 +208,7 @@ _SELECT_LEDGER_SCHEMAS = (
 _IDLE_SECONDS = 300  # seconds after which a writer that stopped in the middle loses its turn
 
 
-class PostgresStore(SqlStore):
+class PostgresStore(Store):
     """`where` is "postgresql://host/database", and "#schema" behind it for one of several ledgers."""
 
     remote = True
@@ -216,7 +216,7 @@ class PostgresStore(SqlStore):
     def __init__(self, where: str, *, create: bool = False, readonly: bool = False, patience: float = 30.0) -> None:
         super().__init__(readonly, patience)
         self._address = PostgresAddress.parse(where)
-        self._schema = self._address.schema or DEFAULT_SCHEMA
+        self._schema = self._address.schema or "lamina"
         if not _SCHEMA_NAME.fullmatch(self._schema):
             problem = "the schema after the # of the address is not a plain name"
             remedy = "use small letters, digits and underscores; options come before the #"
@@ -233,17 +233,17 @@ class PostgresStore(SqlStore):
     # ----------------------------------------------------------------------------------- transactions
 
     @contextmanager
-    def read(self) -> Iterator[SqlRows]:
+    def read(self) -> Iterator[StoreReader]:
         self._refresh()
         with self._transaction("read") as db:
-            yield SqlRows(db)
+            yield StoreReader(db)
 
     @contextmanager
-    def write(self) -> Iterator[SqlRows]:
+    def write(self) -> Iterator[StoreWriter]:
         with self._transaction("write") as db:
             if not db.rows("SELECT id FROM head FOR UPDATE"):
                 db.rows("LOCK TABLE head IN EXCLUSIVE MODE")  # still empty: who comes second finds the first's header
-            yield SqlRows(db)
+            yield StoreWriter(db)
 
     @contextmanager
     def _transaction(self, purpose: str) -> Iterator[PostgresConnection]:
@@ -293,16 +293,6 @@ class PostgresStore(SqlStore):
             finally:
                 db.autocommit = False
 
-    def size_on_disk(self) -> int:
-        """Tables with their indexes."""
-        with self._transaction("read") as db:
-            found = db.rows(
-                "SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0)::int8 FROM pg_class c "
-                "JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = ? AND c.relkind = 'r'",
-                self._schema,
-            )
-        return int(found[0][0])
-
     def _close(self, db: psycopg.Connection) -> None:
         with suppress(psycopg.Error):
             db.close()
@@ -316,14 +306,13 @@ class PostgresStore(SqlStore):
             if create:
                 db.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self._schema)))
             made = plain.rows("SELECT to_regclass('meta') IS NOT NULL")[0][0]
-            if not made and not create:
+            version = plain.rows("SELECT value FROM meta WHERE name = 'tables'") if made else []
+            if not version and not create:
                 raise self._nothing(plain)
-            version = int(plain.rows("SELECT value FROM meta WHERE name = 'tables'")[0][0]) if made else 0
-            current = self._migrate(plain, version, _POSTGRES_TYPES)
-            if current != version:
+            if self._make_tables(plain, int(version[0][0]) if version else 0, _POSTGRES_TYPES):
                 # Hashes do not compress: do not try.
                 plain.rows("ALTER TABLE tile ALTER COLUMN data SET STORAGE EXTERNAL")
-                SqlRows(plain).put_meta("tables", str(current).encode())
+                StoreWriter(plain).put_meta("tables", str(TABLES_VERSION).encode())
             db.commit()
         except BaseException:
             self._undo(purpose, db)

@@ -1,4 +1,4 @@
-"""A ledger in one SQLite file: the default, for one machine.
+"""A ledger in one SQLite file: the default, for one machine. And which store a path or an address means.
 
 WAL with synchronous = FULL: a commit returns after its frames are on the disk, and readers are never in the way.
 `BEGIN IMMEDIATE` is the one writer's lock; the system gives it back when its holder dies, however that happens.
@@ -12,8 +12,10 @@ closes it first gives back the other's.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -21,7 +23,7 @@ from urllib.parse import quote
 import apsw
 
 from lamina.errors import LedgerDamaged, LedgerError, StoreBusy, StoreError
-from lamina.ledger.store.sql_rows import SqlRows, SqlStore
+from lamina.ledger.store.rows import TABLES_VERSION, Store, StoreReader, StoreWriter
 
 MIN_SQLITE_VERSION = (3, 51, 3)  # the first version without the WAL-reset bug
 APPLICATION_ID = 0x4C6D4C67  # "LmLg", in the header of the file
@@ -31,7 +33,7 @@ _CACHE_SIZE = -32 * 1024  # KiB of pages in memory
 _WAL_CHECKPOINT_PAGES = 4096  # pages of WAL after which it is copied into the file: 16 MB
 
 
-class SqliteStore(SqlStore):
+class SqliteStore(Store):
     """`create` makes a new file, mode 0600, unless there is one; without it there must be one.
 
     `readonly` changes nothing, not even the version of the tables; it also opens a copy on a medium that cannot be
@@ -54,30 +56,28 @@ class SqliteStore(SqlStore):
         if create:
             self._make_file()
         elif not self.path.is_file():
-            raise LedgerError(
-                "store.no-ledger", f"there is no ledger '{self.path}'", "give the path of one, or create it"
-            )
+            raise self._no_ledger()
         with _sqlite_errors(self.name):
             self._prepare(create)
 
     # ----------------------------------------------------------------------------------- transactions
 
     @contextmanager
-    def read(self) -> Iterator[SqlRows]:
+    def read(self) -> Iterator[StoreReader]:
         with self._transaction("read", "BEGIN") as rows:
             yield rows
 
     @contextmanager
-    def write(self) -> Iterator[SqlRows]:
+    def write(self) -> Iterator[StoreWriter]:
         with self._transaction("write", "BEGIN IMMEDIATE") as rows:
             yield rows
 
     @contextmanager
-    def _transaction(self, purpose: str, begin: str) -> Iterator[SqlRows]:
+    def _transaction(self, purpose: str, begin: str) -> Iterator[StoreWriter]:
         self._check_usable(purpose)
         with self._locks[purpose], _sqlite_errors(self.name):
             db = self._connection(purpose)
-            rows = SqlRows(_SqliteConnection(db))
+            rows = StoreWriter(_SqliteConnection(db))
             if db.in_transaction and purpose == "read":  # a view inside a view is the same view
                 yield rows
                 return
@@ -115,11 +115,6 @@ class SqliteStore(SqlStore):
         with self._locks["read"], _sqlite_errors(self.name):
             self._connection("read").execute("VACUUM INTO ?", (str(target),))
 
-    def size_on_disk(self) -> int:
-        """The file and its WAL."""
-        files = (self.path, Path(f"{self.path}-wal"))
-        return sum(each.stat().st_size for each in files if each.exists())
-
     def _close(self, db: apsw.Connection) -> None:
         db.close(True)
 
@@ -136,6 +131,9 @@ class SqliteStore(SqlStore):
         except OSError as error:
             problem = f"cannot create the ledger '{self.path}': {error.strerror}"
             raise StoreError("store.cannot-create", problem, "give a folder that can be written") from error
+
+    def _no_ledger(self) -> LedgerError:
+        return LedgerError("store.no-ledger", f"there is no ledger '{self.path}'", "give the path of one, or create it")
 
     def _foreign(self) -> bool:
         """Whether the file is the database of another program: looked at before anything is changed in it."""
@@ -154,13 +152,14 @@ class SqliteStore(SqlStore):
         db.execute("BEGIN IMMEDIATE" if create else "BEGIN")
         try:
             application, version = db.pragma("application_id"), db.pragma("user_version")
-            if create and (application, version) == (0, 0) and not db.execute("SELECT 1 FROM sqlite_schema").fetchall():
+            if (application, version) == (0, 0) and not db.execute("SELECT 1 FROM sqlite_schema").fetchall():
+                if not create:  # what a killed process left of making one
+                    raise self._no_ledger()
                 db.pragma("application_id", APPLICATION_ID)
             elif application != APPLICATION_ID:
                 raise LedgerError("store.not-a-ledger", f"'{self.path}' is not a ledger", "give the path of one")
-            current = self._migrate(_SqliteConnection(db), version, _SQLITE_TYPES)
-            if current != version:
-                db.pragma("user_version", current)
+            if self._make_tables(_SqliteConnection(db), version, _SQLITE_TYPES):
+                db.pragma("user_version", TABLES_VERSION)
             db.execute("COMMIT")
         except BaseException:
             self._undo(purpose, db)
@@ -259,3 +258,109 @@ def _sqlite_errors(name: str) -> Iterator[None]:
     except apsw.Error as error:
         problem = f"cannot read or write the ledger '{name}': {error}; what was acknowledged is there"
         raise StoreError("store.unusable", problem, "fix what the system reports, then try again") from error
+
+
+# Which store: a path means a file of SQLite, an address PostgreSQL.
+
+_SHOWN_OPTIONS = {"host", "hostaddr", "port", "dbname", "user", "sslmode", "target_session_attrs", "connect_timeout"}
+_ADDRESS_REMEDY = "write postgresql://USER@HOST/DATABASE#schema; in a password, / is %2F, @ is %40, # is %23, ? is %3F"
+_LOOKS_LIKE_URL = re.compile(
+    r"\s*postgres\w*(\+\w+)?\s*:|\s*[a-z][a-z0-9+.-]*://|.*\bpassword\s*=", re.IGNORECASE | re.DOTALL
+)
+_HOST = r"(?:\[[^\]]*\]|[^:@/?#,\[]*)(?::[0-9]*)?"
+_OPTION = r"(?:user=[^&#]*|[^&#@]*)"  # some servers have an @ in the names of users
+_ADDRESS = re.compile(
+    rf"(postgres(?:ql)?://)(?:([^:@/?#]*)(?::[^@/?#]*)?(@))?({_HOST}(?:,{_HOST})*(?:/[^@?#]*)?)"
+    rf"(?:\?({_OPTION}(?:&{_OPTION})*))?(?:#(\w*))?",
+    re.ASCII,
+)
+
+
+def is_postgres_url(where: str) -> bool:
+    """Whether it is a database server's, and no path. LedgerError if it was meant to be, and is not.
+
+    >>> is_postgres_url("postgresql://me@host/db"), is_postgres_url("runs/ward.ledger.db")
+    (True, False)
+    """
+    if where.startswith(("postgresql://", "postgres://")):
+        return True
+    if _LOOKS_LIKE_URL.match(where):  # not repeated: it may hold a password
+        problem = "the ledger is neither a path nor a PostgreSQL address"
+        raise LedgerError("store.address-invalid", problem, _ADDRESS_REMEDY)
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresAddress:
+    """conninfo: what libpq takes, with the password. schema: '' if none is named. shown: for messages, without both."""
+
+    conninfo: str
+    schema: str
+    shown: str
+
+    @classmethod
+    def parse(cls, where: str) -> PostgresAddress:
+        """Of "postgresql://user:password@host/database?option=value#schema".
+
+        LedgerError if a character of the password could be taken for the end of it: libpq would look for a host that is
+        named like the rest, and say so. Only what is known to be no secret is shown.
+        """
+        if (found := _ADDRESS.fullmatch(where)) is None:
+            problem = (
+                f"the address {where.partition(':')[0]}://… has an @, a / or a : too many, or a schema of other signs"
+            )
+            raise LedgerError("store.address-invalid", problem, _ADDRESS_REMEDY)
+        scheme, user, at, place, query, schema = found.groups(default="")
+        kept = "&".join(each for each in query.split("&") if each.partition("=")[0] in _SHOWN_OPTIONS)
+        return cls(where.partition("#")[0], schema, f"{scheme}{user}{at}{place}{'?' * bool(kept)}{kept}")
+
+
+def printable_location(where: str) -> str:
+    """Where a ledger is, without a password.
+
+    >>> printable_location("postgresql://me:secret@host/db#ward"), printable_location("postgresql:///db?host=/run&password=secret")
+    ('postgresql://me@host/db#ward', 'postgresql:///db?host=/run')
+    """
+    if not is_postgres_url(where):
+        return where
+    try:
+        found = PostgresAddress.parse(where)
+    except LedgerError:
+        return f"{where.partition(':')[0]}://…"
+    return f"{found.shown}{'#' * bool(found.schema)}{found.schema}"
+
+
+def make_store(where: str | os.PathLike[str], *, create: bool = False, readonly: bool = False) -> Store:
+    """The store at a path, or at "postgresql://…/database" with "#schema" for one of several ledgers in it."""
+    if isinstance(where, str) and is_postgres_url(where):
+        try:
+            from lamina.ledger.store.postgres import PostgresStore  # an extra: only who uses it needs psycopg
+        except ImportError as missing:
+            problem = "PostgreSQL needs psycopg, which is not installed"
+            raise StoreError("store.psycopg-missing", problem, "pip install 'lamina[postgres]'") from missing
+        return PostgresStore(where, create=create, readonly=readonly)
+    return SqliteStore(where, create=create, readonly=readonly)
+
+
+def ledger_exists(where: str) -> bool:
+    """Whether there is a ledger, and not only what a killed process left of making one. Changes nothing."""
+    if not is_postgres_url(where):
+        where = os.path.realpath(where)
+        if not os.path.exists(where):
+            return False
+        if not os.path.isfile(where):
+            remedy = "give the path of a ledger, or of one to be created"
+            raise LedgerError("ledger.not-a-file", f"'{where}' is not a file", remedy)
+        if not os.path.getsize(where):
+            return False
+    try:
+        store = make_store(where, readonly=True)
+    except LedgerError as error:
+        if error.code == "store.no-ledger":
+            return False
+        raise
+    try:
+        with store.read() as rows:
+            return rows.head() is not None
+    finally:
+        store.close()

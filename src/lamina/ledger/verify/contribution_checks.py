@@ -34,7 +34,7 @@ from lamina.ledger.records import (
     decode_leaf,
 )
 from lamina.ledger.schema import CLOCK_SKEW
-from lamina.ledger.store.interface import StoreReader
+from lamina.ledger.store.rows import StoreReader
 from lamina.ledger.verify.replay_state import LEAF, Finding, PolicyInForce, ReplayedKeys, Violation, fail
 from lamina.ledger.verify.tree_checks import AggregateTallies
 

@@ -26,7 +26,7 @@ from lamina.ledger.spending import (
     steps_by_kind,
     whole_plan_charges,
 )
-from lamina.ledger.store.interface import StoreReader
+from lamina.ledger.store.rows import StoreReader
 from lamina.ledger.verify.contribution_checks import WithdrawalChecks
 from lamina.ledger.verify.replay_state import Finding, PolicyInForce, Violation, fail
 from lamina.plan.depth_profile import DepthProfile, ProfileKind

@@ -21,7 +21,7 @@ from lamina.ledger.receipt import TreeSignature
 from lamina.ledger.records import ContributionRecord, Leaf
 from lamina.ledger.schema import CLOCK_SKEW
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, Note, NoteKey, NoteVerifier, WitnessKey, WitnessQuorum
-from lamina.ledger.store.interface import StoredCheckpoint, StoreReader
+from lamina.ledger.store.rows import StoredCheckpoint, StoreReader
 from lamina.ledger.verify.replay_state import (
     CHECKPOINT,
     KNOWN_CHECKPOINT,

@@ -15,15 +15,8 @@ from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import KIND_NAMES, KIND_NUMBERS, ContributionRecord, Epoch, Leaf, Record, decode_leaf
 from lamina.ledger.schema import pluralize
 from lamina.ledger.spending import Bound
-from lamina.ledger.store.interface import (
-    RESERVATION_SEGMENT,
-    WHOLE_BUDGET_SEGMENT,
-    LedgerHead,
-    RunHold,
-    Store,
-    StoreReader,
-)
-from lamina.ledger.store.open_store import make_store
+from lamina.ledger.store.rows import RESERVATION_SEGMENT, WHOLE_BUDGET_SEGMENT, LedgerHead, RunHold, Store, StoreReader
+from lamina.ledger.store.sqlite import make_store
 from lamina.ledger.verify.contribution_checks import (
     AttestationChecks,
     ContributionChecks,

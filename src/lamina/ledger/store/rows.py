@@ -1,24 +1,101 @@
-"""The tables of a ledger and its rows, in SQL that SQLite and PostgreSQL share."""
+"""The rows of a ledger, in SQL that SQLite and PostgreSQL share: what is read and written, and the tables.
+
+A store keeps rows and promises three things. A transaction is all or nothing. Once `write` has ended without an error
+it is durable: a kill or a power cut after that loses nothing of it. And writers take turns, over threads, processes
+and (PostgreSQL) machines: between the beginning of `write` and its end nobody else changes anything, so the head that
+was read in it is the head. What rows *mean* is the ledger's business.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
-from lamina.errors import LedgerError
-from lamina.ledger.merkle import Tile
-from lamina.ledger.store.interface import (
-    AttemptRow,
-    LeafRow,
-    LedgerHead,
-    PruningRow,
-    RunHold,
-    RunRow,
-    StoredCheckpoint,
-    WriterBatch,
-)
+from lamina.errors import LedgerDamaged, LedgerError
+from lamina.ledger.merkle import ReadTile, Tile, tile_path
+
+LeafRow = tuple[int, int, bytes]  # a leaf: its index, the number of its kind, its bytes
+
+
+class LedgerHead(NamedTuple):
+    """Where the ledger stands: leaves, time of the last one, epochs closed, and the encoded right edge of the tree.
+
+    `indexed` is the number of leaves whose keys are in the index; those of the last ones are found by reading them.
+    """
+
+    size: int
+    time: int
+    epoch: int
+    indexed: int
+    frontier: bytes
+
+
+class AttemptRow(NamedTuple):
+    """An attempt of a run, and the leaf of the epoch that closed it."""
+
+    run: bytes
+    segment: int
+    generation: int
+    seq: int
+
+
+class PruningRow(NamedTuple):
+    """An aggregate that was appended, and whether what it stands for is gone already."""
+
+    seq: int
+    done: bool
+
+
+class StoredCheckpoint(NamedTuple):
+    """A checkpoint as it was published, and the seal (key id, signature) of the same tree for receipts."""
+
+    size: int
+    text: str
+    seal: bytes
+
+
+class RunRow(NamedTuple):
+    """A run that reserved or was charged: its id, what people call it, since which day, whether it will take more."""
+
+    id: bytes
+    label: str
+    day: int
+    finished: bool
+
+
+RESERVATION_SEGMENT = -1  # the segment under which the rest of a plan is held
+WHOLE_BUDGET_SEGMENT = 2**62  # from this one on: a budget that noise follows, charged as a whole when its run begins
+
+
+class RunHold(NamedTuple):
+    """What a run holds of its accounts: an attempt that it was charged for, a whole budget, or a reservation.
+
+    `leaf` is the epoch that recorded the attempt; from then on the leaf counts, and the body is empty.
+    """
+
+    run: bytes
+    segment: int
+    generation: int
+    nonce: bytes
+    leaf: int | None
+    body: bytes
+
+    @property
+    def attempt(self) -> bool:
+        """Whether contributions may have been read for it."""
+        return RESERVATION_SEGMENT < self.segment < WHOLE_BUDGET_SEGMENT
+
+
+class WriterBatch(NamedTuple):
+    """The last batch of a writer: what it was called, and the leaves that it became."""
+
+    token: bytes
+    seqs: bytes
+
 
 _ROWS_AT_ONCE = 2048  # rows that are in memory at a time
 
@@ -45,15 +122,14 @@ class SqlConnection(Protocol):
         """Those of these keys that are in `token`."""
 
 
-class SqlRows:
-    """A `Reader` and `StoreWriter` over a database. Thin and literal: what is allowed is decided in the ledger."""
+class StoreReader:
+    """One consistent view."""
 
     def __init__(self, db: SqlConnection) -> None:
         self._db = db
 
-    # ----------------------------------------------------------------------------------- reading
-
     def head(self) -> LedgerHead | None:
+        """None in a store that is still empty."""
         found = self._db.rows("SELECT size, time, epoch, indexed, frontier FROM head")
         if not found:
             return None
@@ -61,20 +137,25 @@ class SqlRows:
         return LedgerHead(size, time, epoch, indexed, bytes(frontier))
 
     def leaf(self, seq: int) -> bytes | None:
+        """A leaf; None if it is not there (not yet, or not any more)."""
         return self._bytes("SELECT data FROM leaf WHERE seq = ?", seq)
 
     def leaves(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        """(seq, leaf) of those in [first, stop) that are there, in order, in bounded memory."""
         return self._range("SELECT seq, data FROM leaf WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?", first, stop)
 
     def of_kind(self, kind: int, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        """The same of one kind. Quick for every kind but contributions."""
         # The number is written out, so that the partial index over all kinds but contributions is used.
         query = f"SELECT seq, data FROM leaf WHERE kind = {int(kind)}{' AND kind <> 2' * (kind != 2)}"
         return self._range(f"{query} AND seq >= ? AND seq < ? ORDER BY seq LIMIT ?", first, stop)
 
     def tile(self, level: int, index: int) -> bytes | None:
+        """A tile as far as it is filled."""
         return self._bytes("SELECT data FROM tile WHERE id = ?", _tile_id(level, index))
 
     def checkpoint(self, size: int | None = None) -> StoredCheckpoint | None:
+        """The checkpoint of that size; without a size the newest."""
         query = "SELECT size, text, seal FROM checkpoint "
         if size is None:
             found = self._db.rows(query + "ORDER BY size DESC LIMIT 1")
@@ -83,65 +164,81 @@ class SqlRows:
         return _checkpoint_of_row(found[0]) if found else None
 
     def checkpoints(self) -> Iterator[StoredCheckpoint]:
+        """Every checkpoint that was ever signed, by size."""
         query, last = "SELECT size, text, seal FROM checkpoint WHERE size > ? ORDER BY size LIMIT ?", -1
         while found := self._db.rows(query, last, _ROWS_AT_ONCE):
             yield from map(_checkpoint_of_row, found)
             last = found[-1][0]
 
     def evidence(self, seq: int) -> bytes | None:
+        """The bytes whose digest stands in that leaf (an attestation, a request)."""
         return self._bytes("SELECT data FROM evidence WHERE seq = ?", seq)
 
     def evidences(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        """(seq, bytes) of those in [first, stop) that are there, in order, in bounded memory."""
         query = "SELECT seq, data FROM evidence WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?"
         return self._range(query, first, stop)
 
     def blob(self, digest: bytes) -> bytes | None:
+        """Bytes by their SHA-256 (a plan, a manifest)."""
         return self._bytes("SELECT data FROM blob WHERE digest = ?", digest)
 
     def find(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
+        """(key, seq) of every indexed leaf that has one of these keys."""
         for at in range(0, len(keys), _ROWS_AT_ONCE):
             yield from self._db.find(keys[at : at + _ROWS_AT_ONCE])
 
     def find_between(self, first: bytes, last: bytes, limit: int) -> list[tuple[bytes, int]]:
+        """(key, seq) of indexed leaves whose key is in [first, last], in order; at most so many."""
         query = "SELECT key, seq FROM known WHERE key >= ? AND key <= ? ORDER BY key, seq LIMIT ?"
         return [(bytes(key), seq) for key, seq in self._db.rows(query, first, last, limit)]
 
     def attempt(self, run: bytes, segment: int, generation: int) -> int | None:
+        """The leaf of the epoch that closed an attempt."""
         query = "SELECT seq FROM attempt WHERE run = ? AND segment = ? AND generation = ?"
         return self._number(query, run, segment, generation)
 
     def withdrawn(self, target: int) -> int | None:
+        """The leaf of the withdrawal of a contribution."""
         return self._number("SELECT seq FROM withdrawn WHERE target = ?", target)
 
     def withdrawals(self) -> Iterator[tuple[int, int]]:
+        """(target, leaf of its withdrawal) of every contribution that was withdrawn, by target."""
         query, last = "SELECT target, seq FROM withdrawn WHERE target > ? ORDER BY target LIMIT ?", -1
         while found := self._db.rows(query, last, _ROWS_AT_ONCE):
             yield from ((target, seq) for target, seq in found)
             last = found[-1][0]
 
     def prunings(self) -> list[PruningRow]:
+        """The aggregates, in order."""
         found = self._db.rows("SELECT seq, done FROM pruning ORDER BY seq")
         return [PruningRow(seq, bool(done)) for seq, done in found]
 
     def batch(self, writer: bytes) -> WriterBatch | None:
+        """The last batch of a writer."""
         found = self._db.rows("SELECT token, seqs FROM writer WHERE id = ?", writer)
         return WriterBatch(bytes(found[0][0]), bytes(found[0][1])) if found else None
 
     def meta(self, name: str) -> bytes | None:
+        """A small thing by its name."""
         return self._bytes("SELECT value FROM meta WHERE name = ?", name)
 
     def runs(self) -> list[RunRow]:
+        """Every run, by id."""
         found = self._db.rows("SELECT id, label, day, finished FROM run ORDER BY id")
         return [RunRow(bytes(id), label, day, bool(finished)) for id, label, day, finished in found]
 
     def hold(self, run: bytes, segment: int, generation: int) -> RunHold | None:
+        """One of them."""
         found = self._holds("run = ? AND segment = ? AND generation = ?", run, segment, generation)
         return found[0] if found else None
 
     def holds(self, run: bytes | None = None) -> list[RunHold]:
+        """What is held and not recorded in a leaf; of one run, or of all."""
         return self._holds("leaf IS NULL") if run is None else self._holds("leaf IS NULL AND run = ?", run)
 
     def kept(self, run: bytes) -> list[RunHold]:
+        """The same of one run, with those that a leaf records."""
         return self._holds("run = ?", run)
 
     def _holds(self, condition: str, *values: Any) -> list[RunHold]:
@@ -153,6 +250,7 @@ class SqlRows:
         ]
 
     def generations(self, run: bytes, segment: int) -> int:
+        """One more than the largest generation of a segment that was held or recorded; 0 if none was."""
         largest = [
             self._db.rows(f"SELECT max(generation) FROM {table} WHERE run = ? AND segment = ?", run, segment)
             for table in ("held", "attempt")
@@ -160,15 +258,33 @@ class SqlRows:
         return max(-1 if found[0][0] is None else int(found[0][0]) for found in largest) + 1
 
     def terms(self) -> dict[str, bytes]:
+        """By account."""
         return {account: bytes(body) for account, body in self._db.rows("SELECT account, body FROM terms")}
 
     def tokens(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of these keys that are there."""
         found: set[bytes] = set()
         for at in range(0, len(keys), _ROWS_AT_ONCE):
             found |= self._db.tokens(keys[at : at + _ROWS_AT_ONCE])
         return found
 
-    # ----------------------------------------------------------------------------------- writing
+    def _bytes(self, query: str, value: Any) -> bytes | None:
+        found = self._db.rows(query, value)
+        return bytes(found[0][0]) if found else None
+
+    def _number(self, query: str, *values: Any) -> int | None:
+        found = self._db.rows(query, *values)
+        return int(found[0][0]) if found else None
+
+    def _range(self, query: str, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        while first < stop and (found := self._db.rows(query, first, stop, _ROWS_AT_ONCE)):
+            for seq, data in found:
+                yield seq, bytes(data)
+            first = found[-1][0] + 1
+
+
+class StoreWriter(StoreReader):
+    """A transaction. What it read stays true until it ends."""
 
     def add_leaves(self, rows: Sequence[LeafRow]) -> None:
         self._db.insert("leaf", ("seq", "kind", "data"), rows)
@@ -206,9 +322,11 @@ class SqlRows:
         self._db.rows(_upsert("pruning", ("seq",), ("done",)), pruning.seq, int(pruning.done))
 
     def put_batch(self, writer: bytes, batch: WriterBatch, day: int) -> None:
+        """The day is all that is kept of when."""
         self._db.rows(_upsert("writer", ("id",), ("token", "seqs", "day")), writer, *batch, day)
 
     def forget_writers(self, day: int) -> None:
+        """Those who were silent since before that day."""
         self._db.rows("DELETE FROM writer WHERE day < ?", day)
 
     def put_meta(self, name: str, value: bytes) -> None:
@@ -222,6 +340,7 @@ class SqlRows:
         self._db.rows(_upsert("held", RunHold._fields[:3], RunHold._fields[3:]), *hold)
 
     def drop_hold(self, run: bytes, segment: int) -> None:
+        """All generations of it."""
         self._db.rows("DELETE FROM held WHERE run = ? AND segment = ?", run, segment)
 
     def put_terms(self, account: str, body: bytes) -> None:
@@ -232,6 +351,7 @@ class SqlRows:
             self._db.insert("token", ("key",), [(key,) for key in keys])
 
     def drop_leaves(self, first: int, stop: int) -> None:
+        """Delete leaves [first, stop) and what belongs to them alone."""
         self._db.rows("DELETE FROM leaf WHERE seq >= ? AND seq < ?", first, stop)
         self._db.rows("DELETE FROM evidence WHERE seq >= ? AND seq < ?", first, stop)
 
@@ -240,25 +360,6 @@ class SqlRows:
 
     def drop_tiles(self, level: int, indices: Sequence[int]) -> None:
         self._db.many("DELETE FROM tile WHERE id = ?", [(_tile_id(level, index),) for index in indices])
-
-    def drop_blob(self, digest: bytes) -> None:
-        self._db.rows("DELETE FROM blob WHERE digest = ?", digest)
-
-    # ----------------------------------------------------------------------------------- inside
-
-    def _bytes(self, query: str, value: Any) -> bytes | None:
-        found = self._db.rows(query, value)
-        return bytes(found[0][0]) if found else None
-
-    def _number(self, query: str, *values: Any) -> int | None:
-        found = self._db.rows(query, *values)
-        return int(found[0][0]) if found else None
-
-    def _range(self, query: str, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        while first < stop and (found := self._db.rows(query, first, stop, _ROWS_AT_ONCE)):
-            for seq, data in found:
-                yield seq, bytes(data)
-            first = found[-1][0] + 1
 
 
 def _checkpoint_of_row(row: tuple[Any, ...]) -> StoredCheckpoint:
@@ -280,7 +381,26 @@ def _tile_id(level: int, index: int) -> int:
     return level << 56 | index
 
 
-# The tables of a ledger, and how older ones become them. One step per version; a step is never changed again.
+def head_of(rows: StoreReader) -> LedgerHead:
+    """The head of a ledger that has one."""
+    if (head := rows.head()) is None:
+        raise LedgerDamaged("ledger.head-missing", "the ledger has lost its head", "restore it from a copy")
+    return head
+
+
+def tile_reader(rows: StoreReader) -> ReadTile:
+    """Tiles of a transaction."""
+
+    def read(level: int, index: int, width: int) -> bytes:
+        if (data := rows.tile(level, index)) is None:
+            problem = f"{tile_path(level, index, width)} is missing"
+            raise LedgerDamaged("ledger.tile-missing", problem, "restore the ledger from a copy")
+        return data
+
+    return read
+
+
+# The tables of a ledger.
 #
 # leaf        the leaves that are there: index, kind, bytes
 # tile        hashes of the tree, by level·2^56 + index
@@ -300,47 +420,66 @@ def _tile_id(level: int, index: int) -> int:
 # meta        version of the tables
 
 # {number}, {bytes}, {sorted}: what the dialects call a 64-bit integer, bytes, and a table kept in order of its key
-MIGRATIONS: tuple[tuple[str, ...], ...] = (
-    (
-        "CREATE TABLE leaf (seq {number} PRIMARY KEY, kind INTEGER NOT NULL, data {bytes} NOT NULL)",
-        "CREATE INDEX leaf_kind ON leaf (kind, seq) WHERE kind <> 2",
-        "CREATE TABLE tile (id {number} PRIMARY KEY, data {bytes} NOT NULL)",
-        "CREATE TABLE head (id INTEGER PRIMARY KEY CHECK (id = 1), size {number} NOT NULL, time {number} NOT NULL, "
-        "epoch {number} NOT NULL, indexed {number} NOT NULL, frontier {bytes} NOT NULL)",
-        "CREATE TABLE checkpoint (size {number} PRIMARY KEY, text TEXT NOT NULL, seal {bytes} NOT NULL)",
-        "CREATE TABLE evidence (seq {number} PRIMARY KEY, data {bytes} NOT NULL)",
-        "CREATE TABLE blob (digest {bytes} PRIMARY KEY, data {bytes} NOT NULL)",
-        "CREATE TABLE known (key {bytes} NOT NULL, seq {number} NOT NULL, PRIMARY KEY (key, seq)) {sorted}",
-        "CREATE TABLE attempt (run {bytes} NOT NULL, segment {number} NOT NULL, generation {number} NOT NULL, "
-        "seq {number} NOT NULL, PRIMARY KEY (run, segment, generation)) {sorted}",
-        "CREATE TABLE withdrawn (target {number} PRIMARY KEY, seq {number} NOT NULL)",
-        "CREATE TABLE pruning (seq {number} PRIMARY KEY, done INTEGER NOT NULL)",
-        "CREATE TABLE writer (id {bytes} PRIMARY KEY, token {bytes} NOT NULL, seqs {bytes} NOT NULL, "
-        "day {number} NOT NULL) {sorted}",
-        "CREATE TABLE meta (name TEXT PRIMARY KEY, value {bytes} NOT NULL) {sorted}",
-    ),
-    (
-        "CREATE TABLE run (id {bytes} PRIMARY KEY, label TEXT NOT NULL, day {number} NOT NULL, "
-        "finished INTEGER NOT NULL) {sorted}",
-        "CREATE TABLE held (run {bytes} NOT NULL, segment {number} NOT NULL, generation {number} NOT NULL, "
-        "nonce {bytes} NOT NULL, leaf {number}, body {bytes} NOT NULL, "
-        "PRIMARY KEY (run, segment, generation)) {sorted}",
-        "CREATE TABLE terms (account TEXT PRIMARY KEY, body {bytes} NOT NULL) {sorted}",
-        "CREATE TABLE token (key {bytes} PRIMARY KEY) {sorted}",
-    ),
+TABLES = (
+    "CREATE TABLE leaf (seq {number} PRIMARY KEY, kind INTEGER NOT NULL, data {bytes} NOT NULL)",
+    "CREATE INDEX leaf_kind ON leaf (kind, seq) WHERE kind <> 2",
+    "CREATE TABLE tile (id {number} PRIMARY KEY, data {bytes} NOT NULL)",
+    "CREATE TABLE head (id INTEGER PRIMARY KEY CHECK (id = 1), size {number} NOT NULL, time {number} NOT NULL, "
+    "epoch {number} NOT NULL, indexed {number} NOT NULL, frontier {bytes} NOT NULL)",
+    "CREATE TABLE checkpoint (size {number} PRIMARY KEY, text TEXT NOT NULL, seal {bytes} NOT NULL)",
+    "CREATE TABLE evidence (seq {number} PRIMARY KEY, data {bytes} NOT NULL)",
+    "CREATE TABLE blob (digest {bytes} PRIMARY KEY, data {bytes} NOT NULL)",
+    "CREATE TABLE known (key {bytes} NOT NULL, seq {number} NOT NULL, PRIMARY KEY (key, seq)) {sorted}",
+    "CREATE TABLE attempt (run {bytes} NOT NULL, segment {number} NOT NULL, generation {number} NOT NULL, "
+    "seq {number} NOT NULL, PRIMARY KEY (run, segment, generation)) {sorted}",
+    "CREATE TABLE withdrawn (target {number} PRIMARY KEY, seq {number} NOT NULL)",
+    "CREATE TABLE pruning (seq {number} PRIMARY KEY, done INTEGER NOT NULL)",
+    "CREATE TABLE writer (id {bytes} PRIMARY KEY, token {bytes} NOT NULL, seqs {bytes} NOT NULL, "
+    "day {number} NOT NULL) {sorted}",
+    "CREATE TABLE meta (name TEXT PRIMARY KEY, value {bytes} NOT NULL) {sorted}",
+    "CREATE TABLE run (id {bytes} PRIMARY KEY, label TEXT NOT NULL, day {number} NOT NULL, "
+    "finished INTEGER NOT NULL) {sorted}",
+    "CREATE TABLE held (run {bytes} NOT NULL, segment {number} NOT NULL, generation {number} NOT NULL, "
+    "nonce {bytes} NOT NULL, leaf {number}, body {bytes} NOT NULL, "
+    "PRIMARY KEY (run, segment, generation)) {sorted}",
+    "CREATE TABLE terms (account TEXT PRIMARY KEY, body {bytes} NOT NULL) {sorted}",
+    "CREATE TABLE token (key {bytes} PRIMARY KEY) {sorted}",
 )
-TABLES_VERSION = len(MIGRATIONS)
+TABLES_VERSION = 2
 
 
-class SqlStore:
-    """What both stores share: a connection for reading and one for writing, of one process."""
+class Store(ABC):
+    """A ledger's rows that last: a connection for reading and one for writing, of one process."""
 
-    name: str
+    name: str  # for messages; without passwords
+    remote: bool  # whether the answer to a commit can get lost on the way
 
     def __init__(self, readonly: bool, patience: float) -> None:
         self._readonly, self._patience, self._pid = readonly, patience, os.getpid()
         self._locks = {"read": threading.RLock(), "write": threading.RLock()}
         self._open: dict[str, Any] = {}
+
+    @abstractmethod
+    def read(self) -> AbstractContextManager[StoreReader]:
+        """A view of what is committed."""
+
+    @abstractmethod
+    def write(self) -> AbstractContextManager[StoreWriter]:
+        """A transaction; StoreBusy if the others do not let go."""
+
+    @abstractmethod
+    def compact(self) -> None:
+        """Give space back that dropped rows took, and leave nothing of them in free pages."""
+
+    @abstractmethod
+    def _close(self, db: Any) -> None:
+        """Close one connection."""
+
+    def close(self) -> None:
+        for purpose in ("read", "write"):
+            with self._locks[purpose]:
+                if (db := self._open.pop(purpose, None)) is not None and self._pid == os.getpid():
+                    self._close(db)
 
     def _check_usable(self, purpose: str) -> None:
         if self._pid != os.getpid():
@@ -350,24 +489,16 @@ class SqlStore:
             problem = f"the ledger '{self.name}' was opened for reading"
             raise LedgerError("store.opened-read-only", problem, "open it for writing")
 
-    def _migrate(self, db: SqlConnection, found: int, types: dict[str, str]) -> int:
-        """Bring tables of version `found` (0: there are none) up to date, inside a transaction; the new version."""
-        if self._readonly and found < TABLES_VERSION:
-            problem = f"'{self.name}' has tables of version {found}, this program needs {TABLES_VERSION}"
-            raise LedgerError("store.tables-outdated", problem, "open it for writing once")
+    def _make_tables(self, db: SqlConnection, found: int, types: dict[str, str]) -> bool:
+        """Make the tables if their version is 0, inside a transaction; whether they were made."""
         if found > TABLES_VERSION:
-            problem = f"the ledger has tables of version {found}, this program knows {TABLES_VERSION}"
+            problem = f"'{self.name}' has tables of version {found}, this program knows {TABLES_VERSION}"
             raise LedgerError("store.tables-too-new", problem, "use a newer version of lamina")
-        for step in MIGRATIONS[found:]:
-            for statement in step:
-                db.rows(statement.format(**types).strip())
-        return TABLES_VERSION
-
-    def close(self) -> None:
-        for purpose in ("read", "write"):
-            with self._locks[purpose]:
-                if (db := self._open.pop(purpose, None)) is not None and self._pid == os.getpid():
-                    self._close(db)
-
-    def _close(self, db: Any) -> None:
-        raise NotImplementedError
+        if found == TABLES_VERSION:
+            return False
+        if found or self._readonly:
+            problem = f"'{self.name}' has tables of version {found}, this program needs {TABLES_VERSION}"
+            raise LedgerError("store.tables-outdated", problem, "use the version of lamina that made it")
+        for statement in TABLES:
+            db.rows(statement.format(**types).strip())
+        return True
