@@ -14,7 +14,7 @@ from typing import Any
 
 from lamina.errors import LaminaError, PlanError
 
-__all__ = ["PlanError", "number", "one_of", "positive", "short_repr", "whole"]
+__all__ = ["PlanError", "distinct_fields", "number", "one_of", "positive", "short_repr", "whole"]
 
 
 def short_repr(value: object, width: int = 80) -> str:
@@ -24,6 +24,14 @@ def short_repr(value: object, width: int = 80) -> str:
     except Exception:  # a whole number of thousands of digits, or an object of somebody else's
         return f"a {type(value).__name__} that cannot be written"
     return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def distinct_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(object_pairs_hook=…)`: ValueError if a field occurs twice, where readers may differ."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a field occurs twice")
+    return found
 
 
 def whole(

@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from contribution_sources import NamedSource
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import raises_code
 
-from lamina.admit import gate as parts
 from lamina.admit import gate as pool
 from lamina.admit.checks import Examiner
 from lamina.admit.contribution_sources import Contribution, FolderContributions
 from lamina.admit.keys import PrivateKey, PublicKey
-from lamina.admit.verdicts import ROW_STRUCT, PackedTexts, Reason
+from lamina.admit.verdicts import ROW_STRUCT, Reason
 
 
 def mixed(desk: Any) -> list[Contribution]:
-    """Good ones, bad ones, and some that exclude each other across the parts."""
+    """Good ones, bad ones, and some that exclude each other across the pool."""
     stranger = PrivateKey.generate()
     offered = []
     for i in range(60):
@@ -49,7 +49,7 @@ def told(admission: Any) -> Any:
 
 @pytest.mark.parametrize("part", [1, 7, 128])
 def test_the_number_of_processes_changes_nothing(desk: Any, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
-    monkeypatch.setattr(parts, "CHUNK_SIZE", part)
+    monkeypatch.setattr(pool, "CHUNK_SIZE", part)
     desk.policy = desk.policy_with(standard={"population": 30})
     offered = mixed(desk)
     alone = desk.gate().review(offered)
@@ -89,7 +89,7 @@ def test_many_are_examined_as_each_by_itself(desk: Any, monkeypatch: pytest.Monk
 
 
 def test_payloads_of_a_source_do_not_pile_up(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(pool, "CHUNK_BYTES", 1000)
     held = []
     examine_all = Examiner.examine_all
 
@@ -98,72 +98,46 @@ def test_payloads_of_a_source_do_not_pile_up(desk: Any, monkeypatch: pytest.Monk
         return examine_all(self, offered, now)
 
     monkeypatch.setattr(Examiner, "examine_all", watched)
-    source = Named([desk.offer(f"{i}", payload=bytes(400)) for i in range(10)])
+    source = NamedSource([desk.offer(f"{i}", payload=bytes(400)) for i in range(10)])
     assert len(desk.gate().review(source)) == 10
     assert held == [1200, 1200, 1200, 400]
 
 
 def test_nobody_has_two_parts_before_each_has_one(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "CHUNK_SIZE", 1)
+    monkeypatch.setattr(pool, "CHUNK_SIZE", 1)
 
-    class Who(Named):
-        def get(self, id: str) -> Contribution:
-            time.sleep(0.2)
-            return Contribution(id, read_error=(Reason.UNREADABLE, f"{os.getpid()}"))
+    def who(id: str) -> Contribution:
+        time.sleep(0.2)
+        return Contribution(id, read_error=(Reason.UNREADABLE, f"{os.getpid()}"))
 
-    refused = desk.gate(processes=3).review(Who([Contribution(f"{i}") for i in range(3)])).refused
+    refused = desk.gate(processes=3).review(NamedSource("abc", who)).refused
     assert len({each.detail for each in refused}) == 3
 
 
 def test_parts_are_bounded_in_bytes(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(pool, "CHUNK_BYTES", 1000)
     offered = [desk.offer(f"{i}", payload=bytes(400)) for i in range(10)]
-    assert [len(part) for part in parts.ContributionChunks(offered)] == [3, 3, 3, 1]
+    assert [len(part) for part in pool.ContributionChunks(offered)] == [3, 3, 3, 1]
     large = [desk.offer(f"large {i}", payload=bytes(1 << 20)) for i in range(5)]
     assert len(desk.gate(processes=2).review(large)) == 5
 
 
-class Named:
-    """A source of what is given."""
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", [signal.SIGKILL, 0])
+def test_a_worker_that_dies_is_named_and_nobody_waits(desk: Any, how: int) -> None:
+    given = {f"{i}": desk.offer(f"{i}") for i in range(5)}
 
-    def __init__(self, given: list[Contribution]) -> None:
-        self.given = {each.id: each for each in given}
-
-    def names(self) -> PackedTexts:
-        return PackedTexts(self.given)
-
-    def get(self, id: str) -> Contribution:
-        return self.given[id]
-
-    def __iter__(self) -> Any:
-        raise NotImplementedError
-
-
-class Deadly(Named):
-    """A source that ends whatever process reads the contribution `deadly`."""
-
-    def __init__(self, given: list[Contribution], how: int) -> None:
-        super().__init__(given)
-        self.how = how
-
-    def names(self) -> PackedTexts:
-        return PackedTexts([*self.given, "deadly"])
-
-    def get(self, id: str) -> Contribution:
+    def get(id: str) -> Contribution:
+        """Ends whatever process reads the contribution `deadly`."""
         if id == "deadly":
-            if self.how:
-                os.kill(os.getpid(), self.how)
+            if how:
+                os.kill(os.getpid(), how)
                 time.sleep(60)
             os._exit(3)
-        return super().get(id)
+        return given[id]
 
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(("how", "words"), [(signal.SIGKILL, "by SIGKILL"), (0, "with code 3")])
-def test_a_worker_that_dies_is_named_and_nobody_waits(desk: Any, how: int, words: str) -> None:
-    source = Deadly([desk.offer(f"{i}") for i in range(5)], how)
     with raises_code("admit.worker-ended"):
-        desk.gate(processes=2).review(source)
+        desk.gate(processes=2).review(NamedSource([*given, "deadly"], get))
     assert not multiprocessing.active_children()
 
 
@@ -226,24 +200,14 @@ def running(process: int) -> bool:
     return state not in "ZX"
 
 
-class Failing:
-    """A source that cannot give two of its contributions."""
-
-    def names(self) -> PackedTexts:
-        return PackedTexts("abc")
-
-    def get(self, id: str) -> Contribution:
-        if id == "a":
-            raise RuntimeError("a fault of the source")
-        return Contribution(id) if id == "b" else None  # type: ignore[return-value]
-
-    def __iter__(self) -> Any:
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_source_that_fails_for_one_stops_no_other(desk: Any, processes: int) -> None:
-    refused = desk.gate(processes=processes).review(Failing()).refused
+    def get(id: str) -> Contribution | None:
+        if id == "a":
+            raise RuntimeError("a fault of the source")
+        return Contribution(id) if id == "b" else None
+
+    refused = desk.gate(processes=processes).review(NamedSource("abc", get)).refused
     assert [(r.id, r.reason, r.detail) for r in refused] == [
         ("a", Reason.CHECK_FAILED, "RuntimeError"),
         ("b", Reason.NO_ATTESTATION, ""),
@@ -252,22 +216,15 @@ def test_a_source_that_fails_for_one_stops_no_other(desk: Any, processes: int) -
 
 
 def test_a_slow_part_does_not_let_the_others_pile_up(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "CHUNK_SIZE", 1)
+    monkeypatch.setattr(pool, "CHUNK_SIZE", 1)
     monkeypatch.setattr(pool, "MAX_CHUNKS_AHEAD", 4)
     taken = 0
 
-    class Slow:
-        def names(self) -> PackedTexts:
-            return PackedTexts(range(200))
+    def slow(id: str) -> Contribution:
+        time.sleep(0.4 if id == "0" else 0)
+        return Contribution(id)
 
-        def get(self, id: str) -> Contribution:
-            time.sleep(0.4 if id == "0" else 0)
-            return Contribution(id)
-
-        def __iter__(self) -> Any:
-            raise NotImplementedError
-
-    class Counting(parts.ContributionChunks):
+    class Counting(pool.ContributionChunks):
         def __iter__(self) -> Any:
             nonlocal taken
             for each in super().__iter__():
@@ -276,7 +233,7 @@ def test_a_slow_part_does_not_let_the_others_pile_up(desk: Any, monkeypatch: pyt
 
     monkeypatch.setattr(pool, "ContributionChunks", Counting)
     gate = desk.gate(processes=2)
-    verdicts = gate.verdicts(Slow(), gate.examiner(), desk.NOW)  # type: ignore[arg-type]
+    verdicts = gate.verdicts(NamedSource([f"{i}" for i in range(200)], slow), gate.examiner(), desk.NOW)
     assert next(verdicts)[0] == "0"
     assert taken <= 10
     assert [id for id, _ in verdicts] == [f"{i}" for i in range(1, 200)]

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from lamina.admit.verdicts import (
     ADMITTED_MEANWHILE,
     REASON_OF_STATUS,
-    UNLIMITED_PLACES,
     EntryContext,
     RefusedRows,
     RegisterEntry,
@@ -40,7 +39,7 @@ class MemoryRegister:
                 lost[entry.row] = REASON_OF_STATUS[known], ADMITTED_MEANWHILE
             elif known is RegisterStatus.NEW:
                 places = beside.places[entry.cls]
-                if self._members[entry.cls] >= (places or UNLIMITED_PLACES):
+                if places is not None and self._members[entry.cls] >= places:
                     lost[entry.row] = class_full(entry.cls, places)
                 else:
                     self._add(entry)

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.checks import CONTRIBUTOR_ROLE, PolicyChecks
-from lamina.admit.contribution_sources import Contribution, SignedBytesReader
-from lamina.admit.key_ring import KeyRing
-from lamina.admit.keys import LAST_SECOND
+from lamina.admit.checks import CONTRIBUTOR_ROLE, REASON_OF_KEY_STATUS, PolicyChecks
+from lamina.admit.contribution_sources import Contribution, read_signed_bytes
+from lamina.admit.key_ring import KeyRing, key_rules
 from lamina.admit.resolver import Caps, Resolution, resolve
 from lamina.admit.verdicts import (
     PROFILED,
@@ -33,6 +32,7 @@ from lamina.admit.verdicts import (
     RefusedRows,
     Register,
     RegisterStatus,
+    SignedBytes,
     class_full,
     id_hash,
     is_repeat,
@@ -69,38 +69,24 @@ class Revalidation:
         return zip(self.rows.tolist(), self.reasons, strict=True)
 
 
-class KeyStatusColumns:
-    """The rule of `KeyEntry.standing` for many rows at once: keys as columns over `kids`."""
-
-    def __init__(self, keys: KeyRing, kids: Sequence[bytes]) -> None:
-        entries = [keys.get(kid) for kid in kids]
-        self._known = np.array([entry is not None for entry in entries], dtype=np.bool_)
-        role = [entry is not None and entry.role == CONTRIBUTOR_ROLE for entry in entries]
-        self._role = np.array(role, dtype=np.bool_)
-        never = LAST_SECOND + 1
-        self._from, self._retired, self._revoked = (
-            np.array(
-                [never if entry is None or (at := getattr(entry, name)) is None else at for entry in entries],
-                dtype=np.int64,
-            )
-            for name in ("valid_from", "retired_from", "revoked_from")
-        )
-
-    def revalidate(self, table: NDArray[Any], now: int) -> ReasonCodes:
-        """For each row the code of a reason, or STILL_VALID; the same rules as for one contribution."""
-        codes = np.full(len(table), STILL_VALID, dtype=np.uint8)
-        key, issued = table["key"], table["issued"]
-        begins = self._from[key]
-        for reason, holds in (  # of several that hold, the last counts
-            (Reason.EXPIRED, now >= table["expires"]),
-            (Reason.RETIRED_KEY, issued >= self._retired[key]),
-            (Reason.EARLY_KEY, (now < begins) | (issued < begins)),
-            (Reason.REVOKED_KEY, now >= self._revoked[key]),
-            (Reason.WRONG_ROLE, ~self._role[key]),
-            (Reason.UNKNOWN_KEY, ~self._known[key]),
-        ):
-            codes[holds] = REASON_CODES[reason]
-        return codes
+def revalidate_rows(table: NDArray[Any], keys: KeyRing, kids: Sequence[bytes], now: int) -> ReasonCodes:
+    """For each row the code of a reason, or STILL_VALID; the same rules as for one contribution."""
+    codes = np.full(len(table), STILL_VALID, dtype=np.uint8)
+    entries = [keys.get(kid) for kid in kids]
+    unknown = np.array([entry is None for entry in entries], dtype=np.bool_)
+    other_role = np.array([entry is None or entry.role != CONTRIBUTOR_ROLE for entry in entries], dtype=np.bool_)
+    times = np.array([(0, 0, 0) if entry is None else entry.times for entry in entries], dtype=np.int64).reshape(-1, 3)
+    key = table["key"]
+    rules = key_rules(now, table["issued"], *times[key].T)
+    reasons = (
+        (Reason.UNKNOWN_KEY, unknown[key]),
+        (Reason.WRONG_ROLE, other_role[key]),
+        *((REASON_OF_KEY_STATUS[status], holds) for status, holds in rules),
+        (Reason.EXPIRED, now >= table["expires"]),
+    )
+    for reason, holds in reversed(reasons):  # of several that hold, the first counts
+        codes[holds] = REASON_CODES[reason]
+    return codes
 
 
 RowMask = NDArray[np.bool_]
@@ -333,7 +319,7 @@ class Admission:
         current = gate.clock.now() if now is None else gate.clock.advance_to(now)
         if keys is not None:
             gate.keys = keys
-        codes = KeyStatusColumns(gate.keys, self.kids).revalidate(self._rows.table, current)
+        codes = revalidate_rows(self._rows.table, gate.keys, self.kids, current)
         over = self.standing & (codes == STILL_VALID)
         if self._verified + gate.policy.corpus.epoch <= current and over.any():
             codes[over] = self._verify_again(over, current, progress)[over]
@@ -389,9 +375,13 @@ class Admission:
 
         They stay rows of this admission: leave them out. Repeating the call changes nothing.
         """
-        gate, reader = self._gate, SignedBytesReader(self.source)
+        gate = self._gate
         places = {name: each.population for name, each in gate.policy_checks.classes.items()}
-        beside = EntryContext(lambda row: reader.read(self.ids[row], int(self._rows.places[row])), gate.keys, places)
+
+        def read(row: int) -> SignedBytes:
+            return read_signed_bytes(self.source, self.ids[row], int(self._rows.places[row]))
+
+        beside = EntryContext(read, gate.keys, places)
         parts = self._rows.entries(np.flatnonzero(self.standing), self.kids, self.classes)
         return register.enter((entry for _, entries in parts for entry in entries), beside)
 

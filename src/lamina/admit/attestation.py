@@ -13,6 +13,7 @@ from typing import Any
 from lamina import cbor
 from lamina.admit.keys import ALGORITHMS, EDDSA, LAST_SECOND, PrivateKey, PublicKey
 from lamina.errors import AdmissionError, EncodingError, UnknownSchema, WrongAlgorithm
+from lamina.validate import short_repr
 
 # Patterns for canonical CBOR. They read what is signed in the usual form in a fifth of the time of a decoder.
 #
@@ -260,25 +261,20 @@ def _field_problem(d: Descriptor) -> str | None:
         ("items", 1, d.items, MAX_ITEMS),
     ):  # fmt: skip
         if type(number) is not int or not low <= number <= high:
-            return f"{name} is {_short_repr(number)}, must be an integer in [{low}, {high}]"
+            return f"{name} is {short_repr(number)}, must be an integer in [{low}, {high}]"
     if (d.clip_norm == 0) != (d.noise_multiplier == 0):
         return f"clip_norm {d.clip_norm} and noise_multiplier {d.noise_multiplier} must be both 0 (public) or neither"
     if d.not_before >= d.expires:
         return f"not_before {d.not_before} is not before expires {d.expires}"
     if type(d.data_class) is not str or not _DATA_CLASS.fullmatch(d.data_class):
-        return f"data_class is {_short_repr(d.data_class)}, must be 1 to 64 of a-z, 0-9 and -"
+        return f"data_class is {short_repr(d.data_class)}, must be 1 to 64 of a-z, 0-9 and -"
     if type(d.admissibility) is not str or not _ADMISSIBILITY.fullmatch(d.admissibility):
-        return f"admissibility is {_short_repr(d.admissibility)}, must be the name of a class, 1 to 64 letters"
+        return f"admissibility is {short_repr(d.admissibility)}, must be the name of a class, 1 to 64 letters"
     profile = "all" if d.profile is None else d.profile
     for name, most, text in (("audience", MAX_AUDIENCE, d.audience), ("profile", MAX_PROFILE, profile)):
         if type(text) is not str or not text.isprintable() or not 0 < len(text.encode("utf-8")) <= most:
-            return f"{name} is {_short_repr(text)}, must be 1 to {most} bytes of printable text"
+            return f"{name} is {short_repr(text)}, must be 1 to {most} bytes of printable text"
     return None
-
-
-def _short_repr(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 # The attestation: a detached COSE_Sign1 signature over the digest of a descriptor.

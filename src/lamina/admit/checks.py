@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from lamina import cbor
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
+from lamina.account.schedule import bisect_int
 from lamina.admit.attestation import (
     MAX_ATTESTATION,
     MAX_DESCRIPTOR,
@@ -30,7 +30,8 @@ from lamina.admit.keys import format_utc
 from lamina.admit.verdicts import ContributionRefused, Reason, pack_row
 from lamina.errors import AdmissionError, EncodingError, LaminaError, UnknownSchema, WrongAlgorithm
 from lamina.plan.depth_profile import DepthProfile
-from lamina.plan.policy import ClassPolicy, Policy
+from lamina.plan.policy import ClassPolicy, Policy, PolicyFloors
+from lamina.validate import distinct_fields
 
 
 def floors_hash(policy: Policy) -> bytes:
@@ -38,8 +39,12 @@ def floors_hash(policy: Policy) -> bytes:
 
     Classes and depth profiles are not in it: a corpus may adopt routing, or add a class, without new credentials.
     """
-    floors = policy.corpus.floors.model_dump(exclude_none=True)
-    return hashlib.sha256(cbor.encode({"origin": policy.corpus.origin, "floors": floors}, floats=True)).digest()
+    return _floors_hash(policy.corpus.origin, policy.corpus.floors)
+
+
+def _floors_hash(origin: str, floors: PolicyFloors) -> bytes:
+    content = {"origin": origin, "floors": floors.model_dump(exclude_none=True)}
+    return hashlib.sha256(cbor.encode(content, floats=True)).digest()
 
 
 def preset(policy: Policy, cls: str) -> tuple[int, int]:
@@ -61,12 +66,16 @@ def preset(policy: Policy, cls: str) -> tuple[int, int]:
 
 def to_micro(value: float, rounding: str) -> int:
     """A number of a policy or of the command line in units of 1e-6, as it was written: 0.29 is 290,000."""
-    scaled = Decimal(repr(float(value))) * MICRO
-    result = int(scaled.to_integral_value(rounding)) if scaled.is_finite() else 0
+    result = _scaled(float(value), rounding)
     if not 0 < result <= MAX_MICRO:
         problem = f"{value!r} cannot be signed in units of 1e-6"
         raise AdmissionError("admit.bound-not-signable", problem, "give a number from 1e-6 to 1e9")
     return result
+
+
+def _scaled(value: float, rounding: str) -> int:
+    exact = Decimal(repr(value)) * MICRO
+    return int(exact.to_integral_value(rounding)) if exact.is_finite() else MAX_MICRO + 1
 
 
 def profile_text(profile: DepthProfile) -> str:
@@ -171,19 +180,13 @@ def _requested_bound(policy: Policy, name: str, c: float | None, z: float | None
 
 @lru_cache(maxsize=256)
 def _least_multiplier(bound: float, delta: float) -> int:
-    low, high = 0, 1  # ε(low) is above the bound, ε(high) not
-    while epsilon_of_noise_multiplier(high / MICRO, delta) > bound:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if epsilon_of_noise_multiplier(middle / MICRO, delta) > bound:
-            low = middle
-        else:
-            high = middle
-    if high > MAX_MICRO:
+    def enough(noise: int) -> bool:
+        return epsilon_of_noise_multiplier(noise / MICRO, delta) <= bound
+
+    if not enough(MAX_MICRO):
         problem = f"ε = {bound:g} at δ = {delta:g} needs more noise than can be signed"
         raise AdmissionError("admit.epsilon-too-small", problem, "allow more ε")
-    return high
+    return bisect_int(enough, 0, MAX_MICRO)[1]
 
 
 def _class_policy(policy: Policy, name: str) -> ClassPolicy:
@@ -213,23 +216,27 @@ class ClassRequirements:
 
 
 class PolicyChecks:
-    """Floors, classes and the digests under which a descriptor may be signed.
+    """PolicyFloors, classes and the digests under which a descriptor may be signed.
 
-    A contribution must keep the higher of the floor it was signed under and the floor in force. Floors only rise, so
+    A contribution must keep the higher of the floor it was signed under and the floor in force. PolicyFloors only rise, so
     that is the one in force, whichever of the digests it signed.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.origin = policy.corpus.origin
         self.epoch = policy.corpus.epoch
-        self.digests = frozenset(_accepted_digests(policy))
+        accepted = (policy.corpus.floors, *policy.corpus.earlier_floors)
+        self.digests = frozenset(_floors_hash(self.origin, each) for each in accepted)
         floors = policy.corpus.floors
-        self.clip_floor = max(1, _floor_to_micro(floors.clip_norm, ROUND_FLOOR))  # a clip norm of 0 teaches nothing
-        self.noise_floor = max(1, _floor_to_micro(floors.noise_multiplier, ROUND_CEILING))
+        self.clip_floor = max(1, _scaled(floors.clip_norm or 0.0, ROUND_FLOOR))  # a clip norm of 0 teaches nothing
+        self.noise_floor = max(1, _scaled(floors.noise_multiplier or 0.0, ROUND_CEILING))
         self.classes = {
-            name: ClassRequirements(row, entry.public, _class_preset(policy, name), entry.profile, entry.population)
+            name: ClassRequirements(
+                row, entry.public, preset(policy, name) if entry.public or policy.bound(name) is not None else None,
+                entry.profile, entry.population,
+            )
             for row, (name, entry) in enumerate(policy.classes.items())
-        }
+        }  # fmt: skip
         self.profile_allows = lru_cache(maxsize=4096)(self._profile_allows)
 
     def check(self, descriptor: Descriptor) -> ClassRequirements:
@@ -243,20 +250,26 @@ class PolicyChecks:
             if descriptor.clip_norm or descriptor.noise_multiplier:
                 raise ContributionRefused(Reason.PUBLIC_BOUND, f"class {descriptor.admissibility!r}")
         else:
-            self._check_floors(descriptor)
-            check_class_bound(required, descriptor)
+            self._check_bound(descriptor, required.bound)
         if descriptor.profile is not None and not self.profile_allows(descriptor.profile, descriptor.admissibility):
             raise ContributionRefused(
                 Reason.PROFILE_MISMATCH, f"it signed {descriptor.profile}, the class reaches {required.profile}"
             )
         return required
 
-    def _check_floors(self, descriptor: Descriptor) -> None:
+    def _check_bound(self, descriptor: Descriptor, most_permissive: tuple[int, int] | None) -> None:
+        """Not below the floors, and not more permissive than the class."""
         clip, noise = descriptor.clip_norm, descriptor.noise_multiplier
         if clip < self.clip_floor:
-            raise ContributionRefused(Reason.CLIP_BELOW_FLOOR, _signed_versus_limit(clip, self.clip_floor))
+            raise _beyond_limit(Reason.CLIP_BELOW_FLOOR, clip, self.clip_floor)
         if noise < self.noise_floor:
-            raise ContributionRefused(Reason.NOISE_BELOW_FLOOR, _signed_versus_limit(noise, self.noise_floor))
+            raise _beyond_limit(Reason.NOISE_BELOW_FLOOR, noise, self.noise_floor)
+        if most_permissive is None:
+            raise ContributionRefused(Reason.UNBOUNDED_CLASS, f"class {descriptor.admissibility!r}")
+        if clip > most_permissive[0]:
+            raise _beyond_limit(Reason.CLIP_ABOVE_CLASS, clip, most_permissive[0])
+        if noise < most_permissive[1]:
+            raise _beyond_limit(Reason.NOISE_BELOW_CLASS, noise, most_permissive[1])
 
     def _profile_allows(self, signed: str, cls: str) -> bool:
         """Whether everything that the class reaches lies inside the signed profile."""
@@ -264,57 +277,15 @@ class PolicyChecks:
         if signed == profile_text(profile):  # a long profile is signed as a digest, which can only be compared
             return True
         try:
-            return profile.within(_parse_signed_profile(signed))
+            if signed.startswith("{"):  # the table of policy.toml in JSON
+                return profile.within(DepthProfile.parse(json.loads(signed, object_pairs_hook=distinct_fields)))
+            return profile.within(DepthProfile.from_text(signed))
         except (LaminaError, ValueError, TypeError, ArithmeticError, RecursionError):
             return False
 
 
-def check_class_bound(required: ClassRequirements, descriptor: Descriptor) -> None:
-    """The resolver's own refusals: a bound more permissive than the class."""
-    if required.bound is None:
-        raise ContributionRefused(Reason.UNBOUNDED_CLASS, f"class {descriptor.admissibility!r}")
-    clip, noise = required.bound
-    if descriptor.clip_norm > clip:
-        raise ContributionRefused(Reason.CLIP_ABOVE_CLASS, _signed_versus_limit(descriptor.clip_norm, clip))
-    if descriptor.noise_multiplier < noise:
-        raise ContributionRefused(Reason.NOISE_BELOW_CLASS, _signed_versus_limit(descriptor.noise_multiplier, noise))
-
-
-def _parse_signed_profile(signed: str) -> DepthProfile:
-    """A profile as it may be signed: the table of policy.toml in JSON, or its canonical text."""
-    if signed.startswith("{"):
-        return DepthProfile.parse(json.loads(signed, object_pairs_hook=_refuse_duplicate_keys))
-    return DepthProfile.from_text(signed)
-
-
-def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice, and two readers may each take another value")
-    return found
-
-
-def _accepted_digests(policy: Policy) -> list[bytes]:
-    """Of the floors in force and of each that was in force before."""
-    found = [floors_hash(policy)]
-    for floors in policy.corpus.earlier_floors:
-        corpus = policy.corpus.model_copy(update={"floors": floors})
-        found.append(floors_hash(policy.model_copy(update={"corpus": corpus})))
-    return found
-
-
-def _class_preset(policy: Policy, name: str) -> tuple[int, int] | None:
-    if not policy.classes[name].public and policy.bound(name) is None:
-        return None
-    return preset(policy, name)
-
-
-def _floor_to_micro(value: float | None, rounding: str) -> int:
-    return 0 if value is None else int((Decimal(repr(value)) * MICRO).to_integral_value(rounding))
-
-
-def _signed_versus_limit(signed: int, bound: int) -> str:
-    return f"signed {signed / MICRO:.9g}, the limit is {bound / MICRO:.9g}"
+def _beyond_limit(reason: Reason, signed: int, limit: int) -> ContributionRefused:
+    return ContributionRefused(reason, f"signed {signed / MICRO:.9g}, the limit is {limit / MICRO:.9g}")
 
 
 CLOCK_SKEW = 120  # seconds by which a contributor's clock may be ahead
@@ -325,7 +296,7 @@ CONTRIBUTOR_ROLE = "contributor"
 Verdict = bytes | tuple[Reason, str]  # a row (`ROW_DTYPE`), or why not
 
 _READ_CHUNK, _MIN_READ = 1 << 20, 1 << 12
-_REASON_OF_KEY_STATUS = {
+REASON_OF_KEY_STATUS = {
     KeyStatus.REVOKED: Reason.REVOKED_KEY,
     KeyStatus.RETIRED: Reason.RETIRED_KEY,
     KeyStatus.NOT_YET: Reason.EARLY_KEY,
@@ -417,7 +388,7 @@ class Examiner:
             raise ContributionRefused(Reason.WRONG_ROLE, f"key {entry.label!r} is for {entry.role}")
         standing = entry.standing(now, claims.iat)
         if standing is not KeyStatus.USABLE:
-            raise ContributionRefused(_REASON_OF_KEY_STATUS[standing], f"key {entry.label!r}")
+            raise ContributionRefused(REASON_OF_KEY_STATUS[standing], f"key {entry.label!r}")
         if not entry.accepts(claims.alg):
             raise ContributionRefused(
                 Reason.WRONG_ALGORITHM, f"{claims.alg}, key {entry.label!r} is for {entry.algorithms}"

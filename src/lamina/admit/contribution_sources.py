@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -141,42 +140,25 @@ class FolderContributions:
         return f"FolderContributions({str(self.path)!r})"
 
 
-class SignedBytesReader:
-    """Reads descriptors and attestations of a source once more, without payloads."""
-
-    def __init__(self, source: Iterable[Contribution]) -> None:
-        self._source = source
-        self._next = 0  # position in a source that can only be iterated, and what follows there
-        self._rest: Iterator[Contribution] = iter(())
-
-    def read(self, id: str, position: int) -> SignedBytes:
-        """Those of the contribution `id`, which was at `position`. ContributionRefused if it is not there any more."""
-        try:
-            found = self._get(id, position)
-        except (LookupError, StopIteration):
-            raise ContributionRefused(Reason.GONE) from None
-        if found.read_error is not None:
-            raise ContributionRefused(*found.read_error)
-        if found.id != id or found.descriptor is None or found.attestation is None:
-            raise ContributionRefused(Reason.GONE)
-        return SignedBytes(found.descriptor, found.attestation)
-
-    def _get(self, id: str, position: int) -> Contribution:
-        source = self._source
+def read_signed_bytes(source: Iterable[Contribution], id: str, position: int) -> SignedBytes:
+    """Read the contribution `id`, which was at `position`, once more. ContributionRefused if it is not there any more."""
+    try:
         if isinstance(source, FolderContributions):
-            return source.without_payload(id)
-        if isinstance(source, ContributionSource):
-            return source.get(id)
-        if isinstance(source, Sequence):
-            return cast(Contribution, source[position])
-        if isinstance(source, Iterator):
-            problem = "the contributions can be read only once, but the ledger needs them again"
+            found = source.without_payload(id)
+        elif isinstance(source, ContributionSource):
+            found = source.get(id)
+        elif isinstance(source, Sequence):
+            found = source[position]
+        else:
+            problem = "the contributions can only be read in order, but the ledger needs them again one by one"
             raise AdmissionError("admit.source-read-once", problem, "give a list of them, or their folder")
-        if self._next == 0 or self._next > position:
-            self._next, self._rest = 0, iter(source)
-        found = next(islice(self._rest, position - self._next, None))
-        self._next = position + 1
-        return found
+    except LookupError:
+        raise ContributionRefused(Reason.GONE) from None
+    if found.read_error is not None:
+        raise ContributionRefused(*found.read_error)
+    if found.id != id or found.descriptor is None or found.attestation is None:
+        raise ContributionRefused(Reason.GONE)
+    return SignedBytes(found.descriptor, found.attestation)
 
 
 def _open_folder(path: str) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lamina import validate
-from lamina.admit.admission import Admission, CrossChecks, KeyStatusColumns, Progress
+from lamina.admit.admission import Admission, CrossChecks, Progress, revalidate_rows
 from lamina.admit.checks import MAX_PAYLOAD, Examiner, PolicyChecks, Verdict, check_id
 from lamina.admit.contribution_sources import Contribution, ContributionSource, FolderContributions
 from lamina.admit.key_ring import KeyRing
@@ -142,14 +142,11 @@ class ContributionChunks:
 
     def ids(self, chunk: Chunk) -> list[str]:
         """The id of each contribution of a chunk."""
-        return [self._name(each) if isinstance(each, int) else each.id for each in chunk]
+        return [self._names[each] if isinstance(each, int) else each.id for each in chunk]
 
     def contributions(self, chunk: Chunk) -> Iterator[Contribution]:
         """The contributions of a chunk, read if need be. One that its source fails to give has a `read_error`."""
-        return (self._read(self._name(each)) if isinstance(each, int) else each for each in chunk)
-
-    def _name(self, position: int) -> str:
-        return self._names[position]
+        return (self._read(self._names[each]) if isinstance(each, int) else each for each in chunk)
 
     def _read(self, id: str) -> Contribution:
         assert self._source is not None
@@ -399,7 +396,7 @@ class AdmissionGate:
                 rows.add(position, id, verdict)
             else:
                 refusals.add(position, id, *verdict)
-        lapsed = KeyStatusColumns(self.keys, examiner.kids).revalidate(rows.table, self.clock.now())
+        lapsed = revalidate_rows(rows.table, self.keys, examiner.kids, self.clock.now())
         CrossChecks(rows, refusals, examiner.kids, self.policy_checks).apply(lapsed, self.register)
         admission = Admission(self, contributions, rows, refusals, examiner.kids, now)
         if enter:

@@ -14,7 +14,8 @@ from typing import Any
 from lamina import cbor
 from lamina.admit import keys
 from lamina.admit.keys import ALGORITHMS, LAST_SECOND, PublicKey, format_utc, parse_utc
-from lamina.errors import AdmissionError, BadKey, LaminaError
+from lamina.errors import BadKey, LaminaError
+from lamina.validate import distinct_fields
 
 ROLES = ("contributor", "ledger", "release")
 
@@ -26,6 +27,23 @@ class KeyStatus(enum.Enum):
     NOT_YET = "not yet valid"
     RETIRED = "retired"
     REVOKED = "revoked"
+
+
+NEVER = LAST_SECOND + 1
+
+
+def key_rules(
+    at: Any, issued: Any, valid_from: Any, retired_from: Any, revoked_from: Any
+) -> tuple[tuple[KeyStatus, Any], ...]:
+    """What is wrong with a key at `at` for what was signed at `issued`: the first that holds counts.
+
+    Seconds, or arrays of them: the gate asks about all its rows at once.
+    """
+    return (
+        (KeyStatus.REVOKED, at >= revoked_from),
+        (KeyStatus.NOT_YET, (at < valid_from) | (issued < valid_from)),
+        (KeyStatus.RETIRED, issued >= retired_from),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +78,8 @@ class KeyEntry:
             raise BadKey("key.role-unknown", f"key {self.label!r} has the unknown role {self.role!r}", remedy)
         for name in ("valid_from", "revoked_from", "retired_from"):
             value = getattr(self, name)
-            if value is None and name != "valid_from":
-                continue
-            if type(value) is not int or not 0 <= value <= LAST_SECOND:
+            missing = value is None and name != "valid_from"
+            if not missing and (type(value) is not int or not 0 <= value <= LAST_SECOND):
                 problem = f"{name} of key {self.label!r} is {value!r}, must be seconds since 1970"
                 raise BadKey("key.time-out-of-range", problem, "give a time before the year 10000")
         if self.replaced_by is not None and (type(self.replaced_by) is not bytes or len(self.replaced_by) != 32):
@@ -77,16 +94,16 @@ class KeyEntry:
         """The thumbprint of the key."""
         return self.key.id
 
+    @property
+    def times(self) -> tuple[int, int, int]:
+        """When it is valid, retired and revoked: `NEVER` where nobody said so."""
+        retired, revoked = self.retired_from, self.revoked_from
+        return self.valid_from, NEVER if retired is None else retired, NEVER if revoked is None else revoked
+
     def standing(self, at: int, issued_at: int | None = None) -> KeyStatus:
         """What the key is worth at `at` for something that claims to be signed at `issued_at` (default: at `at`)."""
-        issued = at if issued_at is None else issued_at
-        if self.revoked_from is not None and at >= self.revoked_from:
-            return KeyStatus.REVOKED
-        if at < self.valid_from or issued < self.valid_from:
-            return KeyStatus.NOT_YET
-        if self.retired_from is not None and issued >= self.retired_from:
-            return KeyStatus.RETIRED
-        return KeyStatus.USABLE
+        rules = key_rules(at, at if issued_at is None else issued_at, *self.times)
+        return next((status for status, holds in rules if holds), KeyStatus.USABLE)
 
     def accepts(self, alg: int) -> bool:
         """Whether the key is registered for this COSE algorithm."""
@@ -210,20 +227,18 @@ class KeyRing:
         """Read a ring, or what its file held. Anything that is not what `save` writes is refused."""
         data = keys.read_small(Path(path), "the key ring") if held is None else held
         try:
-            content = json.loads(data, object_pairs_hook=_refuse_duplicate_fields)
-            if not isinstance(content, dict) or content.keys() != {"schema", "keys"}:
-                raise BadKey("key.ring-fields", "it must have the fields schema and keys, and no others")
+            content = json.loads(data, object_pairs_hook=distinct_fields)
+            if type(content) is not dict or content.keys() != {"schema", "keys"} or type(content["keys"]) is not list:
+                raise BadKey("key.ring-fields", "it must have the fields schema and keys, a list, and no others")
             schema, rows = content["schema"], content["keys"]
             if type(schema) is not int or schema != KEY_RING_SCHEMA:
                 problem = f"its schema is {schema!r}, this program reads {KEY_RING_SCHEMA}"
                 raise BadKey("key.ring-schema-unknown", problem)
-            if not isinstance(rows, list):
-                raise BadKey("key.ring-fields", "keys must be a list")
             ring = cls()
             for number, row in enumerate(rows):
                 ring._put_new(_entry_from_json(row, number))
         except (ValueError, RecursionError):  # JSON, UTF-8
-            problem = f"the key ring '{path}' is not JSON"
+            problem = f"the key ring '{path}' is not JSON, or a field occurs twice"
             raise BadKey("key.ring-not-json", problem, "restore it from a copy") from None
         except LaminaError as error:
             problem = f"the key ring '{path}' is not valid: {error.problem}"
@@ -251,21 +266,19 @@ class KeyRing:
 
 
 def _entry_to_json(entry: KeyEntry) -> dict[str, Any]:
-    row: dict[str, Any] = {
+    retired, heir, revoked = entry.retired_from, entry.replaced_by, entry.revoked_from
+    row = {
         "id": entry.key.name,
         "x": entry.key.x.hex(),
         "label": entry.label,
         "role": entry.role,
         "algorithms": list(entry.algorithms),
         "valid_from": format_utc(entry.valid_from),
+        "retired_from": None if retired is None else format_utc(retired),
+        "replaced_by": None if heir is None else heir.hex(),
+        "revoked_from": None if revoked is None else format_utc(revoked),
     }
-    if entry.retired_from is not None:
-        row["retired_from"] = format_utc(entry.retired_from)
-    if entry.replaced_by is not None:
-        row["replaced_by"] = entry.replaced_by.hex()
-    if entry.revoked_from is not None:
-        row["revoked_from"] = format_utc(entry.revoked_from)
-    return row
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def _entry_from_json(row: Any, number: int) -> KeyEntry:
@@ -305,10 +318,3 @@ def _entry_from_json(row: Any, number: int) -> KeyEntry:
         problem = f"entry {number} gives id {row['id']!r}, the thumbprint of its key is {entry.key.name}"
         raise BadKey("key.id-not-thumbprint", problem)
     return entry
-
-
-def _refuse_duplicate_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise AdmissionError("admit.json-field-twice", "a field occurs twice")
-    return result

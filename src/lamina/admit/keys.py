@@ -156,7 +156,6 @@ def _sync_folder(folder: Path) -> None:
 
 PBKDF2_ROUNDS = 600_000
 
-_ED25519_PREFIX = bytes.fromhex("302e020100300506032b657004220420")  # version 0, id-Ed25519, the seed follows
 _PBES2_HEADER = bytes.fromhex(  # EncryptedPrivateKeyInfo, PBES2, PBKDF2, a salt of 16 bytes follows
     "3081a4" "3060" "06092a864886f70d01050d" "3053" "3032" "06092a864886f70d01050c" "3025" "0410"
 )  # fmt: skip
@@ -167,25 +166,16 @@ _CIPHER_PARAMETERS = bytes.fromhex(  # HMAC with SHA-256, AES-256-CBC, an initia
 _CIPHERTEXT_TAG = bytes.fromhex("0440")  # 48 bytes of key and a block of padding
 
 
-def unencrypted_pem(seed: bytes) -> bytes:
-    """The seed as it is: whoever can read the file has the key."""
-    return _to_pem("PRIVATE KEY", _ED25519_PREFIX + seed)
-
-
-def encrypted_pem(seed: bytes, passphrase: bytes) -> bytes:
-    """The seed, encrypted under a passphrase."""
+def encrypted_pem(der: bytes, passphrase: bytes) -> bytes:
+    """The PKCS#8 encoding of an Ed25519 key, 48 bytes, encrypted under a passphrase."""
     salt, vector = os.urandom(16), os.urandom(16)
     key = PBKDF2HMAC(algorithm=SHA256(), length=32, salt=salt, iterations=PBKDF2_ROUNDS).derive(passphrase)
     cipher = Cipher(algorithms.AES(key), modes.CBC(vector)).encryptor()
-    ciphertext = cipher.update(_ED25519_PREFIX + seed + b"\x10" * 16) + cipher.finalize()
+    ciphertext = cipher.update(der + b"\x10" * 16) + cipher.finalize()
     derivation = _PBES2_HEADER + salt + _ROUNDS_TAG + PBKDF2_ROUNDS.to_bytes(3, "big")
-    return _to_pem("ENCRYPTED PRIVATE KEY", derivation + _CIPHER_PARAMETERS + vector + _CIPHERTEXT_TAG + ciphertext)
-
-
-def _to_pem(label: str, der: bytes) -> bytes:
-    text = base64.b64encode(der).decode("ascii")
+    text = base64.b64encode(derivation + _CIPHER_PARAMETERS + vector + _CIPHERTEXT_TAG + ciphertext)
     lines = [text[i : i + 64] for i in range(0, len(text), 64)]
-    return "\n".join([f"-----BEGIN {label}-----", *lines, f"-----END {label}-----", ""]).encode("ascii")
+    return b"\n".join([_ENCRYPTED_PEM_LABEL, *lines, _ENCRYPTED_PEM_LABEL.replace(b"BEGIN", b"END"), b""])
 
 
 EDDSA, ED25519 = -8, -19  # two names of one algorithm: RFC 9053 §2.2, RFC 9864 §2.2
@@ -346,8 +336,9 @@ class PrivateKey:
         if passphrase is not None and not passphrase:
             remedy = "give one, or None for a key that anybody with the file can use"
             raise BadKey("key.passphrase-empty", "the passphrase is empty", remedy)
-        seed = self._key.private_bytes_raw()
-        data = unencrypted_pem(seed) if passphrase is None else encrypted_pem(seed, passphrase)
+        form = serialization.Encoding.PEM if passphrase is None else serialization.Encoding.DER
+        data = self._key.private_bytes(form, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        data = data if passphrase is None else encrypted_pem(data, passphrase)
         write_new(Path(path), data, "the private key", mode=0o600)
 
     def sign(self, message: bytes) -> bytes:

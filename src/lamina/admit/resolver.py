@@ -16,7 +16,7 @@ from lamina.errors import AdmissionError, PlanError
 from lamina.plan.policy import Policy
 from lamina.plan.signed_bounds import occurrence_count, scale_for_signed_bound, sigma_acc, signed_epsilon
 from lamina.plan.step_plan import StepPlan
-from lamina.plan.table import align_columns
+from lamina.plan.table import align_columns, epsilon_text
 
 BOUNDS_SHOWN = 40  # entries in the table
 
@@ -143,12 +143,7 @@ def _table_row(entry: ResolvedBound) -> list[str]:
         return [*line, "stays out", "", "", "", f"{entry.epsilon_signed:.4g}", ""]
     ceiling = f"{entry.variance_ceiling:.4g}{'' if entry.capped else ' (expected)'}"
     figures = [f"{entry.scale:.4g}", f"{entry.variance_floor:.4g}", f"{entry.variance:.4g}", ceiling]
-    return [*line, *figures, f"{entry.epsilon_signed:.4f}", f"{_round_up(entry.epsilon):.4f}"]
-
-
-def _round_up(epsilon: float) -> float:
-    """A printed guarantee is rounded up, as far as what was signed allows."""
-    return math.ceil(epsilon * 1e4) / 1e4
+    return [*line, *figures, f"{entry.epsilon_signed:.4f}", epsilon_text(entry.epsilon)]
 
 
 # S, q, B and T come from the class table and change for nobody. A contribution that signed more than its class asks
@@ -232,23 +227,20 @@ def _merge_to_grid(columns: BoundColumns, members: Int64Array) -> tuple[BoundCol
 
 def _grid_up(values: Int64Array, ratio: float) -> Int64Array:
     """The least ⌈low·ratio^j⌉ that is not below each value."""
-    low = int(values.min())
-    rungs = [low]
-    top = int(values.max())
-    while rungs[-1] < top:
-        rungs.append(max(rungs[-1] + 1, math.ceil(low * ratio ** len(rungs))))
-    grid = np.array(rungs, dtype=np.int64)
+    grid = np.unique(np.ceil(values.min() * _powers(values, ratio))).astype(np.int64)
     return grid[np.searchsorted(grid, values, side="left")]
 
 
 def _grid_down(values: Int64Array, ratio: float) -> Int64Array:
     """The largest ⌊high·ratio^-j⌋ that is not above each value; at least 1."""
-    high, low = int(values.max()), int(values.min())
-    rungs = [high]
-    while rungs[-1] > low:
-        rungs.append(max(1, min(rungs[-1] - 1, math.floor(high * ratio ** -len(rungs)))))
-    grid = np.array(rungs[::-1], dtype=np.int64)
+    grid = np.unique(np.floor(values.max() / _powers(values, ratio)).clip(1)).astype(np.int64)
     return grid[np.searchsorted(grid, values, side="right") - 1]
+
+
+def _powers(values: Int64Array, ratio: float) -> NDArray[np.float64]:
+    """1, ratio, ratio², … until the least value times the last is above the largest."""
+    steps = math.log(values.max() / values.min()) / math.log(ratio)
+    return ratio ** np.arange(math.ceil(steps) + 2, dtype=np.float64)
 
 
 def _resolve_bound(bound: Bound, plan: StepPlan, cap: int | None) -> ResolvedBound:

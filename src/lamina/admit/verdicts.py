@@ -222,17 +222,12 @@ class Refusals(Sequence[Refusal]):
     @overload
     def __getitem__(self, index: slice) -> list[Refusal]: ...
     def __getitem__(self, index: int | slice) -> Refusal | list[Refusal]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
         if self._order is None:
             self._order = sorted(range(len(self)), key=self._places.__getitem__)
-        if isinstance(index, slice):
-            return [self._at(row) for row in self._order[index]]
-        return self._at(self._order[index])
-
-    def _at(self, row: int) -> Refusal:
+        row = self._order[index]
         return Refusal(self._ids[row], REASONS[self._codes[row]], self._details[row])
-
-    def __iter__(self) -> Iterator[Refusal]:
-        return (self[index] for index in range(len(self)))
 
     def counts(self) -> dict[Reason, int]:
         """How many for each reason, in the order of `Reason`."""
@@ -322,7 +317,6 @@ class Register(Protocol):
         ...
 
 
-UNLIMITED_PLACES = 1 << 62  # of a class that declares no population
 ADMITTED_MEANWHILE = "admitted by another process meanwhile"
 
 
@@ -540,6 +534,3 @@ class BoundColumns(Sequence[Bound]):
         if isinstance(index, slice):
             return [self[row] for row in range(*index.indices(len(self)))]
         return Bound(self.names[int(self.cls[index])], int(self.clip_norm[index]), int(self.noise_multiplier[index]))
-
-    def __iter__(self) -> Iterator[Bound]:
-        return (self[row] for row in range(len(self)))

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from torch.utils import _pytree as pytree
 
 from lamina import validate
 from lamina.errors import NoBound, PlanError
+from lamina.plan.codec import strict_json
 from lamina.plan.layer_stack import LayerStack
+from lamina.plan.table import align_columns
 from lamina.sensitivity.bounds import bounds
-from lamina.sensitivity.influence import (
+from lamina.sensitivity.example_gradients import (
     ExampleLosses,
     Fisher,
     LossesOf,
@@ -42,7 +45,6 @@ MEASURE_KIND, MEASURE_VERSION = "lamina.measure", 1
 _OPTIONAL_ROWS = ("tight", "worst", "printed")
 _ROW_WITH_INFINITY, _INF = "worst", "inf"  # JSON has no infinity
 
-_MEASURE_AGAIN = "measure the model that is to be trained, with the same grouping of layers"
 _WRITTEN = "give what Measure.save wrote"
 _ROW_REMEDIES = {
     "tight": "0 means that the input does not reach the layer: look at the profile's report() and at the model",
@@ -112,19 +114,13 @@ class Measure:
     def check(self, stack: LayerStack | Sequence[str]) -> None:
         """Refuse a stack, or names of layers, that this was not measured on."""
         names = tuple(layer.name for layer in stack) if isinstance(stack, LayerStack) else tuple(stack)
-        if len(names) != len(self):
+        if names != self.layers:
+            mine, other = next(pair for pair in zip_longest(self.layers, names) if pair[0] != pair[1])
             raise PlanError(
                 "sensitivity.measure-of-other-layers",
-                f"the measure has {len(self)} layers and the stack {len(names)}",
-                _MEASURE_AGAIN,
+                f"the measure has layer {mine!r} where the stack has {other!r}",
+                "measure the model that is to be trained, with the same grouping of layers",
             )
-        for mine, other in zip(self.layers, names, strict=True):
-            if mine != other:
-                raise PlanError(
-                    "sensitivity.measure-of-other-layers",
-                    f"the measure has layer {mine!r} where the stack has {other!r}",
-                    _MEASURE_AGAIN,
-                )
 
     @property
     def ratio(self) -> tuple[float, ...]:
@@ -133,12 +129,10 @@ class Measure:
 
     def report(self) -> str:
         """A table per layer, and the notes."""
-        columns = [what for what in _ROW_REMEDIES if getattr(self, what)]
-        width = max(5, *(len(name) for name in self.layers))
-        lines = [f"proxy: {self.proxy}", f"{'layer':<{width}}" + "".join(f"  {what:>9}" for what in columns)]
-        for i, name in enumerate(self.layers):
-            lines.append(f"{name:<{width}}" + "".join(f"  {getattr(self, what)[i]:9.3g}" for what in columns))
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        columns = {what: row for what in _ROW_REMEDIES if (row := getattr(self, what))}
+        rows = [[name, *(f"{row[i]:.3g}" for row in columns.values())] for i, name in enumerate(self.layers)]
+        table = align_columns([["layer", *columns], *rows], left=1)
+        return "\n".join([f"proxy: {self.proxy}", *table, *(f"note: {note}" for note in self.notes)])
 
     def __str__(self) -> str:
         return self.report()
@@ -153,7 +147,7 @@ class Measure:
     def from_json(cls, text: str) -> Measure:
         """Read what `to_json` wrote; refuse NaN, unknown or missing keys, and whatever the value itself refuses."""
         try:
-            state = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_no_duplicates)
+            state = strict_json(text)
         except (ValueError, RecursionError) as error:
             raise PlanError("sensitivity.measure-not-json", f"the measure is not JSON: {error}", _WRITTEN) from error
         if not isinstance(state, dict) or state.get("kind") != MEASURE_KIND or state.get("version") != MEASURE_VERSION:
@@ -208,17 +202,6 @@ class Measure:
         return tuple(float(value) for value in row)
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return made
-
-
 NOISE_COST_FLOOR = 0.01
 """The least cost of noise per parameter, as a part of the mean over the whole model."""
 
@@ -249,16 +232,6 @@ class NoiseCost:
     floored: tuple[bool, ...]
     std: tuple[float, ...]
     loss: float
-
-    def report(self) -> str:
-        """A table, with the floor where it was applied."""
-        width = max(5, *(len(name) for name in self.layers))
-        lines = [f"{'layer':<{width}}  {'m':>10}  {'measured':>10}  {'± error':>9}  {'std':>8}"]
-        rows = zip(self.layers, self.values, self.raw, self.error, self.std, self.floored, strict=True)
-        for name, value, raw, error, std, floored in rows:
-            remark = "  raised to the floor" if floored else ""
-            lines.append(f"{name:<{width}}  {value:10.4g}  {raw:10.4g}  {error:9.2g}  {std:8.2g}{remark}")
-        return "\n".join(lines)
 
 
 def noise_cost(
