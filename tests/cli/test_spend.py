@@ -22,7 +22,7 @@ from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
-from lamina.spend.charge import Charge, plan_charges
+from lamina.spend.accounts import Charge, plan_charges
 from lamina.spend.reservation import OpenAttempt
 from lamina.spend.spend_ledger import SpendLedger
 

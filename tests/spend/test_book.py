@@ -23,8 +23,8 @@ from lamina import cbor
 from lamina.account.accountants import calibrate, find_accountant
 from lamina.account.schedule import Event
 from lamina.errors import AccountingError, BudgetExceeded, RunError
-from lamina.ledger.store.interface import RESERVATION_SEGMENT
-from lamina.spend.charge import Charge
+from lamina.ledger.store.rows import RESERVATION_SEGMENT
+from lamina.spend.accounts import Charge
 from lamina.spend.reservation import OpenAttempt, OpenCharges
 from lamina.spend.spend_ledger import PricedAccount, SpendLedger
 

@@ -29,7 +29,7 @@ from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.store.sqlite import SqliteStore
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import PlannedLayer
-from lamina.spend.charge import plan_charges
+from lamina.spend.accounts import plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 
 # Newer Pythons warn of forking beside threads; the children here touch SQLite and arithmetic only.

@@ -33,7 +33,7 @@ from lamina.ledger.corpus_terms import adopt_policy
 from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.spending import signed_spend
 from lamina.ledger.verify.verifier import verify
-from lamina.spend.charge import plan_charges
+from lamina.spend.accounts import plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 
 ONE = {"clinical": 1_000_000}  # a noise multiplier of 1: a hundred steps at sigma 10, exactly

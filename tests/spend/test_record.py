@@ -44,8 +44,7 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
-from lamina.spend.accounts import RecordedSpend, account_name
-from lamina.spend.charge import plan_charges
+from lamina.spend.accounts import RecordedSpend, account_name, plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 
 STRICT = "clinical@c=0.5,z=0.6"

@@ -16,7 +16,7 @@ from lamina.engine.engine import Engine
 from lamina.ledger.writer import Ledger
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
-from lamina.train.progress import Progress
+from lamina.train.run_output import Progress
 from lamina.train.training_checkpoint import TrainingCheckpoints
 
 Act = Mapping[str, Any]

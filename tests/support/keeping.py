@@ -26,11 +26,10 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.rules import FollowBudget, Injection, InjectionForm
 from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
-from lamina.spend.accounts import SignedAccount
-from lamina.spend.charge import Charge, follows_budget, plan_charges
+from lamina.spend.accounts import Charge, SignedAccount, follows_budget, plan_charges
 from lamina.spend.reservation import OpenAttempt
 from lamina.spend.spend_ledger import SpendLedger
-from lamina.train.run_budget import adaptive_budget_charges, adaptive_budget_nonce
+from lamina.train.run import adaptive_budget_charges, adaptive_budget_nonce
 
 FIRST, SECOND, THIRD = "a1" * 16, "b2" * 16, "c3" * 16
 DELTA = 1e-5

@@ -19,8 +19,7 @@ from lamina.allocate.ladp import LADP
 from lamina.errors import BudgetExceeded
 from lamina.ledger.writer import Ledger
 from lamina.plan.signed_bounds import scale_for_signed_bound, signed_epsilon
-from lamina.spend.accounts import SignedAccount
-from lamina.spend.charge import Charge, plan_charges
+from lamina.spend.accounts import Charge, SignedAccount, plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
 

@@ -26,7 +26,7 @@ from lamina.corpus.sampler import Sampler
 from lamina.engine.engine import Engine
 from lamina.errors import BudgetExceeded
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile
-from lamina.spend.charge import charges_in_declared_steps, follows_budget, plan_charges
+from lamina.spend.accounts import charges_in_declared_steps, follows_budget, plan_charges
 from lamina.train.run import Run
 
 LAMINAS: dict[str, Any] = {

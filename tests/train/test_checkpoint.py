@@ -128,7 +128,7 @@ def test_the_digest_is_what_it_says(tmp_path: Path) -> None:
     header = header[8 : 8 + int.from_bytes(header[:8], "little")]
     metadata = json.loads(header)["__metadata__"]
     body = base64.b64decode(metadata["lamina"])
-    assert cbor.decode(body, floats=True) == {"format": 1, "index": 3, "alias": {}, "state": snapshot.state}
+    assert cbor.decode(body, floats=True) == {"format": 2, "index": 3, "alias": {}, "state": snapshot.state}
     total = hashlib.sha256(b"lamina/checkpoint/1" + len(body).to_bytes(8, "big") + body)
     for name, dtype, shape, raw in [
         ("model/b", "BOOL", [2], b"\x01\x00"),
@@ -332,13 +332,13 @@ def forged(checkpoints: TrainingCheckpoints, content: object, tensors: dict[str,
 
 def test_a_later_format_a_swapped_file_and_a_strange_state_are_told(tmp_path: Path) -> None:
     checkpoints = TrainingCheckpoints(tmp_path)
-    plain = {"format": 1, "index": 0, "alias": {}, "state": {}}
+    plain = {"format": 2, "index": 0, "alias": {}, "state": {}}
     forged(checkpoints, plain, {})
     checkpoints.load(0)
     for wrong, words in [
-        ({**plain, "format": 2, "more": 1}, "train.checkpoint-format-unknown"),
-        ({**plain, "format": 0}, "train.checkpoint-format-unknown"),
-        ({**plain, "format": "1"}, "train.checkpoint-damaged"),
+        ({**plain, "format": 3, "more": 1}, "train.checkpoint-format-unknown"),
+        ({**plain, "format": 1}, "train.checkpoint-format-unknown"),
+        ({**plain, "format": "2"}, "train.checkpoint-damaged"),
         ({**plain, "extra": 1}, "train.checkpoint-damaged"),
         ({**plain, "index": 4}, "train.checkpoint-misnamed"),
         ({**plain, "state": []}, "train.checkpoint-damaged"),

@@ -14,15 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.train.resume import CodeFingerprint
+from lamina.train.segments import CodeFingerprint
 
 FACTOR = 2.0
 
 
-def words(value: Any) -> str:
-    made = CodeFingerprint()
-    made.feed(value)
-    return made.text()
+def words(value: Any, *, values: bool = True) -> str:
+    return CodeFingerprint(values=values).describe(value)
 
 
 class Thing:
@@ -87,13 +85,7 @@ def test_equal_things_are_described_alike() -> None:
     assert words(closure([1])) == words(closure([1]))
     assert words(Thing({"a": np.ones(2)})) == words(Thing({"a": np.ones(2)}))
     assert words(torch.bfloat16) == words(torch.bfloat16)
-    quiet = CodeFingerprint()
-    quiet.values = False
-    quiet.feed(first)
-    other = CodeFingerprint()
-    other.values = False
-    other.feed(net())
-    assert quiet.text() == other.text()  # weights are the checkpoint's
+    assert words(first, values=False) == words(net(), values=False)  # weights are the checkpoint's
     assert words(first) != words(net())
 
 
@@ -123,10 +115,7 @@ def test_models_of_others_are_described_alike_when_made_again() -> None:
             n_layer=2, n_head=2, n_embd=8, vocab_size=20, n_positions=8, resid_pdrop=dropout
         )
         torch.manual_seed(0)
-        quiet = CodeFingerprint()
-        quiet.values = False
-        quiet.feed(transformers.GPT2LMHeadModel(config))
-        return quiet.text()
+        return words(transformers.GPT2LMHeadModel(config), values=False)
 
     assert made(0.1) == made(0.1)
     assert made(0.1) != made(0.2)

@@ -17,7 +17,7 @@ import lamina
 from lamina.admit.attestation import attest, commit
 from lamina.admit.checks import SigningTerms
 from lamina.corpus.admitted import AdmittedCorpus
-from lamina.train.progress import Progress
+from lamina.train.run_output import Progress
 
 
 @pytest.fixture(scope="module")

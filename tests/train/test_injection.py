@@ -31,7 +31,7 @@ from lamina.train.journal import (
     RunHistory,
     RunStarted,
 )
-from lamina.train.run_budget import events_due
+from lamina.train.run import events_due
 
 known_seeds = _known_seeds  # for every run of this file, too
 
@@ -284,7 +284,7 @@ def _segment(opened: AttemptOpened, outcome: SegmentOutcome) -> Segment:
 
 
 def _charges(plan: StepPlan, due: int) -> Any:
-    from lamina.spend.charge import plan_charges
+    from lamina.spend.accounts import plan_charges
 
     return [c.times(due) for c in plan_charges(plan, 0, 1)] if due else []
 

@@ -23,7 +23,7 @@ from refusals import raises_code
 
 from lamina import cbor
 from lamina.errors import EncodingError, RunError, StorageError
-from lamina.spend.charge import Charge
+from lamina.spend.accounts import Charge
 from lamina.train import journal as frame
 from lamina.train.journal import (
     AttemptAbandoned,

@@ -30,7 +30,7 @@ from lamina.ledger.withdrawal import WithdrawalInbox, withdraw
 from lamina.ledger.writer import Ledger
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
-from lamina.train.progress import Progress
+from lamina.train.run_output import Progress
 
 
 def sound(where: str | Path, **options: Any) -> Verification:

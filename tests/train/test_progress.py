@@ -7,7 +7,7 @@ import io
 from refusals import raises_code
 from rich.console import Console
 
-from lamina.train.progress import LogProgress, Progress, TerminalProgress, make_progress
+from lamina.train.run_output import LogProgress, Progress, TerminalProgress, make_progress
 
 
 def terminal() -> tuple[Console, io.StringIO]:

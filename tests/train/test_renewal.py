@@ -24,8 +24,8 @@ from lamina.corpus.sampler import Sampler
 from lamina.engine.engine import Engine
 from lamina.errors import BudgetExceeded
 from lamina.train.journal import AttemptOpened, Journal
-from lamina.train.progress import Progress
 from lamina.train.run import Run
+from lamina.train.run_output import Progress
 
 
 class Killed(BaseException):

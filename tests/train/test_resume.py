@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from lamina.train.journal import AttemptOpened
-from lamina.train.resume import ResumeAction, SegmentInputs, decide_resume, replay_mismatches
+from lamina.train.journal import AttemptOpened, SegmentInputs
+from lamina.train.segments import ResumeAction, decide_resume, replay_mismatches
 
 FACTS = SegmentInputs(
     plan=b"p" * 32,

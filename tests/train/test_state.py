@@ -187,21 +187,22 @@ tensors = st.sampled_from(
         torch.arange(6.0).view(2, 3).t(),
     ]
 )
+whole = st.integers(-(2**64), 2**64 - 1)
 numpy_scalars = st.sampled_from(
     [np.float64(0.1), np.float32(-0.0), np.float16("nan"), np.int64(-3), np.uint8(7), np.bool_(True), np.complex64(1j)]
 )
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(max_size=9), numpy_scalars
+    st.none(), st.booleans(), whole, st.floats(allow_nan=False), st.text(), st.binary(max_size=9), numpy_scalars
 )
-keys = st.one_of(st.integers(), st.text(max_size=3), st.booleans(), st.none(), st.floats(allow_nan=False))
+keys = st.one_of(whole, st.text(max_size=3), st.booleans(), st.none(), st.floats(allow_nan=False))
 trees = st.recursive(
-    scalars | tensors | st.lists(st.integers(0, 9), max_size=3).map(torch.Size),
+    scalars | tensors,
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
         st.dictionaries(keys, inner, max_size=4),
         st.dictionaries(keys, inner, max_size=4).map(OrderedDict),
-        st.dictionaries(st.text(max_size=3), st.integers(), max_size=3).map(Counter),
+        st.dictionaries(st.text(max_size=3), whole, max_size=3).map(Counter),
     ),
     max_leaves=12,
 )
@@ -214,10 +215,9 @@ def test_any_state_comes_back_as_it_was(tree: Any) -> None:
 
 
 def test_odd_floats_and_integers() -> None:
-    payload = struct.unpack(">d", bytes.fromhex("7ff8000000001234"))[0]
-    tree = [math.nan, -math.nan, payload, math.inf, -math.inf, -0.0, 5e-324, 2**64, -(2**64) - 1, 7**9000, True, 1, 1.0]
+    tree = [math.inf, -math.inf, -0.0, 5e-324, 2**64 - 1, -(2**64), True, 1, 1.0]
     assert identical(round_trip(tree), tree)
-    assert not identical([-0.0], [0.0]) and not identical([math.nan], [payload]) and not identical([1], [True])
+    assert not identical([-0.0], [0.0]) and not identical([1], [True])
 
 
 def test_order_names_and_sameness() -> None:
@@ -265,6 +265,9 @@ class Pair(NamedTuple):
         (1j, "complex"),
         (torch.float32, "torch.dtype"),
         (bytearray(b"x"), "bytearray"),
+        (torch.Size([2]), "torch.Size"),
+        (math.nan, "NaN"),
+        (2**64, "64 bits"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_its_path(wrong: Any, kind: str) -> None:
@@ -293,9 +296,9 @@ def test_keys_and_depth_are_checked() -> None:
     "plain",
     [
         [], [1], ["?"], {"a": 1}, ["d", "key"], ["d", ["l"], 1], ["d", {}, 1], ["d", ["x", "part"], 1], ["d", [], 1],
-        ["x"], ["x", "missing"], ["x", 3], ["x", ["l"]], ["f", b"123"], ["f"], ["f", "text"], ["i", "zz"], ["i", 3],
-        ["i"], ["n", "O", b"12345678"], ["n", "<f4", b"12345678"], ["n", "<f4"], ["n", "<f3", b"123"], ["n", 3, b""],
-        ["z", "a"], ["z", 1.5], ["l", ["?"]], ["n", "<f8", "text"],
+        ["x"], ["x", "missing"], ["x", 3], ["x", ["l"]], ["f", b"12345678"], ["z", 1], ["l", ["?"]], ["n"],
+        ["n", "O", b"12345678"], ["n", "<f4", b"12345678"], ["n", "<f4"], ["n", "<f3", b"123"], ["n", 3, b""],
+        ["n", "<f8", "text"],
     ],
 )  # fmt: skip
 def test_a_plain_form_that_nobody_wrote_is_refused(plain: Any) -> None:
@@ -305,7 +308,7 @@ def test_a_plain_form_that_nobody_wrote_is_refused(plain: Any) -> None:
 
 
 junk = st.recursive(
-    st.none() | st.integers() | st.text(max_size=3) | st.binary(max_size=8) | st.sampled_from(list("dloctzxfin")),
+    st.none() | st.integers() | st.text(max_size=3) | st.binary(max_size=8) | st.sampled_from(list("dloctxn")),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
     max_leaves=10,
 )

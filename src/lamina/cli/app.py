@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except LaminaError as error:
         _exit_with(error, error, as_json="--json" in words, debug=debug)
     except Exception as error:
-        from lamina.train.user_errors import raising_line, user_line
+        from lamina.train.run_output import raising_line, user_line
 
         told = LaminaError(
             "cli.unexpected-error",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lamina.spend.accounts import SignedAccount
-from lamina.spend.charge import Charge, plan_charges
+from lamina.spend.accounts import Charge, SignedAccount, plan_charges
 from lamina.spend.spend_ledger import PricedAccount, SpendLedger
 
 __all__ = ["SignedAccount", "SpendLedger", "PricedAccount", "Charge", "plan_charges"]

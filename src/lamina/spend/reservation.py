@@ -18,10 +18,9 @@ from lamina.ledger.key_state import last_policy_record
 from lamina.ledger.records import Segment, SegmentOutcome
 from lamina.ledger.schema import NANO, UNBOUNDED
 from lamina.ledger.spending import signed_spend
-from lamina.ledger.store.interface import RESERVATION_SEGMENT, RunHold, RunRow, StoreReader, StoreWriter
+from lamina.ledger.store.rows import RESERVATION_SEGMENT, RunHold, RunRow, StoreReader, StoreWriter
 from lamina.plan.step_plan import StepPlan
-from lamina.spend.accounts import AccountBudget, RecordedSpend, RunSpend, account_bound
-from lamina.spend.charge import Charge
+from lamina.spend.accounts import AccountBudget, Charge, RecordedSpend, RunSpend, account_bound
 
 _MOST_BYTES = 1 << 24
 

@@ -14,26 +14,24 @@ from lamina.account.schedule import EventCounts, bisect_int
 from lamina.errors import LedgerDamaged, RunError
 from lamina.ledger import records as leaves
 from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, Segment, SegmentOutcome
-from lamina.ledger.store.interface import WHOLE_BUDGET_SEGMENT, RunHold, StoreReader, StoreWriter, head_of
+from lamina.ledger.store.rows import WHOLE_BUDGET_SEGMENT, RunHold, StoreReader, StoreWriter, head_of
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import (
     AccountBudget,
     AccountTotal,
+    Charge,
     RecordedSpend,
     SignedAccount,
     account_bound,
     budget_exceeded,
-    is_bound,
-)
-from lamina.spend.charge import (
-    Charge,
     checked_bounds,
     checked_charges,
     checked_nonce,
     checked_run,
     checked_text,
     follows_budget,
+    is_bound,
     plan_charges,
 )
 from lamina.spend.reservation import (

@@ -1,7 +1,4 @@
-"""The journal of a run: its records, the order in which they may come.
-
-And the append-only file that keeps them.
-"""
+"""The journal of a run: its records, the order in which they may come, and the append-only file that keeps them."""
 
 from __future__ import annotations
 
@@ -17,11 +14,9 @@ from typing import Any
 
 from lamina import cbor
 from lamina.errors import EncodingError, LaminaError, RunError, StorageError
-from lamina.spend.charge import Charge
+from lamina.spend.accounts import Charge
 from lamina.train.run_files import remove_temporary_files, replacing, storage_error, write_all
 
-# Records of a run's journal, their CBOR, and the order in which they may come.
-#
 # A record is public knowledge of the run's *shape* (which steps, which plan, which charge). The seed of an
 # `AttemptOpened` is the exception: it decides coins and noise, so it is no part of the body, is not printed, and is
 # erased.
@@ -39,11 +34,8 @@ _FIELD_TYPES: dict[str, type] = {"int": int, "bytes": bytes, "str": str, "float"
 def _check_fields(record: Any) -> None:
     """Types, widths and signs of the plain fields; the meaning is the trainer's."""
     for entry in dataclasses.fields(record):
-        kind, value, width = (
-            _FIELD_TYPES.get(str(entry.type)),
-            getattr(record, entry.name),
-            _FIELD_BYTES.get(entry.name),
-        )
+        kind, width = _FIELD_TYPES.get(str(entry.type)), _FIELD_BYTES.get(entry.name)
+        value = getattr(record, entry.name)
         problem = ""
         if kind is not None and type(value) is not kind:
             problem = f"is of type {type(value).__name__}, must be {kind.__name__}"
@@ -60,7 +52,13 @@ def _invalid(problem: str) -> RunError:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunStarted:
+class _Record:
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStarted(_Record):
     """The run begins: its name (32 hex digits), the salt of its keyed digests, the inode of its journal."""
 
     run: str
@@ -74,19 +72,30 @@ class RunStarted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Attempt:
+class _Attempt(_Record):
     """One attempt at a segment, named by segment, generation and nonce."""
 
     segment: int
     generation: int
     nonce: bytes
 
-    def __post_init__(self) -> None:
-        _check_fields(self)
-
     @property
     def key(self) -> tuple[int, int, bytes]:
         return (self.segment, self.generation, self.nonce)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentInputs:
+    """All that the outcome of a segment depends on, apart from its seed. `AttemptOpened` has the same fields."""
+
+    plan: bytes
+    settings: bytes
+    membership: bytes
+    checkpoint: bytes
+    data: bytes
+    world_size: int
+    threads: int
+    code: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +155,7 @@ class AttemptAbandoned(_Attempt):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JournalMoved:
+class JournalMoved(_Record):
     """The journal now lies at this inode: a copy was found, charged anew, and goes on from here.
 
     Or it lies where it lay, and is an older state of itself: `lost` attempts are in the ledger that it does not know.
@@ -155,19 +164,13 @@ class JournalMoved:
     place: int
     lost: int = 0
 
-    def __post_init__(self) -> None:
-        _check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunEnded:
+class RunEnded(_Record):
     """The run ends after this many steps, and why."""
 
     steps: int
     reason: str
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
 
 
 JournalRecord = RunStarted | AttemptOpened | AttemptClosed | JournalMoved | RunEnded | AttemptAbandoned

@@ -23,12 +23,10 @@ from lamina.errors import RunError
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text, finite_or_none
-from lamina.spend.accounts import is_bound
-from lamina.spend.charge import follows_budget
-from lamina.train.progress import Progress
-from lamina.train.resume import code_version
-from lamina.train.run import Run
-from lamina.train.run_budget import attempts_outside, uses_adaptive_budget
+from lamina.spend.accounts import follows_budget, is_bound
+from lamina.train.run import Run, attempts_outside, uses_adaptive_budget
+from lamina.train.run_output import Progress
+from lamina.train.segments import code_version
 from lamina.train.training_checkpoint import MovingAverage, TrainingState
 from lamina.validate import one_of, whole
 

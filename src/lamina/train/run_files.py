@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from lamina import cbor
 from lamina.errors import EncodingError, RunInUse, StorageError
@@ -150,8 +149,7 @@ class Lease:
     that a data loader's worker that outlives its parent does not keep the run.
     """
 
-    def __init__(self, folder: Path, file: int) -> None:
-        self.folder = folder
+    def __init__(self, file: int) -> None:
         self._file: int | None = file
         self._pid = os.getpid()
         _open_leases.add(self)
@@ -176,13 +174,7 @@ class Lease:
                 refusal = _lease_error(path, file, error)
                 os.close(file)
                 raise refusal from None
-            return cls(folder, file)
-
-    def check(self) -> None:
-        """RunInUse if this lease holds nothing any more: released, or its file was removed or replaced."""
-        path = self.folder / LEASE_NAME
-        if self._file is None or self._pid != os.getpid() or not _names_open_file(self._file, path):
-            raise RunInUse("train.lease-lost", f"this process no longer holds the lease {path}", "start the run again")
+            return cls(file)
 
     def release(self) -> None:
         """Give it back; harmless if that was done, and in a forked child."""
@@ -198,9 +190,7 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -6,29 +6,89 @@
     record  the epoch becomes a leaf of the ledger, is committed, and a checkpoint over it is signed
     close   the seed is erased; weights, evaluations and figures may leave
 
-Killed anywhere, the run is in one of three states, and `resume.decide_resume` knows which: the checkpoint is there and
+Killed anywhere, the run is in one of three states, and `decide_resume` knows which: the checkpoint is there and
 the segment is not closed, perhaps not recorded; the segment is open and is replayed, or redone and charged again; or
 nothing is open.
+
+Same noise on another batch gives the difference away; fresh noise on the same step is a second release. So a segment
+that never reached its checkpoint is *replayed*, seed and all, if nothing that its outcome depends on has changed: it is
+then the same random variable, charged once. Otherwise it is *redone* as a new generation with a fresh seed, and charged
+again; the old charge stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import enum
+import functools
+import hashlib
+import platform
+import secrets
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from importlib import metadata
+from pathlib import PurePath
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lamina.corpus.corpus import Corpus
 from lamina.errors import RunError
 from lamina.plan.step_plan import StepPlan
-from lamina.spend.charge import Charge, charges_in_declared_steps, follows_budget
-from lamina.train import run_budget
-from lamina.train.journal import AttemptClosed, AttemptOpened
+from lamina.spend.accounts import Charge, charges_in_declared_steps, follows_budget
+from lamina.train.journal import AttemptClosed, AttemptOpened, SegmentInputs
 from lamina.train.membership import LedgerMembership
-from lamina.train.resume import ResumeAction, SegmentInputs, code_version, decide_resume
-from lamina.train.run import Run
-from lamina.train.run_budget import adaptive_budget_fits, repair_ledger
-from lamina.train.training_checkpoint import TrainingCheckpoint, TrainingState
+from lamina.train.run import Run, adaptive_budget_fits, charges_due, repair_ledger, reserve_plan, reserve_rest
+from lamina.train.training_checkpoint import TrainingCheckpoint, TrainingState, tensor_bytes
+
+
+class ResumeAction(enum.Enum):
+    """What resuming a pending segment means."""
+
+    FINISH = "its checkpoint is there: close it"
+    REPLAY = "everything matches: the same seed again, nothing is charged"
+    REDO = "something changed: a fresh seed, charged again"
+
+
+_MISMATCH_TEXTS = {
+    "plan": "the plan changed",
+    "settings": "optimiser, scheduler, loss or options changed",
+    "membership": "contributions were added or withdrawn",
+    "checkpoint": "the segment began at another checkpoint",
+    "data": "the data changed",
+    "world_size": "the number of ranks changed",
+    "threads": "the number of threads changed",
+    "code": "the version of the program or the kind of processor changed",
+}
+
+
+def replay_mismatches(
+    pending: AttemptOpened, facts: SegmentInputs, *, copied: bool, abandoned: bool = False
+) -> tuple[str, ...]:
+    """Why a pending segment cannot be replayed. Empty if it can."""
+    found = [_MISMATCH_TEXTS[f.name] for f in fields(facts) if getattr(pending, f.name) != getattr(facts, f.name)]
+    if copied:
+        found.append("the run's folder was copied or restored from a copy")
+    if abandoned:
+        found.append("the ledger records them as abandoned")
+    if not pending.seed:
+        found.append("their seed was erased")
+    return tuple(found)
+
+
+def decide_resume(
+    pending: AttemptOpened, facts: SegmentInputs, *, newest: int, copied: bool, abandoned: bool = False
+) -> tuple[ResumeAction, tuple[str, ...]]:
+    """What to do about a pending segment, and why; `newest` counts the closed segments of the newest checkpoint."""
+    if newest > pending.segment:
+        return ResumeAction.FINISH, ()
+    reasons = replay_mismatches(pending, facts, copied=copied, abandoned=abandoned)
+    return (ResumeAction.REDO, reasons) if reasons else (ResumeAction.REPLAY, ())
 
 
 class Segments:
@@ -53,7 +113,7 @@ class Segments:
         """Begin a new run, or resume one."""
         if self.run.fresh or not (self.run.checkpoints.indices() or self.run.journal.opens):
             self.run.checkpoints.room(self.state.capture(self._header(None)))  # before anything is reserved
-            run_budget.reserve_plan(self.run, self.plan)
+            reserve_plan(self.run, self.plan)
             self._save(None)  # also after a kill before the first checkpoint: nothing was drawn then
         else:
             self._resume()
@@ -117,7 +177,7 @@ class Segments:
         if self.run.journal.done is not None:  # only read: nothing is reserved
             self.run.plan, self.end = self.plan, first
             return
-        self.end = run_budget.reserve_rest(self.run, self.plan, first)
+        self.end = reserve_rest(self.run, self.plan, first)
         if self.end < self.plan.steps:
             self.note(f"the bounds allow {self.end} of {self.plan.steps} steps: the run will end there")
 
@@ -163,7 +223,7 @@ class Segments:
         An adaptive budget fixes the noise for a segment, and the segment ends where the budget does.
         """
         if not follows_budget(self.plan):
-            return last, run_budget.charges_due(self.run, self.plan, first, last)
+            return last, charges_due(self.run, self.plan, first, last)
         factor = self.state.factor
         while last > first:
             due = charges_in_declared_steps(self.plan, first, last, factor)
@@ -237,7 +297,7 @@ class Segments:
                 )
                 remedy = "begin in another folder; what was charged stays in the ledger"
                 raise RunError("train.checkpoint-abandoned", problem, remedy)
-            self.run.checkpoints.drop(indices.pop())
+            self.run.checkpoints.remove(indices.pop())
         snapshot, self._checkpoint = self.run.checkpoints.load(indices[-1])
         self._check(snapshot, indices[-1])
         self._written_by, self._after = snapshot.state["nonce"], snapshot.state["generation"]
@@ -275,3 +335,138 @@ class Segments:
             problem = "the corpus has other contributions, or another order, than when their occurrences were counted"
             remedy = "give the corpus as it was; withdraw contributions with corpus.withdraw(id)"
             raise RunError("train.corpus-order-changed", problem, remedy)
+
+
+_MAX_DEPTH = 64
+_INSTALLED_PATHS = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+_IGNORED_ATTRIBUTES = {*vars(nn.Module()), "training", "forward"}  # of a module: torch's, the trainer's, the engine's
+_PLAIN_TYPES = (bool, int, str, bytes, complex, PurePath, enum.Enum, torch.dtype, torch.device, torch.Size, range)
+
+
+class CodeFingerprint:
+    """Describes values as text. What cannot be described (a generator, a handle) becomes random: nothing equals it."""
+
+    def __init__(self, *, values: bool = True) -> None:
+        self._values = values  # of a module's tensors, too
+        self._seen: dict[int, tuple[int, Any]] = {}  # an id names an object only while it lives
+
+    def describe(self, value: Any, depth: int = 0) -> str:
+        if value is None or isinstance(value, _PLAIN_TYPES):
+            return f"{type(value).__name__}:{value!r}"
+        if isinstance(value, float):
+            return f"float:{value.hex()}"
+        if isinstance(value, Tensor | np.ndarray | np.generic):
+            data = tensor_bytes(value.detach()) if isinstance(value, Tensor) else np.ascontiguousarray(value).tobytes()
+            return f"array:{value.dtype}{tuple(value.shape)}{hashlib.sha256(data).hexdigest()}"
+        if id(value) in self._seen:
+            return f"again:{self._seen[id(value)][0]}"
+        self._seen[id(value)] = len(self._seen), value
+        parts = None if depth > _MAX_DEPTH else self._parts(value, depth + 1)
+        if parts is None:
+            return f"unknown:{type(value).__name__}:{secrets.token_hex(8)}"
+        return f"{type(value).__name__}({'|'.join(f'{len(part)}:{part}' for part in parts)})"
+
+    def _parts(self, value: Any, depth: int) -> Iterable[str] | None:
+        """The descriptions that make up one of a compound value, in an order that every process repeats."""
+
+        def each(*values: Any) -> list[str]:
+            return [self.describe(one, depth) for one in values]
+
+        if isinstance(value, Mapping):
+            return each(*(part for item in value.items() for part in item))
+        if isinstance(value, list | tuple):
+            return each(*value)
+        if isinstance(value, set | frozenset):
+            return sorted(each(*value))
+        if isinstance(value, nn.Module):
+            return self._module(value, each)
+        if isinstance(value, functools.partial):
+            return each(value.func, value.args, value.keywords)
+        if isinstance(value, MethodType):
+            return each(value.__func__, value.__self__)
+        if isinstance(value, FunctionType | type) and (version := _package_version(value.__module__)) is not None:
+            return [value.__module__, value.__qualname__, version]
+        if isinstance(value, FunctionType):
+            return self._function(value, each)
+        if isinstance(value, CodeType):
+            return each(value.co_code, ",".join(value.co_names), *value.co_consts)
+        if isinstance(value, type):
+            kinds = (FunctionType, *_PLAIN_TYPES, float)
+            own = [(n, m) for n, m in sorted(vars(value).items()) if isinstance(m, kinds) and _counts(n, m)]
+            return each(value.__module__, value.__qualname__, value.__bases__, own)
+        if isinstance(value, ModuleType | BuiltinFunctionType):
+            return [value.__name__]
+        if hasattr(value, "__dict__") and not isinstance(value, torch.Generator | np.random.Generator):
+            return each(type(value), vars(value))
+        return None
+
+    def _module(self, module: nn.Module, each: Callable[..., list[str]]) -> list[str]:
+        own = [(name, part) for name, part in sorted(vars(module).items()) if name not in _IGNORED_ATTRIBUTES]
+        parts = each(type(module), module.extra_repr(), own)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                parts += [f"{name}:{tensor.dtype}{tuple(tensor.shape)}{tensor.requires_grad}"]
+                parts += each(tensor) if self._values else []
+        return parts + each(module._modules)
+
+    def _function(self, function: FunctionType, each: Callable[..., list[str]]) -> list[str]:
+        """Code, defaults, closure, and the functions and constants of its module that it names."""
+        parts = each(function.__qualname__, function.__code__, function.__defaults__, function.__kwdefaults__)
+        for cell in function.__closure__ or ():
+            try:
+                parts += each(cell.cell_contents)
+            except ValueError:  # not filled yet
+                parts.append("empty")
+        kinds = (*_PLAIN_TYPES, float, FunctionType, Tensor, np.ndarray)
+        named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        return parts + each({name: part for name, part in named.items() if isinstance(part, kinds)})
+
+
+def _counts(name: str, member: Any) -> bool:
+    """Whether a member of a class changes what its objects do: not what Python itself writes down about the class."""
+    return isinstance(member, FunctionType) or name[:2] != "__"
+
+
+@functools.lru_cache
+def _package_version(module: str | None) -> str | None:
+    """The version that stands for code which nobody edits: of an installed package; None for the user's own."""
+    root = str(module).partition(".")[0]
+    if root in sys.builtin_module_names or root in sys.stdlib_module_names:
+        return f"python {platform.python_version()}"
+    file = getattr(sys.modules.get(root), "__file__", None) or ""
+    if root != "lamina" and not file.startswith(_INSTALLED_PATHS):
+        return None
+    try:
+        return f"{root} {metadata.version(root)}"
+    except metadata.PackageNotFoundError:
+        return f"{root} {getattr(sys.modules[root], '__version__', '')}"
+
+
+def settings_digest(
+    model: nn.Module, optimizer: Optimizer, scheduler: Any, functions: Mapping[str, Any], options: Mapping[str, Any],
+    given: Iterable[Mapping[str, Any]], schedule: Any,
+) -> bytes:  # fmt: skip
+    """SHA-256 over optimiser, scheduler, loss, model and options as given, and over the user's code that they run.
+
+    Functions count by bytecode, defaults, closures and what they are bound to; modules by name, class, attributes,
+    methods and the types of their tensors; objects by class and attributes (`CodeFingerprint`). `given` and `schedule` are
+    the optimiser's and scheduler's settings before the first step. What none of this can see (a changed library, a file
+    that the model reads) is the user's to keep.
+    """
+    schedule = None if scheduler is None else [type(scheduler), _scheduler_functions(scheduler), schedule]
+    told = [type(optimizer), [dict(group) for group in given], schedule, dict(functions), dict(options)]
+    weightless = CodeFingerprint(values=False).describe(model)  # the weights are the checkpoint's, and change
+    return hashlib.sha256(f"{CodeFingerprint().describe(told)}\n{weightless}".encode()).digest()
+
+
+def _scheduler_functions(scheduler: Any) -> list[Any]:
+    """LambdaLR and its kin keep functions that their state leaves out."""
+    return [value for name, value in sorted(vars(scheduler).items()) if "lambda" in name or callable(value)]
+
+
+def code_version() -> str:
+    """Versions and processor: sums of floats are the same again only where all of these are."""
+    from lamina import __version__
+
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"lamina {__version__}; torch {torch.__version__}; numpy {np.__version__}; {processor}"

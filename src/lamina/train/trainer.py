@@ -29,13 +29,11 @@ from lamina.spend.accounts import SignedAccount, check_accounts
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import AttemptOpened
 from lamina.train.membership import AdmissionRenewal, LedgerMembership, remember_withdrawals
-from lamina.train.progress import Progress, make_progress
 from lamina.train.publisher import Evaluation, Outcome, Publisher, spent_so_far
-from lamina.train.resume import settings_digest
-from lamina.train.run import LedgerArgument, Run, link_ledger, open_run_ledger
-from lamina.train.run_budget import keep_charging_bounds
+from lamina.train.run import LedgerArgument, Run, keep_charging_bounds, link_ledger, open_run_ledger
 from lamina.train.run_files import Lease, make_folder
-from lamina.train.segments import Segments
+from lamina.train.run_output import Progress, hide_warning_texts, make_progress, withhold_text
+from lamina.train.segments import Segments, settings_digest
 from lamina.train.trainer_checks import (
     check_caps,
     check_class_labels,
@@ -48,7 +46,6 @@ from lamina.train.trainer_checks import (
     rehearse,
 )
 from lamina.train.training_checkpoint import MovingAverage, TrainingState
-from lamina.train.user_errors import hide_warning_texts, withhold_text
 from lamina.validate import one_of, whole
 
 

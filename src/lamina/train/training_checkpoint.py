@@ -1,7 +1,4 @@
-"""Training checkpoints: everything that training changes.
-
-Written to one verified safetensors file after a segment, and read back.
-"""
+"""Training checkpoints: everything that training changes, in one verified safetensors file after each segment."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import os
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,39 +34,30 @@ from lamina.validate import number
 if TYPE_CHECKING:
     from lamina.engine.adaptive import Adaptation
 
-
-# Training checkpoints: model and optimizer state of a run after closed segments, one verified safetensors file each.
-#
-#     checkpoint/000007.safetensors    after 7 closed segments
-#
 # **State.** Nested state, such as `optimizer.state_dict()`, becomes flat tensors and a tree that CBOR can carry, bit for
 # bit. In the tree a scalar stands for itself, and everything else is a list that begins with its kind:
 #
-#     ["d", key, value, …] a dict, in order      ["l", …] a list      ["t", …] a tuple      ["z", …] a torch.Size
+#     ["d", key, value, …] a dict, in order      ["l", …] a list      ["t", …] a tuple
 #     ["o", key, value, …] an OrderedDict        ["c", key, value, …] a Counter
-#     ["x", name] a tensor      ["f", 8 bytes] a NaN with its payload      ["i", hex] an integer beyond 64 bits
-#     ["n", dtype, bytes] a numpy scalar
+#     ["x", name] a tensor                       ["n", dtype, bytes] a numpy scalar
 #
-# `unflatten(prefix, *flatten(prefix, tree))` equals the tree: types, order of keys, the sign of zero, NaN payloads, and
-# which leaves are one and the same tensor. Gradients, devices and strides are not kept (tensors come back contiguous).
-# Anything else (a function, an array, an object) is refused by its path.
+# `unflatten(prefix, *flatten(prefix, tree))` equals the tree: types, order of keys, the sign of zero, and which leaves
+# are one and the same tensor. Gradients, devices and strides are not kept (tensors come back contiguous). Anything else
+# (a function, an array, NaN, an integer beyond 64 bits) is refused.
 #
-# **File.** Every byte of a file is accounted for.
+# **File.** Every byte of `checkpoint/000007.safetensors`, the state after 7 closed segments, is accounted for.
 #
-#     tensors     by name, C order, in falling order of element size, then by name
+#     tensors     by name, C order, in falling order of element size, then by name; names that share memory once
 #     metadata    "lamina": base64 of CBOR {"format", "index", "alias", "state"}
 #                 "digest": SHA-256 over that CBOR and, in order of names, (name, dtype, shape, bytes) of each tensor
 #
-# A file is read back only if its header is the very one that its own content gets (so not even a blank of it can change
-# unseen) and its content has its digest. The digest shows damage and mix-ups; it is no signature. It is the checkpoint's
-# identity: AttemptOpened names the one that it starts from, AttemptClosed the one that it leaves. A file that is damaged,
-# cut, of another format or under another one's name is refused by name. The library's own writer is not used: it renames
-# before the data is durable, and a kill leaves its temporary file under a name that cannot be told from anybody else's.
-# Its reader is.
+# A file is read back only if its header is the very one that its own content gets and its content has its digest. The
+# digest shows damage and mix-ups; it is no signature. It is the checkpoint's identity: AttemptOpened names the one that
+# it starts from, AttemptClosed the one that it leaves. The library's own writer is not used: it renames before the data
+# is durable, and a kill leaves its temporary file under a name that cannot be told from anybody else's. Its reader is.
 
-MAX_DEPTH = 64
 _MAPS: dict[str, type[Any]] = {"d": dict, "o": OrderedDict, "c": Counter}
-_LISTS: dict[str, type[Any]] = {"l": list, "t": tuple, "z": torch.Size}
+_LISTS: dict[str, type[Any]] = {"l": list, "t": tuple}
 _CODE_OF_TYPE = {kind: code for code, kind in (_MAPS | _LISTS).items()}
 _NUMPY_SCALAR = re.compile("[<>|][biufc][0-9]{1,2}")  # numpy types whose bytes are their whole value
 
@@ -77,13 +65,22 @@ _NUMPY_SCALAR = re.compile("[<>|][biufc][0-9]{1,2}")  # numpy types whose bytes 
 def flatten(prefix: str, tree: Any) -> tuple[dict[str, Tensor], Any]:
     """The tensors of `tree`, named by their path under `prefix`, and the rest of it. Tensors are not copied."""
     writer = _StateWriter()
-    plain = writer.node(tree, prefix, 0)
+    try:
+        plain = writer.node(tree, prefix)
+    except RecursionError as error:
+        remedy = "a state that contains itself cannot be saved"
+        raise RunError("train.state-too-deep", f"the state {prefix!r} is nested too deep", remedy) from error
     return writer.tensors, plain
 
 
 def unflatten(prefix: str, tensors: Mapping[str, Tensor], plain: Any) -> Any:
     """The tree that `flatten` was given. Tensors are not copied."""
-    return _read_node(tensors, plain, prefix, 0)
+    try:
+        return _read_node(tensors, plain)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        problem = f"the state {prefix!r} of a checkpoint holds what is never written: {error}"
+        remedy = "read it with the version that wrote it"
+        raise StorageError("train.checkpoint-state-malformed", problem, remedy) from error
 
 
 class _StateWriter:
@@ -93,20 +90,17 @@ class _StateWriter:
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}  # by id: the tree keeps its tensors alive during the walk
 
-    def node(self, value: Any, path: str, depth: int) -> Any:
-        if depth > MAX_DEPTH:
-            problem = f"{path} is nested deeper than {MAX_DEPTH}"
-            raise RunError("train.state-too-deep", problem, "a state that contains itself cannot be saved")
+    def node(self, value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
             return ["x", self._name(value, path)]
         code = _CODE_OF_TYPE.get(type(value))
         if code in _MAPS:
             items: list[Any] = [code]
             for key, entry in value.items():
-                items += [_encode_scalar(key, f"a key of {path}"), self.node(entry, f"{path}/{key}", depth + 1)]
+                items += [_encode_scalar(key, f"a key of {path}"), self.node(entry, f"{path}/{key}")]
             return items
         if code is not None:
-            return [code, *(self.node(entry, f"{path}/{i}", depth + 1) for i, entry in enumerate(value))]
+            return [code, *(self.node(entry, f"{path}/{i}") for i, entry in enumerate(value))]
         return _encode_scalar(value, path)
 
     def _name(self, tensor: Tensor, path: str) -> str:
@@ -123,78 +117,43 @@ class _StateWriter:
 
 def _encode_scalar(value: Any, path: str) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, str, bytes):
+    what = f"of type {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
+    if kind is int and not -(1 << 64) <= value < 1 << 64:
+        what = "an integer beyond 64 bits"
+    elif kind is float and math.isnan(value):
+        what = "NaN"
+    elif value is None or kind in (bool, str, bytes, int, float):
         return value
-    if kind is int:
-        return value if -(1 << 64) <= value < 1 << 64 else ["i", f"{value:x}"]
-    if kind is float:
-        return ["f", struct.pack(">d", value)] if math.isnan(value) else value
-    if isinstance(value, np.generic) and _NUMPY_SCALAR.fullmatch(value.dtype.str):
+    elif isinstance(value, np.generic) and _NUMPY_SCALAR.fullmatch(value.dtype.str):
         return ["n", value.dtype.str, value.tobytes()]
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    problem = f"{path} is of type {name}, which a checkpoint cannot hold"
     remedy = "keep numbers, text, tensors, lists, tuples and dicts in the state (an array: torch.from_numpy)"
-    raise RunError("train.state-type-unsupported", problem, remedy)
+    raise RunError("train.state-type-unsupported", f"{path} is {what}, which a checkpoint cannot hold", remedy)
 
 
-def _read_node(tensors: Mapping[str, Tensor], plain: Any, path: str, depth: int) -> Any:
-    """A node of the plain form, which came from a file: nothing about it is taken for granted."""
-    if depth > MAX_DEPTH:
-        raise _malformed_state(path, f"nested deeper than {MAX_DEPTH}")
-    if not isinstance(plain, list):
-        if isinstance(plain, dict):
-            raise _malformed_state(path, "a bare map")
-        return plain
-    if not plain or not isinstance(plain[0], str):
-        raise _malformed_state(path, "a list without its kind")
+def _read_node(tensors: Mapping[str, Tensor], plain: Any) -> Any:
+    if not isinstance(plain, list) or plain[:1] == ["n"]:
+        return _decode_scalar(plain)
     code, *rest = plain
-    if code in _MAPS:
-        if len(rest) % 2:
-            raise _malformed_state(path, "a key without a value")
-        made: dict[Any, Any] = {}
-        for key, entry in zip(rest[::2], rest[1::2], strict=True):
-            if isinstance(key, dict) or (isinstance(key, list) and (not key or key[0] not in ("f", "i", "n"))):
-                raise _malformed_state(path, "a key that is no scalar")
-            name = _read_node(tensors, key, f"a key of {path}", depth + 1)
-            made[name] = _read_node(tensors, entry, f"{path}/{name}", depth + 1)
-        return _MAPS[code](made)
-    if code in _LISTS:
-        entries = [_read_node(tensors, entry, f"{path}/{i}", depth + 1) for i, entry in enumerate(rest)]
-        if code == "z" and not all(type(entry) is int for entry in entries):
-            raise _malformed_state(path, "a size that is no list of integers")
-        return _LISTS[code](entries)
     if code == "x":
-        if len(rest) != 1 or not isinstance(rest[0], str) or rest[0] not in tensors:
-            raise _malformed_state(path, f"a tensor {rest!r} that is not in the file")
-        return tensors[rest[0]]
-    return _decode_scalar(code, rest, path)
+        (name,) = rest
+        return tensors[name]
+    if code in _MAPS:
+        entries = (_read_node(tensors, entry) for entry in rest[1::2])
+        return _MAPS[code](dict(zip(map(_decode_scalar, rest[::2]), entries, strict=True)))
+    return _LISTS[code](_read_node(tensors, entry) for entry in rest)
 
 
-def _decode_scalar(code: str, rest: list[Any], path: str) -> Any:
-    try:
-        if code == "f":
-            (packed,) = rest
-            return struct.unpack(">d", packed)[0]
-        if code == "i":
-            (text,) = rest
-            return int(text, 16)
-        if code == "n":
-            name, packed = rest
-            if not _NUMPY_SCALAR.fullmatch(name):
-                raise ValueError(f"dtype {name!r}")
-            (value,) = np.frombuffer(packed, dtype=np.dtype(name))
-            return value
-    except (ValueError, TypeError, struct.error) as error:
-        raise _malformed_state(path, f"a node of kind {code!r} that does not read: {error}") from error
-    raise _malformed_state(path, f"a node of kind {code!r}, which is not known")
+def _decode_scalar(plain: Any) -> Any:
+    if not isinstance(plain, list | dict):
+        return plain
+    code, name, packed = plain
+    if code != "n" or not _NUMPY_SCALAR.fullmatch(name):
+        raise ValueError(f"a scalar of kind {code!r}")
+    (value,) = np.frombuffer(packed, dtype=np.dtype(name))
+    return value
 
 
-def _malformed_state(path: str, what: str) -> StorageError:
-    problem = f"the state of a checkpoint holds {what} at {path}"
-    return StorageError("train.checkpoint-state-malformed", problem, "read it with the version that wrote it")
-
-
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
 _BODY_LIMIT = 1 << 25  # bytes of CBOR; in base64 half of what the library's reader takes as a header
 _HEADER_LIMIT = 100_000_000
 _DEPTH = 100
@@ -262,7 +221,7 @@ class CheckpointArchive:
 
     def data(self) -> Iterator[memoryview]:
         """The tensors' bytes as they lie in the file; at most one tensor is copied at a time."""
-        return (_tensor_bytes(self.tensors[name]) for name in self._order())
+        return (tensor_bytes(self.tensors[name]) for name in self._order())
 
     def digest(self) -> bytes:
         """Injective: each part has its length before it, or its shape and dtype, which give the length."""
@@ -271,7 +230,7 @@ class CheckpointArchive:
             tensor = self.tensors[name]
             facts = cbor.encode([name, _DTYPES[tensor.dtype], list(tensor.shape)], max_size=_BODY_LIMIT)
             total.update(struct.pack(">Q", len(facts)) + facts)
-            total.update(_tensor_bytes(tensor))
+            total.update(tensor_bytes(tensor))
         return total.digest()
 
     def _order(self) -> list[str]:
@@ -352,7 +311,7 @@ def _tensor_size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _tensor_bytes(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in C order: a view where it lies so already, a copy of this one otherwise."""
     if not tensor.numel():
         return memoryview(b"")
@@ -435,12 +394,9 @@ class TrainingCheckpoints:
     def prune(self, keep: int = 2) -> None:
         """Remove all but the newest `keep` checkpoints."""
         assert keep >= 1
-        self._remove(self.indices()[:-keep])
+        self.remove(*self.indices()[:-keep])
 
-    def drop(self, index: int) -> None:
-        self._remove([index])
-
-    def _remove(self, indices: Sequence[int]) -> None:
+    def remove(self, *indices: int) -> None:
         try:
             for index in indices:
                 os.unlink(self.path(index))
@@ -547,12 +503,11 @@ class TrainingState:
 
     def capture(self, header: Mapping[str, Any]) -> TrainingCheckpoint:
         """Weights, optimiser, scheduler, average, filters, counters; `header` says whose they are."""
-        tensors, aliases = _weights_and_aliases(self.model)
+        tensors = _weights(self.model)
         optimizer, optimizer_plain = flatten("optimizer", self.optimizer.state_dict())
         tensors |= optimizer
         plain: dict[str, Any] = {
             **header,
-            "aliases": aliases,
             "optimizer": optimizer_plain,
             "segments": self.segments,
             "step": self.step,
@@ -581,7 +536,6 @@ class TrainingState:
         tensors, plain = snapshot.tensors, snapshot.state
         self._fits(plain, any(name.startswith("ema.") for name in tensors))
         weights = {name[6:]: t for name, t in tensors.items() if name.startswith("model.")}
-        weights |= {name: weights[first] for name, first in plain["aliases"].items()}
         try:
             self.model.load_state_dict(weights, strict=True)
             self.optimizer.load_state_dict(unflatten("optimizer", tensors, plain["optimizer"]))
@@ -645,23 +599,15 @@ def _scheduler_state(scheduler: Any) -> dict[str, Any]:
     return {name: value for name, value in scheduler.state_dict().items() if not callable(value)}
 
 
-def _weights_and_aliases(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's tensors by name, and the names that are second names of another one (tied weights)."""
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
-    for name, value in model.state_dict().items():
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """The model's tensors by name."""
+    found = model.state_dict()
+    for name, value in found.items():
         if not isinstance(value, Tensor):
             problem = f"the model's state '{name}' is a {type(value).__name__}, not a tensor"
             remedy = "checkpoints hold tensors only: register it as a buffer, or leave it out of the state"
             raise RunError("train.model-state-not-tensor", problem, remedy)
-        memory = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if value.numel() and memory in seen:
-            aliases[name] = seen[memory]
-        else:
-            seen[memory] = name
-            tensors[f"model.{name}"] = value
-    return tensors, aliases
+    return {f"model.{name}": value for name, value in found.items()}
 
 
 def _filter_state(filter_: PrivacyFilter) -> dict[str, Any]:
