@@ -19,8 +19,7 @@ from lamina.cli.terminal import (
     columns,
     open_private_key,
     option,
-    print_json,
-    print_line,
+    print_answer,
     progress_bar,
     results_only,
 )
@@ -128,16 +127,11 @@ def admit(
     planned = _plan_for_bounds(opened, policy, run, model, batch, steps, epochs)
     found = _review_folder(opened, folder, keys, processes, ledger, ledger_key)
     if not len(found) and not found.refused:
-        raise AdmissionError(
-            "cli.contributions-missing",
-            f"'{folder}' holds no contributions",
-            "give the folder that holds one folder per contribution: ID/payload.npz",
-        )
+        problem = f"'{folder}' holds no contributions"
+        remedy = "give the folder that holds one folder per contribution: ID/payload.npz"
+        raise AdmissionError("cli.contributions-missing", problem, remedy)
     resolution = None if planned is None else found.resolve(planned[0], max_occurrences=planned[1])
-    if as_json:
-        print_json(admission_json(found, resolution))
-    else:
-        print_line(admission_page(found, resolution))
+    print_answer(admission_json(found, resolution), admission_page(found, resolution), as_json)
     if found.refused:
         raise typer.Exit(1)
 
@@ -190,11 +184,8 @@ def _plan_for_bounds(
         with results_only():
             planned = PlannedRun.of(RunFile.load(run), run.resolve().parent)
         if planned.policy != policy:
-            raise AdmissionError(
-                "cli.run-of-other-policy",
-                f"'{run}' uses the policy '{planned.file.policy}', which differs from '{path}'",
-                "give the policy of the run",
-            )
+            problem = f"'{run}' uses the policy '{planned.file.policy}', which differs from '{path}'"
+            raise AdmissionError("cli.run-of-other-policy", problem, "give the policy of the run")
         return planned.plan, planned.file.max_occurrences
     if not any(by_hand):
         return None

@@ -26,7 +26,7 @@ from lamina.cli.terminal import (
     print_note,
     progress_bar,
 )
-from lamina.corpus.files import LISTING, ContributionListing, NameColumn, check_column, csv_header, csv_lines, open_csv
+from lamina.corpus.files import LISTING, ContributionListing, read_names
 from lamina.errors import AdmissionError
 from lamina.plan.policy import Policy
 from lamina.plan.table import epsilon_text, printable
@@ -65,22 +65,16 @@ def read_subjects(
             print_note(f"note: '{root / LISTING}' names subjects; without --subject-key they are not signed")
         return None, None
     if listing is None or subjects is None:
-        raise AdmissionError(
-            "cli.subjects-missing",
-            f"--subject-key needs a column `subject` in '{root / LISTING}'",
-            "name the subject of each contribution there",
-        )
+        problem = f"--subject-key needs a column `subject` in '{root / LISTING}'"
+        raise AdmissionError("cli.subjects-missing", problem, "name the subject of each contribution there")
     text = read_small(key, "the subject key", most=4096).strip()
     try:
         secret = bytes.fromhex(text.decode("ascii"))
     except ValueError:
         secret = b""
     if len(secret) < 16:
-        raise AdmissionError(
-            "cli.subject-key-malformed",
-            f"the subject key '{key}' is not 32 or more hexadecimal digits",
-            "make one with lamina keys subject",
-        )
+        problem = f"the subject key '{key}' is not 32 or more hexadecimal digits"
+        raise AdmissionError("cli.subject-key-malformed", problem, "make one with lamina keys subject")
     return dict(zip(listing.ids, subjects, strict=True)), secret
 
 
@@ -94,31 +88,17 @@ def read_anchors(given: str, ids: list[str]) -> dict[str, bytes]:
         except ValueError:
             anchors[id] = b""
         if len(anchors[id]) != 32:
-            raise AdmissionError(
-                "cli.anchor-malformed",
-                f"the anchor of {printable(id)!r} is not 64 hexadecimal digits",
-                "give a SHA-256 digest",
-            )
+            problem = f"the anchor of {printable(id)!r} is not 64 hexadecimal digits"
+            raise AdmissionError("cli.anchor-malformed", problem, "give a SHA-256 digest")
     return anchors
 
 
 def _read_anchor_csv(path: Path) -> dict[str, str]:
     if path.suffix != ".csv":
-        raise AdmissionError(
-            "cli.anchor-needs-table",
-            f"one anchor, {printable(str(path))!r}, is given for several contributions",
-            "give a CSV file: id, anchor",
-        )
-    with open_csv(path) as file:
-        lines = csv_lines(path, csv.reader(file, strict=True))
-        header = csv_header(path, lines, ",")
-        rows = list(lines)
-    columns = []
-    for name in ("id", "anchor"):
-        check_column(path, name, header)
-        columns.append(NameColumn(path, header, name))
-        columns[-1].read(rows)
-    return dict(zip(columns[0].values, columns[1].values, strict=True))
+        problem = f"one anchor, {printable(str(path))!r}, is given for several contributions"
+        raise AdmissionError("cli.anchor-needs-table", problem, "give a CSV file: id, anchor")
+    ids, anchors = read_names(path, "id", "anchor")
+    return dict(zip(ids, anchors, strict=True))
 
 
 _MAX_REFUSALS_SHOWN = 20

@@ -41,11 +41,8 @@ def make_model(name: str, arguments: Mapping[str, Any] | None = None, *, beside:
         found = import_by_name(name, "model", beside=beside, built_in=tuple(BUILT_IN_MODELS))
     if isinstance(found, nn.Module):
         if arguments:
-            raise PlanError(
-                "cli.model-takes-no-args",
-                f"model '{name}' is an object, so it takes no args",
-                "name its class, or remove args",
-            )
+            problem = f"model '{name}' is an object, so it takes no args"
+            raise PlanError("cli.model-takes-no-args", problem, "name its class, or remove args")
         return found
     made = call_factory(found, f"model '{name}'", arguments)
     if not isinstance(made, nn.Module):
@@ -72,19 +69,14 @@ def import_by_name(name: str, what: str, *, beside: Path | None = None, built_in
     except LaminaError as error:
         missing = error.__cause__
         if isinstance(missing, ModuleNotFoundError) and f"{module}.".startswith(f"{missing.name}."):
-            raise PlanError(
-                "cli.module-not-found",
-                f"{what} '{name}': no module '{missing.name}' in {' or '.join(folders)}, and none is installed",
-                "put the file there, or correct the name before the colon",
-            ) from error
+            problem = f"{what} '{name}': no module '{missing.name}' in {' or '.join(folders)}, and none is installed"
+            remedy = "put the file there, or correct the name before the colon"
+            raise PlanError("cli.module-not-found", problem, remedy) from error
         raise
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise PlanError(
-                "cli.attribute-not-found",
-                f"{what} '{name}': '{module}' has no '{attribute}'{did_you_mean(part, dir(found))}",
-                "correct the name after the colon",
-            )
+            problem = f"{what} '{name}': '{module}' has no '{attribute}'{did_you_mean(part, dir(found))}"
+            raise PlanError("cli.attribute-not-found", problem, "correct the name after the colon")
         found = getattr(found, part)
     return found
 
@@ -161,11 +153,9 @@ def allocation_with_options(name: str, options: Mapping[str, Any] | None = None)
     for key in options:
         if key not in takes:
             listed = ", ".join(f"{k} = {v}" for k, v in takes.items())
-            raise PlanError(
-                "cli.allocation-option-not-known",
-                f"allocation '{name}' has no option '{key}'{did_you_mean(key, list(takes))}",
-                f"it takes {listed}" if listed else f"it takes none: write '{name}' alone",
-            )
+            problem = f"allocation '{name}' has no option '{key}'{did_you_mean(key, list(takes))}"
+            remedy = f"it takes {listed}" if listed else f"it takes none: write '{name}' alone"
+            raise PlanError("cli.allocation-option-not-known", problem, remedy)
     kinds = typing.get_type_hints(type(policy))
     made = {key: _checked_option(name, key, kinds[key], value) for key, value in options.items()}
     changed: Allocator = dataclasses.replace(policy, **made)
@@ -193,11 +183,9 @@ def parse_allocation(text: str) -> Allocator:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not (key and equals and value):
             takes = ", ".join(allocation_options(name)) or "none"
-            raise PlanError(
-                "cli.allocation-option-malformed",
-                f"'{part}' in '{text}' is not an option",
-                f"write {name}:key=value,key=value; it takes {takes}",
-            )
+            problem = f"'{part}' in '{text}' is not an option"
+            remedy = f"write {name}:key=value,key=value; it takes {takes}"
+            raise PlanError("cli.allocation-option-malformed", problem, remedy)
         if key in options:
             raise PlanError("cli.allocation-option-repeated", f"option '{key}' is in '{text}' twice", "give it once")
         options[key] = _parse_value(value)
@@ -304,11 +292,9 @@ class PerExampleLoss(nn.Module):
     def forward(self, output: Any, y: Any) -> Tensor:
         for what, value in (("the model's output", output), ("y", y)):
             if not isinstance(value, Tensor):
-                raise self._refusal(
-                    "cli.loss-input-not-tensor",
-                    f"{what} is a {type(value).__name__}, not a tensor",
-                    'write your own function of (output, y) and name it: loss = "package.module:function"',
-                )
+                problem = f"{what} is a {type(value).__name__}, not a tensor"
+                remedy = 'write your own function of (output, y) and name it: loss = "package.module:function"'
+                raise self._refusal("cli.loss-input-not-tensor", problem, remedy)
         if not output.dim() or not y.dim() or len(output) != len(y):
             problem = "output and y differ in their first axis"
             raise self._refusal("cli.loss-rows-differ", problem, "give one row per example")
@@ -328,11 +314,9 @@ class PerExampleLoss(nn.Module):
     def _class_numbers(self, output: Tensor, y: Tensor) -> Tensor:
         """y as class numbers in the shape of the positions; probabilities in the shape of the output as they are."""
         if output.dim() < 2:
-            raise self._refusal(
-                "cli.loss-needs-class-scores",
-                "the model gives one number per example, not one per class",
-                'give the model one output per class; or, for two classes and one output, use loss = "bce"',
-            )
+            problem = "the model gives one number per example, not one per class"
+            remedy = 'give the model one output per class; or, for two classes and one output, use loss = "bce"'
+            raise self._refusal("cli.loss-needs-class-scores", problem, remedy)
         if y.is_floating_point() and y.shape == output.shape:
             return y.to(output.dtype)
         if y.is_floating_point():
@@ -432,11 +416,8 @@ def _look_up(name: str, what: str, known: Mapping[str, Callable[..., Any]]) -> C
         return known[name]
     if reason := _REFUSED_OPTIMIZERS.get(name.lower()):
         raise PlanError("cli.optimizer-not-private", f"{what} '{name}' {reason}", f"use one of {', '.join(known)}")
-    raise PlanError(
-        "cli.optimizer-not-known",
-        f"{what} '{name}' is not known{did_you_mean(name, list(known))}",
-        f"use one of {', '.join(known)}",
-    )
+    problem = f"{what} '{name}' is not known{did_you_mean(name, list(known))}"
+    raise PlanError("cli.optimizer-not-known", problem, f"use one of {', '.join(known)}")
 
 
 def _construct(kind: Callable[..., Any], what: str, arguments: Mapping[str, Any], *given: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 
 from lamina.admit.admission import Admission
 from lamina.admit.resolver import Resolution
-from lamina.cli.terminal import JsonOption, columns, option, print_json, print_line, print_note, progress_bar
+from lamina.cli.terminal import JsonOption, columns, option, print_answer, print_line, print_note, progress_bar
 from lamina.corpus.admitted import Gate
 from lamina.data.heart_model import import_neurokit
 from lamina.demo import hospitals as folders
@@ -290,10 +290,7 @@ def demo(
         result = _run_demo(place, QUICK_SIZES if quick else FULL_SIZES, print_note if as_json else print_line)
     result = replace(result, seconds=time.perf_counter() - started)
     report = write_report(place, result)
-    if as_json:
-        print_json(result.machine(place, report))
-    else:
-        print_line(result.table(place, report))
+    print_answer(result.machine(place, report), result.table(place, report), as_json)
 
 
 def _run_demo(place: Path, sizes: DemoSizes, say: Callable[[str], None]) -> DemoResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from lamina.cli.layer_figures import (
     whole_signal_to_noise,
 )
 from lamina.cli.terminal import columns
-from lamina.corpus.corpus import Corpus
 from lamina.errors import AccountingError, PlanError
 from lamina.plan.policy import Policy
 from lamina.plan.rules import RULE_KINDS, Choose, FollowBudget, FollowEnergy, FollowQuantile, Rule
@@ -35,18 +35,11 @@ if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure
 
 
-SIGNAL_TO_NOISE_HELP = (
+_SIGNAL_TO_NOISE = (
     "S/N: signal to noise of the layer at the first step, b·n̂/(S·√d): b contributions expected in a step, n̂ the norm "
     "of a typical one after clipping, S·√d the norm of the noise. An upper bound, as if all gradients pointed the same "
     "way."
 )
-
-
-def signal_note(measure: Measure | None) -> str:
-    """What the column of signal to noise means."""
-    if measure is None:
-        return f"{SIGNAL_TO_NOISE_HELP} Nothing was measured, so n̂ is the threshold C (--proxy gaussian measures n)."
-    return f"{SIGNAL_TO_NOISE_HELP} n was measured on the proxy ({measure.proxy})."
 
 
 def rules_in_words(plan: StepPlan) -> tuple[str, ...]:
@@ -168,11 +161,6 @@ NOT_SIGNED = (
 )
 
 
-def admission_notes(corpus: Corpus) -> tuple[str, ...]:
-    """A note if the data was not admitted by signature."""
-    return () if corpus.admission is not None else (NOT_SIGNED,)
-
-
 def plan_notes(plan: StepPlan, policy: Policy, epsilon: float | Mapping[str, float] | None = None) -> tuple[str, ...]:
     """Why a class is planned below what it may spend.
 
@@ -229,25 +217,34 @@ WHEN_TO_USE = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ComparedAllocation:
-    """One policy: its plan and figures, or the reason why there is none."""
+class RefusedAllocation:
+    """An allocation that has no plan here, and the reason."""
 
     policy: str
     when: str
-    plan: StepPlan | None = None
-    noise: float = math.nan
-    against_flat: float = math.nan
-    kept: float | None = None
-    worst: tuple[str, float] | None = None
-    whole: float | None = None
-    problem: str = ""
-    remedy: str = ""
+    problem: str
+    remedy: str
 
     def to_dict(self) -> dict[str, Any]:
         """What `--json` prints under `compare`."""
-        if self.plan is None:
-            figures = {"policy": self.policy, "ran": False, "problem": self.problem, "remedy": self.remedy}
-            return {**figures, "when": self.when}
+        return {"ran": False, **dataclasses.asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedAllocation:
+    """An allocation, its plan and figures."""
+
+    policy: str
+    when: str
+    plan: StepPlan
+    noise: float
+    against_flat: float
+    kept: float | None
+    worst: tuple[str, float] | None
+    whole: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` prints under `compare`."""
         plan = self.plan
         return {
             "policy": self.policy,
@@ -276,7 +273,7 @@ class ComparedAllocation:
 
 def compare_allocations(
     make: MakePlan, among: Iterable[str], measure: Measure | None, sizes: Sequence[int] | None = None
-) -> tuple[ComparedAllocation, ...]:
+) -> tuple[ComparedAllocation | RefusedAllocation, ...]:
     """A row for each allocation; `make` makes its plan, or refuses. Names are checked first."""
     policies = {text: by_name.parse_allocation(text) for text in among}
     try:
@@ -286,12 +283,14 @@ def compare_allocations(
     return tuple(_compared(text, policy, make, reference, measure, sizes) for text, policy in policies.items())
 
 
-def comparison_text(rows: Sequence[ComparedAllocation], chosen: str, measure: Measure | None) -> str:
+def comparison_text(
+    rows: Sequence[ComparedAllocation | RefusedAllocation], chosen: str, measure: Measure | None
+) -> str:
     """Tables: the sound allocations, the published ones with their false claims, and what could not run and why."""
     parts = []
-    sound = [row for row in rows if row.plan is not None and not row.plan.claimed]
-    printed = [row for row in rows if row.plan is not None and row.plan.claimed]
-    refused = [row for row in rows if row.plan is None]
+    refused = [row for row in rows if isinstance(row, RefusedAllocation)]
+    ran = [row for row in rows if isinstance(row, ComparedAllocation)]
+    sound, printed = ([row for row in ran if bool(row.plan.claimed) is claimed] for claimed in (False, True))
     if sound:
         parts.append(_comparison_table(sound, chosen, measure))
         parts.append("when to use:\n" + columns([[f"  {row.policy}", row.when] for row in sound], left=2))
@@ -304,12 +303,12 @@ def comparison_text(rows: Sequence[ComparedAllocation], chosen: str, measure: Me
 
 def _compared(
     text: str, policy: Allocator, make: MakePlan, reference: float, measure: Measure | None, sizes: Sequence[int] | None
-) -> ComparedAllocation:
+) -> ComparedAllocation | RefusedAllocation:
     when = WHEN_TO_USE.get(policy.name, "")
     try:
         plan, _ = make(policy)
     except (PlanError, AccountingError) as error:
-        return ComparedAllocation(policy=text, when=when, problem=error.problem, remedy=error.remedy)
+        return RefusedAllocation(policy=text, when=when, problem=error.problem, remedy=error.remedy)
     noise = total_noise(plan, sizes)
     ratios = zip(plan.layers, signal_to_noise(plan, measure, sizes), strict=True)
     worst = min(((layer.name, r) for layer, r in ratios if r is not None), key=lambda found: found[1], default=None)
@@ -325,10 +324,10 @@ def _comparison_table(rows: Sequence[ComparedAllocation], chosen: str, measure: 
     head = ["  policy", "clipping", "moves", "Σ d·S²", "of flat"]
     head += ["kept"] if measure is not None else []
     noise, price = [[*head, "S/N", "worst S/N", "at"]], [["  policy"]]
-    names = [entry.name for entry in _plan_of_row(rows[0]).classes if not entry.public]
+    names = [entry.name for entry in rows[0].plan.classes if not entry.public]
     price[0] += [f"{what} {name}" for name in names for what in ("sigma", "ε")]
     for row in rows:
-        plan, name = _plan_of_row(row), ("→ " if row.policy == chosen else "  ") + row.policy
+        plan, name = row.plan, ("→ " if row.policy == chosen else "  ") + row.policy
         cells = [name, plan.clipping.value, _adaptive_rules(plan), f"{row.noise:.4g}", f"{row.against_flat:.3f}"]
         cells += ["-" if row.kept is None else f"{100 * row.kept:.3g} %"] if measure is not None else []
         worst = (three_digits(row.worst[1]), row.worst[0]) if row.worst else ("-", "-")
@@ -350,7 +349,7 @@ _KEPT_NOTE = (
 def _claims_table(rows: Sequence[ComparedAllocation]) -> str:
     lines = [["  policy", "class", "ε claimed", "true ε", "accountant"]]
     for row in rows:
-        plan = _plan_of_row(row)
+        plan = row.plan
         for k, entry in enumerate(plan.classes):
             if not entry.public:
                 figures = [f"{plan.claimed[k]:.4g}", epsilon_text(plan.epsilon(k)), plan.accountant]
@@ -361,11 +360,6 @@ def _claims_table(rows: Sequence[ComparedAllocation]) -> str:
 def _adaptive_rules(plan: StepPlan) -> str:
     names = [name for rule in plan.rules for name, kind in RULE_KINDS.items() if type(rule) is kind]
     return ", ".join(names) or "nothing"
-
-
-def _plan_of_row(row: ComparedAllocation) -> StepPlan:
-    assert row.plan is not None
-    return row.plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,7 +373,7 @@ class PlanExplanation:
     allocation: Allocation
     measure: Measure | None
     notes: tuple[str, ...]
-    compared: Sequence[ComparedAllocation] | None
+    compared: Sequence[ComparedAllocation | RefusedAllocation] | None
     chosen: str
     full: bool
     sizes: Sequence[int] | None = None
@@ -415,7 +409,11 @@ class PlanExplanation:
         if self.full:
             head, _, classes = str(self.plan).split("\n\n", 2)
             reasons = "\n".join(f"- {reason}" for reason in self.why)
-            parts = [head, layer_table(self.plan, self.layers), signal_note(self.measure), layer_bars(self.layers)]
+            source = "Nothing was measured, so n̂ is the threshold C (--proxy gaussian measures n)."
+            if self.measure is not None:
+                source = f"n was measured on the proxy ({self.measure.proxy})."
+            note = f"{_SIGNAL_TO_NOISE} {source}"
+            parts = [head, layer_table(self.plan, self.layers), note, layer_bars(self.layers)]
             parts += [classes, f"why this plan\n{reasons}"]
         notes = [f"note: {note}" for note in self.notes]
         if not self.full:

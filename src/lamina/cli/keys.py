@@ -5,14 +5,14 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lamina.admit import keys
-from lamina.admit.key_ring import ROLES, KeyEntry, KeyRing, KeyStatus
+from lamina.admit.key_ring import ROLES, KeyEntry, KeyRing
 from lamina.admit.keys import ALGORITHMS, PrivateKey, PublicKey, format_utc, parse_time
 from lamina.cli.terminal import (
     JsonOption,
@@ -21,8 +21,7 @@ from lamina.cli.terminal import (
     columns,
     help_text,
     option,
-    print_json,
-    print_line,
+    print_answer,
     read_passphrase,
 )
 from lamina.errors import BadKey
@@ -64,11 +63,9 @@ def new_key(
     key = PrivateKey.generate()
     key.save(path, secret)
     keys.write_new(public, key.public.pem(), "the public key", mode=0o644)
-    if as_json:
-        print_json({"id": key.public.name, "private": str(path), "public": str(public), "sealed": not no_passphrase})
-        return
-    print_line(f"key {key.public.name}\n  private  {path}   keep it secret, with a copy in a safe place")
-    print_line(f"  public   {public}   give this one to others")
+    made = {"id": key.public.name, "private": str(path), "public": str(public), "sealed": not no_passphrase}
+    secret_file = f"  private  {path}   keep it secret, with a copy in a safe place"
+    print_answer(made, f"key {key.public.name}\n{secret_file}\n  public   {public}   give this one to others", as_json)
 
 
 def export_key(
@@ -93,11 +90,10 @@ def export_key(
     data = key.pem() if form == "pem" else key.cose()
     if output is not None:
         keys.write_new(output, data, "the public key", mode=0o644)
-    if as_json:
+    if as_json or output is not None:
         shown_as = data.decode("ascii") if form == "pem" else data.hex()
-        print_json({"id": key.name, "format": form, "key": shown_as, "output": None if output is None else str(output)})
-    elif output is not None:
-        print_line(f"{output}: {key.name}")
+        made = {"id": key.name, "format": form, "key": shown_as, "output": None if output is None else str(output)}
+        print_answer(made, f"{output}: {key.name}", as_json)
     elif form == "pem":
         sys.stdout.write(data.decode("ascii"))
     elif sys.stdout.isatty():
@@ -120,64 +116,39 @@ def new_subject_key(path: Annotated[Path, argument("FILE", "the file to write")]
       lamina keys subject subject.key
     """
     keys.write_new(path, (secrets.token_hex(32) + "\n").encode("ascii"), "the subject key", mode=0o600)
-    if as_json:
-        print_json({"subject_key": str(path)})
-    else:
-        print_line(f"{path}: keep it secret, and a copy")
+    print_answer({"subject_key": str(path)}, f"{path}: keep it secret, and a copy", as_json)
 
 
 def key_json(entry: KeyEntry, now: int) -> dict[str, Any]:
     """As machines read it."""
-
-    def time_of(instant: int | None) -> str | None:
-        return None if instant is None else format_utc(instant)
-
+    times = {
+        name: None if (instant := getattr(entry, name)) is None else format_utc(instant)
+        for name in ("valid_from", "retired_from", "revoked_from")
+    }
     return {
         "id": entry.key.name,
         "label": entry.label,
         "role": entry.role,
         "algorithms": list(entry.algorithms),
-        "valid_from": format_utc(entry.valid_from),
-        "retired_from": time_of(entry.retired_from),
+        **times,
         "replaced_by": None if entry.replaced_by is None else entry.replaced_by.hex(),
-        "revoked_from": time_of(entry.revoked_from),
         "standing": entry.standing(now).value,
     }
 
 
-def key_table(ring: KeyRing, now: int) -> str:
-    """One line per key; empty for an empty ring."""
-    rows = [["id", "label", "role", "valid from", "now"]]
-    for each in ring:
-        rows.append([each.key.name[:16], each.label, each.role, format_utc(each.valid_from), each.standing(now).value])
-    return columns(rows, left=5) if len(ring) else ""
+def print_keys(ring: KeyRing, path: Path, entries: Iterable[KeyEntry], as_json: bool) -> None:
+    """Print these keys of a ring: one line each."""
+    rows = [key_json(each, int(time.time())) for each in entries]
+    table = [["id", "label", "role", "valid from", "now", "retired from", "revoked from"]]
+    for row in rows:
+        times = [field_text(row[name]) for name in ("retired_from", "revoked_from")]
+        table.append([row["id"][:16], row["label"], row["role"], row["valid_from"], row["standing"], *times])
+    text = columns(table, left=len(table[0])) if rows else f"'{path}' has no keys."
+    print_answer({"ring": str(path), "version": ring.version.hex(), "keys": rows}, text, as_json)
 
 
 def field_text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else "-" if value is None else str(value)
-
-
-def print_changed_keys(ring: KeyRing, path: Path, entries: list[KeyEntry], as_json: bool) -> None:
-    """Print the entries that a command changed."""
-    now = int(time.time())
-    if as_json:
-        rows = [key_json(each, now) for each in entries]
-        print_json({"ring": str(path), "version": ring.version.hex(), "keys": rows})
-        return
-    for each in entries:
-        print_line(f"{each.label} ({each.role}) {each.key.name}")
-        print_line(f"  {_validity_text(each, now)}")
-    print_line(f"{path}: {len(ring)} keys")
-
-
-def _validity_text(entry: KeyEntry, now: int) -> str:
-    parts = [f"valid from {format_utc(entry.valid_from)}"]
-    if entry.retired_from is not None:
-        parts.append(f"retired from {format_utc(entry.retired_from)}")
-    if entry.revoked_from is not None:
-        parts.append(f"revoked from {format_utc(entry.revoked_from)}")
-    standing = entry.standing(now)
-    return ", ".join(parts) + ("" if standing is KeyStatus.USABLE else f" ({standing.value} now)")
 
 
 _HELP = """Make signing keys, and maintain the ring of trusted keys. Spends nothing.
@@ -212,12 +183,8 @@ def list_keys(ring: RingOption = DEFAULT_RING, as_json: JsonOption = False) -> N
       lamina keys list
       lamina keys list --keys trusted.json --json
     """
-    opened, now = KeyRing.load(ring), int(time.time())
-    if as_json:
-        rows = [key_json(each, now) for each in opened]
-        print_json({"ring": str(ring), "version": opened.version.hex(), "keys": rows})
-        return
-    print_line(key_table(opened, now) or f"'{ring}' has no keys.")
+    opened = KeyRing.load(ring)
+    print_keys(opened, ring, opened, as_json)
 
 
 def show_key(
@@ -239,12 +206,9 @@ def show_key(
         known = KeyRing.load(ring).find(name)
         key = known.key
     figures = None if known is None else key_json(known, int(time.time()))
-    if as_json:
-        print_json({"id": key.name, "x": key.x.hex(), "ring": figures})
-        return
     listed = {"id": key.name, "x": key.x.hex(), **(figures or {"ring": f"not in '{ring}'"})}
     lines = [[word.replace("_", " "), field_text(value)] for word, value in listed.items()]
-    print_line(columns(lines, left=2))
+    print_answer({"id": key.name, "x": key.x.hex(), "ring": figures}, columns(lines, left=2), as_json)
 
 
 def add_key(
@@ -275,7 +239,7 @@ def add_key(
         entry = opened.add(
             key, label=path.stem if label is None else label, role=role, valid_from=since, algorithms=algorithms
         )
-    print_changed_keys(opened, ring, [entry], as_json)
+    print_keys(opened, ring, [entry], as_json)
 
 
 def rotate_key(
@@ -300,7 +264,7 @@ def rotate_key(
     with KeyRing.editing(ring) as opened:
         retiring = opened.find(old)
         added = opened.rotate(retiring.id, key, at=_parse_time_or_now(at), label=label)
-    print_changed_keys(opened, ring, [opened.find(retiring.key.name), added], as_json)
+    print_keys(opened, ring, [opened.find(retiring.key.name), added], as_json)
 
 
 def revoke_key(
@@ -321,7 +285,7 @@ def revoke_key(
     """
     with KeyRing.editing(ring) as opened:
         revoked = opened.revoke(opened.find(name).id, at=_parse_time_or_now(at))
-    print_changed_keys(opened, ring, [revoked], as_json)
+    print_keys(opened, ring, [revoked], as_json)
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {

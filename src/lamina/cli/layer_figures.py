@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,9 +149,7 @@ def _reached_norms(plan: StepPlan, measure: Measure, sizes: ReachedSizes) -> Arr
     return np.asarray(np.array(measure.norms) * np.sqrt(part))
 
 
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
 _BAR_WIDTH = 14
-_LOG_SCALE_FROM = 1000.0
 
 
 def layer_table(plan: StepPlan, rows: Sequence[LayerFigures]) -> str:
@@ -172,48 +170,23 @@ def layer_table(plan: StepPlan, rows: Sequence[LayerFigures]) -> str:
 
 
 def layer_bars(rows: Sequence[LayerFigures]) -> str:
-    """Bars from input to output: share of the budget, noise S, signal to noise, Δ where it was measured.
-
-    Lengths are in proportion; where figures differ by more than a thousand, in proportion to their logarithm.
-    """
-    shown: list[tuple[str, list[float | None], list[str]]] = [
-        ("share", [row.share for row in rows], [percent_text(row.share) for row in rows]),
-        ("noise S", [row.noise for row in rows], [three_digits(row.noise) for row in rows]),
-        ("S/N", [row.signal_to_noise for row in rows], [three_digits(row.signal_to_noise) for row in rows]),
-    ]
-    if any(row.tight is not None for row in rows):
-        shown.append(("Δ tight", [row.tight for row in rows], [three_digits(row.tight) for row in rows]))
-    titles = ["layer"]
-    table: list[list[str]] = [[row.name] for row in rows]
-    for title, values, texts in shown:
-        if title != "share" and (logs := _log_scaled(values)) is not None:
-            title, values = f"{title} (log)", logs
-        most = max((value for value in values if value is not None), default=0.0)
-        wide = max(map(len, texts))
-        titles.append(title)
-        for cells, value, text in zip(table, values, texts, strict=True):
-            cells.append(f"{text.rjust(wide)} {text_bar(value or 0.0, most)}".ljust(wide + 1 + _BAR_WIDTH))
-    return columns([titles, *table], left=len(titles))
-
-
-def _log_scaled(values: Sequence[float | None]) -> list[float | None] | None:
-    """Orders of magnitude above a tenth of the least, where figures differ by more than a thousand."""
-    some = [value for value in values if value is not None and value > 0]
-    if not some or max(some) <= _LOG_SCALE_FROM * min(some):
-        return None
-    return [math.log10(10 * value / min(some)) if value is not None and value > 0 else None for value in values]
+    """Bars from input to output: share of the budget, noise S, signal to noise, Δ where it was measured."""
+    table = [["layer", *(row.name for row in rows)]]
+    for title, values, _ in _series(rows):
+        texts = [percent_text(value or 0.0) if title == "share" else three_digits(value) for value in values]
+        wide, most = max(map(len, texts)), max(value or 0.0 for value in values)
+        bars = [text_bar(value or 0.0, most).ljust(_BAR_WIDTH) for value in values]
+        table.append([title, *(f"{text:>{wide}} {bar}" for text, bar in zip(texts, bars, strict=True))])
+    return columns(list(zip(*table, strict=True)), left=len(table))
 
 
 def text_bar(value: float, most: float, wide: int = _BAR_WIDTH) -> str:
-    """A bar whose length is value/most of `wide` characters, in eighths.
+    """A bar whose length is value/most of `wide` characters; one at least for what is not 0.
 
     >>> text_bar(1.0, 2.0, 4), text_bar(0.0, 1.0, 4)
     ('██', '')
     """
-    if not most > 0 or not value > 0:
-        return ""
-    eighths = max(1, round(8 * wide * min(1.0, value / most)))
-    return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8]).rstrip()
+    return "█" * max(1, round(wide * min(1.0, value / most))) if value > 0 and most > 0 else ""
 
 
 def three_digits(value: float | None) -> str:
@@ -227,17 +200,13 @@ def percent_text(share: float) -> str:
 
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf", ".html")
-_BLUE, _GREY, _GREEN, _BROWN = "#1f6f8b", "#b9b4a7", "#0b6e4f", "#8c2d04"
 
 
 def check_picture(path: Path) -> None:
     """Refuse a file name without a known format, before anything is computed."""
     if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise PlanError(
-            "cli.picture-format-not-known",
-            f"picture '{path}' has no known format",
-            f"end it in {', '.join(PICTURE_SUFFIXES)}",
-        )
+        problem = f"picture '{path}' has no known format"
+        raise PlanError("cli.picture-format-not-known", problem, f"end it in {', '.join(PICTURE_SUFFIXES)}")
 
 
 def draw_plan(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[str], path: Path) -> None:
@@ -249,45 +218,30 @@ def draw_plan(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[st
         else:
             _plot(plan, rows, path)
     except OSError as error:
-        raise PlanError(
-            "cli.file-not-writable",
-            f"the picture '{path}' cannot be written: {error}",
-            "name a file that can be written",
-        ) from error
+        problem = f"the picture '{path}' cannot be written: {error}"
+        raise PlanError("cli.file-not-writable", problem, "name a file that can be written") from error
 
 
 def _plot(plan: StepPlan, rows: Sequence[LayerFigures], path: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise LaminaError(
-            "cli.matplotlib-missing",
-            "matplotlib is not installed",
-            "pip install 'lamina[plot]', or --picture FILE.html, which needs nothing",
-        ) from error
+        problem = "matplotlib is not installed"
+        remedy = "pip install 'lamina[plot]', or --picture FILE.html, which needs nothing"
+        raise LaminaError("cli.matplotlib-missing", problem, remedy) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    measured = any(row.tight is not None for row in rows)
-    panels = 4 if measured else 3
-    places = range(len(rows))
-    figure, axes = plt.subplots(
-        panels, 1, figsize=(max(6.0, 0.35 * len(rows) + 2), 2.0 * panels + 1), sharex=True, layout="constrained"
-    )
-    for axis, title, values, colour in zip(axes, *_series(rows), strict=False):
-        axis.bar(places, values, color=colour)
+    series, places = _series(rows), range(len(rows))
+    size = (max(6.0, 0.35 * len(rows) + 2), 2.0 * len(series) + 1)
+    figure, axes = plt.subplots(len(series), 1, figsize=size, sharex=True, layout="constrained")
+    for axis, (title, values, colour) in zip(axes, series, strict=True):
+        axis.bar(places, [value or 0.0 for value in values], color=colour)
         axis.set_ylabel(title)
-    axes[2].axhline(1.0, color="black", linewidth=0.8)
-    _use_log_axis(axes[1], [row.noise for row in rows])
-    _use_log_axis(axes[2], [row.signal_to_noise or 0.0 for row in rows])
-    if measured:
-        axes[3].plot(places, [row.worst for row in rows], "o-", color=_GREY, label="global")
-        axes[3].plot(places, [row.tight for row in rows], "o-", color=_BLUE, label="tight")
-        axes[3].set_yscale("log")
-        axes[3].set_ylabel("Δ")
-        axes[3].legend(fontsize=8)
-    for axis in axes:
         axis.grid(axis="y", alpha=0.25)
+        if title != "share":
+            axis.set_yscale("log")
+    axes[2].axhline(1.0, color="black", linewidth=0.8)
     axes[-1].set_xticks(list(places), [row.name for row in rows], rotation=60, ha="right", fontsize=7)
     axes[-1].set_xlabel("layers, from input to output")
     figure.suptitle(_title(plan), fontsize=10)
@@ -295,19 +249,17 @@ def _plot(plan: StepPlan, rows: Sequence[LayerFigures], path: Path) -> None:
     plt.close(figure)
 
 
-def _series(rows: Sequence[LayerFigures]) -> tuple[tuple[str, ...], tuple[list[float], ...], tuple[str, ...]]:
-    return (
-        ("share of the budget", "noise S", "signal to noise"),
-        ([row.share for row in rows], [row.noise for row in rows], [row.signal_to_noise or 0.0 for row in rows]),
-        (_BLUE, _BROWN, _GREEN),
-    )
-
-
-def _use_log_axis(axis: Any, values: Sequence[float]) -> None:
-    """A logarithmic axis where bars differ by more than a factor of 30."""
-    some = [value for value in values if value > 0]
-    if some and max(some) > 30 * min(some):
-        axis.set_yscale("log")
+def _series(rows: Sequence[LayerFigures]) -> list[tuple[str, list[float | None], str]]:
+    """Title, figures and colour of what is drawn of every layer."""
+    shown: list[tuple[str, list[float | None], str]] = [
+        ("share", [row.share for row in rows], "#1f6f8b"),
+        ("noise S", [row.noise for row in rows], "#8c2d04"),
+        ("S/N", [row.signal_to_noise for row in rows], "#0b6e4f"),
+    ]
+    if any(row.tight is not None for row in rows):
+        shown.append(("Δ tight", [row.tight for row in rows], "#1f6f8b"))
+        shown.append(("Δ global", [row.worst for row in rows], "#b9b4a7"))
+    return shown
 
 
 def _title(plan: StepPlan) -> str:
@@ -338,23 +290,16 @@ pre {{ background: #f5f5f2; padding: 1rem; overflow-x: auto; font-size: .8rem }}
 
 
 def _html_page(plan: StepPlan, rows: Sequence[LayerFigures], reasons: Sequence[str]) -> str:
-    shown: list[tuple[str, list[float], list[str], str]] = [
-        (title, values, [percent_text(v) if title.startswith("share") else three_digits(v) for v in values], colour)
-        for title, values, colour in zip(*_series(rows), strict=True)
-    ]
-    if rows and rows[0].tight is not None:
-        for title, values, colour in (
-            ("Δ tight", [row.tight or 0.0 for row in rows], _BLUE), ("Δ global", [row.worst or 0.0 for row in rows], _GREY),
-        ):  # fmt: skip
-            shown.append((title, values, [three_digits(value) for value in values], colour))
-    head = "<th>layer</th><th>parameters</th>" + "".join(f'<th colspan="2">{title}</th>' for title, *_ in shown)
+    series = _series(rows)
+    head = "<th>layer</th><th>parameters</th>" + "".join(f'<th colspan="2">{title}</th>' for title, *_ in series)
     lines = []
     for i, row in enumerate(rows):
         cells = [f"<td>{html.escape(row.name)}</td><td>{row.size:,}</td>"]
-        for _, values, texts, colour in shown:
-            width = 100 * values[i] / (max(values) or 1.0)
-            cells.append(f"<td>{texts[i]}</td>")
-            cells.append(f'<td class="bar"><i style="width:{width:.1f}%;background:{colour}"></i></td>')
+        for title, values, colour in series:
+            width = 100 * (values[i] or 0.0) / (max(value or 0.0 for value in values) or 1.0)
+            text = percent_text(row.share) if title == "share" else three_digits(values[i])
+            bar = f'<td class="bar"><i style="width:{width:.1f}%;background:{colour}"></i></td>'
+            cells.append(f"<td>{text}</td>{bar}")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return _HTML_TEMPLATE.format(
         title=html.escape(_title(plan)),

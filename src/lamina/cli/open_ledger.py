@@ -16,7 +16,7 @@ from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.corpus_terms import CorpusTerms, check_corpus_terms, policy_in_force
 from lamina.ledger.governance_records import loosened
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.store.sqlite import is_postgres_url, make_store
+from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, make_store
 from lamina.ledger.writer import Ledger
 from lamina.spend.spend_ledger import SpendLedger
 
@@ -35,11 +35,9 @@ def find_ledgers(where: str) -> list[str]:
         found = [where] * path.is_file()
     if found:
         return found
-    raise RunError(
-        "cli.ledger-missing",
-        f"'{where}' has no ledger",
-        f"give a ledger, or a folder with NAME{SUFFIX} in it; runs write theirs beside their folders",
-    )
+    problem = f"'{where}' has no ledger"
+    remedy = f"give a ledger, or a folder with NAME{SUFFIX} in it; runs write theirs beside their folders"
+    raise RunError("cli.ledger-missing", problem, remedy)
 
 
 @contextmanager
@@ -81,11 +79,9 @@ def check_policy_not_looser(ledger: Ledger, contract: CorpusTerms) -> None:
     change = contract.change(before)
     looser = change and loosened(before.floors, before.presets, change.floors, change.presets)
     if looser:
-        raise LedgerError(
-            "cli.policy-protects-less",
-            f"this policy protects less than the ledger {ledger.name} promises: {'; '.join(looser)}",
-            "keep what was promised, or have two parties sign the change: lamina ledger policy",
-        )
+        problem = f"this policy protects less than the ledger {ledger.name} promises: {'; '.join(looser)}"
+        remedy = "keep what was promised, or have two parties sign the change: lamina ledger policy"
+        raise LedgerError("cli.policy-protects-less", problem, remedy)
 
 
 def _resolve_link(where: str) -> str:

@@ -21,7 +21,7 @@ from lamina.errors import EngineError, PlanError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.selection import planned_noised_sizes
-from lamina.train.user_errors import user_code
+from lamina.train.run_output import user_code
 
 if TYPE_CHECKING:
     from lamina.sensitivity.measure import Measure
@@ -72,11 +72,8 @@ class MeasureOptions:
             try:
                 made.save(self.save)
             except OSError as error:
-                raise PlanError(
-                    "cli.file-not-writable",
-                    f"the measure cannot be written to '{self.save}': {error}",
-                    "name a file in a folder that exists",
-                ) from error
+                problem = f"the measure cannot be written to '{self.save}': {error}"
+                raise PlanError("cli.file-not-writable", problem, "name a file in a folder that exists") from error
         return made
 
     def _measured(self, name: str, model: nn.Module, stack: LayerStack) -> Measure:
@@ -98,21 +95,15 @@ class MeasureOptions:
             proxy = "simulated: Gaussian inputs, labels at random"
             return measure(model, stack, x=x, y=y, losses_of=self._losses(model), proxy=proxy, **common)
         if self.shape is not None:
-            raise PlanError(
-                "cli.input-not-needed",
-                f"--input is '{self.shape}', but '{data}' has a shape of its own",
-                "leave --input out",
-            )
+            problem = f"--input is '{self.shape}', but '{data}' has a shape of its own"
+            raise PlanError("cli.input-not-needed", problem, "leave --input out")
         x, y = _as_pair(by_name.call_factory(by_name.import_by_name(data, "proxy"), f"proxy '{data}'"), data)
         proxy = f"{source}: {data}"
         if self.loss is None and y is None:
             return measure(model, stack, x=x, proxy=proxy, **common)
         if self.loss is None:
-            raise PlanError(
-                "cli.proxy-needs-loss",
-                f"proxy '{data}' returned (x, y), but no loss is given",
-                "give --loss cross_entropy, …",
-            )
+            problem = f"proxy '{data}' returned (x, y), but no loss is given"
+            raise PlanError("cli.proxy-needs-loss", problem, "give --loss cross_entropy, …")
         y = x if y is None else y
         return measure(model, stack, x=x, y=y, losses_of=self._losses(model), proxy=proxy, **common)
 
@@ -132,18 +123,12 @@ def parse_shape(text: str | None, model: str) -> tuple[int, ...]:
     if text is None:
         if model in by_name.MODEL_INPUT_SHAPES:
             return by_name.MODEL_INPUT_SHAPES[model]
-        raise PlanError(
-            "cli.input-shape-missing",
-            f"the input shape of model '{model}' is not known",
-            "give --input, one example without the batch axis: 12,256",
-        )
+        problem = f"the input shape of model '{model}' is not known"
+        raise PlanError("cli.input-shape-missing", problem, "give --input, one example without the batch axis: 12,256")
     parts = text.replace("x", ",").split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise PlanError(
-            "cli.input-shape-malformed",
-            f"--input is '{text}', must be whole numbers > 0",
-            "give one example without the batch axis: --input 12,256",
-        )
+        problem = f"--input is '{text}', must be whole numbers > 0"
+        raise PlanError("cli.input-shape-malformed", problem, "give one example without the batch axis: --input 12,256")
     return tuple(map(int, parts))
 
 
@@ -152,11 +137,8 @@ def random_labels(loss: str, output: Tensor, x: Tensor, generator: torch.Generat
     n, inner = len(x), output.shape[1:]
     if loss == "cross_entropy":
         if not inner:
-            raise PlanError(
-                "cli.loss-needs-class-scores",
-                "the model gives one number per example, not one per class",
-                "use --loss bce or mse",
-            )
+            problem = "the model gives one number per example, not one per class"
+            raise PlanError("cli.loss-needs-class-scores", problem, "use --loss bce or mse")
         return torch.randint(inner[0], (n, *inner[1:]), generator=generator)
     if loss == "bce":
         return torch.randint(2, (n, *inner), generator=generator).float()
@@ -170,11 +152,9 @@ def _model_output(model: nn.Module, example: Tensor) -> Tensor:
         output = model.eval()(example)
     model.train(training)
     if not isinstance(output, Tensor):
-        raise PlanError(
-            "cli.output-not-tensor",
-            f"the model gives a {type(output).__name__}, not a tensor",
-            "measure it in Python: lamina.sensitivity.measure(model, stack, x=…, losses_of=…).save(FILE)",
-        )
+        problem = f"the model gives a {type(output).__name__}, not a tensor"
+        remedy = "measure it in Python: lamina.sensitivity.measure(model, stack, x=…, losses_of=…).save(FILE)"
+        raise PlanError("cli.output-not-tensor", problem, remedy)
     return output
 
 

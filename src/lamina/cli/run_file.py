@@ -38,23 +38,16 @@ def check_required_keys(data: Mapping[str, Any], source: str) -> None:
         tables = [key for key, value in data.items() if isinstance(value, dict)]
         strayed = [f"[{t}]" for t in tables for key in missing if key in data[t]]
         hint = f" (a key below {strayed[0]} belongs to that table)" if strayed else ""
-        raise PlanError(
-            "cli.run-keys-missing",
-            f"{source} lacks {', '.join(missing)}{hint}",
-            "add " + "; ".join(_REQUIRED_KEYS[key] for key in missing) + "; keys go above the first [table]",
-        )
+        problem = f"{source} lacks {', '.join(missing)}{hint}"
+        remedy = "add " + "; ".join(_REQUIRED_KEYS[key] for key in missing) + "; keys go above the first [table]"
+        raise PlanError("cli.run-keys-missing", problem, remedy)
     if ("steps" in data) == ("epochs" in data):
-        raise PlanError(
-            "cli.steps-or-epochs",
-            f"{source}: steps is {data.get('steps', 'missing')} and epochs is {data.get('epochs', 'missing')}",
-            "give exactly one of them: steps = 1000, or epochs = 20",
-        )
+        problem = f"{source}: steps is {data.get('steps', 'missing')} and epochs is {data.get('epochs', 'missing')}"
+        raise PlanError("cli.steps-or-epochs", problem, "give exactly one of them: steps = 1000, or epochs = 20")
     if "epsilon" in data and "rho" in data:
-        raise PlanError(
-            "cli.epsilon-or-rho",
-            f"{source}: epsilon is {data['epsilon']} and rho is {data['rho']}",
-            "give one of them: epsilon for the policy's accountant, rho for zCDP",
-        )
+        problem = f"{source}: epsilon is {data['epsilon']} and rho is {data['rho']}"
+        remedy = "give one of them: epsilon for the policy's accountant, rho for zCDP"
+        raise PlanError("cli.epsilon-or-rho", problem, remedy)
 
 
 def check_admit_table(data: Mapping[str, Any], source: str) -> None:
@@ -63,21 +56,16 @@ def check_admit_table(data: Mapping[str, Any], source: str) -> None:
     if "admit" not in data or not isinstance(table, dict):
         return
     if (kind := table.get("kind")) != "folder":
-        raise PlanError(
-            "cli.admit-needs-folder",
-            f"{source}: [admit] needs a signature beside each payload, but data.kind is {kind!r}",
-            'use kind = "folder" with ID/payload.npz, signed by lamina attest; or remove [admit]',
-        )
+        problem = f"{source}: [admit] needs a signature beside each payload, but data.kind is {kind!r}"
+        remedy = 'use kind = "folder" with ID/payload.npz, signed by lamina attest; or remove [admit]'
+        raise PlanError("cli.admit-needs-folder", problem, remedy)
     for key, why in (
         ("class", "each contribution has the class that it signed"),
         ("version", "signed commitments identify the data"),
     ):
         if key in table:
-            raise PlanError(
-                "cli.data-key-with-admit",
-                f"{source}: data.{key} is {table[key]!r}, but with [admit] {why}",
-                f"remove data.{key}",
-            )
+            problem = f"{source}: data.{key} is {table[key]!r}, but with [admit] {why}"
+            raise PlanError("cli.data-key-with-admit", problem, f"remove data.{key}")
 
 
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
@@ -285,11 +273,9 @@ class RunFile(BaseModel):
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(
-                "cli.run-file-unreadable",
-                f"run file '{path}' cannot be read: {error}",
-                "make one: lamina train --template > RUN.toml",
-            ) from error
+            problem = f"run file '{path}' cannot be read: {error}"
+            remedy = "make one: lamina train --template > RUN.toml"
+            raise PlanError("cli.run-file-unreadable", problem, remedy) from error
         return cls.parse(text, source=str(path))
 
     @classmethod

@@ -240,11 +240,8 @@ def _release(ledgers: list[str], where: str, name: str, lost: bool) -> tuple[str
     found = [name] if name in labels else [run for run, label in labels.items() if name and name == label]
     found = found or [run for run in labels if name and run.startswith(name)]
     if not found:
-        raise RunError(
-            "cli.run-not-found",
-            f"'{printable_location(where)}' has no run {name!r}",
-            f"lamina spend {quote(printable_location(where))} lists them",
-        )
+        problem = f"'{printable_location(where)}' has no run {name!r}"
+        raise RunError("cli.run-not-found", problem, f"lamina spend {quote(printable_location(where))} lists them")
     if len(found) > 1:
         listed = ", ".join(run_name(run, labels[run]) for run in found[:5])
         raise RunError("cli.run-ambiguous", f"{name!r} fits {len(found)} runs: {listed}", "give more digits of its id")

@@ -61,6 +61,11 @@ def print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def print_answer(value: dict[str, Any], text: str, as_json: bool) -> None:
+    """The result of a command: an object for machines, or text for people."""
+    print_json(value) if as_json else print_line(text)
+
+
 def refusal_json(error: LaminaError) -> dict[str, str]:
     """A refusal as machines read it."""
     return {"refused": error.problem, "remedy": error.remedy, "code": error.code}

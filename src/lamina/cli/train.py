@@ -20,8 +20,8 @@ from lamina.allocate.make_plan import make_plan
 from lamina.cli import by_name, run_file
 from lamina.cli.admit import admission_page
 from lamina.cli.by_name import make_loss, make_optimizer, make_scheduler
-from lamina.cli.explain import admission_notes, plan_notes, requested_epsilon, rules_in_words
-from lamina.cli.open_ledger import check_policy_not_looser, ledger_exists, read_only_register, read_spend
+from lamina.cli.explain import NOT_SIGNED, plan_notes, requested_epsilon, rules_in_words
+from lamina.cli.open_ledger import check_policy_not_looser, read_only_register, read_spend
 from lamina.cli.run_file import AdmitTable, DataTable, EvaluateTable, RunFile
 from lamina.cli.terminal import (
     JsonOption,
@@ -38,9 +38,9 @@ from lamina.cli.terminal import (
 )
 from lamina.corpus.admitted import AdmittedCorpus, Gate
 from lamina.corpus.corpus import Corpus
-from lamina.errors import AdmissionError, CorpusError, LaminaError, PlanError, RunError
+from lamina.errors import CorpusError, LaminaError, RunError
 from lamina.ledger.corpus_terms import CorpusTerms, ledger_key_path, open_or_create
-from lamina.ledger.store.sqlite import is_postgres_url, printable_location
+from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, printable_location
 from lamina.ledger.writer import Ledger
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
@@ -75,7 +75,7 @@ class PlannedRun:
         plan = make_plan(
             LayerStack.from_model(model), policy, batch=file.batch, steps=file.steps, epochs=file.epochs,
             allocate=file.allocate.policy, epsilon=file.epsilon, rho=file.rho, clipping=file.clipping,
-            measure=None if file.measure is None else _load_measure(beside / file.measure, file.measure),
+            measure=None if file.measure is None else _load_measure(beside, file.measure),
         )  # fmt: skip
         return cls(file=file, beside=beside, policy=policy, model=model, plan=plan)
 
@@ -97,13 +97,8 @@ class PlannedRun:
         """The key that signs the ledger, if the file names one; else it lies beside the ledger."""
         if (given := self.file.ledger_key) is None:
             return None
-        if not (self.beside / given).exists():
-            raise RunError(
-                "cli.file-missing",
-                f"ledger_key is '{given}', but there is no '{self.beside / given}'",
-                f"paths are relative to the run file; make a key: lamina keys new {given}",
-            )
-        return open_private_key(self.beside / given, None)
+        path = _existing_file(self.beside, "ledger_key", given, f"; make a key: lamina keys new {given}")
+        return open_private_key(path, None)
 
     def corpus(self, ledger: str, *, look: bool = False) -> tuple[Corpus, Ledger | None]:
         """The contributions of the run; and the ledger that records them, if they are admitted by signature.
@@ -151,16 +146,19 @@ class PlannedRun:
         return given
 
 
-def _load_measure(path: Path, name: str) -> Measure:
+def _existing_file(beside: Path, key: str, name: str, hint: str = "") -> Path:
+    """The file or folder that a key of the run file names."""
+    if not (path := beside / name).exists():
+        problem = f"{key} is '{name}', but there is no '{path}'"
+        raise RunError("cli.file-missing", problem, f"paths are relative to the run file{hint}")
+    return path
+
+
+def _load_measure(beside: Path, name: str) -> Measure:
     from lamina.sensitivity.measure import Measure
 
-    if not path.exists():
-        raise PlanError(
-            "cli.file-missing",
-            f"measure is '{name}', but there is no '{path}'",
-            f"paths are relative to the run file; make one: lamina plan policy.toml … --proxy gaussian --save-measure {name}",
-        )
-    return Measure.load(path)
+    hint = f"; make one: lamina plan policy.toml … --proxy gaussian --save-measure {name}"
+    return Measure.load(_existing_file(beside, "measure", name, hint))
 
 
 def read_corpus(data: DataTable, policy: Policy, beside: Path) -> Corpus:
@@ -170,13 +168,7 @@ def read_corpus(data: DataTable, policy: Policy, beside: Path) -> Corpus:
     try:
         if data.factory is not None:
             return _corpus_of_factory(data.factory, data, common, beside)
-        path = beside / (data.path or "")
-        if not path.exists():
-            raise CorpusError(
-                "cli.file-missing",
-                f"path is '{data.path}', but there is no '{path}'",
-                "paths are relative to the run file",
-            )
+        path = _existing_file(beside, "data.path", data.path or "")
         if data.kind == "folder":
             return Corpus.of_folder(path, **common)
         common |= {"unit": data.unit, "subject": data.subject, "y": data.y}
@@ -194,14 +186,8 @@ def admit_corpus(
     data: DataTable, table: AdmitTable, policy: Policy, beside: Path, ledger: Ledger | Register | None = None
 ) -> Corpus:
     """The contributions of a folder that the gate admits. The key ring is read again at every segment."""
-    path = beside / (data.path or "")
-    if not (beside / table.keys).exists():
-        raise AdmissionError(
-            "cli.file-missing",
-            f"admit.keys is '{table.keys}', but there is no '{beside / table.keys}'",
-            "paths are relative to the run file; lamina keys add makes a key ring",
-        )
-    gate = Gate(policy, beside / table.keys, processes=table.processes)
+    ring = _existing_file(beside, "admit.keys", table.keys, "; lamina keys add makes a key ring")
+    gate, path = Gate(policy, ring, processes=table.processes), beside / (data.path or "")
     with progress_bar("checking signatures") as tick:
         return gate.admit(
             path, ledger, on_refusal=table.on_refusal, examples_per_unit=data.examples_per_unit, progress=tick
@@ -225,11 +211,9 @@ def _corpus_of_factory(name: str, data: DataTable, common: Mapping[str, Any], be
                 "remove it, and give it to the Corpus",
             )
     if made.policy != common["policy"]:
-        raise CorpusError(
-            "cli.corpus-of-other-policy",
-            f"data factory '{name}' returned a Corpus under {'no' if made.policy is None else 'another'} policy",
-            "take the run's policy: def data(policy): return lamina.Corpus(x, y, unit=…, policy=policy)",
-        )
+        problem = f"data factory '{name}' returned a Corpus under {'no' if made.policy is None else 'another'} policy"
+        remedy = "take the run's policy: def data(policy): return lamina.Corpus(x, y, unit=…, policy=policy)"
+        raise CorpusError("cli.corpus-of-other-policy", problem, remedy)
     return made
 
 
@@ -259,7 +243,7 @@ def print_admission(trainer: Trainer, say: Callable[[str], None]) -> tuple[str, 
     if isinstance(corpus, AdmittedCorpus):
         found = admission_page(corpus.admission, corpus.resolution(trainer.plan, trainer.max_occurrences))
         say(f"{found}\n")
-    return admission_notes(corpus)
+    return () if corpus.admission is not None else (NOT_SIGNED,)
 
 
 def outcome_json(outcome: Outcome, planned: PlannedRun, corpus: Corpus, ledger: str) -> dict[str, Any]:

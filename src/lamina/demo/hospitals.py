@@ -112,11 +112,8 @@ def make_new_folder(wanted: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LaminaError(
-            "cli.file-not-writable",
-            f"the folder '{folder}' cannot be made: {error.strerror or error}",
-            "choose another: lamina demo --folder PATH",
-        ) from error
+        problem = f"the folder '{folder}' cannot be made: {error.strerror or error}"
+        raise LaminaError("cli.file-not-writable", problem, "choose another: lamina demo --folder PATH") from error
     return folder
 
 

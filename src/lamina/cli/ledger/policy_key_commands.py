@@ -210,11 +210,9 @@ def _terms_of_policy(book: Ledger, file: Path) -> CorpusTerms:
     """The terms of the policy, if it is of this ledger's corpus."""
     contract, header = CorpusTerms.of_policy(PolicyFile.load(file)), book.header
     if contract.origin != header.origin:
-        raise LedgerError(
-            "cli.policy-of-other-corpus",
-            f"'{file}' is the policy of {contract.origin!r}, the ledger is of {header.origin!r}",
-            "give the ledger of this corpus: one ledger, one corpus",
-        )
+        problem = f"'{file}' is the policy of {contract.origin!r}, the ledger is of {header.origin!r}"
+        remedy = "give the ledger of this corpus: one ledger, one corpus"
+        raise LedgerError("cli.policy-of-other-corpus", problem, remedy)
     if (contract.accountant, contract.delta) != (header.accountant, header.delta):
         raise LedgerError(
             "cli.policy-changes-accounting",
@@ -242,11 +240,9 @@ def _signatures(
             if party.role in _POLICY_SIGNERS and len(data) == _SIGNATURE_BYTES and party.public.verify(message, data)
         ]
         if not who:
-            raise LedgerError(
-                "cli.signature-not-valid",
-                f"'{path}' is not a signature of this change by a key of the ledger or an auditor",
-                "write the proposal again (--propose), and have that one signed",
-            )
+            problem = f"'{path}' is not a signature of this change by a key of the ledger or an auditor"
+            remedy = "write the proposal again (--propose), and have that one signed"
+            raise LedgerError("cli.signature-not-valid", problem, remedy)
         found[who[0]] = data
     return [PartySignature(key=kid, signature=made) for kid, made in found.items()]
 
@@ -255,11 +251,9 @@ def _check_may_sign(parties: KeyState, key: PrivateKey, now: int) -> None:
     known = parties.get(key.public.id)
     if known is None or known.role not in _POLICY_SIGNERS:
         role = "is not one of the ledger" if known is None else f"is for {known.role.name.lower()}"
-        raise LedgerError(
-            "cli.key-cannot-sign-policy",
-            f"key {key.public.name[:16]} {role}, and cannot sign a policy",
-            "give the ledger's own or an auditor's key: lamina ledger key LEDGER lists them",
-        )
+        problem = f"key {key.public.name[:16]} {role}, and cannot sign a policy"
+        remedy = "give the ledger's own or an auditor's key: lamina ledger key LEDGER lists them"
+        raise LedgerError("cli.key-cannot-sign-policy", problem, remedy)
     if (wrong := parties.problem_with(key.public.id, now)) is not None:
         raise LedgerError(
             "cli.key-not-valid-now", f"key {key.public.name[:16]} {wrong}", "give a key that is valid now"
@@ -298,11 +292,8 @@ def _read_proposal(path: Path, data: bytes, origin: str) -> PolicyChange:
         ) from None
     assert isinstance(found, PolicyChange)
     if named != origin:
-        raise LedgerError(
-            "cli.proposal-of-other-ledger",
-            f"'{path}' is for the ledger {str(named)[:80]!r}, this is {origin!r}",
-            "give its ledger",
-        )
+        problem = f"'{path}' is for the ledger {str(named)[:80]!r}, this is {origin!r}"
+        raise LedgerError("cli.proposal-of-other-ledger", problem, "give its ledger")
     if dataclasses.replace(found, signatures=()).message(origin) != data:
         raise LedgerError(
             "cli.policy-proposal-malformed", f"'{path}' is not a proposal of a policy", "write one with --propose"
@@ -417,11 +408,9 @@ def key(
     with open_ledger(ledger, signer=private) as book:
         event = _key_event(book, action, given, role, name, book.now() if at is None else parse_time(at))
         if event.change is KeyChange.REVOKE and event.target == private.public.id:
-            raise LedgerError(
-                "cli.key-revokes-itself",
-                f"key {private.public.name[:16]} cannot sign its own revocation",
-                "rotate to another key, and revoke this one with the new key",
-            )
+            problem = f"key {private.public.name[:16]} cannot sign its own revocation"
+            remedy = "rotate to another key, and revoke this one with the new key"
+            raise LedgerError("cli.key-revokes-itself", problem, remedy)
         book.check_signs([event])
         (seq,) = book.append([event])
         size = notes.parse_checkpoint(book.checkpoint())[0].size
@@ -454,11 +443,9 @@ def find_ledger_key(parties: KeyState, name: str) -> Key:
         found = found or [each for each in keys if each.name == name]
     if len(found) != 1:
         which = "no key" if not found else f"{len(found)} keys"
-        raise LedgerError(
-            "cli.key-not-found",
-            f"{name!r} means {which} of the ledger",
-            f"give its id, or the first {_MIN_ID_DIGITS} hex digits or more: lamina ledger key LEDGER lists them",
-        )
+        problem = f"{name!r} means {which} of the ledger"
+        remedy = f"give its id, or the first {_MIN_ID_DIGITS} hex digits or more: lamina ledger key LEDGER lists them"
+        raise LedgerError("cli.key-not-found", problem, remedy)
     return found[0]
 
 

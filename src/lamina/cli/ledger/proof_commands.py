@@ -10,7 +10,6 @@ import typer
 from rich.markup import escape
 
 from lamina.admit import keys
-from lamina.admit import keys as files
 from lamina.admit.keys import format_utc
 from lamina.cli.open_ledger import LEAF_HELP, contribution_digest, open_ledger, open_view
 from lamina.cli.terminal import (
@@ -24,8 +23,8 @@ from lamina.cli.terminal import (
     err,
     existing_ledger,
     option,
+    print_answer,
     print_json,
-    print_line,
     print_refusal,
     progress_bar,
     refusal_json,
@@ -82,10 +81,8 @@ def verify(
         _check_reachable(place, as_json)
     with progress_bar("replaying") as tick:
         found = audit(place, trust=trusted, seen=known, signatures=not no_signatures, progress=tick)
-    if as_json:
-        print_json({"ledger": printable_location(ledger), **found.to_dict()})
-    else:
-        print_line(verification_page(printable_location(ledger), found))
+    name = printable_location(ledger)
+    print_answer({"ledger": name, **found.to_dict()}, verification_page(name, found), as_json)
     if found.problem is not None:
         err.print(f"[bold red]not verified:[/] {escape(str(found.problem))}", soft_wrap=True)
         raise typer.Exit(1)
@@ -155,14 +152,20 @@ def checkpoint(
         text, leaves = _checkpoint_text(view, size), view.size
     head, note = notes.parse_checkpoint(text)
     signers = [each.name for each in note.signatures]
+    facts = {"ledger": printable_location(ledger), "origin": head.origin, "size": head.size}
+    facts |= {"root": head.root.hex(), "unsigned": leaves - head.size if size is None else None}
+    written = f"{pluralize(head.size, 'leaf', 'leaves')}, signed by {', '.join(signers)}"
+    _print_text({**facts, "signers": signers, "checkpoint": text}, text, output, "the checkpoint", written, as_json)
+
+
+def _print_text(
+    machine: dict[str, Any], text: str, output: Path | None, what: str, written: str, as_json: bool
+) -> None:
+    """Write the text to the file, or print it as it is; `written` is said of the file."""
     if output is not None:
-        keys.replace_file(output, text.encode("utf-8"), "the checkpoint", mode=0o644)
-    if as_json:
-        facts = {"ledger": printable_location(ledger), "origin": head.origin, "size": head.size}
-        facts |= {"root": head.root.hex(), "unsigned": leaves - head.size if size is None else None}
-        print_json({**facts, "signers": signers, "checkpoint": text})
-    elif output is not None:
-        print_line(f"{output}: {pluralize(head.size, 'leaf', 'leaves')}, signed by {', '.join(signers)}")
+        keys.replace_file(output, text.encode("utf-8"), what, mode=0o644)
+    if as_json or output is not None:
+        print_answer(machine, f"{output}: {written}", as_json)
     else:
         sys.stdout.write(text)
 
@@ -174,11 +177,8 @@ def _checkpoint_text(book: LedgerReader, size: int | None) -> str:
         if text is not None and size in (None, notes.parse_checkpoint(text)[0].size):
             return text
     of = "" if size is None else f" of {pluralize(size, 'leaf', 'leaves')}"
-    raise LedgerError(
-        "cli.checkpoint-missing",
-        f"the ledger {book.name} has no checkpoint{of}",
-        "sign one: lamina ledger checkpoint --key",
-    )
+    problem = f"the ledger {book.name} has no checkpoint{of}"
+    raise LedgerError("cli.checkpoint-missing", problem, "sign one: lamina ledger checkpoint --key")
 
 
 def prove(
@@ -205,15 +205,9 @@ def prove(
     with open_view(ledger) as book:
         signed = _checkpoint_text(book, size)
         found = _consistency_proof(book, old, signed) if old is not None else _inclusion_proof(book, str(name), signed)
-    if output is not None:
-        keys.replace_file(output, found["text"].encode("utf-8"), "the proof", mode=0o644)
-    if as_json:
-        print_json({"ledger": printable_location(ledger), **found})
-    elif output is not None:
-        hashes = pluralize(len(found["path"]), "hash", "hashes")
-        print_line(f"{output}: {hashes}, under the checkpoint of {pluralize(found['size'], 'leaf', 'leaves')}")
-    else:
-        sys.stdout.write(found["text"])
+    hashes, of = pluralize(len(found["path"]), "hash", "hashes"), pluralize(found["size"], "leaf", "leaves")
+    machine, written = {"ledger": printable_location(ledger), **found}, f"{hashes}, under the checkpoint of {of}"
+    _print_text(machine, found["text"], output, "the proof", written, as_json)
 
 
 def _inclusion_proof(book: LedgerReader, name: str, signed: str) -> dict[str, Any]:
@@ -221,11 +215,8 @@ def _inclusion_proof(book: LedgerReader, name: str, signed: str) -> dict[str, An
     head, _ = notes.parse_checkpoint(signed)
     hash = leaf_hash(book.raw(seq))
     if seq >= head.size:
-        raise LedgerError(
-            "cli.leaf-not-in-checkpoint",
-            f"leaf {seq} is not in the checkpoint of {pluralize(head.size, 'leaf', 'leaves')}",
-            "sign a newer checkpoint",
-        )
+        problem = f"leaf {seq} is not in the checkpoint of {pluralize(head.size, 'leaf', 'leaves')}"
+        raise LedgerError("cli.leaf-not-in-checkpoint", problem, "sign a newer checkpoint")
     path = book.prove(seq, head.size)
     return {
         "index": seq,
@@ -240,11 +231,8 @@ def _inclusion_proof(book: LedgerReader, name: str, signed: str) -> dict[str, An
 def _consistency_proof(book: LedgerReader, old: int, signed: str) -> dict[str, Any]:
     head, _ = notes.parse_checkpoint(signed)
     if not 0 <= old <= head.size:
-        raise LedgerError(
-            "cli.proof-size-outside-checkpoint",
-            f"--from is {old}, but the checkpoint has {pluralize(head.size, 'leaf', 'leaves')}",
-            "give a size that it has reached",
-        )
+        problem = f"--from is {old}, but the checkpoint has {pluralize(head.size, 'leaf', 'leaves')}"
+        raise LedgerError("cli.proof-size-outside-checkpoint", problem, "give a size that it has reached")
     path = book.consistent(old, head.size)
     lines = [f"old {old}", *map(encode64, path)]
     return {
@@ -295,18 +283,16 @@ def receipt(
         }
     written = {suffix[1:]: str(_with_suffix(output, suffix)) for suffix in parts}
     for suffix, data in parts.items():
-        files.write_new(_with_suffix(output, suffix), data, "the receipt", mode=0o644)
+        keys.write_new(_with_suffix(output, suffix), data, "the receipt", mode=0o644)
     size = Receipt.decode(parts[_COSE_SUFFIX]).size
-    if as_json:
-        print_json({"ledger": printable_location(ledger), "index": seq, "size": size, "files": written})
-    else:
-        print_line(f"receipt of leaf {seq} of {size:,}: {', '.join(written.values())}")
+    made = {"ledger": printable_location(ledger), "index": seq, "size": size, "files": written}
+    print_answer(made, f"receipt of leaf {seq} of {size:,}: {', '.join(written.values())}", as_json)
 
 
 def _check_receipt(prefix: Path, trust: Trust, as_json: bool) -> None:
     """Check both proofs by the trusted keys of their origin."""
     leaf, cose, text = (
-        files.read_small(_with_suffix(prefix, s), "the receipt", most=_MAX_FILE_BYTES)
+        keys.read_small(_with_suffix(prefix, s), "the receipt", most=_MAX_FILE_BYTES)
         for s in (_LEAF_SUFFIX, _COSE_SUFFIX, _TEXT_SUFFIX)
     )
     try:
@@ -316,24 +302,19 @@ def _check_receipt(prefix: Path, trust: Trust, as_json: bool) -> None:
         raise NotVerified(
             "cli.receipt-malformed", f"'{prefix}' is not a receipt: {error.problem}", _ASK_AGAIN
         ) from None
-    keys = trust.keys(found.origin)
-    if not any(receipts.verify_receipt(cose, leaf, key, found.origin) for key in keys):
-        raise NotVerified(
-            "cli.receipt-not-trusted",
-            f"the receipt of {found.origin!r} is not signed by a trusted key, or is of another leaf",
-            _ASK_AGAIN,
-        )
-    named = [NoteKey(found.origin, key) for key in dict.fromkeys(keys)]
+    trusted = trust.keys(found.origin)
+    if not any(receipts.verify_receipt(cose, leaf, key, found.origin) for key in trusted):
+        problem = f"the receipt of {found.origin!r} is not signed by a trusted key, or is of another leaf"
+        raise NotVerified("cli.receipt-not-trusted", problem, _ASK_AGAIN)
+    named = [NoteKey(found.origin, key) for key in dict.fromkeys(trusted)]
     head = proof.verify(leaf, named, origin=found.origin)
     if proof.index != found.index or record.seq != found.index:
         raise NotVerified(
             "cli.receipt-proofs-differ", f"the proofs are of leaves {found.index} and {proof.index}", _ASK_AGAIN
         )
-    if as_json:
-        print_json({"verified": True, "origin": found.origin, "index": found.index, "size": head.size})
-    else:
-        print_line(f"verified: leaf {found.index} of {head.size:,} in {found.origin}, {format_utc(record.time)}")
-        print_line(f"  {describe_leaf(record)}")
+    made = {"verified": True, "origin": found.origin, "index": found.index, "size": head.size}
+    said = f"verified: leaf {found.index} of {head.size:,} in {found.origin}, {format_utc(record.time)}"
+    print_answer(made, f"{said}\n  {describe_leaf(record)}", as_json)
 
 
 _ASK_AGAIN = "get the receipt again, and the keys from whoever is responsible for the ledger"
@@ -368,7 +349,5 @@ def copy(
         book.store.copy(target)
     with open_view(str(target)) as book:
         size = book.size
-    if as_json:
-        print_json({"ledger": printable_location(ledger), "copy": str(target), "size": size})
-        return
-    print_line(f"{target}: {pluralize(size, 'leaf', 'leaves')}")
+    made = {"ledger": printable_location(ledger), "copy": str(target), "size": size}
+    print_answer(made, f"{target}: {pluralize(size, 'leaf', 'leaves')}", as_json)

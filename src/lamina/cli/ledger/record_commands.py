@@ -31,6 +31,7 @@ from lamina.cli.terminal import (
     open_private_key,
     option,
     out,
+    print_answer,
     print_json,
     print_line,
 )
@@ -165,10 +166,8 @@ def trace(ledger: LedgerArgument, name: DigestArgument, as_json: JsonOption = Fa
     """
     with open_view(ledger) as book:
         found = [traced(book, leaf) for leaf in find_contributions(book, contribution_digest(name))]
-    if as_json:
-        print_json({"ledger": printable_location(ledger), "contributions": [each.to_dict() for each in found]})
-        return
-    print_line("\n\n".join(map(trace_page, found)))
+    machine = {"ledger": printable_location(ledger), "contributions": [each.to_dict() for each in found]}
+    print_answer(machine, "\n\n".join(map(trace_page, found)), as_json)
 
 
 def trace_page(found: ContributionTrace) -> str:
@@ -301,16 +300,14 @@ def withdraw(
         signed = book.signs
         with book.store.read() as rows:
             still = sum(hold.segment >= 0 for hold in rows.holds())
-    if as_json:
-        withdrawn = [each.to_dict() for each in found]
-        print_json({"ledger": printable_location(ledger), "signed": signed, "withdrawn": withdrawn})
-        return
-    for each in found:
-        print_line(_withdrawal_page(each))
+    lines = [_withdrawal_page(each) for each in found]
     if still:
-        print_line(f"{pluralize(still, 'open segment')} may add to that: lamina ledger trace shows it once recorded")
+        lines.append(f"{pluralize(still, 'open segment')} may add to that: lamina ledger trace shows it once recorded")
     if not signed:
-        print_line("not signed yet: lamina ledger checkpoint --key, or the next epoch")
+        lines.append("not signed yet: lamina ledger checkpoint --key, or the next epoch")
+    withdrawn = [each.to_dict() for each in found]
+    machine = {"ledger": printable_location(ledger), "signed": signed, "withdrawn": withdrawn}
+    print_answer(machine, "\n".join(lines), as_json)
 
 
 def _withdrawal_page(found: WithdrawnContribution) -> str:
@@ -410,11 +407,8 @@ def _countersign(keeper: Retention, book: Ledger, path: Path, key: PrivateKey) -
     given = _load_aggregate(path)
     mine = keeper.propose(given.horizon)
     if mine != dataclasses.replace(given, signatures=()):
-        raise LedgerError(
-            "cli.aggregate-differs",
-            f"'{path}' differs from what this ledger adds up to",
-            "do not sign it; have it proposed again",
-        )
+        problem = f"'{path}' differs from what this ledger adds up to"
+        raise LedgerError("cli.aggregate-differs", problem, "do not sign it; have it proposed again")
     others = tuple(each for each in given.signatures if each.key != key.public.id)
     signed = PartySignature(key=key.public.id, signature=key.sign(given.message(book.origin)))
     made = dataclasses.replace(given, signatures=(*others, signed))
