@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from nets import Net
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
@@ -308,21 +309,16 @@ def test_coupled_losses(kind: str, plan_for: Plans) -> None:
 def test_a_row_that_decides_where_others_go(plan_for: Plans) -> None:
     """Experts chosen by place in the flattened batch: taking one example away moves everyone's tokens."""
 
-    class Shuffled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        owner = torch.arange(len(x)).repeat_interleave(x.shape[1])
+        flat, first = x.flatten(0, 1), torch.arange(x.shape[0] * x.shape[1]) % 2 == 0
+        out = flat.new_zeros(len(flat), 2)
+        for expert, mine in ((m.a, first), (m.b, ~first)):
+            with lamina.rows(owner[mine]):
+                out = out.index_put((mine.nonzero().flatten(),), expert(flat[mine]))
+        return out.view(len(x), -1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            owner = torch.arange(len(x)).repeat_interleave(x.shape[1])
-            flat, first = x.flatten(0, 1), torch.arange(x.shape[0] * x.shape[1]) % 2 == 0
-            out = flat.new_zeros(len(flat), 2)
-            for expert, mine in ((self.a, first), (self.b, ~first)):
-                with lamina.rows(owner[mine]):
-                    out = out.index_put((mine.nonzero().flatten(),), expert(flat[mine]))
-            return out.view(len(x), -1)
-
-    model = Shuffled()
+    model = Net(forward, a=nn.Linear(4, 2), b=nn.Linear(4, 2))
     subject = AuditTarget(model=model, plan=plan_for(model), losses_of=lambda x, y: loss_of(model(x), y))
     batch = Batch(torch.randn(4, 3, 4), torch.full((4,), 5.0))
     assert paired_step(subject, batch, 0).sound  # a slot of weight 0 keeps everybody's place

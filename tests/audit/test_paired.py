@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nets import Net
 from refusals import raises_code
 from torch import Tensor, nn
 
@@ -189,15 +190,12 @@ def test_extreme_sizes(
 def test_positions_when_the_batch_is_as_long_as_the_text(plan_for: Plans) -> None:
     """A table looked up with (T,) ids, in the step whose batch happens to hold T examples."""
 
-    class Text(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tok, self.pos, self.out = nn.Embedding(9, 6), nn.Embedding(8, 6), nn.Linear(6, 2)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.out(torch.tanh(self.tok(ids) + self.pos(torch.arange(ids.shape[1]))))
-
-    model = Text()
+    model = Net(
+        lambda m, ids: m.out(torch.tanh(m.tok(ids) + m.pos(torch.arange(ids.shape[1])))),
+        tok=nn.Embedding(9, 6),
+        pos=nn.Embedding(8, 6),
+        out=nn.Linear(6, 2),
+    )
     subject = subject_of(model, plan_for(model))
 
     def make(model: nn.Module, plan: StepPlan, noise: NoiseSource) -> Engine:
@@ -217,23 +215,11 @@ def test_positions_when_the_batch_is_as_long_as_the_text(plan_for: Plans) -> Non
 def test_a_constant_as_long_as_the_batch(plan_for: Plans) -> None:
     """An argument of T rows given to a module without a rule, in the step whose batch holds T examples."""
 
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix = nn.Parameter(torch.randn(3, 3))
-
-        def forward(self, x: Tensor, by: Tensor) -> Tensor:
-            return torch.tanh(x @ self.mix) * by
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scaled, self.out = Scaled(), nn.Linear(3, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.scaled(x, torch.linspace(0, 1, x.shape[1]).unsqueeze(1)))
-
-    model = Outer()
+    model = Net(
+        lambda m, x: m.out(m.scaled(x, torch.linspace(0, 1, x.shape[1]).unsqueeze(1))),
+        scaled=Net(lambda m, x, by: torch.tanh(x @ m.mix) * by, mix=nn.Parameter(torch.randn(3, 3))),
+        out=nn.Linear(3, 1),
+    )
     subject = subject_of(model, plan_for(model))
 
     def make(model: nn.Module, plan: StepPlan, noise: NoiseSource) -> Engine:
@@ -249,15 +235,8 @@ def test_a_constant_as_long_as_the_batch(plan_for: Plans) -> None:
 
 
 def test_a_weight_given_to_a_layer_as_its_input(plan_for: Plans) -> None:
-    class Prototypes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.out = nn.Embedding(3, 4), nn.Linear(4, 4)
 
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.table(ids) + self.out(self.table.weight)
-
-    model = Prototypes()
+    model = Net(lambda m, ids: m.table(ids) + m.out(m.table.weight), table=nn.Embedding(3, 4), out=nn.Linear(4, 4))
     batch = Batch(torch.arange(3), torch.full((3,), 1e3))
     with raises_code("engine.tensor-used-directly"):
         paired_step(subject_of(model, plan_for(model)), batch, 0)

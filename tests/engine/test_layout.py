@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nets import Net
 from oracle import agree, losses_of, plan_of
 from refusals import raises_code
 from torch import Tensor, nn
@@ -116,24 +117,26 @@ def test_maps_that_do_not_fit_are_refused() -> None:
         model(x)
 
 
-class Experts(nn.Module):
+def experts_forward(m: nn.Module, x: Tensor, choice: Tensor) -> Tensor:
     """Every token goes to one of three experts by a fixed rule; the third may get none."""
+    n, t, d = x.shape
+    h, flat = m.gate(x).tanh().reshape(-1, d), choice.reshape(-1)
+    owner = torch.arange(n).repeat_interleave(t)
+    y = torch.zeros_like(h)
+    for e, expert in enumerate(m.experts):
+        mine = (flat == e).nonzero().flatten()
+        with lamina.rows(owner[mine]):
+            y = y.index_add(0, mine, expert(h[mine]))
+    return m.out(y.view(n, t, d))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.out = nn.Linear(5, 5), nn.Linear(5, 2)
-        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
 
-    def forward(self, x: Tensor, choice: Tensor) -> Tensor:
-        n, t, d = x.shape
-        h, flat = self.gate(x).tanh().reshape(-1, d), choice.reshape(-1)
-        owner = torch.arange(n).repeat_interleave(t)
-        y = torch.zeros_like(h)
-        for e, expert in enumerate(self.experts):
-            mine = (flat == e).nonzero().flatten()
-            with lamina.rows(owner[mine]):
-                y = y.index_add(0, mine, expert(h[mine]))
-        return self.out(y.view(n, t, d))
+def make_experts() -> nn.Module:
+    return Net(
+        experts_forward,
+        gate=nn.Linear(5, 5),
+        out=nn.Linear(5, 2),
+        experts=nn.ModuleList(nn.Linear(5, 5) for _ in range(3)),
+    )
 
 
 @pytest.mark.parametrize("used", [3, 2])
@@ -141,13 +144,13 @@ def test_experts_with_routed_tokens(used: int) -> None:
     choice = torch.randint(0, used, (N, T))
     choice[0] = 0  # one example never meets expert 1
     choice[1] = 1
-    agree(Experts(), (torch.randn(N, T, 5), choice))
+    agree(make_experts(), (torch.randn(N, T, 5), choice))
 
 
 def test_experts_with_several_examples_per_contribution() -> None:
     choice = torch.randint(0, 2, (N, T))
     batch = {"unit": torch.tensor([2, 0, 2, 1, 0]), "weight": torch.tensor([1.0, 2.0, 0.5, 1.0, 0.0])}
-    agree(Experts(), (torch.randn(N, T, 5), choice), batch=batch)
+    agree(make_experts(), (torch.randn(N, T, 5), choice), batch=batch)
 
 
 def test_rows_that_belong_to_nobody_count_for_nobody() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import itertools
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from lamina.engine.random_stream import (
 )
 
 SEED = bytes(range(32))
+TOO_MANY = np.empty(MAX_CALL_BYTES // 8 + 2, dtype=np.uint64)
 SIZES = st.one_of(
     st.integers(0, 40),
     st.integers(0, 3 * PACK_BELOW_ELEMENTS),
@@ -60,15 +62,20 @@ def test_keys_never_meet() -> None:
     assert step_key(bytes(32), step=0) != step_key(SEED, step=0)
 
 
-@pytest.mark.parametrize(("step", "rank"), [(-1, 0), (2**64, 0), (0, -1), (0, 2**32)])
-def test_out_of_range_step_or_rank_is_refused(step: int, rank: int) -> None:
-    with raises_code("noise.rank-out-of-range", "noise.step-out-of-range"):
-        step_key(SEED, step=step, rank=rank)
-
-
-def test_short_seed_is_refused() -> None:
-    with raises_code("noise.seed-length"):
-        step_key(bytes(31), step=0)
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        *((lambda s=s: step_key(SEED, step=s), "noise.step-out-of-range") for s in (-1, 2**64)),
+        *((lambda r=r: step_key(SEED, step=0, rank=r), "noise.rank-out-of-range") for r in (-1, 2**32)),
+        (lambda: step_key(bytes(31), step=0), "noise.seed-length"),
+        *((lambda t=t: block_counter(t, 0), "noise.counter-out-of-range") for t in (-1, 2**64)),
+        *((lambda b=b: block_counter(0, b), "noise.counter-out-of-range") for b in (-1, 2**64)),
+        (lambda: KeyStream(step_key(SEED, step=0)).run(0, 0, TOO_MANY), "noise.call-too-large"),
+    ],
+)
+def test_what_is_outside_the_stream_is_refused(call: Callable[[], object], code: str) -> None:
+    with raises_code(code):
+        call()
 
 
 @pytest.mark.parametrize(("tensor", "block"), [(0, 0), (5, 0), (5, 1 << 40), (2**64 - 1, 7)])
@@ -84,12 +91,6 @@ def test_run_and_gather_are_aes_of_the_counter(tensor: int, block: int) -> None:
     words = np.zeros(6, dtype=np.uint64)
     stream.gather(counters, words)
     assert words[:4].tobytes() == expected[32:48] + expected[:16]
-
-
-@pytest.mark.parametrize(("tensor", "block"), [(-1, 0), (0, -1), (2**64, 0), (0, 2**64)])
-def test_counter_out_of_range_is_refused(tensor: int, block: int) -> None:
-    with raises_code("noise.counter-out-of-range"):
-        block_counter(tensor, block)
 
 
 def blocks_of(pack: Pack) -> list[tuple[int, int]]:
@@ -134,9 +135,3 @@ def test_packing_does_not_change_the_words() -> None:
     expected = [(p.tensor, p.block + i) for p in pack.pieces for i in range(p.pairs // 2)]
     expected += [(p.tensor, p.block + p.pairs // 2 + i) for p in pack.pieces for i in range(p.pairs // 2)]
     assert blocks_of(pack) == expected
-
-
-def test_more_than_one_call_can_give_is_refused() -> None:
-    stream = KeyStream(step_key(bytes(range(32)), step=0))
-    with raises_code("noise.call-too-large"):
-        stream.run(0, 0, np.empty(MAX_CALL_BYTES // 8 + 2, dtype=np.uint64))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nets import Net
 from oracle import losses_of, losses_of_output, plan_of
 from refusals import raises_code
 from torch import Tensor, nn
@@ -79,20 +80,14 @@ def test_padding_to_the_longest(masked: bool) -> None:
 
 
 def test_expert_capacity_is_refused() -> None:
-    class Capacity(nn.Module):
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
         """Only the first four examples of the batch that prefer an expert are served."""
+        wants = x[:, 0] > -10
+        wants[0] = True
+        served = wants & (wants.flip(0).cumsum(0).flip(0) <= 5)
+        return m.out(torch.where(served.unsqueeze(1), m.expert(x), x))
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.expert, self.out = nn.Linear(5, 5), nn.Linear(5, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            wants = x[:, 0] > -10
-            wants[0] = True
-            served = wants & (wants.flip(0).cumsum(0).flip(0) <= 5)
-            return self.out(torch.where(served.unsqueeze(1), self.expert(x), x))
-
-    model = Capacity()
+    model = Net(forward, expert=nn.Linear(5, 5), out=nn.Linear(5, 2))
     with Engine(model, plan_of(model)) as engine, raises_code("engine.probe-found-coupling"):
         engine.probe(lambda x, y: losses_of(model, x, y), X)
 

@@ -10,7 +10,7 @@ from oracle import losses_of, plan_of
 from refusals import raises_code
 from torch import Tensor, nn
 
-from lamina import Batch, Engine
+from lamina import Batch, Engine, StepPlan
 
 
 class Net(nn.Module):
@@ -26,23 +26,28 @@ class Net(nn.Module):
         return self.call(self, *args, **kwargs)
 
 
-def refused(
-    model: nn.Module, x: Any, *codes: str, losses: Callable[[nn.Module], Any] | None = None, **batch: Any
-) -> None:
-    """A step on x, of these losses, is refused: nothing is charged, no gradient, weight or buffer is written."""
+def refused(model: nn.Module, x: Any, *codes: str, losses: Callable[[Any], Any] | None = None, **options: Any) -> None:
+    """A step on x, of these losses, is refused: nothing is charged, no gradient, weight or buffer is written.
+
+    `options` are the engine's.
+    """
     before = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
-    with Engine(model, plan_of(model)) as engine:
+    with Engine(model, plan_of(model), **options) as engine:
         for method in (engine.backward, engine.clipped_sums):
             with raises_code(*codes):
-                method(losses_of(model, x, None) if losses is None else losses(model), Batch(x, **batch))
+                method(losses_of(model, x, None) if losses is None else losses(model), Batch(x))
         assert engine.budget.taken == 0
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, (*model.parameters(), *model.buffers()), strict=True))
 
 
+def sums_of(model: nn.Module, plan: StepPlan, x: Any, **batch: Any) -> dict[str, Tensor]:
+    """The clipped sums of a batch, by an engine of its own."""
+    with Engine(model, plan) as engine:
+        return engine.clipped_sums(losses_of(model, x, None), Batch(x, **batch))
+
+
 def tensors_close(found: dict[str, Tensor], want: dict[str, Tensor], rtol: float = 1e-5, atol: float = 1e-7) -> None:
     assert set(found) == set(want)
     for name, value in want.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from adaptive_plans import batch_of, losses_of, norms_of, plan_of
 from refusals import raises_code
 from scipy import stats
 from torch import Tensor, nn
@@ -26,12 +26,11 @@ from lamina.engine.noise import SecureNoise, SeededNoise
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy
 from lamina.plan.step_plan import StepPlan
 
-Plans = Callable[..., StepPlan]
 SHAPES = ((0.8, 0.96, 1.152), (2.0, 1.0, 0.5), (0.3, 1.0, 4.0))
 RULE = Choose(epsilon=0.8, every=3, names=("even", "deep", "shallow"), noise=SHAPES, price=0.1)
 
 
-def choose(engine: Engine, losses_of: Any, batch: Batch, parts: int = 1) -> None:
+def choose(engine: Engine, batch: Batch, parts: int = 1) -> None:
     for part in batch.split(parts):
         engine.choose(losses_of(engine.model, part), part)
 
@@ -56,7 +55,7 @@ def expected(plan: StepPlan, batch: Batch, norms: Tensor) -> np.ndarray[Any, Any
     return np.array(utilities) - RULE.price * np.array(powers) / min(powers)
 
 
-def opened(engine: Engine, losses_of: Any, batch: Batch, parts: int = 1) -> OpenChoice:
+def opened(engine: Engine, batch: Batch, parts: int = 1) -> OpenChoice:
     """The choice as the engine has it just before it draws."""
     assert engine.adaptation is not None
     choice = OpenChoice(engine.plan, engine.adaptation.candidates())
@@ -68,27 +67,23 @@ def opened(engine: Engine, losses_of: Any, batch: Batch, parts: int = 1) -> Open
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_choice_is_drawn_from_the_exponential_mechanism(
-    model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any, norms_of: Any, parts: int
-) -> None:
+def test_a_choice_is_drawn_from_the_exponential_mechanism(model: nn.Module, parts: int) -> None:
     plan, batch = plan_of(model, RULE, clipping="joint"), batch_of(12, seed=1, spread=2.0)
     u = expected(plan, batch, norms_of(copy.deepcopy(model), batch, plan))
     p = np.exp(RULE.epsilon * u) / np.exp(RULE.epsilon * u).sum()
     assert p.min() > 0.02  # none is hopeless, so that all three are tested
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
-        choice = opened(engine, losses_of, batch, parts)
+        choice = opened(engine, batch, parts)
         drawn = Counter(choice.drawn(SeededNoise(seed), 0).name for seed in range(1000))
         assert stats.chisquare([drawn[n] for n in RULE.names], 1000 * p).pvalue > 1e-3
     for seed in range(5):
         with Engine(model, plan, noise=SeededNoise(seed)) as engine:
-            choose(engine, losses_of, batch, parts)
+            choose(engine, batch, parts)
             assert engine.adaptation is not None
             assert engine.adaptation.choice == choice.drawn(SeededNoise(seed), 0).name
 
 
-def test_utilities_move_by_at_most_one_and_in_one_direction(
-    model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any
-) -> None:
+def test_utilities_move_by_at_most_one_and_in_one_direction(model: nn.Module) -> None:
     """Through the engine, for contributions from tiny to not finite; a slot of weight 0 is nobody."""
     batch, gone = batch_of(6, seed=3), [0, 1, 3, 4, 5]
     with Engine(model, plan_of(model, RULE, clipping="joint"), noise=SeededNoise(0)) as engine:
@@ -98,17 +93,15 @@ def test_utilities_move_by_at_most_one_and_in_one_direction(
                 batch.cls[2] = k
                 slot = Batch(batch.x, batch.y, cls=batch.cls, weight=torch.tensor([1.0, 1, 0, 1, 1, 1]))
                 absent = Batch(batch.x[gone], batch.y[gone], cls=batch.cls[gone])
-                there, empty = (opened(engine, losses_of, b)._sums for b in (batch, slot))
+                there, empty = (opened(engine, b)._sums for b in (batch, slot))
                 assert (there >= empty).all() and (there <= empty + 1).all()
                 if not math.isfinite(size) or k == 2:
                     np.testing.assert_array_equal(there, empty)
-                np.testing.assert_allclose(empty, opened(engine, losses_of, absent)._sums, atol=1e-5)
+                np.testing.assert_allclose(empty, opened(engine, absent)._sums, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["box", "joint"])
-def test_the_step_waits_for_its_choice(
-    model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any, form: str
-) -> None:
+def test_the_step_waits_for_its_choice(model: nn.Module, form: str) -> None:
     plan = plan_of(model, RULE, FollowEnergy(every=1), clipping=form, steps=6)
     batch = batch_of()
     with Engine(model, plan, noise=SecureNoise()) as engine:
@@ -118,12 +111,12 @@ def test_the_step_waits_for_its_choice(
                 with raises_code("engine.choice-due"):
                     engine.backward(losses_of(model, batch), batch)
                 before, spent = engine.applied, engine.epsilon("all")
-                choose(engine, losses_of, batch_of(0) if t else batch)
+                choose(engine, batch_of(0) if t else batch)
                 assert not engine.choice_due and engine.epsilon("all") > spent
                 assert all(p.grad is None for p in model.parameters())
                 assert engine.applied is not before
                 with raises_code("engine.no-choice-due"):
-                    choose(engine, losses_of, batch)
+                    choose(engine, batch)
             assert all(engine.applied.sigma(k) >= plan.sigma(k) for k in range(3))
             engine.backward(losses_of(model, batch), batch)
             model.zero_grad()
@@ -135,7 +128,7 @@ def test_the_step_waits_for_its_choice(
     assert plan.epsilon("all") > find_accountant("pld").epsilon((steps,), 1e-5)
 
 
-def test_epsilon_on_the_way_is_never_below_the_truth(model: nn.Module, plan_of: Plans) -> None:
+def test_epsilon_on_the_way_is_never_below_the_truth(model: nn.Module) -> None:
     plan = plan_of(model, RULE, clipping="joint", steps=25)
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
         last = 0.0
@@ -147,12 +140,12 @@ def test_epsilon_on_the_way_is_never_below_the_truth(model: nn.Module, plan_of: 
         assert last == plan.epsilon("top")
 
 
-def test_the_chosen_shape_is_what_is_applied(model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any) -> None:
+def test_the_chosen_shape_is_what_is_applied(model: nn.Module) -> None:
     plan = plan_of(model, RULE, clipping="joint")
     found = set()
     for seed in range(12):
         with Engine(model, plan, noise=SeededNoise(seed)) as engine:
-            choose(engine, losses_of, batch_of(0))
+            choose(engine, batch_of(0))
             assert engine.adaptation is not None
             shape = np.array(SHAPES[RULE.names.index(engine.adaptation.choice)])
             ratio = np.array(engine.applied.noise) / shape
@@ -161,9 +154,7 @@ def test_the_chosen_shape_is_what_is_applied(model: nn.Module, plan_of: Plans, b
     assert len(found) > 1
 
 
-def test_a_choice_that_fails_stays_charged_and_is_not_repeated(
-    model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any
-) -> None:
+def test_a_choice_that_fails_stays_charged_and_is_not_repeated(model: nn.Module) -> None:
     plan = plan_of(model, RULE, clipping="joint")
     batch = batch_of(6)
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
@@ -180,11 +171,11 @@ def test_a_choice_that_fails_stays_charged_and_is_not_repeated(
         engine.backward(losses_of(model, batch), batch)
 
 
-def test_filters_are_asked_for_choices(model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any) -> None:
+def test_filters_are_asked_for_choices(model: nn.Module) -> None:
     plan = plan_of(model, RULE, FollowBudget(order=8.0), accountant="rdp@8", clipping="joint", steps=3)
     mine = RenyiFilter.for_schedule(plan.schedule(0), order=8.0)
     with Engine(model, plan, noise=SeededNoise(0), filters={"all": mine}) as engine:
-        choose(engine, losses_of, batch_of())
+        choose(engine, batch_of())
         for _ in range(3):
             engine.backward(losses_of(model, batch_of()), batch_of())
             model.zero_grad()
@@ -193,7 +184,7 @@ def test_filters_are_asked_for_choices(model: nn.Module, plan_of: Plans, batch_o
     poor.charge(plan.sigma(0), 0.02, 3)
     with Engine(model, plan, noise=SeededNoise(0), filters={"all": poor}) as engine:
         with raises_code("engine.budget-exhausted"):
-            choose(engine, losses_of, batch_of())
+            choose(engine, batch_of())
         assert engine.choice_due and engine.epsilon("all") == 0.0
 
 

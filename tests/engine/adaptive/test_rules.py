@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from adaptive_plans import batch_of, losses_of, norms_of, plan_of
+from nets import Net
 from refusals import raises_code
 from torch import Tensor, nn
 
@@ -24,10 +25,8 @@ from lamina.errors import BudgetExceeded
 from lamina.plan.rules import FollowBudget, FollowEnergy, FollowQuantile
 from lamina.plan.step_plan import StepPlan
 
-Plans = Callable[..., StepPlan]
 
-
-def step(engine: Engine, losses_of: Any, batch: Batch, parts: int = 1) -> dict[str, Tensor]:
+def step(engine: Engine, batch: Batch, parts: int = 1) -> dict[str, Tensor]:
     """One step; returns B × what was written."""
     engine.model.zero_grad(set_to_none=True)
     for part in batch.split(parts):
@@ -49,7 +48,7 @@ def scaled(clip: Any, shape: Any, wanted: Any, bits: float = 0.0) -> Any:
 
 
 @pytest.mark.parametrize("form", ["box", "joint"])
-def test_shares_follow_the_energy(model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any, form: str) -> None:
+def test_shares_follow_the_energy(model: nn.Module, form: str) -> None:
     decay, least, every = 0.7, 0.2, 2
     rule = FollowEnergy(decay=decay, least=least, every=every)
     plan = plan_of(model, rule, clipping=form, scale=0.1)
@@ -61,7 +60,7 @@ def test_shares_follow_the_energy(model: nn.Module, plan_of: Plans, batch_of: An
     measured = False
     with Engine(model, plan, noise=SeededNoise(3)) as engine:
         for t in range(9):
-            y = squares(plan, step(engine, losses_of, batch_of(40, seed=1)))
+            y = squares(plan, step(engine, batch_of(40, seed=1)))
             if t % every == 0:
                 e = decay * e + (1 - decay) * (y - d * noise**2)
                 v = decay**2 * v + (1 - decay) ** 2 * 2 * d * noise**4
@@ -85,15 +84,13 @@ def test_shares_follow_the_energy(model: nn.Module, plan_of: Plans, batch_of: An
     assert measured
 
 
-def test_the_noise_that_is_applied_is_the_one_that_is_said(
-    model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any
-) -> None:
+def test_the_noise_that_is_applied_is_the_one_that_is_said(model: nn.Module) -> None:
     """Each step's release minus its own noise is a clipped sum: S of the step is what `applied` said before it."""
     plan = plan_of(model, FollowEnergy(every=1), scale=0.1)
     with Engine(model, plan, noise=SeededNoise(3)) as engine:
         for t in range(4):
             said = engine.applied
-            grads = step(engine, losses_of, batch_of(0))
+            grads = step(engine, batch_of(0))
             z = {n: torch.empty_like(p) for n, p in model.named_parameters()}
             SeededNoise(3).fill_many_(list(z.values()), [1.0] * len(z), step=t)
             for layer, s in zip(plan.layers, said.noise, strict=True):
@@ -121,9 +118,7 @@ def noise_of_counts(seed: int, std: float, t: int, layers: int = 3) -> np.ndarra
     return z.numpy()
 
 
-def test_thresholds_follow_the_quantile(
-    model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any, norms_of: Any
-) -> None:
+def test_thresholds_follow_the_quantile(model: nn.Module) -> None:
     rule = FollowQuantile(target=0.6, rate=0.5, noise=3.0)
     plan, twin = plan_of(model, rule), copy.deepcopy(model)
     clip, noise = np.array(plan.clip)[:2], np.array(plan.noise)
@@ -132,7 +127,7 @@ def test_thresholds_follow_the_quantile(
         for t in range(6):
             batch = batch_of(11, seed=t, spread=3.0)
             raw = counted(plan, engine.applied.clip, batch, norms_of(twin, batch, plan))
-            step(engine, losses_of, batch, parts=1 + t % 3)
+            step(engine, batch, parts=1 + t % 3)
             assert engine.adaptation is not None and engine.adaptation.counts is not None
             released = np.array(engine.adaptation.counts)
             np.testing.assert_allclose(released, raw + noise_of_counts(5, 3.0, t), rtol=0, atol=1e-12)
@@ -147,14 +142,12 @@ def test_thresholds_follow_the_quantile(
 
 
 @pytest.mark.parametrize("hardened", [False, True])
-def test_an_empty_batch_gets_its_noise_and_parts_add_up(
-    model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any, hardened: bool
-) -> None:
+def test_an_empty_batch_gets_its_noise_and_parts_add_up(model: nn.Module, hardened: bool) -> None:
     rule = FollowQuantile(noise=3.0)
     found = []
     for batch, parts in ((batch_of(0), 1), (batch_of(13, spread=4.0), 1), (batch_of(13, spread=4.0), 5)):
         with Engine(model, plan_of(model, rule), noise=SeededNoise(5, hardened=hardened)) as engine:
-            step(engine, losses_of, batch, parts)
+            step(engine, batch, parts)
             assert engine.adaptation is not None
             found.append(np.array(engine.adaptation.counts))
     np.testing.assert_allclose(found[0], noise_of_counts(5, 3.0, 0), atol=3.0 / 256 if hardened else 1e-12)
@@ -163,47 +156,40 @@ def test_an_empty_batch_gets_its_noise_and_parts_add_up(
     assert (found[1] != found[0]).any()
 
 
-def test_counts_leave_the_noise_of_the_gradients_alone(
-    model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any
-) -> None:
+def test_counts_leave_the_noise_of_the_gradients_alone(model: nn.Module) -> None:
     found = []
     for rules in ((), (FollowQuantile(noise=3.0),)):
         with Engine(model, plan_of(model, *rules), noise=SeededNoise(5)) as engine:
-            found.append(step(engine, losses_of, batch_of()))
+            found.append(step(engine, batch_of()))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_who_counts(model: nn.Module, plan_of: Plans, losses_of: Any) -> None:
+def test_who_counts(model: nn.Module) -> None:
     """Padding is nobody; public classes and layers out of reach do not count; what is not finite is clipped."""
     plan = plan_of(model, FollowQuantile(noise=1e-6), scale=1e6)
     x, y = torch.ones(5, 4), torch.zeros(5, 2)
     x[3] = math.nan
     batch = Batch(x, y, cls=torch.tensor([0, 1, 2, 0, 0]), weight=torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0]))
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
-        step(engine, losses_of, batch)
+        step(engine, batch)
         assert engine.adaptation is not None
         # class 0: +½ everywhere; class 1: +½ in the upper two; NaN: -½ everywhere
         np.testing.assert_allclose(engine.adaptation.counts, [0.0, 0.5, 0.5], atol=1e-4)
 
 
-def test_a_layer_without_gradient_counts_as_unclipped_whoever_else_is_there(plan_of: Plans) -> None:
+def test_a_layer_without_gradient_counts_as_unclipped_whoever_else_is_there() -> None:
     """Otherwise one contribution that brings a layer into the graph would move the counts of all others."""
 
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into, self.expert, self.out = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.into(x)
-            chosen = (x[:, 0] > 5).nonzero().flatten()
-            if len(chosen):
-                with lamina.rows(chosen):
-                    h = h.index_add(0, chosen, self.expert(h[chosen]))
-            return self.out(h)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.into(x)
+        chosen = (x[:, 0] > 5).nonzero().flatten()
+        if len(chosen):
+            with lamina.rows(chosen):
+                h = h.index_add(0, chosen, m.expert(h[chosen]))
+        return m.out(h)
 
     torch.manual_seed(0)
-    model = Gated()
+    model = Net(forward, into=nn.Linear(4, 6), expert=nn.Linear(6, 6), out=nn.Linear(6, 2))
     plan = plan_of(model, FollowQuantile(noise=1e-6), several=False, scale=1e-6)
     x = torch.zeros(7, 4)
     counts = []
@@ -218,7 +204,7 @@ def test_a_layer_without_gradient_counts_as_unclipped_whoever_else_is_there(plan
     np.testing.assert_allclose(np.abs(counts[0] - counts[1]), 0.5, atol=1e-4)
 
 
-def test_the_pace_keeps_signal_to_noise(model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any) -> None:
+def test_the_pace_keeps_signal_to_noise(model: nn.Module) -> None:
     decay = 0.5
     rules = (FollowBudget(order=4.0, least=0.3, most=2.0), FollowEnergy(decay=decay, every=1))
     plan = plan_of(model, *rules, accountant="rdp@4", several=False, noise=(3.0, 3.6, 4.2), steps=400)
@@ -235,7 +221,7 @@ def test_the_pace_keeps_signal_to_noise(model: nn.Module, plan_of: Plans, batch_
             noise = np.array(engine.applied.noise)
             assert engine.adaptation.factor == pytest.approx(factor, rel=1e-12)
             assert engine.applied.sigma(0) == pytest.approx(factor * plan.sigma(0))
-            y = squares(plan, step(engine, losses_of, batch))
+            y = squares(plan, step(engine, batch))
             e = decay * e + (1 - decay) * (y - d * noise**2)
             v = decay**2 * v + (1 - decay) ** 2 * 2 * d * noise**4
             mass = decay * mass + 1 - decay
@@ -252,7 +238,7 @@ def test_the_pace_keeps_signal_to_noise(model: nn.Module, plan_of: Plans, batch_
     assert factors[0] == 1.0 and min(factors) < 1
 
 
-def test_a_rule_that_would_leave_the_range_is_not_followed(model: nn.Module, plan_of: Plans) -> None:
+def test_a_rule_that_would_leave_the_range_is_not_followed(model: nn.Module) -> None:
     plan = plan_of(model, FollowQuantile(rate=9.0, noise=3.0))
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
         adaptation = engine.adaptation
@@ -265,14 +251,14 @@ def test_a_rule_that_would_leave_the_range_is_not_followed(model: nn.Module, pla
         assert 1e-20 <= low < 1e-10 and 1e10 < high <= 1e20
 
 
-def test_state_is_exact(model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any) -> None:
+def test_state_is_exact(model: nn.Module) -> None:
     """Half a run, its state as text, and the other half in another engine: the same bits."""
     rules = (FollowEnergy(every=2), FollowQuantile(noise=3.0), FollowBudget(order=8.0))
     plan = plan_of(model, *rules, accountant="rdp@8", scale=0.1)
     whole, halves = [], []
     with Engine(model, plan, noise=SeededNoise(4)) as engine:
         for t in range(8):
-            step(engine, losses_of, batch_of(12, seed=t))
+            step(engine, batch_of(12, seed=t))
             whole.append((engine.applied.clip, engine.applied.noise, engine.epsilon("all")))
     states: tuple[Any, Any] | None = None
     for first in (0, 4):
@@ -282,13 +268,13 @@ def test_state_is_exact(model: nn.Module, plan_of: Plans, batch_of: Any, losses_
                 engine.adaptation.load_state(json.loads(json.dumps(states[0])))
                 engine.budget.load_state(json.loads(json.dumps(states[1])))
             for t in range(first, first + 4):
-                step(engine, losses_of, batch_of(12, seed=t))
+                step(engine, batch_of(12, seed=t))
                 halves.append((engine.applied.clip, engine.applied.noise, engine.epsilon("all")))
             states = engine.adaptation.to_state(), engine.budget.to_state()
     assert whole == halves
 
 
-def test_a_state_that_gives_less_is_refused(model: nn.Module, plan_of: Plans) -> None:
+def test_a_state_that_gives_less_is_refused(model: nn.Module) -> None:
     adaptation = Adaptation(plan_of(model, FollowEnergy()))
     good = adaptation.to_state()
     adaptation.load_state(good)
@@ -307,7 +293,7 @@ def test_a_state_that_gives_less_is_refused(model: nn.Module, plan_of: Plans) ->
     assert adaptation.to_state() == good
 
 
-def test_a_plan_without_rules_costs_nothing(model: nn.Module, plan_of: Plans) -> None:
+def test_a_plan_without_rules_costs_nothing(model: nn.Module) -> None:
     with Engine(model, plan_of(model), noise=SeededNoise(0)) as engine:
         assert engine.adaptation is None and engine.applied is engine.plan and not engine.choice_due
         engine.continue_at(3, SeededNoise(1), factor=1.0)
@@ -315,7 +301,7 @@ def test_a_plan_without_rules_costs_nothing(model: nn.Module, plan_of: Plans) ->
             engine.continue_at(3, SeededNoise(1), factor=0.9)
 
 
-def test_who_keeps_the_filters(model: nn.Module, plan_of: Plans, batch_of: Any, losses_of: Any) -> None:
+def test_who_keeps_the_filters(model: nn.Module) -> None:
     rule = FollowBudget(order=8.0, least=0.5, most=2.0)
     plan = plan_of(model, rule, accountant="rdp@8", steps=8, noise=(4.0, 5.0, 6.0))
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
@@ -326,17 +312,17 @@ def test_who_keeps_the_filters(model: nn.Module, plan_of: Plans, batch_of: Any, 
         engine.continue_at(0, SeededNoise(1), factor=0.5)
         assert engine.applied.sigma(0) == pytest.approx(0.5 * plan.sigma(0))
         for _ in range(8):  # its own filter would have refused the third
-            step(engine, losses_of, batch_of())
+            step(engine, batch_of())
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
         assert engine.adaptation is not None
         engine.adaptation.proposed_factor = 0.5
-        step(engine, losses_of, batch_of())
+        step(engine, batch_of())
         engine.adaptation.proposed_factor = 0.5
         assert engine.adaptation.factor == 0.5
         for _ in range(8):
             engine.adaptation.proposed_factor = 0.5
             try:
-                step(engine, losses_of, batch_of())
+                step(engine, batch_of())
             except BudgetExceeded:
                 break
         assert engine.budget.taken < 3

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from adaptive_plans import batch_of, losses_of, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import raises_code
@@ -40,7 +40,7 @@ KINDS = {
 }
 
 
-def made(plan_of: Callable[..., StepPlan], kind: str, **changes: Any) -> StepPlan:
+def made(kind: str, **changes: Any) -> StepPlan:
     rules = KINDS[kind]
     follows = any(isinstance(rule, FollowBudget) for rule in rules)
     accountant = {"accountant": "rdp@8"} if follows else {}
@@ -63,8 +63,8 @@ def holds(adaptation: Adaptation) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=30)
 @given(shown=seen)
-def test_sigma_is_never_below_the_declared_one(plan_of: Any, kind: str, shown: Any) -> None:
-    adaptation = Adaptation.of(made(plan_of, kind))
+def test_sigma_is_never_below_the_declared_one(kind: str, shown: Any) -> None:
+    adaptation = Adaptation.of(made(kind))
     assert adaptation is not None
     for squares, counts, pick in shown:
         if adaptation.due(0):
@@ -78,8 +78,8 @@ def test_sigma_is_never_below_the_declared_one(plan_of: Any, kind: str, shown: A
 
 @settings(max_examples=30)
 @given(shown=seen, factor=st.floats(0.7, 1.5))
-def test_a_fixed_factor_holds_through_a_segment(plan_of: Any, shown: Any, factor: float) -> None:
-    adaptation = Adaptation.of(made(plan_of, "budget"))
+def test_a_fixed_factor_holds_through_a_segment(shown: Any, factor: float) -> None:
+    adaptation = Adaptation.of(made("budget"))
     assert adaptation is not None
     assert adaptation.fix(factor)
     for squares, counts, _ in shown:
@@ -91,7 +91,7 @@ def test_a_fixed_factor_holds_through_a_segment(plan_of: Any, shown: Any, factor
 
 @settings(max_examples=25)
 @given(energies=st.lists(st.floats(0.0, 1e4), min_size=1, max_size=60), least=st.floats(0.1, 1.0))
-def test_the_second_mode_never_passes_its_budget(plan_of: Any, energies: Any, least: float) -> None:
+def test_the_second_mode_never_passes_its_budget(energies: Any, least: float) -> None:
     """Noised gradients of an adversary's choice; what was taken is added up from the sigmas that were applied."""
     rules = (FollowEnergy(decay=0.5, every=1), FollowBudget(order=8.0, least=least, most=2.0))
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1))
@@ -117,9 +117,7 @@ def test_the_second_mode_never_passes_its_budget(plan_of: Any, energies: Any, le
         assert spent[k] <= most * (1 + 1e-12)
 
 
-def test_the_second_mode_stops_early_and_the_model_stays_usable(
-    model: nn.Module, plan_of: Any, batch_of: Any, losses_of: Any
-) -> None:
+def test_the_second_mode_stops_early_and_the_model_stays_usable(model: nn.Module) -> None:
     rules = (FollowEnergy(decay=0.5, every=1), FollowBudget(order=8.0, least=0.5, most=1.5))
     plan = plan_of(model, *rules, accountant="rdp@8", steps=60, several=False, scale=50.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -149,9 +147,7 @@ def test_the_second_mode_stops_early_and_the_model_stays_usable(
 
 
 @pytest.mark.parametrize("form", [Clipping.BOX, Clipping.JOINT])
-def test_sigma_at_every_step_of_a_run(
-    model: nn.Module, plan_of: Any, batch_of: Any, losses_of: Any, form: Clipping
-) -> None:
+def test_sigma_at_every_step_of_a_run(model: nn.Module, form: Clipping) -> None:
     """Several classes, gradients of wildly different sizes, one of them not finite."""
     rules = [ENERGY] if form is Clipping.JOINT else [ENERGY, FollowQuantile(noise=6.0)]
     plan = plan_of(model, *rules, clipping=form)
@@ -177,9 +173,9 @@ JUNK: list[Any] = [None, True, "x", "1", 5, -1.0, 0.0, math.nan, math.inf, 10**4
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15)
 @given(shown=seen)
-def test_a_state_comes_back_or_is_refused_and_then_nothing_changed(plan_of: Any, kind: str, shown: Any) -> None:
+def test_a_state_comes_back_or_is_refused_and_then_nothing_changed(kind: str, shown: Any) -> None:
     """What an adversary writes into one field of a state: an EngineError, or numbers under which all still holds."""
-    plan = made(plan_of, kind)
+    plan = made(kind)
     adaptation, other = Adaptation(plan), Adaptation(plan)
     for squares, counts, _ in shown:
         adaptation.apply_proposed_factor()
@@ -232,20 +228,18 @@ def test_a_state_comes_back_or_is_refused_and_then_nothing_changed(plan_of: Any,
         ("budget", {"pace": {"seen": 1, "reference": math.nan}}, "pace"),
     ],
 )
-def test_a_damaged_state_is_refused_with_what_is_wrong(
-    plan_of: Any, kind: str, change: dict[str, Any], problem: str
-) -> None:
-    adaptation = Adaptation(made(plan_of, kind))
+def test_a_damaged_state_is_refused_with_what_is_wrong(kind: str, change: dict[str, Any], problem: str) -> None:
+    adaptation = Adaptation(made(kind))
     with raises_code("engine.adaptation-state"):
         adaptation.load_state({**adaptation.to_state(), **change})
 
 
-def test_a_budget_of_another_plan_is_refused(plan_of: Any) -> None:
+def test_a_budget_of_another_plan_is_refused() -> None:
     """A filter that is worth more than the plan's schedule would let steps through that nobody priced."""
-    mine = Budget(made(plan_of, "all"), {})
+    mine = Budget(made("all"), {})
     good = mine.to_state()
     mine.load_state(good)
-    others = [made(plan_of, "all", noise=(0.4, 0.5, 0.6)), made(plan_of, "all", steps=41)]
+    others = [made("all", noise=(0.4, 0.5, 0.6)), made("all", steps=41)]
     for other in others:
         with raises_code("engine.budget-state"):
             mine.load_state(Budget(other, {}).to_state())
@@ -268,9 +262,9 @@ def test_a_budget_of_another_plan_is_refused(plan_of: Any) -> None:
     assert mine.to_state() == good
 
 
-def test_no_choice_is_left_when_all_steps_are_taken(plan_of: Any) -> None:
+def test_no_choice_is_left_when_all_steps_are_taken() -> None:
     """Nobody priced it: the schedule has the choices that fall on its steps."""
-    plan = made(plan_of, "choose", steps=3)
+    plan = made("choose", steps=3)
     budget = Budget(plan, {})
     for _ in range(3):
         budget.charge_choice()
@@ -281,7 +275,7 @@ def test_no_choice_is_left_when_all_steps_are_taken(plan_of: Any) -> None:
 
 
 @pytest.mark.parametrize("form", [Clipping.BOX, Clipping.JOINT])
-def test_a_candidate_that_no_step_can_take_is_refused_before_anything_is_paid(plan_of: Any, form: Clipping) -> None:
+def test_a_candidate_that_no_step_can_take_is_refused_before_anything_is_paid(form: Clipping) -> None:
     wild = Choose(epsilon=0.5, every=1, names=("a", "wild"), noise=((1.0, 1.0, 1.0), (1e-20, 1.0, 1e20)))
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1))
     with raises_code("engine.candidate-out-of-range"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import Net
 from oracle import agree, losses_of, plan_of
 from refusals import raises_code
 from torch import Tensor, nn
@@ -68,16 +69,14 @@ def test_other_widths_and_no_bias(options: dict[str, Any], first: bool) -> None:
 
 
 def test_one_source_for_key_and_value() -> None:
-    class Memory(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.memory = nn.MultiheadAttention(D, 2, batch_first=True), nn.Linear(D, D)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        memory = m.memory(x[:, :4])
+        return m.attention(x, memory, memory, need_weights=False)[0]
 
-        def forward(self, x: Tensor) -> Tensor:
-            memory = self.memory(x[:, :4])
-            return self.attention(x, memory, memory, need_weights=False)[0]
-
-    agree(Memory(), torch.randn(N, T, D))
+    agree(
+        Net(forward, attention=nn.MultiheadAttention(D, 2, batch_first=True), memory=nn.Linear(D, D)),
+        torch.randn(N, T, D),
+    )
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -133,15 +132,7 @@ def test_bias_k_and_zero_attention_run_per_contribution() -> None:
 def test_a_time_first_module_given_batch_first_data_is_refused() -> None:
     """It would attend across the batch. Found by its rows, or by the ownership check when T == N."""
 
-    class Wrong(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(D, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.attention(x, x, x, need_weights=False)[0]
-
-    model = Wrong()
+    model = Net(lambda m, x: m.attention(x, x, x, need_weights=False)[0], attention=nn.MultiheadAttention(D, 2))
     for length, error in ((T, OwnershipError), (N, CouplingError)):
         x = torch.randn(N, length, D)
         with (
@@ -181,14 +172,11 @@ def test_a_time_first_encoder_is_refused_or_run_per_contribution(length: int) ->
 
 
 def test_decoder_layer() -> None:
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.TransformerDecoderLayer(D, 2, 12, dropout=0.0, batch_first=True)
-            self.memory = nn.Linear(D, D)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(T, dtype=x.dtype)
+        return m.body(x, m.memory(x[:, :3]), tgt_mask=mask, tgt_is_causal=True)
 
-        def forward(self, x: Tensor) -> Tensor:
-            mask = nn.Transformer.generate_square_subsequent_mask(T, dtype=x.dtype)
-            return self.body(x, self.memory(x[:, :3]), tgt_mask=mask, tgt_is_causal=True)
-
-    agree(Decoder(), torch.randn(N, T, D))
+    agree(
+        Net(forward, body=nn.TransformerDecoderLayer(D, 2, 12, dropout=0.0, batch_first=True), memory=nn.Linear(D, D)),
+        torch.randn(N, T, D),
+    )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import Net
 from oracle import agree, plan_of
 from refusals import raises_code
 from torch import Tensor, nn
@@ -80,16 +81,11 @@ def test_length_equal_to_batch() -> None:
 
 
 def test_packed_sequences_are_refused() -> None:
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.GRU(3, 4)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((len(x),), T), batch_first=True)
+        return m.body(packed)[1]
 
-        def forward(self, x: Tensor) -> Tensor:
-            packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((len(x),), T), batch_first=True)
-            return self.body(packed)[1]
-
-    model = Packed()
+    model = Net(forward, body=nn.GRU(3, 4))
     with Engine(model, plan_of(model)), raises_code("engine.packed-sequence"):
         model(torch.randn(N, T, 3))
 
@@ -97,15 +93,10 @@ def test_packed_sequences_are_refused() -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:.*cannot run under vmap")
 @pytest.mark.parametrize("cell", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
 def test_cells_run_per_contribution(cell: Any) -> None:
-    class Steps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = cell(3, 4)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h: Any = None
+        for t in range(x.shape[1]):
+            h = m.cell(x[:, t], h) if h is not None else m.cell(x[:, t])
+        return h[0] if isinstance(h, tuple) else h
 
-        def forward(self, x: Tensor) -> Tensor:
-            h: Any = None
-            for t in range(x.shape[1]):
-                h = self.cell(x[:, t], h) if h is not None else self.cell(x[:, t])
-            return h[0] if isinstance(h, tuple) else h
-
-    agree(Steps(), torch.randn(N, T, 3))
+    agree(Net(forward, cell=cell(3, 4)), torch.randn(N, T, 3))
