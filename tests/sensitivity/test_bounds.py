@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nets import Net
 from refusals import raises_code
 from scipy.stats import norm
 from torch import Tensor, nn
@@ -21,19 +22,6 @@ from lamina.sensitivity.bounds import PropagationState, SensitivityBounds, apply
 from lamina.sensitivity.gains import expected_slope
 from lamina.sensitivity.profile import ActivationProfile, profile
 from lamina.sensitivity.trace import TracedProgram, export, trace
-
-
-class Forward(nn.Module):
-    """A model whose forward is a function of (self, x)."""
-
-    def __init__(self, forward: Callable[[Any, Tensor], Any], **parts: nn.Module) -> None:
-        super().__init__()
-        self._function = forward
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x: Tensor) -> Any:
-        return self._function(self, x)
 
 
 def measured(
@@ -77,8 +65,8 @@ def test_a_layer_has_the_norm_of_the_matrix_it_is(layer: nn.Module, shape: tuple
 
 def test_a_residual_sum_is_the_sum_and_printed_as_a_hypotenuse() -> None:
     """y = x + x: two inputs at distance Δ₀ end up 2Δ₀ apart, which √(a²+b²) denies."""
-    model = Forward(lambda self, x: x + self.linear(x), linear=nn.Linear(4, 4))
-    model = Forward(lambda self, x: self.head(x + self.linear(x)), linear=nn.Linear(4, 4), head=nn.Linear(4, 4))
+    model = Net(lambda self, x: x + self.linear(x), linear=nn.Linear(4, 4))
+    model = Net(lambda self, x: self.head(x + self.linear(x)), linear=nn.Linear(4, 4), head=nn.Linear(4, 4))
     with torch.no_grad():
         for part in (model.linear, model.head):
             part.weight.copy_(torch.eye(4))
@@ -160,12 +148,12 @@ class Cnn(nn.Module):
 
 def mha(need_weights: bool) -> nn.Module:
     parts = {"mha": nn.MultiheadAttention(4, 2, batch_first=True), "head": nn.Linear(4, 2)}
-    return Forward(lambda self, x: self.head(self.mha(x, x, x, need_weights=need_weights)[0]), **parts)
+    return Net(lambda self, x: self.head(self.mha(x, x, x, need_weights=need_weights)[0]), **parts)
 
 
 def gated() -> nn.Module:
     parts = {"up": nn.Linear(4, 5), "gate": nn.Linear(4, 5), "down": nn.Linear(5, 3)}
-    return Forward(lambda self, x: self.down(self.up(x) * torch.sigmoid(self.gate(x))), **parts)
+    return Net(lambda self, x: self.down(self.up(x) * torch.sigmoid(self.gate(x))), **parts)
 
 
 def repeated() -> nn.Module:
@@ -173,7 +161,7 @@ def repeated() -> nn.Module:
         y: Tensor = self.head(self.a(x).unsqueeze(1).expand(-1, 5, -1) + self.b(x).unsqueeze(1))
         return y
 
-    return Forward(forward, a=nn.Linear(4, 3), b=nn.Linear(4, 3), head=nn.Linear(3, 2))
+    return Net(forward, a=nn.Linear(4, 3), b=nn.Linear(4, 3), head=nn.Linear(3, 2))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -334,7 +322,7 @@ def test_attention_is_steep_where_queries_decide_between_far_values() -> None:
     ],
 )  # fmt: skip
 def test_operations_without_weights_have_their_exact_factor(operation: Any, factor: float) -> None:
-    model = Forward(lambda self, x: self.b(operation(self.a(x))), a=nn.Conv1d(1, 1, 1), b=nn.Conv1d(1, 1, 1))
+    model = Net(lambda self, x: self.b(operation(self.a(x))), a=nn.Conv1d(1, 1, 1), b=nn.Conv1d(1, 1, 1))
     for layer in (model.a, model.b):
         nn.init.ones_(layer.weight)
     found, _ = measured(model, torch.zeros(1, 1, 8))
@@ -421,7 +409,7 @@ def test_a_layer_of_several_modules_ends_at_its_last_use() -> None:
 
 
 def test_an_activation_counts_only_if_it_is_all_that_follows() -> None:
-    model = Forward(lambda self, x: self.b(torch.relu(h := self.a(x)) + h), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    model = Net(lambda self, x: self.b(torch.relu(h := self.a(x)) + h), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     found, _ = measured(model, torch.zeros(1, 4))
     assert found["a"].node == "linear"
 
@@ -447,19 +435,17 @@ def test_unknown_operations_are_refused_by_name_only_where_they_matter() -> None
     def stacked(model: nn.Module, shape: tuple[int, ...]) -> SensitivityBounds:
         return measured(model, torch.zeros(1, *shape))[0]
 
-    lstm = Forward(
-        lambda self, x: self.head(self.lstm(x)[0]), lstm=nn.LSTM(4, 3, batch_first=True), head=nn.Linear(3, 2)
-    )
+    lstm = Net(lambda self, x: self.head(self.lstm(x)[0]), lstm=nn.LSTM(4, 3, batch_first=True), head=nn.Linear(3, 2))
     with raises_code("sensitivity.slope-unknown"):
         stacked(lstm, (5, 4))
     with raises_code("sensitivity.slope-unknown"):
-        stacked(Forward(lambda self, x: self.b(1 / self.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4)), (4,))
+        stacked(Net(lambda self, x: self.b(1 / self.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4)), (4,))
     with raises_code("sensitivity.division-unbounded"):
-        stacked(Forward(lambda self, x: self.b(torch.ones(4) / self.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4)), (4,))
-    clamped = Forward(lambda self, x: self.b(self.a(x).clamp(max=torch.ones(4))), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+        stacked(Net(lambda self, x: self.b(torch.ones(4) / self.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4)), (4,))
+    clamped = Net(lambda self, x: self.b(self.a(x).clamp(max=torch.ones(4))), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     with raises_code("sensitivity.clamp-to-tensors"):
         stacked(clamped, (4,))
-    harmless = Forward(lambda self, x: self.a(x).cumsum(1), a=nn.Linear(4, 4))
+    harmless = Net(lambda self, x: self.a(x).cumsum(1), a=nn.Linear(4, 4))
     assert len(stacked(harmless, (4,))) == 1
 
 
@@ -475,7 +461,7 @@ def test_layers_without_effect_and_foreign_profiles_are_refused() -> None:
         model[2].weight.fill_(math.nan)
     with raises_code("sensitivity.operation-refused"):
         bounds(trace(model, x), seen, LayerStack.from_model(model))
-    unused = Forward(lambda self, x: self.a(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    unused = Net(lambda self, x: self.a(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     with raises_code("sensitivity.layer-not-used"):
         measured(unused, x)
     other = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

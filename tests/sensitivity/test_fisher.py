@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lamina.models.autoencoders import ResidualAutoencoder, TransformerAutoencoder
 from lamina.plan.layer_stack import LayerStack
-from lamina.sensitivity.influence import LossesOf, fisher, reconstruction_losses, take_examples
+from lamina.sensitivity.example_gradients import LossesOf, fisher, reconstruction_losses, take_examples
 
 
 def by_hand(model: nn.Module, losses_of: LossesOf, x: Any, y: Any, stack: LayerStack) -> np.ndarray:

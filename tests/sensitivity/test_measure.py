@@ -24,7 +24,7 @@ from lamina.models.autoencoders import ResidualAutoencoder, TransformerAutoencod
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.sensitivity.bounds import bounds
-from lamina.sensitivity.influence import fisher
+from lamina.sensitivity.example_gradients import fisher
 from lamina.sensitivity.measure import Measure, measure, noise_cost
 from lamina.sensitivity.profile import profile
 from lamina.sensitivity.trace import trace

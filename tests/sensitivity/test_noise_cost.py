@@ -1,4 +1,4 @@
-"""Harm against closed forms, against the exact Hessian, and against Hutchinson's estimate."""
+"""The cost of noise against closed forms and against the exact Hessian."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.func import functional_call, jacrev
 
 from lamina.models.autoencoders import TransformerAutoencoder
 from lamina.plan.layer_stack import LayerStack
-from lamina.sensitivity.influence import hessian_trace, reconstruction_losses
+from lamina.sensitivity.example_gradients import reconstruction_losses
 from lamina.sensitivity.measure import NOISE_COST_FLOOR, noise_cost, raise_to_floor
 
 
@@ -39,13 +39,11 @@ def test_a_quadratic_in_closed_form() -> None:
     model = Bowl({"flat": 1e-3, "steep": 7.0}, d)
     stack = LayerStack.from_model(model)
     found = noise_cost(model, lambda x, y: model(x), torch.zeros(3, 1), None, stack, draws=draws)
-    trace = hessian_trace(model, lambda x, y: model(x), torch.zeros(3, 1), None, stack, draws=2)
     for i, c in enumerate((1e-3, 7.0)):
         error = c * math.sqrt(d / 2 / draws)
         assert found.raw[i] == pytest.approx(0.5 * c * d, abs=4 * error)
         assert found.error[i] == pytest.approx(error, rel=0.2)
         assert found.values[0] > 0
-        assert trace[i] == pytest.approx(c * d, rel=1e-9)  # signs are exact on a diagonal Hessian
     assert found.floored == (True, False)  # 1e-3 is below a hundredth of the mean per parameter
     assert found.values[0] == pytest.approx(NOISE_COST_FLOOR * 0.5 * (found.raw[0] + found.raw[1]), rel=1e-9)
 
@@ -67,34 +65,23 @@ def test_least_squares_in_closed_form() -> None:
     assert whole.raw[0] == pytest.approx(exact, abs=4 * whole.error[0])
 
 
-def test_against_the_exact_hessian_and_hutchinson() -> None:
+def test_against_the_exact_hessian() -> None:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 4)).double()
     stack, x = LayerStack.from_model(model), torch.randn(12, 4).double()
-    losses_of = reconstruction_losses(model)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(given: dict[str, Tensor]) -> Tensor:
         return (functional_call(model, given, (x,)) - x).square().mean()
 
-    found: Any = jacrev(jacrev(loss))(parameters)
-    names = [layer.parameters for layer in stack]
-    blocks = [
-        [torch.cat([torch.cat([found[a][b].reshape(parameters[a].numel(), -1) for b in two], 1) for a in one])
-         for two in names]
-        for one in names
-    ]  # fmt: skip
-    exact = [float(blocks[i][i].trace()) for i in range(len(stack))]
-    trace = hessian_trace(model, losses_of, x, None, stack, draws=100, chunk=6)
+    hessian: Any = jacrev(jacrev(loss))(parameters)
     # small steps: here the limit is what is being tested; the error comes from the draws
-    mine = noise_cost(model, losses_of, x, None, stack, std=0.01, draws=200, batch=12)
-    for i in range(len(stack)):
-        # the variance of Hutchinson's estimate with signs, in closed form
-        within = 2 * (blocks[i][i].square().sum() - blocks[i][i].diag().square().sum())
-        between = sum(blocks[i][j].square().sum() for j in range(len(stack)) if j != i)
-        assert trace[i] == pytest.approx(exact[i], abs=4 * float((within + between) / 100) ** 0.5)
-        assert mine.raw[i] == pytest.approx(0.5 * exact[i], abs=4 * mine.error[i])
-        assert mine.error[i] < 0.15 * abs(exact[i])
+    found = noise_cost(model, reconstruction_losses(model), x, None, stack, std=0.01, draws=200, batch=12)
+    for i, layer in enumerate(stack):
+        blocks = (hessian[name][name].reshape(parameters[name].numel(), -1) for name in layer.parameters)
+        exact = sum(float(block.trace()) for block in blocks)
+        assert found.raw[i] == pytest.approx(0.5 * exact, abs=4 * found.error[i])
+        assert found.error[i] < 0.15 * abs(exact)
 
 
 def test_negative_curvature_is_raised_and_told() -> None:
@@ -104,8 +91,6 @@ def test_negative_curvature_is_raised_and_told() -> None:
     assert found.raw[1] == pytest.approx(-50.0, abs=5)
     assert found.floored == (False, True)
     assert found.values[1] == pytest.approx(max(found.error[1], NOISE_COST_FLOOR * 50 * found.raw[0] / 100))
-    assert "parts.down" in found.report()
-    assert found.report().count("raised") == 1
 
 
 def test_the_floor_rule() -> None:
@@ -122,9 +107,7 @@ def test_it_is_seeded_and_leaves_no_trace(no_trace: Any) -> None:
     stack, x = LayerStack.from_model(model), torch.randn(10, 6, 4)
     with no_trace(model):
         runs = [noise_cost(model, reconstruction_losses(model), x, None, stack, draws=2, seed=s) for s in (0, 0, 1)]
-        trace = hessian_trace(model, reconstruction_losses(model), x, None, stack, draws=1)
     assert runs[0] == runs[1] != runs[2]
-    assert all(map(math.isfinite, trace))
 
 
 def test_a_layer_of_zeros_is_perturbed_at_the_scale_of_the_model() -> None:

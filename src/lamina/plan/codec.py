@@ -12,7 +12,7 @@ from lamina import cbor
 from lamina.errors import EncodingError, PlanError
 from lamina.plan.rules import RULE_KINDS, Injection, Rule
 from lamina.plan.selection import Slice
-from lamina.validate import short_repr
+from lamina.validate import distinct_fields, short_repr
 
 if TYPE_CHECKING:
     from lamina.plan.step_plan import StepPlan
@@ -31,7 +31,7 @@ def to_json(plan: StepPlan) -> str:
 def from_json(text: str) -> dict[str, Any]:
     """The fields of a plan, from `to_json`."""
     try:
-        return _read_plan(json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_no_duplicates))
+        return _read_plan(strict_json(text))
     except (ValueError, RecursionError) as error:
         raise PlanError(
             "plan.not-json", f"the plan is not JSON: {error}", "give what StepPlan.to_json wrote"
@@ -177,12 +177,10 @@ def _inf_from_text(value: Any) -> Any:
     return math.inf if value == _INF else value
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+def strict_json(text: str) -> Any:
+    """The value of a JSON text; ValueError for NaN, infinity and fields that occur twice."""
 
+    def refuse(name: str) -> float:
+        raise ValueError(f"{name} is not JSON")
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return made
+    return json.loads(text, parse_constant=refuse, object_pairs_hook=distinct_fields)

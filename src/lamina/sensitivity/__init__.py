@@ -3,9 +3,8 @@
 measure    everything below in one call: a `Measure`, which allocations read and a file can keep
 profile    statistics of pre-activations on proxy inputs (phase 1 of LSAB)
 bounds     Δ per layer by recursion through the traced graph: tight, worst, printed (phase 2)
-harm       m_l, loss increase per unit of noise variance, by perturbation; `hessian_trace` is its check
+noise_cost m_l, loss increase per unit of noise variance, by perturbation
 fisher     norms and Fisher information of per-example gradients
-influence  what single examples do to a loss through each layer
 energy     `EnergyEstimate`: gradient energy read from noised sums, for shares that follow it
 """
 
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 from lamina.sensitivity.bounds import SensitivityBounds, bounds
 from lamina.sensitivity.energy import EnergyEstimate
-from lamina.sensitivity.influence import Fisher, Hessian, Influence, fisher, hessian_trace, influence
+from lamina.sensitivity.example_gradients import Fisher, fisher
 from lamina.sensitivity.measure import Measure, NoiseCost, measure, noise_cost
 from lamina.sensitivity.profile import ActivationProfile, profile
 from lamina.sensitivity.trace import TracedGraph, trace
@@ -24,8 +23,6 @@ __all__ = [
     "trace", "TracedGraph",
     "bounds", "SensitivityBounds",
     "noise_cost", "NoiseCost",
-    "hessian_trace", "Hessian",
     "fisher", "Fisher",
-    "influence", "Influence",
     "EnergyEstimate",
 ]  # fmt: skip

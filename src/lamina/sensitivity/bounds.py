@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lamina.errors import NoBound, PlanError
 from lamina.plan.layer_stack import LayerStack
+from lamina.plan.table import align_columns
 from lamina.sensitivity import gains
 from lamina.sensitivity.gains import (
     affine_norm_constant,
@@ -19,7 +20,7 @@ from lamina.sensitivity.gains import (
     paper_relu_slope,
     paper_residual,
 )
-from lamina.sensitivity.profile import ActivationProfile, product_factors
+from lamina.sensitivity.profile import EPSILON_N, ActivationProfile, product_factors
 from lamina.sensitivity.trace import SAME_ENTRIES, Node, OperationKind, TracedGraph
 
 
@@ -77,7 +78,7 @@ class PropagationState:
         after = self.profile[self.graph.output_of(node).name].std
         if before == 0:
             return 1.0
-        return max(paper_compression_clamped(after, before), self.profile.epsilon_n)
+        return max(paper_compression_clamped(after, before), EPSILON_N)
 
 
 def product_or_zero(a: float, b: float) -> float:
@@ -123,13 +124,12 @@ def reshape_rule(node: Node, state: PropagationState) -> NodeSensitivity:
 
 def concat_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     flows = state.inputs_of(node)
-    rest = gains.norm_at_zero(node, state.zeros(node))
+    tight, worst, printed, size = (
+        math.hypot(*(getattr(f, name) for f in flows)) for name in ("tight", "worst", "printed", "size")
+    )
+    size += gains.norm_at_zero(node, state.zeros(node))
     return NodeSensitivity(
-        tight=math.hypot(*(f.tight for f in flows)),
-        worst=math.hypot(*(f.worst for f in flows)),
-        printed=math.hypot(*(f.printed for f in flows)),
-        size=math.hypot(*(f.size for f in flows)) + rest,
-        everywhere=all(f.everywhere for f in flows),
+        tight=tight, worst=worst, printed=printed, size=size, everywhere=all(f.everywhere for f in flows)
     )
 
 
@@ -210,12 +210,12 @@ def activation_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     before = state.profile[node.name].pre_activation
     if before is None:
         raise NoBound("sensitivity.activation-not-profiled", f"the profile lacks the input of {node}", _AGAIN)
-    tight, most = gains.activation_slopes(node, before.mean, math.sqrt(before.variance + state.profile.epsilon_n))
+    tight, most = gains.activation_slopes(node, before.mean, math.sqrt(before.variance + EPSILON_N))
     printed = tight
     if node.base == "relu":
-        printed = float(paper_relu_slope(before.mean, before.variance, state.profile.epsilon_n))
+        printed = float(paper_relu_slope(before.mean, before.variance, EPSILON_N))
     elif node.base == "gelu" and node.arguments["approximate"] != "tanh":  # eq. 10 can be negative, a Δ cannot
-        printed = max(float(paper_gelu_slope(before.mean, before.variance)), state.profile.epsilon_n)
+        printed = max(float(paper_gelu_slope(before.mean, before.variance)), EPSILON_N)
     rest = gains.norm_at_zero(node, state.zeros(node))
     return stretch(state.inputs_of(node)[0], most, tight=tight, printed=printed, rest=rest)
 
@@ -459,14 +459,11 @@ class SensitivityBounds:
             where = "everywhere" if layer.everywhere else "within the radius"
             numbers = (layer.tight, layer.worst, layer.ratio, layer.printed)
             rows.append([layer.name, *(f"{value:.4g}" for value in numbers), where])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [f"Δ per layer from Δ₀ = {2 * self.radius:g}, profiled on {self.proxy} inputs", ""]
-        for row in rows:
-            cells = [c.rjust(w) if 0 < i < 5 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-            lines.append("  ".join(cells).rstrip())
         return "\n".join(
             [
-                *lines,
+                f"Δ per layer from Δ₀ = {2 * self.radius:g}, profiled on {self.proxy} inputs",
+                "",
+                *align_columns(rows, left=1),
                 "",
                 "tight:   local constants on the profile; an expectation, not a sensitivity bound: it may shape C,",
                 "         and clipping to C is what makes a step private",
@@ -503,16 +500,8 @@ def bounds(graph: TracedGraph, profile: ActivationProfile, stack: LayerStack) ->
                 "a weight or gain of zero, or a dead activation, stops every input there: initialise the layer anew, "
                 "or use an allocation that needs no Δ",
             )
-        layers.append(
-            LayerSensitivity(
-                name=name,
-                tight=flow.tight,
-                worst=flow.worst,
-                printed=flow.printed,
-                everywhere=flow.everywhere,
-                node=node.name,
-            )
-        )
+        deltas = {"tight": flow.tight, "worst": flow.worst, "printed": flow.printed}
+        layers.append(LayerSensitivity(name=name, **deltas, everywhere=flow.everywhere, node=node.name))
     return SensitivityBounds(radius=profile.radius, proxy=profile.proxy, layers=tuple(layers))
 
 

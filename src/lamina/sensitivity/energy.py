@@ -73,15 +73,8 @@ class EnergyEstimate:
         self, squares: Sequence[float] | Array, *, noise: Sequence[float] | Array, sizes: Sequence[int]
     ) -> EnergyEstimate:
         """After one more release: ‖Y_l‖² of the noised *sum* (not divided by B), its S_l and d_l."""
-        s, d = self._row(noise, "noise"), self._sizes(sizes)
-        for i, value in enumerate(s):
-            if not 0 <= value < math.inf:
-                raise PlanError(
-                    "sensitivity.noise-not-finite",
-                    f"noise of layer {i} is {value!r}, must be >= 0",
-                    "take S of the plan",
-                )
-        y = self._row(squares, "squares")
+        y = self._row("squares", squares)
+        s, d = self._row("noise", noise, 0.0), self._row("sizes", sizes, 1.0)
         a, keep = self.decay, 1.0 - self.decay
         with np.errstate(all="ignore"):  # what overflows is ignored below
             unit = s * s
@@ -121,7 +114,11 @@ class EnergyEstimate:
         for layers whose norm is √E_l (docs/theory.md). Shares below least/L are raised to it, at the expense of
         the others in proportion.
         """
-        base, d = self._proxy(proxy), self._sizes(sizes)
+        base, d = self._row("proxy", proxy, 0.0, 1 + 1e-9), self._row("sizes", sizes, 1.0)
+        if not abs(base.sum() - 1.0) <= 1e-9:
+            problem = f"proxy shares sum to {base.sum()!r}, must be 1"
+            raise PlanError("sensitivity.shares-sum", problem, "divide them by their sum")
+        base = np.asarray(base / base.sum())
         validate.number(PlanError, "sensitivity.least-range", above=0, most=1, least_share=least)
         energy, sd = self.energies(), self.deviations()
         measured = (energy > 0) & (energy >= sd)
@@ -166,37 +163,18 @@ class EnergyEstimate:
         with np.errstate(all="ignore"):
             return np.clip(np.where(mass > 0, np.array(values) / mass, 0.0), -_LARGEST, _LARGEST)
 
-    def _row(self, values: Sequence[float] | Array, what: str) -> Array:
+    def _row(
+        self, what: str, values: Sequence[float] | Array, least: float | None = None, most: float = _LARGEST
+    ) -> Array:
+        """One value per layer; none below `least` or above `most`, if there is a limit."""
         row = np.asarray(values, dtype=np.float64)
         if row.shape != (len(self),):
-            raise PlanError(
-                "sensitivity.energy-length", f"{what} has shape {row.shape}", f"give one for each of {len(self)} layers"
-            )
+            problem, remedy = f"{what} has shape {row.shape}", f"give one for each of {len(self)} layers"
+            raise PlanError("sensitivity.energy-length", problem, remedy)
+        if least is not None and not ((row >= least) & (row <= most)).all():
+            problem = f"{what} of the layers is {row.tolist()}, must be in [{least:g}, {most:g}]"
+            raise PlanError("sensitivity.energy-range", problem, "take S and sizes from the plan, shares from [0, 1]")
         return row
-
-    def _proxy(self, proxy: Sequence[float] | Array) -> Array:
-        row = self._row(proxy, "proxy")
-        for i, value in enumerate(row):
-            if not 0 <= value <= 1 + 1e-9:
-                raise PlanError(
-                    "sensitivity.shares-range",
-                    f"proxy share of layer {i} is {value!r}, must be in [0, 1]",
-                    "correct it",
-                )
-        if not abs(row.sum() - 1.0) <= 1e-9:
-            raise PlanError(
-                "sensitivity.shares-sum", f"proxy shares sum to {row.sum()!r}, must be 1", "divide them by their sum"
-            )
-        return np.asarray(row / row.sum())
-
-    def _sizes(self, sizes: Sequence[int]) -> Array:
-        d = self._row(sizes, "sizes")
-        for i, value in enumerate(d):
-            if not 1 <= value < math.inf:
-                raise PlanError(
-                    "sensitivity.layer-empty", f"layer {i} has {value!r} parameters, must be >= 1", "leave it out"
-                )
-        return d
 
 
 def _raise_to_floor(w: Array, floor: float) -> Array:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from lamina import validate
 from lamina.errors import PlanError
+from lamina.plan.table import align_columns
 from lamina.sensitivity.gains import paper_attention_norm, softmax_jacobian_norm
 from lamina.sensitivity.trace import (
     SAME_ENTRIES,
@@ -26,7 +26,6 @@ from lamina.sensitivity.trace import (
     TracedProgram,
     call_arguments,
     export,
-    first_patients,
     isolated_rng,
     map_arguments,
     patient_count,
@@ -36,6 +35,9 @@ from lamina.sensitivity.trace import (
 )
 
 Batches = Iterator[Any]
+
+EPSILON_N = 1e-12
+"""What eq. 8 of the LSAB document adds to a variance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +90,6 @@ class ActivationProfile:
     proxy      where the inputs came from: 'gaussian', 'public' or 'simulated', perhaps with a remark
     passes     how many inputs (made-up patients) went through the model, `batch` at a time
     radius     public L2 radius to which each input was clipped: Δ₀ = 2·radius
-    epsilon_n  what eq. 8 of the LSAB document adds to a variance
     """
 
     model: str
@@ -97,7 +98,6 @@ class ActivationProfile:
     batch: int
     radius: float
     seed: int
-    epsilon_n: float
     nodes: tuple[NodeProfile, ...]
 
     def __getitem__(self, name: str) -> NodeProfile:
@@ -122,34 +122,21 @@ class ActivationProfile:
     def report(self, threshold: float = 0.1) -> str:
         """A table of pre-activations, normalisations and attentions; says where assumption A3 fails."""
         title = f"profile of {self.model}: {self.passes:,} passes on {self.proxy} inputs of norm ≤ {self.radius:g}"
-        lines = [title, ""]
         rows = [["node", "module", "kind", "mean", "std", "KS", "note"]]
         failed = {node.name for node in self.non_gaussian(threshold)}
         for node in self.nodes:
-            if node.pre_activation is not None:
-                b = node.pre_activation
+            if (before := node.pre_activation) is not None:
                 note = "not Gaussian (A3 fails)" if node.name in failed else ""
-                row = [f"{b.mean:.4g}", f"{math.sqrt(b.variance):.4g}", f"{b.ks:.3f}", note]
-            elif node.divisor_variances:
-                row = [
-                    "",
-                    f"{math.sqrt(sum(node.divisor_variances) / len(node.divisor_variances)):.4g}",
-                    "",
-                    "std that it divides by",
-                ]
+                row = [f"{before.mean:.4g}", f"{math.sqrt(before.variance):.4g}", f"{before.ks:.3f}", note]
+            elif seen := node.divisor_variances:
+                row = ["", f"{math.sqrt(sum(seen) / len(seen)):.4g}", "", "std that it divides by"]
             elif node.jacobian is not None:
                 row = ["", "", "", f"‖diag(a)-aaᵀ‖ {node.jacobian:.3g}, printed {node.paper_norm:.3g}"]
             else:
                 continue
             rows.append([node.name, node.module, node.kind.value, *row])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for entry in rows:
-            cells = [
-                c.rjust(w) if 3 <= i <= 5 else c.ljust(w) for i, (c, w) in enumerate(zip(entry, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
         end = f"A3 (Gaussian pre-activations) fails at {len(failed)} of {len(self.activations)} activations"
-        return "\n".join([*lines, "", f"{end} (KS > {threshold:g})"])
+        return "\n".join([title, "", *align_columns(rows, left=3), "", f"{end} (KS > {threshold:g})"])
 
     def __str__(self) -> str:
         return self.report()
@@ -205,43 +192,9 @@ def gaussian_batches(
 
 
 def given_batches(inputs: Any, passes: int, batch: int) -> Batches:
-    """At most `passes` patients: the rows of tensors, `batch` at a time, or batches as an iterable gives them."""
-    left = passes
-    for part in _split_batches(inputs, batch):
-        n = patient_count(part)
-        if n == 0:
-            continue
-        yield first_patients(part, min(n, left))
-        left -= min(n, left)
-        if left == 0:
-            return
-
-
-def peek_batch(batches: Iterable[Any]) -> tuple[Any, Batches]:
-    """The first batch, and all of them."""
-    stream = iter(batches)
-    try:
-        head = next(stream)
-    except StopIteration:
-        raise PlanError(
-            "sensitivity.no-inputs", "inputs hold no patient", "give at least one public or simulated input"
-        ) from None
-    return head, itertools.chain([head], stream)
-
-
-def _split_batches(inputs: Any, batch: int) -> Iterator[Any]:
-    if not isinstance(inputs, Tensor | tuple | Mapping):
-        if not isinstance(inputs, Iterable):
-            raise PlanError(
-                "sensitivity.inputs-type",
-                f"inputs is a {type(inputs).__name__}",
-                "give a tensor whose first axis counts patients, a tuple or dict of such, or an iterable of batches",
-            )
-        yield from inputs
-        return
-    n = patient_count(inputs)
-    for start in range(0, n, batch):
-        cut = slice(start, start + batch)
+    """The first `passes` patients of a tensor, or of a tuple or dict of tensors, `batch` at a time."""
+    for start in range(0, min(passes, patient_count(inputs)), batch):
+        cut = slice(start, min(start + batch, passes))
         yield map_arguments(inputs, lambda value, cut=cut: value[cut] if isinstance(value, Tensor) else value)  # type: ignore[misc]
 
 
@@ -298,7 +251,7 @@ class RunningMean:
         """One more batch (count, length) or (count,)."""
         rows = values.detach().double().reshape(values.shape[0], -1)
         self._sum = self._sum + _to_array(rows.sum(0))
-        self.count += rows.shape[0]
+        self.count += len(rows)
 
     @property
     def value(self) -> tuple[float, ...]:
@@ -516,18 +469,16 @@ def profile(
     batch: int = 50,
     radius: float = 1.0,
     seed: int = 0,
-    epsilon_n: float = 1e-12,
 ) -> ActivationProfile:
     """Run `passes` proxy inputs through `model`, `batch` at a time, and note the statistics of every operation.
 
       example       what model(...) accepts, for its shapes only: a tensor, a tuple of arguments or a dict;
                     not needed if `inputs` are given
-      inputs        public or simulated inputs: a tensor whose first axis counts patients (or a tuple or dict of
-                    such), or an iterable of batches. The profile ends with them if they are fewer than `passes`.
-                    Without, inputs are Gaussian, token ids even over the vocabulary
+      inputs        public or simulated inputs: a tensor whose first axis counts patients, or a tuple or dict of
+                    such. The profile ends with them if they are fewer than `passes`. Without, inputs are Gaussian,
+                    token ids even over the vocabulary
       proxy         where `inputs` come from: 'public' or 'simulated', a remark may follow ("simulated: ECG")
       radius        public L2 radius to which every patient's input is clipped, so that Δ₀ = 2·radius
-      epsilon_n     what eq. 8 adds to a variance
 
     One pass over the stream: memory does not grow with `passes`. Equal arguments give an equal profile. The model
     runs in training mode (dropout included) with BatchNorm in evaluation mode; its weights, buffers and modes and
@@ -535,11 +486,11 @@ def profile(
 
     Never profile private data: what a profile of private inputs says would have to be paid for.
     """
-    _check_profile_options(inputs, proxy, passes, batch, radius, epsilon_n)
+    _check_profile_options(inputs, proxy, passes, batch, radius)
     generator = torch.Generator().manual_seed(seed)
     if inputs is not None:
-        head, stream = peek_batch(given_batches(inputs, passes, batch))
-        graph, size = trace(model, head), patient_count(head)
+        graph, stream = trace(model, inputs), given_batches(inputs, passes, batch)
+        size = min(batch, passes, patient_count(inputs))
     elif example is not None:
         graph, program = trace_with_program(model, example)
         stream, size = gaussian_batches(example, program, graph, passes, batch, generator), min(batch, passes)
@@ -563,16 +514,14 @@ def profile(
         batch=size,
         radius=float(radius),
         seed=seed,
-        epsilon_n=float(epsilon_n),
         nodes=observer.results(),
     )
 
 
-def _check_profile_options(inputs: Any, proxy: str, passes: int, batch: int, radius: float, epsilon_n: float) -> None:
+def _check_profile_options(inputs: Any, proxy: str, passes: int, batch: int, radius: float) -> None:
     validate.whole(PlanError, "sensitivity.passes-not-positive", passes=passes)
     validate.whole(PlanError, "sensitivity.batch-not-positive", batch=batch)
     validate.positive(PlanError, "sensitivity.radius-not-positive", radius=radius)
-    validate.positive(PlanError, "sensitivity.epsilon-n-not-positive", epsilon_n=epsilon_n)
     source = proxy.partition(":")[0].strip()
     if inputs is None and source != GAUSSIAN:
         raise PlanError(
