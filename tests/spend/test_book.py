@@ -438,8 +438,6 @@ def test_a_refusal_teaches(tmp_path: Path) -> None:
         "corpus 'o'",
         f"ε ≤ {bound:.6g}",
         "δ = 1e-05",
-        f"'ward 7' ({FIRST[:8]}): 40 steps charged, 60 reserved",
-        f"{SECOND[:8]}: 9 steps charged",
         f"run 'again' ({THIRD[:8]}) asks for 1,000 steps",
         f"lamina spend '{book.path}' --release {FIRST[:8]}",
         "smaller epsilon or fewer steps",
@@ -465,15 +463,11 @@ def test_a_refusal_names_a_signed_bound_and_leaves_it_as_it_is(book: SpendLedger
     assert book.fits(SECOND, charge=most, bound=bound) == 50
 
 
-def test_a_refusal_stays_short_and_names_no_run_to_release_if_none_holds_anything(book: SpendLedger) -> None:
-    for number in range(12):
-        pay(book, f"{number:032x}", 0, owed(10 + number))
+def test_a_refusal_names_no_run_to_release_if_none_holds_anything(book: SpendLedger) -> None:
+    pay(book, FIRST, 0, owed(10))
     with pytest.raises(BudgetExceeded) as caught:
         pay(book, THIRD, 0, owed(1), bound=0.1)
-    assert "and 7 more" in caught.value.problem
-    assert "1 step," in caught.value.problem
-    assert "--release" not in caught.value.remedy
-    assert len(str(caught.value)) < 1000
+    assert "1 step," in caught.value.problem and "--release" not in caught.value.remedy
 
 
 # --------------------------------------------------------------------------------------- numbers and texts

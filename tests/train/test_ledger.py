@@ -24,8 +24,8 @@ from lamina.ledger.contribution_trace import trace_contribution
 from lamina.ledger.governance_records import KeyEvent, PolicyChange, Withdrawal, WithdrawalEffect, WithdrawalReason
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, Epoch, SegmentOutcome
-from lamina.ledger.verify.replay_state import Trust, Verification
-from lamina.ledger.verify.verifier import verify
+from lamina.ledger.verify.tree_checks import Trust
+from lamina.ledger.verify.verifier import Verification, verify
 from lamina.ledger.withdrawal import WithdrawalInbox, withdraw
 from lamina.ledger.writer import Ledger
 from lamina.spend.spend_ledger import SpendLedger

@@ -318,7 +318,7 @@ def budget_exceeded(
     problem = (
         f"{describe_account(account)} of corpus {origin!r} has a bound of ε ≤ {budget.bound:.6g} at δ = {budget.delta:g} "
         f"over all runs; ε {_epsilon_rounded_up(now.spent)} is spent, {_epsilon_rounded_up(now.committed)} with what is "
-        f"reserved{_largest_holders(now.runs, run)}; run {run_name(run, label)} asks for {_steps_text(asked)}, which "
+        f"reserved; run {run_name(run, label)} asks for {asked:,} step{'s'[: asked != 1]}, which "
         f"would make it {_epsilon_rounded_up(epsilon)} (accountant {budget.accountant})"
     )
     remedy = "plan with a smaller epsilon or fewer steps; " + (
@@ -329,23 +329,6 @@ def budget_exceeded(
     if holding := [each.run[:8] for each in now.runs if each.reserved and each.run != run]:
         remedy = f"release a run that holds a reservation (lamina spend {shlex.quote(path)} --release {holding[0]}), or {remedy}"
     return BudgetExceeded("spend.budget-exceeded", problem, remedy)
-
-
-def _largest_holders(runs: Sequence[RunSpend], this: str, most: int = 5) -> str:
-    """The runs that spent and reserved most, for messages."""
-    first = sorted(runs, key=lambda each: (-each.reserved, -each.steps, each.run))
-    parts = [
-        f"{'this run' if each.run == this else each.name}: {_steps_text(each.steps)} charged"
-        + (f", {each.reserved:,} reserved" if each.reserved else "")
-        for each in first[:most]
-    ]
-    if len(first) > most:
-        parts.append(f"and {len(first) - most} more")
-    return f" ({'; '.join(parts)})" if parts else ""
-
-
-def _steps_text(count: int) -> str:
-    return f"{count:,} step{'' if count == 1 else 's'}"
 
 
 def _epsilon_rounded_up(epsilon: float) -> str:

@@ -126,9 +126,6 @@ class AttemptOpened(_Attempt):
     seed: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "charges", tuple(self.charges))
-        object.__setattr__(self, "variance", tuple(map(float, self.variance)))
-        object.__setattr__(self, "scales", {str(name): float(scale) for name, scale in self.scales.items()})
         for record in (self, *self.charges):
             _check_fields(record)
         if not self.first <= self.last:
@@ -195,21 +192,19 @@ def to_body(record: JournalRecord) -> tuple[int, bytes]:
 
 def from_body(number: int, body: bytes) -> JournalRecord:
     """The record that `to_body` wrote, an AttemptOpened without its seed. EncodingError or RunError otherwise."""
-    remedy = "read it with the version that wrote it"
-    if number not in JOURNAL_KINDS:
-        raise EncodingError("train.journal-record-unknown", f"record kind {number} is not known", remedy)
-    kind = JOURNAL_KINDS[number]
     fields = cbor.decode(body, floats=True, max_size=BODY_LIMIT)
     try:
+        kind = JOURNAL_KINDS[number]
         if kind is AttemptOpened:
-            fields |= {"charges": tuple(Charge(**row) for row in fields["charges"]), "seed": b""}
+            charges = tuple(Charge(**row) for row in fields["charges"])
+            fields |= {"charges": charges, "variance": tuple(fields["variance"]), "seed": b""}
         record = kind(**fields)
+        if to_body(record) != (number, body):
+            raise ValueError("another encoding")
     except (TypeError, KeyError, ValueError, AttributeError) as error:
-        problem = f"a record {kind.__name__} has other fields than this version writes ({error})"
+        problem = f"a record of kind {number} is not what this version writes ({error})"
+        remedy = "read it with the version that wrote it"
         raise EncodingError("train.journal-record-unknown", problem, remedy) from error
-    if to_body(record) != (number, body):
-        problem = f"a record {kind.__name__} is not encoded as this version writes it"
-        raise EncodingError("train.journal-record-unknown", problem, remedy)
     return record
 
 
@@ -327,9 +322,7 @@ def _copy_id(begun: RunStarted | JournalMoved) -> str:
     return f"{begun.place} {begun.lost if isinstance(begun, JournalMoved) else 0}"
 
 
-# The journal of a run on disk: append-only, durable before anything acts on it, keeper of one secret seed.
-#
-# How a record lies on disk: a frame that is acknowledged by a mark once it is durable.
+# On disk a record is a frame, which is acknowledged by a mark once it is durable.
 #
 #     frame    = "LMJ1" | kind (1) | length of body (4) | checksum (32) | body | padding | slot (40, AttemptOpened) |
 #                mark (16)
@@ -343,14 +336,12 @@ def _copy_id(begun: RunStarted | JournalMoved) -> str:
 #     a frame without its mark was never acknowledged: nobody acted on it, and it may be ignored,
 #     a frame with its mark was complete on the disk: whatever is wrong with it now is damage.
 #
-# A crash may leave a frame in any state: cut anywhere, its length there and its data zeros, some of its sectors written
-# and others not. None of these has the mark, which is not written before all of the frame is durable. The padding
-# (zeros) aligns the mark to its own size, so that it never lies across two sectors and is there or not.
+# A crash may leave a frame in any state, but never with its mark before all of it is durable. The padding (zeros)
+# aligns the mark to its own size, so that it never lies across two sectors and is there or not.
 #
-# **Durable.** `append` returns only after frame and mark are on the disk. Ignoring a frame without a mark is safe: an
-# AttemptOpened that was not acknowledged has drawn nothing, because the trainer draws no coin and no noise before
-# `append` returns; an AttemptClosed that was not acknowledged is written again, because its checkpoint is there. The next
-# `append` cuts such a frame off. A frame with a mark that cannot be read stops everything, because it may hold a charge.
+# **Durable.** Ignoring a frame without a mark is safe: the trainer draws no coin and no noise before `append` returns,
+# and an AttemptClosed is written again, because its checkpoint is there. The next `append` cuts such a frame off. A
+# frame with a mark that cannot be read stops everything, because it may hold a charge.
 #
 # **Secret.** The seed of a segment decides who is sampled and what the noise is. It lives in the journal only while its
 # attempt is the last one and open; otherwise `append` or `load` overwrites it in place with zeros, fsynced. That is best

@@ -165,14 +165,6 @@ _DTYPES = {
 }  # fmt: skip
 
 
-class DamagedCheckpoint(Exception):
-    """A file that is not what was written, and how that shows."""
-
-
-class OtherCheckpointFormat(Exception):
-    """A file of a format that another version of Lamina writes."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointArchive:
     """What goes into a file: each memory once, names that share one in `alias`, and the CBOR of the state."""
@@ -238,51 +230,49 @@ class CheckpointArchive:
         return sorted(self.tensors, key=lambda name: (-self.tensors[name].element_size(), name))
 
 
-def read_checkpoint_file(path: Path) -> tuple[int, dict[str, Tensor], dict[str, Any], bytes]:
-    """Index, tensors, state and digest of a file, all verified; OSError, DamagedCheckpoint or OtherCheckpointFormat."""
-    raw = _read_header(path)
+def _read_file(path: Path) -> tuple[int, TrainingCheckpoint, bytes]:
+    """Index, content and digest of a file, all verified."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        raw = file.read(8)
+        length = int.from_bytes(raw, "little")
+        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+            raise _damaged(path, f"its header takes {length} bytes by bytes 0 to 8, the file has {size}")
+        raw += file.read(length)
     try:
         # Read, not mapped: a mapped file that somebody cuts later would kill the process.
-        with safe_open(path, framework="pt", backend="pread") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        with safe_open(path, framework="pt", backend="pread") as archive:
+            metadata = archive.metadata() or {}
+            tensors = {name: archive.get_tensor(name) for name in archive.keys()}  # noqa: SIM118
         body = base64.b64decode(metadata["lamina"], validate=True)
         digest = bytes.fromhex(metadata["digest"])
         content = cbor.decode(body, floats=True, null=True, max_depth=_DEPTH, max_size=_BODY_LIMIT)
     except OSError:
         raise
     except Exception as error:  # whatever a library says about bytes that nobody wrote
-        raise DamagedCheckpoint(f"its header, bytes 0 to {len(raw)}, does not read ({error})") from error
+        raise _damaged(path, f"its header, bytes 0 to {len(raw)}, does not read ({error})") from error
     if isinstance(content, dict) and type(found := content.get("format")) is int and found != CHECKPOINT_FORMAT:
-        raise OtherCheckpointFormat(f"has format {found}, this version of Lamina reads {CHECKPOINT_FORMAT}")
-    _verify_archive(CheckpointArchive(tensors=tensors, body=body), raw, digest)
+        problem = f"the checkpoint {path} has format {found}, this version of Lamina reads {CHECKPOINT_FORMAT}"
+        raise StorageError("train.checkpoint-format-unknown", problem, "resume with the version that wrote it")
+    whole = CheckpointArchive(tensors=tensors, body=body)
+    if any(tensor.dtype not in _DTYPES for tensor in tensors.values()) or whole.header(digest) != raw:
+        raise _damaged(path, f"its header, bytes 0 to {len(raw)}, is not the one that was written")
+    if whole.digest() != digest:
+        raise _damaged(path, f"its tensors, from byte {len(raw)} on, or its state do not match its digest")
     shape = {"format": int, "index": int, "alias": dict, "state": dict}
     if not isinstance(content, dict) or {key: type(value) for key, value in content.items()} != shape:
-        raise DamagedCheckpoint("its state has other fields than this version writes")
+        raise _damaged(path, "its state has other fields than this version writes")
     for name, same in content["alias"].items():
         if name in tensors or not isinstance(same, str) or same not in tensors:
-            raise DamagedCheckpoint(f"tensor {name!r} should be the same as {same!r}, which cannot be")
+            raise _damaged(path, f"tensor {name!r} should be the same as {same!r}, which cannot be")
     tensors |= {name: tensors[same] for name, same in content["alias"].items()}
-    return content["index"], tensors, content["state"], digest
+    return content["index"], TrainingCheckpoint(tensors=tensors, state=content["state"]), digest
 
 
-def _read_header(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
-            raise DamagedCheckpoint(f"its header takes {length} bytes by bytes 0 to 8, the file has {size}")
-        return start + file.read(length)
-
-
-def _verify_archive(archive: CheckpointArchive, raw: bytes, digest: bytes) -> None:
-    if any(tensor.dtype not in _DTYPES for tensor in archive.tensors.values()):
-        raise DamagedCheckpoint("a tensor has a dtype that is never written")
-    if archive.header(digest) != raw:
-        raise DamagedCheckpoint(f"its header, bytes 0 to {len(raw)}, is not the one that was written")
-    if archive.digest() != digest:
-        raise DamagedCheckpoint(f"its tensors, from byte {len(raw)} on, or its state do not match its digest")
+def _damaged(path: Path, how: str) -> StorageError:
+    problem = f"the checkpoint {path} is damaged: {how}"
+    remedy = "restore it from a backup; or remove it, and steps since the one before are done and charged again"
+    return StorageError("train.checkpoint-damaged", problem, remedy)
 
 
 def _dense_tensor(name: str, tensor: Tensor) -> Tensor:
@@ -370,26 +360,18 @@ class TrainingCheckpoints:
         """A checkpoint and its digest, every byte of it verified; tensors come to the CPU, contiguous."""
         path = self.path(index)
         try:
-            found, tensors, state, digest = read_checkpoint_file(path)
+            found, snapshot, digest = _read_file(path)
         except FileNotFoundError as error:
             have = ", ".join(map(str, self.indices())) or "none"
             problem = f"there is no checkpoint {path}"
             raise StorageError("train.checkpoint-missing", problem, f"it has {have}") from error
         except OSError as error:
             raise storage_error(error, f"cannot read the checkpoint {path}", "it is as it was") from error
-        except OtherCheckpointFormat as error:
-            problem = f"the checkpoint {path} {error}"
-            remedy = "resume with the version that wrote it"
-            raise StorageError("train.checkpoint-format-unknown", problem, remedy) from error
-        except DamagedCheckpoint as error:
-            problem = f"the checkpoint {path} is damaged: {error}"
-            remedy = "restore it from a backup; or remove it, and steps since the one before are done and charged again"
-            raise StorageError("train.checkpoint-damaged", problem, remedy) from error
         if found != index:
             problem = f"the file {path} holds checkpoint {found}, its name says {index}"
             remedy = "give the files of this folder their names back"
             raise StorageError("train.checkpoint-misnamed", problem, remedy)
-        return TrainingCheckpoint(tensors=tensors, state=state), digest
+        return snapshot, digest
 
     def prune(self, keep: int = 2) -> None:
         """Remove all but the newest `keep` checkpoints."""
