@@ -54,8 +54,8 @@ from lamina.ledger.governance_records import (
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.records import ContributionTerms, Epoch, Segment, SegmentOutcome
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey
-from lamina.ledger.verify.replay_state import Finding, KnownCheckpoint, Trust, Verification
-from lamina.ledger.verify.verifier import verify
+from lamina.ledger.verify.tree_checks import Finding, KnownCheckpoint, Trust
+from lamina.ledger.verify.verifier import Verification, verify
 from lamina.ledger.writer import Ledger
 
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
@@ -343,7 +343,7 @@ def test_signed_anew_by_another_key(path: str, whole: Template) -> None:
     mine = Key(name=ORIGIN, x=OTHER.public.x, role=Role.LEDGER)
     keys = (mine, *leaves.decode_leaf(leaf(path, 0)).record.keys[1:])  # type: ignore[union-attr]
     rewritten(path, replacing(0, keys=keys), OTHER)
-    named(path, whole.at["policy"], "policy", "verify.policy-wrong-predecessor")  # it hangs together
+    named(path, whole.at["policy"], "policy", "ledger.policy-wrong-predecessor")  # it hangs together
     forged = policy_record_digest(leaves.decode_leaf(leaf(path, 0)).record)
     rewritten(path, replacing(whole.at["policy"], previous=forged), OTHER)
     assert verify(path).verified  # consistent in itself: it names its own key
@@ -554,13 +554,13 @@ def test_floor_lowered(path: str, whole: Template) -> None:
         previous=policy_record_digest(leaves.decode_leaf(leaf(path, whole.at["policy"])).record),
     )  # fmt: skip
     rewritten(path, appended(lower))
-    named(path, whole.size, "policy", "verify.policy-loosened-without-two")
+    named(path, whole.size, "policy", "ledger.policy-loosened")
     rewritten(path, replacing(whole.size, signatures=signed_by(lower, LEDGER).signatures))
-    named(path, whole.size, "policy", "verify.policy-loosened-without-two")
+    named(path, whole.size, "policy", "ledger.policy-loosened")
     rewritten(path, replacing(whole.size, signatures=signed_by(lower, LEDGER, LEDGER).signatures))
-    named(path, whole.size, "policy", "verify.policy-loosened-without-two")
+    named(path, whole.size, "policy", "ledger.policy-loosened")
     rewritten(path, replacing(whole.size, signatures=signed_by(lower, LEDGER, OTHER).signatures))
-    named(path, whole.size, "policy", "verify.signer-wrong-role")
+    named(path, whole.size, "policy", "ledger.policy-signature-invalid")
     rewritten(path, replacing(whole.size, signatures=signed_by(lower, LEDGER, AUDITOR).signatures))
     assert verify(path).verified
 
@@ -581,7 +581,7 @@ def test_a_looser_policy_that_was_taken_back_is_not_adopted_again(path: str, who
     rewritten(path, appended(back))
     assert verify(path).verified
     rewritten(path, appended(signed))
-    named(path, whole.size + 2, "policy", "verify.policy-wrong-predecessor")
+    named(path, whole.size + 2, "policy", "ledger.policy-wrong-predecessor")
 
 
 @pytest.mark.parametrize(
@@ -912,12 +912,12 @@ def test_a_key_of_the_ledger_that_was_revoked(path: str, whole: Template) -> Non
 @pytest.mark.parametrize(
     ("event", "code"),
     [
-        (KeyEvent(change=KeyChange.REVOKE, target=digest("ghost"), effective=START), "verify.key-unknown"),
-        (_new_key(KeyChange.ADD, START, name="another.example"), "verify.ledger-key-name"),
-        (_new_key(KeyChange.ROTATE, START, role=Role.AUDITOR), "verify.rotation-changes-role"),
+        (KeyEvent(change=KeyChange.REVOKE, target=digest("ghost"), effective=START), "ledger.key-unknown"),
+        (_new_key(KeyChange.ADD, START, name="another.example"), "ledger.ledger-key-name"),
+        (_new_key(KeyChange.ROTATE, START, role=Role.AUDITOR), "ledger.rotation-changes-role"),
         (
             KeyEvent(change=KeyChange.ADD, key=Key(name="x", x=ALICE.public.x, role=Role.AUDITOR), effective=START),
-            "verify.key-role-changed",
+            "ledger.key-role-changed",
         ),
         (
             KeyEvent(
@@ -926,7 +926,7 @@ def test_a_key_of_the_ledger_that_was_revoked(path: str, whole: Template) -> Non
                 target=CAROL.public.id,
                 effective=START,
             ),
-            "verify.rotation-to-known-key",
+            "ledger.rotation-to-known-key",
         ),
     ],
 )
@@ -1169,7 +1169,7 @@ def test_a_class_that_goes_and_comes_back_looser(path: str, whole: Template) -> 
         before, presets=tuple(each for each in PRESETS if each.public), previous=policy_record_digest(before)
     )
     rewritten(path, appended(gone))
-    named(path, whole.size, "policy", "verify.policy-loosened-without-two")
+    named(path, whole.size, "policy", "ledger.policy-loosened")
     rewritten(path, replacing(whole.size, signatures=signed_by(gone, LEDGER, AUDITOR).signatures))
     assert verify(path).verified
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from trees import ORIGIN, partial_tiles, private
 
-from lamina.admit.keys import PrivateKey
 from lamina.errors import NotVerified
 from lamina.ledger.merkle import (
     Frontier,
@@ -23,7 +22,6 @@ from lamina.ledger.merkle import (
     grow_tiles,
     inclusion_proof,
     leaf_hashes,
-    partial_tiles,
     root_at,
     tile_path,
 )
@@ -37,15 +35,10 @@ from lamina.ledger.signed_checkpoint import (
 )
 
 GOPATH = Path("/usr/share/gocode")  # where Debian puts golang-golang-x-mod-dev
-ORIGIN = "example.org/ledger"
 SIZE = 70_000
 LEAVES = [b"leaf %d" % n for n in range(SIZE)]
 
 Go = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-def private(seed: int) -> PrivateKey:
-    return PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32))
 
 
 KEY, WITNESS = private(1), private(3)

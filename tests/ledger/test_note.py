@@ -7,12 +7,13 @@ import hashlib
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import raises_code
+from trees import private
 
-from lamina.admit.keys import PrivateKey, PublicKey
+from lamina.admit.keys import PublicKey
 from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
 from lamina.ledger.signed_checkpoint import (
     MAX_NOTE_BYTES,
@@ -28,10 +29,6 @@ from lamina.ledger.signed_checkpoint import (
 
 NAME = "example.org/ledger"
 TEXT = "If you think cryptography is the answer to your problem,\nthen you don't know what your problem is.\n"
-
-
-def private(seed: int) -> PrivateKey:
-    return PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32))
 
 
 KEY, OTHER = private(1), private(2)

@@ -18,37 +18,25 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import raises_code
+from trees import ORIGIN, Rows, private
 
 from lamina import cbor
 from lamina.admit.keys import PrivateKey, PublicKey
 from lamina.errors import EncodingError, LedgerError, NotVerified
 from lamina.ledger import receipt
-from lamina.ledger.merkle import Frontier, inclusion_proof, leaf_hash, node_hash
-from lamina.ledger.receipt import Receipt, TlogProof, TreeSignature
-from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey, WitnessKey, WitnessQuorum, add_cosignature
+from lamina.ledger.merkle import inclusion_proof, leaf_hash, node_hash
+from lamina.ledger.receipt import Receipt, TlogProof, make_receipt
+from lamina.ledger.signed_checkpoint import (
+    RECEIPT_TYPE,
+    LedgerCheckpoint,
+    NoteKey,
+    TreeSignature,
+    WitnessKey,
+    WitnessQuorum,
+    add_cosignature,
+)
 
-ORIGIN = "example.org/ledger"
 LEAVES = [b"leaf %d" % n for n in range(40)]
-
-
-def private(seed: int) -> PrivateKey:
-    return PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32))
-
-
-class Rows:
-    def __init__(self, leaves: list[bytes]) -> None:
-        self.rows = [[leaf_hash(leaf) for leaf in leaves]]
-        while len(self.rows[-1]) > 1:
-            row = self.rows[-1]
-            self.rows.append([node_hash(*row[at : at + 2]) for at in range(0, len(row) - 1, 2)])
-
-    def node(self, level: int, index: int) -> bytes:
-        return self.rows[level][index]
-
-    def head(self, size: int) -> LedgerCheckpoint:
-        frontier = Frontier()
-        frontier.extend(self.rows[0][:size])
-        return LedgerCheckpoint(ORIGIN, size, frontier.root())
 
 
 KEY, OTHER = private(1), private(2)
@@ -57,7 +45,7 @@ TREE = Rows(LEAVES)
 
 def made(index: int = 11, size: int = 21, key: PrivateKey = KEY) -> bytes:
     seal = TreeSignature.sign(TREE.head(size), key)
-    return seal.receipt(leaf_hash(LEAVES[index]), index, inclusion_proof(TREE, index, size))
+    return make_receipt(seal, leaf_hash(LEAVES[index]), index, inclusion_proof(TREE, index, size))
 
 
 GOOD = made()
@@ -100,7 +88,7 @@ def test_every_leaf_of_every_tree_gets_a_receipt_that_verifies() -> None:
         seal = TreeSignature.sign(TREE.head(size), KEY)
         assert seal.holds(KEY.public) and not seal.holds(OTHER.public)
         for index in range(size):
-            data = seal.receipt(leaf_hash(LEAVES[index]), index, inclusion_proof(TREE, index, size))
+            data = make_receipt(seal, leaf_hash(LEAVES[index]), index, inclusion_proof(TREE, index, size))
             assert len(data) < 600
             if (size + index) % 5 == 0:
                 assert receipt.verify_receipt(data, LEAVES[index], KEY.public, ORIGIN)
@@ -111,7 +99,7 @@ def test_one_seal_serves_all_leaves_and_needs_no_key() -> None:
     seal = TreeSignature.sign(TREE.head(21), KEY)
     kept = TreeSignature(seal.origin, seal.size, seal.root, seal.kid, seal.signature)  # as a store brings it back
     assert kept == seal and seal == TreeSignature.sign(TREE.head(21), KEY), "the same each time"
-    receipts = {kept.receipt(leaf_hash(LEAVES[n]), n, inclusion_proof(TREE, n, 21)) for n in range(21)}
+    receipts = {make_receipt(kept, leaf_hash(LEAVES[n]), n, inclusion_proof(TREE, n, 21)) for n in range(21)}
     assert len(receipts) == 21 and len({Receipt.decode(data).signature for data in receipts}) == 1
 
 
@@ -127,9 +115,9 @@ def test_a_seal_makes_no_receipt_of_what_it_does_not_cover() -> None:
         (LEAVES[11], 11, path),
     ):
         with raises_code("ledger.proof-wrong"):
-            seal.receipt(leaf, index, proof)
+            make_receipt(seal, leaf, index, proof)
     with raises_code("ledger.tree-too-small"):
-        TreeSignature.sign(TREE.head(1), KEY).receipt(leaf_hash(LEAVES[0]), 0, [])
+        make_receipt(TreeSignature.sign(TREE.head(1), KEY), leaf_hash(LEAVES[0]), 0, [])
 
 
 def test_the_longest_receipt_fits() -> None:
@@ -138,7 +126,7 @@ def test_the_longest_receipt_fits() -> None:
     for step in path:
         root = node_hash(root, step)
     head = LedgerCheckpoint("o" * 255, 2**63 - 1, root)
-    data = TreeSignature.sign(head, KEY).receipt(leaf_hash(b"first"), 0, path)
+    data = make_receipt(TreeSignature.sign(head, KEY), leaf_hash(b"first"), 0, path)
     assert receipt.verify_receipt(data, b"first", KEY.public, "o" * 255)
 
 
@@ -254,7 +242,7 @@ def test_receipts_have_the_schema_that_is_documented() -> None:
 
 def _built(change: Any = None, **parts: Any) -> bytes:
     """A receipt whose parts were replaced, signed again over what they are now where that makes sense."""
-    header = {1: -8, 4: KEY.public.id, 15: {1: ORIGIN, 2: "tree:21"}, 16: receipt.RECEIPT_TYPE, 395: 1}
+    header = {1: -8, 4: KEY.public.id, 15: {1: ORIGIN, 2: "tree:21"}, 16: RECEIPT_TYPE, 395: 1}
     header |= parts.get("header", {})
     header = {label: value for label, value in header.items() if value is not ...}
     protected = cbor.encode(header, null=True, floats=True)
@@ -392,7 +380,7 @@ def test_a_receipt_is_for_one_leaf_one_key_and_one_ledger() -> None:
 def test_the_size_in_a_receipt_is_signed() -> None:
     """Leaf 2 of 3 has the path of leaf 1 of 2: with an unsigned size one receipt would serve for both."""
     path = inclusion_proof(TREE, 2, 3)
-    data = TreeSignature.sign(TREE.head(3), KEY).receipt(leaf_hash(LEAVES[2]), 2, path)
+    data = make_receipt(TreeSignature.sign(TREE.head(3), KEY), leaf_hash(LEAVES[2]), 2, path)
     signature = Receipt.decode(data).signature
     moved = {"header": {15: {1: ORIGIN, 2: "tree:2"}}, "proof": [2, 1, path], "signature": signature}
     assert Receipt.decode(_built(**moved)).index == 1

@@ -23,11 +23,10 @@ from lamina.ledger.governance_records import (
     Role,
     policy_record_digest,
 )
-from lamina.ledger.receipt import TreeSignature
-from lamina.ledger.signed_checkpoint import NoteKey
+from lamina.ledger.signed_checkpoint import NoteKey, TreeSignature
 from lamina.ledger.store.rows import StoredCheckpoint as Stored
 from lamina.ledger.store.rows import StoreWriter
-from lamina.ledger.verify.replay_state import Trust
+from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import raises_code
+from trees import Rows, partial_tiles
 
 from lamina.errors import LedgerError
 from lamina.ledger.merkle import (
@@ -20,8 +19,6 @@ from lamina.ledger.merkle import (
     consistency_proof,
     grow_tiles,
     inclusion_proof,
-    leaf_hashes,
-    partial_tiles,
     root_at,
     tile_path,
     verify_consistency,
@@ -29,36 +26,8 @@ from lamina.ledger.merkle import (
 )
 
 SIZE = 70_000  # the example of the C2SP page: three levels of tiles
-HASHES = leaf_hashes(n.to_bytes(4, "big") for n in range(SIZE))
-
-
-class Rows:
-    """Every complete subtree of the tree, level by level: the oracle."""
-
-    def __init__(self, leaves: list[bytes]) -> None:
-        self.rows = [leaves]
-        while len(self.rows[-1]) > 1:
-            row = self.rows[-1]
-            self.rows.append(
-                [hashlib.sha256(b"\x01" + row[at] + row[at + 1]).digest() for at in range(0, len(row) - 1, 2)]
-            )
-
-    def node(self, level: int, index: int) -> bytes:
-        return self.rows[level][index]
-
-    def tiles(self, size: int) -> dict[tuple[int, int], bytes]:
-        """MTH(D[(n·256 + i)·256^L : (n·256 + i + 1)·256^L]) for i = 0 … 255, as far as the tree goes."""
-        found = {}
-        level = 0
-        while whole := size >> 8 * level:
-            for index in range(-(-whole // 256)):
-                row = self.rows[8 * level][256 * index : min(256 * index + 256, whole)]
-                found[level, index] = b"".join(row)
-            level += 1
-        return found
-
-
-ORACLE = Rows(HASHES)
+ORACLE = Rows(n.to_bytes(4, "big") for n in range(SIZE))
+HASHES = ORACLE.rows[0]
 
 
 class Shelf:
@@ -111,13 +80,6 @@ def test_the_example_of_the_c2sp_page() -> None:
     tiles = ORACLE.tiles(70_000)
     assert sum(level == 0 and len(data) == 8192 for (level, _), data in tiles.items()) == 273
     assert partial_tiles(70_000) == [TileAddress(0, 273, 112), TileAddress(1, 1, 17), TileAddress(2, 0, 1)]
-    assert (
-        partial_tiles(256) == [TileAddress(1, 0, 1)]
-        and partial_tiles(0) == []
-        and partial_tiles(1) == [TileAddress(0, 0, 1)]
-    )
-    with raises_code("ledger.tree-size-invalid"):
-        partial_tiles(-1)
 
 
 # --------------------------------------------------------------------------------------------------------- growing
@@ -186,20 +148,6 @@ def test_every_node_of_a_tree() -> None:
             assert nodes.node(level, index) == row[index]
 
 
-def test_a_folder_of_c2sp_tiles_is_asked_for_the_widths_of_its_tree() -> None:
-    size = 70_000
-    shelf = Shelf(ORACLE.tiles(size))
-    nodes = TileNodes(shelf.read, size=size)
-    for index in range(0, size, 1777):
-        inclusion_proof(nodes, index, size)
-        consistency_proof(nodes, index, size)
-    assert {place.path for place in shelf.asked if place.width < 256} == {place.path for place in partial_tiles(size)}
-    with raises_code("ledger.tile-too-short"):
-        nodes.node(0, 70_000)
-    with raises_code("ledger.tile-too-short"):
-        nodes.node(0, 80_000)
-
-
 def test_tiles_are_read_once_and_the_oldest_are_forgotten() -> None:
     shelf = Shelf(FULL.tiles)
     nodes = TileNodes(shelf.read, cached=2)
@@ -221,18 +169,6 @@ def test_a_tile_that_grew_is_read_again() -> None:
     shelf.append(frontier, HASHES[10:300])
     assert root_at(nodes, 300) == root_at(ORACLE, 300)
     assert root_at(nodes, 10) == root_at(ORACLE, 10)
-
-
-def test_what_was_undone_can_be_forgotten() -> None:
-    shelf, frontier = Shelf(), Frontier()
-    shelf.append(frontier, HASHES[:10])
-    undone = frontier.copy()
-    nodes = TileNodes(shelf.read)
-    shelf.append(undone, [b"\xff" * 32] * 10)
-    root_at(nodes, 20)
-    shelf.append(frontier, HASHES[10:20])
-    nodes.forget()
-    assert root_at(nodes, 20) == root_at(ORACLE, 20)
 
 
 def test_threads_share_the_tiles() -> None:
@@ -261,12 +197,6 @@ def test_a_changed_tile_never_yields_a_proof_of_the_signed_root() -> None:
         proof = inclusion_proof(TileNodes(changed.read), index, SIZE)
         assert not verify_inclusion(HASHES[index], index, SIZE, proof, root)
         assert verify_inclusion(HASHES[index], index, SIZE, inclusion_proof(ORACLE, index, SIZE), root)
-
-
-@pytest.mark.parametrize(("cached", "size"), [(0, None), (1, -1)])
-def test_a_cache_of_nothing_is_refused(cached: int, size: Any) -> None:
-    with raises_code("ledger.tile-cache-invalid"):
-        TileNodes(FULL.read, cached=cached, size=size)
 
 
 # --------------------------------------------------------------------------------------------------------- pruning

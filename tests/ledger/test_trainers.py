@@ -19,7 +19,7 @@ from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import RecordFilter, describe_leaf, leaf_to_dict
 from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.store.rows import RunHold, RunRow
-from lamina.ledger.verify.replay_state import Trust
+from lamina.ledger.verify.tree_checks import Trust
 from lamina.ledger.verify.verifier import verify
 
 CLASS = ContributionTerms("clinical", "ecg", 0, 0)  # the class as a whole

@@ -46,6 +46,7 @@ from lamina.errors import LaminaError
 from lamina.ledger import records as leaves
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.governance_records import PolicyChange, Preset, Withdrawal, WithdrawalReason, policy_record_digest
+from lamina.ledger.key_state import KeyState, PolicyInForce
 from lamina.ledger.records import (
     ContributionRecord,
     ContributionTerms,
@@ -65,8 +66,7 @@ from lamina.ledger.verify.contribution_checks import (
     other_kinds,
     read_columns,
 )
-from lamina.ledger.verify.replay_state import KnownCheckpoint, PolicyInForce, ReplayedKeys, Trust, VerificationStopped
-from lamina.ledger.verify.tree_checks import AggregateTallies
+from lamina.ledger.verify.tree_checks import AggregateTallies, KnownCheckpoint, Trust, VerificationStopped
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import FollowBudget, FollowEnergy, Injection, InjectionForm
 from lamina.plan.step_plan import StepPlan
@@ -323,7 +323,7 @@ def test_columns_read_nothing_that_the_strict_reader_refuses(seed: int, at: int,
 
 def checker(signatures: bool = False) -> ContributionChecks:
     opened = full()
-    keys, policy = ReplayedKeys(opened), PolicyInForce(opened)
+    keys, policy = KeyState(opened), PolicyInForce(opened)
     return ContributionChecks(
         policy, keys, AttestationChecks(ORIGIN, keys) if signatures else None, AggregateTallies({})
     )

@@ -1,4 +1,4 @@
-"""Witnesses: cosignatures as C2SP writes them, quorums, and an observer who is shown two trees."""
+"""Witnesses: cosignatures as C2SP writes them, and quorums."""
 
 from __future__ import annotations
 
@@ -7,35 +7,27 @@ import hashlib
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import raises_code
+from trees import ORIGIN, private
 
-from lamina.admit.keys import PrivateKey
-from lamina.errors import LedgerError, NotVerified
-from lamina.ledger.merkle import Frontier, consistency_proof, leaf_hash, node_hash
+from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.schema import CLOCK_SKEW
 from lamina.ledger.signed_checkpoint import (
     LedgerCheckpoint,
     Note,
     NoteKey,
     NoteSignature,
-    Witness,
     WitnessKey,
     WitnessQuorum,
     cosignature_time,
     make_cosignature,
-    parse_checkpoint,
     sign_note,
 )
 
-ORIGIN = "example.org/ledger"
 TIME = 1_700_000_000
-
-
-def private(seed: int) -> PrivateKey:
-    return PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32))
 
 
 KEY = private(1)
@@ -158,103 +150,3 @@ def test_quorums_that_cannot_be_met_are_refused(quorum: Any) -> None:
 def test_one_key_under_two_names_is_one_witness() -> None:
     with raises_code("ledger.witness-twice"):
         WitnessQuorum(2, (KEYS[0], WitnessKey("alias.example", KEYS[0].key)))
-
-
-# ------------------------------------------------------------------------------------------------------- observer
-
-
-class Rows:
-    def __init__(self, leaves: list[bytes]) -> None:
-        self.rows = [[leaf_hash(leaf) for leaf in leaves]]
-        while len(self.rows[-1]) > 1:
-            row = self.rows[-1]
-            self.rows.append([node_hash(*row[at : at + 2]) for at in range(0, len(row) - 1, 2)])
-
-    def node(self, level: int, index: int) -> bytes:
-        return self.rows[level][index]
-
-    def signed(self, size: int, key: PrivateKey = KEY) -> str:
-        frontier = Frontier()
-        frontier.extend(self.rows[0][:size])
-        return LedgerCheckpoint(ORIGIN, size, frontier.root()).signed(key)
-
-
-HONEST = Rows([b"%d" % n for n in range(20)])
-FORKED = Rows([b"%d" % n if n != 5 else b"another" for n in range(20)])
-
-
-def observer() -> Witness:
-    return Witness("w0.example", WITNESSES[0], {ORIGIN: [NoteKey(ORIGIN, KEY.public)]})
-
-
-def test_an_observer_follows_a_ledger_that_grows() -> None:
-    watch, last = observer(), 0
-    for size in (2, 3, 3, 10, 20):
-        signed = HONEST.signed(size)
-        found = watch.observe(signed, consistency_proof(HONEST, last, size), TIME + size)
-        assert watch.verifier == KEYS[0] and KEYS[0].holds(parse_checkpoint(signed)[1].text, found.value)
-        assert cosignature_time(found) == TIME + size
-        assert watch.last(ORIGIN).size == size
-        last = size
-    assert parse_checkpoint(watch.seen[ORIGIN])[0].size == 20
-
-
-def test_an_observer_cosigns_no_fork_no_rollback_and_no_gap() -> None:
-    watch = observer()
-    watch.observe(HONEST.signed(10), [], TIME)
-    before = dict(watch.seen)
-    for signed, proof, problem in (
-        (FORKED.signed(10), [], "ledger.not-consistent"),
-        (FORKED.signed(20), consistency_proof(FORKED, 10, 20), "ledger.not-consistent"),
-        (FORKED.signed(20), consistency_proof(HONEST, 10, 20), "ledger.not-consistent"),
-        (HONEST.signed(20), [], "ledger.not-consistent"),
-        (HONEST.signed(20), consistency_proof(HONEST, 9, 20), "ledger.not-consistent"),
-        (HONEST.signed(8), consistency_proof(HONEST, 8, 10), "ledger.rolled-back"),
-        (HONEST.signed(20, private(2)), consistency_proof(HONEST, 10, 20), "ledger.not-signed"),
-        (
-            HONEST.signed(20).replace(ORIGIN, "example.org/other"),
-            consistency_proof(HONEST, 10, 20),
-            "ledger.origin-unknown",
-        ),
-    ):
-        with raises_code(problem):
-            watch.observe(signed, proof, TIME)
-        assert watch.seen == before
-    assert watch.observe(HONEST.signed(20), consistency_proof(HONEST, 10, 20), TIME)
-
-
-def test_a_ledger_with_two_faces_does_not_reach_a_quorum_twice() -> None:
-    watches = [
-        Witness(key.name, private_key, {ORIGIN: [NoteKey(ORIGIN, KEY.public)]})
-        for key, private_key in zip(KEYS, WITNESSES, strict=True)
-    ]
-    faces = [HONEST.signed(10), FORKED.signed(10)]
-    notes = [parse_checkpoint(face)[1] for face in faces]
-    for watch, shown in zip(watches, (0, 0, 1), strict=True):
-        for face in (shown, 1 - shown):
-            try:
-                notes[face] = notes[face].with_signatures(watch.observe(faces[face], [], TIME))
-            except NotVerified:
-                assert face != shown
-    policy = WitnessQuorum(2, KEYS)
-    assert len(policy.check(notes[0])) == 2
-    with raises_code("ledger.quorum-not-reached"):
-        policy.check(notes[1])
-
-
-def test_nothing_is_remembered_if_nothing_can_be_signed() -> None:
-    watch = observer()
-    with pytest.raises(LedgerError):
-        watch.observe(HONEST.signed(10), [], -5)
-    assert not watch.seen
-
-
-def test_a_memory_that_fails_gives_no_cosignature() -> None:
-    class Full(dict[str, str]):
-        def __setitem__(self, key: str, value: str) -> None:
-            raise OSError("no space left on device")
-
-    watch = observer()
-    watch.seen = Full()
-    with pytest.raises(OSError, match="no space"):
-        watch.observe(HONEST.signed(10), [], TIME)

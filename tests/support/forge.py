@@ -14,9 +14,8 @@ from lamina.ledger import merkle
 from lamina.ledger import records as leaves
 from lamina.ledger.governance_records import Header, Withdrawal
 from lamina.ledger.merkle import Frontier, leaf_hashes
-from lamina.ledger.receipt import TreeSignature
 from lamina.ledger.records import KIND_NUMBERS, Epoch, Leaf, Record
-from lamina.ledger.signed_checkpoint import LedgerCheckpoint
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint, TreeSignature
 from lamina.ledger.store.rows import AttemptRow, LedgerHead, StoredCheckpoint, StoreWriter, tile_reader
 from lamina.ledger.store.sqlite import SqliteStore
 from lamina.ledger.writer import checkpoint_digest

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.admit.attestation import Descriptor
-from lamina.admit.key_ring import KeyEntry, KeyRing, KeyStatus
+from lamina.admit.key_ring import KeyEntry, KeyRing
 from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import (
     ADMITTED_MEANWHILE,
@@ -35,11 +35,10 @@ from lamina.ledger import records
 from lamina.ledger.append import descriptor_key, subject_key
 from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_terms, open_or_create
 from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, Role
-from lamina.ledger.key_state import KeyState, last_policy_record
+from lamina.ledger.key_state import KeyState, PolicyInForce, last_policy_record
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, ContributionTerms, Record
 from lamina.ledger.store.rows import StoreReader, StoreWriter, head_of
 from lamina.ledger.verify.contribution_checks import ContributionColumns, read_columns
-from lamina.ledger.verify.replay_state import PolicyInForce
 from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size
 from lamina.plan.policy import Policy
 
@@ -55,10 +54,12 @@ from lamina.plan.policy import Policy
 _CONTRIBUTOR_ROLE = "contributor"
 
 
-_REASON_OF_KEY_STATUS = {
-    KeyStatus.REVOKED: Reason.REVOKED_KEY,
-    KeyStatus.NOT_YET: Reason.EARLY_KEY,
-    KeyStatus.RETIRED: Reason.RETIRED_KEY,
+_REASON_OF_KEY_PROBLEM = {
+    "verify.key-wrong-role": Reason.WRONG_ROLE,
+    "verify.key-revoked": Reason.REVOKED_KEY,
+    "verify.key-not-yet-valid": Reason.EARLY_KEY,
+    "verify.key-expired": Reason.RETIRED_KEY,
+    "verify.key-replaced": Reason.RETIRED_KEY,
 }
 
 
@@ -66,11 +67,8 @@ def _key_refusal(keys: KeyState, kid: bytes, at: int, issued: int) -> tuple[Reas
     """Why the ledger does not accept what this key signed at `issued`, at the time `at`."""
     if (known := keys.history(kid)) is None:
         return Reason.UNKNOWN_KEY, ""
-    if known.key.role is not Role.CONTRIBUTOR:
-        return Reason.WRONG_ROLE, f"in the ledger, key {kid.hex()[:16]} has role {known.key.role.name.lower()}"
-    if (problem := known.problem(at, issued)) is None:
-        return None
-    return _REASON_OF_KEY_STATUS[problem[0]], f"in the ledger, key {kid.hex()[:16]} {problem[1]}"
+    wrong = known.contributor_problem(at, issued)
+    return None if wrong is None else (_REASON_OF_KEY_PROBLEM[wrong.code], f"in the ledger, {wrong.reason}")
 
 
 def _has_contributor(keys: KeyState, kid: bytes) -> bool:

@@ -203,7 +203,8 @@ def check_may_follow(
             _check_epoch(record, header, size)
         elif isinstance(record, KeyEvent):
             keys = keys or key_state()
-            keys.check_event(record, now)
+            keys.check_event(record)
+            keys.check_still_signed(record, now)
             keys.apply(record)
         elif isinstance(record, PolicyChange):
             keys = keys or key_state()

@@ -1,12 +1,16 @@
-"""Which keys count and which policy is in force after some leaves of a ledger, and what may change them next."""
+"""Which keys count and which policy is in force after some leaves of a ledger, and what may change them next.
+
+One rule for who writes and who verifies: what `check_event` and `check_policy_change` refuse is neither appended nor,
+where it stands in a ledger, passed by a verification.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from lamina.admit.key_ring import KeyStatus
-from lamina.admit.keys import PrivateKey, format_utc
+from lamina.admit.keys import PrivateKey, PublicKey, format_utc
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
     Header,
@@ -15,12 +19,21 @@ from lamina.ledger.governance_records import (
     KeyEvent,
     PartySignature,
     PolicyChange,
+    Preset,
     Role,
     loosened,
+    profile_exceeds,
     wrong_predecessor,
 )
-from lamina.ledger.records import KIND_NUMBERS, decode_leaf
+from lamina.ledger.records import KIND_NUMBERS, ContributionTerms, decode_leaf
 from lamina.ledger.store.rows import StoreReader, head_of
+
+
+class Violation(NamedTuple):
+    """A broken rule, before it is known which leaf broke it."""
+
+    code: str
+    reason: str
 
 
 @dataclass(slots=True)
@@ -31,19 +44,33 @@ class KeyHistory:
     since: int = 0
     replaced: int | None = None  # from then on it signs nothing new
     revoked: int | None = None  # from then on nothing counts that it ever signed
+    public: PublicKey = field(init=False)
 
-    def problem(self, at: int, issued: int) -> tuple[KeyStatus, str] | None:
+    def __post_init__(self) -> None:
+        self.public = self.key.public
+
+    def problem(self, at: int, issued: int) -> Violation | None:
         """Why the key does not count at `at` for something signed at `issued`; None if it does."""
         key = self.key
         if self.revoked is not None and at >= self.revoked:
-            return KeyStatus.REVOKED, f"is revoked from {format_utc(self.revoked)}"
+            return Violation("verify.key-revoked", f"is revoked from {format_utc(self.revoked)}")
         if at < self.since or at < key.valid_from or issued < key.valid_from:
-            return KeyStatus.NOT_YET, f"is valid from {format_utc(max(self.since, key.valid_from))}"
+            since = format_utc(max(self.since, key.valid_from))
+            return Violation("verify.key-not-yet-valid", f"is valid from {since}")
         if key.valid_until is not None and at >= key.valid_until:
-            return KeyStatus.RETIRED, f"was valid until {format_utc(key.valid_until)}"
+            return Violation("verify.key-expired", f"was valid until {format_utc(key.valid_until)}")
         if self.replaced is not None and issued >= self.replaced:
-            return KeyStatus.RETIRED, f"was replaced at {format_utc(self.replaced)}"
+            return Violation("verify.key-replaced", f"was replaced at {format_utc(self.replaced)}")
         return None
+
+    def contributor_problem(self, at: int, issued: int | None = None) -> Violation | None:
+        """The same of a contributor's key, which is named. Without `issued`, as far as that shows without it."""
+        name, role = f"key {self.key.id.hex()[:16]}", self.key.role
+        if role is not Role.CONTRIBUTOR:
+            return Violation("verify.key-wrong-role", f"{name} has role {role.name.lower()}, not contributor")
+        # Only the attestation says when it was signed: at the earliest when the key became valid.
+        wrong = self.problem(at, self.key.valid_from if issued is None else issued)
+        return None if wrong is None else Violation(wrong.code, f"{name} {wrong.reason}")
 
 
 class KeyState:
@@ -114,44 +141,52 @@ class KeyState:
         """Every key that was ever named."""
         return tuple(each.key for each in self._keys.values())
 
-    def usable(self, kid: bytes, role: Role, time: int) -> Key | None:
-        """The key with that id, if it counts in this role at that time of the ledger."""
-        key = self.get(kid)
-        return None if key is None or key.role is not role or self.problem_with(kid, time) is not None else key
-
     def problem_with(self, kid: bytes, time: int) -> str | None:
         """Why the key with that id does not count at that time, whatever its role; None if it does."""
         if (known := self._keys.get(kid)) is None:
             return "is not in the ledger"
-        return None if (found := known.problem(time, time)) is None else found[1]
+        return None if (found := known.problem(time, time)) is None else found.reason
 
-    def why_not_signing(self, kid: bytes, time: int) -> str | None:
+    def histories(self, role: Role) -> list[KeyHistory]:
+        """The keys of a role that were ever named, and what became of each."""
+        return [each for each in self._keys.values() if each.key.role is role]
+
+    def vouched_for(self, kid: bytes) -> bool:
+        """Whether the header names the key, or a checkpoint of an older key covers the event that does."""
+        return kid not in self._uncovered_keys
+
+    def why_not_signing(self, kid: bytes, time: int) -> Violation | None:
         """Why that key may not sign the next checkpoint, if the last leaf is of that time; None if it may."""
         known = self._keys.get(kid)
         if known is None or known.key.role is not Role.LEDGER or known.key.name != self.origin:
-            return "is not a checkpoint key of the ledger"
-        if kid in self._uncovered_keys:
-            return "was added by a key event that no checkpoint of an older key covers yet"
+            return Violation("verify.checkpoint-key-unknown", "is not a checkpoint key of the ledger")
+        if not self.vouched_for(kid):
+            reason = "was added by a key event that no checkpoint of an older key covers yet"
+            return Violation("verify.checkpoint-key-unvouched", reason)
         last = kid in self._uncovered_rotations  # it may still sign over its replacement
-        found = (replace(known, replaced=None) if last else known).problem(time, time)
-        return None if found is None else found[1]
+        return (replace(known, replaced=None) if last else known).problem(time, time)
 
     def signers(
         self, message: bytes, signatures: Iterable[PartySignature], roles: tuple[Role, ...], time: int
-    ) -> set[bytes]:
-        """Ids of the keys in one of these roles whose signature of the message holds."""
-        found = set()
+    ) -> tuple[set[bytes], Violation | None]:
+        """Who of these roles signed the message; and what is wrong with the first signature that does not count."""
+        found: set[bytes] = set()
         for signed in signatures:
-            keys = (self.usable(signed.key, role, time) for role in roles)
-            key = next((key for key in keys if key is not None), None)
-            if key is not None and key.public.verify(message, signed.signature):
-                found.add(signed.key)
-        return found
+            known, name = self._keys.get(signed.key), f"key {signed.key.hex()[:16]}"
+            if known is None or known.key.role not in roles:
+                allowed = " or ".join(role.name.lower() for role in roles)
+                return found, Violation("verify.signer-wrong-role", f"{name} is no {allowed}")
+            if (wrong := known.problem(time, time)) is not None:
+                return found, Violation(wrong.code, f"{name} {wrong.reason}")
+            if not known.public.verify(message, signed.signature):
+                return found, Violation("verify.signature-invalid", f"{known.key.name!r} did not sign this text")
+            found.add(signed.key)
+        return found, None
 
     # ----------------------------------------------------------------------------------- what may follow
 
-    def check_event(self, event: KeyEvent, now: int) -> None:
-        """LedgerError unless the event may come next: about a known key, in its one role, and some key still signs."""
+    def check_event(self, event: KeyEvent) -> None:
+        """LedgerError unless the event is about a known key, in its one role."""
         target = None if event.target is None else self.get(event.target)
         if event.target is not None and target is None:
             problem = f"the ledger has no key {event.target.hex()[:16]}"
@@ -170,6 +205,10 @@ class KeyState:
             if new.role is Role.LEDGER and new.name != self.origin:
                 problem = f"a key with role ledger is named {new.name!r}"
                 raise LedgerError("ledger.ledger-key-name", problem, f"name it like the ledger: {self.origin!r}")
+
+    def check_still_signed(self, event: KeyEvent, now: int) -> None:
+        """LedgerError if the event revokes the last key that signs checkpoints."""
+        target = None if event.target is None else self.get(event.target)
         if event.change is KeyChange.REVOKE and target is not None and target.role is Role.LEDGER:
             others, time = (kid for kid in self._keys if kid != event.target), max(now, event.effective)
             if all(self.why_not_signing(kid, time) is not None for kid in others):
@@ -177,25 +216,26 @@ class KeyState:
                 remedy = "rotate to a new key, sign a checkpoint with the old one, then revoke it with the new one"
                 raise LedgerError("ledger.last-signing-key", problem, remedy)
 
-    def check_policy_change(self, change: PolicyChange, before: Header | PolicyChange, now: int) -> None:
-        """LedgerError unless the change may follow `before`: every signature holds, and two if it protects less."""
+    def check_policy_change(self, change: PolicyChange, before: Header | PolicyChange, now: int) -> set[bytes]:
+        """LedgerError unless the change may follow `before`; if it protects less, who signed that: two at least."""
         names = [each.cls for each in change.presets]
         if len(set(names)) < len(names):
             raise LedgerError("ledger.policy-class-twice", "the policy names a class twice", "name each once")
-        good = self.signers(change.message(self.origin), change.signatures, (Role.LEDGER, Role.AUDITOR), now)
+        roles = (Role.LEDGER, Role.AUDITOR)
+        signers, wrong = self.signers(change.message(self.origin), change.signatures, roles, now)
+        if wrong is not None:
+            problem = f"a signature of the policy does not count: {wrong.reason}"
+            remedy = "leave it out, or give one by a ledger key or an auditor, over this very change"
+            raise LedgerError("ledger.policy-signature-invalid", problem, remedy)
         looser = loosened(before.floors, before.presets, change.floors, change.presets)
-        if looser and len(good) < 2:
+        if looser and len(signers) < 2:
             problem = f"the policy protects less than {self.origin!r} has promised: {'; '.join(looser)}"
             remedy = "keep what was promised, or have two parties sign the change: lamina ledger policy"
             raise LedgerError("ledger.policy-loosened", problem, remedy)
-        if (wrong := wrong_predecessor(change, before)) is not None:
-            problem = f"cannot change the policy: {wrong}"
+        if (misfit := wrong_predecessor(change, before)) is not None:
+            problem = f"cannot change the policy: {misfit}"
             raise LedgerError("ledger.policy-wrong-predecessor", problem, "make the change again, and have that signed")
-        for signed in change.signatures:
-            if signed.key not in good:
-                problem = f"the signature of the policy by key {signed.key.hex()[:16]} does not count"
-                remedy = "leave it out, or give one by a ledger key or an auditor, over this very change"
-                raise LedgerError("ledger.policy-signature-invalid", problem, remedy)
+        return signers if looser else set()
 
 
 def _earlier(one: int | None, two: int) -> int:
@@ -214,7 +254,7 @@ def key_state_at(rows: StoreReader, header: Header, size: int) -> KeyState:
 def check_key_may_sign(keys: KeyState, key: PrivateKey, time: int) -> None:
     """LedgerError unless the key may sign the next checkpoint, if the last leaf is of that time."""
     if (wrong := keys.why_not_signing(key.public.id, time)) is not None:
-        problem = f"key {key.public.name[:16]} cannot sign for the ledger {keys.origin!r}: it {wrong}"
+        problem = f"key {key.public.name[:16]} cannot sign for the ledger {keys.origin!r}: it {wrong.reason}"
         remedy = "give the key that the header or a key event names; the one before it signs over that event first"
         raise LedgerError("ledger.key-may-not-sign", problem, remedy)
 
@@ -227,3 +267,75 @@ def last_policy_record(rows: StoreReader, header: Header, size: int | None = Non
         assert isinstance(record, PolicyChange)
         last = record
     return last
+
+
+class PolicyInForce:
+    """Floors and class presets after the leaves read so far. `version` changes with them."""
+
+    def __init__(self, header: Header, current: PolicyChange | Header | None = None) -> None:
+        """`current` skips the changes in between: for admission, where only the newest policy counts."""
+        self._last = current or header
+        self.floors, self.presets = self._last.floors, {each.cls: each for each in self._last.presets}
+        self.version = 0
+        self._since: list[tuple[int, dict[str, Preset]]] = [(0, self.presets)]
+        self._header_keys = {each.id for each in header.keys}
+        self.loosened_by_unnamed: list[int] = []  # leaves that protect less, signed by a key that the header lacks
+
+    def change(self, seq: int, new: PolicyChange, keys: KeyState, time: int) -> None:
+        """Apply one policy change: stricter, or signed by two parties; LedgerError if it is neither."""
+        signers = keys.check_policy_change(new, self._last, time)
+        if signers and len(signers & self._header_keys) < 2:
+            self.loosened_by_unnamed.append(seq)
+        self.floors, self.presets, self._last = new.floors, {each.cls: each for each in new.presets}, new
+        self.version += 1
+        self._since.append((seq, self.presets))
+
+    def promised(self, cls: str, leaf: int) -> int:
+        """The least noise multiplier that a class was promised after so many leaves, or later; 0 if none was.
+
+        A segment is charged when it is opened, and what was promised then holds for it to its end.
+        """
+        found = [presets.get(cls) for presets in self._from(leaf)]
+        return min(0 if each is None else each.noise_multiplier for each in found)
+
+    def presets_since(self, cls: str, leaf: int) -> list[Preset]:
+        """The presets of a class after so many leaves, and later: a run keeps the plan that it began with."""
+        return [presets[cls] for presets in self._from(leaf) if cls in presets]
+
+    def _from(self, leaf: int) -> list[dict[str, Preset]]:
+        first = sum(seq < leaf for seq, _ in self._since) - 1
+        return [presets for _, presets in self._since[max(first, 0) :]]
+
+    def violation(self, terms: ContributionTerms) -> Violation | None:
+        """Why a contribution with these terms must not be admitted; None if it may."""
+        if (wrong := self.bound_violation(terms.cls, terms.clip_norm, terms.noise_multiplier)) is not None:
+            return wrong
+        if terms.profile is not None and (deeper := profile_exceeds(self.presets[terms.cls].profile, terms.profile)):
+            return Violation("verify.profile-exceeded", deeper)
+        return None
+
+    def bound_violation(self, cls: str, c: int, z: int) -> Violation | None:
+        """Why the policy does not admit clip norm c and noise multiplier z (in 1e-6) in a class; None if it does."""
+        preset, name, floors = self.presets.get(cls), f"class {cls!r}", self.floors
+        if preset is None:
+            return Violation("verify.class-unknown", f"{name} is not in the policy")
+        if preset.public:
+            reason = f"{name} is public, but the contribution signed a bound"
+            return Violation("verify.bound-of-public-class", reason) if c or z else None
+        if not z:
+            return Violation("verify.no-bound-signed", f"{name} is private, but the contribution signed no bound")
+        clip, noise = f"clip norm {c / 1e6:.9g} is", f"noise multiplier {z / 1e6:.9g} is"
+        if c < floors.clip_norm:
+            return Violation("verify.clip-norm-below-floor", f"{clip} below the floor, {floors.clip_norm / 1e6:.9g}")
+        if z < floors.noise_multiplier:
+            return Violation(
+                "verify.noise-below-floor", f"{noise} below the floor, {floors.noise_multiplier / 1e6:.9g}"
+            )
+        if c > preset.clip_norm:
+            return Violation(
+                "verify.clip-norm-above-class", f"{clip} above that of {name}, {preset.clip_norm / 1e6:.9g}"
+            )
+        if z < preset.noise_multiplier:
+            reason = f"{noise} below that of {name}, {preset.noise_multiplier / 1e6:.9g}"
+            return Violation("verify.noise-below-class", reason)
+        return None

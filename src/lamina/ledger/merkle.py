@@ -383,21 +383,6 @@ def tile_path(level: int, index: int, width: int = TILE_WIDTH) -> str:
     return f"tile/{level}/{name}" + (f".p/{width}" if width < TILE_WIDTH else "")
 
 
-def partial_tiles(size: int) -> list[TileAddress]:
-    """The tiles of a tree of `size` leaves that are not full.
-
-    Whoever keeps these for every checkpoint, and all tiles of level 1 and above, can still prove each checkpoint
-    consistent with each later one.
-    """
-    _check_tree_size(size)
-    places, level = [], 0
-    while size:
-        if size % TILE_WIDTH:
-            places.append(TileAddress(level, size // TILE_WIDTH, size % TILE_WIDTH))
-        size, level = size // TILE_WIDTH, level + 1
-    return places
-
-
 def grow_tiles(frontier: Frontier, leaves: Iterable[bytes], read: ReadTile) -> list[Tile]:
     """Append leaf hashes to the tree; every tile that changed, with its new content, levels from the bottom up.
 
@@ -428,17 +413,11 @@ def grow_tiles(frontier: Frontier, leaves: Iterable[bytes], read: ReadTile) -> l
 class TileNodes:
     """Nodes of the tree, looked up in tiles. Keeps the last used tiles, with the levels between made.
 
-    `read(level, index, width)` gives a tile: the first `width` hashes, or more. With `size` the widths asked for are
-    those of the tree of that size, which is what a folder of C2SP tiles has; without it, as many as are needed.
-    Several threads may share one.
+    `read(level, index, width)` gives a tile: the first `width` hashes, or more. Several threads may share one.
     """
 
-    def __init__(self, read: ReadTile, *, size: int | None = None, cached: int = CACHED_TILES) -> None:
-        if cached < 1 or not (size is None or is_tree_size(size)):
-            raise LedgerError(
-                "ledger.tile-cache-invalid", f"cached is {cached} and size is {size!r}, must be >= 1 and a tree size"
-            )
-        self._read, self._size, self._cached = read, size, cached
+    def __init__(self, read: ReadTile, *, cached: int = CACHED_TILES) -> None:
+        self._read, self._cached = read, cached
         self._tiles: OrderedDict[tuple[int, int], _TileLevels] = OrderedDict()
         self._lock = Lock()
 
@@ -452,29 +431,13 @@ class TileNodes:
             if rows is not None and rows.width >= need:
                 self._tiles.move_to_end((above, tile))
                 return rows.hash(inside, at)
-        rows = _TileLevels(_read_tile(self._read, TileAddress(above, tile, self._width(above, tile, need))))
+        rows = _TileLevels(_read_tile(self._read, TileAddress(above, tile, need)))
         with self._lock:
             self._tiles[above, tile] = rows
             self._tiles.move_to_end((above, tile))
             while len(self._tiles) > self._cached:
                 self._tiles.popitem(last=False)
         return rows.hash(inside, at)
-
-    def forget(self) -> None:
-        """Drop what is kept: the tiles were changed otherwise than by growing, as when an append is undone."""
-        with self._lock:
-            self._tiles.clear()
-
-    def _width(self, level: int, index: int, need: int) -> int:
-        if self._size is None:
-            return need
-        width = min(TILE_WIDTH, (self._size >> TILE_HEIGHT * level) - TILE_WIDTH * index)
-        if width < need:
-            raise LedgerError(
-                "ledger.tile-too-short",
-                f"tile (level {level}, index {index}) has {max(width, 0)} hashes in a tree of {self._size} leaves, {need} are needed",
-            )
-        return width
 
 
 class _TileLevels:

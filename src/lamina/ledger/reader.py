@@ -16,9 +16,9 @@ from lamina.ledger.append import UnindexedKeys, anchor_key, descriptor_key, inde
 from lamina.ledger.governance_records import Header
 from lamina.ledger.key_state import KeyState, key_state_at
 from lamina.ledger.merkle import Frontier, TileNodes, leaf_hash, tile_path
-from lamina.ledger.receipt import TlogProof, TreeSignature
+from lamina.ledger.receipt import TlogProof, make_receipt
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, Leaf, Record, decode_leaf
-from lamina.ledger.signed_checkpoint import LedgerCheckpoint, parse_checkpoint
+from lamina.ledger.signed_checkpoint import LedgerCheckpoint, TreeSignature, parse_checkpoint
 from lamina.ledger.store.rows import LedgerHead, Store, StoredCheckpoint, StoreReader, head_of, tile_reader
 from lamina.ledger.store.sqlite import make_store
 
@@ -213,7 +213,7 @@ class LedgerReader:
         signed, data = self._covered(seq)
         head, _ = parse_checkpoint(signed.text)
         seal = TreeSignature(self.origin, head.size, head.root, signed.seal[:32], signed.seal[32:])
-        return seal.receipt(leaf_hash(data), seq, self.prove(seq, head.size))
+        return make_receipt(seal, leaf_hash(data), seq, self.prove(seq, head.size))
 
     def proof_text(self, seq: int) -> str:
         """The same as C2SP tlog-proof text, with the cosignatures of witnesses."""

@@ -7,18 +7,21 @@ from dataclasses import dataclass
 
 from lamina import cbor
 from lamina.admit.attestation import sig_structure
-from lamina.admit.keys import ALGORITHMS, EDDSA, PrivateKey, PublicKey
+from lamina.admit.keys import ALGORITHMS, PublicKey
 from lamina.errors import EncodingError, LedgerError, NotVerified
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.merkle import MAX_TREE_SIZE, is_hash, is_tree_size, leaf_hash, root_from_inclusion, verify_inclusion
 from lamina.ledger.signed_checkpoint import (
     MAX_NOTE_BYTES,
+    RECEIPT_TYPE,
     LedgerCheckpoint,
     NoteKey,
+    TreeSignature,
     WitnessQuorum,
     decode64,
     encode64,
     parse_decimal,
+    protected_header,
 )
 
 # The receipt that a contributor keeps: a signed proof that a leaf is in the tree (RFC 9942, COSE receipts).
@@ -34,51 +37,25 @@ from lamina.ledger.signed_checkpoint import (
 # size and path. Nothing that is signed is about one leaf: a ledger signs one `TreeSignature` for a tree, and receipts
 # of all its leaves are made from it without the key.
 
-RECEIPT_TYPE = "application/lamina-receipt+cose"
 MAX_RECEIPT_BYTES = 4096  # a path has 63 hashes at most
 
 _COSE_SIGN1_TAG = 18
 _ALG, _KID, _CLAIMS, _TYP, _VDS, _VDP = 1, 4, 15, 16, 395, 396
 _ISS, _SUB = 1, 2
-_RFC9162_SHA256 = 1
 _INCLUSION = -1
 
 
-@dataclass(frozen=True, slots=True)
-class TreeSignature:
-    """The signature of a ledger under a tree of its: what all receipts from that tree have in common."""
-
-    origin: str
-    size: int
-    root: bytes
-    kid: bytes
-    signature: bytes
-    alg: int = EDDSA
-
-    @classmethod
-    def sign(cls, checkpoint: LedgerCheckpoint, key: PrivateKey) -> TreeSignature:
-        """Sign the tree of a checkpoint for receipts."""
-        protected = _encode_protected(EDDSA, key.public.id, checkpoint.origin, checkpoint.size)
-        signature = key.sign(sig_structure(protected, checkpoint.root))
-        return cls(checkpoint.origin, checkpoint.size, checkpoint.root, key.public.id, signature)
-
-    def holds(self, key: PublicKey) -> bool:
-        """Whether `key` made this seal."""
-        protected = _encode_protected(self.alg, self.kid, self.origin, self.size)
-        return self.kid == key.id and key.verify(sig_structure(protected, self.root), self.signature)
-
-    def receipt(self, leaf: bytes, index: int, path: Sequence[bytes]) -> bytes:
-        """The receipt of the leaf with hash `leaf` at `index`, with its inclusion proof in the sealed tree."""
-        if self.size < 2:
-            problem = f"the tree has {self.size} leaf, a receipt needs a path (RFC 9942 §5.2)"
-            raise LedgerError("ledger.tree-too-small", problem, "sign a checkpoint of two leaves or more")
-        if not verify_inclusion(leaf, index, self.size, path, self.root):
-            problem = f"the proof does not show leaf {index!r} in the tree of {self.size} leaves"
-            raise LedgerError("ledger.proof-wrong", problem, "make it at this size")
-        proof = cbor.encode([self.size, index, list(path)])
-        protected = _encode_protected(self.alg, self.kid, self.origin, self.size)
-        message = [protected, {_VDP: {_INCLUSION: [proof]}}, None, self.signature]
-        return cbor.encode(cbor.Tag(number=_COSE_SIGN1_TAG, value=message), null=True, tags=(_COSE_SIGN1_TAG,))
+def make_receipt(signed: TreeSignature, leaf: bytes, index: int, path: Sequence[bytes]) -> bytes:
+    """The receipt of the leaf with hash `leaf` at `index`, with its inclusion proof in the signed tree."""
+    if signed.size < 2:
+        problem = f"the tree has {signed.size} leaf, a receipt needs a path (RFC 9942 §5.2)"
+        raise LedgerError("ledger.tree-too-small", problem, "sign a checkpoint of two leaves or more")
+    if not verify_inclusion(leaf, index, signed.size, path, signed.root):
+        problem = f"the proof does not show leaf {index!r} in the tree of {signed.size} leaves"
+        raise LedgerError("ledger.proof-wrong", problem, "make it at this size")
+    proof = cbor.encode([signed.size, index, list(path)])
+    message = [signed.protected(), {_VDP: {_INCLUSION: [proof]}}, None, signed.signature]
+    return cbor.encode(cbor.Tag(number=_COSE_SIGN1_TAG, value=message), null=True, tags=(_COSE_SIGN1_TAG,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +103,6 @@ def verify_receipt(data: bytes, leaf: bytes, key: PublicKey, origin: str) -> boo
     return receipt.origin == origin and isinstance(leaf, bytes) and receipt.proves(leaf, key)
 
 
-def _encode_protected(alg: int, kid: bytes, origin: str, size: int) -> bytes:
-    claims = {_ISS: origin, _SUB: f"tree:{size}"}
-    return cbor.encode({_ALG: alg, _KID: kid, _CLAIMS: claims, _TYP: RECEIPT_TYPE, _VDS: _RFC9162_SHA256})
-
-
 def _read_protected(data: bytes) -> tuple[int, bytes, str, int]:
     header = cbor.decode(data, max_depth=2)
     if type(header) is not dict or header.keys() != {_ALG, _KID, _CLAIMS, _TYP, _VDS}:
@@ -143,10 +115,8 @@ def _read_protected(data: bytes) -> tuple[int, bytes, str, int]:
     tree, _, digits = str(claims[_SUB]).partition(":")
     size = int(digits) if tree == "tree" and digits.isdecimal() and len(digits) < 20 else 0
     # Made anew from what was read, the header must be the same, byte for byte.
-    if not is_hash(kid) or not is_tree_size(size) or data != _encode_protected(alg, kid, claims[_ISS], size):
-        raise _malformed_receipt(
-            f"kid must be 32 bytes, sub tree:SIZE, typ {RECEIPT_TYPE}, and 395 must be {_RFC9162_SHA256}"
-        )
+    if not is_hash(kid) or not is_tree_size(size) or data != protected_header(alg, kid, claims[_ISS], size):
+        raise _malformed_receipt(f"kid must be 32 bytes, sub tree:SIZE, typ {RECEIPT_TYPE}, and 395 must be 1")
     return alg, kid, claims[_ISS], size
 
 

@@ -119,10 +119,11 @@ class Retention:
 
     def _check_signatures(self, aggregate: Aggregate) -> None:
         message, now = aggregate.message(self._ledger.origin), self._ledger.now()
-        good = self._ledger.parties().signers(message, aggregate.signatures, (Role.AUDITOR,), now)
-        if len(good) != len(aggregate.signatures):
-            problem = f"{len(aggregate.signatures) - len(good)} of {len(aggregate.signatures)} signatures do not count"
-            remedy = "leave them out, or have an auditor of this ledger sign this very aggregate"
+        good, wrong = self._ledger.parties().signers(message, aggregate.signatures, (Role.AUDITOR,), now)
+        if wrong is not None or len(good) < len(aggregate.signatures):
+            reason = "one key signed twice" if wrong is None else wrong.reason
+            problem = f"a signature of the aggregate does not count: {reason}"
+            remedy = "leave it out, or have an auditor of this ledger sign this very aggregate"
             raise LedgerError("ledger.aggregate-signature-invalid", problem, remedy)
 
     def _drop(self, first: int, stop: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, Self
 
-from lamina import validate
-from lamina.admit.keys import PrivateKey, PublicKey
+from lamina import cbor, validate
+from lamina.admit.attestation import sig_structure
+from lamina.admit.keys import EDDSA, PrivateKey, PublicKey
 from lamina.errors import BadKey, EncodingError, LedgerError, NotVerified
 from lamina.ledger.merkle import EMPTY_ROOT, MAX_TREE_SIZE, is_hash, is_tree_size, verify_consistency
 from lamina.ledger.schema import CLOCK_SKEW
@@ -441,10 +442,6 @@ class LedgerCheckpoint:
         """Whether `proof` shows that this tree begins with all of the old one, of the same ledger."""
         return self.origin == old.origin and verify_consistency(old.size, self.size, proof, old.root, self.root)
 
-    def forks(self, other: LedgerCheckpoint) -> bool:
-        """Whether both cannot be of one ledger: as many leaves under another root."""
-        return self.origin == other.origin and self.size == other.size and self.root != other.root
-
 
 def parse_checkpoint(data: str | bytes) -> tuple[LedgerCheckpoint, Note]:
     """Read a signed checkpoint strictly; EncodingError for anything that is none. Nothing is verified yet."""
@@ -481,7 +478,7 @@ def verify_checkpoint(
 
 
 def add_cosignature(checkpoint: str | bytes, key: PrivateKey, time: int, name: str) -> str:
-    """The signed checkpoint with a cosignature by witness `name` added. Look at the tree first, as `Observer` does."""
+    """The signed checkpoint with a cosignature by witness `name` added. Look at the tree first."""
     _, found = parse_checkpoint(checkpoint)
     return found.with_signatures(make_cosignature(found.text, name, key, time)).encode()
 
@@ -504,49 +501,38 @@ def _malformed_checkpoint(problem: str) -> EncodingError:
     )
 
 
-@dataclass(slots=True)
-class Witness:
-    """A witness under `name`. `ledgers` are the keys of each origin that it knows.
+# A second signature of the same tree, from which receipts of all its leaves are made without the key (receipt.py).
+#
+#     protected   {1: alg, 4: kid, 15: {1: origin, 2: "tree:size"}, 16: typ, 395: 1}    395: RFC9162_SHA256
+#     signed      ["Signature1", protected, h'', root]                                  RFC 9052 §4.4
 
-    `seen` holds the last checkpoint of each origin, as it was signed. Give a mapping that lasts: a witness that
-    forgets can be shown another tree. One call at a time.
-    """
+RECEIPT_TYPE = "application/lamina-receipt+cose"
 
-    name: str
-    key: PrivateKey
-    ledgers: Mapping[str, Sequence[NoteKey]]
-    seen: MutableMapping[str, str] = field(default_factory=dict)
 
-    @property
-    def verifier(self) -> WitnessKey:
-        """The key by which others know its cosignatures."""
-        return WitnessKey(self.name, self.key.public)
+def protected_header(alg: int, kid: bytes, origin: str, size: int) -> bytes:
+    """The protected header of every receipt from one tree."""
+    return cbor.encode({1: alg, 4: kid, 15: {1: origin, 2: f"tree:{size}"}, 16: RECEIPT_TYPE, 395: 1})
 
-    def last(self, origin: str) -> LedgerCheckpoint:
-        """The largest tree of that ledger that it cosigned; an empty one before the first."""
-        if origin not in self.seen:
-            return LedgerCheckpoint(origin, 0, EMPTY_ROOT)
-        return parse_checkpoint(self.seen[origin])[0]
 
-    def observe(self, signed: str | bytes, proof: Sequence[bytes], time: int) -> NoteSignature:
-        """Cosign a checkpoint that goes on from the last one by `proof`; NotVerified for any other.
+@dataclass(frozen=True, slots=True)
+class TreeSignature:
+    """The signature of a ledger under a tree of its: what all receipts from that tree have in common."""
 
-        What is refused here with a good signature is evidence against the ledger: keep it.
-        """
-        head, note = parse_checkpoint(signed)
-        if head.origin not in self.ledgers:
-            problem = f"the witness does not know the ledger {head.origin!r}"
-            raise NotVerified("ledger.origin-unknown", problem, "register its key first")
-        verify_checkpoint(signed, self.ledgers[head.origin], origin=head.origin)
-        last = self.last(head.origin)
-        if head.size < last.size:
-            problem = f"the checkpoint has {head.size} leaves, {last.size} were seen: the ledger was rolled back"
-            remedy = "ask for its present checkpoint; if it is no larger, leaves were removed"
-            raise NotVerified("ledger.rolled-back", problem, remedy)
-        if not head.extends(last, proof):
-            problem = f"the proof does not show that the tree of {head.size} leaves extends the one of {last.size}"
-            remedy = f"prove consistency from {last.size}; if that fails, the ledger was forked"
-            raise NotVerified("ledger.not-consistent", problem, remedy)
-        cosignature = make_cosignature(note.text, self.name, self.key, time)
-        self.seen[head.origin] = note.encode()
-        return cosignature
+    origin: str
+    size: int
+    root: bytes
+    kid: bytes
+    signature: bytes
+
+    @classmethod
+    def sign(cls, checkpoint: LedgerCheckpoint, key: PrivateKey) -> TreeSignature:
+        """Sign the tree of a checkpoint for receipts."""
+        unsigned = cls(checkpoint.origin, checkpoint.size, checkpoint.root, key.public.id, b"")
+        return replace(unsigned, signature=key.sign(sig_structure(unsigned.protected(), unsigned.root)))
+
+    def protected(self) -> bytes:
+        return protected_header(EDDSA, self.kid, self.origin, self.size)
+
+    def holds(self, key: PublicKey) -> bool:
+        """Whether `key` made this signature."""
+        return self.kid == key.id and key.verify(sig_structure(self.protected(), self.root), self.signature)

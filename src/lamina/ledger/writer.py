@@ -17,9 +17,9 @@ from lamina.ledger.governance_records import Aggregate, Header, KeyEvent
 from lamina.ledger.key_state import KeyState, check_key_may_sign, key_state_at
 from lamina.ledger.merkle import Frontier
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.receipt import TreeSignature
 from lamina.ledger.records import Record
 from lamina.ledger.schema import next_leaf_time
+from lamina.ledger.signed_checkpoint import TreeSignature
 from lamina.ledger.store.rows import LedgerHead, Store, StoredCheckpoint, StoreWriter, WriterBatch, head_of
 from lamina.ledger.store.sqlite import make_store
 
@@ -209,7 +209,8 @@ class Ledger(LedgerReader):
             head = head_of(rows)
             keys, now = key_state_at(rows, self.header, head.size), next_leaf_time(head.time, self._clock())
         for event in after:
-            keys.check_event(event, now)
+            keys.check_event(event)
+            keys.check_still_signed(event, now)
             keys.apply(event)
         check_key_may_sign(keys, key, now)
 

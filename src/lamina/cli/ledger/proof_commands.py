@@ -40,7 +40,8 @@ from lamina.ledger.schema import pluralize
 from lamina.ledger.show import describe_leaf
 from lamina.ledger.signed_checkpoint import NoteKey, encode64
 from lamina.ledger.store.sqlite import SqliteStore, is_postgres_url, make_store, printable_location
-from lamina.ledger.verify.replay_state import KnownCheckpoint, Trust, Verification
+from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
+from lamina.ledger.verify.verifier import Verification
 from lamina.ledger.verify.verifier import verify as audit
 
 _PLURALS = {"policy": "policies", "pruned": "pruned"}

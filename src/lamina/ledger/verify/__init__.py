@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lamina.ledger.verify.replay_state import Finding, KnownCheckpoint, Trust, Verification
-from lamina.ledger.verify.verifier import verify
+from lamina.ledger.verify.tree_checks import Finding, KnownCheckpoint, Trust
+from lamina.ledger.verify.verifier import Verification, verify
 
 __all__ = ["verify", "Verification", "Finding", "Trust", "KnownCheckpoint"]

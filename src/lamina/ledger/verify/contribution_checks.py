@@ -18,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.admit.attestation import Attestation
-from lamina.admit.keys import LAST_SECOND, format_utc
+from lamina.admit.key_ring import KeyStatus
+from lamina.admit.keys import LAST_SECOND, PublicKey, format_utc
 from lamina.errors import AdmissionError, EncodingError
 from lamina.ledger.governance_records import Withdrawal
+from lamina.ledger.key_state import KeyState, PolicyInForce, Violation
 from lamina.ledger.records import (
     KIND_NAMES,
     KIND_NUMBERS,
@@ -35,8 +37,7 @@ from lamina.ledger.records import (
 )
 from lamina.ledger.schema import CLOCK_SKEW
 from lamina.ledger.store.rows import StoreReader
-from lamina.ledger.verify.replay_state import LEAF, Finding, PolicyInForce, ReplayedKeys, Violation, fail
-from lamina.ledger.verify.tree_checks import AggregateTallies
+from lamina.ledger.verify.tree_checks import LEAF, AggregateTallies, Finding, Trust, fail
 
 if TYPE_CHECKING:
     from lamina.ledger.spending import Bound
@@ -264,8 +265,8 @@ def _equal_values(rows: StoreReader, group: list[int], name: str) -> Iterator[tu
 class AttestationChecks:
     """Checks the signature of each contribution with the key that counted when it was admitted."""
 
-    def __init__(self, origin: str, keys: ReplayedKeys) -> None:
-        self._origin, self._keys = origin, keys
+    def __init__(self, origin: str, keys: KeyState, trust: Trust | None = None) -> None:
+        self._origin, self._keys, self._ring = origin, keys, None if trust is None else trust.ring
         self.checked = 0
 
     def check(self, leaf: Leaf, data: bytes | None) -> bytes:
@@ -288,7 +289,7 @@ class AttestationChecks:
         if signed.kid != record.key:
             reason = f"key {signed.kid.hex()[:16]} made its attestation, the leaf names {name}"
             wrong("verify.attestation-of-other-key", reason)
-        key = self._keys.contributor(record.key, leaf.time, signed.iat)
+        key = self._contributor(record.key, leaf.time, signed.iat)
         if isinstance(key, Violation):
             wrong(*key)
         if signed.iat > leaf.time + CLOCK_SKEW:
@@ -305,6 +306,21 @@ class AttestationChecks:
         self.checked += 1
         return signed.kid + signed.cti
 
+    def _contributor(self, kid: bytes, at: int, issued: int) -> PublicKey | Violation:
+        """The key of an attestation that was used at `at` and claims to be signed at `issued`; or why it is invalid."""
+        name = f"key {kid.hex()[:16]}"
+        if (known := self._keys.history(kid)) is not None:
+            return known.contributor_problem(at, issued) or known.public
+        entry = None if self._ring is None else self._ring.get(kid)
+        if entry is None:
+            where = "the ledger" if self._ring is None else "the ledger or among the trusted keys"
+            return Violation("verify.key-unknown", f"{name} is not in {where}")
+        if entry.role != "contributor":
+            return Violation("verify.key-wrong-role", f"{name} has role {entry.role} among the trusted keys")
+        if (status := entry.standing(at, issued)) is not KeyStatus.USABLE:
+            return Violation("verify.trusted-key-unusable", f"{name} is {status.value} among the trusted keys")
+        return entry.key
+
 
 class LongestEligible(NamedTuple):
     """The contribution that stays eligible longest under a bound: until then, somebody has this bound."""
@@ -318,11 +334,7 @@ class ContributionChecks:
     """Checks of contributions, block by block. Only 8 bytes of each digest are kept."""
 
     def __init__(
-        self,
-        policy: PolicyInForce,
-        keys: ReplayedKeys,
-        attestations: AttestationChecks | None,
-        tallies: AggregateTallies,
+        self, policy: PolicyInForce, keys: KeyState, attestations: AttestationChecks | None, tallies: AggregateTallies
     ) -> None:
         self._policy, self._keys, self._attestations, self._tallies = policy, keys, attestations, tallies
         self.repeats = RepeatChecks()
@@ -385,7 +397,7 @@ class ContributionChecks:
         if leaf.time >= record.expires + CLOCK_SKEW:
             reason = f"{admitted}, after it expired, at {format_utc(record.expires)}"
             fail(index, ContributionRecord, "verify.admitted-after-expiry", reason)
-        wrong = self._terms_violation(record.terms) or self._keys.contributor_violation(record.key, leaf.time)
+        wrong = self._terms_violation(record.terms) or self._key_violation(record.key, leaf.time)
         if wrong is not None:
             fail(index, ContributionRecord, *wrong)
 
@@ -394,7 +406,9 @@ class ContributionChecks:
         if not len(group.rows):
             return np.zeros(0, dtype=np.bool_)
         times = int(group.time.min()), int(group.time.max())
-        if self._terms_violation(group.terms) is not None or self._keys.any_violation(group.kids, *times):
+        if self._terms_violation(group.terms) is not None or any(
+            self._key_violation(kid, at) is not None for kid in group.kids for at in times
+        ):
             return np.ones(len(group.rows), dtype=np.bool_)
         found: Flags = (
             (group.seq != group.rows + first)
@@ -403,6 +417,11 @@ class ContributionChecks:
             | (group.time >= group.expires + CLOCK_SKEW)
         )
         return found
+
+    def _key_violation(self, kid: bytes, at: int) -> Violation | None:
+        """Why a contributor's key does not count at `at`, as far as that shows without the attestation."""
+        known = self._keys.history(kid)
+        return None if known is None else known.contributor_problem(at)
 
     def _terms_violation(self, terms: ContributionTerms) -> Violation | None:
         if self._judged[0] != self._policy.version:
@@ -451,9 +470,13 @@ class ContributionChecks:
             (key == bound if noise else key[0] == cls)
             and own.seq < before
             and own.expires > time
-            and not self._keys.revoked(own.key, time)
+            and not self._revoked(own.key, time)
             for key, own in self.longest_eligible.items()
         )
+
+    def _revoked(self, kid: bytes, at: int) -> bool:
+        known = self._keys.history(kid)
+        return known is not None and known.revoked is not None and at >= known.revoked
 
     def gone(self, seq: int) -> None:
         """Forget a withdrawn contribution. Whether another one has its bound is not known."""

@@ -15,6 +15,7 @@ from lamina.account.schedule import EventCounts, EventKey
 from lamina.admit.keys import format_utc
 from lamina.errors import LaminaError, PlanError
 from lamina.ledger.governance_records import Header, Preset, parse_profile
+from lamina.ledger.key_state import PolicyInForce, Violation
 from lamina.ledger.records import KIND_NAMES, Epoch, EpochAccount, EpochCharge, Leaf, Segment, SegmentOutcome
 from lamina.ledger.schema import NANO, UNBOUNDED, nano_epsilon
 from lamina.ledger.spending import (
@@ -28,7 +29,7 @@ from lamina.ledger.spending import (
 )
 from lamina.ledger.store.rows import StoreReader
 from lamina.ledger.verify.contribution_checks import WithdrawalChecks
-from lamina.ledger.verify.replay_state import Finding, PolicyInForce, Violation, fail
+from lamina.ledger.verify.tree_checks import Finding, fail
 from lamina.plan.depth_profile import DepthProfile, ProfileKind
 from lamina.plan.profile_reach import spans_in_band
 from lamina.plan.rules import FollowBudget, FollowEnergy, FollowQuantile, effective_sigma

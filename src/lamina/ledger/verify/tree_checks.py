@@ -1,41 +1,158 @@
-"""Rebuild the Merkle tree from the leaves, pruned ones included, and check every checkpoint and aggregate of it."""
+"""Findings, and the checks of the tree: its hashes, pruned leaves included, its checkpoints and aggregates.
+
+Checkpoints are held against the keys of the ledger, against keys that an auditor trusts, and against checkpoints that
+were kept before.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import time as system
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from lamina.admit.keys import PublicKey, format_utc
-from lamina.errors import EncodingError, LedgerError
+from lamina.admit.key_ring import KeyRing, KeyStatus
+from lamina.admit.keys import PublicKey, format_utc, read_small
+from lamina.errors import EncodingError, LaminaError, LedgerError
 from lamina.ledger import signed_checkpoint as notes
-from lamina.ledger.governance_records import Aggregate, Header, KeyChange, KeyEvent, LeafSpan, Role
+from lamina.ledger.governance_records import Aggregate, Header, LeafSpan, Role
+from lamina.ledger.key_state import KeyState, Violation
 from lamina.ledger.merkle import HASH_SIZE, TILE_HEIGHT, TILE_WIDTH, Frontier, node_hash, tile_path
-from lamina.ledger.receipt import TreeSignature
-from lamina.ledger.records import ContributionRecord, Leaf
+from lamina.ledger.records import KIND_NAMES, ContributionRecord, Leaf, Record
 from lamina.ledger.schema import CLOCK_SKEW
-from lamina.ledger.signed_checkpoint import LedgerCheckpoint, Note, NoteKey, NoteVerifier, WitnessKey, WitnessQuorum
-from lamina.ledger.store.rows import StoredCheckpoint, StoreReader
-from lamina.ledger.verify.replay_state import (
-    CHECKPOINT,
-    KNOWN_CHECKPOINT,
-    TILE,
-    Finding,
-    KnownCheckpoint,
-    ReplayedKeys,
-    VerificationStopped,
-    Violation,
-    fail,
+from lamina.ledger.signed_checkpoint import (
+    LedgerCheckpoint,
+    Note,
+    NoteKey,
+    NoteVerifier,
+    TreeSignature,
+    WitnessKey,
+    WitnessQuorum,
 )
+from lamina.ledger.store.rows import StoredCheckpoint, StoreReader
 
 if TYPE_CHECKING:
     from lamina.ledger.verify.contribution_checks import ContributionColumns, Ints
+
+# Kinds of findings that are not about a record of a known kind
+LEAF = "leaf"
+CHECKPOINT = "checkpoint"
+TILE = "tile"
+STORE = "store"
+KNOWN_CHECKPOINT = "seen"
+TRUSTED_KEYS = "trust"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The first thing that is wrong. `index` is a leaf; for a checkpoint, the first leaf that it fails to cover."""
+
+    index: int | None
+    kind: str
+    code: str
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        leaf = "" if self.index is None else f"leaf {self.index} "
+        return f"{leaf}({self.kind}): {self.reason} [{self.code}]"
+
+
+class VerificationStopped(Exception):
+    """Ends a replay with its first finding. Never leaves this folder."""
+
+    def __init__(self, problem: Finding) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+def fail(index: int | None, kind: str | type[Record], code: str, reason: str) -> NoReturn:
+    """Stop the replay with this finding."""
+    raise VerificationStopped(Finding(index, kind if isinstance(kind, str) else KIND_NAMES[kind], code, reason))
+
+
+_MOST_CHECKPOINT_BYTES = 1 << 20
+_LEDGER_ROLE = "ledger"
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """Keys that an auditor trusts: a key ring, verifier keys of signed notes, or one public key.
+
+    They come from whoever answers for the ledger, by another way than the ledger itself. A ring also holds keys of
+    contributors, for ledgers that do not name them.
+    """
+
+    ring: KeyRing | None = None
+    notes: tuple[NoteKey, ...] = ()
+    plain: tuple[PublicKey, ...] = ()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Trust:
+        """Read a key ring (JSON), a public key (PEM), or a text of verifier keys, `name+id+key`, one a line."""
+        path = Path(path)
+        data = read_small(path, "the trusted keys", most=_MOST_CHECKPOINT_BYTES * 64)
+        if data.lstrip().startswith(b"{"):
+            return cls(ring=KeyRing.load(path))
+        if data.lstrip().startswith(b"-----BEGIN"):
+            return cls(plain=(PublicKey.load(path),))
+        try:
+            lines = [line.strip() for line in data.decode("utf-8").splitlines() if not line.startswith("#")]
+            keys = tuple(NoteKey.parse(line) for line in lines if line)
+        except (UnicodeDecodeError, EncodingError) as error:
+            why = error.problem if isinstance(error, LaminaError) else "not UTF-8 text"
+            raise _no_keys(path, f": {why}") from None
+        if not keys:
+            raise _no_keys(path)
+        return cls(notes=keys)
+
+    def keys(self, origin: str, now: int | None = None) -> list[PublicKey]:
+        """The trusted keys for the ledger with that origin."""
+        at = int(system.time()) if now is None else now
+        mine = [*self.plain, *(each.key for each in self.notes if each.name == origin)]
+        if self.ring is not None:
+            mine += [
+                e.key for e in self.ring if e.role == _LEDGER_ROLE and e.standing(at, e.valid_from) is KeyStatus.USABLE
+            ]
+        return mine
+
+
+def _no_keys(path: Path, why: str = "") -> LedgerError:
+    remedy = "give a key ring (JSON), a public key (PEM), or verifier keys of the ledger, one a line"
+    return LedgerError("verify.no-trusted-keys", f"'{path}' holds no keys to trust{why}", remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownCheckpoint:
+    """A checkpoint of the same ledger that was kept earlier, or by somebody else."""
+
+    head: LedgerCheckpoint
+    note: Note
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> KnownCheckpoint:
+        """Read a file with a signed checkpoint."""
+        return cls.parse(read_small(Path(path), "the checkpoint", most=_MOST_CHECKPOINT_BYTES))
+
+    @classmethod
+    def parse(cls, data: str | bytes) -> KnownCheckpoint:
+        return cls(*notes.parse_checkpoint(data))
+
+
+def known_checkpoints(given: Iterable[str | bytes | KnownCheckpoint]) -> list[KnownCheckpoint]:
+    """The checkpoints, sorted by size."""
+    made = [each if isinstance(each, KnownCheckpoint) else KnownCheckpoint.parse(each) for each in given]
+    return sorted(made, key=lambda each: each.head.size)
 
 
 @dataclass(slots=True)
@@ -137,7 +254,7 @@ class AggregateTallies:
 class AggregateChecks:
     """Checks of aggregates, which stand for pruned leaves."""
 
-    def __init__(self, header: Header, keys: ReplayedKeys, tallies: AggregateTallies) -> None:
+    def __init__(self, header: Header, keys: KeyState, tallies: AggregateTallies) -> None:
         self._header, self._keys, self._tallies = header, keys, tallies
         self._spans: list[LeafSpan] = []
         self.not_countersigned = 0
@@ -300,29 +417,10 @@ class ReplayedTree:
         return self._tile[1]
 
 
-@dataclass(slots=True)
-class _CheckpointSigner:
-    """A key that signs checkpoints, from the leaf that names it to the leaf that replaces or revokes it."""
-
-    public: PublicKey
-    named: int
-    replaced: int | None = None
-    revoked: bool = False
-    counts: bool = False  # the header names it, or a key that counted signed over the leaf that names it
-
-    @property
-    def stays(self) -> bool:
-        """Whether it still counts when it is named again. A replaced or revoked key starts anew."""
-        return self.counts and self.replaced is None and not self.revoked
-
-
 class CheckpointChecks:
     """Checks of the stored checkpoints, made as the tree reaches the size of each.
 
-    Each must be of the tree over the leaves, signed by a key of the ledger. A key counts if the header names it, or if
-    a checkpoint by such a key covers the leaf that names it: otherwise whoever can write could make a key the ledger's
-    own. The same holds for a key that was replaced or revoked and is named again. A replaced key signs up to the
-    checkpoint that covers its replacement, and none after.
+    Each must be of the tree over the leaves, signed by a key of the ledger that may sign then (`KeyState`).
     """
 
     def __init__(self, header: Header, stored: Sequence[StoredCheckpoint], trusted: Sequence[PublicKey] | None) -> None:
@@ -331,8 +429,6 @@ class CheckpointChecks:
         self._next = 0
         self.signed_size = 0  # leaves that checkpoints cover
         self.digests: dict[bytes, int] = {}  # checkpoint reached → size
-        mine = {key.id: key.public for key in header.keys if key.role is Role.LEDGER}
-        self._signers = {kid: _CheckpointSigner(public, 0, counts=True) for kid, public in mine.items()}
         self._trusted: dict[bytes, PublicKey] | None = None if trusted is None else {key.id: key for key in trusted}
         self.trusted = 0  # leaves that checkpoints by trusted keys cover
         self.count = 0
@@ -341,23 +437,7 @@ class CheckpointChecks:
         """Tree sizes to stop at."""
         return [each.size for each in self._stored]
 
-    def see(self, leaf: Leaf) -> None:
-        """Follow a key event, which may name, replace or revoke a key of the ledger."""
-        event = leaf.record
-        assert isinstance(event, KeyEvent)
-        if event.key is not None and event.key.role is Role.LEDGER:
-            known = self._signers.get(event.key.id)
-            self._signers[event.key.id] = _CheckpointSigner(
-                event.key.public, leaf.seq, counts=known is not None and known.stays
-            )
-        if event.target in self._signers:
-            signer = self._signers[event.target]
-            if event.change is KeyChange.REVOKE:
-                signer.revoked = True
-            elif signer.replaced is None:
-                signer.replaced = leaf.seq
-
-    def reached(self, tree_size: int, root: bytes, time: int, keys: ReplayedKeys) -> None:
+    def reached(self, tree_size: int, root: bytes, time: int, keys: KeyState) -> None:
         """Check the checkpoints of this tree size. `time` is that of the last leaf."""
         while self._next < len(self._stored) and self._stored[self._next].size == tree_size:
             self._check(self._stored[self._next], root, time, keys)
@@ -366,7 +446,7 @@ class CheckpointChecks:
     def _fail(self, code: str, reason: str) -> NoReturn:
         fail(self.signed_size, CHECKPOINT, code, reason)
 
-    def _check(self, stored: StoredCheckpoint, root: bytes, time: int, keys: ReplayedKeys) -> None:
+    def _check(self, stored: StoredCheckpoint, root: bytes, time: int, keys: KeyState) -> None:
         name = f"the checkpoint of {stored.size} leaves"
         try:
             head, note = notes.parse_checkpoint(stored.text)
@@ -383,49 +463,43 @@ class CheckpointChecks:
             )
         self._seal(head, stored.seal, self._signature(head, note, time, keys))
         self._witnesses(head, note, time, keys)
-        for other in self._signers.values():
-            other.counts = other.counts or other.named < head.size
-        self._trust(head, note)
+        keys.covered()
+        self._trust(head, note, keys)
         self.signed_size, self.count = head.size, self.count + 1
         self.digests[hashlib.sha256(note.text.encode()).digest()] = head.size
 
-    def _signature(self, head: LedgerCheckpoint, note: Note, time: int, keys: ReplayedKeys) -> set[bytes]:
-        """The keys of the ledger that signed it; at least one must count."""
-        name, known = f"the checkpoint of {head.size} leaves", keys.of_ledger()
+    def _signature(self, head: LedgerCheckpoint, note: Note, time: int, keys: KeyState) -> dict[bytes, PublicKey]:
+        """The keys of the ledger that signed it and may; at least one must."""
+        name = f"the checkpoint of {head.size} leaves"
         violation = Violation("verify.checkpoint-unsigned", "no key of the ledger signed it")
-        found: set[bytes] = set()
-        for kid, signer in self._signers.items():
-            signed = note_signed_by(note, NoteKey(self._origin, signer.public))
+        found: dict[bytes, PublicKey] = {}
+        for known in keys.histories(Role.LEDGER):
+            kid = known.public.id
+            signed = note_signed_by(note, NoteKey(self._origin, known.public))
             if signed is False:
                 reason = f"key {kid.hex()[:16]} did not sign the text of {name}"
                 self._fail("verify.checkpoint-signature-invalid", reason)
-            if not signed:
-                continue
-            # A replaced key still signs the checkpoint that covers its replacement.
-            last = signer.replaced is not None and self.signed_size <= signer.replaced
-            wrong = known[kid].violation(Role.LEDGER, time, known[kid].key.valid_from if last else time)
-            if not signer.counts:
-                reason = f"no checkpoint by an earlier key covers the leaf that names key {kid.hex()[:16]}"
-                violation = Violation("verify.checkpoint-key-unvouched", reason)
-            elif wrong is not None:
-                violation = wrong
-            else:
-                found.add(kid)
+            if signed and (wrong := keys.why_not_signing(kid, time)) is not None:
+                violation = Violation(wrong.code, f"key {kid.hex()[:16]} {wrong.reason}")
+            elif signed:
+                found[kid] = known.public
         if not found:
             self._fail(violation.code, f"{name} is not signed by a valid key of the ledger: {violation.reason}")
         return found
 
-    def _seal(self, head: LedgerCheckpoint, seal: bytes, signers: set[bytes]) -> None:
+    def _seal(self, head: LedgerCheckpoint, seal: bytes, signers: Mapping[bytes, PublicKey]) -> None:
         """Check the second signature, from which receipts are made: one of the signers of the first made it."""
         made = TreeSignature(head.origin, head.size, head.root, seal[:32], seal[32:])
-        if seal[:32] not in signers or not made.holds(self._signers[seal[:32]].public):
+        if seal[:32] not in signers or not made.holds(signers[seal[:32]]):
             reason = f"the receipt signature of the checkpoint of {head.size} leaves is not by a key that signed it"
             self._fail("verify.receipt-signature-invalid", reason)
 
-    def _witnesses(self, head: LedgerCheckpoint, note: Note, time: int, keys: ReplayedKeys) -> None:
+    def _witnesses(self, head: LedgerCheckpoint, note: Note, time: int, keys: KeyState) -> None:
         """Check that cosignatures are valid and not older than the last leaf."""
         name = f"the checkpoint of {head.size} leaves"
-        known = [WitnessKey(key.name, key.public) for key in keys.witnesses()]
+        known = [
+            WitnessKey(each.key.name, each.public) for each in keys.histories(Role.WITNESS) if each.revoked is None
+        ]
         try:
             times = WitnessQuorum(0, tuple(known)).cosigned(note)
         except LedgerError as error:
@@ -436,14 +510,15 @@ class CheckpointChecks:
             reason = f"{len(times)} witnesses cosigned {name}, the header asks for {self._header.witnesses}"
             self._fail("verify.too-few-cosignatures", reason)
 
-    def _trust(self, head: LedgerCheckpoint, note: Note) -> None:
+    def _trust(self, head: LedgerCheckpoint, note: Note, keys: KeyState) -> None:
         if self._trusted is None:
             return
         if any(note_signed_by(note, NoteKey(self._origin, key)) for key in self._trusted.values()):
             self.trusted = head.size
-            for kid, other in self._signers.items():  # keys named in leaves that a trusted key signed
-                if other.named and other.named < head.size:
-                    self._trusted.setdefault(kid, other.public)
+            first = {key.id for key in self._header.keys}
+            for known in keys.histories(Role.LEDGER):  # keys named in leaves that a trusted key signed
+                if known.public.id not in first:
+                    self._trusted.setdefault(known.public.id, known.public)
 
     def finish(self, size: int) -> None:
         """After the last leaf, no checkpoint of a longer tree may be left."""
@@ -451,15 +526,15 @@ class CheckpointChecks:
             reason = f"{self._stored[self._next].size} leaves were signed, {size} are there: the ledger was truncated"
             fail(size, CHECKPOINT, "verify.ledger-truncated", reason)
 
-    def accepted(self) -> Mapping[bytes, PublicKey]:
+    def accepted(self, keys: KeyState) -> Mapping[bytes, PublicKey]:
         """The keys whose signatures of known checkpoints count: all keys that counted.
 
         With trusted keys only these, unless one of them signed the tree: then it vouches for the keys named in it.
         """
         if self._trusted is not None and not self.trusted:
             return self._trusted
-        found = {kid: signer.public for kid, signer in self._signers.items() if signer.counts}
-        return {**found, **(self._trusted or {})}
+        found = [each.public for each in keys.histories(Role.LEDGER) if keys.vouched_for(each.public.id)]
+        return {**{public.id: public for public in found}, **(self._trusted or {})}
 
 
 def note_signed_by(note: Note, key: NoteVerifier) -> bool | None:

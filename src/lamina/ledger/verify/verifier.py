@@ -6,11 +6,14 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
+from typing import Any
 
 from lamina.admit.keys import format_utc
-from lamina.errors import EncodingError, LedgerDamaged, StoreError
+from lamina.errors import EncodingError, LedgerDamaged, LedgerError, StoreError
 from lamina.ledger.governance_records import Aggregate, Header, KeyEvent, PolicyChange, Release, Withdrawal
+from lamina.ledger.key_state import KeyState, PolicyInForce
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import KIND_NAMES, KIND_NUMBERS, ContributionRecord, Epoch, Leaf, Record, decode_leaf
 from lamina.ledger.schema import pluralize
@@ -25,30 +28,88 @@ from lamina.ledger.verify.contribution_checks import (
     other_kinds,
 )
 from lamina.ledger.verify.epoch_checks import EpochChecks
-from lamina.ledger.verify.replay_state import (
+from lamina.ledger.verify.tree_checks import (
     LEAF,
+    SIGNED_ANEW,
     STORE,
     TRUSTED_KEYS,
+    AggregateChecks,
+    AggregateTallies,
+    CheckpointChecks,
     Finding,
     KnownCheckpoint,
-    PolicyInForce,
-    ReplayedKeys,
+    KnownCheckpointChecks,
+    ReplayedTree,
     Trust,
-    UnrecordedSpend,
-    Verification,
     VerificationStopped,
     fail,
     known_checkpoints,
 )
-from lamina.ledger.verify.tree_checks import (
-    SIGNED_ANEW,
-    AggregateChecks,
-    AggregateTallies,
-    CheckpointChecks,
-    KnownCheckpointChecks,
-    ReplayedTree,
-)
 from lamina.plan.depth_profile import PROFILE_SCHEMA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnrecordedSpend:
+    """Charges and reservations of a run that no leaf records yet. They count against the bounds all the same.
+
+    attempts  open attempts, or attempts whose process ended before it recorded them
+    budgets   whole budgets of adaptive noise, charged before the first attempt
+    reserved  whether the rest of its plan is reserved
+    """
+
+    run: bytes
+    label: str
+    attempts: int
+    budgets: int = 0
+    reserved: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"run": self.run.hex()}
+
+    def __str__(self) -> str:
+        name = f"{self.run.hex()[:8]} {self.label!r}" if self.label else self.run.hex()[:8]
+        parts = [f"{self.attempts} attempt{'s' if self.attempts > 1 else ''}"] if self.attempts else []
+        parts += ["a whole budget"] * (self.budgets > 0) + ["the rest of its plan"] * self.reserved
+        return f"{name} ({', '.join(parts)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """Report of a verification.
+
+    verified     every check passed
+    trusted      and keys from outside the ledger signed all of it
+    size, root   of the tree over the leaves; if not all could be read, the size that the head claims
+    signed       number of leaves that checkpoints cover
+    problem      the first finding
+    counts       leaves by kind; `pruned` counts leaves that are gone
+    notes        what was not, or could not be, checked
+    held         by run, what is charged or reserved and not yet recorded
+    """
+
+    verified: bool
+    trusted: bool
+    origin: str | None
+    size: int
+    root: bytes | None
+    signed: int
+    checkpoints: int
+    attestations: int
+    spends: int
+    problem: Finding | None
+    counts: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    held: tuple[UnrecordedSpend, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self, name) for name in ("verified", "trusted", "origin", "size")},
+            "root": None if self.root is None else self.root.hex(),
+            **{name: getattr(self, name) for name in ("signed", "checkpoints", "attestations", "spends", "counts")},
+            "notes": list(self.notes),
+            "held": [each.to_dict() for each in self.held],
+            "problem": None if self.problem is None else self.problem.to_dict(),
+        }
 
 
 def read_head(rows: StoreReader) -> LedgerHead:
@@ -204,9 +265,9 @@ class LedgerReplay:
         self.head = read_head(rows)
         self.header = read_header(rows)
         self._trust, self._seen = trust, KnownCheckpointChecks(seen, self.header.origin)
-        self.keys = ReplayedKeys(self.header, None if trust is None else trust.ring)
+        self.keys = KeyState(self.header)
         self.policy = PolicyInForce(self.header)
-        self.attestations = AttestationChecks(self.header.origin, self.keys) if signatures else None
+        self.attestations = AttestationChecks(self.header.origin, self.keys, trust) if signatures else None
         self._tallies = AggregateTallies(read_aggregates(rows, self.head))
         self.tree = ReplayedTree(rows, self._tallies)
         self.contributions = ContributionChecks(self.policy, self.keys, self.attestations, self._tallies)
@@ -292,11 +353,11 @@ class LedgerReplay:
             case Header(profile_schema=version) if version != PROFILE_SCHEMA:
                 reason = f"depth profiles have schema {version}, this program knows {PROFILE_SCHEMA}"
                 fail(0, Header, "verify.profile-schema-unknown", reason)
-            case KeyEvent():
-                self.keys.apply(leaf)
-                self.checkpoints.see(leaf)
-            case PolicyChange():
-                self.policy.change(leaf, self.keys)
+            case KeyEvent() | PolicyChange() as change:
+                try:
+                    self._change(leaf, change)
+                except LedgerError as error:
+                    fail(leaf.seq, leaf.kind, error.code, error.problem)
             case Epoch():
                 ended = leaf.time + self.header.epoch_clock  # at the latest: its time is rounded down
 
@@ -311,6 +372,13 @@ class LedgerReplay:
                 self.aggregates.see(leaf, self.withdrawals.targets, self.epochs.spent)
             case Release():
                 check_release(leaf, self.epochs.runs, self._rows)
+
+    def _change(self, leaf: Leaf, change: KeyEvent | PolicyChange) -> None:
+        if isinstance(change, PolicyChange):
+            self.policy.change(leaf.seq, change, self.keys, leaf.time)
+        else:
+            self.keys.check_event(change)
+            self.keys.apply(change)
 
     def _skip_pruned(self, stop: int) -> None:
         """Go on to `stop` over leaves that are not there: an aggregate stands for them, or they were deleted."""
@@ -343,7 +411,7 @@ class LedgerReplay:
         check_attempts(self._rows, self.epochs.attempts.items())
         self.held = unrecorded_spend(self._rows)
         self._check_pruned()
-        self._seen.finish(size, self.checkpoints.accepted().values())
+        self._seen.finish(size, self.checkpoints.accepted(self.keys).values())
         self._check_trust()
 
     def _check_pruned(self) -> None:
