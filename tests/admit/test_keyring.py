@@ -16,7 +16,6 @@ from refusals import raises_code
 
 from lamina.admit.key_ring import KeyRing, KeyStatus
 from lamina.admit.keys import LAST_SECOND, PrivateKey, PublicKey, format_utc, parse_time, parse_utc
-from lamina.errors import BadKey
 
 KEYS = [PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes([i]) * 32)).public for i in range(6)]
 A, B, C = KEYS[:3]
@@ -113,70 +112,28 @@ def test_standing_as_written_down(begin: int, retired: int | None, revoked: int 
 # ------------------------------------------------------------------------------ events that are refused
 
 
-def _add_twice(ring: KeyRing) -> None:
-    ring.add(A, label="again")
-
-
-def _second_role(ring: KeyRing) -> None:
-    ring.add(A, label="a", role="ledger")
-
-
-def _rotate_to_known(ring: KeyRing) -> None:
-    ring.rotate(A.id, B, at=10)
-
-
-def _rotate_unknown(ring: KeyRing) -> None:
-    ring.rotate(C.id, KEYS[4], at=10)
-
-
-def _rotate_at_birth(ring: KeyRing) -> None:
-    ring.rotate(A.id, C, at=0)
-
-
-def _revoke_unknown(ring: KeyRing) -> None:
-    ring.revoke(C.id, at=10)
-
-
-def _bad_role(ring: KeyRing) -> None:
-    ring.add(C, label="c", role="root")
-
-
-def _bad_label(ring: KeyRing) -> None:
-    ring.add(C, label="c\x1b[2J")
-
-
-def _long_label(ring: KeyRing) -> None:
-    ring.add(C, label="c" * 129)
-
-
-def _bad_time(ring: KeyRing) -> None:
-    ring.add(C, label="c", valid_from=-1)
-
-
-def _bool_time(ring: KeyRing) -> None:
-    ring.revoke(A.id, at=True)
-
-
-def _bad_algorithm(ring: KeyRing) -> None:
-    ring.add(C, label="c", algorithms=(-7,))
-
-
-def _not_a_key(ring: KeyRing) -> None:
-    ring.add(C.x, label="c")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
-    "event",
+    ("code", "event"),
     [
-        _add_twice, _second_role, _rotate_to_known, _rotate_unknown, _rotate_at_birth, _revoke_unknown, _bad_role,
-        _bad_label, _long_label, _bad_time, _bool_time, _bad_algorithm, _not_a_key,
+        ("key.already-in-ring", lambda ring: ring.add(A, label="again")),
+        ("key.already-in-ring", lambda ring: ring.add(A, label="a", role="ledger")),
+        ("key.already-in-ring", lambda ring: ring.rotate(A.id, B, at=10)),
+        ("key.not-in-ring", lambda ring: ring.rotate(C.id, KEYS[4], at=10)),
+        ("key.not-in-ring", lambda ring: ring.revoke(C.id, at=10)),
+        ("key.retires-before-valid", lambda ring: ring.rotate(A.id, C, at=0)),
+        ("key.role-unknown", lambda ring: ring.add(C, label="c", role="root")),
+        ("key.label-invalid", lambda ring: ring.add(C, label="c\x1b[2J")),
+        ("key.label-invalid", lambda ring: ring.add(C, label="c" * 129)),
+        ("key.time-out-of-range", lambda ring: ring.add(C, label="c", valid_from=-1)),
+        ("key.time-out-of-range", lambda ring: ring.revoke(A.id, at=True)),
+        ("key.algorithm-unknown", lambda ring: ring.add(C, label="c", algorithms=(-7,))),
+        ("key.not-public-key", lambda ring: ring.add(C.x, label="c")),
     ],
-    ids=lambda event: event.__name__,
-)  # fmt: skip
-def test_events_that_make_no_sense_change_nothing(event: Callable[[KeyRing], None]) -> None:
+)
+def test_events_that_make_no_sense_change_nothing(code: str, event: Callable[[KeyRing], Any]) -> None:
     ring = ring_of(A, B)
     before = ring.version, ring.entries
-    with pytest.raises(BadKey):
+    with raises_code(code):
         event(ring)
     assert (ring.version, ring.entries) == before
 
@@ -185,8 +142,8 @@ def test_a_retired_or_revoked_key_is_not_rotated() -> None:
     ring = ring_of(A, B)
     ring.rotate(A.id, C, at=10)
     ring.revoke(B.id, at=10)
-    for key, word in ((A, "key.already-replaced"), (B, "key.already-replaced")):
-        with raises_code(word):
+    for key in (A, B):
+        with raises_code("key.already-replaced"):
             ring.rotate(key.id, KEYS[4], at=20)
 
 
@@ -216,16 +173,16 @@ def test_find() -> None:
 
 def test_every_event_changes_the_version() -> None:
     ring = ring_of(A)
-    versions = [ring.version]
-    ring.add(B, label="b")
-    versions.append(ring.version)
-    ring.rotate(A.id, C, at=100)
-    versions.append(ring.version)
-    ring.revoke(B.id, at=200)
-    versions.append(ring.version)
-    ring.revoke(B.id, at=100)
-    versions.append(ring.version)
-    assert len(set(versions)) == len(versions)
+    versions = {ring.version}
+    for event in (
+        lambda: ring.add(B, label="b"),
+        lambda: ring.rotate(A.id, C, at=100),
+        lambda: ring.revoke(B.id, at=200),
+        lambda: ring.revoke(B.id, at=100),
+    ):
+        event()
+        versions.add(ring.version)
+    assert len(versions) == 5
 
 
 def test_the_version_does_not_depend_on_the_order() -> None:
@@ -293,19 +250,10 @@ def test_a_file_that_says_something_else_is_refused(path: list[Any], value: Any,
         KeyRing.load(file)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{",
-        "nul",
-        '{"schema": 1, "keys": [], "keys": []}',
-        "[" * 100_000,
-        '{"schema": NaN, "keys": []}',
-        "\udcff",
-    ],
-)  # fmt: skip
+NO_RINGS = ["", "[]", "{", "nul", '{"schema": 1, "keys": [], "keys": []}', "[" * 100_000, '{"schema": NaN, "keys": []}']
+
+
+@pytest.mark.parametrize("text", [*NO_RINGS, "\udcff"])
 def test_a_file_that_is_no_ring_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     file.write_bytes(text.encode("utf-8", "surrogateescape"))

@@ -231,97 +231,62 @@ def test_origin() -> None:
 # ------------------------------------------------------------------------------------------ refusals
 
 
-REFUSED: list[tuple[str, Callable[[], Any], str, str]] = [
-    ("empty", lambda: Corpus(np.zeros((0, 3))), "corpus.no-examples", "at least one"),
-    ("unit too short", lambda: Corpus(X, unit=[1, 2, 3, 4]), "corpus.unit-wrong-length", "every example"),
-    (
-        "unit per contribution",
+REFUSED: dict[str, list[Callable[[], Any]]] = {  # by code
+    "corpus.no-examples": [lambda: Corpus(np.zeros((0, 3)))],
+    "corpus.unit-wrong-length": [
+        lambda: Corpus(X, unit=[1, 2, 3, 4]),
         lambda: Corpus(X, unit=["p", "q", "r"]),
-        "corpus.unit-wrong-length",
-        r"np.repeat\(unit, 2\)",
-    ),
-    ("unit as counts", lambda: Corpus(X, unit=[1, 2, 3]), "corpus.unit-wrong-length", r"np.repeat\(np.arange"),
-    ("unit two-dimensional", lambda: Corpus(X, unit=np.zeros((6, 1))), "corpus.column-not-flat", "flat"),
-    ("unit as text", lambda: Corpus(X, unit="patient"), "corpus.column-not-a-sequence", "sequence"),
-    ("unit missing", lambda: Corpus(X, unit=[1.0, np.nan, 1, 1, 1, 1]), "corpus.value-missing", "every example"),
-    (
-        "unit missing in an array",
+        lambda: Corpus(X, unit=[1, 2, 3]),
+    ],
+    "corpus.column-not-flat": [lambda: Corpus(X, unit=np.zeros((6, 1)))],
+    "corpus.column-not-a-sequence": [lambda: Corpus(X, unit="patient")],
+    "corpus.value-missing": [
+        lambda: Corpus(X, unit=[1.0, np.nan, 1, 1, 1, 1]),
         lambda: Corpus(X, unit=np.array([1, 1, 1, 1, 1, np.nan])),
-        "corpus.value-missing",
-        "every",
-    ),
-    ("unit None", lambda: Corpus(X, unit=["a", "a", None, "a", "a", "a"]), "corpus.value-missing", "every example"),
-    ("unit of tensors", lambda: Corpus(X, unit=list(torch.zeros(6))), "corpus.list-of-tensors", "torch.stack"),
-    ("unit of lists", lambda: Corpus(X, unit=[[1]] * 6), "corpus.unit-not-hashable", "numbers or text"),
-    ("two units, one name", lambda: Corpus(X[:2], unit=[1, "1"]), "corpus.id-repeated", "its own id"),
-    ("ids twice", lambda: Corpus(X[:2], ids=["p", "p"]), "corpus.id-repeated", "unit=ids"),
-    ("empty id", lambda: Corpus(X[:2], ids=["p", ""]), "corpus.id-empty", "a name"),
-    ("ids too few", lambda: Corpus(X, ids=["p", "q"]), "corpus.column-wrong-length", "dict"),
-    (
-        "subject twice",
-        lambda: Corpus(X[:3], ids=["p", "q", "r"], subject=["s", "t", "s"]),
-        "corpus.subject-repeated",
-        "subject as unit=",
-    ),
-    ("subject empty", lambda: Corpus(X[:2], subject=["s", ""]), "corpus.subject-empty", "or none"),
-    (
-        "classes disagree",
+        lambda: Corpus(X, unit=["a", "a", None, "a", "a", "a"]),
+    ],
+    "corpus.list-of-tensors": [lambda: Corpus(X, unit=list(torch.zeros(6)))],
+    "corpus.unit-not-hashable": [lambda: Corpus(X, unit=[[1]] * 6)],
+    "corpus.id-repeated": [lambda: Corpus(X[:2], unit=[1, "1"]), lambda: Corpus(X[:2], ids=["p", "p"])],
+    "corpus.id-empty": [lambda: Corpus(X[:2], ids=["p", ""])],
+    "corpus.column-wrong-length": [lambda: Corpus(X, ids=["p", "q"])],
+    "corpus.subject-repeated": [lambda: Corpus(X[:3], ids=["p", "q", "r"], subject=["s", "t", "s"])],
+    "corpus.subject-empty": [lambda: Corpus(X[:2], subject=["s", ""])],
+    "corpus.column-contradicts-itself": [
         lambda: Corpus(X, unit=[7, 3, 7, 5, 3, 7], cls=["b", "a", "b", "b", "b", "b"]),
-        "corpus.column-contradicts-itself",
-        "one cls",
-    ),
-    (
-        "classes disagree in an array",
         lambda: Corpus(X, unit=["z", "z", "a", "a", "z", "z"], cls=np.array(["b", "b", "a", "a", "b", "c"])),
-        "corpus.column-contradicts-itself",
-        "one cls",
-    ),
-    ("class missing", lambda: Corpus(X[:2], cls={0: "a"}), "corpus.entry-missing", "every contribution"),
-    (
-        "class of a stranger",
-        lambda: Corpus(X[:1], cls={0: "a", 9: "a"}),
-        "corpus.entry-without-examples",
-        "leave it out",
-    ),
-    ("class numbers", lambda: Corpus(X[:2], cls=[0, 1]), "corpus.class-name-not-text", "text"),
-    ("no class name", lambda: Corpus(X, cls=""), "corpus.class-name-not-text", "text"),
-    (
-        "whose class",
-        lambda: Corpus(X, unit=[2, 2, 1, 1, 3, 3], cls=["a", "b", "a"]),
-        "corpus.column-order-ambiguous",
-        "dict from unit",
-    ),
-    ("classes, none given", lambda: Corpus(X, policy=policy_of(a={}, b={})), "corpus.class-not-given", "give cls="),
-    ("class not in policy", lambda: Corpus(X, cls="z", policy=policy_of(a={})), "corpus.class-unknown", "class.z"),
-    ("policy path", lambda: Corpus(X, policy="policy.toml"), "corpus.policy-not-a-policy", "Policy.load"),  # type: ignore[arg-type]
-    (
-        "two origins",
-        lambda: Corpus(X, origin="x", policy=policy_of(a={})),
-        "corpus.origin-not-of-policy",
-        "leave origin",
-    ),
-    ("empty origin", lambda: Corpus(X, origin=""), "corpus.origin-empty", "leave it out"),
-    ("no windows", lambda: Corpus(X, examples_per_unit=0), "corpus.not-a-count", "leave it out"),
-    ("half a window", lambda: Corpus(X, examples_per_unit=0.5), "corpus.not-a-count", "leave it out"),  # type: ignore[arg-type]
-    ("a true window", lambda: Corpus(X, examples_per_unit=True), "corpus.not-a-count", "leave it out"),
-    ("unknown members", lambda: Corpus(X).members("z"), "corpus.class-not-in-corpus", "classes are data"),
-    ("class not in plan", lambda: Corpus(X, cls="z").check(plan_of(a={})), "corpus.class-unknown", "name one of a in"),
-    ("which class", lambda: Corpus(X).check(plan_of(a={}, b={})), "corpus.class-not-given", "give cls="),
-    (
-        "too many members",
-        lambda: Corpus(np.zeros(11)).check(plan_of(a={})),
-        "corpus.population-too-small",
-        "raise population",
-    ),
-    ("plan of another kind", lambda: Corpus(X).check("plan"), "corpus.plan-not-a-plan", "make_plan"),  # type: ignore[arg-type]
-]
+    ],
+    "corpus.entry-missing": [lambda: Corpus(X[:2], cls={0: "a"})],
+    "corpus.entry-without-examples": [lambda: Corpus(X[:1], cls={0: "a", 9: "a"})],
+    "corpus.class-name-not-text": [lambda: Corpus(X[:2], cls=[0, 1]), lambda: Corpus(X, cls="")],
+    "corpus.column-order-ambiguous": [lambda: Corpus(X, unit=[2, 2, 1, 1, 3, 3], cls=["a", "b", "a"])],
+    "corpus.class-not-given": [
+        lambda: Corpus(X, policy=policy_of(a={}, b={})),
+        lambda: Corpus(X).check(plan_of(a={}, b={})),
+    ],
+    "corpus.class-unknown": [
+        lambda: Corpus(X, cls="z", policy=policy_of(a={})),
+        lambda: Corpus(X, cls="z").check(plan_of(a={})),
+    ],
+    "corpus.policy-not-a-policy": [lambda: Corpus(X, policy="policy.toml")],
+    "corpus.origin-not-of-policy": [lambda: Corpus(X, origin="x", policy=policy_of(a={}))],
+    "corpus.origin-empty": [lambda: Corpus(X, origin="")],
+    "corpus.not-a-count": [
+        lambda: Corpus(X, examples_per_unit=0),
+        lambda: Corpus(X, examples_per_unit=0.5),
+        lambda: Corpus(X, examples_per_unit=True),
+    ],
+    "corpus.class-not-in-corpus": [lambda: Corpus(X).members("z")],
+    "corpus.population-too-small": [lambda: Corpus(np.zeros(11)).check(plan_of(a={}))],
+    "corpus.plan-not-a-plan": [lambda: Corpus(X).check("plan")],
+}
 
 
-@pytest.mark.parametrize(("what", "attempt", "problem", "remedy"), REFUSED, ids=[row[0] for row in REFUSED])
-def test_refusals_teach(what: str, attempt: Callable[[], Any], problem: str, remedy: str) -> None:
-    with raises_code(problem) as refusal:
+@pytest.mark.parametrize(("code", "attempt"), [(code, each) for code, every in REFUSED.items() for each in every])
+def test_refusals_teach(code: str, attempt: Callable[[], Any]) -> None:
+    with raises_code(code) as refusal:
         attempt()
-    assert re.search(remedy, refusal.value.remedy)
+    assert refusal.value.remedy
 
 
 def test_what_is_not_refused() -> None:
@@ -333,9 +298,9 @@ def test_what_is_not_refused() -> None:
     corpus.check(plan_of(a={}))
 
 
-def test_of_dataset_is_the_corpus_of_a_dataset() -> None:
+def test_a_dataset_makes_a_corpus() -> None:
     items = torch.utils.data.TensorDataset(torch.arange(4.0), torch.arange(4))
-    corpus = Corpus.of_dataset(items, unit=[0, 0, 1, 1], cls="a", examples_per_unit=1)
+    corpus = Corpus(items, unit=[0, 0, 1, 1], cls="a", examples_per_unit=1)
     assert (len(corpus), corpus.names, corpus.examples_per_unit) == (2, ("a",), 1)
 
 

@@ -262,63 +262,45 @@ def torn(root: Path) -> None:
     path.write_bytes(path.read_bytes()[:50])
 
 
-FOLDERS: list[tuple[str, Callable[[Path], Any], str]] = [
-    ("no folder", lambda root: root.rmdir(), "corpus.folder-missing"),
-    ("nothing in it", lambda root: None, "corpus.no-contributions"),
-    ("no payload", lambda root: (root / "p").mkdir(), "corpus.payload-missing"),
-    (
-        "two payloads",
+FOLDERS: dict[str, list[Callable[[Path], Any]]] = {  # by code
+    "corpus.folder-missing": [lambda root: root.rmdir()],
+    "corpus.no-contributions": [lambda root: None],
+    "corpus.payload-missing": [
+        lambda root: (root / "p").mkdir(),
         lambda root: (payload(root, "p", x=np.zeros((1, 2))), (root / "p" / "payload.csv").write_text("1")),
-        "corpus.payload-missing",
-    ),
-    ("no x", lambda root: payload(root, "p", y=np.zeros(2)), "corpus.array-missing"),
-    ("objects", lambda root: payload(root, "p", x=np.array([{}], object)), "corpus.array-of-objects"),
-    ("one number", lambda root: payload(root, "p", x=np.float32(1)), "corpus.array-without-examples-axis"),
-    ("no examples", lambda root: payload(root, "p", x=np.zeros((0, 2))), "corpus.no-examples"),
-    ("text", lambda root: payload(root, "p", x=np.array(["a"])), "corpus.inputs-are-text"),
-    ("labels short", lambda root: payload(root, "p", x=np.zeros((2, 2)), y=np.zeros(1)), "corpus.lengths-differ"),
-    (
-        "shapes",
+    ],
+    "corpus.array-missing": [lambda root: payload(root, "p", y=np.zeros(2))],
+    "corpus.array-of-objects": [lambda root: payload(root, "p", x=np.array([{}], object))],
+    "corpus.array-without-examples-axis": [lambda root: payload(root, "p", x=np.float32(1))],
+    "corpus.no-examples": [
+        lambda root: payload(root, "p", x=np.zeros((0, 2))),
+        lambda root: text_payload(root, "p", "a,b\n"),
+    ],
+    "corpus.inputs-are-text": [lambda root: payload(root, "p", x=np.array(["a"]))],
+    "corpus.lengths-differ": [lambda root: payload(root, "p", x=np.zeros((2, 2)), y=np.zeros(1))],
+    "corpus.formats-differ": [
         lambda root: (payload(root, "p", x=np.zeros((2, 2))), payload(root, "q", x=np.zeros((2, 3)))),
-        "corpus.formats-differ",
-    ),
-    (
-        "types",
         lambda root: (payload(root, "p", x=np.zeros((2, 2))), payload(root, "q", x=np.zeros((2, 2), np.uint8))),
-        "corpus.formats-differ",
-    ),
-    (
-        "labels on some",
         lambda root: (payload(root, "p", x=np.zeros((2, 2))), payload(root, "q", x=np.zeros((2, 2)), y=np.zeros(2))),
-        "corpus.formats-differ",
-    ),
-    (
-        "columns",
         lambda root: (text_payload(root, "p", "a,b\n1,2\n"), text_payload(root, "q", "b,a\n1,2\n")),
-        "corpus.formats-differ",
-    ),
-    (
-        "columns after another kind",
         lambda root: (
             payload(root, "o", x=np.zeros((1, 1, 2))),
             text_payload(root, "p", "a,b\n1,2\n"),
             text_payload(root, "q", "b,a\n1,2\n"),
         ),
-        "corpus.formats-differ",
-    ),
-    ("text in a table", lambda root: text_payload(root, "p", "a,b\n1,x\n"), "corpus.value-not-a-number"),
-    ("empty table", lambda root: text_payload(root, "p", ""), "corpus.file-empty"),
-    ("table of names", lambda root: text_payload(root, "p", "a,b\n"), "corpus.no-examples"),
-    ("torn", torn, "corpus.npz-unreadable"),
-]
+    ],
+    "corpus.value-not-a-number": [lambda root: text_payload(root, "p", "a,b\n1,x\n")],
+    "corpus.file-empty": [lambda root: text_payload(root, "p", "")],
+    "corpus.npz-unreadable": [torn],
+}
 
 
-@pytest.mark.parametrize(("what", "make", "problem"), FOLDERS, ids=[row[0] for row in FOLDERS])
-def test_folders_refused(tmp_path: Path, what: str, make: Callable[[Path], Any], problem: str) -> None:
+@pytest.mark.parametrize(("code", "make"), [(code, each) for code, every in FOLDERS.items() for each in every])
+def test_folders_refused(tmp_path: Path, code: str, make: Callable[[Path], Any]) -> None:
     root = tmp_path / "root"
     root.mkdir()
     make(root)
-    with raises_code(problem) as refusal:
+    with raises_code(code) as refusal:
         Corpus.of_folder(root)
     assert refusal.value.remedy
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -287,70 +286,49 @@ class Endless(IterableDataset[Any]):
         yield torch.zeros(1)
 
 
-REFUSED: list[tuple[str, Callable[[], Any], str, str]] = [
-    (
-        "a DataLoader",
-        lambda: make_source(DataLoader(TensorDataset(torch.zeros(4, 1)))),
-        "corpus.dataloader-not-poisson",
-        r"give the data itself: lamina.Corpus\(loader.dataset\)",
-    ),
-    ("an iterable Dataset", lambda: make_source(Endless()), "corpus.inputs-not-indexable", "__getitem__"),
-    ("a generator", lambda: make_source(i for i in range(3)), "corpus.inputs-not-indexable", "arrays"),
-    ("lengths", lambda: make_source(np.zeros(4), np.zeros(3)), "corpus.lengths-differ", "as many labels"),
-    ("part lengths", lambda: make_source((np.zeros(4), np.zeros(5))), "corpus.lengths-differ", "first axis"),
-    (
-        "text labels",
+REFUSED: dict[str, list[Callable[[], Any]]] = {  # by code
+    "corpus.dataloader-not-poisson": [lambda: make_source(DataLoader(TensorDataset(torch.zeros(4, 1))))],
+    "corpus.inputs-not-indexable": [
+        lambda: make_source(Endless()),
+        lambda: make_source(i for i in range(3)),
+        lambda: make_source(len),
+    ],
+    "corpus.lengths-differ": [
+        lambda: make_source(np.zeros(4), np.zeros(3)),
+        lambda: make_source((np.zeros(4), np.zeros(5))),
+    ],
+    "corpus.labels-are-text": [
         lambda: make_source(np.zeros(2), ["a", "b"]),
-        "corpus.labels-are-text",
-        r"numpy.unique\(y, return_inverse=True\)",
-    ),
-    (
-        "text labels of pandas",
         lambda: make_source(np.zeros(2), np.array(["a", "b"], object)),
-        "corpus.labels-are-text",
-        "numpy.unique",
-    ),
-    ("text", lambda: make_source({"a": ["u", "v"]}), "corpus.inputs-are-text", "public table"),
-    ("objects", lambda: make_source(np.array([{}, {}])), "corpus.dtype-not-numeric", "np.stack"),
-    ("records", lambda: make_source(np.zeros(2, dtype=[("a", "f4")])), "corpus.dtype-not-numeric", "np.stack"),
-    ("dates", lambda: make_source(np.array(["2020-01-01"], "datetime64[D]")), "corpus.inputs-are-dates", "astype"),
-    ("ragged lists", lambda: make_source([[1.0], [1.0, 2.0]]), "corpus.rows-differ-in-length", "pad every example"),
-    ("corpus.list-of-tensors", lambda: make_source([torch.zeros(2)]), "corpus.list-of-tensors", "torch.stack"),
-    (
-        "corpus.tensor-not-dense",
-        lambda: make_source(torch.zeros(2, 2).to_sparse()),
-        "corpus.tensor-not-dense",
-        "to_dense",
-    ),
-    ("one number", lambda: make_source(torch.tensor(1.0)), "corpus.array-without-examples-axis", "first axis"),
-    ("unnamed keys", lambda: make_source({0: np.zeros(2)}), "corpus.key-not-text", "text"),
-    ("nothing", lambda: make_source(()), "corpus.no-inputs", "give an array"),
-    ("a path", lambda: make_source("data.csv"), "corpus.inputs-are-a-path", "Corpus.of_csv"),
-    ("another path", lambda: make_source(Path("data.npz")), "corpus.inputs-are-a-path", "Corpus.of_npz"),
-    ("a function", lambda: make_source(len), "corpus.inputs-not-indexable", "torch Dataset"),
-    ("y beside a Dataset", lambda: make_source(Items(float), np.zeros(6)), "corpus.options-beside-source", r"\(x, y\)"),
-    (
-        "y beside a Source",
+    ],
+    "corpus.inputs-are-text": [lambda: make_source({"a": ["u", "v"]})],
+    "corpus.dtype-not-numeric": [
+        lambda: make_source(np.array([{}, {}])),
+        lambda: make_source(np.zeros(2, dtype=[("a", "f4")])),
+    ],
+    "corpus.inputs-are-dates": [lambda: make_source(np.array(["2020-01-01"], "datetime64[D]"))],
+    "corpus.rows-differ-in-length": [lambda: make_source([[1.0], [1.0, 2.0]])],
+    "corpus.list-of-tensors": [lambda: make_source([torch.zeros(2)])],
+    "corpus.tensor-not-dense": [lambda: make_source(torch.zeros(2, 2).to_sparse())],
+    "corpus.array-without-examples-axis": [lambda: make_source(torch.tensor(1.0))],
+    "corpus.key-not-text": [lambda: make_source({0: np.zeros(2)})],
+    "corpus.no-inputs": [lambda: make_source(())],
+    "corpus.inputs-are-a-path": [lambda: make_source("data.csv"), lambda: make_source(Path("data.npz"))],
+    "corpus.options-beside-source": [
+        lambda: make_source(Items(float), np.zeros(6)),
         lambda: make_source(make_source(np.zeros(2)), np.zeros(2)),
-        "corpus.options-beside-source",
-        "fetch",
-    ),
-    (
-        "triples",
-        lambda: make_source(Items(lambda i: (1.0, 2.0, 3.0))),
-        "corpus.dataset-item-not-a-pair",
-        r"\(\(a, b\), y\)",
-    ),
-    ("text items", lambda: make_source(Items(lambda i: (1.0, "a"))), "corpus.dataset-not-numeric", "numpy.unique"),
-    ("object items", lambda: make_source(Items(lambda i: object())), "corpus.dataset-shapes-differ", "one shape"),
-]
+    ],
+    "corpus.dataset-item-not-a-pair": [lambda: make_source(Items(lambda i: (1.0, 2.0, 3.0)))],
+    "corpus.dataset-not-numeric": [lambda: make_source(Items(lambda i: (1.0, "a")))],
+    "corpus.dataset-shapes-differ": [lambda: make_source(Items(lambda i: object()))],
+}
 
 
-@pytest.mark.parametrize(("what", "attempt", "problem", "remedy"), REFUSED, ids=[row[0] for row in REFUSED])
-def test_refusals_teach(what: str, attempt: Callable[[], Any], problem: str, remedy: str) -> None:
-    with raises_code(problem) as refusal:
+@pytest.mark.parametrize(("code", "attempt"), [(code, each) for code, every in REFUSED.items() for each in every])
+def test_refusals_teach(code: str, attempt: Callable[[], Any]) -> None:
+    with raises_code(code) as refusal:
         attempt()
-    assert re.search(remedy, refusal.value.remedy)
+    assert refusal.value.remedy
 
 
 def test_nothing_of_the_data_is_shown() -> None:

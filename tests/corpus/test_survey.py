@@ -1,4 +1,4 @@
-"""`corpus/survey.py`: the same is found by one process and by several, and by whoever looks later."""
+"""`corpus/payloads.py`: the same is found by one process and by several, and by whoever looks later."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ import pytest
 import torch
 from refusals import raises_code
 
-from lamina.corpus import payloads as looking
 from lamina.corpus import payloads as shares
 from lamina.corpus.admitted import GivenPayloads
-from lamina.corpus.example_sources import to_model_dtype
+from lamina.corpus.example_sources import keyed_hasher, to_model_dtype
 from lamina.corpus.payloads import (
     FolderPayloads,
     InspectedPayloads,
     PayloadHeaders,
     PayloadInspector,
     PayloadSource,
-    payload_path,
     survey_and_refuse,
 )
 
@@ -147,7 +145,7 @@ def test_a_form_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(options)
         return to_model_dtype(*given, **options)
 
-    monkeypatch.setattr(looking, "to_model_dtype", counted)
+    monkeypatch.setattr(shares, "to_model_dtype", counted)
     payloads = GivenPayloads([f"{i}" for i in range(40)], [usual(1 + i % 7) for i in range(40)])
     assert surveyed(payloads)[1] == {}
     assert len(asked) == 2  # x and y
@@ -169,8 +167,7 @@ def test_a_name_is_the_path_as_text(root: str) -> None:
     payloads = FolderPayloads(Path(root), ["a", "b c", "é"], np.array([0, 1, 0], dtype=np.uint8))
     names = ["a/payload.npz", "b c/payload.csv", "é/payload.npz"]
     for row, name in enumerate(names):
-        assert payloads.path(row) == Path(root) / name
-        assert payload_path(payloads, row) == str(Path(root) / name)
+        assert payloads.path(row) == str(Path(root) / name)
 
 
 def test_one_payload_in_each_folder(tmp_path: Path) -> None:
@@ -193,6 +190,22 @@ def test_what_was_taken_for_an_archive_is_read_as_one(tmp_path: Path) -> None:
     path.write_bytes(npz(x=np.arange(6, dtype=np.float32).reshape(2, 3)))
     x, y = PayloadSource(GivenPayloads(["a"], [path]), None).fetch(np.array([1]))
     assert torch.equal(x, torch.tensor([[3.0, 4.0, 5.0]])) and y is None
+
+
+def test_what_was_handed_over_is_fed_by_id_and_content(tmp_path: Path) -> None:
+    def digest(ids: str, *payloads: bytes | Path) -> bytes:
+        hasher = keyed_hasher(bytes(32), "test")
+        GivenPayloads(ids, payloads).feed(hasher)
+        return hasher.digest()
+
+    (tmp_path / "a.npz").write_bytes(b"PK one")
+    found = digest("ab", b"PK one", b"two")
+    assert digest("ab", tmp_path / "a.npz", b"two") == found
+    others = [
+        digest("ac", b"PK one", b"two"), digest("ab", b"PK one", b"tw0"), digest("ab", b"PK onet", b"wo"),
+        digest("ba", b"two", b"PK one"),
+    ]  # fmt: skip
+    assert len({found, *others}) == 5
 
 
 def test_inspections_arrive() -> None:

@@ -196,28 +196,23 @@ def _read_small_file(name: str, folder: int, most: int) -> bytes | None:
         os.close(file)
 
 
-def open_regular_file(path: Path) -> int:
-    """Open a regular file for reading, and nothing else: no link, no device, no pipe that never ends."""
-    return open_with_size(path)[0]
-
-
 def open_with_size(path: str | Path, folder: int | None = None) -> tuple[int, int]:
-    """The same, and its size at that moment. A name is looked up in an open `folder`."""
+    """Open a regular file for reading, and nothing else: no link, no device, no pipe that never ends.
+
+    Returns the file and its size at that moment. A name is looked up in an open `folder`.
+    """
     try:
         file = os.open(path, _OPEN_FLAGS, dir_fd=folder)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise ContributionRefused(Reason.UNREADABLE, f"{_printable_name(path)}: {_error_text(error)}") from None
+        problem = _error_text(error)
+        raise ContributionRefused(Reason.UNREADABLE, f"{printable(os.path.basename(path))}: {problem}") from None
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode):
         os.close(file)
-        raise ContributionRefused(Reason.UNREADABLE, f"{_printable_name(path)}: not a regular file")
+        raise ContributionRefused(Reason.UNREADABLE, f"{printable(os.path.basename(path))}: not a regular file")
     return file, found.st_size
-
-
-def _printable_name(path: str | Path) -> str:
-    return printable(os.path.basename(path))
 
 
 def _error_text(error: OSError | ValueError) -> str:

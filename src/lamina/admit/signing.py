@@ -22,7 +22,7 @@ from lamina.admit.contribution_sources import (
     Contribution,
     FolderContributions,
     count_examples,
-    open_regular_file,
+    open_with_size,
 )
 from lamina.admit.keys import LAST_SECOND, PrivateKey, format_utc
 from lamina.admit.verdicts import ContributionRefused
@@ -194,7 +194,7 @@ class Signer:
         if not isinstance(given.payload, Path):
             remedy = "put payload.npz, payload.csv or one other payload.* there"
             raise AdmissionError("admit.payload-missing", "it has no payload", remedy)
-        os.close(open_regular_file(given.payload))  # a link is refused here as it would be at the gate
+        os.close(open_with_size(given.payload)[0])  # a link is refused here as it would be at the gate
         asked = _SigningRequest(terms=terms, items=count_examples(given.payload), tag=tag, anchor=anchor)
         prior = PreviousSignature.of(given)
         if self.force:

@@ -21,7 +21,7 @@ from lamina.admit import gate
 from lamina.admit.admission import Admission, Progress
 from lamina.admit.attestation import commit
 from lamina.admit.checks import MAX_PAYLOAD
-from lamina.admit.contribution_sources import Contribution, FolderContributions, open_regular_file
+from lamina.admit.contribution_sources import Contribution, FolderContributions, open_with_size
 from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import read_small
 from lamina.admit.resolver import Resolution
@@ -63,9 +63,9 @@ class GivenPayloads:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def path(self, row: int) -> Path:
+    def path(self, row: int) -> str:
         payload = self._payloads[row]
-        return payload if isinstance(payload, Path) else Path(self.ids[row]) / f"payload.{_payload_suffix(payload)}"
+        return str(payload) if isinstance(payload, Path) else f"{self.ids[row]}/payload.{_payload_suffix(payload)}"
 
     def peek(self, row: int) -> bytes | None:
         payload = self._payloads[row]
@@ -103,7 +103,7 @@ class CommittedPayloads:
     def __len__(self) -> int:
         return len(self._payloads)
 
-    def path(self, row: int) -> Path:
+    def path(self, row: int) -> str:
         return self._payloads.path(row)
 
     def peek(self, row: int) -> bytes | None:
@@ -139,8 +139,8 @@ class CommittedPayloads:
         return f"signed, {self._payloads!r}"
 
 
-def _read_whole(path: Path) -> bytes:
-    with os.fdopen(open_regular_file(path), "rb") as file:
+def _read_whole(path: str) -> bytes:
+    with os.fdopen(open_with_size(path)[0], "rb") as file:
         return file.read()
 
 

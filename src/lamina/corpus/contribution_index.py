@@ -111,6 +111,7 @@ def declared_origin(origin: str | None, policy: Policy | None) -> str | None:
 
 
 Labels = Sequence[Any] | NDArray[Any]
+_UNIT_REMEDY = "name the contribution of every example; if they lie end to end, unit=np.repeat(names, counts)"
 
 
 class Grouping:
@@ -129,7 +130,7 @@ class Grouping:
             labels = check_labels("unit", unit)
             if len(labels) != examples:
                 problem = f"unit has {len(labels)} entries for {examples} examples"
-                raise CorpusError("corpus.unit-wrong-length", problem, _unit_remedy(labels, examples))
+                raise CorpusError("corpus.unit-wrong-length", problem, _UNIT_REMEDY)
             codes, self._units = _number_by_appearance(labels)
             self.layout = ExampleLayout(codes)
         self.ids = PackedTexts(python_values(self._units))
@@ -270,21 +271,6 @@ def _is_sorted(values: Labels) -> bool:
         return isinstance(values, range) or all(a < b for a, b in pairwise(python_values(values)))
     except TypeError:
         return False
-
-
-def _unit_remedy(labels: Labels, examples: int) -> str:
-    try:
-        if sum(python_values(labels)) == examples:
-            return "it seems to count the examples of each: unit=np.repeat(np.arange(len(counts)), counts)"
-    except TypeError:
-        pass  # names, not counts
-    if len(labels) and examples % len(labels) == 0:
-        times = examples // len(labels)
-        return (
-            "unit names the contribution of every example, not every contribution once: with "
-            f"{times} examples each, end to end, it is np.repeat(unit, {times})"
-        )
-    return "unit names the contribution of every example: give as many entries as there are examples"
 
 
 class ContributionIndex:

@@ -52,7 +52,7 @@ def corpus_arguments_from_folder(
     there = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     listing = ContributionListing(ids=there, classes=None, subjects=None, y=None)
     if (root / LISTING).exists():
-        listing = ContributionListing.read(root / LISTING).sorted()
+        listing = ContributionListing.read(root / LISTING)
         _check_listing_matches_folders(root, listing.ids, there)
     if not there:
         problem = f"'{root}' holds no contributions"
@@ -182,11 +182,6 @@ class Corpus:
         """
         parts = corpus_arguments_from_folder(path, cls=cls, subject=subject, dtype=options.pop("dtype", None))
         return make(**parts, **options)
-
-    @classmethod
-    def of_dataset(make, dataset: Any, *, unit: Any = None, cls: Any = None, **options: Any) -> Self:
-        """From a map-style torch Dataset whose items are x or (x, y)."""
-        return make(dataset, unit=unit, cls=cls, **options)
 
     @property
     def names(self) -> tuple[str, ...]:

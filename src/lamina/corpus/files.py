@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
+import sys
 import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,25 +59,22 @@ def read_table(
         if not features:
             problem = f"'{path}' has no column left for x"
             raise CorpusError("corpus.no-inputs", problem, "name the feature columns with x=[…]")
-        numbers = NumberColumns(path, header, features, dtype)
-        targets = LabelColumns(path, header, labels)
-        texts = {name: NameColumn(path, header, name) for name in names}
+        inputs: list[NDArray[Any]] = []
+        targets: list[NDArray[Any]] = []  # whole numbers become floats if any chunk has a fraction
+        texts: dict[str, list[str]] = {name: [] for name in names}
         while chunk := list(islice(lines, ROWS_PER_CHUNK)):
-            numbers.read(chunk)
-            targets.read(chunk)
-            for reader in texts.values():
-                reader.read(chunk)
-    if not numbers.parts:
+            inputs.append(_numbers(path, _places(header, features), chunk).astype(dtype))
+            targets.append(_numbers(path, _places(header, labels), chunk, label=True))
+            for name, values in texts.items():
+                values += name_column(path, header, name, chunk)
+    if not inputs:
         raise CorpusError("corpus.no-examples", f"'{path}' has a header and no rows", "give one row per example")
-    found = targets.array() if labels else None
-    return CsvTable(
-        x=np.concatenate(numbers.parts),
-        y=found[:, 0] if found is not None and isinstance(y, str) else found,
-        names={name: reader.values for name, reader in texts.items()},
-    )
+    found = np.concatenate(targets) if labels else None
+    y_found = found[:, 0] if found is not None and isinstance(y, str) else found
+    return CsvTable(x=np.concatenate(inputs), y=y_found, names=texts)
 
 
-def read_matrix(path: Path, content: bytes | None = None) -> tuple[tuple[str, ...] | None, NDArray[np.float32]]:
+def read_matrix(path: str | Path, content: bytes | None = None) -> tuple[tuple[str, ...] | None, NDArray[np.float32]]:
     """A CSV file that is one example: (its header or None, the table rows × columns).
 
     `content` is what the file holds, where it was read already; `path` then only names it.
@@ -87,64 +86,71 @@ def read_matrix(path: Path, content: bytes | None = None) -> tuple[tuple[str, ..
     header = None if _all_numbers(lines[0][1]) else tuple(cell.strip() for cell in lines.pop(0)[1])
     if not lines:
         raise CorpusError("corpus.no-examples", f"'{path}' has a header and no rows", "give a table of numbers")
-    columns = header or tuple(str(i) for i in range(len(lines[0][1])))
-    numbers = NumberColumns(path, list(columns), None, np.float32)
-    numbers.read(lines)
-    return header, numbers.parts[0]
+    columns = list(enumerate(header or map(str, range(len(lines[0][1])))))
+    return header, _numbers(path, columns, lines).astype(np.float32)
 
 
-class NumberColumns:
-    """Feature columns."""
-
-    def __init__(self, path: Path, header: list[str], columns: list[str] | None, dtype: type[Any]) -> None:
-        self.path, self.dtype = path, dtype
-        self.columns = header if columns is None else columns
-        self.at = [header.index(c) for c in columns] if columns is not None else list(range(len(header)))
-        self.width = len(header)
-        self.parts: list[NDArray[Any]] = []
-
-    def read(self, lines: Sequence[CsvLine]) -> None:
-        cells = [[row[i] for i in self.at] for row in _rows_of_width(self.path, lines, self.width)]
-        self.parts.append(_floats(self.path, self.columns, cells, lines, label=False).astype(self.dtype))
+def _places(header: list[str], columns: Sequence[str]) -> list[tuple[int, str]]:
+    return [(header.index(name), name) for name in columns]
 
 
-class LabelColumns:
-    """Label columns: whole numbers as long as all of them are."""
-
-    def __init__(self, path: Path, header: list[str], columns: list[str]) -> None:
-        self.path, self.columns, self.width = path, columns, len(header)
-        self.at = [header.index(c) for c in columns]
-        self.parts: list[NDArray[Any]] = []
-
-    def read(self, lines: Sequence[CsvLine]) -> None:
-        cells = [[row[i] for i in self.at] for row in _rows_of_width(self.path, lines, self.width)]
-        try:
-            self.parts.append(np.array([[int(c) for c in row] for row in cells], dtype=np.int64))
-        except (ValueError, OverflowError):
-            self.parts.append(_floats(self.path, self.columns, cells, lines, label=True))
-
-    def array(self) -> NDArray[Any]:
-        return np.concatenate(self.parts)  # whole numbers become floats if any part has a fraction
+def _numbers(
+    path: str | Path, columns: Sequence[tuple[int, str]], lines: Sequence[CsvLine], *, label: bool = False
+) -> NDArray[Any]:
+    """Columns of numbers, lines × columns: float64, or int64 where they are labels and all of them whole."""
+    cells = [[row[i] for i, _ in columns] for _, row in lines]
+    if label:
+        with suppress(ValueError, OverflowError):
+            return np.array([[int(cell) for cell in row] for row in cells], dtype=np.int64)
+    with suppress(ValueError):
+        values = np.array(cells, dtype=np.float64)
+        if not np.isnan(values).any():
+            return values
+    raise _first_bad_cell(path, columns, lines, label)
 
 
-class NameColumn:
+def _first_bad_cell(
+    path: str | Path, columns: Sequence[tuple[int, str]], lines: Sequence[CsvLine], label: bool
+) -> CorpusError:
+    encode = "leave it out by naming the feature columns (x=[…]), or encode it with a public table"
+    for number, row in lines:
+        for i, column in columns:
+            value = _number(row[i])
+            if row[i].strip().lower() in MISSING_VALUES or (value is not None and math.isnan(value)):
+                problem = f"'{path}' line {number} has no value in column {column!r}"
+                remedy = "fill it with a public constant (never with a mean of the data), or leave the row out"
+                return CorpusError("corpus.value-missing", problem, remedy)
+            if value is None:
+                problem = f"'{path}' line {number} has text in column {column!r}"
+                return CorpusError("corpus.value-not-a-number", problem, LABELS_REMEDY if label else encode)
+    raise AssertionError("numpy and float() read a number differently")
+
+
+def name_column(path: Path, header: list[str], column: str, lines: Sequence[CsvLine]) -> Iterator[str]:
     """A column of names, none of them missing. Equal names are one object: a patient has many rows."""
-
-    def __init__(self, path: Path, header: list[str], column: str) -> None:
-        self.path, self.column, self.at, self.width = path, column, header.index(column), len(header)
-        self.values: list[str] = []
-        self._known: dict[str, str] = {}
-
-    def read(self, lines: Sequence[CsvLine]) -> None:
-        for (number, _), row in zip(lines, _rows_of_width(self.path, lines, self.width), strict=True):
-            text = row[self.at].strip()
-            if not text:
-                problem = f"'{self.path}' line {number} has no {self.column!r}"
-                raise CorpusError("corpus.value-missing", problem, f"give every row a {self.column!r}")
-            self.values.append(self._known.setdefault(text, text))
+    at = header.index(column)
+    for number, row in lines:
+        if not (text := row[at].strip()):
+            problem = f"'{path}' line {number} has no {column!r}"
+            raise CorpusError("corpus.value-missing", problem, f"give every row a {column!r}")
+        yield sys.intern(text)
 
 
-def open_csv(path: Path) -> Any:
+def read_names(path: Path, *columns: str) -> list[list[str]]:
+    """Columns of names of a CSV file."""
+    header, lines = _read_lines(path)
+    for name in columns:
+        check_column(path, name, header)
+    return [list(name_column(path, header, name, lines)) for name in columns]
+
+
+def _read_lines(path: Path) -> tuple[list[str], list[CsvLine]]:
+    with open_csv(path) as file:
+        lines = csv_lines(path, csv.reader(file, strict=True))
+        return csv_header(path, lines, ","), list(lines)
+
+
+def open_csv(path: str | Path) -> Any:
     try:
         return open(path, encoding="utf-8-sig", newline="")
     except OSError as error:
@@ -152,11 +158,16 @@ def open_csv(path: Path) -> Any:
         raise CorpusError("corpus.file-unreadable", problem, "give the path of a CSV file") from None
 
 
-def csv_lines(path: Path, reader: Any) -> Iterator[CsvLine]:
+def csv_lines(path: str | Path, reader: Any) -> Iterator[CsvLine]:
+    """Lines that are not empty, with their numbers; all of one width."""
+    width = None
     try:
-        for row in reader:
-            if row:
-                yield reader.line_num, row
+        for row in filter(None, reader):
+            width = len(row) if width is None else width
+            if len(row) != width:
+                problem = f"'{path}' line {reader.line_num} has {len(row)} cells, the first line has {width}"
+                raise CorpusError("corpus.csv-line-width", problem, "give every line as many cells as the header")
+            yield reader.line_num, row
     except (csv.Error, UnicodeDecodeError) as error:
         problem = f"'{path}' after line {reader.line_num} is not CSV in UTF-8 ({type(error).__name__})"
         raise CorpusError("corpus.csv-malformed", problem, "save it as comma-separated values in UTF-8") from None
@@ -186,57 +197,15 @@ def check_column(path: Path, name: str, header: list[str]) -> None:
         raise CorpusError("corpus.column-unknown", problem, f"its columns are {', '.join(header)}")
 
 
-def _rows_of_width(path: Path, lines: Sequence[CsvLine], width: int) -> list[list[str]]:
-    for number, row in lines:
-        if len(row) != width:
-            problem = f"'{path}' line {number} has {len(row)} cells, the header has {width}"
-            raise CorpusError("corpus.csv-line-width", problem, "give every line as many cells as the header")
-    return [row for _, row in lines]
-
-
-def _floats(
-    path: Path, columns: list[str], cells: list[list[str]], lines: Sequence[CsvLine], label: bool
-) -> NDArray[np.float64]:
-    try:
-        values = np.array(cells, dtype=np.float64)
-    except ValueError:
-        _refuse_first_bad_cell(path, columns, cells, lines, label)
-    if np.isnan(values).any():
-        _refuse_first_bad_cell(path, columns, cells, lines, label)
-    return values
-
-
-def _refuse_first_bad_cell(
-    path: Path, columns: list[str], cells: list[list[str]], lines: Sequence[CsvLine], label: bool
-) -> NoReturn:
-    """Raise for the first cell that is not a number: there is one."""
-    encode = "leave it out by naming the feature columns (x=[…]), or encode it with a public table"
-    for (number, _), row in zip(lines, cells, strict=True):
-        for column, cell in zip(columns, row, strict=True):
-            if cell.strip().lower() in MISSING_VALUES or _is_nan(cell):
-                problem = f"'{path}' line {number} has no value in column {column!r}"
-                remedy = "fill it with a public constant (never with a mean of the data), or leave the row out"
-                raise CorpusError("corpus.value-missing", problem, remedy)
-            if not _is_number(cell):
-                problem = f"'{path}' line {number} has text in column {column!r}"
-                raise CorpusError("corpus.value-not-a-number", problem, LABELS_REMEDY if label else encode)
-    raise AssertionError("numpy and float() read a number differently")
-
-
 def _all_numbers(cells: Sequence[str]) -> bool:
-    return all(_is_number(cell) for cell in cells)
+    return all(_number(cell) is not None for cell in cells)
 
 
-def _is_nan(cell: str) -> bool:
-    return _is_number(cell) and math.isnan(float(cell))
-
-
-def _is_number(cell: str) -> bool:
+def _number(cell: str) -> float | None:
     try:
-        float(cell)
+        return float(cell)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 SAVEZ_REMEDY = "write it with np.savez(path, x=x, y=y)"
@@ -290,15 +259,12 @@ def _names_policy_class(cls: Any, policy: Policy | None) -> bool:
     return isinstance(cls, str) and policy is not None and cls in policy.classes
 
 
-def read_npz(path: Path, names: Sequence[str], content: bytes | None = None) -> dict[str, NDArray[Any]]:
-    """Some arrays of an .npz file. Arrays of Python objects would have to be unpickled, so they are refused.
-
-    `content` is what the file holds, where it was read already; `path` then only names it.
-    """
+def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Some arrays of an .npz file. Arrays of Python objects would have to be unpickled, so they are refused."""
     try:
-        if not zipfile.is_zipfile(path if content is None else io.BytesIO(content)) and (content or path.exists()):
+        if path.exists() and not zipfile.is_zipfile(path):
             raise CorpusError("corpus.npz-unreadable", f"'{path}' is not an .npz file", SAVEZ_REMEDY)
-        with _open_binary(path, content) as raw, np.load(raw, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             for name in names:
                 if name not in file.files:
                     problem = f"'{path}' has no array {name!r}; it has {', '.join(file.files)}"
@@ -311,10 +277,6 @@ def read_npz(path: Path, names: Sequence[str], content: bytes | None = None) -> 
         raise
     except Exception as error:
         raise _unreadable_npz(path, error) from None
-
-
-def _open_binary(path: Path, content: bytes | None) -> BinaryIO:
-    return path.open("rb") if content is None else io.BytesIO(content)
 
 
 def _load_array(path: Path, file: Any, name: str) -> NDArray[Any]:
@@ -334,7 +296,7 @@ def array_of_objects(path: str | Path, name: str) -> CorpusError:
     return CorpusError("corpus.array-of-objects", problem, remedy)
 
 
-def payload_headers(path: str | Path, content: bytes | None = None) -> dict[str, ArrayHeader]:
+def payload_headers(path: str, content: bytes | None = None) -> dict[str, ArrayHeader]:
     """What the arrays x and y of a payload say of themselves, as far as they are there and can be read."""
     try:
         with open(path, "rb", buffering=0) if content is None else io.BytesIO(content) as raw:
@@ -343,10 +305,10 @@ def payload_headers(path: str | Path, content: bytes | None = None) -> dict[str,
         raise _unreadable_npz(path, error) from None
 
 
-def payload_arrays(path: Path, names: Sequence[str], content: bytes | None = None) -> dict[str, NDArray[Any]]:
+def payload_arrays(path: str, names: Sequence[str], content: bytes | None = None) -> dict[str, NDArray[Any]]:
     """These arrays of a payload. `content` was compared with a commitment: no checksum adds to that."""
     try:
-        with _open_binary(path, content) as raw:
+        with open(path, "rb") if content is None else io.BytesIO(content) as raw:
             found = read_arrays(raw, names, crc=content is None)
     except Exception as error:
         raise _unreadable_npz(path, error) from None
@@ -367,7 +329,7 @@ LISTING = "contributions.csv"
 
 @dataclass(frozen=True, kw_only=True)
 class ContributionListing:
-    """ROOT/contributions.csv: one line per contribution."""
+    """ROOT/contributions.csv: one line per contribution, sorted by id, which is the order of a corpus of a folder."""
 
     ids: list[str]
     classes: list[str] | None
@@ -376,10 +338,7 @@ class ContributionListing:
 
     @classmethod
     def read(cls, path: Path) -> ContributionListing:
-        with open_csv(path) as file:
-            lines = csv_lines(path, csv.reader(file, strict=True))
-            header = csv_header(path, lines, ",")
-            rows = list(lines)
+        header, rows = _read_lines(path)
         strange = [name for name in header if name not in LISTING_COLUMNS]
         if strange or "id" not in header:
             what = f"has a column {strange[0]!r}" if strange else "has no column 'id'"
@@ -389,32 +348,9 @@ class ContributionListing:
             problem = f"'{path}' lists no contributions"
             raise CorpusError("corpus.no-contributions", problem, "give one line per contribution")
 
-        def names(column: str) -> list[str] | None:
-            if column not in header:
-                return None
-            reader = NameColumn(path, header, column)
-            reader.read(rows)
-            return reader.values
-
-        y = None
-        if "y" in header:
-            labels = LabelColumns(path, header, ["y"])
-            labels.read(rows)
-            y = labels.array()[:, 0]
-        ids = names("id")
-        assert ids is not None
-        return cls(ids=ids, classes=names("class"), subjects=names("subject"), y=y)
-
-    def sorted(self) -> ContributionListing:
-        """By id, which is the order of a corpus of a folder."""
-        order = sorted(range(len(self.ids)), key=self.ids.__getitem__)
-
-        def by_id(values: list[str] | None) -> list[str] | None:
-            return None if values is None else [values[i] for i in order]
-
-        return ContributionListing(
-            ids=[self.ids[i] for i in order],
-            classes=by_id(self.classes),
-            subjects=by_id(self.subjects),
-            y=None if self.y is None else self.y[order],
+        rows.sort(key=lambda line: line[1][header.index("id")].strip())
+        ids, classes, subjects = (
+            list(name_column(path, header, name, rows)) if name in header else None for name in LISTING_COLUMNS[:3]
         )
+        y = _numbers(path, _places(header, ["y"]), rows, label=True)[:, 0] if "y" in header else None
+        return cls(ids=ids or [], classes=classes, subjects=subjects, y=y)

@@ -57,7 +57,7 @@ class Payloads(Protocol):
 
     def __len__(self) -> int: ...
 
-    def path(self, row: int) -> Path: ...
+    def path(self, row: int) -> str: ...
 
     def peek(self, row: int) -> bytes | None: ...
 
@@ -82,12 +82,8 @@ class FolderPayloads:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def path(self, row: int) -> Path:
-        """CorpusError: there is none, or there are two."""
-        return Path(self.name(row))
-
-    def name(self, row: int) -> str:
-        """The same as text: to make a Path takes as long as to open a file."""
+    def path(self, row: int) -> str:
+        """Text: to make a Path takes as long as to open a file. CorpusError: there is no payload, or there are two."""
         folder, kind = self._prefix + self.ids[row], self._kinds[row]
         if kind >= _NO_PAYLOAD:
             have = "no payload" if kind == _NO_PAYLOAD else "two payloads"
@@ -107,7 +103,7 @@ class FolderPayloads:
     def feed(self, hasher: Hasher) -> None:
         """Ids and every byte of every file."""
         for row in range(len(self)):
-            path = self.path(row)
+            path = Path(self.path(row))
             hash_parts(hasher, [self.ids[row], path.suffix, path.stat().st_size])
             with path.open("rb") as file:
                 while part := file.read(CHUNK_BYTES):
@@ -115,11 +111,6 @@ class FolderPayloads:
 
     def __repr__(self) -> str:
         return f"'{self._root}'"
-
-
-def payload_path(payloads: Payloads, row: int) -> str:
-    """What `path` gives, as text."""
-    return payloads.name(row) if isinstance(payloads, FolderPayloads) else str(payloads.path(row))
 
 
 def is_csv(path: str) -> bool:
@@ -197,7 +188,7 @@ class PayloadInspector:
 
     def _read(self, path: str, content: bytes | None) -> tuple[int, PayloadHeaders]:
         if is_csv(path):
-            header, table = read_matrix(Path(path), content)
+            header, table = read_matrix(path, content)
             return 1, PayloadHeaders((table.shape, table.dtype), header=header)
         found = payload_headers(path, content)
         if "x" not in found:
@@ -297,7 +288,7 @@ def _inspect_rows(payloads: Payloads, inspector: PayloadInspector, rows: range) 
     places: dict[PayloadHeaders, int] = {}
     for i, row in enumerate(rows):
         try:
-            found.sizes[i], headers = inspector.headers(payload_path(payloads, row), payloads.peek(row))
+            found.sizes[i], headers = inspector.headers(payloads.path(row), payloads.peek(row))
         except CorpusError as error:
             found.wrong[i] = error.problem
             continue
@@ -338,7 +329,7 @@ def survey_or_raise(payloads: Payloads, inspector: PayloadInspector) -> PayloadS
     sizes = np.empty(len(payloads), dtype=np.int64)
     forms: dict[bool, tuple[str, ExampleFormat]] = {}  # the first of all, and the first with named columns
     for row, name in enumerate(payloads.ids):
-        sizes[row], headers = inspector.headers(payload_path(payloads, row), payloads.peek(row))
+        sizes[row], headers = inspector.headers(payloads.path(row), payloads.peek(row))
         found = inspector.format_of(headers)
         for named in (False, *((True,) if found.header else ())):
             _check_same_format(name, found, *forms.setdefault(named, (name, found)))
@@ -472,7 +463,7 @@ class PayloadSource:
     def _read(self, row: int) -> tuple[Any, Any]:
         path, content = self._payloads.path(row), self._payloads.read(row)
         wants_y = self._format.y is not None and self._labels is None
-        if is_csv(str(path)):
+        if is_csv(path):
             x, y = read_matrix(path, content)[1][None], None
         else:
             found = payload_arrays(path, ["x", "y"] if wants_y else ["x"], content)
