@@ -5,6 +5,7 @@ profile    statistics of pre-activations on proxy inputs (phase 1 of LSAB)
 bounds     Δ per layer by recursion through the traced graph: tight, worst, printed (phase 2)
 noise_cost m_l, loss increase per unit of noise variance, by perturbation
 fisher     norms and Fisher information of per-example gradients
+influence  how strongly single examples act on a reference loss through each layer
 energy     `EnergyEstimate`: gradient energy read from noised sums, for shares that follow it
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 from lamina.sensitivity.bounds import SensitivityBounds, bounds
 from lamina.sensitivity.energy import EnergyEstimate
 from lamina.sensitivity.example_gradients import Fisher, fisher
+from lamina.sensitivity.influence import Influence, influence
 from lamina.sensitivity.measure import Measure, NoiseCost, measure, noise_cost
 from lamina.sensitivity.profile import ActivationProfile, profile
 from lamina.sensitivity.trace import TracedGraph, trace
@@ -24,5 +26,6 @@ __all__ = [
     "bounds", "SensitivityBounds",
     "noise_cost", "NoiseCost",
     "fisher", "Fisher",
+    "influence", "Influence",
     "EnergyEstimate",
 ]  # fmt: skip
