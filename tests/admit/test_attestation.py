@@ -8,38 +8,16 @@ from typing import Any
 
 import cbor2
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from refusals import raises_code
+from signed_descriptor import KEY, NONCE, described, encoded
 
 from lamina import cbor
-from lamina.admit.attestation import (
-    MAX_ATTESTATION,
-    Attestation,
-    Descriptor,
-    attest,
-    commit,
-    sig_structure,
-    subject_tag,
-)
+from lamina.admit.attestation import MAX_ATTESTATION, Attestation, Descriptor, attest, sig_structure, subject_tag
 from lamina.admit.keys import LAST_SECOND, PrivateKey
 from lamina.errors import AdmissionError, EncodingError
 
-KEY = PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
-NONCE = bytes(range(100, 116))
-DESCRIPTOR = Descriptor(
-    contributor=KEY.public.id,
-    data_class="ecg",
-    admissibility="sensitive",
-    clip_norm=1_000_000,
-    noise_multiplier=4_224_679,
-    not_before=1_767_225_600,
-    expires=1_798_761_600,
-    commitment=commit(NONCE, b"a payload"),
-    items=12,
-    nonce=NONCE,
-    policy=bytes(32),
-    audience="example.org/corpus",
-)
+DESCRIPTOR = described()
 DIGEST = DESCRIPTOR.digest()
 IAT = 1_767_225_601
 MADE = attest(DESCRIPTOR, KEY, issued_at=IAT)
@@ -55,16 +33,6 @@ CLAIMS: dict[Any, Any] = {
     7: hashlib.sha256(b"cti" + NONCE).digest()[:16],
 }
 HEADER: dict[Any, Any] = {1: -8, 4: KEY.public.id, 15: CLAIMS, 16: TYPE, 258: -16, 259: CONTENT}
-
-
-def encoded(value: Any) -> bytes:
-    """By another codec, maps in the order of RFC 8949 §4.2.1."""
-    if isinstance(value, dict):
-        items = sorted((encoded(key), encoded(each)) for key, each in value.items())
-        return bytes([0xA0 + len(items)]) + b"".join(key + each for key, each in items)
-    if isinstance(value, list):
-        return bytes([0x80 + len(value)]) + b"".join(map(encoded, value))
-    return cbor2.dumps(value)
 
 
 def message(

@@ -3,51 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import cbor2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import raises_code
+from signed_descriptor import FULL_VALUES, encoded
 
 from lamina.admit.attestation import MAX_DESCRIPTOR, MAX_ITEMS, MAX_MICRO, Descriptor
 from lamina.admit.keys import LAST_SECOND
 from lamina.errors import AdmissionError, EncodingError, UnknownSchema
 
-VALUES: dict[str, Any] = {
-    "contributor": bytes(range(32)),
-    "data_class": "ecg",
-    "admissibility": "sensitive",
-    "clip_norm": 1_000_000,
-    "noise_multiplier": 4_224_679,
-    "not_before": 1_767_225_600,
-    "expires": 1_798_761_600,
-    "profile": "top=0.25",
-    "commitment": bytes(range(32, 64)),
-    "items": 12,
-    "nonce": bytes(range(100, 116)),
-    "policy": bytes(range(64, 96)),
-    "audience": "example.org/corpus",
-    "anchor": bytes(range(96, 128)),
-}
 KEYS = {
     1: "schema", 2: "contributor", 3: "data_class", 4: "admissibility", 5: "clip_norm", 6: "noise_multiplier",
     7: "not_before", 8: "expires", 9: "profile", 10: "commitment", 11: "items", 12: "nonce", 13: "policy",
     14: "audience", 15: "anchor",
 }  # fmt: skip
-FULL = {key: VALUES.get(name, 1) for key, name in KEYS.items()}
-
-
-def encoded(content: dict[Any, Any]) -> bytes:
-    """By another codec, in the order of RFC 8949 §4.2.1."""
-    items = sorted((cbor2.dumps(key), cbor2.dumps(value)) for key, value in content.items())
-    return bytes([0xA0 + len(items)]) + b"".join(key + value for key, value in items)
+FULL = {key: FULL_VALUES.get(name, 1) for key, name in KEYS.items()}
 
 
 @pytest.mark.parametrize("left_out", [(), ("profile",), ("anchor",), ("profile", "anchor")])
 def test_the_encoding_is_what_another_codec_writes(left_out: tuple[str, ...]) -> None:
-    made = Descriptor(**{name: value for name, value in VALUES.items() if name not in left_out})
+    made = Descriptor(**{name: value for name, value in FULL_VALUES.items() if name not in left_out})
     data = made.encode()
     assert data == cbor2.dumps({key: value for key, value in FULL.items() if KEYS[key] not in left_out}, canonical=True)
     assert Descriptor.decode(data) == made
@@ -85,7 +63,7 @@ def test_round_trip(made: Descriptor) -> None:
 
 def test_the_largest_descriptor_fits() -> None:
     made = Descriptor(
-        **VALUES
+        **FULL_VALUES
         | {"data_class": "a" * 64, "admissibility": "b" * 64, "clip_norm": MAX_MICRO, "noise_multiplier": MAX_MICRO}
         | {
             "expires": LAST_SECOND,
@@ -100,7 +78,7 @@ def test_the_largest_descriptor_fits() -> None:
 
 
 def test_a_public_bound_is_zero_twice() -> None:
-    made = Descriptor(**VALUES | {"clip_norm": 0, "noise_multiplier": 0})
+    made = Descriptor(**FULL_VALUES | {"clip_norm": 0, "noise_multiplier": 0})
     assert Descriptor.decode(made.encode()) == made
     for one in ("clip_norm", "noise_multiplier"):
         with raises_code("admit.descriptor-field-invalid"):
@@ -195,12 +173,12 @@ def test_keys_out_of_order_or_twice() -> None:
 
 
 def test_the_nonce_is_not_shown() -> None:
-    made = Descriptor(**VALUES)
+    made = Descriptor(**FULL_VALUES)
     assert repr(made.nonce) not in repr(made)
 
 
 def test_it_is_checked_where_it_is_made() -> None:
     with raises_code("admit.descriptor-field-invalid"):
-        Descriptor(**VALUES | {"schema": 2})
+        Descriptor(**FULL_VALUES | {"schema": 2})
     with raises_code("admit.descriptor-field-invalid"):
-        Descriptor(**VALUES | {"items": 1.0})
+        Descriptor(**FULL_VALUES | {"items": 1.0})

@@ -11,7 +11,7 @@ from typing import Any
 
 import cbor2
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from signed_descriptor import KEY, described
 
 from lamina import cbor
 from lamina.admit import attestation
@@ -24,10 +24,9 @@ from lamina.admit.attestation import (
     match_message,
     subject_tag,
 )
-from lamina.admit.keys import PrivateKey, PublicKey
+from lamina.admit.keys import PublicKey
 from lamina.errors import AdmissionError, BadKey, EncodingError
 
-KEY = PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 OPEN: dict[str, Any] = {"floats": True, "null": True, "tags": (18, 61)}
 HEADS = [  # the least and the largest argument of every width, and the reserved ones
     bytes([major << 5 | info]) + fill * (1 << (info - 24) if info < 28 else 0)
@@ -47,10 +46,8 @@ def seeds() -> list[bytes]:
     """Valid messages of every kind, short and long."""
     found = []
     for number in range(8):
-        descriptor = Descriptor(
-            contributor=KEY.public.id,
+        descriptor = described(
             data_class="ecg"[: 1 + number % 3],
-            admissibility="sensitive",
             clip_norm=10 ** (number + 3) if number % 4 else 0,
             noise_multiplier=4_224_679 if number % 4 else 0,
             not_before=2**number,
@@ -59,7 +56,6 @@ def seeds() -> list[bytes]:
             commitment=bytes([number]) * 32,
             items=1 + 100**number,
             nonce=bytes([number]) * 16,
-            policy=bytes(32),
             audience="o" * (1 + 30 * number),
             anchor=bytes(32) if number % 3 == 0 else None,
         )

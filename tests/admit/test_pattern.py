@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from signed_descriptor import described
 
 from lamina import cbor
 from lamina.admit import attestation
@@ -72,11 +73,7 @@ def test_the_time_is_that_of_one_pass(data: bytes) -> None:
 
 def test_no_pattern_looks_further_than_it_is_told() -> None:
     """A text that holds what follows a text ends where its length says."""
-    made = attestation.Descriptor(
-        contributor=bytes(32), data_class="a", admissibility="a", clip_norm=1, noise_multiplier=1, not_before=0,
-        expires=1, profile="p", commitment=bytes(32), items=1, nonce=bytes(16), policy=bytes(32), audience="o",
-    )  # fmt: skip
-    data = made.encode()
+    data = described(profile="p", audience="o").encode()
     tail = data[re.search(rb"\x0a\x58\x20", data).start() :].decode("latin1")  # type: ignore[union-attr]
     longer: dict[int, Any] = {**cbor.decode(data), 9: "p" + tail, 14: "o" + tail}
     fields = attestation.match_descriptor(cbor.encode(longer))

@@ -6,42 +6,13 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from signed_descriptor import KEY, SEED, described
 
-from lamina.admit.attestation import (
-    ATTESTATION_TYPE,
-    DESCRIPTOR_CONTENT_TYPE,
-    Attestation,
-    Descriptor,
-    attest,
-    commit,
-    subject_tag,
-)
+from lamina.admit.attestation import ATTESTATION_TYPE, DESCRIPTOR_CONTENT_TYPE, Attestation, attest, subject_tag
 from lamina.admit.keys import PrivateKey
 
 Ask = Callable[[str, list[dict[str, Any]]], list[dict[str, Any]]]
-SEED = bytes(range(32))
-KEY = PrivateKey(Ed25519PrivateKey.from_private_bytes(SEED))
-NONCE = bytes(range(100, 116))
 TAG = subject_tag(bytes(32), "patient 17")
-
-
-def described(**changed: Any) -> Descriptor:
-    values: dict[str, Any] = {
-        "contributor": KEY.public.id,
-        "data_class": "ecg",
-        "admissibility": "sensitive",
-        "clip_norm": 1_000_000,
-        "noise_multiplier": 4_224_679,
-        "not_before": 1_767_225_600,
-        "expires": 1_798_761_600,
-        "commitment": commit(NONCE, b"a payload"),
-        "items": 12,
-        "nonce": NONCE,
-        "policy": bytes(32),
-        "audience": "example.org/corpus",
-    }
-    return Descriptor(**values | changed)
 
 
 DESCRIPTORS = {

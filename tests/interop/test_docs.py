@@ -12,7 +12,7 @@ from typing import Any
 import cbor2
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from signed_descriptor import FULL_VALUES, KEY, encoded
 
 from lamina.admit.attestation import Attestation, Descriptor, attest, subject_tag
 from lamina.admit.keys import PrivateKey
@@ -22,7 +22,6 @@ from lamina.plan.policy import Policy
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "attestation.md"
-KEY = PrivateKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 
 
 def blocks(language: str) -> list[str]:
@@ -96,22 +95,7 @@ def test_the_script_finds_what_is_wrong(change: Any, failed: list[str], pycose: 
 
 # ------------------------------------------------------------------------------ the grammars
 
-FULL = Descriptor(
-    contributor=KEY.public.id,
-    data_class="ecg",
-    admissibility="sensitive",
-    clip_norm=1_000_000,
-    noise_multiplier=4_224_679,
-    not_before=1_767_225_600,
-    expires=1_798_761_600,
-    profile="top=0.25",
-    commitment=bytes(32),
-    items=12,
-    nonce=bytes(16),
-    policy=bytes(32),
-    audience="example.org/corpus",
-    anchor=bytes(32),
-)
+FULL = Descriptor(**FULL_VALUES)
 
 
 def fits(python: Path, grammar: str, data: list[bytes]) -> list[bool]:
@@ -135,13 +119,6 @@ def ours(kind: type[Descriptor] | type[Attestation], data: bytes) -> bool:
     except LaminaError:
         return False
     return True
-
-
-def encoded(value: Any) -> bytes:
-    if isinstance(value, dict):
-        items = sorted((encoded(key), encoded(each)) for key, each in value.items())
-        return bytes([0xA0 + len(items)]) + b"".join(key + each for key, each in items)
-    return cbor2.dumps(value)
 
 
 def test_the_grammar_of_the_descriptor_is_what_is_checked(pycose: Path) -> None:
