@@ -67,7 +67,7 @@ def influence(
             raise PlanError("sensitivity.no-reference", problem, "give more, or reference=(x, y)")
         reference, (x, y) = take_examples((x, y), slice(half, None)), take_examples((x, y), slice(half))
     hessian = HessianProduct(model, losses_of, x, y, stack)
-    wanted = HessianProduct(model, losses_of, *reference, stack).gradient()
+    wanted = HessianProduct(model, losses_of, reference[0], reference[1], stack).gradient()
     if not float(wanted.norm()) > 0:
         problem = "the reference loss has gradient 0"
         raise PlanError("sensitivity.reference-without-gradient", problem, "give another reference")
