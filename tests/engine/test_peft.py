@@ -9,21 +9,14 @@ from typing import Any
 import peft
 import pytest
 import torch
-from by_hand import N, cut, gpt2, ids, llama, of_logits
+from by_hand import QUIET, N, cut, gpt2, ids, llama, of_logits
 from oracle import FORMS, agree, layers_of, plan_of, trace_of
 from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Batch, Engine, SeededNoise
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    "ignore:There is a performance drop",
-    "ignore:.*cannot run under vmap",
-    "ignore:fan_in_fan_out is set",
-    "ignore:.*weights will be saved",
-)
+pytestmark = QUIET
 BASES: dict[str, Callable[[], nn.Module]] = {"gpt2": lambda: gpt2()[0], "llama": lambda: llama()[0]}
 TARGETS = {"gpt2": ["c_attn", "c_proj"], "llama": ["q_proj", "v_proj", "o_proj"]}
 X = {"input_ids": ids()}

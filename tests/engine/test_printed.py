@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import layers_of
 from refusals import raises_code
 from torch import Tensor, nn
 
@@ -15,18 +16,14 @@ from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
 from lamina.engine.noise import SeededNoise
 from lamina.engine.paper_step import ReproductionWarning
-from lamina.plan.layer_stack import LayerStack
-from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
+from lamina.plan.step_plan import PlannedClass, StepPlan
 
 ONE = PlannedClass(name="one", population=100, sampling_rate=0.1, delta=1e-5)
 TWO = PlannedClass(name="two", population=100, sampling_rate=0.1, delta=1e-5)
 
 
 def plan_of(model: nn.Module, bound: float, classes: tuple[PlannedClass, ...] = (ONE,)) -> StepPlan:
-    layers = tuple(
-        PlannedLayer(name=x.name, depth=x.depth, parameters=x.parameters, size=x.size)
-        for x in LayerStack.from_model(model)
-    )
+    layers = layers_of(model)
     row = tuple(2 * bound * (i + 1) * math.sqrt(x.size) for i, x in enumerate(layers))
     return StepPlan(
         layers=layers, classes=classes, clip=(row,) * len(classes), noise=tuple(0.1 + i for i in range(len(row))),

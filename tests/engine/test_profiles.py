@@ -8,19 +8,14 @@ from typing import Any
 import peft
 import pytest
 import torch
-from by_hand import MODELS, Made, gpt2, ids, llama, mixtral, of_logits
+from by_hand import MODELS, QUIET, Made, gpt2, ids, llama, mixtral, of_logits
 from oracle import clip_by_hand, difference, example_grads, unit_grads
 from torch import nn
 
 from lamina import Batch, Engine, LayerStack, Policy, SeededNoise, make_plan
 from lamina.plan.step_plan import StepPlan
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    "ignore:There is a performance drop",
-    "ignore:.*cannot run under vmap",
-)
+pytestmark = QUIET
 
 # The profile that means what tests/support/by_hand.py has written out as slices.
 PROFILES: dict[str, tuple[Callable[[], Made], dict[str, Any]]] = {

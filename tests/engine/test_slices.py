@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import MODELS, bands, cut
+from by_hand import MODELS, QUIET, bands, cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nets import tensors_close
 from oracle import FORMS, agree, clip_by_hand, difference, example_grads, losses_of, masked_by_hand, plan_of, thresholds
 from refusals import raises_code
 from torch import Tensor, nn
@@ -19,12 +20,7 @@ from lamina import Batch, Engine, SeededNoise, route
 from lamina.plan.selection import Slice
 from lamina.plan.step_plan import StepPlan
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    "ignore:There is a performance drop",
-    "ignore:.*cannot run under vmap",
-)
+pytestmark = QUIET
 MIXED = torch.tensor([0, 1, 2, 1, 0])
 
 
@@ -190,8 +186,7 @@ def test_contributions_that_are_not_finite_leave_the_others_alone(name: str, for
             want = engine.clipped_sums(spoilt(x), batch)
             weight[unit] = nan
             found = engine.clipped_sums(spoilt(x), Batch(x, cls=MIXED))
-            for key, value in want.items():
-                torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-7)
+            tensors_close(found, want, rtol=1e-5, atol=1e-7)
 
 
 # ------------------------------------------------------------------------------- how it is carried out

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import transformers
-from oracle import layers_of
+from oracle import layers_of, losses_of_output
 from torch import Tensor, nn
 
 from lamina.models.autoencoders import TransformerAutoencoder
 from lamina.plan.selection import Range, Slice
 
 N, T, V = 5, 7, 40
+QUIET = pytest.mark.filterwarnings(  # what transformers, peft and modules without a rule say
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:There is a performance drop",
+    "ignore:.*cannot run under vmap", "ignore:fan_in_fan_out is set", "ignore:.*weights will be saved",
+)  # fmt: skip
 Made = tuple[nn.Module, Any, Callable[[nn.Module, Any, Any], Tensor], list[Slice]]
 
 
@@ -23,12 +28,6 @@ def cut(tensor: str, length: int, *ranges: Range, axis: int = 0, cls: str = "c1"
 
 def ids(length: int = T, n: int = N) -> Tensor:
     return torch.randint(1, V, (n, length), generator=torch.Generator().manual_seed(length))
-
-
-def losses_of_output(out: Tensor) -> Tensor:
-    flat = out.flatten(1)
-    wave = torch.cos(torch.arange(flat.shape[1], dtype=torch.float64)).to(flat.dtype)
-    return (flat * wave).mean(1) + 0.5 * flat.square().mean(1)
 
 
 def of_logits(model: nn.Module, x: Any, y: Any) -> Tensor:

@@ -95,7 +95,7 @@ class PerContributionForward(LayerForward):
         pattern = (str(spec), tuple((t.dim(), t.shape[:1] == (1,)) if isinstance(t, Tensor) else None for t in leaves))
         if pattern not in self.patterns:
             if not self._check(leaves, now, spec, n):
-                return now  # not every example could be compared: checked again next time
+                return now  # of some example nothing is known: checked again next time
             self.patterns[pattern] = now
         before = self.patterns[pattern]
         if any(was and not fits for was, fits in zip(before, now, strict=True)):
@@ -155,24 +155,29 @@ class PerContributionForward(LayerForward):
     def _check(self, leaves: Sequence[Any], batched: Sequence[bool], spec: Any, n: int) -> bool:
         """One example at a time must give what the whole batch gives (dropout aside).
 
-        An example so large that the order of a sum decides whether it overflows is not compared, and the others must
-        not feel it. Returns whether all were compared.
+        Of an example so large that the order of a sum decides whether it overflows, it does not matter whether it did:
+        then nothing is known of it, and False is returned. The others must not feel it.
         """
-        compared = _far_from_overflow([t for t, b in zip(leaves, batched, strict=True) if b], n)
         with _evaluating(self.module):
             own = {name: self.module.get_parameter(name) for name in self.parameters}
             whole = pytree.tree_leaves(self._call(own, leaves, spec))
             copies = {name: p.unsqueeze(0).expand(n, *p.shape) for name, p in own.items()}
             single = pytree.tree_leaves(self._run(copies, leaves, batched, spec, n))
+        large, known = _near_overflow([t for t, b in zip(leaves, batched, strict=True) if b], n), True
         for a, b in zip(whole, single, strict=True):
-            if isinstance(a, Tensor) and a.is_floating_point() and not _close_per_example(a, b, compared):
+            if not isinstance(a, Tensor) or not a.is_floating_point():
+                continue
+            same, as_finite = _compare_examples(a, b)
+            overflowed = large & ~as_finite if len(as_finite) == n else torch.zeros_like(same)
+            if not bool((same | overflowed).all()):
                 raise UnsupportedLayer(
                     "engine.examples-not-separate",
                     f"'{self.name}' ({type(self.module).__name__}) computes one example alone otherwise than in the "
                     "batch: examples influence each other, or an argument happens to have the batch's length",
                     "rewrite it, or name a module above it in Engine(..., per_contribution=[...])",
                 )
-        return bool(compared.all())
+            known = known and not bool(overflowed.any())
+        return known
 
 
 @contextmanager
@@ -231,7 +236,7 @@ class BroadcastForward(LayerForward):
             try:
                 single = pytree.tree_leaves(self._with(longer, args, kwargs))
                 pairs = [(a, b) for a, b in zip(whole, single, strict=True) if isinstance(a, Tensor)]
-                same = all(_close_per_example(a, b) for a, b in pairs)
+                same = all(bool(_compare_examples(a, b)[0].all()) for a, b in pairs)
             except (RuntimeError, ValueError):  # of shapes that do not broadcast, or another number of outputs
                 same = False
         if not same:
@@ -247,34 +252,30 @@ def _refuse_caches(name: str, leaves: Sequence[Any]) -> None:
             raise UnsupportedLayer("engine.cache-argument", problem, "train with model.config.use_cache = False")
 
 
-def _far_from_overflow(arguments: Sequence[Tensor], n: int) -> Tensor:
-    """(n,) the examples whose numbers can be multiplied and added in any order without leaving their type's range."""
-    far = torch.ones(n, dtype=torch.bool)
+def _near_overflow(arguments: Sequence[Tensor], n: int) -> Tensor:
+    """(n,) the examples with numbers that are not finite, or whose products and sums may leave their type's range."""
+    large = torch.zeros(n, dtype=torch.bool)
     for t in arguments:
-        if t.is_floating_point():
-            far &= (t.detach().reshape(n, -1).abs() < torch.finfo(t.dtype).max ** 0.4).all(1)  # NaN is not
-    return far
+        if t.is_floating_point() and t.numel():
+            large |= ~(t.detach().reshape(n, -1).abs() < torch.finfo(t.dtype).max ** 0.4).all(1)
+    return large
 
 
-def _close_per_example(a: Tensor, b: Any, compared: Tensor | slice = slice(None)) -> bool:
-    """Equal up to rounding, or equal after broadcasting a leading 1 to the batch, in the examples that are `compared`.
+def _compare_examples(a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
+    """(n,) the examples that are equal up to rounding, and (n,) those that are finite at the same places.
 
-    Example by example, so that one of enormous size does not hide the others; what is not finite must be so in both.
+    Example by example, so that one of enormous size does not hide the others. A leading 1 in `a` is broadcast.
     """
-    if not isinstance(b, Tensor) or a.dim() != b.dim() or not a.dim():
-        return False
-    if a.shape != b.shape and not (a.shape[0] == 1 and a.shape[1:] == b.shape[1:]):
-        return False
-    a, b = a.expand_as(b)[compared], b[compared]
-    if not a.is_floating_point():
-        return bool((a == b).all())
-    finite = torch.isfinite(a)
-    if not bool((finite == torch.isfinite(b)).all()):
-        return False
-    a, b = (torch.where(finite, t, 0.0).double().reshape(len(t), -1) for t in (a, b))
-    if not a.numel():
-        return True
-    return bool(((a - b).abs().amax(1) <= 1e-3 * a.abs().amax(1) + 1e-9).all())
+    if not isinstance(b, Tensor) or not a.dim() or a.shape[1:] != b.shape[1:] or len(a) not in (1, len(b)):
+        return torch.tensor([False]), torch.tensor([True])
+    if not b.numel():
+        return torch.tensor([True]), torch.tensor([True])
+    rounding = 1e-3 if a.is_floating_point() else 0.0
+    a, b = (t.reshape(len(b), -1) for t in (a.expand_as(b), b))
+    finite = torch.isfinite(a) & torch.isfinite(b)
+    as_finite = (torch.isfinite(a) == torch.isfinite(b)).all(1)
+    a, b = (torch.where(finite, t, 0).double() for t in (a, b))
+    return as_finite & ((a - b).abs().amax(1) <= rounding * a.abs().amax(1) + 1e-9), as_finite
 
 
 class FlattenedTokensForward(LayerForward):

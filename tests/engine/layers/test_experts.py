@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from by_hand import N, V, bands, cut, ids, mixtral, of_logits
+from nets import tensors_close
 from oracle import FORMS, Batch, agree, plan_of
 from refusals import raises_code
 from torch import Tensor, nn
@@ -79,9 +80,8 @@ def test_every_implementation_of_the_model_gives_the_same() -> None:
             torch.testing.assert_close(found.detach(), want, rtol=1e-4, atol=1e-5)
             sums[kind] = engine.clipped_sums(found, Batch(x))
             torch.testing.assert_close(losses(copy.deepcopy(model), x, None).detach(), want, rtol=1e-4, atol=1e-5)
-    for name, value in sums["eager"].items():
-        torch.testing.assert_close(sums["grouped_mm"][name], value, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(sums["batched_mm"][name], value, rtol=1e-4, atol=1e-6)
+    tensors_close(sums["grouped_mm"], sums["eager"], 1e-4, 1e-6)
+    tensors_close(sums["batched_mm"], sums["eager"], 1e-4, 1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -93,8 +93,7 @@ def test_a_contribution_that_is_not_finite(form: str) -> None:
     with Engine(model, plan) as engine:
         want = engine.clipped_sums(losses(model, x, None), Batch(x, cls=MIXED, weight=keep))
         found = engine.clipped_sums(losses(model, x, None) * spoilt, Batch(x, cls=MIXED))
-    for name, value in want.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
+    tensors_close(found, want, rtol=1e-5, atol=1e-7)
 
 
 def test_generate_while_attached_and_no_trace_after() -> None:
