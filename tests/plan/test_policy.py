@@ -112,6 +112,20 @@ def test_all_errors_are_told_at_once() -> None:
         Policy.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "code"),
+    [
+        ("clip_norm = 2", "clip_norm = 0.01", "plan.clip-norm-below-floor"),
+        ("noise_multiplier = 1.0", "noise_multiplier = 0.4", "plan.noise-multiplier-below-floor"),
+        ("clip_norm = 2", "epsilon = 1e9", "plan.epsilon-above-floor"),
+        ("top = 0.25", "tip = 0.25", "plan.profile-unknown"),
+    ],
+)
+def test_a_refusal_inside_a_policy_keeps_its_code(old: str, new: str, code: str) -> None:
+    with raises_code(code):
+        Policy.parse(GOOD.replace(old, new))
+
+
 def test_missing_file_and_empty_class_table_are_refused(tmp_path: Path) -> None:
     with raises_code("plan.policy-unreadable"):
         Policy.load(tmp_path / "none.toml")

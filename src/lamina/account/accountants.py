@@ -142,11 +142,8 @@ def _solve_sigma(
     priced_by = find_accountant(name)
     floor = priced_by.epsilon(besides, delta, adjacency)
     if floor > target:
-        raise AccountingError(
-            "account.other-releases-too-expensive",
-            f"the other releases alone cost epsilon {floor:.4g}, above the target {target:.4g}",
-            "make them rarer or noisier",
-        )
+        problem = f"the other releases alone cost epsilon {floor:.4g}, above the target {target:.4g}"
+        raise AccountingError("account.other-releases-too-expensive", problem, "make them rarer or noisier")
 
     def excess(sigma: float) -> float:
         """log ε - log target: nearly linear in log sigma."""
@@ -177,11 +174,9 @@ def _bracket_sigma(
         while excess(sigma * factor) > 0:
             sigma, factor = sigma * factor, min(factor * factor, 8.0)
             if sigma > _MAX_SIGMA:
-                raise AccountingError(
-                    "account.target-unreachable",
-                    f"no noise brings accountant '{name}' to epsilon {target:.4g} at delta {delta:.4g}",
-                    "raise epsilon or delta, take fewer steps, or use 'pld'",
-                )
+                problem = f"no noise brings accountant '{name}' to epsilon {target:.4g} at delta {delta:.4g}"
+                remedy = "raise epsilon or delta, take fewer steps, or use 'pld'"
+                raise AccountingError("account.target-unreachable", problem, remedy)
         return sigma, sigma * factor
     while excess(sigma / factor) <= 0:
         sigma, factor = sigma / factor, min(factor * factor, 2.0)
@@ -350,11 +345,8 @@ def _squared_mu_distribution(parts: Schedule) -> tuple[Array, Array, float]:
         counts, weights = _occurrence_distribution(parts[0])
         return counts * parts[0].mu ** 2, weights, 2 * _TAIL_PROBABILITY
     if len(parts) > 64:
-        raise AccountingError(
-            "account.too-many-events",
-            f"a mixture of {len(parts)} distinct events is too large, at most 64",
-            "coarsen the schedule",
-        )
+        problem = f"a mixture of {len(parts)} distinct events is too large, at most 64"
+        raise AccountingError("account.too-many-events", problem, "coarsen the schedule")
     spread = [_occurrence_distribution(event) for event in parts]
     top = sum(float(counts[-1]) * event.mu**2 for event, (counts, _) in zip(parts, spread, strict=True))
     unit = top / _MIXTURE_POINTS

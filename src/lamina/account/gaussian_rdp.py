@@ -403,11 +403,9 @@ def rdp_delta_at_order(order: float, schedule: Schedule, epsilon: float, adjacen
 
 def _add_remove_only(adjacency: Adjacency, name: str) -> None:
     if adjacency is not Adjacency.ADD_REMOVE:
-        raise AccountingError(
-            "account.add-remove-only",
-            f"accountant '{name}' has no {adjacency.value} figure for subsampled steps",
-            "use accountant 'pld' (with amplification), or 'gaussian' or 'zcdp' (without)",
-        )
+        problem = f"accountant '{name}' has no {adjacency.value} figure for subsampled steps"
+        remedy = "use accountant 'pld' (with amplification), or 'gaussian' or 'zcdp' (without)"
+        raise AccountingError("account.add-remove-only", problem, remedy)
 
 
 # The moments accountant of Abadi et al. 2016: integer moments and the plain tail bound.

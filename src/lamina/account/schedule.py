@@ -50,17 +50,11 @@ class Event:
                 "account.event-not-numbers", f"{self} must hold two numbers and a whole number"
             ) from None
         if not sigma > 0:
-            raise AccountingError(
-                "account.sigma-not-positive",
-                f"noise multiplier sigma is {sigma}, must be > 0",
-                "use inf for no release",
-            )
+            problem = f"noise multiplier sigma is {sigma}, must be > 0"
+            raise AccountingError("account.sigma-not-positive", problem, "use inf for no release")
         if not 0 <= q <= 1:
-            raise AccountingError(
-                "account.rate-out-of-range",
-                f"sampling rate q is {q}, must be in [0, 1]",
-                "q = expected batch / population",
-            )
+            problem = f"sampling rate q is {q}, must be in [0, 1]"
+            raise AccountingError("account.rate-out-of-range", problem, "q = expected batch / population")
         if steps < 0 or isinstance(self.steps, bool):
             raise AccountingError("account.steps-negative", f"steps is {self.steps!r}, must be a whole number >= 0")
         object.__setattr__(self, "sigma", sigma)

@@ -35,41 +35,27 @@ class Flat:
     """
 
     name: ClassVar[str] = "flat"
+    clipping: ClassVar[Clipping] = Clipping.JOINT
+    why: ClassVar[str] = (
+        "flat clips the whole gradient once and gives every layer the same noise: layers differ in what they take of "
+        "the budget by their gradients alone, and nothing about them need be known."
+    )
 
     def __call__(self, problem: AllocationProblem) -> Allocation:
-        return Allocation(
-            clip=problem.thresholds(),
-            noise=problem.equal_noise(),
-            clipping=Clipping.JOINT,
-            why=(
-                "flat clips the whole gradient once and gives every layer the same noise: layers differ in what they "
-                "take of the budget by their gradients alone, and nothing about them need be known.",
-            ),
-        )
-
-
-flat = Flat()
+        noise = problem.equal_noise()
+        return Allocation(clip=problem.thresholds(), noise=noise, clipping=self.clipping, why=(self.why,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Uniform:
+class Uniform(Flat):
     """Box clipping at C_l = c_k/√L_k with one S = sigma_k·c_k: what per-layer clipping usually means."""
 
     name: ClassVar[str] = "uniform"
-
-    def __call__(self, problem: AllocationProblem) -> Allocation:
-        return Allocation(
-            clip=problem.thresholds(),
-            noise=problem.equal_noise(),
-            clipping=Clipping.BOX,
-            why=(
-                "uniform clips every layer on its own at c/√L and gives all the same noise: the noise of flat, and a "
-                "box inside its ball, so it clips more. It buys one pass per step.",
-            ),
-        )
-
-
-uniform = Uniform()
+    clipping: ClassVar[Clipping] = Clipping.BOX
+    why: ClassVar[str] = (
+        "uniform clips every layer on its own at c/√L and gives all the same noise: the noise of flat, and a box inside "
+        "its ball, so it clips more. It buys one pass per step."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +85,6 @@ class Proportional:
             clipping=self.clipping,
             why=(f"proportional gives every layer the same share of the budget; C follows {source}, S follows C.",),
         )
-
-
-proportional = Proportional()
 
 
 FLAT_IS_AS_GOOD = 0.8
@@ -181,9 +164,6 @@ def noise_relative_to_flat(
     return float(m @ np.square(ours) / (m @ np.square(flat)))
 
 
-pareto = Pareto()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantile:
     """Box clipping at thresholds that move at every step (Andrew et al. 2021, one quantile per layer):
@@ -233,9 +213,6 @@ class Quantile:
                 f"class's budget; the gradients get {100 / math.sqrt(1 - self.cost) - 100:.2g} % more noise for it.",
             ),
         )
-
-
-quantile = Quantile()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,9 +269,6 @@ class Automatic:
         typical = [math.sqrt(squares[np.asarray(problem.reach[k])].sum()) for k in problem.private]
         least = min(n / problem.clip_norm[k] for n, k in zip(typical, problem.private, strict=True))
         return self.gamma * min(1.0, least)
-
-
-automatic = Automatic()
 
 
 WIDEST_SPREAD = 1e12
@@ -364,4 +338,5 @@ class LSAB:
         return tuple(lines)
 
 
-lsab = LSAB()
+flat, uniform, proportional, pareto = Flat(), Uniform(), Proportional(), Pareto()
+quantile, automatic, lsab = Quantile(), Automatic(), LSAB()

@@ -122,11 +122,8 @@ def kept_fraction(offer: Candidate, norms: Array, cls: Sequence[int] | NDArray[n
     """s_i ∈ [0, 1] of every contribution: `norms` (n × L) are its ‖g_il‖, `cls` (n) the rows of its class."""
     rows = np.asarray(cls, dtype=np.int64)
     if norms.ndim != 2 or norms.shape[1] != len(offer.noise) or rows.shape != norms.shape[:1]:
-        raise PlanError(
-            "allocate.norms-shape",
-            f"norms are {norms.shape}, classes {rows.shape}",
-            f"give (n, {len(offer.noise)}) and (n,)",
-        )
+        problem = f"norms are {norms.shape}, classes {rows.shape}"
+        raise PlanError("allocate.norms-shape", problem, f"give (n, {len(offer.noise)}) and (n,)")
     result = np.zeros(len(norms))
     for k in np.unique(rows).tolist():
         if not 0 <= k < len(offer.clip):
@@ -233,11 +230,10 @@ def parse_shapes(allocation: str, given: Any) -> NamedShapes:
             raise PlanError("allocate.candidate-type", f"a candidate of {allocation} is {short_repr(pair)}", remedy)
         for s in row:
             if not isinstance(s, int | float) or isinstance(s, bool) or not LEAST_MAGNITUDE <= s <= MOST_MAGNITUDE:
-                raise PlanError(
-                    "allocate.candidate-range",
-                    f"candidate {name!r} has S = {short_repr(s)}, outside [{LEAST_MAGNITUDE:g}, {MOST_MAGNITUDE:g}]",
-                    "scale the row: only its shape matters",
+                problem = (
+                    f"candidate {name!r} has S = {short_repr(s)}, outside [{LEAST_MAGNITUDE:g}, {MOST_MAGNITUDE:g}]"
                 )
+                raise PlanError("allocate.candidate-range", problem, "scale the row: only its shape matters")
         found.append((name, tuple(float(s) for s in row)))
     return tuple(found)
 
@@ -248,11 +244,8 @@ def check_shapes(problem: AllocationProblem, given: NamedShapes) -> NamedShapes:
     found = []
     for name, row in given:
         if len(row) != len(noised):
-            raise PlanError(
-                "allocate.candidate-length",
-                f"candidate {name!r} is {short_repr(row)}",
-                f"give one S > 0 for each of {len(noised)} layers",
-            )
+            remedy = f"give one S > 0 for each of {len(noised)} layers"
+            raise PlanError("allocate.candidate-length", f"candidate {name!r} is {short_repr(row)}", remedy)
         found.append((name, tuple(s if needed else 0.0 for s, needed in zip(row, noised, strict=True))))
     return tuple(found)
 
@@ -290,11 +283,8 @@ def check_sensitive(allocation: str, sensitive: object) -> None:
         return
     if isinstance(sensitive, Sequence) and sensitive:
         return
-    raise PlanError(
-        "allocate.sensitive-type",
-        f"sensitive of {allocation} is {sensitive!r}",
-        "give names or patterns of layers, a DepthProfile or a function of a Layer",
-    )
+    remedy = "give names or patterns of layers, a DepthProfile or a function of a Layer"
+    raise PlanError("allocate.sensitive-type", f"sensitive of {allocation} is {sensitive!r}", remedy)
 
 
 def sensitive_layers(
@@ -345,17 +335,11 @@ def _ask_predicate(sensitive: Callable[[Layer], bool], called: str, layer: Layer
     try:
         answer = sensitive(layer)
     except Exception as error:
-        raise PlanError(
-            "allocate.sensitive-predicate",
-            f"{called!r} raised {type(error).__name__} at layer {layer.name!r}: {error}",
-            remedy,
-        ) from error
+        problem = f"{called!r} raised {type(error).__name__} at layer {layer.name!r}: {error}"
+        raise PlanError("allocate.sensitive-predicate", problem, remedy) from error
     if not isinstance(answer, bool | np.bool_):
-        raise PlanError(
-            "allocate.sensitive-predicate",
-            f"{called!r} gave a {type(answer).__name__} for layer {layer.name!r}",
-            remedy,
-        )
+        problem = f"{called!r} gave a {type(answer).__name__} for layer {layer.name!r}"
+        raise PlanError("allocate.sensitive-predicate", problem, remedy)
     return bool(answer)
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from fractions import Fraction
-from functools import partial
 from types import MappingProxyType
 
 from lamina import validate
 from lamina.account.accountants import calibrate, find_accountant
 from lamina.account.filters import choose_order
 from lamina.account.gaussian_rdp import step_rdp
-from lamina.account.schedule import Event
+from lamina.account.schedule import Event, bisect_float
 from lamina.allocate.basic import automatic, flat, lsab, pareto, proportional, quantile, uniform
 from lamina.allocate.ladp import LADP, ladp
 from lamina.allocate.paper import paper_ladp, paper_lsab
@@ -24,7 +22,7 @@ from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.profile_reach import Reach
 from lamina.plan.rules import FollowBudget, FollowQuantile, rescale_noise
-from lamina.plan.selection import noised_sizes
+from lamina.plan.selection import did_you_mean, noised_sizes
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
 from lamina.sensitivity.measure import Measure
 
@@ -43,25 +41,13 @@ support (docs/allocations/utility.md); with several it gives each its whole budg
 def find_allocation(name: str | Allocate) -> Allocate:
     """The allocation of that name; an object or function stands for itself."""
     if not isinstance(name, str):
-        if isinstance(name, type):
-            raise PlanError(
-                "allocate.allocation-type", f"allocate is the class {name.__name__}", f"give {name.__name__}()"
-            )
-        if not callable(name):
-            raise PlanError(
-                "allocate.allocation-type",
-                f"allocate is a {type(name).__name__}",
-                f"use one of {', '.join(ALLOCATIONS)}",
-            )
+        if isinstance(name, type) or not callable(name):
+            problem = f"allocate is {name!r}"
+            raise PlanError("allocate.allocation-type", problem, f"give an object, or one of {', '.join(ALLOCATIONS)}")
         return name
     if name not in ALLOCATIONS:
-        close = get_close_matches(name, ALLOCATIONS, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise PlanError(
-            "allocate.unknown-allocation",
-            f"allocation {name!r} is not known{hint}",
-            f"use one of {', '.join(ALLOCATIONS)}",
-        )
+        problem = f"allocation {name!r} is not known{did_you_mean(name, list(ALLOCATIONS))}"
+        raise PlanError("allocate.unknown-allocation", problem, f"use one of {', '.join(ALLOCATIONS)}")
     return ALLOCATIONS[name]
 
 
@@ -99,19 +85,13 @@ def calibrate_classes(
     side = getattr(chooser, "side_releases", lambda _: ())(steps)
     if policy.noise.as_injection.raw:
         if side or getattr(chooser, "follows_budget", False):
-            raise PlanError(
-                "allocate.raw-noise",
-                "noise is per_sample_raw, but the allocation needs credit for sampling",
-                "use injection per_step or another allocation",
-            )
+            problem = "noise is per_sample_raw, but the allocation needs credit for sampling"
+            raise PlanError("allocate.raw-noise", problem, "use injection per_step or another allocation")
         rates, steps = dict.fromkeys(rates, 1.0), policy.noise.as_injection.events(0, steps)
     besides = {name: tuple(Event(sigma=sigma, q=q, steps=calls) for sigma, calls in side) for name, q in rates.items()}
     if rho is not None and getattr(chooser, "follows_budget", False):
-        raise PlanError(
-            "allocate.rho-follows-budget",
-            f"rho is {rho!r}, but this allocation sets its noise while training",
-            "give epsilon, or LADP(mode='shares')",
-        )
+        problem = f"rho is {rho!r}, but this allocation sets its noise while training"
+        raise PlanError("allocate.rho-follows-budget", problem, "give epsilon, or LADP(mode='shares')")
     if rho is not None:
         return _calibrate_to_rho(policy, rates, steps, rho, besides)
     targets, corpus = _target_epsilons(policy, list(rates), epsilon), policy.corpus
@@ -163,11 +143,10 @@ def _shared_order(
         raise PlanError("allocate.no-shared-order", f"no Rényi order serves all classes (epsilon {wanted})", _CLOSER)
     order = min(worst, key=worst.__getitem__)
     if worst[order] > _MOST_EXCESS_NOISE:
-        raise PlanError(
-            "allocate.no-shared-order",
-            f"one Rényi order for all classes (epsilon {wanted}) costs one of them {worst[order]:.3g} times its noise",
-            _CLOSER,
+        problem = (
+            f"one Rényi order for all classes (epsilon {wanted}) costs one of them {worst[order]:.3g} times its noise"
         )
+        raise PlanError("allocate.no-shared-order", problem, _CLOSER)
     return order
 
 
@@ -178,25 +157,15 @@ def sigma_factor_range(declared: CalibratedNoise, rates: Iterable[float]) -> tup
     """
     order = declared.order
     assert order is not None
-    lows, highs = [], []
-    for sigma, q in zip(declared.sigma, rates, strict=True):
-        if math.isfinite(sigma):
-            at = step_rdp(q, sigma, order)
-            lows.append(_least_factor(partial(_costs_at_most, q, sigma, order, 2 * at), 0.1, 1.0))
-            highs.append(_least_factor(partial(_costs_at_most, q, sigma, order, at / 2), 1.0, 10.0))
-    return max(lows), min(highs)
 
+    def least_factor(sigma: float, q: float, part: float, low: float, high: float) -> float:
+        """The least factor at which a step costs at most this part of the declared price, to 1e-6."""
+        most = part * step_rdp(q, sigma, order)
+        return bisect_float(lambda f: step_rdp(q, sigma * f, order) <= most, low, high, relative=0.0, absolute=1e-6)[1]
 
-def _costs_at_most(q: float, sigma: float, order: float, price: float, factor: float) -> bool:
-    return step_rdp(q, sigma * factor, order) <= price
-
-
-def _least_factor(cheap: Callable[[float], bool], low: float, high: float) -> float:
-    """The smallest factor in [low, high] that is cheap, to 1e-6; `high` counts as cheap."""
-    while high - low > 1e-6:
-        middle = 0.5 * (low + high)
-        low, high = (low, middle) if cheap(middle) else (middle, high)
-    return high
+    owed = [(sigma, q) for sigma, q in zip(declared.sigma, rates, strict=True) if math.isfinite(sigma)]
+    lows = [least_factor(sigma, q, 2.0, 0.1, 1.0) for sigma, q in owed]
+    return max(lows), min(least_factor(sigma, q, 0.5, 1.0, 10.0) for sigma, q in owed)
 
 
 def _calibrate_to_rho(
@@ -220,11 +189,8 @@ def _calibrate_to_rho(
         )
         left = cap - math.fsum(0.5 * event.steps * event.mu**2 for event in besides[name])
         if left <= 0:
-            raise PlanError(
-                "allocate.rho-used-up",
-                f"rho of class {name!r} is {cap:g}; other releases take {cap - left:.4g}",
-                "raise it",
-            )
+            problem = f"rho of class {name!r} is {cap:g}; other releases take {cap - left:.4g}"
+            raise PlanError("allocate.rho-used-up", problem, "raise it")
         sigma[name] = math.sqrt(steps / (2.0 * left))
         while steps * 0.5 * (1.0 / sigma[name]) ** 2 > left:
             sigma[name] = math.nextafter(sigma[name], math.inf)
@@ -232,11 +198,8 @@ def _calibrate_to_rho(
         targets[name] = priced.epsilon(schedule, policy.corpus.delta)
         bound = policy.bound(name)
         if bound is not None and targets[name] > bound:
-            raise PlanError(
-                "allocate.above-policy-bound",
-                f"rho of class {name!r} is {cap:g}: epsilon {targets[name]:.4g}, above the policy's bound of {bound:.6g}",
-                _LESS,
-            )
+            problem = f"rho of class {name!r} is {cap:g}: epsilon {targets[name]:.4g}, above the policy's bound of {bound:.6g}"
+            raise PlanError("allocate.above-policy-bound", problem, _LESS)
     return CalibratedNoise(
         sigma=tuple(sigma.get(name, math.inf) for name in rates),
         targets=tuple(targets.get(name, math.inf) for name in rates),
@@ -253,11 +216,8 @@ def _target_epsilons(policy: Policy, names: list[str], epsilon: float | Mapping[
         refuse_unknown_classes(policy, epsilon, "epsilon")
         for name in epsilon:
             if name not in private:
-                raise PlanError(
-                    "allocate.epsilon-without-class",
-                    f"epsilon names class {name!r}, which is public or left out",
-                    "drop it",
-                )
+                problem = f"epsilon names class {name!r}, which is public or left out"
+                raise PlanError("allocate.epsilon-without-class", problem, "drop it")
         wanted = dict(epsilon)
     elif epsilon is not None:
         wanted = dict.fromkeys(private, epsilon)
@@ -266,20 +226,14 @@ def _target_epsilons(policy: Policy, names: list[str], epsilon: float | Mapping[
         bound, entry = policy.bound(name), policy.classes[name]
         target = wanted.get(name, bound if entry.epsilon or entry.noise_multiplier else None)
         if target is None:
-            raise PlanError(
-                "allocate.no-budget",
-                f"class {name!r} has neither epsilon nor noise_multiplier",
-                f"add one to [class.{name}], or give epsilon={{{name!r}: 1.0}}",
-            )
+            remedy = f"add one to [class.{name}], or give epsilon={{{name!r}: 1.0}}"
+            raise PlanError("allocate.no-budget", f"class {name!r} has neither epsilon nor noise_multiplier", remedy)
         target = validate.positive(
             PlanError, "allocate.epsilon-not-positive", **named(f"epsilon of class {name!r}", target)
         )
         if bound is not None and target > bound:
-            raise PlanError(
-                "allocate.above-policy-bound",
-                f"epsilon of class {name!r} is {target:g}, above the policy's bound of {bound:.6g}",
-                _LESS,
-            )
+            problem = f"epsilon of class {name!r} is {target:g}, above the policy's bound of {bound:.6g}"
+            raise PlanError("allocate.above-policy-bound", problem, _LESS)
         targets[name] = target
     return targets
 
@@ -288,11 +242,8 @@ def refuse_unknown_classes(policy: Policy, names: Mapping[str, float], what: str
     """Refuse names that are no class of the policy."""
     for name in names:
         if name not in policy.classes:
-            raise PlanError(
-                "allocate.unknown-class",
-                f"{what} names the unknown class {name!r}",
-                f"use one of {', '.join(policy.classes)}",
-            )
+            problem = f"{what} names the unknown class {name!r}"
+            raise PlanError("allocate.unknown-class", problem, f"use one of {', '.join(policy.classes)}")
 
 
 def make_plan(
@@ -447,23 +398,14 @@ def _refuse_unsupported_profiles(reaches: Mapping[str, Reach], chosen: Allocatio
     for (name, reach), row in zip(reaches.items(), chosen.clip, strict=True):
         weighed = any(factor != 1 for factor in reach.factors)
         if weighed and any(map(math.isinf, row)):
-            raise PlanError(
-                "allocate.weights-public-class",
-                f"the profile of class {name!r} has weights, but a public class is not clipped",
-                "remove the weights",
-            )
+            problem = f"the profile of class {name!r} has weights, but a public class is not clipped"
+            raise PlanError("allocate.weights-public-class", problem, "remove the weights")
         if weighed and form in (Clipping.JOINT, Clipping.JOINT.value):
-            raise PlanError(
-                "allocate.weights-joint-clipping",
-                f"the profile of class {name!r} has weights, which joint clipping cannot keep",
-                "use clipping='box' (--clipping box)",
-            )
+            problem = f"the profile of class {name!r} has weights, which joint clipping cannot keep"
+            raise PlanError("allocate.weights-joint-clipping", problem, "use clipping='box' (--clipping box)")
         if chosen.claimed and (weighed or reach.openings):
-            raise PlanError(
-                "allocate.weights-paper-method",
-                f"the profile of class {name!r} has weights or slices, which a paper method lacks",
-                "use whole layers, or another allocation",
-            )
+            problem = f"the profile of class {name!r} has weights or slices, which a paper method lacks"
+            raise PlanError("allocate.weights-paper-method", problem, "use whole layers, or another allocation")
 
 
 def _with_order_and_range(rule: FollowBudget, order: float, pace: tuple[float, float]) -> FollowBudget:
@@ -497,11 +439,8 @@ def _planned_class(policy: Policy, name: str, rate: float, reach: Reach) -> Plan
 def _population(policy: Policy, name: str) -> int:
     population = policy.classes[name].population
     if population is None:
-        raise PlanError(
-            "allocate.no-population",
-            f"class {name!r} has no population",
-            f"add population to [class.{name}], or leave it out with batch={{{name!r}: 0, …}}",
-        )
+        remedy = f"add population to [class.{name}], or leave it out with batch={{{name!r}: 0, …}}"
+        raise PlanError("allocate.no-population", f"class {name!r} has no population", remedy)
     return population
 
 
@@ -511,11 +450,8 @@ def _batch_sizes(policy: Policy, batch: int | Mapping[str, int]) -> dict[str, Fr
         refuse_unknown_classes(policy, batch, "batch")
         missing = [name for name in policy.classes if name not in batch]
         if missing:
-            raise PlanError(
-                "allocate.batch-class-missing",
-                f"batch has no size for class {missing[0]!r}",
-                "give every class one; 0 leaves it out",
-            )
+            problem = f"batch has no size for class {missing[0]!r}"
+            raise PlanError("allocate.batch-class-missing", problem, "give every class one; 0 leaves it out")
         for name, count in batch.items():
             validate.whole(
                 PlanError, "allocate.batch-not-positive", least=0, **named(f"batch of class {name!r}", count)
@@ -530,11 +466,8 @@ def _batch_sizes(policy: Policy, batch: int | Mapping[str, int]) -> dict[str, Fr
     for name, size in sizes.items():
         most = _population(policy, name)
         if size > most:
-            raise PlanError(
-                "allocate.batch-above-population",
-                f"batch of class {name!r} is {float(size):g}, above its population of {most}",
-                "lower it",
-            )
+            problem = f"batch of class {name!r} is {float(size):g}, above its population of {most}"
+            raise PlanError("allocate.batch-above-population", problem, "lower it")
     return sizes
 
 
@@ -552,11 +485,8 @@ def _refuse_wider_reach(problem: AllocationProblem, chosen: Allocation, names: l
     """An allocation may shape C and S, never widen what a class reaches."""
     shape = [len(row) for row in problem.reach]
     if [len(row) for row in chosen.clip] != shape or len(chosen.noise) != len(stack):
-        raise PlanError(
-            "allocate.wrong-shape",
-            "C or S of the allocation has the wrong shape",
-            f"C must be {len(shape)} × {len(stack)}",
-        )
+        remedy = f"C must be {len(shape)} × {len(stack)}"
+        raise PlanError("allocate.wrong-shape", "C or S of the allocation has the wrong shape", remedy)
     for name, allowed, row in zip(names, problem.reach, chosen.clip, strict=True):
         for layer, reached, c in zip(stack, allowed, row, strict=True):
             if c != 0 and not reached:

@@ -45,10 +45,7 @@ class PaperLSAB:
         check_one_of(self.name, "weights", self.weights, ("harm", "sizes"))
 
     def __call__(self, problem: AllocationProblem) -> Allocation:
-        if not problem.private:
-            raise PlanError("allocate.no-private-class", f"{self.name} needs a private class", "use another allocation")
-        if len(problem.targets) != len(problem.sigma) or len(problem.delta) != len(problem.sigma):
-            raise PlanError("allocate.no-target", f"{self.name} needs ε and δ of the classes", "use make_plan")
+        _check_targets(problem, self.name)
         delta, m = (measured_row(problem, "printed", self.name), noise_weights(problem, self.weights, self.name))
         cap = min(rho_cap(problem, k) for k in problem.private)
         budget = cap / problem.steps if self.per_step else cap
@@ -69,6 +66,13 @@ class PaperLSAB:
                 "accounting the claim does not hold.",
             ),
         )
+
+
+def _check_targets(problem: AllocationProblem, name: str) -> None:
+    if not problem.private:
+        raise PlanError("allocate.no-private-class", f"{name} needs a private class", "use another allocation")
+    if not len(problem.targets) == len(problem.delta) == len(problem.sigma):
+        raise PlanError("allocate.no-target", f"{name} needs ε and δ of the classes", "use make_plan")
 
 
 def _same_clip_for_all(problem: AllocationProblem, row: np.ndarray) -> ClipMatrix:
@@ -116,10 +120,7 @@ class PaperLADP:
         check_one_of(self.name, "split", self.split, ("even", "fisher"))
 
     def __call__(self, problem: AllocationProblem) -> Allocation:
-        if not problem.private:
-            raise PlanError("allocate.no-private-class", f"{self.name} needs a private class", "use another allocation")
-        if len(problem.targets) != len(problem.sigma):
-            raise PlanError("allocate.no-target", f"{self.name} needs ε of the classes", "use make_plan")
+        _check_targets(problem, self.name)
         picked, because = sensitive_layers(problem, self.sensitive, self.share, self.name)
         layers = len(problem.sizes)
         parts = np.ones(layers) if self.split == "even" else measured_row(problem, "fisher", self.name)

@@ -250,11 +250,9 @@ def least_noise(clip: Array, weights: Array, sigma: Array) -> LeastNoise:
     )  # one class: √λ = Σ √(m a)
     x, gap = _feasible_point(a, m, price)
     if not gap <= TOLERANCE:
-        raise PlanError(
-            "allocate.not-converged",
-            f"the allocation did not converge: relative gap {gap:.1e}, must be <= {TOLERANCE:.0e}",
-            "move clip norms and weights closer to one scale, or use allocate='flat'",
-        )
+        problem = f"the allocation did not converge: relative gap {gap:.1e}, must be <= {TOLERANCE:.0e}"
+        remedy = "move clip norms and weights closer to one scale, or use allocate='flat'"
+        raise PlanError("allocate.not-converged", problem, remedy)
     return LeastNoise(noise=np.sqrt(scale_a / x), price=price * scale_a * scale_m, gap=gap)
 
 

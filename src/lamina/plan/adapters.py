@@ -131,11 +131,10 @@ def _canonical_json(value: Any) -> Any:
         return _canonical_json(_config_fields(value))
     if type(value).__module__.partition(".")[0] == "torch" and " at 0x" not in repr(value):
         return str(value)  # a dtype, a device
-    raise PlanError(
-        "plan.adapter-config-not-canonical",
-        f"the adapter's configuration holds a {type(value).__name__}, which cannot be written the same way in every run",
-        "use only numbers, texts, lists and tables in it",
+    problem = (
+        f"the adapter's configuration holds a {type(value).__name__}, which cannot be written the same way in every run"
     )
+    raise PlanError("plan.adapter-config-not-canonical", problem, "use only numbers, texts, lists and tables in it")
 
 
 Axes = tuple[int | None, int | None]

@@ -62,40 +62,25 @@ def check_coverage(model: nn.Module, plan: StepPlan, example: Any = None) -> Cov
     planned = {name for layer in plan.layers for name in layer.parameters}
     for name in tensors.trainable:
         if name not in planned:
-            raise CoverageError(
-                "plan.tensor-not-in-plan",
-                f"tensor {name!r} is trainable, but in no layer of the plan: it would train without noise",
-                f"freeze it with requires_grad_(False), or {again}",
-            )
+            problem = f"tensor {name!r} is trainable, but in no layer of the plan: it would train without noise"
+            raise CoverageError("plan.tensor-not-in-plan", problem, f"freeze it with requires_grad_(False), or {again}")
     for name in sorted(planned):
         if name in tensors.frozen:
-            raise CoverageError(
-                "plan.tensor-frozen",
-                f"the plan trains tensor {name!r}, which is frozen",
-                f"make it trainable, or {again}",
-            )
+            problem = f"the plan trains tensor {name!r}, which is frozen"
+            raise CoverageError("plan.tensor-frozen", problem, f"make it trainable, or {again}")
         if name not in tensors.sizes:
-            raise CoverageError(
-                "plan.tensor-missing",
-                f"tensor {name!r} of the plan is not in the model",
-                f"{again} (a tensor tied later goes by its first name)",
-            )
+            problem = f"tensor {name!r} of the plan is not in the model"
+            raise CoverageError("plan.tensor-missing", problem, f"{again} (a tensor tied later goes by its first name)")
     for layer in plan.layers:
         size = sum(tensors.sizes[name] for name in layer.parameters)
         if size != layer.size:
-            raise CoverageError(
-                "plan.layer-size-differs",
-                f"layer {layer.name!r} has {size} parameters in the model and {layer.size} in the plan",
-                again,
-            )
+            problem = f"layer {layer.name!r} has {size} parameters in the model and {layer.size} in the plan"
+            raise CoverageError("plan.layer-size-differs", problem, again)
     for part in plan.slices:
         shape = tuple(model.get_parameter(part.tensor).shape) or (1,)
         if part.axis >= len(shape) or shape[part.axis] != part.length:
-            raise CoverageError(
-                "plan.slice-shape-differs",
-                f"the plan slices {part.tensor!r} along axis {part.axis} of {part.length}, its shape is {shape}",
-                again,
-            )
+            problem = f"the plan slices {part.tensor!r} along axis {part.axis} of {part.length}, its shape is {shape}"
+            raise CoverageError("plan.slice-shape-differs", problem, again)
     for hazard in find_hazards(model):
         raise CoverageError("plan.module-unsafe", str(hazard), hazard.remedy)
     if example is not None:
@@ -113,11 +98,9 @@ def _check_buffers_unwritten(model: nn.Module, example: Any) -> None:
         for buffer, value in before.values():
             buffer.copy_(value)
     if moved:
-        raise CoverageError(
-            "plan.buffer-written",
-            f"the forward pass writes buffer {moved[0]!r}: private data would move it without noise",
-            f"replace its module, or call model.get_submodule({moved[0].rpartition('.')[0]!r}).eval()",
-        )
+        problem = f"the forward pass writes buffer {moved[0]!r}: private data would move it without noise"
+        remedy = f"replace its module, or call model.get_submodule({moved[0].rpartition('.')[0]!r}).eval()"
+        raise CoverageError("plan.buffer-written", problem, remedy)
 
 
 def _buffer_unchanged(now: torch.Tensor | None, then: torch.Tensor) -> bool:

@@ -80,70 +80,47 @@ class DepthProfile:
             self._check_names()
         elif self.kind is ProfileKind.BLOCKS:
             if len(self.bounds) != 2 or not all(_is_index(bound) for bound in self.bounds):
-                raise PlanError(
-                    "plan.profile-blocks",
-                    f"profile blocks is {list(self.bounds)!r}",
-                    "give first and last block: {blocks = [4, 7]}; -1 is the last",
-                )
+                remedy = "give first and last block: {blocks = [4, 7]}; -1 is the last"
+                raise PlanError("plan.profile-blocks", f"profile blocks is {list(self.bounds)!r}", remedy)
         elif self.kind is ProfileKind.ADAPTER:
             self._check_adapter()
         elif self.kind is not ProfileKind.ALL:
             self._check_fractions()
         if self.kind is not ProfileKind.ADAPTER and (self.name, self.config, self.scope) != (None, None, None):
-            raise PlanError(
-                "plan.profile-not-adapter",
-                "profile has the name, config or scope of an adapter, but no adapter",
-                "write {adapter = …}",
-            )
+            problem = "profile has the name, config or scope of an adapter, but no adapter"
+            raise PlanError("plan.profile-not-adapter", problem, "write {adapter = …}")
         if self.others not in (True, False) or (self.others and not self.masked):
-            raise PlanError(
-                "plan.profile-others",
-                f"profile others is {self.others!r}",
-                "others = true is only for profiles with heads or experts",
-            )
+            problem = f"profile others is {self.others!r}"
+            raise PlanError("plan.profile-others", problem, "others = true is only for profiles with heads or experts")
         object.__setattr__(self, "weights", _check_weights(self.weights))
 
     def _check_names(self) -> None:
         if not self.names or not all(_is_name(name) for name in self.names):
-            raise PlanError(
-                "plan.profile-layers",
-                f"profile layers is {list(self.names)!r}",
-                "give names, patterns or indices: {layers = ['decoder.*', -1]}",
-            )
+            remedy = "give names, patterns or indices: {layers = ['decoder.*', -1]}"
+            raise PlanError("plan.profile-layers", f"profile layers is {list(self.names)!r}", remedy)
         ordered = sorted(set(self.names), key=lambda name: (isinstance(name, int), name))
         object.__setattr__(self, "names", tuple(ordered))
 
     def _check_adapter(self) -> None:
         for what, text in (("name", self.name), ("scope", self.scope)):
             if (text is None and what == "name") or (text is not None and not _is_text(text)):
-                raise PlanError(
-                    "plan.profile-adapter-name",
-                    f"profile adapter has the {what} {text!r}, must be text",
-                    'write {adapter = "default"} or {adapter = {name = "default", scope = "ward-7/ecg"}}',
-                )
+                problem = f"profile adapter has the {what} {text!r}, must be text"
+                remedy = 'write {adapter = "default"} or {adapter = {name = "default", scope = "ward-7/ecg"}}'
+                raise PlanError("plan.profile-adapter-name", problem, remedy)
         if self.config is not None and not (isinstance(self.config, str) and _SHA256_HEX.fullmatch(self.config)):
-            raise PlanError(
-                "plan.profile-adapter-config",
-                f"profile adapter config is {self.config!r}, must be a SHA-256 in hex",
-                "LayerStack.from_model(model).adapters shows it",
-            )
+            problem = f"profile adapter config is {self.config!r}, must be a SHA-256 in hex"
+            raise PlanError("plan.profile-adapter-config", problem, "LayerStack.from_model(model).adapters shows it")
 
     def _check_fractions(self) -> None:
         if len(self.bounds) != 2 or not all(_is_number(bound) for bound in self.bounds):
-            raise PlanError(
-                "plan.profile-fractions",
-                f"profile {self.kind.value} is {list(self.bounds)!r}, must be fractions of the depth",
-                f"write one of {PROFILE_EXAMPLES}",
-            )
+            problem = f"profile {self.kind.value} is {list(self.bounds)!r}, must be fractions of the depth"
+            raise PlanError("plan.profile-fractions", problem, f"write one of {PROFILE_EXAMPLES}")
         low, high = self.bounds
         if not 0 <= low < high <= 1:
             shown = f"top is {1 - low:g}" if self.kind is ProfileKind.TOP else f"band is [{low:g}, {high:g}]"
             bound = "in (0, 1]" if self.kind is ProfileKind.TOP else "0 <= a < b <= 1"
-            raise PlanError(
-                "plan.profile-fractions",
-                f"profile {shown}, must be {bound}",
-                "give fractions of the depth (0.25: a quarter), or {blocks = [first, last]}",
-            )
+            remedy = "give fractions of the depth (0.25: a quarter), or {blocks = [first, last]}"
+            raise PlanError("plan.profile-fractions", f"profile {shown}, must be {bound}", remedy)
         object.__setattr__(self, "bounds", (float(low), float(high)))
 
     @classmethod
@@ -203,12 +180,58 @@ class DepthProfile:
     @classmethod
     def parse(cls, value: Mapping[str, Any] | str) -> DepthProfile:
         """From the form of policy.toml: a table, or the word "all"."""
-        return parse_profile(value)
+        if value == "all":
+            return cls.all()
+        if not isinstance(value, Mapping) or not value:
+            shown = dict(value) if isinstance(value, Mapping) else value
+            raise PlanError(
+                "plan.profile-unknown", f"profile {shown!r} is not known", f"write one of {PROFILE_EXAMPLES}"
+            )
+        for key in value:
+            if key not in _PROFILE_KEYS:
+                problem = f"profile has the unknown key {key!r}{did_you_mean(str(key), _PROFILE_KEYS)}"
+                remedy = f"write one of {PROFILE_EXAMPLES}; with it heads, experts, others and weights"
+                raise PlanError("plan.profile-unknown", problem, remedy)
+        places = [key for key in value if key in _PLACE_KEYS]
+        if len(places) > 1:
+            problem = f"profile has {' and '.join(places)}, must have one of them"
+            raise PlanError("plan.profile-two-places", problem, f"write one of {PROFILE_EXAMPLES}")
+        place = _parse_place(places[0], value[places[0]]) if places else cls.all()
+        masks = {what: PartMask.parse(value[what], what).plain() for what in ("heads", "experts") if what in value}
+        if masks or "others" in value:
+            place = place.only(**masks, others=value.get("others", False))
+        if "weights" in value:
+            weights = value["weights"]
+            if not isinstance(weights, Mapping) or not weights:
+                problem = f"profile weights is {weights!r}, must be a table"
+                raise PlanError("plan.profile-weights", problem, 'write weights = { "decoder.*" = 0.5 }')
+            place = place.weighted(weights)
+        return place
 
     @classmethod
     def from_text(cls, text: str) -> DepthProfile:
-        """From the canonical text; anything else is refused."""
-        return profile_from_text(text)
+        """From the canonical text; another text of the same meaning is refused too."""
+        remedy = "give what DepthProfile.text() wrote, for example 'top=0.25;heads=0,1'"
+        if not isinstance(text, str):
+            raise PlanError("plan.profile-text", f"the text of a profile is a {type(text).__name__}", remedy)
+        table: dict[str, Any] = {}
+        try:
+            for item in _split_outside_quotes(text, ";"):
+                key, equals, value = item.partition("=")
+                if key in table:
+                    raise ValueError("said twice")
+                table[key] = _parse_item(key, value) if equals else True
+            if "adapter" in table:
+                table["adapter"] = {key: table.pop(key) for key in ("config", "scope") if key in table} | {
+                    "name": table["adapter"]
+                }
+            made = cls.parse(table)
+        except (ValueError, PlanError) as error:
+            raise PlanError("plan.profile-text", f"{short_repr(text)} is not a profile: {error}", remedy) from None
+        if made.text() != text:
+            problem = f"{short_repr(text)} is not canonical, {short_repr(made.text())} is"
+            raise PlanError("plan.profile-text-not-canonical", problem, remedy)
+        return made
 
     @property
     def masked(self) -> bool:
@@ -222,7 +245,26 @@ class DepthProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """The form of policy.toml; `parse` reads it back."""
-        return profile_to_dict(self)
+        made: dict[str, Any] = {}
+        if self.kind is ProfileKind.TOP:
+            made["top"] = _top_share(self)
+        elif self.kind is ProfileKind.LAYERS:
+            made["layers"] = list(self.names)
+        elif self.kind is ProfileKind.ADAPTER:
+            given = {key: getattr(self, key) for key in _ADAPTER_KEYS if getattr(self, key) is not None}
+            made["adapter"] = self.name if len(given) == 1 else given
+        elif self.kind is not ProfileKind.ALL:
+            made[self.kind.value] = list(self.bounds)
+        elif self.whole:
+            made["all"] = True
+        for what, mask in (("heads", self.heads), ("experts", self.experts)):
+            if mask is not None:
+                made[what] = mask.plain()
+        if self.others:
+            made["others"] = True
+        if self.weights:
+            made["weights"] = dict(self.weights)
+        return made
 
     def text(self) -> str:
         """The canonical text: equal profiles, equal texts. This is what a contributor signs.
@@ -230,7 +272,25 @@ class DepthProfile:
         >>> DepthProfile.top(0.25).only(heads=[1, 0]).text()
         'top=0.25;heads=0,1'
         """
-        return profile_to_text(self)
+        if self.kind is ProfileKind.ALL:
+            items = ["all"]
+        elif self.kind is ProfileKind.TOP:
+            items = [f"top={_top_share(self)!r}"]
+        elif self.kind is ProfileKind.LAYERS:
+            items = ["layers=" + ",".join(_name_to_text(name) for name in self.names)]
+        elif self.kind is ProfileKind.ADAPTER:
+            items = [f"adapter={_name_to_text(self.name or '')}"]
+            items += [f"{key}={_name_to_text(t)}" for key, t in (("config", self.config), ("scope", self.scope)) if t]
+        else:
+            items = [f"{self.kind.value}=" + ",".join(map(repr, self.bounds))]
+        for what, mask in (("heads", self.heads), ("experts", self.experts)):
+            if mask is not None:
+                items.append(f"{what}={_mask_text(mask)}")
+        if self.others:
+            items.append("others")
+        if self.weights:
+            items.append("weights=" + "|".join(f"{_name_to_text(p)}:{factor!r}" for p, factor in self.weights))
+        return ";".join(items)
 
     def __str__(self) -> str:
         return self.words()
@@ -340,43 +400,6 @@ _UNQUOTED_NAME = re.compile(r"[A-Za-z0-9_.*?\[\]!/@+()-]+")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
-def parse_profile(value: Mapping[str, Any] | str) -> DepthProfile:
-    """From the form of policy.toml."""
-    if value == "all":
-        return DepthProfile.all()
-    if not isinstance(value, Mapping) or not value:
-        shown = dict(value) if isinstance(value, Mapping) else value
-        raise PlanError("plan.profile-unknown", f"profile {shown!r} is not known", f"write one of {PROFILE_EXAMPLES}")
-    for key in value:
-        if key not in _PROFILE_KEYS:
-            raise PlanError(
-                "plan.profile-unknown",
-                f"profile has the unknown key {key!r}{did_you_mean(str(key), _PROFILE_KEYS)}",
-                f"write one of {PROFILE_EXAMPLES}; with it heads, experts, others and weights",
-            )
-    places = [key for key in value if key in _PLACE_KEYS]
-    if len(places) > 1:
-        raise PlanError(
-            "plan.profile-two-places",
-            f"profile has {' and '.join(places)}, must have one of them",
-            f"write one of {PROFILE_EXAMPLES}",
-        )
-    place = _parse_place(places[0], value[places[0]]) if places else DepthProfile.all()
-    masks = {what: PartMask.parse(value[what], what).plain() for what in ("heads", "experts") if what in value}
-    if masks or "others" in value:
-        place = place.only(**masks, others=value.get("others", False))
-    if "weights" in value:
-        weights = value["weights"]
-        if not isinstance(weights, Mapping) or not weights:
-            raise PlanError(
-                "plan.profile-weights",
-                f"profile weights is {weights!r}, must be a table",
-                'write weights = { "decoder.*" = 0.5 }',
-            )
-        place = place.weighted(weights)
-    return place
-
-
 def _parse_place(key: str, given: Any) -> DepthProfile:
     kind = ProfileKind(key)
     if kind is ProfileKind.TOP:
@@ -391,11 +414,8 @@ def _parse_place(key: str, given: Any) -> DepthProfile:
         table = given if isinstance(given, Mapping) else {"name": given}
         for each in table:
             if each not in _ADAPTER_KEYS:
-                raise PlanError(
-                    "plan.profile-adapter-key",
-                    f"profile adapter has the unknown key {each!r}{did_you_mean(str(each), _ADAPTER_KEYS)}",
-                    "it takes name, config and scope",
-                )
+                problem = f"profile adapter has the unknown key {each!r}{did_you_mean(str(each), _ADAPTER_KEYS)}"
+                raise PlanError("plan.profile-adapter-key", problem, "it takes name, config and scope")
         name, config, scope = (table.get(each) for each in _ADAPTER_KEYS)
         return DepthProfile(kind=kind, name=name, config=config, scope=scope)
     if not isinstance(given, list | tuple):
@@ -405,81 +425,6 @@ def _parse_place(key: str, given: Any) -> DepthProfile:
     if kind is ProfileKind.LAYERS:
         return DepthProfile.layers(given)
     return DepthProfile(kind=kind, bounds=tuple(given))
-
-
-def profile_to_dict(profile: DepthProfile) -> dict[str, Any]:
-    """The form of policy.toml."""
-    made: dict[str, Any] = {}
-    if profile.kind is ProfileKind.TOP:
-        made["top"] = _top_share(profile)
-    elif profile.kind is ProfileKind.LAYERS:
-        made["layers"] = list(profile.names)
-    elif profile.kind is ProfileKind.ADAPTER:
-        given = {key: getattr(profile, key) for key in _ADAPTER_KEYS if getattr(profile, key) is not None}
-        made["adapter"] = profile.name if len(given) == 1 else given
-    elif profile.kind is not ProfileKind.ALL:
-        made[profile.kind.value] = list(profile.bounds)
-    elif profile.whole:
-        made["all"] = True
-    for what, mask in (("heads", profile.heads), ("experts", profile.experts)):
-        if mask is not None:
-            made[what] = mask.plain()
-    if profile.others:
-        made["others"] = True
-    if profile.weights:
-        made["weights"] = dict(profile.weights)
-    return made
-
-
-def profile_to_text(profile: DepthProfile) -> str:
-    """The canonical text."""
-    if profile.kind is ProfileKind.ALL:
-        items = ["all"]
-    elif profile.kind is ProfileKind.TOP:
-        items = [f"top={_top_share(profile)!r}"]
-    elif profile.kind is ProfileKind.LAYERS:
-        items = ["layers=" + ",".join(_name_to_text(name) for name in profile.names)]
-    elif profile.kind is ProfileKind.ADAPTER:
-        items = [f"adapter={_name_to_text(profile.name or '')}"]
-        items += [f"{key}={_name_to_text(t)}" for key, t in (("config", profile.config), ("scope", profile.scope)) if t]
-    else:
-        items = [f"{profile.kind.value}=" + ",".join(map(repr, profile.bounds))]
-    for what, mask in (("heads", profile.heads), ("experts", profile.experts)):
-        if mask is not None:
-            items.append(f"{what}={_mask_text(mask)}")
-    if profile.others:
-        items.append("others")
-    if profile.weights:
-        items.append("weights=" + "|".join(f"{_name_to_text(p)}:{factor!r}" for p, factor in profile.weights))
-    return ";".join(items)
-
-
-def profile_from_text(text: str) -> DepthProfile:
-    """From the canonical text; another text of the same meaning is refused too."""
-    remedy = "give what DepthProfile.text() wrote, for example 'top=0.25;heads=0,1'"
-    if not isinstance(text, str):
-        raise PlanError("plan.profile-text", f"the text of a profile is a {type(text).__name__}", remedy)
-    table: dict[str, Any] = {}
-    try:
-        for item in _split_outside_quotes(text, ";"):
-            key, equals, value = item.partition("=")
-            if key in table:
-                raise ValueError("said twice")
-            table[key] = _parse_item(key, value) if equals else True
-        if "adapter" in table:
-            table["adapter"] = {key: table.pop(key) for key in ("config", "scope") if key in table} | {
-                "name": table["adapter"]
-            }
-        made = parse_profile(table)
-    except (ValueError, PlanError) as error:
-        raise PlanError("plan.profile-text", f"{short_repr(text)} is not a profile: {error}", remedy) from None
-    if made.text() != text:
-        raise PlanError(
-            "plan.profile-text-not-canonical",
-            f"{short_repr(text)} is not canonical, {short_repr(made.text())} is",
-            remedy,
-        )
-    return made
 
 
 def _parse_item(key: str, value: str) -> Any:

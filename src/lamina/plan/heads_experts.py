@@ -140,11 +140,8 @@ class Heads:
         if self.key_value is not None:
             validate.whole(PlanError, "plan.parts-declaration-wrong", key_value=self.key_value)
         if self.layout not in (None, "concatenated", "interleaved"):
-            raise PlanError(
-                "plan.parts-declaration-wrong",
-                f"layout of Heads is {self.layout!r}",
-                "use 'concatenated' or 'interleaved'",
-            )
+            problem = f"layout of Heads is {self.layout!r}"
+            raise PlanError("plan.parts-declaration-wrong", problem, "use 'concatenated' or 'interleaved'")
 
 
 def attention_parts(
@@ -458,11 +455,8 @@ class ModuleDeclarations:
         """Refuse a pattern that meant no module."""
         for pattern in self.given:
             if pattern not in self._met:
-                raise PlanError(
-                    "plan.declaration-unmatched",
-                    f"{self.what} are declared for {pattern!r}, which matches no module",
-                    "correct the pattern",
-                )
+                problem = f"{self.what} are declared for {pattern!r}, which matches no module"
+                raise PlanError("plan.declaration-unmatched", problem, "correct the pattern")
 
 
 def is_same_or_nested(path: str, others: set[str]) -> bool:

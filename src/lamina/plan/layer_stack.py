@@ -24,6 +24,7 @@ from lamina.plan.selection import (
     block_depth,
     did_you_mean,
     matches_pattern,
+    merge_ranges,
     name_prefixes,
     resolve_tied_parts,
 )
@@ -186,7 +187,7 @@ def _join_layers(
             block=used_blocks[0],
             parameters=tuple(names),
             size=sum(tensors.sizes[name] for name in names),
-            spans=_block_runs(used_blocks),
+            spans=merge_ranges((b, b + 1) for b in used_blocks),
             aliases=tuple(use for name in names for use in tensors.uses[name][1:]),
             shapes=tuple(shapes[name] for name in names),
         )
@@ -195,11 +196,8 @@ def _join_layers(
     names_seen: set[str] = set()
     for _, layer in made:
         if layer.name in names_seen:
-            raise PlanError(
-                "plan.name-twice",
-                f"two layers are named {layer.name!r}",
-                "give the group another name than a module has",
-            )
+            problem = f"two layers are named {layer.name!r}"
+            raise PlanError("plan.name-twice", problem, "give the group another name than a module has")
         names_seen.add(layer.name)
     return tuple(layer for _, layer in made)
 
@@ -212,17 +210,6 @@ def _uses_with_keys(names: Sequence[str], tensors: ModelTensors, keys: LayerKeys
             yield use, found[min(i, len(found) - 1)]
 
 
-def _block_runs(used_blocks: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Sorted block numbers as runs [first, stop)."""
-    runs: list[tuple[int, int]] = []
-    for b in used_blocks:
-        if runs and runs[-1][1] == b:
-            runs[-1] = (runs[-1][0], b + 1)
-        else:
-            runs.append((b, b + 1))
-    return tuple(runs)
-
-
 LayerKeys = Mapping[str, tuple[str, ...]]
 """Tensor name -> names of the layers it would join; more than one where it is shared."""
 
@@ -230,11 +217,8 @@ LayerKeys = Mapping[str, tuple[str, ...]]
 def layer_keys_by_module(group: str, tensors: ModelTensors, blocks: ModelBlocks) -> LayerKeys:
     """Each tensor by the module that owns it, or by that module's block."""
     if group not in ("module", "block"):
-        raise PlanError(
-            "plan.group-unknown",
-            f"group is {group!r}, must be 'module', 'block' or a mapping",
-            "e.g. group={'head': ['decoder.*', 'out']}",
-        )
+        problem = f"group is {group!r}, must be 'module', 'block' or a mapping"
+        raise PlanError("plan.group-unknown", problem, "e.g. group={'head': ['decoder.*', 'out']}")
 
     def key(use: str) -> str:
         path = owning_module(use)
@@ -248,37 +232,25 @@ def layer_keys_by_pattern(groups: Mapping[str, Sequence[str]], tensors: ModelTen
     assigned: dict[str, str] = {}
     for group, patterns in groups.items():
         if not group or isinstance(patterns, str) or not patterns:
-            raise PlanError(
-                "plan.group-patterns",
-                f"group {group!r} has patterns {patterns!r}",
-                "give a list: group={'head': ['decoder.*', 'out']}",
-            )
+            problem = f"group {group!r} has patterns {patterns!r}"
+            raise PlanError("plan.group-patterns", problem, "give a list: group={'head': ['decoder.*', 'out']}")
         for pattern in patterns:
             found = [name for name in tensors.trainable if _any_use_matches(pattern, tensors.uses[name])]
             if not found:
-                raise PlanError(
-                    "plan.group-pattern-unmatched",
-                    _no_match_message(group, pattern, tensors),
-                    "correct the pattern or leave it out",
-                )
+                problem = _no_match_message(group, pattern, tensors)
+                raise PlanError("plan.group-pattern-unmatched", problem, "correct the pattern or leave it out")
             for name in found:
                 if assigned.setdefault(name, group) != group:
-                    raise PlanError(
-                        "plan.groups-overlap",
-                        f"tensor {name!r} matches two groups, {assigned[name]!r} and {group!r}",
-                        "make the patterns disjoint",
-                    )
+                    problem = f"tensor {name!r} matches two groups, {assigned[name]!r} and {group!r}"
+                    raise PlanError("plan.groups-overlap", problem, "make the patterns disjoint")
     keys = {
         name: (assigned[name],) if name in assigned else tuple(owning_module(use) for use in tensors.uses[name])
         for name in tensors.trainable
     }
     for name, found_keys in keys.items():
         if name not in assigned and (clash := set(found_keys) & set(groups)):
-            raise PlanError(
-                "plan.group-named-like-module",
-                f"group {sorted(clash)[0]!r} has the name of the module of {name!r}, but leaves it out",
-                "rename the group, or add the tensor",
-            )
+            problem = f"group {sorted(clash)[0]!r} has the name of the module of {name!r}, but leaves it out"
+            raise PlanError("plan.group-named-like-module", problem, "rename the group, or add the tensor")
     return keys
 
 
@@ -404,27 +376,19 @@ class ModelTensors:
         memory: dict[int, str] = {}
         for name, tensor in tensors.items():
             if tensor.requires_grad and not tensor.is_floating_point():
-                raise PlanError(
-                    "plan.tensor-not-real",
-                    f"tensor {name!r} is {tensor.dtype}; only real tensors can be clipped and noised",
-                    "split it into two real tensors, or freeze it",
-                )
+                problem = f"tensor {name!r} is {tensor.dtype}; only real tensors can be clipped and noised"
+                raise PlanError("plan.tensor-not-real", problem, "split it into two real tensors, or freeze it")
             if tensor.device.type == "meta" or not tensor.numel():
                 continue
             other = memory.setdefault(tensor.data_ptr(), name)
             if other != name:
-                raise PlanError(
-                    "plan.tensors-share-memory",
-                    f"tensors {other!r} and {name!r} share memory but are two parameters",
-                    "assign one Parameter to both modules, or copy one",
-                )
+                problem = f"tensors {other!r} and {name!r} share memory but are two parameters"
+                remedy = "assign one Parameter to both modules, or copy one"
+                raise PlanError("plan.tensors-share-memory", problem, remedy)
         trainable = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)
         if not trainable:
-            raise PlanError(
-                "plan.nothing-trainable",
-                "the model has no trainable tensor",
-                "call requires_grad_(True) on what should train",
-            )
+            problem = "the model has no trainable tensor"
+            raise PlanError("plan.nothing-trainable", problem, "call requires_grad_(True) on what should train")
         return cls(
             trainable=trainable,
             frozen=tuple(name for name, tensor in tensors.items() if not tensor.requires_grad),
@@ -461,11 +425,9 @@ class ExecutionTrace:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 call_model(model, example)
         except Exception as error:
-            raise PlanError(
-                "plan.example-failed",
-                f"the forward pass on the example failed: {type(error).__name__}: {error}",
-                "give a tensor, a tuple of arguments or a dict that model(...) accepts",
-            ) from error
+            problem = f"the forward pass on the example failed: {type(error).__name__}: {error}"
+            remedy = "give a tensor, a tuple of arguments or a dict that model(...) accepts"
+            raise PlanError("plan.example-failed", problem, remedy) from error
         finally:
             for hook in hooks:
                 hook.remove()

@@ -175,11 +175,9 @@ class Policy(BaseModel):
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(
-                "plan.policy-unreadable",
-                f"policy {str(path)!r} cannot be read: {error}",
-                "give a TOML file; start from Policy.template_text()",
-            ) from error
+            problem = f"policy {str(path)!r} cannot be read: {error}"
+            remedy = "give a TOML file; start from Policy.template_text()"
+            raise PlanError("plan.policy-unreadable", problem, remedy) from error
         return cls.parse(text, source=str(path))
 
     @classmethod
@@ -199,7 +197,7 @@ class Policy(BaseModel):
         except ValidationError as error:
             raise explain_validation_error(error, cls, source) from error
         except PlanError as error:
-            raise PlanError("plan.policy-invalid", f"{source}: {error.problem}", error.remedy) from error
+            raise PlanError(error.code, f"{source}: {error.problem}", error.remedy) from error
 
     @classmethod
     def template(cls) -> Policy:
@@ -219,27 +217,20 @@ class Policy(BaseModel):
                 continue
             where = f"class.{name}"
             if floors.clip_norm is not None and entry.clip_norm < floors.clip_norm:
-                raise PlanError(
-                    "plan.clip-norm-below-floor",
-                    f"{where}.clip_norm is {entry.clip_norm:g}, below the floor {floors.clip_norm:g}",
-                    "raise it, or lower corpus.floors.clip_norm",
-                )
+                problem = f"{where}.clip_norm is {entry.clip_norm:g}, below the floor {floors.clip_norm:g}"
+                raise PlanError("plan.clip-norm-below-floor", problem, "raise it, or lower corpus.floors.clip_norm")
             if floors.noise_multiplier is None:
                 continue
             z = entry.noise_multiplier
             if z is not None and z < floors.noise_multiplier:
-                raise PlanError(
-                    "plan.noise-multiplier-below-floor",
-                    f"{where}.noise_multiplier is {z:g}, below the floor {floors.noise_multiplier:g}",
-                    "raise it, or lower corpus.floors.noise_multiplier",
-                )
+                problem = f"{where}.noise_multiplier is {z:g}, below the floor {floors.noise_multiplier:g}"
+                remedy = "raise it, or lower corpus.floors.noise_multiplier"
+                raise PlanError("plan.noise-multiplier-below-floor", problem, remedy)
             most = self.epsilon_of(floors.noise_multiplier)
             if entry.epsilon is not None and entry.epsilon > most:
-                raise PlanError(
-                    "plan.epsilon-above-floor",
-                    f"{where}.epsilon is {entry.epsilon:g}, but the noise floor allows {most:.4g} at δ = {self.corpus.delta:g}",
-                    "lower it, or lower corpus.floors.noise_multiplier",
-                )
+                problem = f"{where}.epsilon is {entry.epsilon:g}, but the noise floor allows {most:.4g} at δ = {self.corpus.delta:g}"
+                remedy = "lower it, or lower corpus.floors.noise_multiplier"
+                raise PlanError("plan.epsilon-above-floor", problem, remedy)
         return self
 
     def epsilon_of(self, noise_multiplier: float) -> float:

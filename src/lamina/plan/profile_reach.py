@@ -77,11 +77,9 @@ def resolve_reach(profile: DepthProfile, stack: LayerStack, *, allow_empty: bool
     factors = _layer_factors(profile, stack, layers)
     layers = [reached and factor > 0 for reached, factor in zip(layers, factors, strict=True)]
     if not any(layers) and not allow_empty:
-        raise PlanError(
-            "plan.profile-reaches-nothing",
-            f"profile {str(profile)!r} reaches no trainable layer{_span_text(profile, stack)}",
-            "widen it: only layers that lie wholly inside are reached",
-        )
+        problem = f"profile {str(profile)!r} reaches no trainable layer{_span_text(profile, stack)}"
+        remedy = "widen it: only layers that lie wholly inside are reached"
+        raise PlanError("plan.profile-reaches-nothing", problem, remedy)
     names = {name for layer, kept in zip(stack, layers, strict=True) if kept for name in layer.parameters}
     return Reach(
         layers=tuple(layers),
@@ -116,11 +114,8 @@ def _band_in_blocks(profile: DepthProfile, blocks: int) -> tuple[Fraction, Fract
         return exact_fraction(first) * blocks, exact_fraction(last) * blocks
     low, high = (int(b) + blocks if b < 0 else int(b) for b in (first, last))
     if not 0 <= low <= high < blocks:
-        raise PlanError(
-            "plan.profile-blocks-out-of-range",
-            f"profile {str(profile)!r} is out of range: the model has blocks 0 to {blocks - 1}",
-            "-1 is the last block",
-        )
+        problem = f"profile {str(profile)!r} is out of range: the model has blocks 0 to {blocks - 1}"
+        raise PlanError("plan.profile-blocks-out-of-range", problem, "-1 is the last block")
     return Fraction(low), Fraction(high + 1)
 
 
@@ -144,30 +139,19 @@ def _find_profile_adapter(profile: DepthProfile, stack: LayerStack) -> Adapter:
             else "add one with PEFT first, or name the tensors with {layers = […]}",
         )
     if len(named) > 1:
-        raise PlanError(
-            "plan.adapter-ambiguous",
-            f"the model has {len(named)} adapters called {profile.name!r}",
-            "give each a name of its own",
-        )
+        problem = f"the model has {len(named)} adapters called {profile.name!r}"
+        raise PlanError("plan.adapter-ambiguous", problem, "give each a name of its own")
     found = named[0]
     if not found.config:
-        raise PlanError(
-            "plan.adapter-config-not-canonical",
-            f"the configuration of adapter {found.name!r} cannot be written the same way in every run",
-            "use only numbers, texts, lists and tables in it",
-        )
+        problem = f"the configuration of adapter {found.name!r} cannot be written the same way in every run"
+        raise PlanError("plan.adapter-config-not-canonical", problem, "use only numbers, texts, lists and tables in it")
     if profile.config is not None and profile.config != found.config:
-        raise PlanError(
-            "plan.adapter-config-differs",
-            f"adapter {found.name!r} has configuration {found.config[:12]}…, the profile asks for {profile.config[:12]}…",
-            "train the adapter that the policy names, or change the policy",
-        )
+        problem = f"adapter {found.name!r} has configuration {found.config[:12]}…, the profile asks for {profile.config[:12]}…"
+        remedy = "train the adapter that the policy names, or change the policy"
+        raise PlanError("plan.adapter-config-differs", problem, remedy)
     if not found.tensors:
-        raise PlanError(
-            "plan.adapter-frozen",
-            f"no tensor of adapter {found.name!r} is trainable",
-            f"call model.set_adapter({found.name!r}) before the stack is made",
-        )
+        remedy = f"call model.set_adapter({found.name!r}) before the stack is made"
+        raise PlanError("plan.adapter-frozen", f"no tensor of adapter {found.name!r} is trainable", remedy)
     return found
 
 
@@ -196,19 +180,13 @@ def _layer_factors(profile: DepthProfile, stack: LayerStack, reached: list[bool]
         meant = [any(matches_pattern(pattern, name) for name in (layer.name, *layer.aliases)) for layer in stack]
         if not any(m and r for m, r in zip(meant, reached, strict=True)):
             hint = did_you_mean(pattern, [layer.name for layer in stack])
-            raise PlanError(
-                "plan.profile-weights-unreached",
-                f"profile weights name {pattern!r}, of which the profile reaches nothing{hint}",
-                "correct it or leave it out",
-            )
+            problem = f"profile weights name {pattern!r}, of which the profile reaches nothing{hint}"
+            raise PlanError("plan.profile-weights-unreached", problem, "correct it or leave it out")
         for i, layer in enumerate(stack):
             if meant[i]:
                 if factors[i] not in (None, factor):
-                    raise PlanError(
-                        "plan.profile-weights-conflict",
-                        f"profile weights give layer {layer.name!r} two factors, {factors[i]:g} and {factor:g}",
-                        "let one pattern match each layer",
-                    )
+                    problem = f"profile weights give layer {layer.name!r} two factors, {factors[i]:g} and {factor:g}"
+                    raise PlanError("plan.profile-weights-conflict", problem, "let one pattern match each layer")
                 factors[i] = factor
     return [1.0 if factor is None else factor for factor in factors]
 
@@ -233,11 +211,9 @@ class ResolvedMasks:
         }
         for entry in stack.unread if self.others else ():
             if entry.kind in self.chosen and any(_is_inside_module(entry.module, name) for name in names):
-                raise PlanError(
-                    "plan.parts-unknown",
-                    f"Cannot tell which tensors of {entry.module!r} belong to {entry.kind.value}: {entry.why}",
-                    f"declare it: LayerStack.from_model(model, {entry.kind.value}={{{entry.module!r}: …}}), 0 if none; or leave it out",
-                )
+                problem = f"Cannot tell which tensors of {entry.module!r} belong to {entry.kind.value}: {entry.why}"
+                remedy = f"declare it: LayerStack.from_model(model, {entry.kind.value}={{{entry.module!r}: …}}), 0 if none; or leave it out"
+                raise PlanError("plan.parts-unknown", problem, remedy)
 
     def _beside(self, tensor: str) -> bool:
         """Whether a tensor without parts may still serve single heads, or experts: then it counts as no other.
@@ -280,33 +256,22 @@ def _chosen_numbers(
     here = {part.group for part in stack.parts if part.kind is kind and part.tensor in names}
     known = _known_parts_text(kind, stack, counts)
     if not here:
-        raise PlanError(
-            "plan.parts-missing",
-            f"profile {str(profile)!r} asks for {what}, but the model trains no known ones there",
-            known,
-        )
+        problem = f"profile {str(profile)!r} asks for {what}, but the model trains no known ones there"
+        raise PlanError("plan.parts-missing", problem, known)
     for pattern, _ in mask.rows:
         if not any(matches_pattern(pattern, group) for group in counts):
             hint = did_you_mean(pattern, sorted(counts))
-            raise PlanError(
-                "plan.parts-pattern-unmatched",
-                f"profile {what}: pattern {pattern!r} matches no module with {what}{hint}",
-                known,
-            )
+            problem = f"profile {what}: pattern {pattern!r} matches no module with {what}{hint}"
+            raise PlanError("plan.parts-pattern-unmatched", problem, known)
     chosen = {group: mask.of(group, what) for group in counts}
     for group in (group for group in counts if group in here):
         if chosen[group] and max(chosen[group]) >= counts[group]:
-            raise PlanError(
-                "plan.parts-out-of-range",
-                f"profile {what} names number {max(chosen[group])} of {group!r}, which has {counts[group]}",
-                "count from 0; give numbers by pattern where modules differ",
-            )
+            problem = f"profile {what} names number {max(chosen[group])} of {group!r}, which has {counts[group]}"
+            remedy = "count from 0; give numbers by pattern where modules differ"
+            raise PlanError("plan.parts-out-of-range", problem, remedy)
     if not any(chosen[group] for group in here):
-        raise PlanError(
-            "plan.parts-none-chosen",
-            f"profile {str(profile)!r} chooses no {what} among the layers that it reaches",
-            known,
-        )
+        problem = f"profile {str(profile)!r} chooses no {what} among the layers that it reaches"
+        raise PlanError("plan.parts-none-chosen", problem, known)
     return chosen
 
 

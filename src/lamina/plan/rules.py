@@ -127,11 +127,8 @@ def rescale_noise(clip: Sequence[Row], noise: Row, sigma: Row, beside: Row | Non
     owed = [(row, s, b) for row, s, b in zip(clip, sigma, extra, strict=True) if _is_private_row(row, s)]
     for _, s, b in owed:
         if b * s >= 1:
-            raise PlanError(
-                "plan.noised-counts-too-expensive",
-                f"the noised counts have multiplier {1 / b:.4g}, below the {s:.4g} of the whole step",
-                "give the counts more noise",
-            )
+            problem = f"the noised counts have multiplier {1 / b:.4g}, below the {s:.4g} of the whole step"
+            raise PlanError("plan.noised-counts-too-expensive", problem, "give the counts more noise")
     kappa = max((clip_radius(row, noise) / math.sqrt((1 / s - b) * (1 / s + b)) for row, s, b in owed), default=0.0)
     if kappa == 0:
         return tuple(noise)

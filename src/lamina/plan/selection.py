@@ -78,11 +78,8 @@ def _names_outside_layer(layer: Layer) -> list[str]:
 
 def _layer_index(index: int, stack: LayerStack) -> int:
     if not -len(stack) <= index < len(stack):
-        raise PlanError(
-            "plan.layer-unknown",
-            f"profile names layer {index}, but the layers are 0 to {len(stack) - 1}",
-            "-1 is the last layer",
-        )
+        problem = f"profile names layer {index}, but the layers are 0 to {len(stack) - 1}"
+        raise PlanError("plan.layer-unknown", problem, "-1 is the last layer")
     return index % len(stack)
 
 
@@ -97,23 +94,15 @@ def _check_pattern_matched(pattern: str, stack: LayerStack, reached: Sequence[bo
     if any(reached[i] for i in shared):
         return
     if shared:
-        raise PlanError(
-            "plan.layer-shared",
-            f"profile names {pattern!r}, which shares a tensor with layer {known[shared[0]]!r}",
-            f"name {known[shared[0]]!r} if the class may reach every use of it",
-        )
+        problem = f"profile names {pattern!r}, which shares a tensor with layer {known[shared[0]]!r}"
+        remedy = f"name {known[shared[0]]!r} if the class may reach every use of it"
+        raise PlanError("plan.layer-shared", problem, remedy)
     for tensor in stack.frozen:
         if matches_pattern(pattern, tensor):
-            raise PlanError(
-                "plan.layer-frozen",
-                f"profile names {pattern!r}, but tensor {tensor!r} is frozen",
-                "leave it out, or make it trainable before the stack is made",
-            )
-    raise PlanError(
-        "plan.layer-unknown",
-        f"the model has no layer {pattern!r}{did_you_mean(pattern, known)}",
-        "print the stack to see its layers",
-    )
+            problem = f"profile names {pattern!r}, but tensor {tensor!r} is frozen"
+            raise PlanError("plan.layer-frozen", problem, "leave it out, or make it trainable before the stack is made")
+    problem = f"the model has no layer {pattern!r}{did_you_mean(pattern, known)}"
+    raise PlanError("plan.layer-unknown", problem, "print the stack to see its layers")
 
 
 EVERYWHERE = "*"
@@ -142,11 +131,8 @@ class PartMask:
                     "plan.profile-parts", f"profile {what} is {dict(value)!r}, must map patterns to numbers", example
                 )
             if EVERYWHERE in value and len(value) > 1:
-                raise PlanError(
-                    "plan.profile-parts-overlap",
-                    f"profile {what} has the pattern '*' beside others, which it matches too",
-                    "let one pattern match each module",
-                )
+                problem = f"profile {what} has the pattern '*' beside others, which it matches too"
+                raise PlanError("plan.profile-parts-overlap", problem, "let one pattern match each module")
             rows = value
         else:
             rows = {EVERYWHERE: value}
@@ -168,11 +154,8 @@ class PartMask:
         found = {numbers: pattern for pattern, numbers in self.rows if matches_pattern(pattern, module)}
         if len(found) > 1:
             first, second = sorted(found.values())[:2]
-            raise PlanError(
-                "plan.profile-parts-overlap",
-                f"profile {what}: {module!r} matches {first!r} and {second!r}, with other numbers",
-                "let one pattern match each module",
-            )
+            problem = f"profile {what}: {module!r} matches {first!r} and {second!r}, with other numbers"
+            raise PlanError("plan.profile-parts-overlap", problem, "let one pattern match each module")
         return frozenset(next(iter(found), ()))
 
     def __str__(self) -> str:
@@ -215,11 +198,8 @@ class Slice:
         last, where = -1, f"slice of {self.tensor!r} for class {self.cls!r}"
         for first, stop in self.ranges:
             if not last < first < stop <= self.length:
-                raise PlanError(
-                    "plan.slice-ranges",
-                    f"{where} has ranges {list(self.ranges)} of {self.length}",
-                    "give [first, stop) in order, apart from each other",
-                )
+                problem = f"{where} has ranges {list(self.ranges)} of {self.length}"
+                raise PlanError("plan.slice-ranges", problem, "give [first, stop) in order, apart from each other")
             last = stop
         if self.axis < 0 or self.length < 1:
             raise PlanError(

@@ -54,19 +54,15 @@ def sigma_acc(plan: StepPlan, k: str | int, z: float) -> float:
         return 0.0
     target, delta = signed_epsilon(plan, k, z), plan.delta(k)
     if target == 0:
-        raise PlanError(
-            "plan.signed-bound-allows-nothing",
-            f"noise multiplier {z:g} is ε = 0 at δ = {delta:g}: nothing may be learned",
-            "sign a smaller one, or leave the contribution out",
-        )
+        problem = f"noise multiplier {z:g} is ε = 0 at δ = {delta:g}: nothing may be learned"
+        remedy = "sign a smaller one, or leave the contribution out"
+        raise PlanError("plan.signed-bound-allows-nothing", problem, remedy)
     try:
         return calibrate(target, delta=delta, q=steps.q, steps=steps.steps, accountant=plan.accountant, besides=choices)
     except AccountingError as error:
-        raise PlanError(
-            "plan.signed-bound-unreachable",
-            f"noise multiplier {z:g}, ε = {target:.4g} at δ = {delta:g}, is out of reach: {error.problem}",
-            "leave the contribution out, or plan with fewer steps",
-        ) from error
+        problem = f"noise multiplier {z:g}, ε = {target:.4g} at δ = {delta:g}, is out of reach: {error.problem}"
+        remedy = "leave the contribution out, or plan with fewer steps"
+        raise PlanError("plan.signed-bound-unreachable", problem, remedy) from error
 
 
 def scale_for_signed_bound(plan: StepPlan, k: str | int, c: float, z: float) -> float:
@@ -84,29 +80,24 @@ def scale_for_signed_bound(plan: StepPlan, k: str | int, c: float, z: float) -> 
     if plan.epsilon(row, scale=most) <= target:
         return most
     if not plan.scales:
-        raise PlanError(
-            "plan.signed-bound-unreachable",
-            f"{who} spends ε = {plan.epsilon(row):.4g}, but noise multiplier {z:g} allows {target:.4g}, and this plan cannot scale",
-            "leave the contribution out, or plan with a fixed sigma",
-        )
+        problem = f"{who} spends ε = {plan.epsilon(row):.4g}, but noise multiplier {z:g} allows {target:.4g}, and this plan cannot scale"
+        remedy = "leave the contribution out, or plan with a fixed sigma"
+        raise PlanError("plan.signed-bound-unreachable", problem, remedy)
     needed, beside = 1.0 / sigma_acc(plan, row, z), plan.bits(row)
     if needed <= beside:
-        raise PlanError(
-            "plan.noised-counts-too-expensive",
-            f"the noised counts of {who} have multiplier {1 / beside:.4g}, below the {1 / needed:.4g} that is needed",
-            "leave the contribution out, or plan without counts",
+        problem = (
+            f"the noised counts of {who} have multiplier {1 / beside:.4g}, below the {1 / needed:.4g} that is needed"
         )
+        remedy = "leave the contribution out, or plan without counts"
+        raise PlanError("plan.noised-counts-too-expensive", problem, remedy)
     reach = clip_radius(plan.clip[row], plan.noise)
     scale = min(most, math.sqrt((needed - beside) * (needed + beside)) / reach)
     for _ in range(_MAX_TRIES):
         if plan.epsilon(row, scale=scale) <= target:
             return scale
         scale *= 1 - _SCALE_STEP
-    raise PlanError(
-        "plan.scale-search-failed",
-        f"no scale near {scale:.6g} holds ε = {target:.6g} for {who}",
-        "report this as a bug",
-    )
+    problem = f"no scale near {scale:.6g} holds ε = {target:.6g} for {who}"
+    raise PlanError("plan.scale-search-failed", problem, "report this as a bug")
 
 
 def occurrence_count(plan: StepPlan, k: str | int, cap: int | None = None) -> OccurrenceCount:
@@ -128,14 +119,6 @@ def variance_ceiling(plan: StepPlan, k: str | int, c: float, z: float, cap: int 
         occurrence_count(plan, k, cap).count
         * (_check_positive("noise multiplier", z) * _check_positive("clip norm", c)) ** 2
     )
-
-
-def variance_applied(plan: StepPlan, k: str | int) -> float:
-    """(sigma_k·‖C[k]‖)²: the variance of the one noise that a step with one S would need for the same sigma_k."""
-    row = plan.index(k)
-    if not plan.schedule(row):
-        return 0.0
-    return (plan.sigma(row) * plan.norm(row)) ** 2
 
 
 def _check_positive(what: str, value: float) -> float:

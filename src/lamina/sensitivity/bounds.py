@@ -161,11 +161,8 @@ def scale_rule(node: Node, state: PropagationState) -> NodeSensitivity:
     if node.base in ("mul", "div"):
         moving_first = isinstance(given["self"], str)
         if (node.base == "div" and not moving_first) or given.get("rounding_mode"):
-            raise NoBound(
-                "sensitivity.division-unbounded",
-                f"{node} rounds, or divides by what depends on the input",
-                "use a bounded slope",
-            )
+            problem = f"{node} rounds, or divides by what depends on the input"
+            raise NoBound("sensitivity.division-unbounded", problem, "use a bounded slope")
         other = given["other"] if moving_first else given["self"]
         sizes = torch.as_tensor(other).detach().double().abs()
         factor = float(sizes.max()) if node.base == "mul" else float(1 / sizes.min())
@@ -303,11 +300,8 @@ def product_rule(node: Node, state: PropagationState) -> NodeSensitivity:
         names = product_factors(node.base, given)
         shapes = [state.graph[name].shape for name in names]
         if shapes[0][:-2] != shapes[1][:-2]:
-            raise NoBound(
-                "sensitivity.matrix-batches-differ",
-                f"{node} multiplies {shapes[0]} by {shapes[1]}",
-                "expand both to one batch",
-            )
+            problem = f"{node} multiplies {shapes[0]} by {shapes[1]}"
+            raise NoBound("sensitivity.matrix-batches-differ", problem, "expand both to one batch")
         a, b = (state.of_argument(name) for name in names)
         x, y = state.profile[node.name].norms
         alpha = abs(float(given.get("alpha", 1)))
@@ -430,11 +424,8 @@ class SensitivityBounds:
         for layer in self.layers:
             if layer.name == name:
                 return layer
-        raise NoBound(
-            "sensitivity.unknown-layer",
-            f"no layer {name!r} has a bound",
-            f"use one of {', '.join(row.name for row in self.layers)}",
-        )
+        problem = f"no layer {name!r} has a bound"
+        raise NoBound("sensitivity.unknown-layer", problem, f"use one of {', '.join(row.name for row in self.layers)}")
 
     @property
     def tight(self) -> tuple[float, ...]:
@@ -508,11 +499,9 @@ def bounds(graph: TracedGraph, profile: ActivationProfile, stack: LayerStack) ->
 def _last_use(graph: TracedGraph, name: str, parameters: tuple[str, ...]) -> Node:
     uses = graph.uses(parameters)
     if not uses:
-        raise NoBound(
-            "sensitivity.layer-not-used",
-            f"layer {name!r} is not used between the input and the output of {graph.model}",
-            "freeze it with requires_grad_(False), or trace with an example that reaches it",
-        )
+        problem = f"layer {name!r} is not used between the input and the output of {graph.model}"
+        remedy = "freeze it with requires_grad_(False), or trace with an example that reaches it"
+        raise NoBound("sensitivity.layer-not-used", problem, remedy)
     return graph.output_of(uses[-1])
 
 
@@ -529,8 +518,5 @@ def _nodes_before(graph: TracedGraph, names: list[str]) -> list[Node]:
 
 def _refuse_other_model(node: Node, profile: ActivationProfile) -> None:
     if node.dtype is not None and node.floating and profile[node.name].operation != node.operation:
-        raise NoBound(
-            "sensitivity.profile-of-other-model",
-            f"{node} is not in the profile of {profile.model}",
-            "profile this model",
-        )
+        problem = f"{node} is not in the profile of {profile.model}"
+        raise NoBound("sensitivity.profile-of-other-model", problem, "profile this model")

@@ -47,18 +47,12 @@ class EnergyEstimate:
         validate.number(PlanError, "sensitivity.decay-range", least=0, below=1, decay=self.decay)
         layers = len(self.energy)
         if not layers or len(self.sd) != layers or len(self.mass) != layers:
-            raise PlanError(
-                "sensitivity.energy-state-shape",
-                f"energy, sd, mass have {layers}, {len(self.sd)}, {len(self.mass)} entries",
-                "give one per layer",
-            )
+            problem = f"energy, sd, mass have {layers}, {len(self.sd)}, {len(self.mass)} entries"
+            raise PlanError("sensitivity.energy-state-shape", problem, "give one per layer")
         for i, (e, sd, mass) in enumerate(zip(self.energy, self.sd, self.mass, strict=True)):
             if not (math.isfinite(e) and 0 <= sd < math.inf and 0 <= mass <= 1 + 1e-9):
-                raise PlanError(
-                    "sensitivity.energy-state-damaged",
-                    f"layer {i} has energy {e!r}, sd {sd!r}, mass {mass!r}",
-                    _DAMAGED,
-                )
+                problem = f"layer {i} has energy {e!r}, sd {sd!r}, mass {mass!r}"
+                raise PlanError("sensitivity.energy-state-damaged", problem, _DAMAGED)
 
     @classmethod
     def start(cls, layers: int, decay: float = 0.9) -> EnergyEstimate:

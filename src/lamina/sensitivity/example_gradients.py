@@ -34,11 +34,9 @@ def reconstruction_losses(model: nn.Module) -> LossesOf:
         out = model(x)
         if not isinstance(x, Tensor) or not isinstance(out, Tensor) or out.shape != x.shape:
             got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise PlanError(
-                "sensitivity.not-an-autoencoder",
-                f"the model gives {got}, so it cannot be compared with its input",
-                "give losses_of(x, y), which returns one loss per example, with public or simulated x and y",
-            )
+            problem = f"the model gives {got}, so it cannot be compared with its input"
+            remedy = "give losses_of(x, y), which returns one loss per example, with public or simulated x and y"
+            raise PlanError("sensitivity.not-an-autoencoder", problem, remedy)
         return (out - x).square().flatten(1).mean(1)
 
     return losses_of
@@ -52,22 +50,16 @@ def layer_tensors(model: nn.Module, stack: LayerStack) -> tuple[NamedTensors, ..
     for layer in stack:
         for name in layer.parameters:
             if name not in tensors:
-                raise PlanError(
-                    "sensitivity.stack-of-other-model",
-                    f"the model has no tensor {name!r} of layer {layer.name!r}",
-                    _READ_STACK,
-                )
+                problem = f"the model has no tensor {name!r} of layer {layer.name!r}"
+                raise PlanError("sensitivity.stack-of-other-model", problem, _READ_STACK)
             if isinstance(tensors[name], UninitializedParameter):
                 raise PlanError(
                     "sensitivity.tensor-without-shape", f"tensor {name!r} has no shape yet", "run model(...) once"
                 )
         size = sum(tensors[name].numel() for name in layer.parameters)
         if size != layer.size or not size:
-            raise PlanError(
-                "sensitivity.stack-of-other-model",
-                f"layer {layer.name!r} has {size} numbers, the stack says {layer.size}",
-                _READ_STACK,
-            )
+            problem = f"layer {layer.name!r} has {size} numbers, the stack says {layer.size}"
+            raise PlanError("sensitivity.stack-of-other-model", problem, _READ_STACK)
     return tuple({name: tensors[name] for name in layer.parameters} for layer in stack)
 
 
@@ -97,11 +89,9 @@ class ExampleLosses(nn.Module):
             losses = self.losses_of(x, y)
         if not isinstance(losses, Tensor) or losses.shape != (n,):
             got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-            raise PlanError(
-                "sensitivity.losses-shape",
-                f"losses_of gave {got} for {n} examples, must be ({n},)",
-                "return one loss per example: reduction='none', then mean over everything but the first axis",
-            )
+            problem = f"losses_of gave {got} for {n} examples, must be ({n},)"
+            remedy = "return one loss per example: reduction='none', then mean over everything but the first axis"
+            raise PlanError("sensitivity.losses-shape", problem, remedy)
         if not losses.isfinite().all():
             bad = int((~losses.isfinite()).sum())
             raise PlanError(
@@ -185,17 +175,12 @@ def fisher(
     )  # (examples, layers)
     for layer, column in zip(stack, squares.T, strict=True):
         if not column.isfinite().all():
-            raise PlanError(
-                "sensitivity.gradient-not-finite",
-                f"layer {layer.name!r} has gradients that are not finite",
-                "use other proxy data",
-            )
+            problem = f"layer {layer.name!r} has gradients that are not finite"
+            raise PlanError("sensitivity.gradient-not-finite", problem, "use other proxy data")
         if not (column > 0).any():
-            raise PlanError(
-                "sensitivity.no-gradient",
-                f"layer {layer.name!r} has gradient 0 on all {len(column)} proxy examples",
-                "freeze it with requires_grad_(False), or measure at weights and on data that reach it",
-            )
+            problem = f"layer {layer.name!r} has gradient 0 on all {len(column)} proxy examples"
+            remedy = "freeze it with requires_grad_(False), or measure at weights and on data that reach it"
+            raise PlanError("sensitivity.no-gradient", problem, remedy)
     return Fisher(
         layers=tuple(layer.name for layer in stack),
         information=tuple(squares.mean(0).tolist()),

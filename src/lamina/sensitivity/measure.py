@@ -82,11 +82,8 @@ class Measure:
 
     def __post_init__(self) -> None:
         if not isinstance(self.proxy, str) or not self.proxy:
-            raise PlanError(
-                "sensitivity.proxy-missing",
-                f"proxy is {short_repr(self.proxy)}",
-                "give 'gaussian', 'public: …' or 'simulated: …'",
-            )
+            problem = f"proxy is {short_repr(self.proxy)}"
+            raise PlanError("sensitivity.proxy-missing", problem, "give 'gaussian', 'public: …' or 'simulated: …'")
         for what in ("layers", "notes"):
             row = getattr(self, what)
             if not isinstance(row, tuple | list) or not all(isinstance(word, str) for word in row):
@@ -116,11 +113,9 @@ class Measure:
         names = tuple(layer.name for layer in stack) if isinstance(stack, LayerStack) else tuple(stack)
         if names != self.layers:
             mine, other = next(pair for pair in zip_longest(self.layers, names) if pair[0] != pair[1])
-            raise PlanError(
-                "sensitivity.measure-of-other-layers",
-                f"the measure has layer {mine!r} where the stack has {other!r}",
-                "measure the model that is to be trained, with the same grouping of layers",
-            )
+            problem = f"the measure has layer {mine!r} where the stack has {other!r}"
+            remedy = "measure the model that is to be trained, with the same grouping of layers"
+            raise PlanError("sensitivity.measure-of-other-layers", problem, remedy)
 
     @property
     def ratio(self) -> tuple[float, ...]:
@@ -151,11 +146,8 @@ class Measure:
         except (ValueError, RecursionError) as error:
             raise PlanError("sensitivity.measure-not-json", f"the measure is not JSON: {error}", _WRITTEN) from error
         if not isinstance(state, dict) or state.get("kind") != MEASURE_KIND or state.get("version") != MEASURE_VERSION:
-            raise PlanError(
-                "sensitivity.measure-version",
-                f"this is no {MEASURE_KIND} of version {MEASURE_VERSION}",
-                "measure again",
-            )
+            problem = f"this is no {MEASURE_KIND} of version {MEASURE_VERSION}"
+            raise PlanError("sensitivity.measure-version", problem, "measure again")
         known = {field.name for field in dataclasses.fields(cls)}
         if (found := set(state) - {"kind", "version"}) != known:
             raise PlanError(
@@ -185,20 +177,14 @@ class Measure:
             return ()
         if isinstance(row, str) or not isinstance(row, Sequence) or len(row) != len(self.layers):
             length = len(row) if isinstance(row, Sequence) else type(row).__name__
-            raise PlanError(
-                "sensitivity.measure-length",
-                f"{what} has {length} entries for {len(self.layers)} layers",
-                "give one per layer",
-            )
+            problem = f"{what} has {length} entries for {len(self.layers)} layers"
+            raise PlanError("sensitivity.measure-length", problem, "give one per layer")
         for name, value in zip(self.layers, row, strict=True):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             most = math.inf if what == _ROW_WITH_INFINITY and isinstance(value, float) else sys.float_info.max
             if not number or not 0 < value <= most:
-                raise PlanError(
-                    "sensitivity.value-not-positive",
-                    f"{what} of layer {name!r} is {short_repr(value)}, must be > 0",
-                    _ROW_REMEDIES[what],
-                )
+                problem = f"{what} of layer {name!r} is {short_repr(value)}, must be > 0"
+                raise PlanError("sensitivity.value-not-positive", problem, _ROW_REMEDIES[what])
         return tuple(float(value) for value in row)
 
 
@@ -279,11 +265,8 @@ def noise_cost(
     raw, error = found.mean(0), found.std(0) / math.sqrt(draws)
     for layer_, value in zip(stack, raw, strict=True):
         if not value.isfinite():
-            raise PlanError(
-                "sensitivity.noise-cost-not-finite",
-                f"layer {layer_.name!r} has a noise cost of {float(value)!r}",
-                "lower std",
-            )
+            problem = f"layer {layer_.name!r} has a noise cost of {float(value)!r}"
+            raise PlanError("sensitivity.noise-cost-not-finite", problem, "lower std")
     values, floored = raise_to_floor(raw.tolist(), error.tolist(), [layer.size for layer in stack])
     return NoiseCost(
         layers=tuple(layer.name for layer in stack),
@@ -315,11 +298,8 @@ def _weight_scales(tensors: Sequence[NamedTensors], stack: LayerStack) -> list[f
     squares = [sum(float(t.detach().double().square().sum()) for t in layer.values()) for layer in tensors]
     for layer, value in zip(stack, squares, strict=True):
         if not math.isfinite(value):
-            raise PlanError(
-                "sensitivity.weight-not-finite",
-                f"layer {layer.name!r} has weights that are not finite",
-                "initialise it again",
-            )
+            problem = f"layer {layer.name!r} has weights that are not finite"
+            raise PlanError("sensitivity.weight-not-finite", problem, "initialise it again")
     whole = math.sqrt(sum(squares) / stack.size)
     if not whole > 0:
         raise PlanError("sensitivity.weights-zero", "all weights of the model are 0", "initialise it")
@@ -361,11 +341,9 @@ def measure(
     if x is None and (example is None or y is not None):
         raise PlanError("sensitivity.no-example", "measure got neither x nor example", "give x, or example=x and no y")
     if (x is None) != (proxy.partition(":")[0].strip() == GAUSSIAN):
-        raise PlanError(
-            "sensitivity.proxy-not-named",
-            f"proxy is {proxy!r} and x is {'not ' * (x is None)}given",
-            "say proxy='public' or 'simulated' for x; private data must not be measured",
-        )
+        problem = f"proxy is {proxy!r} and x is {'not ' * (x is None)}given"
+        remedy = "say proxy='public' or 'simulated' for x; private data must not be measured"
+        raise PlanError("sensitivity.proxy-not-named", problem, remedy)
     data = _gaussian_inputs(model, example, examples, seed) if x is None else x
     part_x, part_y = take_examples((data, y), slice(min(examples, example_count(data))))
     losses = reconstruction_losses(model) if losses_of is None else losses_of

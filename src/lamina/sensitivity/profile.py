@@ -528,11 +528,9 @@ def _check_profile_options(inputs: Any, proxy: str, passes: int, batch: int, rad
             "sensitivity.proxy-without-inputs", f"proxy is {proxy!r} but there are no inputs", "give inputs"
         )
     if inputs is not None and source not in _PROXY_SOURCES:
-        raise PlanError(
-            "sensitivity.proxy-not-named",
-            f"proxy is {proxy!r}, must be {' or '.join(_PROXY_SOURCES)} where inputs are given",
-            "say where the inputs come from; private data must not be profiled",
-        )
+        problem = f"proxy is {proxy!r}, must be {' or '.join(_PROXY_SOURCES)} where inputs are given"
+        remedy = "say where the inputs come from; private data must not be profiled"
+        raise PlanError("sensitivity.proxy-not-named", problem, remedy)
 
 
 def _program_for_batch(model: nn.Module, part: Any, graph: TracedGraph) -> TracedProgram:
@@ -540,9 +538,7 @@ def _program_for_batch(model: nn.Module, part: Any, graph: TracedGraph) -> Trace
     program = export(model, part)
     found = [(node.name, node.operation) for node in read_graph(model, program)]
     if found != [(node.name, node.operation) for node in graph]:
-        raise PlanError(
-            "sensitivity.graph-depends-on-batch",
-            f"{type(model).__name__} runs other operations on {patient_count(part)} inputs than on one",
-            "write forward so that it does not depend on the batch size, or profile with batch=1",
-        )
+        problem = f"{type(model).__name__} runs other operations on {patient_count(part)} inputs than on one"
+        remedy = "write forward so that it does not depend on the batch size, or profile with batch=1"
+        raise PlanError("sensitivity.graph-depends-on-batch", problem, remedy)
     return program

@@ -147,11 +147,9 @@ def first_patients(example: Any, count: int) -> Any:
     leaves = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)]
     for leaf in leaves:
         if leaf.ndim == 0 or leaf.shape[0] < count or leaf.shape[0] != leaves[0].shape[0]:
-            raise PlanError(
-                "sensitivity.example-count",
-                f"a tensor of the example has shape {tuple(leaf.shape)}",
-                f"give tensors (patients, …) of one length >= {count}",
-            )
+            problem = f"a tensor of the example has shape {tuple(leaf.shape)}"
+            remedy = f"give tensors (patients, …) of one length >= {count}"
+            raise PlanError("sensitivity.example-count", problem, remedy)
     if not leaves:
         raise PlanError(
             "sensitivity.no-tensor", f"the example is a {type(example).__name__} without a tensor", "give model inputs"
@@ -310,11 +308,8 @@ def _program_of_export(exported: ExportedProgram) -> TracedProgram:
     leaves = []
     for spec in exported.graph_signature.input_specs:
         if spec.kind.name not in _LEAF_ORIGINS:
-            raise NoBound(
-                "sensitivity.model-not-traceable",
-                f"the traced model has an input of kind {spec.kind.name}",
-                "keep effects such as printing out of forward",
-            )
+            problem = f"the traced model has an input of kind {spec.kind.name}"
+            raise NoBound("sensitivity.model-not-traceable", problem, "keep effects such as printing out of forward")
         leaves.append((spec.arg.name, _LEAF_ORIGINS[spec.kind.name], spec.target or spec.arg.name))
     constants = dict(exported.constants)
     return TracedProgram(
@@ -350,11 +345,8 @@ def _redirect_in_place_reads(graph: fx.Graph) -> None:
         owner = memory.get(first, first)
         for other in (owner, *(view for view, of in memory.items() if of is owner)):
             if other is not first and any(order[user] > order[node] for user in other.users):
-                raise NoBound(
-                    "sensitivity.in-place-view",
-                    f"{node.target} overwrites {first.name}, whose memory {other.name} shares",
-                    "use the operation without underscore (or +=)",
-                )
+                problem = f"{node.target} overwrites {first.name}, whose memory {other.name} shares"
+                raise NoBound("sensitivity.in-place-view", problem, "use the operation without underscore (or +=)")
         first.replace_all_uses_with(node, delete_user_cb=partial(_runs_after, order, order[node]))
         memory[node] = owner
 
@@ -428,11 +420,8 @@ class TracedGraph:
         for node in self.nodes:
             if node.name == name:
                 return node
-        raise PlanError(
-            "sensitivity.unknown-node",
-            f"no node is called {name!r}",
-            f"use one of {', '.join(n.name for n in self.nodes)}",
-        )
+        problem = f"no node is called {name!r}"
+        raise PlanError("sensitivity.unknown-node", problem, f"use one of {', '.join(n.name for n in self.nodes)}")
 
     def readers(self, name: str) -> tuple[Node, ...]:
         """The nodes that read a node."""
