@@ -18,12 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lamina.allocate.ladp import LADP
 from lamina.allocate.make_plan import make_plan
 from lamina.allocate.problem import Allocate
-from lamina.bench.step_cost import interleave
+from lamina.bench.step_cost import interleave, paired_ratio
 from lamina.bench.workloads import Workload, find_workload
 from lamina.engine.adaptive import Adaptation
 from lamina.engine.batch import Batch
@@ -95,8 +96,8 @@ def measured(steps: dict[str, Step], rounds: int, budget: float) -> dict[str, An
     for step in (*steps.values(), *steps.values()):  # what is checked at first is checked here
         step()
     times = interleave(steps, rounds=rounds, budget=budget)
-    milliseconds = {name: round(1000 * times.median(name), 3) for name in steps}
-    return {**times.ratio("with", "without").as_json(), "milliseconds": milliseconds}
+    milliseconds = {name: round(1000 * float(np.median(times[name])), 3) for name in steps}
+    return {**paired_ratio(times["with"], times["without"]).as_json(), "milliseconds": milliseconds}
 
 
 def main() -> int:

@@ -20,10 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lamina.allocate.make_plan import make_plan
-from lamina.bench.step_cost import interleave
+from lamina.bench.step_cost import interleave, paired_ratio
 from lamina.bench.workloads import Workload, find_workload
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
@@ -74,7 +75,10 @@ def measured(load: Workload, clipping: str, rounds: int, budget: float) -> dict[
         {variant: step_of(load, variant, clipping) for variant in PROFILES}, rounds=rounds, budget=budget
     )
     return {
-        variant: {**times.ratio(variant, "open").as_json(), "milliseconds": round(1000 * times.median(variant), 3)}
+        variant: {
+            **paired_ratio(times[variant], times["open"]).as_json(),
+            "milliseconds": round(1000 * float(np.median(times[variant])), 3),
+        }
         for variant in PROFILES
     }
 

@@ -75,7 +75,7 @@ def test_every_variant_of_ours_trains() -> None:
 def test_restricted_leaves_the_lower_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     each, made = tiny("cnn"), []
     monkeypatch.setattr(Workload, "model", lambda self: made.append(self.build()) or made[-1])
-    step = step_variants.restricted_step(each)
+    step = step_variants.VARIANTS["restricted"](each)
     before = {name: p.clone() for name, p in made[-1].named_parameters()}
     step()
     moved = [name for name, p in made[-1].named_parameters() if not torch.equal(p, before[name])]

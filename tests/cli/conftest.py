@@ -1,20 +1,27 @@
-"""A user's project in a temporary folder: policy, data, module with model, loss and evaluation, run file."""
+"""The program in an empty folder, beside a ledger, or in a user's project: policy, data, module, run file."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import typer
+from asking import Call, answer, asker
+from build import YEAR, Story, build
+from making import START, Clock
 
-from lamina.cli.app import main
+from lamina.cli.app import app as program
+from lamina.ledger.writer import Ledger
+
+BUILT = typer.main.get_command(program)  # once, not at every call
 
 POLICY = """
 [corpus]
@@ -87,22 +94,14 @@ class Project:
 
     def call(self, *words: str) -> tuple[int, str, str]:
         """Exit code, standard output, standard error."""
-        with pytest.raises(SystemExit) as caught:
-            main(words)
-        code = caught.value.code
-        printed = self.capsys.readouterr()
-        return code if isinstance(code, int) else 0, printed.out, printed.err
+        return asker(self.capsys)(*words)
 
     def train(self, *words: str, run: str | None = None) -> tuple[int, str, str]:
         path = self.write("first.toml", self.run if run is None else run)
         return self.call("train", str(path), *words)
 
     def train_json(self, *words: str, run: str | None = None) -> dict[str, Any]:
-        code, printed, complaint = self.train("--json", *words, run=run)
-        assert code == 0, complaint
-        found = json.loads(printed)
-        assert isinstance(found, dict)
-        return found
+        return answer(self.train("--json", *words, run=run))
 
 
 _count = iter(range(10_000))
@@ -130,3 +129,30 @@ def again(project: Project) -> Callable[[str], None]:
         sys.modules.pop(project.module, None)
 
     return replace
+
+
+@pytest.fixture
+def lamina(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """`lamina …` in an empty folder; a passphrase is never asked for, unless a test says so."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LAMINA_PASSPHRASE", raising=False)
+    monkeypatch.setattr("lamina.cli.terminal._can_prompt", lambda: False)
+    monkeypatch.setattr("lamina.admit.keys.PBKDF2_ROUNDS", 70_000)  # three bytes, as the real number; faster
+    monkeypatch.setattr(sys.modules["lamina.cli.app"], "app", BUILT)
+    return asker(capsys)
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Story]:
+    """A ledger with every kind of record, to copy."""
+    path = tmp_path_factory.mktemp("template") / "ledger.db"
+    story = build(str(path), prune=False)
+    story.ledger.close()
+    return path, story
+
+
+@pytest.fixture
+def ledger_call(lamina: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """`lamina ledger …` at a time after all that is in the template."""
+    monkeypatch.setattr(Ledger, "open", partial(Ledger.open, clock=Clock(START + 4 * YEAR)))
+    return partial(lamina, "ledger")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from asking import Call, refused, succeeded
 from refusals import raises_code
 
 from lamina import __version__
@@ -35,13 +36,6 @@ profile = { top = 0.25 }
 """
 
 
-def code_of(arguments: list[str]) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    code = caught.value.code
-    return code if isinstance(code, int) else 1
-
-
 @pytest.fixture
 def policy(tmp_path: Path) -> str:
     path = tmp_path / "policy.toml"
@@ -52,10 +46,9 @@ def policy(tmp_path: Path) -> str:
 # ------------------------------------------------------------------------------------ help
 
 
-def test_help_shows_the_stages_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_stages_in_order(lamina: Call) -> None:
     assert NAMES == ["demo", "attest", "admit", "plan", "train", "spend", "bench"]
-    assert code_of(["--help"]) == 0
-    text = capsys.readouterr().out
+    text = succeeded(lamina("--help"))
     listed = text[text.index("Commands") :]
     places = [listed.index(f"│ {name} ") for name in NAMES]
     assert places == sorted(places)
@@ -64,10 +57,9 @@ def test_help_shows_the_stages_in_order(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("command", NAMES)
-def test_the_list_of_commands_says_what_their_help_says(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_commands_says_what_their_help_says(command: str, lamina: Call) -> None:
     """It is kept beside them, so that a list of them imports none."""
-    assert code_of([command, "--help"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(succeeded(lamina(command, "--help")).split())
     assert COMMANDS[command][1] in said
 
 
@@ -83,24 +75,22 @@ def test_help_imports_no_command() -> None:
 
 
 @pytest.mark.parametrize("command", NAMES)
-def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_teaches(command: str, lamina: Call) -> None:
     """It has an example, says what it spends or changes, and takes --json."""
-    assert code_of([command, "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(succeeded(lamina(command, "--help")).split())
     assert f"lamina {command}" in text.partition("Example")[2]
     assert any(word in text.lower() for word in ("spend", "spent"))
     assert "--json" in text
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of(["--version"]) == 0
-    assert capsys.readouterr().out == f"lamina {__version__}\n"
+def test_version(lamina: Call) -> None:
+    assert succeeded(lamina("--version")) == f"lamina {__version__}\n"
 
 
-def test_nothing_to_do_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of([]) == 2
-    printed = capsys.readouterr()
-    assert "Commands" in printed.out + printed.err
+def test_nothing_to_do_shows_help(lamina: Call) -> None:
+    code, out, err = lamina()
+    assert code == 2
+    assert "Commands" in out + err
 
 
 @pytest.mark.parametrize(
@@ -119,20 +109,19 @@ def test_nothing_to_do_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
         ["bench", "--rounds", "0"],
     ],
 )
-def test_misuse_is_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of(arguments) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "Usage" in printed.err
-    assert "Traceback" not in printed.err
+def test_misuse_is_two(arguments: list[str], lamina: Call) -> None:
+    code, out, err = lamina(*arguments)
+    assert code == 2
+    assert out == ""
+    assert "Usage" in err
+    assert "Traceback" not in err
 
 
 # ------------------------------------------------------------------------------------ plan
 
 
-def test_plan_prints_the_keys_of_the_contract(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of(["plan", policy, "--model", "mlp", "--batch", "50", "--steps", "100", "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
+def test_plan_prints_the_keys_of_the_contract(policy: str, lamina: Call) -> None:
+    made = json.loads(succeeded(lamina("plan", policy, "--model", "mlp", "--batch", "50", "--steps", "100", "--json")))
     assert set(made["classes"]) == {"clinical", "sensitive"}
     for figures in made["classes"].values():
         assert {"sigma", "epsilon", "rho", "delta", "sampling_rate", "steps"} <= figures.keys()
@@ -142,9 +131,8 @@ def test_plan_prints_the_keys_of_the_contract(policy: str, capsys: pytest.Captur
         assert set(layer["clip"]) == {"clinical", "sensitive"}
 
 
-def test_plan_prints_a_table_for_people(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of(["plan", policy, "--model", "mlp", "--batch", "50", "--epochs", "2"]) == 0
-    text = capsys.readouterr().out
+def test_plan_prints_a_table_for_people(policy: str, lamina: Call) -> None:
+    text = succeeded(lamina("plan", policy, "--model", "mlp", "--batch", "50", "--epochs", "2"))
     assert "decoder.8" in text
     assert "sensitive" in text
 
@@ -162,39 +150,35 @@ def test_plan_prints_a_table_for_people(policy: str, capsys: pytest.CaptureFixtu
     ],
 )
 def test_a_refusal_is_one_with_a_remedy_and_no_traceback(
-    policy: str, change: list[str], word: str, capsys: pytest.CaptureFixture[str]
+    policy: str, change: list[str], word: str, lamina: Call
 ) -> None:
-    assert code_of(["plan", policy, "--model", "mlp", "--batch", "50", "--steps", "10", *change]) == 1
-    printed = capsys.readouterr()
-    assert "refused" in printed.err
-    assert word in printed.err.replace("\n", " ")
-    assert "Traceback" not in printed.err
-    assert printed.out == ""
+    code, out, err = lamina("plan", policy, "--model", "mlp", "--batch", "50", "--steps", "10", *change)
+    assert code == 1
+    assert "refused" in err
+    assert word in err.replace("\n", " ")
+    assert "Traceback" not in err
+    assert out == ""
 
 
-def test_a_missing_policy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of(["plan", "nowhere.toml", "--steps", "1"]) == 1
-    assert "nowhere.toml" in capsys.readouterr().err
+def test_a_missing_policy_is_refused(lamina: Call) -> None:
+    assert "nowhere.toml" in refused(lamina("plan", "nowhere.toml", "--steps", "1"), "plan.policy-unreadable")
 
 
-def test_a_smaller_epsilon_is_explained(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_smaller_epsilon_is_explained(policy: str, lamina: Call) -> None:
     """Both classes reach the top layers; the one that needs more noise there decides for both."""
     arguments = ["plan", policy, "--model", "mlp", "--batch", "50", "--steps", "100", "--allocate", "flat"]
-    assert code_of(arguments) == 0
-    text = capsys.readouterr().out
+    text = succeeded(lamina(*arguments))
     assert "note: class 'clinical' is planned at ε" in text
     assert "below the 2 that it may spend" in text
     assert "class 'sensitive' needs more of it" in text
-    assert code_of([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(succeeded(lamina(*arguments, "--json")))
     assert found["classes"]["clinical"]["epsilon"] < 1.9
     assert found["classes"]["sensitive"]["epsilon"] == pytest.approx(1.0, rel=1e-2)
     assert len(found["notes"]) == 1
 
 
-def test_no_note_where_nothing_needs_one(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of(["plan", policy, "--model", "mlp", "--batch", "50", "--steps", "100", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_no_note_where_nothing_needs_one(policy: str, lamina: Call) -> None:
+    found = json.loads(succeeded(lamina("plan", policy, "--model", "mlp", "--batch", "50", "--steps", "100", "--json")))
     bounds = {"clinical": 2.0, "sensitive": 1.0}
     short = [name for name, figures in found["classes"].items() if figures["epsilon"] < 0.99 * bounds[name]]
     assert len(found["notes"]) == len(short)
@@ -215,25 +199,23 @@ def test_notes_compare_with_what_was_asked_for() -> None:
     assert "class '' " not in note
 
 
-def test_a_policy_to_start_from(capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of(["plan", "--template"]) == 0
-    text = capsys.readouterr().out
+def test_a_policy_to_start_from(lamina: Call) -> None:
+    text = succeeded(lamina("plan", "--template"))
     assert Policy.parse(text) == Policy.template()
-    assert code_of(["plan", "--template", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"template": text}
+    assert json.loads(succeeded(lamina("plan", "--template", "--json"))) == {"template": text}
 
 
 # ------------------------------------------------------------------------------------ refusals and defects
 
 
-def test_json_refusals_are_objects_too(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of(["plan", policy, "--model", "nonsense", "--steps", "3", "--json"]) == 1
-    printed = capsys.readouterr()
-    told = json.loads(printed.out)
+def test_json_refusals_are_objects_too(policy: str, lamina: Call) -> None:
+    code, out, err = lamina("plan", policy, "--model", "nonsense", "--steps", "3", "--json")
+    assert code == 1
+    told = json.loads(out)
     assert told.keys() == {"refused", "remedy", "code"}
     assert "nonsense" in told["refused"]
     assert "residual" in told["remedy"]
-    assert "refused: model 'nonsense'" in printed.err
+    assert "refused: model 'nonsense'" in err
 
 
 @pytest.mark.parametrize("words", [["--debug", "plan"], ["plan", "--debug"]])
@@ -243,59 +225,53 @@ def test_debug_shows_the_traceback(words: list[str], capsys: pytest.CaptureFixtu
     assert "refused" in capsys.readouterr().err
 
 
-def test_debug_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_by_environment(lamina: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMINA_DEBUG", "0")
-    assert code_of(["plan", "nowhere.toml", "--steps", "1"]) == 1
+    refused(lamina("plan", "nowhere.toml", "--steps", "1"), "plan.policy-unreadable")
     monkeypatch.setenv("LAMINA_DEBUG", "1")
     with pytest.raises(LaminaError):
         main(["plan", "nowhere.toml", "--steps", "1"])
 
 
-def test_a_defect_is_one_message_too(
-    policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_defect_is_one_message_too(policy: str, monkeypatch: pytest.MonkeyPatch, lamina: Call) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by nothing")
 
     monkeypatch.setattr("lamina.cli.plan.explained_plan", broken)
     arguments = ["plan", policy, "--model", "mlp", "--steps", "3", "--json"]
-    assert code_of(arguments) == 1
-    printed = capsys.readouterr()
-    assert f"ZeroDivisionError: by nothing (at {__file__}:" in json.loads(printed.out)["refused"]
-    assert "Traceback" not in printed.err
+    code, out, err = lamina(*arguments)
+    assert code == 1
+    assert f"ZeroDivisionError: by nothing (at {__file__}:" in json.loads(out)["refused"]
+    assert "Traceback" not in err
     with pytest.raises(ZeroDivisionError):
         main([*arguments, "--debug"])
 
 
-def test_a_defect_of_ours_names_our_line(
-    policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_defect_of_ours_names_our_line(policy: str, monkeypatch: pytest.MonkeyPatch, lamina: Call) -> None:
     monkeypatch.setattr("lamina.cli.plan.explained_plan", lambda *_, **__: (None, None))
-    assert code_of(["plan", policy, "--model", "mlp", "--steps", "3"]) == 1
-    told = capsys.readouterr().err
+    told = refused(lamina("plan", policy, "--model", "mlp", "--steps", "3"), "cli.unexpected-error")
     assert "AttributeError" in told
     assert "lamina/plan/selection.py:" in told
 
 
-def test_a_failed_benchmark_is_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_benchmark_is_one_object(monkeypatch: pytest.MonkeyPatch, lamina: Call) -> None:
     monkeypatch.setattr("lamina.cli.bench.run_benchmark", lambda settings, say: {"workloads": {}})
     monkeypatch.setattr("lamina.cli.bench.lamina_failures", lambda result: ["mlp: no"])
-    assert code_of(["bench", "--quick", "--json"]) == 1
-    printed = capsys.readouterr()
-    told = json.loads(printed.out)
+    code, out, err = lamina("bench", "--quick", "--json")
+    assert code == 1
+    told = json.loads(out)
     assert told.keys() == {"workloads", "refused", "remedy", "code"}
-    assert "mlp: no" in printed.err
+    assert "mlp: no" in err
 
 
 # ------------------------------------------------------------------------------------ completion
 
 
-def completed(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def completed(words: str, monkeypatch: pytest.MonkeyPatch, lamina: Call) -> list[str]:
     monkeypatch.setenv("_LAMINA_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", f"lamina {words}")
     monkeypatch.setenv("COMP_CWORD", str(len(words.split(" "))))
-    code_of([])
-    return capsys.readouterr().out.split()
+    return lamina()[1].split()
 
 
 @pytest.mark.parametrize(
@@ -310,12 +286,10 @@ def completed(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         ("plan --clipping j", {"joint"}),
     ],
 )
-def test_bash_completion(
-    words: str, expected: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert expected <= set(completed(words, monkeypatch, capsys))
+def test_bash_completion(words: str, expected: set[str], monkeypatch: pytest.MonkeyPatch, lamina: Call) -> None:
+    assert expected <= set(completed(words, monkeypatch, lamina))
     if not words.endswith(" ") and words:
-        assert set(completed(words, monkeypatch, capsys)) == expected
+        assert set(completed(words, monkeypatch, lamina)) == expected
 
 
 def test_the_installed_program_starts() -> None:

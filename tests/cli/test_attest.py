@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import typer
+from asking import Call, answer, refused
 
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.admit.attestation import Attestation, Descriptor, subject_tag
 from lamina.admit.keys import PrivateKey, parse_time
-from lamina.cli.app import app as program
-from lamina.cli.app import main
 
-Call = Callable[..., tuple[int, str, str]]
-BUILT = typer.main.get_command(program)  # once, not at every call
 POLICY = """
 [corpus]
 origin = "example.org/corpus"
@@ -37,36 +31,17 @@ public = true
 
 
 @pytest.fixture
-def call(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+def call(lamina: Call) -> Call:
     """`lamina attest policy.toml …` in a folder with a policy, a key and three contributions."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LAMINA_PASSPHRASE", raising=False)
-    monkeypatch.setattr("lamina.cli.terminal._can_prompt", lambda: False)
-    monkeypatch.setattr(sys.modules["lamina.cli.app"], "app", BUILT)
     Path("policy.toml").write_text(POLICY, encoding="utf-8")
     PrivateKey.generate().save("alice.key", None)
     for name in ("p0", "p1", "p2"):
         Path("data", name).mkdir(parents=True)
         np.savez(Path("data", name, "payload.npz"), x=np.zeros((2, 3), dtype=np.float32))
-
-    def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(["attest", "policy.toml", *words])
-        printed = capsys.readouterr()
-        code = caught.value.code
-        return code if isinstance(code, int) else 0, printed.out, printed.err
-
-    return run
+    return partial(lamina, "attest", "policy.toml")
 
 
 SIGN = ("data", "--key", "alice.key", "--class", "sensitive")
-
-
-def answer(result: tuple[int, str, str]) -> dict[str, Any]:
-    assert result[0] == 0, result[2]
-    found = json.loads(result[1])
-    assert isinstance(found, dict)
-    return found
 
 
 def read(name: str) -> tuple[Descriptor, Attestation]:
@@ -144,9 +119,7 @@ def test_anchors_from_a_table(call: Call) -> None:
     for words in ("zz" * 32, "ab" * 32, "ab"):  # one digest for three contributions, or none at all
         assert call(*SIGN, "--anchor", words)[0] == 1
     Path("anchors.csv").write_text("id,anchor\np0,12\n", encoding="utf-8")
-    code, _, complaint = call(*SIGN, "--anchor", "anchors.csv")
-    assert code == 1
-    assert "64 hexadecimal digits" in complaint
+    refused(call(*SIGN, "--anchor", "anchors.csv"), "cli.anchor-malformed")
 
 
 def test_one_that_fails_is_one_and_makes_the_code_1(call: Call) -> None:
@@ -268,28 +241,20 @@ def test_a_class_may_be_said_twice_if_it_is_the_same(call: Call) -> None:
     Path("data/contributions.csv").write_text("id,class\np0,sensitive\np1,open\np2,standard\n", encoding="utf-8")
     assert answer(call("data/p0", *SIGN[1:], "--json"))["signed"] == 1
     for path in ("data/p1", "data"):
-        code, _, complaint = call(path, *SIGN[1:])
-        assert code == 1
-        assert "cli.class-differs-from-listing" in complaint
-        assert "leave --class out" in complaint
+        refused(call(path, *SIGN[1:]), "cli.class-differs-from-listing")
     assert not Path("data/p1/descriptor.cbor").exists()
 
 
 def test_a_sealed_key_is_opened(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.admit.keys.PBKDF2_ROUNDS", 70_000)
     PrivateKey.generate().save("bob.key", b"correct horse")
     words = ("data", "--key", "bob.key", "--class", "sensitive")
-    code, _, complaint = call(*words)
-    assert code == 1
-    assert "LAMINA_PASSPHRASE" in complaint
+    refused(call(*words), "key.passphrase-missing")
     Path("pass").write_text("correct horse\n", encoding="ascii")
     assert call(*words, "--passphrase-file", "pass")[0] == 0
     monkeypatch.setenv("LAMINA_PASSPHRASE", "wrong")
-    code, printed, complaint = call(*words)
-    assert code == 1
-    assert "key.private-not-opened" in complaint
+    refused(call(*words), "key.private-not-opened")
     monkeypatch.setenv("LAMINA_PASSPHRASE", "correct horse")
-    code, printed, complaint = call(*words, "--json")
+    _code, printed, complaint = call(*words, "--json")
     assert json.loads(printed)["kept"] == 3
     assert "correct horse" not in printed + complaint
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lamina.admit.key_ring import KeyRing
 from lamina.admit.verdicts import Reason
+from lamina.cli import demo
 from lamina.cli.app import main
 from lamina.cli.demo import TRAINING_LABELS, DemoResult
 from lamina.cli.run_file import RunFile
@@ -29,7 +30,7 @@ from lamina.cli.train import PlannedRun
 from lamina.corpus.admitted import Gate
 from lamina.data.heart_model import import_neurokit
 from lamina.demo import patients as patients_module
-from lamina.demo.hospitals import STRICT_NOISE_MULTIPLIER, VerifiedLedger, make_new_folder
+from lamina.demo.hospitals import STRICT_NOISE_MULTIPLIER, make_new_folder
 from lamina.demo.patients import QUICK_SIZES, DemoPatients, PatientGroup, Utility, auc, measure_utility
 from lamina.demo.svg_charts import auc_bars
 from lamina.demo.training import _poisson_sample
@@ -37,7 +38,6 @@ from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.spend_ledger import SpendLedger
-from lamina.train.publisher import Outcome
 
 TRAININGS = {"without_sensitive", "private", "without_privacy"}
 
@@ -49,15 +49,19 @@ class Ran:
     folder: Path
     result: dict[str, Any]
     screen: str
+    found: DemoResult
 
 
 def run_demo(folder: Path, *words: str) -> Ran:
-    printed, screen = io.StringIO(), io.StringIO()
-    with redirect_stdout(printed), redirect_stderr(screen), pytest.raises(SystemExit) as caught:
-        main(["demo", "--json", "--folder", str(folder), *words])
+    printed, screen, found = io.StringIO(), io.StringIO(), []
+    write = demo.write_report
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), redirect_stderr(screen):
+        patch.setattr(demo, "write_report", lambda folder, result: found.append(result) or write(folder, result))
+        with pytest.raises(SystemExit) as caught:
+            main(["demo", "--json", "--folder", str(folder), *words])
     assert caught.value.code in (0, None), screen.getvalue()
     result = json.loads(printed.getvalue())  # one object, and nothing else
-    return Ran(folder=Path(result["folder"]), result=result, screen=screen.getvalue())
+    return Ran(folder=Path(result["folder"]), result=result, screen=screen.getvalue(), found=found[0])
 
 
 @pytest.fixture(scope="module")
@@ -162,52 +166,23 @@ def test_the_screen_shows_phases_and_epsilon_and_no_loss(ran: Ran) -> None:
 
 
 def test_people_get_a_table_and_where_to_look(ran: Ran) -> None:
-    plan = StepPlan.from_cbor((ran.folder / "run" / "plan.cbor").read_bytes())
-    outcome = Outcome(
-        run="0" * 32,
-        folder=ran.folder / "run",
-        steps=5,
-        planned=5,
-        epsilon={"volunteer": 0.0, "sensitive": 2.99991},
-        total={"volunteer": 0.0, "sensitive": 2.99991},
-        unit={"volunteer": "patient", "sensitive": "patient"},
-        delta={"volunteer": 0.0, "sensitive": 1e-5},
-        private=True,
-        metrics={},
-        notes=("something happened",),
+    outcome = replace(
+        ran.found.outcome, notes=("something happened",), epsilon={"volunteer": 0.0, "sensitive": 2.99991}
     )
-    utility = {
-        name: Utility(auc=0.7 + 0.1 * i, by_class={"normal": 0.6, "block": 0.9}, error=0.2)
-        for i, name in enumerate(TRAINING_LABELS)
-    }
-    test = PatientGroup(x=torch.zeros(3, 1, 12, 96), label=torch.zeros(3, dtype=torch.long))
-    policy = Policy.load(ran.folder / "policy.toml")
-    corpus = Gate(policy, ran.folder / "keys.json").admit(ran.folder / "contributions")
-    evidence = VerifiedLedger.gather(ran.folder / "ledger.db", corpus.admission)
-    found = DemoResult(
-        plan=plan,
-        outcome=outcome,
-        admission=corpus.admission,
-        resolution=corpus.resolution(plan),
-        utility=utility,
-        model=nn.Identity(),
-        test=test,
-        evidence=evidence,
-        seconds=93.4,
-    )
+    found = replace(ran.found, outcome=outcome)
     lines = found.table(ran.folder, ran.folder / "report.html").splitlines()
     assert "sensitive  top 25 %    3.0000  1e-05  patient" in lines  # rounded up
     assert "volunteer  all layers  public      –  patient" in lines
     rows = [" ".join(line.split()) for line in lines]
-    assert "without the sensitive patients 0.700 0.600 0.900 0.200" in rows
     assert f"admitted by signature: {QUICK_SIZES.volunteers + QUICK_SIZES.sensitive}; refused: {len(REFUSED)}" in rows
     for name, reason in REFUSED.items():
         assert any(row.startswith(f"{name} ") and row.endswith(f" {reason}") for row in rows)
     assert any(row.startswith("sensitive 4 1 2.5 ") for row in rows)
-    assert "private 0.800 0.600 0.900 0.200" in rows
-    assert "without privacy 0.900 0.600 0.900 0.200" in rows
+    for name, words in TRAINING_LABELS.items():
+        figures = (ran.result["auc"][name], *ran.result["auc_by_class"][name].values(), ran.result["error"][name])
+        assert " ".join([words, *(f"{value:.3f}" for value in figures)]) in rows
     assert "note: something happened" in lines
-    for place in ("report.html", "run/model.safetensors", "RUN.toml", *evidence.commands()):
+    for place in ("report.html", "run/model.safetensors", "RUN.toml", *found.evidence.commands()):
         assert place in "\n".join(lines)
     assert f"lamina spend {ran.folder / 'ledger.db'}" in "\n".join(lines)
     assert any(line.startswith("ledger verified in ") for line in lines)

@@ -5,51 +5,24 @@ from __future__ import annotations
 import json
 import os
 import stat
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cbor2
 import pytest
-import typer
+from asking import Call, answer, refused, succeeded
 from cryptography.hazmat.primitives import serialization
 
 from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import PrivateKey, PublicKey, parse_time
 from lamina.cli import terminal
-from lamina.cli.app import app as program
-from lamina.cli.app import main
 from lamina.cli.keys import app
-
-Call = Callable[..., tuple[int, str, str]]
-BUILT = typer.main.get_command(program)  # once, not at every call
 
 
 @pytest.fixture
-def call(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """`lamina keys …` in an empty folder; a passphrase is never asked for, unless a test says so."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LAMINA_PASSPHRASE", raising=False)
-    monkeypatch.setattr("lamina.cli.terminal._can_prompt", lambda: False)
-    monkeypatch.setattr("lamina.admit.keys.PBKDF2_ROUNDS", 70_000)  # three bytes, as the real number; faster
-    monkeypatch.setattr(sys.modules["lamina.cli.app"], "app", BUILT)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(["keys", *words])
-        printed = capsys.readouterr()
-        code = caught.value.code
-        return code if isinstance(code, int) else 0, printed.out, printed.err
-
-    return run
-
-
-def answer(result: tuple[int, str, str]) -> dict[str, Any]:
-    assert result[0] == 0, result[2]
-    found = json.loads(result[1])
-    assert isinstance(found, dict)
-    return found
+def call(lamina: Call) -> Call:
+    return partial(lamina, "keys")
 
 
 def made(call: Call, name: str = "alice") -> str:
@@ -157,9 +130,7 @@ def test_nothing_is_overwritten(call: Call) -> None:
     before = Path("alice.key").read_bytes(), Path("alice.pub").read_bytes()
     assert call("new", "alice.key", "--no-passphrase")[0] == 1
     Path("alice.key").rename("other.key")
-    code, _, complaint = call("new", "alice.key", "--no-passphrase")  # alice.pub is still there
-    assert code == 1
-    assert "alice.pub" in complaint
+    refused(call("new", "alice.key", "--no-passphrase"), "key.file-exists")
     assert (Path("other.key").read_bytes(), Path("alice.pub").read_bytes()) == before
     assert not Path("alice.key").exists()
     assert call("new", "alice.pub", "--no-passphrase")[0] == 1
@@ -201,10 +172,9 @@ def test_add_list_show(call: Call) -> None:
         "valid_from": "2026-01-01T00:00:00Z", "retired_from": None, "replaced_by": None, "revoked_from": None,
         "standing": "usable",
     }  # fmt: skip
-    code, printed, _ = call("list")
-    assert code == 0
-    assert "Alice [A]" in printed
-    assert id[:16] in printed
+    text = succeeded(call("list"))
+    assert "Alice [A]" in text
+    assert id[:16] in text
     shown = answer(call("show", "alice.pub", "--json"))
     assert shown == answer(call("show", id[:8], "--json"))
     assert (shown["id"], shown["ring"]) == (id, listed["keys"][0])
@@ -224,9 +194,7 @@ def test_roles_and_algorithms(call: Call) -> None:
     made(call)
     found = answer(call("add", "alice.pub", "--role", "ledger", "--algorithm", "-19", "--json"))
     assert (found["keys"][0]["role"], found["keys"][0]["algorithms"]) == ("ledger", [-19])
-    code, _, complaint = call("add", "alice.pub", "--role", "contributor")
-    assert code == 1
-    assert "another key for another role" in complaint
+    refused(call("add", "alice.pub", "--role", "contributor"), "key.already-in-ring")
     made(call, "bob")
     assert call("add", "bob.pub", "--role", "root")[0] == 1
 
@@ -242,17 +210,14 @@ def test_rotate(call: Call) -> None:
     assert ring.usable(bytes.fromhex(old), at + 5, issued_at=at - 1)
     assert not ring.usable(bytes.fromhex(old), at + 5, issued_at=at)
     assert ring.usable(bytes.fromhex(new), at)
-    code, _, complaint = call("rotate", "alice", "alice2.pub")
-    assert code == 1
-    assert "several keys" in complaint
+    refused(call("rotate", "alice", "alice2.pub"), "key.name-not-unique")
 
 
 def test_revoke(call: Call) -> None:
     id = made(call)
     call("add", "alice.pub")
-    code, printed, _ = call("revoke", "alice", "--at", "2026-03-01T12:00Z")
-    assert code == 0
-    assert "2026-03-01T12:00:00Z" in printed
+    text = succeeded(call("revoke", "alice", "--at", "2026-03-01T12:00Z"))
+    assert "2026-03-01T12:00:00Z" in text
     assert not KeyRing.load("keys.json").usable(bytes.fromhex(id), parse_time("2026-03-01T12:00Z"), issued_at=0)
     before = Path("keys.json").read_bytes()
     assert call("revoke", "alice", "--at", "2030-01-01")[0] == 1

@@ -9,21 +9,16 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import postgres
 import pytest
-import typer
-from asking import answer, asker
-from build import ALICE, BOB, CAROL, HOUR, USUAL, YEAR, Story, begin, build, contribution, segment
+from asking import Call, answer, refused, succeeded
+from build import ALICE, BOB, CAROL, HOUR, USUAL, YEAR, Story, begin, contribution, segment
 from forge import sql
-from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, WITNESS, Clock, digest
+from making import AUDITOR, LEDGER, ORIGIN, OTHER, START, WITNESS, digest
 
 from lamina.admit.keys import PrivateKey
-from lamina.cli.app import app as program
-from lamina.cli.app import main
 from lamina.cli.ledger.record_commands import leaf_table
 from lamina.ledger import signed_checkpoint
 from lamina.ledger.merkle import verify_consistency, verify_inclusion
@@ -36,16 +31,6 @@ from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 
 NOW = START + 4 * YEAR
-Call = Callable[..., tuple[int, str, str]]
-BUILT = typer.main.get_command(program)  # once, not at every call
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Story]:
-    folder = tmp_path_factory.mktemp("template")
-    story = build(str(folder / "ledger.db"), prune=False)
-    story.ledger.close()
-    return folder / "ledger.db", story
 
 
 @pytest.fixture
@@ -60,12 +45,8 @@ def story(template: tuple[Path, Story], tmp_path: Path) -> Story:
 
 
 @pytest.fixture
-def call(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """`lamina ledger …` in that folder, at a time after all that is in the ledger."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Ledger, "open", partial(Ledger.open, clock=Clock(NOW)))
-    monkeypatch.setattr(sys.modules["lamina.cli.app"], "app", BUILT)
-    return asker(capsys, "ledger")
+def call(ledger_call: Call) -> Call:
+    return ledger_call
 
 
 def test_help_teaches(call: Call) -> None:
@@ -73,8 +54,7 @@ def test_help_teaches(call: Call) -> None:
     assert code == 2
     for word in ("show", "verify", "prove", "receipt", "trace", "withdraw", "prune", "checkpoint", "policy", "key"):
         assert word in printed
-        code, help, _ = call(word, "--help")
-        assert code == 0
+        help = succeeded(call(word, "--help"))
         assert "Examples" in help or "Example" in help
 
 
@@ -90,18 +70,16 @@ def test_what_trainers_write(call: Call, tmp_path: Path) -> None:
         rows.put_run(RunRow(digest("run")[:16], "[bold]first", 0, False))
         rows.put_hold(RunHold(digest("run")[:16], 1, 0, bytes(16), None, b""))
     made.ledger.close()
-    code, printed, _ = call("trace", "trained.db", str(seq))
-    assert code == 0
-    assert "eligible   in 1 epoch:" in printed
-    assert "abandoned  1 of 1 segment: charged all the same, and in no model" in printed
-    assert "1 epoch has no account for its bound: counted with its class" in printed
-    assert "ε at most" in printed
-    code, printed, _ = call("show", "trained.db", "--kind", "epoch")
+    text = succeeded(call("trace", "trained.db", str(seq)))
+    assert "eligible   in 1 epoch:" in text
+    assert "abandoned  1 of 1 segment: charged all the same, and in no model" in text
+    assert "1 epoch has no account for its bound: counted with its class" in text
+    assert "ε at most" in text
+    _code, printed, _ = call("show", "trained.db", "--kind", "epoch")
     assert "given up: clinical ε" in printed
-    code, printed, _ = call("verify", "trained.db")
-    assert code == 0
-    assert "0 plans reserved" in printed and "(1 attempt)" in printed
-    assert "'[bold]first' (1 attempt)" in printed
+    text = succeeded(call("verify", "trained.db"))
+    assert "0 plans reserved" in text and "(1 attempt)" in text
+    assert "'[bold]first' (1 attempt)" in text
     assert answer(call("verify", "trained.db", "--json"))["held"] == [
         {"run": digest("run")[:16].hex(), "label": "[bold]first", "attempts": 1, "budgets": 0, "reserved": False}
     ]
@@ -118,10 +96,9 @@ def test_verify(call: Call, story: Story) -> None:
     assert len(found["root"]) == 64
     found = answer(call("verify", "ledger.db", "--trust", "trusted.txt", "--seen", "last.checkpoint", "--json"))
     assert (found["verified"], found["trusted"]) == (True, True)
-    code, printed, _ = call("verify", "ledger.db", "--trust", "trusted.txt")
-    assert code == 0
-    assert "ledger.db: verified and trusted" in printed
-    assert "43 contributions, 3 epochs, 1 withdrawal, 5 keys, 1 policy, 1 release" in printed
+    text = succeeded(call("verify", "ledger.db", "--trust", "trusted.txt"))
+    assert "ledger.db: verified and trusted" in text
+    assert "43 contributions, 3 epochs, 1 withdrawal, 5 keys, 1 policy, 1 release" in text
     assert answer(call("verify", "ledger.db", "--no-signatures", "--json"))["attestations"] == 0
 
 
@@ -199,11 +176,10 @@ def test_a_server_that_is_away_is_no_ledger_that_is_wrong(call: Call, server: po
 
 
 def test_show(call: Call, story: Story) -> None:
-    code, printed, _ = call("show", "ledger.db")
-    assert code == 0
-    assert "clinic.example/ledger, 55 leaves" in printed
-    assert "(5 earlier ones are not shown" in printed
-    assert "revoke" in printed
+    text = succeeded(call("show", "ledger.db"))
+    assert "clinic.example/ledger, 55 leaves" in text
+    assert "(5 earlier ones are not shown" in text
+    assert "revoke" in text
     found = answer(call("show", "ledger.db", "--kind", "epoch", "--kind", "withdrawal", "--json"))
     assert [each["index"] for each in found["records"]] == [41, 42, 43, 52]
     assert found["records"][1]["reason"] == "consent"
@@ -233,9 +209,7 @@ def test_trace(call: Call, story: Story) -> None:
     assert found[0]["epsilon_remaining"] == pytest.approx(found[0]["epsilon_signed"] - found[0]["epsilon"], abs=1e-12)
     assert len(answer(call("trace", "ledger.db", digest("anchor", 30).hex(), "--json"))["contributions"]) == 2
     assert "in no model" in call("trace", "ledger.db", "54")[1]
-    code, _, told = call("trace", "ledger.db", "ab" * 32)
-    assert code == 1
-    assert "no contribution abab" in told
+    refused(call("trace", "ledger.db", "ab" * 32), "ledger.contribution-unknown")
 
 
 def test_first_digits_are_enough(call: Call, story: Story) -> None:
@@ -247,15 +221,11 @@ def test_first_digits_are_enough(call: Call, story: Story) -> None:
     anchor = digest("anchor", 30).hex()
     assert len(answer(call("trace", "ledger.db", anchor[:8], "--json"))["contributions"]) == 2
     for command in ("prove", "receipt"):
-        code, _, told = call(command, "ledger.db", anchor[:8])
-        assert code == 1
-        assert "2 contributions have the digest" in told and "leaves 34, 40" in told
+        refused(call(command, "ledger.db", anchor[:8]), "ledger.digest-ambiguous")
     code, printed, _ = call("withdraw", "ledger.db", name[:8], "--reason", "consent")
     assert code == 0
     assert f"contribution {name}\n  withdrawn    leaf 11, by leaf 55\n" in printed
-    code, _, told = call("withdraw", "ledger.db", name[:7], "--reason", "consent")
-    assert code == 1
-    assert "ledger.name-not-understood" in told
+    refused(call("withdraw", "ledger.db", name[:7], "--reason", "consent"), "ledger.name-not-understood")
 
 
 def test_a_record_goes_on_below_itself_on_a_narrow_screen(story: Story, tmp_path: Path) -> None:
@@ -355,9 +325,7 @@ def test_receipt(call: Call, story: Story, tmp_path: Path) -> None:
         shutil.copy(tmp_path / f"mine{suffix}", tmp_path / f"mixed{suffix}")
         assert call("receipt", "--check", "mixed", "--trust", "trusted.txt")[0] == code
     (tmp_path / "mine.cose").write_bytes(b"nonsense")
-    code, _, told = call("receipt", "--check", "mine", "--trust", "trusted.txt")
-    assert code == 1
-    assert "cli.receipt-malformed" in told
+    refused(call("receipt", "--check", "mine", "--trust", "trusted.txt"), "cli.receipt-malformed")
 
 
 def test_checkpoint(call: Call, story: Story, tmp_path: Path) -> None:
@@ -444,10 +412,9 @@ def test_withdraw(call: Call, story: Story, tmp_path: Path) -> None:
         hashlib.sha256(b"please").hexdigest()
     )
     assert answer(call("verify", "ledger.db", "--trust", "trusted.txt", "--json"))["trusted"]
-    code, printed, _ = call(*words)
-    assert code == 0
-    assert "already withdrawn" in printed
-    assert "not signed yet" in printed
+    text = succeeded(call(*words))
+    assert "already withdrawn" in text
+    assert "not signed yet" in text
     assert call("withdraw", "ledger.db", "ab" * 32, "--reason", "data")[0] == 1
 
 
@@ -498,11 +465,10 @@ def old(tmp_path: Path) -> str:
 
 
 def test_prune_shows_first_and_asks(call: Call, story: Story, old: str) -> None:
-    code, printed, _ = call("prune", "old.db", "--key", "ledger.key")
-    assert code == 0
-    assert "20 contributions" in printed
-    assert "would be replaced by totals" in printed
-    assert "--yes does it" in printed
+    text = succeeded(call("prune", "old.db", "--key", "ledger.key"))
+    assert "20 contributions" in text
+    assert "would be replaced by totals" in text
+    assert "--yes does it" in text
     assert verify(old).counts["contribution"] == 20
     found = answer(call("prune", "old.db", "--key", "ledger.key", "--yes", "--json"))
     assert found["pruned"]
@@ -536,9 +502,9 @@ def test_a_proposal_that_is_not_what_the_ledger_comes_to(call: Call, story: Stor
         code, _, told = call("prune", "old.db", "--key", "auditor.key" if "sign" in words[0] else "ledger.key", *words)
         assert code == 1, told
     (tmp_path / "nonsense.cbor").write_bytes(b"nonsense")
-    code, _, told = call("prune", "old.db", "--key", "ledger.key", "--apply", "nonsense.cbor", "--yes")
-    assert code == 1
-    assert "cli.aggregate-malformed" in told
+    refused(
+        call("prune", "old.db", "--key", "ledger.key", "--apply", "nonsense.cbor", "--yes"), "cli.aggregate-malformed"
+    )
 
 
 def digest_in(path: str) -> bytes:
@@ -548,23 +514,18 @@ def digest_in(path: str) -> bytes:
     return found.digest
 
 
-def test_a_copy_has_what_is_still_in_the_wal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_has_what_is_still_in_the_wal(call: Call, tmp_path: Path) -> None:
     story = begin(str(tmp_path / "a.db"))
     story.admit([contribution(1)])
     story.sign()  # and stays open: nothing of it is in the file itself yet
-    with pytest.raises(SystemExit) as ended:
-        main(["ledger", "copy", str(tmp_path / "a.db"), str(tmp_path / "b.db"), "--json"])
-    assert ended.value.code == 0
-    assert json.loads(capsys.readouterr().out)["size"] == story.ledger.size
+    assert answer(call("copy", "a.db", "b.db", "--json"))["size"] == story.ledger.size
     found = verify(tmp_path / "b.db")
     assert found.verified and found.size == found.signed == story.ledger.size
-    with pytest.raises(SystemExit) as ended:
-        main(["ledger", "copy", str(tmp_path / "a.db"), str(tmp_path / "b.db")])
-    assert ended.value.code == 1 and "not overwritten" in capsys.readouterr().err.replace("\n", " ")
+    assert "not overwritten" in call("copy", "a.db", "b.db")[2].replace("\n", " ")
     story.ledger.close()
 
 
-def test_a_contribution_is_found_by_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_contribution_is_found_by_its_folder(call: Call, tmp_path: Path) -> None:
     folder = tmp_path / "p001"
     folder.mkdir()
     (folder / "descriptor.cbor").write_bytes(b"what was signed")
@@ -575,12 +536,5 @@ def test_a_contribution_is_found_by_its_folder(tmp_path: Path, capsys: pytest.Ca
     story.sign()
     story.ledger.close()
     for name in (folder, folder / "descriptor.cbor"):
-        main_ok(["ledger", "trace", str(tmp_path / "a.db"), str(name), "--json"])
-        (found,) = json.loads(capsys.readouterr().out)["contributions"]
+        (found,) = answer(call("trace", "a.db", str(name), "--json"))["contributions"]
         assert found["descriptor"] == mine.descriptor.hex()
-
-
-def main_ok(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from asking import refused, succeeded
 from refusals import raises_code
 
 from lamina.cli import by_name
@@ -61,8 +62,7 @@ def test_a_measure_is_made_kept_and_read_again(asked: Project) -> None:
     assert all(layer["delta_tight"] <= layer["delta_global"] for layer in made["layers"])
     kept = Measure.load("m.json")
     assert [layer["norm"] for layer in made["layers"]] == list(kept.norms)
-    code, out, err = ask(asked, "auto", "--measure", "m.json", *words)
-    assert code == 0, err
+    out = succeeded(ask(asked, "auto", "--measure", "m.json", *words))
     assert json.loads(out) == made  # the same plan, bit for bit
 
 
@@ -90,27 +90,20 @@ def test_the_seed_decides_the_weights(asked: Project) -> None:
 
 def test_a_classifier_needs_a_loss_and_gets_random_labels(asked: Project) -> None:
     gaussian = ("--proxy", "gaussian", "--input", "6")
-    code, _, err = ask(asked, "classes", *gaussian)
-    assert code == 1
-    assert "the model gives (3,) for an input of (6,)" in err
-    assert "--loss cross_entropy" in err
-    code, out, err = ask(asked, "classes", *gaussian, "--loss", "cross_entropy", "--json")
-    assert code == 0, err
+    refused(ask(asked, "classes", *gaussian), "cli.proxy-needs-loss")
+    out = succeeded(ask(asked, "classes", *gaussian, "--loss", "cross_entropy", "--json"))
     assert json.loads(out)["proxy"] == "simulated: Gaussian inputs, labels at random"
 
 
 def test_public_data_by_name(asked: Project) -> None:
-    code, out, err = ask(asked, "auto", "--proxy", f"public:{asked.module}:data", "--json")
-    assert code == 0, err
+    out = succeeded(ask(asked, "auto", "--proxy", f"public:{asked.module}:data", "--json"))
     assert json.loads(out)["proxy"] == f"public: {asked.module}:data"
     code, out, err = ask(
         asked, "classes", "--proxy", f"simulated:{asked.module}:labelled", "--loss", "cross_entropy", "--json"
     )
     assert code == 0, err
     assert json.loads(out)["proxy"].startswith("simulated: ")
-    code, _, err = ask(asked, "classes", "--proxy", f"simulated:{asked.module}:labelled")
-    assert code == 1
-    assert "no loss is given" in err
+    refused(ask(asked, "classes", "--proxy", f"simulated:{asked.module}:labelled"), "cli.proxy-needs-loss")
 
 
 @pytest.mark.parametrize(
@@ -159,9 +152,7 @@ def test_a_measure_of_another_model_is_refused(asked: Project) -> None:
     Measure(
         proxy="gaussian", layers=("0", "2", "4"), tight=row, worst=row, printed=row, harm=row, norms=row, fisher=row
     ).save("m.json")
-    code, _, err = ask(asked, "auto", "--measure", "m.json")
-    assert code == 1
-    assert "the measure has 3 layers and the stack 2" in err
+    refused(ask(asked, "auto", "--measure", "m.json"), "sensitivity.measure-of-other-layers")
 
 
 @pytest.mark.parametrize("name", by_name.BUILT_IN_MODELS)

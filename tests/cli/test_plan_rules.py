@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from asking import refused, succeeded
 
 from lamina.cli.explain import NOT_SIGNED
 from lamina.cli.run_file import RunFile
@@ -46,8 +47,7 @@ def test_train_says_which_rules_are_active(project: Project, line: str, words: s
 
 
 def test_train_says_nothing_of_rules_where_nothing_moves(project: Project) -> None:
-    code, out, _ = project.train("--plan-only")
-    assert code == 0
+    out = succeeded(project.train("--plan-only"))
     assert "rule:" not in out
 
 
@@ -62,27 +62,22 @@ def test_the_rules_are_in_the_object_for_machines(project: Project) -> None:
 
 def test_a_measure_lies_beside_the_run_file(project: Project) -> None:
     run = f'allocate = "lsab"\nmeasure = "measure.json"\n{project.run}'
-    code, _, err = project.train("--plan-only", run=run)
-    assert code == 1
-    assert "cli.file-missing" in err
-    assert "--save-measure measure.json" in err
+    refused(project.train("--plan-only", run=run), "cli.file-missing")
     saved(project)
-    code, out, err = project.train("--plan-only", run=run)
-    assert code == 0, err
+    out = succeeded(project.train("--plan-only", run=run))
     assert "lsab allocation, box clipping" in out
 
 
 def test_a_measure_of_another_model_is_refused(project: Project) -> None:
     saved(project, layers=("0", "1"))
-    code, _, err = project.train("--plan-only", run=f'measure = "measure.json"\n{project.run}')
-    assert code == 1
-    assert "where the stack has '2'" in err
+    refused(
+        project.train("--plan-only", run=f'measure = "measure.json"\n{project.run}'),
+        "sensitivity.measure-of-other-layers",
+    )
 
 
 def test_an_allocation_without_its_measure_is_refused(project: Project) -> None:
-    code, _, err = project.train("--plan-only", run=f'allocate = "lsab"\n{project.run}')
-    assert code == 1
-    assert "lsab needs a measure of the layers" in err
+    refused(project.train("--plan-only", run=f'allocate = "lsab"\n{project.run}'), "allocate.needs-measure")
 
 
 def test_rho_is_a_budget_too(project: Project) -> None:
@@ -92,9 +87,7 @@ def test_rho_is_a_budget_too(project: Project) -> None:
     assert found["classes"]["clinical"]["rho"] == pytest.approx(0.05, rel=1e-11)
     assert found["classes"]["clinical"]["rho"] <= 0.05
     assert found["notes"] == [NOT_SIGNED]  # what was asked for is planned
-    code, _, err = project.train("--plan-only", run="rho = 0.05\n" + project.run)
-    assert code == 1
-    assert "epsilon is 2.0 and rho is 0.05" in err
+    refused(project.train("--plan-only", run="rho = 0.05\n" + project.run), "cli.epsilon-or-rho")
 
 
 LEAST = 'policy="p"\nmodel="a:b"\nloss="mse"\noptimizer="sgd"\nbatch=8\nsteps=10\ndata={ kind="npz", path="d" }\n'

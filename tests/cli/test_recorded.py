@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import postgres
 import pytest
+from asking import refused
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -77,12 +78,11 @@ def test_all_of_it_is_in_one_ledger(clinic: Project) -> None:
 def test_a_ledger_in_a_database(clinic: Project, server: postgres.Server) -> None:
     database = server.url("ward")
     clinic.run = f'ledger = "{database}"\n{clinic.run}'
-    code, _, err = clinic.train()
-    assert code == 1 and "no key to sign" in err  # it could lie nowhere beside it
+    refused(clinic.train(), "ledger.no-key-to-create")
     ask(clinic, "keys", "new", str(clinic.folder / "ledger.key"), "--no-passphrase")
     clinic.run = f'ledger_key = "ledger.key"\n{clinic.run}'
     assert clinic.train_json("--plan-only")["standing"]["clinical"]["spent"] == 0
-    code, _, err = clinic.call("ledger", "verify", database)
+    code, _, _err = clinic.call("ledger", "verify", database)
     assert code != 0  # still none
     first = clinic.train_json()
     found = ask(clinic, "ledger", "verify", database)
@@ -102,7 +102,5 @@ def test_a_ledger_of_another_corpus_is_refused_before_anybody_is_entered(clinic:
     size = ask(clinic, "ledger", "verify", str(ledger))["size"]
     run = f'ledger = "runs/{ledger.name}"\n' + clinic.run
     for words in ((), ("--plan-only",)):
-        code, _, err = clinic.train("--fresh", *words, run=run)
-        assert code == 1
-        assert "is of 'test', not of 'other'" in err
+        refused(clinic.train("--fresh", *words, run=run), "ledger.wrong-origin")
     assert ask(clinic, "ledger", "verify", str(ledger))["size"] == size

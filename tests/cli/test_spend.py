@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import Call, Result, answer, refused, succeeded
 from torch import nn
 
 import lamina
 from lamina.account.accountants import find_accountant
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import Event
-from lamina.cli.app import main
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.layer_stack import LayerStack
@@ -40,10 +40,9 @@ population = 10_000
 """
 
 
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(["spend", *map(str, arguments)])
-    return int(caught.value.code or 0)
+@pytest.fixture
+def run(lamina: Call) -> Call:
+    return lambda *words: lamina("spend", *map(str, words))
 
 
 def epsilon(charge: Charge, steps: int) -> float:
@@ -79,12 +78,9 @@ def path(folder: Path) -> Path:
     return folder / "cardiology.ledger.db"
 
 
-def tree(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    found = json.loads(printed.out)
-    assert isinstance(found, dict)
-    return found
+def tree(result: Result) -> dict[str, Any]:
+    assert result[2] == ""
+    return answer(result)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -94,9 +90,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_the_keys_of_the_contract(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(folder, "--json") == 0
-    found = tree(capsys)
+def test_the_keys_of_the_contract(folder: Path, run: Call) -> None:
+    found = tree(run(folder, "--json"))
     assert found.keys() == {"ledger", "origins"}
     assert found["ledger"] == str(folder)
     clinical, sensitive = (found["origins"]["cardiology"][name] for name in ("clinical", "sensitive"))
@@ -111,30 +106,24 @@ def test_the_keys_of_the_contract(folder: Path, capsys: pytest.CaptureFixture[st
     assert (waiting["epsilon"], waiting["committed"]) == (0.0, epsilon(CLINICAL, 1_000))
 
 
-def test_a_ledger_a_folder_and_a_link_in_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ledger_a_folder_and_a_link_in_a_run(folder: Path, run: Call) -> None:
     """Whichever is given; the default is the folder `runs`."""
-    assert run(folder / "registry.ledger.db", "--json") == 0
-    alone = tree(capsys)["origins"]
+    alone = tree(run(folder / "registry.ledger.db", "--json"))["origins"]
     assert alone.keys() == {"registry"}
     (folder / "second").mkdir()
     (folder / "second" / "ledger.db").symlink_to("../registry.ledger.db")
     for place in (folder / "second", folder / "second" / "ledger.db"):
-        assert run(place, "--json") == 0
-        assert tree(capsys)["origins"] == alone
+        assert tree(run(place, "--json"))["origins"] == alone
 
 
-def test_the_default_is_the_folder_of_runs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_default_is_the_folder_of_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, run: Call) -> None:
     monkeypatch.chdir(folder.parent)
-    assert run("--json") == 0
-    assert tree(capsys)["origins"].keys() == {"cardiology", "registry"}
+    assert tree(run("--json"))["origins"].keys() == {"cardiology", "registry"}
 
 
-def test_people_see_the_same_rounded_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_see_the_same_rounded_up(folder: Path, run: Call) -> None:
     before = contents(folder)
-    assert run(folder) == 0
-    text = capsys.readouterr().out
+    text = succeeded(run(folder))
     for part in ("cardiology", "registry", "clinical", "sensitive", "first [red]", FIRST[:8], "open", "800"):
         assert part in text
     spent, committed = epsilon(CLINICAL, 200), epsilon(CLINICAL, 1_000)
@@ -146,7 +135,7 @@ def test_people_see_the_same_rounded_up(folder: Path, capsys: pytest.CaptureFixt
     assert contents(folder) == before
 
 
-def test_signed_bounds_stand_below_their_class(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_signed_bounds_stand_below_their_class(path: Path, run: Call) -> None:
     bound = replace(CLINICAL, cls="clinical@c=0.5,z=2.25", sigma=3.0)
     book = made(path, "cardiology")
     book.reserve(SECOND, charges=[CLINICAL, bound], bounds={bound.cls: 5.0})
@@ -160,8 +149,7 @@ def test_signed_bounds_stand_below_their_class(path: Path, capsys: pytest.Captur
         scales={bound.cls: 0.5},
     )
     book.ledger.close()
-    assert run(path, "--json") == 0
-    found = tree(capsys)["origins"]["cardiology"]
+    found = tree(run(path, "--json"))["origins"]["cardiology"]
     assert set(found) == {"clinical", "sensitive"}
     (name,) = found["clinical"]["bounds"]
     assert name == bound.cls
@@ -169,22 +157,20 @@ def test_signed_bounds_stand_below_their_class(path: Path, capsys: pytest.Captur
     assert row["epsilon"] == epsilon(bound, 10) and row["committed"] == epsilon(bound, 1_000)
     assert [each["steps"] for each in row["runs"]] == [10]
     assert "bounds" not in found["sensitive"]
-    assert run(path) == 0
-    text = capsys.readouterr().out
+    text = succeeded(run(path))
     assert "\n  clinical (c=0.5, z=2.25) " in text and "runs of clinical (c=0.5, z=2.25)\n" in text
 
 
 BOUNDED = POLICY.replace("[class.sensitive]", "epsilon = 6.0\n[class.sensitive]")
 
 
-def test_what_remains_of_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_remains_of_a_bound(tmp_path: Path, run: Call) -> None:
     """The stricter of what the ledger promises and what the last run was held to; the rest never more than it is."""
     signed = replace(CLINICAL, cls="clinical@c=0.5,z=2.25", sigma=4.0)
     book = made(tmp_path / "x.ledger.db", "x", BOUNDED)
     book.reserve(FIRST, charges=[CLINICAL, SENSITIVE, signed], bounds={"clinical": 5.0})
     book.ledger.close()
-    assert run(tmp_path, "--json") == 0
-    found = tree(capsys)["origins"]["x"]
+    found = tree(run(tmp_path, "--json"))["origins"]["x"]
     clinical, sensitive = found["clinical"], found["sensitive"]
     assert (clinical["bound"], sensitive["bound"], sensitive["remaining"]) == (5.0, None, None)
     assert Fraction(clinical["remaining"]) <= Fraction(5.0) - Fraction(clinical["committed"])
@@ -192,92 +178,77 @@ def test_what_remains_of_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[s
     row = clinical["bounds"][signed.cls]
     assert 0 < row["bound"] < epsilon_of_noise_multiplier(2.25, 1e-5) + 1e-9
     assert row["remaining"] == pytest.approx(row["bound"] - epsilon(signed, 1_000), rel=1e-9)
-    assert run(tmp_path) == 0
-    lines = {line.split("  ")[1]: line.split() for line in capsys.readouterr().out.splitlines()[2:5]}
+    lines = {line.split("  ")[1]: line.split() for line in succeeded(run(tmp_path)).splitlines()[2:5]}
     assert [lines["clinical"][3], lines["sensitive"][3:6]] == ["5.0000", ["no", "bound", "-"]]
     assert 0 < 5.0 - epsilon(CLINICAL, 1_000) - float(lines["clinical"][4]) < 1e-4
 
 
-def test_a_bound_that_no_run_asked_for_is_the_ledgers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bound_that_no_run_asked_for_is_the_ledgers(tmp_path: Path, run: Call) -> None:
     book = made(tmp_path / "x.ledger.db", "x", BOUNDED)
     book.reserve(FIRST, charges=[CLINICAL], bounds={})
     book.ledger.close()
-    assert run(tmp_path, "--json") == 0
-    clinical = tree(capsys)["origins"]["x"]["clinical"]
+    clinical = tree(run(tmp_path, "--json"))["origins"]["x"]["clinical"]
     assert clinical["bound"] == pytest.approx(6.0, rel=1e-5)
     assert clinical["remaining"] == pytest.approx(clinical["bound"] - epsilon(CLINICAL, 1_000), rel=1e-9)
 
 
-def test_a_bound_that_is_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bound_that_is_passed(tmp_path: Path, run: Call) -> None:
     """What was drawn is charged whatever the bounds say; then nothing remains, and it says so."""
     book = made(tmp_path / "x.ledger.db", "x", BOUNDED)
     much = replace(CLINICAL, sigma=0.2, q=1.0, steps=10)
     book.charge(FIRST, segment=0, generation=0, nonce=b"n" * 16, charges=[much], bounds={}, already=True)
     book.ledger.close()
-    assert run(tmp_path, "--json") == 0
-    clinical = tree(capsys)["origins"]["x"]["clinical"]
+    clinical = tree(run(tmp_path, "--json"))["origins"]["x"]["clinical"]
     assert clinical["committed"] > clinical["bound"] > 5.9
     assert clinical["remaining"] == 0.0
-    assert run(tmp_path) == 0
-    text = capsys.readouterr().out
+    text = succeeded(run(tmp_path))
     assert " 0.0000  1e-05" in text
     assert "note: clinical is over its bound at δ = 1e-05" in text
 
 
-def test_the_table_fits_a_narrow_screen(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(path) == 0
-    assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines())
+def test_the_table_fits_a_narrow_screen(path: Path, run: Call) -> None:
+    assert all(len(line) <= 80 for line in succeeded(run(path)).splitlines())
 
 
-def test_one_corpus_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(folder, "--origin", "registry", "--json") == 0
-    assert tree(capsys)["origins"].keys() == {"registry"}
-    assert run(folder, "--origin", "nowhere") == 1
-    assert "'cardiology', 'registry'" in capsys.readouterr().err
+def test_one_corpus_alone(folder: Path, run: Call) -> None:
+    assert tree(run(folder, "--origin", "registry", "--json"))["origins"].keys() == {"registry"}
+    assert "'cardiology', 'registry'" in run(folder, "--origin", "nowhere")[2]
     before = contents(folder)
-    assert run(folder, "--origin", "nowhere", "--release", FIRST) == 1
-    assert run(folder, "--origin", "registry", "--release", FIRST) == 1
+    assert run(folder, "--origin", "nowhere", "--release", FIRST)[0] == 1
+    assert run(folder, "--origin", "registry", "--release", FIRST)[0] == 1
     assert contents(folder) == before
 
 
-def test_two_ledgers_of_one_corpus_are_not_added_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ledgers_of_one_corpus_are_not_added_up(folder: Path, run: Call) -> None:
     made(folder / "second.ledger.db", "cardiology").ledger.close()
-    assert run(folder) == 1
-    told = capsys.readouterr().err
+    told = run(folder)[2]
     assert "cli.corpus-in-two-ledgers" in told and "second.ledger.db" in told
-    assert run(folder, "--origin", "registry", "--json") == 0
-    assert tree(capsys)["origins"].keys() == {"registry"}
+    assert tree(run(folder, "--origin", "registry", "--json"))["origins"].keys() == {"registry"}
 
 
-def test_several_deltas_are_several_lines(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_deltas_are_several_lines(path: Path, run: Call) -> None:
     other = Charge(cls="clinical", sigma=2.0, q=0.01, steps=5, delta=1e-7, accountant="rdp")
     book = made(path, "cardiology")
     book.charge(SECOND, segment=0, generation=0, nonce=b"n" * 16, charges=[other], bounds={})
     book.ledger.close()
-    assert run(path, "--json") == 0
-    clinical = tree(capsys)["origins"]["cardiology"]["clinical"]
+    clinical = tree(run(path, "--json"))["origins"]["cardiology"]["clinical"]
     together = [Event(sigma=1.5, q=0.01, steps=200), Event(sigma=2.0, q=0.01, steps=5)]
     lines = {(each["delta"], each["accountant"]): each["epsilon"] for each in (clinical, *clinical["also"])}
     assert lines == {
         (1e-7, "rdp"): find_accountant("rdp").epsilon(together, 1e-7),
         (1e-5, "pld"): find_accountant("pld").epsilon(together, 1e-5),
     }
-    assert run(path) == 0
-    text = capsys.readouterr().out
+    text = succeeded(run(path))
     assert "1e-07  rdp\n" in text and "1e-05  pld\n" in text
     assert text.count(f"{FIRST[:8]} ") == 2  # once per class, not per δ
 
 
 @pytest.mark.parametrize("name", [FIRST, FIRST[:8], "first [red]"])
-def test_a_reservation_is_given_back_and_charges_stay(
-    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(folder, "--release", name) == 0
-    text = " ".join(capsys.readouterr().out.split())
+def test_a_reservation_is_given_back_and_charges_stay(folder: Path, name: str, run: Call) -> None:
+    text = " ".join(succeeded(run(folder, "--release", name)).split())
     assert f"{FIRST[:8]} holds no reservation any more" in text
     assert "stays charged" in text
-    assert run(folder, "--json", "--release", FIRST) == 0  # again: nothing left to give back
-    found = tree(capsys)
+    found = tree(run(folder, "--json", "--release", FIRST))
     clinical = found["origins"]["cardiology"]["clinical"]
     assert found["released"] == FIRST
     assert clinical["epsilon"] == clinical["committed"] == epsilon(CLINICAL, 200)
@@ -285,14 +256,14 @@ def test_a_reservation_is_given_back_and_charges_stay(
     assert found["origins"]["registry"]["clinical"]["committed"] == epsilon(CLINICAL, 1_000)
 
 
-def test_lost_is_said_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_is_said_of_a_run(folder: Path, run: Call) -> None:
     before = contents(folder)
-    assert run(folder, "--lost") == 2
-    assert "--release RUN" in " ".join(capsys.readouterr().err.split())
+    code, _, told = run(folder, "--lost")
+    assert code == 2 and "--release RUN" in " ".join(told.split())
     assert contents(folder) == before
 
 
-def test_a_lost_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_run_is_recorded(tmp_path: Path, run: Call) -> None:
     policy = POLICY.format(origin="ward").replace("10_000", "10_000\nepsilon = 4.0")
     stack = LayerStack.from_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     plan = lamina.make_plan(stack, Policy.parse(policy), batch=50, steps=10)
@@ -303,73 +274,60 @@ def test_a_lost_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[st
         begun = OpenAttempt(0, 5, ledger.size)
         key: dict[str, Any] = {"segment": 0, "generation": 0, "nonce": bytes(16), "begun": begun}
         assert book.charge(FIRST, **key, charges=plan_charges(plan, 0, 5), bounds={}, plan=plan.digest())
-    assert run(path, "--release", "gone", "--lost") == 0
-    assert "What it had begun (1 attempt) is recorded as abandoned." in " ".join(capsys.readouterr().out.split())
+    assert "What it had begun (1 attempt) is recorded as abandoned." in " ".join(
+        succeeded(run(path, "--release", "gone", "--lost")).split()
+    )
     assert verify(path).problem is None
-    assert run(path, "--release", "gone", "--lost", "--json") == 0
-    assert tree(capsys)["recorded"] == 0
+    assert tree(run(path, "--release", "gone", "--lost", "--json"))["recorded"] == 0
 
 
 @pytest.mark.parametrize(("name", "words"), [("nobody", "no run 'nobody'"), ("", "no run ''"), ("3f9c", "2 runs")])
-def test_a_run_that_is_not_known_or_not_clear_is_refused(
-    folder: Path, name: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_not_known_or_not_clear_is_refused(folder: Path, name: str, words: str, run: Call) -> None:
     before = contents(folder)
-    assert run(folder, "--release", name) == 1
-    printed = capsys.readouterr()
-    assert words in printed.err.replace("\n", " ")
-    assert printed.out == ""
+    code, out, told = run(folder, "--release", name)
+    assert (code, out) == (1, "")
+    assert words in told.replace("\n", " ")
     assert contents(folder) == before
 
 
 def test_a_ledger_that_is_not_there_is_refused_and_not_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Call
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run() == 1
-    assert "cli.ledger-missing" in capsys.readouterr().err.replace("\n", "")
+    refused(run(), "cli.ledger-missing")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "runs").mkdir()
-    assert run() == 1
-    assert "cli.ledger-missing" in capsys.readouterr().err
+    refused(run(), "cli.ledger-missing")
 
 
-def test_something_else_than_a_ledger_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_something_else_than_a_ledger_is_refused(tmp_path: Path, run: Call) -> None:
     (tmp_path / "x.ledger.db").write_bytes(b"something else" * 100)
-    assert run(tmp_path) == 1
-    assert "x.ledger.db" in capsys.readouterr().err
+    assert "x.ledger.db" in run(tmp_path)[2]
 
 
-def test_a_ledger_without_charges_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ledger_without_charges_says_so(tmp_path: Path, run: Call) -> None:
     made(tmp_path / "new.ledger.db", "new").ledger.close()
-    assert run(tmp_path) == 0
-    assert capsys.readouterr().out == "corpus new\n  nothing is spent or reserved\n"
-    assert run(tmp_path, "--json") == 0
-    assert tree(capsys)["origins"] == {"new": {}}
+    assert succeeded(run(tmp_path)) == "corpus new\n  nothing is spent or reserved\n"
+    assert tree(run(tmp_path, "--json"))["origins"] == {"new": {}}
 
 
-def test_names_reach_the_terminal_as_text_and_infinity_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_reach_the_terminal_as_text_and_infinity_is_shown(tmp_path: Path, run: Call) -> None:
     book = made(tmp_path / "x.ledger.db", "[/]")
     charge = replace(CLINICAL, sigma=1e-300, q=1.0, steps=1)
     book.reserve(FIRST, charges=[charge], bounds={}, label="[link=x]\x1b[31m")
     book.charge(FIRST, segment=0, generation=0, nonce=b"n" * 16, charges=[charge], bounds={})
     book.ledger.close()
-    assert run(tmp_path) == 0
-    text = capsys.readouterr().out
+    text = succeeded(run(tmp_path))
     assert "\x1b" not in text
     assert "[link=x]\\x1b[31m" in text and "corpus [/]" in text
     assert "∞" in text
-    assert run(tmp_path, "--json") == 0
-    (figures,) = tree(capsys)["origins"]["[/]"].values()
+    (figures,) = tree(run(tmp_path, "--json"))["origins"]["[/]"].values()
     assert figures["epsilon"] is None
 
 
-def test_a_password_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("postgresql://me:secret@127.0.0.1:1/nowhere") == 1
-    printed = capsys.readouterr()
-    assert "secret" not in printed.out + printed.err
+def test_a_password_is_not_printed(run: Call) -> None:
+    code, out, told = run("postgresql://me:secret@127.0.0.1:1/nowhere")
+    assert code == 1 and "secret" not in out + told
 
 
 def test_torch_is_not_needed(folder: Path) -> None:
@@ -382,9 +340,8 @@ def test_torch_is_not_needed(folder: Path) -> None:
     assert json.loads(done.stdout)["origins"].keys() == {"cardiology", "registry"}
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--help") == 0
-    text = " ".join(capsys.readouterr().out.split())
+def test_help_teaches(run: Call) -> None:
+    text = " ".join(succeeded(run("--help")).split())
     for part in (
         "spent for good",
         "--release",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from asking import answer, refused
 from refusals import raises_code
 from safetensors.torch import load_file
 
@@ -109,18 +110,14 @@ def test_a_key_and_a_ledger_of_ones_own(project: Project) -> None:
     assert not (project.folder / "own.ledger.pem").exists()
     with Ledger.open(found["ledger"]) as ledger:
         assert ledger.header.keys[0].x == PrivateKey.load(project.folder / "own.key", None).public.x
-    code, _, err = project.train(run=run.replace("own.key", "gone.key"))
-    assert code == 1
-    assert "ledger_key is 'gone.key'" in err and "lamina keys new" in err
+    refused(project.train(run=run.replace("own.key", "gone.key")), "cli.file-missing")
 
 
 def test_an_origin_that_cannot_name_a_ledger_is_refused_with_one_that_can(project: Project) -> None:
     policy = (project.folder / "policy.toml").read_text()
     project.write("policy.toml", policy.replace('"test"', '"ward 7, north"'))
     for words in ((), ("--plan-only",)):
-        code, _, err = project.train(*words)
-        assert code == 1
-        assert "corpus.origin is 'ward 7, north'" in err and "for example 'ward-7" in err
+        assert "for example 'ward-7" in refused(project.train(*words), "plan.policy-invalid")
     assert not (project.folder / "runs").exists()
 
 
@@ -304,10 +301,8 @@ def test_fresh_is_another_run_until_the_budget_is_gone(project: Project) -> None
     assert project.train_json()["run"] == second["run"]  # without --fresh: the newest goes on
     project.write("policy.toml", (project.folder / "policy.toml").read_text().replace("6.0", "2.9"))
     for _ in range(2):
-        code, out, err = project.train("--fresh", "--json")
-        assert code == 1
-        assert "first-2" in err  # who spent it
-        assert json.loads(out).keys() == {"refused", "remedy", "code"}
+        told = answer(project.train("--fresh", "--json"), code=1)
+        assert told.keys() == {"refused", "remedy", "code"} and told["code"] == "spend.budget-exceeded"
         assert not (project.folder / "runs" / "first-4").exists()  # a refused folder is used again
     assert project.train_json()["run"] == second["run"]
 
@@ -355,9 +350,9 @@ def test_plan_only_says_that_the_ledger_would_refuse(project: Project) -> None:
     code, out, _ = project.train("--plan-only", "--fresh", run=project.run.replace("epsilon = 2.0", "epsilon = 5.5"))
     assert code == 1
     assert "would be refused: the ledger has too little ε left for class 'clinical'" in out
-    code, _, err = project.train("--fresh", run=project.run.replace("epsilon = 2.0", "epsilon = 5.5"))
-    assert code == 1
-    assert "spend.budget-exceeded" in err
+    refused(
+        project.train("--fresh", run=project.run.replace("epsilon = 2.0", "epsilon = 5.5")), "spend.budget-exceeded"
+    )
 
 
 def test_plan_only_says_that_the_ledger_would_not_follow_the_policy(project: Project) -> None:
@@ -379,9 +374,7 @@ def test_plan_only_says_that_the_ledger_would_not_follow_the_policy(project: Pro
 def test_plan_only_rehearses(project: Project) -> None:
     run = project.run.replace(f'"{project.module}:build"', '{ factory = "torch.nn:Linear", args = { in_features = 5, '
                               "out_features = 2 } }")  # fmt: skip
-    code, _, err = project.train("--plan-only", run=run)
-    assert code == 1
-    assert "cannot be multiplied" in err
+    refused(project.train("--plan-only", run=run), "train.model-or-loss-failed")
     assert not (project.folder / "runs").exists()
 
 
@@ -419,10 +412,9 @@ def test_a_corpus_under_another_policy_is_refused(project: Project, again: Calla
     text = "import lamina\ndef data():\n    return lamina.Corpus(torch.randn(9, 4), torch.zeros(9).long())\n"
     again((project.folder / f"{project.module}.py").read_text() + text)
     head = project.run.partition("[data]")[0]
-    code, _, err = project.train(run=f'{head}[data]\nkind = "factory"\nfactory = "{project.module}:data"\n')
-    assert code == 1
-    assert "under no policy" in err
-    assert "def data(policy)" in err
+    refused(
+        project.train(run=f'{head}[data]\nkind = "factory"\nfactory = "{project.module}:data"\n'), "cli.data-not-usable"
+    )
 
 
 def test_an_evaluation_that_fails_is_told_in_full(project: Project, again: Callable[[str], None]) -> None:
@@ -452,8 +444,7 @@ class Net(nn.Module):
         return self.head(self.first(x))
 build = Net
 """)
-    code, _, err = project.train()
-    assert code == 1
+    err = refused(project.train(), "train.model-or-loss-failed")
     assert "layer 'head', Linear(in_features=3, out_features=2, bias=True)" in err
     assert f"{project.module}.py:8, in forward" in err
     assert "float32 (6, 4)" in err  # the rehearsal's own size, not a batch's

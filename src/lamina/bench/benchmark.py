@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import importlib.metadata
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from lamina.bench import step_cost, step_variants
-from lamina.bench.step_cost import PairedRatio, Step, StepTimes, interleave
+from lamina.bench.step_cost import PairedRatio, Step, StepTimes, interleave, paired_ratio
 from lamina.bench.step_variants import BASELINE, LAMINA, PEERS, ROUTING, build_step
 from lamina.bench.workloads import WORKLOADS, Workload, find_workload
 from lamina.errors import LaminaError
@@ -42,9 +43,9 @@ class WorkloadResult:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def time(self, variant: str, baseline: str = BASELINE) -> PairedRatio | None:
-        if self.times is None or not {variant, baseline} <= self.times.seconds.keys():
+        if self.times is None or not {variant, baseline} <= self.times.keys():
             return None
-        return self.times.ratio(variant, baseline)
+        return paired_ratio(self.times[variant], self.times[baseline])
 
     def upper(self, variant: str, baseline: str = BASELINE) -> float | None:
         ratio = self.time(variant, baseline)
@@ -55,12 +56,7 @@ class WorkloadResult:
             return None
         return round(self.memory[variant] / self.memory[BASELINE], 4)
 
-    def peer(self, name: str) -> float | None:
-        ratio = self.time(name)
-        return None if ratio is None else round(ratio.median, 4)
-
     def as_json(self) -> dict[str, Any]:
-        seconds = {} if self.times is None else self.times.seconds
         detail: dict[str, Any] = {
             name: {
                 "milliseconds": round(1_000 * statistics.median(values.tolist()), 3),
@@ -68,13 +64,13 @@ class WorkloadResult:
                 "peak_bytes": self.memory.get(name),
                 "memory_ratio": self.memory_ratio(name),
             }
-            for name, values in sorted(seconds.items())
+            for name, values in sorted((self.times or {}).items())
         }
         return {
             "time_ratio": self.upper("box"),
             "memory_ratio": self.memory_ratio("box"),
             "joint": {"time_ratio": self.upper("joint"), "memory_ratio": self.memory_ratio("joint")},
-            "peers": {name: self.peer(name) for name in PEERS},
+            "peers": {name: None if (r := self.time(name)) is None else round(r.median, 4) for name in PEERS},
             "reasons": dict(self.reasons),
             "detail": detail,
         }
@@ -82,16 +78,14 @@ class WorkloadResult:
 
 def benchmark_json(measured: list[WorkloadResult], about: Mapping[str, Any]) -> dict[str, Any]:
     """The whole result. A figure that could not be measured anywhere is null."""
-    overhead = [m.upper("masked", "box") for m in measured]
-    restricted = [m.upper("restricted", "box") for m in measured]
-    worst_overhead = _largest_known(overhead)
+    overhead = _largest_known([m.upper("masked", "box") for m in measured])
     return {
         **_summary_json(measured, "box"),
         "joint": _summary_json(measured, "joint"),
         "workloads": {m.name: m.as_json() for m in measured},
         "routing": {
-            "mask_overhead": None if worst_overhead is None else round(worst_overhead - 1, 4),
-            "restricted_ratio": _largest_known(restricted),
+            "mask_overhead": None if overhead is None else round(overhead - 1, 4),
+            "restricted_ratio": _largest_known([m.upper("restricted", "box") for m in measured]),
             "detail": {
                 m.name: {
                     "mask": None if (mask := m.time("masked", "box")) is None else mask.as_json(),
@@ -107,17 +101,15 @@ def benchmark_json(measured: list[WorkloadResult], about: Mapping[str, Any]) -> 
 
 def _summary_json(measured: list[WorkloadResult], variant: str) -> dict[str, float | None]:
     times = [t for m in measured if (t := m.upper(variant)) is not None]
-    memory = [m.memory_ratio(variant) for m in measured]
     return {
         "median_time_ratio": round(statistics.median(times), 4) if times else None,
-        "worst_time_ratio": _largest_known(list(times)),
-        "worst_memory_ratio": _largest_known(memory),
+        "worst_time_ratio": max(times, default=None),
+        "worst_memory_ratio": _largest_known([m.memory_ratio(variant) for m in measured]),
     }
 
 
-def _largest_known(values: list[float | None] | list[float]) -> float | None:
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
+def _largest_known(values: list[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 ReportProgress = Callable[[str], None]
@@ -188,14 +180,9 @@ def _measure_workload(
     seconds: float | None,
     say: ReportProgress,
 ) -> WorkloadResult:
-    reasons: dict[str, str] = {}
-    bytes_of: dict[str, int] = {}
-    for (name, variant), found in peaks.items():
-        if name == each.name:
-            if isinstance(found, int):
-                bytes_of[variant] = found
-            else:
-                reasons[f"{variant} memory"] = found
+    mine = {variant: found for (name, variant), found in peaks.items() if name == each.name}
+    bytes_of = {variant: found for variant, found in mine.items() if isinstance(found, int)}
+    reasons = {f"{variant} memory": found for variant, found in mine.items() if isinstance(found, str)}
     began = time.perf_counter()
     steps = _build_steps(settings, each, reasons, say)
     times: StepTimes | None = None
@@ -264,12 +251,10 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 

@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ from lamina.bench.workloads import Workload, find_workload
 # order drawn anew, and a ratio is taken within the round; only ratios are averaged, never times.
 
 Step = Callable[[], None]
+StepTimes = Mapping[str, NDArray[np.float64]]  # seconds per step; entry r of every variant belongs to round r
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,25 +47,7 @@ class PairedRatio:
     rounds: int
 
     def as_json(self) -> dict[str, float | int]:
-        return {
-            "median": round(self.median, 4),
-            "low": round(self.low, 4),
-            "high": round(self.high, 4),
-            "rounds": self.rounds,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """Seconds per step, one entry per round, per variant; entry r of every variant belongs to round r."""
-
-    seconds: Mapping[str, NDArray[np.float64]]
-
-    def ratio(self, variant: str, baseline: str) -> PairedRatio:
-        return paired_ratio(self.seconds[variant], self.seconds[baseline])
-
-    def median(self, variant: str) -> float:
-        return float(np.median(self.seconds[variant]))
+        return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
 def paired_ratio(
@@ -121,7 +104,7 @@ def interleave(
     finally:
         if collecting:
             gc.enable()
-    return StepTimes(seconds={name: np.asarray(values) for name, values in seconds.items()})
+    return {name: np.asarray(values) for name, values in seconds.items()}
 
 
 def _repeats(step: Step, slice_seconds: float) -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,10 @@ from lamina.engine.engine import Engine
 from lamina.errors import LaminaError
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
+
+# A step is: forward, loss, backward, clipping, noise, AdamW, gradients dropped. The batch is fixed and already there.
+
+Step = Callable[[], None]
 
 # Opacus' three modes on the same model, batch and optimiser, through Opacus' own objects.
 #
@@ -49,38 +55,42 @@ class _Criterion(nn.Module):
         return losses.mean() if self.reduction == "mean" else losses
 
 
-def opacus_hooks(workload: Workload) -> Callable[[], None]:
+def opacus_hooks(workload: Workload) -> Step:
     """Per-sample gradients kept by hooks, flat clipping."""
-    from opacus.grad_sample import GradSampleModule
     from opacus.optimizers import DPOptimizer
 
-    model = GradSampleModule(workload.model(), strict=False)
-    optimizer = DPOptimizer(
-        _adamw(model),
-        noise_multiplier=PEER_NOISE_MULTIPLIER,
-        max_grad_norm=PEER_CLIP_NORM,
-        expected_batch_size=workload.batch,
-    )
-    return _training_step(workload, model, optimizer)
+    return _hooked_step(workload, DPOptimizer, lambda tensors: PEER_CLIP_NORM)
 
 
-def opacus_per_layer(workload: Workload) -> Callable[[], None]:
+def opacus_per_layer(workload: Workload) -> Step:
     """Per-sample gradients kept by hooks, one threshold for each tensor."""
-    from opacus.grad_sample import GradSampleModule
     from opacus.optimizers import DPPerLayerOptimizer
 
+    return _hooked_step(workload, DPPerLayerOptimizer, lambda tensors: [PEER_CLIP_NORM / tensors**0.5] * tensors)
+
+
+def _hooked_step(workload: Workload, kind: Callable[..., Any], clip_norm: Callable[[int], Any]) -> Step:
+    from opacus.grad_sample import GradSampleModule
+
     model = GradSampleModule(workload.model(), strict=False)
-    tensors = sum(1 for _ in model.parameters())
-    optimizer = DPPerLayerOptimizer(
+    optimizer = kind(
         _adamw(model),
         noise_multiplier=PEER_NOISE_MULTIPLIER,
-        max_grad_norm=[PEER_CLIP_NORM / tensors**0.5] * tensors,
+        max_grad_norm=clip_norm(sum(1 for _ in model.parameters())),
         expected_batch_size=workload.batch,
     )
-    return _training_step(workload, model, optimizer)
+    criterion = _Criterion(workload)
+    x, target = workload.example()
+
+    def step() -> None:
+        criterion(model(x), target).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
 
 
-def opacus_ghost(workload: Workload) -> Callable[[], None]:
+def opacus_ghost(workload: Workload) -> Step:
     """Norms first, a second backward pass with clipped weights."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizerFastGradientClipping
@@ -107,41 +117,24 @@ def opacus_ghost(workload: Workload) -> Callable[[], None]:
     return step
 
 
-def _training_step(workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    criterion = _Criterion(workload)
-    x, target = workload.example()
-
-    def step() -> None:
-        criterion(model(x), target).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-PEERS: dict[str, Callable[[Workload], Callable[[], None]]] = {
+PEERS: dict[str, Callable[[Workload], Step]] = {
     "opacus_hooks": opacus_hooks,
     "opacus_per_layer": opacus_per_layer,
     "opacus_ghost": opacus_ghost,
 }
 
 
-# What is measured: the plain step, Lamina's steps, and the peers. Each is a function that makes one whole step.
-#
-# A step is: forward, loss, backward, clipping, noise, AdamW, gradients dropped. The batch is fixed and already there.
-
-Step = Callable[[], None]
 BASELINE = "plain"
 
 
 def plain_step(workload: Workload) -> Step:
     """The non-private step that every ratio is relative to."""
     model = workload.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = _adamw(model)
     x, target = workload.example()
 
     def step() -> None:
@@ -152,56 +145,24 @@ def plain_step(workload: Workload) -> Step:
     return step
 
 
-def box_step(workload: Workload) -> Step:
-    """Lamina, each layer clipped at its own threshold, secure noise."""
-    return _private_step(workload, _single_class_policy(_policy_class(workload)), "box")
-
-
-def joint_step(workload: Workload) -> Step:
-    """Lamina, one clip of the whole scaled gradient, secure noise."""
-    return _private_step(workload, _single_class_policy(_policy_class(workload)), "joint")
-
-
 def masked_step(workload: Workload) -> Step:
     """Lamina, box: half of the batch may reach only the top 25 % of the layers."""
-    half = workload.batch // 2
-    policy: dict[str, object] = {
-        "class": {
-            "open": _policy_class(workload, share=0.5),
-            "sensitive": _policy_class(workload, share=0.5, profile={"top": 0.25}),
-        }
-    }
     cls = torch.zeros(workload.batch, dtype=torch.long)
-    cls[half:] = 1
-    return _private_step(workload, policy, "box", cls)
+    cls[workload.batch // 2 :] = 1
+    return _private_step(workload, "box", {"open": {}, "sensitive": {"profile": {"top": 0.25}}}, cls)
 
 
-def restricted_step(workload: Workload) -> Step:
-    """Lamina, box: the whole plan reaches only the top 25 % of the layers."""
-    return _private_step(workload, _single_class_policy(_policy_class(workload, profile={"top": 0.25})), "box")
-
-
-def _policy_class(workload: Workload, share: float = 1.0, **extra: object) -> dict[str, object]:
-    """A class whose Poisson sampling would give this workload's batch on average."""
-    return {"population": int(workload.batch * 100 * share), "clip_norm": 1.0, "noise_multiplier": 1.0, **extra}
-
-
-def _single_class_policy(single: dict[str, object]) -> dict[str, object]:
-    return {"class": {"everyone": single}}
-
-
-def _private_step(workload: Workload, policy: dict[str, object], clipping: str, cls: Tensor | None = None) -> Step:
+def _private_step(
+    workload: Workload, clipping: str, classes: dict[str, dict[str, Any]], cls: Tensor | None = None
+) -> Step:
+    """Classes of equal size, whose Poisson sampling would give this workload's batch on average."""
     model = workload.model()
-    stack = LayerStack.from_model(model)
-    plan = make_plan(
-        stack,
-        Policy.from_dict({"corpus": {"origin": "benchmark", "delta": 1e-5}, **policy}),
-        batch=workload.batch,
-        steps=10_000,
-        clipping=clipping,
-    )
+    common = {"population": workload.batch * 100 // len(classes), "clip_norm": 1.0, "noise_multiplier": 1.0}
+    table = {name: common | extra for name, extra in classes.items()}
+    policy = Policy.from_dict({"corpus": {"origin": "benchmark", "delta": 1e-5}, "class": table})
+    plan = make_plan(LayerStack.from_model(model), policy, batch=workload.batch, steps=10_000, clipping=clipping)
     engine = Engine(model, plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = _adamw(model)
     x, target = workload.example()
     batch = Batch(x, target, cls=cls)
 
@@ -213,8 +174,13 @@ def _private_step(workload: Workload, policy: dict[str, object], clipping: str, 
     return step
 
 
-LAMINA: dict[str, Callable[[Workload], Step]] = {"box": box_step, "joint": joint_step}
-ROUTING: dict[str, Callable[[Workload], Step]] = {"masked": masked_step, "restricted": restricted_step}
+LAMINA: dict[str, Callable[[Workload], Step]] = {
+    clipping: partial(_private_step, clipping=clipping, classes={"everyone": {}}) for clipping in ("box", "joint")
+}  # each layer clipped at its own threshold, or the whole scaled gradient at once; secure noise
+ROUTING: dict[str, Callable[[Workload], Step]] = {
+    "masked": masked_step,
+    "restricted": partial(_private_step, clipping="box", classes={"everyone": {"profile": {"top": 0.25}}}),
+}  # restricted: the whole plan reaches only the top 25 % of the layers
 VARIANTS: dict[str, Callable[[Workload], Step]] = {BASELINE: plain_step, **LAMINA, **ROUTING, **PEERS}
 
 

@@ -104,20 +104,7 @@ class SmallBert(nn.Module):
 
 def _gaussian_signal(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     """Gaussian input that is its own target."""
-
-    def data(n: int) -> tuple[Tensor, Tensor]:
-        x = torch.randn(n, *shape)
-        return x, x
-
-    return data
-
-
-def _images(n: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(n, 1, 28, 28), torch.randint(0, 10, (n,))
-
-
-def _sentences(n: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(0, 1_000, (n, 128)), torch.randint(0, 2, (n,))
+    return lambda n: (torch.randn(n, *shape),) * 2
 
 
 _WORKLOAD_LIST = (
@@ -142,27 +129,29 @@ _WORKLOAD_LIST = (
         batch=16,
         about="BERT, 4 layers of width 256, 128 tokens, vocabulary 1,000",
         build=SmallBert,
-        data=_sentences,
+        data=lambda n: (torch.randint(0, 1_000, (n, 128)), torch.randint(0, 2, (n,))),
         losses=cross_entropy,
         needs="transformers",
     ),
-    Workload(
-        name="mlp_b32",
-        batch=32,
-        about="autoencoder 864-512-256-128-64-32 and back",
-        build=MLPAutoencoder,
-        data=_gaussian_signal(864),
-        losses=squared_error,
+    *(
+        Workload(
+            name=f"mlp_b{batch}",
+            batch=batch,
+            about="autoencoder 864-512-256-128-64-32 and back",
+            build=MLPAutoencoder,
+            data=_gaussian_signal(864),
+            losses=squared_error,
+        )
+        for batch in (32, 256)
     ),
     Workload(
-        name="mlp_b256",
-        batch=256,
-        about="the same with a batch of 256",
-        build=MLPAutoencoder,
-        data=_gaussian_signal(864),
-        losses=squared_error,
+        name="cnn",
+        batch=512,
+        about="MNIST CNN",
+        build=MnistCNN,
+        data=lambda n: (torch.randn(n, 1, 28, 28), torch.randint(0, 10, (n,))),
+        losses=cross_entropy,
     ),
-    Workload(name="cnn", batch=512, about="MNIST CNN", build=MnistCNN, data=_images, losses=cross_entropy),
 )
 WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _WORKLOAD_LIST}
 

@@ -13,6 +13,7 @@ import typer
 from lamina import cbor
 from lamina.admit import keys as files
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc, parse_time
+from lamina.cli.keys import field_text
 from lamina.cli.open_ledger import open_ledger
 from lamina.cli.terminal import (
     JsonOption,
@@ -25,6 +26,7 @@ from lamina.cli.terminal import (
     existing_ledger,
     open_private_key,
     option,
+    print_answer,
     print_json,
     print_line,
 )
@@ -54,40 +56,21 @@ from lamina.plan.policy import Policy as PolicyFile
 RecordedPolicy = Header | PolicyChange
 
 
-def policy_differences(old: RecordedPolicy, new: RecordedPolicy) -> list[str]:
-    """One line for each change."""
-    lines = [
-        f"floor of the {word}: {amount_or_none(before)} → {amount_or_none(after)}"
-        for word, before, after in (
-            ("clip norm", old.floors.clip_norm, new.floors.clip_norm),
-            ("noise multiplier", old.floors.noise_multiplier, new.floors.noise_multiplier),
-        )
-        if before != after
+def policy_differences(old: RecordedPolicy, new: RecordedPolicy, delta: float) -> list[str]:
+    """One line for each figure that changes."""
+    before, after = (_flat_policy(policy_json(each, delta)) for each in (old, new))
+    return [
+        f"{name}: {field_text(before.get(name))} → {field_text(after.get(name))}"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
     ]
-    known = {each.cls: each for each in old.presets}
-    for preset in new.presets:
-        if preset.cls not in known:
-            lines.append(f"class {preset.cls} is new: {class_in_words(preset)}")
-        elif known[preset.cls] != preset:
-            lines.append(f"class {preset.cls}: {class_in_words(known[preset.cls])} → {class_in_words(preset)}")
-    named = {each.cls for each in new.presets}
-    lines += [f"class {each.cls} is gone" for each in old.presets if each.cls not in named]
-    if old.policy != new.policy:
-        lines.append(f"what contributors sign: {old.policy.hex()[:16]} → {new.policy.hex()[:16]}")
-    return lines
 
 
-def class_in_words(preset: Preset) -> str:
-    """A class in one line."""
-    clip, noise = amount_or_none(preset.clip_norm), amount_or_none(preset.noise_multiplier)
-    if preset.public:
-        bound = "public"
-    elif preset.noise_multiplier:
-        bound = f"clip norm ≤ {clip}, noise multiplier ≥ {noise}"
-    else:
-        bound = f"clip norm ≤ {clip}, no bound on ε" if preset.clip_norm else "no promise"
-    people = "" if preset.population is None else f", {pluralize(preset.population, 'contribution')}"
-    return f"{bound}, {preset.profile}{people}"
+def _flat_policy(found: dict[str, Any]) -> dict[str, Any]:
+    """Figures by name: `class clinical, noise multiplier`."""
+    tables = {"floor": found["floors"], **{f"class {name}": row for name, row in found["classes"].items()}}
+    flat = {f"{name}, {key.replace('_', ' ')}": row[key] for name, row in tables.items() for key in row}
+    return flat | {"what contributors sign": found["policy"][:16]}
 
 
 def policy_json(policy: RecordedPolicy, delta: float) -> dict[str, Any]:
@@ -180,7 +163,7 @@ def policy(
             book.check_signs()
             result["changed"] = adopt_policy(book, contract, tuple(signatures))
             result["checkpoint"] = book.latest()
-    _print_change(result, before, change, signatures, as_json)
+    _print_change(result, before, change, signatures, contract.delta, as_json)
 
 
 def _check_options(
@@ -188,22 +171,18 @@ def _check_options(
     signatures: Sequence[Path], output: Path | None,
 ) -> None:  # fmt: skip
     """Refuse options that do not go together."""
-    if sign is not None:
-        if file is not None or propose is not None or dry_run or signatures:
-            raise typer.BadParameter("takes only --key, --output and --passphrase-file", param_hint="--sign")
-        if len(keys) != 1:
-            raise typer.BadParameter("give the one key that signs", param_hint="--key")
-        return
-    if output is not None:
-        raise typer.BadParameter("is for --sign", param_hint="--output")
-    if file is None and (keys or propose is not None or dry_run or signatures):
-        raise typer.BadParameter("give policy.toml", param_hint="POLICY")
-    if file is not None and not file.is_file():
-        raise typer.BadParameter(f"there is no policy '{file}'", param_hint="POLICY")
-    if dry_run and propose is not None:
-        raise typer.BadParameter("give --dry-run or --propose, not both", param_hint="--dry-run")
-    if file is not None and not keys and not dry_run and propose is None:
-        raise typer.BadParameter("give the ledger's key; or --dry-run, or --propose", param_hint="--key")
+    change = bool(propose or dry_run or signatures)
+    for wrong, hint, problem in (
+        (sign and (file or change), "--sign", "takes only --key, --output and --passphrase-file"),
+        (sign and len(keys) != 1, "--key", "give the one key that signs"),
+        (output and not sign, "--output", "is for --sign"),
+        (not (sign or file) and (keys or change), "POLICY", "give policy.toml"),
+        (file and not file.is_file(), "POLICY", f"there is no policy '{file}'"),
+        (dry_run and propose, "--dry-run", "give --dry-run or --propose, not both"),
+        (file and not (keys or dry_run or propose), "--key", "give the ledger's key; or --dry-run, or --propose"),
+    ):
+        if wrong:
+            raise typer.BadParameter(problem, param_hint=hint)
 
 
 def _terms_of_policy(book: Ledger, file: Path) -> CorpusTerms:
@@ -277,27 +256,26 @@ def _sign_proposal(ledger: str, path: Path, key: PrivateKey, output: Path, as_js
         change = _read_proposal(path, data, book.origin)
         before = policy_in_force(book)
         _check_may_sign(book.parties(), key, book.now())
+        delta = book.header.delta
     files.write_new(output, key.sign(data), "the signature", mode=0o644)
     result = {"ledger": printable_location(ledger), "signature": str(output), "key": key.public.name}
-    _print_change(result, before, change, [], as_json)
+    _print_change(result, before, change, [], delta, as_json)
 
 
 def _read_proposal(path: Path, data: bytes, origin: str) -> PolicyChange:
     try:
         named, body = cbor.decode(data.partition(b"\n")[2], max_size=_MAX_FILE_BYTES)
         found = schema_of(PolicyChange).from_cbor(body)
+        whole = dataclasses.replace(found, signatures=()).message(str(named)) == data
     except (EncodingError, TypeError, ValueError):
-        raise LedgerError(
-            "cli.policy-proposal-malformed", f"'{path}' is not a proposal of a policy", "write one with --propose"
-        ) from None
-    assert isinstance(found, PolicyChange)
+        whole = False
+    if not whole:
+        problem = f"'{path}' is not a proposal of a policy"
+        raise LedgerError("cli.policy-proposal-malformed", problem, "write one with --propose")
     if named != origin:
         problem = f"'{path}' is for the ledger {str(named)[:80]!r}, this is {origin!r}"
         raise LedgerError("cli.proposal-of-other-ledger", problem, "give its ledger")
-    if dataclasses.replace(found, signatures=()).message(origin) != data:
-        raise LedgerError(
-            "cli.policy-proposal-malformed", f"'{path}' is not a proposal of a policy", "write one with --propose"
-        )
+    assert isinstance(found, PolicyChange)
     return found
 
 
@@ -328,26 +306,23 @@ def _class_epsilon(preset: Preset, delta: float) -> str:
 
 def _print_change(
     result: dict[str, Any], before: RecordedPolicy, change: PolicyChange | None, signatures: Sequence[PartySignature],
-    as_json: bool,
+    delta: float, as_json: bool,
 ) -> None:  # fmt: skip
-    lines = [] if change is None else policy_differences(before, change)
+    lines = [] if change is None else policy_differences(before, change, delta)
     less = [] if change is None else loosened(before.floors, before.presets, change.floors, change.presets)
-    if as_json:
-        signers = [each.key.hex() for each in signatures]
-        print_json({**result, "differences": lines, "looser": less, "signatures": signers})
-        return
-    for line in [*lines, *(f"protects less: {each}" for each in less)]:
-        print_line(f"  {line}")
     if change is None:
-        print_line("this policy is already in force: nothing changes")
+        done = "this policy is already in force: nothing changes"
     elif result.get("changed"):
-        print_line(f"adopted, with {pluralize(len(signatures), 'signature')}, and covered by a checkpoint")
+        done = f"adopted, with {pluralize(len(signatures), 'signature')}, and covered by a checkpoint"
     elif "signature" in result:
-        print_line(f"{result['signature']}: signed by {result['key'][:16]}; return it for --signature")
+        done = f"{result['signature']}: signed by {result['key'][:16]}; return it for --signature"
     elif path := result.get("proposal"):
-        print_line(f"{path}: have it signed with lamina ledger policy LEDGER --sign {path} --key KEY")
+        done = f"{path}: have it signed with lamina ledger policy LEDGER --sign {path} --key KEY"
     else:
-        print_line("nothing was changed" + ("; it needs the signatures of two parties" if less else ""))
+        done = "nothing was changed" + ("; it needs the signatures of two parties" if less else "")
+    text = "\n".join([*(f"  {line}" for line in lines), *(f"  protects less: {each}" for each in less), done])
+    signers = [each.key.hex() for each in signatures]
+    print_answer({**result, "differences": lines, "looser": less, "signatures": signers}, text, as_json)
 
 
 _ROLE_BY_NAME = {role.name.lower(): role for role in Role}
@@ -452,13 +427,11 @@ def find_ledger_key(parties: KeyState, name: str) -> Key:
 def _print_keys(ledger: str, book: Ledger, as_json: bool) -> None:
     parties, now = book.parties(), book.reading_time()
     found = [(each, parties.problem_with(each.id, now)) for each in parties.all()]
-    if as_json:
-        keys = [{**_key_json(each), "counts": wrong is None, "why_not": wrong} for each, wrong in found]
-        print_json({"ledger": printable_location(ledger), "origin": book.origin, "keys": keys})
-        return
+    keys = [{**_key_json(each), "counts": wrong is None, "why_not": wrong} for each, wrong in found]
     rows = [["id", "role", "name", "state"]]
-    rows += [[each.id.hex()[:16], each.role.name.lower(), each.name, wrong or "counts"] for each, wrong in found]
-    print_line(columns(rows, left=4))
+    rows += [[each["id"][:16], each["role"], each["name"], each["why_not"] or "counts"] for each in keys]
+    machine = {"ledger": printable_location(ledger), "origin": book.origin, "keys": keys}
+    print_answer(machine, columns(rows, left=4), as_json)
 
 
 def _key_json(found: Key) -> dict[str, Any]:
