@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from plans import policy_of
 from refusals import raises_code
 from torch import nn
 
@@ -28,7 +29,6 @@ from lamina.allocate.ladp import (
 from lamina.allocate.make_plan import make_plan
 from lamina.errors import PlanError
 from lamina.plan.layer_stack import LayerStack
-from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
 
 Array = NDArray[np.float64]
@@ -38,15 +38,10 @@ SIZES = tuple(layer.size for layer in STACK)
 
 
 def plan(form: Clipping, price: float = 5.0) -> StepPlan:
-    policy = Policy.from_dict(
-        {
-            "corpus": {"origin": "t", "delta": 1e-5, "accountant": "rdp"},
-            "class": {
-                "top": {"population": 100, "epsilon": 2.0, "profile": {"top": 0.5}},
-                "all": {"population": 100, "epsilon": 8.0, "clip_norm": 3.0},
-                "open": {"population": 100, "public": True},
-            },
-        }
+    policy = policy_of(
+        top={"population": 100, "epsilon": 2.0, "profile": {"top": 0.5}},
+        all={"population": 100, "epsilon": 8.0, "clip_norm": 3.0},
+        open={"population": 100, "public": True},
     )
     chooser = LADP(choose_every=5, clipping=form, price=price)
     return make_plan(STACK, policy, batch=30, steps=20, allocate=chooser)
@@ -210,13 +205,7 @@ def test_misuse_is_refused() -> None:
         kept_fraction(offer, np.ones((1, 2)), [1], Clipping.BOX)
     with raises_code("allocate.utility-not-finite"):
         probabilities(np.array([math.nan, 0.0]), 1.0)
-    bare = make_plan(
-        STACK,
-        Policy.from_dict({"corpus": {"origin": "t", "delta": 1e-5}, "class": {"a": {"population": 100}}}),
-        batch=10,
-        steps=5,
-        rho=1.0,
-    )
+    bare = make_plan(STACK, policy_of(a={"population": 100}), batch=10, steps=5, rho=1.0)
     with raises_code("allocate.no-choice"):
         plan_candidates(bare)
 

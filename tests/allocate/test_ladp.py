@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plans import policy_of
 from refusals import raises_code
 from torch import nn
 
@@ -18,22 +19,16 @@ from lamina.allocate.make_plan import explained_plan, make_plan
 from lamina.allocate.problem import AllocationProblem
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.layer_stack import LayerStack
-from lamina.plan.policy import Policy
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy
 from lamina.plan.step_plan import Clipping, StepPlan
 
 Make = Callable[..., Any]
 STACK = LayerStack.from_model(nn.Sequential(*(nn.Linear(4 + i, 5 + i) for i in range(8))))
 NAMES = tuple(layer.name for layer in STACK)
-POLICY = Policy.from_dict(
-    {
-        "corpus": {"origin": "test", "delta": 1e-5, "accountant": "rdp"},
-        "class": {
-            "a": {"population": 1000, "epsilon": 2.0, "profile": {"top": 0.5}},
-            "b": {"population": 3000, "epsilon": 4.0, "clip_norm": 2.0},
-            "open": {"population": 1000, "public": True},
-        },
-    }
+POLICY = policy_of(
+    a={"population": 1000, "epsilon": 2.0, "profile": {"top": 0.5}},
+    b={"population": 3000, "epsilon": 4.0, "clip_norm": 2.0},
+    open={"population": 1000, "public": True},
 )
 
 
@@ -99,14 +94,7 @@ def test_a_shallow_model_has_its_last_layer_sensitive(alone: Make) -> None:
     given = LADP()(alone())  # no stack: ⌈5/4⌉ = 2 layers
     assert [c == min(given.clip[0]) for c in given.clip[0]] == [False] * 3 + [True] * 2
     two = LayerStack.from_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    plan = make_plan(
-        two,
-        Policy.from_dict({"corpus": {"origin": "t", "delta": 1e-5}, "class": {"a": {"population": 100}}}),
-        batch=10,
-        steps=5,
-        rho=1.0,
-        allocate="ladp",
-    )
+    plan = make_plan(two, policy_of(a={"population": 100}), batch=10, steps=5, rho=1.0, allocate="ladp")
     assert plan.clip[0][0] == pytest.approx(5 * plan.clip[0][1])
 
 
@@ -145,12 +133,7 @@ def test_choices_are_paid_for() -> None:
 
 def test_thirty_choices_in_a_long_run_cost_little() -> None:
     """At the sigma of ε = 0.997, q = 0.0128, 30 choices at 0.5 add 0.004; as pure ε they would add 0.025."""
-    one = Policy.from_dict(
-        {
-            "corpus": {"origin": "t", "delta": 1e-5, "accountant": "pld"},
-            "class": {"a": {"population": 20_000, "epsilon": 1.0}},
-        }
-    )
+    one = policy_of("pld", a={"population": 20_000, "epsilon": 1.0})
     bare = make_plan(STACK, one, batch=256, steps=7812, allocate=LADP(), epsilon=0.997)
     choosing = make_plan(STACK, one, batch=256, steps=7812, allocate=LADP(choose_every=261), epsilon=0.997).rescaled(
         {"a": bare.sigma("a")}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant
+from plans import policy_of
 from refusals import raises_code
 from torch import nn
 
@@ -27,9 +28,7 @@ STACK = LayerStack.from_model(nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))
 
 
 def policy(**classes: dict[str, Any]) -> Policy:
-    return Policy.from_dict(
-        {"corpus": {"origin": "test", "delta": 1e-5, "accountant": "rdp"}, "class": classes or CLASSES}
-    )
+    return policy_of(**(classes or CLASSES))
 
 
 CLASSES: dict[str, dict[str, Any]] = {
@@ -165,8 +164,7 @@ def test_reference_value_of_one_class() -> None:
 
     docs/theory.md rounds it to the safe side, 4.31, where ε is 0.997.
     """
-    entry = {"clinical": {"population": 20_000, "epsilon": 1.0}}
-    one = Policy.from_dict({"corpus": {"origin": "test", "delta": 1e-5}, "class": entry})
+    one = policy_of("pld", clinical={"population": 20_000, "epsilon": 1.0})
     plan = make_plan(STACK, one, batch=256, steps=7812)
     sigma = plan.sigma("clinical")
     assert 4.29 < sigma < 4.31
@@ -226,12 +224,7 @@ def test_a_class_without_a_figure_takes_the_one_asked_for() -> None:
 
 
 def test_a_floor_bounds_what_may_be_asked_for() -> None:
-    floored = Policy.from_dict(
-        {
-            "corpus": {"origin": "t", "delta": 1e-5, "accountant": "rdp", "floors": {"noise_multiplier": 1.0}},
-            "class": {"a": {"population": 1000}},
-        }
-    )
+    floored = policy_of(floors={"noise_multiplier": 1.0}, a={"population": 1000})
     with raises_code("allocate.above-policy-bound"):
         make_plan(STACK, floored, batch=10, steps=10, epsilon=5.0)
     with raises_code("allocate.no-budget"):
@@ -309,14 +302,10 @@ def test_own_allocations_are_taken_but_may_not_widen_reach() -> None:
 @pytest.mark.parametrize("allocate", ["pareto", "flat", "automatic"])
 def test_no_clipped_gradient_of_a_joint_plan_is_longer_than_the_clip_norm_of_its_class(allocate: str) -> None:
     stack = LayerStack.from_model(nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)), nn.Linear(32, 4)))
-    policy = Policy.from_dict(
-        {
-            "corpus": {"origin": "test", "delta": 1e-5},
-            "class": {
-                "deep": {"population": 5_000, "epsilon": 4.0, "clip_norm": 0.7},
-                "top": {"population": 1_000, "epsilon": 1.0, "profile": {"top": 0.25}},
-            },
-        }
+    policy = policy_of(
+        "pld",
+        deep={"population": 5_000, "epsilon": 4.0, "clip_norm": 0.7},
+        top={"population": 1_000, "epsilon": 1.0, "profile": {"top": 0.25}},
     )
     plan = make_plan(stack, policy, batch=64, steps=100, allocate=allocate)
     assert plan.clipping is Clipping.JOINT

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plans import policy_of
 from refusals import raises_code
 from torch import nn
 
@@ -18,7 +19,6 @@ from lamina.allocate.problem import Allocation, AllocationProblem
 from lamina.models.autoencoders import TransformerAutoencoder
 from lamina.plan.coverage import check_coverage
 from lamina.plan.layer_stack import LayerStack
-from lamina.plan.policy import Policy
 from lamina.plan.rules import effective_sigma
 from lamina.plan.selection import Slice, planned_noised_sizes
 from lamina.plan.step_plan import Clipping, StepPlan
@@ -29,14 +29,10 @@ STACK = LayerStack.from_model(MODEL)
 HEADS = {"population": 1000, "epsilon": 1.0, "profile": {"layers": ["decoder.*"], "heads": [0, 1]}}
 
 
-def policy(**classes: dict[str, Any]) -> Policy:
-    return Policy.from_dict({"corpus": {"origin": "test", "delta": 1e-5, "accountant": "rdp"}, "class": classes})
-
-
 def plan_of(stack: LayerStack = STACK, *, allocate: Any = "pareto", clipping: Any = None, measure: Any = None,
             **classes: dict[str, Any]) -> StepPlan:  # fmt: skip
     return make_plan(
-        stack, policy(**classes), batch=80, steps=50, allocate=allocate, clipping=clipping, measure=measure
+        stack, policy_of(**classes), batch=80, steps=50, allocate=allocate, clipping=clipping, measure=measure
     )
 
 
@@ -200,7 +196,7 @@ def test_a_function_of_the_users_need_not_know_of_weights() -> None:
         rows = tuple(tuple(1.0 if may else 0.0 for may in row) for row in problem.reach)
         return Allocation(clip=rows, noise=problem.equal_noise(), clipping=Clipping.BOX)
 
-    plan, chosen = explained_plan(STACK, policy(sensitive=WEIGHED), batch=80, steps=50, allocate=mine)
+    plan, chosen = explained_plan(STACK, policy_of(sensitive=WEIGHED), batch=80, steps=50, allocate=mine)
     assert plan.clip[0][-1] == 0.25 and chosen.clip == plan.clip
     assert plan.sigma("sensitive") == pytest.approx(effective_sigma(plan.clip[0], plan.noise))
     with raises_code("allocate.problem-shape"):

@@ -7,27 +7,12 @@ import math
 
 import pytest
 import torch
+from oracle import plan_of
 from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina.plan.coverage import check_coverage
-from lamina.plan.layer_stack import LayerStack
-from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
-
-
-def plan_for(model: nn.Module) -> StepPlan:
-    stack = LayerStack.from_model(model)
-    return StepPlan(
-        layers=tuple(
-            PlannedLayer(name=layer.name, depth=layer.depth, parameters=layer.parameters, size=layer.size)
-            for layer in stack
-        ),
-        classes=(PlannedClass(name="a", population=10, sampling_rate=0.5, delta=1e-5),),
-        clip=((1.0,) * len(stack),),
-        noise=(1.0,) * len(stack),
-        batch=5,
-        steps=1,
-    )
+from lamina.plan.step_plan import PlannedClass
 
 
 def mlp() -> nn.Sequential:
@@ -38,7 +23,7 @@ def test_every_tensor_is_sorted() -> None:
     model = mlp()
     model[0].bias.requires_grad_(False)
     model.register_buffer("scale", torch.ones(1))
-    plan = plan_for(model)
+    plan = plan_of(model)
     public = PlannedClass(name="open", population=10, sampling_rate=0.5, public=True)
     plan = dataclasses.replace(
         plan, classes=(*plan.classes, public), clip=((0.0, 0.0, 1.0), (0.0, math.inf, math.inf)), noise=(0.0, 0.0, 1.0)
@@ -55,7 +40,7 @@ def test_every_tensor_is_sorted() -> None:
 def test_a_tensor_outside_the_plan_is_refused() -> None:
     model = mlp()
     model[1].requires_grad_(False)
-    plan = plan_for(model)
+    plan = plan_of(model)
     check_coverage(model, plan)
     model[1].weight.requires_grad_(True)
     with raises_code("plan.tensor-not-in-plan"):
@@ -64,7 +49,7 @@ def test_a_tensor_outside_the_plan_is_refused() -> None:
 
 def test_stale_plans_are_refused() -> None:
     model = mlp()
-    plan = plan_for(model)
+    plan = plan_of(model)
     model[1].weight.requires_grad_(False)
     with raises_code("plan.tensor-frozen"):
         check_coverage(model, plan)
@@ -73,7 +58,7 @@ def test_stale_plans_are_refused() -> None:
     with raises_code("plan.layer-size-differs"):
         check_coverage(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)), plan)
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    plan = plan_for(tied)
+    plan = plan_of(tied)
     tied[1].weight = tied[0].weight
     with raises_code("plan.tensor-missing"):
         check_coverage(tied, plan)
@@ -81,7 +66,7 @@ def test_stale_plans_are_refused() -> None:
 
 def test_lazy_modules_are_refused() -> None:
     with raises_code("plan.tensor-lazy"):
-        check_coverage(nn.Sequential(nn.LazyLinear(3)), plan_for(mlp()))
+        check_coverage(nn.Sequential(nn.LazyLinear(3)), plan_of(mlp()))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +76,7 @@ def test_lazy_modules_are_refused() -> None:
 def test_batch_norm_in_training_mode_is_refused_also_when_frozen(norm: nn.Module, frozen: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 4), norm.train())
     norm.requires_grad_(not frozen)
-    plan = plan_for(model)
+    plan = plan_of(model)
     with raises_code("plan.module-unsafe"):
         check_coverage(model, plan)
     model[1].eval()
@@ -101,26 +86,26 @@ def test_batch_norm_in_training_mode_is_refused_also_when_frozen(norm: nn.Module
 def test_batch_norm_without_running_statistics_is_refused_in_any_mode() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval()
     with raises_code("plan.module-unsafe"):
-        check_coverage(model, plan_for(model))
+        check_coverage(model, plan_of(model))
 
 
 def test_instance_norm_is_refused_only_if_it_writes() -> None:
     model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.InstanceNorm1d(4, track_running_stats=True))
     with raises_code("plan.module-unsafe"):
-        check_coverage(model, plan_for(model))
-    check_coverage(model.eval(), plan_for(model))
+        check_coverage(model, plan_of(model))
+    check_coverage(model.eval(), plan_of(model))
     model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.InstanceNorm1d(4))
-    check_coverage(model, plan_for(model))
+    check_coverage(model, plan_of(model))
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_embeddings_that_write_or_count_are_refused_also_when_frozen(kind: type[nn.Module]) -> None:
     model = nn.Sequential(kind(5, 3, max_norm=1.0).requires_grad_(False), nn.Linear(3, 1))
     with raises_code("plan.module-unsafe"):
-        check_coverage(model, plan_for(model))
+        check_coverage(model, plan_of(model))
     model = nn.Sequential(kind(5, 3, scale_grad_by_freq=True), nn.Linear(3, 1))
     with raises_code("plan.module-unsafe"):
-        check_coverage(model, plan_for(model))
+        check_coverage(model, plan_of(model))
 
 
 class Centred(nn.Module):
@@ -140,14 +125,14 @@ class Centred(nn.Module):
 def test_running_buffers_of_any_module_are_refused() -> None:
     model = nn.Sequential(Centred("running_centre"), nn.Linear(3, 1))
     with raises_code("plan.module-unsafe"):
-        check_coverage(model, plan_for(model))
+        check_coverage(model, plan_of(model))
     model[0].eval()
-    check_coverage(model, plan_for(model), example=torch.ones(2, 3))
+    check_coverage(model, plan_of(model), example=torch.ones(2, 3))
 
 
 def test_example_shows_buffers_that_no_name_gives_away() -> None:
     model = nn.Sequential(Centred("centre"), nn.Dropout(0.5), nn.Linear(3, 1))
-    plan, state = plan_for(model), torch.get_rng_state()
+    plan, state = plan_of(model), torch.get_rng_state()
     check_coverage(model, plan)
     with raises_code("plan.buffer-written"):
         check_coverage(model, plan, example=torch.ones(2, 3))

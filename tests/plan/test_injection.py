@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import hand_plan
 from refusals import raises_code
 from scipy.optimize import brentq
 from scipy.stats import norm
@@ -22,7 +23,7 @@ from lamina.account.schedule import Adjacency, Event
 from lamina.engine.budget import Budget
 from lamina.errors import PlanError
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile, Injection
-from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
+from lamina.plan.step_plan import Clipping, StepPlan
 
 SAME = [Injection(form="per_microbatch", parts=16), Injection(form="per_sample", parts=300)]
 RAW = Injection(form="per_sample_raw")
@@ -30,18 +31,8 @@ CAPPED = Injection(form="per_sample_raw", occurrences=30)
 
 
 def plan(**changes: Any) -> StepPlan:
-    made: dict[str, Any] = {
-        "layers": (PlannedLayer(name="a", depth=0.0, parameters=("a",), size=9),),
-        "classes": (
-            PlannedClass(name="k", population=1000, sampling_rate=0.05, delta=1e-5),
-            PlannedClass(name="open", population=None, sampling_rate=0.5, public=True),
-        ),
-        "clip": ((2.0,), (math.inf,)),
-        "noise": (20.0,),
-        "batch": 50.0,
-        "steps": 200,
-    }
-    return StepPlan(**{**made, **changes})
+    given = {"batch": 50.0, "steps": 200, **changes}
+    return hand_plan(((2.0,), (math.inf,)), (20.0,), names=("k", "open"), public=(1,), rate=0.05, **given)
 
 
 def gaussian_epsilon(mu: float, delta: float = 1e-5) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import hand_plan
 from refusals import raises_code
 
 from lamina.account.accountants import find_accountant
@@ -26,25 +27,12 @@ from lamina.plan.rules import (
     effective_sigma,
     rescale_noise,
 )
-from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
-
-LAYERS = tuple(
-    PlannedLayer(name=f"l{i}", depth=i / 2, parameters=(f"l{i}.weight",), size=10 * (i + 1)) for i in range(3)
-)
-PRIVATE = PlannedClass(name="a", population=1000, sampling_rate=0.02, delta=1e-5)
-TOP = PlannedClass(name="b", population=500, sampling_rate=0.04, delta=1e-5)
+from lamina.plan.step_plan import Clipping, StepPlan
 
 
 def plan_of(**changes: Any) -> StepPlan:
-    base: dict[str, Any] = {
-        "layers": LAYERS,
-        "classes": (PRIVATE, TOP),
-        "clip": ((1.0, 0.5, 2.0), (0.0, 0.7, 0.7)),
-        "noise": (2.0, 1.0, 3.0),
-        "batch": 40.0,
-        "steps": 100,
-    }
-    return StepPlan(**{**base, **changes})
+    clip = ((1.0, 0.5, 2.0), (0.0, 0.7, 0.7))
+    return hand_plan(clip, (2.0, 1.0, 3.0), names=("a", "b"), rate=0.02, **{"batch": 40.0, "steps": 100, **changes})
 
 
 CHOOSE = Choose(epsilon=0.5, every=30, names=("x", "y"), noise=((1, 1, 1), (3, 2, 1)), price=2)

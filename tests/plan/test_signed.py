@@ -11,6 +11,7 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import hand_plan
 from refusals import raises_code
 
 from lamina.account.accountants import find_accountant
@@ -25,28 +26,16 @@ from lamina.plan.signed_bounds import (
     variance_ceiling,
     variance_floor,
 )
-from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
+from lamina.plan.step_plan import Clipping, StepPlan
 
 TIGHT = 1e-3
 
 
 def plan(q: float = 0.05, steps: int = 200, sigma: float = 1.5, **changes: Any) -> StepPlan:
     """Two layers with C = (3, 4), one S, so that ‖C‖ = 5; a class beside that reaches one layer; a public one."""
-    s = 5.0 * sigma
-    made: dict[str, Any] = {
-        "layers": tuple(PlannedLayer(name=n, depth=d, parameters=(n,), size=7) for n, d in (("a", 0.0), ("b", 1.0))),
-        "classes": (
-            PlannedClass(name="clinical", population=1000, sampling_rate=q, delta=1e-5),
-            PlannedClass(name="top", population=1000, sampling_rate=q, delta=1e-5),
-            PlannedClass(name="open", population=None, sampling_rate=0.5, public=True),
-        ),
-        "clip": ((3.0, 4.0), (0.0, 4.0), (math.inf, math.inf)),
-        "noise": (s, s),
-        "batch": 50.0,
-        "steps": steps,
-        "accountant": "rdp",
-    }
-    return StepPlan(**{**made, **changes})
+    given: dict[str, Any] = {"batch": 50.0, "steps": steps, "accountant": "rdp", **changes}
+    clip = ((3.0, 4.0), (0.0, 4.0), (math.inf, math.inf))
+    return hand_plan(clip, (5.0 * sigma,) * 2, names=("clinical", "top", "open"), public=(2,), rate=q, **given)
 
 
 def oracle(made: StepPlan, scale: float) -> float:

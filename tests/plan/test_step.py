@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from plans import hand_plan
 from refusals import raises_code
 
 from lamina.account.accountants import find_accountant
@@ -19,22 +20,6 @@ from lamina.account.schedule import Adjacency, Event
 from lamina.errors import PlanError
 from lamina.plan.rules import effective_sigma, rescale_noise
 from lamina.plan.step_plan import Clipping, PlannedClass, PlannedLayer, StepPlan
-
-
-def plan_of(clip: list[list[float]], noise: list[float], *, public: tuple[int, ...] = (), **changes: Any) -> StepPlan:
-    layers = tuple(
-        PlannedLayer(name=f"l{i}", depth=i / max(len(noise) - 1, 1), parameters=(f"l{i}.w", f"l{i}.b"), size=10 + i)
-        for i in range(len(noise))
-    )
-    classes = tuple(
-        PlannedClass(
-            name=f"c{k}", population=1000, sampling_rate=0.1, public=k in public, delta=0.0 if k in public else 1e-5
-        )
-        for k in range(len(clip))
-    )
-    fields = {"layers": layers, "classes": classes, "clip": clip, "noise": noise, "batch": 100, "steps": 50}
-    return StepPlan(**{**fields, **changes})
-
 
 numbers = st.floats(1e-6, 1e6)
 
@@ -52,7 +37,7 @@ def matrices(draw: st.DrawFn) -> tuple[list[list[float]], list[float]]:
 @settings(max_examples=200, deadline=None)
 def test_sigma_is_the_formula(given_: tuple[list[list[float]], list[float]]) -> None:
     clip, noise = given_
-    plan = plan_of(clip, noise)
+    plan = hand_plan(clip, noise)
     with np.errstate(divide="ignore"):
         expected = np.square(np.array(clip) / np.array(noise)).sum(1) ** -0.5
     for k in range(len(clip)):
@@ -71,7 +56,7 @@ def test_no_clipped_contribution_moves_the_step_further_than_one_over_sigma(
 ) -> None:
     """Brute force: random directions at the corner of the box, and at the radius of the joint clip."""
     clip, noise = given_
-    plan = plan_of(clip, noise)
+    plan = hand_plan(clip, noise)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     for k, row in enumerate(clip):
         shift = []
@@ -108,13 +93,13 @@ def test_rescale_leaves_public_rows_and_silent_layers_alone() -> None:
 
 
 def test_rescaled_plan_declares_by_name() -> None:
-    plan = plan_of([[1.0, 1.0], [0.0, 2.0]], [1.0, 1.0]).rescaled({"c0": 2.0, "c1": 5.0})
+    plan = hand_plan([[1.0, 1.0], [0.0, 2.0]], [1.0, 1.0]).rescaled({"c0": 2.0, "c1": 5.0})
     assert plan.sigma("c1") == pytest.approx(5.0)
     assert plan.sigma("c0") >= 2.0
 
 
 def test_epsilon_is_the_joint_event_priced_by_the_plans_accountant() -> None:
-    plan = plan_of([[3.0, 4.0]], [5.0, 5.0], accountant="rdp")
+    plan = hand_plan([[3.0, 4.0]], [5.0, 5.0], accountant="rdp")
     assert plan.sigma(0) == pytest.approx(1.0)
     event = (Event(sigma=plan.sigma(0), q=0.1, steps=50),)
     assert plan.schedule(0) == event
@@ -124,7 +109,7 @@ def test_epsilon_is_the_joint_event_priced_by_the_plans_accountant() -> None:
 
 def test_public_and_unreaching_classes_cost_nothing() -> None:
     inf = math.inf
-    plan = plan_of([[1.0, 0.0], [inf, inf], [0.0, 0.0]], [1.0, 0.0], public=(1,))
+    plan = hand_plan([[1.0, 0.0], [inf, inf], [0.0, 0.0]], [1.0, 0.0], public=(1,))
     for k in ("c1", "c2"):
         assert plan.sigma(k) == inf
         assert plan.epsilon(k) == 0.0
@@ -159,18 +144,18 @@ def test_public_and_unreaching_classes_cost_nothing() -> None:
     ],
 )
 def test_unsound_plans_are_refused(changes: dict[str, Any], message: str) -> None:
-    plan = plan_of([[1.0, 2.0]], [1.0, 1.0])
+    plan = hand_plan([[1.0, 2.0]], [1.0, 1.0])
     with raises_code(message):
         dataclasses.replace(plan, **changes)
 
 
 def test_public_thresholds_are_infinite_or_zero() -> None:
     with raises_code("plan.public-clip-finite"):
-        plan_of([[2.0]], [1.0], public=(0,))
+        hand_plan([[2.0]], [1.0], public=(0,))
 
 
 def test_names_and_tensors_occur_once() -> None:
-    plan = plan_of([[1.0, 1.0]], [1.0, 1.0])
+    plan = hand_plan([[1.0, 1.0]], [1.0, 1.0])
     first, second = plan.layers
     with raises_code("plan.name-twice"):
         dataclasses.replace(plan, layers=(first, dataclasses.replace(second, name="l0")))
@@ -193,7 +178,7 @@ def test_private_classes_have_a_delta(delta: float) -> None:
 
 
 def test_questions_about_unknown_classes_are_refused() -> None:
-    plan = plan_of([[1.0]], [1.0])
+    plan = hand_plan([[1.0]], [1.0])
     for wrong in ("clinical", 1, -1):
         with raises_code("plan.class-unknown", "plan.class-unknown"):
             plan.sigma(wrong)
@@ -209,7 +194,7 @@ def test_round_trips_are_exact(
 ) -> None:
     clip, noise = given_
     rows = [*clip, [math.inf] * len(noise)] if public else clip
-    plan = plan_of(rows, noise, public=(len(clip),) if public else (), clipping=clipping, batch=batch)
+    plan = hand_plan(rows, noise, public=(len(clip),) if public else (), clipping=clipping, batch=batch)
     assert StepPlan.from_json(plan.to_json()) == plan
     assert StepPlan.from_cbor(plan.to_cbor()) == plan
     assert StepPlan.from_json(plan.to_json()).to_cbor() == plan.to_cbor()
@@ -219,19 +204,19 @@ def test_round_trips_are_exact(
 
 
 def test_equal_plans_have_equal_digests_and_others_do_not() -> None:
-    plan = plan_of([[1, 0]], [2, 1])
-    assert plan.digest() == plan_of([[1.0, -0.0]], [2.0, 1.0], batch=100.0, clipping="box").digest()
+    plan = hand_plan([[1, 0]], [2, 1])
+    assert plan.digest() == hand_plan([[1.0, -0.0]], [2.0, 1.0], batch=100.0, clipping="box").digest()
     changed = [
-        plan_of([[1, 0]], [2, 1.0000000000000002]),
-        plan_of([[1, 0]], [2, 1], clipping="joint"),
-        plan_of([[1, 0]], [2, 1], steps=51),
-        plan_of([[1, 0]], [2, 1], accountant="rdp"),
+        hand_plan([[1, 0]], [2, 1.0000000000000002]),
+        hand_plan([[1, 0]], [2, 1], clipping="joint"),
+        hand_plan([[1, 0]], [2, 1], steps=51),
+        hand_plan([[1, 0]], [2, 1], accountant="rdp"),
     ]
     assert len({plan.digest(), *(other.digest() for other in changed)}) == 5
 
 
 def test_damaged_encodings_are_refused() -> None:
-    plan = plan_of([[1.0]], [1.0])
+    plan = hand_plan([[1.0]], [1.0])
     state = json.loads(plan.to_json())
     damaged = [
         "",
@@ -257,7 +242,7 @@ def test_damaged_encodings_are_refused() -> None:
 
 
 def test_table_and_summary_tell_the_same() -> None:
-    plan = plan_of(
+    plan = hand_plan(
         [[1.0, 2.0, 0.0], [math.inf] * 3], [2.0, 4.0, 0.0], public=(1,), accountant="rdp", allocation="pareto"
     )
     text = str(plan)
@@ -279,7 +264,7 @@ def test_table_and_summary_tell_the_same() -> None:
 
 
 def test_table_warns_of_a_delta_above_one_over_the_population() -> None:
-    plan = plan_of([[1.0]], [1.0], accountant="rdp")
+    plan = hand_plan([[1.0]], [1.0], accountant="rdp")
     entry = dataclasses.replace(plan.classes[0], delta=0.01)
     assert "δ of class c0 is not below 1/population" in str(dataclasses.replace(plan, classes=(entry,)))
     assert "note" not in str(plan)
@@ -307,7 +292,7 @@ def test_numbers_that_float32_cannot_carry_are_refused(change: dict[str, Any], m
 
 def test_another_encoding_of_the_same_plan_is_refused() -> None:
     """A CBOR infinity instead of the text "inf" would give one plan two digests."""
-    written = plan_of([[1.0, 0.5], [math.inf, math.inf]], [1.0, 1.0], public=(1,)).to_cbor()
+    written = hand_plan([[1.0, 0.5], [math.inf, math.inf]], [1.0, 1.0], public=(1,)).to_cbor()
     assert StepPlan.from_cbor(written).to_cbor() == written
     other = cbor2.dumps(_with_infinity(cbor2.loads(written)), canonical=True)
     assert other != written
@@ -340,11 +325,11 @@ def _with_infinity(value: Any) -> Any:
 def test_a_layer_lies_in_blocks_of_the_model(code: str, blocks: int, spans: Any, depth: float) -> None:
     layer = PlannedLayer(name="l", depth=depth, parameters=("w",), size=1, spans=spans)
     with raises_code(code):
-        plan_of([[1.0]], [1.0], layers=(layer,), blocks=blocks)
+        hand_plan([[1.0]], [1.0], layers=(layer,), blocks=blocks)
 
 
 def test_blocks_are_read_back() -> None:
-    made = plan_of([[1.0, 1.0]], [1.0, 1.0])
+    made = hand_plan([[1.0, 1.0]], [1.0, 1.0])
     tied = (
         dataclasses.replace(made.layers[0], spans=((0, 1), (2, 3))),
         dataclasses.replace(made.layers[1], spans=((2, 3),)),
