@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import problem
-from history_acts import FOLDERS, SIGNED, Act, During, Killed, killed_at
+from history_acts import FOLDERS, SIGNED, Act, killed_at
 from history_plans import BOUND, Spec, more, plan_of, policy_of
+from stopping import During, Killed, die
 
 from lamina.admit.keys import PrivateKey
 from lamina.errors import LaminaError
@@ -78,7 +79,7 @@ class World:
         if during is not None:
             acts[during[0]] = lambda: self._beside(folder, during[1])
         if stop is not None and stop[0] == "step":
-            acts[stop[1]] = _die
+            acts[stop[1]] = die
         tried = self.specs.setdefault(folder, [])
         tried.append(spec)
         try:
@@ -307,10 +308,6 @@ class World:
                 why.append(f"{folder}: {type(error).__name__}: {error}")
         self.stuck.append(why[0])
         self.do_lose(folder)
-
-
-def _die() -> None:
-    raise Killed
 
 
 def _stated(ledger: Ledger) -> Mapping[str, int]:

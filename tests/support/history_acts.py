@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from stopping import die
 
 from lamina.corpus.sampler import Sampler
 from lamina.engine.engine import Engine
 from lamina.ledger.writer import Ledger
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
-from lamina.train.run_output import Progress
 from lamina.train.training_checkpoint import TrainingCheckpoints
 
 Act = Mapping[str, Any]
@@ -27,21 +28,6 @@ FREQUENT = {
     "go": 14.0, "copy": 3.0, "save": 2.0, "restore": 2.0, "drop_checkpoint": 1.0, "save_ledger": 1.0,
     "restore_ledger": 1.0, "lose": 1.0, "finish": 1.0, "stricter": 0.5, "rotate": 0.4,
 }  # fmt: skip
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
-class During(Progress):
-    """Does something after a step, once."""
-
-    def __init__(self, acts: Mapping[int, Callable[[], None]]) -> None:
-        self._acts = dict(acts)
-
-    def step(self, step: int, loss: float | None) -> None:
-        if (act := self._acts.pop(step, None)) is not None:
-            act()
 
 
 @contextmanager
@@ -56,7 +42,7 @@ def killed_at(number: int, only: str = "") -> Iterator[None]:
         nonlocal count
         count += 1
         if count == number:
-            raise Killed
+            die()
 
     def watch(owner: Any, name: str) -> None:
         real = getattr(owner, name)

@@ -33,6 +33,14 @@ profile = { top = 0.5 }
 """
 
 
+NOISE = {
+    "bins": 'injection = "per_microbatch"\nbins = 4',
+    "slots": 'injection = "per_sample"\nslots = 12',
+    "raw": 'injection = "per_sample_raw"',
+    "capped": 'injection = "per_sample_raw"\noccurrences = 2',
+}
+
+
 def net(width: int = 12, dropout: float = 0.1) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 3))
 
@@ -65,6 +73,12 @@ def unpromised(**changes: Any) -> Corpus:
 
 def plan(model: nn.Module, steps: int = 24, policy: str = POLICY, batch: int = 48) -> StepPlan:
     return _plan(LayerStack.from_model(model), steps, policy, batch)
+
+
+def parts(noise: str, **options: Any) -> dict[str, Any]:
+    """Plan and corpus under this noise."""
+    policy = f"{POLICY}\n[noise]\n{NOISE[noise]}\n"
+    return {"plan": plan(net(), policy=policy, **options), "corpus": corpus(policy=policy)}
 
 
 @lru_cache

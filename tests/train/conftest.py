@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from training_fixtures import _every_ledger_verifies, _one_thread
+from training_fixtures import _every_ledger_verifies, _one_thread, known_seeds
 
-__all__ = ["_every_ledger_verifies", "_one_thread"]
+__all__ = ["_every_ledger_verifies", "_one_thread", "known_seeds"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import problem
 import pytest
 from refusals import raises_code
-from test_trainer import _known_seeds, killed, same, weights
+from stopping import figures, killed, lose_ledger, same, told, weights
 
 import lamina
 from lamina.account.accountants import find_accountant
@@ -23,7 +22,7 @@ from lamina.spend.accounts import Charge, SignedAccount, plan_charges
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
 
-known_seeds = _known_seeds
+pytestmark = pytest.mark.usefixtures("known_seeds")
 LOOSE = {"clinical": 50.0, "sensitive": 50.0}
 STRICT = "clinical@c=9,z=2.25"
 
@@ -46,7 +45,7 @@ def priced(plan: Any, made: SignedAccount, steps: int) -> float:
 
 
 def bounds(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "metrics.json").read_text())["bounds"]
+    found: dict[str, Any] = figures(folder)["bounds"]
     return found
 
 
@@ -86,7 +85,7 @@ def test_a_run_books_class_and_bounds(tmp_path: Path) -> None:
         total = run.spend.total(each.name, delta=1e-5)
         assert total.spent == found["total"] == found["epsilon"]
         assert [row.steps for row in total.runs] == [24]
-    metrics = json.loads((tmp_path / "a" / "metrics.json").read_text())
+    metrics = figures(tmp_path / "a")
     assert set(metrics["classes"]) == {"open", "clinical", "sensitive"}
     for opened in Journal.load(tmp_path / "a" / "journal").opens:
         assert [c.cls for c in opened.charges] == ["clinical", "sensitive", *(each.name for each in two)]
@@ -172,7 +171,7 @@ def test_a_redo_that_a_bound_has_no_room_for_shortens_the_run(tmp_path: Path) ->
     killed(tmp_path / "a", 8, accounts=[made], bounds=LOOSE)
     outcome = problem.trainer(tmp_path / "a", accounts=[made], bounds=LOOSE, microbatches=2).fit()
     assert outcome.steps == 19
-    assert any("19 of 24" in note for note in outcome.notes)
+    assert told(outcome, "19 of 24")
     assert bounds(tmp_path / "a")[STRICT]["epsilon"] <= made.epsilon
 
 
@@ -180,8 +179,7 @@ def test_a_lost_book_is_made_whole(tmp_path: Path) -> None:
     plan = problem.plan(problem.net())
     made = account(plan)
     killed(tmp_path / "a", 8, accounts=[made])
-    for path in tmp_path.glob("tests.ledger.*"):
-        path.unlink()
+    lose_ledger(tmp_path)
     with raises_code("train.ledger-missing"):  # not forgotten by chance
         problem.trainer(tmp_path / "a", accounts=[made]).fit()
     problem.trainer(tmp_path / "a", accounts=[made], ledger=tmp_path / "tests.ledger.db").fit()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import shutil
 from dataclasses import replace
@@ -14,6 +12,8 @@ import pytest
 import torch
 from problem import POLICY, corpus, net, trainer
 from refusals import raises_code
+from stopping import figures as read_figures
+from stopping import lose_ledger, same, weights
 
 import lamina
 from lamina import LayerStack, Policy, StepPlan, make_plan
@@ -27,7 +27,6 @@ from lamina.engine.engine import Engine
 from lamina.errors import BudgetExceeded
 from lamina.plan.rules import Choose, FollowBudget, FollowEnergy, FollowQuantile
 from lamina.spend.accounts import charges_in_declared_steps, follows_budget, plan_charges
-from lamina.train.run import Run
 
 LAMINAS: dict[str, Any] = {
     "shares": LADP(),
@@ -47,47 +46,21 @@ def _quick(rule: Any) -> Any:
     return replace(rule, every=2) if isinstance(rule, FollowEnergy) else rule
 
 
-def digest(made: Any) -> str:
-    found = hashlib.sha256()
-    for name, tensor in made.model.state_dict().items():
-        found.update(name.encode() + tensor.numpy().tobytes())
-    return found.hexdigest()
-
-
-@pytest.fixture
-def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seeds that depend on how many attempts the journal holds, so that two runs can be compared."""
-
-    def known(self: Run) -> bytes:
-        return hashlib.sha256(f"{len(self.journal.opens)}".encode()).digest()
-
-    monkeypatch.setattr(Run, "_seed", known)
-
-
 @pytest.mark.parametrize("name", list(LAMINAS))
 @pytest.mark.parametrize("stop", [0, 3, 5, 13, 22])
-@pytest.mark.usefixtures("seeded")
+@pytest.mark.usefixtures("known_seeds")
 def test_an_interrupted_run_ends_where_a_whole_one_does(
     name: str, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = trainer(tmp_path / "whole" / "run", plan=plan_of(name))
     outcome = whole.fit()
-    real, count = Engine.backward, 0
-
-    def interrupted(self: Engine, losses: Any, batch: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == stop + 1:
-            raise KeyboardInterrupt
-        real(self, losses, batch)
-
-    monkeypatch.setattr(Engine, "backward", interrupted)
+    go_on = interrupt(monkeypatch, stop + 1)
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path / "cut" / "run", plan=plan_of(name)).fit()
-    monkeypatch.setattr(Engine, "backward", real)
+    go_on()
     again = trainer(tmp_path / "cut" / "run", plan=plan_of(name))
     found = again.fit()
-    assert digest(again) == digest(whole)
+    assert same(weights(again), weights(whole))
     assert (found.steps, found.epsilon, found.total) == (outcome.steps, outcome.epsilon, outcome.total)
 
 
@@ -100,7 +73,7 @@ def test_it_costs_what_the_plan_says_and_really_adapts(name: str, tmp_path: Path
         assert outcome.epsilon[k] == pytest.approx(plan.epsilon(k), rel=1e-9)
         bound = 4.0 if k == "clinical" else 2.0
         assert outcome.epsilon[k] <= outcome.total[k] <= bound
-    figures = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    figures = read_figures(tmp_path / "run")
     assert figures["classes"]["clinical"]["epsilon"] == outcome.epsilon["clinical"]
 
 
@@ -180,7 +153,7 @@ def test_a_later_run_is_priced_with_the_order_of_an_earlier_one(tmp_path: Path) 
     by_order = find_accountant(first.accountant).epsilon(both, 1e-5)
     assert found.total["clinical"] == pytest.approx(by_order, rel=1e-9)
     assert found.total["clinical"] > find_accountant("pld").epsilon(both, 1e-5)
-    figures = json.loads((tmp_path / "two" / "metrics.json").read_text())
+    figures = read_figures(tmp_path / "two")
     assert figures["classes"]["clinical"]["total"] == found.total["clinical"]
 
 
@@ -237,7 +210,7 @@ def test_epsilon_does_not_fall_when_the_plan_changes(tmp_path: Path, monkeypatch
     go_on()
     outcome = trainer(tmp_path / "run", plan=second, corpus=data).fit()
     assert outcome.epsilon["clinical"] > first.epsilon("clinical")
-    figures = json.loads((tmp_path / "run" / "metrics.json").read_text())["classes"]["clinical"]
+    figures = read_figures(tmp_path / "run")["classes"]["clinical"]
     assert figures["epsilon"] == outcome.epsilon["clinical"]
     assert figures["epsilon_replace_one"] is figures["rho"] is None  # nothing is proven for both together
 
@@ -248,8 +221,7 @@ def test_a_lost_book_learns_the_whole_budget_again(tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path / "run", plan=plan).fit()
     go_on()
-    for path in tmp_path.glob("tests.ledger.*"):
-        path.unlink()
+    lose_ledger(tmp_path)
     made = trainer(tmp_path / "run", plan=plan, ledger=tmp_path / "tests.ledger.db")
     assert made.fit().epsilon["clinical"] == pytest.approx(plan.epsilon("clinical"))
     assert made.spend.total("clinical", delta=1e-5).spent == pytest.approx(plan.epsilon("clinical"))
@@ -285,7 +257,7 @@ def test_a_zcdp_budget_from_plan_to_book(tmp_path: Path) -> None:
     plan = make_plan(LayerStack.from_model(net()), Policy.parse(POLICY), batch=48, steps=24, rho=0.05)
     made = trainer(tmp_path / "run", plan=plan)
     outcome = made.fit()
-    figures = json.loads((tmp_path / "run" / "metrics.json").read_text())["classes"]
+    figures = read_figures(tmp_path / "run")["classes"]
     assert 0.05 * (1 - 1e-12) <= max(plan.rho("clinical"), plan.rho("sensitive")) <= 0.05  # the one that decides S
     for name in ("clinical", "sensitive"):
         assert figures[name]["rho"] == pytest.approx(plan.rho(name), rel=1e-12)
@@ -298,7 +270,7 @@ def test_a_zcdp_budget_from_plan_to_book(tmp_path: Path) -> None:
 def test_what_is_sure_without_amplification_is_the_least_noise(tmp_path: Path) -> None:
     plan = plan_of("budget")
     trainer(tmp_path / "run", plan=plan).fit()
-    figures = json.loads((tmp_path / "run" / "metrics.json").read_text())["classes"]["clinical"]
+    figures = read_figures(tmp_path / "run")["classes"]["clinical"]
     rule = plan.rule(FollowBudget)
     assert rule is not None and rule.least < 1
     assert figures["rho"] == pytest.approx(plan.steps / (2 * (rule.least * plan.sigma("clinical")) ** 2))

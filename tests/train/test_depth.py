@@ -69,7 +69,6 @@ def test_heads_outside_of_the_mask_are_refused() -> None:
 def test_what_cannot_be_compared_is_said() -> None:
     model, under = stacked(), policy({"top": 0.5})
     plan = planned(model, under)
-    turned = replace(
-        plan, layers=tuple(replace(layer, depth=1 - layer.depth) for layer in plan.layers)
-    )  # as an example may order them
+    layers = zip(plan.layers, reversed(plan.layers), strict=True)  # in an order that an example may have given
+    turned = replace(plan, layers=tuple(replace(one, depth=other.depth, spans=other.spans) for one, other in layers))
     assert check_depth_profiles(model, under, turned) == DEPTH_NOT_COMPARED

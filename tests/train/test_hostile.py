@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hospital import NOW, Hospital, usual
 from refusals import raises_code
+from stopping import During
 
 import lamina
 from lamina.admit.attestation import attest, commit
 from lamina.admit.checks import SigningTerms
 from lamina.corpus.admitted import AdmittedCorpus
-from lamina.train.run_output import Progress
 
 
 @pytest.fixture(scope="module")
@@ -160,21 +160,10 @@ def test_a_wrong_checksum_stops_no_run(ward: Hospital) -> None:
 # ------------------------------------------------------------------------------------------------ key ring
 
 
-class At(Progress):
-    """Does something after the first segment."""
-
-    def __init__(self, action: object) -> None:
-        self.action = action
-
-    def segment(self, done: int, spent: object) -> None:
-        if done == 3:
-            self.action()  # type: ignore[operator]
-
-
 def test_a_damaged_ring_refuses_each_time(tmp_path: Path) -> None:
     hospital = usual(tmp_path)
     held = hospital.keys.read_bytes()
-    trainer = hospital.trainer(progress=At(lambda: hospital.keys.write_bytes(held[:-40])))
+    trainer = hospital.trainer(progress=During(segments={3: lambda: hospital.keys.write_bytes(held[:-40])}))
     for _ in range(3):
         with raises_code("key.ring-not-json"):
             trainer.fit()
@@ -219,7 +208,7 @@ def test_a_revocation_that_was_read_is_kept_when_the_clock_then_stops_the_run(tm
             ring.revoke(other.public.id, at=NOW)
         hospital.clock.now = NOW - 10
 
-    trainer = hospital.trainer(progress=At(stolen))
+    trainer = hospital.trainer(progress=During(segments={3: stolen}))
     with raises_code("admit.clock-went-back"):
         trainer.fit()
     hospital.clock.now = NOW

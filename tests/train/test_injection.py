@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problem import NOISE, parts
 from refusals import raises_code
-from test_trainer import _known_seeds, killed, same, weights
+from stopping import copied, figures, killed, same, told, weights
 
 from lamina.account.accountants import find_accountant
 from lamina.account.schedule import Event
@@ -33,22 +32,8 @@ from lamina.train.journal import (
 )
 from lamina.train.run import events_due
 
-known_seeds = _known_seeds  # for every run of this file, too
-
-FORMS = {
-    "bins": 'injection = "per_microbatch"\nbins = 4',
-    "slots": 'injection = "per_sample"\nslots = 12',
-    "raw": 'injection = "per_sample_raw"',
-    "capped": 'injection = "per_sample_raw"\noccurrences = 2',
-}
+pytestmark = pytest.mark.usefixtures("known_seeds")
 LOOSE = {"clinical": 50.0, "sensitive": 50.0}
-
-
-def parts(form: str, **options: Any) -> dict[str, Any]:
-    """Plan and corpus of the small problem under this noise."""
-    policy = f"{problem.POLICY}\n[noise]\n{FORMS[form]}\n"
-    plan = problem.plan(problem.net(), policy=policy, **options)
-    return {"plan": plan, "corpus": problem.corpus(policy=policy)}
 
 
 def events(made: StepPlan, count: int, name: str = "clinical") -> float:
@@ -60,7 +45,7 @@ def events(made: StepPlan, count: int, name: str = "clinical") -> float:
 
 
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 13])
-@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("form", list(NOISE))
 def test_a_killed_run_resumes_to_the_same_weights_at_the_same_cost(tmp_path: Path, form: str, step: int) -> None:
     whole = problem.trainer(tmp_path / "whole" / "a", **parts(form), microbatches=3)
     expected = whole.fit()
@@ -74,7 +59,7 @@ def test_a_killed_run_resumes_to_the_same_weights_at_the_same_cost(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "form", [*list(FORMS)[1:3], *(pytest.param(f, marks=pytest.mark.slow) for f in ("bins", "capped"))]
+    "form", [*list(NOISE)[1:3], *(pytest.param(f, marks=pytest.mark.slow) for f in ("bins", "capped"))]
 )
 def test_microbatches_give_the_same_weights(tmp_path: Path, form: str) -> None:
     found = []
@@ -113,7 +98,7 @@ def test_occurrences_are_capped_by_the_plan(tmp_path: Path) -> None:
     assert [[c.steps for c in o.charges] for o in opens] == [[2, 2], [], [], [], []]
     assert all(c.q == 1.0 for o in opens for c in o.charges)
     assert outcome.epsilon["clinical"] == pytest.approx(events(run.plan, 2))
-    metrics = json.loads((tmp_path / "a" / "metrics.json").read_text())["classes"]["clinical"]
+    metrics = figures(tmp_path / "a")["classes"]["clinical"]
     assert metrics["adjacency"] == "zero-out, no amplification"
     assert metrics["rho"] == pytest.approx(run.plan.rho("clinical"))
     assert metrics["epsilon_replace_one"] == pytest.approx(run.plan.epsilon("clinical", "replace_one"), rel=1e-2)
@@ -133,7 +118,7 @@ def test_a_looser_cap_than_the_plan_is_priced_for_is_refused(tmp_path: Path) -> 
 def test_batches_of_a_corpus_keep_to_the_cap() -> None:
     """Also where nobody asks for one: a loop by hand draws what the plan is priced for."""
     given = parts("capped", steps=60, batch=240)
-    ones = problem.corpus(policy=f"{problem.POLICY}\n[noise]\n{FORMS['capped']}\n", ids=None)
+    ones = problem.corpus(policy=f"{problem.POLICY}\n[noise]\n{NOISE['capped']}\n", ids=None)
     total = sum(int((batch.cls == 1).sum()) for batch in ones.batches(given["plan"]))
     assert total == 2 * len(ones.members("clinical"))
 
@@ -150,7 +135,7 @@ def test_what_is_redone_is_paid_again(tmp_path: Path) -> None:
     """The cap was reached long before, for the weights as they are. Who was not used by then may be used twice now."""
     run = killed(tmp_path / "a", 13, **unpromised())
     outcome = problem.trainer(tmp_path / "a", **unpromised(), augment=lambda x: x + 0.0).fit()
-    assert any("charged again" in note for note in outcome.notes)
+    assert told(outcome, "charged again")
     assert outcome.steps == 24
     opens = Journal.load(tmp_path / "a" / "journal").opens
     assert [sum(c.steps for c in o.charges if c.cls == "clinical") for o in opens] == [2, 0, 0, 2, 0, 0]
@@ -162,7 +147,7 @@ def test_where_the_bound_has_no_room_for_that_the_run_ends(tmp_path: Path) -> No
     killed(tmp_path / "a", 13, **parts("capped"))
     outcome = problem.trainer(tmp_path / "a", **parts("capped"), augment=lambda x: x + 0.0).fit()
     assert outcome.steps == 10
-    assert any("10 of 24 steps" in note for note in outcome.notes)
+    assert told(outcome, "10 of 24 steps")
     assert outcome.epsilon["clinical"] <= 4.0
 
 
@@ -176,7 +161,7 @@ def test_some_of_it_may_fit(tmp_path: Path) -> None:
 def test_a_lost_checkpoint_is_paid_again(tmp_path: Path) -> None:
     run = killed(tmp_path / "a", 16, **unpromised())
     newest = max((tmp_path / "a" / "checkpoint").iterdir())
-    shutil.rmtree(newest) if newest.is_dir() else newest.unlink()
+    newest.unlink()
     outcome = problem.trainer(tmp_path / "a", **unpromised()).fit()
     assert outcome.steps == 24
     # the segment whose checkpoint is gone, and the one that was open, both done again: two occurrences each
@@ -186,7 +171,7 @@ def test_a_lost_checkpoint_is_paid_again(tmp_path: Path) -> None:
 def test_a_copy_pays_for_what_it_uses(tmp_path: Path) -> None:
     book = tmp_path / "tests.ledger.db"
     run = killed(tmp_path / "a", 8, **unpromised(), ledger=book)
-    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+    copied(tmp_path / "a", "b")
     one = problem.trainer(tmp_path / "a", **unpromised(), ledger=book).fit()
     other = problem.trainer(tmp_path / "b", **unpromised(), ledger=book).fit()
     assert one.epsilon["clinical"] == pytest.approx(events(run.plan, 2))

@@ -15,7 +15,7 @@ import postgres
 import problem
 import pytest
 from refusals import raises_code
-from test_trainer import killed
+from stopping import LOOSE, During, Killed, copied, die, killed, lose_ledger, told
 
 import lamina
 from lamina.admit.keys import PrivateKey
@@ -30,7 +30,6 @@ from lamina.ledger.withdrawal import WithdrawalInbox, withdraw
 from lamina.ledger.writer import Ledger
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
-from lamina.train.run_output import Progress
 
 
 def sound(where: str | Path, **options: Any) -> Verification:
@@ -57,16 +56,6 @@ def agrees(folder: Path) -> None:
     assert told.keys() == known.keys()
     for key, outcome in told.items():
         assert (outcome is SegmentOutcome.CLOSED) == journal.closed(known[key])
-
-
-class During(Progress):
-    """Does something after a step."""
-
-    def __init__(self, act: Callable[[int], None]) -> None:
-        self._act = act
-
-    def step(self, step: int, loss: float | None) -> None:
-        self._act(step)
 
 
 @pytest.fixture
@@ -208,9 +197,8 @@ def test_an_open_ledger_is_used_and_left_open(tmp_path: Path) -> None:
 
 
 def test_every_attempt_is_a_leaf_however_it_ended(tmp_path: Path) -> None:
-    loose = {"clinical": 9.0, "sensitive": 9.0}
-    killed(tmp_path / "a", 8, bounds=loose)
-    problem.trainer(tmp_path / "a", bounds=loose, microbatches=2).fit()  # the open segment is redone
+    killed(tmp_path / "a", 8, bounds=LOOSE)
+    problem.trainer(tmp_path / "a", bounds=LOOSE, microbatches=2).fit()  # the open segment is redone
     outcomes = [(s.index, s.generation, s.outcome) for e in epochs(tmp_path / "tests.ledger.db") for s in e.segments]
     assert outcomes[:3] == [
         (0, 0, SegmentOutcome.CLOSED),
@@ -222,11 +210,10 @@ def test_every_attempt_is_a_leaf_however_it_ended(tmp_path: Path) -> None:
 
 
 def test_a_copied_run_is_a_run_that_pays_for_itself(tmp_path: Path) -> None:
-    loose = {"clinical": 9.0, "sensitive": 9.0}
-    killed(tmp_path / "a", 8, bounds=loose)
-    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
-    one = problem.trainer(tmp_path / "a", bounds=loose).fit()
-    other = problem.trainer(tmp_path / "b", bounds=loose).fit()
+    killed(tmp_path / "a", 8, bounds=LOOSE)
+    copied(tmp_path / "a", "b")
+    one = problem.trainer(tmp_path / "a", bounds=LOOSE).fit()
+    other = problem.trainer(tmp_path / "b", bounds=LOOSE).fit()
     sound(tmp_path / "tests.ledger.db")
     last = epochs(tmp_path / "tests.ledger.db")[-1]
     (clinical,) = [each for each in last.accounts if each.cls == "clinical"]
@@ -237,17 +224,13 @@ def test_a_copied_run_is_a_run_that_pays_for_itself(tmp_path: Path) -> None:
 def test_a_ledger_restored_from_an_older_copy_gets_what_it_lacks(tmp_path: Path) -> None:
     folder = tmp_path / "a"
 
-    def save(step: int) -> None:
-        if step == 7:
-            for path in tmp_path.glob("tests.ledger.db*"):
-                shutil.copy(path, tmp_path / f"old-{path.name}")
-        if step == 13:
-            raise KeyboardInterrupt
+    def save() -> None:
+        for path in tmp_path.glob("tests.ledger.db*"):
+            shutil.copy(path, tmp_path / f"old-{path.name}")
 
-    with pytest.raises(KeyboardInterrupt):
-        problem.trainer(folder, progress=During(save)).fit()
-    for path in tmp_path.glob("tests.ledger.db*"):
-        path.unlink()
+    with pytest.raises(Killed):
+        problem.trainer(folder, progress=During({7: save, 13: die})).fit()
+    lose_ledger(tmp_path)
     for path in tmp_path.glob("old-*"):
         path.rename(tmp_path / path.name.removeprefix("old-"))
     outcome = problem.trainer(folder).fit()
@@ -276,14 +259,13 @@ def stopped(ward: hospital.Hospital, at: int, act: Callable[[Ledger, str], None]
     corpus = ward.admit(ledger=ward.root / "l.db")
     digest = corpus.digests[20]  # clinical
 
-    def during(step: int) -> None:
-        if step == at:
-            with Ledger.open(ward.root / "l.db") as other:
-                act(other, digest)
-            time.sleep(1.1)  # a run looks once a second
+    def during() -> None:
+        with Ledger.open(ward.root / "l.db") as other:
+            act(other, digest)
+        time.sleep(1.1)  # a run looks once a second
 
     options = {"ledger": ward.root / "l.db", "corpus": corpus, "bounds": None, **options}
-    trainer = ward.trainer(progress=During(during), **options)
+    trainer = ward.trainer(progress=During({at: during}), **options)
     return trainer, digest
 
 
@@ -309,7 +291,7 @@ def test_a_withdrawal_that_asks_for_it_ends_the_segment(ward: hospital.Hospital)
         lambda ledger, name: withdraw(ledger, name, WithdrawalReason.REQUEST, effect=WithdrawalEffect.ABANDON) and None,
     )
     outcome = trainer.fit()
-    assert any("abandoned" in note for note in outcome.notes)
+    assert told(outcome, "abandoned")
     outcomes = [segment.outcome for epoch in epochs(ward.root / "l.db") for segment in epoch.segments]
     assert outcomes.count(SegmentOutcome.ABANDONED) == 1
     sound(ward.root / "l.db")
@@ -334,11 +316,7 @@ def test_who_leaves_through_the_corpus_leaves_the_ledger(ward: hospital.Hospital
     corpus = ward.admit()
     corpus.withdraw("c03")  # before any run: the ledger hears of it when there is one
 
-    def during(step: int) -> None:
-        if step == 5:
-            corpus.withdraw("c04")
-
-    ward.trainer(corpus=corpus, progress=During(during)).fit()
+    ward.trainer(corpus=corpus, progress=During({5: lambda: corpus.withdraw("c04")})).fit()
     where = ward.root / "runs" / "ward-7.ledger.db"
     with LedgerReader.read_only(where) as view:
         targets = [view.leaf(leaf.record.target).record for leaf in view.of_kind(Withdrawal)]  # type: ignore[union-attr]
@@ -351,16 +329,12 @@ def test_who_leaves_through_the_corpus_leaves_the_ledger(ward: hospital.Hospital
 def test_a_segment_is_not_replayed_with_somebody_who_withdrew_meanwhile(ward: hospital.Hospital) -> None:
     corpus = ward.admit(ledger=ward.root / "l.db")
 
-    def stop(step: int) -> None:
-        if step == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ward.trainer(corpus=corpus, ledger=ward.root / "l.db", progress=During(stop)).fit()
+    with pytest.raises(Killed):
+        ward.trainer(corpus=corpus, ledger=ward.root / "l.db", progress=During({5: die})).fit()
     with Ledger.open(ward.root / "l.db") as ledger:
         withdraw(ledger, corpus.digests[20], WithdrawalReason.CONSENT)
     outcome = ward.trainer(ledger=ward.root / "l.db").fit()
-    assert any("added or withdrawn" in note for note in outcome.notes)
+    assert told(outcome, "added or withdrawn")
     sound(ward.root / "l.db")
 
 
@@ -372,12 +346,12 @@ def test_a_server_that_restarts_is_waited_for(tmp_path: Path, server: postgres.S
     with raises_code("ledger.no-key-to-create"):
         problem.trainer(tmp_path / "a", ledger=where).fit()
 
-    def restart(step: int) -> None:
-        if step in (3, 14):  # back half a second later, when the segment has ended and is to be recorded
-            server.stop("immediate")
-            threading.Timer(0.5, server.start).start()
+    def restart() -> None:  # back half a second later, when the segment has ended and is to be recorded
+        server.stop("immediate")
+        threading.Timer(0.5, server.start).start()
 
-    outcome = problem.trainer(tmp_path / "a", ledger=where, key=key, progress=During(restart)).fit()
+    away = During({3: restart, 14: restart})
+    outcome = problem.trainer(tmp_path / "a", ledger=where, key=key, progress=away).fit()
     assert outcome.steps == 24 and outcome.notes == ()
     found = sound(where)
     assert found.counts["epoch"] == 5 and found.signed == found.size
@@ -389,12 +363,9 @@ def test_a_server_that_stays_away_stops_the_run_and_loses_nothing(tmp_path: Path
     where, key = server.url("run_away"), PrivateKey.generate()
     problem.trainer(tmp_path / "x", ledger=where, key=key).ledger.close()
 
-    def stop(step: int) -> None:
-        if step == 8:
-            server.stop("immediate")
-
+    away = During({8: lambda: server.stop("immediate")})
     with Ledger.open(where, key, patience=0.3) as ledger, raises_code("store.server-lost"):
-        problem.trainer(tmp_path / "a", ledger=ledger, progress=During(stop)).fit()
+        problem.trainer(tmp_path / "a", ledger=ledger, progress=away).fit()
     server.start()
     outcome = problem.trainer(tmp_path / "a", ledger=where, key=key).fit()
     assert outcome.steps == 24 and outcome.notes == ()
@@ -411,12 +382,8 @@ def test_a_bound_that_a_run_has_charged_goes_on_being_charged(ward: hospital.Hos
     expires = {"expires": int(time.time()) + 6} if how == "expired" else {}
     ward.sign({"c05": "clinical"}, noise_multiplier=3.0, **expires)
 
-    def stop(step: int) -> None:
-        if step == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ward.trainer(progress=During(stop)).fit()
+    with pytest.raises(Killed):
+        ward.trainer(progress=During({5: die})).fit()
     if how == "gone":
         shutil.rmtree(ward.people / "c05")
     elif how == "changed":
@@ -424,7 +391,7 @@ def test_a_bound_that_a_run_has_charged_goes_on_being_charged(ward: hospital.Hos
     else:
         time.sleep(6.5)
     outcome = ward.trainer().fit()
-    assert any("not admitted now" in note for note in outcome.notes)
+    assert told(outcome, "not admitted now")
     where = ward.root / "runs" / "ward-7.ledger.db"
     sound(where)
     charged = [any(a.noise_multiplier == 3_000_000 for a in epoch.accounts) for epoch in epochs(where)]
@@ -472,22 +439,16 @@ def test_a_ledger_that_is_not_where_it_was_is_not_begun_anew(tmp_path: Path) -> 
 
 
 def test_a_restored_ledger_takes_up_a_run_whose_neighbour_is_gone_and_whose_plan_changed(tmp_path: Path) -> None:
-    loose = {"clinical": 9.0, "sensitive": 9.0}
-    problem.trainer(tmp_path / "x", bounds=loose).fit()
-    killed(tmp_path / "y", 8, bounds=loose)
+    problem.trainer(tmp_path / "x", bounds=LOOSE).fit()
+    killed(tmp_path / "y", 8, bounds=LOOSE)
     model = problem.net()
     new = problem.plan(model, steps=20, batch=40)
 
-    def stop(step: int) -> None:
-        if step == 12:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        problem.trainer(tmp_path / "y", model=model, plan=new, bounds=loose, progress=During(stop)).fit()
-    for path in tmp_path.glob("tests.ledger.db*"):
-        path.unlink()
+    with pytest.raises(Killed):
+        problem.trainer(tmp_path / "y", model=model, plan=new, bounds=LOOSE, progress=During({12: die})).fit()
+    lose_ledger(tmp_path)
     shutil.rmtree(tmp_path / "x")
-    problem.trainer(tmp_path / "y", plan=new, bounds=loose, ledger=tmp_path / "tests.ledger.db").fit()
+    problem.trainer(tmp_path / "y", plan=new, bounds=LOOSE, ledger=tmp_path / "tests.ledger.db").fit()
     sound(tmp_path / "tests.ledger.db")
     agrees(tmp_path / "y")
 

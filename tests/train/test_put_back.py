@@ -10,8 +10,7 @@ from typing import Any
 
 import problem
 import pytest
-from test_injection import parts
-from test_trainer import KillAt, Killed
+from stopping import During, Killed, die
 
 from lamina.ledger.records import Epoch, SegmentOutcome
 from lamina.ledger.verify.verifier import verify
@@ -22,21 +21,13 @@ from lamina.train.journal import Journal
 LOOSE = {"clinical": 500.0, "sensitive": 500.0}
 
 
-class AfterSegment(KillAt):
-    def step(self, done: int, loss: float | None) -> None: ...
-
-    def segment(self, done: int, spent: Any) -> None:
-        if done == self.at:
-            raise Killed
-
-
 def quiet(plan: StepPlan) -> StepPlan:
     return replace(plan, noise=tuple(4 * s for s in plan.noise))
 
 
 def options(kind: str) -> dict[str, Any]:
     if kind == "capped":
-        given = parts("capped")
+        given = problem.parts("capped")
         return {**given, "plan": quiet(given["plan"])}
     plan = quiet(problem.plan(problem.net()))
     if kind == "followed":
@@ -57,7 +48,7 @@ def put_back(folder: Path, saved: Path) -> None:
 
 def stopped(folder: Path, step: int, **given: Any) -> None:
     with pytest.raises(Killed):
-        problem.trainer(folder, progress=AfterSegment(step), bounds=LOOSE, **given).fit()
+        problem.trainer(folder, progress=During(segments={step: die}), bounds=LOOSE, **given).fit()
 
 
 @pytest.mark.parametrize("kind", ["exact", "capped", "followed"])
@@ -93,7 +84,7 @@ def test_what_it_was_at_is_given_up(tmp_path: Path) -> None:
     stopped(folder, 5, **given)
     shutil.copytree(folder, saved, symlinks=True)
     with pytest.raises(Killed):
-        problem.trainer(folder, progress=KillAt(8), bounds=LOOSE, **given).fit()
+        problem.trainer(folder, progress=During({8: die}), bounds=LOOSE, **given).fit()
     put_back(folder, saved)
     made = problem.trainer(folder, bounds=LOOSE, **given)
     made.fit()

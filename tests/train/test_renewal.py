@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 from hospital import NOW, Hospital, net, usual
 from refusals import raises_code
+from stopping import During, Killed, die, same, weights
 
 import lamina
 from lamina import cbor
@@ -24,22 +23,10 @@ from lamina.corpus.sampler import Sampler
 from lamina.engine.engine import Engine
 from lamina.errors import BudgetExceeded
 from lamina.train.journal import AttemptOpened, Journal
-from lamina.train.run import Run
-from lamina.train.run_output import Progress
-
-
-class Killed(BaseException):
-    """The process is gone: nothing handles this."""
 
 
 @pytest.fixture
-def hospital(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hospital:
-    """Seeds depend on how many attempts the journal holds: a killed run can be compared with a whole one."""
-
-    def known(self: Run) -> bytes:
-        return hashlib.sha256(f"{len(self.journal.opens)}".encode()).digest()
-
-    monkeypatch.setattr(Run, "_seed", known)
+def hospital(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_seeds: None) -> Hospital:
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     return usual(tmp_path)
 
@@ -63,14 +50,6 @@ def killed(hospital: Hospital, name: str, step: int, **options: Any) -> None:
             hospital.trainer(name, **options).fit()
 
 
-def weights(trainer: lamina.Trainer) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for name, t in trainer.model.state_dict().items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
 def opens(hospital: Hospital, name: str) -> tuple[AttemptOpened, ...]:
     return tuple(Journal.load(hospital.root / "runs" / name / "journal").opens)
 
@@ -80,17 +59,6 @@ def ids_in(hospital: Hospital, name: str, file: str) -> list[str]:
     marks: list[str] = cbor.decode((folder / file).read_bytes(), max_size=1 << 20)
     admitted: dict[str, str] = cbor.decode((folder / "admitted").read_bytes(), max_size=1 << 20)
     return [admitted[mark] for mark in marks]
-
-
-class At(Progress):
-    """Does something when so many steps are done."""
-
-    def __init__(self, actions: Mapping[int, Any]) -> None:
-        self.actions = actions
-
-    def segment(self, done: int, spent: Mapping[str, float]) -> None:
-        if done in self.actions:
-            self.actions[done]()
 
 
 def told(notes: tuple[str, ...], words: str) -> str:
@@ -131,7 +99,7 @@ def test_who_expires_or_loses_their_key_is_out_at_the_next_segment(hospital: Hos
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sampler, "_examples", watched)
-        trainer = hospital.trainer(corpus=corpus, progress=At({3: later, 9: stolen}))
+        trainer = hospital.trainer(corpus=corpus, progress=During(segments={3: later, 9: stolen}))
         outcome = trainer.fit()
     before = set().union(*(ids for step, ids in used if step < 3))
     between = set().union(*(ids for step, ids in used if 3 <= step < 9))
@@ -157,7 +125,7 @@ def test_a_clock_that_goes_back_stops_the_run_between_segments(hospital: Hospita
         hospital.clock.now = NOW - 10
 
     with raises_code("admit.clock-went-back"):
-        hospital.trainer(progress=At({3: back})).fit()
+        hospital.trainer(progress=During(segments={3: back})).fit()
     hospital.clock.now = NOW
     again = hospital.trainer().fit()
     assert again.steps == 12 and again.notes == ()
@@ -166,7 +134,7 @@ def test_a_clock_that_goes_back_stops_the_run_between_segments(hospital: Hospita
 def test_a_ring_that_cannot_be_read_stops_the_run_between_segments(hospital: Hospital) -> None:
     held = hospital.keys.read_bytes()
     with raises_code("key.ring-invalid"):
-        hospital.trainer(progress=At({6: lambda: hospital.keys.write_bytes(b"{}")})).fit()
+        hospital.trainer(progress=During(segments={6: lambda: hospital.keys.write_bytes(b"{}")})).fit()
     hospital.keys.write_bytes(held)
     again = hospital.trainer().fit()
     assert again.steps == 12 and again.notes == ()
@@ -177,7 +145,7 @@ def test_a_run_on_whom_nobody_is_left_stops(hospital: Hospital) -> None:
         hospital.clock.now = NOW + 10 * SECONDS_PER_YEAR
 
     with raises_code("train.nobody-left"):
-        hospital.trainer(progress=At({6: later})).fit()
+        hospital.trainer(progress=During(segments={6: later})).fit()
     assert len(opens(hospital, "a")) == 2
 
 
@@ -188,7 +156,7 @@ def test_each_withdrawal_is_noted_with_its_step(hospital: Hospital) -> None:
     def at(seconds: int) -> Any:
         return lambda: setattr(hospital.clock, "now", NOW + seconds)
 
-    outcome = hospital.trainer(progress=At({3: at(100), 6: at(200)})).fit()
+    outcome = hospital.trainer(progress=During(segments={3: at(100), 6: at(200)})).fit()
     assert [note.partition(":")[0] for note in outcome.notes] == [
         f"contributions that are no longer valid were withdrawn before step {step}" for step in (3, 6)
     ]
@@ -301,12 +269,8 @@ def test_a_segment_that_could_be_replayed_is_not_if_somebody_expires_just_then(h
 def test_somebody_new_may_join_a_run_that_goes_on(hospital: Hospital) -> None:
     loose = hospital.plan(hospital.trainer("x").model, epsilon={"clinical": 2.0, "sensitive": 1.0})
 
-    class Stop(Progress):
-        def segment(self, done: int, spent: Mapping[str, float]) -> None:
-            raise Killed
-
     with pytest.raises(Killed):
-        hospital.trainer("a", plan=loose, progress=Stop()).fit()  # the first segment is closed
+        hospital.trainer("a", plan=loose, progress=During(segments={3: die})).fit()  # the first segment is closed
     hospital.write("c99", 99)
     hospital.sign({"c99": "clinical"})
     outcome = hospital.trainer("a", plan=loose).fit()
@@ -334,7 +298,7 @@ def test_occurrences_stay_with_those_who_took_part(hospital: Hospital) -> None:
     hospital.sign({"c00": "clinical"}, expires=NOW + 100)
     loose = hospital.plan(hospital.trainer("x").model, epsilon={"clinical": 2.0, "sensitive": 1.0})
     caps = {"clinical": 3, "sensitive": 3}
-    first = hospital.trainer("a", plan=loose, max_occurrences=caps, progress=At({6: lambda: _stop()}))
+    first = hospital.trainer("a", plan=loose, max_occurrences=caps, progress=During(segments={6: die}))
     with pytest.raises(Killed):
         first.fit()
     assert first.state.counts is not None
@@ -363,10 +327,6 @@ def test_occurrences_stay_with_those_who_took_part(hospital: Hospital) -> None:
     assert max(private) <= 3
 
 
-def _stop() -> None:
-    raise Killed
-
-
 # ------------------------------------------------------------------------------------------------ payloads
 
 
@@ -393,7 +353,7 @@ def test_a_payload_that_is_swapped_inside_a_segment_ends_its_coins(hospital: Hos
             path.write_bytes(b"PK\x03\x04 something else")
 
     with pytest.raises(PayloadChanged):
-        hospital.trainer("a", progress=At({3: swap})).fit()
+        hospital.trainer("a", progress=During(segments={3: swap})).fit()
     for path, data in held.items():
         path.write_bytes(data)
     outcome = hospital.trainer("a").fit()  # at which step it stopped said who was sampled: never replayed
@@ -414,14 +374,6 @@ def test_rows_do_not_depend_on_where_a_corpus_was_admitted_from(hospital: Hospit
 # ------------------------------------------------------------------------------------------------ under another name
 
 
-class Stop(Exception):
-    pass
-
-
-def stop() -> None:
-    raise Stop
-
-
 def renamed(hospital: Hospital) -> None:
     """The same descriptors and attestations, in folders of other names."""
     for path in sorted(hospital.people.iterdir()):
@@ -431,8 +383,8 @@ def renamed(hospital: Hospital) -> None:
 
 def test_who_withdrew_does_not_come_back_under_another_name(hospital: Hospital) -> None:
     corpus = hospital.admit()
-    leave = At({3: lambda: corpus.withdraw("c05"), 6: stop})
-    with pytest.raises(Stop):
+    leave = During(segments={3: lambda: corpus.withdraw("c05"), 6: die})
+    with pytest.raises(Killed):
         hospital.trainer(corpus=corpus, progress=leave).fit()
     renamed(hospital)
     again = hospital.admit()
@@ -457,8 +409,8 @@ def test_occurrences_are_counted_on_under_another_name(hospital: Hospital, monke
         return hospital.trainer(corpus=corpora[-1], plan=plan, max_occurrences={"clinical": 2}, **options)
 
     monkeypatch.setattr(Sampler, "_sampled", counting)
-    with pytest.raises(Stop):
-        trainer(progress=At({6: stop})).fit()
+    with pytest.raises(Killed):
+        trainer(progress=During(segments={6: die})).fit()
     clinical = {corpora[0].digests[row] for row in corpora[0].members("clinical").tolist()}
     assert max(drawn[one] for one in clinical) == 2
     renamed(hospital)
