@@ -17,7 +17,6 @@ from lamina.engine.grads import (
     DenseGrads,
     MaskedGrads,
     OuterProductGrads,
-    RowSliceGrads,
     ScatterGrads,
     SequenceProductGrads,
     SliceMask,
@@ -48,8 +47,8 @@ KINDS: dict[str, Callable[[], ContributionGrads]] = {
     "wide product": product,
     "bfloat16": lambda: SequenceProductGrads(torch.randn(P, 3, 6).bfloat16(), torch.randn(P, 3, 8).bfloat16()),
     "lookup": lambda: ScatterGrads(torch.randint(0, 6, (P, 9)), torch.randn(P, 9, 8), 6, 2),
-    "band": lambda: RowSliceGrads(
-        SequenceProductGrads(torch.randn(P, 3, 4), torch.randn(P, 3, 8)), 1, torch.Size((6, 8))
+    "band": lambda: AxisSliceGrads(
+        SequenceProductGrads(torch.randn(P, 3, 4), torch.randn(P, 3, 8)), AxisRanges(0, [(1, 5)]), torch.Size((6, 8))
     ),
     "total": lambda: SummedGrads([product(), product()]),
     "mixed total": lambda: SummedGrads(

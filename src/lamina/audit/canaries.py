@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lamina.audit.target import AuditTarget, zero_outside_slices
-from lamina.engine.batch import Batch
+from lamina.audit.target import AuditTarget
+from lamina.engine.batch import Batch, take_rows
+from lamina.engine.slices import zero_outside_slices
 from lamina.plan.step_plan import Clipping, StepPlan
 
 RowChange = Callable[[Tensor, Tensor], Tensor]  # (its rows, another contribution's rows) → new rows
@@ -131,7 +132,7 @@ def ascent_canary(subject: AuditTarget, batch: Batch, unit: int, *, steps: int =
     owner, weight = cast(Tensor, batch.unit), cast(Tensor, batch.weight)
     mine = owner == unit
     share = (weight[mine] / weight[mine].sum()).double()
-    x, y = pytree.tree_map(lambda t: t[mine] if isinstance(t, Tensor) else t, (batch.x, batch.y))
+    x, y = take_rows((batch.x, batch.y), mine)
     leaves, spec = pytree.tree_flatten(x)
     free = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
     for i in free:

@@ -21,10 +21,10 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lamina.audit.target import COUNTS_KEY, AuditTarget, moved_outside_slices
-from lamina.engine.batch import Batch
+from lamina.engine.batch import Batch, take_rows
+from lamina.engine.step import clip_norm_factor
 from lamina.errors import EngineError
 from lamina.plan.rules import FollowQuantile
 from lamina.plan.selection import planned_noised_sizes
@@ -143,13 +143,9 @@ def paired_step(
 
 
 def contribution_scale(batch: Batch, unit: int, plan: StepPlan) -> float:
-    """min(scale, ceiling/‖C[k]‖) of a contribution: what its class's thresholds are multiplied by."""
-    cls = int(cast(Tensor, batch.cls)[unit])
-    if plan.classes[cls].public:
-        return 1.0
-    ceiling = math.inf if batch.ceiling is None else float(batch.ceiling[unit])
-    scale = 1.0 if batch.scale is None else float(batch.scale[unit])
-    return min(scale, ceiling / plan.norm(cls)) if plan.norm(cls) > 0 else scale
+    """What the thresholds of a contribution's class are multiplied by."""
+    scale, ceiling = (None if t is None else float(t[unit]) for t in (batch.scale, batch.ceiling))
+    return clip_norm_factor(plan, int(cast(Tensor, batch.cls)[unit]), scale, ceiling)
 
 
 def moved_by_noise_std(plan: StepPlan, moved: Mapping[str, Tensor]) -> tuple[float, ...]:
@@ -192,7 +188,7 @@ def without_rows(batch: Batch, unit: int) -> Batch:
     owner, weight = cast(Tensor, batch.unit), cast(Tensor, batch.weight)
     rows = (owner != unit).nonzero().flatten()
     left = owner[rows]
-    x, y = pytree.tree_map(lambda t: t[rows] if isinstance(t, Tensor) else t, (batch.x, batch.y))
+    x, y = take_rows((batch.x, batch.y), rows)
     cls, scale, ceiling = (
         None if t is None else torch.cat([t[:unit], t[unit + 1 :]]) for t in (batch.cls, batch.scale, batch.ceiling)
     )

@@ -11,14 +11,13 @@ from typing import Any, cast
 import torch
 from scipy.stats import chi2
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lamina.account.accountants import find_accountant
 from lamina.account.schedule import Event
 from lamina.audit.canaries import ascent_canary, named_canaries, random_canaries
 from lamina.audit.paired_step import PairedStep, Without, coupling_to_others, paired_step
 from lamina.audit.target import COUNTS_KEY, AuditTarget, Region, plan_regions
-from lamina.engine.batch import Batch
+from lamina.engine.batch import Batch, take_rows
 from lamina.errors import EngineError
 from lamina.plan.rules import FollowQuantile, effective_sigma
 from lamina.plan.step_plan import StepPlan
@@ -157,10 +156,10 @@ def noise_levels(
 
 def _batch_without_signal(batch: Batch, classes: list[int]) -> Batch:
     """Nobody, so that a step is noise alone; where noise comes with contributions: an empty one of each class."""
-    x, y = pytree.tree_map(lambda t: t[: len(classes)] if isinstance(t, Tensor) else t, (batch.x, batch.y))
     if len(classes) > batch.examples:
         problem = f"the audit got {batch.examples} examples"
         raise EngineError("audit.too-few-examples", problem, f"give {len(classes)} or more")
+    x, y = take_rows((batch.x, batch.y), torch.arange(len(classes)))
     return Batch(x, y, cls=torch.tensor(classes, dtype=torch.long), weight=torch.zeros(len(classes)))
 
 

@@ -16,6 +16,7 @@ from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
 from lamina.engine.noise import NoiseSource, SeededNoise
 from lamina.engine.paper_step import ReproductionWarning
+from lamina.engine.slices import zero_outside_slices
 from lamina.plan.rules import Choose, FollowBudget, FollowQuantile, Rule
 from lamina.plan.step_plan import StepPlan
 
@@ -72,20 +73,6 @@ def _slice_regions(plan: StepPlan, layer: int, name: str, shape: torch.Size, rea
         span = (one.axis, first, stop)
         found.append(Region(layer=layer, name=where, tensors=(name,), size=size, classes=classes, span=span))
     return found
-
-
-def zero_outside_slices(plan: StepPlan, k: int, name: str, t: Tensor) -> Tensor:
-    """A gradient with 0 outside the slices that class k may move."""
-    part = plan.slice(k, name)
-    if part is None:
-        return t
-    mask = torch.zeros(part.length, dtype=torch.bool)
-    for first, stop in part.ranges:
-        mask[first:stop] = True
-    shape = [1] * t.dim()
-    if t.dim():
-        shape[part.axis] = part.length
-    return torch.where(mask.view(shape), t, torch.zeros((), dtype=t.dtype))
 
 
 def moved_outside_slices(plan: StepPlan, k: int, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:

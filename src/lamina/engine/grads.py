@@ -6,6 +6,7 @@ import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -144,8 +145,9 @@ class SliceMask:
         none = ~self.table.any(1)
         return none if bool(none.any()) else None
 
-    def narrow(self, first: int, stop: int) -> SliceMask:
-        return SliceMask(self.table[:, first:stop], even=self.even)
+    def within(self, span: AxisRanges) -> SliceMask:
+        """The same of the indices `span` alone."""
+        return SliceMask(span.of(self.table, 1), even=self.even)
 
     def at(self, index: int, length: int) -> SliceMask:
         """All or nothing of something of another length, by whether a contribution may move one index."""
@@ -490,36 +492,6 @@ class ScatterGrads(ContributionGrads):
         return less
 
 
-class RowSliceGrads(ChunkedGrads):
-    """The gradient of a tensor of which only rows start … start+len were used: zero elsewhere."""
-
-    def __init__(self, inner: ContributionGrads, start: int, shape: torch.Size) -> None:
-        self.inner, self.start, self.shape, self.units = inner, start, shape, inner.units
-
-    @property
-    def formed(self) -> bool:
-        return self.inner.formed
-
-    def norm_sq(self) -> Tensor:
-        return self.inner.norm_sq()
-
-    def add_to(self, out: Tensor, weights: ClipWeights) -> None:
-        self.inner.add_to(out.narrow(0, self.start, self.inner.shape[0]), weights)
-
-    def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
-        return self.inner.clip_and_add(out.narrow(0, self.start, self.inner.shape[0]), others, clip)
-
-    def dense(self, low: int, high: int) -> Tensor:
-        inner = self.inner.dense(low, high)
-        whole = inner.new_zeros(high - low, *self.shape)
-        whole.narrow(1, self.start, self.inner.shape[0]).copy_(inner.view(high - low, *self.inner.shape))
-        return whole.view(high - low, -1)
-
-    def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
-        mine = mask if axis else mask.narrow(self.start, self.start + self.inner.shape[0])
-        return RowSliceGrads(self.inner.where(axis, mine), self.start, self.shape)
-
-
 class SummedGrads(ChunkedGrads):
     """A tensor used several times: its gradient is the sum over the uses, clipped once."""
 
@@ -584,7 +556,7 @@ class StackedGrads(ContributionGrads):
 
 
 class AxisSliceGrads(ChunkedGrads):
-    """A gradient of which only some indices are formed: it is zero at all others, for every contribution."""
+    """A gradient of which only some indices were used or are formed: zero at all others, for every contribution."""
 
     def __init__(self, inner: ContributionGrads, span: AxisRanges, shape: torch.Size) -> None:
         self.inner, self.span, self.shape, self.units = inner, span, shape, inner.units
@@ -597,29 +569,26 @@ class AxisSliceGrads(ChunkedGrads):
         return self.inner.norm_sq()
 
     def add_to(self, out: Tensor, weights: ClipWeights) -> None:
-        part = self._part(out)
-        self.inner.add_to(part, weights)
-        self._put(out, part)
+        with self._summed(out) as part:
+            self.inner.add_to(part, weights)
 
     def clip_and_add(self, out: Tensor, others: Tensor | None, clip: ClipFunction) -> ClipWeights:
-        part = self._part(out)
-        weights = self.inner.clip_and_add(part, others, clip)
-        self._put(out, part)
-        return weights
+        with self._summed(out) as part:
+            return self.inner.clip_and_add(part, others, clip)
 
-    def _part(self, out: Tensor) -> Tensor:
+    @contextmanager
+    def _summed(self, out: Tensor) -> Iterator[Tensor]:
         """Where the inner gradient is added up: in `out` itself if its indices lie together there."""
-        if self._together:
-            return self.span.of(out, 0)
-        return torch.zeros(self.inner.shape, dtype=out.dtype)
+        if self.span.axis == 0 and len(self.span.ranges) == 1:
+            yield self.span.of(out, 0)
+            return
+        part = torch.zeros(self.inner.shape, dtype=out.dtype)
+        yield part
+        out.index_add_(self.span.axis, self.span.index, part)
 
-    def _put(self, out: Tensor, part: Tensor) -> None:
-        if not self._together:
-            out.index_add_(self.span.axis, self.span.index, part)
-
-    @property
-    def _together(self) -> bool:
-        return self.span.axis == 0 and len(self.span.ranges) == 1
+    def where(self, axis: int, mask: SliceMask) -> ContributionGrads:
+        mine = mask.within(self.span) if axis == self.span.axis else mask
+        return AxisSliceGrads(self.inner.where(axis, mine), self.span, self.shape)
 
     def dense(self, low: int, high: int) -> Tensor:
         inner = self.inner.dense(low, high).view(high - low, *self.inner.shape)

@@ -14,8 +14,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import ContributionGrads, DenseGrads, at_least_float32
-from lamina.engine.layers.layer_rule import NO_INPUT, ApplyRule, LayerForward, LayerRule, Params, SavedTensors
+from lamina.engine.grads import DenseGrads, at_least_float32
+from lamina.engine.layers.layer_rule import (
+    NO_INPUT,
+    ApplyRule,
+    LayerForward,
+    LayerRule,
+    Needed,
+    ParameterGrads,
+    Params,
+    SavedTensors,
+)
 from lamina.errors import OwnershipError, UnsupportedLayer
 
 
@@ -35,9 +44,7 @@ class ExpandRule(LayerRule):
     def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
         raise AssertionError("an expanded tensor has no input")
 
-    def contribution_grads(
-        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
-    ) -> list[ContributionGrads | None]:
+    def contribution_grads(self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads:
         folded = layout.fold(at_least_float32(g))  # (P, m, …)
         return [DenseGrads(folded.sum(1, keepdim=self.along) if folded.shape[1] > 1 or not self.along else folded)]
 

@@ -30,6 +30,20 @@ def trained_tensors(plan: StepPlan) -> tuple[str, ...]:
     )
 
 
+def zero_outside_slices(plan: StepPlan, k: int, name: str, t: Tensor) -> Tensor:
+    """A gradient with 0 outside the slices that class k may move."""
+    part = plan.slice(k, name)
+    if part is None:
+        return t
+    mask = torch.zeros(part.length, dtype=torch.bool)
+    for first, stop in part.ranges:
+        mask[first:stop] = True
+    shape = [1] * t.dim()
+    if t.dim():
+        shape[part.axis] = part.length
+    return torch.where(mask.view(shape), t, torch.zeros((), dtype=t.dtype))
+
+
 def unreached_ranges(plan: StepPlan, name: str) -> AxisRanges | None:
     """The indices of a tensor that no class reaches, though some class reaches its layer; None if there are none."""
     cut = next((part for part in plan.slices if part.tensor == name), None)
@@ -67,7 +81,7 @@ class TensorMask:
     @cached_property
     def _within(self) -> SliceMask:
         assert self.union is not None
-        return SliceMask(self.union.of(self.mask.table, 1))
+        return self.mask.within(self.union)
 
 
 TensorMasks = Mapping[str, TensorMask]

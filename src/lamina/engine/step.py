@@ -14,7 +14,7 @@ from torch import Tensor
 from lamina.engine.batch import Batch
 from lamina.engine.noise import NoiseSource, add_rounded_many_
 from lamina.engine.safety_checks import CheckedBatch
-from lamina.engine.slices import trained_tensors, unreached_ranges
+from lamina.engine.slices import trained_tensors, unreached_ranges, zero_outside_slices
 from lamina.errors import EngineError, NoiseError
 from lamina.plan.rules import FollowQuantile, InjectionForm
 from lamina.plan.selection import Range
@@ -258,8 +258,17 @@ def route(
         raise EngineError("engine.route-wrong-tensors", problem, "give exactly the tensors that the plan trains")
     classes = torch.as_tensor(classes)
     bound = torch.tensor(plan.clip, dtype=torch.float64).view(len(plan.classes), len(plan.layers))[classes]  # (P, L)
-    strict = _clip_norm_factor(plan, classes, scale, ceiling)  # (P,)
-    grads_of = {name: _zero_outside_slices(grads, name, classes, plan) for name, grads in per_sample_grads.items()}
+    members = list(enumerate(classes.tolist()))
+    limits = [[None if t is None else float(t[u]) for t in (scale, ceiling)] for u, _ in members]
+    strict = torch.tensor([clip_norm_factor(plan, k, *limits[u]) for u, k in members], dtype=torch.float64)  # (P,)
+    grads_of = {}
+    for name, grads in per_sample_grads.items():
+        if len(grads) != len(classes):
+            problem = f"'{name}' has {len(grads)} gradients for {len(classes)} classes"
+            remedy = "give one gradient and one class per contribution"
+            raise EngineError("engine.gradients-wrong-length", problem, remedy)
+        routed = [zero_outside_slices(plan, k, name, grads[u]) for u, k in members]
+        grads_of[name] = torch.stack(routed) if routed else grads
     norm_sq = torch.zeros(bound.shape, dtype=torch.float64)
     for name, grads in grads_of.items():
         norm_sq[:, layer_of[name]] += grads.double().reshape(len(grads), grads.shape[1:].numel()).square().sum(1)
@@ -293,29 +302,11 @@ def route(
     return released
 
 
-def _zero_outside_slices(grads: Tensor, name: str, classes: Tensor, plan: StepPlan) -> Tensor:
-    """The gradients with 0 where a contribution's class may not move the tensor."""
-    if len(grads) != len(classes):
-        problem = f"'{name}' has {len(grads)} gradients for {len(classes)} classes"
-        raise EngineError("engine.gradients-wrong-length", problem, "give one gradient and one class per contribution")
-    mask = torch.ones(grads.shape, dtype=torch.bool)
-    for u, k in enumerate(classes.tolist()):
-        part = plan.slice(k, name)
-        if part is not None:
-            mask[u] = False
-            for first, stop in part.ranges if grads.dim() > 1 else ():
-                mask[u].narrow(part.axis, first, stop - first).fill_(True)
-    return torch.where(mask, grads, 0.0)
-
-
-def _clip_norm_factor(plan: StepPlan, classes: Tensor, scale: Tensor | None, ceiling: Tensor | None) -> Tensor:
-    """min(1, scale, ceiling / the largest norm of the class), by contribution; 1 in a public class."""
-    factor = torch.ones(len(classes), dtype=torch.float64)
-    for u, k in enumerate(classes.tolist()):
-        if not plan.classes[k].public:
-            factor[u] = min(
-                1.0,
-                1.0 if scale is None else float(scale[u]),
-                math.inf if ceiling is None or plan.norm(k) == 0 else float(ceiling[u]) / plan.norm(k),
-            )
-    return factor
+def clip_norm_factor(plan: StepPlan, k: int, scale: float | None, ceiling: float | None) -> float:
+    """min(1, scale, ceiling / the largest norm of the class): what its clip norms are multiplied by; 1 if public."""
+    if plan.classes[k].public:
+        return 1.0
+    limits = [1.0 if scale is None else scale, 1.0]
+    if ceiling is not None and plan.norm(k) > 0:
+        limits.append(ceiling / plan.norm(k))
+    return min(limits)

@@ -12,22 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import (
-    CHUNK_ELEMENTS,
-    ChunkedGrads,
-    ContributionGrads,
-    DenseGrads,
-    at_least_float32,
-    take_buffer,
-)
+from lamina.engine.grads import CHUNK_ELEMENTS, ChunkedGrads, DenseGrads, at_least_float32, take_buffer
 from lamina.engine.layers.layer_rule import (
     ApplyRule,
     LayerForward,
     LayerRule,
+    Needed,
+    ParameterGrads,
     Params,
     SavedTensors,
     cast_for_autocast,
     check_rank,
+    made_if_needed,
     weight_and_bias,
 )
 
@@ -123,20 +119,16 @@ class ConvolutionRule(LayerRule):
         )
         return cast(Tensor, grads[0])
 
-    def contribution_grads(
-        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
-    ) -> list[ContributionGrads | None]:
+    def contribution_grads(self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads:
         geo, x = self.geometry, layout.fold(saved[0])
         g = layout.fold(g)
-        grads: list[ContributionGrads | None] = [None] * len(need)
-        if need[0]:
-            u, v = (g, x) if geo.transposed else (x, g)
-            shape = torch.Size((v.shape[2], u.shape[2] // geo.groups, *geo.kernel))
-            grads[0] = ConvolutionGrads(u, v, geo, shape)
-        if len(need) > 1 and need[1]:
-            wide = at_least_float32(g)
-            grads[1] = DenseGrads(wide.sum((1, *range(3, wide.dim()))))
-        return grads
+        u, v = (g, x) if geo.transposed else (x, g)
+        shape = torch.Size((v.shape[2], u.shape[2] // geo.groups, *geo.kernel))
+        return made_if_needed(
+            need,
+            lambda: ConvolutionGrads(u, v, geo, shape),
+            lambda: DenseGrads(at_least_float32(g).sum((1, *range(3, g.dim())))),
+        )
 
 
 class ConvForward(LayerForward):

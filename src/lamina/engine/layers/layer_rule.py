@@ -19,6 +19,8 @@ NO_INPUT = torch.empty(0)  # the input of a rule that has none
 
 SavedTensors = Sequence[Tensor]
 Params = Sequence[Tensor | None]
+Needed = Sequence[bool]  # by parameter
+ParameterGrads = list[ContributionGrads | None]  # by parameter, None where it is not needed
 
 
 class LayerRule(ABC):
@@ -38,10 +40,8 @@ class LayerRule(ABC):
         """The gradient of the input, as without privacy."""
 
     @abstractmethod
-    def contribution_grads(
-        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
-    ) -> list[ContributionGrads | None]:
-        """One `ContributionGrads` per parameter, None where it is not needed."""
+    def contribution_grads(self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads:
+        """The gradients of the parameters that are needed."""
 
 
 class ApplyRule(Protocol):
@@ -60,6 +60,10 @@ class LayerForward:
 
     forward: Callable[..., Any]
     """forward(apply, *args): the module's forward, with every covered parameter used through `apply`."""
+
+
+def made_if_needed(need: Needed, *makers: Callable[[], ContributionGrads]) -> ParameterGrads:
+    return [make() if needed else None for make, needed in zip(makers, need, strict=False)]
 
 
 def weight_and_bias(module: nn.Module) -> tuple[str, ...]:

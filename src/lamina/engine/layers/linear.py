@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import (
-    ContributionGrads,
-    DenseGrads,
-    OuterProductGrads,
-    ScatterGrads,
-    SequenceProductGrads,
-    at_least_float32,
-)
+from lamina.engine.grads import DenseGrads, OuterProductGrads, ScatterGrads, SequenceProductGrads, at_least_float32
 from lamina.engine.layers.layer_rule import (
     ApplyRule,
     LayerForward,
     LayerRule,
+    Needed,
+    ParameterGrads,
     Params,
     SavedTensors,
     cast_for_autocast,
     check_rank,
+    made_if_needed,
     weight_and_bias,
 )
 from lamina.errors import UnsupportedLayer
@@ -45,22 +40,18 @@ class LinearRule(LayerRule):
         weight = cast(Tensor, params[0]).to(g.dtype)
         return g.matmul(weight.t() if self.transposed else weight)
 
-    def contribution_grads(
-        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
-    ) -> list[ContributionGrads | None]:
+    def contribution_grads(self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads:
         if layout.plain and g.dim() == 2:
             return self._one_position(g, saved[0], need)
         g, a = _flatten_positions(layout.fold(g)), _flatten_positions(layout.fold(saved[0]))
         if g.shape[1] == 1:
             return self._one_position(g[:, 0], a[:, 0], need)
-        grads: list[ContributionGrads | None] = [None] * len(need)
-        if need[0]:
-            grads[0] = SequenceProductGrads(a, g) if self.transposed else SequenceProductGrads(g, a)
-        if len(need) > 1 and need[1]:
-            grads[1] = DenseGrads(at_least_float32(g).sum(1))
-        return grads
+        factors = (a, g) if self.transposed else (g, a)
+        return made_if_needed(
+            need, lambda: SequenceProductGrads(*factors), lambda: DenseGrads(at_least_float32(g).sum(1))
+        )
 
-    def _one_position(self, g: Tensor, a: Tensor, need: Sequence[bool]) -> list[ContributionGrads | None]:
+    def _one_position(self, g: Tensor, a: Tensor, need: Needed) -> ParameterGrads:
         outer = None
         if need[0]:
             outer = OuterProductGrads(a, g) if self.transposed else OuterProductGrads(g, a)
@@ -96,9 +87,7 @@ class EmbeddingRule(LayerRule):
     def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
         raise AssertionError("ids have no gradient")
 
-    def contribution_grads(
-        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
-    ) -> list[ContributionGrads | None]:
+    def contribution_grads(self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads:
         g = layout.fold(g)
         ids, g = layout.fold(saved[0]).reshape(len(g), -1), g.reshape(len(g), -1, g.shape[-1])
         return [ScatterGrads(ids, g, self.table_rows, self.padding_idx)]

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import ContributionGrads, DenseGrads, at_least_float32
+from lamina.engine.grads import DenseGrads, at_least_float32
 from lamina.engine.layers.layer_rule import (
     ApplyRule,
     LayerForward,
     LayerRule,
+    Needed,
+    ParameterGrads,
     Params,
     SavedTensors,
     check_rank,
+    made_if_needed,
     weight_and_bias,
 )
 from lamina.errors import CouplingError
@@ -38,17 +41,13 @@ class NormRule(LayerRule):
     def per_parameter(self, t: Tensor) -> Tensor:
         """(P, m, …) → (P, *parameter shape): sum over everything that shares a parameter."""
 
-    def contribution_grads(
-        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
-    ) -> list[ContributionGrads | None]:
+    def contribution_grads(self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads:
         wide = at_least_float32(g)
-        grads: list[ContributionGrads | None] = [None] * len(need)
-        if need[0]:
-            product = layout.fold(wide * self.normalised(saved))
-            grads[0] = DenseGrads(self.per_parameter(product))
-        if len(need) > 1 and need[1]:
-            grads[1] = DenseGrads(self.per_parameter(layout.fold(wide)))
-        return grads
+        return made_if_needed(
+            need,
+            lambda: DenseGrads(self.per_parameter(layout.fold(wide * self.normalised(saved)))),
+            lambda: DenseGrads(self.per_parameter(layout.fold(wide))),
+        )
 
 
 class TrailingNormRule(NormRule):

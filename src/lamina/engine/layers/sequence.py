@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -12,20 +11,32 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lamina.engine.batch import RowLayout
-from lamina.engine.grads import ContributionGrads, RowSliceGrads
-from lamina.engine.layers.layer_rule import ApplyRule, LayerForward, LayerRule, Params, SavedTensors, check_rank
+from lamina.engine.grads import AxisRanges, AxisSliceGrads
+from lamina.engine.layers.layer_rule import (
+    ApplyRule,
+    LayerForward,
+    LayerRule,
+    Needed,
+    ParameterGrads,
+    Params,
+    SavedTensors,
+    check_rank,
+)
 from lamina.engine.layers.linear import LinearRule
 from lamina.errors import UnsupportedLayer
+from lamina.plan.selection import Range
 
 
 class RowSliceLinearRule(LayerRule):
     """A linear map by some rows of a weight, of a bias, or of both. Other rows have gradient 0."""
 
-    def __init__(self, weight: slice | None, bias: slice | None) -> None:
+    def __init__(self, weight: Range | None, bias: Range | None) -> None:
         self.bands, self.whole = (weight, bias), LinearRule()
 
     def _cut(self, params: Params) -> list[Tensor | None]:
-        return [p if p is None or band is None else p[band] for p, band in zip(params, self.bands, strict=False)]
+        return [
+            p if p is None or band is None else p[slice(*band)] for p, band in zip(params, self.bands, strict=False)
+        ]
 
     def run(self, x: Tensor, params: Params) -> tuple[Tensor, SavedTensors]:
         self.shapes = [None if p is None else p.shape for p in params]
@@ -34,12 +45,12 @@ class RowSliceLinearRule(LayerRule):
     def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
         return self.whole.input_grad(saved, self._cut(params), g)
 
-    def contribution_grads(
-        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
-    ) -> list[ContributionGrads | None]:
+    def contribution_grads(self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads:
         grads = self.whole.contribution_grads(saved, g, layout, need)
         return [
-            grad if grad is None or band is None else RowSliceGrads(grad, band.start, cast(torch.Size, shape))
+            grad
+            if grad is None or band is None
+            else AxisSliceGrads(grad, AxisRanges(0, [band]), cast(torch.Size, shape))
             for grad, band, shape in zip(grads, self.bands, self.shapes, strict=False)
         ]
 
@@ -93,7 +104,7 @@ class AttentionForward(LayerForward):
         width = self.module.embed_dim
         outputs = []
         for i, t in enumerate((query, key, value)):
-            band = slice(i * width, (i + 1) * width)
+            band = (i * width, (i + 1) * width)
             names = (self.parameters[0 if packed else i], *self.parameters[1 if packed else 3 :])
             outputs.append(apply(RowSliceLinearRule(band if packed else None, band), t, *names))
         return outputs[0], outputs[1], outputs[2]
@@ -136,9 +147,7 @@ class RecurrentWeightRule(LayerRule):
     def input_grad(self, saved: SavedTensors, params: Params, g: Tensor) -> Tensor:
         raise AssertionError("the zeros depend on no input")
 
-    def contribution_grads(
-        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
-    ) -> list[ContributionGrads | None]:
+    def contribution_grads(self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads:
         return LinearRule().contribution_grads((torch.stack(self.states, 1),), g, layout, need)
 
 

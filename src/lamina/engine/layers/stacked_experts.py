@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from lamina.engine import batch
 from lamina.engine.batch import RowLayout
 from lamina.engine.grads import ContributionGrads, StackedGrads
-from lamina.engine.layers.layer_rule import ApplyRule, LayerForward, LayerRule, Params, SavedTensors, cast_for_autocast
+from lamina.engine.layers.layer_rule import (
+    ApplyRule,
+    LayerForward,
+    LayerRule,
+    Needed,
+    ParameterGrads,
+    Params,
+    SavedTensors,
+    cast_for_autocast,
+)
 from lamina.engine.layers.linear import LinearRule
 from lamina.engine.model_hooks import has_class_forward
 from lamina.errors import CouplingError, UnsupportedLayer
@@ -49,9 +58,7 @@ class StackedExpertsRule(LayerRule):
         parts = [g[first:stop] @ matrices[e] for e, first, stop in self._groups()]
         return torch.cat(parts) if parts else torch.zeros_like(saved[0])
 
-    def contribution_grads(
-        self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Sequence[bool]
-    ) -> list[ContributionGrads | None]:
+    def contribution_grads(self, saved: SavedTensors, g: Tensor, layout: RowLayout, need: Needed) -> ParameterGrads:
         made: list[dict[int, ContributionGrads]] = [{} for _ in need]
         for e, first, stop in self._groups():
             mine = RowLayout(layout.owner[first:stop], layout.units)
