@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import raises_code
-from trees import ORIGIN, Rows, private
+from trees import ORIGIN, private
 
 from lamina.errors import EncodingError, LaminaError, LedgerError, NotVerified
 from lamina.ledger import signed_checkpoint
-from lamina.ledger.merkle import EMPTY_ROOT, consistency_proof, leaf_hash, node_hash
+from lamina.ledger.merkle import EMPTY_ROOT, leaf_hash, node_hash
 from lamina.ledger.signed_checkpoint import (
     LedgerCheckpoint,
     Note,
@@ -187,18 +187,6 @@ def test_cosignatures_that_come_one_by_one_are_joined() -> None:
     assert len(parse_checkpoint(whole)[1].signatures) == 4
     with raises_code("ledger.checkpoints-differ"):
         merge_signatures(SIGNED, LedgerCheckpoint(ORIGIN, 0, EMPTY_ROOT).signed(KEY))
-
-
-# ------------------------------------------------------------------------------------------------ one tree or two
-
-
-def test_checkpoints_extend_each_other() -> None:
-    honest, forked = Rows([b"a", b"b", b"c", b"d"]), Rows([b"a", b"x", b"c", b"d"])
-    two, four = honest.head(2), honest.head(4)
-    assert four.extends(two, consistency_proof(honest, 2, 4))
-    assert not two.extends(four, consistency_proof(honest, 2, 4))
-    assert not forked.head(4).extends(two, consistency_proof(forked, 2, 4))
-    assert not four.extends(LedgerCheckpoint("example.org/other", 2, two.root), consistency_proof(honest, 2, 4))
 
 
 def test_every_refusal_is_one_of_ours() -> None:

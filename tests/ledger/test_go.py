@@ -173,8 +173,8 @@ def test_go_verifies_our_consistency_proofs(go: Go, shelf: Shelf) -> None:
 @pytest.mark.parametrize("size", [255, 256, 257, 65_536, 65_792, SIZE])
 def test_go_reads_our_tiles_and_makes_the_same_proofs(go: Go, shelf: Shelf, size: int) -> None:
     nodes = TileNodes(shelf.read)
-    tiles = {tile_path(place.level, place.index, place.width): place for place in partial_tiles(size)}
-    files = {name: b64(shelf[place.level, place.index][: 32 * place.width]) for name, place in tiles.items()}
+    tiles = {tile_path(*place): place for place in partial_tiles(size)}
+    files = {name: b64(shelf[place[:2]][: 32 * place[2]]) for name, place in tiles.items()}
     for (level, index), data in shelf.items():
         if (index + 1) * 256 <= size >> 8 * level:
             files[tile_path(level, index)] = b64(data)

@@ -55,7 +55,7 @@ def doors(server: postgres.Server) -> Iterator[str]:
         ("locked:PWPW@/postgres", "refuses the password of user 'locked'", "pgpass"),
         ("locked@/postgres", "asks for the password of user 'locked'", "PGPASSWORD"),
         ("barred:PW@/postgres", "does not let user 'barred' in to database 'postgres'", "pg_hba.conf"),
-        ("poor:PW@/closed", "user 'poor' may not connect to database 'closed'", "GRANT CONNECT ON DATABASE closed"),
+        ("poor:PW@/closed", "does not let user 'poor' in to database 'closed'", "GRANT CONNECT ON DATABASE closed"),
     ],
 )  # fmt: skip
 def test_the_server_says_no(doors: str, who: str, words: str, remedy: str) -> None:

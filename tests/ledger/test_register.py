@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from clinic import ALICE, BOB, HOUR, Clinic, admitted, check, digest_of, policy, reasons, write
+from forks import in_processes
 from making import LEDGER, START, digest, key
 from refusals import raises_code
-from test_writers import in_processes
 
 from lamina.admit.contribution_sources import Contribution
 from lamina.admit.gate import AdmissionGate

@@ -102,7 +102,7 @@ def test_pruned_bodies_are_gone_and_every_proof_still_holds(ledger: Ledger, wher
     assert seq == 706
     for each in (ledger, reopen(where, clock)):
         assert [found.seq for found in each.leaves()] == [0, 300, *range(701, 707)]
-        assert list(each.evidences()) == []
+        assert not any(each.evidence(gone) for gone in range(1, 700))
         for gone in (1, 299, 301, 700):
             with raises_code("ledger.leaf-pruned"):
                 each.leaf(gone)

@@ -14,7 +14,6 @@ from lamina.errors import LedgerError
 from lamina.ledger.merkle import (
     TILE_WIDTH,
     Frontier,
-    TileAddress,
     TileNodes,
     consistency_proof,
     grow_tiles,
@@ -35,17 +34,17 @@ class Shelf:
 
     def __init__(self, tiles: dict[tuple[int, int], bytes] | None = None) -> None:
         self.tiles = dict(tiles or {})
-        self.asked: list[TileAddress] = []
+        self.asked: list[tuple[int, int, int]] = []
 
     def read(self, level: int, index: int, width: int) -> bytes:
-        self.asked.append(TileAddress(level, index, width))
+        self.asked.append((level, index, width))
         if (level, index) not in self.tiles:
             raise LedgerError("ledger.tile-pruned", f"tile {level}/{index} was pruned", "ask for a later one")
         return self.tiles[level, index]
 
     def append(self, frontier: Frontier, leaves: list[bytes]) -> None:
         for tile in grow_tiles(frontier, leaves, self.read):
-            assert 1 <= tile.place.width <= TILE_WIDTH
+            assert 32 <= len(tile.data) <= 32 * TILE_WIDTH
             self.tiles[tile.level, tile.index] = tile.data
 
 
@@ -67,7 +66,7 @@ FULL = Shelf(ORACLE.tiles(SIZE))
     ],
 )
 def test_paths_are_those_of_c2sp(place: tuple[int, int, int], expected: str) -> None:
-    assert tile_path(*place) == TileAddress(*place).path == expected
+    assert tile_path(*place) == expected
 
 
 @pytest.mark.parametrize("place", [(-1, 0, 1), (64, 0, 1), (0, -1, 1), (0, 0, 0), (0, 0, 257), (0, 2**63, 1)])
@@ -79,7 +78,7 @@ def test_there_are_no_other_tiles(place: tuple[int, int, int]) -> None:
 def test_the_example_of_the_c2sp_page() -> None:
     tiles = ORACLE.tiles(70_000)
     assert sum(level == 0 and len(data) == 8192 for (level, _), data in tiles.items()) == 273
-    assert partial_tiles(70_000) == [TileAddress(0, 273, 112), TileAddress(1, 1, 17), TileAddress(2, 0, 1)]
+    assert partial_tiles(70_000) == [(0, 273, 112), (1, 1, 17), (2, 0, 1)]
 
 
 # --------------------------------------------------------------------------------------------------------- growing
@@ -94,7 +93,7 @@ def test_growing_by_any_batches_gives_the_tiles_of_the_tree(batches: list[int]) 
         size += count
     assert shelf.tiles == ORACLE.tiles(size)
     assert frontier.root() == root_at(ORACLE, size)
-    assert all(place in partial_tiles(size) or place.width < TILE_WIDTH for place in shelf.asked), (
+    assert all(place in partial_tiles(size) or place[2] < TILE_WIDTH for place in shelf.asked), (
         "only tiles that go on are read"
     )
 
@@ -204,7 +203,7 @@ def test_a_changed_tile_never_yields_a_proof_of_the_signed_root() -> None:
 
 def test_with_level_0_dropped_but_at_checkpoints_every_checkpoint_is_still_consistent_with_the_head() -> None:
     checkpoints = [2, 100, 256, 257, 1000, 4096, 65_535, 65_536, 65_537, 69_999, SIZE]
-    kept = {(place.level, place.index) for size in checkpoints for place in partial_tiles(size)}
+    kept = {place[:2] for size in checkpoints for place in partial_tiles(size)}
     pruned = Shelf({place: data for place, data in FULL.tiles.items() if place[0] > 0 or place in kept})
     assert len(pruned.tiles) < 20 < len(FULL.tiles)
     nodes = TileNodes(pruned.read)

@@ -127,7 +127,7 @@ def test_the_reference_roots_of_certificate_transparency() -> None:
         assert frontier.root().hex() == root
         assert root_at(Plain(leaves), size).hex() == root
         if size < 8:
-            frontier.append(leaf_hash(leaves[size]))
+            frontier.extend([leaf_hash(leaves[size])])
 
 
 def test_the_reference_proofs_of_certificate_transparency() -> None:
@@ -153,7 +153,7 @@ def test_every_root_and_edge_up_to_64() -> None:
         assert frontier == frontier_at(TREE, size) == Frontier.decode(frontier.encode())
         assert len(frontier.hashes) <= size.bit_length()
         if size < 64:
-            frontier.append(HASHES[size])
+            frontier.extend([HASHES[size]])
 
 
 def test_every_inclusion_proof_up_to_64_and_none_of_another_length() -> None:
@@ -320,7 +320,7 @@ def test_how_leaves_are_cut_into_batches_does_not_matter(batches: list[int]) -> 
     for count in batches:
         cut.extend(next(rest) for _ in range(count))
     for leaf in leaves:
-        single.append(leaf)
+        single.extend([leaf])
     assert whole == cut == single
 
 
@@ -374,7 +374,7 @@ def test_appending_takes_memory_for_a_batch_however_many_leaves_come() -> None:
 @pytest.mark.parametrize("leaf", [b"", b"x" * 31, b"x" * 33, "x" * 32, bytearray(32), None])
 def test_only_hashes_are_appended(leaf: Any) -> None:
     frontier = Frontier()
-    frontier.append(HASHES[0])
+    frontier.extend([HASHES[0]])
     with raises_code("ledger.leaf-hash-invalid"):
         frontier.extend([HASHES[1], leaf])
     assert frontier.size == 1 and frontier.root() == HASHES[0]
@@ -408,7 +408,7 @@ def test_a_proof_of_what_is_not_there_is_refused() -> None:
 def test_a_full_tree_takes_no_more() -> None:
     full = Frontier(2**63 - 1, [EMPTY_ROOT] * 63)
     with raises_code("ledger.tree-full"):
-        full.append(EMPTY_ROOT)
+        full.extend([EMPTY_ROOT])
 
 
 @given(st.binary(max_size=80))

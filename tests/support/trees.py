@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lamina.admit.keys import PrivateKey
-from lamina.ledger.merkle import TILE_WIDTH, Frontier, TileAddress, leaf_hashes
+from lamina.ledger.merkle import TILE_WIDTH, Frontier, leaf_hashes
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint
 
 ORIGIN = "example.org/ledger"
@@ -47,11 +47,11 @@ class Rows:
         return found
 
 
-def partial_tiles(size: int) -> list[TileAddress]:
-    """The tiles of a tree of `size` leaves that are not full."""
+def partial_tiles(size: int) -> list[tuple[int, int, int]]:
+    """(level, index, width) of the tiles of a tree of `size` leaves that are not full."""
     places, level = [], 0
     while size:
         if size % TILE_WIDTH:
-            places.append(TileAddress(level, size // TILE_WIDTH, size % TILE_WIDTH))
+            places.append((level, size // TILE_WIDTH, size % TILE_WIDTH))
         size, level = size // TILE_WIDTH, level + 1
     return places

@@ -71,10 +71,6 @@ def _key_refusal(keys: KeyState, kid: bytes, at: int, issued: int) -> tuple[Reas
     return None if wrong is None else (_REASON_OF_KEY_PROBLEM[wrong.code], f"in the ledger, {wrong.reason}")
 
 
-def _has_contributor(keys: KeyState, kid: bytes) -> bool:
-    return (key := keys.get(kid)) is not None and key.role is Role.CONTRIBUTOR
-
-
 def missing_key_events(known: KeyState, ring: KeyRing, kids: Iterable[bytes] = ()) -> list[KeyEvent]:
     """What the ledger does not say yet of the keys that it holds and of `kids`, in an order that it accepts.
 
@@ -313,7 +309,8 @@ class AdmissionBatch:
         header = self._ledger.header
         policy = PolicyInForce(header, last_policy_record(rows, header))
         keys = self._index.keys(rows)
-        missing = {entry.kid for entry in new if not _has_contributor(keys, entry.kid)}
+        known = {entry.kid: keys.get(entry.kid) for entry in new}
+        missing = {kid for kid, key in known.items() if key is None or key.role is not Role.CONTRIBUTOR}
         events = missing_key_events(keys, self._context.keys, missing) if missing else []
         keys = keys.after(events) if events else keys
         wanted = Counter(entry.cls for entry in new)

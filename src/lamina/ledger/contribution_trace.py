@@ -1,4 +1,7 @@
-"""Everything that happened to one contribution: admission, epochs and spend, withdrawal, releases."""
+"""Everything that happened to one contribution: admission, epochs and spend, withdrawal, releases.
+
+Eligible is not sampled: who took part in which step is known to nobody, and stands nowhere.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,13 @@ from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import EventCounts
 from lamina.admit.keys import format_utc
 from lamina.errors import LaminaError
-from lamina.ledger.governance_records import KeyChange, KeyEvent, Release, Withdrawal
+from lamina.ledger.governance_records import KeyChange, KeyEvent, Release
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import ContributionRecord, Epoch, EpochAccount, EpochCharge, Leaf, Segment, SegmentOutcome
 from lamina.ledger.schema import UNBOUNDED, nano_epsilon
-from lamina.ledger.show import epsilon_or_none
+from lamina.ledger.show import epsilon_or_none, leaf_excerpt, leaf_to_dict
 from lamina.ledger.spending import Bound, adaptive_order, planned_charges, signed_spend, steps_by_kind
 from lamina.plan.step_plan import StepPlan
-
-# `trace`: everything that happened to one contribution, from its admission to the models that it is in.
-#
-#     admitted     when, under which bound, how deep
-#     epochs       those in which it was eligible: the noise that was applied, and what it has lost after each
-#     withdrawn    when, and why
-#     releases     models that were trained while it was eligible
-#
-# Eligible is not sampled: who took part in which step is known to nobody, and stands nowhere.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +82,21 @@ class ContributionTrace:
         return sum(not each.own for each in self.epochs)
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines; ε as plain numbers, null where it is infinite."""
-
-        return trace_to_dict(self)
+        """Digests in hexadecimal, times as UTC, ε as plain numbers, null where it is infinite."""
+        told, gone = leaf_to_dict(self.leaf), self.withdrawal
+        return {
+            "index": self.leaf.seq,
+            "admitted": told["time"],
+            **{name: told[name] for name in ("descriptor", "anchor", "attestation", "key", "not_before", "expires")},
+            **told["terms"],
+            "epsilon": epsilon_or_none(self.spend),
+            "epsilon_signed": None if self.signed is None else epsilon_or_none(self.signed),
+            "epsilon_remaining": None if self.remaining is None else epsilon_or_none(self.remaining),
+            "epochs": [_exposure_to_dict(each) for each in self.epochs],
+            "not_used_in": self.unused,
+            "withdrawn": None if gone is None else leaf_excerpt(gone, "reason", "effect", "request"),
+            "releases": [leaf_excerpt(each, "manifest", "runs", "not_after") for each in self.releases],
+        }
 
 
 def trace_contribution(ledger: LedgerReader, leaf: Leaf) -> ContributionTrace:
@@ -248,33 +254,6 @@ def _reached_variance(plan: StepPlan | None, epoch: Epoch, cls: str) -> dict[str
     }
 
 
-def trace_to_dict(found: ContributionTrace) -> dict[str, Any]:
-    """Digests in hexadecimal, times as UTC, ε as plain numbers, null where it is infinite."""
-    record = found.record
-    return {
-        "index": found.leaf.seq,
-        "admitted": format_utc(found.leaf.time),
-        "descriptor": record.descriptor.hex(),
-        "anchor": None if record.anchor is None else record.anchor.hex(),
-        "attestation": record.attestation.hex(),
-        "key": record.key.hex(),
-        "class": record.terms.cls,
-        "data_class": record.terms.data_class,
-        "clip_norm": record.terms.clip_norm / 1e6,
-        "noise_multiplier": record.terms.noise_multiplier / 1e6,
-        "profile": record.terms.profile,
-        "not_before": format_utc(record.not_before),
-        "expires": format_utc(record.expires),
-        "epsilon": epsilon_or_none(found.spend),
-        "epsilon_signed": None if found.signed is None else epsilon_or_none(found.signed),
-        "epsilon_remaining": None if found.remaining is None else epsilon_or_none(found.remaining),
-        "epochs": [_exposure_to_dict(each) for each in found.epochs],
-        "not_used_in": found.unused,
-        "withdrawn": None if found.withdrawal is None else _withdrawal_to_dict(found.withdrawal),
-        "releases": [_release_to_dict(each) for each in found.releases],
-    }
-
-
 def _exposure_to_dict(each: EpochExposure) -> dict[str, Any]:
     epoch = each.leaf.record
     assert isinstance(epoch, Epoch)
@@ -295,27 +274,3 @@ def _exposure_to_dict(each: EpochExposure) -> dict[str, Any]:
         "epsilon_account": epsilon_or_none(each.account),
         "own_account": each.own,
     }  # fmt: skip
-
-
-def _withdrawal_to_dict(leaf: Leaf) -> dict[str, Any]:
-    record = leaf.record
-    assert isinstance(record, Withdrawal)
-    return {
-        "index": leaf.seq,
-        "time": format_utc(leaf.time),
-        "reason": record.reason.name.lower(),
-        "effect": record.effect.name.lower(),
-        "request": None if record.request is None else record.request.hex(),
-    }
-
-
-def _release_to_dict(leaf: Leaf) -> dict[str, Any]:
-    record = leaf.record
-    assert isinstance(record, Release)
-    return {
-        "index": leaf.seq,
-        "time": format_utc(leaf.time),
-        "manifest": record.manifest.hex(),
-        "runs": [run.hex() for run in record.runs],
-        "not_after": None if record.not_after is None else format_utc(record.not_after),
-    }

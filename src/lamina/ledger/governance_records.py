@@ -207,13 +207,6 @@ def policy_record_digest(record: Any) -> bytes:
     return hashlib.sha256(_POLICY_DIGEST_CONTEXT + cbor.encode(body, max_size=1 << 20)).digest()
 
 
-def wrong_predecessor(change: PolicyChange, before: Any) -> str | None:
-    """Why a change cannot follow this header or change; in words."""
-    return (
-        None if change.previous == policy_record_digest(before) else "it replaces another policy than the one in force"
-    )
-
-
 def loosened(
     floors: LedgerFloors, presets: Iterable[Preset], new_floors: LedgerFloors, new_presets: Iterable[Preset]
 ) -> list[str]:

@@ -7,6 +7,7 @@ where it stands in a ledger, passed by a verification.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -22,8 +23,8 @@ from lamina.ledger.governance_records import (
     Preset,
     Role,
     loosened,
+    policy_record_digest,
     profile_exceeds,
-    wrong_predecessor,
 )
 from lamina.ledger.records import KIND_NUMBERS, ContributionTerms, decode_leaf
 from lamina.ledger.store.rows import StoreReader, head_of
@@ -119,8 +120,7 @@ class KeyState:
 
     def after(self, events: Iterable[KeyEvent]) -> KeyState:
         """The keys as they would be after these events."""
-        made: KeyState = object.__new__(KeyState)
-        made.origin, made.size = self.origin, self.size
+        made = copy(self)
         made._keys = {kid: replace(each) for kid, each in self._keys.items()}
         made._uncovered_keys, made._uncovered_rotations = set(self._uncovered_keys), set(self._uncovered_rotations)
         for event in events:
@@ -232,8 +232,8 @@ class KeyState:
             problem = f"the policy protects less than {self.origin!r} has promised: {'; '.join(looser)}"
             remedy = "keep what was promised, or have two parties sign the change: lamina ledger policy"
             raise LedgerError("ledger.policy-loosened", problem, remedy)
-        if (misfit := wrong_predecessor(change, before)) is not None:
-            problem = f"cannot change the policy: {misfit}"
+        if change.previous != policy_record_digest(before):
+            problem = "cannot change the policy: it replaces another policy than the one in force"
             raise LedgerError("ledger.policy-wrong-predecessor", problem, "make the change again, and have that signed")
         return signers if looser else set()
 

@@ -112,10 +112,6 @@ class Frontier:
                 f"the frontier of {self.size} leaves has {len(self.hashes)} hashes, must have {self.size.bit_count()} of 32 bytes",
             )
 
-    def append(self, leaf: bytes) -> None:
-        """Append one leaf, given its hash."""
-        self.extend((leaf,))
-
     def extend(self, leaves: Iterable[bytes], tap: NodeCallback | None = None) -> None:
         """Append leaves, given their hashes: all of them, or none. One node is hashed for each.
 
@@ -340,20 +336,6 @@ CACHED_TILES = 1024  # tiles; 16 KB each with the levels between
 ReadTile = Callable[[int, int, int], bytes]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TileAddress:
-    """Which tile, and how many hashes of it."""
-
-    level: int
-    index: int
-    width: int
-
-    @property
-    def path(self) -> str:
-        """Where C2SP tlog-tiles puts it."""
-        return tile_path(self.level, self.index, self.width)
-
-
 @dataclass(frozen=True, slots=True)
 class Tile:
     """A tile that is to be written, whole, in place of a shorter one."""
@@ -361,11 +343,6 @@ class Tile:
     level: int
     index: int
     data: bytes
-
-    @property
-    def place(self) -> TileAddress:
-        """Its level, index and width."""
-        return TileAddress(self.level, self.index, len(self.data) // HASH_SIZE)
 
 
 def tile_path(level: int, index: int, width: int = TILE_WIDTH) -> str:
@@ -403,7 +380,7 @@ def grow_tiles(frontier: Frontier, leaves: Iterable[bytes], read: ReadTile) -> l
         index, filled = divmod(first[level], TILE_WIDTH)
         data = bytes(row)
         if filled:
-            data = _read_tile(read, TileAddress(level, index, filled))[: filled * HASH_SIZE] + data
+            data = _read_tile(read, level, index, filled)[: filled * HASH_SIZE] + data
         for at in range(0, len(data), full):
             tiles.append(Tile(level, index + at // full, data[at : at + full]))
     frontier.size, frontier.hashes = grown.size, grown.hashes
@@ -431,7 +408,7 @@ class TileNodes:
             if rows is not None and rows.width >= need:
                 self._tiles.move_to_end((above, tile))
                 return rows.hash(inside, at)
-        rows = _TileLevels(_read_tile(self._read, TileAddress(above, tile, need)))
+        rows = _TileLevels(_read_tile(self._read, above, tile, need))
         with self._lock:
             self._tiles[above, tile] = rows
             self._tiles.move_to_end((above, tile))
@@ -455,9 +432,10 @@ class _TileLevels:
         return self._rows[level][index * HASH_SIZE : (index + 1) * HASH_SIZE]
 
 
-def _read_tile(read: ReadTile, place: TileAddress) -> bytes:
-    data = read(place.level, place.index, place.width)
-    if len(data) % HASH_SIZE or not place.width * HASH_SIZE <= len(data) <= TILE_WIDTH * HASH_SIZE:
-        problem = f"{place.path} has {len(data)} bytes, must have {place.width * HASH_SIZE} or more of a full tile"
+def _read_tile(read: ReadTile, level: int, index: int, width: int) -> bytes:
+    data = read(level, index, width)
+    if len(data) % HASH_SIZE or not width * HASH_SIZE <= len(data) <= TILE_WIDTH * HASH_SIZE:
+        name, least = tile_path(level, index, width), width * HASH_SIZE
+        problem = f"{name} has {len(data)} bytes, must have {least} or more of a full tile"
         raise LedgerError("ledger.tile-malformed", problem, "restore it from a copy")
     return bytes(data)

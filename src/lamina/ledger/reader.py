@@ -144,11 +144,6 @@ class LedgerReader:
         with self.store.read() as rows:
             return rows.evidence(seq)
 
-    def evidences(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
-        """(seq, bytes) of those in [first, stop) that are there, in order."""
-        with self.store.read() as rows:
-            yield from rows.evidences(first, head_of(rows).size if stop is None else stop)
-
     def blob(self, digest: bytes) -> bytes | None:
         """The bytes of a plan or manifest."""
         with self.store.read() as rows:
@@ -178,11 +173,6 @@ class LedgerReader:
         with self._turn, self.store.read() as rows:
             self._tail.follow(rows, head_of(rows))
             return self._tail.find(rows, keys)
-
-    def attempt(self, run: bytes, segment: int, generation: int) -> int | None:
-        """The leaf of the epoch that closed an attempt."""
-        with self.store.read() as rows:
-            return rows.attempt(run, segment, generation)
 
     def withdrawn(self, seq: int) -> int | None:
         """The leaf in which a contribution was withdrawn."""

@@ -28,9 +28,7 @@ from lamina.ledger.signed_checkpoint import (
 #
 #     18([ h'protected', {396: {-1: [ h'proof' ]}}, nil, h'signature' ])
 #
-#     protected   {1: alg, 4: kid, 15: {1: origin, 2: "tree:size"}, 16: typ, 395: 1}    395: RFC9162_SHA256
-#     proof       [tree size, leaf index, [hash, …]]
-#     signed      ["Signature1", protected, h'', root]                                  RFC 9052 §4.4
+#     proof = [tree size, leaf index, [hash, …]]; what is protected and signed: `signed_checkpoint.TreeSignature`
 #
 # The root is not in the receipt: whoever checks it computes the root from the leaf, and only the right leaf gives
 # what was signed. A root does not tell the size of its tree, so the size is signed beside it; the index follows from

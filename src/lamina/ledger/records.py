@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import re
 import struct
 from collections.abc import Callable
 from dataclasses import field
@@ -12,6 +11,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from lamina import cbor
+from lamina.admit.attestation import NUMBER, compile_pattern, read_number
 from lamina.admit.keys import LAST_SECOND
 from lamina.errors import EncodingError, LedgerError
 from lamina.ledger.governance_records import Aggregate, Header, KeyEvent, PolicyChange, Release, Withdrawal
@@ -39,9 +39,6 @@ from lamina.ledger.schema import (
     stored,
     tuple_of,
 )
-
-# A number as CBOR writes it, in its shortest form only: for patterns over the bytes of leaves.
-UINT_PATTERN = rb"([\x00-\x17]|\x18[\x18-\xff]|\x19[\x01-\xff].|\x1a(?!\x00\x00).{4}|\x1b(?!\x00{4}).{8})"
 
 
 @ledger_record(kw_only=False)
@@ -365,8 +362,8 @@ def _decode_terms(data: bytes) -> ContributionTerms | None:
 
 MAX_LEAF_BYTES = 1 << 20  # bytes; an epoch of a thousand layers and a hundred bounds takes some 40 kB
 _MAX_SEQ = 2**63 - 1
-_MATCH_LEAF_HEAD = re.compile(
-    rb"\xa5\x01%b\x02%b\x03%b\x04%b\x05" % (UINT_PATTERN, UINT_PATTERN, UINT_PATTERN, UINT_PATTERN), re.DOTALL
+_MATCH_LEAF_HEAD = compile_pattern(
+    rb"\xa5\x01", NUMBER, rb"\x02", NUMBER, rb"\x03", NUMBER, rb"\x04", NUMBER, rb"\x05"
 ).match
 
 
@@ -434,9 +431,5 @@ def split_leaf(data: bytes) -> tuple[int, int, int, int, int] | None:
     found = _MATCH_LEAF_HEAD(data)
     if found is None:
         return None
-    kind, seq, time, epoch = found.groups()
-    return _uint_value(kind), _uint_value(seq), _uint_value(time), _uint_value(epoch), found.end()
-
-
-def _uint_value(text: bytes) -> int:
-    return text[0] if len(text) == 1 else int.from_bytes(text[1:], "big")
+    kind, seq, time, epoch = map(read_number, found.groups())
+    return kind, seq, time, epoch, found.end()

@@ -104,6 +104,12 @@ def leaf_to_dict(leaf: Leaf) -> dict[str, Any]:
     }
 
 
+def leaf_excerpt(leaf: Leaf, *names: str) -> dict[str, Any]:
+    """Index, time and some fields of a leaf."""
+    told = leaf_to_dict(leaf)
+    return {name: told[name] for name in ("index", "time", *names)}
+
+
 def epsilon_or_none(spend: int) -> float | None:
     """ε of a spend as a number; JSON has no infinity."""
     return None if spend == UNBOUNDED else spend / NANO

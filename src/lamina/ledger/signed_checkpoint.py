@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 from lamina import cbor, validate
 from lamina.admit.attestation import sig_structure
 from lamina.admit.keys import EDDSA, PrivateKey, PublicKey
 from lamina.errors import BadKey, EncodingError, LedgerError, NotVerified
-from lamina.ledger.merkle import EMPTY_ROOT, MAX_TREE_SIZE, is_hash, is_tree_size, verify_consistency
+from lamina.ledger.merkle import EMPTY_ROOT, MAX_TREE_SIZE, is_hash, is_tree_size
 from lamina.ledger.schema import CLOCK_SKEW
 
 MAX_NOTE_BYTES = 256 * 1024  # bytes; room for a note with 16 signatures of 5 kB and more, as C2SP asks
@@ -148,21 +148,6 @@ class Note:
             raise _malformed_note(error.problem) from None
 
 
-class NoteVerifier(Protocol):
-    """A key that a reader trusts, under the name that it goes by."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def id(self) -> bytes:
-        """Its key id, 4 bytes."""
-
-    def holds(self, text: str, value: bytes) -> bool:
-        """Whether `value` is this key's signature of the text."""
-
-
 @dataclass(frozen=True, slots=True)
 class NamedKey:
     """A public key under a name, for one kind of signature."""
@@ -177,6 +162,10 @@ class NamedKey:
         check_key_name(self.name)
         blob = self.name.encode("utf-8") + b"\n" + bytes((self.KIND,)) + self.key.x
         object.__setattr__(self, "id", hashlib.sha256(blob).digest()[:4])
+
+    def holds(self, text: str, value: bytes) -> bool:
+        """Whether `value` is this key's signature of the text."""
+        raise NotImplementedError
 
     @property
     def text(self) -> str:
@@ -210,7 +199,6 @@ class NoteKey(NamedKey):
     KIND: ClassVar[int] = 0x01
 
     def holds(self, text: str, value: bytes) -> bool:
-        """Whether `value` is this key's signature of the text."""
         return self.key.verify(text.encode("utf-8"), value)
 
 
@@ -221,12 +209,12 @@ def sign_note(text: str, name: str, key: PrivateKey) -> Note:
     return Note(text, (NoteSignature(name, signer.id, key.sign(text.encode("utf-8"))),))
 
 
-def verify_note(note: Note, keys: Iterable[NoteVerifier]) -> tuple[NoteSignature, ...]:
+def verify_note(note: Note, keys: Iterable[NamedKey]) -> tuple[NoteSignature, ...]:
     """The signatures by `keys`, one for each key that signed; NotVerified if there is none, or if one is wrong.
 
     Signatures by others are passed over, as the specification asks: they may be of witnesses, or of the next key.
     """
-    known: dict[tuple[str, bytes], NoteVerifier] = {}
+    known: dict[tuple[str, bytes], NamedKey] = {}
     for key in keys:
         if known.setdefault((key.name, key.id), key) is not key:
             problem = f"two keys have the name {key.name!r} and the id {key.id.hex()}"
@@ -296,7 +284,6 @@ class WitnessKey(NamedKey):
     KIND: ClassVar[int] = 0x04
 
     def holds(self, text: str, value: bytes) -> bool:
-        """Whether `value` is this witness's cosignature of the text."""
         time = int.from_bytes(value[:_TIME_BYTES], "big")
         return (
             len(value) == _TIME_BYTES + 64
@@ -437,10 +424,6 @@ class LedgerCheckpoint:
             )
         except LedgerError as error:
             raise _malformed_checkpoint(error.problem) from None
-
-    def extends(self, old: LedgerCheckpoint, proof: Sequence[bytes]) -> bool:
-        """Whether `proof` shows that this tree begins with all of the old one, of the same ledger."""
-        return self.origin == old.origin and verify_consistency(old.size, self.size, proof, old.root, self.root)
 
 
 def parse_checkpoint(data: str | bytes) -> tuple[LedgerCheckpoint, Note]:

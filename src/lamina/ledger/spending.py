@@ -16,18 +16,19 @@ from lamina.account.accountants import pooled_epsilon
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import EventCounts, EventKey, grouped, rdp_order_of
 from lamina.ledger.governance_records import Header
-from lamina.ledger.records import Epoch, EpochAccount, EpochCharge, Segment
+from lamina.ledger.records import EpochAccount, EpochCharge, Segment
 from lamina.ledger.schema import exact_text, nano_epsilon
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan
 
 Bound = tuple[str, int, int]  # class, clip norm, noise multiplier: what names an account
 
+CLASS_TOLERANCE = 1e-6  # relative: the bound of a class is kept in 1e-6
 _MICRO = 1_000_000
 _SPENDING_CONTEXT = b"lamina/spending/1\n"
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 16)  # asked for every bound at every charge
 def signed_spend(noise_multiplier: int, delta: float) -> int:
     """The most that a contribution may lose that signed this multiplier, in 1e-9: exact, μ = 1/z."""
     return nano_epsilon(epsilon_of_noise_multiplier(noise_multiplier / _MICRO, delta))
@@ -72,14 +73,6 @@ class Spending:
     def __init__(self, header: Header) -> None:
         self.accountant, self.delta = header.accountant, header.delta
         self._events: dict[Bound, dict[EventKey, int]] = {}
-
-    @classmethod
-    def of(cls, header: Header, epochs: Iterable[Epoch]) -> Spending:
-        """After these epochs, as they were recorded."""
-        made = cls(header)
-        for epoch in epochs:
-            made.add(epoch.accounts)
-        return made
 
     def add(self, accounts: Iterable[EpochAccount]) -> None:
         """Charge what an epoch charges."""

@@ -13,13 +13,12 @@ from typing import Any
 
 from lamina import validate
 from lamina.admit import keys
-from lamina.admit.keys import format_utc
 from lamina.errors import LaminaError, LedgerDamaged, LedgerError, StoreBusy, StoreError
 from lamina.ledger.contribution_trace import ContributionSpend, contribution_spend
 from lamina.ledger.governance_records import Withdrawal, WithdrawalEffect, WithdrawalReason
 from lamina.ledger.reader import find_contributions
 from lamina.ledger.records import ContributionRecord, Leaf
-from lamina.ledger.show import epsilon_or_none
+from lamina.ledger.show import epsilon_or_none, leaf_excerpt
 from lamina.ledger.writer import Ledger
 
 # Withdrawals: how a contribution leaves. A record is appended; nothing is erased.
@@ -46,16 +45,12 @@ class WithdrawnContribution:
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""
-        record, of, lost = self.leaf.record, self.target.record, self.lost
-        assert isinstance(record, Withdrawal) and isinstance(of, ContributionRecord)
+        of, lost = self.target.record, self.lost
+        assert isinstance(of, ContributionRecord)
         return {
-            "index": self.leaf.seq,
-            "target": self.target.seq,
+            **leaf_excerpt(self.leaf, "target", "reason", "effect"),
             "descriptor": of.descriptor.hex(),
             "class": of.terms.cls,
-            "reason": record.reason.name.lower(),
-            "effect": record.effect.name.lower(),
-            "time": format_utc(self.leaf.time),
             "again": self.again,
             "epsilon": epsilon_or_none(lost.spend),
             "epsilon_signed": None if lost.signed is None else epsilon_or_none(lost.signed),

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from lamina import cbor
 from lamina.account.accountants import pooled_epsilon
@@ -17,7 +17,7 @@ from lamina.ledger.governance_records import Header
 from lamina.ledger.key_state import last_policy_record
 from lamina.ledger.records import Segment, SegmentOutcome
 from lamina.ledger.schema import NANO, UNBOUNDED
-from lamina.ledger.spending import signed_spend
+from lamina.ledger.spending import CLASS_TOLERANCE, signed_spend
 from lamina.ledger.store.rows import RESERVATION_SEGMENT, RunHold, RunRow, StoreReader, StoreWriter
 from lamina.plan.step_plan import StepPlan
 from lamina.spend.accounts import AccountBudget, Charge, RecordedSpend, RunSpend, account_bound
@@ -259,10 +259,6 @@ class SpendTransaction(SpendView):
         self._holds[run, segment, generation] = held
 
 
-_CLASS_TOLERANCE = 1e-6  # relative: the bound of a class is kept in 1e-6, as in ledger/verify
-_signed_spend = lru_cache(maxsize=1 << 16)(signed_spend)  # for every bound at every charge
-
-
 class BoundExceeded(Exception):
     """Ends a transaction: an account would exceed its bound."""
 
@@ -285,9 +281,9 @@ class SpendLimits:
             presets = (each.noise_multiplier for each in last_policy_record(rows, header).presets if each.cls == cls)
             promised = next(presets, 0)
         found = list(asked)
-        if promised and (most := _signed_spend(promised, header.delta)) < UNBOUNDED:
+        if promised and (most := signed_spend(promised, header.delta)) < UNBOUNDED:
             most_epsilon = most / NANO
-            bound = math.nextafter(most_epsilon, 0.0) if noise else most_epsilon * (1 + _CLASS_TOLERANCE)
+            bound = math.nextafter(most_epsilon, 0.0) if noise else most_epsilon * (1 + CLASS_TOLERANCE)
             found.append(AccountBudget(bound=bound, delta=header.delta, accountant=header.accountant))
         return [t for t in found if not any(o is not t and o.within(t) and o != t for o in found)]
 

@@ -33,31 +33,24 @@ def connection_error(error: psycopg.Error, address: PostgresAddress) -> LedgerEr
         return LedgerError("store.address-invalid", problem, "write postgresql://USER@HOST/DATABASE#schema")
     known = _ConnectionTarget(error, address)
     text = str(error).lower()
+    server, user, database = known.server, repr(known.user), repr(known.database)
     if 'database "' in text and "does not exist" in text:
-        problem = f"{known.server} has no database {known.database!r}"
-        return StoreError(
-            "store.database-unknown", problem, f"give another database, or create it: createdb {known.database}"
-        )
+        remedy = f"give another database, or create it: createdb {known.database}"
+        return StoreError("store.database-unknown", f"{server} has no database {database}", remedy)
     if 'role "' in text and "does not exist" in text:
-        problem = f"{known.server} knows no user {known.user!r}"
-        return StoreError(
-            "store.user-unknown", problem, "give another user, postgresql://USER@…, or create it: createuser"
-        )
+        remedy = "give another user, postgresql://USER@…, or create it: createuser"
+        return StoreError("store.user-unknown", f"{server} knows no user {user}", remedy)
     if "password authentication failed" in text:
-        return StoreError(
-            "store.password-wrong", f"{known.server} refuses the password of user {known.user!r}", _PASSWORD_REMEDY
-        )
+        problem = f"{server} refuses the password of user {user}"
+        return StoreError("store.password-wrong", problem, _PASSWORD_REMEDY)
     if "no password supplied" in text:
-        problem = f"{known.server} asks for the password of user {known.user!r}, and none is given"
+        problem = f"{server} asks for the password of user {user}, and none is given"
         return StoreError("store.password-missing", problem, _PASSWORD_REMEDY)
-    if "pg_hba.conf" in text or "authentication failed" in text:
-        problem = f"{known.server} does not let user {known.user!r} in to database {known.database!r} from here"
-        return StoreError(
-            "store.access-refused", problem, "give another user, or add a line for this one to pg_hba.conf"
+    if "pg_hba.conf" in text or "authentication failed" in text or "permission denied for database" in text:
+        problem = f"{server} does not let user {user} in to database {database} from here"
+        remedy = (
+            f"give another user, add a line for this one to pg_hba.conf, or GRANT CONNECT ON DATABASE {known.database}"
         )
-    if "permission denied for database" in text:
-        problem = f"user {known.user!r} may not connect to database {known.database!r} of {known.server}"
-        remedy = f"have it granted: GRANT CONNECT ON DATABASE {known.database} TO {known.user}"
         return StoreError("store.access-refused", problem, remedy)
     if "resolve host" in text or "translate host name" in text:
         return StoreLost("store.host-unknown", f"there is no host {known.host!r}", "correct the host in the address")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.attestation import Attestation
+from lamina.admit.attestation import BYTES_32, NUMBER, Attestation, compile_pattern
 from lamina.admit.key_ring import KeyStatus
 from lamina.admit.keys import LAST_SECOND, PublicKey, format_utc
 from lamina.errors import AdmissionError, EncodingError
@@ -26,7 +26,6 @@ from lamina.ledger.key_state import KeyState, PolicyInForce, Violation
 from lamina.ledger.records import (
     KIND_NAMES,
     KIND_NUMBERS,
-    UINT_PATTERN,
     ContributionRecord,
     ContributionTerms,
     Epoch,
@@ -49,10 +48,9 @@ Prefixes = NDArray[np.uint64]  # the first 8 bytes of digests
 _MOST_LAYOUTS = 32  # different layouts in one block; the rest is read one by one
 _FEWEST_ROWS = 16  # fewer leaves than these are read one by one
 _KIND = bytes((KIND_NUMBERS[ContributionRecord],))
-_LAYOUT = re.compile(
-    rb"\xa5\x01" + re.escape(_KIND) + rb"\x02" + UINT_PATTERN + rb"\x03" + UINT_PATTERN + rb"\x04" + UINT_PATTERN + rb"\x05"
-    rb"[\xa6-\xa8]\x01\x58\x20(.{32})\x02\x58\x20(.{32})\x03\x58\x20(.{32})\x04" + UINT_PATTERN + rb"\x05" + UINT_PATTERN + rb"\x06",
-    re.DOTALL,
+_LAYOUT = compile_pattern(
+    rb"\xa5\x01", re.escape(_KIND), rb"\x02", NUMBER, rb"\x03", NUMBER, rb"\x04", NUMBER, rb"\x05[\xa6-\xa8]\x01", BYTES_32,
+    rb"\x02", BYTES_32, rb"\x03", BYTES_32, rb"\x04", NUMBER, rb"\x05", NUMBER, rb"\x06",
 ).match  # fmt: skip
 _SEQ, _TIME, _EPOCH, _DESCRIPTOR, _ATTESTATION, _KEY, _BEGIN, _END = range(1, 9)  # groups
 _NUMBERS = (_SEQ, _TIME, _EPOCH, _BEGIN, _END)

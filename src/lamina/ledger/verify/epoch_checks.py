@@ -19,6 +19,7 @@ from lamina.ledger.key_state import PolicyInForce, Violation
 from lamina.ledger.records import KIND_NAMES, Epoch, EpochAccount, EpochCharge, Leaf, Segment, SegmentOutcome
 from lamina.ledger.schema import NANO, UNBOUNDED, nano_epsilon
 from lamina.ledger.spending import (
+    CLASS_TOLERANCE,
     Bound,
     Spending,
     adaptive_order,
@@ -94,7 +95,6 @@ _VARIANCE_TOLERANCE = 1e-9  # relative: a variance computed on two machines
 _MULTIPLIER_TOLERANCE = 1e-12  # a noise multiplier computed on two machines
 _ADAPTED_TOLERANCE = 1e-6  # noise that moved during a run, in single precision
 _EPSILON_TOLERANCE = 1e-7  # an ε computed on two machines: accountants sum many small numbers
-_CLASS_TOLERANCE = 1e-6  # the bound of a class is kept in 1e-6
 
 
 class PlanChecks:
@@ -549,7 +549,7 @@ class EpochChecks:
         if not promised:
             return None
         most = signed_spend(promised, self._header.delta)
-        return most if most == UNBOUNDED else math.ceil(most * (1 + _CLASS_TOLERANCE))
+        return most if most == UNBOUNDED else math.ceil(most * (1 + CLASS_TOLERANCE))
 
     def _check_missing(self, seq: int, record: Epoch, plan: StepPlan, eligible: Eligible) -> None:
         """Check that no account is missing of which it is known that it took part.

@@ -30,9 +30,9 @@ from lamina.ledger.records import KIND_NAMES, ContributionRecord, Leaf, Record
 from lamina.ledger.schema import CLOCK_SKEW
 from lamina.ledger.signed_checkpoint import (
     LedgerCheckpoint,
+    NamedKey,
     Note,
     NoteKey,
-    NoteVerifier,
     TreeSignature,
     WitnessKey,
     WitnessQuorum,
@@ -537,7 +537,7 @@ class CheckpointChecks:
         return {**{public.id: public for public in found}, **(self._trusted or {})}
 
 
-def note_signed_by(note: Note, key: NoteVerifier) -> bool | None:
+def note_signed_by(note: Note, key: NamedKey) -> bool | None:
     """Whether a key signed the note; None if it says nothing, False if what it says is wrong."""
     lines = [each.value for each in note.signatures if (each.name, each.key_id) == (key.name, key.id)]
     return all(key.holds(note.text, value) for value in lines) if lines else None

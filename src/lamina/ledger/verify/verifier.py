@@ -102,14 +102,8 @@ class Verification:
     held: tuple[UnrecordedSpend, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            **{name: getattr(self, name) for name in ("verified", "trusted", "origin", "size")},
-            "root": None if self.root is None else self.root.hex(),
-            **{name: getattr(self, name) for name in ("signed", "checkpoints", "attestations", "spends", "counts")},
-            "notes": list(self.notes),
-            "held": [each.to_dict() for each in self.held],
-            "problem": None if self.problem is None else self.problem.to_dict(),
-        }
+        root, held = None if self.root is None else self.root.hex(), [each.to_dict() for each in self.held]
+        return asdict(self) | {"root": root, "notes": list(self.notes), "held": held}
 
 
 def read_head(rows: StoreReader) -> LedgerHead:
@@ -159,12 +153,7 @@ def check_head(rows: StoreReader, head: LedgerHead, frontier: Frontier, time: in
     if (beyond := next(rows.leaves(head.size, _LAST_SEQ), None)) is not None:
         reason = f"the head counts {head.size} leaves, this one comes after them: it was inserted"
         fail(beyond[0], LEAF, "verify.leaf-beyond-head", reason)
-    try:
-        stored = Frontier.decode(head.frontier)
-    except EncodingError as error:
-        reason = f"the tree frontier in the head cannot be read: {error.problem}"
-        fail(head.size - 1, STORE, "verify.head-differs", reason)
-    if stored != frontier:
+    if head.frontier != frontier.encode():
         reason = "the tree frontier in the head is not that of the leaves"
         fail(head.size - 1, STORE, "verify.head-differs", reason)
     if (head.time, head.epoch) != (time, epoch):
@@ -480,24 +469,18 @@ def verify(
     `seen` it must continue every checkpoint that was kept before.
     """
     known = known_checkpoints(seen)
-
-    def checked(store: Store) -> Verification:
-        try:
-            with store.read() as rows:
-                return _verify_rows(rows, trust, known, signatures, now, progress)
-        except (LedgerDamaged, StoreError) as error:
-            return _unreadable_report(Finding(None, STORE, "verify.store-unreadable", error.problem), 0)
-
-    if not isinstance(where, str | os.PathLike):
-        return checked(where)
+    opened: Store | None = None
     try:
-        store = make_store(where, readonly=True)
-    except LedgerDamaged as error:
+        store = opened = make_store(where, readonly=True) if isinstance(where, str | os.PathLike) else where
+        with store.read() as rows:
+            return _verify_rows(rows, trust, known, signatures, now, progress)
+    except (LedgerDamaged, StoreError) as error:
+        if opened is None and not isinstance(error, LedgerDamaged):
+            raise
         return _unreadable_report(Finding(None, STORE, "verify.store-unreadable", error.problem), 0)
-    try:
-        return checked(store)
     finally:
-        store.close()
+        if opened is not None and opened is not where:
+            opened.close()
 
 
 def _verify_rows(
