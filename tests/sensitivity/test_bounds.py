@@ -40,7 +40,6 @@ def test_a_chain_of_linear_maps_is_stretched_by_their_norms() -> None:
     first, second = (float(torch.linalg.svdvals(layer.weight.detach().double())[0]) for layer in model)
     for delta in (found.tight, found.worst):
         assert delta == pytest.approx((3 * first, 3 * first * second), rel=1e-9)
-    assert found.ratio == pytest.approx((1.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -403,7 +402,7 @@ def test_a_layer_of_several_modules_ends_at_its_last_use() -> None:
     x = torch.zeros(1, 4)
     found = bounds(trace(model, x), profile(model, example=x, passes=20), stack)
     assert [row.node for row in found.layers] == ["tanh_1"]
-    assert len(found) == 1 and found["all"].ratio == found.ratio[0]
+    assert len(found) == 1
     with raises_code("sensitivity.unknown-layer"):
         found["none"]
 
@@ -412,23 +411,6 @@ def test_an_activation_counts_only_if_it_is_all_that_follows() -> None:
     model = Net(lambda self, x: self.b(torch.relu(h := self.a(x)) + h), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     found, _ = measured(model, torch.zeros(1, 4))
     assert found["a"].node == "linear"
-
-
-def test_the_table_labels_every_number() -> None:
-    found, _ = measured(MLPAutoencoder((6, 5, 4)), torch.zeros(1, 6))
-    text = str(found)
-    for word in (
-        "Δ tight",
-        "Δ worst",
-        "tight/worst",
-        "Δ printed",
-        "not a sensitivity bound",
-        "comparison only",
-        "gaussian",
-    ):
-        assert word in text
-    found, _ = measured(mha(False), torch.zeros(1, 3, 4))
-    assert "within the radius" in str(found)
 
 
 def test_unknown_operations_are_refused_by_name_only_where_they_matter() -> None:

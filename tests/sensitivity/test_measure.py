@@ -138,9 +138,8 @@ def test_another_stack_is_refused() -> None:
         made().check(("a",))
 
 
-def test_the_report_and_the_ratio() -> None:
-    value = made(tight=(1.0, 1.0), worst=(2.0, 8.0), notes=("harm of 'a' was raised",))
-    assert value.ratio == (0.5, 0.125)
+def test_the_report() -> None:
+    value = made(notes=("harm of 'a' was raised",))
     assert "note: harm of 'a' was raised" in value.report()
     assert len(value.report().splitlines()) == 2 + 2 + 1
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -276,7 +275,7 @@ def test_a_model_that_cannot_be_followed_is_measured_without_delta() -> None:
     model[0].requires_grad_(False)  # behind the zeros nothing would arrive
     stack = LayerStack.from_model(model)
     found = measure(model, stack, x=torch.randn(32, 6), proxy="simulated", passes=32, draws=4)
-    assert not found.has_bounds and found.tight == found.worst == found.printed == found.ratio == ()
+    assert not found.has_bounds and found.tight == found.worst == found.printed == ()
     assert any(note.startswith("no Δ, which lsab needs: layer '2' has Δ tight 0") for note in found.notes)
     assert len(found.norms) == len(found.harm) == 1 and Measure.from_json(found.to_json()) == found
     assert found.report().splitlines()[1].split() == ["layer", "harm", "norms", "fisher"]

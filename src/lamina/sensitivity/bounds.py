@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lamina.errors import NoBound, PlanError
 from lamina.plan.layer_stack import LayerStack
-from lamina.plan.table import align_columns
 from lamina.sensitivity import gains
 from lamina.sensitivity.gains import (
     affine_norm_constant,
@@ -403,11 +402,6 @@ class LayerSensitivity:
     everywhere: bool
     node: str
 
-    @property
-    def ratio(self) -> float:
-        """tight/worst, eq. 14; 0 where worst overflows."""
-        return self.tight / self.worst
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SensitivityBounds:
@@ -438,33 +432,6 @@ class SensitivityBounds:
     @property
     def printed(self) -> tuple[float, ...]:
         return tuple(layer.printed for layer in self.layers)
-
-    @property
-    def ratio(self) -> tuple[float, ...]:
-        return tuple(layer.ratio for layer in self.layers)
-
-    def table(self) -> str:
-        """One row per layer, every number labelled."""
-        rows = [["layer", "Δ tight", "Δ worst", "tight/worst", "Δ printed", "worst holds"]]
-        for layer in self.layers:
-            where = "everywhere" if layer.everywhere else "within the radius"
-            numbers = (layer.tight, layer.worst, layer.ratio, layer.printed)
-            rows.append([layer.name, *(f"{value:.4g}" for value in numbers), where])
-        return "\n".join(
-            [
-                f"Δ per layer from Δ₀ = {2 * self.radius:g}, profiled on {self.proxy} inputs",
-                "",
-                *align_columns(rows, left=1),
-                "",
-                "tight:   local constants on the profile; an expectation, not a sensitivity bound: it may shape C,",
-                "         and clipping to C is what makes a step private",
-                "worst:   global suprema; no exchange of one input moves the layer further (spectral norms: within 1 %, not proven)",
-                "printed: the recursion of the LSAB document as printed, for comparison only",
-            ]
-        )
-
-    def __str__(self) -> str:
-        return self.table()
 
 
 def bounds(graph: TracedGraph, profile: ActivationProfile, stack: LayerStack) -> SensitivityBounds:

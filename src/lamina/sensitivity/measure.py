@@ -47,7 +47,7 @@ _ROW_WITH_INFINITY, _INF = "worst", "inf"  # JSON has no infinity
 
 _WRITTEN = "give what Measure.save wrote"
 _ROW_REMEDIES = {
-    "tight": "0 means that the input does not reach the layer: look at the profile's report() and at the model",
+    "tight": "0 means that the input does not reach the layer: look at the model",
     "worst": "a spectral norm of 0 or a product that overflows: initialise the weights again",
     "printed": "a spectral norm of 0 or a product that overflows: initialise the weights again",
     "harm": "measure again with more draws, or with a smaller std",
@@ -116,11 +116,6 @@ class Measure:
             problem = f"the measure has layer {mine!r} where the stack has {other!r}"
             remedy = "measure the model that is to be trained, with the same grouping of layers"
             raise PlanError("sensitivity.measure-of-other-layers", problem, remedy)
-
-    @property
-    def ratio(self) -> tuple[float, ...]:
-        """How much of the global bound the local constants leave: tight/worst."""
-        return tuple(t / w for t, w in zip(self.tight, self.worst, strict=True))
 
     def report(self) -> str:
         """A table per layer, and the notes."""

@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 
 from lamina import validate
 from lamina.errors import PlanError
-from lamina.plan.table import align_columns
 from lamina.sensitivity.gains import paper_attention_norm, softmax_jacobian_norm
 from lamina.sensitivity.trace import (
     SAME_ENTRIES,
@@ -118,28 +117,6 @@ class ActivationProfile:
         return tuple(
             node for node in self.activations if node.pre_activation is not None and node.pre_activation.ks > threshold
         )
-
-    def report(self, threshold: float = 0.1) -> str:
-        """A table of pre-activations, normalisations and attentions; says where assumption A3 fails."""
-        title = f"profile of {self.model}: {self.passes:,} passes on {self.proxy} inputs of norm ≤ {self.radius:g}"
-        rows = [["node", "module", "kind", "mean", "std", "KS", "note"]]
-        failed = {node.name for node in self.non_gaussian(threshold)}
-        for node in self.nodes:
-            if (before := node.pre_activation) is not None:
-                note = "not Gaussian (A3 fails)" if node.name in failed else ""
-                row = [f"{before.mean:.4g}", f"{math.sqrt(before.variance):.4g}", f"{before.ks:.3f}", note]
-            elif seen := node.divisor_variances:
-                row = ["", f"{math.sqrt(sum(seen) / len(seen)):.4g}", "", "std that it divides by"]
-            elif node.jacobian is not None:
-                row = ["", "", "", f"‖diag(a)-aaᵀ‖ {node.jacobian:.3g}, printed {node.paper_norm:.3g}"]
-            else:
-                continue
-            rows.append([node.name, node.module, node.kind.value, *row])
-        end = f"A3 (Gaussian pre-activations) fails at {len(failed)} of {len(self.activations)} activations"
-        return "\n".join([title, "", *align_columns(rows, left=3), "", f"{end} (KS > {threshold:g})"])
-
-    def __str__(self) -> str:
-        return self.report()
 
 
 def clip_inputs(example: Any, radius: float) -> Any:

@@ -437,15 +437,6 @@ class TracedGraph:
         wanted = set(parameters)
         return tuple(node for node in self.nodes if wanted.intersection(node.parameters))
 
-    def __str__(self) -> str:
-        width = max(len(node.name) for node in self.nodes)
-        lines = [f"{self.model}: {len(self.nodes)} operations depend on the input"]
-        for node in self.nodes:
-            sizes = "×".join(map(str, node.shape[1:])) or "-"
-            reads = ", ".join(node.inputs)
-            lines.append(f"{node.name:<{width}}  {node.kind.value:<10}  {sizes:>12}  {reads}".rstrip())
-        return "\n".join(lines)
-
 
 def trace(model: nn.Module, example: Any) -> TracedGraph:
     """Read the graph of `model` from one forward pass on `example`, which is public or made up.
