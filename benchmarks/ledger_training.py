@@ -23,12 +23,14 @@ from typing import Any
 
 import torch
 
+from lamina.allocate.make_plan import make_plan
 from lamina.corpus.admitted import Gate
 from lamina.demo import hospitals as folders
 from lamina.demo.hospitals import write_contributions
 from lamina.demo.patients import FULL_SIZES, DemoPatients
-from lamina.demo.training import make_demo_plan, train_privately, untrained_model
+from lamina.demo.training import train_privately, untrained_model
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.membership import LedgerMembership
@@ -87,7 +89,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         ring = write_contributions(Path(made) / "contributions", patients, policy, FULL_SIZES, lambda _: None)
         model = untrained_model()
-        plan = make_demo_plan(model, policy, FULL_SIZES)
+        plan = make_plan(LayerStack.from_model(model), policy, batch=FULL_SIZES.batch, steps=FULL_SIZES.steps)
         for number in range(asked.rounds):
             clock.spent.clear()
             place = Path(made) / str(number)

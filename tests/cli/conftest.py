@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +24,9 @@ from making import START, Clock
 
 from lamina.cli.app import app as program
 from lamina.ledger.writer import Ledger
+from lamina.train.journal import Journal
 
+COMMAND = [sys.executable, "-c", "import sys; from lamina.cli import main; main(sys.argv[1:])"]
 BUILT = typer.main.get_command(program)  # once, not at every call
 
 POLICY = """
@@ -99,6 +105,30 @@ class Project:
     def train(self, *words: str, run: str | None = None) -> tuple[int, str, str]:
         path = self.write("first.toml", self.run if run is None else run)
         return self.call("train", str(path), *words)
+
+    def train_killed_in_a_segment(self, path: Path) -> dict[str, Any]:
+        """`lamina train` in another process, killed once a segment is open; returns options to start it again."""
+        options: dict[str, Any] = {"cwd": self.folder, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen([*COMMAND, "train", str(path)], **options, **quiet)
+        try:
+            for _ in range(6000):
+                with suppress(Exception):  # the other process may be writing it at this moment
+                    if Journal.load(self.folder / "runs" / path.stem / "journal").opens:
+                        break
+                assert process.poll() is None, "the run ended before it could be killed"
+                time.sleep(0.01)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        return options
+
+    def train_again(self, path: Path, options: dict[str, Any]) -> dict[str, Any]:
+        """The same command again, in a process of its own, to its end."""
+        done = subprocess.run(
+            [*COMMAND, "train", str(path), "--json"], **options, capture_output=True, text=True, check=False
+        )
+        return answer((done.returncode, done.stdout, done.stderr))
 
     def train_json(self, *words: str, run: str | None = None) -> dict[str, Any]:
         return answer(self.train("--json", *words, run=run))

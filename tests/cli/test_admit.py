@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from asking import refused
+from asking import answer, refused, succeeded
 from safetensors.torch import load_file
 
 from lamina.admit.key_ring import KeyRing
@@ -84,16 +79,10 @@ class Clinic:
         return RUN.format(module=self.project.module) + ADMIT
 
     def ok(self, *words: str) -> str:
-        code, printed, complaint = self.project.call(*words)
-        assert code == 0, complaint
-        return printed
+        return succeeded(self.project.call(*words))
 
     def json(self, *words: str, code: int = 0) -> dict[str, Any]:
-        found, printed, complaint = self.project.call(*words, "--json")
-        assert found == code, complaint
-        answer = json.loads(printed)
-        assert isinstance(answer, dict)
-        return answer
+        return answer(self.project.call(*words, "--json"), code)
 
     def key(self, name: str) -> str:
         """A new key that the ring trusts; returns its path."""
@@ -160,17 +149,8 @@ def spoil(clinic: Clinic) -> dict[str, str]:
     clinic.ok("keys", "new", bob, "--no-passphrase")
     clinic.attest(bob, "--class", "clinical", "--force", where="people/p02")
     ann = str(clinic.folder / "ann.key")
-    clinic.attest(
-        ann,
-        "--class",
-        "clinical",
-        "--valid-from",
-        "2001-01-01",
-        "--expires",
-        "2002-01-01",
-        "--force",
-        where="people/p03",
-    )
+    past = ("--valid-from", "2001-01-01", "--expires", "2002-01-01", "--force")
+    clinic.attest(ann, "--class", "clinical", *past, where="people/p03")
     shutil.copytree(people / "p04", people / "p04-again")
     return {
         "p00": "payload-mismatch",
@@ -319,8 +299,7 @@ def test_a_run_on_admitted_contributions(clinic: Clinic) -> None:
     ann = str(clinic.folder / "ann.key")
     for i in (5, 6, 7):
         clinic.attest(ann, "--class", "clinical", "--noise-multiplier", "4", where=f"people/p{i:02d}")
-    code, out, err = clinic.project.train(run=clinic.run)
-    assert code == 0, err
+    out = succeeded(clinic.project.train(run=clinic.run))
     rows = [" ".join(line.split()) for line in out.splitlines()]
     assert "16 admitted, 5 refused" in rows
     assert "admitted by signature: 16; refused: 5" in rows
@@ -445,44 +424,17 @@ def test_killed_from_outside_and_a_key_revoked_before_it_goes_on(clinic: Clinic)
         clinic.attest(bob, "--class", "clinical", "--force", where=f"people/p{i:02d}")
     run = clinic.run.replace("steps = 6", "steps = 300").replace("segment = 2", "segment = 60")
     path = clinic.project.write("first.toml", run)
-    command = [sys.executable, "-c", "import sys; from lamina.cli import main; main(sys.argv[1:])"]
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": clinic.folder}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    first = subprocess.Popen([*command, "train", str(path)], env=environment, **quiet)
-    journal = clinic.folder / "runs" / "first" / "journal"
-    try:
-        for _ in range(6000):
-            if journal.exists() and _opened(journal):
-                break
-            assert first.poll() is None
-            time.sleep(0.01)
-    finally:
-        first.send_signal(signal.SIGKILL)
-        first.wait()
+    options = clinic.project.train_killed_in_a_segment(path)
     clinic.ok("keys", "revoke", "bob", "--keys", str(clinic.folder / "keys.json"))
     assert KeyRing.load(clinic.folder / "keys.json").find("bob").revoked_from is not None
-    again = subprocess.run(
-        [*command, "train", str(path), "--json"],
-        env=environment,
-        cwd=clinic.folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert again.returncode == 0, again.stderr
-    found = json.loads(again.stdout)
+    found = clinic.project.train_again(path, options)
     assert found["admission"]["reasons"] == {"revoked-key": 4}
     assert any("4 (revoked-key 4)" in note for note in found["notes"])
     assert any("contributions were added or withdrawn" in note for note in found["notes"])
-    generations = [(each.segment, each.generation) for each in Journal.load(journal).opens]
+    generations = [
+        (each.segment, each.generation) for each in Journal.load(clinic.folder / "runs" / "first" / "journal").opens
+    ]
     assert generations[:2] == [(0, 0), (0, 1)]
-
-
-def _opened(journal: Path) -> bool:
-    try:
-        return bool(Journal.load(journal).opens)
-    except Exception:  # the other process is writing it at this moment
-        return False
 
 
 def test_a_folder_without_contributions_is_no_success(clinic: Clinic) -> None:

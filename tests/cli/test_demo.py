@@ -29,7 +29,6 @@ from lamina.cli.run_file import RunFile
 from lamina.cli.train import PlannedRun
 from lamina.corpus.admitted import Gate
 from lamina.data.heart_model import import_neurokit
-from lamina.demo import patients as patients_module
 from lamina.demo.hospitals import STRICT_NOISE_MULTIPLIER, make_new_folder
 from lamina.demo.patients import QUICK_SIZES, DemoPatients, PatientGroup, Utility, auc, measure_utility
 from lamina.demo.svg_charts import auc_bars
@@ -219,7 +218,7 @@ def test_the_weights_that_leave_are_the_ones_that_were_measured(ran: Ran) -> Non
 
     model = untrained_model()
     model.load_state_dict(load_file(ran.folder / "run" / "model.safetensors"))
-    found = measure_utility(model, patients_module.load_group(ran.folder / "test.npz"))
+    found = measure_utility(model, PatientGroup.load(ran.folder / "test.npz"))
     assert found.auc == pytest.approx(ran.result["auc"]["private"])
     assert found.error == pytest.approx(ran.result["error"]["private"])
 
@@ -432,7 +431,7 @@ def test_the_full_demo(tmp_path: Path) -> None:
     assert result["error"]["private"] < 0.3
 
     x, y = windows(found.folder)  # an independent classifier finds the same difficulty
-    test = patients_module.load_group(found.folder / "test.npz")
+    test = PatientGroup.load(found.folder / "test.npz")
     model = LogisticRegression(C=1e-3, max_iter=300).fit(x, y)
     scores = model.predict_log_proba(test.x.flatten(0, 1).flatten(1).numpy())
     mean = scores.reshape(len(test), -1, 4).mean(axis=1)

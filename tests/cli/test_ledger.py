@@ -199,8 +199,7 @@ def test_trace(call: Call, story: Story) -> None:
     assert found[0]["withdrawn"]["index"] == 42
     assert [each["index"] for each in found[0]["epochs"]] == [41, 43]
     assert found[0]["epochs"][0]["variance"] == {"layer.2": 16.0, "layer.3": 16.0}
-    code, printed, _ = call("trace", "ledger.db", name)
-    assert code == 0
+    printed = succeeded(call("trace", "ledger.db", name))
     for word in (name, "leaf 9", "consent", "class      clinical", "top=0.5", "leaf 53"):
         assert word in printed
     assert all(len(line) <= 80 for line in printed.splitlines())
@@ -222,8 +221,7 @@ def test_first_digits_are_enough(call: Call, story: Story) -> None:
     assert len(answer(call("trace", "ledger.db", anchor[:8], "--json"))["contributions"]) == 2
     for command in ("prove", "receipt"):
         refused(call(command, "ledger.db", anchor[:8]), "ledger.digest-ambiguous")
-    code, printed, _ = call("withdraw", "ledger.db", name[:8], "--reason", "consent")
-    assert code == 0
+    printed = succeeded(call("withdraw", "ledger.db", name[:8], "--reason", "consent"))
     assert f"contribution {name}\n  withdrawn    leaf 11, by leaf 55\n" in printed
     refused(call("withdraw", "ledger.db", name[:7], "--reason", "consent"), "ledger.name-not-understood")
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from asking import refused
+from asking import answer, refused, succeeded
 
 from lamina.allocate.make_plan import ALLOCATIONS
 from lamina.cli.layer_figures import draw_plan, layer_figures
@@ -69,15 +68,11 @@ def ask(project: Project, *words: str) -> tuple[int, str, str]:
 
 
 def told(project: Project, *words: str) -> str:
-    code, out, err = ask(project, *words)
-    assert code == 0, err
-    return out
+    return succeeded(ask(project, *words))
 
 
 def figures(project: Project, *words: str) -> dict[str, Any]:
-    found = json.loads(told(project, *words, "--json"))
-    assert isinstance(found, dict)
-    return found
+    return answer(ask(project, *words, "--json"))
 
 
 # ------------------------------------------------------------------------------------ why this plan
@@ -170,7 +165,7 @@ def test_rho_is_shared_out_over_the_steps(asked: Project) -> None:
 
 def test_compare_shows_everything_that_can_run(asked: Project) -> None:
     found = figures(asked, "--compare", "--measure", "measure.json")
-    rows = {row["policy"]: row for row in found["compare"]}
+    rows = {row["allocation"]: row for row in found["compare"]}
     assert set(rows) == set(ALLOCATIONS)
     assert all(row["ran"] for row in rows.values())
     assert rows["flat"]["noise_against_flat"] == pytest.approx(1.0)
@@ -212,7 +207,7 @@ def test_what_needs_a_measure_is_listed_with_the_reason(asked: Project) -> None:
 
 def test_compare_among_some(asked: Project) -> None:
     found = figures(asked, "--among", "flat,ladp:every=2,choose_every=5,uniform")
-    assert [row["policy"] for row in found["compare"]] == ["flat", "ladp:every=2,choose_every=5", "uniform"]
+    assert [row["allocation"] for row in found["compare"]] == ["flat", "ladp:every=2,choose_every=5", "uniform"]
     assert len(found["compare"][1]["rules"]) == 2
     out = told(asked, "--among", "flat,pareto:shrink=1", "--allocate", "pareto:shrink=1")
     assert "→ pareto:shrink=1" in out
@@ -220,7 +215,7 @@ def test_compare_among_some(asked: Project) -> None:
 
 def test_the_chosen_one_is_always_in_the_comparison(asked: Project) -> None:
     found = figures(asked, "--compare", "--allocate", "pareto:shrink=0.5")
-    assert found["compare"][-1]["policy"] == "pareto:shrink=0.5"
+    assert found["compare"][-1]["allocation"] == "pareto:shrink=0.5"
     assert found["compare"][-1]["digest"] == found["digest"]
 
 

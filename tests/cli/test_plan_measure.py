@@ -69,10 +69,9 @@ def test_a_measure_is_made_kept_and_read_again(asked: Project) -> None:
 def test_measuring_twice_gives_the_same_and_another_seed_another(asked: Project) -> None:
     found = {}
     for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
-        code, _, err = ask(
-            asked, "auto", "--proxy", "gaussian", "--input", "6", "--seed", seed, "--save-measure", f"{name}.json"
+        succeeded(
+            ask(asked, "auto", "--proxy", "gaussian", "--input", "6", "--seed", seed, "--save-measure", f"{name}.json")
         )
-        assert code == 0, err
         found[name] = Measure.load(f"{name}.json")
     assert found["a"] == found["b"]
     assert found["a"] != found["c"]
@@ -82,8 +81,7 @@ def test_the_seed_decides_the_weights(asked: Project) -> None:
     """On the same public inputs the typical norms depend on nothing but the weights."""
     norms = []
     for seed in ("3", "4"):
-        code, out, err = ask(asked, "auto", "--proxy", f"public:{asked.module}:data", "--seed", seed, "--json")
-        assert code == 0, err
+        out = succeeded(ask(asked, "auto", "--proxy", f"public:{asked.module}:data", "--seed", seed, "--json"))
         norms.append([layer["norm"] for layer in json.loads(out)["layers"]])
     assert norms[0] != norms[1]
 
@@ -98,10 +96,9 @@ def test_a_classifier_needs_a_loss_and_gets_random_labels(asked: Project) -> Non
 def test_public_data_by_name(asked: Project) -> None:
     out = succeeded(ask(asked, "auto", "--proxy", f"public:{asked.module}:data", "--json"))
     assert json.loads(out)["proxy"] == f"public: {asked.module}:data"
-    code, out, err = ask(
-        asked, "classes", "--proxy", f"simulated:{asked.module}:labelled", "--loss", "cross_entropy", "--json"
+    out = succeeded(
+        ask(asked, "classes", "--proxy", f"simulated:{asked.module}:labelled", "--loss", "cross_entropy", "--json")
     )
-    assert code == 0, err
     assert json.loads(out)["proxy"].startswith("simulated: ")
     refused(ask(asked, "classes", "--proxy", f"simulated:{asked.module}:labelled"), "cli.proxy-needs-loss")
 

@@ -9,8 +9,6 @@ import pytest
 from asking import refused, succeeded
 
 from lamina.cli.explain import NOT_SIGNED
-from lamina.cli.run_file import RunFile
-from lamina.errors import LaminaError
 from lamina.sensitivity.measure import Measure
 
 if TYPE_CHECKING:
@@ -39,8 +37,7 @@ def saved(project: Project, *, layers: tuple[str, ...] = ("0", "2")) -> None:
     ],
 )
 def test_train_says_which_rules_are_active(project: Project, line: str, words: str) -> None:
-    code, out, err = project.train(run=f"{line}\n{project.run}")
-    assert code == 0, err
+    out = succeeded(project.train(run=f"{line}\n{project.run}"))
     plan, _, summary = out.partition("ε of this run")
     assert words in plan
     assert words in summary
@@ -88,42 +85,3 @@ def test_rho_is_a_budget_too(project: Project) -> None:
     assert found["classes"]["clinical"]["rho"] <= 0.05
     assert found["notes"] == [NOT_SIGNED]  # what was asked for is planned
     refused(project.train("--plan-only", run="rho = 0.05\n" + project.run), "cli.epsilon-or-rho")
-
-
-LEAST = 'policy="p"\nmodel="a:b"\nloss="mse"\noptimizer="sgd"\nbatch=8\nsteps=10\ndata={ kind="npz", path="d" }\n'
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ('allocate = { name = "ladp", mod = "budget" }', "'ladp' has no option 'mod'; did you mean 'mode'"),
-        ('allocate = { name = "ladp", mode = "fast" }', "mode of ladp is 'fast'"),
-        ('allocate = { name = "ladp", every = "10" }', "every of 'ladp' is '10', must be a whole number"),
-        ('allocate = { name = "flat", every = 3 }', "'flat' has no option 'every'; it takes none"),
-        ('allocate = { name = "lsba" }', "did you mean 'lsab'"),
-        ("allocate = { mode = 'budget' }", "allocate.name is missing"),
-        ("allocate = 3", "must be text in quotes, or a table"),
-        ("[allocate]\nname = 'pareto'\nshrink = 2.0", "shrink of pareto is 2.0, must be a number >= 0 and <= 1"),
-        ("measure = 3", "measure is 3, must be text"),
-        ("rho = 0", "must be a number > 0"),
-        ("rho = { a = -1.0 }", "must be a number > 0"),
-    ],
-)
-def test_a_wrong_allocation_is_told(line: str, words: str) -> None:
-    with pytest.raises(LaminaError) as caught:
-        RunFile.parse(LEAST + line)
-    assert words in caught.value.problem
-    assert caught.value.remedy
-
-
-def test_an_allocation_with_options_is_the_policy_with_them() -> None:
-    run = RunFile.parse(
-        LEAST + '[allocate]\nname = "ladp"\nsensitive = { top = 0.5 }\nthresholds = [1, 3]\nclipping = "joint"'
-    )
-    policy = run.allocate.policy
-    assert (policy.thresholds, policy.clipping.value) == ((1.0, 3.0), "joint")  # type: ignore[attr-defined]
-    assert str(policy.sensitive) == "top 50 %"  # type: ignore[attr-defined]
-    assert (
-        RunFile.parse(LEAST + 'allocate = "ladp"').allocate
-        == RunFile.parse(LEAST + 'allocate = { name = "ladp" }').allocate
-    )

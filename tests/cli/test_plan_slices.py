@@ -46,8 +46,7 @@ def test_slices_are_shown(project: Project) -> None:
 
 
 def test_json_has_slices_and_counts_what_is_reached(project: Project) -> None:
-    code, printed, complaint = plan(project, '{ layers = ["decoder.*"], heads = [0, 2] }', "--json", "--compare")
-    assert code == 0, complaint
+    printed = succeeded(plan(project, '{ layers = ["decoder.*"], heads = [0, 2] }', "--json", "--compare"))
     found: dict[str, Any] = json.loads(printed)
     assert found["classes"]["sensitive"]["profile"] == "layers decoder.*, heads 0, 2"
     by_name = {part["tensor"]: part for part in found["slices"]}
@@ -60,7 +59,7 @@ def test_json_has_slices_and_counts_what_is_reached(project: Project) -> None:
     assert counts["embed"] == 0
     power = sum(layer["reached"] * layer["noise_std"] ** 2 for layer in found["layers"])
     assert found["total_noise"] == pytest.approx(power)
-    flat = next(row for row in found["compare"] if row["policy"] == "flat")
+    flat = next(row for row in found["compare"] if row["allocation"] == "flat")
     assert flat["noise_against_flat"] == pytest.approx(1.0)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import postgres
 import pytest
-from asking import refused
+from asking import answer, refused
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -36,11 +35,7 @@ def clinic(project: Project) -> Project:
 
 
 def ask(project: Project, *words: str) -> dict[str, Any]:
-    code, printed, complaint = project.call(*words, "--json")
-    assert code == 0, complaint
-    found = json.loads(printed)
-    assert isinstance(found, dict)
-    return found
+    return answer(project.call(*words, "--json"))
 
 
 def test_all_of_it_is_in_one_ledger(clinic: Project) -> None:

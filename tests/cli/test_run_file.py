@@ -129,6 +129,16 @@ def test_one_length(length: str, words: str) -> None:
         ("evaluate = { function = 'a:b', on = 'public', every = 0 }", "evaluate.every is 0"),
         ("evaluate = { function = 'a:b', on = 'public', patience = 2 }", "patience needs best"),
         ("evaluate = { function = 'a:b', on = 'public', metric = 1 }", "evaluate.metric is not a known key"),
+        ('allocate = { name = "ladp", mod = "budget" }', "'ladp' has no option 'mod'; did you mean 'mode'"),
+        ('allocate = { name = "ladp", mode = "fast" }', "mode of ladp is 'fast'"),
+        ('allocate = { name = "ladp", every = "10" }', "every of 'ladp' is '10', must be a whole number"),
+        ('allocate = { name = "flat", every = 3 }', "'flat' has no option 'every'; it takes none"),
+        ('allocate = { name = "lsba" }', "did you mean 'lsab'"),
+        ("allocate = { mode = 'budget' }", "allocate.name is missing"),
+        ("allocate = 3", "must be text in quotes, or a table"),
+        ("allocate = { name = 'pareto', shrink = 2.0 }", "shrink of pareto is 2.0, must be a number >= 0 and <= 1"),
+        ("measure = 3", "measure is 3, must be text"),
+        ("rho = 0", "must be a number > 0"),
         ("stepps = 10", "did you mean 'steps'"),
         ("learning_rate = 0.1", "learning_rate is not a known key"),
     ],
@@ -208,6 +218,14 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b"policy = '\xe9'")
     with raises_code("cli.run-file-unreadable"):
         RunFile.load(tmp_path / "latin.toml")
+
+
+def test_an_allocation_with_options_is_the_policy_with_them() -> None:
+    run = parse('allocate = { name = "ladp", sensitive = { top = 0.5 }, thresholds = [1, 3], clipping = "joint" }')
+    policy = run.allocate.policy
+    assert (policy.thresholds, policy.clipping.value) == ((1.0, 3.0), "joint")  # type: ignore[attr-defined]
+    assert str(policy.sensitive) == "top 50 %"  # type: ignore[attr-defined]
+    assert parse('allocate = "ladp"').allocate == parse('allocate = { name = "ladp" }').allocate
 
 
 # ------------------------------------------------------------------------------------ the template

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from asking import answer, refused
+from asking import answer, refused, succeeded
 from refusals import raises_code
 from safetensors.torch import load_file
 
@@ -90,13 +90,11 @@ def test_the_ledger_says_what_the_run_did_and_verifies(project: Project) -> None
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     link = Path(found["folder"]) / "ledger.db"
     assert link.is_symlink() and link.resolve() == where.resolve()
-    code, out, err = project.call("ledger", "verify", str(link), "--json")
-    assert code == 0, err
+    out = succeeded(project.call("ledger", "verify", str(link), "--json"))
     told = json.loads(out)
     assert told["verified"] and told["origin"] == "test"
     assert told["signed"] == told["size"]  # nothing is left unsigned
-    code, out, err = project.call("ledger", "show", str(where), "--kind", "epoch", "--json")
-    epochs = json.loads(out)["records"]
+    epochs = answer(project.call("ledger", "show", str(where), "--kind", "epoch", "--json"))["records"]
     assert {epoch["run"] for epoch in epochs} == {found["run"]}
     steps = [(s["first"], s["last"]) for epoch in epochs for s in epoch["segments"]]
     assert steps == [(0, 2), (2, 4), (4, 6)]
@@ -202,8 +200,7 @@ profile = { top = 0.5 }
     held = dict(np.load(project.folder / "data.npz"))
     np.savez(project.folder / "data.npz", **held, kind=np.repeat(["volunteers", "sensitive"], 50))
     run = project.run.replace("epsilon = 2.0", "").replace('unit = "patient"', 'unit = "patient"\nclass = "kind"')
-    code, out, err = project.train(run=run)
-    assert code == 0, err
+    out = succeeded(project.train(run=run))
     rows = [line.split() for line in out.splitlines()]
     assert ["volunteers", "contribution", "0", "public", "public", "6"] in rows
     found = project.train_json(run=run)
@@ -324,8 +321,7 @@ def test_fresh_leaves_folders_of_others_alone(project: Project) -> None:
 
 def test_plan_only_spends_and_writes_nothing(project: Project) -> None:
     before = sorted(project.folder.rglob("*"))
-    code, out, err = project.train("--plan-only")
-    assert code == 0, err
+    out = succeeded(project.train("--plan-only"))
     written = {p.relative_to(project.folder).parts[0] for p in set(project.folder.rglob("*")) - set(before)}
     assert written <= {"first.toml", "__pycache__"}
     assert "nothing was spent or written" in out
@@ -582,18 +578,9 @@ def test_a_version_stands_for_the_data(project: Project, seen: dict[str, Any]) -
 
 
 def test_the_template_is_printed(project: Project) -> None:
-    code, out, _ = project.call("train", "--template")
-    assert code == 0
+    out = succeeded(project.call("train", "--template"))
     assert out.startswith("# A training run")
-    code, as_json, _ = project.call("train", "--template", "--json")
-    assert json.loads(as_json) == {"template": out}
-
-
-def test_no_run_file_is_misuse(project: Project) -> None:
-    code, out, err = project.call("train")
-    assert code == 2
-    assert "--template" in err
-    assert out == ""
+    assert answer(project.call("train", "--template", "--json")) == {"template": out}
 
 
 def test_threads(project: Project) -> None:

@@ -20,8 +20,7 @@ from lamina.cli.terminal import (
     columns,
     open_private_key,
     option,
-    print_json,
-    print_line,
+    print_answer,
     print_note,
     progress_bar,
 )
@@ -139,61 +138,42 @@ def terms_table(policy: Policy, all_terms: dict[str, SigningTerms], counts: Coun
     return f"{printable(title)}\n{columns(rows)}"
 
 
-class SigningCounts:
-    """How many contributions ended in each state, and which ones to list."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[SigningState] = Counter()
-        self.replaced: Counter[SigningState] = Counter()
-        self.carried = 0
-        listed = (SigningState.STRICTER, SigningState.OTHER_KEY, SigningState.REFUSED)
-        self.listed: dict[SigningState, list[SigningOutcome]] = {state: [] for state in listed}
-
-    def add(self, outcome: SigningOutcome) -> None:
-        self.counts[outcome.state] += 1
-        self.carried += outcome.carried
-        if outcome.replaced is not None:
-            self.replaced[outcome.replaced] += 1
-        if outcome.state in self.listed:
-            self.listed[outcome.state].append(outcome)
-
-    @property
-    def refused(self) -> list[SigningOutcome]:
-        return self.listed[SigningState.REFUSED]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For --json. `kept` are those that already have these terms; others that were left alone are listed."""
-        return {
-            "signed": self.counts[SigningState.SIGNED],
-            "kept": self.counts[SigningState.KEPT],
-            "stricter": [printable(each.id) for each in self.listed[SigningState.STRICTER]],
-            "another_key": [printable(each.id) for each in self.listed[SigningState.OTHER_KEY]],
-            "carried": self.carried,
-            "replaced": {key: self.replaced[state] for key, state in _REPLACED},
-            "refused": [{"id": printable(each.id), "reason": each.problem} for each in self.refused],
-        }
+def counts_json(outcomes: list[SigningOutcome]) -> dict[str, Any]:
+    """For --json. `kept` are those that already have these terms; others that were left alone are listed."""
+    counts, replaced = Counter(each.state for each in outcomes), Counter(each.replaced for each in outcomes)
+    listed = {state: [each for each in outcomes if each.state is state] for state in SigningState}
+    return {
+        "signed": counts[SigningState.SIGNED],
+        "kept": counts[SigningState.KEPT],
+        "stricter": [printable(each.id) for each in listed[SigningState.STRICTER]],
+        "another_key": [printable(each.id) for each in listed[SigningState.OTHER_KEY]],
+        "carried": sum(each.carried for each in outcomes),
+        "replaced": {key: replaced[state] for key, state in _REPLACED},
+        "refused": [{"id": printable(each.id), "reason": each.problem} for each in listed[SigningState.REFUSED]],
+    }
 
 
-def print_counts(tally: SigningCounts, *, force: bool, dry_run: bool, keyless: bool) -> None:
-    """Print what was signed, or would be."""
-    counts = tally.counts
+def counts_text(outcomes: list[SigningOutcome], *, force: bool, dry_run: bool, keyless: bool) -> str:
+    """What was signed, or would be."""
+    counts, figures = Counter(each.state for each in outcomes), counts_json(outcomes)
     shown = [state for state in SigningState if state in _STATES_ALWAYS_SHOWN or counts[state]]
     summary = ", ".join(f"{counts[state]:,} {state.value}" for state in shown)
-    print_line(f"nothing was signed; without --dry-run: {summary}" if dry_run else summary)
+    lines = [f"nothing was signed; without --dry-run: {summary}" if dry_run else summary]
     if force:
-        another, stricter = (tally.replaced[state] for _, state in _REPLACED)
-        print_line(f"replaced: {another:,} of another key, {stricter:,} with a stricter bound")
-    if tally.carried:
-        print_line(f"{tally.carried:,} of the signed keep their stricter bound or depth")
+        another, stricter = figures["replaced"].values()
+        lines.append(f"replaced: {another:,} of another key, {stricter:,} with a stricter bound")
+    if figures["carried"]:
+        lines.append(f"{figures['carried']:,} of the signed keep their stricter bound or depth")
     for state in (SigningState.STRICTER, SigningState.OTHER_KEY):
-        if left := tally.listed[state]:
-            print_line(f"{state.value} (--force replaces them): {_list_ids(left)}")
+        if left := [each for each in outcomes if each.state is state]:
+            lines.append(f"{state.value} (--force replaces them): {_list_ids(left)}")
     if keyless and counts[SigningState.OTHER_KEY]:
-        print_line("without --key, signatures of your own key are not told apart from others")
-    for each in tally.refused[:_MAX_REFUSALS_SHOWN]:
-        print_line(f"  {printable(each.id)}: {each.problem}")
-    if len(tally.refused) > _MAX_REFUSALS_SHOWN:
-        print_line(f"  … and {len(tally.refused) - _MAX_REFUSALS_SHOWN:,} more: --json names them all")
+        lines.append("without --key, signatures of your own key are not told apart from others")
+    refused = [f"  {each['id']}: {each['reason']}" for each in figures["refused"]]
+    lines += refused[:_MAX_REFUSALS_SHOWN]
+    if len(refused) > _MAX_REFUSALS_SHOWN:
+        lines.append(f"  … and {len(refused) - _MAX_REFUSALS_SHOWN:,} more: --json names them all")
+    return "\n".join(lines)
 
 
 def _list_ids(left: list[SigningOutcome]) -> str:
@@ -279,20 +259,19 @@ def attest(
     anchors = None if anchor is None else read_anchors(anchor, ids)
     subjects, secret = read_subjects(subject_key, listing, root)
     signer = None if key is None else open_private_key(key, passphrase_file)
-    outcomes = attest_folder(
+    signing = attest_folder(
         path, signer, opened, classes, not_before=window.not_before, expires=window.expires, subjects=subjects,
         subject_key=secret, anchors=anchors, force=force, dry_run=dry_run, now=window.now, **bound,
     )  # fmt: skip
-    tally = SigningCounts()
+    outcomes: list[SigningOutcome] = []
     with progress_bar("looking" if dry_run else "signing", len(ids)) as tick:
-        for number, outcome in enumerate(outcomes, start=1):
-            tally.add(outcome)
-            tick(number)
-    if as_json:
-        facts = {"contributor": signer and signer.public.name, "audience": opened.corpus.origin, "dry_run": dry_run}
-        print_json({**facts, **tally.to_dict(), "classes": {n: terms_json(opened, made) for n, made in terms.items()}})
-    else:
-        print_line(terms_table(opened, terms, names))
-        print_counts(tally, force=force, dry_run=dry_run, keyless=signer is None)
-    if tally.refused:
+        for outcome in signing:
+            outcomes.append(outcome)
+            tick(len(outcomes))
+    facts = {"contributor": signer and signer.public.name, "audience": opened.corpus.origin, "dry_run": dry_run}
+    promised = {name: terms_json(opened, made) for name, made in terms.items()}
+    text = counts_text(outcomes, force=force, dry_run=dry_run, keyless=signer is None)
+    text = f"{terms_table(opened, terms, names)}\n{text}"
+    print_answer({**facts, **counts_json(outcomes), "classes": promised}, text, as_json)
+    if any(each.state is SigningState.REFUSED for each in outcomes):
         raise typer.Exit(1)

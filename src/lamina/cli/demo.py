@@ -18,6 +18,7 @@ from torch import nn
 
 from lamina.admit.admission import Admission
 from lamina.admit.resolver import Resolution
+from lamina.allocate.make_plan import make_plan
 from lamina.cli.terminal import JsonOption, columns, option, print_answer, print_line, print_note, progress_bar
 from lamina.corpus.admitted import Gate
 from lamina.data.heart_model import import_neurokit
@@ -34,15 +35,9 @@ from lamina.demo.patients import (
     prevalence_text,
 )
 from lamina.demo.svg_charts import auc_bars, bar_legend, beat_curves
-from lamina.demo.training import (
-    FINE_TUNING,
-    PRETRAINING,
-    make_demo_plan,
-    train_privately,
-    train_without_privacy,
-    untrained_model,
-)
+from lamina.demo.training import FINE_TUNING, PRETRAINING, train_privately, train_without_privacy, untrained_model
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
+from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import epsilon_text
@@ -310,7 +305,7 @@ def _run_demo(place: Path, sizes: DemoSizes, say: Callable[[str], None]) -> Demo
     volunteers = {"volunteer": patients.volunteer}
     with progress_bar("start: volunteers alone", sizes.start) as tick:
         train_without_privacy(start, volunteers, sizes.batch, recipe=PRETRAINING, steps=sizes.start, seed=1, tick=tick)
-    plan = make_demo_plan(start, policy, sizes)
+    plan = make_plan(LayerStack.from_model(start), policy, batch=sizes.batch, steps=sizes.steps)
     folders.write_inputs(place, sizes, patients, ring, start, plan)
     say(f"\n{plan}\n\n{corpus.resolution(plan)}\n")
 
@@ -318,14 +313,12 @@ def _run_demo(place: Path, sizes: DemoSizes, say: Callable[[str], None]) -> Demo
     outcome = train_privately(private, patients.test, corpus, plan, place, ledger)
     ledger.close()
     without_sensitive, without_privacy = copy.deepcopy(start), copy.deepcopy(start)
-    with progress_bar("for comparison: without the sensitive", sizes.steps) as tick:
-        train_without_privacy(
-            without_sensitive, volunteers, sizes.batch, recipe=FINE_TUNING, steps=sizes.steps, seed=2, tick=tick
-        )
-    with progress_bar("for comparison: without privacy", sizes.steps) as tick:
-        train_without_privacy(
-            without_privacy, contributing, sizes.batch, recipe=FINE_TUNING, steps=sizes.steps, seed=2, tick=tick
-        )
+    for what, model, groups in (
+        ("without the sensitive", without_sensitive, volunteers),
+        ("without privacy", without_privacy, contributing),
+    ):
+        with progress_bar(f"for comparison: {what}", sizes.steps) as tick:
+            train_without_privacy(model, groups, sizes.batch, recipe=FINE_TUNING, steps=sizes.steps, seed=2, tick=tick)
     models = {"without_sensitive": without_sensitive, "private": private, "without_privacy": without_privacy}
     return DemoResult(
         plan=plan,

@@ -220,7 +220,7 @@ WHEN_TO_USE = {
 class RefusedAllocation:
     """An allocation that has no plan here, and the reason."""
 
-    policy: str
+    allocation: str
     when: str
     problem: str
     remedy: str
@@ -234,7 +234,7 @@ class RefusedAllocation:
 class ComparedAllocation:
     """An allocation, its plan and figures."""
 
-    policy: str
+    allocation: str
     when: str
     plan: StepPlan
     noise: float
@@ -247,7 +247,7 @@ class ComparedAllocation:
         """What `--json` prints under `compare`."""
         plan = self.plan
         return {
-            "policy": self.policy,
+            "allocation": self.allocation,
             "ran": True,
             "clipping": plan.clipping.value,
             "accountant": plan.accountant,
@@ -275,12 +275,12 @@ def compare_allocations(
     make: MakePlan, among: Iterable[str], measure: Measure | None, sizes: Sequence[int] | None = None
 ) -> tuple[ComparedAllocation | RefusedAllocation, ...]:
     """A row for each allocation; `make` makes its plan, or refuses. Names are checked first."""
-    policies = {text: by_name.parse_allocation(text) for text in among}
+    allocators = {text: by_name.parse_allocation(text) for text in among}
     try:
         reference = total_noise(make(flat)[0], sizes)
     except PlanError:  # profiles with weights need a box, which flat is not
         reference = total_noise(make(uniform)[0], sizes)
-    return tuple(_compared(text, policy, make, reference, measure, sizes) for text, policy in policies.items())
+    return tuple(_compared(text, allocator, make, reference, measure, sizes) for text, allocator in allocators.items())
 
 
 def comparison_text(
@@ -293,41 +293,48 @@ def comparison_text(
     sound, printed = ([row for row in ran if bool(row.plan.claimed) is claimed] for claimed in (False, True))
     if sound:
         parts.append(_comparison_table(sound, chosen, measure))
-        parts.append("when to use:\n" + columns([[f"  {row.policy}", row.when] for row in sound], left=2))
+        parts.append("when to use:\n" + columns([[f"  {row.allocation}", row.when] for row in sound], left=2))
     if printed:
         parts.append(_claims_table(printed))
     if refused:
-        parts.append("\n".join(["not compared:", *(f"  {r.policy}: {r.problem}. Remedy: {r.remedy}" for r in refused)]))
+        parts.append(
+            "\n".join(["not compared:", *(f"  {r.allocation}: {r.problem}. Remedy: {r.remedy}" for r in refused)])
+        )
     return "\n\n".join(parts)
 
 
 def _compared(
-    text: str, policy: Allocator, make: MakePlan, reference: float, measure: Measure | None, sizes: Sequence[int] | None
+    text: str,
+    allocator: Allocator,
+    make: MakePlan,
+    reference: float,
+    measure: Measure | None,
+    sizes: Sequence[int] | None,
 ) -> ComparedAllocation | RefusedAllocation:
-    when = WHEN_TO_USE.get(policy.name, "")
+    when = WHEN_TO_USE.get(allocator.name, "")
     try:
-        plan, _ = make(policy)
+        plan, _ = make(allocator)
     except (PlanError, AccountingError) as error:
-        return RefusedAllocation(policy=text, when=when, problem=error.problem, remedy=error.remedy)
+        return RefusedAllocation(allocation=text, when=when, problem=error.problem, remedy=error.remedy)
     noise = total_noise(plan, sizes)
     ratios = zip(plan.layers, signal_to_noise(plan, measure, sizes), strict=True)
     worst = min(((layer.name, r) for layer, r in ratios if r is not None), key=lambda found: found[1], default=None)
     parts = [p for p in kept_norm(plan, measure, sizes) if p is not None] if measure is not None else []
     return ComparedAllocation(
-        policy=text, when=when, plan=plan, noise=noise, against_flat=noise / reference if reference else 1.0,
+        allocation=text, when=when, plan=plan, noise=noise, against_flat=noise / reference if reference else 1.0,
         kept=min(parts, default=None), worst=worst, whole=whole_signal_to_noise(plan, measure, sizes),
     )  # fmt: skip
 
 
 def _comparison_table(rows: Sequence[ComparedAllocation], chosen: str, measure: Measure | None) -> str:
     """Noise and signal of each; then sigma and ε of every class."""
-    head = ["  policy", "clipping", "moves", "Σ d·S²", "of flat"]
+    head = ["  allocation", "clipping", "moves", "Σ d·S²", "of flat"]
     head += ["kept"] if measure is not None else []
-    noise, price = [[*head, "S/N", "worst S/N", "at"]], [["  policy"]]
+    noise, price = [[*head, "S/N", "worst S/N", "at"]], [["  allocation"]]
     names = [entry.name for entry in rows[0].plan.classes if not entry.public]
     price[0] += [f"{what} {name}" for name in names for what in ("sigma", "ε")]
     for row in rows:
-        plan, name = row.plan, ("→ " if row.policy == chosen else "  ") + row.policy
+        plan, name = row.plan, ("→ " if row.allocation == chosen else "  ") + row.allocation
         cells = [name, plan.clipping.value, _adaptive_rules(plan), f"{row.noise:.4g}", f"{row.against_flat:.3f}"]
         cells += ["-" if row.kept is None else f"{100 * row.kept:.3g} %"] if measure is not None else []
         worst = (three_digits(row.worst[1]), row.worst[0]) if row.worst else ("-", "-")
@@ -347,13 +354,13 @@ _KEPT_NOTE = (
 
 
 def _claims_table(rows: Sequence[ComparedAllocation]) -> str:
-    lines = [["  policy", "class", "ε claimed", "true ε", "accountant"]]
+    lines = [["  allocation", "class", "ε claimed", "true ε", "accountant"]]
     for row in rows:
         plan = row.plan
         for k, entry in enumerate(plan.classes):
             if not entry.public:
                 figures = [f"{plan.claimed[k]:.4g}", epsilon_text(plan.epsilon(k)), plan.accountant]
-                lines.append([f"  {row.policy}", entry.name, *figures])
+                lines.append([f"  {row.allocation}", entry.name, *figures])
     return "methods as published, which are not what they claim:\n" + columns(lines, left=2)
 
 

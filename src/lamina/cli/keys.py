@@ -26,7 +26,7 @@ from lamina.cli.terminal import (
 )
 from lamina.errors import BadKey
 
-RingOption = Annotated[Path, option("the key ring", "--keys", metavar="FILE")]
+RingOption = Annotated[Path, option("file of the key ring", "--keys", metavar="FILE")]
 
 DEFAULT_RING = Path("keys.json")
 
@@ -34,7 +34,7 @@ DEFAULT_RING = Path("keys.json")
 def new_key(
     path: Annotated[Path, argument("KEY", "the private key to write, such as alice.key")],
     no_passphrase: Annotated[
-        bool, option("whoever can read the file can sign: for tests and machines", "--no-passphrase")
+        bool, option("do not encrypt the key: whoever reads the file can sign", "--no-passphrase")
     ] = False,
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
@@ -172,7 +172,9 @@ Examples:
 
 app = typer.Typer(no_args_is_help=True, help=help_text(_HELP))
 
-AtOption = Annotated[str | None, option("2026-03-01, or 2026-03-01T12:00Z; default: now", "--at", metavar="TIME")]
+AtOption = Annotated[
+    str | None, option("when it takes effect: 2026-03-01, or 2026-03-01T12:00Z; default: now", "--at", metavar="TIME")
+]
 
 
 def list_keys(ring: RingOption = DEFAULT_RING, as_json: JsonOption = False) -> None:
@@ -213,12 +215,14 @@ def show_key(
 
 def add_key(
     path: Annotated[Path, argument("FILE", "a public key, PEM or COSE")],
-    label: Annotated[str | None, option("whose key it is; default: the name of the file")] = None,
-    role: Annotated[str, option(f"one of {', '.join(ROLES)}: a key has one role", choices=ROLES)] = ROLES[0],
+    label: Annotated[str | None, option("name of the owner; default: the name of the file")] = None,
+    role: Annotated[str, option(f"what the key may sign: one of {', '.join(ROLES)}", choices=ROLES)] = ROLES[0],
     valid_from: Annotated[
-        str | None, option("refuse what is signed earlier; default: 1970", "--valid-from", metavar="TIME")
+        str | None, option("refuse signatures made before this time; default: 1970", "--valid-from", metavar="TIME")
     ] = None,
-    algorithm: Annotated[int | None, option("accept this name of Ed25519 only: -8 or -19; default: both")] = None,
+    algorithm: Annotated[
+        int | None, option("accept only this COSE algorithm: -8 (EdDSA) or -19 (Ed25519); default: both")
+    ] = None,
     ring: RingOption = DEFAULT_RING,
     as_json: JsonOption = False,
 ) -> None:
@@ -243,10 +247,10 @@ def add_key(
 
 
 def rotate_key(
-    old: Annotated[str, argument("OLD", "id or label of the key that retires")],
-    new: Annotated[Path, argument("NEW", "public key file of the one that takes over")],
+    old: Annotated[str, argument("OLD", "id or label of the key to replace")],
+    new: Annotated[Path, argument("NEW", "file of the new public key")],
     at: AtOption = None,
-    label: Annotated[str | None, option("of the new key; default: as the old one")] = None,
+    label: Annotated[str | None, option("label of the new key; default: that of the old key")] = None,
     ring: RingOption = DEFAULT_RING,
     as_json: JsonOption = False,
 ) -> None:

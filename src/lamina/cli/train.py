@@ -29,6 +29,7 @@ from lamina.cli.terminal import (
     columns,
     open_private_key,
     option,
+    print_answer,
     print_json,
     print_line,
     print_note,
@@ -275,7 +276,8 @@ def outcome_json(outcome: Outcome, planned: PlannedRun, corpus: Corpus, ledger: 
     }
 
 
-def print_outcome(outcome: Outcome, planned: PlannedRun, corpus: Corpus, ledger: str) -> None:
+def outcome_page(outcome: Outcome, planned: PlannedRun, corpus: Corpus, ledger: str) -> str:
+    """For people."""
     rows = [["class", "unit", "δ", "ε of this run", "ε over all runs", "steps"]]
     for entry in planned.plan.classes:
         name = entry.name
@@ -302,7 +304,7 @@ def print_outcome(outcome: Outcome, planned: PlannedRun, corpus: Corpus, ledger:
     if not is_postgres_url(ledger) and (key := ledger_key_path(ledger)).exists():
         lines.append(f"key:     {key}  (secret: whoever has it can sign another history)")
     secret = "secret, like checkpoint/: keep both on this machine"
-    print_line("\n".join([*lines, f"journal: {folder / 'journal'}  ({secret})"]))
+    return "\n".join([*lines, f"journal: {folder / 'journal'}  ({secret})"])
 
 
 def _bound_lines(outcome: Outcome) -> list[str]:
@@ -330,12 +332,9 @@ def print_plan_only(
             check_policy_not_looser(spends.ledger, planned.contract())
         standing = _spend_by_class(planned, spends)
         refused = [] if begun is not None or spends is None else _over_budget(planned, trainer, spends)
-    if as_json:
-        admission = None if trainer.corpus.admission is None else trainer.corpus.admission.to_dict()
-        facts = {"folder": str(folder), "begun": begun, "ledger": printable_location(where), "standing": standing}
-        facts |= {"refused": refused, "admission": admission, "notes": list(notes)}
-        print_json({**planned.plan.to_dict(), **facts})
-        return not refused
+    admission = None if trainer.corpus.admission is None else trainer.corpus.admission.to_dict()
+    facts = {"folder": str(folder), "begun": begun, "ledger": printable_location(where), "standing": standing}
+    facts |= {"refused": refused, "admission": admission, "notes": list(notes)}
     rows = [["class", "ε planned", "ε spent by all runs", "with what is reserved", "bound"]]
     for name, row in standing.items():
         bound = "none" if row["bound"] is None else f"{row['bound']:g}"
@@ -345,8 +344,8 @@ def print_plan_only(
     if refused:
         state = f"would be refused: the ledger has too little ε left for {', '.join(map(describe_account, refused))}"
     place = f"ledger: {printable_location(where)}{'' if there else ' (not there yet)'}"
-    lines = [columns(rows), "", f"{folder}: {state}", place]
-    print_line("\n".join([*lines, "nothing was spent or written"]))
+    lines = [columns(rows), "", f"{folder}: {state}", place, "nothing was spent or written"]
+    print_answer({**planned.plan.to_dict(), **facts}, "\n".join(lines), as_json)
     return not refused
 
 
@@ -465,10 +464,8 @@ def train(
     if before and before.get("steps") == outcome.steps:
         notes = (*notes, "the run had already finished: nothing was trained or charged now; --fresh begins another run")
     outcome = replace(outcome, notes=(*outcome.notes, *notes))
-    if as_json:
-        print_json(outcome_json(outcome, planned, trainer.corpus, printable_location(ledger)))
-    else:
-        print_outcome(outcome, planned, trainer.corpus, printable_location(ledger))
+    given = (outcome, planned, trainer.corpus, printable_location(ledger))
+    print_answer(outcome_json(*given), outcome_page(*given), as_json)
 
 
 @contextmanager

@@ -1,7 +1,4 @@
-"""The demo's folder: policy and run file, contributions that hospitals sign (a few wrong on purpose).
-
-And its verified ledger.
-"""
+"""The demo's folder: policy, run file, contributions that hospitals sign (a few wrong on purpose), verified ledger."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from lamina.admit.contribution_sources import ATTESTATION_FILE, DESCRIPTOR_FILE
 from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import PrivateKey
 from lamina.admit.signing import SECONDS_PER_YEAR, SigningState, attest_folder
-from lamina.demo.patients import DemoPatients, DemoSizes, PatientGroup, save_group
+from lamina.demo.patients import DemoPatients, DemoSizes, PatientGroup
 from lamina.demo.training import FINE_TUNING, loss
 from lamina.errors import LaminaError
 from lamina.ledger.verify.verifier import Verification, verify
@@ -90,18 +87,6 @@ def policy_text(sizes: DemoSizes) -> str:
     return _POLICY_TEMPLATE.format(origin=ORIGIN, delta=DELTA, volunteers=sizes.volunteers, sensitive=sizes.sensitive)
 
 
-def run_text(sizes: DemoSizes, folder: Path) -> str:
-    return _RUN_TEMPLATE.format(
-        folder=folder,
-        weight=loss.weight,
-        lr=FINE_TUNING.lr,
-        eps=FINE_TUNING.eps,
-        volunteer_batch=sizes.volunteer_batch,
-        sensitive_batch=sizes.sensitive_batch,
-        steps=sizes.steps,
-    )
-
-
 def make_new_folder(wanted: Path) -> Path:
     """Make WANTED, or WANTED-2, WANTED-3, … if there is something in it already. Nothing is ever removed."""
     folder, number = wanted, 1
@@ -121,10 +106,12 @@ def write_inputs(
 ) -> None:
     """Everything that RUN.toml names, and the plan to read."""
     (folder / "policy.toml").write_text(policy_text(sizes), encoding="utf-8")
-    (folder / "RUN.toml").write_text(run_text(sizes, folder), encoding="utf-8")
+    batches = {"volunteer_batch": sizes.volunteer_batch, "sensitive_batch": sizes.sensitive_batch}
+    settings = {"weight": loss.weight, "lr": FINE_TUNING.lr, "eps": FINE_TUNING.eps, "steps": sizes.steps, **batches}
+    (folder / "RUN.toml").write_text(_RUN_TEMPLATE.format(folder=folder, **settings), encoding="utf-8")
     (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     ring.save(folder / "keys.json")
-    save_group(patients.test, folder / "test.npz")
+    patients.test.save(folder / "test.npz")
     save_file({name: t.contiguous() for name, t in start.state_dict().items()}, folder / "start.safetensors")
 
 
@@ -143,28 +130,22 @@ def write_contributions(
     keys, ring = {name: PrivateKey.generate() for name in HOSPITALS}, KeyRing()
     for name, key in keys.items():
         ring.add(key.public, label=f"hospital {name}")
-    classes = {
-        one: cls for cls, group in patients.contributing_groups().items() for one in _write_payloads(folder, cls, group)
-    }
+    classes = {}
+    for cls, group in patients.contributing_groups().items():
+        for i, (x, label) in enumerate(zip(group.x, group.label.tolist(), strict=True)):
+            classes[f"{cls}-{i:03d}"] = cls
+            _write_payload(folder / f"{cls}-{i:03d}", x, label)
     strict = [one for one, cls in classes.items() if cls == "sensitive"][:: sizes.strict_every]
     done = 0
     for i, key in enumerate(keys.values()):
         mine = dict(list(classes.items())[i :: len(keys)])
         for some, multiplier in ((set(mine) - set(strict), None), (set(mine) & set(strict), STRICT_NOISE_MULTIPLIER)):
-            _sign_contributions(
-                folder, key, policy, {one: mine[one] for one in sorted(some)}, noise_multiplier=multiplier
-            )
+            given = {one: mine[one] for one in sorted(some)}
+            _sign_contributions(folder, key, policy, given, noise_multiplier=multiplier)
             done += len(some)
             tick(done)
     _write_refused_ones(folder, patients.sensitive, policy, keys["north"])
     return ring
-
-
-def _write_payloads(folder: Path, cls: str, group: PatientGroup) -> list[str]:
-    names = [f"{cls}-{i:03d}" for i in range(len(group))]
-    for name, x, label in zip(names, group.x, group.label.tolist(), strict=True):
-        _write_payload(folder / name, x, label)
-    return names
 
 
 def _write_payload(folder: Path, x: Tensor, label: int) -> None:
@@ -173,14 +154,9 @@ def _write_payload(folder: Path, x: Tensor, label: int) -> None:
 
 
 def _sign_contributions(
-    folder: Path,
-    key: PrivateKey,
-    policy: Policy,
-    classes: Mapping[str, str],
-    *,
-    noise_multiplier: float | None = None,
-    ago: int = 0,
-) -> None:
+    folder: Path, key: PrivateKey, policy: Policy, classes: Mapping[str, str], *,
+    noise_multiplier: float | None = None, ago: int = 0,
+) -> None:  # fmt: skip
     """As `lamina attest` does, for those that have a class; `ago`: as if it had been so many seconds earlier."""
     if not classes:
         return

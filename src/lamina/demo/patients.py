@@ -1,18 +1,15 @@
-"""The demo's simulated patients.
-
-How many, who they are, and how well a model does on those whom no training saw.
-"""
+"""The demo's simulated patients: how many, who they are, and how well a model does on those whom no training saw."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import rankdata
+from scipy.stats import mannwhitneyu
 from torch import Tensor, nn
 
 from lamina.data.ecg_simulator import CLASSES, ECGSimulator
@@ -60,9 +57,13 @@ class PatientGroup:
     def __len__(self) -> int:
         return len(self.label)
 
-    def take(self, patients: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """One window of each of these patients, and its label."""
-        return self.x[patients, windows], self.label[patients]
+    def save(self, path: Path) -> None:
+        np.savez_compressed(path, x=self.x.numpy(), label=self.label.numpy())
+
+    @classmethod
+    def load(cls, path: Path) -> PatientGroup:
+        with np.load(path, allow_pickle=False) as arrays:
+            return cls(x=torch.from_numpy(arrays["x"]), label=torch.from_numpy(arrays["label"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,16 +98,6 @@ class DemoPatients:
         return {"volunteer": self.volunteer, "sensitive": self.sensitive}
 
 
-def save_group(group: PatientGroup, path: Path) -> None:
-    """A group as an npz file that `load` reads."""
-    np.savez_compressed(path, x=group.x.numpy(), label=group.label.numpy())
-
-
-def load_group(path: Path) -> PatientGroup:
-    with np.load(path, allow_pickle=False) as arrays:
-        return PatientGroup(x=torch.from_numpy(arrays["x"]), label=torch.from_numpy(arrays["label"]))
-
-
 def prevalence_text(group: PatientGroup) -> str:
     """In words: how many of a public group have what."""
     counts = torch.bincount(group.label, minlength=len(CLASSES)).tolist()
@@ -124,6 +115,9 @@ class Utility:
     by_class: dict[str, float]
     error: float
 
+    def figures(self) -> dict[str, float]:
+        return {"auc": self.auc, "error": self.error}
+
 
 @torch.no_grad()
 def measure_utility(model: nn.Module, test: PatientGroup) -> Utility:
@@ -137,7 +131,9 @@ def measure_utility(model: nn.Module, test: PatientGroup) -> Utility:
     present = [k for k in range(len(CLASSES)) if 0 < (label == k).sum() < len(label)]
     by_class = {CLASSES[k]: auc(score[:, k], label == k) for k in present}
     total = (test.x - test.x.mean((0, 1))).square().mean()
-    return Utility(auc=_mean(by_class.values()), by_class=by_class, error=float(residual.square().mean() / total))
+    return Utility(
+        auc=float(np.mean([*by_class.values()])), by_class=by_class, error=float(residual.square().mean() / total)
+    )
 
 
 def auc(score: Sequence[float] | NDArray[np.floating], positive: NDArray[np.bool_]) -> float:
@@ -146,11 +142,5 @@ def auc(score: Sequence[float] | NDArray[np.floating], positive: NDArray[np.bool
     >>> auc([0.1, 0.4, 0.35, 0.8], np.array([False, False, True, True]))
     0.75
     """
-    ranks = rankdata(score)
-    n = int(positive.sum())
-    above = ranks[positive].sum() - n * (n + 1) / 2
-    return float(above / (n * (len(positive) - n)))
-
-
-def _mean(values: Iterable[float]) -> float:
-    return float(np.mean(list(values)))
+    above, below = np.asarray(score)[positive], np.asarray(score)[~positive]
+    return float(mannwhitneyu(above, below).statistic / (len(above) * len(below)))

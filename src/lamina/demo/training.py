@@ -1,7 +1,4 @@
-"""The demo's model, loss and evaluation (which its RUN.toml names).
-
-And its trainings with and without privacy.
-"""
+"""The demo's model, loss and evaluation, which its RUN.toml names; its trainings with and without privacy."""
 
 from __future__ import annotations
 
@@ -14,14 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lamina.allocate.make_plan import make_plan
 from lamina.corpus.corpus import Corpus
-from lamina.demo.patients import DemoSizes, PatientGroup, load_group, measure_utility
+from lamina.demo.patients import PatientGroup, measure_utility
 from lamina.errors import LaminaError
 from lamina.ledger.writer import Ledger
 from lamina.models.autoencoders import ClassifierLoss, ResidualClassifier
-from lamina.plan.layer_stack import LayerStack
-from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
 from lamina.train.publisher import Evaluation, Outcome
 from lamina.train.trainer import Trainer
@@ -51,8 +45,7 @@ def pretrained_model(weights: str = "start.safetensors") -> ResidualClassifier:
 
 def evaluate(model: nn.Module) -> dict[str, float]:
     """AUC and reconstruction error on simulated patients whom no training saw."""
-    found = measure_utility(model, load_group(_in_this_folder("test.npz")))
-    return {"auc": found.auc, "error": found.error}
+    return measure_utility(model, PatientGroup.load(_in_this_folder("test.npz"))).figures()
 
 
 def _in_this_folder(name: str) -> Path:
@@ -70,8 +63,6 @@ def _in_this_folder(name: str) -> Path:
 #     without_privacy     everybody in every layer, neither clipped nor noised: what privacy is measured against
 #
 # Steps, batches, optimiser and schedule of the three are the same, so that what differs is the privacy.
-
-ReportProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +85,6 @@ PRETRAINING = AdamSettings(lr=6e-3, eps=1e-8)
 FINE_TUNING = AdamSettings(lr=2e-2, eps=2e-2)
 
 
-def make_demo_plan(model: nn.Module, policy: Policy, sizes: DemoSizes) -> StepPlan:
-    """What the private run will do, and cost."""
-    return make_plan(LayerStack.from_model(model), policy, batch=sizes.batch, steps=sizes.steps)
-
-
 def train_without_privacy(
     model: nn.Module,
     groups: Mapping[str, PatientGroup],
@@ -107,7 +93,7 @@ def train_without_privacy(
     recipe: AdamSettings,
     steps: int,
     seed: int,
-    tick: ReportProgress,
+    tick: Callable[[int], None],
 ) -> None:
     """Ordinary training on Poisson samples of the same rates: no clipping, no noise, no routing, no privacy."""
     generator = torch.Generator().manual_seed(seed)
@@ -129,28 +115,17 @@ def _poisson_sample(group: PatientGroup, expected: int, generator: torch.Generat
     coins = torch.rand(len(group), generator=generator) < expected / len(group)
     patients = coins.nonzero().flatten()
     windows = torch.randint(group.x.shape[1], patients.shape, generator=generator)
-    return group.take(patients, windows)
+    return group.x[patients, windows], group.label[patients]
 
 
 def train_privately(
     model: nn.Module, test: PatientGroup, corpus: Corpus, plan: StepPlan, folder: Path, ledger: Ledger
 ) -> Outcome:
     """The private run: `lamina.Trainer`, charged in the demo's own ledger."""
-
-    def figures(model: nn.Module) -> dict[str, float]:
-        found = measure_utility(model, test)
-        return {"auc": found.auc, "error": found.error}
-
     optimizer, schedule = FINE_TUNING.optimizer_and_schedule(model, plan.steps)
+    evaluation = Evaluation(function=lambda trained: measure_utility(trained, test).figures(), on="simulated")
     trainer = Trainer(
-        model,
-        optimizer,
-        loss,
-        corpus,
-        plan,
-        folder=folder / "run",
-        ledger=ledger,
-        scheduler=schedule,
-        evaluate=Evaluation(function=figures, on="simulated"),
-    )
+        model, optimizer, loss, corpus, plan, folder=folder / "run", ledger=ledger, scheduler=schedule,
+        evaluate=evaluation,
+    )  # fmt: skip
     return trainer.fit()

@@ -70,20 +70,25 @@ from lamina.ledger.writer import Ledger
 _DEFAULT_LIMIT = 50
 _MIN_TEXT_WIDTH = 24  # columns for what a record says, however narrow the screen
 
-SinceOption = Annotated[str | None, option("from then on: 2026-03-01, or 2026-03-01T12:00Z", metavar="TIME")]
-UntilOption = Annotated[str | None, option("before then; written like --since", metavar="TIME")]
+SinceOption = Annotated[
+    str | None, option("only records from this time on: 2026-03-01, or 2026-03-01T12:00Z", metavar="TIME")
+]
+UntilOption = Annotated[str | None, option("only records before this time", metavar="TIME")]
 
 
 def show(
     ledger: LedgerArgument,
-    kind: Annotated[list[str] | None, option(f"only these: {', '.join(KINDS_BY_NAME)}", choices=KINDS_BY_NAME)] = None,
-    cls: Annotated[str | None, option("only what is about this class", "--class")] = None,
-    run: Annotated[str | None, option("only what is about this run: its first hex digits")] = None,
+    kind: Annotated[
+        list[str] | None, option(f"only records of this kind: {', '.join(KINDS_BY_NAME)}", choices=KINDS_BY_NAME)
+    ] = None,
+    cls: Annotated[str | None, option("only records of this class", "--class")] = None,
+    run: Annotated[str | None, option("only records of this run; the first hex digits of its id are enough")] = None,
     since: SinceOption = None,
     until: UntilOption = None,
-    first: Annotated[int, option("from this leaf on", min=0)] = 0,
+    first: Annotated[int, option("begin with this leaf", min=0)] = 0,
     limit: Annotated[
-        int | None, option(f"so many records, the last ones; 0: all. Default: {_DEFAULT_LIMIT} on the screen", min=0)
+        int | None,
+        option(f"show the last N records; 0 shows all; default: {_DEFAULT_LIMIT}, all with --json", metavar="N", min=0),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -429,22 +434,20 @@ def _load_aggregate(path: Path) -> Aggregate:
 
 
 def _print_aggregate(ledger: str, found: Aggregate | None, seq: int | None, as_json: bool) -> None:
-    if as_json:
-        facts = {"ledger": printable_location(ledger), "pruned": seq is not None, "index": seq}
-        print_json({**facts, "proposal": _aggregate_json(found)})
-        return
-    if found is None:
-        print_line("nothing is old enough to prune")
-        return
+    facts = {"ledger": printable_location(ledger), "pruned": seq is not None, "index": seq}
+    text = "nothing is old enough to prune" if found is None else _aggregate_page(found, seq)
+    print_answer({**facts, "proposal": _aggregate_json(found)}, text, as_json)
+
+
+def _aggregate_page(found: Aggregate, seq: int | None) -> str:
     one = found.count == 1
     done = ("was" if one else "were") if seq is not None else "would be"
     where = "" if seq is None else f", in leaf {seq}"
     old = f"{pluralize(found.count, 'contribution')}, admitted before {format_utc(found.horizon)}"
-    print_line(f"{old}, {done} replaced by totals{where}")
     rows = [["class", "contributions", "withdrawn", "ε at most"]]
     rows += [[each.cls, f"{each.count:,}", f"{each.withdrawn:,}", format_epsilon(each.spend)] for each in found.classes]
-    print_line(columns(rows))
-    print_line(f"countersigned by {len(found.signatures)}" + ("" if seq is not None else "; --yes does it"))
+    signed = f"countersigned by {len(found.signatures)}" + ("" if seq is not None else "; --yes does it")
+    return "\n".join([f"{old}, {done} replaced by totals{where}", columns(rows), signed])
 
 
 def _aggregate_json(found: Aggregate | None) -> dict[str, Any] | None:
