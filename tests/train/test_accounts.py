@@ -182,7 +182,9 @@ def test_a_lost_book_is_made_whole(tmp_path: Path) -> None:
     lose_ledger(tmp_path)
     with raises_code("train.ledger-missing"):  # not forgotten by chance
         problem.trainer(tmp_path / "a", accounts=[made]).fit()
-    problem.trainer(tmp_path / "a", accounts=[made], ledger=tmp_path / "tests.ledger.db").fit()
+    outcome = problem.trainer(tmp_path / "a", accounts=[made], ledger=tmp_path / "tests.ledger.db").fit()
+    assert outcome.total == outcome.epsilon
+    assert outcome.epsilon["clinical"] == pytest.approx(plan.epsilon("clinical"))
     found = SpendLedger(Ledger.open(tmp_path / "tests.ledger.db")).total(STRICT, delta=1e-5)
     assert found.spent == pytest.approx(plan.epsilon("clinical", scale=made.scale))
     assert found.runs[0].redone == 0
@@ -246,22 +248,14 @@ def test_bounds_come_and_go_under_a_followed_budget(tmp_path: Path) -> None:
         assert total.spent == pytest.approx(plan.epsilon("clinical")) == total.committed
 
 
-def test_raw_noise_charges_a_bound_its_occurrences(tmp_path: Path) -> None:
-    policy = f'{problem.POLICY}\n[noise]\ninjection = "per_sample_raw"\noccurrences = 2\n'
-    plan = problem.plan(problem.net(), policy=policy)
+@pytest.mark.parametrize("later", [False, True])
+def test_raw_noise_charges_a_bound_its_occurrences(tmp_path: Path, later: bool) -> None:
+    """Also one that comes into the run when all that the class may lose is charged."""
+    plan = problem.parts("capped")["plan"]
     made = account(plan)
-    problem.trainer(tmp_path / "a", plan=plan, corpus=problem.corpus(policy=policy), accounts=[made]).fit()
-    event = Event(sigma=plan.sigma("clinical", made.scale), q=1.0, steps=2)
-    assert bounds(tmp_path / "a")[STRICT]["epsilon"] == pytest.approx(find_accountant("pld").epsilon([event], 1e-5))
-
-
-def test_a_bound_that_comes_into_a_run_of_raw_noise_later_pays_too(tmp_path: Path) -> None:
-    """All that the class may lose is charged by then. What those lose who signed for less is not."""
-    policy = f'{problem.POLICY}\n[noise]\ninjection = "per_sample_raw"\noccurrences = 2\n'
-    plan, data = problem.plan(problem.net(), policy=policy), problem.corpus(policy=policy)
-    made = account(plan)
-    killed(tmp_path / "a", 12, plan=plan, corpus=data)
-    problem.trainer(tmp_path / "a", plan=plan, corpus=problem.corpus(policy=policy), accounts=[made]).fit()
+    if later:
+        killed(tmp_path / "a", 12, **problem.parts("capped"))
+    problem.trainer(tmp_path / "a", **problem.parts("capped"), accounts=[made]).fit()
     event = Event(sigma=plan.sigma("clinical", made.scale), q=1.0, steps=2)
     assert bounds(tmp_path / "a")[STRICT]["epsilon"] == pytest.approx(find_accountant("pld").epsilon([event], 1e-5))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import problem
 import pytest
 import torch
+from attempts import opened
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem import NOISE, parts
@@ -21,6 +22,8 @@ from lamina.corpus.sampler import Sampler
 from lamina.ledger.records import Segment, SegmentOutcome
 from lamina.ledger.verify.epoch_checks import AttemptTree
 from lamina.plan.step_plan import StepPlan
+from lamina.spend.accounts import plan_charges
+from lamina.spend.reservation import OpenAttempt
 from lamina.train.journal import (
     AttemptAbandoned,
     AttemptClosed,
@@ -222,23 +225,10 @@ class _Line:
         due = events_due(self, self.plan, first, first + steps, "clinical")  # type: ignore[arg-type]
         self.charged += due
         number = 2 * len(self.journal.opens) + self._copy  # no other attempt has it
-        charge = partial(AttemptOpened, segment=len(self.closed) - 1, generation=number, nonce=bytes([number]) * 16)
-        made = charge(
-            first=first,
-            last=first + steps,
-            plan=self.plan.digest(),
-            settings=bytes(32),
-            membership=bytes(32),
-            checkpoint=bytes(32),
-            data=bytes(32),
-            world_size=1,
-            threads=1,
-            code="x",
+        made = opened(
+            len(self.closed) - 1, number, first=first, last=first + steps, plan=self.plan.digest(), after=after,
             charges=tuple(_charges(self.plan, due)),
-            eligibility=1,
-            after=after,
-            seed=bytes(32),
-        )
+        )  # fmt: skip
         self.journal._add(made)
         here = tree.add(node, steps) if fate != "open" else node
         key = {"segment": made.segment, "generation": made.generation, "nonce": made.nonce}
@@ -255,22 +245,12 @@ class _Line:
             audited.add([_segment(made, SegmentOutcome.ABANDONED if fate == "given up" else SegmentOutcome.CLOSED)])
 
 
-def _segment(opened: AttemptOpened, outcome: SegmentOutcome) -> Segment:
-    return Segment(
-        index=opened.segment,
-        generation=opened.generation,
-        nonce=opened.nonce,
-        first=opened.first,
-        last=opened.last,
-        eligibility=1,
-        outcome=outcome,
-        after=opened.after or None,
-    )
+def _segment(made: AttemptOpened, outcome: SegmentOutcome) -> Segment:
+    begun = OpenAttempt(made.first, made.last, 1, made.after)
+    return begun.segment(*made.key, outcome)
 
 
 def _charges(plan: StepPlan, due: int) -> Any:
-    from lamina.spend.accounts import plan_charges
-
     return [c.times(due) for c in plan_charges(plan, 0, 1)] if due else []
 
 
@@ -320,8 +300,6 @@ def test_whatever_happened_no_contribution_was_used_more_often_than_was_paid(
 
 
 def problem_plan(cap: int) -> StepPlan:
-    from dataclasses import replace
-
     return replace(PLAN, steps=100, injection=replace(PLAN.injection, occurrences=cap))
 
 

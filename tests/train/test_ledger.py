@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,15 +211,18 @@ def test_every_attempt_is_a_leaf_however_it_ended(tmp_path: Path) -> None:
 
 
 def test_a_copied_run_is_a_run_that_pays_for_itself(tmp_path: Path) -> None:
-    killed(tmp_path / "a", 8, bounds=LOOSE)
+    plan = killed(tmp_path / "a", 8, bounds=LOOSE).plan
     copied(tmp_path / "a", "b")
     one = problem.trainer(tmp_path / "a", bounds=LOOSE).fit()
     other = problem.trainer(tmp_path / "b", bounds=LOOSE).fit()
+    assert one.notes == () and told(other, "copied")
     sound(tmp_path / "tests.ledger.db")
     last = epochs(tmp_path / "tests.ledger.db")[-1]
     (clinical,) = [each for each in last.accounts if each.cls == "clinical"]
     assert clinical.spend / 1e9 == pytest.approx(other.total["clinical"], abs=2e-9)
-    assert other.total["clinical"] > one.total["clinical"]
+    # 24 steps of the first; of the copy the segment that was open, and everything after it
+    both = [replace(plan.schedule("clinical")[0], steps=24 + 19)]
+    assert other.total["clinical"] == pytest.approx(lamina.account.find_accountant("pld").epsilon(both, 1e-5))
 
 
 def test_a_ledger_restored_from_an_older_copy_gets_what_it_lacks(tmp_path: Path) -> None:

@@ -5,38 +5,13 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
+from attempts import opened
 
-from lamina.train.journal import AttemptOpened, SegmentInputs
+from lamina.train.journal import SegmentInputs
 from lamina.train.segments import ResumeAction, decide_resume, replay_mismatches
 
-FACTS = SegmentInputs(
-    plan=b"p" * 32,
-    settings=b"s" * 32,
-    membership=b"m" * 32,
-    checkpoint=b"c" * 32,
-    data=b"d" * 32,
-    world_size=1,
-    threads=2,
-    code="lamina 1",
-)
-PENDING = AttemptOpened(
-    segment=3,
-    generation=0,
-    nonce=b"n" * 16,
-    first=15,
-    last=20,
-    plan=FACTS.plan,
-    settings=FACTS.settings,
-    membership=FACTS.membership,
-    checkpoint=FACTS.checkpoint,
-    data=FACTS.data,
-    world_size=1,
-    threads=2,
-    code="lamina 1",
-    charges=(),
-    eligibility=1,
-    seed=bytes(range(32)),
-)
+PENDING = opened(3)
+FACTS = SegmentInputs(**{f.name: getattr(PENDING, f.name) for f in fields(SegmentInputs)})
 
 
 def test_all_the_same_is_replayed() -> None:

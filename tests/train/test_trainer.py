@@ -13,7 +13,7 @@ import pytest
 import torch
 from refusals import raises_code
 from safetensors.torch import load_file
-from stopping import LOOSE, During, Killed, copied, die, figures, killed, lose_ledger, same, told, weights
+from stopping import LOOSE, During, Killed, copied, die, figures, killed, same, told, weights
 from torch import nn
 
 import lamina
@@ -181,11 +181,16 @@ def test_a_changed_plan_is_charged_at_its_own_price(tmp_path: Path) -> None:
     assert outcome.epsilon["clinical"] == pytest.approx(lamina.account.find_accountant("pld").epsilon(schedule, 1e-5))
 
 
-def test_a_redo_that_the_bound_has_no_room_for_shortens_the_run(tmp_path: Path) -> None:
-    killed(tmp_path / "a", 8)
-    outcome = problem.trainer(tmp_path / "a", microbatches=2).fit()
+@pytest.mark.parametrize("bounds", [None, {}])  # of the policy; without one, what the plan costs
+def test_a_redo_that_the_bound_has_no_room_for_shortens_the_run(
+    tmp_path: Path, bounds: dict[str, float] | None
+) -> None:
+    killed(tmp_path / "a", 8, bounds=bounds)
+    outcome = problem.trainer(tmp_path / "a", microbatches=2, bounds=bounds).fit()
     assert outcome.steps == 24 - 5
-    assert outcome.epsilon["clinical"] <= 4.0
+    assert (
+        outcome.epsilon["clinical"] <= problem.plan(problem.net()).epsilon("clinical") * (1 + 1e-6) <= 4.0 * (1 + 1e-6)
+    )
     assert told(outcome, "19 of 24")
 
 
@@ -245,45 +250,17 @@ def test_a_withdrawal_inside_a_segment(tmp_path: Path, rule: str) -> None:
     assert opens[1].membership != opens[-1].membership
 
 
-def test_a_copied_run_is_charged_anew_in_the_same_book(tmp_path: Path) -> None:
-    book = tmp_path / "tests.ledger.db"
-    killed(tmp_path / "a", 8, ledger=book, bounds=LOOSE)
-    copied(tmp_path / "a", "b")
-    one = problem.trainer(tmp_path / "a", ledger=book, bounds=LOOSE).fit()
-    other = problem.trainer(tmp_path / "b", ledger=book, bounds=LOOSE).fit()
-    assert one.notes == ()
-    assert told(other, "copied")
-    plan = problem.plan(problem.net())
-    event = plan.schedule("clinical")[0]
-    # 24 steps of the first; of the copy the segment that was open, and everything after it
-    both = (lamina.account.Event(sigma=event.sigma, q=event.q, steps=24 + 19),)
-    assert other.total["clinical"] == pytest.approx(lamina.account.find_accountant("pld").epsilon(both, 1e-5))
-
-
-def test_a_copy_of_a_closed_checkpoint_never_shares_a_generation(tmp_path: Path) -> None:
-    book = tmp_path / "tests.ledger.db"
-    killed(tmp_path / "a", 6, ledger=book, bounds=LOOSE)  # segment 1 is open after one step
-    copied(tmp_path / "a", "b")
-    problem.trainer(tmp_path / "b", ledger=book, bounds=LOOSE).fit()
-    problem.trainer(tmp_path / "a", ledger=book, bounds=LOOSE).fit()
-    keys = [
-        (o.segment, o.generation)
-        for name in "ab"
-        for o in Journal.load(tmp_path / name / "journal").opens
-        if o.segment > 1 or name == "b"
-    ]
-    later = [key for key in keys if key[0] > 1]
-    assert len(set(later)) == len(later)
-
-
 def test_a_copy_may_give_up_what_the_run_goes_on_with(tmp_path: Path) -> None:
-    """The copy came first and said that segment 1 is given up: the run does it again, and what both did verifies."""
-    killed(tmp_path / "a", 6, bounds=LOOSE)
+    """The copy came first and abandoned segment 1: the run does it again, and they never share a generation."""
+    killed(tmp_path / "a", 6, bounds=LOOSE)  # segment 1 is open after one step
     copied(tmp_path / "a", "b")
     problem.trainer(tmp_path / "b", bounds=LOOSE).fit()
     outcome = problem.trainer(tmp_path / "a", bounds=LOOSE).fit()
     assert told(outcome, "the ledger records them as abandoned")
     assert outcome.steps == 24
+    opens = [each for name in "ab" for each in Journal.load(tmp_path / name / "journal").opens]
+    later = [(each.segment, each.generation) for each in opens if each.segment > 1]
+    assert len(set(later)) == len(later)
 
 
 def test_a_run_that_was_taken_for_lost(tmp_path: Path) -> None:
@@ -412,13 +389,6 @@ def test_a_cap_cannot_be_put_on_afterwards(tmp_path: Path) -> None:
     problem.trainer(tmp_path / "a").fit()
     with raises_code("train.max-occurrences-changed"):
         problem.trainer(tmp_path / "a", max_occurrences={"clinical": 1}).fit()
-
-
-def test_without_a_bound_a_redo_stays_within_the_plan(tmp_path: Path) -> None:
-    killed(tmp_path / "a", 8, bounds={})
-    outcome = problem.trainer(tmp_path / "a", microbatches=2, bounds={}).fit()
-    assert outcome.steps == 19
-    assert outcome.epsilon["clinical"] <= problem.plan(problem.net()).epsilon("clinical") * (1 + 1e-6)
 
 
 def test_checkpoint_and_journal_belong_together(tmp_path: Path) -> None:
@@ -591,14 +561,6 @@ def test_a_given_engine_keeps_its_options(tmp_path: Path) -> None:
     trainer.fit()
     trainer.fit()
     assert trainer._engine is not engine and trainer._engine.constant_time
-
-
-def test_a_lost_book_is_made_whole_from_the_journal(tmp_path: Path) -> None:
-    killed(tmp_path / "a", 8)
-    lose_ledger(tmp_path)
-    outcome = problem.trainer(tmp_path / "a", ledger=tmp_path / "tests.ledger.db").fit()
-    assert outcome.total == outcome.epsilon
-    assert outcome.epsilon["clinical"] == pytest.approx(problem.plan(problem.net()).epsilon("clinical"))
 
 
 # ---------------------------------------------------------------------------------------- the book
