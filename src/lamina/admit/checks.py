@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from functools import lru_cache
 from pathlib import Path
@@ -146,12 +146,10 @@ class SigningTerms:
         self, *, contributor: bytes, nonce: bytes, commitment: bytes, items: int, anchor: bytes | None = None
     ) -> Descriptor:
         """These terms for one payload."""
+        terms = {each.name: getattr(self, each.name) for each in fields(self)}
         return Descriptor(
-            contributor=contributor, data_class=self.data_class, admissibility=self.admissibility,
-            clip_norm=self.clip_norm, noise_multiplier=self.noise_multiplier, not_before=self.not_before,
-            expires=self.expires, profile=self.profile, commitment=commitment, items=items, nonce=nonce,
-            policy=self.policy, audience=self.audience, anchor=anchor,
-        )  # fmt: skip
+            contributor=contributor, nonce=nonce, commitment=commitment, items=items, anchor=anchor, **terms
+        )
 
 
 def _requested_bound(policy: Policy, name: str, c: float | None, z: float | None) -> tuple[int, int]:

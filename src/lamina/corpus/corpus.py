@@ -29,7 +29,7 @@ from lamina.corpus.example_sources import (
     keyed_hasher,
     make_source,
 )
-from lamina.corpus.files import LISTING, ContributionListing, corpus_arguments_from_csv, corpus_arguments_from_npz
+from lamina.corpus.files import LISTING, ContributionListing, read_npz, read_table
 from lamina.corpus.payloads import FolderPayloads, PayloadSource
 from lamina.corpus.sampler import Sampler
 from lamina.engine.batch import Batch
@@ -39,36 +39,6 @@ from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.spend.accounts import SignedAccount
 from lamina.validate import whole
-
-
-def corpus_arguments_from_folder(
-    path: str | Path, *, cls: Any, subject: Any, dtype: torch.dtype | None
-) -> dict[str, Any]:
-    """What a corpus is made of, from a folder."""
-    root = Path(path)
-    if not root.is_dir():
-        problem = f"'{root}' is not a folder"
-        raise CorpusError("corpus.folder-missing", problem, "give the folder that holds one folder per contribution")
-    there = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    listing = ContributionListing(ids=there, classes=None, subjects=None, y=None)
-    if (root / LISTING).exists():
-        listing = ContributionListing.read(root / LISTING)
-        _check_listing_matches_folders(root, listing.ids, there)
-    if not there:
-        problem = f"'{root}' holds no contributions"
-        raise CorpusError("corpus.no-contributions", problem, "put each into a folder: ID/payload.npz")
-    for what, column, given in (("cls", listing.classes, cls), ("subject", listing.subjects, subject)):
-        if column is not None and given is not None:
-            problem = f"{what} is given, and '{root / LISTING}' has it too"
-            raise CorpusError("corpus.column-given-twice", problem, "keep it in one of the two places")
-    source = PayloadSource(FolderPayloads(root, listing.ids), listing.y, dtype=dtype)
-    return {
-        "x": source,
-        "unit": np.repeat(np.arange(len(listing.ids)), source.sizes),
-        "ids": listing.ids,
-        "cls": cls if listing.classes is None else listing.classes,
-        "subject": subject if listing.subjects is None else listing.subjects,
-    }
 
 
 def _check_listing_matches_folders(root: Path, listed: list[str], there: list[str]) -> None:
@@ -156,12 +126,12 @@ class Corpus:
 
         x defaults to all other columns. A `cls` that is a class of `policy` is the class of all rows.
         """
-        columns = {"unit": None if unit == EACH_EXAMPLE else unit, "cls": cls, "ids": ids, "subject": subject}
-        policy, dtype = options.get("policy"), options.get("dtype")
-        parts = corpus_arguments_from_csv(
-            path, x=x, y=y, columns=columns, policy=policy, dtype=dtype, delimiter=delimiter
-        )
-        return make(**_with_unit_name(parts, unit, options), **options)
+        named, given = _named_columns(options, unit=unit, cls=cls, ids=ids, subject=subject)
+        names, dtype = list(dict.fromkeys(named.values())), np.float32 if options.get("dtype") is None else np.float64
+        x = [x] if isinstance(x, str) else x
+        table = read_table(Path(path), x=x, y=y, names=names, delimiter=delimiter, dtype=dtype)
+        found: dict[str, Any] = {what: table.names[name] for what, name in named.items()}
+        return make(table.x, table.y, **given, **found, **options)
 
     @classmethod
     def of_npz(
@@ -169,9 +139,10 @@ class Corpus:
         ids: Any = None, subject: Any = None, **options: Any,
     ) -> Self:  # fmt: skip
         """From the arrays of an .npz file. Text in x, y, unit, cls, ids, subject names arrays; y=None: no labels."""
-        columns = {"unit": None if unit == EACH_EXAMPLE else unit, "cls": cls, "ids": ids, "subject": subject}
-        parts = corpus_arguments_from_npz(path, x=x, y=y, columns=columns, policy=options.get("policy"))
-        return make(**_with_unit_name(parts, unit, options), **options)
+        named, given = _named_columns(options, unit=unit, cls=cls, ids=ids, subject=subject)
+        named |= {"x": x} if y is None else {"x": x, "y": y}
+        found: dict[str, Any] = read_npz(Path(path), list(dict.fromkeys(named.values())))
+        return make(**given, **{what: found[name] for what, name in named.items()}, **options)
 
     @classmethod
     def of_folder(make, path: str | Path, *, cls: Any = None, subject: Any = None, **options: Any) -> Self:
@@ -180,8 +151,26 @@ class Corpus:
         PATH/contributions.csv, if it is there, lists id and perhaps class, subject and y of each. Contributions are
         sorted by id. Payloads are read when they are sampled.
         """
-        parts = corpus_arguments_from_folder(path, cls=cls, subject=subject, dtype=options.pop("dtype", None))
-        return make(**parts, **options)
+        root = Path(path)
+        if not root.is_dir():
+            problem = f"'{root}' is not a folder"
+            raise CorpusError("corpus.folder-missing", problem, "give the folder with one folder per contribution")
+        there = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        listing = ContributionListing(ids=there, classes=None, subjects=None, y=None)
+        if (root / LISTING).exists():
+            listing = ContributionListing.read(root / LISTING)
+            _check_listing_matches_folders(root, listing.ids, there)
+        if not there:
+            problem = f"'{root}' holds no contributions"
+            raise CorpusError("corpus.no-contributions", problem, "put each into a folder: ID/payload.npz")
+        for what, column, given in (("cls", listing.classes, cls), ("subject", listing.subjects, subject)):
+            if column is not None and given is not None:
+                problem = f"{what} is given, and '{root / LISTING}' has it too"
+                raise CorpusError("corpus.column-given-twice", problem, "keep it in one of the two places")
+        source = PayloadSource(FolderPayloads(root, listing.ids), listing.y, dtype=options.pop("dtype", None))
+        unit = np.repeat(np.arange(len(listing.ids)), source.sizes)
+        cls, subject = listing.classes or cls, listing.subjects or subject
+        return make(source, unit=unit, cls=cls, ids=listing.ids, subject=subject, **options)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -361,8 +350,19 @@ class Corpus:
         return f"Corpus({self.source!r}, classes {', '.join(self.names)})"
 
 
-def _with_unit_name(parts: dict[str, Any], unit: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """A contribution is called by the column that it came from."""
+def _named_columns(options: dict[str, Any], **columns: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """Which of these are named by a column or array of a file, and the others as they are.
+
+    Text names a column, unless it is unit="each" or a class of the policy: then it is the class of all. A contribution
+    is called by the column that it came from.
+    """
+    policy, unit, cls = options.get("policy"), columns["unit"], columns["cls"]
+    each = isinstance(unit, str) and unit == EACH_EXAMPLE
     if isinstance(unit, str):
-        options.setdefault("unit_name", "example" if unit == EACH_EXAMPLE else unit)
-    return {**parts, "unit": EACH_EXAMPLE} if isinstance(unit, str) and unit == EACH_EXAMPLE else parts
+        options.setdefault("unit_name", "example" if each else unit)
+    named = {what: value for what, value in columns.items() if isinstance(value, str)}
+    if each:
+        del named["unit"]
+    if isinstance(cls, str) and policy is not None and cls in policy.classes:
+        del named["cls"]
+    return named, {what: value for what, value in columns.items() if what not in named}

@@ -12,17 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lamina.admit.contribution_sources import ArrayHeader, BadArray, read_arrays, read_headers
 from lamina.errors import CorpusError
-from lamina.plan.policy import Policy
-
-if TYPE_CHECKING:
-    import torch
 
 LABELS_REMEDY = "number the labels from a public list of them, or: labels, y = numpy.unique(y, return_inverse=True)"
 ROWS_PER_CHUNK = 4096
@@ -209,54 +205,6 @@ def _number(cell: str) -> float | None:
 
 
 SAVEZ_REMEDY = "write it with np.savez(path, x=x, y=y)"
-
-
-def corpus_arguments_from_csv(
-    path: str | Path,
-    *,
-    x: Sequence[str] | None = None,
-    y: str | Sequence[str] | None = None,
-    columns: dict[str, Any],
-    policy: Policy | None,
-    dtype: torch.dtype | None,
-    delimiter: str,
-) -> dict[str, Any]:
-    """What a corpus is made of, from a flat table: one row an example.
-
-    `columns` says in which columns `unit`, `cls`, `ids` and `subject` are; what is not text is passed through.
-    """
-    if isinstance(x, str):
-        x = [x]
-    named = {what: value for what, value in columns.items() if isinstance(value, str)}
-    others = {what: value for what, value in columns.items() if not isinstance(value, str)}
-    if _names_policy_class(named.get("cls"), policy):
-        others["cls"] = named.pop("cls")
-    table = read_table(
-        Path(path),
-        x=x,
-        y=y,
-        names=list(dict.fromkeys(named.values())),
-        delimiter=delimiter,
-        dtype=np.float32 if dtype is None else np.float64,
-    )
-    return {"x": table.x, "y": table.y, **others, **{what: table.names[name] for what, name in named.items()}}
-
-
-def corpus_arguments_from_npz(
-    path: str | Path, *, x: str, y: str | None, columns: dict[str, Any], policy: Policy | None
-) -> dict[str, Any]:
-    """What a corpus is made of, from the arrays of an .npz file."""
-    wanted = {"x": x, "y": y, **columns}
-    if _names_policy_class(columns.get("cls"), policy):
-        wanted.pop("cls")
-    named = {what: name for what, name in wanted.items() if isinstance(name, str)}
-    found = read_npz(Path(path), list(dict.fromkeys(named.values())))
-    return {"x": x, "y": y, **columns, **{what: found[name] for what, name in named.items()}}
-
-
-def _names_policy_class(cls: Any, policy: Policy | None) -> bool:
-    """Text names a column or array, unless the policy has a class of that name: then it is the class of all."""
-    return isinstance(cls, str) and policy is not None and cls in policy.classes
 
 
 def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
