@@ -160,18 +160,6 @@ def test_a_wrong_checksum_stops_no_run(ward: Hospital) -> None:
 # ------------------------------------------------------------------------------------------------ key ring
 
 
-def test_a_damaged_ring_refuses_each_time(tmp_path: Path) -> None:
-    hospital = usual(tmp_path)
-    held = hospital.keys.read_bytes()
-    trainer = hospital.trainer(progress=During(segments={3: lambda: hospital.keys.write_bytes(held[:-40])}))
-    for _ in range(3):
-        with raises_code("key.ring-not-json"):
-            trainer.fit()
-    assert trainer.state.step == 3
-    hospital.keys.write_bytes(held)
-    assert trainer.fit().steps == 12
-
-
 def test_the_ring_that_was_compared_is_the_one_that_is_loaded(ward: Hospital, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that changes between two reads must not be taken for the one of the first."""
     gate, reads = ward.gate(), []

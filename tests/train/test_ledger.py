@@ -89,15 +89,6 @@ def test_a_run_on_signed_contributions_can_be_audited(ward: hospital.Hospital) -
     agrees(ward.root / "runs" / "a")
 
 
-def test_runs_add_up_in_one_ledger_and_are_held_to_what_it_promises(ward: hospital.Hospital) -> None:
-    ward.trainer("a").fit()
-    with pytest.raises(BudgetExceeded):
-        ward.trainer("b").fit()
-    with pytest.raises(BudgetExceeded):  # whatever the trainer is told
-        ward.trainer("b", bounds={}).fit()
-    assert sound(ward.root / "runs" / "ward-7.ledger.db").spends > 0
-
-
 def test_the_same_folder_admitted_again_enters_nobody_twice(ward: hospital.Hospital) -> None:
     ledger = ward.root / "ledger.db"
     corpus = ward.admit(ledger=ledger)

@@ -95,15 +95,6 @@ def test_a_corpus_that_was_admitted_keeps_its_evidence() -> None:
     assert again is corpus and corpus.admission is first
 
 
-def test_a_run_takes_it_as_it_is(tmp_path: Any) -> None:
-    model = net()
-    engine, corpus, plan = lamina.make_private(model, (X, Y), epsilon=3.0, batch=10, steps=5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = nn.CrossEntropyLoss(reduction="none")
-    run = lamina.Trainer(model, optimizer, loss, corpus, plan, engine=engine, folder=tmp_path / "a", progress=False)
-    assert run.fit().epsilon["data"] <= 3.0
-
-
 def test_signing_is_a_small_part_of_starting_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is some 4 seconds, nearly all of it the import of torch."""
     spent = []

@@ -20,6 +20,7 @@ import lamina
 from lamina import Evaluation
 from lamina.account.filters import GaussianFilter
 from lamina.errors import BudgetExceeded, CouplingError, RunError, RunInUse, StorageError
+from lamina.ledger.verify.verifier import verify
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
 from lamina.train.run_files import Lease
@@ -574,6 +575,7 @@ def test_a_second_run_that_exceeds_the_bound_is_refused_before_it_begins(tmp_pat
     assert not (tmp_path / "b" / "model.safetensors").exists()
     with pytest.raises(BudgetExceeded):  # what was promised holds, whatever a trainer is told
         problem.trainer(tmp_path / "b", corpus=problem.corpus(), bounds={}).fit()
+    assert verify(tmp_path / "tests.ledger.db").spends > 0
 
 
 def test_without_a_bound_what_runs_spend_is_told_and_not_refused(tmp_path: Path) -> None:
@@ -747,4 +749,5 @@ def test_make_private_gives_a_loop(tmp_path: Path) -> None:
         engine2.model, torch.optim.SGD(engine2.model.parameters(), lr=0.1), problem.loss, corpus, plan,
         engine=engine2, folder=tmp_path / "a", progress=False,
     )  # fmt: skip
-    assert trainer.fit().steps == 10
+    outcome = trainer.fit()
+    assert outcome.steps == 10 and outcome.epsilon["data"] <= 1.0
