@@ -262,58 +262,50 @@ def test_the_builder_of_the_next_tests_builds_our_receipt() -> None:
     assert _built() == GOOD
 
 
+WRONG_HEADERS: dict[int, list[Any]] = {  # by label; ... leaves it out
+    1: [-7, "EdDSA", True, ...],
+    2: [[1]],
+    4: [b"short", ...],
+    15: [
+        {1: ORIGIN},
+        {1: ORIGIN, 2: "tree:21", 6: 0},
+        *({1: ORIGIN, 2: sub} for sub in ("tree:021", "tree:+21", "tree:\u0662\u0661", "tree:" + "9" * 40, 21)),
+        {1: 5, 2: "tree:21"},
+        ...,
+    ],
+    16: ["application/lamina-attestation+cose", ...],
+    258: [-16],
+    395: [2, True, ...],
+}
+WRONG_PARTS: dict[str, list[Any]] = {
+    "protected": [b"", b"\xa0", {}],
+    "unprotected": [
+        {},
+        {395: 1, 396: {-1: [b"\x80"]}},
+        [],
+        *(
+            {396: proofs}
+            for proofs in ({}, {-1: []}, {-1: [b"\x80"]}, {-1: [b"", b""]}, {-2: [b"\x80"]}, {-1: b"\x80"})
+        ),
+    ],
+    "proof": [
+        [21, 11],
+        [21, 11, [bytes(32)], 0],
+        [20, 11, [bytes(32)]],
+        *([21, 11, path] for path in ([], [b"short"], "path")),
+        *([21, index, [bytes(32)]] for index in (-1, True, 11.0, None)),
+    ],
+    "payload": [b"", TREE.head(21).root],
+    "signature": [b"x" * 63, ""],
+    "tag": [98],
+}
+
+
 @pytest.mark.parametrize(
     "parts",
     [
-        {"header": {1: -7}},
-        {"header": {1: "EdDSA"}},
-        {"header": {1: True}},
-        {"header": {1: ...}},
-        {"header": {2: [1]}},
-        {"header": {4: b"short"}},
-        {"header": {4: ...}},
-        {"header": {15: {1: ORIGIN}}},
-        {"header": {15: {1: ORIGIN, 2: "tree:21", 6: 0}}},
-        {"header": {15: {1: ORIGIN, 2: "tree:021"}}},
-        {"header": {15: {1: ORIGIN, 2: "tree:+21"}}},
-        {"header": {15: {1: ORIGIN, 2: "tree:\u0662\u0661"}}},
-        {"header": {15: {1: ORIGIN, 2: "tree:" + "9" * 40}}},
-        {"header": {15: {1: ORIGIN, 2: 21}}},
-        {"header": {15: {1: 5, 2: "tree:21"}}},
-        {"header": {15: ...}},
-        {"header": {16: "application/lamina-attestation+cose"}},
-        {"header": {16: ...}},
-        {"header": {258: -16}},
-        {"header": {395: 2}},
-        {"header": {395: True}},
-        {"header": {395: ...}},
-        {"protected": b""},
-        {"protected": b"\xa0"},
-        {"protected": {}},
-        {"unprotected": {}},
-        {"unprotected": {396: {}}},
-        {"unprotected": {396: {-1: []}}},
-        {"unprotected": {396: {-1: [b"\x80"]}}},
-        {"unprotected": {396: {-1: [b"", b""]}}},
-        {"unprotected": {396: {-2: [b"\x80"]}}},
-        {"unprotected": {395: 1, 396: {-1: [b"\x80"]}}},
-        {"unprotected": {396: {-1: b"\x80"}}},
-        {"unprotected": []},
-        {"proof": [21, 11]},
-        {"proof": [21, 11, []]},
-        {"proof": [21, 11, [b"short"]]},
-        {"proof": [21, 11, "path"]},
-        {"proof": [21, -1, [bytes(32)]]},
-        {"proof": [21, True, [bytes(32)]]},
-        {"proof": [21, 11.0, [bytes(32)]]},
-        {"proof": [21, None, [bytes(32)]]},
-        {"proof": [20, 11, [bytes(32)]]},
-        {"proof": [21, 11, [bytes(32)], 0]},
-        {"payload": b""},
-        {"payload": TREE.head(21).root},
-        {"signature": b"x" * 63},
-        {"signature": ""},
-        {"tag": 98},
+        *({"header": {label: value}} for label, values in WRONG_HEADERS.items() for value in values),
+        *({name: value} for name, values in WRONG_PARTS.items() for value in values),
     ],
 )
 def test_anything_else_is_no_receipt(parts: dict[str, Any]) -> None:
@@ -472,31 +464,20 @@ def test_a_text_proves_nothing_else() -> None:
 WHOLE = TEXT.encode()
 
 
+WRONG_INDEX_LINES = [
+    *(f"index {number}" for number in ("011", " 11", "-1", "9223372036854775808")),
+    *("Index 11", "index 11\nextra YWJj", "index 11\nindex 11", "index 11\nAAAA"),
+    *(f"{extra}\nindex 11" for extra in ("extra YWJj\nextra YWJj", "extra ", "extra YWJ")),
+    "index 11" + ("\n" + base64.b64encode(bytes(32)).decode()) * 60,
+]
+
+
 @pytest.mark.parametrize(
     "data",
     [
-        "",
-        SIGNED,
-        WHOLE.replace("@v1", "@v2"),
-        WHOLE.replace("\nindex 11", ""),
-        WHOLE.replace("index 11", "index 011"),
-        WHOLE.replace("index 11", "index  11"),
-        WHOLE.replace("index 11", "index -1"),
-        WHOLE.replace("index 11", "index 9223372036854775808"),
-        WHOLE.replace("index 11", "Index 11"),
-        WHOLE.replace("index 11", "extra YWJj\nextra YWJj\nindex 11"),
-        WHOLE.replace("index 11", "index 11\nextra YWJj"),
-        WHOLE.replace("index 11", "extra \nindex 11"),
-        WHOLE.replace("index 11", "extra YWJ\nindex 11"),
-        WHOLE.replace("index 11", "index 11\nindex 11"),
-        WHOLE.replace("index 11", "index 11\nAAAA"),
-        WHOLE.replace("index 11\n", "index 11\n" + (base64.b64encode(bytes(32)).decode() + "\n") * 60),
-        WHOLE.replace("\n\n", "\n"),
-        WHOLE.replace("\n", "\r\n"),
-        WHOLE + "\n",
-        "\n" + WHOLE,
-        WHOLE.encode() + b"\xff",
-        "x" * 600_000,
+        *("", SIGNED, "x" * 600_000, WHOLE + "\n", "\n" + WHOLE, WHOLE.encode() + b"\xff"),
+        *(WHOLE.replace("index 11", line) for line in WRONG_INDEX_LINES),
+        *(WHOLE.replace(*pair) for pair in (("@v1", "@v2"), ("\nindex 11", ""), ("\n\n", "\n"), ("\n", "\r\n"))),
     ],
 )
 def test_anything_else_is_no_proof_text(data: str | bytes) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import dp_accounting
 import pytest
@@ -66,12 +67,18 @@ from lamina.ledger.verify.contribution_checks import (
     other_kinds,
     read_columns,
 )
-from lamina.ledger.verify.tree_checks import AggregateTallies, KnownCheckpoint, Trust, VerificationStopped
+from lamina.ledger.verify.tree_checks import AggregateTallies, Finding, KnownCheckpoint, Trust, VerificationStopped
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import FollowBudget, FollowEnergy, Injection, InjectionForm
 from lamina.plan.step_plan import StepPlan
 
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
+
+
+def finding(where: str | Path, **options: Any) -> Finding:
+    found = verify(where, **options)
+    assert found.problem is not None
+    return found.problem
 
 
 # ------------------------------------------------------------------------------ good ledgers
@@ -112,9 +119,8 @@ def test_leaves_that_nobody_signed_yet(tmp_path: Path) -> None:
     assert found.verified
     assert (found.size, found.signed) == (5, 4)
     assert any("[4, 5) are not signed" in note for note in found.notes)
-    trusting = verify(tmp_path / "a.db", trust=MINE)
-    assert trusting.problem is not None
-    assert (trusting.problem.index, trusting.problem.kind) == (4, "trust")
+    trusting = finding(tmp_path / "a.db", trust=MINE)
+    assert (trusting.index, trusting.kind) == (4, "trust")
     story.sign()
     assert verify(tmp_path / "a.db", trust=MINE).trusted
 
@@ -130,9 +136,7 @@ def test_what_is_no_ledger(tmp_path: Path) -> None:
     with raises_code("store.no-ledger"):
         verify(tmp_path / "none.db")
     (tmp_path / "text.db").write_text("not a database, and long enough to be looked at" * 100)
-    found = verify(tmp_path / "text.db")
-    assert found.problem is not None
-    assert found.problem.kind == "store"
+    assert finding(tmp_path / "text.db").kind == "store"
 
 
 def test_a_ledger_of_many_leaves_is_pruned_down_to_its_tiles(tmp_path: Path) -> None:
@@ -158,9 +162,7 @@ def test_a_ledger_of_many_leaves_is_pruned_down_to_its_tiles(tmp_path: Path) -> 
     assert found.counts["pruned"] == 1152
     # Somebody shows a checkpoint of a size at which nothing was ever signed here.
     strange = KnownCheckpoint.parse(signed[2].replace("\n1100\n", "\n700\n"))
-    found = verify(path, seen=[strange])
-    assert found.problem is not None
-    assert found.problem.kind == "seen"
+    assert finding(path, seen=[strange]).kind == "seen"
     for level, index in ((1, 0), (0, 4)):
         ((data,),) = sql(path, "SELECT data FROM tile WHERE id = ?", (level << 56) | index)
         sql(path, "UPDATE tile SET data = ? WHERE id = ?", bytes(32) + data[32:], (level << 56) | index)
@@ -168,9 +170,7 @@ def test_a_ledger_of_many_leaves_is_pruned_down_to_its_tiles(tmp_path: Path) -> 
         sql(path, "UPDATE tile SET data = ? WHERE id = ?", data, (level << 56) | index)
     assert verify(path).verified
     sql(path, "DELETE FROM tile WHERE id = ?", 1 << 56)
-    found = verify(path)
-    assert found.problem is not None
-    assert found.problem.kind == "tile"
+    assert finding(path).kind == "tile"
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
@@ -208,9 +208,8 @@ def test_trusted_keys_as_files(tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text(NoteKey(ORIGIN, OTHER.public).text)
     (tmp_path / "elsewhere.txt").write_text(NoteKey("elsewhere.example", LEDGER.public).text)
     for name in ("other.txt", "elsewhere.txt"):
-        found = verify(path, trust=Trust.load(tmp_path / name))
-        assert found.problem is not None
-        assert (found.problem.index, found.problem.kind) == (0, "trust")
+        found = finding(path, trust=Trust.load(tmp_path / name))
+        assert (found.index, found.kind) == (0, "trust")
     ring.revoke(LEDGER.public.id, at=START)
     ring.save(tmp_path / "revoked.json")
     assert verify(path, trust=Trust.load(tmp_path / "revoked.json"), now=START - 1).trusted
@@ -232,15 +231,12 @@ def test_a_ring_knows_contributors_that_the_ledger_does_not_name(tmp_path: Path)
     ring = KeyRing()
     ring.add(LEDGER.public, label="the ledger", role="ledger")
     trust = Trust(ring=ring)
-    found = verify(path, trust=trust)
-    assert found.problem is not None
-    assert found.problem.code == "verify.key-unknown"
+    assert finding(path, trust=trust).code == "verify.key-unknown"
     ring.add(stranger.public, label="a stranger", role="contributor")
     assert verify(path, trust=trust).trusted
     ring.revoke(stranger.public.id, at=START)
-    found = verify(path, trust=trust)
-    assert found.problem is not None
-    assert (found.problem.index, found.problem.code) == (seq, "verify.trusted-key-unusable")
+    found = finding(path, trust=trust)
+    assert (found.index, found.code) == (seq, "verify.trusted-key-unusable")
 
 
 # ------------------------------------------------------------------------------ many contributions at once
@@ -488,8 +484,7 @@ def test_noise_that_follows_its_budget_is_charged_as_a_whole(tmp_path: Path) -> 
         accounts = (dataclasses.replace(record.accounts[0], charges=changes),)
         shutil.copy(path, tmp_path / "b.db")
         rewritten(str(tmp_path / "b.db"), replacing(first, accounts=accounts))
-        found = verify(tmp_path / "b.db").problem
-        assert found is not None
+        found = finding(tmp_path / "b.db")
         assert (found.index, found.kind) == (first, "epoch")
     assert second == first + 1
 
@@ -527,8 +522,7 @@ def test_raw_noise_with_a_cap_is_charged_for_every_attempt(tmp_path: Path) -> No
     record = leaves.decode_leaf(leaf(path, third)).record
     assert isinstance(record, Epoch)
     rewritten(path, replacing(third, accounts=(dataclasses.replace(record.accounts[0], charges=events(9)),)))
-    found = verify(path).problem
-    assert found is not None
+    found = finding(path)
     assert (found.index, found.code, "its plan takes 25" in found.reason) == (
         third,
         "verify.charge-differs-from-plan",
@@ -556,8 +550,7 @@ def test_noise_that_moves_between_layers_keeps_its_multiplier(tmp_path: Path) ->
     assert verify(path).problem is None
     for variance in ((0.0, 0.0, 14.0, 14.0), (0.0, 1.0, 18.0, 14.0), (0.0, 0.0, 18.0)):
         rewritten(path, replacing(seq, variance=variance))
-        found = verify(path).problem
-        assert found is not None
+        found = finding(path)
         assert found.index == seq
 
 
@@ -608,8 +601,7 @@ def test_a_stricter_policy_binds_whoever_comes_later(tmp_path: Path) -> None:
     assert verify(path).verified
     (seq,) = story.admit([contribution(4, terms=USUAL)])
     story.sign()
-    found = verify(path).problem
-    assert found is not None
+    found = finding(path)
     assert (found.index, found.kind) == (seq, "contribution")
 
 
@@ -623,8 +615,7 @@ def test_time_may_stand_still_and_windows_may_be_a_little_off(tmp_path: Path) ->
     assert verify(path, signatures=False).verified
     (seq,) = story.admit([contribution(3, at=now + HOUR + 121, expires=now + YEAR)])
     story.sign()
-    found = verify(path, signatures=False).problem
-    assert found is not None
+    found = finding(path, signatures=False)
     assert found.index == seq
 
 
@@ -654,6 +645,5 @@ def test_the_first_of_several_problems_is_named(tmp_path: Path) -> None:
     wrong = (spent.accounts[0], dataclasses.replace(spent.accounts[1], spend=spent.accounts[1].spend - 99_999))
     rewritten(path, replacing(story.at["redone"], accounts=wrong))
     sql(path, "DELETE FROM leaf WHERE seq = 50")
-    found = verify(path, signatures=False).problem
-    assert found is not None
+    found = finding(path, signatures=False)
     assert (found.index, found.code) == (story.at["redone"], "verify.spend-under-reported")
