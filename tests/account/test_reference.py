@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.account import accountants, gaussian_rdp
-from lamina.account.accountants import calibrate, cost, find_accountant
+from lamina.account import gaussian_rdp
+from lamina.account.accountants import DISCLOSED, calibrate, cost, find_accountant
 from lamina.account.schedule import Adjacency, Event, prefix
 
 Q, T, DELTA = 256 / 20_000, 7812, 1e-5  # N = 20000, b = 256
@@ -48,9 +48,7 @@ def test_adjacency_and_disclosure() -> None:
 
 def test_calibrating_to_the_mean_occurrences_is_not_enough() -> None:
     sigma = 10 / gaussian_rdp.mu_of_epsilon(1.0, DELTA)  # exact for 100 occurrences
-    assert accountants.disclosed_epsilon((Event(sigma=sigma, q=100 / T, steps=T),), DELTA) == pytest.approx(
-        1.0168, abs=2e-4
-    )
+    assert DISCLOSED.epsilon((Event(sigma=sigma, q=100 / T, steps=T),), DELTA) == pytest.approx(1.0168, abs=2e-4)
 
 
 def test_withdrawal_after_part_of_the_steps() -> None:

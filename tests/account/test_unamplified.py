@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from refusals import raises_code
 from scipy import special, stats
 
-from lamina.account import accountants, gaussian_rdp
-from lamina.account.accountants import cap_occurrences, cost, find_accountant
+from lamina.account import gaussian_rdp
+from lamina.account.accountants import DISCLOSED, cap_occurrences, cost, find_accountant
 from lamina.account.gaussian_rdp import epsilon_of_noise_multiplier
 from lamina.account.schedule import Adjacency, Event
 
@@ -84,35 +84,31 @@ def test_mixture_by_simulation() -> None:
     counts = np.random.default_rng(3).binomial(event.steps, event.q, 40_000)
     values, weight = np.unique(counts, return_counts=True)
     each = [gaussian_rdp.delta_of_mu(math.sqrt(n) / event.sigma, epsilon) for n in values]
-    assert accountants.disclosed_delta([event], epsilon) == pytest.approx(
-        float(np.dot(each, weight) / len(counts)), rel=0.01
-    )
+    assert DISCLOSED.delta([event], epsilon) == pytest.approx(float(np.dot(each, weight) / len(counts)), rel=0.01)
 
 
 def test_mixture_of_several_events_is_pessimistic_and_close() -> None:
     whole = (Event(sigma=5.0, q=0.02, steps=2000),)
     nearly_split = (Event(sigma=5.0, q=0.02, steps=1000), Event(sigma=5.0 * (1 + 1e-12), q=0.02, steps=1000))
-    exact = accountants.disclosed_epsilon(whole, 1e-5)
-    assert exact <= accountants.disclosed_epsilon(nearly_split, 1e-5) <= exact * 1.005
+    exact = DISCLOSED.epsilon(whole, 1e-5)
+    assert exact <= DISCLOSED.epsilon(nearly_split, 1e-5) <= exact * 1.005
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.floats(0.5, 50), st.floats(1e-3, 1), st.integers(1, 3000))
 def test_mixture_lies_between_amplified_and_every_step(sigma: float, q: float, steps: int) -> None:
     schedule = (Event(sigma=sigma, q=q, steps=steps),)
-    disclosed = accountants.disclosed_epsilon(schedule, 1e-5)
+    disclosed = DISCLOSED.epsilon(schedule, 1e-5)
     assert disclosed <= find_accountant("gaussian").epsilon(schedule, 1e-5) * (1 + 1e-6)
     assert find_accountant("pld").epsilon(schedule, 1e-5) <= disclosed * (1 + 2e-3) + 1e-9
-    assert disclosed <= accountants.disclosed_epsilon(schedule, 1e-5, Adjacency.REPLACE_ONE)
+    assert disclosed <= DISCLOSED.epsilon(schedule, 1e-5, Adjacency.REPLACE_ONE)
 
 
 def test_mixture_at_its_ends() -> None:
-    assert accountants.disclosed_epsilon((), 1e-5) == 0
+    assert DISCLOSED.epsilon((), 1e-5) == 0
     certain = (Event(sigma=3.0, q=1.0, steps=9),)
-    assert accountants.disclosed_epsilon(certain, 1e-5) == pytest.approx(
-        gaussian_rdp.epsilon_of_mu(1.0, 1e-5), rel=1e-6
-    )
-    assert accountants.disclosed_epsilon(certain, 1e-300) == math.inf
+    assert DISCLOSED.epsilon(certain, 1e-5) == pytest.approx(gaussian_rdp.epsilon_of_mu(1.0, 1e-5), rel=1e-6)
+    assert DISCLOSED.epsilon(certain, 1e-300) == math.inf
 
 
 def test_cost_with_a_cap_takes_the_least_noisy_steps() -> None:

@@ -245,7 +245,7 @@ def cost(schedule: Iterable[Event], *, delta: float, accountant: str = "pld", oc
         rho=gaussian_rdp.zcdp_rho(known),
         epsilon_unamplified=exact.epsilon(known, delta),
         epsilon_unamplified_replace_one=exact.epsilon(known, delta, Adjacency.REPLACE_ONE),
-        epsilon_disclosed=disclosed_epsilon(parts, delta) if occurrences is None else None,
+        epsilon_disclosed=DISCLOSED.epsilon(parts, delta) if occurrences is None else None,
     )
 
 
@@ -295,24 +295,8 @@ _MIXTURE_POINTS = 2**14  # resolution of μ² when several events are mixed; rou
 _MIXTURE_PAD = 1e-9
 
 
-def disclosed_delta(
-    schedule: Iterable[Event], epsilon: float, adjacency: Adjacency | str = Adjacency.ADD_REMOVE
-) -> float:
-    """δ at `epsilon` when the occurrences of the contribution are disclosed."""
-    return _disclosed_delta(grouped(schedule), check_epsilon(epsilon), check_adjacency(adjacency))
-
-
-def disclosed_epsilon(
-    schedule: Iterable[Event], delta: float, adjacency: Adjacency | str = Adjacency.ADD_REMOVE
-) -> float:
-    """The smallest ε with δ(ε) ≤ `delta`, rounded up."""
-    return _disclosed_epsilon(grouped(schedule), check_delta(delta), check_adjacency(adjacency))
-
-
-@lru_cache(maxsize=1024)
 def _disclosed_epsilon(parts: Schedule, delta: float, adjacency: Adjacency) -> float:
-    if not parts:
-        return 0.0
+    """The smallest ε with δ(ε) ≤ `delta`, rounded up."""
     if delta <= 2 * _TAIL_PROBABILITY * len(parts):
         return math.inf
     if _disclosed_delta(parts, 0.0, adjacency) <= delta:
@@ -328,7 +312,7 @@ def _disclosed_epsilon(parts: Schedule, delta: float, adjacency: Adjacency) -> f
 
 
 def _disclosed_delta(parts: Schedule, epsilon: float, adjacency: Adjacency) -> float:
-    if not parts or math.isinf(epsilon):
+    if math.isinf(epsilon):
         return 0.0
     squares, weights, lost = _squared_mu_distribution(parts)
     scale = 1.0 if adjacency is Adjacency.ADD_REMOVE else 2.0
@@ -366,6 +350,10 @@ def _occurrence_distribution(event: Event) -> tuple[Array, Array]:
     weights = np.asarray(law.pmf(counts), dtype=np.float64)
     weights[0] += float(law.cdf(counts[0] - 1))
     return counts, weights
+
+
+DISCLOSED = _cached_accountant("disclosed", False, _disclosed_epsilon, _disclosed_delta)
+"""ε and δ when the occurrences of the contribution are disclosed. No plan is priced by it, so it has no entry above."""
 
 
 def pooled_epsilon(events: EventCounts, *, delta: float, name: str) -> float:

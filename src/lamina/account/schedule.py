@@ -14,10 +14,6 @@ from dataclasses import dataclass
 from lamina import validate
 from lamina.errors import AccountingError
 
-# Privacy events and schedules: noise multiplier, sampling rate, number of steps.
-#
-# Needs neither numpy nor scipy.
-
 
 class Adjacency(enum.Enum):
     """Which two datasets must be hard to tell apart.

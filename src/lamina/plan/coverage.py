@@ -18,7 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lamina.errors import CoverageError, PlanError
-from lamina.plan.layer_stack import ModelTensors, call_model, refuse_lazy_tensors
+from lamina.plan.layer_stack import ModelTensors, call_arguments, refuse_lazy_tensors
 from lamina.plan.selection import ROOT, complement_ranges
 from lamina.plan.step_plan import StepPlan
 from lamina.plan.table import index_text
@@ -91,8 +91,9 @@ def check_coverage(model: nn.Module, plan: StepPlan, example: Any = None) -> Cov
 def _check_buffers_unwritten(model: nn.Module, example: Any) -> None:
     """Refuse a buffer that a forward pass, in the modes that the modules are in, writes to."""
     before = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
+    args, kwargs = call_arguments(example)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        call_model(model, example)
+        model(*args, **kwargs)
         after = dict(model.named_buffers())
         moved = [name for name, (_, value) in before.items() if not _buffer_unchanged(after.get(name), value)]
         for buffer, value in before.values():

@@ -420,10 +420,11 @@ class ExecutionTrace:
         hooks = [
             module.register_forward_pre_hook(lambda module, _: entered[module].append(next(clock))) for module in paths
         ]
+        args, kwargs = call_arguments(example)
         try:
             model.eval()
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                call_model(model, example)
+                model(*args, **kwargs)
         except Exception as error:
             problem = f"the forward pass on the example failed: {type(error).__name__}: {error}"
             remedy = "give a tensor, a tuple of arguments or a dict that model(...) accepts"
@@ -449,14 +450,11 @@ class ExecutionTrace:
         return self.calls(path)[0]
 
 
-def call_model(model: nn.Module, example: Any) -> None:
-    """Run `model` on a tensor, a tuple of arguments, or a dict of keyword arguments."""
+def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tensor, a tuple of arguments or a dict of keyword arguments, as (args, kwargs)."""
     if isinstance(example, Mapping):
-        model(**example)
-    elif isinstance(example, tuple):
-        model(*example)
-    else:
-        model(example)
+        return (), dict(example)
+    return (tuple(example), {}) if isinstance(example, tuple) else ((example,), {})
 
 
 def _assign_calls_to_paths(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -30,33 +30,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReachedRanges:
-    """Of one tensor of a layer that is reached, the places that are: along `axis`, which has `length` of them."""
-
-    tensor: str
-    axis: int
-    length: int
-    ranges: tuple[Range, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
     """By layer, whether a class reaches anything of it, and the factor on its threshold there; by tensor, which part.
 
-    A tensor of a reached layer that is in no opening is reached wholly. `words` tell it, with the adapter's identity.
+    A tensor of a reached layer that is in no opening is reached wholly; openings are slices of no class yet. `words`
+    tell the profile, with the adapter's identity.
     """
 
     layers: tuple[bool, ...]
     factors: tuple[float, ...]
-    openings: tuple[ReachedRanges, ...]
+    openings: tuple[Slice, ...]
     words: str
 
     def slices(self, cls: str) -> tuple[Slice, ...]:
         """The openings as slices of a plan, for this class."""
-        return tuple(
-            Slice(cls=cls, tensor=part.tensor, axis=part.axis, length=part.length, ranges=part.ranges)
-            for part in self.openings
-        )
+        return tuple(replace(part, cls=cls) for part in self.openings)
 
 
 def resolve_reach(profile: DepthProfile, stack: LayerStack, *, allow_empty: bool = False) -> Reach:
@@ -68,7 +56,7 @@ def resolve_reach(profile: DepthProfile, stack: LayerStack, *, allow_empty: bool
     for part in stack.parts:
         parts[part.tensor].append(part)
     layers: list[bool] = []
-    openings: list[ReachedRanges] = []
+    openings: list[Slice] = []
     for layer, within in zip(stack, inside, strict=True):
         found = list(_partly_reached_tensors(layer, adapter, masked, parts)) if within and (adapter or masked) else []
         reached = within and (not found or len(found) < len(layer.parameters) or any(o.ranges for o in found))
@@ -157,7 +145,7 @@ def _find_profile_adapter(profile: DepthProfile, stack: LayerStack) -> Adapter:
 
 def _partly_reached_tensors(
     layer: Layer, adapter: Adapter | None, masked: ResolvedMasks | None, parts: Mapping[str, list[TensorPart]]
-) -> list[ReachedRanges]:
+) -> list[Slice]:
     """The tensors of a layer that are not reached wholly."""
     made = []
     for tensor, shape in zip(layer.parameters, layer.shapes, strict=True):
@@ -169,7 +157,7 @@ def _partly_reached_tensors(
             ranges = masked.ranges(tensor, mine)
         if ranges is not None:
             axis, length = (mine[0].axis, mine[0].length) if mine else (0, shape[0] if shape else 1)
-            made.append(ReachedRanges(tensor=tensor, axis=axis, length=length, ranges=ranges))
+            made.append(Slice(cls="", tensor=tensor, axis=axis, length=length, ranges=ranges))
     return made
 
 

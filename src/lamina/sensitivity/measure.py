@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from lamina import validate
 from lamina.errors import NoBound, PlanError
 from lamina.plan.codec import strict_json
-from lamina.plan.layer_stack import LayerStack
+from lamina.plan.layer_stack import LayerStack, call_arguments
 from lamina.plan.table import align_columns
 from lamina.sensitivity.bounds import bounds
 from lamina.sensitivity.example_gradients import (
@@ -38,7 +38,7 @@ from lamina.sensitivity.example_gradients import (
     take_examples,
 )
 from lamina.sensitivity.profile import GAUSSIAN, ActivationProfile, gaussian_batches, profile
-from lamina.sensitivity.trace import call_arguments, export, first_patients, map_arguments, trace
+from lamina.sensitivity.trace import export, first_patients, map_arguments, trace
 from lamina.validate import short_repr
 
 MEASURE_KIND, MEASURE_VERSION = "lamina.measure", 1

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from lamina import validate
 from lamina.errors import PlanError
+from lamina.plan.layer_stack import call_arguments
 from lamina.sensitivity.gains import paper_attention_norm, softmax_jacobian_norm
 from lamina.sensitivity.trace import (
     SAME_ENTRIES,
@@ -23,7 +24,6 @@ from lamina.sensitivity.trace import (
     OperationKind,
     TracedGraph,
     TracedProgram,
-    call_arguments,
     export,
     isolated_rng,
     map_arguments,

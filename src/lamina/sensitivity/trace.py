@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lamina.errors import NoBound, PlanError
+from lamina.plan.layer_stack import call_arguments
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -132,13 +133,6 @@ def classify(operation: str, moving: int) -> OperationKind:
     kind = OPERATION_KINDS.get(name, OperationKind.OTHER)
     several = {OperationKind.ADD: 2, OperationKind.ATTENTION: 3, OperationKind.CONCAT: moving}
     return kind if moving <= several.get(kind, 1) else OperationKind.OTHER
-
-
-def call_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A tensor, a tuple of arguments or a dict of keyword arguments, as (args, kwargs)."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example), {}) if isinstance(example, tuple) else ((example,), {})
 
 
 def first_patients(example: Any, count: int) -> Any:
