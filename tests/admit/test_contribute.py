@@ -94,46 +94,33 @@ def test_an_interrupted_run_is_finished_by_repeating_it(folder: Path) -> None:
     assert contents(folder).items() >= before.items()
 
 
-def _other_payload(folder: Path) -> dict[str, Any]:
-    np.savez(folder / "p1" / "payload.npz", x=np.ones((2, 3), dtype=np.float32))
-    return {}
-
-
-def _torn(folder: Path) -> dict[str, Any]:
+def _torn(folder: Path) -> None:
     """Stopped between the two files: a new descriptor, an old attestation."""
     data = (folder / "p1" / "descriptor.cbor").read_bytes()
-    nonce = Descriptor.decode(data).nonce
-    (folder / "p1" / "descriptor.cbor").write_bytes(data.replace(nonce, bytes(16)))
-    return {}
+    (folder / "p1" / "descriptor.cbor").write_bytes(data.replace(Descriptor.decode(data).nonce, bytes(16)))
 
 
-def _no_attestation(folder: Path) -> dict[str, Any]:
-    (folder / "p1" / "attestation.cose").unlink()
-    return {}
-
-
-def _no_descriptor(folder: Path) -> dict[str, Any]:
-    (folder / "p1" / "descriptor.cbor").unlink()
-    return {}
-
-
-def _damaged(folder: Path) -> dict[str, Any]:
+def _damaged(folder: Path) -> None:
     path = folder / "p1" / "attestation.cose"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    return {}
 
 
-def _garbage(folder: Path) -> dict[str, Any]:
-    (folder / "p1" / "descriptor.cbor").write_bytes(b"\xff" * 5000)
-    return {}
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "other payload": lambda folder: np.savez(folder / "p1" / "payload.npz", x=np.ones((2, 3), dtype=np.float32)),
+    "torn": _torn,
+    "no attestation": lambda folder: (folder / "p1" / "attestation.cose").unlink(),
+    "no descriptor": lambda folder: (folder / "p1" / "descriptor.cbor").unlink(),
+    "damaged": _damaged,
+    "garbage": lambda folder: (folder / "p1" / "descriptor.cbor").write_bytes(b"\xff" * 5000),
+}
 
 
-@pytest.mark.parametrize("change", [_other_payload, _torn, _no_attestation, _no_descriptor, _damaged, _garbage])
-def test_what_has_changed_is_signed_again(folder: Path, change: Callable[[Path], dict[str, Any]]) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_is_signed_again(folder: Path, change: str) -> None:
     signed(folder)
-    options = change(folder)
-    assert states(signed(folder, **options)) == {"p0": "kept", "p1": "signed", "p2": "kept", "p3": "kept"}
+    CHANGES[change](folder)
+    assert states(signed(folder)) == {"p0": "kept", "p1": "signed", "p2": "kept", "p3": "kept"}
     described, claims = read(folder / "p1")
     assert claims.signed_by(KEY.public, described.digest())
     assert claims.mismatch(described) is None
@@ -194,23 +181,13 @@ def test_what_is_stricter_is_loosened_by_force_only(folder: Path, first: dict[st
 
 def test_a_stricter_bound_survives_whatever_else_makes_it_be_signed_anew(folder: Path) -> None:
     kept = {"clip_norm": 0.25, "noise_multiplier": 9.0, "data_class": "ecg", **SUBJECTS}
-    for change in ("payload", "window", "tail", "torn", "expired", "noise"):
+    for change, options in (
+        ("other payload", {}), ("torn", {}), ("window", {"expires": NOW + 50}), ("anchors", ANCHORS),
+        ("expired", {"now": NOW + 366 * 86_400}), ("noise", {"noise_multiplier": 10.0}),
+    ):  # fmt: skip
         signed(folder / "p1", force=True, **kept)
-        options: dict[str, Any] = {}
-        now = NOW
-        if change == "payload":
-            _other_payload(folder)
-        elif change == "window":
-            options = {"expires": NOW + 50}
-        elif change == "tail":
-            options = {"anchors": ANCHORS["anchors"]}
-        elif change == "torn":
-            _torn(folder)
-        elif change == "expired":
-            now = NOW + 366 * 86_400
-        else:
-            options = {"noise_multiplier": 10.0}
-        (found,) = attest_folder(folder / "p1", KEY, POLICY, "sensitive", now=now, **options)
+        CHANGES.get(change, lambda folder: None)(folder)
+        (found,) = attest_folder(folder / "p1", KEY, POLICY, "sensitive", **{"now": NOW, **options})
         assert (found.state, found.carried) == (SigningState.SIGNED, True), change
         described, claims = read(folder / "p1")
         z = 10_000_000 if change == "noise" else 9_000_000
@@ -285,7 +262,7 @@ def test_what_another_key_signed_is_replaced_by_force_only(folder: Path) -> None
     other = PrivateKey.generate()
     signed(folder / "p1")
     signed(folder / "p2", noise_multiplier=9.0)
-    _other_payload(folder)  # whatever is wrong with it, it is theirs to mend
+    CHANGES["other payload"](folder)  # whatever is wrong with it, it is theirs to mend
     before = contents(folder / "p1") | contents(folder / "p2")
 
     def run(**options: Any) -> dict[str, SigningOutcome]:
@@ -309,17 +286,15 @@ def test_what_another_key_signed_is_replaced_by_force_only(folder: Path) -> None
 @pytest.mark.parametrize(
     ("change", "state"),
     [
-        (_damaged, SigningState.OTHER_KEY),
-        (_no_descriptor, SigningState.OTHER_KEY),
-        (_no_attestation, SigningState.SIGNED),
+        ("damaged", SigningState.OTHER_KEY),
+        ("no descriptor", SigningState.OTHER_KEY),
+        ("no attestation", SigningState.SIGNED),
     ],
 )
-def test_what_is_left_of_another_key(
-    folder: Path, change: Callable[[Path], dict[str, Any]], state: SigningState
-) -> None:
+def test_what_is_left_of_another_key(folder: Path, change: str, state: SigningState) -> None:
     """Without an attestation nobody signed it; with half of one it is still theirs."""
     signed(folder)
-    change(folder)
+    CHANGES[change](folder)
     (found,) = attest_folder(folder / "p1", PrivateKey.generate(), POLICY, "sensitive", now=NOW)
     assert found.state is state
 

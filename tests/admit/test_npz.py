@@ -1,4 +1,4 @@
-"""`admit/contribution_sources.py`: what is said of an array before it is read holds when it is read, and costs little to find out."""
+"""What is said of an array before it is read holds when it is read; what is found in an archive, zipfile finds too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import struct
 import tracemalloc
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,18 @@ from hypothesis import strategies as st
 from refusals import raises_code
 
 from lamina.admit import contribution_sources
-from lamina.admit.contribution_sources import MAX_ARRAY, MAX_HEADER, BadArray, count_examples, read_arrays, read_headers
+from lamina.admit.contribution_sources import (
+    MAX_ARRAY,
+    MAX_HEADER,
+    TAIL_BYTES,
+    BadArray,
+    FileTail,
+    ZipEntry,
+    count_examples,
+    read_arrays,
+    read_headers,
+    read_zip_directory,
+)
 
 
 def packed(how: int = zipfile.ZIP_STORED, **entries: bytes) -> bytes:
@@ -213,3 +225,112 @@ def test_only_short_headers_are_remembered() -> None:
         with pytest.raises(BadArray, match="an invalid shape"):
             read_headers(io.BytesIO(packed(x=npy("(2, -3)"))), ["x"])
     assert contribution_sources._parse_header_text.cache_info().currsize == 1
+
+
+# ------------------------------------------------------------------------------------------------ the directory of an archive
+
+
+def by_zipfile(held: bytes) -> dict[bytes, ZipEntry]:
+    with zipfile.ZipFile(io.BytesIO(held)) as archive:
+        return {
+            name.encode("cp437"): ZipEntry(
+                info.flag_bits, info.compress_type, info.compress_size, info.file_size, info.header_offset
+            )
+            for name, info in archive.NameToInfo.items()
+        }
+
+
+PLAIN = saved(False, x=np.arange(6, dtype=np.float32).reshape(2, 3), y=np.arange(2))
+DIRECTORY = PLAIN.index(b"PK\x01\x02")
+END = len(PLAIN) - 22
+
+
+def answer(held: bytes) -> Any:
+    try:
+        return contribution_sources.read_headers(io.BytesIO(held), ["x", "y"])
+    except Exception as error:
+        return type(error), str(error) if isinstance(error, contribution_sources.BadArray) else None
+
+
+@pytest.mark.parametrize("size", [1, TAIL_BYTES // 8, 3 * TAIL_BYTES])
+def test_what_numpy_writes_is_found_without_zipfile(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = np.arange(size, dtype=np.float64)[None], np.zeros(1, dtype=np.int64)
+    held = saved(False, x=x, y=y, other=x)
+    assert read_zip_directory(FileTail(io.BytesIO(held))) == by_zipfile(held)
+    monkeypatch.setattr(contribution_sources, "_open_archive", None)  # nobody asks it
+    found = contribution_sources.read_headers(io.BytesIO(held), ["y", "x"])
+    assert {name: (each.shape, each.dtype) for name, each in found.items()} == {
+        "x": (x.shape, x.dtype),
+        "y": (y.shape, y.dtype),
+    }
+
+
+def test_a_file_is_read_where_it_is_asked_for() -> None:
+    held = bytes(range(256)) * 40
+    near = FileTail(io.BytesIO(held))
+    assert near.end == len(held) and near.tail == held[-TAIL_BYTES:]
+    for at in (0, 5, len(held) - TAIL_BYTES - 3, len(held) - TAIL_BYTES, len(held) - 7):
+        assert near.read(at, 10) == held[at : at + 10]
+
+
+def edited(place: int, value: bytes) -> bytes:
+    return PLAIN[:place] + value + PLAIN[place + len(value) :]
+
+
+def renamed(name: bytes) -> bytes:
+    return PLAIN.replace(b"y.npy", name)
+
+
+UNUSUAL: dict[str, bytes] = {
+    "nothing": b"",
+    "no archive": b"PK" * 100,
+    "something before it": b"#" + PLAIN,
+    "something behind it": PLAIN + b"\0",
+    "a comment": edited(END + 20, b"\3\0") + b"abc",
+    "an entry that is encrypted": edited(DIRECTORY + 8, b"\1\0"),
+    "a name in UTF-8": edited(DIRECTORY + 8, b"\0\x08"),
+    "a later version": edited(DIRECTORY + 6, b"\x3f"),
+    "an extra field": edited(DIRECTORY + 30, b"\5\0"),
+    "a comment of an entry": edited(DIRECTORY + 32, b"\5\0"),
+    "another disk": edited(DIRECTORY + 34, b"\1\0"),
+    "another disk of the directory": edited(END + 4, b"\1\0"),
+    "a name that is cut off": renamed(b"x.npy"[:3] + b"\0y"),
+    "a longer directory": edited(END + 12, struct.pack("<L", END - DIRECTORY + 1)),
+    "a shorter directory": edited(END + 12, struct.pack("<L", END - DIRECTORY - 1)),
+    "a name beyond the directory": edited(DIRECTORY + 51 + 28, b"\6\0"),
+    "the end of half an entry": edited(DIRECTORY + 51 + 28, b"\4\0"),
+    "a directory elsewhere": edited(END + 16, struct.pack("<L", DIRECTORY - 1)),
+    "a directory for huge archives": edited(END - 20, b"PK\6\7"),
+    "a long directory": saved(False, **{f"{i:0100d}": np.zeros(1) for i in range(TAIL_BYTES // 100)}),
+}
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_whatever_is_unusual_is_left_to_zipfile(what: str) -> None:
+    assert read_zip_directory(FileTail(io.BytesIO(UNUSUAL[what]))) is None
+
+
+SPOILED = st.lists(st.tuples(st.integers(0, len(PLAIN) - 1), st.integers(0, 255)), max_size=3)
+OF_THE_DIRECTORY = st.lists(
+    st.tuples(st.integers(DIRECTORY, len(PLAIN) - 1), st.sampled_from([0, 1, 5, 8, 45, 120, 121, 255])), max_size=3
+)
+
+
+@given(st.one_of(SPOILED, OF_THE_DIRECTORY))
+@example([(DIRECTORY + 51 + 46, ord("x"))])  # two entries of one name: the last counts
+@example([(DIRECTORY + 10, 8)])  # said to be compressed, and is not
+@example([(DIRECTORY + 51 + 42, 0)])  # two names for one entry
+def test_what_is_found_is_what_zipfile_finds(edits: list[tuple[int, int]]) -> None:
+    """And so is what follows from it: the same headers, or the same refusal."""
+    spoiled = bytearray(PLAIN)
+    for place, value in edits:
+        spoiled[place] = value
+    held = bytes(spoiled)
+    found = read_zip_directory(FileTail(io.BytesIO(held)))
+    if found is not None:
+        assert found == by_zipfile(held)
+    quick = answer(held)
+    with pytest.MonkeyPatch.context() as patch:
+        nothing: Callable[[FileTail], None] = lambda near: None  # noqa: E731
+        patch.setattr(contribution_sources, "read_zip_directory", nothing)
+        assert answer(held) == quick

@@ -8,7 +8,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -374,18 +373,18 @@ class Gate(gate.AdmissionGate):
         )
         admission = self.review(source, progress=progress, enter=False)
         listing = _read_listing(folder)
-        data = _AdmittedData.of(admission, folder, listing, dtype, self._processes)
+        data = _open_admitted(admission, folder, listing, dtype, self._processes)
         if on_refusal == STOP and admission.refused:
             problem = f"{_refusal_counts_text(admission)}, and on_refusal is {STOP!r}"
             raise AdmissionError("corpus.contributions-refused", problem, _REFUSED_REMEDY)
         if admission.enter() and data is not None:  # much may have happened meanwhile: go on without them
-            data = _AdmittedData.of(admission, folder, listing, dtype, self._processes)
+            data = _open_admitted(admission, folder, listing, dtype, self._processes)
         if data is None:
             problem = f"nobody is admitted: {_refusal_counts_text(admission)}"
             raise AdmissionError("corpus.nobody-admitted", problem, _REFUSED_REMEDY)
         return AdmittedCorpus(
-            data.source, admission, ids=list(admission.ids), subject=data.subjects, policy=self.policy,
-            keys=self.reload_keys, examples_per_unit=examples_per_unit,
+            data[0], admission, ids=list(admission.ids), subject=data[1], policy=self.policy, keys=self.reload_keys,
+            examples_per_unit=examples_per_unit,
         )  # fmt: skip
 
 
@@ -399,8 +398,8 @@ _REFUSED_REMEDY = "corpus.admission.table(), or lamina admit, says who was refus
 
 
 def _refusal_counts_text(admission: Admission) -> str:
-    reasons = ", ".join(f"{reason} {count}" for reason, count in admission.refused.counts().items())
-    return f"{len(admission.refused)} of {len(admission) + len(admission.refused)} refused ({reasons or 'none'})"
+    total = len(admission) + len(admission.refused)
+    return f"refused of {total}: {reasons_text(admission.refused.counts())}"
 
 
 def _read_listing(folder: Path | None) -> ContributionListing | None:
@@ -408,48 +407,39 @@ def _read_listing(folder: Path | None) -> ContributionListing | None:
     return ContributionListing.read(path) if path is not None and path.exists() else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _AdmittedData:
-    """What was admitted, opened: payloads under their commitments, labels and subjects of a contributions.csv."""
+def _open_admitted(
+    admission: Admission, folder: Path | None, listing: ContributionListing | None, dtype: torch.dtype | None,
+    processes: int,
+) -> tuple[PayloadSource, list[str] | None] | None:  # fmt: skip
+    """Payloads under their commitments with the labels of a contributions.csv, and its subjects. None: nothing is left.
 
-    source: PayloadSource
-    subjects: list[str] | None
+    Whoever cannot be opened is refused, each for itself.
+    """
+    found: dict[int, tuple[Reason, str]] = {}
+    lines = _listing_lines(admission, listing, found)
+    y = None if listing is None or listing.y is None else listing.y[lines]
+    payloads = _payloads_of(admission, folder)
 
-    @classmethod
-    def of(
-        cls, admission: Admission, folder: Path | None, listing: ContributionListing | None,
-        dtype: torch.dtype | None, processes: int,
-    ) -> _AdmittedData | None:  # fmt: skip
-        """None if nothing is left. Whoever cannot be opened is refused, each for itself."""
-        found: dict[int, tuple[Reason, str]] = {}
-        lines = _listing_lines(admission, listing, found)
-        y = None if listing is None or listing.y is None else listing.y[lines]
-        payloads = _payloads_of(admission, folder)
-        inspector = PayloadInspector(y, dtype)
+    def refuse(row: int, why: str) -> None:
+        found.setdefault(row, (Reason.UNREADABLE, why))
 
-        def refuse(row: int, why: str) -> None:
-            found.setdefault(row, (Reason.UNREADABLE, why))
-
-        survey, rows = survey_and_refuse(payloads, inspector, refuse, processes)
-        for row, size in zip(rows.tolist(), survey.sizes.tolist() if survey else (), strict=True):
-            if size != (signed := int(admission.columns["items"][row])):
-                found.setdefault(row, (Reason.MISMATCH, f"{signed} items were signed, the payload has {size}"))
-        kept = np.setdiff1d(np.arange(len(admission)), np.array(list(found), dtype=np.int64))
-        if survey is None or not len(kept):
-            admission.refuse(found)
-            return None
-        sizes = survey.sizes[np.searchsorted(rows, kept)]
-        admission.refuse(found)
-        columns = admission.columns
-        committed = CommittedPayloads(
-            payloads.take(kept), nonces=columns["nonce"].copy(), commitments=columns["commitment"].copy()
-        )
-        subjects = None if listing is None else listing.subjects
-        labels, survey = None if y is None else y[kept], PayloadSurvey(format=survey.format, sizes=sizes)
-        return cls(
-            source=PayloadSource(committed, labels, dtype=dtype, survey=survey),
-            subjects=None if subjects is None else [subjects[line] for line in lines[kept].tolist()],
-        )
+    survey, rows = survey_and_refuse(payloads, PayloadInspector(y, dtype), refuse, processes)
+    for row, size in zip(rows.tolist(), survey.sizes.tolist() if survey else (), strict=True):
+        if size != (signed := int(admission.columns["items"][row])):
+            found.setdefault(row, (Reason.MISMATCH, f"{signed} items were signed, the payload has {size}"))
+    kept = np.setdiff1d(np.arange(len(admission)), np.array(list(found), dtype=np.int64))
+    admission.refuse(found)
+    if survey is None or not len(kept):
+        return None
+    columns = admission.columns
+    committed = CommittedPayloads(
+        payloads.take(kept), nonces=columns["nonce"].copy(), commitments=columns["commitment"].copy()
+    )
+    labels = None if y is None else y[kept]
+    survey = PayloadSurvey(format=survey.format, sizes=survey.sizes[np.searchsorted(rows, kept)])
+    subjects = None if listing is None else listing.subjects
+    own_subjects = None if subjects is None else [subjects[line] for line in lines[kept].tolist()]
+    return PayloadSource(committed, labels, dtype=dtype, survey=survey), own_subjects
 
 
 def _listing_lines(

@@ -76,11 +76,9 @@ class Patient:
         return eight_leads(dipole) * self.electrodes
 
 
-# Simulated 12-lead ECG: patients of several classes, a few beats of each, from one seed.
-#
-# NeuroKit2 beats the heart's dipole (neurokit.py) in shapes that are ours (morphology.py), for patients who differ
-# (patient.py); Dower's matrix makes leads of it (leads.py). Baseline wander and muscle noise are added, and windows are
-# cut round R waves, as a beat detector does. For demonstrations, proxies and tests: no person's data is in it.
+# NeuroKit2 beats the heart's dipole in shapes that are ours, for patients who differ; Dower's matrix makes leads of it
+# (heart_model.py). Baseline wander and muscle noise are added, and windows are cut round R waves, as a beat detector
+# does. For demonstrations, proxies and tests: no person's data is in it.
 
 CLASSES = tuple(MORPHOLOGIES)
 SECONDS_BEFORE_R = 0.38  # seconds of a window that lie before the R wave: room for P

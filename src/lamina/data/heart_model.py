@@ -130,7 +130,7 @@ MORPHOLOGIES: dict[str, Morphology] = {
 #
 # NeuroKit2's own twelve leads take a second each, have one fixed mixture of waves, and are all stretched to 1.6 mV,
 # which hides what voltage tells. So it is asked for the three components of the dipole, and each gets back the height
-# that its waves say; leads.py makes twelve leads of them.
+# that its waves say; `twelve_leads` makes leads of them.
 
 NEUROKIT_RANGE = 1.6  # mV, the range to which NeuroKit2 stretches every signal
 ECGSYN_START = 0.04  # where ECGSYN starts, on top of an R wave
