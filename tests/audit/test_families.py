@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from audit_steps import plan_for
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +17,6 @@ from lamina.audit.canaries import named_canaries, random_canaries
 from lamina.audit.paired_step import PairedStep, paired_step, with_only
 from lamina.audit.target import AuditTarget
 from lamina.engine.batch import Batch
-from lamina.plan.step_plan import StepPlan
 
 pytestmark = [  # what a module without a rule says, once
     pytest.mark.filterwarnings("ignore:.*cannot run under vmap"),
@@ -175,9 +175,7 @@ FAMILIES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 SOME = ("y huge", "x large", "x huge", "x cancelling", "x mixed sizes", "x not a number", "x and y large")
 
 
-def subject_for(
-    name: str, plan_for: Callable[..., StepPlan], clipping: str, **options: Any
-) -> tuple[AuditTarget, Batch]:
+def subject_for(name: str, clipping: str, **options: Any) -> tuple[AuditTarget, Batch]:
     kind, make = FAMILIES[name]
     model = make()
     x = torch.randint(0, 11, (N, 5)) if kind == "ids" else torch.randn(SHAPE[kind])
@@ -212,8 +210,8 @@ def assert_sound(found: dict[str, PairedStep]) -> None:
 
 @pytest.mark.parametrize("clipping", ["box", "joint"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_never_above_and_reached(name: str, clipping: str, plan_for: Callable[..., StepPlan]) -> None:
-    subject, batch = subject_for(name, plan_for, clipping)
+def test_never_above_and_reached(name: str, clipping: str) -> None:
+    subject, batch = subject_for(name, clipping)
     found = attack(subject, batch, 0, SOME)
     assert_sound(found)
     assert max(p.ratio for p in found.values()) >= 0.99
@@ -228,9 +226,9 @@ def test_never_above_and_reached(name: str, clipping: str, plan_for: Callable[..
     ("parts", "hardened", "options"), [(1, True, {}), (3, False, {}), (3, True, {"constant_time": True})]
 )
 def test_however_the_step_is_taken(
-    name: str, clipping: str, parts: int, hardened: bool, options: dict[str, Any], plan_for: Callable[..., StepPlan]
+    name: str, clipping: str, parts: int, hardened: bool, options: dict[str, Any]
 ) -> None:
-    subject, batch = subject_for(name, plan_for, clipping, parts=parts, hardened=hardened, options=options)
+    subject, batch = subject_for(name, clipping, parts=parts, hardened=hardened, options=options)
     for unit in (0, 3):  # a class that reaches everything, and one that is restricted
         found = attack(subject, batch, unit, ("y huge", "x cancelling"))
         assert_sound(found)
@@ -239,11 +237,9 @@ def test_however_the_step_is_taken(
 
 @pytest.mark.parametrize("constant_time", [False, True])
 @pytest.mark.parametrize("clipping", ["box", "joint"])
-def test_restricted_class_moves_nothing_below(
-    clipping: str, constant_time: bool, plan_for: Callable[..., StepPlan]
-) -> None:
+def test_restricted_class_moves_nothing_below(clipping: str, constant_time: bool) -> None:
     options = {"constant_time": constant_time}
-    subject, batch = subject_for("linear in a sequence", plan_for, clipping, options=options)
+    subject, batch = subject_for("linear in a sequence", clipping, options=options)
     for among in (batch, with_only(batch, 3)):
         found = attack(subject, among, 3, SOME)
         assert_sound(found)
@@ -252,8 +248,8 @@ def test_restricted_class_moves_nothing_below(
         assert p.per_layer[0] == 0  # beside empty slots: to the last bit
 
 
-def test_public_class_is_not_bounded(plan_for: Callable[..., StepPlan]) -> None:
-    subject, batch = subject_for("linear", plan_for, "box")
+def test_public_class_is_not_bounded() -> None:
+    subject, batch = subject_for("linear", "box")
     p = attack(subject, batch, 2, ("y large",))["y large"]
     assert p.sound
     assert p.bound == float("inf")
@@ -261,10 +257,10 @@ def test_public_class_is_not_bounded(plan_for: Callable[..., StepPlan]) -> None:
 
 
 @pytest.mark.parametrize("clipping", ["box", "joint"])
-def test_rows_taken_away(clipping: str, plan_for: Callable[..., StepPlan]) -> None:
+def test_rows_taken_away(clipping: str) -> None:
     """Add or remove in earnest: the batch has fewer rows. 'linear' has no dropout."""
     for name in ("linear", "row map", "tied embedding"):
-        subject, batch = subject_for(name, plan_for, clipping)
+        subject, batch = subject_for(name, clipping)
         assert subject.fixed(batch)
         found = attack(subject, batch, 0, SOME, without="absent")
         for canary, p in found.items():
@@ -275,8 +271,8 @@ def test_rows_taken_away(clipping: str, plan_for: Callable[..., StepPlan]) -> No
 @pytest.mark.parametrize("hardened", [False, True])
 @pytest.mark.parametrize("clipping", ["box", "joint"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_whole_library(name: str, clipping: str, hardened: bool, plan_for: Callable[..., StepPlan]) -> None:
-    subject, batch = subject_for(name, plan_for, clipping, hardened=hardened)
+def test_whole_library(name: str, clipping: str, hardened: bool) -> None:
+    subject, batch = subject_for(name, clipping, hardened=hardened)
     for unit in (0, 3):
         assert_sound(attack(subject, batch, unit))
         for canary, b in random_canaries(batch, unit, count=20):

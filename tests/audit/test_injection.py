@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from audit_steps import plan_for
 from torch import Tensor, nn
 
 from lamina.audit.paired_step import Without, paired_step
@@ -32,13 +32,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 4))
 
 
-def subject_of(
-    plan_for: Callable[..., StepPlan],
-    injection: Injection,
-    clipping: str = "box",
-    parts: int = 1,
-    hardened: bool = False,
-) -> AuditTarget:
+def subject_of(injection: Injection, clipping: str = "box", parts: int = 1, hardened: bool = False) -> AuditTarget:
     model = net()
 
     def losses_of(x: Tensor, y: Tensor) -> Tensor:
@@ -56,8 +50,8 @@ def batch_of(size: int = 5) -> Batch:
 
 @pytest.mark.parametrize("clipping", ["box", pytest.param("joint", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("injection", FORMS, ids=str)
-def test_every_form_keeps_its_claim(plan_for: Callable[..., StepPlan], injection: Injection, clipping: str) -> None:
-    subject = subject_of(plan_for, injection, clipping, parts=2)
+def test_every_form_keeps_its_claim(injection: Injection, clipping: str) -> None:
+    subject = subject_of(injection, clipping, parts=2)
     checks = audit_step(subject, batch_of(), tries=2, quick=True)
     assert [c.name for c in checks if c.verdict is not Verdict.PASSED] == []
     reached = {c.name: c.lower_bound / c.claimed for c in checks if c.name.startswith("sensitivity/")}
@@ -66,14 +60,14 @@ def test_every_form_keeps_its_claim(plan_for: Callable[..., StepPlan], injection
 
 
 @pytest.mark.parametrize("injection", [FORMS[0], FORMS[2]], ids=str)
-def test_hardened_too(plan_for: Callable[..., StepPlan], injection: Injection) -> None:
-    checks = audit_step(subject_of(plan_for, injection, hardened=True), batch_of(), tries=1, quick=True)
+def test_hardened_too(injection: Injection) -> None:
+    checks = audit_step(subject_of(injection, hardened=True), batch_of(), tries=1, quick=True)
     assert [c.name for c in checks if c.verdict is not Verdict.PASSED] == []
 
 
-def test_raw_noise_does_not_hide_who_is_there(plan_for: Callable[..., StepPlan]) -> None:
+def test_raw_noise_does_not_hide_who_is_there() -> None:
     """Why its claim is zero-out: a contribution that is gone takes its noise along, and the step moves by it."""
-    subject = subject_of(plan_for, FORMS[2])
+    subject = subject_of(FORMS[2])
     there = paired_step(subject, batch_of(), 0, without=Without.SLOT, noise=1.0)
     gone = paired_step(subject, batch_of(), 0, without=Without.ABSENT, noise=1.0)
     assert there.sound
@@ -95,9 +89,7 @@ class _Busy(NoisePerContribution):
 
 
 @pytest.mark.parametrize(("form", "wrong"), [(1, _Forgetful), (2, _Busy)])
-def test_the_audit_sees_noise_that_is_missing(
-    plan_for: Callable[..., StepPlan], monkeypatch: pytest.MonkeyPatch, form: int, wrong: type
-) -> None:
+def test_the_audit_sees_noise_that_is_missing(monkeypatch: pytest.MonkeyPatch, form: int, wrong: type) -> None:
     monkeypatch.setattr(
         "lamina.engine.step.NoiseInShares" if form == 1 else "lamina.engine.step.NoisePerContribution", wrong
     )
@@ -105,7 +97,7 @@ def test_the_audit_sees_noise_that_is_missing(
     def make(model: nn.Module, plan: StepPlan, noise: NoiseSource) -> Engine:
         return Engine(model, plan, noise=noise)
 
-    subject = replace(subject_of(plan_for, FORMS[form]), make=make)
+    subject = replace(subject_of(FORMS[form]), make=make)
     assert not all(level.as_planned for level in noise_levels(subject, batch_of()))
     checks = audit_step(subject, batch_of(), tries=1, quick=True)
     assert any(c.verdict is Verdict.FAILED for c in checks if c.name.startswith("noise/"))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from audit_steps import plan_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import Net
@@ -23,8 +24,6 @@ from lamina.engine.engine import Engine
 from lamina.engine.noise import NoiseSource
 from lamina.plan.step_plan import StepPlan
 
-Plans = Callable[..., StepPlan]
-
 
 def subject_of(model: nn.Module, plan: StepPlan, **options: object) -> AuditTarget:
     def losses_of(x: Tensor, y: Tensor) -> Tensor:
@@ -33,7 +32,7 @@ def subject_of(model: nn.Module, plan: StepPlan, **options: object) -> AuditTarg
     return AuditTarget(model=model, plan=plan, losses_of=losses_of, **options)  # type: ignore[arg-type]
 
 
-def test_the_difference_is_the_clipped_gradient(plan_for: Plans) -> None:
+def test_the_difference_is_the_clipped_gradient() -> None:
     """Against an oracle: the gradient by autograd, clipped by hand."""
     model = nn.Linear(3, 2).double()
     plan = plan_for(model)
@@ -49,7 +48,7 @@ def test_the_difference_is_the_clipped_gradient(plan_for: Plans) -> None:
 
 
 @pytest.mark.parametrize("noise", [1.0, 2.0**-10, 2.0**-30])
-def test_noise_cancels_at_every_level(noise: float, plan_for: Plans) -> None:
+def test_noise_cancels_at_every_level(noise: float) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 2)).double()
     batch = Batch(torch.randn(4, 3).double(), torch.full((4,), 9.0).double())
     subject = subject_of(model, plan_for(model))
@@ -63,10 +62,6 @@ def test_batches_without_a_contribution() -> None:
     unit, cls = torch.tensor([2, 0, 1, 2, 0]), torch.tensor([0, 1, 2])
     batch = Batch({"a": torch.arange(5)}, torch.arange(5.0), unit=unit, cls=cls)
     slot, gone, only = with_empty_slot(batch, 1), without_rows(batch, 1), with_only(batch, 1)
-    assert slot.weight is not None
-    assert only.weight is not None
-    assert gone.unit is not None
-    assert gone.cls is not None
     assert slot.weight.tolist() == [1, 1, 0, 1, 1]
     assert only.weight.tolist() == [0, 0, 1, 0, 0]
     assert gone.x["a"].tolist() == [0, 1, 3, 4]
@@ -74,7 +69,7 @@ def test_batches_without_a_contribution() -> None:
     assert gone.cls.tolist() == [0, 2]
 
 
-def test_nothing_is_left_behind(plan_for: Plans) -> None:
+def test_nothing_is_left_behind() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
     before, state = {n: p.clone() for n, p in model.named_parameters()}, torch.get_rng_state()
     paired_step(subject_of(model, plan_for(model)), Batch(torch.randn(4, 3), torch.ones(4)), 0)
@@ -87,7 +82,7 @@ def test_nothing_is_left_behind(plan_for: Plans) -> None:
     assert all("forward" not in vars(m) for m in model.modules())
 
 
-def test_a_tensor_that_only_one_step_writes(plan_for: Plans) -> None:
+def test_a_tensor_that_only_one_step_writes() -> None:
     """Noise that is left out when nobody reaches a layer shows presence: refused by name."""
 
     class Skips(Engine):
@@ -105,7 +100,7 @@ def test_a_tensor_that_only_one_step_writes(plan_for: Plans) -> None:
         paired_step(subject_of(model, plan_for(model), make=make), Batch(torch.randn(2, 3), torch.ones(2)), 0)
 
 
-def test_ascent_presses_against_every_layer(plan_for: Plans) -> None:
+def test_ascent_presses_against_every_layer() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     subject = subject_of(model, plan_for(model, "box"))
     batch = Batch(0.01 * torch.randn(3, 6), torch.full((3,), 0.45))
@@ -127,7 +122,7 @@ def test_variants_change_the_canary_alone() -> None:
     assert {"x huge", "x not a number", "y like another"} <= set(names)
 
 
-def test_price_of_a_sensitivity(plan_for: Plans) -> None:
+def test_price_of_a_sensitivity() -> None:
     model = nn.Linear(3, 2)
     plan = plan_for(model, several=True)
     claimed = plan.epsilon(0)
@@ -167,19 +162,10 @@ def test_check_is_strict_json() -> None:
     ],
 )
 @pytest.mark.parametrize("shape", [(2, 64), (2, 3, 64)])
-def test_extreme_sizes(
-    x: float, y: float, dtype: torch.dtype, shape: tuple[int, ...], clipping: str, plan_for: Plans
-) -> None:
+def test_extreme_sizes(x: float, y: float, dtype: torch.dtype, shape: tuple[int, ...], clipping: str) -> None:
     model = nn.Linear(64, 64, bias=False).to(dtype)
     plan = plan_for(model, clipping)
-    small = StepPlan(
-        **{
-            **{f: getattr(plan, f) for f in ("layers", "classes", "steps", "clipping")},
-            "clip": ((1e-4,),),
-            "noise": (1e-4,),
-            "batch": 1000.0,
-        }
-    )
+    small = replace(plan, clip=((1e-4,),), noise=(1e-4,), batch=1000.0)
     values = torch.ones(shape, dtype=dtype) * x
     batch = Batch(values, torch.tensor([y, 1.0], dtype=dtype))
     for p in (plan, small):
@@ -187,7 +173,18 @@ def test_extreme_sizes(
         assert found.sound, found
 
 
-def test_positions_when_the_batch_is_as_long_as_the_text(plan_for: Plans) -> None:
+def after_a_batch(subject: AuditTarget, seen: Batch) -> AuditTarget:
+    """Steps of an engine that has seen another batch."""
+
+    def make(model: nn.Module, plan: StepPlan, noise: NoiseSource) -> Engine:
+        engine = Engine(model, plan, noise=noise)
+        engine.clipped_sums(subject.losses_of(seen.x, seen.y), seen)
+        return engine
+
+    return replace(subject, make=make)
+
+
+def test_positions_when_the_batch_is_as_long_as_the_text() -> None:
     """A table looked up with (T,) ids, in the step whose batch happens to hold T examples."""
 
     model = Net(
@@ -198,13 +195,7 @@ def test_positions_when_the_batch_is_as_long_as_the_text(plan_for: Plans) -> Non
     )
     subject = subject_of(model, plan_for(model))
 
-    def make(model: nn.Module, plan: StepPlan, noise: NoiseSource) -> Engine:
-        engine = Engine(model, plan, noise=noise)
-        seen = Batch(torch.randint(0, 9, (3, 4)), torch.ones(3))
-        engine.clipped_sums(subject.losses_of(seen.x, seen.y), seen)
-        return engine
-
-    warm = AuditTarget(model=model, plan=subject.plan, losses_of=subject.losses_of, make=make)
+    warm = after_a_batch(subject, Batch(torch.randint(0, 9, (3, 4)), torch.ones(3)))
     batch = Batch(torch.randint(0, 9, (4, 4)), torch.tensor([1e4, 1.0, 1.0, 1.0]))
     for which in ("slot", "absent"):
         found = paired_step(warm, batch, 0, without=which)
@@ -212,7 +203,7 @@ def test_positions_when_the_batch_is_as_long_as_the_text(plan_for: Plans) -> Non
         assert found.ratio > 0.99
 
 
-def test_a_constant_as_long_as_the_batch(plan_for: Plans) -> None:
+def test_a_constant_as_long_as_the_batch() -> None:
     """An argument of T rows given to a module without a rule, in the step whose batch holds T examples."""
 
     model = Net(
@@ -222,19 +213,13 @@ def test_a_constant_as_long_as_the_batch(plan_for: Plans) -> None:
     )
     subject = subject_of(model, plan_for(model))
 
-    def make(model: nn.Module, plan: StepPlan, noise: NoiseSource) -> Engine:
-        engine = Engine(model, plan, noise=noise)
-        seen = Batch(torch.randn(3, 4, 3), torch.ones(3))
-        engine.clipped_sums(subject.losses_of(seen.x, seen.y), seen)
-        return engine
-
-    warm = AuditTarget(model=model, plan=subject.plan, losses_of=subject.losses_of, make=make)
+    warm = after_a_batch(subject, Batch(torch.randn(3, 4, 3), torch.ones(3)))
     batch = Batch(torch.randn(4, 4, 3), torch.full((4,), 20.0))
     for unit in (0, 3):
         assert paired_step(warm, batch, unit, without="absent").sound
 
 
-def test_a_weight_given_to_a_layer_as_its_input(plan_for: Plans) -> None:
+def test_a_weight_given_to_a_layer_as_its_input() -> None:
 
     model = Net(lambda m, ids: m.table(ids) + m.out(m.table.weight), table=nn.Embedding(3, 4), out=nn.Linear(4, 4))
     batch = Batch(torch.arange(3), torch.full((3,), 1e3))
@@ -243,7 +228,7 @@ def test_a_weight_given_to_a_layer_as_its_input(plan_for: Plans) -> None:
 
 
 @pytest.mark.parametrize("canary", ["two rows", "no gradient", "huge"])
-def test_others_are_measured_alike_whoever_is_there(canary: str, plan_for: Plans) -> None:
+def test_others_are_measured_alike_whoever_is_there(canary: str) -> None:
     """The norm of one contribution must not be computed in another way because of a second one."""
     width, count = 512, 64
     model = nn.Linear(width, 2, bias=False)
@@ -273,28 +258,9 @@ def test_others_are_measured_alike_whoever_is_there(canary: str, plan_for: Plans
 def test_random_canaries(x: float, y: float, seed: int, shape: tuple[int, ...], clipping: str) -> None:
     source = torch.Generator().manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
-    plan = _small_plan(clipping)
+    plan = replace(plan_for(model, clipping), clip=((0.3, 2.0),), noise=(1.0, 0.7), batch=3.0, steps=10)
     values = torch.randn(shape, generator=source)
     values[0] *= 10.0**x
     weights = torch.randn(3, generator=source)
     weights[0] *= 10.0**y
     assert paired_step(subject_of(model, plan), Batch(values, weights), 0).sound
-
-
-def _small_plan(clipping: str) -> StepPlan:
-    from lamina.plan.step_plan import PlannedClass, PlannedLayer
-
-    layers = [
-        PlannedLayer(name=n, depth=d, parameters=(f"{n}.weight", f"{n}.bias"), size=size)
-        for n, d, size in (("0", 0.0, 36), ("2", 1.0, 14))
-    ]
-    one = PlannedClass(name="a", population=100, sampling_rate=0.1, delta=1e-5)
-    return StepPlan(
-        layers=tuple(layers),
-        classes=(one,),
-        clip=((0.3, 2.0),),
-        noise=(1.0, 0.7),
-        batch=3.0,
-        steps=10,
-        clipping=clipping,  # type: ignore[arg-type]
-    )

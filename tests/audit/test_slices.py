@@ -9,19 +9,19 @@ from typing import Any, cast
 
 import pytest
 import torch
+from audit_steps import Reference, failed, target_of
+from oracle import layers_of
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 
 from lamina.audit.paired_step import paired_step, without_rows
-from lamina.audit.step_audit import Check, audit_step, noise_levels
+from lamina.audit.step_audit import audit_step, noise_levels
 from lamina.audit.target import AuditTarget
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
 from lamina.engine.noise import NoiseSource
-from lamina.engine.step import route
-from lamina.plan.layer_stack import LayerStack
+from lamina.engine.slices import zero_outside_slices
 from lamina.plan.selection import Slice
-from lamina.plan.step_plan import PlannedClass, PlannedLayer, StepPlan
+from lamina.plan.step_plan import Clipping, PlannedClass, StepPlan
 
 CLASSES = [
     PlannedClass(name=name, population=1000, sampling_rate=0.02, delta=1e-5) for name in ("plain", "rows", "columns")
@@ -51,24 +51,10 @@ def model_of() -> nn.Module:
 
 
 def plan_of(model: nn.Module, clipping: str = "box") -> StepPlan:
-    layers = tuple(
-        PlannedLayer(name=x.name, depth=x.depth, parameters=x.parameters, size=x.size)
-        for x in LayerStack.from_model(model)
-    )
     return StepPlan(
-        layers=layers,
-        classes=tuple(CLASSES),
-        clip=((0.0, 0.6, 0.5), (0.4, 0.3, 0.0), (0.5, 0.0, 0.7)),
-        noise=(0.8, 1.1, 0.9),
-        batch=4.0,
-        steps=100,
-        clipping=clipping,  # type: ignore[arg-type]
-        slices=SLICES,
-    )
-
-
-def loss_of(out: Tensor, y: Tensor) -> Tensor:
-    return out.flatten(1).square().mean(1) * y
+        layers=layers_of(model), classes=tuple(CLASSES), clip=((0.0, 0.6, 0.5), (0.4, 0.3, 0.0), (0.5, 0.0, 0.7)),
+        noise=(0.8, 1.1, 0.9), batch=4.0, steps=100, clipping=Clipping(clipping), slices=SLICES,
+    )  # fmt: skip
 
 
 def batch_of(n: int = 5, **options: Any) -> Batch:
@@ -78,13 +64,7 @@ def batch_of(n: int = 5, **options: Any) -> Batch:
 
 def subject_of(make: Callable[..., Any] | None = None, clipping: str = "box", **options: Any) -> AuditTarget:
     model = model_of()
-    return AuditTarget(
-        model=model, plan=plan_of(model, clipping), losses_of=lambda x, y: loss_of(model(x), y), make=make, **options
-    )
-
-
-def failed(checks: tuple[Check, ...]) -> set[str]:
-    return {check.name for check in checks if not check.passed}
+    return target_of(model, plan_of(model, clipping), make=make, **options)
 
 
 @pytest.mark.parametrize("clipping", ["box", pytest.param("joint", marks=pytest.mark.slow)])
@@ -113,48 +93,12 @@ def test_a_canary_reaches_its_bound_inside_its_slice_alone(clipping: str, unit: 
 # ------------------------------------------------------------------------------- broken on purpose
 
 
-class Reference:
-    """The step by `vmap` and `route`, with one thing left to break."""
-
-    def __init__(self, model: nn.Module, plan: StepPlan, noise: NoiseSource) -> None:
-        self.model, self.plan, self.noise = model, plan, noise
-
-    def grads(self, batch: Batch) -> dict[str, Tensor]:
-        params = {n: p.detach() for n, p in self.model.named_parameters()}
-
-        def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return loss_of(functional_call(self.model, values, (x.unsqueeze(0),)), y.unsqueeze(0))[0]
-
-        if not len(batch):
-            return {n: p.new_zeros(0, *p.shape) for n, p in params.items()}
-        grads = vmap(grad(loss), in_dims=(None, 0, 0))(params, batch.x, batch.y)
-        here = cast(Tensor, batch.weight) > 0
-        return {n: torch.where(here.view(-1, *[1] * (g.dim() - 1)), g, 0.0) for n, g in grads.items()}
-
-    def summed(self, batch: Batch) -> dict[str, Tensor]:
-        cls, scale, ceiling = cast(Tensor, batch.cls), batch.scale, batch.ceiling
-        return route(self.grads(batch), cls, self.plan, noise=None, scale=scale, ceiling=ceiling)
-
-    def drawn(self) -> dict[str, Tensor]:
-        """Noise / B."""
-        nobody = {n: p.detach().new_zeros(0, *p.shape) for n, p in self.model.named_parameters()}
-        return route(nobody, torch.zeros(0, dtype=torch.long), self.plan, noise=self.noise)
-
-    def backward(self, losses: Tensor | None, batch: Batch) -> None:
-        noise, sums = self.drawn(), self.summed(batch)
-        for name, p in self.model.named_parameters():
-            p.grad = (noise[name] + sums[name] / self.plan.batch).to(p.dtype)
-
-    def detach(self) -> None:
-        pass
-
-
 class Unmasked(Reference):
     """Clipped, never masked."""
 
     def summed(self, batch: Batch) -> dict[str, Tensor]:
         open_ = replace(self.plan, slices=())
-        return route(self.grads(batch), cast(Tensor, batch.cls), open_, noise=None)
+        return self.route(self.grads(batch), cast(Tensor, batch.cls), open_)
 
 
 class MaskedAfterClipping(Unmasked):
@@ -164,9 +108,9 @@ class MaskedAfterClipping(Unmasked):
         total: dict[str, Tensor] = {n: torch.zeros_like(p).double() for n, p in self.model.named_parameters()}
         for u, k in enumerate(cast(Tensor, batch.cls).tolist()):
             grads = {n: g[u : u + 1] for n, g in self.grads(batch).items()}
-            alone = route(grads, torch.tensor([k]), replace(self.plan, slices=()), noise=None, **_limits(batch, u))
+            alone = self.route(grads, torch.tensor([k]), replace(self.plan, slices=()), **_limits(batch, u))
             for name, value in alone.items():
-                total[name] += _inside(self.plan, k, name, value)
+                total[name] += zero_outside_slices(self.plan, k, name, value)
         return total
 
 
@@ -175,7 +119,7 @@ class OneTensorUnmasked(Reference):
 
     def summed(self, batch: Batch) -> dict[str, Tensor]:
         less = replace(self.plan, slices=tuple(s for s in SLICES if s.tensor != "0.bias"))
-        return route(self.grads(batch), cast(Tensor, batch.cls), less, noise=None)
+        return self.route(self.grads(batch), cast(Tensor, batch.cls), less)
 
 
 class MaskedAfterMeasuringByTensor(Reference):
@@ -186,15 +130,15 @@ class MaskedAfterMeasuringByTensor(Reference):
         total = {}
         for name in grads:
             only = {n: g if n == name else torch.zeros_like(g) for n, g in grads.items()}
-            total[name] = route(only, cast(Tensor, batch.cls), self.plan, noise=None)[name]
+            total[name] = self.route(only, cast(Tensor, batch.cls))[name]
         return total
 
 
 class NoiseEverywhere(Reference):
-    def drawn(self) -> dict[str, Tensor]:
+    def drawn(self, batch: Batch) -> dict[str, Tensor]:
         keep, self.plan = self.plan, replace(self.plan, slices=())
         try:
-            return super().drawn()
+            return super().drawn(batch)
         finally:
             self.plan = keep
 
@@ -204,8 +148,8 @@ class QuietSlice(Reference):
 
     factor = 0.0
 
-    def drawn(self) -> dict[str, Tensor]:
-        noise = super().drawn()
+    def drawn(self, batch: Batch) -> dict[str, Tensor]:
+        noise = super().drawn(batch)
         noise["0.bias"][1] *= self.factor  # one number of 30: invisible in the noise of the layer
         return noise
 
@@ -227,16 +171,6 @@ class NoCeiling(Reference):
 def _limits(batch: Batch, unit: int) -> dict[str, Tensor | None]:
     given = {"scale": batch.scale, "ceiling": batch.ceiling}
     return {name: None if t is None else t[unit : unit + 1] for name, t in given.items()}
-
-
-def _inside(plan: StepPlan, k: int, name: str, value: Tensor) -> Tensor:
-    found = plan.slice(k, name)
-    if found is None:
-        return value
-    out = torch.zeros_like(value)
-    for first, stop in found.ranges:
-        out.narrow(found.axis, first, stop - first).copy_(value.narrow(found.axis, first, stop - first))
-    return out
 
 
 def limited() -> Batch:
@@ -325,7 +259,5 @@ def test_sensitivity_of_a_scaled_canary(clipping: str, scale: float, ceiling: fl
 
 def test_batches_keep_their_limits_when_one_is_taken_away() -> None:
     gone = without_rows(limited(), 1)
-    assert gone.scale is not None
-    assert gone.ceiling is not None
     assert gone.scale.tolist() == [0.3, 1.0, 0.5, 1.0]
     assert gone.ceiling.tolist() == [0.1, 0.1, 9.0, 9.0]

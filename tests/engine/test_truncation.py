@@ -19,40 +19,6 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
 
 
-OPTIMISERS: dict[str, Any] = {
-    "momentum": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9),
-    "decay": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.1),
-    "adamw": lambda ps: torch.optim.AdamW(ps, 0.1),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", OPTIMISERS)
-def test_layers_outside_the_plan_stay_as_they_are_bit_for_bit(kind: str, form: str) -> None:
-    """Also when they were trained before, so that the optimiser holds momentum for them."""
-    model = mlp()
-    optimizer = OPTIMISERS[kind](model.parameters())
-    losses_of(model, X, None).mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    low = [model[0].weight, model[0].bias, model[2].weight, model[2].bias]
-    weights = [p.detach().clone() for p in low]
-    state = [{k: v.clone() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)} for p in low]
-    top = model[5].weight.detach().clone()
-    plan = plan_of(model, [0.0, 0.0, 1.0, 1.0], clipping=form)
-    with Engine(model, plan) as engine:
-        for batch in (Batch(X), Batch(X[:0]), Batch(X)):
-            engine.backward(losses_of(model, batch.x, None) if len(batch) else None, batch)
-            assert all(p.grad is None for p in low)
-            assert all(p.grad is not None for p in model[5].parameters())
-            optimizer.step()
-            optimizer.zero_grad()
-    for p, w, s in zip(low, weights, state, strict=True):
-        assert torch.equal(p, w)
-        assert all(torch.equal(optimizer.state[p][k], v) for k, v in s.items())
-    assert not torch.equal(model[5].weight, top)
-
-
 def _nodes(losses: Tensor) -> set[str]:
     seen, stack, names = set(), [losses.grad_fn], set()
     while stack:

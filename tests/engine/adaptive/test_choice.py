@@ -37,7 +37,6 @@ def choose(engine: Engine, batch: Batch, parts: int = 1) -> None:
 
 def expected(plan: StepPlan, batch: Batch, norms: Tensor) -> np.ndarray[Any, Any]:
     """u(a) of every candidate, by the formula, one contribution at a time; joint clipping."""
-    assert batch.cls is not None
     utilities = []
     powers = []
     for shape in SHAPES:
@@ -57,11 +56,9 @@ def expected(plan: StepPlan, batch: Batch, norms: Tensor) -> np.ndarray[Any, Any
 
 def opened(engine: Engine, batch: Batch, parts: int = 1) -> OpenChoice:
     """The choice as the engine has it just before it draws."""
-    assert engine.adaptation is not None
     choice = OpenChoice(engine.plan, engine.adaptation.candidates())
     for piece in batch.split(parts):
         part = engine._examine(losses_of(engine.model, piece), piece)
-        assert part is not None
         choice.add(part, engine._norms(part, engine._reached(part)))
     return choice
 
@@ -79,7 +76,6 @@ def test_a_choice_is_drawn_from_the_exponential_mechanism(model: nn.Module, part
     for seed in range(5):
         with Engine(model, plan, noise=SeededNoise(seed)) as engine:
             choose(engine, batch, parts)
-            assert engine.adaptation is not None
             assert engine.adaptation.choice == choice.drawn(SeededNoise(seed), 0).name
 
 
@@ -146,7 +142,6 @@ def test_the_chosen_shape_is_what_is_applied(model: nn.Module) -> None:
     for seed in range(12):
         with Engine(model, plan, noise=SeededNoise(seed)) as engine:
             choose(engine, batch_of(0))
-            assert engine.adaptation is not None
             shape = np.array(SHAPES[RULE.names.index(engine.adaptation.choice)])
             ratio = np.array(engine.applied.noise) / shape
             np.testing.assert_allclose(ratio, ratio[0], rtol=1e-12)

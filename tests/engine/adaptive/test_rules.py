@@ -76,7 +76,6 @@ def test_shares_follow_the_energy(model: nn.Module, form: str) -> None:
                 assert (w > least / 3).all()  # the floor has a test of its own
                 noise = scaled(clip, height / np.sqrt(w), sigma)
                 measured = measured or bool(on.any())
-                assert engine.adaptation is not None
                 assert engine.adaptation.measured == tuple(on.tolist())
             np.testing.assert_allclose(engine.applied.noise, noise, rtol=1e-5)
             assert engine.applied.clip == plan.clip
@@ -96,7 +95,6 @@ def test_the_noise_that_is_applied_is_the_one_that_is_said(model: nn.Module) -> 
             for layer, s in zip(plan.layers, said.noise, strict=True):
                 for name in layer.parameters:
                     assert torch.allclose(grads[name], s * z[name].double(), rtol=1e-4, atol=1e-9)
-            assert engine.adaptation is not None
             engine.adaptation.update(np.array([1e3, 1e3, 1e3 * t]), None)
             assert engine.applied.noise != said.noise
 
@@ -104,7 +102,6 @@ def test_the_noise_that_is_applied_is_the_one_that_is_said(model: nn.Module) -> 
 def counted(plan: StepPlan, clip: Any, batch: Batch, norms: Tensor) -> np.ndarray[Any, Any]:
     """Σ (bit - ½) over the contributions of private classes that reach the layer, one at a time."""
     found = np.zeros(len(plan.layers))
-    assert batch.cls is not None
     for i, k in enumerate(batch.cls.tolist()):
         for layer in range(len(plan.layers)):
             if not plan.classes[k].public and clip[k][layer] > 0:
@@ -148,7 +145,6 @@ def test_an_empty_batch_gets_its_noise_and_parts_add_up(model: nn.Module, harden
     for batch, parts in ((batch_of(0), 1), (batch_of(13, spread=4.0), 1), (batch_of(13, spread=4.0), 5)):
         with Engine(model, plan_of(model, rule), noise=SeededNoise(5, hardened=hardened)) as engine:
             step(engine, batch, parts)
-            assert engine.adaptation is not None
             found.append(np.array(engine.adaptation.counts))
     np.testing.assert_allclose(found[0], noise_of_counts(5, 3.0, 0), atol=3.0 / 256 if hardened else 1e-12)
     assert (np.abs(found[0]) > 0).all()
@@ -172,7 +168,6 @@ def test_who_counts(model: nn.Module) -> None:
     batch = Batch(x, y, cls=torch.tensor([0, 1, 2, 0, 0]), weight=torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0]))
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
         step(engine, batch)
-        assert engine.adaptation is not None
         # class 0: +½ everywhere; class 1: +½ in the upper two; NaN: -½ everywhere
         np.testing.assert_allclose(engine.adaptation.counts, [0.0, 0.5, 0.5], atol=1e-4)
 
@@ -199,7 +194,6 @@ def test_a_layer_without_gradient_counts_as_unclipped_whoever_else_is_there() ->
             batch = Batch(x[:n], torch.ones(n, 2))
             engine.backward((model(batch.x) - batch.y).square().mean(1), batch)
             model.zero_grad(set_to_none=True)
-            assert engine.adaptation is not None
             counts.append(np.array(engine.adaptation.counts))
     np.testing.assert_allclose(np.abs(counts[0] - counts[1]), 0.5, atol=1e-4)
 
@@ -216,7 +210,6 @@ def test_the_pace_keeps_signal_to_noise(model: nn.Module) -> None:
             noise = np.array(engine.applied.noise)
             one, n = batch_of(1, seed=2, several=False), 200 if t < 5 else 90
             batch = Batch(one.x.expand(n, 4), one.y.expand(n, 2))
-            assert engine.adaptation is not None
             engine.adaptation.apply_proposed_factor()
             noise = np.array(engine.applied.noise)
             assert engine.adaptation.factor == pytest.approx(factor, rel=1e-12)
@@ -242,7 +235,6 @@ def test_a_rule_that_would_leave_the_range_is_not_followed(model: nn.Module) -> 
     plan = plan_of(model, FollowQuantile(rate=9.0, noise=3.0))
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
         adaptation = engine.adaptation
-        assert adaptation is not None
         adaptation.update(None, [-1e6, 0.0, math.nan])
         assert [c / d for c, d in zip(adaptation.applied.clip[0], plan.clip[0], strict=True)] == [1.0, 1.0, 1.0]
         for _ in range(40):
@@ -263,7 +255,6 @@ def test_state_is_exact(model: nn.Module) -> None:
     states: tuple[Any, Any] | None = None
     for first in (0, 4):
         with Engine(model, plan, noise=SeededNoise(4)) as engine:
-            assert engine.adaptation is not None
             if states is not None:
                 engine.adaptation.load_state(json.loads(json.dumps(states[0])))
                 engine.budget.load_state(json.loads(json.dumps(states[1])))
@@ -314,7 +305,6 @@ def test_who_keeps_the_filters(model: nn.Module) -> None:
         for _ in range(8):  # its own filter would have refused the third
             step(engine, batch_of())
     with Engine(model, plan, noise=SeededNoise(0)) as engine:
-        assert engine.adaptation is not None
         engine.adaptation.proposed_factor = 0.5
         step(engine, batch_of())
         engine.adaptation.proposed_factor = 0.5
