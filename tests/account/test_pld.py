@@ -170,20 +170,19 @@ def prv(event: Event, delta: float) -> tuple[float, float, float]:
     return float(low), float(middle), float(high)
 
 
-@pytest.mark.parametrize("event", [Event(sigma=1.0, q=0.01, steps=200)])
-def test_within_the_limits_of_prv(event: Event) -> None:
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        (Event(sigma=1.0, q=0.01, steps=200), 1e-3),
+        (Event(sigma=4.31, q=0.0128, steps=7812), 5e-4),
+        (Event(sigma=0.7, q=0.02, steps=300), 5e-4),
+    ],
+)
+def test_within_the_limits_of_prv(event: Event, error: float) -> None:
     low, middle, high = prv(event, 1e-5)
     ours = find_accountant("pld").epsilon([event], 1e-5)
     assert low <= ours <= high
-    assert ours == pytest.approx(middle, rel=1e-3)
-
-
-@pytest.mark.parametrize("event", [Event(sigma=4.31, q=0.0128, steps=7812), Event(sigma=0.7, q=0.02, steps=300)])
-def test_within_the_limits_of_prv_on_longer_runs(event: Event) -> None:
-    low, middle, high = prv(event, 1e-5)
-    ours = find_accountant("pld").epsilon([event], 1e-5)
-    assert low <= ours <= high
-    assert ours == pytest.approx(middle, rel=5e-4)
+    assert ours == pytest.approx(middle, rel=error)
 
 
 @pytest.mark.slow

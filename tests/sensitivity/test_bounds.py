@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import by_hand
 import pytest
 import torch
 import torch.nn.functional as F
@@ -379,13 +380,7 @@ def test_tokens_move_as_far_as_the_rows_of_the_table() -> None:
 
 
 def test_bert_has_bounds() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=16,
-    )  # fmt: skip
-    model = transformers.BertForSequenceClassification(config)
-    example = {"input_ids": torch.randint(0, 50, (2, 7))}
+    model, example, *_ = by_hand.bert()
     seen = profile(model, example=example, passes=40, batch=20)
     stack = LayerStack.from_model(model)
     found = bounds(trace(model, example), seen, stack)

@@ -65,27 +65,16 @@ def largest(matrix: Tensor) -> float:
 CASES: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
     ("linear", lambda: nn.Linear(20, 33), (20,)),
     ("wide linear", lambda: nn.Linear(70, 3), (70,)),
-    ("padded", lambda: nn.Conv1d(3, 5, 5, padding=2), (3, 40)),
-    ("no padding", lambda: nn.Conv1d(3, 5, 5), (3, 40)),
     ("same", lambda: nn.Conv1d(4, 4, 4, padding="same"), (4, 31)),
     ("valid", lambda: nn.Conv1d(4, 4, 4, padding="valid"), (4, 31)),
     ("too much padding", lambda: nn.Conv1d(2, 3, 3, padding=7), (2, 12)),
-    ("stride 2", lambda: nn.Conv1d(4, 8, 4, stride=2, padding=1), (4, 37)),
     ("stride 3 > kernel", lambda: nn.Conv1d(4, 8, 2, stride=3), (4, 37)),
-    ("dilated", lambda: nn.Conv1d(4, 5, 3, dilation=4, padding=4), (4, 33)),
-    ("dilated, stride", lambda: nn.Conv1d(4, 5, 3, dilation=3, stride=2, padding=2), (4, 33)),
-    ("groups", lambda: nn.Conv1d(6, 9, 3, groups=3, padding=1), (6, 25)),
-    ("depthwise", lambda: nn.Conv1d(6, 6, 5, groups=6, padding=2), (6, 25)),
     ("one column", lambda: nn.Conv1d(1, 6, 3, padding=1), (1, 1)),
     ("one row", lambda: nn.Conv1d(4, 1, 9), (4, 9)),
-    ("circular", lambda: nn.Conv1d(3, 4, 5, padding=2, padding_mode="circular"), (3, 30)),
     ("circular same", lambda: nn.Conv1d(3, 4, 4, padding="same", padding_mode="circular"), (3, 30)),
-    ("circular, stride", lambda: nn.Conv1d(3, 4, 4, stride=2, padding=1, padding_mode="circular"), (3, 30)),
     ("circular, odd", lambda: nn.Conv1d(3, 4, 4, stride=2, padding=2, padding_mode="circular"), (3, 31)),
     ("circular, twice", lambda: nn.Conv1d(3, 4, 1, padding=9, padding_mode="circular"), (3, 10)),
     ("circular, short", lambda: nn.Conv1d(3, 4, 7, padding=3, padding_mode="circular"), (3, 4)),
-    ("reflect", lambda: nn.Conv1d(3, 4, 5, padding=2, padding_mode="reflect"), (3, 30)),
-    ("replicate", lambda: nn.Conv1d(3, 4, 5, padding=2, padding_mode="replicate"), (3, 30)),
     ("replicate far", lambda: nn.Conv1d(3, 4, 3, padding=20, padding_mode="replicate"), (3, 9)),
     ("transposed", lambda: nn.ConvTranspose1d(6, 4, 4, stride=2, padding=1), (6, 20)),
     ("transposed, output padding", lambda: nn.ConvTranspose1d(6, 4, 3, 2, 1, output_padding=1), (6, 20)),
@@ -157,6 +146,8 @@ def test_any_convolution(
     with torch.no_grad():
         rest = layer.double()(zero)
     assert spectral_norm_of(lambda x: layer(x) - rest, zero.shape) == pytest.approx(norm, rel=NORM_ERROR)
+    if mode in ("zeros", "transposed"):
+        assert layer_norm(layer.float(), (wide, length)) == pytest.approx(norm, rel=NORM_ERROR)
 
 
 def test_a_large_matrix() -> None:

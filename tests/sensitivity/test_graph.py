@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import by_hand
 import pytest
 import torch
 import torch.nn.functional as F
@@ -218,13 +219,8 @@ def test_what_cannot_be_traced_is_refused_with_the_remedy(no_trace: Trace) -> No
 
 
 def test_bert_with_random_weights() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=16,
-    )  # fmt: skip
-    model = transformers.BertForSequenceClassification(config)
-    graph: TracedGraph = trace(model, {"input_ids": torch.randint(0, 50, (2, 7))})
+    model, x, *_ = by_hand.bert()
+    graph: TracedGraph = trace(model, x)
     assert {p for node in graph for p in node.parameters} == {p for p, _ in model.named_parameters()}
     assert sum(node.kind is OperationKind.ATTENTION for node in graph) == 2
     assert all(node.kind is not OperationKind.OTHER for node in graph)

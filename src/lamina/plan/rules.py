@@ -9,6 +9,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lamina import validate
 from lamina.account.schedule import CHOICE_EPSILON, RDP_ORDERS
@@ -268,11 +269,9 @@ RULE_KINDS: dict[str, type[Rule]] = {
 
 
 def _check_between(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
-    remedy, named = "correct the rule", {f"{name} of a rule": value}
-    if closed:
-        validate.number(PlanError, "plan.rule-out-of-range", least=low, most=high, remedy=remedy, **named)  # type: ignore[arg-type]
-    else:
-        validate.number(PlanError, "plan.rule-out-of-range", above=low, below=high, remedy=remedy, **named)  # type: ignore[arg-type]
+    limits: dict[str, Any] = {"least": low, "most": high} if closed else {"above": low, "below": high}
+    limits[f"{name} of a rule"] = value
+    validate.number(PlanError, "plan.rule-out-of-range", remedy="correct the rule", **limits)
 
 
 def _check_step_count(**named: int) -> None:
