@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import raises_code
+from signed_descriptor import encoded
 
 from lamina.admit.keys import PBKDF2_ROUNDS, PrivateKey, PublicKey
 from lamina.errors import AdmissionError, BadKey
@@ -130,16 +131,12 @@ def test_published_signatures(secret: str, public: str, message: str, signature:
     assert not key.public.verify(bytes.fromhex(message) + b"\0", bytes.fromhex(signature))
 
 
-@pytest.mark.parametrize(("secret", "public", "message", "signature"), VECTORS)
-def test_the_id_is_the_cose_key_thumbprint(secret: str, public: str, message: str, signature: str) -> None:
+@pytest.mark.parametrize("public", [vector[1] for vector in VECTORS])
+def test_the_id_is_the_cose_key_thumbprint(public: str) -> None:
     """RFC 9679: SHA-256 over the deterministic CBOR of the required members, kty, crv and x for OKP."""
-    x = bytes.fromhex(public)
-    members = {1: 1, -1: 6, -2: x}
-    encoded = b"\xa3" + b"".join(
-        cbor2.dumps(key) + cbor2.dumps(members[key]) for key in sorted(members, key=cbor2.dumps)
-    )
-    assert PublicKey(x).id == hashlib.sha256(encoded).digest()
-    assert PublicKey(x).name == PublicKey(x).id.hex()
+    key = PublicKey(bytes.fromhex(public))
+    assert key.id == hashlib.sha256(encoded({1: 1, -1: 6, -2: key.x})).digest()
+    assert key.name == key.id.hex()
 
 
 def test_the_thumbprint_of_rfc_8032_test_1() -> None:
@@ -255,19 +252,14 @@ def test_pem_and_cose_round_trip_and_others_read_them(tmp_path: Path) -> None:
 def test_cose_keys_that_lie_are_refused(changed: dict[int | str, object], word: str) -> None:
     key = PrivateKey.generate().public
     members = {1: 1, 2: key.id, 3: -19, 4: [2], -1: 6, -2: key.x}
-    ours = {k: v for k, v in (members | changed).items() if v is not None}
-    order = sorted(ours, key=cbor2.dumps)
     with raises_code(word):
-        PublicKey.from_cose(bytes([0xA0 + len(ours)]) + b"".join(cbor2.dumps(k) + cbor2.dumps(ours[k]) for k in order))
+        PublicKey.from_cose(encoded({k: v for k, v in (members | changed).items() if v is not None}))
 
 
 def test_cose_keys_with_what_may_be_left_out() -> None:
     key = PrivateKey.generate().public
     for members in ({}, {3: -8}, {3: -19}, {2: key.id}, {4: [2]}, {4: [1, 2]}):
-        ours = {1: 1, -1: 6, -2: key.x} | members
-        order = sorted(ours, key=cbor2.dumps)
-        data = bytes([0xA0 + len(ours)]) + b"".join(cbor2.dumps(k) + cbor2.dumps(ours[k]) for k in order)
-        assert PublicKey.from_cose(data) == key
+        assert PublicKey.from_cose(encoded({1: 1, -1: 6, -2: key.x} | members)) == key
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"\xa1\x01", b"\xbf\xff", b"-----BEGIN nothing-----", bytes(100_000)])

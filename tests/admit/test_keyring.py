@@ -132,10 +132,10 @@ def test_standing_as_written_down(begin: int, retired: int | None, revoked: int 
 )
 def test_events_that_make_no_sense_change_nothing(code: str, event: Callable[[KeyRing], Any]) -> None:
     ring = ring_of(A, B)
-    before = ring.version, ring.entries
+    before = ring.version, list(ring)
     with raises_code(code):
         event(ring)
-    assert (ring.version, ring.entries) == before
+    assert (ring.version, list(ring)) == before
 
 
 def test_a_retired_or_revoked_key_is_not_rotated() -> None:
@@ -145,15 +145,6 @@ def test_a_retired_or_revoked_key_is_not_rotated() -> None:
     for key in (A, B):
         with raises_code("key.already-replaced"):
             ring.rotate(key.id, KEYS[4], at=20)
-
-
-def test_algorithms_of_an_entry() -> None:
-    ring = KeyRing()
-    assert ring.add(A, label="both").accepts(-8)
-    assert ring.add(B, label="old", algorithms=(-8,)).accepts(-8)
-    entry = ring.get(B.id)
-    assert entry is not None
-    assert not entry.accepts(-19)
 
 
 def test_find() -> None:
@@ -207,7 +198,7 @@ def test_a_file_gives_the_same_ring_back(tmp_path: Path) -> None:
     ring, path = full_ring(), tmp_path / "keys.json"
     ring.save(path)
     loaded = KeyRing.load(path)
-    assert loaded.entries == ring.entries
+    assert list(loaded) == list(ring)
     assert loaded.version == ring.version
     text = path.read_text(encoding="utf-8")
     loaded.save(path)

@@ -166,7 +166,7 @@ def test_a_draw_depends_on_seed_rank_and_step_only() -> None:
     sampler = Sampler(corpus, plan, seed=SEED)
     first = [numbers(sampler.draw(step)) for step in range(6)]
     backwards = [numbers(Sampler(corpus, plan, seed=SEED).draw(step)) for step in reversed(range(6))]
-    assert first == backwards[::-1]
+    assert first == backwards[::-1] and sampler.counts is None  # nothing is counted without caps
     assert numbers(sampler.draw(2)) == first[2]  # without caps a step may be drawn again
     assert [numbers(Sampler(corpus, plan, seed=OTHER).draw(step)) for step in range(6)] != first
     assert [numbers(Sampler(corpus, plan, seed=SEED, rank=1).draw(step)) for step in range(6)] != first
@@ -208,13 +208,6 @@ def test_the_same_in_every_process() -> None:
         check=True,
     )
     assert other.stdout.strip() == space["told"](plan)
-
-
-@pytest.mark.parametrize("seed", [b"", bytes(31)])
-def test_a_bad_seed_is_refused_when_the_sampler_is_made(seed: bytes) -> None:
-    corpus, plan = two_classes()
-    with raises_code("noise.seed-length"):
-        Sampler(corpus, plan, seed=seed)
 
 
 # ------------------------------------------------------------------------------------------ windows
@@ -301,11 +294,6 @@ def test_a_draw_that_failed_is_not_counted() -> None:
     assert len(sampler.draw(0)) == 5 and len(sampler.draw(1)) == 0
 
 
-def test_without_caps_nothing_is_counted() -> None:
-    corpus, plan = two_classes()
-    assert Sampler(corpus, plan, seed=SEED).counts is None
-
-
 def test_a_public_class_may_be_capped() -> None:
     policy = Policy.from_dict(
         {"corpus": {"origin": "t", "delta": 1e-5}, "class": {"open": {"population": 10, "public": True}}}
@@ -317,33 +305,24 @@ def test_a_public_class_may_be_capped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("caps", "words"),
+    ("code", "options"),
     [
-        ({"c": 1}, "corpus.class-not-in-plan"),
-        ({"a": 0}, "corpus.max-occurrences-out-of-range"),
-        ({"a": True}, "corpus.max-occurrences-out-of-range"),
-        ({"a": 1.5}, "corpus.max-occurrences-out-of-range"),
-        ({"a": 2**32}, "corpus.max-occurrences-out-of-range"),
-        (5, "corpus.max-occurrences-not-by-class"),
+        ("noise.seed-length", {"seed": b""}),
+        ("noise.seed-length", {"seed": bytes(31)}),
+        ("corpus.class-not-in-plan", {"max_occurrences": {"c": 1}}),
+        *(("corpus.max-occurrences-out-of-range", {"max_occurrences": {"a": n}}) for n in (0, True, 1.5, 2**32)),
+        ("corpus.max-occurrences-not-by-class", {"max_occurrences": 5}),
+        *(
+            ("corpus.counts-of-other-corpus", {"max_occurrences": {"a": 1}, "counts": counts})
+            for counts in (np.zeros(99, np.uint32), np.zeros(100, np.int64), [0] * 100)
+        ),
+        ("corpus.counts-without-caps", {"counts": np.zeros(100, np.uint32)}),
     ],
 )
-def test_wrong_caps_are_refused(caps: Any, words: str) -> None:
+def test_what_is_refused_when_a_sampler_is_made(code: str, options: dict[str, Any]) -> None:
     corpus, plan = two_classes()
-    with raises_code(words):
-        Sampler(corpus, plan, seed=SEED, max_occurrences=caps)
-
-
-@pytest.mark.parametrize("counts", [np.zeros(99, np.uint32), np.zeros(100, np.int64), [0] * 100])
-def test_counts_of_another_corpus_are_refused(counts: Any) -> None:
-    corpus, plan = two_classes()
-    with raises_code("corpus.counts-of-other-corpus"):
-        Sampler(corpus, plan, seed=SEED, max_occurrences={"a": 1}, counts=counts)
-
-
-def test_counts_without_caps_are_refused() -> None:
-    corpus, plan = two_classes()
-    with raises_code("corpus.counts-without-caps"):
-        Sampler(corpus, plan, seed=SEED, counts=np.zeros(100, np.uint32))
+    with raises_code(code):
+        Sampler(corpus, plan, **{"seed": SEED, **options})
 
 
 # ------------------------------------------------------------------------------------------ withdrawals

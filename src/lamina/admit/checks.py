@@ -387,7 +387,7 @@ class Examiner:
         standing = entry.standing(now, claims.iat)
         if standing is not KeyStatus.USABLE:
             raise ContributionRefused(REASON_OF_KEY_STATUS[standing], f"key {entry.label!r}")
-        if not entry.accepts(claims.alg):
+        if claims.alg not in entry.algorithms:
             raise ContributionRefused(
                 Reason.WRONG_ALGORITHM, f"{claims.alg}, key {entry.label!r} is for {entry.algorithms}"
             )

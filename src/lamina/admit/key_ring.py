@@ -105,10 +105,6 @@ class KeyEntry:
         rules = key_rules(at, at if issued_at is None else issued_at, *self.times)
         return next((status for status, holds in rules if holds), KeyStatus.USABLE)
 
-    def accepts(self, alg: int) -> bool:
-        """Whether the key is registered for this COSE algorithm."""
-        return alg in self.algorithms
-
 
 KEY_RING_SCHEMA = 1
 
@@ -128,15 +124,11 @@ class KeyRing:
         self._entries: dict[bytes, KeyEntry] = {}
         self._version: bytes | None = None
 
-    @property
-    def entries(self) -> tuple[KeyEntry, ...]:
-        """In the order in which they were added."""
-        return tuple(self._entries.values())
-
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[KeyEntry]:
+        """In the order in which they were added."""
         return iter(self._entries.values())
 
     def get(self, kid: bytes) -> KeyEntry | None:
