@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import typer
-from asking import Call, answer, asker
+from asking import Call, Result, answer, asker
 from build import YEAR, Story, build
 from making import START, Clock
 
@@ -98,11 +98,16 @@ class Project:
         path.write_text(text, encoding="utf-8")
         return path
 
-    def call(self, *words: str) -> tuple[int, str, str]:
+    def call(self, *words: str) -> Result:
         """Exit code, standard output, standard error."""
         return asker(self.capsys)(*words)
 
-    def train(self, *words: str, run: str | None = None) -> tuple[int, str, str]:
+    def plan(self, *words: str, model: str = "build") -> Result:
+        """`lamina plan policy.toml …` in the folder."""
+        self.monkeypatch.chdir(self.folder)
+        return self.call("plan", "policy.toml", "--model", f"{self.module}:{model}", *words)
+
+    def train(self, *words: str, run: str | None = None) -> Result:
         path = self.write("first.toml", self.run if run is None else run)
         return self.call("train", str(path), *words)
 

@@ -1,4 +1,4 @@
-"""`lamina admit` and `lamina train` with [admit]: signed by the program, admitted by the program, trained by it."""
+"""`lamina admit` and `lamina train` with [admit]: signed by the program, admitted, trained, withdrawn and verified by it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import postgres
 import pytest
 import torch
 from asking import answer, refused, succeeded
@@ -61,6 +62,7 @@ epsilon = 2.0
 kind = "folder"
 path = "people"
 """
+PEOPLE = 20
 ADMIT = '[admit]\nkeys = "keys.json"\n'
 
 
@@ -116,10 +118,11 @@ def clinic(project: Project) -> Iterator[Clinic]:
     made = Clinic(project)
     project.write("policy.toml", POLICY)
     project.write(f"{project.module}.py", MODULE)
-    for i in range(20):
+    for i in range(PEOPLE):
         made.write(f"p{i:02d}", i)
     made.key("ann")
-    assert made.attest(str(project.folder / "ann.key"), "--class", "clinical")["signed"] == 20
+    assert made.attest(str(project.folder / "ann.key"), "--class", "clinical")["signed"] == PEOPLE
+    project.run = made.run
     return made
 
 
@@ -299,13 +302,13 @@ def test_a_run_on_admitted_contributions(clinic: Clinic) -> None:
     ann = str(clinic.folder / "ann.key")
     for i in (5, 6, 7):
         clinic.attest(ann, "--class", "clinical", "--noise-multiplier", "4", where=f"people/p{i:02d}")
-    out = succeeded(clinic.project.train(run=clinic.run))
+    out = succeeded(clinic.project.train())
     rows = [" ".join(line.split()) for line in out.splitlines()]
     assert "16 admitted, 5 refused" in rows
     assert "admitted by signature: 16; refused: 5" in rows
     assert any(row.startswith("clinical@c=1,z=4 1e-05") for row in rows)
     assert not any("not admitted by signature" in row for row in rows)
-    found = clinic.project.train_json(run=clinic.run)  # the same run, read again
+    found = clinic.project.train_json()  # the same run, read again
     assert found["admission"]["admitted"] == 16 and len(found["admission"]["refused"]) == 5
     bounds = found["bounds"]
     assert len(bounds) == 2
@@ -336,7 +339,7 @@ def test_stop_means_that_nothing_begins(clinic: Clinic) -> None:
 
 
 def test_plan_only_admits_and_writes_nothing(clinic: Clinic) -> None:
-    found = clinic.project.train_json("--plan-only", run=clinic.run)
+    found = clinic.project.train_json("--plan-only")
     assert found["admission"]["admitted"] == 20 and found["refused"] == []
     assert not (clinic.folder / "runs").exists()
 
@@ -344,11 +347,11 @@ def test_plan_only_admits_and_writes_nothing(clinic: Clinic) -> None:
 def test_a_run_that_would_pass_a_signed_bound_is_refused_by_name(clinic: Clinic) -> None:
     ann = str(clinic.folder / "ann.key")
     clinic.attest(ann, "--class", "clinical", "--noise-multiplier", "4", where="people/p00")
-    clinic.project.train_json(run=clinic.run)
+    clinic.project.train_json()
     name = "clinical@c=1,z=4"
     looked = clinic.project.call("train", str(clinic.folder / "first.toml"), "--fresh", "--plan-only", "--json")
     assert looked[0] == 1 and json.loads(looked[1])["refused"] == [name]
-    refused(clinic.project.train("--fresh", run=clinic.run), "spend.budget-exceeded")
+    refused(clinic.project.train("--fresh"), "spend.budget-exceeded")
 
 
 @pytest.mark.parametrize(
@@ -392,13 +395,13 @@ def test_a_corpus_that_only_attests_adopts_routing_by_its_policy_alone(clinic: C
         path: path.read_bytes() for path in sorted((clinic.folder / "people").glob("*/*")) if path.suffix != ".npz"
     }
     assert len(signatures) == 40
-    whole = clinic.project.train_json(run=clinic.run)
+    whole = clinic.project.train_json()
     assert moved(whole) == {"0", "2", "4", "6"}
     assert clinic.admit()["classes"] == {"clinical": 20}
     clinic.project.write("policy.toml", POLICY + "profile = { top = 0.25 }\n")
     code, out, _ = clinic.project.call("admit", *clinic.where)
     assert code == 0 and "top 25 %" in out
-    routed = clinic.project.train_json("--fresh", run=clinic.run)
+    routed = clinic.project.train_json("--fresh")
     assert routed["admission"]["admitted"] == 20 and routed["admission"]["refused"] == []
     assert moved(routed) == {"6"}  # the others are what they were, to the last bit
     for path, data in signatures.items():
@@ -453,3 +456,69 @@ def test_a_folder_without_contributions_is_no_success(clinic: Clinic) -> None:
 def test_brackets_in_help_are_text(command: str, project: Project) -> None:
     code, printed, _ = project.call(command, "--help")
     assert code == 0 and "[admit]" in printed
+
+
+# ------------------------------------------------------------------------------------------------ one ledger of all of it
+
+
+def test_all_of_it_is_in_one_ledger(clinic: Clinic) -> None:
+    assert clinic.project.train_json("--plan-only")["admission"]["admitted"] == PEOPLE
+    assert not (clinic.folder / "runs").exists()
+    first = clinic.project.train_json()
+    ledger = first["ledger"]
+    assert [path.name for path in Path(ledger).parent.glob("*.db")] == ["test.ledger.db"]
+    found = clinic.json("ledger", "verify", ledger)
+    assert found["attestations"] == found["counts"]["contribution"] == PEOPLE
+
+    records = clinic.json("ledger", "show", ledger, "--kind", "contribution")["records"]
+    leaving = records[3]["descriptor"]
+    clinic.json("ledger", "withdraw", ledger, leaving, "--reason", "consent")
+    before = clinic.json("ledger", "verify", ledger)
+    looked = clinic.project.train_json("--plan-only", "--fresh")
+    assert looked["admission"]["admitted"] == PEOPLE - 1
+    assert [each["reason"] for each in looked["admission"]["refused"]] == ["withdrawn"]
+    assert clinic.json("ledger", "verify", ledger)["root"] == before["root"]  # it only looked
+
+    second = clinic.project.train_json("--fresh")
+    assert second["ledger"] == ledger and second["admission"]["admitted"] == PEOPLE - 1
+    after = clinic.json("ledger", "verify", ledger)
+    assert after["verified"] and after["signed"] == after["size"]
+    assert after["counts"]["contribution"] == PEOPLE  # who was there before is not entered again
+    (gone,) = clinic.json("ledger", "trace", ledger, leaving)["contributions"]
+    (stays,) = clinic.json("ledger", "trace", ledger, records[4]["descriptor"])["contributions"]
+    assert {epoch["run"] for epoch in gone["epochs"]} == {first["run"]}
+    assert {epoch["run"] for epoch in stays["epochs"]} == {first["run"], second["run"]}
+    clinical = clinic.json("spend", ledger)["origins"]["test"]["clinical"]
+    assert [each["label"] for each in clinical["runs"]] in (["first", "first-2"], ["first-2", "first"])
+    assert clinical["epsilon"] == pytest.approx(second["classes"]["clinical"]["total"])
+
+
+def test_a_ledger_in_a_database(clinic: Clinic, server: postgres.Server) -> None:
+    database = server.url("ward")
+    clinic.project.run = f'ledger = "{database}"\n{clinic.project.run}'
+    refused(clinic.project.train(), "ledger.no-key-to-create")
+    clinic.json("keys", "new", str(clinic.folder / "ledger.key"), "--no-passphrase")
+    clinic.project.run = f'ledger_key = "ledger.key"\n{clinic.project.run}'
+    assert clinic.project.train_json("--plan-only")["standing"]["clinical"]["spent"] == 0
+    code, _, _err = clinic.project.call("ledger", "verify", database)
+    assert code != 0  # still none
+    first = clinic.project.train_json()
+    found = clinic.json("ledger", "verify", database)
+    assert found["verified"] and found["signed"] == found["size"] and found["attestations"] == PEOPLE
+    looked = clinic.project.train_json("--plan-only", "--fresh")
+    assert looked["standing"]["clinical"]["spent"] == pytest.approx(first["classes"]["clinical"]["total"])
+    assert clinic.json("ledger", "verify", database)["size"] == found["size"]
+    spent = clinic.json("spend", database)["origins"]["test"]["clinical"]
+    assert spent["epsilon"] == pytest.approx(first["classes"]["clinical"]["total"])
+    assert not list((clinic.folder / "runs").glob("*.db")) and not (Path(first["folder"]) / "ledger.db").exists()
+
+
+def test_a_ledger_of_another_corpus_is_refused_before_anybody_is_entered(clinic: Clinic) -> None:
+    ledger = Path(clinic.project.train_json()["ledger"])
+    policy = (clinic.folder / "policy.toml").read_text(encoding="utf-8")
+    clinic.project.write("policy.toml", policy.replace('"test"', '"other"'))
+    size = clinic.json("ledger", "verify", str(ledger))["size"]
+    run = f'ledger = "runs/{ledger.name}"\n' + clinic.project.run
+    for words in ((), ("--plan-only",)):
+        refused(clinic.project.train("--fresh", *words, run=run), "ledger.wrong-origin")
+    assert clinic.json("ledger", "verify", str(ledger))["size"] == size

@@ -62,9 +62,7 @@ def asked(project: Project) -> Project:
 
 
 def ask(project: Project, *words: str) -> tuple[int, str, str]:
-    policy = str(project.folder / "policy.toml")
-    project.monkeypatch.chdir(project.folder)
-    return project.call("plan", policy, "--model", f"{project.module}:build", *COMMON, *words)
+    return project.plan(*COMMON, *words)
 
 
 def told(project: Project, *words: str) -> str:

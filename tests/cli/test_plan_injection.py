@@ -14,29 +14,24 @@ if TYPE_CHECKING:
 RAW = '\n[noise]\ninjection = "per_sample_raw"\noccurrences = 4\n'
 
 
-def policy(project: Project, noise: str) -> str:
-    return str(project.write("policy.toml", (project.folder / "policy.toml").read_text() + noise))
-
-
-def asked(project: Project, path: str, *words: str) -> tuple[int, str, str]:
-    project.monkeypatch.chdir(project.folder)
-    given = (path, "--model", f"{project.module}:build", "--batch", "12", "--steps", "6")
-    return project.call("plan", *given, *words)
+def with_noise(project: Project, noise: str) -> None:
+    project.write("policy.toml", (project.folder / "policy.toml").read_text() + noise)
 
 
 def test_a_raw_plan_says_what_its_figures_are(project: Project) -> None:
-    path = policy(project, RAW)
-    out = succeeded(asked(project, path, "--json"))
+    with_noise(project, RAW)
+    size = ("--batch", "12", "--steps", "6")
+    out = succeeded(project.plan(*size, "--json"))
     found = json.loads(out)
     assert found["injection"] == {"form": "per_sample_raw", "parts": 1, "occurrences": 4}
     clinical = found["classes"]["clinical"]
     assert clinical["adjacency"] == "zero-out, no amplification"
     assert clinical["rho"] == pytest.approx(4 / (2 * clinical["sigma"] ** 2))
     assert 5.9 < clinical["epsilon"] <= 6.0
-    out = succeeded(asked(project, path))
+    out = succeeded(project.plan(*size))
     assert "noise per_sample_raw, at most 4 occurrences" in out
     assert "zero-out, no amplification" in out
-    out = succeeded(asked(project, path, "--explain"))
+    out = succeeded(project.plan(*size, "--explain"))
     told = " ".join(out.split())
     assert "in each of 4 occurrences" in told and "sampled with rate" not in told
 
@@ -46,7 +41,7 @@ def test_a_raw_plan_says_what_its_figures_are(project: Project) -> None:
     [RAW, '\n[noise]\ninjection = "per_microbatch"\nbins = 3\n', '\n[noise]\ninjection = "per_sample"\nslots = 9\n'],
 )
 def test_every_form_trains(project: Project, noise: str) -> None:
-    policy(project, noise)
+    with_noise(project, noise)
     found = project.train_json()
     assert found["steps"] == 6 and found["private"]
     assert 0 < found["classes"]["clinical"]["epsilon"] <= 2.0

@@ -44,12 +44,11 @@ def asked(project: Project) -> Project:
         "policy.toml",
         '[corpus]\norigin = "t"\naccountant = "zcdp"\ndelta = 1e-5\n[class.a]\npopulation = 60\nepsilon = 3.0\n',
     )
-    project.monkeypatch.chdir(project.folder)
     return project
 
 
 def ask(project: Project, model: str, *words: str) -> tuple[int, str, str]:
-    return project.call("plan", "policy.toml", "--model", f"{project.module}:{model}", *QUICK, *words)
+    return project.plan(*QUICK, *words, model=model)
 
 
 def test_a_measure_is_made_kept_and_read_again(asked: Project) -> None:
@@ -148,7 +147,7 @@ def test_a_measure_of_another_model_is_refused(asked: Project) -> None:
     row = (1.0, 1.0, 1.0)
     Measure(
         proxy="gaussian", layers=("0", "2", "4"), tight=row, worst=row, printed=row, harm=row, norms=row, fisher=row
-    ).save("m.json")
+    ).save(asked.folder / "m.json")
     refused(ask(asked, "auto", "--measure", "m.json"), "sensitivity.measure-of-other-layers")
 
 

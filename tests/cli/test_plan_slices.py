@@ -27,14 +27,12 @@ from lamina.models.autoencoders import TransformerAutoencoder
 def build():
     return TransformerAutoencoder(3, 4, width=8, layers=2, heads=4, hidden=5, code=2)
 """
-COMMON = ("--batch", "30", "--steps", "20")
 
 
 def plan(project: Project, profile: str, *words: str) -> tuple[int, str, str]:
-    path = project.write("policy.toml", POLICY.replace("{profile}", profile))
+    project.write("policy.toml", POLICY.replace("{profile}", profile))
     project.write(f"{project.module}.py", MODULE)
-    project.monkeypatch.chdir(project.folder)
-    return project.call("plan", str(path), "--model", f"{project.module}:build", *COMMON, *words)
+    return project.plan("--batch", "30", "--steps", "20", *words)
 
 
 def test_slices_are_shown(project: Project) -> None:

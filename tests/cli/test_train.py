@@ -20,8 +20,12 @@ from safetensors.torch import load_file
 from lamina.admit.keys import PrivateKey
 from lamina.cli.app import main
 from lamina.cli.explain import NOT_SIGNED
+from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import Epoch
+from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
+from lamina.plan.step_plan import StepPlan
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.trainer import Trainer
 
@@ -314,6 +318,23 @@ def test_fresh_leaves_folders_of_others_alone(project: Project) -> None:
     assert Path(project.train_json()["folder"]).name == "first"
     assert Path(project.train_json("--fresh")["folder"]).name == "first-3"
     assert Path(project.train_json()["folder"]).name == "first-3"
+
+
+def test_a_killed_command_goes_on_and_costs_what_was_planned(project: Project) -> None:
+    run = project.run.replace("steps = 6", "steps = 300").replace("segment = 2", "segment = 60")
+    project.write("first.toml", run)
+    options = project.train_killed_in_a_segment(project.folder / "first.toml")
+    found = project.train_again(project.folder / "first.toml", options)
+    plan = StepPlan.from_cbor((project.folder / "runs" / "first" / "plan.cbor").read_bytes())
+    assert found["steps"] == 300 and found["notes"] == [NOT_SIGNED]
+    assert found["classes"]["clinical"]["epsilon"] == pytest.approx(plan.epsilon("clinical"), rel=1e-12)
+    checked = verify(found["ledger"])
+    assert checked.problem is None and checked.signed == checked.size
+    with LedgerReader.read_only(found["ledger"]) as ledger:
+        segments = [each for leaf in ledger.of_kind(Epoch) for each in leaf.record.segments]
+        assert [(each.first, each.last) for each in segments] == [(i, i + 60) for i in range(0, 300, 60)]
+        with ledger.store.read() as rows:
+            assert rows.holds() == []  # nothing is reserved or open any more
 
 
 # ------------------------------------------------------------------------------------ before anything is spent

@@ -97,20 +97,13 @@ def check_arguments(factory: Callable[..., Any], what: str, given: Mapping[str, 
     """Refuse arguments that `factory` does not take; the first `taken` are given by position."""
     try:
         signature = inspect.signature(factory)
-    except (TypeError, ValueError):
-        return  # written in C: it will say so itself
-    accepted = parameter_names(factory)[taken:]
-    remedy = f"it takes {', '.join(accepted) or 'no arguments'}"
-    if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        for name in given:
-            if name not in accepted:
-                raise PlanError(
-                    "cli.argument-not-known", f"{what} takes no argument '{name}'{did_you_mean(name, accepted)}", remedy
-                )
-    try:
+        signature.bind_partial(*[None] * taken, **given)  # names what is unknown before what is missing
         signature.bind(*[None] * taken, **given)
     except TypeError as error:
+        remedy = f"it takes {', '.join(parameter_names(factory)[taken:]) or 'no arguments'}"
         raise PlanError("cli.arguments-do-not-fit", f"{what}: {error}", remedy) from error
+    except ValueError:
+        return  # written in C: it will say so itself
 
 
 def parameter_names(factory: Any) -> list[str]:
@@ -148,24 +141,17 @@ def allocation_with_options(name: str, options: Mapping[str, Any] | None = None)
     """
     find_allocation(name)
     policy: Any = ALLOCATIONS[name]
-    takes = allocation_options(name)
+    takes = [field.name for field in dataclasses.fields(policy)]
     options = options or {}
     for key in options:
         if key not in takes:
-            listed = ", ".join(f"{k} = {v}" for k, v in takes.items())
-            problem = f"allocation '{name}' has no option '{key}'{did_you_mean(key, list(takes))}"
-            remedy = f"it takes {listed}" if listed else f"it takes none: write '{name}' alone"
+            problem = f"allocation '{name}' has no option '{key}'{did_you_mean(key, takes)}"
+            remedy = f"it takes {', '.join(takes)}" if takes else f"it takes none: write '{name}' alone"
             raise PlanError("cli.allocation-option-not-known", problem, remedy)
     kinds = typing.get_type_hints(type(policy))
     made = {key: _checked_option(name, key, kinds[key], value) for key, value in options.items()}
     changed: Allocator = dataclasses.replace(policy, **made)
     return changed
-
-
-def allocation_options(name: str) -> dict[str, str]:
-    """The options of an allocation, each with its default as text."""
-    policy: Any = ALLOCATIONS[name]
-    return {field.name: _option_text(getattr(policy, field.name)) for field in dataclasses.fields(policy)}
 
 
 def parse_allocation(text: str) -> Allocator:
@@ -182,10 +168,8 @@ def parse_allocation(text: str) -> Allocator:
     for part in _split_at_commas(rest):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not (key and equals and value):
-            takes = ", ".join(allocation_options(name)) or "none"
             problem = f"'{part}' in '{text}' is not an option"
-            remedy = f"write {name}:key=value,key=value; it takes {takes}"
-            raise PlanError("cli.allocation-option-malformed", problem, remedy)
+            raise PlanError("cli.allocation-option-malformed", problem, f"write {name}:key=value,key=value")
         if key in options:
             raise PlanError("cli.allocation-option-repeated", f"option '{key}' is in '{text}' twice", "give it once")
         options[key] = _parse_value(value)
@@ -225,13 +209,6 @@ def _checked_option(name: str, key: str, kind: Any, value: Any) -> Any:
         problem = f"{key} of '{name}' is {value!r}, must be {' or '.join(words)}"
         raise PlanError("cli.allocation-option-type", problem, f"write {key}={examples[0]}")
     return value
-
-
-def _option_text(value: Any) -> str:
-    if value is None:
-        return "none"
-    word = getattr(value, "value", value)
-    return str(list(word)) if isinstance(word, tuple) else f"{word:g}" if isinstance(word, float) else str(word)
 
 
 def _parse_value(text: str) -> Any:
