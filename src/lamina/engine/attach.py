@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MethodType
 from typing import Any
 
 import torch
@@ -25,19 +26,9 @@ from lamina.engine.layers.layer_rule import (
 )
 from lamina.engine.layers.linear import EmbeddingForward
 from lamina.engine.layers.stacked_experts import ExpertsForward, modules_in_expert_blocks
-from lamina.engine.model_hooks import (
-    CopySafeHook,
-    PromptPerExample,
-    class_method,
-    gradient_refusing_hook,
-    mergeable_adapters,
-    refuse_hazards,
-    refuse_merged_adapters,
-    uses_parameter_containers,
-)
 from lamina.engine.per_contribution import BroadcastForward, FlattenedTokensForward, PerContributionForward
-from lamina.errors import CouplingError, EngineError, LaminaError, UnsupportedLayer
-from lamina.plan.coverage import running_buffers
+from lamina.errors import CouplingError, EngineError, LaminaError, UnclippedGradient, UnsupportedLayer
+from lamina.plan.coverage import find_hazards, running_buffers
 
 # Attention modules that look a bias up by relative position, without the batch axis.
 _RELATIVE_BIAS_MODULES = ("T5Attention", "MT5Attention", "UMT5Attention", "LongT5Attention", "Pop2PianoAttention")
@@ -276,3 +267,102 @@ def _refuse_spectral_norm(name: str, module: nn.Module) -> None:
         problem = f"module '{name}' has spectral_norm, which changes its buffers at every call"
         remedy = "remove it: torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')"
         raise UnsupportedLayer("engine.spectral-norm", problem, remedy)
+
+
+# What the attachment puts on a model: hooks and methods that a copy of the model does not keep.
+
+
+class CopySafeHook:
+    """A forward hook or pre-hook with keyword arguments. In a copy of the module it removes itself when called."""
+
+    def __init__(self, call: Callable[[nn.Module, Any, Any], None] | None = None) -> None:
+        self.call = call
+
+    def __call__(self, module: nn.Module, args: Any, more: Any) -> None:
+        if self.call is not None:
+            self.call(module, args, more)
+            return
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopySafeHook:
+        return CopySafeHook()
+
+    def __reduce__(self) -> Any:
+        return CopySafeHook, ()
+
+
+def class_method(module: nn.Module, name: str) -> Any:
+    """The method that a module has by its class."""
+    return MethodType(getattr(type(module), name), module)
+
+
+def refuse_hazards(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuse a forward pass that would mix contributions or move buffers with them."""
+    for hazard in find_hazards(module):
+        problem = f"{hazard.kind} {hazard.state}, which {hazard.what.value}, was called in an attached model"
+        raise CouplingError("engine.hazard-called", problem, hazard.remedy)
+
+
+def gradient_refusing_hook(name: str) -> Callable[[Tensor | None], None]:
+    """A tensor hook: autograd itself must never give a covered tensor a gradient."""
+
+    def hook(grad: Tensor | None) -> None:
+        if grad is not None:
+            problem = f"'{name}' got a gradient that was not clipped"
+            remedy = "call engine.backward(losses, batch) instead of loss.backward(), or engine.detach() first"
+            raise UnclippedGradient("engine.gradient-not-clipped", problem, remedy)
+
+    return hook
+
+
+_SHARED_PROMPT_TYPES = ("PROMPT_TUNING", "P_TUNING")  # looked up once, and repeated for the batch
+
+
+class PromptPerExample:
+    """Replaces `get_prompt` of a model that repeats one prompt for the batch.
+
+    While the engine is attached, the table of virtual tokens is looked up for every example, so that its gradient
+    arrives unsummed. A copy or pickle of the model gets the original.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.original = model, model.get_prompt
+
+    @staticmethod
+    def applies_to(module: Any) -> bool:
+        return callable(getattr(module, "get_prompt", None)) and hasattr(module, "prompt_encoder")
+
+    def __call__(self, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        kind = getattr(self.model.active_peft_config, "peft_type", None)
+        if getattr(kind, "value", kind) not in _SHARED_PROMPT_TYPES:
+            return self.original(batch_size, *args, **kwargs)
+        prompts: Tensor = self.original(1, *args, **kwargs)
+        return prompts if len(prompts) == batch_size else prompts.repeat(batch_size, 1, 1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return class_method(memo.get(id(self.model), self.model), "get_prompt")
+
+    def __reduce__(self) -> Any:
+        return class_method, (self.model, "get_prompt")
+
+
+def mergeable_adapters(model: nn.Module) -> list[tuple[str, Any]]:
+    """The layers that can have an adapter merged into their base weight."""
+    return [(name, m) for name, m in model.named_modules() if hasattr(m, "merged_adapters")]
+
+
+def refuse_merged_adapters(adapters: list[tuple[str, Any]]) -> None:
+    """A merged adapter is not used by the forward pass: it would train on noise alone, its base on nothing."""
+    for name, module in adapters:
+        if module.merged_adapters:
+            problem = f"adapter {module.merged_adapters[0]!r} is merged into '{name}': its own tensors are not used"
+            raise UnsupportedLayer("engine.adapter-merged", problem, "call model.unmerge_adapter() before training")
+
+
+def uses_parameter_containers(module: nn.Module) -> bool:
+    """Whether a module uses trainable tensors that a ParameterDict or ParameterList below it keeps (IA3, …)."""
+    kept = (child for child in module.children() if isinstance(child, nn.ParameterDict | nn.ParameterList))
+    return any(p.requires_grad for child in kept for p in child.parameters())

@@ -8,11 +8,10 @@ from typing import Any
 from torch import nn
 
 from lamina.engine.layers.conv import ConvForward, ConvTransposeForward
-from lamina.engine.layers.layer_rule import ApplyRule, LayerForward, LayerRule
+from lamina.engine.layers.layer_rule import ApplyRule, LayerForward, LayerRule, has_class_forward
 from lamina.engine.layers.linear import EmbeddingForward, LinearForward
 from lamina.engine.layers.norm import group_norm_forward, instance_norm_forward, layer_norm_forward, rms_norm_forward
 from lamina.engine.layers.sequence import AttentionForward, RecurrentForward
-from lamina.engine.model_hooks import has_class_forward
 
 __all__ = ["ApplyRule", "LayerRule", "LayerForward", "layer_forward_for"]
 

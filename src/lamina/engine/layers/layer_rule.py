@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Protocol, cast
 
 import torch
@@ -64,6 +65,12 @@ class LayerForward:
 
 def made_if_needed(need: Needed, *makers: Callable[[], ContributionGrads]) -> ParameterGrads:
     return [make() if needed else None for make, needed in zip(makers, need, strict=False)]
+
+
+def has_class_forward(module: nn.Module) -> bool:
+    """Whether a module's forward is its class's, perhaps bound once more by a copy."""
+    own = vars(module).get("forward")
+    return own is None or (isinstance(own, MethodType) and own.__func__ is type(module).forward)
 
 
 def weight_and_bias(module: nn.Module) -> tuple[str, ...]:

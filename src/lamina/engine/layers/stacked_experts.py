@@ -22,9 +22,9 @@ from lamina.engine.layers.layer_rule import (
     Params,
     SavedTensors,
     cast_for_autocast,
+    has_class_forward,
 )
 from lamina.engine.layers.linear import LinearRule
-from lamina.engine.model_hooks import has_class_forward
 from lamina.errors import CouplingError, UnsupportedLayer
 
 
