@@ -305,7 +305,6 @@ def test_bytes_are_kept_by_their_digest(ledger: Ledger) -> None:
         [admitted(1), admitted(2), epoch(0), manifest], [attestation(1), attestation(2), b"plan", b"manifest"]
     )
     assert [ledger.evidence(seq) for seq in range(5)] == [None, attestation(1), attestation(2), None, None]
-    assert [ledger.evidence(seq) for seq in range(3)] == [None, attestation(1), attestation(2)]
     assert ledger.blob(epoch().plan) == b"plan"
     assert ledger.blob(manifest.manifest) == b"manifest"
     with raises_code("ledger.blob-unreferenced"):

@@ -135,10 +135,8 @@ def test_a_cosignature_from_the_future_is_not_believed() -> None:
         policy.check(note, now=TIME - CLOCK_SKEW - 1)
 
 
-def test_a_policy_is_written_as_lines_and_read_back() -> None:
-    policy = WitnessQuorum(2, KEYS)
-    assert WitnessQuorum.of(2, policy.keys) == policy
-    assert WitnessQuorum() == WitnessQuorum.of(0, ()) and WitnessQuorum().check(NOTE) == {}
+def test_a_quorum_of_nobody_is_always_met() -> None:
+    assert WitnessQuorum().check(NOTE) == {}
 
 
 @pytest.mark.parametrize("quorum", [-1, 4, True, 1.0, None])

@@ -6,14 +6,16 @@ where it stands in a ledger, passed by a verification.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from lamina.admit.keys import PrivateKey, PublicKey, format_utc
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import (
+    Aggregate,
     Header,
     Key,
     KeyChange,
@@ -26,8 +28,18 @@ from lamina.ledger.governance_records import (
     policy_record_digest,
     profile_exceeds,
 )
-from lamina.ledger.records import KIND_NUMBERS, ContributionTerms, decode_leaf
+from lamina.ledger.records import KIND_NUMBERS, ContributionTerms, Epoch, decode_leaf
 from lamina.ledger.store.rows import StoreReader, head_of
+
+R = TypeVar("R", KeyEvent, PolicyChange, Epoch, Aggregate)
+
+
+def records_of(rows: StoreReader, kind: type[R], first: int, stop: int) -> Iterator[R]:
+    """The records of one kind in leaves [first, stop)."""
+    for _, data in rows.of_kind(KIND_NUMBERS[kind], first, stop):
+        record = decode_leaf(data).record
+        assert isinstance(record, kind)
+        yield record
 
 
 class Violation(NamedTuple):
@@ -90,9 +102,7 @@ class KeyState:
 
     def follow(self, rows: StoreReader, size: int) -> None:
         """Apply the key events up to the first `size` leaves of what `rows` sees."""
-        for _, data in rows.of_kind(KIND_NUMBERS[KeyEvent], self.size, size):
-            event = decode_leaf(data).record
-            assert isinstance(event, KeyEvent)
+        for event in records_of(rows, KeyEvent, self.size, size):
             self.apply(event)
         self.size = max(size, self.size)
 
@@ -261,12 +271,8 @@ def check_key_may_sign(keys: KeyState, key: PrivateKey, time: int) -> None:
 
 def last_policy_record(rows: StoreReader, header: Header, size: int | None = None) -> Header | PolicyChange:
     """The header or policy change in force after the first `size` leaves; of all leaves without a size."""
-    last: Header | PolicyChange = header
-    for _, data in rows.of_kind(KIND_NUMBERS[PolicyChange], 0, head_of(rows).size if size is None else size):
-        record = decode_leaf(data).record
-        assert isinstance(record, PolicyChange)
-        last = record
-    return last
+    changes = records_of(rows, PolicyChange, 0, head_of(rows).size if size is None else size)
+    return next(iter(deque(changes, maxlen=1)), header)
 
 
 class PolicyInForce:

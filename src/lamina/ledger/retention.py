@@ -28,6 +28,7 @@ from dataclasses import replace
 from lamina.errors import LedgerError
 from lamina.ledger.append import index_keys, survives_pruning
 from lamina.ledger.governance_records import MAX_SPANS, Aggregate, ClassTotal, LeafSpan, Role, Withdrawal
+from lamina.ledger.key_state import records_of
 from lamina.ledger.merkle import TILE_WIDTH, leaf_hash
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, Epoch, decode_leaf
 from lamina.ledger.store.rows import PruningRow, StoreReader, StoreWriter, head_of
@@ -143,7 +144,8 @@ class Retention:
 
     def _drop_tiles(self, aggregate: Aggregate) -> None:
         with self._store.read() as rows:
-            spans = _merge_spans(span for pruned in _read_aggregates(rows) for span in pruned.spans)
+            pruned = records_of(rows, Aggregate, 0, head_of(rows).size)
+            spans = _merge_spans(span for each in pruned for span in each.spans)
             cut = {signed.size // TILE_WIDTH for signed in rows.checkpoints() if signed.size % TILE_WIDTH}
         asked = {
             index for span in aggregate.spans for index in range(span.first // TILE_WIDTH, -(-span.stop // TILE_WIDTH))
@@ -195,9 +197,7 @@ def _leaves_being_pruned(rows: StoreReader) -> set[int]:
     """Leaves that are summed up already, by an aggregate that was stopped before their bodies were gone."""
     found: set[int] = set()
     for pruning in rows.prunings():
-        if not pruning.done and (data := rows.leaf(pruning.seq)) is not None:
-            record = decode_leaf(data).record
-            assert isinstance(record, Aggregate)
+        for record in () if pruning.done else records_of(rows, Aggregate, pruning.seq, pruning.seq + 1):
             found.update(*(range(span.first, span.stop) for span in record.spans))
     return found
 
@@ -212,19 +212,10 @@ def _earliest_open_run(rows: StoreReader) -> int:
 def _largest_spend(rows: StoreReader, size: int) -> dict[str, int]:
     """By class the largest spend that an epoch has recorded: spend never falls."""
     found: dict[str, int] = {}
-    for _, data in rows.of_kind(KIND_NUMBERS[Epoch], 0, size):
-        record = decode_leaf(data).record
-        assert isinstance(record, Epoch)
+    for record in records_of(rows, Epoch, 0, size):
         for account in record.accounts:
             found[account.cls] = max(account.spend, found.get(account.cls, 0))
     return found
-
-
-def _read_aggregates(rows: StoreReader) -> Iterator[Aggregate]:
-    for _, data in rows.of_kind(KIND_NUMBERS[Aggregate], 0, head_of(rows).size):
-        record = decode_leaf(data).record
-        assert isinstance(record, Aggregate)
-        yield record
 
 
 def _merge_spans(spans: Iterator[LeafSpan]) -> Sequence[tuple[int, int]]:

@@ -321,16 +321,6 @@ class WitnessQuorum:
                 "ledger.witness-twice", "two witnesses have the same public key", "name each witness once"
             )
 
-    @classmethod
-    def of(cls, quorum: int, keys: Iterable[str]) -> WitnessQuorum:
-        """The policy with these verifier keys, one line each."""
-        return cls(quorum, tuple(WitnessKey.parse(key) for key in keys))
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The verifier keys, one line each."""
-        return tuple(witness.text for witness in self.witnesses)
-
     def cosigned(self, note: Note, *, now: int | None = None) -> dict[str, int]:
         """Which of the witnesses cosigned the note, and when (the latest time of each).
 

@@ -167,8 +167,8 @@ class WithdrawalInbox:
 
     def _take(self, path: Path) -> InboxResult | None:
         try:
-            asked = _WithdrawalRequest.read(path)
-            find_contributions(self._ledger, asked.name)
+            name, reason, effect, request = _read_request(path)
+            find_contributions(self._ledger, name)
         except _UnfinishedFile:
             return None
         except (StoreError, StoreBusy, LedgerDamaged):
@@ -176,7 +176,7 @@ class WithdrawalInbox:
         except LaminaError as error:
             taken = InboxResult(path.name, refused=error.problem)
         else:
-            found = withdraw(self._ledger, asked.name, asked.reason, effect=asked.effect, request=asked.request)
+            found = withdraw(self._ledger, name, reason, effect=effect, request=request)
             taken = InboxResult(path.name, tuple(found))
         self._move_answered(path, REFUSED_FOLDER if taken.refused else DONE_FOLDER, taken)
         return taken
@@ -196,30 +196,8 @@ class _UnfinishedFile(Exception):
     """Somebody is still writing it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _WithdrawalRequest:
-    """What a file asks for."""
-
-    name: str
-    reason: WithdrawalReason
-    effect: WithdrawalEffect
-    request: bytes | None
-
-    @classmethod
-    def read(cls, path: Path) -> _WithdrawalRequest:
-        found = _read_request(path)
-        for name in ("withdraw", "request"):
-            if name in found and not _is_hex_digest(found[name]):
-                raise _bad_request(path, f"has {name}, which is not 64 hex digits")
-        return cls(
-            found["withdraw"],
-            parse_reason(found["reason"]),
-            parse_effect(found.get("effect", "finish")),
-            bytes.fromhex(found["request"]) if "request" in found else None,
-        )
-
-
-def _read_request(path: Path) -> dict[str, str]:
+def _read_request(path: Path) -> tuple[str, WithdrawalReason, WithdrawalEffect, bytes | None]:
+    """What a file asks for: of which contribution, why, to which effect, and the digest of a signed request."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise _bad_request(path, "is no plain file")
@@ -236,7 +214,11 @@ def _read_request(path: Path) -> dict[str, str]:
         raise _bad_request(path, "must have the fields withdraw and reason, and may have effect and request")
     if not all(isinstance(value, str) for value in found.values()):
         raise _bad_request(path, "has a field that is no text")
-    return found
+    for name in ("withdraw", "request"):
+        if name in found and not _is_hex_digest(found[name]):
+            raise _bad_request(path, f"has {name}, which is not 64 hex digits")
+    reason, effect = parse_reason(found["reason"]), parse_effect(found.get("effect", "finish"))
+    return found["withdraw"], reason, effect, bytes.fromhex(found["request"]) if "request" in found else None
 
 
 def _is_hex_digest(text: str) -> bool:

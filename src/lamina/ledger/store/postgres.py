@@ -127,15 +127,9 @@ class PostgresConnection:
         with self._db.cursor() as cursor:
             cursor.executemany(statement.replace("?", "%b"), rows)
 
-    def find(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        query = "SELECT key, seq FROM known WHERE key = ANY(%b)"
-        found: list[Any] = self._db.execute(query, [sorted(keys)], binary=True).fetchall() if keys else []
-        return found
-
-    def tokens(self, keys: Sequence[bytes]) -> set[bytes]:
-        query = "SELECT key FROM token WHERE key = ANY(%b)"
-        found = self._db.execute(query, [sorted(keys)], binary=True).fetchall() if keys else []
-        return {bytes(key) for (key,) in found}
+    def find(self, table: str, columns: str, keys: Sequence[bytes]) -> list[tuple[Any, ...]]:
+        query = f"SELECT {columns} FROM {table} WHERE key = ANY(%b)"
+        return self._db.execute(query, [sorted(keys)], binary=True).fetchall()
 
     def discard(self, rows: Sequence[tuple[bytes, int]]) -> None:
         if rows:

@@ -112,14 +112,11 @@ class SqlConnection(Protocol):
     def many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
         """A statement for each of these rows."""
 
-    def find(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """(key, seq) of the rows of `known` with one of these keys."""
+    def find(self, table: str, columns: str, keys: Sequence[bytes]) -> list[Any]:
+        """The rows of a table that have one of these keys."""
 
     def discard(self, rows: Sequence[tuple[bytes, int]]) -> None:
         """Delete these rows of `known`."""
-
-    def tokens(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of these keys that are in `token`."""
 
 
 class StoreReader:
@@ -186,7 +183,7 @@ class StoreReader:
     def find(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
         """(key, seq) of every indexed leaf that has one of these keys."""
         for at in range(0, len(keys), _ROWS_AT_ONCE):
-            yield from self._db.find(keys[at : at + _ROWS_AT_ONCE])
+            yield from self._db.find("known", "key, seq", keys[at : at + _ROWS_AT_ONCE])
 
     def find_between(self, first: bytes, last: bytes, limit: int) -> list[tuple[bytes, int]]:
         """(key, seq) of indexed leaves whose key is in [first, last], in order; at most so many."""
@@ -263,10 +260,8 @@ class StoreReader:
 
     def tokens(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of these keys that are there."""
-        found: set[bytes] = set()
-        for at in range(0, len(keys), _ROWS_AT_ONCE):
-            found |= self._db.tokens(keys[at : at + _ROWS_AT_ONCE])
-        return found
+        parts = (keys[at : at + _ROWS_AT_ONCE] for at in range(0, len(keys), _ROWS_AT_ONCE))
+        return {bytes(key) for part in parts for (key,) in self._db.find("token", "key", part)}
 
     def _bytes(self, query: str, value: Any) -> bytes | None:
         found = self._db.rows(query, value)

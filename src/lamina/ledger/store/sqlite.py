@@ -216,17 +216,12 @@ class _SqliteConnection:
     def many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
         self._db.executemany(statement, rows)
 
-    def find(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        query = "SELECT key, seq FROM known WHERE key IN carray(?)"
-        found: list[Any] = self._db.execute(query, (apsw.carray(tuple(sorted(keys))),)).fetchall() if keys else []
-        return found
+    def find(self, table: str, columns: str, keys: Sequence[bytes]) -> list[tuple[Any, ...]]:
+        query = f"SELECT {columns} FROM {table} WHERE key IN carray(?)"
+        return self._db.execute(query, (apsw.carray(tuple(sorted(keys))),)).fetchall()
 
     def discard(self, rows: Sequence[tuple[bytes, int]]) -> None:
         self._db.executemany("DELETE FROM known WHERE key = ? AND seq = ?", rows)
-
-    def tokens(self, keys: Sequence[bytes]) -> set[bytes]:
-        query = "SELECT key FROM token WHERE key IN carray(?)"
-        return {key for (key,) in self._db.execute(query, (apsw.carray(tuple(sorted(keys))),))} if keys else set()
 
 
 def _sqlite_version() -> tuple[int, ...]:
