@@ -218,9 +218,9 @@ class Attempts:
         segment = self.segment(index, generation, **changes)
         if segment.outcome is SegmentOutcome.CLOSED:
             self.newest[index] = generation
-        return self.book.record(
-            self.run, segment=segment, plan=self.plan, variance=[s * s for s in self.plan.noise], accounts=self.accounts
-        )
+        key, scales = (index, generation, segment.nonce), {each.name: each.scale for each in self.accounts}
+        begun = OpenAttempt(segment.first, segment.last, segment.eligibility, segment.after or 0)
+        return self.book.record(self.run, key, begun, segment.outcome, plan=self.plan, scales=scales)
 
     def done(self, *indices: int) -> None:
         for index in indices:

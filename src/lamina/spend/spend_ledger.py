@@ -22,7 +22,6 @@ from lamina.spend.accounts import (
     AccountTotal,
     Charge,
     RecordedSpend,
-    SignedAccount,
     account_bound,
     budget_exceeded,
     checked_bounds,
@@ -233,16 +232,6 @@ class SpendLedger:
         kept = self._ask(lambda _, rows: [each for each in rows.kept(id) if each.attempt and each.body])
         return sum(each.nonce not in known and OpenCharges.decode(each.body).place == place for each in kept)
 
-    def eligibility_range(self, run: str, segment: int, generation: int) -> tuple[int, int]:
-        """The least and most leaves after which a segment that continues this attempt may have read its members."""
-        id = bytes.fromhex(checked_run(run))
-
-        def look(_: SpendView, rows: StoreReader) -> tuple[int, int]:
-            leaf = rows.attempt(id, segment, generation)
-            return 1 if leaf is None else leaf + 1, head_of(rows).size
-
-        return self._ask(look)
-
     def fits(self, run: str, *, charge: Charge, bound: float, besides: Sequence[Charge] = ()) -> int:
         """How many steps of `charge`, at most charge.steps, the run may reserve together with `besides`.
 
@@ -410,19 +399,22 @@ class SpendLedger:
         return self._in_transaction(work, run, "")
 
     def record(
-        self, run: str, *, segment: Segment, plan: StepPlan, variance: Sequence[float],
-        accounts: Sequence[SignedAccount] = (),
+        self, run: str, key: tuple[int, int, bytes], begun: OpenAttempt, outcome: SegmentOutcome, *, plan: StepPlan,
+        scales: Mapping[str, float],
     ) -> int:  # fmt: skip
         """Append the epoch of a charged attempt that has ended, and sign a checkpoint; the index of its leaf.
 
         An attempt that a leaf records already, under the same nonce, is not recorded again.
-        """
-        return self._record(run, segment, plan, variance, {each.name: each.scale for each in accounts})
 
-    def _record(
-        self, run: str, segment: Segment, plan: StepPlan, variance: Sequence[float], known: Mapping[str, float]
-    ) -> int:
+        Args:
+            key: segment, generation and nonce.
+            scales: of signed bounds, as far as their charges do not say them.
+        """
         id, data = bytes.fromhex(checked_run(run)), self._encoded(plan)
+        # in a ledger that was restored from an older copy, leaves are not where they were when the segment was opened
+        before, size = self._ask(lambda _, rows: (rows.attempt(id, key[0] - 1, begun.after), head_of(rows).size))
+        read = min(max(begun.eligibility, 1 if before is None else before + 1), size)
+        segment, variance = replace(begun, eligibility=read).segment(*key, outcome), begun.applied(plan)
         ended = EpochBuilder(run=id, segment=segment, plan=plan, digest=self.digest(plan), variance=variance)
 
         def once() -> int:
@@ -430,7 +422,7 @@ class SpendLedger:
                 recorded = self._followed(rows)
                 if (there := ended.there(rows)) is not None:
                     return there
-                epoch, parts = ended.epoch(rows, recorded, known)
+                epoch, parts = ended.epoch(rows, recorded, scales)
                 expected = recorded.epochs + 1
 
             def settle(rows: StoreWriter, seqs: list[int]) -> None:
@@ -470,11 +462,8 @@ class SpendLedger:
             if data is None or begun is None:
                 problem = f"the ledger does not know enough of segment {hold.segment} of run {run[:8]} to record it"
                 raise RunError("spend.attempt-unknown", problem, "resume the run, which knows")
-            plan = StepPlan.from_cbor(data)
-            least, most = self.eligibility_range(run, hold.segment - 1, begun.after)
-            begun = replace(begun, eligibility=min(max(begun.eligibility, least), most))
-            segment = begun.segment(hold.segment, hold.generation, hold.nonce, SegmentOutcome.ABANDONED)
-            self._record(run, segment, plan, begun.applied(plan), held.scales)
+            key, plan = (hold.segment, hold.generation, hold.nonce), StepPlan.from_cbor(data)
+            self.record(run, key, begun, SegmentOutcome.ABANDONED, plan=plan, scales=held.scales)
         return len(found)
 
     def _in_transaction(self, work: Callable[[SpendTransaction, StoreWriter], T], run: str, label: str) -> T:

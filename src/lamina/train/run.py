@@ -30,7 +30,7 @@ import os
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 
@@ -277,12 +277,8 @@ class Run:
 
     def record(self, opened: AttemptOpened, outcome: SegmentOutcome) -> None:
         """Write the leaf of an ended attempt: what it took, from whom, and what everybody has spent after it."""
-        plan, attempt = self.plan_of(opened.plan), _opened_attempt(opened)
-        # in a ledger that was restored from an older copy, leaves are not where they were when the segment was opened
-        least, most = self.spend.eligibility_range(self.id, opened.segment - 1, opened.after)
-        read = min(max(opened.eligibility, least), most)
-        segment = replace(attempt, eligibility=read).segment(*opened.key, outcome)
-        self.spend.record(self.id, segment=segment, plan=plan, variance=attempt.applied(plan), accounts=self.accounts)
+        plan, scales = self.plan_of(opened.plan), {each.name: each.scale for each in self.accounts}
+        self.spend.record(self.id, opened.key, _opened_attempt(opened), outcome, plan=plan, scales=scales)
 
     def plan_of(self, digest: bytes) -> StepPlan:
         """A plan of this run, by its digest: the one given now, or the one that the folder or the ledger has."""
