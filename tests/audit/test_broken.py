@@ -10,6 +10,7 @@ import pytest
 import torch
 from audit_steps import Reference, failed, loss_of, plan_for, target_of
 from nets import Net
+from refusals import raises_code
 from torch import Tensor, nn
 
 import lamina
@@ -171,6 +172,11 @@ def test_broken_steps_are_flagged(make: type[Reference]) -> None:
     for check in checks:
         if check.name == "sensitivity/plain" and not check.passed:
             assert check.lower_bound > 1.05 * check.claimed
+
+
+def test_one_contribution_is_too_few() -> None:
+    with raises_code("audit.too-few-contributions"):
+        audit_step(subject_of(None), batch_of(1))
 
 
 def test_ignored_bands_are_flagged() -> None:

@@ -28,9 +28,7 @@ MIXED = torch.tensor([0, 1, 2, 1, 0])
 @pytest.mark.parametrize("cls", [MIXED.tolist(), [1] * 5], ids=["mixed", "alike"])
 def test_heads(name: str, cls: list[int]) -> None:
     model, x, losses, slices = MODELS[name]()
-    agree(
-        model.train(), x, losses=losses, clip=bands(model, slices), slices=slices, batch={"cls": torch.tensor(cls)}
-    )  # fmt: skip
+    agree(model.train(), x, losses=losses, clip=bands(model, slices), slices=slices, batch={"cls": torch.tensor(cls)})
 
 
 @pytest.mark.parametrize("name", ["gpt2", "multihead"])

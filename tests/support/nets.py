@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from oracle import losses_of, plan_of
 from refusals import raises_code
 from torch import Tensor, nn
 
 from lamina import Batch, Engine, StepPlan
+from lamina.engine.grads import ContributionGrads
 
 
 class Net(nn.Module):
@@ -51,3 +54,17 @@ def tensors_close(found: dict[str, Tensor], want: dict[str, Tensor], rtol: float
     assert set(found) == set(want)
     for name, value in want.items():
         torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol)
+
+
+@contextmanager
+def formed_in_chunks(kind: type[ContributionGrads], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside, gradients of this kind are formed some contributions at a time, in several parts."""
+    starts, formed = [0], kind.dense
+
+    def dense(grads: Any, low: int, high: int) -> Tensor:
+        starts.append(low)
+        return formed(grads, low, high)
+
+    monkeypatch.setattr(kind, "dense", dense)
+    yield
+    assert max(starts) > 0, "everything was formed in one chunk"

@@ -290,6 +290,9 @@ def test_a_plan_without_rules_costs_nothing(model: nn.Module) -> None:
         engine.continue_at(3, SeededNoise(1), factor=1.0)
         with raises_code("engine.factor-not-used"):
             engine.continue_at(3, SeededNoise(1), factor=0.9)
+        for step in (-1, 41):
+            with raises_code("engine.step-out-of-range"):
+                engine.continue_at(step, SeededNoise(1))
 
 
 def test_who_keeps_the_filters(model: nn.Module) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from nets import Net, formed_in_chunks
 from oracle import agree, plan_of
 from refusals import raises_code
-from torch import Tensor, nn
+from torch import nn
 
 from lamina import Engine
 from lamina.engine.layers.conv import ConvolutionGrads
@@ -54,36 +55,27 @@ def test_even_kernel_with_same_padding_is_asymmetric(kernel: int, mode: str) -> 
     agree(body(nn.Conv2d(4, 6, (kernel, 3), padding="same", padding_mode=mode), 6, 2), torch.randn(N, 4, 6, 7))
 
 
-def test_different_numbers_along_each_axis() -> None:
-    conv = nn.Conv2d(4, 6, (3, 2), stride=(1, 2), padding=(2, 1), dilation=(2, 1), groups=2)
-    agree(body(conv, 6, 2), torch.randn(N, 4, 7, 8))
-    agree(body(nn.Conv3d(4, 6, (3, 2, 1), padding=(1, 0, 2), stride=(2, 1, 1)), 6, 3), torch.randn(N, 4, 5, 4, 3))
+ODD: list[tuple[nn.Module, tuple[int, ...]]] = [
+    (nn.Conv2d(4, 6, (3, 2), stride=(1, 2), padding=(2, 1), dilation=(2, 1), groups=2), (7, 8)),
+    (nn.Conv3d(4, 6, (3, 2, 1), padding=(1, 0, 2), stride=(2, 1, 1)), (5, 4, 3)),
+    *((CONV[d](4, 4, 3, groups=4, padding=1), SPACE[d]) for d in (1, 2, 3)),  # depthwise
+    (nn.Conv1d(4, 6, 1, padding=2), (5,)),  # pointwise
+    (nn.Conv2d(4, 6, 1, stride=2, groups=2), (5, 6)),
+    (nn.Conv2d(4, 6, 2, stride=3), (7, 7)),  # no window reaches the last rows
+]
 
 
-@pytest.mark.parametrize("dimensions", [1, 2, 3])
-def test_depthwise(dimensions: int) -> None:
-    conv = CONV[dimensions](4, 4, 3, groups=4, padding=1)
-    agree(body(conv, 4, dimensions), torch.randn(N, 4, *SPACE[dimensions]))
-
-
-def test_pointwise_with_padding_and_with_stride() -> None:
-    agree(body(nn.Conv1d(4, 6, 1, padding=2), 6, 1), torch.randn(N, 4, 5))
-    agree(body(nn.Conv2d(4, 6, 1, stride=2, groups=2), 6, 2), torch.randn(N, 4, 5, 6))
-
-
-def test_rows_of_the_input_that_no_window_reaches() -> None:
-    agree(body(nn.Conv2d(4, 6, 2, stride=3), 6, 2), torch.randn(N, 4, 7, 7))
+@pytest.mark.parametrize(("conv", "space"), ODD, ids=str)
+def test_odd_geometries(conv: nn.Module, space: tuple[int, ...]) -> None:
+    agree(body(conv, conv.out_channels, len(space)), torch.randn(N, 4, *space))
 
 
 def test_channels_last_and_other_strides() -> None:
     x = torch.randn(N, 7, 8, 4).permute(0, 3, 1, 2)
+    last = x.contiguous(memory_format=torch.channels_last)
     agree(body(nn.Conv2d(4, 6, 3, padding=1), 6, 2), x)
-    agree(body(nn.Conv2d(4, 6, 3), 6, 2), x.contiguous(memory_format=torch.channels_last))
-
-
-def test_channels_last_weights() -> None:
-    model = body(nn.Conv2d(4, 6, 3, padding=1), 6, 2).to(memory_format=torch.channels_last)
-    agree(model, torch.randn(N, 4, 6, 6).contiguous(memory_format=torch.channels_last))
+    agree(body(nn.Conv2d(4, 6, 3), 6, 2), last)
+    agree(body(nn.Conv2d(4, 6, 3, padding=1), 6, 2).to(memory_format=torch.channels_last), last)
 
 
 TRANSPOSED_OPTIONS: list[dict[str, Any]] = [
@@ -102,34 +94,16 @@ def test_transposed(dimensions: int, options: dict[str, Any]) -> None:
     agree(body(conv, 8, dimensions), torch.randn(N, 4, *[s // 2 for s in SPACE[dimensions]]))
 
 
-class Sized(nn.Module):
-    """A transposed convolution whose output size is given at the call."""
-
-    def __init__(self, size: list[int]) -> None:
-        super().__init__()
-        self.size = size
-        self.up = nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(x, output_size=self.size)
-
-
 @pytest.mark.parametrize("size", [[7, 7], [8, 7], [8, 8]], ids=str)
 def test_transposed_to_an_output_size(size: list[int]) -> None:
-    agree(Sized(size), torch.randn(N, 4, 4, 4))
+    up = nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1)
+    agree(Net(lambda m, x: m.up(x, output_size=size), up=up), torch.randn(N, 4, 4, 4))
 
 
 def test_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    starts = []
-
-    def dense(grads: ConvolutionGrads, low: int, high: int, formed: Any = ConvolutionGrads.dense) -> Tensor:
-        starts.append(low)
-        return formed(grads, low, high)
-
-    monkeypatch.setattr(ConvolutionGrads, "dense", dense)
     monkeypatch.setattr("lamina.engine.layers.conv.CHUNK_ELEMENTS", 400)
-    agree(body(nn.Conv2d(4, 6, 3, padding=1), 6, 2), torch.randn(N, 4, 5, 5))
-    assert max(starts) > 0, "everything was formed in one chunk"
+    with formed_in_chunks(ConvolutionGrads, monkeypatch):
+        agree(body(nn.Conv2d(4, 6, 3, padding=1), 6, 2), torch.randn(N, 4, 5, 5))
 
 
 def test_an_input_without_batch_axis_is_refused() -> None:

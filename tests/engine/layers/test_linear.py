@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
+from nets import Net, formed_in_chunks
 from oracle import agree, losses_of, plan_of
 from refusals import raises_code
 from torch import Tensor, nn
@@ -45,16 +44,9 @@ def test_hugging_face_conv1d(shape: tuple[int, ...]) -> None:
 
 
 def test_wide_enough_for_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    starts = []
-
-    def dense(grads: SequenceProductGrads, low: int, high: int, formed: Any = SequenceProductGrads.dense) -> Tensor:
-        starts.append(low)
-        return formed(grads, low, high)
-
-    monkeypatch.setattr(SequenceProductGrads, "dense", dense)
     monkeypatch.setattr("lamina.engine.grads.CHUNK_ELEMENTS", 64)
-    agree(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 8)), torch.randn(N, 3, 5))
-    assert max(starts) > 0, "everything was formed in one chunk"
+    with formed_in_chunks(SequenceProductGrads, monkeypatch):
+        agree(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 8)), torch.randn(N, 3, 5))
 
 
 def test_subclass_with_the_same_forward_has_the_rule() -> None:
@@ -72,28 +64,19 @@ def test_subclass_with_another_forward_runs_per_contribution() -> None:
     agree(nn.Sequential(Scaled(5, 6), nn.Tanh(), Scaled(6, 2)), torch.randn(N, 5))
 
 
-class LoRA(nn.Module):
-    """A frozen map with a trained low-rank addition."""
+@pytest.mark.parametrize("zero", [False, True], ids=["", "zero upper factor"])
+def test_lora_over_a_frozen_base(zero: bool) -> None:
+    def lora(inputs: int, outputs: int) -> nn.Module:
+        """A frozen map with a trained low-rank addition."""
+        base = nn.Linear(inputs, outputs).requires_grad_(False)
+        down, up = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+        return Net(lambda m, x: m.base(x) + 0.5 * m.up(m.down(x)), base=base, down=down, up=up)
 
-    def __init__(self, inputs: int, outputs: int, rank: int = 2) -> None:
-        super().__init__()
-        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
-        self.down, self.up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + 0.5 * self.up(self.down(x))
-
-
-def test_lora_over_a_frozen_base() -> None:
-    model = nn.Sequential(LoRA(5, 6), nn.Tanh(), LoRA(6, 3))
+    model = nn.Sequential(lora(5, 6), nn.Tanh(), lora(6, 3))
+    if zero:
+        nn.init.zeros_(model[0].up.weight)
     agree(model, torch.randn(N, 4, 5))
     assert all(p.grad is None for p in model[0].base.parameters())
-
-
-def test_lora_with_a_zero_upper_factor() -> None:
-    model = nn.Sequential(LoRA(5, 6), nn.Tanh(), nn.Linear(6, 3))
-    nn.init.zeros_(model[0].up.weight)
-    agree(model, torch.randn(N, 4, 5))
 
 
 def test_an_input_without_batch_axis_is_refused() -> None:

@@ -21,30 +21,27 @@ def shaken(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(6,), (3, 6)], ids=str)
-def test_layer_norm(shape: tuple[int, ...], bias: bool) -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(shape, bias=bias), nn.Tanh(), nn.Linear(6, 2))
-    agree(shaken(model), torch.randn(N, 3, 5))
+def rows(norm: nn.Module) -> nn.Module:
+    return shaken(nn.Sequential(nn.Linear(5, 6), norm, nn.Tanh(), nn.Linear(6, 2)))
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        *(nn.LayerNorm(shape, bias=bias) for shape in (6, (3, 6)) for bias in (True, False)),
+        *(nn.RMSNorm(shape, eps=eps) for shape in (6, (3, 6)) for eps in (None, 1e-3)),
+        nn.LayerNorm(6, elementwise_affine=False),
+    ],
+    ids=str,
+)
+def test_over_the_last_axes(norm: nn.Module) -> None:
+    agree(rows(norm), torch.randn(N, 3, 5))
 
 
 def test_layer_norm_on_rows_and_images() -> None:
-    agree(shaken(nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 2))), torch.randn(N, 5))
-    agree(
-        shaken(nn.Sequential(nn.Conv2d(2, 3, 2), nn.LayerNorm((3, 4, 4)), nn.Conv2d(3, 2, 1))), torch.randn(N, 2, 5, 5)
-    )
-
-
-def test_layer_norm_without_affine_is_left_alone() -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6, elementwise_affine=False), nn.Linear(6, 2))
-    agree(model, torch.randn(N, 3, 5))
-
-
-@pytest.mark.parametrize("eps", [None, 1e-3])
-@pytest.mark.parametrize("shape", [(6,), (3, 6)], ids=str)
-def test_rms_norm(shape: tuple[int, ...], eps: float | None) -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.RMSNorm(shape, eps=eps), nn.Tanh(), nn.Linear(6, 2))
-    agree(shaken(model), torch.randn(N, 3, 5))
+    agree(rows(nn.LayerNorm(6)), torch.randn(N, 5))
+    image = nn.Sequential(nn.Conv2d(2, 3, 2), nn.LayerNorm((3, 4, 4)), nn.Conv2d(3, 2, 1))
+    agree(shaken(image), torch.randn(N, 2, 5, 5))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 6])
@@ -56,16 +53,13 @@ def test_group_norm(groups: int, space: tuple[int, ...]) -> None:
     agree(shaken(nn.Sequential(first, nn.GroupNorm(groups, 6), nn.Tanh())), torch.randn(N, 5, *space))
 
 
+@pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
-def test_instance_norm(dimensions: int) -> None:
+def test_instance_norm(dimensions: int, affine: bool) -> None:
     conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1]
     norm = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[dimensions - 1]
-    model = nn.Sequential(conv(3, 4, 2), norm(4, affine=True), nn.Tanh(), conv(4, 2, 1))
+    model = nn.Sequential(conv(3, 4, 2), norm(4, affine=affine), nn.Tanh(), conv(4, 2, 1))
     agree(shaken(model), torch.randn(N, 3, *(5, 4, 4)[:dimensions]))
-
-
-def test_instance_norm_without_affine() -> None:
-    agree(nn.Sequential(nn.Conv1d(3, 4, 2), nn.InstanceNorm1d(4), nn.Conv1d(4, 2, 1)), torch.randn(N, 3, 6))
 
 
 def test_gain_frozen_shift_trained() -> None:
