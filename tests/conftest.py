@@ -89,7 +89,13 @@ def _seeded() -> None:
         numpy.random.seed(0)
 
 
-ONE_THREAD = {"audit", "engine", "models", "properties"}  # folders of tiny models: a second thread only waits
+ONE_THREAD = {
+    "audit",
+    "engine",
+    "models",
+    "properties",
+    "sensitivity",
+}  # folders of tiny models: a second thread only waits
 
 
 @pytest.fixture(autouse=True)

@@ -36,12 +36,3 @@ def _no_trace(model: nn.Module) -> Iterator[None]:
 @pytest.fixture
 def no_trace() -> Callable[[nn.Module], object]:
     return _no_trace
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These models are tiny: a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
