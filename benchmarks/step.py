@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from lamina.cli.bench import main
+from lamina.cli import main
 
 if __name__ == "__main__":
-    main(["--out", "benchmarks/results", *sys.argv[1:]])
+    main(["bench", "--out", "benchmarks/results", *sys.argv[1:]])

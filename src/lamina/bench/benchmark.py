@@ -124,7 +124,6 @@ class BenchSettings:
     minimum: int = 20
     seconds: float | None = None
     threads: int = 2
-    peers: bool = True
     peer_memory: bool = True
     memory: bool = True
 
@@ -136,7 +135,7 @@ class BenchSettings:
     def variants(self, name: str) -> list[str]:
         """Everything timed on a workload, the baseline first."""
         routing = list(ROUTING) if name in ROUTING_WORKLOADS else []
-        return [BASELINE, *LAMINA, *routing, *(step_variants.PEERS if self.peers else ())]
+        return [BASELINE, *LAMINA, *routing, *PEERS]
 
 
 def run_benchmark(settings: BenchSettings, say: ReportProgress = lambda text: None) -> dict[str, Any]:
@@ -165,7 +164,7 @@ def _measure_peaks(
 ) -> dict[tuple[str, str], int | str]:
     if not settings.memory:
         return {}
-    with_peers = settings.peers and settings.peer_memory and step_variants.opacus_missing() is None
+    with_peers = settings.peer_memory and step_variants.opacus_missing() is None
     variants = [BASELINE, *LAMINA, *(step_variants.PEERS if with_peers else ())]
     pairs = [(each.name, variant) for variant in variants for each in chosen if not each.missing()]
     say(f"peak memory: {len(pairs)} steps, each in a process of its own")

@@ -7,12 +7,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from lamina.bench.benchmark import BenchSettings, draw_benchmark, lamina_failures, run_benchmark
 from lamina.bench.step_variants import PEERS, opacus_missing
 from lamina.bench.workloads import WORKLOADS, find_workload
-from lamina.cli.terminal import JsonOption, err, option, out, print_json, print_note, print_refusal, refusal_json
+from lamina.cli.terminal import (
+    JsonOption,
+    columns,
+    err,
+    option,
+    print_json,
+    print_line,
+    print_note,
+    print_refusal,
+    refusal_json,
+)
 from lamina.errors import LaminaError
 
 
@@ -59,18 +68,10 @@ def bench(
     if as_json:
         print_json(result | (refusal_json(refused) if problems else {}))  # one object, also where it failed
     else:
-        out.print(_table(result))
-        out.print(_summary_lines(result))
+        print_line(f"{_table(result)}\n{_summary_lines(result)}")
     if problems:
         print_refusal(refused)
         raise typer.Exit(1)
-
-
-def main(arguments: list[str]) -> None:
-    """The same command for `benchmarks/step.py`."""
-    from lamina.cli.app import main as program
-
-    program(["bench", *arguments])
 
 
 def _write(result: dict[str, Any], folder: Path) -> None:
@@ -84,33 +85,33 @@ def _write(result: dict[str, Any], folder: Path) -> None:
         print_note(f"no picture: {error}")
 
 
-def _table(result: dict[str, Any]) -> Table:
-    table = Table("time / plain step", *result["workloads"], box=None)
+def _table(result: dict[str, Any]) -> str:
+    table = [["time / plain step", *result["workloads"]]]
     rows = {"Lamina box (upper limit)": ("box", "high"), "Lamina box": ("box", "median")}
     rows |= {"Lamina joint": ("joint", "median"), **{name: (name, "median") for name in PEERS}}
     for label, (variant, field) in rows.items():
         times = [(w["detail"].get(variant) or {}).get("time") for w in result["workloads"].values()]
-        table.add_row(label, *(_ratio_text(time and time[field]) for time in times))
+        table.append([label, *(_ratio_text(time and time[field]) for time in times)])
     for label, variant in (("memory, box", "box"), ("memory, joint", "joint")):
         ratios = [(w["detail"].get(variant) or {}).get("memory_ratio") for w in result["workloads"].values()]
-        table.add_row(label, *(_ratio_text(ratio) for ratio in ratios))
-    return table
+        table.append([label, *map(_ratio_text, ratios)])
+    return columns(table)
 
 
 def _summary_lines(result: dict[str, Any]) -> str:
     routing = result["routing"]
     lines = [
-        f"box:   median {_ratio_text(result['median_time_ratio'])}, worst {_ratio_text(result['worst_time_ratio'])}, "
-        f"memory at most {_ratio_text(result['worst_memory_ratio'])}",
-        f"joint: median {_ratio_text(result['joint']['median_time_ratio'])}, "
-        f"worst {_ratio_text(result['joint']['worst_time_ratio'])}, "
-        f"memory at most {_ratio_text(result['joint']['worst_memory_ratio'])}",
-        f"routing: mask overhead {_ratio_text(routing['mask_overhead'])}, "
-        f"restricted to the top 25 % {_ratio_text(routing['restricted_ratio'])} of the full private step",
+        f"{name} median {_ratio_text(found['median_time_ratio'])}, worst {_ratio_text(found['worst_time_ratio'])}, "
+        f"memory at most {_ratio_text(found['worst_memory_ratio'])}"
+        for name, found in (("box:  ", result), ("joint:", result["joint"]))
     ]
+    lines.append(
+        f"routing: mask overhead {_ratio_text(routing['mask_overhead'])}, "
+        f"restricted to the top 25 % {_ratio_text(routing['restricted_ratio'])} of the full private step"
+    )
     for name, found in result["workloads"].items():
         lines += [f"{name}, {what}: {reason}" for what, reason in found["reasons"].items()]
-    return "\n".join(lines).replace("[", r"\[")
+    return "\n".join(lines)
 
 
 def _ratio_text(value: float | None) -> str:
