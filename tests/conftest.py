@@ -89,13 +89,8 @@ def _seeded() -> None:
         numpy.random.seed(0)
 
 
-ONE_THREAD = {
-    "audit",
-    "engine",
-    "models",
-    "properties",
-    "sensitivity",
-}  # folders of tiny models: a second thread only waits
+# folders of tiny models: a second thread only waits
+ONE_THREAD = {"audit", "engine", "models", "properties", "sensitivity"}
 
 
 @pytest.fixture(autouse=True)
