@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build import plan
+from build import plan, signed_by
 from clinic import policy
 from forks import in_processes
 from making import AUDITOR, LEDGER, START, Clock, key
@@ -28,16 +28,7 @@ from lamina.ledger.corpus_terms import (
     origin_slug,
     policy_in_force,
 )
-from lamina.ledger.governance_records import (
-    Key,
-    KeyChange,
-    KeyEvent,
-    LedgerFloors,
-    PartySignature,
-    PolicyChange,
-    Preset,
-    Role,
-)
+from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, LedgerFloors, Preset, Role
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
 from lamina.plan.policy import Policy
@@ -49,11 +40,6 @@ def contract(**changes: Any) -> CorpusTerms:
 
 def begin(where: str, **changes: Any) -> Ledger:
     return open_or_create(where, contract(**changes), LEDGER, clock=Clock())
-
-
-def signed(change: PolicyChange, origin: str, *keys: PrivateKey) -> tuple[PartySignature, ...]:
-    message = change.message(origin)
-    return tuple(PartySignature(key=one.public.id, signature=one.sign(message)) for one in keys)
 
 
 # ------------------------------------------------------------------------------------------------ contracts
@@ -294,9 +280,9 @@ def test_a_looser_policy_needs_two_signatures(where: str) -> None:
             ((LEDGER, key("other")), "ledger.policy-signature-invalid"),
         ):
             with raises_code(code):
-                adopt_policy(ledger, looser, signed(change, ledger.origin, *keys))
+                adopt_policy(ledger, looser, signed_by(change, *keys, origin=ledger.origin).signatures)
         assert ledger.size == 2
-        assert adopt_policy(ledger, looser, signed(change, ledger.origin, LEDGER, AUDITOR)) is True
+        assert adopt_policy(ledger, looser, signed_by(change, LEDGER, AUDITOR, origin=ledger.origin).signatures) is True
         assert adopt_policy(ledger, looser) is False
     assert verify(where, now=START).verified
 

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterator
 
 import pytest
+from build import signed_by
 from making import (
     AUDITOR,
     LEDGER,
@@ -26,14 +27,7 @@ from refusals import raises_code
 
 from lamina.errors import LeafPruned
 from lamina.ledger import append, receipt, retention, signed_checkpoint
-from lamina.ledger.governance_records import (
-    Aggregate,
-    ClassTotal,
-    LeafSpan,
-    PartySignature,
-    Withdrawal,
-    WithdrawalReason,
-)
+from lamina.ledger.governance_records import Aggregate, ClassTotal, LeafSpan, Withdrawal, WithdrawalReason
 from lamina.ledger.merkle import leaf_hash, verify_consistency, verify_inclusion
 from lamina.ledger.records import ContributionRecord, ContributionTerms
 from lamina.ledger.retention import Retention
@@ -63,12 +57,6 @@ def ledger(where: str, clock: Clock) -> Iterator[Ledger]:
         made.append([admitted(n, expires=LATER + 9) for n in range(702, 706)])
         made.checkpoint()
         yield made
-
-
-def signed(aggregate: Aggregate, *keys: object, origin: str = ORIGIN) -> Aggregate:
-    message = aggregate.message(origin)
-    found = tuple(PartySignature(key=key.public.id, signature=key.sign(message)) for key in keys)  # type: ignore[attr-defined]
-    return dataclasses.replace(aggregate, signatures=found)
 
 
 def proposed(ledger: Ledger) -> Aggregate:
@@ -229,7 +217,7 @@ def test_a_pruned_subject_does_not_come_back(where: str, clock: Clock) -> None:
 
 
 def test_an_auditor_countersigns_what_is_then_pruned(ledger: Ledger) -> None:
-    aggregate = signed(proposed(ledger), AUDITOR)
+    aggregate = signed_by(proposed(ledger), AUDITOR)
     seq = Retention(ledger).prune(aggregate)
     assert ledger.leaf(seq).record == aggregate
 
@@ -237,13 +225,13 @@ def test_an_auditor_countersigns_what_is_then_pruned(ledger: Ledger) -> None:
 def test_signatures_that_do_not_count_are_refused(ledger: Ledger) -> None:
     aggregate = proposed(ledger)
     for bad in (
-        signed(aggregate, OTHER),
-        signed(aggregate, LEDGER),
-        signed(aggregate, AUDITOR, AUDITOR),
-        signed(aggregate, AUDITOR, OTHER),
-        signed(aggregate, AUDITOR, origin="other.example"),
+        signed_by(aggregate, OTHER),
+        signed_by(aggregate, LEDGER),
+        signed_by(aggregate, AUDITOR, AUDITOR),
+        signed_by(aggregate, AUDITOR, OTHER),
+        signed_by(aggregate, AUDITOR, origin="other.example"),
         dataclasses.replace(
-            aggregate, signatures=signed(dataclasses.replace(aggregate, horizon=1), AUDITOR).signatures
+            aggregate, signatures=signed_by(dataclasses.replace(aggregate, horizon=1), AUDITOR).signatures
         ),
     ):
         with raises_code("ledger.aggregate-signature-invalid"):

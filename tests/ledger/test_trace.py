@@ -6,19 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from build import BOB, CAROL, HOUR, OPEN, RUNS, STRICT, USUAL, Story, begin, build, contribution, segment
+from build import BOB, CAROL, HOUR, OPEN, RUNS, STRICT, USUAL, Story, begin, build, contribution, segment, spent
 from forge import sql
 from making import LEDGER, Clock, digest
 from refusals import raises_code
 
-from lamina.account.accountants import find_accountant
-from lamina.account.schedule import Event
 from lamina.errors import LeafPruned, LedgerError
 from lamina.ledger.contribution_trace import ContributionTrace, account_of, contribution_spend, trace_contribution
 from lamina.ledger.governance_records import Release, Withdrawal, WithdrawalReason
 from lamina.ledger.reader import find_contributions
 from lamina.ledger.records import ContributionRecord, EpochAccount, SegmentOutcome
-from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.writer import Ledger
 
 
@@ -31,12 +28,6 @@ def story(tmp_path: Path) -> Iterator[Story]:
 
 def of(story: Story, seq: int) -> ContributionTrace:
     return trace_contribution(story.ledger, story.ledger.leaf(seq))
-
-
-def spent(*stretches: tuple[float, int]) -> int:
-    """(sigma, steps) of class clinical, by the accountant of the header."""
-    events = [Event(sigma=sigma, q=0.02, steps=steps) for sigma, steps in stretches]
-    return nano_epsilon(find_accountant("rdp").epsilon(events, 1e-5))
 
 
 def test_a_contribution_from_the_beginning(story: Story) -> None:

@@ -6,16 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from build import HOUR, RUNS, STRICT, USUAL, YEAR, Story, begin, build, contribution, plan, segment, signed_by
+from build import HOUR, RUNS, STRICT, USUAL, YEAR, Story, begin, build, contribution, plan, segment, signed_by, spent
 from forge import sql
 from making import AUDITOR, LEDGER, ORIGIN, digest
 
-from lamina.account.accountants import find_accountant
-from lamina.account.schedule import Event
 from lamina.ledger.contribution_trace import trace_contribution
 from lamina.ledger.records import ContributionTerms, Epoch, EpochAccount, EpochCharge, Leaf, SegmentOutcome
 from lamina.ledger.retention import Retention
-from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.show import RecordFilter, describe_leaf, leaf_to_dict
 from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.store.rows import RunHold, RunRow
@@ -25,11 +22,6 @@ from lamina.ledger.verify.verifier import verify
 CLASS = ContributionTerms("clinical", "ecg", 0, 0)  # the class as a whole
 MINE = Trust(notes=(NoteKey(ORIGIN, LEDGER.public),))
 DAY = 86_400
-
-
-def spent(*stretches: tuple[float, int]) -> int:
-    events = [Event(sigma=sigma, q=0.02, steps=steps) for sigma, steps in stretches]
-    return nano_epsilon(find_accountant("rdp").epsilon(events, 1e-5))
 
 
 @pytest.fixture

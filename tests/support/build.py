@@ -10,6 +10,8 @@ from typing import Any
 
 from making import AUDITOR, LEDGER, ORIGIN, START, WITNESS, Clock, digest, key
 
+from lamina.account.accountants import find_accountant
+from lamina.account.schedule import Event
 from lamina.admit.attestation import Descriptor, attest, subject_tag
 from lamina.admit.keys import PrivateKey
 from lamina.ledger import signed_checkpoint
@@ -339,5 +341,7 @@ def build(where: str, *, prune: bool = True, **changes: Any) -> Story:
     return story
 
 
-def nanos(epsilon: float) -> int:
-    return nano_epsilon(epsilon)
+def spent(*stretches: tuple[float, int]) -> int:
+    """(sigma, steps) of class clinical, by the accountant of the header."""
+    events = [Event(sigma=sigma, q=0.02, steps=steps) for sigma, steps in stretches]
+    return nano_epsilon(find_accountant("rdp").epsilon(events, 1e-5))

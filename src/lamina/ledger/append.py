@@ -12,7 +12,7 @@ from typing import Any
 from lamina.errors import LedgerDamaged, LedgerError
 from lamina.ledger import merkle
 from lamina.ledger.governance_records import Header, KeyEvent, PolicyChange, Release, Withdrawal
-from lamina.ledger.key_state import KeyState, last_policy_record
+from lamina.ledger.key_state import KeyState, last_policy_record, records_of
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import (
     KIND_NUMBERS,
@@ -159,8 +159,8 @@ def find_repeated_epoch(rows: StoreReader, record: Epoch) -> int | None:
         return None
     seq = next(iter(seqs)) if len(seqs) == 1 else None
     if seq is not None:
-        there = _read_record(rows, seq)
-        if isinstance(there, Epoch) and replace(record, previous=there.previous) == there:
+        there = next(records_of(rows, Epoch, seq, seq + 1), None)
+        if there is not None and replace(record, previous=there.previous) == there:
             return seq
     first = min(one for one in seqs if one is not None)
     problem = f"a segment of run {record.run.hex()[:8]} was closed otherwise in leaf {first}"
@@ -185,11 +185,6 @@ def find_repeated_withdrawal(rows: StoreReader, record: Withdrawal, body: bytes,
 def _same_body(there: bytes | None, body: bytes) -> bool:
     parts = split_leaf(there) if there is not None else None
     return parts is not None and there is not None and there[parts[4] :] == body
-
-
-def _read_record(rows: StoreReader, seq: int) -> Record | None:
-    data = rows.leaf(seq)
-    return None if data is None else decode_leaf(data).record
 
 
 def check_may_follow(

@@ -6,8 +6,8 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from importlib.metadata import version
@@ -198,7 +198,10 @@ def open_or_create(
     remote = isinstance(where, str) and is_postgres_url(where)
     place = str(where) if remote else os.path.realpath(where)
     if not ledger_exists(place):
-        with _creation_lock(place, remote):
+        folder = Path(place).parent
+        if not remote:
+            folder.mkdir(parents=True, exist_ok=True)
+        with nullcontext() if remote else folder_lock(folder):  # a database sees to that itself
             key = _create_ledger(place, contract, key, remote, retention, clock)
     if key is None and not remote and ledger_key_path(place).exists():
         key = PrivateKey.load(ledger_key_path(place), None)
@@ -254,18 +257,6 @@ def _size_and_policy(ledger: Ledger) -> tuple[int, Header | PolicyChange]:
 
 
 # --------------------------------------------------------------------------------------- making
-
-
-@contextmanager
-def _creation_lock(place: str, remote: bool) -> Iterator[None]:
-    """Nobody else makes a ledger in this folder. A database sees to that itself."""
-    if remote:
-        yield
-        return
-    folder = Path(place).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with folder_lock(folder):
-        yield
 
 
 def _create_ledger(

@@ -12,10 +12,10 @@ import time as system
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -59,9 +59,6 @@ class Finding:
     kind: str
     code: str
     reason: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         leaf = "" if self.index is None else f"leaf {self.index} "
@@ -299,7 +296,8 @@ class AggregateChecks:
             if count > stated.get(cls, 0) or (tally.present == record.count and count != stated[cls]):
                 reason = f"it counts {stated.get(cls, 0)} contributions of class {cls!r}, {count} are there"
                 wrong("verify.aggregate-count-differs", reason)
-        gone = _count_within(withdrawn, record.spans)
+        starts = [span.first for span in record.spans]  # in order
+        gone = sum(seq < record.spans[at - 1].stop for seq in withdrawn if (at := bisect_right(starts, seq)))
         if (count := sum(each.withdrawn for each in record.classes)) != gone:
             wrong("verify.aggregate-withdrawn-differs", f"it counts {count} withdrawn contributions, there are {gone}")
         for each in record.classes:
@@ -311,15 +309,6 @@ class AggregateChecks:
         if broken is not None:
             wrong(broken.code, f"a countersignature does not count: {broken.reason}")
         self.not_countersigned += not signers
-
-
-def _count_within(seqs: Iterable[int], spans: Iterable[LeafSpan]) -> int:
-    sorted_spans = sorted((span.first, span.stop) for span in spans)
-    found = 0
-    for seq in seqs:
-        at = bisect_right(sorted_spans, (seq, 1 << 63)) - 1
-        found += at >= 0 and seq < sorted_spans[at][1]
-    return found
 
 
 class ReplayedTree:
