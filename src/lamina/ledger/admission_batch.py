@@ -51,9 +51,6 @@ from lamina.plan.policy import Policy
 #
 # Labels of a ring are not written: they may be names of people or places.
 
-_CONTRIBUTOR_ROLE = "contributor"
-
-
 _REASON_OF_KEY_PROBLEM = {
     "verify.key-wrong-role": Reason.WRONG_ROLE,
     "verify.key-revoked": Reason.REVOKED_KEY,
@@ -82,7 +79,7 @@ def missing_key_events(known: KeyState, ring: KeyRing, kids: Iterable[bytes] = (
         now.apply(event)
         found.append(event)
 
-    entries = (entry for entry in ring if entry.role == _CONTRIBUTOR_ROLE)
+    entries = (entry for entry in ring if entry.role == "contributor")
     for entry in sorted(entries, key=lambda each: each.valid_from):  # a new key comes after the one that it replaces
         if entry.id in wanted and now.get(entry.id) is None:
             add(KeyEvent(change=KeyChange.ADD, key=_record_key(entry), effective=entry.valid_from))
