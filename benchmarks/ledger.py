@@ -157,6 +157,20 @@ def reading(ledger: Ledger) -> dict[str, float]:
     return found
 
 
+def megabytes_on_disk(ledger: Ledger) -> float:
+    """SQLite: the file and its WAL; PostgreSQL: tables with their indexes."""
+    if not ledger.store.remote:
+        file = Path(ledger.store.name)
+        return sum(each.stat().st_size for each in file.parent.glob(f"{file.name}*")) / 1e6
+    with ledger.store.read() as rows:
+        (found,) = rows._db.rows(
+            "SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0)::int8 FROM pg_class c "
+            "JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = ? AND c.relkind = 'r'",
+            ledger.store.name.rpartition("#")[2],
+        )
+    return int(found[0]) / 1e6
+
+
 def pruning(ledger: Ledger, clock: list[float]) -> dict[str, float]:
     clock[0] += 10_000
     retention = Retention(ledger)
@@ -170,7 +184,7 @@ def pruning(ledger: Ledger, clock: list[float]) -> dict[str, float]:
     return {
         "propose_seconds": proposed - began,
         "prune_seconds": pruned - proposed,
-        "mb_after": ledger.store.size_on_disk() / 1e6,
+        "mb_after": megabytes_on_disk(ledger),
     }
 
 
@@ -210,7 +224,7 @@ def measure(leaves: int, batch: int, url: str | None, folder: Path) -> dict[str,
         if marks and turns[0].records >= marks[0]:
             mark = marks.pop(0)
             memory[mark] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            sizes[mark] = {name: ledger.store.size_on_disk() / 1e6 for name, ledger in ledgers.items()}
+            sizes[mark] = {name: megabytes_on_disk(ledger) for name, ledger in ledgers.items()}
             shown = ", ".join(f"{each.name} {each.records / each.seconds:,.0f}/s" for each in turns)
             print(f"{turns[0].records:>10,}: {shown}; {memory[mark]:.0f} MB", file=sys.stderr)
     result: dict[str, Any] = {
