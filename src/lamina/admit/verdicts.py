@@ -161,6 +161,7 @@ class Reason(enum.Enum):
     DUPLICATE_SUBJECT = "duplicate-subject", "another contribution is about the same person"
     CLASS_FULL = "class-full", "its class already has its declared population"
     OUT_OF_REACH = "out-of-reach", "under this plan no scale of its thresholds keeps its bound"
+    NOT_TRAINABLE = "not-trainable", "model and loss cannot be computed on it: a target or token id is out of range"
     GONE = "gone", "it was admitted, but its source no longer has it"
     CHANGED = "changed", "it was admitted, but its descriptor or attestation has changed"
     NOT_REPEATED = "not-repeated", "its epoch is over, and its source can be read only once"

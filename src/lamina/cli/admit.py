@@ -68,6 +68,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.DUPLICATE_SUBJECT: "make one contribution of all that is about one person",
     Reason.CLASS_FULL: "raise population in the policy and plan again, or leave some out",
     Reason.OUT_OF_REACH: "plan with fewer steps or a smaller batch, or leave it out",
+    Reason.NOT_TRAINABLE: "correct its targets (class numbers from 0, finite values), sign it again; or leave it out",
     Reason.GONE: "put it back, or leave it out for good",
     Reason.CHANGED: "admit again: it is another contribution now",
     Reason.NOT_REPEATED: "admit again; a folder can be read as often as needed",

@@ -288,7 +288,8 @@ def outcome_page(outcome: Outcome, planned: PlannedRun, corpus: Corpus, ledger: 
         rows.append([name, entry.unit, f"{entry.delta:g}", *spent, f"{outcome.steps:,}"])
     lines = [columns(rows, left=2), "", *_bound_lines(outcome)]
     if (admission := corpus.admission) is not None:
-        lines.append(f"admitted by signature: {len(admission):,}; refused: {len(admission.refused):,}")
+        left = f"; had to leave: {len(admission.left):,}" if admission.left else ""
+        lines.append(f"admitted by signature: {len(admission):,}; refused: {len(admission.refused):,}{left}")
     if not outcome.private:
         lines.append("NOT PRIVATE: this run has no guarantee; the notes say why")
     lines += [f"rule: {rule}" for rule in rules_in_words(planned.plan)]

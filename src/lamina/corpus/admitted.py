@@ -162,6 +162,7 @@ class AdmittedCorpus(Corpus):
     def __init__(
         self, source: PayloadSource, admission: Admission, *, ids: list[str], subject: list[str] | None,
         policy: Policy, keys: Callable[[], KeyRing | None], examples_per_unit: int | None = None,
+        on_refusal: str = "skip",
     ) -> None:  # fmt: skip
         names = admission.classes
         super().__init__(
@@ -169,7 +170,7 @@ class AdmittedCorpus(Corpus):
             ids=ids, subject=subject, examples_per_unit=examples_per_unit, policy=policy,
         )  # fmt: skip
         self._signed = admission
-        self._keys = keys
+        self._keys, self._on_refusal = keys, on_refusal
         self._resolved: dict[tuple[Any, ...], Resolution] = {}
 
     @property
@@ -192,6 +193,14 @@ class AdmittedCorpus(Corpus):
     def admission(self) -> Admission:
         """Who was let in, who was not, and why."""
         return self._signed
+
+    def refuse_untrainable(self, rows: NDArray[np.int64]) -> None:
+        """Leave these out, each for itself: model and loss cannot be computed on them. The admission says so."""
+        self._signed.dismiss(rows, Reason.NOT_TRAINABLE)
+        if self._on_refusal == STOP or not len(self.eligible) > len(rows):
+            problem = f"model and loss cannot be computed on {len(rows)} of {len(self)} admitted contributions"
+            raise AdmissionError("corpus.contributions-refused", problem, _REFUSED_REMEDY)
+        self.exclude([self.ids[row] for row in rows.tolist()])
 
     def resolution(self, plan: StepPlan, max_occurrences: Mapping[str, int] | None = None) -> Resolution:
         """The resolver's answer for this plan; worked out once."""
@@ -384,7 +393,7 @@ class Gate(gate.AdmissionGate):
             raise AdmissionError("corpus.nobody-admitted", problem, _REFUSED_REMEDY)
         return AdmittedCorpus(
             data[0], admission, ids=list(admission.ids), subject=data[1], policy=self.policy, keys=self.reload_keys,
-            examples_per_unit=examples_per_unit,
+            examples_per_unit=examples_per_unit, on_refusal=on_refusal,
         )  # fmt: skip
 
 

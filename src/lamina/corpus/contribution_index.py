@@ -315,6 +315,11 @@ class ContributionIndex:
     def __len__(self) -> int:
         return int(np.count_nonzero(self._eligible))
 
+    @property
+    def eligible(self) -> Rows:
+        """All eligible rows, in the order of the corpus."""
+        return np.flatnonzero(self._eligible)
+
     def members(self, name: str) -> Rows:
         """The eligible rows of a class, in the order of the corpus."""
         if name not in self.names:

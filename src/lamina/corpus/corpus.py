@@ -77,7 +77,7 @@ class Corpus:
     examples_per_unit  at most so many examples of a contribution per step, chosen afresh at every step
     policy    the policy that the corpus is under: its origin, its classes, its bounds
     origin    what spending is recorded under; default: the policy's, or a digest of the data
-    version   a name for this state of the data, if hashing all of it at every start takes too long. Whoever changes
+    version   a name for this state of the data, if reading all of it at every start takes too long. Whoever changes
               the data and not the version has a replay that is not one
     dtype     of x, instead of float32 for floating point and whatever it was for integers
     unit_name what a contribution is called; default: the column it came from
@@ -104,7 +104,7 @@ class Corpus:
         self.unit_name = unit_name or ("contribution" if self._unit_declared else "example")
         self.examples_per_unit, self.policy = examples_per_unit, policy
         self._origin = declared_origin(origin, policy)
-        self._version = version
+        self.version = version
         self._index = ContributionIndex(
             len(self.source), unit=unit, cls=default_class(cls, policy), ids=ids, subject=subject, scale=scale,
             ceiling=ceiling,
@@ -191,6 +191,11 @@ class Corpus:
         """The number of eligible contributions."""
         return len(self._index)
 
+    @property
+    def eligible(self) -> NDArray[np.int64]:
+        """The eligible contributions of all classes, by row."""
+        return self._index.eligible
+
     def members(self, name: str) -> NDArray[np.int64]:
         """The eligible contributions of a class, by row. Rows count contributions in order of first appearance."""
         return self._index.members(name)
@@ -248,6 +253,15 @@ class Corpus:
             self.on_exclusion(self.stable_ids(ids))  # on disk first: a restart must not let them in again
         self._index.withdraw(rows)
 
+    def refuse_untrainable(self, rows: NDArray[np.int64]) -> None:
+        """Refuse to train: model and loss cannot be computed on these. Their owner is here, and can correct them."""
+        problem = f"model and loss cannot be computed on {len(rows)} of {len(self)} contributions, such as {self._index.ids[rows[0]]!r}"
+        remedy = (
+            "number labels 0 … C-1, C the model's outputs: numpy.unique(labels, return_inverse=True)[1]; keep token ids "
+            "below the size of their table, targets finite, and 0 … 1 for BCE; or withdraw them"
+        )
+        raise CorpusError("train.labels-out-of-range", problem, remedy)
+
     def stable_ids(self, ids: Sequence[str]) -> list[str]:
         """What the files of a run know these contributions by: here their ids."""
         return [str(one) for one in ids]
@@ -267,18 +281,18 @@ class Corpus:
     def digest(self, key: bytes) -> bytes:
         """32 bytes over all data, or over `version` and the number of examples. Worked out once per key."""
         if key not in self._digests:
-            if self._version is None:
+            if self.version is None:
                 self._digests[key] = self.source.digest(key)
             else:
                 hasher = keyed_hasher(key, "lamina/version")
-                hash_parts(hasher, [self._version, len(self.source)])
+                hash_parts(hasher, [self.version, len(self.source)])
                 self._digests[key] = hasher.digest()
         return self._digests[key]
 
     def fingerprint(self) -> bytes:
         """SHA-256 over all data, or its `version`: for whoever signs it under a nonce. It must not leave by itself."""
         hasher = hashlib.sha256()
-        if self._version is None and isinstance(self.source, ArraySource):
+        if self.version is None and isinstance(self.source, ArraySource):
             self.source.feed(hasher)
         else:
             hash_parts(hasher, [self.digest(b"lamina/fingerprint")])
@@ -288,7 +302,7 @@ class Corpus:
     @property
     def digest_reads_all(self) -> bool:
         """Whether a digest has to make every example: a Dataset without a version."""
-        return self._version is None and isinstance(self.source, DatasetSource)
+        return self.version is None and isinstance(self.source, DatasetSource)
 
     @property
     def origin(self) -> str | None:
@@ -309,8 +323,10 @@ class Corpus:
         return f"data-{hasher.digest().hex()[:16]}"
 
     def refresh(self) -> None:
-        """Forget digests: the arrays may have been changed in place since."""
+        """Forget digests, and payloads that were kept: they may have been changed since."""
         self._digests.clear()
+        if isinstance(self.source, PayloadSource):
+            self.source.forget()
 
     def check(self, plan: StepPlan) -> None:
         """Refuse a plan that cannot be carried out on this corpus.

@@ -432,7 +432,12 @@ class PayloadSource:
         self._format, self.sizes = survey.format, survey.sizes
         self._ends = np.cumsum(survey.sizes)
         self._kept: dict[int, tuple[Any, Any]] = {}
-        self._cache_room = CACHE_BYTES if payloads.frozen else 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Read every payload again, and compare it with its commitment again, when it is next wanted."""
+        self._kept.clear()
+        self._cache_room = CACHE_BYTES if self._payloads.frozen else 0
 
     def __len__(self) -> int:
         return int(self._ends[-1])

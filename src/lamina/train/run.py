@@ -5,6 +5,7 @@ runs/NAME/  plan.cbor        what every step does
             checkpoint/      the newest two; secret while occurrences are counted in them
             metrics.json     public figures
             model.safetensors, ema.safetensors, best.safetensors   what may leave, written when a segment closed
+            stopped          the attempt that an error in a step ended, if it was the last one
             lease            who is working on it
             ledger.db        a link to the ledger, which all runs on a corpus share
 
@@ -298,6 +299,19 @@ class Run:
         mine = [opened.generation + 1 for opened in self.journal.opens if opened.segment == segment]
         return max([*mine, self.spend.next_generation(self.id, segment), 1 if self.copied else 0])
 
+    def stop(self, opened: AttemptOpened) -> None:
+        """Abandon an attempt in which a step failed: when it did may tell who was sampled. The next start looks into it."""
+        write_atomically(self.folder / "stopped", opened.nonce.hex().encode())
+        self.abandon(opened)
+
+    @property
+    def stopped(self) -> AttemptOpened | None:
+        """The last attempt, if a step of it failed and `stopped` was not removed since."""
+        path, last = self.folder / "stopped", self.attempts[-1] if self.attempts else None
+        if last is None or self.journal.done is not None or not path.exists():
+            return None
+        return last if path.read_bytes() == last.nonce.hex().encode() else None
+
     def abandon(self, opened: AttemptOpened, *, charged: bool = True) -> None:
         """Never finish or replay an attempt: its seed is erased. What was charged stays charged, and is recorded."""
         segment, generation, nonce = opened.key
@@ -310,6 +324,7 @@ class Run:
         self.record(opened, SegmentOutcome.CLOSED)
         segment, generation, nonce = opened.key
         self.journal.append(AttemptClosed(segment=segment, generation=generation, nonce=nonce, checkpoint=checkpoint))
+        (self.folder / "stopped").unlink(missing_ok=True)
 
     def finish(self, steps: int, reason: str) -> None:
         """No further step will be taken: what is left of the reservation goes back."""

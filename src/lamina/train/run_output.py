@@ -173,16 +173,19 @@ class WithheldError(RunError):
     original: Exception
 
 
-def withhold_text(error: Exception, model: nn.Module) -> WithheldError:
-    """What may be said about an error in the middle of training: its type, its lines and its layer."""
+def withhold_text(error: Exception, model: nn.Module, *, inside: bool = False) -> WithheldError:
+    """What may be said about an error in the middle of training: its type, its lines and its layer; all of it `inside`."""
     name = failing_layer(error, model)
     parts = [f"in layer '{name}'" if name else "", f"at {where}" if (where := user_line(error)) else ""]
-    remedy = "correct the line, then go on with the same folder; inside=True (--inside) shows the text on a terminal"
+    remedy = "correct the line or the data; inside=True (--inside) shows the text on a terminal"
     if isinstance(error, LaminaError) and error.remedy:
-        remedy = f"{error.remedy}; then go on with the same folder"
+        remedy = error.remedy
     what = " ".join([f"training stopped with {type(error).__name__}", *filter(None, parts)])
-    problem = f"{what}; its text is withheld, because it may hold sizes or values of a private batch"
-    withheld = WithheldError("train.error-text-withheld", problem, remedy)
+    text = first_lines(error) if inside else "withheld, because it may hold sizes or values of a private batch"
+    remedy = (
+        f"{remedy}; then go on with the same folder: whoever fails alone is left out, and the steps are charged again"
+    )
+    withheld = WithheldError("train.error-text-withheld", f"{what}; its text is {text}", remedy)
     withheld.original = error
     return withheld.with_traceback(error.__traceback__)
 

@@ -217,6 +217,19 @@ class Segments:
         factor = self.state.factor / adaptation.factor
         return [(s * factor) ** 2 for s in adaptation.applied.noise]
 
+    def refuse_same_error(self, stopped: AttemptOpened) -> None:
+        """Refuse to charge steps again that failed, if nothing has changed that they depend on."""
+        facts, folder = self._facts(), self.run.folder
+        if any(getattr(stopped, f.name) != getattr(facts, f.name) for f in fields(facts)):
+            return
+        steps = f"steps {stopped.first} to {stopped.last - 1}"
+        problem = f"an error stopped {steps} of the run in '{folder}', and neither code, data nor members have changed"
+        remedy = (
+            f"correct model, loss or data; if it was the machine (memory, a file server), remove '{folder / 'stopped'}' "
+            "and go on. Both charge these steps again"
+        )
+        raise RunError("train.stopped-before", problem, remedy)
+
     def _due(self, first: int, last: int) -> tuple[int, tuple[Charge, ...]]:
         """Where the segment ends, and what it takes.
 

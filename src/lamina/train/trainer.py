@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,11 +33,11 @@ from lamina.train.membership import AdmissionRenewal, LedgerMembership, remember
 from lamina.train.publisher import Evaluation, Outcome, Publisher, spent_so_far
 from lamina.train.run import LedgerArgument, Run, keep_charging_bounds, link_ledger, open_run_ledger
 from lamina.train.run_files import Lease, make_folder
-from lamina.train.run_output import Progress, hide_warning_texts, make_progress, withhold_text
+from lamina.train.run_output import Progress, WithheldError, hide_warning_texts, make_progress, withhold_text
 from lamina.train.segments import Segments, settings_digest
+from lamina.train.target_check import TARGETS_NOT_COMPARED, TargetCheck
 from lamina.train.trainer_checks import (
     check_caps,
-    check_class_labels,
     check_class_names,
     check_depth_profiles,
     check_filters,
@@ -47,6 +48,8 @@ from lamina.train.trainer_checks import (
 )
 from lamina.train.training_checkpoint import MovingAverage, TrainingState
 from lamina.validate import one_of, whole
+
+_TRIED_TOGETHER = 32  # contributions
 
 
 class Trainer:
@@ -98,7 +101,7 @@ class Trainer:
         check_trainer_arguments(model, optimizer, loss_fn, corpus, plan, scheduler)
         check_trainer_options(folder, evaluate, max_occurrences)
         corpus.check(plan)
-        self._depth_note = check_depth_profiles(model, corpus.policy, plan)
+        self._notes = [note for note in (check_depth_profiles(model, corpus.policy, plan),) if note is not None]
         one_of(RunError, "train.on-withdrawal-unknown", ("finish", "abandon"), on_withdrawal=on_withdrawal)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.corpus, self.plan, self.scheduler = corpus, plan, scheduler
@@ -115,6 +118,12 @@ class Trainer:
         self.segment = whole(RunError, "train.not-a-count", segment=segment)
         self.evaluate, self.augment, self.probe, self.inside = evaluate, augment, probe, inside
         self.max_occurrences = dict(occurrence_caps(plan, max_occurrences) or {})
+        self._targets = TargetCheck(model, loss_fn, self._output, corpus.source)
+        if len(unfit := self._targets.unfit_contributions(corpus)):
+            corpus.refuse_untrainable(unfit)
+            self._notes.append(f"{len(unfit)} contributions whose targets model and loss cannot take are left out")
+        if self._targets.unknown:
+            self._notes.append(TARGETS_NOT_COMPARED)
         signed = corpus.accounts(plan, self.max_occurrences)
         self.accounts = check_accounts(plan, (*signed, *(accounts or ())))
         check_caps(corpus, plan, self.max_occurrences)
@@ -193,7 +202,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.corpus.refresh()
         self._rehearse()
-        self.state.notes[:] = [] if self._depth_note is None else [self._depth_note]
+        self.state.notes[:] = self._notes
         publisher = Publisher(
             self.plan, self.evaluate, caps=self.max_occurrences, progress=self.progress, notes=self.state.notes
         )
@@ -211,6 +220,8 @@ class Trainer:
             caps=self.max_occurrences, length=self.segment, note=publisher.note, say=self.progress.note,
         )  # fmt: skip
         segments.start()
+        if (stopped := run.stopped) is not None:
+            self._look_into_stop(stopped, segments)
         self._renewal.write_members()
         self.progress.begin(self.state.step, segments.end)
         reason = publisher.publish(run, self.state)
@@ -245,16 +256,48 @@ class Trainer:
     def _rehearse(self) -> None:
         if self.evaluate is not None:
             self.evaluate.run(self.model)
-        check_class_labels(self.corpus, self.loss_fn, self._output)
-        rehearse(self._engine, self._losses, self.corpus, probe=self.probe)
+        rehearse(self._engine, self._losses, self.corpus, self._targets.mask, probe=self.probe)
 
     def _run_segment(self, opened: AttemptOpened, segments: Segments) -> bool:
-        """As `_run_steps`. A changed payload shows who was sampled, so its segment is abandoned."""
+        """As `_run_steps`. A changed payload, or an error, shows who was sampled, so its segment is abandoned."""
         try:
             return self._run_steps(opened, segments.revision, segments.members)
         except PayloadChanged:
             segments.run.abandon(opened)
             raise
+        except WithheldError:
+            segments.run.stop(opened)
+            raise
+
+    def _look_into_stop(self, stopped: AttemptOpened, segments: Segments) -> None:
+        """After an error in a step: try every contribution alone, whoever was sampled. Who fails is left out."""
+        found: list[int] = []
+        for part in torch.from_numpy(self.corpus.eligible).split(_TRIED_TOGETHER):
+            if self._fails(part):
+                alone = [int(unit) for unit in part.split(1) if self._fails(unit)]
+                found += alone
+                if not alone:  # they fail together only: that is the code
+                    break
+        if found:
+            self.corpus.refuse_untrainable(np.array(found))
+            segments.note(f"{len(found)} contributions on which model or loss fails are left out")
+        segments.refuse_same_error(stopped)
+
+    def _fails(self, units: Tensor) -> bool:
+        """Whether a step without noise or release fails on these contributions."""
+        layout = self.corpus.layout
+        with preserve_global_generators():
+            try:
+                x, y = self.corpus.source.fetch(layout.rows_of(units.numpy()))
+                x = x if self.augment is None else self.augment(x)
+                owner = torch.arange(len(units)).repeat_interleave(torch.from_numpy(layout.sizes(units.numpy())))
+                batch = self._targets.mask(Batch(x, y, unit=owner, cls=torch.zeros_like(units)))
+                self._engine.clipped_sums(self._losses(batch.x, batch.y), batch)
+            except PayloadChanged:
+                raise
+            except Exception:  # of whatever kind: model, loss and augmentation are the user's
+                return True
+        return False
 
     def _run_steps(self, opened: AttemptOpened, revision: int, members: LedgerMembership) -> bool:
         """The steps of a segment. False if somebody withdrew and it must be abandoned."""
@@ -285,20 +328,19 @@ class Trainer:
             batch = sampler.draw(step)
             if self.augment is not None and len(batch):
                 batch = replace(batch, x=self.augment(batch.x))
+            batch = self._targets.mask(batch)
             seed_step(seed, step=step, purpose=StreamPurpose.DROPOUT)
             return self._step(batch)
         except PayloadChanged:  # its text names nobody and holds no size
             raise
         except Exception as error:
-            if self.inside:
-                raise
-            withheld = withhold_text(error, self.model)
+            withheld = withhold_text(error, self.model, inside=self.inside)
         raise withheld  # outside of the handler, which would attach the error and its text
 
     def _choose(self, sampler: Sampler, seed: bytes, step: int) -> None:
         """The exponential mechanism of the plan, on a draw of its own."""
         seed_step(seed, step=step, purpose=StreamPurpose.CHOICE_DROPOUT)
-        batch = sampler.draw_for_choice(step)
+        batch = self._targets.mask(sampler.draw_for_choice(step))
         self._engine.choose(self._losses(batch.x, batch.y) if len(batch) else None, batch)
 
     def _step(self, batch: Batch) -> float | None:

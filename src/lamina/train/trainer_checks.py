@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -195,15 +194,19 @@ def _check_class_depth(plan: StepPlan, k: int, reach: Reach, layer_of: dict[str,
 _REHEARSAL_EXAMPLES = 6
 
 
-def rehearse(engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Corpus, *, probe: bool) -> None:
+def rehearse(
+    engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Corpus, mask: Callable[[Batch], Batch], *,
+    probe: bool,
+) -> None:  # fmt: skip
     """Try one step without noise, optimiser or charge; then the engine's independence probe.
 
     The input has the shapes and types of the first examples; floating-point values are simulated. Labels and
-    tokens are taken as they are, because a model accepts no others.
+    tokens are taken as they are, because a model accepts no others; `mask` takes out those that it does not accept.
     """
-    rows = np.arange(min(_REHEARSAL_EXAMPLES, len(corpus.source)), dtype=np.int64)
+    rows = corpus.layout.rows_of(corpus.eligible[:_REHEARSAL_EXAMPLES])[:_REHEARSAL_EXAMPLES]
     x, y = corpus.source.fetch(rows)
-    x = pytree.tree_map(_simulate_floats, x)
+    batch = mask(Batch(pytree.tree_map(_simulate_floats, x), y, cls=torch.zeros(len(rows), dtype=torch.long)))
+    x, y = batch.x, batch.y
     if y is None:
         kind = "the inputs themselves"
     else:
@@ -218,36 +221,9 @@ def rehearse(engine: Engine, losses_of: Callable[[Any, Any], Tensor], corpus: Co
         problem = f"model or loss failed on {len(rows)} examples: {type(error).__name__}: {error}"
         remedy = f"{_remedy_for(error, x, y)}. (x is {shapes}; targets are {kind})"
         raise RunError("train.model-or-loss-failed", problem, remedy) from error
-    engine.clipped_sums(losses, Batch(x, y, cls=torch.zeros(len(rows), dtype=torch.long)))
+    engine.clipped_sums(losses, batch)
     if probe and len(rows) >= 4:
         engine.probe(losses_of, x, y)
-
-
-def check_class_labels(corpus: Corpus, loss_fn: Any, output_of: Callable[[Any], Any]) -> None:
-    """Refuse class labels outside 0 … C-1 where the loss uses them as indices."""
-    y = getattr(corpus.source, "y", None)
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__).lower()
-    by_index = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) or name in ("cross_entropy", "nll_loss")
-    if not by_index or y is None:
-        return
-    try:
-        with torch.no_grad():
-            output = output_of(pytree.tree_map(_simulate_floats, corpus.source.fetch(np.arange(1))[0]))
-    except Exception:  # the rehearsal comes next, and says what is wrong with the model
-        return
-    if not isinstance(output, Tensor) or output.dim() < 2:
-        return
-    labels = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
-    if labels.dtype.kind not in "iu" or not labels.size:
-        return
-    low, high, classes = int(labels.min()), int(labels.max()), output.shape[1]
-    ignored = getattr(loss_fn, "ignore_index", -100)
-    if (low < 0 and low != ignored) or high >= classes:
-        problem = f"labels run from {low} to {high}, the model has outputs for labels 0 to {classes - 1}"
-        remedy = (
-            "number the labels from 0: numpy.unique(labels, return_inverse=True)[1]; or give the model more outputs"
-        )
-        raise RunError("train.labels-out-of-range", problem, remedy)
 
 
 def _simulate_floats(value: Any) -> Any:

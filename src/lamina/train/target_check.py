@@ -1,0 +1,185 @@
+"""`TargetCheck`: which examples model and loss can take, each judged by itself against a public output."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from lamina.corpus.corpus import Corpus
+from lamina.corpus.example_sources import ExampleSource, Rows, preserve_global_generators
+from lamina.engine.batch import Batch
+
+MAX_ROWS, MAX_NUMBERS = 256, 1 << 22  # of the public output, and of the input that it is made from
+TARGETS_NOT_COMPARED = (
+    "targets were not compared with the model's output: model or loss cannot be run on inputs and targets that are all "
+    "0, or all 1. A target that the loss cannot take will stop the run"
+)
+
+
+class TargetCheck:
+    """Finds examples that model and loss cannot take, each by itself: a fact about its contribution and nobody else.
+
+    targets    y is finite, and the loss of a public output against it can be computed; for BCE it is in 0 … 1
+    token ids  lie inside the table of every `nn.Embedding` that is called with them
+
+    The public output is the model's own for an input that is 0 (or 1) throughout, so only the answer depends on private
+    data. Several examples are tried at once, and halves of them where that fails: the loss is per example, so the answer
+    is that of each alone. `unknown` is True where model or loss cannot be run on public values; then only targets that
+    are not finite, and token ids, are found.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[[Any, Any], Any], output_of: Callable[[Any], Any],
+        source: ExampleSource,
+    ) -> None:  # fmt: skip
+        self._loss_fn, self._fill, self._rows, self.unknown = loss_fn, 0, MAX_ROWS, True
+        self._tables: dict[int, int] = {}
+        x, y = source.fetch(np.empty(0, dtype=np.int64))
+        with _on_the_side():
+            for fill in (0, 1):
+                try:
+                    with _noting_tables(model, given := _filled(x, 1, fill)) as self._tables:
+                        one = output_of(given)
+                    most = max(t.numel() for t in pytree.tree_leaves((one, given)) if isinstance(t, Tensor))
+                    self._rows, self._fill = max(1, min(MAX_ROWS, MAX_NUMBERS // most)), fill
+                    self._output = pytree.tree_map(self._repeated, one, output_of(_filled(x, 2, fill)))
+                    self._targets = _filled(x if y is None else y, self._rows, fill)
+                except Exception:  # the model is the user's; the rehearsal says what is wrong with it
+                    continue
+                if self._computes(self._targets, torch.arange(self._rows)):
+                    self.unknown = False
+                    break
+
+    def _repeated(self, one: Any, two: Any) -> Any:
+        """A part of the output for as many equal examples, from those for one and for two."""
+        if not isinstance(one, Tensor):
+            return one
+        doubled = [n == 2 * m for m, n in zip(one.shape, two.shape, strict=True)]
+        return one.repeat([self._rows if here else 1 for here in doubled])
+
+    def unfit(self, x: Any, y: Any) -> Tensor:
+        """(n,) which examples model and loss cannot take."""
+        size = next(len(t) for t in pytree.tree_leaves(x) if isinstance(t, Tensor))
+        found = torch.zeros(size, dtype=torch.bool)
+        for t in pytree.tree_leaves(y):
+            if isinstance(t, Tensor) and t.is_floating_point():
+                found |= ~t.isfinite().view(size, -1).all(1)
+        for i, t in enumerate(pytree.tree_leaves(x)):
+            if (table := self._tables.get(i)) is not None:
+                found |= ((t < 0) | (t >= table)).reshape(size, -1).any(1)
+        target = x if y is None else y
+        if self.unknown or not _same_shapes(target, self._targets):  # augmentation may cut x, where it is the target
+            return found
+        with _on_the_side():
+            for rows in (~found).nonzero().flatten().split(self._rows):
+                found[failing(rows, lambda some: not self._computes(target, some))] = True
+        return found
+
+    def _computes(self, target: Any, rows: Tensor) -> bool:
+        """Whether the loss of the public output can be computed against these rows, and public ones behind them."""
+        given = pytree.tree_map(
+            lambda t, public: torch.cat([t[rows], public[len(rows) :]]) if isinstance(t, Tensor) else t,
+            target, self._targets,
+        )  # fmt: skip
+        output = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, self._output)
+        try:
+            with _BinaryTargets():
+                self._loss_fn(output, given)
+        except Exception:  # of whatever kind: the loss is the user's
+            return False
+        return True
+
+    def unfit_contributions(self, corpus: Corpus) -> Rows:
+        """The eligible contributions, by row, of which model and loss cannot take an example.
+
+        Of data with a version, which nobody wants to be read at every start, the first 1,024 examples are looked at.
+        """
+        units, most = corpus.eligible, None if corpus.version is None else 1024
+        rows, owner = corpus.layout.rows_of(units)[:most], np.repeat(units, corpus.layout.sizes(units))
+        found = []
+        for start in range(0, len(rows), self._rows):
+            with preserve_global_generators():  # a Dataset may draw from them
+                x, y = corpus.source.fetch(rows[start : start + self._rows])
+            found.append(owner[start : start + self._rows][self.unfit(x, y).numpy()])
+        return np.unique(np.concatenate(found)) if found else units[:0]
+
+    def mask(self, batch: Batch) -> Batch:
+        """The batch with an empty slot in place of each contribution of which an example is unfit.
+
+        An empty slot has public values and weight 0: its clipped gradient is exactly 0 in every sum, it counts in no
+        choice and no quantile, and the losses of others do not see it.
+        """
+        if not len(batch) or not bool((bad := self.unfit(batch.x, batch.y)).any()):
+            return batch
+        unit, weight = cast(Tensor, batch.unit), cast(Tensor, batch.weight)
+        empty = torch.isin(unit, unit[bad])
+        x, y = pytree.tree_map(
+            lambda t: t.masked_fill(empty.view(-1, *[1] * (t.dim() - 1)), self._fill) if isinstance(t, Tensor) else t,
+            (batch.x, batch.y),
+        )
+        return replace(batch, x=x, y=y, weight=torch.where(empty, 0.0, weight))
+
+
+def failing(rows: Tensor, fails: Callable[[Tensor], bool]) -> Tensor:
+    """Those of the rows that fail alone. All are tried together first, and halves where that fails."""
+    if not len(rows) or not fails(rows):
+        return rows[:0]
+    if len(rows) == 1:
+        return rows
+    return torch.cat([failing(half, fails) for half in rows.tensor_split(2)])
+
+
+class _BinaryTargets(TorchFunctionMode):
+    """Refuses targets outside 0 … 1 of the one loss for them in torch that does not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.binary_cross_entropy_with_logits and not bool(((args[1] >= 0) & (args[1] <= 1)).all()):
+            raise ValueError("targets outside 0 … 1")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _on_the_side() -> Iterator[None]:
+    """Without gradients, without warnings, and without drawing from the generators that a step draws from."""
+    with torch.no_grad(), preserve_global_generators(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _filled(tree: Any, rows: int, fill: int) -> Any:
+    """As many rows of the same shapes and types, of one value."""
+    return pytree.tree_map(lambda t: t.new_full((rows, *t.shape[1:]), fill) if isinstance(t, Tensor) else t, tree)
+
+
+def _same_shapes(tree: Any, other: Any) -> bool:
+    shapes = [[t.shape[1:] for t in pytree.tree_leaves(each) if isinstance(t, Tensor)] for each in (tree, other)]
+    return shapes[0] == shapes[1]
+
+
+@contextmanager
+def _noting_tables(model: nn.Module, x: Any) -> Iterator[dict[int, int]]:
+    """Note, by leaf of x, the size of the smallest embedding table that is called with all of it as it is."""
+    found: dict[int, int] = {}
+    leaves = [(i, t) for i, t in enumerate(pytree.tree_leaves(x)) if isinstance(t, Tensor)]
+
+    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        for i, t in leaves:
+            if args and (args[0].data_ptr(), args[0].numel()) == (t.data_ptr(), t.numel()):
+                found[i] = min(cast(nn.Embedding, module).num_embeddings, found.get(i, 1 << 62))
+
+    hooks = [m.register_forward_pre_hook(note) for m in model.modules() if isinstance(m, nn.Embedding)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
