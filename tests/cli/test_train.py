@@ -475,7 +475,7 @@ import warnings, torch.nn.functional as F
 calls = []
 
 def late(output, y):
-    if len(y) > 6 or (calls and calls[-1] == "real"):
+    if output.requires_grad and (len(y) > 6 or (calls and calls[-1] == "real")):
         calls.append("real")
         {act}
     return F.cross_entropy(output, y, reduction="none")

@@ -33,9 +33,8 @@ class TargetCheck:
     token ids  lie inside the table of every `nn.Embedding` that is called with them
 
     The public output is the model's own for an input that is 0 (or 1) throughout, so only the answer depends on private
-    data. Several examples are tried at once, and halves of them where that fails: the loss is per example, so the answer
-    is that of each alone. `unknown` is True where model or loss cannot be run on public values; then only targets that
-    are not finite, and token ids, are found.
+    data. Several examples are tried at once, and each alone where that fails: the loss is per example, so the answer is
+    the same. Where model or loss cannot be run on public values, the answer of the loss is `unknown`.
     """
 
     def __init__(
@@ -73,16 +72,17 @@ class TargetCheck:
         found = torch.zeros(size, dtype=torch.bool)
         for t in pytree.tree_leaves(y):
             if isinstance(t, Tensor) and t.is_floating_point():
-                found |= ~t.isfinite().view(size, -1).all(1)
+                found |= ~t.isfinite().reshape(size, -1).all(1)
         for i, t in enumerate(pytree.tree_leaves(x)):
             if (table := self._tables.get(i)) is not None:
                 found |= ((t < 0) | (t >= table)).reshape(size, -1).any(1)
         target = x if y is None else y
-        if self.unknown or not _same_shapes(target, self._targets):  # augmentation may cut x, where it is the target
+        if self.unknown or _shapes(target) != _shapes(self._targets):  # augmentation may cut x, where it is the target
             return found
         with _on_the_side():
             for rows in (~found).nonzero().flatten().split(self._rows):
-                found[failing(rows, lambda some: not self._computes(target, some))] = True
+                if not self._computes(target, rows):
+                    found[[int(row) for row in rows if not self._computes(target, row.view(1))]] = True
         return found
 
     def _computes(self, target: Any, rows: Tensor) -> bool:
@@ -130,15 +130,6 @@ class TargetCheck:
         return replace(batch, x=x, y=y, weight=torch.where(empty, 0.0, weight))
 
 
-def failing(rows: Tensor, fails: Callable[[Tensor], bool]) -> Tensor:
-    """Those of the rows that fail alone. All are tried together first, and halves where that fails."""
-    if not len(rows) or not fails(rows):
-        return rows[:0]
-    if len(rows) == 1:
-        return rows
-    return torch.cat([failing(half, fails) for half in rows.tensor_split(2)])
-
-
 class _BinaryTargets(TorchFunctionMode):
     """Refuses targets outside 0 … 1 of the one loss for them in torch that does not."""
 
@@ -161,9 +152,9 @@ def _filled(tree: Any, rows: int, fill: int) -> Any:
     return pytree.tree_map(lambda t: t.new_full((rows, *t.shape[1:]), fill) if isinstance(t, Tensor) else t, tree)
 
 
-def _same_shapes(tree: Any, other: Any) -> bool:
-    shapes = [[t.shape[1:] for t in pytree.tree_leaves(each) if isinstance(t, Tensor)] for each in (tree, other)]
-    return shapes[0] == shapes[1]
+def _shapes(tree: Any) -> Any:
+    """Of one example."""
+    return pytree.tree_map(lambda t: t.shape[1:] if isinstance(t, Tensor) else None, tree)
 
 
 @contextmanager
