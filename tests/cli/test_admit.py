@@ -493,6 +493,17 @@ def test_all_of_it_is_in_one_ledger(clinic: Clinic) -> None:
     assert clinical["epsilon"] == pytest.approx(second["classes"]["clinical"]["total"])
 
 
+def test_one_impossible_label_stops_nobody(clinic: Clinic) -> None:
+    path = clinic.folder / "people" / "p03" / "payload.npz"
+    np.savez(path, x=np.load(path)["x"], y=np.array([0, 10**12]))
+    clinic.attest(str(clinic.folder / "ann.key"), "--class", "clinical", "--force")
+    for words in (("--plan-only",), ()):
+        found = clinic.project.train_json(*words)["admission"]
+        assert found["left"] == [{"id": "p03", "reason": "not-trainable", "detail": ""}]
+    out = succeeded(clinic.project.train("--fresh"))
+    assert "p03           not-trainable" in out and "correct its targets" in out and "had to leave: 1" in out
+
+
 def test_a_ledger_in_a_database(clinic: Clinic, server: postgres.Server) -> None:
     database = server.url("ward")
     clinic.project.run = f'ledger = "{database}"\n{clinic.project.run}'

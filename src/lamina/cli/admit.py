@@ -164,7 +164,8 @@ def admission_json(found: Admission, resolution: Resolution | None = None) -> di
 def admission_page(found: Admission, resolution: Resolution | None = None) -> str:
     """Tables of who is admitted and who is refused, what to do about it, and what bounds mean in a run."""
     lines = [found.table()]
-    if remedies := [[str(reason), REMEDIES[reason]] for reason in found.refused.counts()]:
+    reasons = dict.fromkeys([*found.refused.counts(), *(each.reason for each in found.left)])
+    if remedies := [[str(reason), REMEDIES[reason]] for reason in reasons]:
         lines += ["", columns([["refused for", "what to do"], *remedies], left=2)]
     if resolution is not None:
         lines += ["", resolution.table()]
