@@ -29,6 +29,7 @@ from lamina.ledger.records import Epoch, SegmentOutcome
 from lamina.ledger.verify.verifier import verify
 from lamina.plan.rules import FollowQuantile, Injection
 from lamina.train.journal import Journal
+from lamina.train.run_output import Progress
 from lamina.train.target_check import TargetCheck
 
 HUGE = 10**12
@@ -416,6 +417,26 @@ def test_an_error_that_would_come_again_is_not_paid_for_again(tmp_path: Path) ->
     outcome = trainer(ce).fit()  # another loss
     assert outcome.steps == 24 and outcomes(tmp_path / "a").count(SegmentOutcome.CLOSED) == 5
     assert not (tmp_path / "a" / "stopped").exists()
+
+
+def test_what_was_killed_is_replayed_whatever_stopped_before(tmp_path: Path) -> None:
+    """Never with other members: the same noise on another batch would give the difference away."""
+
+    class Killed(BaseException):
+        pass
+
+    class At(Progress):
+        def step(self, done: int, loss: float | None) -> None:
+            if done == 7:
+                raise Killed
+
+    with pytest.raises(Killed):
+        problem.trainer(tmp_path / "a", progress=At()).fit()
+    pending = Journal.load(tmp_path / "a" / "journal").pending
+    assert pending is not None
+    (tmp_path / "a" / "stopped").write_bytes(pending.nonce)
+    assert problem.trainer(tmp_path / "a").fit().notes == ()
+    assert set(outcomes(tmp_path / "a")) == {SegmentOutcome.CLOSED}
 
 
 def test_the_owner_of_the_data_is_told_on_whom_the_model_fails(tmp_path: Path) -> None:

@@ -301,16 +301,15 @@ class Run:
 
     def stop(self, opened: AttemptOpened) -> None:
         """Abandon an attempt in which a step failed: when it did may tell who was sampled. The next start looks into it."""
-        write_atomically(self.folder / "stopped", opened.nonce.hex().encode())
         self.abandon(opened)
+        write_atomically(self.folder / "stopped", opened.nonce)
 
     @property
     def stopped(self) -> AttemptOpened | None:
         """The last attempt, if a step of it failed and `stopped` was not removed since."""
-        path, last = self.folder / "stopped", self.attempts[-1] if self.attempts else None
-        if last is None or self.journal.done is not None or not path.exists():
-            return None
-        return last if path.read_bytes() == last.nonce.hex().encode() else None
+        path, over = self.folder / "stopped", self.journal.pending is None and self.journal.done is None
+        last = self.attempts[-1] if over and self.attempts and path.exists() else None
+        return last if last is not None and path.read_bytes() == last.nonce else None
 
     def abandon(self, opened: AttemptOpened, *, charged: bool = True) -> None:
         """Never finish or replay an attempt: its seed is erased. What was charged stays charged, and is recorded."""
