@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from audit_steps import Reference, failed, loss_of, plan_for, target_of
-from nets import Net
+from net_builders import Net
 from refusals import raises_code
 from torch import Tensor, nn
 

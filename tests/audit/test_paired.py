@@ -11,7 +11,7 @@ import torch
 from audit_steps import plan_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import Net
+from net_builders import Net
 from refusals import raises_code
 from torch import Tensor, nn
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Net, sums_of, tensors_close
+from net_builders import Net, sums_of, tensors_close
 from oracle import FORMS, agree, clip_by_hand, difference, example_grads, losses_of, plan_of, unit_grads
 from refusals import raises_code
 from torch import Tensor, nn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nets import refused, tensors_close
+from net_builders import refused, tensors_close
 from oracle import FORMS, losses_of, plan_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

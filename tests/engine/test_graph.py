@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Net, refused
+from net_builders import Net, refused
 from oracle import agree, losses_of, plan_of
 from refusals import raises_code
 from torch import Tensor, nn

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from by_hand import QUIET, Made, N, T, V, ids, of_logits
-from nets import tensors_close
+from net_builders import tensors_close
 from oracle import FORMS, Batch, agree, losses_of_output, plan_of
 from torch import Tensor
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import Net, refused, tensors_close
+from net_builders import Net, refused, tensors_close
 from oracle import agree, plan_of
 from refusals import raises_code
 from torch import Tensor, nn

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Net, refused, sums_of, tensors_close
+from net_builders import Net, refused, sums_of, tensors_close
 from oracle import agree, losses_of, plan_of
 from refusals import raises_code
 from torch import Tensor, nn

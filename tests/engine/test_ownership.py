@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Net, refused
+from net_builders import Net, refused
 from oracle import losses_of, losses_of_output, plan_of
 from refusals import raises_code
 from torch import Tensor, nn

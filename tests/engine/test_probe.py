@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Net
+from net_builders import Net
 from oracle import losses_of, losses_of_output, plan_of
 from refusals import raises_code
 from torch import Tensor, nn

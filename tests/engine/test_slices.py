@@ -11,7 +11,7 @@ import torch
 from by_hand import MODELS, QUIET, bands, cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import tensors_close
+from net_builders import tensors_close
 from oracle import FORMS, agree, clip_by_hand, difference, example_grads, losses_of, masked_by_hand, plan_of, thresholds
 from refusals import raises_code
 from torch import Tensor, nn

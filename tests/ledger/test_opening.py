@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import apsw
 import pytest
 from build import plan, signed_by
 from clinic import policy
@@ -225,6 +227,21 @@ def test_what_a_killed_process_left_is_completed(tmp_path: Path) -> None:
     (tmp_path / "b.db").write_bytes(b"something else\n" * 400)
     with pytest.raises(LedgerError):
         open_or_create(tmp_path / "b.db", contract())
+
+
+def test_what_a_process_left_that_was_killed_before_there_was_a_wal_is_undone(tmp_path: Path) -> None:
+    begun = apsw.Connection(str(tmp_path / "begun.db"))
+    begun.execute("PRAGMA user_version = 0; BEGIN IMMEDIATE; CREATE TABLE half (written)")
+    begun.cache_flush()
+    for name in ("a.db", "b.db"):
+        for end in ("", "-journal"):
+            shutil.copy(f"{tmp_path}/begun.db{end}", f"{tmp_path}/{name}{end}")
+    begun.close(True)
+    assert (tmp_path / "a.db-journal").stat().st_size
+    with open_or_create(tmp_path / "a.db", contract()) as ledger:
+        assert ledger.size == 1
+    with raises_code("store.no-ledger"):
+        verify(tmp_path / "b.db")
 
 
 # ------------------------------------------------------------------------------------------------ following

@@ -12,7 +12,7 @@ import by_hand
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Net
+from net_builders import Net
 from refusals import raises_code
 from scipy.stats import norm
 from torch import Tensor, nn

@@ -10,7 +10,7 @@ import by_hand
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Net
+from net_builders import Net
 from refusals import raises_code
 from torch import Tensor, nn
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from adaptive_plans import batch_of, losses_of, norms_of, plan_of
-from nets import Net
+from net_builders import Net
 from refusals import raises_code
 from torch import Tensor, nn
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Net, refused
+from net_builders import Net, refused
 from oracle import agree
 from torch import Tensor, nn
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Net, formed_in_chunks
+from net_builders import Net, formed_in_chunks
 from oracle import agree, plan_of
 from refusals import raises_code
 from torch import nn

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from by_hand import N, V, bands, cut, ids, mixtral, of_logits
-from nets import tensors_close
+from net_builders import tensors_close
 from oracle import FORMS, Batch, agree, plan_of
 from refusals import raises_code
 from torch import Tensor, nn

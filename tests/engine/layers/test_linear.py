@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Net, formed_in_chunks
+from net_builders import Net, formed_in_chunks
 from oracle import agree, losses_of, plan_of
 from refusals import raises_code
 from torch import Tensor, nn

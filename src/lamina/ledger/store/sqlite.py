@@ -58,6 +58,8 @@ class SqliteStore(Store):
         elif not self.path.is_file():
             raise self._no_ledger()
         with _sqlite_errors(self.name):
+            if readonly:
+                self._finish_rollback()
             self._prepare(create)
 
     # ----------------------------------------------------------------------------------- transactions
@@ -117,6 +119,15 @@ class SqliteStore(Store):
 
     def _close(self, db: apsw.Connection) -> None:
         db.close(True)
+
+    def _finish_rollback(self) -> None:
+        """Undo what a process left half written that was killed before the file had a WAL: a reader cannot."""
+        if os.path.exists(f"{self.path}-journal") and os.access(self.path, os.W_OK):
+            db = apsw.Connection(self._address(), flags=apsw.SQLITE_OPEN_READWRITE | _OPEN_FLAGS, vfs=self._vfs)
+            try:
+                db.pragma("user_version")
+            finally:
+                db.close(True)
 
     def _make_file(self) -> None:
         try:
