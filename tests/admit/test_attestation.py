@@ -10,7 +10,7 @@ import cbor2
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from refusals import raises_code
-from signed_descriptor import KEY, NONCE, described, encoded
+from signed_descriptor import FULL_VALUES, KEY, NONCE, described, encoded
 
 from lamina import cbor
 from lamina.admit.attestation import MAX_ATTESTATION, Attestation, Descriptor, attest, sig_structure, subject_tag
@@ -31,6 +31,11 @@ CLAIMS: dict[Any, Any] = {
     5: 1_767_225_600,
     6: IAT,
     7: hashlib.sha256(b"cti" + NONCE).digest()[:16],
+    -65537: "sensitive",
+    -65538: "ecg",
+    -65539: 1_000_000,
+    -65540: 4_224_679,
+    -65541: False,
 }
 HEADER: dict[Any, Any] = {1: -8, 4: KEY.public.id, 15: CLAIMS, 16: TYPE, 258: -16, 259: CONTENT}
 
@@ -73,7 +78,7 @@ def test_it_is_what_another_codec_and_another_library_sign() -> None:
     Ed25519PublicKey.from_public_bytes(KEY.public.x).verify(
         signature, cbor2.dumps(["Signature1", protected, b"", DIGEST])
     )
-    assert len(MADE) < 420
+    assert len(MADE) < 450
 
 
 def test_what_it_says() -> None:
@@ -83,6 +88,18 @@ def test_what_it_says() -> None:
     assert found.cti == CLAIMS[7]
     assert found.tag is None
     assert accepted(MADE)
+
+
+@pytest.mark.parametrize("optional", [{}, {"profile": "top=0.25"}, {"anchor": bytes(range(32))}, FULL_VALUES])
+def test_it_repeats_the_terms_of_use(optional: dict[str, Any]) -> None:
+    """Also where it is public, which is a claim of its own."""
+    for bound in ({}, {"clip_norm": 0, "noise_multiplier": 0}):
+        descriptor = described(**{**optional, **bound})
+        found = Attestation.decode(attest(descriptor, KEY, issued_at=IAT))
+        assert found.mismatch(descriptor) is None
+        assert (found.terms, found.anchor) == (descriptor.terms, descriptor.anchor)
+        assert found.terms.public is (descriptor.clip_norm == 0)
+        assert cbor2.loads(found.protected)[15][-65541] is bool(bound)
 
 
 def test_a_subject_tag() -> None:
@@ -140,6 +157,12 @@ def test_a_key_signs_only_for_itself() -> None:
         (3, "example.org/other", "aud"),
         (7, bytes(16), "cti"),
         (2, f"contribution:{bytes(32).hex()}", "sub"),
+        (-65537, "standard", "admissibility"),
+        (-65538, "eeg", "data_class"),
+        (-65539, 999_999, "clip_norm"),
+        (-65540, 4_224_680, "noise_multiplier"),
+        (-65542, "top=0.25", "profile"),
+        (-65543, bytes(32), "anchor"),
     ],
 )
 def test_claims_that_differ_from_the_descriptor(claim: int, value: Any, word: str) -> None:
@@ -227,6 +250,25 @@ REFUSED: dict[str, Callable[[], bytes]] = {
     "iat null": lambda: message(HEADER | {15: CLAIMS | {6: None}}),
     "cti short": lambda: message(HEADER | {15: CLAIMS | {7: bytes(15)}}),
     "cti text": lambda: message(HEADER | {15: CLAIMS | {7: "0" * 16}}),
+    "no terms": lambda: message(HEADER | {15: without(CLAIMS, *range(-65541, -65536))}),
+    "no class": lambda: message(HEADER | {15: without(CLAIMS, -65537)}),
+    "no public": lambda: message(HEADER | {15: without(CLAIMS, -65541)}),
+    "class empty": lambda: message(HEADER | {15: CLAIMS | {-65537: ""}}),
+    "class bytes": lambda: message(HEADER | {15: CLAIMS | {-65537: b"sensitive"}}),
+    "data class upper case": lambda: message(HEADER | {15: CLAIMS | {-65538: "ECG"}}),
+    "clip norm negative": lambda: message(HEADER | {15: CLAIMS | {-65539: -1}}),
+    "clip norm bool": lambda: message(HEADER | {15: CLAIMS | {-65539: True}}),
+    "noise beyond": lambda: message(HEADER | {15: CLAIMS | {-65540: 10**15 + 1}}),
+    "half a bound": lambda: message(HEADER | {15: CLAIMS | {-65540: 0}}),
+    "public with a bound": lambda: message(HEADER | {15: CLAIMS | {-65541: True}}),
+    "private without": lambda: message(HEADER | {15: CLAIMS | {-65539: 0, -65540: 0}}),
+    "public a number": lambda: message(HEADER | {15: CLAIMS | {-65541: 0}}),
+    "profile empty": lambda: message(HEADER | {15: CLAIMS | {-65542: ""}}),
+    "profile not printable": lambda: message(HEADER | {15: CLAIMS | {-65542: "top=\n1"}}),
+    "profile long": lambda: message(HEADER | {15: CLAIMS | {-65542: "a" * 1025}}),
+    "anchor short": lambda: message(HEADER | {15: CLAIMS | {-65543: bytes(31)}}),
+    "anchor in a profile": lambda: message(HEADER | {15: CLAIMS | {-65542: ":\0\1\0\6X " + "a" * 32}}),
+    "term unknown": lambda: message(HEADER | {15: CLAIMS | {-65544: 1}}),
     "payload attached": lambda: message(payload=DIGEST),
     "payload empty": lambda: message(payload=b""),
     "untagged": lambda: message(tag=None),
@@ -250,7 +292,7 @@ REFUSED: dict[str, Callable[[], bytes]] = {
     "alg not shortest": lambda: message(encoded(HEADER).replace(b"\x01\x27\x04", b"\x01\x38\x07\x04", 1)),
     "258 not shortest": lambda: message(encoded(HEADER).replace(b"\x19\x01\x02\x2f", b"\x1a\x00\x00\x01\x02\x2f", 1)),
     "duplicate alg": lambda: message(b"\xa7\x01\x27" + encoded(HEADER)[1:]),
-    "duplicate claim": lambda: message(encoded(HEADER).replace(b"\x0f\xa7", b"\x0f\xa8" + encoded(CLAIMS)[1:68], 1)),
+    "duplicate claim": lambda: message(encoded(HEADER).replace(b"\x0f\xac", b"\x0f\xad" + encoded(CLAIMS)[1:68], 1)),
     "labels out of order": lambda: message(b"\xa6" + encoded(HEADER)[3:38] + b"\x01\x27" + encoded(HEADER)[38:]),
     "too large": lambda: MADE + bytes(MAX_ATTESTATION),
     "nothing": lambda: b"",
@@ -270,7 +312,7 @@ def test_the_mutations_are_what_they_are_called() -> None:
     """Each of the byte edits above hits: the message that it starts from would be accepted."""
     plain = encoded(HEADER)
     assert plain[:3] == b"\xa6\x01\x27"
-    assert plain.count(b"\x01\x27\x04") == plain.count(b"\x19\x01\x02\x2f") == plain.count(b"\x0f\xa7") == 1
+    assert plain.count(b"\x01\x27\x04") == plain.count(b"\x19\x01\x02\x2f") == plain.count(b"\x0f\xac") == 1
     assert plain[3:38] == b"\x04" + cbor2.dumps(KEY.public.id)
     assert encoded(CLAIMS)[1:68] == b"\x01" + cbor2.dumps(KEY.public.name)
     assert MADE[-68:] == b"\xa0\xf6\x58\x40" + MADE[-64:]

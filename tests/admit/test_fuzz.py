@@ -48,6 +48,7 @@ def seeds() -> list[bytes]:
     for number in range(8):
         descriptor = described(
             data_class="ecg"[: 1 + number % 3],
+            admissibility="sensitive-"[: 1 + number],
             clip_norm=10 ** (number + 3) if number % 4 else 0,
             noise_multiplier=4_224_679 if number % 4 else 0,
             not_before=2**number,
@@ -135,7 +136,8 @@ def look(data: bytes, seen: Counter[str]) -> None:
             seen["pattern refused"] += 1
             continue
         schema = {"schema": 1} if name == "descriptor" else {}
-        assert {**schema, **{key: value for key, value in fields.items() if value is not None}} == decode(data)
+        found_by = [{key: value for key, value in each.items() if value is not None} for each in (fields, decode(data))]
+        assert {**schema, **found_by[0]} == found_by[1]
         seen[f"pattern accepted, {name}"] += 1
         seen["pattern accepted"] += 1
     if (parts := match_message(data)) is not None:

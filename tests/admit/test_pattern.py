@@ -58,7 +58,7 @@ def test_no_length_but_the_shortest(data: bytes) -> None:
     [
         b"\xad\x01\x01\x02\x58\x20" + bytes(32) + b"\x03\x78\x40" + b"a" * 1900,
         b"\xad\x01\x01\x02\x58\x20" + bytes(32) + b"\x03\x61a\x04\x78\x40" + b"a" * 1900,
-        b"\xa6\x01\x27\x04\x58\x20" + bytes(32) + b"\x0f\xa7\x01\x78\x40" + b"0" * 64 + b"\x02\x78\x44tag:" * 90,
+        b"\xa6\x01\x27\x04\x58\x20" + bytes(32) + b"\x0f\xac\x01\x78\x40" + b"0" * 64 + b"\x02\x78\x44tag:" * 90,
         b"\x19\x01" * 900,
         b"a" * 2000,
     ],

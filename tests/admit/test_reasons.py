@@ -50,7 +50,8 @@ OFFERED: dict[Reason, list[dict[str, Any]]] = {  # what is signed otherwise
     Reason.POLICY_MISMATCH: [{"policy": hashlib.sha256(b"lower floors").digest()}],
     Reason.UNKNOWN_CLASS: [{"admissibility": "invented"}],
     Reason.PUBLIC_BOUND: [{"admissibility": "open"}],
-    Reason.CLIP_BELOW_FLOOR: [{"clip_norm": 99_999}, {"clip_norm": 0, "noise_multiplier": 0}],
+    Reason.PUBLIC_CLAIM: [{"clip_norm": 0, "noise_multiplier": 0}],
+    Reason.CLIP_BELOW_FLOOR: [{"clip_norm": 99_999}],
     Reason.NOISE_BELOW_FLOOR: [{"noise_multiplier": 499_999}],
     Reason.CLIP_ABOVE_CLASS: [{"clip_norm": 2_000_001}],
     Reason.NOISE_BELOW_CLASS: [
@@ -77,12 +78,22 @@ RESIGNED: dict[
     Reason.MALFORMED: [
         lambda header: header.update({16: "application/other"}),  # of the right key, for another purpose
         lambda header: header.update({2: [258]}),  # a critical label
+        lambda header: header[15].update({-65541: True}),  # public, and a bound
+        lambda header: [header[15].pop(key) for key in range(-65542, -65536)],  # no terms at all
     ],
     Reason.WRONG_ALGORITHM: [lambda header: header.update({1: -7}), lambda header: header.update({1: 5})],
     Reason.MISMATCH: [
         lambda header: header[15].update({4: NOW + 10**6}),
         lambda header: header[15].update({7: bytes(16)}),  # a fresh cti for an old descriptor would pass as new
         lambda header: header[15].update({2: "contribution:" + "0" * 64}),
+        lambda header: header[15].update({-65537: "standard"}),  # the terms of use: each is the descriptor's
+        lambda header: header[15].update({-65538: "eeg"}),
+        lambda header: header[15].update({-65539: 1_999_999}),
+        lambda header: header[15].update({-65540: 5_000_000}),
+        lambda header: header[15].update({-65539: 0, -65540: 0, -65541: True}),
+        lambda header: header[15].update({-65542: "top=0.5"}),
+        lambda header: header[15].pop(-65542),
+        lambda header: header[15].update({-65543: bytes(32)}),
     ],
 }
 for table, make in (

@@ -44,6 +44,8 @@ async function sign(asked) {
     [5, asked.nbf],
     [6, asked.iat],
     [7, bytes(asked.cti)],
+    ...asked.terms,
+    ...(asked.anchor ? [[-65543, bytes(asked.anchor)]] : []),
   ]);
   const header = new Map([
     [Headers.Algorithm, Algorithms.EdDSA],

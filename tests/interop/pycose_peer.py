@@ -43,6 +43,8 @@ def sign(asked: dict) -> dict:
             5: asked["nbf"],
             6: asked["iat"],
             7: bytes.fromhex(asked["cti"]),
+            **dict(asked["terms"]),
+            **({-65543: bytes.fromhex(asked["anchor"])} if asked["anchor"] else {}),
         },
         16: asked["typ"],
         258: -16,

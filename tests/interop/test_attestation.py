@@ -8,7 +8,14 @@ from typing import Any
 
 from signed_descriptor import KEY, SEED, described
 
-from lamina.admit.attestation import ATTESTATION_TYPE, DESCRIPTOR_CONTENT_TYPE, Attestation, attest, subject_tag
+from lamina.admit.attestation import (
+    ATTESTATION_TYPE,
+    DESCRIPTOR_CONTENT_TYPE,
+    Attestation,
+    Descriptor,
+    attest,
+    subject_tag,
+)
 from lamina.admit.keys import PrivateKey
 
 Ask = Callable[[str, list[dict[str, Any]]], list[dict[str, Any]]]
@@ -21,6 +28,15 @@ DESCRIPTORS = {
     "everything": (described(profile="top=0.25", anchor=bytes(range(32)), audience="köln.example"), TAG),
     "public": (described(clip_norm=0, noise_multiplier=0, items=1), None),
 }
+
+
+def terms(descriptor: Descriptor) -> dict[int, Any]:
+    """The private claims that repeat a descriptor, without its anchor."""
+    said = {
+        -65537: descriptor.admissibility, -65538: descriptor.data_class, -65539: descriptor.clip_norm,
+        -65540: descriptor.noise_multiplier, -65541: descriptor.clip_norm == 0, -65542: descriptor.profile,
+    }  # fmt: skip
+    return {key: value for key, value in said.items() if value is not None}
 
 
 def test_ours_verifies_there(peer: Ask) -> None:
@@ -37,6 +53,8 @@ def test_ours_verifies_there(peer: Ask) -> None:
         claims = {
             "1": KEY.public.name, "2": ours.sub, "3": descriptor.audience, "4": descriptor.expires,
             "5": descriptor.not_before, "6": 1_767_225_601, "7": ours.cti.hex(),
+            **{str(key): value for key, value in terms(descriptor).items()},
+            **({"-65543": descriptor.anchor.hex()} if descriptor.anchor else {}),
         }  # fmt: skip
         assert found.pop("kind") in ("Sign1Message", "Sign1")
         assert found == {
@@ -77,6 +95,8 @@ def test_theirs_verifies_here(peer: Ask) -> None:
                 "nbf": descriptor.not_before,
                 "iat": 1_767_225_601,
                 "cti": hashlib.sha256(b"cti" + descriptor.nonce).digest()[:16].hex(),
+                "terms": list(terms(descriptor).items()),
+                "anchor": "" if descriptor.anchor is None else descriptor.anchor.hex(),
                 "typ": "application/lamina-attestation+cose",
                 "content": "application/lamina-descriptor+cbor",
                 "digest": hashlib.sha256(descriptor.encode()).hexdigest(),

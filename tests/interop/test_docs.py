@@ -53,7 +53,7 @@ def check(python: Path, folder: Path) -> tuple[int, str]:
 def test_the_script_finds_everything_in_order(pycose: Path, folder: Path) -> None:
     code, printed = check(pycose, folder)
     assert code == 0, printed
-    assert printed.count(": ok") == 7
+    assert printed.count(": ok") == 8
 
 
 def _payload(folder: Path) -> None:
@@ -81,7 +81,7 @@ def _other_descriptor(folder: Path) -> None:
     ("change", "failed"),
     [
         (_payload, ["payload"]),
-        (_bound, ["signature"]),
+        (_bound, ["signature", "terms of use"]),
         (_key, ["signature", "contributor"]),
         (_other_descriptor, ["signature", "one descriptor"]),
     ],
@@ -162,6 +162,7 @@ def test_the_grammar_of_the_attestation_is_what_is_checked(pycose: Path) -> None
 
     data = [
         plain, tagged, message(header), message(header | {1: -19}),
+        message(header | {15: {key: value for key, value in claims.items() if key > -65542}}),
         message(header | {1: -7}), message(header | {2: [1]}), message(header | {3: 1}),
         message(header | {4: bytes(31)}), message(header | {16: "application/cwt"}),
         message(header | {258: -44}), message(header | {259: "x"}),
@@ -170,6 +171,11 @@ def test_the_grammar_of_the_attestation_is_what_is_checked(pycose: Path) -> None
         message(header | {15: claims | {3: ""}}), message(header | {15: claims | {4: -1}}),
         message(header | {15: claims | {5: 2**40}}), message(header | {15: claims | {6: "now"}}),
         message(header | {15: claims | {7: bytes(15)}}), message(header | {15: claims | {8: 1}}),
+        *(message(header | {15: claims | {key: value}}) for key, value in (
+            (-65537, "-"), (-65538, "ECG"), (-65539, -1), (-65540, 10**15 + 1), (-65541, 1), (-65542, "a" * 1025),
+            (-65543, bytes(31)), (-65544, 1),
+        )),
+        *(message(header | {15: {k: v for k, v in claims.items() if k != key}}) for key in range(-65541, -65536)),
         message(header, payload=b""), message(header, signature=bytes(63)),
         message(header, signature=None), plain[1:], b"\xd1" + plain[1:], b"\x01",
     ]  # fmt: skip
@@ -181,7 +187,7 @@ def test_the_grammar_of_the_attestation_is_what_is_checked(pycose: Path) -> None
     theirs = [a and b for a, b in zip(fits(pycose, outer, data), fits(pycose, inner, wrapped), strict=True)]
     for number, (answer, each) in enumerate(zip(theirs, data, strict=True)):
         assert answer is ours(Attestation, each), number
-    assert theirs == [True] * 4 + [False] * (len(data) - 4)
+    assert theirs == [True] * 5 + [False] * (len(data) - 5)
 
 
 def _first(message: bytes) -> bytes:

@@ -19,6 +19,7 @@ from build import (
     BOB,
     CAROL,
     HOUR,
+    OPEN,
     PRESETS,
     RUNS,
     STRICT,
@@ -404,6 +405,16 @@ def fewer_steps(old: Epoch, at: dict[str, int]) -> dict[str, Any]:
         (34, {"subject": digest("another")}, 34, "verify.attestation-subject-differs"),
         (34, {"subject": None}, 34, "verify.attestation-subject-differs"),
         (9, {"key": BOB.public.id}, 9, "verify.attestation-of-other-key"),
+        # The keeper says other terms than were signed: above all that a private contribution is public, and has no ε.
+        (9, {"terms": OPEN}, 9, "verify.attestation-public-differs"),
+        (34, {"terms": USUAL}, 34, "verify.attestation-public-differs"),
+        (9, {"terms": dataclasses.replace(USUAL, data_class="eeg")}, 9, "verify.attestation-data-class-differs"),
+        (9, {"terms": STRICT}, 9, "verify.attestation-clip-norm-differs"),
+        (8, {"terms": dataclasses.replace(STRICT, clip_norm=200_000)}, 8, "verify.attestation-clip-norm-differs"),
+        (9, {"terms": dataclasses.replace(USUAL, noise_multiplier=9**7)}, 9, "verify.attestation-noise-differs"),
+        (9, {"terms": dataclasses.replace(USUAL, profile=None)}, 9, "verify.attestation-depth-differs"),
+        (9, {"anchor": digest("another")}, 9, "verify.attestation-anchor-differs"),
+        (34, {"anchor": None}, 34, "verify.attestation-anchor-differs"),
         ("late", {"time": START}, "late", "verify.time-falls"),
         (0, {"accountant": "zcdp"}, "epoch", "verify.spend-under-reported"),
         (0, {"profile_schema": 99}, 0, "verify.profile-schema-unknown"),
@@ -529,6 +540,17 @@ def test_an_attestation_that_does_not_count(story: Story, given: dict[str, Any],
     signed_and_named(story, seq, "contribution", code)
     if code == "verify.key-wrong-role":
         named(story.ledger.name, seq, "contribution", code, signatures=False)
+
+
+def test_a_leaf_of_another_class_than_was_signed(tmp_path: Path) -> None:
+    """The bound is the same, so nothing but the attestation shows it."""
+    research = dataclasses.replace(PRESETS[0], cls="research")
+    story = begin(str(tmp_path / "a.db"), presets=(*PRESETS, research))
+    made = contribution(1)
+    made.record = dataclasses.replace(made.record, terms=dataclasses.replace(USUAL, cls="research"))
+    (seq,) = story.admit([made])
+    signed_and_named(story, seq, "contribution", "verify.attestation-class-differs")
+    story.ledger.close()
 
 
 def test_back_dated_before_it_was_signed(story: Story) -> None:

@@ -7,8 +7,9 @@ import hmac
 import re
 import unicodedata
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lamina import cbor
 from lamina.admit.keys import ALGORITHMS, EDDSA, LAST_SECOND, PrivateKey, PublicKey
@@ -86,6 +87,17 @@ def subject_tag(key: bytes, subject: str) -> str:
     return hmac.new(key, name.encode("utf-8", "surrogatepass"), "sha256").hexdigest()
 
 
+class SignedTerms(NamedTuple):
+    """Under which terms a contribution may be used: those of its descriptor, as the attestation repeats them."""
+
+    admissibility: str
+    data_class: str
+    clip_norm: int
+    noise_multiplier: int
+    public: bool
+    profile: str | None = None
+
+
 # The contribution descriptor: what a contributor signs about a payload, in canonical CBOR.
 #
 # Integers as map keys, no floats, tags or null, no unknown keys. One descriptor has one encoding, and its SHA-256 is
@@ -135,6 +147,7 @@ class Descriptor:
     15 anchor            digest of the contribution in a content-anchoring system; optional
 
     Data of a public class has no bound to sign: clip_norm and noise_multiplier are both 0. Otherwise neither is.
+    The attestation repeats the terms of use, so that whoever has it can hold a ledger against them (`SignedTerms`).
     """
 
     schema: int = DESCRIPTOR_SCHEMA
@@ -169,6 +182,18 @@ class Descriptor:
             object.__setattr__(self, "_digest", hashlib.sha256(self.encode()).digest())
         assert self._digest is not None
         return self._digest
+
+    @property
+    def public(self) -> bool:
+        """Whether it is public: nothing bounds its use."""
+        return self.clip_norm == 0
+
+    @property
+    def terms(self) -> SignedTerms:
+        """What its attestation must repeat."""
+        return SignedTerms(
+            self.admissibility, self.data_class, self.clip_norm, self.noise_multiplier, self.public, self.profile
+        )
 
     @classmethod
     def decode(cls, data: bytes) -> Descriptor:
@@ -256,24 +281,35 @@ def _field_problem(d: Descriptor) -> str | None:
     if type(d.schema) is not int or d.schema != DESCRIPTOR_SCHEMA:
         return f"schema is {d.schema!r}, must be {DESCRIPTOR_SCHEMA}"
     for name, low, number, high in (
-        ("clip_norm", 0, d.clip_norm, MAX_MICRO), ("noise_multiplier", 0, d.noise_multiplier, MAX_MICRO),
         ("not_before", 0, d.not_before, LAST_SECOND), ("expires", 0, d.expires, LAST_SECOND),
         ("items", 1, d.items, MAX_ITEMS),
     ):  # fmt: skip
         if type(number) is not int or not low <= number <= high:
             return f"{name} is {short_repr(number)}, must be an integer in [{low}, {high}]"
-    if (d.clip_norm == 0) != (d.noise_multiplier == 0):
-        return f"clip_norm {d.clip_norm} and noise_multiplier {d.noise_multiplier} must be both 0 (public) or neither"
     if d.not_before >= d.expires:
         return f"not_before {d.not_before} is not before expires {d.expires}"
+    return _terms_problem(d) or _text_problem("audience", d.audience, MAX_AUDIENCE)
+
+
+def _terms_problem(d: Descriptor | SignedTerms) -> str | None:
+    """The first of the terms of use that does not fit, in words."""
+    for name, number in (("clip_norm", d.clip_norm), ("noise_multiplier", d.noise_multiplier)):
+        if type(number) is not int or not 0 <= number <= MAX_MICRO:
+            return f"{name} is {short_repr(number)}, must be an integer in [0, {MAX_MICRO}]"
+    if (d.clip_norm == 0) != (d.noise_multiplier == 0):
+        return f"clip_norm {d.clip_norm} and noise_multiplier {d.noise_multiplier} must be both 0 (public) or neither"
+    if d.public is not (d.clip_norm == 0):
+        return f"public is {short_repr(d.public)} and clip_norm {d.clip_norm}: it has a bound, or it is public"
     if type(d.data_class) is not str or not _DATA_CLASS.fullmatch(d.data_class):
         return f"data_class is {short_repr(d.data_class)}, must be 1 to 64 of a-z, 0-9 and -"
     if type(d.admissibility) is not str or not _ADMISSIBILITY.fullmatch(d.admissibility):
         return f"admissibility is {short_repr(d.admissibility)}, must be the name of a class, 1 to 64 letters"
-    profile = "all" if d.profile is None else d.profile
-    for name, most, text in (("audience", MAX_AUDIENCE, d.audience), ("profile", MAX_PROFILE, profile)):
-        if type(text) is not str or not text.isprintable() or not 0 < len(text.encode("utf-8")) <= most:
-            return f"{name} is {short_repr(text)}, must be 1 to {most} bytes of printable text"
+    return None if d.profile is None else _text_problem("profile", d.profile, MAX_PROFILE)
+
+
+def _text_problem(name: str, text: object, most: int) -> str | None:
+    if type(text) is not str or not text.isprintable() or not 0 < len(text.encode("utf-8")) <= most:
+        return f"{name} is {short_repr(text)}, must be 1 to {most} bytes of printable text"
     return None
 
 
@@ -282,10 +318,11 @@ def _field_problem(d: Descriptor) -> str | None:
 #     18([ h'protected', {}, nil, h'signature' ])           RFC 9052 §4.2, payload detached
 #
 # The payload is SHA-256(descriptor): a hash envelope, which the protected labels 258 and 259 declare (RFC 9995). Claims
-# about who, for whom and when are CWT claims in label 15 (RFC 9597); `typ` (RFC 9596) keeps a signature that was made
-# for something else from passing as an attestation. Nothing stands in the unprotected map.
+# about who, for whom and when are CWT claims in label 15 (RFC 9597), and so are the terms of use, as private claims: with
+# the descriptor alone, a ledger could say anything about them. `typ` (RFC 9596) keeps a signature that was made for
+# something else from passing as an attestation. Nothing stands in the unprotected map.
 
-MAX_ATTESTATION = 1024
+MAX_ATTESTATION = 2048
 ATTESTATION_TYPE = "application/lamina-attestation+cose"
 DESCRIPTOR_CONTENT_TYPE = "application/lamina-descriptor+cbor"
 
@@ -293,7 +330,10 @@ _COSE_SIGN1_TAG = 18
 _ALG, _KID, _CLAIMS, _TYP, _HASH_ALG, _PREIMAGE = 1, 4, 15, 16, 258, 259
 _LABELS = (_ALG, _KID, _CLAIMS, _TYP, _HASH_ALG, _PREIMAGE)  # in the order of their encodings
 _ISS, _SUB, _AUD, _EXP, _NBF, _IAT, _CTI = 1, 2, 3, 4, 5, 6, 7
-_CLAIM_KEYS = (_ISS, _SUB, _AUD, _EXP, _NBF, _IAT, _CTI)
+_CLASS, _DATA, _CLIP, _NOISE, _PUBLIC, _PROFILE, _ANCHOR = range(-65537, -65544, -1)  # private use (RFC 8392 §9.1)
+_TERM_KEYS = (_CLASS, _DATA, _CLIP, _NOISE, _PUBLIC)
+_CLAIM_KEYS = (_ISS, _SUB, _AUD, _EXP, _NBF, _IAT, _CTI, *_TERM_KEYS)  # in the order of their encodings
+_CLAIM_SETS = {(*_CLAIM_KEYS, *optional) for optional in ((), (_PROFILE,), (_ANCHOR,), (_PROFILE, _ANCHOR))}
 _SHA256 = -16
 _CONTRIBUTION_PREFIX, _SUBJECT_PREFIX = "contribution:", "tag:"
 _SUBJECT = re.compile(r"(contribution|tag):[0-9a-f]{64}")
@@ -305,7 +345,7 @@ class Attestation:
 
     `kid` is the thumbprint of the signing key and `iss` the same in hexadecimal; `sub` is "tag:…" with a keyed tag of
     who the data is about, or "contribution:…" with the digest of the descriptor; `cti` is derived from the
-    descriptor's nonce and unique for a contribution.
+    descriptor's nonce and unique for a contribution. `terms` and `anchor` repeat the descriptor's.
     """
 
     alg: int
@@ -317,6 +357,8 @@ class Attestation:
     nbf: int
     iat: int
     cti: bytes
+    terms: SignedTerms
+    anchor: bytes | None = None
     protected: bytes
     signature: bytes
 
@@ -348,7 +390,12 @@ class Attestation:
             return "cti does not come from the nonce of the descriptor"
         if self.tag is None and self.sub != _CONTRIBUTION_PREFIX + descriptor.digest().hex():
             return "sub names another contribution"
-        return None
+        if self.terms != (signed := descriptor.terms):
+            name, ours, theirs = next(
+                each for each in zip(SignedTerms._fields, self.terms, signed, strict=True) if each[1] != each[2]
+            )
+            return f"{name} is {short_repr(ours)}, the descriptor says {short_repr(theirs)}"
+        return None if self.anchor == descriptor.anchor else "anchor is not the one of the descriptor"
 
     @property
     def tag(self) -> str | None:
@@ -373,7 +420,10 @@ def attest(descriptor: Descriptor, key: PrivateKey, *, issued_at: int, subject_t
         _NBF: descriptor.not_before,
         _IAT: issued_at,
         _CTI: token_id(descriptor.nonce),
+        **dict(zip((*_TERM_KEYS, _PROFILE), descriptor.terms, strict=True)),
+        _ANCHOR: descriptor.anchor,
     }
+    claims = {key: value for key, value in claims.items() if value is not None}
     header = {
         _ALG: EDDSA, _KID: key.public.id, _CLAIMS: claims, _TYP: ATTESTATION_TYPE, _HASH_ALG: _SHA256,
         _PREIMAGE: DESCRIPTOR_CONTENT_TYPE,
@@ -426,28 +476,42 @@ def _decode_message(data: bytes) -> tuple[bytes, bytes]:
 
 
 _HEADER_START = compile_pattern(
-    rb"\xa6\x01(", b"|".join(map(exact_pattern, ALGORITHMS)), rb")\x04", BYTES_32, rb"\x0f\xa7\x01\x78\x40([0-9a-f]{64})",
+    rb"\xa6\x01(", b"|".join(map(exact_pattern, ALGORITHMS)), rb")\x04", BYTES_32,
+    rb"\x0f([\xac-\xae])\x01\x78\x40([0-9a-f]{64})",
     rb"\x02(?:\x78\x4d(?=contribution:)|\x78\x44(?=tag:))([a-z]+:[0-9a-f]{64})\x03", LENGTH,
 )  # fmt: skip
-_HEADER_END = compile_pattern(
-    rb"\x04", NUMBER, rb"\x05", NUMBER, rb"\x06", NUMBER, rb"\x07", BYTES_16, rb"\x10", exact_pattern(ATTESTATION_TYPE),
-    exact_pattern(_HASH_ALG), exact_pattern(_SHA256), exact_pattern(_PREIMAGE), exact_pattern(DESCRIPTOR_CONTENT_TYPE),
+_HEADER_TIMES = compile_pattern(rb"\x04", NUMBER, rb"\x05", NUMBER, rb"\x06", NUMBER, rb"\x07", BYTES_16)
+_HEADER_TERMS = compile_pattern(
+    exact_pattern(_CLASS), LENGTH, rb"([A-Za-z0-9_.-]+)", exact_pattern(_DATA), LENGTH, rb"([a-z0-9-]+)",
+    exact_pattern(_CLIP), NUMBER, exact_pattern(_NOISE), NUMBER, exact_pattern(_PUBLIC), rb"([\xf4\xf5])",
+    rb"(?:", exact_pattern(_PROFILE), LENGTH, rb")?",
 )  # fmt: skip
+_ANCHOR_HEAD = cbor.encode(_ANCHOR) + b"\x58\x20"
+_ANCHOR_BYTES = len(_ANCHOR_HEAD) + 32
+_HEADER_END = b"".join(
+    map(cbor.encode, (_TYP, ATTESTATION_TYPE, _HASH_ALG, _SHA256, _PREIMAGE, DESCRIPTOR_CONTENT_TYPE))
+)
 _ALGORITHM_OF_ENCODING = {cbor.encode(each): each for each in ALGORITHMS}
 
 
 def match_header(protected: bytes) -> dict[str, Any] | None:
     """The fields of a protected header in its one encoding; None for anything else."""
-    if (who := _HEADER_START.match(protected)) is None:
+    if (who := _HEADER_START.match(protected)) is None or not protected.endswith(_HEADER_END):
         return None
-    alg, kid, iss, sub, audience_size = who.groups()
+    alg, kid, count, iss, sub, audience_size = who.groups()
     first = who.end()
     last = first + read_length(audience_size)
-    if (when := _HEADER_END.fullmatch(protected, last)) is None or last - first > MAX_AUDIENCE:
+    if (when := _HEADER_TIMES.match(protected, last)) is None or last - first > MAX_AUDIENCE:
         return None
     *times, cti = when.groups()
     exp, nbf, iat = map(read_number, times)
     if iss.decode() != kid.hex() or max(exp, nbf, iat) > LAST_SECOND:
+        return None
+    end, anchor = len(protected) - len(_HEADER_END), None
+    if protected.startswith(_ANCHOR_HEAD, end - _ANCHOR_BYTES):
+        anchor, end = protected[end - 32 : end], end - _ANCHOR_BYTES
+    terms = _match_terms(protected[when.end() : end])
+    if terms is None or count[0] - 0xAC != (terms.profile is not None) + (anchor is not None):
         return None
     try:
         aud = protected[first:last].decode()
@@ -455,8 +519,30 @@ def match_header(protected: bytes) -> dict[str, Any] | None:
         return None
     return {
         "alg": _ALGORITHM_OF_ENCODING[alg], "kid": kid, "iss": iss.decode(), "sub": sub.decode(), "aud": aud,
-        "exp": exp, "nbf": nbf, "iat": iat, "cti": cti,
+        "exp": exp, "nbf": nbf, "iat": iat, "cti": cti, "terms": terms, "anchor": anchor,
     }  # fmt: skip
+
+
+@lru_cache(maxsize=1024)  # in a corpus nearly all say the same
+def _match_terms(data: bytes) -> SignedTerms | None:
+    """The terms in a protected header; None if they are not valid, or not in their one encoding."""
+    if (found := _HEADER_TERMS.match(data)) is None:
+        return None
+    size, admissibility, other, data_class, c, z, public, profile_size = found.groups()
+    profile = data[found.end() :]
+    if (
+        read_length(size) != len(admissibility)
+        or read_length(other) != len(data_class)
+        or len(profile) != (0 if profile_size is None else read_length(profile_size))
+    ):
+        return None
+    try:
+        text = None if profile_size is None else profile.decode()
+    except UnicodeDecodeError:
+        return None
+    bound = read_number(c), read_number(z)
+    terms = SignedTerms(admissibility.decode(), data_class.decode(), *bound, public == b"\xf5", text)
+    return terms if _terms_problem(terms) is None else None
 
 
 def _decode_header(protected: bytes) -> dict[str, Any]:
@@ -479,9 +565,9 @@ def _header_fields(header: dict[Any, Any]) -> dict[str, Any]:
         raise _malformed(f"typ must be {ATTESTATION_TYPE}")
     if header[_HASH_ALG] != _SHA256 or header[_PREIMAGE] != DESCRIPTOR_CONTENT_TYPE:
         raise _malformed(f"labels 258 and 259 must be {_SHA256} and {DESCRIPTOR_CONTENT_TYPE}")
-    if type(claims) is not dict or tuple(claims) != _CLAIM_KEYS:
-        raise _malformed(f"the claims must be {list(_CLAIM_KEYS)}")
-    iss, sub, aud, exp, nbf, iat, cti = claims.values()
+    if type(claims) is not dict or tuple(claims) not in _CLAIM_SETS:
+        raise _malformed(f"the claims must be {list(_CLAIM_KEYS)}, perhaps {_PROFILE} and {_ANCHOR}, in this order")
+    iss, sub, aud, exp, nbf, iat, cti = (claims[key] for key in range(_ISS, _CTI + 1))
     if iss != kid.hex():
         raise _malformed("iss must be the kid in hexadecimal")
     if type(sub) is not str or not _SUBJECT.fullmatch(sub):
@@ -493,8 +579,15 @@ def _header_fields(header: dict[Any, Any]) -> dict[str, Any]:
             raise _malformed(f"{name} must be seconds since 1970")
     if type(cti) is not bytes or len(cti) != 16:
         raise _malformed("cti must be 16 bytes")
+    values: list[Any] = [claims.get(key) for key in (*_TERM_KEYS, _PROFILE)]
+    terms, anchor = SignedTerms(*values), claims.get(_ANCHOR)
+    if (wrong := _terms_problem(terms)) is not None:
+        raise _malformed(wrong)
+    if anchor is not None and (type(anchor) is not bytes or len(anchor) != 32):
+        raise _malformed("anchor must be 32 bytes")
     return {
         "alg": alg, "kid": kid, "iss": iss, "sub": sub, "aud": aud, "exp": exp, "nbf": nbf, "iat": iat, "cti": cti,
+        "terms": terms, "anchor": anchor,
     }  # fmt: skip
 
 

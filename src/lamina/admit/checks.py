@@ -244,10 +244,10 @@ class PolicyChecks:
         required = self.classes.get(descriptor.admissibility)
         if required is None:
             raise ContributionRefused(Reason.UNKNOWN_CLASS, f"class {descriptor.admissibility!r}")
-        if required.public:
-            if descriptor.clip_norm or descriptor.noise_multiplier:
-                raise ContributionRefused(Reason.PUBLIC_BOUND, f"class {descriptor.admissibility!r}")
-        else:
+        if required.public is not descriptor.public:
+            reason = Reason.PUBLIC_BOUND if required.public else Reason.PUBLIC_CLAIM
+            raise ContributionRefused(reason, f"class {descriptor.admissibility!r}")
+        if not required.public:
             self._check_bound(descriptor, required.bound)
         if descriptor.profile is not None and not self.profile_allows(descriptor.profile, descriptor.admissibility):
             raise ContributionRefused(

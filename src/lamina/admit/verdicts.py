@@ -148,6 +148,7 @@ class Reason(enum.Enum):
     UNKNOWN_CLASS = "unknown-class", "the policy does not have its admissibility class"
     UNBOUNDED_CLASS = "unbounded-class", "its class has no bound on ε, so no signed bound can be checked"
     PUBLIC_BOUND = "bound-in-public-class", "it signed a bound, which a public class does not keep"
+    PUBLIC_CLAIM = "public-in-private-class", "it is signed as public, and its class is private"
     CLIP_BELOW_FLOOR = "clip-norm-below-floor", "its clip norm is below the corpus minimum"
     NOISE_BELOW_FLOOR = "noise-below-floor", "its noise multiplier is below the corpus minimum"
     CLIP_ABOVE_CLASS = "clip-norm-above-class", "its clip norm is above the one of its class"

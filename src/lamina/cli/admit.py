@@ -55,6 +55,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.UNKNOWN_CLASS: "add the class to the policy, or ask its owner to sign for another one",
     Reason.UNBOUNDED_CLASS: "give the class an epsilon or a noise_multiplier in the policy",
     Reason.PUBLIC_BOUND: "ask its owner which class it is meant for",
+    Reason.PUBLIC_CLAIM: "ask its owner whether it is public: then it belongs to a public class",
     Reason.CLIP_BELOW_FLOOR: "it is too strict for this corpus: leave it out, or lower the floor",
     Reason.NOISE_BELOW_FLOOR: "ask its owner to sign a larger noise multiplier",
     Reason.CLIP_ABOVE_CLASS: "ask its owner to sign the class's clip norm or a smaller one",

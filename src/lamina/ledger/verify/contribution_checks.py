@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.attestation import BYTES_32, NUMBER, Attestation, compile_pattern
+from lamina.admit.attestation import BYTES_32, NUMBER, Attestation, SignedTerms, compile_pattern
 from lamina.admit.key_ring import KeyStatus
 from lamina.admit.keys import LAST_SECOND, PublicKey, format_utc
 from lamina.errors import AdmissionError, EncodingError
@@ -301,6 +301,8 @@ class AttestationChecks:
             wrong("verify.attestation-window-differs", "its attestation has another validity window than the leaf")
         if signed.tag != (None if record.subject is None else record.subject.hex()):
             wrong("verify.attestation-subject-differs", "its attestation is about another subject than the leaf")
+        if (differs := _terms_difference(record, signed)) is not None:
+            wrong(*differs)
         self.checked += 1
         return signed.kid + signed.cti
 
@@ -318,6 +320,30 @@ class AttestationChecks:
         if (status := entry.standing(at, issued)) is not KeyStatus.USABLE:
             return Violation("verify.trusted-key-unusable", f"{name} is {status.value} among the trusted keys")
         return entry.key
+
+
+_TERM_DIFFERS = {  # field of `SignedTerms` → what a leaf that says otherwise is called
+    "public": Violation("verify.attestation-public-differs", "public or private in its attestation"),
+    "admissibility": Violation("verify.attestation-class-differs", "class in its attestation"),
+    "data_class": Violation("verify.attestation-data-class-differs", "data class in its attestation"),
+    "clip_norm": Violation("verify.attestation-clip-norm-differs", "clip norm in its attestation"),
+    "noise_multiplier": Violation("verify.attestation-noise-differs", "noise multiplier in its attestation"),
+    "profile": Violation("verify.attestation-depth-differs", "depth profile in its attestation"),
+}
+_ANCHOR_DIFFERS = Violation("verify.attestation-anchor-differs", "its attestation has another anchor than the leaf")
+
+
+def _terms_difference(record: ContributionRecord, signed: Attestation) -> Violation | None:
+    """Where the leaf does not repeat what was signed. Publicness first: who hides a private contribution hides its ε."""
+    terms = record.terms
+    said = SignedTerms(
+        terms.cls, terms.data_class, terms.clip_norm, terms.noise_multiplier, not terms.noise_multiplier, terms.profile
+    )
+    if said != signed.terms:
+        for name, (code, what) in _TERM_DIFFERS.items():
+            if (theirs := getattr(signed.terms, name)) != (ours := getattr(said, name)):
+                return Violation(code, f"{what}: {theirs!r}, in the leaf: {ours!r}")
+    return None if record.anchor == signed.anchor else _ANCHOR_DIFFERS
 
 
 class LongestEligible(NamedTuple):
