@@ -106,7 +106,7 @@ def disk_floor(path: Path) -> Callable[[list[Record]], object]:
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
 
     def append(records: list[Record]) -> None:
-        os.write(file, b"".join(encode_leaf(record, 70_000, START, 1) for record in records))
+        os.write(file, b"".join(part or b"" for record in records for part in encode_leaf(record, 70_000, START, 1)))
         os.fsync(file)
 
     return append
@@ -116,14 +116,14 @@ def rows_floor(path: Path) -> Callable[[list[Record]], object]:
     db = apsw.Connection(str(path))
     db.pragma("journal_mode", "wal")
     db.pragma("synchronous", "FULL")
-    db.execute("CREATE TABLE leaf (seq INTEGER PRIMARY KEY, kind INTEGER, data BLOB)")
+    db.execute("CREATE TABLE leaf (seq INTEGER PRIMARY KEY, kind INTEGER, data BLOB, body BLOB)")
     at = 0
 
     def append(records: list[Record]) -> None:
         nonlocal at
         with db:
-            rows = [(at + n, 2, encode_leaf(record, at + n, START, 1)) for n, record in enumerate(records)]
-            db.executemany("INSERT INTO leaf VALUES (?, ?, ?)", rows)
+            rows = [(at + n, 2, *encode_leaf(record, at + n, START, 1)) for n, record in enumerate(records)]
+            db.executemany("INSERT INTO leaf VALUES (?, ?, ?, ?)", rows)
         at += len(records)
 
     return append
@@ -147,7 +147,7 @@ def reading(ledger: Ledger) -> dict[str, float]:
     began, frontier, part = time.perf_counter(), Frontier(), []
     for _, data in ledger.raw_leaves():
         decode_leaf(data)
-        part.append(data)
+        part.append(data.leaf)
         if len(part) == 4096:
             frontier.extend(leaf_hashes(part))
             part.clear()

@@ -124,7 +124,3 @@ class StoreBusy(LedgerError):
 
 class LedgerDamaged(LedgerError):
     """A store that holds something else than what was written into it."""
-
-
-class LeafPruned(LedgerError):
-    """What was summed up at the retention horizon and is not there any more."""

@@ -103,7 +103,7 @@ def test_verify(call: Call, story: Story) -> None:
 
 
 def test_verify_names_what_is_wrong(call: Call, story: Story) -> None:
-    sql("ledger.db", "UPDATE leaf SET data = (SELECT data FROM leaf WHERE seq = 10) WHERE seq = 9")
+    sql("ledger.db", "UPDATE leaf SET (data, body) = (SELECT data, body FROM leaf WHERE seq = 10) WHERE seq = 9")
     found = answer(call("verify", "ledger.db", "--json"), code=1)
     assert (found["verified"], found["trusted"]) == (False, False)
     assert found["problem"]["index"] == 9
@@ -280,7 +280,7 @@ def test_prove_inclusion(call: Call, story: Story, tmp_path: Path) -> None:
     code, printed, _ = call("prove", "ledger.db", "9")
     assert (code, printed) == (0, found["text"])
     with Ledger.open(tmp_path / "ledger.db") as ledger:
-        raw = ledger.raw(9)
+        raw = ledger.raw(9).leaf
     assert TlogProof.parse(printed).verify(raw, [NoteKey(ORIGIN, LEDGER.public)], origin=ORIGIN).size == 55
     assert call("prove", "ledger.db", "9", "-o", "nine.tlog-proof")[0] == 0
     assert (tmp_path / "nine.tlog-proof").read_text() == printed
@@ -306,7 +306,9 @@ def test_receipt(call: Call, story: Story, tmp_path: Path) -> None:
     name = contribution(5, _who(5)).record.descriptor.hex()
     found = answer(call("receipt", "ledger.db", name, "-o", "mine", "--json"))
     assert (found["index"], found["size"]) == (9, 55)
-    assert sorted(path.name for path in tmp_path.glob("mine.*")) == ["mine.cose", "mine.leaf", "mine.tlog-proof"]
+    assert sorted(path.name for path in tmp_path.glob("mine.*")) == [
+        "mine.body", "mine.cose", "mine.leaf", "mine.tlog-proof"
+    ]  # fmt: skip
     found = answer(call("receipt", "--check", "mine", "--trust", "trusted.txt", "--json"))
     assert found == {"verified": True, "origin": ORIGIN, "index": 9, "size": 55}
     code, printed, _ = call("receipt", "--check", "mine", "--trust", "trusted.txt")
@@ -317,11 +319,18 @@ def test_receipt(call: Call, story: Story, tmp_path: Path) -> None:
     (tmp_path / "others.txt").write_text(NoteKey(ORIGIN, OTHER.public).text)
     assert call("receipt", "--check", "mine", "--trust", "others.txt")[0] == 1
     assert call("receipt", "ledger.db", "10", "-o", "other")[0] == 0
-    for suffix in (".leaf", ".cose", ".tlog-proof"):
+    for suffix in (".leaf", ".body", ".cose", ".tlog-proof"):
         shutil.copy(tmp_path / f"other{suffix}", tmp_path / f"mixed{suffix}")
-    for suffix, code in ((".leaf", 1), (".cose", 1), (".tlog-proof", 0)):  # they belong together, all three
+    for suffix, code in (
+        (".leaf", 1),
+        (".cose", 1),
+        (".tlog-proof", 1),
+        (".body", 0),
+    ):  # they belong together, all four
         shutil.copy(tmp_path / f"mine{suffix}", tmp_path / f"mixed{suffix}")
         assert call("receipt", "--check", "mixed", "--trust", "trusted.txt")[0] == code
+    (tmp_path / "mine.body").unlink()  # the leaf is proven all the same, and says less
+    assert "clinical" in succeeded(call("receipt", "--check", "mine", "--trust", "trusted.txt"))
     (tmp_path / "mine.cose").write_bytes(b"nonsense")
     refused(call("receipt", "--check", "mine", "--trust", "trusted.txt"), "cli.receipt-malformed")
 

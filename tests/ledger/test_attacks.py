@@ -57,6 +57,7 @@ from lamina.ledger.governance_records import (
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.records import KIND_NAMES, ContributionTerms, Epoch, SegmentOutcome
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, NoteKey, add_cosignature
+from lamina.ledger.store.rows import StoredLeaf
 from lamina.ledger.verify.tree_checks import Finding, KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import Verification, verify
 from lamina.ledger.writer import Ledger
@@ -158,24 +159,33 @@ def test_what_nobody_touched_verifies(whole: Template, pruned: Template, tmp_pat
 
 
 def test_edited(path: str, whole: Template) -> None:
-    data = bytearray(leaf(path, 9))
-    data[40] ^= 1
+    data = bytearray(leaf(path, 9).leaf)
+    data[60] ^= 1
     sql(path, "UPDATE leaf SET data = ? WHERE seq = 9", bytes(data))
     named(path, 9, "contribution", "verify.leaf-edited")
-    sql(path, "UPDATE leaf SET data = ? WHERE seq = 9", changed(leaf(path, 10), seq=9))
+    sql(path, "UPDATE leaf SET (data, body) = (?, ?) WHERE seq = 9", *changed(leaf(path, 10), seq=9))
     named(path, 9, "contribution", "verify.leaf-edited", signatures=False)
 
 
 @pytest.mark.parametrize("kind", ["epoch", "withdrawal", "policy", "revocation", "release", "late"])
 def test_edited_whatever_it_is(path: str, whole: Template, kind: str) -> None:
     seq = whole.at[kind]
+    body = bytearray(leaf(path, seq).body or b"")
+    for place in (5, len(body) // 2, len(body) - 1):
+        body[place] ^= 1
+        sql(path, "UPDATE leaf SET body = ? WHERE seq = ?", bytes(body), seq)
+        named(path, seq, "leaf", "verify.body-edited")
+        body[place] ^= 1
+    sql(path, "UPDATE leaf SET body = NULL WHERE seq = ?", seq)
+    assert (problem(path).index, problem(path).code) == (seq, "verify.body-missing")
+    sql(path, "UPDATE leaf SET body = ? WHERE seq = ?", bytes(body), seq)
     old = leaves.decode_leaf(leaf(path, seq))
-    sql(path, "UPDATE leaf SET data = ? WHERE seq = ?", changed(leaf(path, seq), time=old.time + 1), seq)
+    sql(path, "UPDATE leaf SET (data, body) = (?, ?) WHERE seq = ?", *changed(leaf(path, seq), time=old.time + 1), seq)
     assert problem(path).index == seq
 
 
 def test_edited_header(path: str) -> None:
-    sql(path, "UPDATE leaf SET data = ? WHERE seq = 0", changed(leaf(path, 0), accountant="zcdp"))
+    sql(path, "UPDATE leaf SET (data, body) = (?, ?) WHERE seq = 0", *changed(leaf(path, 0), accountant="zcdp"))
     named(path, 0, "header", "verify.leaf-edited")
 
 
@@ -206,20 +216,20 @@ def test_deleted_and_closed_up(path: str) -> None:
 def test_inserted(path: str) -> None:
     sql(path, "UPDATE leaf SET seq = -seq WHERE seq >= 12")
     sql(path, "UPDATE leaf SET seq = -seq + 1 WHERE seq < 0")
-    sql(path, "INSERT INTO leaf SELECT 12, kind, data FROM leaf WHERE seq = 11")
+    sql(path, "INSERT INTO leaf SELECT 12, kind, data, body FROM leaf WHERE seq = 11")
     sql(path, "UPDATE head SET size = size + 1")
     assert problem(path).index == 12
 
 
 def test_inserted_at_the_end(path: str, whole: Template) -> None:
-    sql(path, "INSERT INTO leaf VALUES (?, 2, ?)", whole.size, changed(leaf(path, 11), seq=whole.size))
+    sql(path, "INSERT INTO leaf VALUES (?, 2, ?, ?)", whole.size, *changed(leaf(path, 11), seq=whole.size))
     named(path, whole.size, "leaf", "verify.leaf-beyond-head")
 
 
 def test_reordered(path: str) -> None:
     one, two = leaf(path, 11), leaf(path, 12)
-    sql(path, "UPDATE leaf SET data = ? WHERE seq = 12", one)
-    sql(path, "UPDATE leaf SET data = ? WHERE seq = 11", two)
+    sql(path, "UPDATE leaf SET (data, body) = (?, ?) WHERE seq = 12", *one)
+    sql(path, "UPDATE leaf SET (data, body) = (?, ?) WHERE seq = 11", *two)
     assert problem(path).index == 11
 
 
@@ -731,15 +741,15 @@ def test_a_leaf_that_is_not_canonical(path: str) -> None:
     """The same record in another encoding, in a tree that fits, signed by the ledger."""
     forms = {
         "a longer number": lambda data: data.replace(b"\x02\x09\x03", b"\x02\x18\x09\x03", 1),
-        "an unknown key": lambda data: b"\xa6" + data[1:] + b"\x06\x00",
+        "an unknown key": lambda data: b"\xab" + data[1:] + b"\x0c\x00",
         "something behind": lambda data: data + b"\x00",
-        "an unknown kind": lambda data: b"\xa5\x01\x09" + data[3:],
+        "an unknown kind": lambda data: b"\xaa\x01\x09" + data[3:],
         "nothing at all": lambda data: b"",
         "a list": lambda data: cbor.encode([1, 2, 3]),
     }
     original = all_leaves(path)
     for name, form in forms.items():
-        bent = form(original[9])
+        bent = StoredLeaf(form(original[9].leaf), original[9].body)
         assert bent != original[9], name
         rewritten(path, lambda data, bent=bent: [bent if at == 9 else one for at, one in enumerate(original)])
         found = problem(path, signatures=False)
@@ -748,7 +758,7 @@ def test_a_leaf_that_is_not_canonical(path: str) -> None:
 
 def test_a_ledger_without_a_header(path: str) -> None:
     data = leaves.decode_leaf(leaf(path, 9))
-    sql(path, "UPDATE leaf SET data = ? WHERE seq = 0", leaves.encode_leaf(data.record, 0, data.time, 0))
+    sql(path, "UPDATE leaf SET (data, body) = (?, ?) WHERE seq = 0", *leaves.encode_leaf(data.record, 0, data.time, 0))
     named(path, 0, "contribution", "verify.header-missing")
 
 
@@ -883,7 +893,7 @@ def _aggregate(path: str, first: int, stop: int, horizon: int, **changes: object
         cls = leaves.decode_leaf(one).record.terms.cls  # type: ignore[union-attr]
         classes[cls] = classes.get(cls, 0) + 1
     spent = {"clinical": max(account.spend for account in _last_epoch(path).accounts)}
-    hashes = b"".join(map(leaf_hash, data))
+    hashes = b"".join(leaf_hash(one.leaf) for one in data)
     given = {
         "spans": (LeafSpan(first=first, stop=stop),),
         "horizon": horizon,
@@ -908,7 +918,7 @@ def test_an_aggregate_made_by_hand_is_good(path: str, whole: Template) -> None:
     """The oracle of the tests below: the same aggregate, as the forger makes it, passes."""
     rewritten(path, appended(_aggregate(path, 4, 41, START + HOUR)))
     assert verify(path).problem is None
-    sql(path, "DELETE FROM leaf WHERE seq BETWEEN 4 AND 40")
+    sql(path, "UPDATE leaf SET body = NULL WHERE seq BETWEEN 4 AND 40")
     sql(path, "DELETE FROM evidence WHERE seq BETWEEN 4 AND 40")
     found = verify(path)
     assert found.problem is None
@@ -919,7 +929,7 @@ def test_pruned_beyond_the_horizon(path: str, whole: Template) -> None:
     """The horizon is right, and what is summed up is younger."""
     rewritten(path, appended(_aggregate(path, 4, 41, START)))
     named(path, whole.size, "aggregate", "verify.pruned-beyond-horizon")
-    sql(path, "DELETE FROM leaf WHERE seq BETWEEN 4 AND 40")
+    sql(path, "UPDATE leaf SET body = NULL WHERE seq BETWEEN 4 AND 40")
     named(path, whole.size, "aggregate", "verify.pruned-beyond-horizon")
 
 
@@ -984,21 +994,23 @@ def test_bodies_that_went_before_the_aggregate_was_signed(path: str, whole: Temp
     rewritten(path, appended(_aggregate(path, 4, 41, START + HOUR)))
     sql(path, "DELETE FROM checkpoint WHERE size > ?", whole.size)
     assert verify(path).verified
-    sql(path, "DELETE FROM leaf WHERE seq BETWEEN 4 AND 40")
+    sql(path, "UPDATE leaf SET body = NULL WHERE seq BETWEEN 4 AND 40")
     named(path, whole.size, "aggregate", "verify.pruned-without-checkpoint")
 
 
 def test_more_is_gone_than_was_pruned(pruned: Template, tmp_path: Path) -> None:
     path = pruned.copy(tmp_path)
-    sql(path, "DELETE FROM leaf WHERE seq = 47")
-    named(path, 47, "leaf", "verify.leaf-missing")
+    sql(path, "UPDATE leaf SET body = NULL WHERE seq = 47")
+    named(path, 47, "contribution", "verify.body-missing")
+    sql(path, "DELETE FROM leaf WHERE seq = 7")
+    named(path, 7, "leaf", "verify.leaf-missing")
 
 
-def test_hashes_of_what_is_gone_are_held_to_the_checkpoints(pruned: Template, tmp_path: Path) -> None:
+def test_what_is_left_of_pruned_leaves_is_held_to_tiles_and_checkpoints(pruned: Template, tmp_path: Path) -> None:
     path = pruned.copy(tmp_path)
     ((data,),) = sql(path, "SELECT data FROM tile WHERE id = 0")
     sql(path, "UPDATE tile SET data = ? WHERE id = 0", data[: 32 * 7] + bytes(32) + data[32 * 8 :])
-    named(path, 1, "checkpoint", "verify.checkpoint-root-differs")
+    named(path, 7, "contribution", "verify.leaf-edited")
     sql(path, "DELETE FROM tile WHERE id = 0")
     assert problem(path).kind == "tile"
 

@@ -138,7 +138,7 @@ def _is_done(ledger: Ledger, deed: Callable[[Ledger], None]) -> bool:
     if deed is sign:
         return signed_checkpoint.parse_checkpoint(ledger.latest() or "")[0].size == 71
     if deed is prune:
-        return len(list(ledger.raw_leaves())) == 3
+        return sum(data.body is not None for _, data in ledger.raw_leaves()) == 3
     return ledger.size == 71
 
 
@@ -296,7 +296,7 @@ def test_every_statement_and_commit_may_lose_its_connection(
             cut(self)
             raise psycopg.OperationalError("the answer is lost")
 
-    for name in ("rows", "insert", "many", "find", "discard"):
+    for name in ("rows", "insert", "many", "find"):
         monkeypatch.setattr(PostgresConnection, name, cutting(getattr(PostgresConnection, name)))
     monkeypatch.setattr(psycopg.Connection, "commit", commits)
     for trial in range(stride, 400, stride):

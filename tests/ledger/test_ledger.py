@@ -87,7 +87,7 @@ def test_a_new_ledger_is_its_header_signed(ledger: Ledger, where: str) -> None:
     assert ledger.size == 1
     first = ledger.leaf(0)
     assert first == records.Leaf(Header, 0, START, 0, header())
-    assert ledger.root == leaf_hash(ledger.raw(0))
+    assert ledger.root == leaf_hash(ledger.raw(0).leaf)
     signed = ledger.latest()
     assert signed is not None
     found = signed_checkpoint.verify_checkpoint(signed, [NoteKey(ORIGIN, LEDGER.public)])
@@ -120,7 +120,7 @@ def test_records_get_their_index_time_and_epoch(ledger: Ledger, clock: Clock) ->
 def test_the_root_is_the_root_of_the_leaves(ledger: Ledger) -> None:
     for stop in (2, 3, 4, 9, 30, 300, 301, 700):
         ledger.append([admitted(n) for n in range(ledger.size, stop)])
-        data = [raw for _, raw in ledger.raw_leaves()]
+        data = [raw.leaf for _, raw in ledger.raw_leaves()]
         assert len(data) == ledger.size == stop
         assert ledger.root == root_of(data)
     assert ledger.root_at(300) == root_of(data[:300])
@@ -467,13 +467,13 @@ def test_proofs_and_receipts_hold(ledger: Ledger) -> None:
         assert ledger.root_at(old.size) == old.root
         assert verify_consistency(old.size, head.size, ledger.consistent(old.size), old.root, head.root)
     for seq in (0, 1, 255, 256, 599):
-        data = ledger.raw(seq)
+        data = ledger.raw(seq).leaf
         assert verify_inclusion(leaf_hash(data), seq, head.size, ledger.prove(seq), head.root)
         assert receipt.verify_receipt(ledger.receipt(seq), data, LEDGER.public, ORIGIN)
         assert not receipt.verify_receipt(ledger.receipt(seq), data + b"x", LEDGER.public, ORIGIN)
         proof = TlogProof.parse(ledger.proof_text(seq))
         assert proof.verify(data, [NoteKey(ORIGIN, LEDGER.public)]) == head
-    assert verify_inclusion(leaf_hash(ledger.raw(1)), 1, 101, ledger.prove(1, 101), trees[1].root)
+    assert verify_inclusion(leaf_hash(ledger.raw(1).leaf), 1, 101, ledger.prove(1, 101), trees[1].root)
     ledger.append([admitted(600)])
     with raises_code("ledger.not-covered"):
         ledger.receipt(600)
@@ -494,8 +494,8 @@ def test_proofs_and_receipts_hold(ledger: Ledger) -> None:
         "UPDATE head SET size = 5",
         "UPDATE head SET size = 7",
         "UPDATE head SET time = 5",
-        "INSERT INTO leaf SELECT 6, kind, data FROM leaf WHERE seq = 5",
-        "UPDATE leaf SET data = (SELECT data FROM leaf WHERE seq = 4) WHERE seq = 5",
+        "INSERT INTO leaf SELECT 6, kind, data, body FROM leaf WHERE seq = 5",
+        "UPDATE leaf SET (data, body) = (SELECT data, body FROM leaf WHERE seq = 4) WHERE seq = 5",
         "UPDATE tile SET data = (SELECT frontier FROM head)",
     ],
 )

@@ -46,16 +46,19 @@ from lamina.ledger.records import (
     KIND_NAMES,
     KIND_NUMBERS,
     RECORD_KINDS,
+    ContributionBody,
     ContributionRecord,
     ContributionTerms,
     Epoch,
     EpochAccount,
     EpochCharge,
+    KeptContribution,
     Record,
     Segment,
     SegmentOutcome,
 )
 from lamina.ledger.schema import UNBOUNDED, exact_float, exact_text, nano_epsilon, schema_of
+from lamina.ledger.store.rows import StoredLeaf
 
 AGGREGATE = Aggregate(
     spans=(LeafSpan(first=1, stop=5), LeafSpan(first=6, stop=7)),
@@ -105,10 +108,12 @@ SAMPLES: list[Record] = [
 def test_a_leaf_reads_back_and_has_the_one_deterministic_encoding(record: Record) -> None:
     data = records.encode_leaf(record, 70_000, 1_800_000_000, 3)
     assert records.decode_leaf(data) == records.Leaf(type(record), 70_000, 1_800_000_000, 3, record)
-    plain = cbor2.loads(data)
+    plain, body = cbor2.loads(data.leaf), cbor2.loads(data.body or b"")
     assert (plain[1], plain[2], plain[3], plain[4]) == (KIND_NUMBERS[type(record)], 70_000, 1_800_000_000, 3)
-    assert cbor2.dumps(plain, canonical=True) == data
-    assert "float" not in repr(list(_types(plain)))
+    assert plain[5] == hashlib.sha256(data.body or b"").digest()
+    assert cbor2.dumps(plain, canonical=True) == data.leaf
+    assert cbor2.dumps(body, canonical=True) == data.body
+    assert "float" not in repr(list(_types([plain, body])))
 
 
 def _types(plain: Any) -> Any:
@@ -126,11 +131,12 @@ def test_the_wire_format_is_frozen() -> None:
     """Leaves that exist must be readable for ever: a change here is a new schema version, not a new digest."""
     total = hashlib.sha256()
     for seq, record in enumerate(SAMPLES):
-        total.update(records.encode_leaf(record, seq, 1_800_000_000 + seq, seq // 4))
+        data = records.encode_leaf(record, seq, 1_800_000_000 + seq, seq // 4)
+        total.update(data.leaf + (data.body or b""))
     assert total.hexdigest() == FROZEN
 
 
-FROZEN = "16502d31eec51a1358e8660c06aa361b7d8a37b9595b1fd7c525ef4b0bd6c6ad"
+FROZEN = "f35d1ea0539a176043bb41f4f8738dfb75fcc71f376066f9c8280a6aacae95e1"
 
 
 numbers = st.integers(0, 2**32) | st.sampled_from([0, 23, 24, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, LAST_SECOND])
@@ -163,29 +169,62 @@ def contributions(draw: st.DrawFn) -> ContributionRecord:
 def test_the_fast_way_writes_and_reads_what_the_general_one_does(
     record: ContributionRecord, seq: int, time: int, number: int
 ) -> None:
-    data = records.encode_leaf(record, seq, time, number)
-    assert data == cbor.encode({1: 2, 2: seq, 3: time, 4: number, 5: schema_of(ContributionRecord).to_cbor(record)})
+    terms, data = record.terms, records.encode_leaf(record, seq, time, number)
+    kept = KeptContribution(
+        descriptor=record.descriptor, expires=record.expires, cls=terms.cls, clip_norm=terms.clip_norm,
+        noise_multiplier=terms.noise_multiplier, subject=record.subject,
+    )  # fmt: skip
+    rest = ContributionBody(
+        attestation=record.attestation, key=record.key, not_before=record.not_before, data_class=terms.data_class,
+        profile=terms.profile, anchor=record.anchor,
+    )  # fmt: skip
+    body = cbor.encode(schema_of(ContributionBody).to_cbor(rest))
+    place = {1: 2, 2: seq, 3: time, 4: number, 5: hashlib.sha256(body).digest()}
+    assert data == (cbor.encode({**place, **schema_of(KeptContribution).to_cbor(kept)}), body)
     assert records.decode_leaf(data) == records.Leaf(ContributionRecord, seq, time, number, record)
-    assert schema_of(ContributionRecord).from_cbor(cbor.decode(data)[5]) == record
+    assert rest.joined(kept) == record
+    pruned = records.decode_leaf(StoredLeaf(data.leaf, None))
+    assert pruned == records.Leaf(ContributionRecord, seq, time, number, kept)
+    assert kept.bound == record.bound
 
 
 @given(st.sampled_from(SAMPLES), st.data())
 def test_changed_bytes_are_refused_or_are_another_canonical_leaf(record: Record, data: st.DataObject) -> None:
-    good = bytearray(records.encode_leaf(record, 9, 1_800_000_000, 1))
+    leaf, body = records.encode_leaf(record, 9, 1_800_000_000, 1)
+    good = bytearray(leaf if (of_leaf := data.draw(st.booleans())) else body or b"")
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(good) - 1))
         good[at] ^= data.draw(st.integers(1, 255))
-    _reads_canonically(bytes(good))
+    _reads_canonically(StoredLeaf(bytes(good), body) if of_leaf else rehashed(leaf, bytes(good)))
 
 
-@given(st.binary(max_size=300))
-def test_bytes_that_are_no_leaf_are_refused(data: bytes) -> None:
-    _reads_canonically(data)
+def rehashed(leaf: bytes, body: bytes) -> StoredLeaf:
+    """The leaf with the hash of another body."""
+    at = leaf.index(b"\x05\x58\x20") + 3
+    return StoredLeaf(leaf[:at] + hashlib.sha256(body).digest() + leaf[at + 32 :], body)
+
+
+@given(st.binary(max_size=300), st.none() | st.binary(max_size=300))
+def test_bytes_that_are_no_leaf_are_refused(leaf: bytes, body: bytes | None) -> None:
+    _reads_canonically(StoredLeaf(leaf, body))
+    if body is not None:
+        _reads_canonically(rehashed(records.encode_leaf(epoch(), 9, 1_800_000_000, 1).leaf, body))
+
+
+def test_a_body_that_is_missing_or_another_is_refused() -> None:
+    for record in SAMPLES:
+        leaf, body = records.encode_leaf(record, 9, 1_800_000_000, 1)
+        with raises_code("ledger.body-differs"):
+            records.decode_leaf(StoredLeaf(leaf, (body or b"") + b"\x00"))
+        if not isinstance(record, ContributionRecord):
+            with raises_code("ledger.body-missing"):
+                records.decode_leaf(StoredLeaf(leaf, None))
 
 
 @given(contributions(), st.data())
 def test_the_fast_way_never_reads_what_the_strict_one_refuses(record: ContributionRecord, data: st.DataObject) -> None:
-    good = bytearray(records.encode_leaf(record, 70_000, 1_800_000_000, 3))
+    leaf, body = records.encode_leaf(record, 70_000, 1_800_000_000, 3)
+    good = bytearray(leaf if (of_leaf := data.draw(st.booleans())) else body or b"")
     kind = data.draw(st.sampled_from(["flip", "cut", "grow", "swap"]))
     at = data.draw(st.integers(0, len(good) - 1))
     if kind == "flip":
@@ -197,56 +236,71 @@ def test_the_fast_way_never_reads_what_the_strict_one_refuses(record: Contributi
     else:
         other = data.draw(st.integers(0, len(good) - 1))
         good[at], good[other] = good[other], good[at]
+    changed = StoredLeaf(bytes(good), body) if of_leaf else rehashed(leaf, bytes(good))
     try:
-        plain = cbor.decode(bytes(good))
-        strict = schema_of(RECORD_KINDS[plain[1]]).from_cbor(plain[5])
-    except (EncodingError, KeyError, TypeError, IndexError):
+        plain, rest = cbor.decode(changed.leaf), cbor.decode(changed.body or b"")
+        kept = schema_of(KeptContribution).from_cbor({key: plain[key] for key in plain if key > 5})
+        strict = schema_of(ContributionBody).from_cbor(rest).joined(kept)
+        assert plain[1] == 2
+        assert plain[5] == hashlib.sha256(changed.body or b"").digest()
+    except (EncodingError, LedgerError, KeyError, TypeError, IndexError, AssertionError):
         with pytest.raises(EncodingError):
-            records.decode_leaf(bytes(good))
+            records.decode_leaf(changed)
         return
     try:
-        assert records.decode_leaf(bytes(good)).record == strict
+        assert records.decode_leaf(changed).record == strict
     except EncodingError:  # the place of the leaf, which the strict reader above does not look at
-        assert plain.keys() != {1, 2, 3, 4, 5} or not plain[3] <= LAST_SECOND or max(plain[2], plain[4]) >= 2**63
+        assert not plain.keys() >= {1, 2, 3, 4, 5} or not plain[3] <= LAST_SECOND or max(plain[2], plain[4]) >= 2**63
 
 
-def _reads_canonically(data: bytes) -> None:
+def _reads_canonically(data: StoredLeaf) -> None:
     try:
         found = records.decode_leaf(data)
     except EncodingError:
         return
-    assert records.encode_leaf(found.record, found.seq, found.time, found.epoch) == data
+    if isinstance(found.record, KeptContribution):
+        assert cbor2.dumps(cbor2.loads(data.leaf), canonical=True) == data.leaf
+    else:
+        assert records.encode_leaf(found.record, found.seq, found.time, found.epoch) == data
 
 
 @pytest.mark.parametrize("record", SAMPLES, ids=lambda record: type(record).__name__)
 def test_unknown_missing_and_mistyped_fields_are_refused(record: Record) -> None:
-    plain = cbor.decode(records.encode_leaf(record, 1, 1, 1), max_size=1 << 20)
-    body = plain[5]
+    data = records.encode_leaf(record, 1, 1, 1)
+    plain, body = cbor.decode(data.leaf), cbor.decode(data.body or b"", max_size=1 << 20)
     for other in (
         {**plain, 6: 1},
+        {**plain, 12: 1},
         {key: value for key, value in plain.items() if key != 4},
+        {key: value for key, value in plain.items() if key != 5},
         {**plain, 1: 9},
         {**plain, 1: True},
+        {**plain, 1: 3 if type(record) is ContributionRecord else 2},
         {**plain, 2: -1},
         {**plain, 3: LAST_SECOND + 1},
         {**plain, 5: []},
-        {**plain, 5: {**body, 99: 1}},
-        {**plain, 5: {**body, "x": 1}},
-        {**plain, 5: {key: value for key, value in body.items() if key != 1}},
-        {**plain, 5: {**body, 1: True}},
+        {**plain, 5: bytes(31)},
     ):
         with pytest.raises(EncodingError):
-            records.decode_leaf(cbor.encode(other, max_size=1 << 20))
+            records.decode_leaf(StoredLeaf(cbor.encode(other), data.body))
+    for rest in (
+        {**body, 99: 1},
+        {**body, "x": 1},
+        {key: value for key, value in body.items() if key != 1},
+        {**body, 1: True},
+        [],
+    ):
+        with pytest.raises(EncodingError):
+            records.decode_leaf(rehashed(data.leaf, cbor.encode(rest, max_size=1 << 20)))
 
 
 def test_a_float_is_no_part_of_any_leaf() -> None:
-    plain = cbor.decode(records.encode_leaf(epoch(), 1, 1, 1))
-    plain[5][4] = [0.1]
+    data = records.encode_leaf(epoch(), 1, 1, 1)
+    body = cbor.decode(data.body or b"")
     with raises_code("cbor.not-deterministic"):
-        records.decode_leaf(cbor.encode(plain, floats=True))
-    plain[5][4] = ["0.10"]
+        records.decode_leaf(rehashed(data.leaf, cbor.encode({**body, 4: [0.1]}, floats=True)))
     with raises_code("ledger.record-malformed"):
-        records.decode_leaf(cbor.encode(plain))
+        records.decode_leaf(rehashed(data.leaf, cbor.encode({**body, 4: ["0.10"]})))
 
 
 def spans(*pairs: tuple[int, int]) -> tuple[LeafSpan, ...]:
@@ -265,7 +319,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {  # by what is made: what its fields may
         "origin": ["has space", "has+plus", "x" * 256],
         "accountant": ["guess"],
         "delta": [0.0, 1, math.nan],
-        "schema": [2],
+        "schema": [1, 3],
         "cose_alg": [-7],
         "epoch_clock": [0],
         "granularity": [0],
@@ -407,7 +461,7 @@ def test_an_epoch_has_no_field_for_what_is_secret() -> None:
 
 CDDL = {
     "header": Header, "parent": ParentLedger, "floors": LedgerFloors, "preset": Preset, "key": Key,
-    "contribution": ContributionRecord, "terms": ContributionTerms,
+    "contribution": ContributionBody, "contribution-leaf": KeptContribution,
     "epoch": Epoch, "segment": Segment, "account": EpochAccount, "charge": EpochCharge,
     "withdrawal": Withdrawal, "key-event": KeyEvent,
     "aggregate": Aggregate, "span": LeafSpan, "class-total": ClassTotal,
@@ -422,7 +476,8 @@ def test_the_documented_schema_is_the_schema() -> None:
     rules = dict(re.findall(r"^([a-z-]+) = \{(.*?)\}", block, re.DOTALL | re.MULTILINE))
     for name, kind in CDDL.items():
         keys = [(bool(mark), int(key)) for mark, key in re.findall(r"(\?)?\s*\b([0-9]+) =>", rules[name])]
-        assert keys == [(each.optional, each.key) for each in schema_of(kind).fields], name
+        place = [(False, key) for key in range(1, 6)] if kind is KeptContribution else []
+        assert keys == place + [(each.optional, each.key) for each in schema_of(kind).fields], name
     assert set(rules) == {*CDDL, "leaf"}
 
 

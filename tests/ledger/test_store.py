@@ -34,7 +34,7 @@ def store(where: str) -> Iterator[Store]:
 def test_what_is_written_is_read(store: Store, where: str) -> None:
     with store.write() as rows:
         assert rows.head() is None
-        rows.add_leaves([(0, 1, b"header"), (1, 2, b"one"), (2, 3, b"epoch")])
+        rows.add_leaves([(0, 1, b"header", b"h"), (1, 2, b"one", None), (2, 3, b"epoch", b"e")])
         rows.add_evidence([(1, b"attestation")])
         rows.add_keys([(b"k" * 16, 1), (b"l" * 16, 1), (b"l" * 16, 2)])
         rows.add_attempts([AttemptRow(bytes(16), 4, 1, 2)])
@@ -52,10 +52,10 @@ def test_what_is_written_is_read(store: Store, where: str) -> None:
     for each in (store, other):
         with each.read() as rows:
             assert rows.head() == HEAD
-            assert (rows.leaf(1), rows.leaf(3)) == (b"one", None)
-            assert list(rows.leaves(0, 2)) == [(0, b"header"), (1, b"one")]
-            assert list(rows.of_kind(2, 0, 9)) == [(1, b"one")]
-            assert list(rows.of_kind(3, 0, 9)) == [(2, b"epoch")]
+            assert (rows.leaf(1), rows.leaf(3)) == ((b"one", None), None)
+            assert list(rows.leaves(0, 2)) == [(0, (b"header", b"h")), (1, (b"one", None))]
+            assert list(rows.of_kind(2, 0, 9)) == [(1, (b"one", None))]
+            assert list(rows.of_kind(3, 0, 9)) == [(2, (b"epoch", b"e"))]
             assert list(rows.of_kind(3, 0, 2)) == []
             assert (rows.evidence(1), rows.evidence(0)) == (b"attestation", None)
             assert list(rows.evidences(0, 9)) == [(1, b"attestation")]
@@ -78,7 +78,7 @@ def test_what_is_written_is_read(store: Store, where: str) -> None:
 
 def test_rows_are_replaced_and_dropped(store: Store) -> None:
     with store.write() as rows:
-        rows.add_leaves([(seq, 2, b"%d" % seq) for seq in range(10)])
+        rows.add_leaves([(seq, 3 if seq == 4 else 2, b"%d" % seq, b"b%d" % seq) for seq in range(10)])
         rows.add_evidence([(seq, b"e%d" % seq) for seq in range(10)])
         rows.add_keys([(bytes([seq]) * 16, seq) for seq in range(10)])
         rows.put_tiles([Tile(0, index, b"t" * 32) for index in range(4)])
@@ -87,9 +87,7 @@ def test_rows_are_replaced_and_dropped(store: Store) -> None:
         rows.put_pruning(PruningRow(2, False))
         rows.put_batch(b"w" * 16, WriterBatch(b"t" * 16, b"1"), 10)
     with store.write() as rows:
-        rows.drop_leaves(2, 5)
-        rows.drop_keys([(bytes([2]) * 16, 2), (bytes([3]) * 16, 9)])
-        rows.drop_tiles(0, [1, 3, 9])
+        rows.drop_bodies(2, 5)
         rows.put_tiles([Tile(0, 0, b"u" * 64)])
         rows.put_head(HEAD._replace(size=4))
         rows.put_checkpoint(StoredCheckpoint(2, "two, cosigned", b"ignored"))
@@ -98,10 +96,10 @@ def test_rows_are_replaced_and_dropped(store: Store) -> None:
         rows.put_batch(b"v" * 16, WriterBatch(b"u" * 16, b"2"), 14)
         rows.forget_writers(12)
     with store.read() as rows:
-        assert [seq for seq, _ in rows.leaves(0, 10)] == [0, 1, 5, 6, 7, 8, 9]
+        assert [seq for seq, _ in rows.leaves(0, 10)] == list(range(10))
+        assert [seq for seq, data in rows.leaves(0, 10) if data.body is None] == [2, 3]  # 4 is no contribution
         assert [seq for seq, _ in rows.evidences(0, 10)] == [0, 1, 5, 6, 7, 8, 9]
-        assert [seq for _, seq in rows.find([bytes([2]) * 16, bytes([3]) * 16])] == [3]
-        assert [rows.tile(0, index) for index in range(4)] == [b"u" * 64, None, b"t" * 32, None]
+        assert [rows.tile(0, index) for index in range(4)] == [b"u" * 64, b"t" * 32, b"t" * 32, b"t" * 32]
         assert rows.head() == HEAD._replace(size=4)
         assert rows.checkpoint() == StoredCheckpoint(2, "two, cosigned", b"seal")
         assert rows.prunings() == [PruningRow(2, True)]
@@ -109,13 +107,13 @@ def test_rows_are_replaced_and_dropped(store: Store) -> None:
         assert rows.batch(b"v" * 16) == WriterBatch(b"u" * 16, b"2")
     store.compact()
     with store.read() as rows:
-        assert rows.leaf(5) == b"5"
+        assert rows.leaf(5) == (b"5", b"b5")
 
 
 def test_long_ranges_come_whole_and_in_order(store: Store) -> None:
     seqs = [seq for seq in range(5000) if seq % 7]
     with store.write() as rows:
-        rows.add_leaves([(seq, 2 + seq % 2, b"%d" % seq) for seq in seqs])
+        rows.add_leaves([(seq, 2 + seq % 2, b"%d" % seq, None) for seq in seqs])
         rows.add_withdrawals([(seq, seq) for seq in seqs])
         rows.add_keys([(b"%016d" % seq, seq) for seq in seqs])
     with store.read() as rows:
@@ -131,7 +129,7 @@ def test_a_transaction_is_all_or_nothing(store: Store) -> None:
 
     def stops() -> None:
         with store.write() as rows:
-            rows.add_leaves([(0, 1, b"x")])
+            rows.add_leaves([(0, 1, b"x", b"")])
             rows.put_head(HEAD._replace(size=9))
             raise ZeroDivisionError
 
@@ -148,22 +146,22 @@ def test_a_transaction_is_all_or_nothing(store: Store) -> None:
 
 def test_a_row_twice_is_damage(store: Store) -> None:
     with store.write() as rows:
-        rows.add_leaves([(0, 1, b"x")])
+        rows.add_leaves([(0, 1, b"x", b"")])
     with raises_code("store.row-unexpected"), store.write() as rows:
-        rows.add_leaves([(0, 1, b"y")])
+        rows.add_leaves([(0, 1, b"y", b"")])
     with store.read() as rows:
-        assert rows.leaf(0) == b"x"
+        assert rows.leaf(0) == (b"x", b"")
 
 
 def test_a_view_does_not_change_while_others_write(store: Store, where: str) -> None:
     with store.write() as rows:
-        rows.add_leaves([(0, 1, b"x")])
+        rows.add_leaves([(0, 1, b"x", b"")])
         rows.put_head(HEAD)
     other = make_store(where)
     with store.read() as rows:
         assert rows.head() == HEAD
         with other.write() as more:
-            more.add_leaves([(1, 1, b"y")])
+            more.add_leaves([(1, 1, b"y", b"")])
             more.put_head(HEAD._replace(size=4))
         with store.write() as own:  # a writer beside the view, in the same process
             own.put_head(HEAD._replace(size=6))
@@ -173,7 +171,7 @@ def test_a_view_does_not_change_while_others_write(store: Store, where: str) -> 
         assert rows.leaf(1) is None
     with store.read() as rows:
         assert rows.head() == HEAD._replace(size=6)
-        assert rows.leaf(1) == b"y"
+        assert rows.leaf(1) == (b"y", b"")
     other.close()
 
 
@@ -365,9 +363,9 @@ def test_what_a_killed_creator_left_is_used(tmp_path: Path) -> None:
 def test_pruned_bytes_are_gone_from_the_file(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "x.db", create=True)
     with store.write() as rows:
-        rows.add_leaves([(seq, 2, b"a body that must go %d" % seq * 5) for seq in range(200)])
+        rows.add_leaves([(seq, 2, b"a leaf", b"a body that must go %d" % seq * 5) for seq in range(200)])
     with store.write() as rows:
-        rows.drop_leaves(0, 200)
+        rows.drop_bodies(0, 200)
     store.compact()
     store.close()
     assert not any(b"a body that must go" in each.read_bytes() for each in tmp_path.iterdir())

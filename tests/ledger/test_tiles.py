@@ -39,7 +39,7 @@ class Shelf:
     def read(self, level: int, index: int, width: int) -> bytes:
         self.asked.append((level, index, width))
         if (level, index) not in self.tiles:
-            raise LedgerError("ledger.tile-pruned", f"tile {level}/{index} was pruned", "ask for a later one")
+            raise LedgerError("ledger.tile-missing", f"tile {level}/{index} is missing")
         return self.tiles[level, index]
 
     def append(self, frontier: Frontier, leaves: list[bytes]) -> None:
@@ -198,20 +198,20 @@ def test_a_changed_tile_never_yields_a_proof_of_the_signed_root() -> None:
         assert verify_inclusion(HASHES[index], index, SIZE, inclusion_proof(ORACLE, index, SIZE), root)
 
 
-# --------------------------------------------------------------------------------------------------------- pruning
+# -------------------------------------------------------------------------------------------------------- few tiles
 
 
-def test_with_level_0_dropped_but_at_checkpoints_every_checkpoint_is_still_consistent_with_the_head() -> None:
+def test_checkpoints_are_proven_consistent_from_the_few_tiles_of_level_0_at_their_edges() -> None:
     checkpoints = [2, 100, 256, 257, 1000, 4096, 65_535, 65_536, 65_537, 69_999, SIZE]
     kept = {place[:2] for size in checkpoints for place in partial_tiles(size)}
-    pruned = Shelf({place: data for place, data in FULL.tiles.items() if place[0] > 0 or place in kept})
-    assert len(pruned.tiles) < 20 < len(FULL.tiles)
-    nodes = TileNodes(pruned.read)
+    few = Shelf({place: data for place, data in FULL.tiles.items() if place[0] > 0 or place in kept})
+    assert len(few.tiles) < 20 < len(FULL.tiles)
+    nodes = TileNodes(few.read)
     for old in checkpoints:
         assert root_at(nodes, old) == root_at(ORACLE, old)
         for new in checkpoints:
             if old <= new:
                 proof = consistency_proof(nodes, old, new)
                 assert verify_consistency(old, new, proof, root_at(ORACLE, old), root_at(ORACLE, new))
-    with raises_code("ledger.tile-pruned"):
+    with raises_code("ledger.tile-missing"):
         inclusion_proof(nodes, 30_000, SIZE)

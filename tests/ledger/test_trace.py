@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from build import BOB, CAROL, HOUR, OPEN, RUNS, STRICT, USUAL, Story, begin, build, contribution, segment, spent
+from build import CAROL, HOUR, OPEN, RUNS, STRICT, USUAL, Story, begin, build, contribution, segment, spent
 from forge import sql
 from making import LEDGER, Clock, digest
 from refusals import raises_code
 
-from lamina.errors import LeafPruned, LedgerError
+from lamina.errors import LedgerError
 from lamina.ledger.contribution_trace import ContributionTrace, account_of, contribution_spend, trace_contribution
 from lamina.ledger.governance_records import Release, Withdrawal, WithdrawalReason
 from lamina.ledger.reader import find_contributions
-from lamina.ledger.records import ContributionRecord, EpochAccount, SegmentOutcome
+from lamina.ledger.records import ContributionRecord, EpochAccount, KeptContribution, SegmentOutcome
 from lamina.ledger.writer import Ledger
 
 
@@ -181,12 +181,21 @@ def test_an_index_that_says_nothing_hides_nobody(story: Story, tmp_path: Path) -
         assert [leaf.seq for leaf in find_contributions(ledger, record.descriptor.hex())] == [34]
 
 
-def test_what_was_pruned_is_not_found(tmp_path: Path) -> None:
+def test_what_was_pruned_is_found_and_traced_by_its_leaf(tmp_path: Path) -> None:
     story = build(str(tmp_path / "a.db"))
-    with pytest.raises(LeafPruned):
-        find_contributions(story.ledger, "34")
+    whole = build(str(tmp_path / "b.db"), prune=False)
+    before = of(whole, 34).to_dict()
+    (leaf,) = find_contributions(story.ledger, "34")
+    assert isinstance(leaf.record, KeptContribution)
+    (same,) = find_contributions(story.ledger, leaf.record.descriptor.hex())
+    assert same == leaf
     with raises_code("ledger.contribution-unknown"):
-        find_contributions(story.ledger, contribution(1, BOB).record.descriptor.hex())
+        find_contributions(story.ledger, before["anchor"])  # it went with the body
+    found = of(story, 34).to_dict()
+    gone = {"attestation", "key", "not_before", "anchor", "data_class", "profile"}
+    assert {name for name in found if found[name] != before[name]} == {*gone, "pruned"} - {"profile"}  # it had none
+    assert found["pruned"]
+    assert all(found[name] is None for name in gone)
 
 
 def test_the_answer_for_machines(story: Story) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import random
 import shutil
@@ -54,12 +55,14 @@ from lamina.ledger.records import (
     Epoch,
     EpochAccount,
     EpochCharge,
+    KeptContribution,
     SegmentOutcome,
 )
 from lamina.ledger.retention import Retention
 from lamina.ledger.schema import nano_epsilon
 from lamina.ledger.signed_checkpoint import NoteKey
 from lamina.ledger.spending import Spending, planned_charges, signed_spend, whole_plan_charges
+from lamina.ledger.store.rows import StoredLeaf
 from lamina.ledger.verify.contribution_checks import (
     AttestationChecks,
     ContributionChecks,
@@ -91,7 +94,7 @@ def test_a_good_ledger_in_every_kind_of_store(where: str) -> None:
     assert found.trusted
     assert found.root == story.ledger.root
     assert found.counts == {
-        "header": 1, "contribution": 6, "epoch": 3, "withdrawal": 1, "key": 5, "aggregate": 1, "policy": 1,
+        "header": 1, "contribution": 43, "epoch": 3, "withdrawal": 1, "key": 5, "aggregate": 1, "policy": 1,
         "release": 1, "pruned": 37,
     }  # fmt: skip
     assert (found.attestations, found.spends, found.signed) == (6, 6, 56)
@@ -139,8 +142,8 @@ def test_what_is_no_ledger(tmp_path: Path) -> None:
     assert finding(tmp_path / "text.db").kind == "store"
 
 
-def test_a_ledger_of_many_leaves_is_pruned_down_to_its_tiles(tmp_path: Path) -> None:
-    """Blocks of 256 leaves of which nothing is left but one hash, at every place of the tree."""
+def test_a_ledger_of_many_leaves_is_pruned(tmp_path: Path) -> None:
+    """Bodies go at every place of the tree; leaves, tiles and checkpoints are still held against each other."""
     path = str(tmp_path / "a.db")
     clock = Clock()
     with create_plain(path, clock) as ledger:
@@ -159,8 +162,10 @@ def test_a_ledger_of_many_leaves_is_pruned_down_to_its_tiles(tmp_path: Path) -> 
         signed.append(ledger.checkpoint())
     found = verify(path, trust=MINE, seen=signed)
     assert found.problem is None
-    assert found.counts["pruned"] == 1152
-    # Somebody shows a checkpoint of a size at which nothing was ever signed here.
+    assert found.counts["pruned"] == found.counts["contribution"] == 1152
+    assert not found.trusted  # nobody but the ledger itself vouches for the attestations that are gone
+    assert any("self-consistent" in note for note in found.notes)
+    # Somebody shows a checkpoint of a size at which nothing was ever signed here, amid pruned leaves.
     strange = KnownCheckpoint.parse(signed[2].replace("\n1100\n", "\n700\n"))
     assert finding(path, seen=[strange]).kind == "seen"
     for level, index in ((1, 0), (0, 4)):
@@ -242,7 +247,7 @@ def test_a_ring_knows_contributors_that_the_ledger_does_not_name(tmp_path: Path)
 # ------------------------------------------------------------------------------ many contributions at once
 
 
-def some_leaves(seed: int, count: int) -> list[bytes]:
+def some_leaves(seed: int, count: int) -> list[StoredLeaf]:
     """Contributions as varied as they come: widths of numbers, terms, anchors, subjects, keys."""
     draw = random.Random(seed)
     terms = [
@@ -259,7 +264,8 @@ def some_leaves(seed: int, count: int) -> list[bytes]:
             subject=draw.choice([None, draw.randbytes(32)]),
         )  # fmt: skip
         time = draw.choice([0, 23, 24, 255, 256, 65_535, 65_536, START, START + at, 2**33])
-        made.append(leaves.encode_leaf(record, draw.choice([at, at, at, 2**40, 7]), time, draw.choice([0, 0, 24])))
+        data = leaves.encode_leaf(record, draw.choice([at, at, at, 2**40, 7]), time, draw.choice([0, 0, 24]))
+        made.append(draw.choice([data, data, StoredLeaf(data.leaf, None)]))
     return made
 
 
@@ -279,15 +285,22 @@ def test_columns_say_what_the_strict_reader_says(seed: int, few: int) -> None:
         for at, row in enumerate(rows.tolist()):
             found = leaves.decode_leaf(block[row])
             record = found.record
-            assert isinstance(record, ContributionRecord)
-            numbers = (group.seq, group.time, group.epoch, group.not_before, group.expires)
-            assert [int(column[at]) for column in numbers] == [
-                found.seq, found.time, found.epoch, record.not_before, record.expires,
-            ]  # fmt: skip
-            assert group.terms == record.terms
+            assert isinstance(record, ContributionRecord | KeptContribution)
+            numbers = (group.seq, group.time, group.epoch, group.expires)
+            assert [int(column[at]) for column in numbers] == [found.seq, found.time, found.epoch, record.expires]
+            assert group.bound == record.bound
             assert int(group.descriptor[at]) == int.from_bytes(record.descriptor[:8], "little")
-            assert int(group.attestation[at]) == int.from_bytes(record.attestation[:8], "little")
-            assert record.key in group.kids
+            assert (group.terms is None) == (group.attestation is None) == (group.not_before is None)
+            assert (group.terms is None) == isinstance(record, KeptContribution)
+            if (
+                isinstance(record, ContributionRecord)
+                and group.attestation is not None
+                and group.not_before is not None
+            ):
+                assert group.terms == record.terms
+                assert int(group.not_before[at]) == record.not_before
+                assert int(group.attestation[at]) == int.from_bytes(record.attestation[:8], "little")
+                assert record.key in group.kids
             assert (group.subject is None) == (record.subject is None)
             if group.subject is not None and record.subject is not None:
                 assert int(group.subject[at]) == int.from_bytes(record.subject[:8], "little")
@@ -298,11 +311,16 @@ def test_columns_say_what_the_strict_reader_says(seed: int, few: int) -> None:
 @given(seed=st.integers(0, 10**6), at=st.integers(0, 39), position=st.integers(0, 400), value=st.integers(0, 255))
 def test_columns_read_nothing_that_the_strict_reader_refuses(seed: int, at: int, position: int, value: int) -> None:
     """Any byte of any leaf is changed: it is in no group, or it is still a leaf, and the group says what it says."""
-    made = leaves.encode_leaf(admitted(seed), 70_000, START, 0)
-    block = [made[:20] + bytes([k]) + made[21:] for k in range(40)]  # differ in their descriptors only
-    data = bytearray(block[at])
+    made = [dataclasses.replace(admitted(seed), descriptor=bytes([k]) * 32) for k in range(40)]
+    block = [leaves.encode_leaf(each, 70_000, START, 0) for each in made]
+    leaf, body = block[at]
+    data = bytearray(leaf + (body or b""))
     data[position % len(data)] = value
-    block[at] = bytes(data)
+    block[at] = StoredLeaf(bytes(data[: len(leaf)]), bytes(data[len(leaf) :]))
+    if position % len(data) >= len(leaf) and position % 2:  # a leaf that states the hash of the changed body
+        start = leaf.index(b"\x05\x58\x20") + 3
+        stated = hashlib.sha256(block[at].body or b"").digest()
+        block[at] = StoredLeaf(leaf[:start] + stated + leaf[start + 32 :], block[at].body)
     try:
         real: ContributionRecord | None = leaves.decode_leaf(block[at]).record  # type: ignore[assignment]
     except LaminaError:
@@ -400,7 +418,7 @@ def test_any_other_order_is_noticed(
         if to == gone:
             sql(path, "DELETE FROM leaf WHERE seq = ?", 41 + to)
         else:
-            sql(path, "UPDATE leaf SET data = ? WHERE seq = ?", data[origin], 41 + to)
+            sql(path, "UPDATE leaf SET (data, body) = (?, ?) WHERE seq = ?", *data[origin], 41 + to)
     first = next((to for to, origin in enumerate(order) if origin != to or to == gone), None)
     found = verify(path)
     assert found.verified == (first is None)

@@ -19,9 +19,10 @@ from making import LEDGER, START, admitted, digest, epoch
 
 from lamina.ledger import append, retention, signed_checkpoint
 from lamina.ledger.governance_records import Aggregate
-from lamina.ledger.merkle import HASH_SIZE, TILE_WIDTH, Frontier, leaf_hash
-from lamina.ledger.records import ContributionRecord, decode_leaf
+from lamina.ledger.merkle import TILE_WIDTH, Frontier, leaf_hash
+from lamina.ledger.records import ContributionRecord, KeptContribution, decode_leaf
 from lamina.ledger.retention import Retention
+from lamina.ledger.store.rows import StoredLeaf
 from lamina.ledger.writer import Ledger
 
 LIFE = 40  # seconds for which a contribution of the worker is valid
@@ -81,14 +82,15 @@ def kill_after(seconds: float, target: Callable[[], None], ready: Path) -> None:
 def check(ledger: Ledger, acknowledged: Path) -> None:
     """Head, rows and root agree, and nothing that was acknowledged is lost."""
     size, there = ledger.size, dict(ledger.raw_leaves())
-    gone = {
+    pruned = {
         seq
         for leaf in ledger.of_kind(Aggregate)
         if isinstance(leaf.record, Aggregate)
         for span in leaf.record.spans
         for seq in range(span.first, span.stop)
     }
-    assert set(range(size)) - there.keys() <= gone
+    assert there.keys() == set(range(size))
+    assert {seq for seq, data in there.items() if data.body is None} <= pruned
     _check_tree(ledger, there, size)
     signed = {found.size: found.root for found, _ in map(signed_checkpoint.parse_checkpoint, ledger.checkpoints())}
     assert max(signed) <= size
@@ -100,30 +102,27 @@ def check(ledger: Ledger, acknowledged: Path) -> None:
         if word == "appended":
             assert int(rest[0]) <= size
             for seq in range(int(first), int(rest[0])):
-                assert seq in there or seq in gone
-                if isinstance(record := records.get(seq), ContributionRecord):
+                if isinstance(record := records[seq], ContributionRecord | KeptContribution):
                     assert record.descriptor == digest("descriptor", seq)
         elif word == "signed":
             assert signed[int(first)].hex() == rest[0]
         else:
             assert isinstance(records[int(first)], Aggregate)
-    found = {record.descriptor: seq for seq, record in records.items() if isinstance(record, ContributionRecord)}
+    found = {
+        record.descriptor: seq
+        for seq, record in records.items()
+        if isinstance(record, ContributionRecord | KeptContribution)
+    }
     assert ledger.known(list(found)) == found
 
 
-def _check_tree(ledger: Ledger, there: dict[int, bytes], size: int) -> None:
+def _check_tree(ledger: Ledger, there: dict[int, StoredLeaf], size: int) -> None:
     """Every leaf hash is in its tile; tiles and edge give one root."""
     with ledger.store.read() as rows:
         for index in range(-(-size // TILE_WIDTH)):
             tile = rows.tile(0, index)
             places = range(index * TILE_WIDTH, min(size, (index + 1) * TILE_WIDTH))
-            if tile is None:
-                assert not there.keys() & set(places), "a tile is gone whose leaves are there"
-                continue
-            assert len(tile) == HASH_SIZE * len(places)
-            for at, seq in enumerate(places):
-                if seq in there:
-                    assert tile[at * HASH_SIZE : (at + 1) * HASH_SIZE] == leaf_hash(there[seq])
+            assert tile == b"".join(leaf_hash(there[seq].leaf) for seq in places)
         head = rows.head()
         assert head is not None
         assert Frontier.decode(head.frontier).size == size

@@ -16,7 +16,7 @@ from lamina.ledger.governance_records import Header, Withdrawal
 from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import KIND_NUMBERS, Epoch, Leaf, Record
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, TreeSignature
-from lamina.ledger.store.rows import AttemptRow, LedgerHead, StoredCheckpoint, StoreWriter, tile_reader
+from lamina.ledger.store.rows import AttemptRow, LedgerHead, StoredCheckpoint, StoredLeaf, StoreWriter, tile_reader
 from lamina.ledger.store.sqlite import SqliteStore
 from lamina.ledger.writer import checkpoint_digest
 
@@ -31,22 +31,22 @@ def sql(path: str, statement: str, *values: Any) -> list[Any]:
         db.close()
 
 
-def leaf(path: str, seq: int) -> bytes:
-    return bytes(sql(path, "SELECT data FROM leaf WHERE seq = ?", seq)[0][0])
+def leaf(path: str, seq: int) -> StoredLeaf:
+    return StoredLeaf(*sql(path, "SELECT data, body FROM leaf WHERE seq = ?", seq)[0])
 
 
-def all_leaves(path: str) -> list[bytes]:
-    return [bytes(data) for (data,) in sql(path, "SELECT data FROM leaf ORDER BY seq")]
+def all_leaves(path: str) -> list[StoredLeaf]:
+    return [StoredLeaf(*row) for row in sql(path, "SELECT data, body FROM leaf ORDER BY seq")]
 
 
-def changed(data: bytes, **changes: Any) -> bytes:
+def changed(data: StoredLeaf, **changes: Any) -> StoredLeaf:
     """The leaf with other fields of its record; seq, time and epoch of the leaf itself by these names."""
     old = leaves.decode_leaf(data)
     place = {name: changes.pop(name, getattr(old, name)) for name in ("seq", "time", "epoch")}
     return leaves.encode_leaf(dataclasses.replace(old.record, **changes), **place)
 
 
-Change = Callable[[list[bytes]], list[bytes]]
+Change = Callable[[list[StoredLeaf]], list[StoredLeaf]]
 
 
 def rewritten(path: str, change: Change, key: PrivateKey | None = LEDGER, *, chained: bool = True) -> None:
@@ -67,7 +67,9 @@ def rewritten(path: str, change: Change, key: PrivateKey | None = LEDGER, *, cha
             first = frontier.size
             if key is not None and chained:
                 data[first:size] = [_chained(one, previous) for one in data[first:size]]
-            rows.put_tiles(merkle.grow_tiles(frontier, leaf_hashes(data[first:size]), tile_reader(rows)))
+            rows.put_tiles(
+                merkle.grow_tiles(frontier, leaf_hashes([one.leaf for one in data[first:size]]), tile_reader(rows))
+            )
             if key is not None:
                 tree = LedgerCheckpoint(origin, size, frontier.root())
                 seal = TreeSignature.sign(tree, key)
@@ -77,15 +79,15 @@ def rewritten(path: str, change: Change, key: PrivateKey | None = LEDGER, *, cha
     store.close()
 
 
-def _chained(data: bytes, previous: bytes | None) -> bytes:
+def _chained(data: StoredLeaf, previous: bytes | None) -> StoredLeaf:
     found = read(data)
     return changed(data, previous=previous) if found is not None and found.kind is Epoch else data
 
 
-def _fill(rows: StoreWriter, data: list[bytes], frontier: Frontier) -> None:
+def _fill(rows: StoreWriter, data: list[StoredLeaf], frontier: Frontier) -> None:
     """Leaves, what the store lists of them, and the head."""
     found = [read(one) for one in data]
-    rows.add_leaves([(seq, KIND_NUMBERS[one.kind] if one else 2, data[seq]) for seq, one in enumerate(found)])
+    rows.add_leaves([(seq, KIND_NUMBERS[one.kind] if one else 2, *data[seq]) for seq, one in enumerate(found)])
     attempts: dict[tuple[bytes, int, int], int] = {}
     withdrawn: dict[int, int] = {}
     for seq, one in enumerate(found):
@@ -100,7 +102,7 @@ def _fill(rows: StoreWriter, data: list[bytes], frontier: Frontier) -> None:
     rows.put_head(LedgerHead(len(data), last.time, epochs, 0, frontier.encode()))
 
 
-def read(data: bytes) -> Leaf | None:
+def read(data: StoredLeaf) -> Leaf | None:
     try:
         return leaves.decode_leaf(data)
     except Exception:
@@ -110,13 +112,13 @@ def read(data: bytes) -> Leaf | None:
 def replacing(seq: int, **changes: Any) -> Change:
     """Another content of one leaf."""
 
-    def change(data: list[bytes]) -> list[bytes]:
+    def change(data: list[StoredLeaf]) -> list[StoredLeaf]:
         return [changed(one, **changes) if at == seq else one for at, one in enumerate(data)]
 
     return change
 
 
-def relinked(data: list[bytes]) -> list[bytes]:
+def relinked(data: list[StoredLeaf]) -> list[StoredLeaf]:
     """Numbers of leaves as they come, and the count of epochs."""
     made, epochs = [], 0
     for seq, one in enumerate(data):
@@ -128,7 +130,7 @@ def relinked(data: list[bytes]) -> list[bytes]:
 def appended(record: Record, seq: int | None = None) -> Change:
     """One more leaf, at the end or before `seq`, with everything after it moved on."""
 
-    def change(data: list[bytes]) -> list[bytes]:
+    def change(data: list[StoredLeaf]) -> list[StoredLeaf]:
         at = len(data) if seq is None else seq
         time = leaves.decode_leaf(data[at - 1]).time
         return relinked([*data[:at], leaves.encode_leaf(record, at, time, 0), *data[at:]])
@@ -143,7 +145,7 @@ def sealed(path: str, key: PrivateKey, seal: PrivateKey | None = None) -> None:
     with store.write() as rows:
         head = rows.head()
         assert head is not None
-        origin = leaves.decode_leaf(rows.leaf(0) or b"").record
+        origin = leaves.decode_leaf(rows.leaf(0)).record  # type: ignore[arg-type]
         assert isinstance(origin, Header)
         tree = LedgerCheckpoint(origin.origin, head.size, Frontier.decode(head.frontier).root())
         made = TreeSignature.sign(tree, seal or key)

@@ -37,7 +37,7 @@ from lamina.ledger.corpus_terms import CorpusTerms, adopt_policy, check_corpus_t
 from lamina.ledger.governance_records import Key, KeyChange, KeyEvent, Role
 from lamina.ledger.key_state import KeyState, PolicyInForce, last_policy_record
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, ContributionTerms, Record
-from lamina.ledger.store.rows import StoreReader, StoreWriter, head_of
+from lamina.ledger.store.rows import StoredLeaf, StoreReader, StoreWriter, head_of
 from lamina.ledger.verify.contribution_checks import ContributionColumns, read_columns
 from lamina.ledger.writer import ConcurrentAppend, Ledger, append_if_size
 from lamina.plan.policy import Policy
@@ -148,12 +148,12 @@ class ClassMembership:
         for block in _leaf_blocks(rows.of_kind(KIND_NUMBERS[ContributionRecord], self.size, size)):
             for group in read_columns(block):
                 if isinstance(group, ContributionColumns):
-                    self._add(group.terms.cls, group.seq, group.expires)
+                    self._add(group.bound[0], group.seq, group.expires)
                     continue
                 for at in group.tolist():
-                    found = records.decode_leaf(block[at])
-                    assert isinstance(found.record, ContributionRecord)
-                    self._add(found.record.terms.cls, [found.seq], [found.record.expires])
+                    found = records.decode_kept(block[at].leaf)
+                    assert found.contribution is not None
+                    self._add(found.contribution.cls, [found.seq], [found.contribution.expires])
         self.size = size
 
     def count_members(self, cls: str, now: int, withdrawn: Ints) -> int:
@@ -171,8 +171,9 @@ class ClassMembership:
         self.ever_admitted[cls] += len(part[0])
 
 
-def _leaf_blocks(rows: Iterator[tuple[int, bytes]]) -> Iterator[list[bytes]]:
-    while block := [data for _, data in islice(rows, _LEAVES_AT_ONCE)]:
+def _leaf_blocks(rows: Iterator[tuple[int, StoredLeaf]]) -> Iterator[list[StoredLeaf]]:
+    """Without their bodies: what is counted stands in the leaves."""
+    while block := [StoredLeaf(data.leaf, None) for _, data in islice(rows, _LEAVES_AT_ONCE)]:
         yield block
 
 
@@ -236,19 +237,25 @@ class MembershipIndex:
 
 
 def _classify_entry(
-    entry: RegisterEntry, seq: int | None, leaves: dict[int, bytes], withdrawn: set[int], token: bool, subject: bool
+    entry: RegisterEntry,
+    seq: int | None,
+    leaves: dict[int, StoredLeaf],
+    withdrawn: set[int],
+    token: bool,
+    subject: bool,
 ) -> RegisterStatus:
     data = None if seq is None else leaves.get(seq)
-    if data is None or entry.descriptor not in data:  # keys are parts of digests
+    if data is None or entry.descriptor not in data.leaf:  # keys are parts of digests
         if token or seq is not None:
             return RegisterStatus.REPLAYED
         return RegisterStatus.REPRESENTED if subject else RegisterStatus.NEW
     if seq in withdrawn:
         return RegisterStatus.WITHDRAWN
-    return RegisterStatus.SAME if entry.attestation in data else RegisterStatus.REPLAYED
+    same = data.body is not None and entry.attestation in data.body
+    return RegisterStatus.SAME if same else RegisterStatus.REPLAYED
 
 
-def _read_leaves(rows: StoreReader, seqs: Sequence[int]) -> dict[int, bytes]:
+def _read_leaves(rows: StoreReader, seqs: Sequence[int]) -> dict[int, StoredLeaf]:
     """Leaves by their index; in one sweep where they lie close together, as after an admission."""
     if not seqs:
         return {}

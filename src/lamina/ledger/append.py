@@ -17,16 +17,19 @@ from lamina.ledger.merkle import Frontier, leaf_hashes
 from lamina.ledger.records import (
     KIND_NUMBERS,
     ContributionRecord,
+    EncodedRecord,
     Epoch,
+    KeptContribution,
     Record,
     SegmentOutcome,
     cbor_uint,
     decode_leaf,
-    encode_body,
-    split_leaf,
+    encode_record,
+    encode_time_epoch,
+    leaf_tail,
 )
 from lamina.ledger.schema import rounded_epoch_time
-from lamina.ledger.store.rows import AttemptRow, LeafRow, LedgerHead, StoreReader, StoreWriter, tile_reader
+from lamina.ledger.store.rows import AttemptRow, LeafRow, LedgerHead, StoredLeaf, StoreReader, StoreWriter, tile_reader
 
 # Under which keys contributions are found again, and what may be in a ledger only once.
 #
@@ -38,16 +41,16 @@ from lamina.ledger.store.rows import AttemptRow, LeafRow, LedgerHead, StoreReade
 INDEX_KEY_BYTES = 16  # bytes: enough that nobody finds two with the same, and a small index
 INDEX_STEP = 65_536  # leaves after which the index grows
 _CONTRIBUTION_KIND = KIND_NUMBERS[ContributionRecord]
-_ANCHOR_PREFIX = ord("a")
+_ANCHOR_PREFIX, _SUBJECT_PREFIX = b"as"
 
 
 def descriptor_key(digest: bytes) -> bytes:
-    """A contribution, by the digest of its descriptor: once, until it has expired and is pruned."""
+    """A contribution, by the digest of its descriptor: once, for good."""
     return b"d" + digest[: INDEX_KEY_BYTES - 1]
 
 
 def anchor_key(digest: bytes) -> bytes:
-    """A contribution, by its content anchor: any number of times."""
+    """A contribution, by its content anchor: any number of times, as long as its body is there."""
     return b"a" + digest[: INDEX_KEY_BYTES - 1]
 
 
@@ -56,10 +59,10 @@ def subject_key(tag: bytes) -> bytes:
     return b"s" + tag[: INDEX_KEY_BYTES - 1]
 
 
-def index_keys(record: ContributionRecord) -> list[bytes]:
+def index_keys(record: ContributionRecord | KeptContribution) -> list[bytes]:
     """All keys of a contribution."""
     keys = [descriptor_key(record.descriptor)]
-    if record.anchor is not None:
+    if isinstance(record, ContributionRecord) and record.anchor is not None:
         keys.append(anchor_key(record.anchor))
     if record.subject is not None:
         keys.append(subject_key(record.subject))
@@ -71,11 +74,6 @@ def index_key_ranges(digits: str) -> list[tuple[bytes, bytes]]:
     width = 2 * (INDEX_KEY_BYTES - 1)
     first, last = (bytes.fromhex(digits[:width].ljust(width, rest)) for rest in "0f")
     return [(make(first), make(last)) for make in (descriptor_key, anchor_key)]
-
-
-def survives_pruning(key: bytes) -> bool:
-    """Whether a key stays when its leaf is pruned."""
-    return key[:1] == b"s"
 
 
 class UnindexedKeys:
@@ -96,7 +94,7 @@ class UnindexedKeys:
             pairs = []
             for seq, data in rows.of_kind(_CONTRIBUTION_KIND, self.stop, head.size):
                 record = decode_leaf(data).record
-                assert isinstance(record, ContributionRecord)
+                assert isinstance(record, ContributionRecord | KeptContribution)
                 pairs += [(key, seq) for key in index_keys(record)]
             self.grow(pairs, head.size)
 
@@ -134,18 +132,14 @@ FindKeys = Callable[[Sequence[bytes]], Sequence[tuple[bytes, int]]]
 
 
 def find_repeated_contributions(
-    rows: StoreReader, find: FindKeys, once: Mapping[bytes, int], bodies: Sequence[bytes]
+    rows: StoreReader, find: FindKeys, once: Mapping[bytes, int], encoded: Sequence[EncodedRecord]
 ) -> dict[int, int]:
     """Position in the batch → leaf, of the contributions that are there. `once` are unique keys → position."""
     there = find(list(once)) if once else ()
-    found = {
-        once[key]: seq
-        for key, seq in there
-        if not survives_pruning(key) and _same_body(rows.leaf(seq), bodies[once[key]])
-    }
+    found = {once[key]: seq for key, seq in there if _same_record(rows.leaf(seq), encoded[once[key]])}
     for key, seq in there:
         if found.get(once[key]) != seq:
-            what = "subject" if survives_pruning(key) else "contribution"
+            what = "subject" if key[0] == _SUBJECT_PREFIX else "contribution"
             problem = f"the {what} of record {once[key]} is in the ledger already, as leaf {seq}"
             remedy = "leave it out: it counts once, under the bound that was signed first"
             raise LedgerError("ledger.already-admitted", problem, remedy)
@@ -168,23 +162,22 @@ def find_repeated_epoch(rows: StoreReader, record: Epoch) -> int | None:
     raise LedgerError("ledger.segment-already-closed", problem, remedy)
 
 
-def find_repeated_withdrawal(rows: StoreReader, record: Withdrawal, body: bytes, size: int) -> int | None:
+def find_repeated_withdrawal(rows: StoreReader, record: Withdrawal, encoded: EncodedRecord, size: int) -> int | None:
     """The leaf in which the same contribution was withdrawn for the same reason."""
     data = rows.leaf(record.target) if record.target < size else None
-    parts = split_leaf(data) if data is not None else None
-    if parts is None or parts[0] != _CONTRIBUTION_KIND:
+    if data is None or type(decode_leaf(data).record) is not ContributionRecord:
         state = "is pruned or no contribution" if record.target < size else "is not there"
         problem = f"cannot withdraw leaf {record.target}: it {state}"
         raise LedgerError("ledger.withdrawal-target", problem, "give the leaf of a contribution")
     seq = rows.withdrawn(record.target)
-    if seq is not None and not _same_body(rows.leaf(seq), body):
+    if seq is not None and not _same_record(rows.leaf(seq), encoded):
         raise LedgerError("ledger.already-withdrawn", f"leaf {record.target} was withdrawn already, in leaf {seq}")
     return seq
 
 
-def _same_body(there: bytes | None, body: bytes) -> bool:
-    parts = split_leaf(there) if there is not None else None
-    return parts is not None and there is not None and there[parts[4] :] == body
+def _same_record(there: StoredLeaf | None, encoded: EncodedRecord) -> bool:
+    """Whether a leaf, pruned or not, is of this record: it holds the hash of its body."""
+    return there is not None and leaf_tail(there.leaf) == encoded.tail and there.leaf[:3] == encoded.head[:3]
 
 
 def check_may_follow(
@@ -238,7 +231,7 @@ class AppendBatch:
 
     def __init__(self, records: Sequence[Record], blobs: Iterable[bytes]) -> None:
         self.records = list(records)
-        self.bodies = [encode_body(record) for record in self.records]  # refuses what is no record
+        self.encoded = [encode_record(record) for record in self.records]  # refuses what is no record
         self._once: dict[bytes, int] = {}  # keys that may be in a ledger once → position
         self._anchors: list[tuple[bytes, int]] = []
         others: dict[Any, int] = {}  # attempts and targets
@@ -279,12 +272,12 @@ class AppendBatch:
     def _find_repeated(self, rows: StoreWriter, stand: AppendContext) -> dict[int, int]:
         tail = stand.tail
         tail.follow(rows, stand.head)
-        found = find_repeated_contributions(rows, lambda keys: tail.find(rows, keys), self._once, self.bodies)
+        found = find_repeated_contributions(rows, lambda keys: tail.find(rows, keys), self._once, self.encoded)
         for at, record in enumerate(self.records):
             if type(record) is Epoch:
                 seq = find_repeated_epoch(rows, record)
             elif type(record) is Withdrawal:
-                seq = find_repeated_withdrawal(rows, record, self.bodies[at], stand.head.size)
+                seq = find_repeated_withdrawal(rows, record, self.encoded[at], stand.head.size)
             else:
                 continue
             if seq is not None:
@@ -298,7 +291,7 @@ class AppendBatch:
         if frontier.size != head.size:
             problem = f"the tree has {frontier.size} leaves, the ledger {head.size}"
             raise LedgerDamaged("ledger.head-inconsistent", problem, "restore the ledger from a copy")
-        changed = merkle.grow_tiles(frontier, leaf_hashes([data for _, _, data in placed]), tile_reader(rows))
+        changed = merkle.grow_tiles(frontier, leaf_hashes([data for _, _, data, _ in placed]), tile_reader(rows))
         rows.add_leaves(placed)
         rows.put_tiles(changed)
         self._write_side_rows(rows, new, head.size)
@@ -321,18 +314,17 @@ class AppendBatch:
         placed: list[LeafRow] = []
         stamp = b""  # time and epoch in CBOR: the same for most leaves of a batch
         for seq, at in enumerate(new, start=stand.head.size):
-            record, body = self.records[at], self.bodies[at]
-            kind = KIND_NUMBERS[type(record)]
-            if kind == _EPOCH_KIND:
-                assert isinstance(record, Epoch)
-                time, body = (rounded_epoch_time(time, stand.now, stand.step), _epoch_body(record, stand.previous))
-                leaf_stamp, stamp = _encode_time_epoch(time, epoch), b""
+            record, (start, tail, body) = self.records[at], self.encoded[at]
+            if type(record) is Epoch:
+                time = rounded_epoch_time(time, stand.now, stand.step)
+                _, tail, body = _encode_epoch(record, stand.previous)
+                leaf_stamp, stamp = encode_time_epoch(time, epoch), b""
                 epoch += 1
             else:
                 if not stamp:
-                    time, stamp = stand.now, _encode_time_epoch(stand.now, epoch)
+                    time, stamp = stand.now, encode_time_epoch(stand.now, epoch)
                 leaf_stamp = stamp
-            placed.append((seq, kind, _LEAF_HEADS[kind] + cbor_uint(seq) + leaf_stamp + body))
+            placed.append((seq, start[2], start + cbor_uint(seq) + leaf_stamp + tail, body))
         return placed, time, epoch
 
     def _write_side_rows(self, rows: StoreWriter, new: Sequence[int], first: int) -> None:
@@ -371,10 +363,6 @@ class AppendBatch:
             )
 
 
-_EPOCH_KIND = KIND_NUMBERS[Epoch]
-_LEAF_HEADS = {kind: b"\xa5\x01" + cbor_uint(kind) + b"\x02" for kind in KIND_NUMBERS.values()}
-
-
 def _claim_once(names: dict[Any, int], asked: Iterable[Any], at: int) -> None:
     for name in asked:
         if (before := names.setdefault(name, at)) != at:
@@ -387,16 +375,12 @@ def _repeated_in_batch(before: int, at: int) -> LedgerError:
     )
 
 
-def _encode_time_epoch(time: int, epoch: int) -> bytes:
-    return b"".join((b"\x03", cbor_uint(time), b"\x04", cbor_uint(epoch), b"\x05"))
-
-
-def _epoch_body(record: Epoch, previous: bytes | None) -> bytes:
-    """The body of an epoch with the digest of the checkpoint before it."""
+def _encode_epoch(record: Epoch, previous: bytes | None) -> EncodedRecord:
+    """An epoch with the digest of the checkpoint before it."""
     if record.previous not in (None, previous):
         problem = "the epoch names another checkpoint than the last one"
         raise LedgerError("ledger.epoch-wrong-previous", problem, "leave `previous` out")
-    return encode_body(replace(record, previous=previous))
+    return encode_record(replace(record, previous=previous))
 
 
 def _blob_digests(record: Record) -> tuple[bytes, ...]:

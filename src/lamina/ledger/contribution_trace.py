@@ -13,10 +13,18 @@ from typing import Any, NamedTuple
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import EventCounts
 from lamina.admit.keys import format_utc
-from lamina.errors import LaminaError
 from lamina.ledger.governance_records import KeyChange, KeyEvent, Release
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import ContributionRecord, Epoch, EpochAccount, EpochCharge, Leaf, Segment, SegmentOutcome
+from lamina.ledger.records import (
+    ContributionRecord,
+    Epoch,
+    EpochAccount,
+    EpochCharge,
+    KeptContribution,
+    Leaf,
+    Segment,
+    SegmentOutcome,
+)
 from lamina.ledger.schema import UNBOUNDED, nano_epsilon
 from lamina.ledger.show import epsilon_or_none, leaf_excerpt, leaf_to_dict
 from lamina.ledger.spending import Bound, adaptive_order, planned_charges, signed_spend, steps_by_kind
@@ -60,8 +68,9 @@ class ContributionTrace:
     unused: int  # epochs in which it was eligible and nobody with its bound was charged
 
     @property
-    def record(self) -> ContributionRecord:
-        assert isinstance(self.leaf.record, ContributionRecord)
+    def record(self) -> ContributionRecord | KeptContribution:
+        """What the ledger holds of it: the whole record, or what its leaf says if its body is pruned."""
+        assert isinstance(self.leaf.record, ContributionRecord | KeptContribution)
         return self.leaf.record
 
     @property
@@ -89,6 +98,7 @@ class ContributionTrace:
             "admitted": told["time"],
             **{name: told[name] for name in ("descriptor", "anchor", "attestation", "key", "not_before", "expires")},
             **told["terms"],
+            "pruned": told["pruned"],
             "epsilon": epsilon_or_none(self.spend),
             "epsilon_signed": None if self.signed is None else epsilon_or_none(self.signed),
             "epsilon_remaining": None if self.remaining is None else epsilon_or_none(self.remaining),
@@ -110,7 +120,7 @@ def trace_contribution(ledger: LedgerReader, leaf: Leaf) -> ContributionTrace:
             EpochExposure(
                 leaf=each.leaf,
                 segments=each.segments,
-                variance=_reached_variance(each.plan, each.epoch, story.record.terms.cls),
+                variance=_reached_variance(each.plan, each.epoch, story.record.bound[0]),
                 multiplier=min((one.sigma for one in each.charges), default=math.inf),
                 spend=_epsilon_in_nano(ledger, events),
                 account=0 if each.account is None else each.account.spend,
@@ -159,8 +169,9 @@ class _EligibleEpoch(NamedTuple):
 class _ContributionHistory:
     def __init__(self, ledger: LedgerReader, leaf: Leaf) -> None:
         self._ledger, self._leaf = ledger, leaf
-        assert isinstance(leaf.record, ContributionRecord)
+        assert isinstance(leaf.record, ContributionRecord | KeptContribution)
         self.record = leaf.record
+        key = leaf.record.key if isinstance(leaf.record, ContributionRecord) else None  # without it none is revoked
         withdrawn = ledger.withdrawn(leaf.seq)
         self.withdrawal = None if withdrawn is None else ledger.leaf(withdrawn)
         self.unused = 0
@@ -169,13 +180,13 @@ class _ContributionHistory:
             for event in ledger.of_kind(KeyEvent, leaf.seq)
             if isinstance(event.record, KeyEvent)
             and event.record.change is KeyChange.REVOKE
-            and event.record.target == self.record.key
+            and event.record.target == key
         ]
         self._closed: list[tuple[bytes, int]] = []  # (run, leaf) of epochs that put it into a model
 
     def signed(self) -> int | None:
         """The most that it may lose."""
-        z = self.record.terms.noise_multiplier
+        z = self.record.bound[2]
         return signed_spend(z, self._ledger.header.delta) if z else None
 
     def epochs(self) -> Iterator[_EligibleEpoch]:
@@ -185,7 +196,7 @@ class _ContributionHistory:
             assert isinstance(epoch, Epoch)
             segments = tuple(each for each in epoch.segments if self._eligible(each))
             account = account_of(epoch.accounts, self.record.bound)
-            if segments and account is None and self.record.terms.noise_multiplier:
+            if segments and account is None and self.record.bound[2]:
                 self.unused += 1
             elif segments:
                 plan = self._plan(epoch)
@@ -208,10 +219,7 @@ class _ContributionHistory:
         before = segment.eligibility
         if before <= self._leaf.seq or (self.withdrawal is not None and self.withdrawal.seq < before):
             return False
-        try:
-            time = self._ledger.leaf(before - 1).time
-        except LaminaError:  # that leaf is pruned
-            return True
+        time = self._ledger.leaf(before - 1).time
         gone = any(seq < before and effective <= time for seq, effective in self._revoked)
         return not gone and time < self.record.expires
 

@@ -239,7 +239,7 @@ def loosened(
     return found
 
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_KEYS = 1024
 
 
@@ -412,9 +412,9 @@ class LeafSpan:
 class Aggregate:
     """Contributions that were admitted before `horizon`, and have expired, were summed up and their bodies dropped.
 
-    `spans` are their leaves, every one of them a contribution. `digest` is SHA-256 over the leaf hashes in order. It
-    stays checkable for whoever kept the bodies, and, while the tiles are there, for everybody. An auditor who
-    recomputed the totals countersigns before the bodies go: afterwards this record is all that there is.
+    `spans` are their leaves, every one of them a contribution, and `digest` is SHA-256 over the leaf hashes in order: a
+    countersignature counts for these leaves alone. An auditor who checked their attestations countersigns before the
+    bodies go: afterwards nobody can.
     """
 
     spans: tuple[LeafSpan, ...] = stored(1, tuple_of(nested(LeafSpan), 1, MAX_SPANS))

@@ -42,6 +42,11 @@ def records_of(rows: StoreReader, kind: type[R], first: int, stop: int) -> Itera
         yield record
 
 
+def retention_in_force(header: Header) -> int:
+    """Seconds for which the body of a contribution is kept after it was admitted."""
+    return header.retention
+
+
 class Violation(NamedTuple):
     """A broken rule, before it is known which leaf broke it."""
 

@@ -9,17 +9,17 @@ from threading import RLock
 from types import TracebackType
 from typing import Self
 
-from lamina.errors import LeafPruned, LedgerDamaged, LedgerError
+from lamina.errors import LedgerDamaged, LedgerError
 from lamina.ledger import merkle
 from lamina.ledger import records as leaves
 from lamina.ledger.append import UnindexedKeys, anchor_key, descriptor_key, index_key_ranges, subject_key
 from lamina.ledger.governance_records import Header
 from lamina.ledger.key_state import KeyState, key_state_at
-from lamina.ledger.merkle import Frontier, TileNodes, leaf_hash, tile_path
+from lamina.ledger.merkle import Frontier, TileNodes, leaf_hash
 from lamina.ledger.receipt import TlogProof, make_receipt
-from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, Leaf, Record, decode_leaf
+from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, KeptContribution, Leaf, Record
 from lamina.ledger.signed_checkpoint import LedgerCheckpoint, TreeSignature, parse_checkpoint
-from lamina.ledger.store.rows import LedgerHead, Store, StoredCheckpoint, StoreReader, head_of, tile_reader
+from lamina.ledger.store.rows import LedgerHead, Store, StoredCheckpoint, StoredLeaf, StoreReader, head_of, tile_reader
 from lamina.ledger.store.sqlite import make_store
 
 _INDEX_KEY_KINDS = (descriptor_key, anchor_key, subject_key)
@@ -111,17 +111,17 @@ class LedgerReader:
 
     # ----------------------------------------------------------------------------------- leaves
 
-    def raw(self, seq: int) -> bytes:
-        """The bytes of a leaf; Pruned if it was summed up, LedgerError if it was never there."""
+    def raw(self, seq: int) -> StoredLeaf:
+        """The bytes of a leaf, and of its body unless that is pruned; LedgerError if it was never there."""
         with self.store.read() as rows:
             return self._raw(rows, seq)
 
     def leaf(self, seq: int) -> Leaf:
-        """A leaf, read."""
+        """A leaf, read. Of a contribution whose body is pruned, its record is what the leaf itself says."""
         return _decode_stored_leaf(seq, self.raw(seq))
 
-    def raw_leaves(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
-        """(seq, bytes) of the leaves in [first, stop) that are there, in order: one view, in bounded memory."""
+    def raw_leaves(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, StoredLeaf]]:
+        """(seq, bytes) of the leaves in [first, stop), in order: one view, in bounded memory."""
         with self.store.read() as rows:
             yield from rows.leaves(first, head_of(rows).size if stop is None else stop)
 
@@ -203,7 +203,7 @@ class LedgerReader:
         signed, data = self._covered(seq)
         head, _ = parse_checkpoint(signed.text)
         seal = TreeSignature(self.origin, head.size, head.root, signed.seal[:32], signed.seal[32:])
-        return make_receipt(seal, leaf_hash(data), seq, self.prove(seq, head.size))
+        return make_receipt(seal, leaf_hash(data.leaf), seq, self.prove(seq, head.size))
 
     def proof_text(self, seq: int) -> str:
         """The same as C2SP tlog-proof text, with the cosignatures of witnesses."""
@@ -212,7 +212,7 @@ class LedgerReader:
 
     # ----------------------------------------------------------------------------------- inside
 
-    def _covered(self, seq: int) -> tuple[StoredCheckpoint, bytes]:
+    def _covered(self, seq: int) -> tuple[StoredCheckpoint, StoredLeaf]:
         with self.store.read() as rows:
             data, signed = self._raw(rows, seq), rows.checkpoint()
         if signed is None or signed.size <= seq:
@@ -221,16 +221,11 @@ class LedgerReader:
             )
         return signed, data
 
-    def _raw(self, rows: StoreReader, seq: int) -> bytes:
-        data = rows.leaf(seq) if 0 <= seq < 2**63 else None
-        if data is None:
-            size = head_of(rows).size
-            if 0 <= seq < size:
-                raise LeafPruned(
-                    "ledger.leaf-pruned", f"leaf {seq} was pruned", "only a receipt that somebody kept still proves it"
-                )
+    def _raw(self, rows: StoreReader, seq: int) -> StoredLeaf:
+        size = head_of(rows).size
+        if not 0 <= seq < size:
             raise LedgerError("ledger.leaf-unknown", f"the ledger has {size} leaves, there is no leaf {seq}")
-        return data
+        return _there(seq, rows.leaf(seq))
 
     def _within(self, size: int | None) -> int:
         now = self.size
@@ -240,12 +235,7 @@ class LedgerReader:
 
     def _tile(self, level: int, index: int, width: int) -> bytes:
         with self.store.read() as rows:
-            data = rows.tile(level, index)
-        if data is None:
-            problem = f"{tile_path(level, index, width)} was pruned with its leaves"
-            remedy = "ask for the size of a checkpoint, or for a leaf that is still there"
-            raise LeafPruned("ledger.tile-pruned", problem, remedy)
-        return data
+            return tile_reader(rows)(level, index, width)
 
     def _tree(self, head: LedgerHead) -> LedgerCheckpoint:
         return LedgerCheckpoint(self.origin, head.size, Frontier.decode(head.frontier).root())
@@ -264,10 +254,14 @@ class LedgerReader:
             raise LedgerDamaged("ledger.head-inconsistent", problem, "restore it from a copy")
 
 
-def _decode_stored_leaf(seq: int, data: bytes | None) -> Leaf:
+def _there(seq: int, data: StoredLeaf | None) -> StoredLeaf:
     if data is None:
         raise LedgerDamaged("ledger.leaf-missing", f"leaf {seq} is missing", "restore the ledger from a copy")
-    return leaves.decode_leaf(data)
+    return data
+
+
+def _decode_stored_leaf(seq: int, data: StoredLeaf | None) -> Leaf:
+    return leaves.decode_leaf(_there(seq, data))
 
 
 MIN_DIGITS = 8  # hex digits of a digest that are enough, if nobody else's begins with them
@@ -328,7 +322,7 @@ def _find_by_digits(ledger: LedgerReader, name: str) -> list[Leaf]:
     )
     if not found:
         problem = f"the ledger {ledger.name} has no contribution {digits[:16]}{'…' if len(digits) > 16 else ''}"
-        remedy = "check the digest; if the contribution was pruned, only its receipt proves it"
+        remedy = "check the digest; a pruned contribution is found by that of its descriptor alone"
         raise LedgerError("ledger.contribution-unknown", problem, remedy)
     if len(listed := _list_matches(found, digits)) > 1:
         raise _ambiguous_name(digits, listed)
@@ -388,9 +382,15 @@ def _contribution_leaf(ledger: LedgerReader, seq: int) -> Leaf:
 
 
 def _leaves_containing(ledger: LedgerReader, part: bytes) -> Iterator[Leaf]:
-    return (decode_leaf(data) for _, data in ledger.raw_leaves() if part in data)
+    return (
+        leaves.decode_leaf(data) for _, data in ledger.raw_leaves() if part in data.leaf or part in (data.body or b"")
+    )
 
 
 def _contribution_digests(leaf: Leaf) -> tuple[bytes | None, ...]:
-    record = leaf.record
-    return (record.descriptor, record.anchor, record.subject) if isinstance(record, ContributionRecord) else ()
+    match leaf.record:
+        case ContributionRecord() as record:
+            return (record.descriptor, record.anchor, record.subject)
+        case KeptContribution() as record:
+            return (record.descriptor, None, record.subject)
+    return ()

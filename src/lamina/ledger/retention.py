@@ -2,40 +2,36 @@
 
 In two steps, so that an auditor can look in between:
 
-    propose   what would be summed up: leaves, totals per class, a digest over what goes
+    propose   what would be summed up: leaves, totals per class, a digest over the leaves
     prune     the aggregate, with the countersignatures that it got, becomes a leaf; a checkpoint covers it; then the
-              bodies go, with their attestations and keys, and the lowest tiles over them
+              bodies go, with their attestations
 
-A contribution is old enough when it was admitted before the horizon and its attestation has expired: an attestation
-that could still be presented must be found, or it would be admitted twice. And no attempt is open of a run that began
-before it expired: what that takes from it is in no leaf yet, and the totals would leave it out. Receipts are to be
-handed out before: a leaf that is gone can be proven only by who kept one. A kill on the way leaves a ledger that is
-whole, and `resume` goes on.
+A contribution is old enough when it was admitted before the horizon and its attestation has expired. And no attempt is
+open of a run that began before it expired: what that takes from it is in no leaf yet, and the totals would leave it
+out. A kill on the way leaves a ledger that is whole, and `resume` goes on.
 
-Only contributions go. Epochs stay, and with each its plan: without them no spend could be computed again.
-
-Tiles of level 0 stay where a checkpoint cuts through them, or a leaf under them stays. The others are needed for proofs
-about pruned leaves only: with what stays, every checkpoint is still proven to be the beginning of every later one.
+Only bodies of contributions go. Their leaves stay, and say for ever what class and bound each had, until when, and whose
+it was not to be admitted again; so do all tiles, and every proof can still be made. Epochs stay whole, and with each its
+plan: without them no spend could be computed again.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from lamina.errors import LedgerError
-from lamina.ledger.append import index_keys, survives_pruning
 from lamina.ledger.governance_records import MAX_SPANS, Aggregate, ClassTotal, LeafSpan, Role, Withdrawal
-from lamina.ledger.key_state import records_of
-from lamina.ledger.merkle import TILE_WIDTH, leaf_hash
+from lamina.ledger.key_state import records_of, retention_in_force
+from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.records import KIND_NUMBERS, ContributionRecord, Epoch, decode_leaf
 from lamina.ledger.store.rows import PruningRow, StoreReader, StoreWriter, head_of
 from lamina.ledger.writer import DAY_SECONDS, Ledger
 
 _NEVER = 1 << 62  # later than any time
-_LEAVES_PER_TRANSACTION = 4096  # leaves that go in one transaction
+_LEAVES_PER_TRANSACTION = 4096  # leaves whose bodies go in one transaction
 _KINDS_CHANGING_AGGREGATE = tuple(KIND_NUMBERS[kind] for kind in (Epoch, Withdrawal, Aggregate))
 
 
@@ -47,26 +43,24 @@ class Retention:
         self._ledger, self._store = ledger, ledger.store
 
     def horizon(self) -> int:
-        """Seconds before which contributions may be summed up now, by the header's retention."""
-        return max(0, self._ledger.now() - self._ledger.header.retention)
+        """Seconds before which contributions may be summed up now, by the retention in force."""
+        return max(0, self._ledger.now() - retention_in_force(self._ledger.header))
 
     def propose(self, before: int | None = None) -> Aggregate | None:
         """The aggregate over every contribution that is old enough; None if none is.
 
-        `before` is an earlier horizon than the header asks for; a later one is refused.
+        `before` is an earlier horizon than the retention asks for; a later one is refused.
         """
         latest, now = self.horizon(), self._ledger.now()
         horizon = latest if before is None else before
         if not 0 <= horizon <= latest:
-            raise LedgerError(
-                "ledger.horizon-too-late",
-                f"the horizon {horizon} is later than {latest}, which the retention of {self._ledger.header.retention} s allows",
-            )
+            problem = f"the horizon {horizon} is later than {latest}, which the retention allows"
+            raise LedgerError("ledger.horizon-too-late", problem, "give an earlier one, or wait")
         with self._store.read() as rows:
             return _propose_aggregate(rows, horizon, now)
 
     def receipts(self, aggregate: Aggregate) -> Iterator[tuple[int, bytes]]:
-        """(leaf, COSE receipt) of everything that would go, under the newest checkpoint: to be handed out before."""
+        """(leaf, COSE receipt) of everything whose body would go, under the newest checkpoint."""
         for span in aggregate.spans:
             for seq in range(span.first, span.stop):
                 yield seq, self._ledger.receipt(seq)
@@ -111,8 +105,8 @@ class Retention:
             assert isinstance(aggregate, Aggregate)
             for span in aggregate.spans:
                 for first in range(span.first, span.stop, _LEAVES_PER_TRANSACTION):
-                    self._drop(first, min(first + _LEAVES_PER_TRANSACTION, span.stop))
-            self._drop_tiles(aggregate)
+                    part = first, min(first + _LEAVES_PER_TRANSACTION, span.stop)
+                    self._ledger.transact(lambda rows, part=part: rows.drop_bodies(*part))  # type: ignore[misc]
             done = PruningRow(seq, True)
             self._ledger.transact(lambda rows, done=done: rows.put_pruning(done))  # type: ignore[misc]
 
@@ -127,35 +121,6 @@ class Retention:
             remedy = "leave it out, or have an auditor of this ledger sign this very aggregate"
             raise LedgerError("ledger.aggregate-signature-invalid", problem, remedy)
 
-    def _drop(self, first: int, stop: int) -> None:
-        def drop(rows: StoreWriter) -> None:
-            gone = []
-            for seq, data in rows.leaves(first, stop):
-                record = decode_leaf(data).record
-                if not isinstance(record, ContributionRecord):
-                    raise LedgerError(
-                        "ledger.not-a-contribution", f"leaf {seq} is not a contribution and cannot be pruned"
-                    )
-                gone += [(key, seq) for key in index_keys(record) if not survives_pruning(key)]
-            rows.drop_keys(gone)
-            rows.drop_leaves(first, stop)
-
-        self._ledger.transact(drop)
-
-    def _drop_tiles(self, aggregate: Aggregate) -> None:
-        with self._store.read() as rows:
-            pruned = records_of(rows, Aggregate, 0, head_of(rows).size)
-            spans = _merge_spans(span for each in pruned for span in each.spans)
-            cut = {signed.size // TILE_WIDTH for signed in rows.checkpoints() if signed.size % TILE_WIDTH}
-        asked = {
-            index for span in aggregate.spans for index in range(span.first // TILE_WIDTH, -(-span.stop // TILE_WIDTH))
-        }
-        whole = (range(-(-first // TILE_WIDTH), stop // TILE_WIDTH) for first, stop in spans)
-        gone = [index for tiles in whole for index in tiles if index in asked and index not in cut]
-        for at in range(0, len(gone), _LEAVES_PER_TRANSACTION):
-            part = gone[at : at + _LEAVES_PER_TRANSACTION]
-            self._ledger.transact(lambda rows, part=part: rows.drop_tiles(0, part))  # type: ignore[misc]
-
 
 def _propose_aggregate(rows: StoreReader, horizon: int, now: int) -> Aggregate | None:
     size = head_of(rows).size
@@ -166,17 +131,18 @@ def _propose_aggregate(rows: StoreReader, horizon: int, now: int) -> Aggregate |
     digest = hashlib.sha256()
     for seq, data in rows.of_kind(KIND_NUMBERS[ContributionRecord], 0, size):
         leaf = decode_leaf(data)
-        assert isinstance(leaf.record, ContributionRecord)
         if leaf.time >= horizon:
             break  # time never falls
-        if leaf.record.expires > min(now, used) or seq in going:
+        if not isinstance(leaf.record, ContributionRecord) or seq in going:
+            continue  # summed up already
+        if leaf.record.expires > min(now, used):
             continue
         if not spans or spans[-1][1] != seq:
             if len(spans) == MAX_SPANS:
                 break  # the rest is for another aggregate
             spans.append([seq, seq])
         spans[-1][1] = seq + 1
-        digest.update(leaf_hash(data))
+        digest.update(leaf_hash(data.leaf))
         counts[leaf.record.terms.cls] += 1
         withdrawn_counts[leaf.record.terms.cls] += seq in withdrawn
     if not spans:
@@ -215,15 +181,4 @@ def _largest_spend(rows: StoreReader, size: int) -> dict[str, int]:
     for record in records_of(rows, Epoch, 0, size):
         for account in record.accounts:
             found[account.cls] = max(account.spend, found.get(account.cls, 0))
-    return found
-
-
-def _merge_spans(spans: Iterator[LeafSpan]) -> Sequence[tuple[int, int]]:
-    """The same leaves in spans that do not touch, in order."""
-    found: list[tuple[int, int]] = []
-    for span in sorted(spans, key=lambda each: each.first):
-        if found and found[-1][1] == span.first:
-            found[-1] = (found[-1][0], span.stop)
-        else:
-            found.append((span.first, span.stop))
     return found

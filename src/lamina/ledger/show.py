@@ -12,7 +12,16 @@ from lamina.admit.keys import format_utc
 from lamina.errors import LedgerError
 from lamina.ledger.governance_records import Aggregate, Header, Key, KeyEvent, PolicyChange, Release, Withdrawal
 from lamina.ledger.reader import LedgerReader
-from lamina.ledger.records import KIND_NAMES, ContributionRecord, Epoch, Leaf, Record, SegmentOutcome
+from lamina.ledger.records import (
+    KIND_NAMES,
+    ContributionRecord,
+    ContributionTerms,
+    Epoch,
+    KeptContribution,
+    Leaf,
+    Record,
+    SegmentOutcome,
+)
 from lamina.ledger.schema import MICRO, NANO, SPEND, TIME, UNBOUNDED, FieldType, pluralize, schema_of
 
 _MAX_BOUNDS_SHOWN = 4  # signed bounds of an epoch that are told in its line
@@ -62,8 +71,10 @@ class RecordFilter:
         )
 
 
-def _classes_named(record: Record) -> set[str]:
+def _classes_named(record: Record | KeptContribution) -> set[str]:
     match record:
+        case KeptContribution(cls=cls):
+            return {cls}
         case ContributionRecord(terms=terms):
             return {terms.cls}
         case Epoch(accounts=found) | Aggregate(classes=found):
@@ -73,7 +84,7 @@ def _classes_named(record: Record) -> set[str]:
     return set()
 
 
-def _runs_named(record: Record) -> tuple[bytes, ...]:
+def _runs_named(record: Record | KeptContribution) -> tuple[bytes, ...]:
     match record:
         case Epoch(run=run):
             return (run,)
@@ -92,9 +103,16 @@ def leaf_to_dict(leaf: Leaf) -> dict[str, Any]:
 
     Bytes are hexadecimal, times RFC 3339 in UTC, durations seconds; norms, multipliers and ε plain numbers, of which
     the decimal is exactly what the record holds; `spend` is `epsilon`, null where no finite figure is known. What the
-    record leaves out is null.
+    record leaves out is null, and what was in the body of a contribution that is `pruned`.
     """
     body = _record_to_dict(leaf.record)
+    if leaf.kind is ContributionRecord:
+        body["pruned"] = isinstance(leaf.record, KeptContribution)
+    if isinstance(leaf.record, KeptContribution):  # in the form of the whole record
+        terms = {
+            name: body.pop(name, None) for name in ("class", "data_class", "clip_norm", "noise_multiplier", "profile")
+        }
+        body = {**{each.name: None for each in schema_of(ContributionRecord).fields}, **body, "terms": terms}
     return {
         "index": leaf.seq,
         "time": format_utc(leaf.time),
@@ -152,8 +170,9 @@ def describe_leaf(leaf: Leaf) -> str:
             kept = f"kept {r.retention / 86400:g} day{'' if r.retention == 86400 else 's'}"
             return f"{r.origin}: {r.accountant} at δ = {r.delta:g}, {kept}, {pluralize(len(r.keys), 'key')}"
         case ContributionRecord(terms=t) as r:
-            bound = f"c {format_micro(t.clip_norm)}, z {format_micro(t.noise_multiplier)}" if t.clip_norm else "public"
-            return f"{r.descriptor.hex()[:16]}  {t.cls}, {bound}, {t.profile or 'any depth'}"
+            return f"{r.descriptor.hex()[:16]}  {_describe_signed(t)}, {t.profile or 'any depth'}"
+        case KeptContribution() as r:
+            return f"{r.descriptor.hex()[:16]}  {_describe_signed(r)}, pruned"
         case Epoch() as r:
             word = "segment" if len(r.segments) == 1 else "segments"
             return f"run {r.run.hex()[:8]}, {word} {_describe_segments(r)}: {_describe_spends(r)}"
@@ -175,6 +194,11 @@ def describe_leaf(leaf: Leaf) -> str:
             runs = ", ".join(run.hex()[:8] for run in r.runs) or "none"
             until = "" if r.not_after is None else f", until {format_utc(r.not_after)}"
             return f"{r.manifest.hex()[:16]} of {'run' if len(r.runs) == 1 else 'runs'} {runs}{until}"
+
+
+def _describe_signed(terms: ContributionTerms | KeptContribution) -> str:
+    clip, noise = format_micro(terms.clip_norm), format_micro(terms.noise_multiplier)
+    return f"{terms.cls}, c {clip}, z {noise}" if terms.clip_norm else f"{terms.cls}, public"
 
 
 def _describe_segments(record: Epoch) -> str:

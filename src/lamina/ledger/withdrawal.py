@@ -17,7 +17,7 @@ from lamina.errors import LaminaError, LedgerDamaged, LedgerError, StoreBusy, St
 from lamina.ledger.contribution_trace import ContributionSpend, contribution_spend
 from lamina.ledger.governance_records import Withdrawal, WithdrawalEffect, WithdrawalReason
 from lamina.ledger.reader import find_contributions
-from lamina.ledger.records import ContributionRecord, Leaf
+from lamina.ledger.records import ContributionRecord, KeptContribution, Leaf
 from lamina.ledger.show import epsilon_or_none, leaf_excerpt
 from lamina.ledger.writer import Ledger
 
@@ -46,11 +46,11 @@ class WithdrawnContribution:
     def to_dict(self) -> dict[str, Any]:
         """For machines."""
         of, lost = self.target.record, self.lost
-        assert isinstance(of, ContributionRecord)
+        assert isinstance(of, ContributionRecord | KeptContribution)
         return {
             **leaf_excerpt(self.leaf, "target", "reason", "effect"),
             "descriptor": of.descriptor.hex(),
-            "class": of.terms.cls,
+            "class": of.bound[0],
             "again": self.again,
             "epsilon": epsilon_or_none(lost.spend),
             "epsilon_signed": None if lost.signed is None else epsilon_or_none(lost.signed),

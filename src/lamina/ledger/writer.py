@@ -116,16 +116,8 @@ class Ledger(LedgerReader):
         return self._append(records, blobs, also_write)
 
     def append_aggregate(self, record: Aggregate, also_write: Callable[[StoreWriter, list[int]], None]) -> list[int]:
-        """For `Retention`: append an aggregate. All index keys go into the store: the leaves that have them may go."""
-
-        def write(rows: StoreWriter, seqs: list[int]) -> None:
-            head = head_of(rows)
-            if head.indexed < head.size:
-                self._tail.index(rows, ())
-                rows.put_head(head._replace(indexed=head.size))
-            also_write(rows, seqs)
-
-        return self._append([record], (), write)
+        """For `Retention`: append an aggregate."""
+        return self._append([record], (), also_write)
 
     def _append(
         self, records: Sequence[Record], blobs: Iterable[bytes],

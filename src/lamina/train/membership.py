@@ -22,11 +22,11 @@ from lamina import cbor
 from lamina.admit.verdicts import PackedTexts, Reason
 from lamina.corpus.admitted import AdmittedCorpus, reasons_text
 from lamina.corpus.corpus import Corpus
-from lamina.errors import AdmissionError, EncodingError, LeafPruned, LedgerError, StorageError, StoreLost
+from lamina.errors import AdmissionError, EncodingError, LedgerError, StorageError, StoreLost
 from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.corpus_terms import policy_in_force
 from lamina.ledger.governance_records import Withdrawal, WithdrawalEffect, WithdrawalReason
-from lamina.ledger.records import ContributionRecord
+from lamina.ledger.records import ContributionRecord, KeptContribution
 from lamina.ledger.verify.epoch_checks import difference_from_policy
 from lamina.ledger.writer import Ledger
 from lamina.plan.step_plan import StepPlan
@@ -127,7 +127,7 @@ class LedgerMembership:
         wanted, found, now = {account_bound(name): name for name in accounts}, set(), self._ledger.now()
         for leaf in self._ledger.of_kind(ContributionRecord):
             record = leaf.record
-            assert isinstance(record, ContributionRecord)
+            assert isinstance(record, ContributionRecord | KeptContribution)
             name = wanted.get(record.bound)
             if name is not None and record.expires > now and self._ledger.withdrawn(leaf.seq) is None:
                 found.add(name)
@@ -190,10 +190,7 @@ class LedgerMembership:
         for leaf in self._ledger.of_kind(Withdrawal, self._read, size):
             record = leaf.record
             assert isinstance(record, Withdrawal)
-            try:
-                target = self._ledger.leaf(record.target).record
-            except LeafPruned:  # too old to be in any corpus
-                continue
+            target = self._ledger.leaf(record.target).record
             if isinstance(target, ContributionRecord) and self._corpus.ids_of(target.descriptor.hex()):
                 found.append((target.descriptor.hex(), record))
         return size, found

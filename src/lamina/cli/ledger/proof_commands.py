@@ -36,9 +36,11 @@ from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.merkle import leaf_hash
 from lamina.ledger.reader import LedgerReader, find_leaf
 from lamina.ledger.receipt import Receipt, TlogProof
+from lamina.ledger.records import KIND_NAMES
 from lamina.ledger.schema import pluralize
 from lamina.ledger.show import describe_leaf
 from lamina.ledger.signed_checkpoint import NoteKey, encode64
+from lamina.ledger.store.rows import StoredLeaf
 from lamina.ledger.store.sqlite import SqliteStore, is_postgres_url, make_store, printable_location
 from lamina.ledger.verify.tree_checks import KnownCheckpoint, Trust
 from lamina.ledger.verify.verifier import Verification
@@ -102,8 +104,8 @@ def _check_reachable(place: str, as_json: bool) -> None:
 
 def verification_page(name: str, found: Verification) -> str:
     """For people."""
-    state = "not verified" if not found.verified else "verified and trusted" if found.trusted else "verified"
-    lines = [f"{name}: {state}"]
+    state = {"trusted": "verified and trusted", "self-consistent": "verified, self-consistent"}
+    lines = [f"{name}: {state.get(found.verdict, found.verdict)}"]
     if found.origin is not None:
         kinds = ", ".join(pluralize(count, word, _PLURALS.get(word)) for word, count in found.counts.items() if count)
         lines += [f"  origin       {found.origin}", f"  leaves       {found.size:,}: {kinds}"]
@@ -214,7 +216,7 @@ def prove(
 def _inclusion_proof(book: LedgerReader, name: str, signed: str) -> dict[str, Any]:
     seq = find_leaf(book, contribution_digest(name))
     head, _ = notes.parse_checkpoint(signed)
-    hash = leaf_hash(book.raw(seq))
+    hash = leaf_hash(book.raw(seq).leaf)
     if seq >= head.size:
         problem = f"leaf {seq} is not in the checkpoint of {pluralize(head.size, 'leaf', 'leaves')}"
         raise LedgerError("cli.leaf-not-in-checkpoint", problem, "sign a newer checkpoint")
@@ -245,7 +247,7 @@ def _consistency_proof(book: LedgerReader, old: int, signed: str) -> dict[str, A
     }
 
 
-_LEAF_SUFFIX, _COSE_SUFFIX, _TEXT_SUFFIX = ".leaf", ".cose", ".tlog-proof"
+_LEAF_SUFFIX, _BODY_SUFFIX, _COSE_SUFFIX, _TEXT_SUFFIX = ".leaf", ".body", ".cose", ".tlog-proof"
 
 
 def receipt(
@@ -260,8 +262,9 @@ def receipt(
 ) -> None:
     """Write a receipt: proof, under the newest checkpoint, that a record is in the ledger.
 
-    Three files: PREFIX.leaf, the record; PREFIX.cose, a COSE receipt (RFC 9942); and PREFIX.tlog-proof, the same as C2SP
-    text with the cosignatures of witnesses. Keep them: after pruning, only a receipt proves a record.
+    Four files: PREFIX.leaf, which is proven; PREFIX.body, the rest of the record, whose hash the leaf holds (not if it is
+    pruned); PREFIX.cose, a COSE receipt (RFC 9942); and PREFIX.tlog-proof, the same as C2SP text with the cosignatures of
+    witnesses. Keep them: after pruning, only a receipt proves the body.
 
     Examples:
 
@@ -277,8 +280,10 @@ def receipt(
         raise typer.BadParameter("give a ledger and a leaf, or --check", param_hint="LEDGER")
     with open_view(ledger) as book:
         seq = find_leaf(book, contribution_digest(name))
+        leaf, body = book.raw(seq)
         parts = {
-            _LEAF_SUFFIX: book.raw(seq),
+            _LEAF_SUFFIX: leaf,
+            **({} if body is None else {_BODY_SUFFIX: body}),
             _COSE_SUFFIX: book.receipt(seq),
             _TEXT_SUFFIX: book.proof_text(seq).encode("utf-8"),
         }
@@ -296,9 +301,12 @@ def _check_receipt(prefix: Path, trust: Trust, as_json: bool) -> None:
         keys.read_small(_with_suffix(prefix, s), "the receipt", most=_MAX_FILE_BYTES)
         for s in (_LEAF_SUFFIX, _COSE_SUFFIX, _TEXT_SUFFIX)
     )
+    body_path = _with_suffix(prefix, _BODY_SUFFIX)
+    body = keys.read_small(body_path, "the receipt", most=_MAX_FILE_BYTES) if body_path.exists() else None
     try:
         found, proof = Receipt.decode(cose), TlogProof.parse(text)
-        record = leaves.decode_leaf(leaf)
+        kept = leaves.decode_kept(leaf)
+        record = leaves.decode_leaf(StoredLeaf(leaf, body)) if body is not None or kept.contribution else None
     except LaminaError as error:
         raise NotVerified(
             "cli.receipt-malformed", f"'{prefix}' is not a receipt: {error.problem}", _ASK_AGAIN
@@ -309,13 +317,14 @@ def _check_receipt(prefix: Path, trust: Trust, as_json: bool) -> None:
         raise NotVerified("cli.receipt-not-trusted", problem, _ASK_AGAIN)
     named = [NoteKey(found.origin, key) for key in dict.fromkeys(trusted)]
     head = proof.verify(leaf, named, origin=found.origin)
-    if proof.index != found.index or record.seq != found.index:
+    if proof.index != found.index or kept.seq != found.index:
         raise NotVerified(
             "cli.receipt-proofs-differ", f"the proofs are of leaves {found.index} and {proof.index}", _ASK_AGAIN
         )
     made = {"verified": True, "origin": found.origin, "index": found.index, "size": head.size}
-    said = f"verified: leaf {found.index} of {head.size:,} in {found.origin}, {format_utc(record.time)}"
-    print_answer(made, f"{said}\n  {describe_leaf(record)}", as_json)
+    said = f"verified: leaf {found.index} of {head.size:,} in {found.origin}, {format_utc(kept.time)}"
+    told = KIND_NAMES[kept.kind] if record is None else describe_leaf(record)
+    print_answer(made, f"{said}\n  {told}", as_json)
 
 
 _ASK_AGAIN = "get the receipt again, and the keys from whoever is responsible for the ledger"

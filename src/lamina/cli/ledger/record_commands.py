@@ -41,7 +41,7 @@ from lamina.ledger.contribution_trace import ContributionTrace, EpochExposure
 from lamina.ledger.contribution_trace import trace_contribution as traced
 from lamina.ledger.governance_records import Aggregate, PartySignature, Release, Withdrawal
 from lamina.ledger.reader import find_contributions
-from lamina.ledger.records import KIND_NAMES, ContributionRecord, Epoch, Leaf, SegmentOutcome
+from lamina.ledger.records import KIND_NAMES, ContributionRecord, Epoch, KeptContribution, Leaf, SegmentOutcome
 from lamina.ledger.retention import Retention
 from lamina.ledger.schema import pluralize, schema_of
 from lamina.ledger.show import (
@@ -177,19 +177,22 @@ def trace(ledger: LedgerArgument, name: DigestArgument, as_json: JsonOption = Fa
 
 def trace_page(found: ContributionTrace) -> str:
     """One contribution as text."""
-    record, terms = found.record, found.record.terms
+    record, (cls, clip, noise) = found.record, found.record.bound
     bound = "public" if found.signed is None else (
-        f"clip norm {format_micro(terms.clip_norm)}, noise multiplier {format_micro(terms.noise_multiplier)} "
+        f"clip norm {format_micro(clip)}, noise multiplier {format_micro(noise)} "
         f"(ε ≤ {format_epsilon(found.signed)} over all runs)"
     )  # fmt: skip
     lines = [
         f"contribution {record.descriptor.hex()}",
         f"  admitted   leaf {found.leaf.seq}, {format_utc(found.leaf.time)}; expires {format_utc(record.expires)}",
-        f"  class      {terms.cls}",
+        f"  class      {cls}",
         f"  bound      {bound}",
-        f"  depth      {terms.profile or 'as its class'}",
     ]
-    if record.anchor is not None:
+    if isinstance(record, KeptContribution):
+        lines.append("  pruned     the rest of its record, and its attestation")
+    else:
+        lines.append(f"  depth      {record.terms.profile or 'as its class'}")
+    if isinstance(record, ContributionRecord) and record.anchor is not None:
         lines.append(f"  anchor     {record.anchor.hex()}")
     lines.append(f"  eligible   in {pluralize(len(found.epochs), 'epoch')}{':' if found.epochs else ''}")
     lines += [f"    {line}" for line in _epoch_lines(found.epochs)]
@@ -318,7 +321,7 @@ def withdraw(
 def _withdrawal_page(found: WithdrawnContribution) -> str:
     again = "already withdrawn: " if found.again else ""
     known, signed, record = found.lost, found.lost.signed, found.target.record
-    assert isinstance(record, ContributionRecord)
+    assert isinstance(record, ContributionRecord | KeptContribution)
     of = "" if signed is None else f" of the {format_epsilon(signed)} that was signed"
     lost = f"ε {format_epsilon(known.spend)}{of}"
     lines = [
@@ -370,13 +373,14 @@ def prune(
     passphrase_file: PassphraseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Replace old contributions by totals, and drop their records and attestations. Without --yes, only show it.
+    """Drop the bodies and attestations of old contributions, and sum them up. Without --yes, only show it.
 
-    What is expired and older than the retention time of the header becomes totals by class: how many, how many
-    withdrawn, the largest ε that any of them lost. Hashes stay, so that every checkpoint is still provably consistent
-    with later ones. Afterwards only a receipt proves a single record: hand receipts out before.
+    What is expired and older than the retention time is summed up by class: how many, how many withdrawn, the largest ε
+    that any of them lost. Their leaves stay, with class, bound and expiry, and every proof can still be made. Key,
+    attestation and anchor go.
 
-    Totals cannot be checked once their records are gone. So an auditor can recompute and countersign them before.
+    Attestations cannot be checked once they are gone. So an auditor checks them and countersigns before; without that a
+    ledger is no longer verified as trusted.
 
     Examples:
 

@@ -88,7 +88,7 @@ def _decode_text(value: bytes | None) -> str:
 
 
 _COPY_TYPES = {
-    "leaf": ("int8", "int4", "bytea"),
+    "leaf": ("int8", "int4", "bytea", "bytea"),
     "evidence": ("int8", "bytea"),
     "known": ("bytea", "int8"),
     "attempt": ("bytea", "int8", "int8", "int8"),
@@ -130,14 +130,6 @@ class PostgresConnection:
     def find(self, table: str, columns: str, keys: Sequence[bytes]) -> list[tuple[Any, ...]]:
         query = f"SELECT {columns} FROM {table} WHERE key = ANY(%b)"
         return self._db.execute(query, [sorted(keys)], binary=True).fetchall()
-
-    def discard(self, rows: Sequence[tuple[bytes, int]]) -> None:
-        if rows:
-            self._db.execute(
-                "DELETE FROM known USING unnest(%b::bytea[], %b::int8[]) AS gone (key, seq) "
-                "WHERE known.key = gone.key AND known.seq = gone.seq",
-                ([key for key, _ in rows], [seq for _, seq in rows]),
-            )
 
 
 @contextmanager
@@ -275,7 +267,7 @@ class PostgresStore(Store):
             db = self._connection("write")
             db.autocommit = True
             try:
-                for table in ("leaf", "tile", "evidence", "known"):
+                for table in ("leaf", "evidence"):
                     db.execute(sql.SQL("VACUUM (FULL) {}").format(sql.Identifier(table)))
             finally:
                 db.autocommit = False

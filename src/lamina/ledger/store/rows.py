@@ -18,7 +18,14 @@ from typing import Any, NamedTuple, Protocol
 from lamina.errors import LedgerDamaged, LedgerError
 from lamina.ledger.merkle import ReadTile, Tile, tile_path
 
-LeafRow = tuple[int, int, bytes]  # a leaf: its index, the number of its kind, its bytes
+LeafRow = tuple[int, int, bytes, bytes | None]  # a leaf: its index, the number of its kind, its bytes, its body
+
+
+class StoredLeaf(NamedTuple):
+    """The bytes of a leaf, which the tree hashes, and of the body whose hash it holds; None where that is pruned."""
+
+    leaf: bytes
+    body: bytes | None
 
 
 class LedgerHead(NamedTuple):
@@ -44,7 +51,7 @@ class AttemptRow(NamedTuple):
 
 
 class PruningRow(NamedTuple):
-    """An aggregate that was appended, and whether what it stands for is gone already."""
+    """An aggregate that was appended, and whether the bodies that it stands for are gone already."""
 
     seq: int
     done: bool
@@ -115,9 +122,6 @@ class SqlConnection(Protocol):
     def find(self, table: str, columns: str, keys: Sequence[bytes]) -> list[Any]:
         """The rows of a table that have one of these keys."""
 
-    def discard(self, rows: Sequence[tuple[bytes, int]]) -> None:
-        """Delete these rows of `known`."""
-
 
 class StoreReader:
     """One consistent view."""
@@ -133,19 +137,23 @@ class StoreReader:
         size, time, epoch, indexed, frontier = found[0]
         return LedgerHead(size, time, epoch, indexed, bytes(frontier))
 
-    def leaf(self, seq: int) -> bytes | None:
-        """A leaf; None if it is not there (not yet, or not any more)."""
-        return self._bytes("SELECT data FROM leaf WHERE seq = ?", seq)
+    def leaf(self, seq: int) -> StoredLeaf | None:
+        """A leaf with its body; None if it is not there."""
+        return next((found for _, found in self.leaves(seq, seq + 1)), None)
 
-    def leaves(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    def leaves(self, first: int, stop: int) -> Iterator[tuple[int, StoredLeaf]]:
         """(seq, leaf) of those in [first, stop) that are there, in order, in bounded memory."""
-        return self._range("SELECT seq, data FROM leaf WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?", first, stop)
+        return self._leaves("", first, stop)
 
-    def of_kind(self, kind: int, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    def of_kind(self, kind: int, first: int, stop: int) -> Iterator[tuple[int, StoredLeaf]]:
         """The same of one kind. Quick for every kind but contributions."""
         # The number is written out, so that the partial index over all kinds but contributions is used.
-        query = f"SELECT seq, data FROM leaf WHERE kind = {int(kind)}{' AND kind <> 2' * (kind != 2)}"
-        return self._range(f"{query} AND seq >= ? AND seq < ? ORDER BY seq LIMIT ?", first, stop)
+        return self._leaves(f"kind = {int(kind)}{' AND kind <> 2' * (kind != 2)} AND ", first, stop)
+
+    def _leaves(self, condition: str, first: int, stop: int) -> Iterator[tuple[int, StoredLeaf]]:
+        query = f"SELECT seq, data, body FROM leaf WHERE {condition}seq >= ? AND seq < ? ORDER BY seq LIMIT ?"
+        for seq, data, body in self._range(query, first, stop):
+            yield seq, StoredLeaf(bytes(data), None if body is None else bytes(body))
 
     def tile(self, level: int, index: int) -> bytes | None:
         """A tile as far as it is filled."""
@@ -174,7 +182,7 @@ class StoreReader:
     def evidences(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
         """(seq, bytes) of those in [first, stop) that are there, in order, in bounded memory."""
         query = "SELECT seq, data FROM evidence WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?"
-        return self._range(query, first, stop)
+        return ((seq, bytes(data)) for seq, data in self._range(query, first, stop))
 
     def blob(self, digest: bytes) -> bytes | None:
         """Bytes by their SHA-256 (a plan, a manifest)."""
@@ -271,10 +279,9 @@ class StoreReader:
         found = self._db.rows(query, *values)
         return int(found[0][0]) if found else None
 
-    def _range(self, query: str, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    def _range(self, query: str, first: int, stop: int) -> Iterator[tuple[Any, ...]]:
         while first < stop and (found := self._db.rows(query, first, stop, _ROWS_AT_ONCE)):
-            for seq, data in found:
-                yield seq, bytes(data)
+            yield from found
             first = found[-1][0] + 1
 
 
@@ -282,7 +289,7 @@ class StoreWriter(StoreReader):
     """A transaction. What it read stays true until it ends."""
 
     def add_leaves(self, rows: Sequence[LeafRow]) -> None:
-        self._db.insert("leaf", ("seq", "kind", "data"), rows)
+        self._db.insert("leaf", ("seq", "kind", "data", "body"), rows)
 
     def add_evidence(self, rows: Sequence[tuple[int, bytes]]) -> None:
         if rows:
@@ -345,16 +352,10 @@ class StoreWriter(StoreReader):
         if keys:
             self._db.insert("token", ("key",), [(key,) for key in keys])
 
-    def drop_leaves(self, first: int, stop: int) -> None:
-        """Delete leaves [first, stop) and what belongs to them alone."""
-        self._db.rows("DELETE FROM leaf WHERE seq >= ? AND seq < ?", first, stop)
+    def drop_bodies(self, first: int, stop: int) -> None:
+        """Delete the bodies of the contributions in [first, stop), and their attestations."""
+        self._db.rows("UPDATE leaf SET body = NULL WHERE seq >= ? AND seq < ? AND kind = 2", first, stop)
         self._db.rows("DELETE FROM evidence WHERE seq >= ? AND seq < ?", first, stop)
-
-    def drop_keys(self, rows: Sequence[tuple[bytes, int]]) -> None:
-        self._db.discard(rows)
-
-    def drop_tiles(self, level: int, indices: Sequence[int]) -> None:
-        self._db.many("DELETE FROM tile WHERE id = ?", [(_tile_id(level, index),) for index in indices])
 
 
 def _checkpoint_of_row(row: tuple[Any, ...]) -> StoredCheckpoint:
@@ -397,7 +398,7 @@ def tile_reader(rows: StoreReader) -> ReadTile:
 
 # The tables of a ledger.
 #
-# leaf        the leaves that are there: index, kind, bytes
+# leaf        the leaves: index, kind, bytes; and the body of each, but those of pruned contributions
 # tile        hashes of the tree, by level·2^56 + index
 # head        one row: where the ledger stands. In PostgreSQL whoever writes holds its lock
 # checkpoint  every checkpoint that was signed, with its signatures
@@ -406,7 +407,7 @@ def tile_reader(rows: StoreReader) -> ReadTile:
 # known       keys under which leaves are found, but those of the last ones: see append.UnindexedKeys
 # attempt     (run, segment, generation) of every epoch: each at most once
 # withdrawn   contributions that were withdrawn
-# pruning     aggregates, and whether what they stand for is gone
+# pruning     aggregates, and whether the bodies that they stand for are gone
 # writer      the last batch of each writer: whether a commit whose answer was lost took place
 # run         runs that reserved or were charged
 # held        what has no leaf: the reservation of a run's plan, and attempts that are open
@@ -416,7 +417,7 @@ def tile_reader(rows: StoreReader) -> ReadTile:
 
 # {number}, {bytes}, {sorted}: what the dialects call a 64-bit integer, bytes, and a table kept in order of its key
 TABLES = (
-    "CREATE TABLE leaf (seq {number} PRIMARY KEY, kind INTEGER NOT NULL, data {bytes} NOT NULL)",
+    "CREATE TABLE leaf (seq {number} PRIMARY KEY, kind INTEGER NOT NULL, data {bytes} NOT NULL, body {bytes})",
     "CREATE INDEX leaf_kind ON leaf (kind, seq) WHERE kind <> 2",
     "CREATE TABLE tile (id {number} PRIMARY KEY, data {bytes} NOT NULL)",
     "CREATE TABLE head (id INTEGER PRIMARY KEY CHECK (id = 1), size {number} NOT NULL, time {number} NOT NULL, "
@@ -440,7 +441,7 @@ TABLES = (
     "CREATE TABLE terms (account TEXT PRIMARY KEY, body {bytes} NOT NULL) {sorted}",
     "CREATE TABLE token (key {bytes} PRIMARY KEY) {sorted}",
 )
-TABLES_VERSION = 2
+TABLES_VERSION = 3
 
 
 class Store(ABC):

@@ -231,9 +231,6 @@ class _SqliteConnection:
         query = f"SELECT {columns} FROM {table} WHERE key IN carray(?)"
         return self._db.execute(query, (apsw.carray(tuple(sorted(keys))),)).fetchall()
 
-    def discard(self, rows: Sequence[tuple[bytes, int]]) -> None:
-        self._db.executemany("DELETE FROM known WHERE key = ? AND seq = ?", rows)
-
 
 def _sqlite_version() -> tuple[int, ...]:
     return tuple(int(part) for part in apsw.sqlite_lib_version().split("."))

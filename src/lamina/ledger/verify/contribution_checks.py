@@ -9,88 +9,91 @@ for each. Leaves that differ elsewhere are grouped again, or left to the strict 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.attestation import BYTES_32, NUMBER, Attestation, SignedTerms, compile_pattern
+from lamina.admit.attestation import Attestation, SignedTerms
 from lamina.admit.key_ring import KeyStatus
 from lamina.admit.keys import LAST_SECOND, PublicKey, format_utc
 from lamina.errors import AdmissionError, EncodingError
-from lamina.ledger.governance_records import Withdrawal
+from lamina.ledger.governance_records import Role, Withdrawal
 from lamina.ledger.key_state import KeyState, PolicyInForce, Violation
 from lamina.ledger.records import (
+    CONTRIBUTION_BODY,
+    CONTRIBUTION_LEAF,
     KIND_NAMES,
     KIND_NUMBERS,
     ContributionRecord,
     ContributionTerms,
     Epoch,
+    KeptContribution,
     Leaf,
     Segment,
     SegmentOutcome,
     decode_leaf,
 )
 from lamina.ledger.schema import CLOCK_SKEW
-from lamina.ledger.store.rows import StoreReader
-from lamina.ledger.verify.tree_checks import LEAF, AggregateTallies, Finding, Trust, fail
+from lamina.ledger.store.rows import StoredLeaf, StoreReader
+from lamina.ledger.verify.tree_checks import AggregateTallies, Finding, Trust, fail, fail_unreadable
 
 if TYPE_CHECKING:
     from lamina.ledger.spending import Bound
 
+Contribution = ContributionRecord | KeptContribution
 Ints = NDArray[np.int64]
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Prefixes = NDArray[np.uint64]  # the first 8 bytes of digests
 
 _MOST_LAYOUTS = 32  # different layouts in one block; the rest is read one by one
 _FEWEST_ROWS = 16  # fewer leaves than these are read one by one
-_KIND = bytes((KIND_NUMBERS[ContributionRecord],))
-_LAYOUT = compile_pattern(
-    rb"\xa5\x01", re.escape(_KIND), rb"\x02", NUMBER, rb"\x03", NUMBER, rb"\x04", NUMBER, rb"\x05[\xa6-\xa8]\x01", BYTES_32,
-    rb"\x02", BYTES_32, rb"\x03", BYTES_32, rb"\x04", NUMBER, rb"\x05", NUMBER, rb"\x06",
-).match  # fmt: skip
-_SEQ, _TIME, _EPOCH, _DESCRIPTOR, _ATTESTATION, _KEY, _BEGIN, _END = range(1, 9)  # groups
-_NUMBERS = (_SEQ, _TIME, _EPOCH, _BEGIN, _END)
-_TAIL = 35  # bytes of an anchor or a subject: key, head, digest
+_KIND = KIND_NUMBERS[ContributionRecord]
+_SEQ, _TIME, _EPOCH, _BODY_HASH, _DESCRIPTOR, _END = range(1, 7)  # groups of the leaf
+_ATTESTATION, _KEY, _BEGIN = range(7, 10)  # and, counted on, of the body
 
 
 @dataclass(frozen=True, slots=True)
 class ContributionColumns:
-    """Contributions of one layout and one set of terms. `rows` are their positions in the block, `kids` their keys."""
+    """Contributions of one layout, bound and set of terms. `rows` are their positions in the block.
+
+    Of those whose bodies are pruned there are no terms, and nothing of what comes after these.
+    """
 
     rows: Ints
     seq: Ints
     time: Ints
     epoch: Ints
-    not_before: Ints
     expires: Ints
-    terms: ContributionTerms
+    bound: Bound
     descriptor: Prefixes
-    attestation: Prefixes
     subject: Prefixes | None
-    key: Prefixes
-    kids: frozenset[bytes]
+    terms: ContributionTerms | None
+    not_before: Ints | None = None
+    attestation: Prefixes | None = None
+    kids: frozenset[bytes] = frozenset()
 
 
-def other_kinds(data: Sequence[bytes]) -> list[int]:
+def other_kinds(data: Sequence[StoredLeaf]) -> list[int]:
     """Positions of the leaves that do not begin like a contribution."""
-    start = b"\xa5\x01" + _KIND
-    return [at for at, one in enumerate(data) if one[:3] != start]
+    starts = {bytes((0xA0 | items, 1, _KIND)) for items in (10, 11)}
+    return [at for at, one in enumerate(data) if one[0][:3] not in starts]
 
 
-def read_columns(block: Sequence[bytes]) -> Iterator[ContributionColumns | Ints]:
+def read_columns(block: Sequence[StoredLeaf]) -> Iterator[ContributionColumns | Ints]:
     """The block in groups of one layout; last, the positions of the leaves to be read one by one."""
     left: list[Ints] = []
-    lengths = np.fromiter(map(len, block), np.int64, len(block))
-    for length in dict.fromkeys(lengths.tolist()):
-        rows = np.flatnonzero(lengths == length)
+    alike: dict[tuple[int, int], list[int]] = {}
+    for row, (leaf, body) in enumerate(block):
+        alike.setdefault((len(leaf), -1 if body is None else len(body)), []).append(row)
+    for same in alike.values():
+        rows: Ints = np.array(same, dtype=np.int64)
         for _ in range(_MOST_LAYOUTS):
             if len(rows) < _FEWEST_ROWS:
                 break
-            found = _same_layout_group(block, rows, length)
+            found = _same_layout_group(block, rows)
             if found is None:
                 left.append(rows[:1])
                 rows = rows[1:]
@@ -102,54 +105,80 @@ def read_columns(block: Sequence[bytes]) -> Iterator[ContributionColumns | Ints]
         yield alone
 
 
-def _same_layout_group(block: Sequence[bytes], rows: Ints, length: int) -> tuple[ContributionColumns, Ints] | None:
+def _same_layout_group(block: Sequence[StoredLeaf], rows: Ints) -> tuple[ContributionColumns, Ints] | None:
     """The leaves of the same layout as the first, and the other rows; None if the first is no valid contribution."""
     model = block[int(rows[0])]
-    layout = _LAYOUT(model)
     try:
         first = decode_leaf(model).record
     except EncodingError:
         return None
-    if layout is None or not isinstance(first, ContributionRecord):
+    spans = _layout(model)
+    if spans is None or not isinstance(first, ContributionRecord | KeptContribution):
         return None
-    spans = {group: layout.span(group) for group in range(1, 9)}
-    anchored = length - _TAIL * (first.subject is not None)
+    numbers = [group for group in (_SEQ, _TIME, _EPOCH, _END, _BEGIN) if group in spans]
+    ends = [len(model.leaf)] * (first.subject is not None)
+    length = len(model.leaf) + len(model.body or b"")
+    ends += [length] * (isinstance(first, ContributionRecord) and first.anchor is not None)
     free = np.zeros(length, dtype=np.bool_)
     for group, (start, stop) in spans.items():
-        free[start + (group in _NUMBERS and stop - start > 1) : stop] = True  # the width of a number stays
-    if first.anchor is not None:
-        free[anchored - 32 : anchored] = True
-    if first.subject is not None:
-        free[length - 32 :] = True
-    table = np.frombuffer(b"".join([block[row] for row in rows.tolist()]), np.uint8).reshape(-1, length)
+        free[start + (group in numbers and stop - start > 1) : stop] = True  # the width of a number stays
+    for end in ends:
+        free[end - 32 : end] = True
+    stored = [block[row] for row in rows.tolist()]
+    whole = isinstance(first, ContributionRecord)
+    parts = [part for one in stored for part in one] if whole else [one.leaf for one in stored]
+    table = np.frombuffer(b"".join(parts), np.uint8).reshape(-1, length)
     same = (table[:, ~free] == table[0, ~free]).all(axis=1)
-    numbers = {group: _number_column(table, *spans[group]) for group in _NUMBERS}
-    for group in _NUMBERS:
+    columns = {group: _number_column(table, *spans[group]) for group in numbers}
+    for group, column in columns.items():
         start, stop = spans[group]
-        same &= numbers[group] >= _LEAST_BY_WIDTH[stop - start]
+        same &= column >= _LEAST_BY_WIDTH[stop - start]
         if stop - start == 1:
-            same &= numbers[group] < 24
-    same &= (numbers[_TIME] <= LAST_SECOND) & (numbers[_BEGIN] < numbers[_END]) & (numbers[_END] <= LAST_SECOND)
-    kept, others = rows[same], rows[~same]
-    start, stop = spans[_KEY]
+            same &= column < 24
+    same &= (columns[_TIME] <= LAST_SECOND) & (columns[_END] <= LAST_SECOND)
+    if whole:
+        same &= columns[_BEGIN] < columns[_END]
+        start, stop = spans[_BODY_HASH]
+        hashes = b"".join([hashlib.sha256(one.body).digest() for one in stored])
+        same &= (table[:, start:stop] == np.frombuffer(hashes, np.uint8).reshape(-1, 32)).all(axis=1)
 
     def prefixes(at: int) -> Prefixes:
         return np.ascontiguousarray(table[same, at : at + 8]).view("<u8").ravel()
 
-    return ContributionColumns(
-        rows=kept,
-        seq=numbers[_SEQ][same],
-        time=numbers[_TIME][same],
-        epoch=numbers[_EPOCH][same],
-        not_before=numbers[_BEGIN][same],
-        expires=numbers[_END][same],
-        terms=first.terms,
+    made = ContributionColumns(
+        rows=rows[same],
+        seq=columns[_SEQ][same],
+        time=columns[_TIME][same],
+        epoch=columns[_EPOCH][same],
+        expires=columns[_END][same],
+        bound=first.bound,
         descriptor=prefixes(spans[_DESCRIPTOR][0]),
-        attestation=prefixes(spans[_ATTESTATION][0]),
-        subject=None if first.subject is None else prefixes(length - 32),
-        key=prefixes(start),
-        kids=frozenset([block[row][start:stop] for row in kept.tolist()]),
-    ), others
+        subject=None if first.subject is None else prefixes(len(model.leaf) - 32),
+        terms=None,
+    )
+    if isinstance(first, ContributionRecord):
+        start, stop = (at - len(model.leaf) for at in spans[_KEY])
+        made = replace(
+            made,
+            terms=first.terms,
+            not_before=columns[_BEGIN][same],
+            attestation=prefixes(spans[_ATTESTATION][0]),
+            kids=frozenset([(block[row].body or b"")[start:stop] for row in made.rows.tolist()]),
+        )
+    return made, rows[~same]
+
+
+def _layout(model: StoredLeaf) -> dict[int, tuple[int, int]] | None:
+    """Where the fields are in leaf and body, one after the other; None if there are none."""
+    if (leaf := CONTRIBUTION_LEAF.match(model.leaf)) is None:
+        return None
+    spans = {group: leaf.span(group) for group in range(1, _ATTESTATION)}
+    if model.body is not None:
+        if (body := CONTRIBUTION_BODY.match(model.body)) is None:
+            return None
+        after = len(model.leaf)
+        spans |= {_END + group: (after + body.start(group), after + body.end(group)) for group in range(1, 4)}
+    return spans
 
 
 _LEAST_BY_WIDTH = {1: 0, 2: 24, 3: 1 << 8, 5: 1 << 16, 9: 1 << 32}  # CBOR writes smaller numbers shorter
@@ -214,13 +243,15 @@ class RepeatChecks:
 
     def columns(self, group: ContributionColumns) -> None:
         self._columns["descriptor"].many(group.seq, group.descriptor)
-        self._columns["attestation"].many(group.seq, group.attestation)
+        if group.attestation is not None:
+            self._columns["attestation"].many(group.seq, group.attestation)
         if group.subject is not None:
             self._columns["subject"].many(group.seq, group.subject)
 
-    def one(self, seq: int, record: ContributionRecord) -> None:
+    def one(self, seq: int, record: Contribution) -> None:
         self._columns["descriptor"].one(seq, record.descriptor)
-        self._columns["attestation"].one(seq, record.attestation)
+        if isinstance(record, ContributionRecord):
+            self._columns["attestation"].one(seq, record.attestation)
         if record.subject is not None:
             self._columns["subject"].one(seq, record.subject)
 
@@ -252,8 +283,7 @@ def _equal_values(rows: StoreReader, group: list[int], name: str) -> Iterator[tu
     seen: dict[bytes, int] = {}
     for seq in group:
         data = rows.leaf(seq)
-        if data is None:
-            continue
+        assert data is not None
         value: bytes = getattr(decode_leaf(data).record, name)
         before = seen.setdefault(value, seq)
         if before != seq:
@@ -351,7 +381,7 @@ class LongestEligible(NamedTuple):
 
     seq: int
     expires: int
-    key: bytes
+    key: bytes | None  # not known where the body is pruned
 
 
 class ContributionChecks:
@@ -363,10 +393,12 @@ class ContributionChecks:
         self._policy, self._keys, self._attestations, self._tallies = policy, keys, attestations, tallies
         self.repeats = RepeatChecks()
         self.longest_eligible: dict[Bound, LongestEligible] = {}
-        self.count = 0
+        self.count = self.pruned = 0
         self._judged: tuple[int, dict[ContributionTerms, Violation | None]] = (-1, {})
 
-    def block(self, first: int, data: Sequence[bytes], time: int, epoch: int, evidence: Mapping[int, bytes]) -> int:
+    def block(
+        self, first: int, data: Sequence[StoredLeaf], time: int, epoch: int, evidence: Mapping[int, bytes]
+    ) -> int:
         """Check consecutive leaves from `first` on; the time of the last one."""
         times = np.empty(len(data), dtype=np.int64)
         suspect = np.zeros(len(data), dtype=np.bool_)
@@ -385,11 +417,13 @@ class ContributionChecks:
                 read[row] = decode_leaf(data[row])
             except EncodingError as error:
                 self._upto(row, first, data, times, suspect, read, time, epoch)
-                fail(first + row, LEAF, "verify.leaf-unreadable", error.problem)
+                fail_unreadable(first + row, error)
             times[row], suspect[row] = read[row].time, True
         self._upto(len(data), first, data, times, suspect, read, time, epoch)
         if self._attestations is not None:
             for row, one in enumerate(data):
+                if one.body is None:
+                    continue
                 leaf = read.get(row) or decode_leaf(one)
                 self.repeats.token(first + row, self._attestations.check(leaf, evidence.get(first + row)))
         for group in groups:
@@ -400,7 +434,7 @@ class ContributionChecks:
         return int(times[-1])
 
     def _upto(
-        self, stop: int, first: int, data: Sequence[bytes], times: Ints, suspect: Flags, read: Mapping[int, Leaf],
+        self, stop: int, first: int, data: Sequence[StoredLeaf], times: Ints, suspect: Flags, read: Mapping[int, Leaf],
         time: int, epoch: int,
     ) -> None:  # fmt: skip
         """Check the suspects before `stop` one by one; time must not fall anywhere."""
@@ -412,16 +446,19 @@ class ContributionChecks:
     def check(self, leaf: Leaf, index: int, time: int, epoch: int) -> None:
         """Check one contribution: everything that `_suspects` checks of many, with its reason."""
         record = leaf.record
-        assert isinstance(record, ContributionRecord)
+        assert isinstance(record, Contribution)
         check_position(leaf, index, time, epoch)
         admitted = f"it was admitted at {format_utc(leaf.time)}"
-        if leaf.time + CLOCK_SKEW < record.not_before:
+        if isinstance(record, ContributionRecord) and leaf.time + CLOCK_SKEW < record.not_before:
             reason = f"{admitted}, before it was valid, at {format_utc(record.not_before)}"
             fail(index, ContributionRecord, "verify.admitted-before-valid", reason)
         if leaf.time >= record.expires + CLOCK_SKEW:
             reason = f"{admitted}, after it expired, at {format_utc(record.expires)}"
             fail(index, ContributionRecord, "verify.admitted-after-expiry", reason)
-        wrong = self._terms_violation(record.terms) or self._key_violation(record.key, leaf.time)
+        if isinstance(record, ContributionRecord):
+            wrong = self._terms_violation(record.terms) or self._key_violation(record.key, leaf.time)
+        else:
+            wrong = self._policy.bound_violation(*record.bound)
         if wrong is not None:
             fail(index, ContributionRecord, *wrong)
 
@@ -430,17 +467,14 @@ class ContributionChecks:
         if not len(group.rows):
             return np.zeros(0, dtype=np.bool_)
         times = int(group.time.min()), int(group.time.max())
-        if self._terms_violation(group.terms) is not None or any(
-            self._key_violation(kid, at) is not None for kid in group.kids for at in times
-        ):
+        terms, cls = group.terms, group.bound
+        wrong = self._policy.bound_violation(*cls) if terms is None else self._terms_violation(terms)
+        if wrong is not None or any(self._key_violation(kid, at) is not None for kid in group.kids for at in times):
             return np.ones(len(group.rows), dtype=np.bool_)
         found: Flags = (
-            (group.seq != group.rows + first)
-            | (group.epoch != epoch)
-            | (group.time + CLOCK_SKEW < group.not_before)
-            | (group.time >= group.expires + CLOCK_SKEW)
+            (group.seq != group.rows + first) | (group.epoch != epoch) | (group.time >= group.expires + CLOCK_SKEW)
         )
-        return found
+        return found if group.not_before is None else found | (group.time + CLOCK_SKEW < group.not_before)
 
     def _key_violation(self, kid: bytes, at: int) -> Violation | None:
         """Why a contributor's key does not count at `at`, as far as that shows without the attestation."""
@@ -455,31 +489,40 @@ class ContributionChecks:
             known[terms] = self._policy.violation(terms)
         return known[terms]
 
-    def _remember_group(self, group: ContributionColumns, data: Sequence[bytes]) -> None:
+    def _remember_group(self, group: ContributionColumns, data: Sequence[StoredLeaf]) -> None:
         if not len(group.rows):
             return
         self.repeats.columns(group)
-        self._tallies.columns(group)
-        if group.terms.noise_multiplier:
+        self._tally(group.bound, group.seq, group.time, group.expires, group.terms is None)
+        if group.bound[2]:
             row = int(np.argmax(group.expires))
-            known = self.longest_eligible.get(group.terms.bound)
+            known = self.longest_eligible.get(group.bound)
             if known is None or int(group.expires[row]) > known.expires:
-                record = decode_leaf(data[int(group.rows[row])]).record
-                assert isinstance(record, ContributionRecord)
-                self._remember_longest(int(group.seq[row]), record)
+                self._remember_longest(decode_leaf(data[int(group.rows[row])]))
 
     def _remember_one(self, leaf: Leaf) -> None:
         record = leaf.record
-        assert isinstance(record, ContributionRecord)
+        assert isinstance(record, Contribution)
         self.repeats.one(leaf.seq, record)
-        self._tallies.one(leaf.seq, leaf.time, record)
-        if record.terms.noise_multiplier:
-            self._remember_longest(leaf.seq, record)
+        seq, time, expires = (np.array([each], dtype=np.int64) for each in (leaf.seq, leaf.time, record.expires))
+        self._tally(record.bound, seq, time, expires, isinstance(record, KeptContribution))
+        if record.bound[2]:
+            self._remember_longest(leaf)
 
-    def _remember_longest(self, seq: int, record: ContributionRecord) -> None:
+    def _tally(self, bound: Bound, seq: Ints, time: Ints, expires: Ints, pruned: bool) -> None:
+        """Count contributions for their aggregates. Those without a body must have one."""
+        self.pruned += pruned * len(seq)
+        if (alone := self._tallies.add(bound[0], seq, time, expires, pruned)) is not None:
+            reason = "its body is missing, and no aggregate stands for it: it was deleted"
+            fail(alone, ContributionRecord, "verify.body-missing", reason)
+
+    def _remember_longest(self, leaf: Leaf) -> None:
+        record = leaf.record
+        assert isinstance(record, Contribution)
         known = self.longest_eligible.get(record.bound)
         if known is None or record.expires > known.expires:
-            self.longest_eligible[record.bound] = LongestEligible(seq, record.expires, record.key)
+            key = record.key if isinstance(record, ContributionRecord) else None
+            self.longest_eligible[record.bound] = LongestEligible(leaf.seq, record.expires, key)
 
     def eligible(self, bound: Bound, before: int, time: int) -> bool:
         """Whether somebody of that class, with that bound if it is one, is surely eligible.
@@ -498,9 +541,10 @@ class ContributionChecks:
             for key, own in self.longest_eligible.items()
         )
 
-    def _revoked(self, kid: bytes, at: int) -> bool:
-        known = self._keys.history(kid)
-        return known is not None and known.revoked is not None and at >= known.revoked
+    def _revoked(self, kid: bytes | None, at: int) -> bool:
+        """Whether a contributor's key is revoked; where it is not known which it was, whether any is."""
+        known = self._keys.histories(Role.CONTRIBUTOR) if kid is None else [self._keys.history(kid)]
+        return any(each is not None and each.revoked is not None and at >= each.revoked for each in known)
 
     def gone(self, seq: int) -> None:
         """Forget a withdrawn contribution. Whether another one has its bound is not known."""

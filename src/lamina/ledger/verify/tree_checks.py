@@ -1,4 +1,4 @@
-"""Findings, and the checks of the tree: its hashes, pruned leaves included, its checkpoints and aggregates.
+"""Findings, and the checks of the tree: its hashes, its checkpoints, and the aggregates that stand for pruned bodies.
 
 Checkpoints are held against the keys of the ledger, against keys that an auditor trusts, and against checkpoints that
 were kept before.
@@ -11,9 +11,9 @@ import os
 import time as system
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -24,9 +24,9 @@ from lamina.admit.keys import PublicKey, format_utc, read_small
 from lamina.errors import EncodingError, LaminaError, LedgerError
 from lamina.ledger import signed_checkpoint as notes
 from lamina.ledger.governance_records import Aggregate, Header, LeafSpan, Role
-from lamina.ledger.key_state import KeyState, Violation
-from lamina.ledger.merkle import HASH_SIZE, TILE_HEIGHT, TILE_WIDTH, Frontier, node_hash, tile_path
-from lamina.ledger.records import KIND_NAMES, ContributionRecord, Leaf, Record
+from lamina.ledger.key_state import KeyState, Violation, retention_in_force
+from lamina.ledger.merkle import HASH_SIZE, TILE_HEIGHT, TILE_WIDTH, Frontier, tile_path
+from lamina.ledger.records import KIND_NAMES, Leaf, Record
 from lamina.ledger.schema import CLOCK_SKEW
 from lamina.ledger.signed_checkpoint import (
     LedgerCheckpoint,
@@ -40,7 +40,7 @@ from lamina.ledger.signed_checkpoint import (
 from lamina.ledger.store.rows import StoredCheckpoint, StoreReader
 
 if TYPE_CHECKING:
-    from lamina.ledger.verify.contribution_checks import ContributionColumns, Ints
+    from lamina.ledger.verify.contribution_checks import Ints
 
 # Kinds of findings that are not about a record of a known kind
 LEAF = "leaf"
@@ -76,6 +76,14 @@ class VerificationStopped(Exception):
 def fail(index: int | None, kind: str | type[Record], code: str, reason: str) -> NoReturn:
     """Stop the replay with this finding."""
     raise VerificationStopped(Finding(index, kind if isinstance(kind, str) else KIND_NAMES[kind], code, reason))
+
+
+_UNREADABLE_CODES = {"ledger.body-missing": "verify.body-missing", "ledger.body-differs": "verify.body-edited"}
+
+
+def fail_unreadable(index: int, error: EncodingError) -> NoReturn:
+    """Stop the replay because a leaf or its body cannot be read."""
+    fail(index, LEAF, _UNREADABLE_CODES.get(error.code, "verify.leaf-unreadable"), error.problem)
 
 
 _MOST_CHECKPOINT_BYTES = 1 << 20
@@ -154,25 +162,14 @@ def known_checkpoints(given: Iterable[str | bytes | KnownCheckpoint]) -> list[Kn
 
 @dataclass(slots=True)
 class AggregateTally:
-    """Sums over the leaves of one aggregate: those present by class, their latest times, and the digest of all hashes."""
+    """Sums over the leaves of one aggregate: contributions by class, their latest times, and the digest of all hashes."""
 
     aggregate: Aggregate
     counts: Counter[str] = field(default_factory=Counter)
+    pruned: int = 0  # of these, without a body
     latest: int = -1
     expires: int = -1
-    earliest: int = -1  # leaves that are gone are not older than this
-    hashed: int = 0
-    whole: bool = True
     digest: hashlib._Hash = field(default_factory=hashlib.sha256)
-
-    @property
-    def present(self) -> int:
-        return self.counts.total()
-
-    @property
-    def sealed(self) -> bytes | None:
-        """The digest, if every hash was there."""
-        return self.digest.digest() if self.whole and self.hashed == self.aggregate.count else None
 
 
 class AggregateTallies:
@@ -180,76 +177,46 @@ class AggregateTallies:
 
     def __init__(self, aggregates: Mapping[int, Aggregate]) -> None:
         self._tallies = {seq: AggregateTally(aggregate) for seq, aggregate in aggregates.items()}
-        spans = [(span.first, span.stop, seq) for seq, each in aggregates.items() for span in each.spans]
-        self._spans = sorted(spans)
+        self._spans: list[tuple[int, int, int]] = []
+        for span in sorted((span.first, span.stop, seq) for seq, each in aggregates.items() for span in each.spans):
+            if not self._spans or span[0] >= self._spans[-1][1]:
+                self._spans.append(span)
+            elif span[2] < self._spans[-1][2]:  # the later of two that overlap is refused when it is reached
+                self._spans[-1] = span
         self._first: Ints = np.array([first for first, _, _ in self._spans], dtype=np.int64)
 
     def of(self, seq: int) -> AggregateTally | None:
         """The tally of the aggregate in that leaf."""
         return self._tallies.get(seq)
 
-    def covering(self, seq: int) -> tuple[LeafSpan, AggregateTally] | None:
-        """The span that contains a leaf."""
-        at = int(np.searchsorted(self._first, seq, side="right")) - 1
-        if at < 0 or not seq < self._spans[at][1]:
-            return None
-        first, stop, owner = self._spans[at]
-        return LeafSpan(first=first, stop=stop), self._tallies[owner]
-
-    def within(self, one: int, two: int) -> bool:
-        """Whether one span contains both leaves."""
-        first, second = self.covering(one), self.covering(two)
-        return first is not None and second is not None and first[0] == second[0]
-
-    def columns(self, group: ContributionColumns) -> None:
-        """Count contributions that are present."""
-        if not self._spans:
-            return
-        at = np.searchsorted(self._first, group.seq, side="right") - 1
+    def add(self, cls: str, seq: Ints, time: Ints, expires: Ints, pruned: bool) -> int | None:
+        """Count contributions of a class, with or without bodies; the first without one that no aggregate covers."""
+        at = np.searchsorted(self._first, seq, side="right") - 1
+        left = np.full(len(seq), pruned)
         for place in np.unique(at[at >= 0]).tolist():
             first, stop, owner = self._spans[place]
-            inside = (group.seq >= first) & (group.seq < stop)
+            inside = (seq >= first) & (seq < stop)
             if inside.any():
-                tally = self._tallies[owner]
-                tally.counts[group.terms.cls] += int(inside.sum())
-                tally.latest = max(tally.latest, int(group.time[inside].max()))
-                tally.expires = max(tally.expires, int(group.expires[inside].max()))
-
-    def one(self, seq: int, time: int, record: ContributionRecord) -> None:
-        """Count one contribution that is present."""
-        if self._spans and (found := self.covering(seq)) is not None:
-            tally = found[1]
-            tally.counts[record.terms.cls] += 1
-            tally.latest, tally.expires = max(tally.latest, time), max(tally.expires, record.expires)
+                tally, count = self._tallies[owner], int(inside.sum())
+                tally.counts[cls] += count
+                tally.pruned += pruned * count
+                tally.latest = max(tally.latest, int(time[inside].max()))
+                tally.expires = max(tally.expires, int(expires[inside].max()))
+                left[inside] = False
+        return int(seq[left].min()) if left.any() else None
 
     def hashes(self, first: int, hashes: Sequence[bytes]) -> None:
-        """Digest leaf hashes, in order, of leaves that are present or in a tile."""
-        at, stop = first, first + len(hashes)
-        while self._spans and at < stop:
-            found = self.covering(at)
-            if found is None:
-                later = self._first[self._first > at]
-                at = min(stop, int(later[0])) if len(later) else stop
-                continue
-            span, tally = found
-            end = min(stop, span.stop)
-            tally.digest.update(b"".join(hashes[at - first : end - first]))
-            tally.hashed += end - at
-            at = end
-
-    def gone(self, seq: int, time: int) -> None:
-        """Leaves of one span from `seq` on are pruned; the leaf before them is of `time`."""
-        if (found := self.covering(seq)) is not None:
-            found[1].earliest = max(found[1].earliest, time)
-
-    def unknown(self, seq: int) -> None:
-        """Not even the hash of this leaf is left."""
-        if (found := self.covering(seq)) is not None:
-            found[1].whole = False
+        """Digest leaf hashes, in order."""
+        stop = first + len(hashes)
+        start = max(int(np.searchsorted(self._first, first, side="right")) - 1, 0)
+        for begin, end, owner in islice(self._spans, start, None):
+            if begin >= stop:
+                break
+            self._tallies[owner].digest.update(b"".join(hashes[max(begin - first, 0) : max(end - first, 0)]))
 
 
 class AggregateChecks:
-    """Checks of aggregates, which stand for pruned leaves."""
+    """Checks of aggregates, which stand for pruned bodies."""
 
     def __init__(self, header: Header, keys: KeyState, tallies: AggregateTallies) -> None:
         self._header, self._keys, self._tallies = header, keys, tallies
@@ -264,10 +231,10 @@ class AggregateChecks:
         def wrong(code: str, reason: str) -> NoReturn:
             fail(seq, Aggregate, code, reason)
 
-        if record.horizon + self._header.retention > leaf.time:
+        if record.horizon + (kept := retention_in_force(self._header)) > leaf.time:
             reason = (
-                f"at {format_utc(leaf.time)} it prunes contributions until {format_utc(record.horizon)}, the header keeps "
-                f"them for {self._header.retention} s"
+                f"at {format_utc(leaf.time)} it prunes contributions until {format_utc(record.horizon)}, the ledger keeps "
+                f"them for {kept} s"
             )
             wrong("verify.pruned-before-retention", reason)
         if record.spans[-1].stop > seq:
@@ -281,20 +248,22 @@ class AggregateChecks:
         tally = self._tallies.of(seq)
         if tally is None or tally.aggregate != record:
             wrong("verify.aggregate-index-differs", "the store lists another aggregate here than the leaf")
-        if (admitted := max(tally.latest, tally.earliest)) >= record.horizon:
-            reason = f"a contribution admitted at {format_utc(admitted)} or later, its horizon is {format_utc(record.horizon)}"
+        if tally.latest >= record.horizon:
+            reason = (
+                f"a contribution admitted at {format_utc(tally.latest)}, its horizon is {format_utc(record.horizon)}"
+            )
             wrong("verify.pruned-beyond-horizon", f"it prunes {reason}")
         if tally.expires > leaf.time:
             wrong(
                 "verify.pruned-before-expiry",
                 f"it prunes a contribution that expires later, at {format_utc(tally.expires)}",
             )
-        if (digest := tally.sealed) is not None and digest != record.digest:
+        if tally.digest.digest() != record.digest:
             wrong("verify.aggregate-digest-differs", "its digest does not match its leaves")
         stated = {each.cls: each.count for each in record.classes}
-        for cls, count in tally.counts.items():
-            if count > stated.get(cls, 0) or (tally.present == record.count and count != stated[cls]):
-                reason = f"it counts {stated.get(cls, 0)} contributions of class {cls!r}, {count} are there"
+        for cls in sorted(stated.keys() | tally.counts.keys()):
+            if stated.get(cls, 0) != tally.counts[cls]:
+                reason = f"it counts {stated.get(cls, 0)} contributions of class {cls!r}, {tally.counts[cls]} are there"
                 wrong("verify.aggregate-count-differs", reason)
         starts = [span.first for span in record.spans]  # in order
         gone = sum(seq < record.spans[at - 1].stop for seq in withdrawn if (at := bisect_right(starts, seq)))
@@ -312,7 +281,7 @@ class AggregateChecks:
 
 
 class ReplayedTree:
-    """The tree over the leaves that are present and, where they were pruned, over their stored hashes.
+    """The tree over the leaves.
 
     Tiles are not evidence: every root is compared with what was signed. But where a leaf and its tile differ, the tile
     tells which leaf was edited.
@@ -338,7 +307,7 @@ class ReplayedTree:
             part = hashes[at : at + TILE_WIDTH - inside]
             tile = self._level0(index)
             if tile is None:
-                reason = f"{tile_path(0, index)} is missing, though its leaves are there"
+                reason = f"{tile_path(0, index)} is missing"
                 fail(first + at, TILE, "verify.tile-missing", reason)
             found, made = tile[inside * HASH_SIZE : (inside + len(part)) * HASH_SIZE], b"".join(part)
             if found != made:
@@ -350,42 +319,6 @@ class ReplayedTree:
     def extend(self, hashes: Sequence[bytes]) -> None:
         self._tallies.hashes(self.size, hashes)
         self.frontier.extend(hashes, self._check)
-
-    def skip(self, stop: int) -> None:
-        """Extend the tree to `stop` by the hashes of pruned leaves that tiles hold."""
-        while self.size < stop:
-            index, inside = divmod(self.size, TILE_WIDTH)
-            tile = self._level0(index)
-            if tile is not None:
-                last = min(stop - index * TILE_WIDTH, TILE_WIDTH)
-                part = [tile[HASH_SIZE * k : HASH_SIZE * (k + 1)] for k in range(inside, last)]
-                if len(tile) < HASH_SIZE * last:
-                    reason = f"{tile_path(0, index)} holds {len(tile) // HASH_SIZE} hashes, {last} are needed"
-                    fail(self.size, TILE, "verify.tile-too-short", reason)
-                self.extend(part)
-            elif inside or stop - self.size < TILE_WIDTH:
-                reason = f"{tile_path(0, index)} is missing, and the tree cannot be built without it"
-                fail(self.size, TILE, "verify.tile-missing", reason)
-            else:
-                self._add_block(index)
-
-    def _add_block(self, index: int) -> None:
-        """Extend by 256 leaves of which only the hash of their subtree is left, in the tile above."""
-        above, inside = divmod(index, TILE_WIDTH)
-        tile = self._rows.tile(1, above) or b""
-        hash = tile[HASH_SIZE * inside : HASH_SIZE * (inside + 1)]
-        if len(hash) < HASH_SIZE:
-            reason = f"{tile_path(1, above)} is missing, and the tree cannot be built without it"
-            fail(self.size, TILE, "verify.tile-missing", reason)
-        self._tallies.unknown(self.size)
-        hashes, blocks, level = list(self.frontier.hashes), self.size // TILE_WIDTH, TILE_HEIGHT
-        while True:
-            if level % TILE_HEIGHT == 0:
-                self._check(level, index >> level - TILE_HEIGHT, hash)
-            if not blocks & 1:
-                break
-            hash, blocks, level = node_hash(hashes.pop(), hash), blocks >> 1, level + 1
-        self.frontier = Frontier(self.size + TILE_WIDTH, [*hashes, hash])
 
     def _check(self, level: int, first: int, row: bytes) -> None:
         """Compare computed hashes of complete subtrees with the tile that holds them."""
@@ -540,19 +473,15 @@ class KnownCheckpointChecks:
 
     def __init__(self, seen: Sequence[KnownCheckpoint], origin: str) -> None:
         self._seen, self._origin = list(seen), origin
-        self._sizes: set[int] = set()
         self._agreed = 0  # leaves up to which the ledger agrees
         self._forked: Finding | None = None
 
     def __bool__(self) -> bool:
         return bool(self._seen)
 
-    def sizes(self, signed: Collection[int], tallies: AggregateTallies, size: int) -> set[int]:
-        """Tree sizes to stop at. Amid pruned leaves the root is known only where it was signed."""
-        asked = {each.head.size for each in self._seen}
-        hidden = {each for each in asked.difference(signed) if each and tallies.within(each - 1, each)}
-        self._sizes = {each for each in asked - hidden if each <= size}
-        return self._sizes
+    def sizes(self, size: int) -> set[int]:
+        """Tree sizes to stop at."""
+        return {each.head.size for each in self._seen if each.head.size <= size}
 
     def reached(self, size: int, root: bytes) -> None:
         for each in self._seen:
@@ -580,10 +509,6 @@ class KnownCheckpointChecks:
                 fail(size, KNOWN_CHECKPOINT, "verify.ledger-rolled-back", reason)
         if self._forked is not None:
             raise VerificationStopped(self._forked)
-        for each in self._seen:
-            if each.head.size not in self._sizes:
-                reason = f"{_known_checkpoint_text(each.head.size)} was never signed here: the ledger was forked"
-                fail(self._agreed, KNOWN_CHECKPOINT, "verify.ledger-forked", reason)
 
 
 def _known_checkpoint_text(size: int) -> str:

@@ -15,10 +15,27 @@ from lamina.errors import EncodingError, LedgerDamaged, LedgerError, StoreError
 from lamina.ledger.governance_records import Aggregate, Header, KeyEvent, PolicyChange, Release, Withdrawal
 from lamina.ledger.key_state import KeyState, PolicyInForce
 from lamina.ledger.merkle import Frontier, leaf_hashes
-from lamina.ledger.records import KIND_NAMES, KIND_NUMBERS, ContributionRecord, Epoch, Leaf, Record, decode_leaf
+from lamina.ledger.records import (
+    KIND_NAMES,
+    KIND_NUMBERS,
+    ContributionRecord,
+    Epoch,
+    Leaf,
+    Record,
+    decode_kept,
+    decode_leaf,
+)
 from lamina.ledger.schema import pluralize
 from lamina.ledger.spending import Bound
-from lamina.ledger.store.rows import RESERVATION_SEGMENT, WHOLE_BUDGET_SEGMENT, LedgerHead, RunHold, Store, StoreReader
+from lamina.ledger.store.rows import (
+    RESERVATION_SEGMENT,
+    WHOLE_BUDGET_SEGMENT,
+    LedgerHead,
+    RunHold,
+    Store,
+    StoredLeaf,
+    StoreReader,
+)
 from lamina.ledger.store.sqlite import make_store
 from lamina.ledger.verify.contribution_checks import (
     AttestationChecks,
@@ -43,6 +60,7 @@ from lamina.ledger.verify.tree_checks import (
     Trust,
     VerificationStopped,
     fail,
+    fail_unreadable,
     known_checkpoints,
 )
 from lamina.plan.depth_profile import PROFILE_SCHEMA
@@ -78,11 +96,11 @@ class Verification:
     """Report of a verification.
 
     verified     every check passed
-    trusted      and keys from outside the ledger signed all of it
+    trusted      and keys from outside the ledger signed all of it, and auditors what was pruned
     size, root   of the tree over the leaves; if not all could be read, the size that the head claims
     signed       number of leaves that checkpoints cover
     problem      the first finding
-    counts       leaves by kind; `pruned` counts leaves that are gone
+    counts       leaves by kind; `pruned` counts the contributions whose bodies are gone
     notes        what was not, or could not be, checked
     held         by run, what is charged or reserved and not yet recorded
     """
@@ -101,9 +119,14 @@ class Verification:
     notes: tuple[str, ...] = ()
     held: tuple[UnrecordedSpend, ...] = ()
 
+    @property
+    def verdict(self) -> str:
+        """In words: not verified, self-consistent, or trusted."""
+        return "not verified" if not self.verified else "trusted" if self.trusted else "self-consistent"
+
     def to_dict(self) -> dict[str, Any]:
         root, held = None if self.root is None else self.root.hex(), [each.to_dict() for each in self.held]
-        return asdict(self) | {"root": root, "notes": list(self.notes), "held": held}
+        return asdict(self) | {"verdict": self.verdict, "root": root, "notes": list(self.notes), "held": held}
 
 
 def read_head(rows: StoreReader) -> LedgerHead:
@@ -119,17 +142,17 @@ def read_header(rows: StoreReader) -> Header:
     data = rows.leaf(0)
     if data is None:
         fail(0, LEAF, "verify.header-missing", "the ledger has no header: leaf 0 was deleted")
-    record = _decode(0, data).record
-    if not isinstance(record, Header):
-        fail(0, type(record), "verify.header-missing", "the ledger does not begin with a header")
-    return record
+    leaf = _decode(0, data)
+    if not isinstance(leaf.record, Header):
+        fail(0, leaf.kind, "verify.header-missing", "the ledger does not begin with a header")
+    return leaf.record
 
 
-def _decode(index: int, data: bytes) -> Leaf:
+def _decode(index: int, data: StoredLeaf) -> Leaf:
     try:
         return decode_leaf(data)
     except EncodingError as error:
-        fail(index, LEAF, "verify.leaf-unreadable", f"it cannot be read: {error.problem}")
+        fail_unreadable(index, error)
 
 
 def read_aggregates(rows: StoreReader, head: LedgerHead) -> dict[int, Aggregate]:
@@ -268,11 +291,10 @@ class LedgerReplay:
         self._known = bool(trusted)
         self.checkpoints = CheckpointChecks(self.header, list(rows.checkpoints()), trusted)
         self.others: dict[int, type[Record]] = {}
-        self.pruned = 0
         self.held: tuple[UnrecordedSpend, ...] = ()
         self._time = self._epoch = 0
         signed, size = self.checkpoints.sizes(), self.head.size
-        self._cuts = iter(sorted({*signed, *self._seen.sizes(signed, self._tallies, size), size}))
+        self._cuts = iter(sorted({*signed, *self._seen.sizes(size), size}))
         self._cut = next(self._cuts)
 
     @property
@@ -280,7 +302,7 @@ class LedgerReplay:
         """Leaves by kind."""
         found = Counter(KIND_NAMES[kind] for kind in self.others.values())
         found[KIND_NAMES[ContributionRecord]] = self.contributions.count
-        return {**{word: found[word] for word in KIND_NAMES.values()}, "pruned": self.pruned}
+        return {**{word: found[word] for word in KIND_NAMES.values()}, "pruned": self.contributions.pruned}
 
     def run(self, progress: Progress | None = None) -> None:
         """Replay all leaves; raises VerificationStopped at the first finding."""
@@ -290,14 +312,18 @@ class LedgerReplay:
             for first, data in _consecutive_rows(part):
                 if first < self.tree.size:
                     fail(first, LEAF, "verify.leaf-twice", "the store holds this leaf twice")
-                self._skip_pruned(first)
+                self._refuse_gap(first)
                 self._take(data)
             if progress is not None:
                 progress(self.tree.size, self.head.size)
-        self._skip_pruned(self.head.size)
+        self._refuse_gap(self.head.size)
         self._finish()
 
-    def _take(self, data: Sequence[bytes]) -> None:
+    def _refuse_gap(self, stop: int) -> None:
+        if (first := self.tree.size) < stop:
+            fail(first, LEAF, "verify.leaf-missing", "it is missing: it was deleted")
+
+    def _take(self, data: Sequence[StoredLeaf]) -> None:
         """Read consecutive leaves, in stretches up to the next checkpoint."""
         at = 0
         while at < len(data):
@@ -306,8 +332,8 @@ class LedgerReplay:
             at = stop
             self._reach()
 
-    def _stretch(self, data: Sequence[bytes]) -> None:
-        first, hashes = self.tree.size, leaf_hashes(data)
+    def _stretch(self, data: Sequence[StoredLeaf]) -> None:
+        first, hashes = self.tree.size, leaf_hashes([one.leaf for one in data])
         wrong = self.tree.differs(hashes)
         self._records(first, data if wrong is None else data[:wrong])
         if wrong is not None:
@@ -315,7 +341,7 @@ class LedgerReplay:
             fail(first + wrong, kind, "verify.leaf-edited", reason)
         self.tree.extend(hashes)
 
-    def _records(self, first: int, data: Sequence[bytes]) -> None:
+    def _records(self, first: int, data: Sequence[StoredLeaf]) -> None:
         evidence = {}
         if self.attestations is not None and data:
             evidence = dict(self._rows.evidences(first, first + len(data)))
@@ -328,7 +354,7 @@ class LedgerReplay:
                 self._record(first + stop, data[stop])
             at = stop + 1
 
-    def _record(self, index: int, data: bytes) -> None:
+    def _record(self, index: int, data: StoredLeaf) -> None:
         leaf = _decode(index, data)
         check_position(leaf, index, self._time, self._epoch)
         if index and leaf.kind is Header:
@@ -369,20 +395,6 @@ class LedgerReplay:
             self.keys.check_event(change)
             self.keys.apply(change)
 
-    def _skip_pruned(self, stop: int) -> None:
-        """Go on to `stop` over leaves that are not there: an aggregate stands for them, or they were deleted."""
-        while (first := self.tree.size) < stop:
-            found = self._tallies.covering(first)
-            if found is None:
-                fail(
-                    first, LEAF, "verify.leaf-missing", "it is missing, and no aggregate stands for it: it was deleted"
-                )
-            end = min(stop, found[0].stop, self._cut)
-            self._tallies.gone(first, self._time)
-            self.tree.skip(end)
-            self.pruned += end - first
-            self._reach()
-
     def _reach(self) -> None:
         """Check the checkpoints of this tree size, if there are any."""
         while self.tree.size == self._cut:
@@ -404,12 +416,12 @@ class LedgerReplay:
         self._check_trust()
 
     def _check_pruned(self) -> None:
-        """Check that a checkpoint covers every aggregate whose leaves are gone."""
+        """Check that a checkpoint covers every aggregate of which bodies are gone."""
         for seq, kind in self.others.items():
             if kind is Aggregate and seq >= self.checkpoints.signed_size:
                 tally = self._tallies.of(seq)
-                if tally is not None and tally.present < tally.aggregate.count:
-                    reason = "its leaves are pruned, and no checkpoint covers it"
+                if tally is not None and tally.pruned:
+                    reason = "bodies of its leaves are pruned, and no checkpoint covers it"
                     fail(seq, Aggregate, "verify.pruned-without-checkpoint", reason)
 
     def _check_trust(self) -> None:
@@ -427,7 +439,7 @@ class LedgerReplay:
             fail(self.checkpoints.trusted, TRUSTED_KEYS, "verify.trusted-signature-missing", reason)
 
 
-def _consecutive_rows(rows: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, list[bytes]]]:
+def _consecutive_rows(rows: Sequence[tuple[int, StoredLeaf]]) -> Iterator[tuple[int, list[StoredLeaf]]]:
     """The rows in groups of consecutive leaves."""
     if rows and rows[-1][0] - rows[0][0] == len(rows) - 1:  # the keys of a table are distinct and sorted
         yield rows[0][0], [data for _, data in rows]
@@ -438,9 +450,9 @@ def _consecutive_rows(rows: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, 
         start = at
 
 
-def _leaf_kind(data: bytes) -> str:
+def _leaf_kind(data: StoredLeaf) -> str:
     try:
-        return KIND_NAMES[decode_leaf(data).kind]
+        return KIND_NAMES[decode_kept(data.leaf).kind]
     except EncodingError:
         return LEAF
 
@@ -462,7 +474,7 @@ def verify(
     It checks the form, order, hashes and times of all leaves; every checkpoint, its root and its signature; the bounds
     of contributions against floors and classes, and (unless `signatures` is false) their attestations; key events,
     policy changes, withdrawals, aggregates and releases; and every spend, computed again from the plans by the header's
-    accountant. Pruned leaves are compared with what was kept of them.
+    accountant. Bodies may be missing only of contributions that an aggregate stands for.
 
     Without `trust` and `seen` this shows that a ledger is consistent in itself and signed by keys that it names itself:
     whoever can write all of it can make such a ledger. With `trust` keys from elsewhere must have signed it; with
@@ -521,7 +533,7 @@ def _report(replay: LedgerReplay, problem: Finding | None, trust: Trust | None) 
     checkpoints = replay.checkpoints
     return Verification(
         verified=problem is None,
-        trusted=problem is None and trust is not None,
+        trusted=problem is None and trust is not None and not replay.aggregates.not_countersigned,
         origin=replay.header.origin,
         size=replay.head.size,
         root=replay.tree.root() if whole else None,
@@ -544,10 +556,14 @@ def _report_notes(replay: LedgerReplay, trust: Trust | None) -> Iterable[str]:
         yield f"leaves [{good}, {size}) are not signed yet"
     if replay.attestations is None:
         yield "attestations were not checked"
-    if replay.pruned:
-        yield f"{pluralize(replay.pruned, 'contribution is', 'contributions are')} pruned: only hashes are left"
+    if pruned := replay.contributions.pruned:
+        bodies = pluralize(
+            pruned, "contribution is pruned: its attestation", "contributions are pruned: their attestations"
+        )
+        yield f"{bodies} can no longer be checked"
     if count := replay.aggregates.not_countersigned:
-        yield f"{pluralize(count, 'aggregate is', 'aggregates are')} countersigned by nobody"
+        why = "" if trust is None else ": the ledger is self-consistent, and not trusted"
+        yield f"{pluralize(count, 'aggregate is', 'aggregates are')} countersigned by nobody{why}"
     if count := replay.epochs.epochs_without_account:
         yield (
             f"{pluralize(count, 'epoch has', 'epochs have')} no account for a bound that an eligible contribution signed: "
