@@ -23,6 +23,7 @@ from lamina.cli.terminal import (
     progress_bar,
     results_only,
 )
+from lamina.corpus.payload_admission import admit_payloads
 from lamina.errors import AdmissionError
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
@@ -151,7 +152,7 @@ def _review_folder(
         elif ledger_key is not None:
             raise typer.BadParameter("give --ledger with it", param_hint="--ledger-key")
         tick = stack.enter_context(progress_bar("checking signatures"))
-        return gate.review(folder, progress=tick)
+        return admit_payloads(gate, folder, progress=tick)[0]
 
 
 def admission_json(found: Admission, resolution: Resolution | None = None) -> dict[str, Any]:
