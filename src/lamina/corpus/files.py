@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from lamina.admit.contribution_sources import ArrayHeader, BadArray, read_arrays, read_headers
 from lamina.errors import CorpusError
+from lamina.validate import open_regular
 
 LABELS_REMEDY = "number the labels from a public list of them, or: labels, y = numpy.unique(y, return_inverse=True)"
 ROWS_PER_CHUNK = 4096
@@ -149,7 +150,7 @@ def _read_lines(path: Path) -> tuple[list[str], list[CsvLine]]:
 
 def open_csv(path: str | Path) -> Any:
     try:
-        return open(path, encoding="utf-8-sig", newline="")
+        return open(open_regular(path), encoding="utf-8-sig", newline="")
     except OSError as error:
         problem = f"'{path}' cannot be read: {error.strerror}"
         raise CorpusError("corpus.file-unreadable", problem, "give the path of a CSV file") from None
@@ -211,15 +212,17 @@ SAVEZ_REMEDY = "write it with np.savez(path, x=x, y=y)"
 def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     """Some arrays of an .npz file. Arrays of Python objects would have to be unpickled, so they are refused."""
     try:
-        if path.exists() and not zipfile.is_zipfile(path):
-            raise CorpusError("corpus.npz-unreadable", f"'{path}' is not an .npz file", SAVEZ_REMEDY)
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            for name in names:
-                if name not in file.files:
-                    problem = f"'{path}' has no array {name!r}; it has {', '.join(file.files)}"
-                    remedy = "name the arrays: x='…', y='…', or y=None where there are no labels"
-                    raise CorpusError("corpus.array-missing", problem, remedy)
-            return {name: _load_array(path, file, name) for name in names}
+        with open(open_regular(path), "rb") as raw:
+            if not zipfile.is_zipfile(raw):
+                raise CorpusError("corpus.npz-unreadable", f"'{path}' is not an .npz file", SAVEZ_REMEDY)
+            raw.seek(0)
+            with np.load(raw, allow_pickle=False) as file:
+                for name in names:
+                    if name not in file.files:
+                        problem = f"'{path}' has no array {name!r}; it has {', '.join(file.files)}"
+                        remedy = "name the arrays: x='…', y='…', or y=None where there are no labels"
+                        raise CorpusError("corpus.array-missing", problem, remedy)
+                return {name: _load_array(path, file, name) for name in names}
     except FileNotFoundError:
         raise CorpusError("corpus.file-missing", f"'{path}' is not there", "give the path of an .npz file") from None
     except CorpusError:
@@ -248,7 +251,7 @@ def array_of_objects(path: str | Path, name: str) -> CorpusError:
 def payload_headers(path: str, content: bytes | None = None) -> dict[str, ArrayHeader]:
     """What the arrays x and y of a payload say of themselves, as far as they are there and can be read."""
     try:
-        with open(path, "rb", buffering=0) if content is None else io.BytesIO(content) as raw:
+        with open(open_regular(path), "rb", buffering=0) if content is None else io.BytesIO(content) as raw:
             return read_headers(raw, ("x", "y"))
     except Exception as error:
         raise _unreadable_npz(path, error) from None
@@ -257,7 +260,7 @@ def payload_headers(path: str, content: bytes | None = None) -> dict[str, ArrayH
 def payload_arrays(path: str, names: Sequence[str], content: bytes | None = None) -> dict[str, NDArray[Any]]:
     """These arrays of a payload. `content` was compared with a commitment: no checksum adds to that."""
     try:
-        with open(path, "rb") if content is None else io.BytesIO(content) as raw:
+        with open(open_regular(path), "rb") if content is None else io.BytesIO(content) as raw:
             found = read_arrays(raw, names, crc=content is None)
     except Exception as error:
         raise _unreadable_npz(path, error) from None

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.attestation import BYTES_32, NUMBER, Attestation, SignedTerms, compile_pattern
+from lamina.admit.attestation import (
+    BYTES_32,
+    CLOCK_SKEW,
+    NUMBER,
+    Attestation,
+    SignedTerms,
+    compile_pattern,
+    window_rules,
+)
 from lamina.admit.key_ring import KeyStatus
 from lamina.admit.keys import LAST_SECOND, PublicKey, format_utc
 from lamina.errors import AdmissionError, EncodingError
@@ -34,7 +42,6 @@ from lamina.ledger.records import (
     SegmentOutcome,
     decode_leaf,
 )
-from lamina.ledger.schema import CLOCK_SKEW
 from lamina.ledger.store.rows import StoreReader
 from lamina.ledger.verify.tree_checks import LEAF, AggregateTallies, Finding, Trust, fail
 
@@ -333,13 +340,16 @@ _TERM_DIFFERS = {  # field of `SignedTerms` → what a leaf that says otherwise 
 _ANCHOR_DIFFERS = Violation("verify.attestation-anchor-differs", "its attestation has another anchor than the leaf")
 
 
+def recorded_terms(record: ContributionRecord) -> SignedTerms:
+    """The terms of use in a leaf, as an attestation has them."""
+    terms = record.terms
+    bound = terms.clip_norm, terms.noise_multiplier
+    return SignedTerms(terms.cls, terms.data_class, *bound, not terms.noise_multiplier, terms.profile)
+
+
 def _terms_difference(record: ContributionRecord, signed: Attestation) -> Violation | None:
     """Where the leaf does not repeat what was signed. Publicness first: who hides a private contribution hides its ε."""
-    terms = record.terms
-    said = SignedTerms(
-        terms.cls, terms.data_class, terms.clip_norm, terms.noise_multiplier, not terms.noise_multiplier, terms.profile
-    )
-    if said != signed.terms:
+    if (said := recorded_terms(record)) != signed.terms:
         for name, (code, what) in _TERM_DIFFERS.items():
             if (theirs := getattr(signed.terms, name)) != (ours := getattr(said, name)):
                 return Violation(code, f"{what}: {theirs!r}, in the leaf: {ours!r}")
@@ -415,10 +425,11 @@ class ContributionChecks:
         assert isinstance(record, ContributionRecord)
         check_position(leaf, index, time, epoch)
         admitted = f"it was admitted at {format_utc(leaf.time)}"
-        if leaf.time + CLOCK_SKEW < record.not_before:
+        early, expired = window_rules(leaf.time, record.not_before, record.expires)
+        if early:
             reason = f"{admitted}, before it was valid, at {format_utc(record.not_before)}"
             fail(index, ContributionRecord, "verify.admitted-before-valid", reason)
-        if leaf.time >= record.expires + CLOCK_SKEW:
+        if expired:
             reason = f"{admitted}, after it expired, at {format_utc(record.expires)}"
             fail(index, ContributionRecord, "verify.admitted-after-expiry", reason)
         wrong = self._terms_violation(record.terms) or self._key_violation(record.key, leaf.time)
@@ -434,12 +445,8 @@ class ContributionChecks:
             self._key_violation(kid, at) is not None for kid in group.kids for at in times
         ):
             return np.ones(len(group.rows), dtype=np.bool_)
-        found: Flags = (
-            (group.seq != group.rows + first)
-            | (group.epoch != epoch)
-            | (group.time + CLOCK_SKEW < group.not_before)
-            | (group.time >= group.expires + CLOCK_SKEW)
-        )
+        early, expired = window_rules(group.time, group.not_before, group.expires)
+        found: Flags = (group.seq != group.rows + first) | (group.epoch != epoch) | early | expired
         return found
 
     def _key_violation(self, kid: bytes, at: int) -> Violation | None:
