@@ -338,7 +338,7 @@ ROW_DTYPE = np.dtype([
     ("descriptor", "V32"),  # SHA-256 of its bytes: the identity of the contribution
     ("attestation", "V32"),  # SHA-256 of its bytes
     ("commitment", "V32"), ("tag", "V32"),
-    ("content", "V16"),  # of the SHA-256 of the payload: what a nonce hides is compared here, and never leaves
+    ("content", "<i8"),  # of equal payloads the same: what nonces hide is compared here, and never leaves
     ("nonce", "V16"),  # secret
     ("cti", "V16"), ("not_before", "<i8"), ("expires", "<i8"), ("issued", "<i8"),
     ("clip_norm", "<i8"), ("noise_multiplier", "<i8"),  # both in 1e-6
@@ -347,16 +347,16 @@ ROW_DTYPE = np.dtype([
     ("cls", "<u2"),  # row of the policy
     ("flags", "<u1"),
 ])  # fmt: skip
-ROW_STRUCT = struct.Struct("<16s32s32s32s32s16s16s16s6qIHB")
+ROW_STRUCT = struct.Struct("<16s32s32s32s32sq16s16s6qIHB")
 assert ROW_STRUCT.size == ROW_DTYPE.itemsize
 
 _NO_TAG = bytes(32)
 
 
 def pack_row(
-    id: str, descriptor: Descriptor, attestation: Attestation, digest: bytes, content: bytes, key: int, cls: int
+    id: str, descriptor: Descriptor, attestation: Attestation, digest: bytes, content: int, key: int, cls: int
 ) -> bytes:
-    """One row. `digest` is that of the attestation as it was received, `content` that of the payload."""
+    """One row. `digest` is that of the attestation as it was received, `content` from `Examiner.check_payload`."""
     tag = attestation.tag
     flags = (TAGGED if tag is not None else 0) | (PROFILED if descriptor.profile is not None else 0)
     return ROW_STRUCT.pack(
