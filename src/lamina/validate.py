@@ -7,14 +7,28 @@ lamina.errors.PlanError: clip_norm is -1.0, must be a number > 0 [plan.clip-norm
 
 from __future__ import annotations
 
+import errno
 import math
 import numbers
+import os
+import stat
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from lamina.errors import LaminaError, PlanError
 
-__all__ = ["PlanError", "distinct_fields", "number", "one_of", "positive", "short_repr", "whole"]
+__all__ = [
+    "PlanError",
+    "distinct_fields",
+    "number",
+    "one_of",
+    "open_regular",
+    "positive",
+    "read_text_file",
+    "short_repr",
+    "whole",
+]
 
 
 def short_repr(value: object, width: int = 80) -> str:
@@ -24,6 +38,24 @@ def short_repr(value: object, width: int = 80) -> str:
     except Exception:  # a whole number of thousands of digits, or an object of somebody else's
         return f"a {type(value).__name__} that cannot be written"
     return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def open_regular(path: str | Path) -> int:
+    """Open a file for reading. OSError at once for a pipe, a device or a socket, which might never end."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return file
+
+
+def read_text_file(path: str | Path, most: int = 1 << 24) -> str:
+    """The text of a file of settings. OSError or UnicodeDecodeError if it is none."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes")
+    return data.decode("utf-8")
 
 
 def distinct_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def test_payloads_of_a_source_do_not_pile_up(desk: Any, monkeypatch: pytest.Monk
         return examine_all(self, offered, now)
 
     monkeypatch.setattr(Examiner, "examine_all", watched)
-    source = NamedSource([desk.offer(f"{i}", payload=bytes(400)) for i in range(10)])
+    source = NamedSource([desk.offer(f"{i}", payload=bytes([i]) * 400) for i in range(10)])
     assert len(desk.gate().review(source)) == 10
     assert held == [1200, 1200, 1200, 400]
 
@@ -118,7 +118,7 @@ def test_parts_are_bounded_in_bytes(desk: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pool, "CHUNK_BYTES", 1000)
     offered = [desk.offer(f"{i}", payload=bytes(400)) for i in range(10)]
     assert [len(part) for part in pool.ContributionChunks(offered)] == [3, 3, 3, 1]
-    large = [desk.offer(f"large {i}", payload=bytes(1 << 20)) for i in range(5)]
+    large = [desk.offer(f"large {i}", payload=bytes([i]) * (1 << 20)) for i in range(5)]
     assert len(desk.gate(processes=2).review(large)) == 5
 
 

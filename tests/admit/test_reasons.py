@@ -124,6 +124,28 @@ def two_of_one_name(desk: Any) -> list[Contribution]:
     return [desk.offer("bad"), desk.offer("bad")]
 
 
+for _name, _alike in {
+    "case": ("Patient-1", "patient-1"), "composed": ("zo\u00eb", "zoe\u0308"), "width": ("\uff501", "p1"),
+    "ligature": ("\ufb01n", "fin"), "cyrillic": ("\u0440\u0430t\u0456ent", "patient"), "greek": ("\u039f1", "O1"),
+    "invisible": ("p\ufe0f1", "p1"), "sharp s": ("stra\u00dfe", "STRASSE"),
+}.items():  # fmt: skip
+    CASES.append(
+        (Reason.DUPLICATE_ID, f"alike, {_name}", lambda desk, ids=_alike: [desk.offer(ids[0]), desk.offer(ids[1])])
+    )
+
+
+@case(Reason.DUPLICATE_PAYLOAD)
+def the_same_data_under_another_nonce(desk: Any) -> list[Contribution]:
+    return [desk.offer("first", payload=b"of one person"), desk.offer("bad", "standard", payload=b"of one person")]
+
+
+@case(Reason.DUPLICATE_PAYLOAD)
+def the_same_data_by_another_contributor(desk: Any) -> list[Contribution]:
+    key = PrivateKey.generate()
+    desk.keys.add(key.public, label="another clinic")
+    return [desk.offer("first", payload=b"of one person"), desk.offer("bad", key=key, payload=b"of one person")]
+
+
 @case(Reason.DUPLICATE_SUBJECT)
 def one_person_twice(desk: Any) -> list[Contribution]:
     return [desk.offer("first", tag="cd" * 32), desk.offer("bad", "standard", tag="cd" * 32)]

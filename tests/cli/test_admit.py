@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import shutil
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,16 +18,21 @@ import postgres
 import pytest
 import torch
 from asking import answer, refused, succeeded
+from forge import replacing, rewritten
 from safetensors.torch import load_file
 
+from lamina.admit.attestation import Descriptor, attest
 from lamina.admit.key_ring import KeyRing
+from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import Reason
 from lamina.cli.admit import REMEDIES
 from lamina.cli.explain import NOT_SIGNED
+from lamina.corpus.admitted import Gate
 from lamina.ledger.governance_records import Header, KeyEvent
-from lamina.ledger.records import ContributionRecord
+from lamina.ledger.records import ContributionRecord, ContributionTerms
 from lamina.ledger.verify.verifier import verify
 from lamina.ledger.writer import Ledger
+from lamina.plan.policy import Policy
 from lamina.spend.spend_ledger import SpendLedger
 from lamina.train.journal import Journal
 
@@ -180,6 +188,137 @@ def test_each_refusal_has_its_reason_and_what_to_do(clinic: Clinic) -> None:
     assert several == found
 
 
+def hostile(clinic: Clinic) -> dict[str, str]:
+    """What strangers and careless people put into a folder, and why it stays outside. Some of it is rightly signed."""
+    expected, people, ann = spoil(clinic), clinic.folder / "people", str(clinic.folder / "ann.key")
+    key, x = PrivateKey.load(ann, None), np.ones((2, 4), dtype="f4")
+
+    def signed(name: str, suffix: str = "npz", **arrays: Any) -> Path:
+        clinic.write(name, int.from_bytes(name.encode()))
+        path = people / name / f"payload.{suffix}"
+        (people / name / "payload.npz").rename(path)
+        if arrays:
+            np.savez(path, **arrays)
+        assert clinic.attest(ann, "--class", "clinical", where=f"people/{name}")["signed"] == 1
+        return path
+
+    signed("q-text", x=np.array([["a"] * 4]), y=np.zeros(1))
+    signed("q-shape", x=np.ones((2, 5), dtype="f4"), y=np.zeros(2, dtype="i8"))
+    signed("q-unlabelled", x=x)
+    signed("q-labels", x=x, y=np.zeros(3, dtype="i8"))
+    signed("q-other-file", "bin")
+    signed("q-table", "csv").write_text("a,b\n1,2\n")
+    clinic.attest(ann, "--class", "clinical", where="people/q-table")
+    signed("q-items")
+    path = people / "q-items" / "descriptor.cbor"
+    told = dataclasses.replace(Descriptor.decode(path.read_bytes()), items=5)
+    path.write_bytes(told.encode())
+    (people / "q-items" / "attestation.cose").write_bytes(attest(told, key, issued_at=told.not_before))
+    shutil.copytree(people / "p05", people / "q-twin")
+    clinic.attest(ann, "--class", "clinical", "--force", where="people/q-twin")
+    signed("Q-TABLET")
+    signed("q-tablet")
+    signed("\u0440\u041e7")  # as p07 and its like, in Cyrillic
+    signed("pO7")
+    (people / "q-link").symlink_to(people / "p08")
+    signed("q-linked-payload")
+    (people / "q-linked-payload" / "payload.npz").rename(clinic.folder / "elsewhere.npz")
+    (people / "q-linked-payload" / "payload.npz").symlink_to(clinic.folder / "elsewhere.npz")
+    signed("q-two")
+    (people / "q-two" / "payload.csv").write_text("1,2\n")
+    signed("q-pipe").unlink()
+    os.mkfifo(people / "q-pipe" / "payload.npz")
+    (people / "q-empty").mkdir()
+    signed("q-cut").write_bytes(b"PK")
+    return expected | {
+        "q-text": "unreadable", "q-shape": "unreadable", "q-unlabelled": "unreadable", "q-labels": "unreadable",
+        "q-other-file": "unreadable", "q-table": "unreadable", "q-items": "mismatch", "q-twin": "duplicate-payload",
+        "q-tablet": "duplicate-id", "\u0440\u041e7": "duplicate-id", "q-link": "unreadable", "q-linked-payload": "unreadable",
+        "q-two": "unreadable", "q-pipe": "unreadable", "q-empty": "no-attestation", "q-cut": "payload-mismatch",
+    }  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+def test_a_run_admits_whom_lamina_admit_admits(clinic: Clinic) -> None:
+    """The same people, and the same words about the others."""
+    expected = hostile(clinic)
+    looked = clinic.admit(code=1)
+    assert reasons(looked) == expected
+    assert clinic.admit("--processes", "2", code=1) == looked
+    run = clinic.json("train", str(clinic.project.write("RUN.toml", clinic.run)))["admission"]
+    assert run["refused"] == looked["refused"] and run["admitted"] == looked["admitted"]
+    gate = Gate(Policy.load(clinic.folder / "policy.toml"), clinic.folder / "keys.json")
+    corpus = gate.admit(clinic.folder / "people")
+    assert [each.to_dict() for each in corpus.admission.refused] == looked["refused"]
+    assert len(corpus) == looked["admitted"]
+    where = str(clinic.folder / "other.ledger.db")
+    assert reasons(clinic.admit("--ledger", where, code=1)) == expected
+    (clinic.folder / "people" / "contributions.csv").write_text("id,class\np06,clinical\np09,other\n")
+    looked = clinic.admit(code=1)
+    assert (looked["admitted"], reasons(looked)["p09"], reasons(looked)["p10"]) == (1, "mismatch", "unreadable")
+    assert [each.to_dict() for each in gate.admit(clinic.folder / "people").admission.refused] == looked["refused"]
+
+
+def test_whom_the_ledger_knows_stays_before_a_copy(clinic: Clinic) -> None:
+    """The copy comes first in the folder, and its data was signed again."""
+    where, people = str(clinic.folder / "test.ledger.db"), clinic.folder / "people"
+    assert clinic.admit("--ledger", where)["admitted"] == 20
+    shutil.copytree(people / "p05", people / "a-twin")
+    clinic.attest(str(clinic.folder / "ann.key"), "--class", "clinical", "--force", where="people/a-twin")
+    assert reasons(clinic.admit("--ledger", where, code=1)) == {"a-twin": "duplicate-payload"}
+    assert reasons(clinic.admit(code=1)) == {"p05": "duplicate-payload"}  # without it, the first stays
+
+
+def test_a_linked_folder_is_not_signed_either(clinic: Clinic) -> None:
+    link = clinic.folder / "people" / "linked"
+    link.symlink_to(clinic.folder / "people" / "p00")
+    before = (clinic.folder / "people" / "p00" / "attestation.cose").read_bytes()
+    found = clinic.attest(
+        str(clinic.folder / "ann.key"), "--class", "clinical", "--force", where="people/linked", code=1
+    )
+    assert found["signed"] == 0
+    assert (clinic.folder / "people" / "p00" / "attestation.cose").read_bytes() == before
+    assert reasons(clinic.admit(code=1)) == {"linked": "unreadable"}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder"])
+def test_what_is_no_regular_file_is_refused_at_once(clinic: Clinic, kind: str) -> None:
+    """Whichever file it is: nothing is waited for, and nothing endless is read."""
+    place, policy, people, *_ = clinic.folder / kind, *clinic.where
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(os.path.relpath(place))
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place = Path("/dev/zero")
+    strange, ann, keys = str(place), str(clinic.folder / "ann.key"), clinic.where[3]
+    (clinic.folder / "people" / "contributions.csv").symlink_to(place)
+    run = clinic.project.write("RUN.toml", clinic.run)
+    for words in (
+        ("admit", strange, people, "--keys", keys),
+        ("admit", policy, people, "--keys", strange),
+        ("admit", *clinic.where),  # its contributions.csv
+        ("admit", *clinic.where, "--ledger", strange),
+        ("attest", policy, people, "--key", strange, "--class", "clinical"),
+        ("attest", policy, people, "--key", ann, "--class", "clinical"),
+        ("attest", policy, people, "--key", ann, "--class", "clinical", "--subject-key", strange),
+        ("keys", "add", strange, "--keys", keys),
+        ("keys", "list", "--keys", strange),
+        ("train", strange),
+        ("train", str(run)),
+        ("plan", strange, "--steps", "3"),
+        ("ledger", "verify", strange),
+        ("ledger", "show", strange),
+    ):
+        code, _, told = clinic.project.call(*words)
+        assert code in (1, 2), (words, told)
+        assert "cli.unexpected-error" not in told, (words, told)
+
+
 def test_there_is_something_to_do_about_every_reason() -> None:
     assert REMEDIES.keys() == set(Reason)
     assert all(REMEDIES.values())
@@ -292,6 +431,63 @@ def test_help_says_how_and_what_it_costs(clinic: Clinic) -> None:
         "lamina admit policy.toml",
     ):
         assert words in text
+
+
+def test_the_record_is_compared_with_the_folder(clinic: Clinic) -> None:
+    where, people = str(clinic.folder / "test.ledger.db"), clinic.folder / "people"
+    clinic.admit("--ledger", where)
+    mine, trust = str(people / "p00"), str(clinic.folder / "test.pub")
+    ledger_key = PrivateKey.load(clinic.folder / "test.ledger.pem", None)
+    Path(trust).write_bytes(ledger_key.public.pem())
+
+    def differences(*folder: str) -> list[list[str]]:
+        """By trace, by a receipt that is written, and by the same receipt when it is checked."""
+        prefix = str(clinic.folder / f"mine{len(list(clinic.folder.glob('mine*')))}")
+        found = []
+        for words in (
+            ("trace", where, mine),
+            ("receipt", where, mine, "-o", prefix),
+            ("receipt", "--check", prefix, "--trust", trust, "--folder", mine),
+        ):
+            code, out, _ = clinic.project.call("ledger", *words, "--json")
+            found.append(json.loads(out)["differences"])
+            assert code == (1 if found[-1] else 0)
+        return found
+
+    assert differences() == [[]] * 3
+    assert "equal to the leaf" in clinic.ok("ledger", "trace", where, mine)
+    index = clinic.json("ledger", "trace", where, mine)["contributions"][0]["index"]
+    payload = people / "p00" / "payload.npz"
+    held = payload.read_bytes()
+    payload.write_bytes(b"other data")
+    assert differences() == [["payload"]] * 3
+    payload.unlink()
+    assert differences() == [[]] * 3  # nothing to compare it with
+    payload.write_bytes(held)
+    told = Descriptor.decode((people / "p00" / "descriptor.cbor").read_bytes())
+    signed = people / "p00" / "attestation.cose"
+    kept = signed.read_bytes()
+    signed.write_bytes(
+        attest(told, PrivateKey.load(clinic.folder / "ann.key", None), issued_at=7, subject_tag="ab" * 32)
+    )
+    assert differences() == [["attestation", "subject"]] * 3
+    signed.write_bytes(b"")
+    assert all("attestation" in each[0] or "CBOR" in each[0] for each in differences())
+    signed.write_bytes(kept)
+    public = ContributionTerms("clinical", told.data_class, 0, 0)
+    rewritten(where, replacing(index, terms=public, expires=told.expires + 1), ledger_key)
+    assert differences() == [["expires", "clip_norm", "noise_multiplier", "public"]] * 3
+    code, out, _ = clinic.project.call("ledger", "trace", where, mine)
+    assert code == 1 and "NOT equal: expires, clip_norm" in out
+    assert clinic.json("ledger", "trace", where, str(index)).get("differences") is None
+
+
+def test_what_is_no_ledger_is_misuse_and_not_a_wrong_one(clinic: Clinic) -> None:
+    """An empty file is what a killed program or a full disk leaves: it says nothing about a ledger."""
+    empty, other = clinic.project.write("empty.db", ""), clinic.project.write("other.db", "x" * 200)
+    for words in (("verify", str(empty)), ("verify", str(empty), "--json"), ("verify", str(clinic.folder / "none.db"))):
+        assert clinic.project.call("ledger", *words)[0] == 2, words
+    assert clinic.project.call("ledger", "verify", str(other))[0] == 1
 
 
 # ------------------------------------------------------------------------------------------------ lamina train

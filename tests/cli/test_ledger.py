@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -535,13 +534,13 @@ def test_a_copy_has_what_is_still_in_the_wal(call: Call, tmp_path: Path) -> None
 def test_a_contribution_is_found_by_its_folder(call: Call, tmp_path: Path) -> None:
     folder = tmp_path / "p001"
     folder.mkdir()
-    (folder / "descriptor.cbor").write_bytes(b"what was signed")
     story = begin(str(tmp_path / "a.db"))
     made = contribution(1)
-    mine = dataclasses.replace(made.record, descriptor=hashlib.sha256(b"what was signed").digest())
-    story.ledger.append([mine])
+    (folder / "descriptor.cbor").write_bytes(made.descriptor.encode())
+    (folder / "attestation.cose").write_bytes(made.attestation)
+    story.admit([made])
     story.sign()
     story.ledger.close()
     for name in (folder, folder / "descriptor.cbor"):
         (found,) = answer(call("trace", "a.db", str(name), "--json"))["contributions"]
-        assert found["descriptor"] == mine.descriptor.hex()
+        assert found["descriptor"] == made.record.descriptor.hex()

@@ -18,7 +18,8 @@ from torch import nn
 from lamina.admit.verdicts import PackedTexts
 from lamina.allocate.make_plan import make_plan
 from lamina.corpus.corpus import Corpus
-from lamina.corpus.example_sources import hash_parts, keyed_hasher
+from lamina.corpus.example_sources import keyed_hasher
+from lamina.corpus.files import hash_parts
 from lamina.plan.layer_stack import LayerStack
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan

@@ -15,14 +15,14 @@ import torch
 from refusals import raises_code
 
 from lamina.corpus import payloads as shares
-from lamina.corpus.admitted import GivenPayloads
-from lamina.corpus.example_sources import keyed_hasher, to_model_dtype
+from lamina.corpus.example_sources import PayloadSource, keyed_hasher
+from lamina.corpus.files import model_dtype
+from lamina.corpus.payload_admission import GivenPayloads
 from lamina.corpus.payloads import (
     FolderPayloads,
     InspectedPayloads,
     PayloadHeaders,
     PayloadInspector,
-    PayloadSource,
     survey_and_refuse,
 )
 
@@ -143,9 +143,9 @@ def test_a_form_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(*given: Any, **options: Any) -> Any:
         asked.append(options)
-        return to_model_dtype(*given, **options)
+        return model_dtype(*given, **options)
 
-    monkeypatch.setattr(shares, "to_model_dtype", counted)
+    monkeypatch.setattr(shares, "model_dtype", counted)
     payloads = GivenPayloads([f"{i}" for i in range(40)], [usual(1 + i % 7) for i in range(40)])
     assert surveyed(payloads)[1] == {}
     assert len(asked) == 2  # x and y

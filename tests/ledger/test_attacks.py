@@ -563,6 +563,22 @@ def test_a_leaf_of_another_class_than_was_signed(tmp_path: Path) -> None:
     story.ledger.close()
 
 
+def test_the_window_ends_for_the_verifier_when_it_ends_for_the_gate(tmp_path: Path) -> None:
+    """To the second, one alone and among many; the begin has the margin of the gate."""
+    late, soon = "verify.admitted-after-expiry", "verify.admitted-before-valid"
+    for begins, ends, count, code in (
+        (-HOUR, 0, 1, late), (-HOUR, -1, 20, late), (-HOUR, 1, 20, None),
+        (120, HOUR, 20, None), (121, HOUR, 20, soon), (121, HOUR, 1, soon),
+    ):  # fmt: skip
+        story = begin(str(tmp_path / f"{begins} {ends} {count}.db"))
+        made = (contribution(n, at=START + HOUR + begins, expires=START + ends) for n in range(count))
+        first, *_ = story.admit(made)
+        story.sign()
+        found = verify(story.ledger.name, signatures=False).problem
+        assert (found and (found.index, found.code)) == (code and (first, code))
+        story.ledger.close()
+
+
 def test_back_dated_before_it_was_signed(story: Story) -> None:
     """The time of the leaf fits its neighbours, and is before its attestation was made."""
     path = story.ledger.name

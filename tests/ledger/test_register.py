@@ -18,7 +18,7 @@ from lamina.admit.gate import AdmissionGate
 from lamina.admit.key_ring import KeyRing
 from lamina.admit.verdicts import Reason as Why
 from lamina.ledger import admission_batch, signed_checkpoint
-from lamina.ledger.admission_batch import LedgerRegister, append_key_ring, open_register
+from lamina.ledger.admission_batch import AdmissionBatch, LedgerRegister, append_key_ring, open_register
 from lamina.ledger.corpus_terms import CorpusTerms, open_or_create
 from lamina.ledger.governance_records import KeyChange, KeyEvent, WithdrawalReason
 from lamina.ledger.records import ContributionRecord
@@ -41,6 +41,20 @@ def small(tmp_path: Path) -> Clinic:
 def out(clinic: Clinic, given: Contribution) -> None:
     with clinic.open() as ledger:
         withdraw(ledger, digest_of(given).hex(), WithdrawalReason.REQUEST)
+
+
+def test_whoever_expires_while_a_batch_is_decided_is_not_written(clinic: Clinic, monkeypatch: Any) -> None:
+    """The time of a leaf is taken when it is written."""
+    write, late = AdmissionBatch.write, [HOUR + 1, 0]
+
+    def slow(batch: AdmissionBatch) -> None:
+        clinic.clock.now += late.pop(0) if late else 0
+        write(batch)
+
+    monkeypatch.setattr(AdmissionBatch, "write", slow)
+    found = clinic.admit([clinic.offer("short", life=HOUR), clinic.offer("long")])
+    assert list(found.ids) == ["long"] and reasons(found) == {"short": "expired"}
+    check(clinic.where)
 
 
 # ------------------------------------------------------------------------------------------------ what is written

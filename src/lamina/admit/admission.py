@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.admit.attestation import window_rules
 from lamina.admit.checks import CONTRIBUTOR_ROLE, REASON_OF_KEY_STATUS, PolicyChecks
 from lamina.admit.contribution_sources import Contribution, read_signed_bytes
 from lamina.admit.key_ring import KeyRing, key_rules
@@ -82,7 +83,7 @@ def revalidate_rows(table: NDArray[Any], keys: KeyRing, kids: Sequence[bytes], n
         (Reason.UNKNOWN_KEY, unknown[key]),
         (Reason.WRONG_ROLE, other_role[key]),
         *((REASON_OF_KEY_STATUS[status], holds) for status, holds in rules),
-        (Reason.EXPIRED, now >= table["expires"]),
+        (Reason.EXPIRED, window_rules(now, table["not_before"], table["expires"])[1]),
     )
     for reason, holds in reversed(reasons):  # of several that hold, the first counts
         codes[holds] = REASON_CODES[reason]
@@ -94,6 +95,8 @@ RowMask = NDArray[np.bool_]
 
 class CrossChecks:
     """Checks rows against each other, in the order of their source: of two that exclude each other, the first stays.
+
+    One that the register knows comes before all that are new.
 
     Each rule looks only at those that passed the rules before, so a refused row never displaces another.
     """
@@ -117,6 +120,7 @@ class CrossChecks:
         self._drop_by_status(RegisterStatus.WITHDRAWN)
         self._drop_by_status(RegisterStatus.REPLAYED)
         self._drop_repeated(("name",), Reason.DUPLICATE_ID)
+        self._drop_repeated(("content",), Reason.DUPLICATE_PAYLOAD)
         self._drop_repeated(("tag",), Reason.DUPLICATE_SUBJECT, (self._rows.table["flags"] & TAGGED) > 0)
         self._drop_by_status(RegisterStatus.REPRESENTED)
         self._drop_beyond_population(register)
@@ -129,6 +133,7 @@ class CrossChecks:
 
     def _drop_repeated(self, columns: tuple[str, ...], reason: Reason, among: RowMask | None = None) -> None:
         rows = np.flatnonzero(self._stays if among is None else self._stays & among)
+        rows = rows[np.argsort(self._known[rows] != _STATUS_CODE[RegisterStatus.SAME], kind="stable")]
         table = self._rows.table
         keys = np.empty(len(rows), dtype=[(name, table.dtype[name]) for name in columns])
         for name in columns:
@@ -296,7 +301,8 @@ class Admission:
         names, order = self._by_name
         wanted = np.frombuffer(id_hash(id), dtype="S16")[0]
         at = int(np.searchsorted(names, wanted))
-        return int(order[at]) if at < len(names) and names[at] == wanted else None
+        found = int(order[at]) if at < len(names) and names[at] == wanted else None
+        return None if found is None or self.ids[found] != id else found  # not one that looks like it
 
     def holds(self, row: int, payload: bytes) -> bool:
         """Whether these bytes are what the contribution committed to.

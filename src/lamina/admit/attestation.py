@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lamina import cbor
 from lamina.admit.keys import ALGORITHMS, EDDSA, LAST_SECOND, PrivateKey, PublicKey
 from lamina.errors import AdmissionError, EncodingError, UnknownSchema, WrongAlgorithm
-from lamina.validate import short_repr
+from lamina.validate import open_regular, short_repr
 
 # Patterns for canonical CBOR. They read what is signed in the usual form in a fifth of the time of a decoder.
 #
@@ -63,7 +63,7 @@ def commit(nonce: bytes, payload: bytes | Path) -> bytes:
         return hashlib.sha256(nonce + payload).digest()
     digest = hashlib.sha256(nonce)
     try:
-        with open(payload, "rb", buffering=0) as file:
+        with open(open_regular(payload), "rb", buffering=0) as file:
             while part := file.read(_CHUNK):
                 digest.update(part)
     except OSError as error:
@@ -311,6 +311,17 @@ def _text_problem(name: str, text: object, most: int) -> str | None:
     if type(text) is not str or not text.isprintable() or not 0 < len(text.encode("utf-8")) <= most:
         return f"{name} is {short_repr(text)}, must be 1 to {most} bytes of printable text"
     return None
+
+
+CLOCK_SKEW = 120  # seconds by which a contributor's clock may be ahead
+
+
+def window_rules(at: Any, not_before: Any, expires: Any) -> tuple[Any, Any]:
+    """(not yet valid, expired) at the second `at`, of one contribution or of columns of them.
+
+    A contributor's clock may be ahead, so the begin has a margin. The end has none: nobody agreed to more.
+    """
+    return at + CLOCK_SKEW < not_before, at >= expires
 
 
 # The attestation: a detached COSE_Sign1 signature over the digest of a descriptor.

@@ -23,6 +23,7 @@ from lamina.admit.attestation import MAX_ATTESTATION, MAX_DESCRIPTOR
 from lamina.admit.verdicts import ContributionRefused, PackedTexts, Reason, SignedBytes
 from lamina.errors import AdmissionError
 from lamina.plan.table import printable
+from lamina.validate import open_regular
 
 DESCRIPTOR_FILE, ATTESTATION_FILE, PAYLOAD_STEM = "descriptor.cbor", "attestation.cose", "payload"
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -488,7 +489,7 @@ def count_examples(payload: Path) -> int:
     if payload.suffix.lower() != ".npz":
         return 1
     try:
-        with payload.open("rb") as file:
+        with open(open_regular(payload), "rb") as file:
             found = read_headers(file, ["x"])
     except Exception as error:  # whatever zipfile, zlib and numpy make of it
         why = str(error) if isinstance(error, BadArray) else type(error).__name__

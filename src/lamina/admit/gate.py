@@ -367,7 +367,7 @@ class AdmissionGate:
         self.policy_checks = PolicyChecks(policy)
         self.clock = Clock(clock)
         self.register = register
-        self._processes = processes
+        self.processes = processes
         self._max_payload = max_payload
         self._cache = VerificationCache()
         self._examiner = self.examiner()
@@ -407,7 +407,7 @@ class AdmissionGate:
         self, contributions: Iterable[Contribution], examiner: Examiner, now: int, progress: Progress | None = None
     ) -> Iterator[tuple[str, Verdict]]:
         """(id, verdict) of each contribution by itself."""
-        found = examine_contributions(contributions, examiner, now, self._processes)
+        found = examine_contributions(contributions, examiner, now, self.processes)
         if progress is None:
             yield from found
             return

@@ -25,6 +25,7 @@ from nacl.exceptions import CryptoError
 
 from lamina import cbor
 from lamina.errors import AdmissionError, BadKey, EncodingError
+from lamina.validate import open_regular
 
 LAST_SECOND = 253_402_300_799  # the end of the year 9999: what a calendar can still show
 
@@ -78,7 +79,7 @@ MAX_SMALL_FILE = 64 * 1024 * 1024  # a key ring of 100,000 entries has some 30 M
 def read_small(path: Path, what: str, *, most: int = MAX_SMALL_FILE) -> bytes:
     """Read all bytes of a file that has no reason to be large."""
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             data = file.read(most + 1)
     except OSError as error:
         problem = f"cannot read {what} '{path}': {error.strerror}"

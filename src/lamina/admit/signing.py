@@ -319,7 +319,7 @@ def contribution_ids(folder: str | Path) -> tuple[Path, list[str]]:
         remedy = "give a contribution (a folder with payload.*), or the folder with one folder per contribution"
         raise AdmissionError("admit.folder-unreadable", problem, remedy) from None
     if any(name.split(".", 1)[0] == PAYLOAD_STEM and not (root / name).is_dir() for name in names):
-        whole = root.resolve()
+        whole = Path(os.path.abspath(root))  # not where a link leads: the gate does not follow it either
         return whole.parent, [whole.name]
     found = sorted(name for name in names if not name.startswith(".") and (root / name).is_dir())
     if not found:

@@ -6,6 +6,7 @@ import enum
 import hashlib
 import math
 import struct
+import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -158,7 +159,8 @@ class Reason(enum.Enum):
     CHECK_FAILED = "check-failed", "a check failed to run, so it is not admitted"
     REPLAYED = "replayed", "the same attestation or descriptor was admitted before"
     WITHDRAWN = "withdrawn", "it was withdrawn, which is final"
-    DUPLICATE_ID = "duplicate-id", "another contribution has the same id"
+    DUPLICATE_ID = "duplicate-id", "another contribution has the same id, or one that looks like it"
+    DUPLICATE_PAYLOAD = "duplicate-payload", "another contribution has the same payload, byte for byte"
     DUPLICATE_SUBJECT = "duplicate-subject", "another contribution is about the same person"
     CLASS_FULL = "class-full", "its class already has its declared population"
     OUT_OF_REACH = "out-of-reach", "under this plan no scale of its thresholds keeps its bound"
@@ -336,6 +338,7 @@ ROW_DTYPE = np.dtype([
     ("descriptor", "V32"),  # SHA-256 of its bytes: the identity of the contribution
     ("attestation", "V32"),  # SHA-256 of its bytes
     ("commitment", "V32"), ("tag", "V32"),
+    ("content", "<i8"),  # of equal payloads the same: what nonces hide is compared here, and never leaves
     ("nonce", "V16"),  # secret
     ("cti", "V16"), ("not_before", "<i8"), ("expires", "<i8"), ("issued", "<i8"),
     ("clip_norm", "<i8"), ("noise_multiplier", "<i8"),  # both in 1e-6
@@ -344,27 +347,42 @@ ROW_DTYPE = np.dtype([
     ("cls", "<u2"),  # row of the policy
     ("flags", "<u1"),
 ])  # fmt: skip
-ROW_STRUCT = struct.Struct("<16s32s32s32s32s16s16s6qIHB")
+ROW_STRUCT = struct.Struct("<16s32s32s32s32sq16s16s6qIHB")
 assert ROW_STRUCT.size == ROW_DTYPE.itemsize
 
 _NO_TAG = bytes(32)
 
 
-def pack_row(id: str, descriptor: Descriptor, attestation: Attestation, digest: bytes, key: int, cls: int) -> bytes:
-    """One row. `digest` is that of the attestation as it was received."""
+def pack_row(
+    id: str, descriptor: Descriptor, attestation: Attestation, digest: bytes, content: int, key: int, cls: int
+) -> bytes:
+    """One row. `digest` is that of the attestation as it was received, `content` from `Examiner.check_payload`."""
     tag = attestation.tag
     flags = (TAGGED if tag is not None else 0) | (PROFILED if descriptor.profile is not None else 0)
     return ROW_STRUCT.pack(
         id_hash(id), descriptor.digest(), digest, descriptor.commitment,
-        _NO_TAG if tag is None else bytes.fromhex(tag), descriptor.nonce, attestation.cti,
+        _NO_TAG if tag is None else bytes.fromhex(tag), content, descriptor.nonce, attestation.cti,
         descriptor.not_before, descriptor.expires, attestation.iat,
         descriptor.clip_norm, descriptor.noise_multiplier, descriptor.items, key, cls, flags,
     )  # fmt: skip
 
 
+# Letters of other scripts that look like Latin ones in most fonts (from the table of Unicode TS 39), and signs that show
+# nothing. Digits and letters stay apart: l and 1 are too common in honest ids.
+_LOOK_ALIKES = str.maketrans(
+    "авсԁегһніјкӏморԛѕтѵԝхуαβεζηικμνορτυχγωϳɡıɑ", "abcderhhijklmopqstvwxyabezhikmnoptyxywjgia",
+    "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u3164\uffa0" + "".join(map(chr, range(0xFE00, 0xFE10))),
+)  # fmt: skip
+
+
 def id_hash(id: str) -> bytes:
-    """BLAKE2b of an id, which stands for it in a column."""
-    return hashlib.blake2b(id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    """BLAKE2b of how an id looks, which stands for it in a column: no two people should be shown as one.
+
+    Case, width, the form of accents (NFKC) and letters of other scripts make no difference.
+    """
+    if not id.isascii():
+        id = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", id).casefold()).translate(_LOOK_ALIKES)
+    return hashlib.blake2b(id.lower().encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 class AdmittedRows:

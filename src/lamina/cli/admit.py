@@ -23,6 +23,7 @@ from lamina.cli.terminal import (
     progress_bar,
     results_only,
 )
+from lamina.corpus.payload_admission import admit_payloads
 from lamina.errors import AdmissionError
 from lamina.plan.policy import Policy
 from lamina.plan.step_plan import StepPlan
@@ -64,7 +65,8 @@ REMEDIES: dict[Reason, str] = {
     Reason.PAYLOAD_MISMATCH: "put back the data that was signed, or let its owner sign the new data",
     Reason.CHECK_FAILED: "try again; if it fails again, report it",
     Reason.WITHDRAWN: "leave it out: a withdrawal is final; lamina ledger trace shows when and why",
-    Reason.DUPLICATE_ID: "give every contribution an id of its own",
+    Reason.DUPLICATE_ID: "give every contribution an id of its own that cannot be taken for another",
+    Reason.DUPLICATE_PAYLOAD: "leave the copy out; if two people really have the same data, ask their owners",
     Reason.REPLAYED: "leave the copy out: one contribution is admitted once",
     Reason.DUPLICATE_SUBJECT: "make one contribution of all that is about one person",
     Reason.CLASS_FULL: "raise population in the policy and plan again, or leave some out",
@@ -105,8 +107,8 @@ def admit(
     """Check every contribution of a folder as a run would; show which are admitted, which are not, and why.
 
     A contribution is admitted if a key of the ring signed it, for this corpus and a class of the policy, under a bound
-    that respects the floors and the class; if it is valid now, there once, and its data is what was signed. A refusal
-    stops no other contribution. Spends nothing; lamina train with [admit] checks again.
+    that respects the floors and the class; if it is valid now, there once, and its data is what was signed and can be
+    trained on. A refusal stops no other contribution. Spends nothing; lamina train with [admit] checks again.
 
     With --ledger, the ledger of the corpus records who is admitted. It is made if there is none, with its key beside
     it. Contributions that are already in it are admitted again and not written again; withdrawn ones are refused. The
@@ -151,7 +153,7 @@ def _review_folder(
         elif ledger_key is not None:
             raise typer.BadParameter("give --ledger with it", param_hint="--ledger-key")
         tick = stack.enter_context(progress_bar("checking signatures"))
-        return gate.review(folder, progress=tick)
+        return admit_payloads(gate, folder, progress=tick)[0]
 
 
 def admission_json(found: Admission, resolution: Resolution | None = None) -> dict[str, Any]:

@@ -157,13 +157,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except LaminaError as error:
         _exit_with(error, error, as_json="--json" in words, debug=debug)
     except Exception as error:
-        from lamina.train.run_output import raising_line, user_line
+        from lamina.train.run_output import user_line
 
-        told = LaminaError(
-            "cli.unexpected-error",
-            f"{type(error).__name__}: {error} (at {user_line(error) or raising_line(error)})",
-            "if that line is not yours, it is a bug in Lamina: --debug shows the traceback to report",
-        )
+        where = f" (at {own})" if (own := user_line(error)) else ""
+        remedy = "if no line of yours is named, it is a bug in Lamina: --debug shows the traceback to report"
+        told = LaminaError("cli.unexpected-error", f"{type(error).__name__}: {error}{where}", remedy)
         _exit_with(told, error, as_json="--json" in words, debug=debug)
 
 

@@ -7,15 +7,21 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from lamina.admit.keys import PrivateKey, read_small
+import typer
+
+from lamina.admit.contribution_sources import DESCRIPTOR_FILE, Contribution, FolderContributions
+from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import EntryContext, RefusedRows, RegisterEntry
-from lamina.cli.terminal import existing_ledger, open_private_key
+from lamina.cli.terminal import existing_ledger, open_private_key, print_answer
 from lamina.errors import LedgerError, RunError
 from lamina.ledger.admission_batch import LedgerRegister
+from lamina.ledger.contribution_trace import leaf_differences
 from lamina.ledger.corpus_terms import CorpusTerms, check_corpus_terms, policy_in_force
 from lamina.ledger.governance_records import loosened
 from lamina.ledger.reader import LedgerReader
+from lamina.ledger.records import ContributionRecord
 from lamina.ledger.store.sqlite import is_postgres_url, ledger_exists, make_store
 from lamina.ledger.writer import Ledger
 from lamina.spend.spend_ledger import SpendLedger
@@ -110,8 +116,24 @@ def open_ledger(
 
 def contribution_digest(name: str) -> str:
     """The digest of a folder's descriptor.cbor, or of that file; any other name as it is."""
-    path = Path(name)
-    path = path / "descriptor.cbor" if path.is_dir() else path
-    if path.name != "descriptor.cbor" or not path.is_file():
-        return name
-    return hashlib.sha256(read_small(path, "the descriptor")).hexdigest()
+    given = contributor_folder(name)
+    return name if given is None or given.descriptor is None else hashlib.sha256(given.descriptor).hexdigest()
+
+
+def contributor_folder(name: str | Path) -> Contribution | None:
+    """What a contributor has in its folder, given by it or by its descriptor.cbor; None for any other name."""
+    path = Path(os.path.abspath(name))
+    path = path.parent if path.name == DESCRIPTOR_FILE else path
+    return FolderContributions(path.parent).get(path.name) if (path / DESCRIPTOR_FILE).is_file() else None
+
+
+def print_compared(machine: dict[str, Any], page: str, name: str | Path | None, record: object, as_json: bool) -> None:
+    """Print an answer about a contribution. Where it was given by its folder, also what differs there; then exit with 1."""
+    given = None if name is None else contributor_folder(name)
+    differences = None
+    if given is not None and isinstance(record, ContributionRecord):
+        differences = machine["differences"] = leaf_differences(record, given)
+        page += f"\n  folder     {'NOT equal: ' + ', '.join(differences) if differences else 'equal to the leaf'}"
+    print_answer(machine, page, as_json)
+    if differences:
+        raise typer.Exit(1)

@@ -20,6 +20,7 @@ from lamina.errors import LaminaError, PlanError
 from lamina.ledger.store.sqlite import printable_location
 from lamina.plan.policy import explain_validation_error
 from lamina.train.run_files import make_folder, write_atomically
+from lamina.validate import read_text_file
 
 _REQUIRED_KEYS = {
     "policy": 'policy = "policy.toml"',
@@ -271,7 +272,7 @@ class RunFile(BaseModel):
     def load(cls, path: Path) -> RunFile:
         """Read a RUN.toml."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text_file(path)
         except (OSError, UnicodeDecodeError) as error:
             problem = f"run file '{path}' cannot be read: {error}"
             remedy = "make one: lamina train --template > RUN.toml"

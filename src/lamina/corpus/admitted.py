@@ -20,24 +20,16 @@ from lamina.admit import gate
 from lamina.admit.admission import Admission, Progress
 from lamina.admit.attestation import commit
 from lamina.admit.checks import MAX_PAYLOAD
-from lamina.admit.contribution_sources import Contribution, FolderContributions, open_with_size
+from lamina.admit.contribution_sources import Contribution
 from lamina.admit.key_ring import KeyRing
 from lamina.admit.keys import read_small
 from lamina.admit.resolver import Resolution
 from lamina.admit.verdicts import Bound, ContributionRefused, PackedTexts, Reason, Register
 from lamina.corpus.corpus import Corpus, LimitsOfRows
-from lamina.corpus.example_sources import Hasher, hash_parts
-from lamina.corpus.files import LISTING, ContributionListing
-from lamina.corpus.payloads import (
-    PAYLOAD_SUFFIXES,
-    FolderPayloads,
-    PayloadChanged,
-    PayloadInspector,
-    Payloads,
-    PayloadSource,
-    PayloadSurvey,
-    survey_and_refuse,
-)
+from lamina.corpus.example_sources import PayloadSource, dtype_name
+from lamina.corpus.files import Hasher, hash_parts
+from lamina.corpus.payload_admission import REFUSED_REMEDY, admit_payloads, read_whole, refusal_counts_text
+from lamina.corpus.payloads import PayloadChanged, Payloads
 from lamina.corpus.sampler import Sampler
 from lamina.engine.batch import Batch
 from lamina.engine.random_stream import SEED_BYTES
@@ -48,42 +40,6 @@ from lamina.plan.policy import Policy
 from lamina.plan.step_plan import Clipping, StepPlan
 from lamina.spend.accounts import SignedAccount, account_name
 from lamina.validate import one_of
-
-
-class GivenPayloads:
-    """Payloads that were handed over: bytes, or paths."""
-
-    where = "that was handed over"
-    frozen = False
-
-    def __init__(self, ids: Sequence[str], payloads: Sequence[bytes | Path]) -> None:
-        self.ids, self._payloads = PackedTexts(ids), payloads
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def path(self, row: int) -> str:
-        payload = self._payloads[row]
-        return str(payload) if isinstance(payload, Path) else f"{self.ids[row]}/payload.{_payload_suffix(payload)}"
-
-    def peek(self, row: int) -> bytes | None:
-        payload = self._payloads[row]
-        return None if isinstance(payload, Path) else payload
-
-    def read(self, row: int) -> bytes | None:
-        return self.peek(row)
-
-    def take(self, rows: NDArray[np.int64]) -> GivenPayloads:
-        return GivenPayloads([self.ids[row] for row in rows.tolist()], [self._payloads[row] for row in rows.tolist()])
-
-    def feed(self, hasher: Hasher) -> None:
-        """Ids and contents."""
-        for row, name in enumerate(self.ids):
-            content = self.peek(row)
-            hash_parts(hasher, [name, _read_whole(self.path(row)) if content is None else content])
-
-    def __repr__(self) -> str:
-        return "given"
 
 
 class CommittedPayloads:
@@ -111,7 +67,7 @@ class CommittedPayloads:
     def read(self, row: int) -> bytes:
         try:
             content = self._payloads.read(row)
-            content = _read_whole(self._payloads.path(row)) if content is None else content
+            content = read_whole(self._payloads.path(row)) if content is None else content
         except (OSError, ContributionRefused):
             raise self._changed() from None
         found = commit(self._nonces[row].tobytes(), content)
@@ -136,16 +92,6 @@ class CommittedPayloads:
 
     def __repr__(self) -> str:
         return f"signed, {self._payloads!r}"
-
-
-def _read_whole(path: str) -> bytes:
-    with os.fdopen(open_with_size(path)[0], "rb") as file:
-        return file.read()
-
-
-def _payload_suffix(payload: bytes) -> str:
-    """What bytes without a name are: an .npz is a zip archive."""
-    return PAYLOAD_SUFFIXES[0] if payload.startswith(b"PK") else PAYLOAD_SUFFIXES[1]
 
 
 MAX_BOUNDS = 1000  # distinct bounds of a corpus: each is an account, and all of them stand in each epoch
@@ -199,7 +145,7 @@ class AdmittedCorpus(Corpus):
         self._signed.dismiss(rows, Reason.NOT_TRAINABLE)
         if self._on_refusal == STOP or not len(self.eligible) > len(rows):
             problem = f"model and loss cannot be computed on {len(rows)} of {len(self)} admitted contributions"
-            raise AdmissionError("corpus.contributions-refused", problem, _REFUSED_REMEDY)
+            raise AdmissionError("corpus.contributions-refused", problem, REFUSED_REMEDY)
         self.exclude([self.ids[row] for row in rows.tolist()])
 
     def resolution(self, plan: StepPlan, max_occurrences: Mapping[str, int] | None = None) -> Resolution:
@@ -295,12 +241,6 @@ def _bound_key(bound: Bound) -> tuple[str, int, int]:
     return bound.cls, bound.clip_norm, bound.noise_multiplier
 
 
-def reasons_text(reasons: Mapping[Reason, int]) -> str:
-    """How many left, and why: "3 (expired 2, revoked-key 1)"."""
-    parts = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
-    return f"{sum(reasons.values())} ({parts})"
-
-
 SKIP, STOP = "skip", "stop"
 
 
@@ -376,23 +316,18 @@ class Gate(gate.AdmissionGate):
         self, contributions: str | Path | Iterable[Contribution], on_refusal: str, examples_per_unit: int | None,
         dtype: torch.dtype | None, progress: Progress | None,
     ) -> AdmittedCorpus:  # fmt: skip
-        folder = Path(contributions) if isinstance(contributions, str | Path) else None
-        source: Iterable[Contribution] = (  # a list, because it is read again when an epoch is over
-            FolderContributions(contributions) if isinstance(contributions, str | Path) else list(contributions)
+        asked = None if dtype is None else dtype_name(dtype)
+        admission, found = admit_payloads(self, contributions, dtype=asked, stop=on_refusal == STOP, progress=progress)
+        if found is None:
+            problem = f"nobody is admitted: {refusal_counts_text(admission)}"
+            raise AdmissionError("corpus.nobody-admitted", problem, REFUSED_REMEDY)
+        columns = admission.columns
+        committed = CommittedPayloads(
+            found.payloads, nonces=columns["nonce"].copy(), commitments=columns["commitment"].copy()
         )
-        admission = self.review(source, progress=progress, enter=False)
-        listing = _read_listing(folder)
-        data = _open_admitted(admission, folder, listing, dtype, self._processes)
-        if on_refusal == STOP and admission.refused:
-            problem = f"{_refusal_counts_text(admission)}, and on_refusal is {STOP!r}"
-            raise AdmissionError("corpus.contributions-refused", problem, _REFUSED_REMEDY)
-        if admission.enter() and data is not None:  # much may have happened meanwhile: go on without them
-            data = _open_admitted(admission, folder, listing, dtype, self._processes)
-        if data is None:
-            problem = f"nobody is admitted: {_refusal_counts_text(admission)}"
-            raise AdmissionError("corpus.nobody-admitted", problem, _REFUSED_REMEDY)
+        source = PayloadSource(committed, found.labels, dtype=dtype, survey=found.survey)
         return AdmittedCorpus(
-            data[0], admission, ids=list(admission.ids), subject=data[1], policy=self.policy, keys=self.reload_keys,
+            source, admission, ids=list(admission.ids), subject=found.subjects, policy=self.policy, keys=self.reload_keys,
             examples_per_unit=examples_per_unit, on_refusal=on_refusal,
         )  # fmt: skip
 
@@ -401,77 +336,3 @@ def _read_key_ring(path: Path) -> tuple[bytes, bytes]:
     """Digest and bytes of a key ring."""
     content = read_small(path, "the key ring")
     return hashlib.sha256(content).digest(), content
-
-
-_REFUSED_REMEDY = "corpus.admission.table(), or lamina admit, says who was refused and why"
-
-
-def _refusal_counts_text(admission: Admission) -> str:
-    total = len(admission) + len(admission.refused)
-    return f"refused of {total}: {reasons_text(admission.refused.counts())}"
-
-
-def _read_listing(folder: Path | None) -> ContributionListing | None:
-    path = None if folder is None else folder / LISTING
-    return ContributionListing.read(path) if path is not None and path.exists() else None
-
-
-def _open_admitted(
-    admission: Admission, folder: Path | None, listing: ContributionListing | None, dtype: torch.dtype | None,
-    processes: int,
-) -> tuple[PayloadSource, list[str] | None] | None:  # fmt: skip
-    """Payloads under their commitments with the labels of a contributions.csv, and its subjects. None: nothing is left.
-
-    Whoever cannot be opened is refused, each for itself.
-    """
-    found: dict[int, tuple[Reason, str]] = {}
-    lines = _listing_lines(admission, listing, found)
-    y = None if listing is None or listing.y is None else listing.y[lines]
-    payloads = _payloads_of(admission, folder)
-
-    def refuse(row: int, why: str) -> None:
-        found.setdefault(row, (Reason.UNREADABLE, why))
-
-    survey, rows = survey_and_refuse(payloads, PayloadInspector(y, dtype), refuse, processes)
-    for row, size in zip(rows.tolist(), survey.sizes.tolist() if survey else (), strict=True):
-        if size != (signed := int(admission.columns["items"][row])):
-            found.setdefault(row, (Reason.MISMATCH, f"{signed} items were signed, the payload has {size}"))
-    kept = np.setdiff1d(np.arange(len(admission)), np.array(list(found), dtype=np.int64))
-    admission.refuse(found)
-    if survey is None or not len(kept):
-        return None
-    columns = admission.columns
-    committed = CommittedPayloads(
-        payloads.take(kept), nonces=columns["nonce"].copy(), commitments=columns["commitment"].copy()
-    )
-    labels = None if y is None else y[kept]
-    survey = PayloadSurvey(format=survey.format, sizes=survey.sizes[np.searchsorted(rows, kept)])
-    subjects = None if listing is None else listing.subjects
-    own_subjects = None if subjects is None else [subjects[line] for line in lines[kept].tolist()]
-    return PayloadSource(committed, labels, dtype=dtype, survey=survey), own_subjects
-
-
-def _listing_lines(
-    admission: Admission, listing: ContributionListing | None, found: dict[int, tuple[Reason, str]]
-) -> NDArray[np.int64]:
-    """The line of each contribution in contributions.csv, which may not say another class than was signed."""
-    lines = np.zeros(len(admission), dtype=np.int64)
-    if listing is None:
-        return lines
-    known = {one: line for line, one in enumerate(listing.ids)}
-    for row, one in enumerate(admission.ids):
-        line = known.get(one)
-        if line is None:
-            found[row] = Reason.UNREADABLE, f"{LISTING} does not list it"
-            continue
-        lines[row], signed = line, admission.classes[admission.cls[row]]
-        if listing.classes is not None and listing.classes[line] != signed:
-            found[row] = Reason.MISMATCH, f"{LISTING} says class {listing.classes[line]!r}, {signed!r} was signed"
-    return lines
-
-
-def _payloads_of(admission: Admission, folder: Path | None) -> Payloads:
-    if folder is not None:
-        return FolderPayloads(folder, list(admission.ids))
-    content = [each.payload for each in admission.source]
-    return GivenPayloads(list(admission.ids), [content[place] for place in admission.places.tolist()])

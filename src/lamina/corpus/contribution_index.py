@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from lamina.admit.verdicts import PackedTexts
-from lamina.corpus.example_sources import Hasher, Rows, hash_parts, keyed_hasher
+from lamina.corpus.example_sources import Rows, keyed_hasher
+from lamina.corpus.files import Hasher, hash_parts
 from lamina.errors import CorpusError
 from lamina.plan.policy import Policy
 

@@ -25,12 +25,12 @@ from lamina.corpus.example_sources import (
     ArraySource,
     DatasetSource,
     ExampleSource,
-    hash_parts,
+    PayloadSource,
     keyed_hasher,
     make_source,
 )
-from lamina.corpus.files import LISTING, ContributionListing, read_npz, read_table
-from lamina.corpus.payloads import FolderPayloads, PayloadSource
+from lamina.corpus.files import LISTING, ContributionListing, hash_parts, read_npz, read_table
+from lamina.corpus.payloads import FolderPayloads
 from lamina.corpus.sampler import Sampler
 from lamina.engine.batch import Batch
 from lamina.engine.random_stream import SEED_BYTES

@@ -1,4 +1,4 @@
-"""Where examples come from: arrays, tensors and torch Datasets, fetched by row and hashed under a key.
+"""Where examples come from: arrays, tensors, torch Datasets and payloads, fetched by row and hashed under a key.
 
 x and y are an array, or a tuple or dict of arrays. The arrays are the *leaves*; their names (`x`, `x[0]`, `x['ids']`)
 appear in messages and digests.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,19 +19,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from lamina.corpus.files import LABELS_REMEDY
+from lamina.corpus.files import (
+    CHUNK_BYTES,
+    LABELS_REMEDY,
+    Hasher,
+    check_numeric_dtype,
+    hash_parts,
+    model_dtype,
+    payload_arrays,
+    read_matrix,
+    torch_dtype,
+)
+from lamina.corpus.payloads import PayloadChanged, PayloadInspector, Payloads, PayloadSurvey, is_csv, survey_or_raise
 from lamina.engine.random_stream import StreamPurpose, step_key
 from lamina.errors import CorpusError
 
 DIGEST_BYTES = 32
-
-
-class Hasher(Protocol):
-    """What hashlib gives."""
-
-    def update(self, data: bytes | memoryview, /) -> None: ...
-
-    def digest(self) -> bytes: ...
 
 
 def keyed_hasher(key: bytes, purpose: str) -> Hasher:
@@ -39,15 +42,6 @@ def keyed_hasher(key: bytes, purpose: str) -> Hasher:
     return hashlib.blake2b(digest_size=DIGEST_BYTES, key=key, person=purpose.encode())
 
 
-def hash_parts(hasher: Hasher, parts: Iterable[bytes | str | int]) -> None:
-    """Feed parts so that different sequences of parts never feed the same bytes: each behind its length."""
-    for part in parts:
-        data = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
-        hasher.update(len(data).to_bytes(8, "big"))
-        hasher.update(data)
-
-
-CHUNK_BYTES = 1 << 24  # hashed at a time: a memmap is never held in memory as a whole
 Rows = NDArray[np.int64]
 
 
@@ -79,7 +73,7 @@ def check_numeric_array(name: str, value: Any) -> Any:
         array: Any = value.detach()
     else:
         array = _as_numpy(name, value)
-        _check_numeric_dtype(name, array)
+        check_numeric_dtype(name, array)
     if array.ndim == 0:
         problem = f"{name} is a single number"
         raise CorpusError("corpus.array-without-examples-axis", problem, f"the first axis of {name} counts examples")
@@ -100,54 +94,23 @@ def _as_numpy(name: str, value: Any) -> NDArray[Any]:
         raise CorpusError("corpus.rows-differ-in-length", problem, remedy) from None
 
 
-def _check_numeric_dtype(name: str, array: NDArray[Any]) -> None:
-    kind = array.dtype.kind
-    if kind in "biufc":
-        return
-    text = kind in "US" or (kind == "O" and array.size > 0 and isinstance(array.flat[0], str))
-    if text and name.startswith("y"):
-        raise CorpusError("corpus.labels-are-text", f"{name} holds text, and a loss needs numbers", LABELS_REMEDY)
-    if text:
-        remedy = "encode it with a public table (a fixed vocabulary, a code list), not with one made from the data"
-        raise CorpusError("corpus.inputs-are-text", f"{name} holds text, and a model needs numbers", remedy)
-    if kind in "Mm":
-        problem = f"{name} holds dates"
-        raise CorpusError("corpus.inputs-are-dates", problem, f"turn them into numbers: {name}.astype('int64')")
-    problem = f"{name} has dtype {array.dtype}: Python objects or records, not numbers"
-    remedy = "give arrays of one shape and a numeric dtype: np.stack(list_of_arrays)"
-    raise CorpusError("corpus.dtype-not-numeric", problem, remedy)
-
-
 def take_rows(leaf: Any, rows: Rows) -> Tensor:
     """A copy of some rows, as a tensor."""
     if isinstance(leaf, Tensor):
         return leaf[torch.from_numpy(rows).to(leaf.device)]
     array = np.asarray(leaf)[rows]  # indexing by rows copies, also from a memmap
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=_torch_dtype(array.dtype)))
-
-
-def _torch_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    if dtype.kind == "f" and dtype.itemsize > 8:
-        return np.dtype(np.float64)
-    if dtype.kind == "c" and dtype.itemsize > 16:
-        return np.dtype(np.complex128)
-    return dtype.newbyteorder("=")
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=torch_dtype(array.dtype)))
 
 
 def to_model_dtype(tensor: Tensor, *, label: bool, dtype: torch.dtype | None) -> Tensor:
-    """The dtype that a model expects.
+    """The tensor in the dtype that a model expects (`model_dtype`)."""
+    name = model_dtype(dtype_name(tensor.dtype), label=label, asked=None if dtype is None else dtype_name(dtype))
+    return tensor.to(getattr(torch, name))
 
-    x: floating point becomes float32; small integers (bytes of images, counts, token ids) stay as they are;
-    `dtype` overrides both. y: integers become int64, floating point float32 or a floating `dtype`.
-    """
-    asked = None if label and dtype is not None and not dtype.is_floating_point else dtype
-    if tensor.is_floating_point():
-        return tensor.to(asked or torch.float32)
-    if label:
-        return tensor if tensor.is_complex() else tensor.to(torch.int64)
-    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch can do next to nothing with these
-        return tensor.to(asked or torch.int64)
-    return tensor.to(asked or tensor.dtype)
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """float32 for torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def hash_leaf(hasher: Hasher, name: str, leaf: Any) -> None:
@@ -444,3 +407,92 @@ def _refuse_loaders_and_streams(x: Any) -> None:
         problem = f"x is a {type(x).__name__}, which is read in order; Poisson sampling takes any example at any step"
         remedy = "use a Dataset with __len__ and __getitem__, or arrays: np.load(…, mmap_mode='r') needs no memory"
         raise CorpusError("corpus.inputs-not-indexable", problem, remedy)
+
+
+CACHE_BYTES = 64 << 20  # bytes
+
+
+class PayloadSource:
+    """The examples of all contributions, id after id.
+
+    An .npz payload holds `x` with one example per row and perhaps `y`; a .csv payload is one example, the table
+    rows × columns. Every payload is looked at once, before, so that a wrong one is named before anything is spent;
+    while a batch is fetched no id is ever named. Payloads under a commitment are kept once they were read, as far as
+    CACHE_BYTES go.
+    """
+
+    def __init__(
+        self,
+        payloads: Payloads,
+        labels: NDArray[Any] | None,
+        *,
+        dtype: torch.dtype | None = None,
+        survey: PayloadSurvey | None = None,
+    ) -> None:
+        asked = None if dtype is None else dtype_name(dtype)
+        survey = survey_or_raise(payloads, PayloadInspector(labels, asked)) if survey is None else survey
+        self._payloads, self._labels, self._dtype = payloads, labels, dtype
+        self._format, self.sizes = survey.format, survey.sizes
+        self._ends = np.cumsum(survey.sizes)
+        self._kept: dict[int, tuple[Any, Any]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Read every payload again, and compare it with its commitment again, when it is next wanted."""
+        self._kept.clear()
+        self._cache_room = CACHE_BYTES if self._payloads.frozen else 0
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def fetch(self, rows: Rows) -> tuple[Any, Any]:
+        """(x, y) of these examples. A payload is opened once, however many of its examples are wanted."""
+        owner = np.searchsorted(self._ends, rows, side="right")
+        x = _empty_tensor(len(rows), self._format.x)
+        y = None if self._format.y is None else _empty_tensor(len(rows), self._format.y)
+        for one in np.unique(owner).tolist():
+            at = np.flatnonzero(owner == one)
+            inside = rows[at] - (self._ends[one] - self.sizes[one])
+            try:
+                own_x, own_y = self._kept[one] if one in self._kept else self._read(one)
+                if len(own_x) != self.sizes[one]:
+                    raise ValueError("another number of examples")
+                x[at] = to_model_dtype(take_rows(own_x, inside), label=False, dtype=self._dtype)
+                if y is not None:
+                    y[at] = to_model_dtype(take_rows(own_y, inside), label=True, dtype=self._dtype)
+            except PayloadChanged:
+                raise
+            except (CorpusError, OSError, IndexError, RuntimeError, ValueError):
+                problem = f"a payload {self._payloads.where} is not what it was when the corpus was opened"
+                remedy = "leave the folder as it is during a run; opening the corpus again names the wrong payload"
+                raise PayloadChanged("corpus.payload-changed", problem, remedy) from None
+        return x, y
+
+    def _read(self, row: int) -> tuple[Any, Any]:
+        path, content = self._payloads.path(row), self._payloads.read(row)
+        wants_y = self._format.y is not None and self._labels is None
+        if is_csv(path):
+            x, y = read_matrix(path, content)[1][None], None
+        else:
+            found = payload_arrays(path, ["x", "y"] if wants_y else ["x"], content)
+            x, y = found["x"], found.get("y")
+        y = y if self._labels is None else np.repeat(self._labels[row : row + 1], len(x), axis=0)
+        if (size := x.nbytes + (0 if y is None else y.nbytes)) <= self._cache_room:
+            self._cache_room -= size
+            self._kept[row] = x, y
+        return x, y
+
+    def digest(self, key: bytes) -> bytes:
+        """Over ids, labels and every byte of every payload, or what vouches for them."""
+        hasher = keyed_hasher(key, "lamina/folder")
+        hash_parts(hasher, [str(self._dtype), len(self._payloads)])
+        hash_leaf(hasher, "labels", np.empty(0) if self._labels is None else self._labels)
+        self._payloads.feed(hasher)
+        return hasher.digest()
+
+    def __repr__(self) -> str:
+        return f"FolderSource({self._payloads!r})"
+
+
+def _empty_tensor(rows: int, kind: tuple[tuple[int, ...], str]) -> Tensor:
+    return torch.empty((rows, *kind[0]), dtype=getattr(torch, kind[1]))

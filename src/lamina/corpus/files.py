@@ -7,23 +7,25 @@ import io
 import math
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lamina.admit.contribution_sources import ArrayHeader, BadArray, read_arrays, read_headers
 from lamina.errors import CorpusError
+from lamina.validate import open_regular
 
 LABELS_REMEDY = "number the labels from a public list of them, or: labels, y = numpy.unique(y, return_inverse=True)"
 ROWS_PER_CHUNK = 4096
 MISSING_VALUES = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 CsvLine = tuple[int, list[str]]
+CHUNK_BYTES = 1 << 24  # hashed at a time: a memmap is never held in memory as a whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,7 @@ def _read_lines(path: Path) -> tuple[list[str], list[CsvLine]]:
 
 def open_csv(path: str | Path) -> Any:
     try:
-        return open(path, encoding="utf-8-sig", newline="")
+        return open(open_regular(path), encoding="utf-8-sig", newline="")
     except OSError as error:
         problem = f"'{path}' cannot be read: {error.strerror}"
         raise CorpusError("corpus.file-unreadable", problem, "give the path of a CSV file") from None
@@ -210,15 +212,17 @@ SAVEZ_REMEDY = "write it with np.savez(path, x=x, y=y)"
 def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     """Some arrays of an .npz file. Arrays of Python objects would have to be unpickled, so they are refused."""
     try:
-        if path.exists() and not zipfile.is_zipfile(path):
-            raise CorpusError("corpus.npz-unreadable", f"'{path}' is not an .npz file", SAVEZ_REMEDY)
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            for name in names:
-                if name not in file.files:
-                    problem = f"'{path}' has no array {name!r}; it has {', '.join(file.files)}"
-                    remedy = "name the arrays: x='…', y='…', or y=None where there are no labels"
-                    raise CorpusError("corpus.array-missing", problem, remedy)
-            return {name: _load_array(path, file, name) for name in names}
+        with open(open_regular(path), "rb") as raw:
+            if not zipfile.is_zipfile(raw):
+                raise CorpusError("corpus.npz-unreadable", f"'{path}' is not an .npz file", SAVEZ_REMEDY)
+            raw.seek(0)
+            with np.load(raw, allow_pickle=False) as file:
+                for name in names:
+                    if name not in file.files:
+                        problem = f"'{path}' has no array {name!r}; it has {', '.join(file.files)}"
+                        remedy = "name the arrays: x='…', y='…', or y=None where there are no labels"
+                        raise CorpusError("corpus.array-missing", problem, remedy)
+                return {name: _load_array(path, file, name) for name in names}
     except FileNotFoundError:
         raise CorpusError("corpus.file-missing", f"'{path}' is not there", "give the path of an .npz file") from None
     except CorpusError:
@@ -247,7 +251,7 @@ def array_of_objects(path: str | Path, name: str) -> CorpusError:
 def payload_headers(path: str, content: bytes | None = None) -> dict[str, ArrayHeader]:
     """What the arrays x and y of a payload say of themselves, as far as they are there and can be read."""
     try:
-        with open(path, "rb", buffering=0) if content is None else io.BytesIO(content) as raw:
+        with open(open_regular(path), "rb", buffering=0) if content is None else io.BytesIO(content) as raw:
             return read_headers(raw, ("x", "y"))
     except Exception as error:
         raise _unreadable_npz(path, error) from None
@@ -256,7 +260,7 @@ def payload_headers(path: str, content: bytes | None = None) -> dict[str, ArrayH
 def payload_arrays(path: str, names: Sequence[str], content: bytes | None = None) -> dict[str, NDArray[Any]]:
     """These arrays of a payload. `content` was compared with a commitment: no checksum adds to that."""
     try:
-        with open(path, "rb") if content is None else io.BytesIO(content) as raw:
+        with open(open_regular(path), "rb") if content is None else io.BytesIO(content) as raw:
             found = read_arrays(raw, names, crc=content is None)
     except Exception as error:
         raise _unreadable_npz(path, error) from None
@@ -302,3 +306,63 @@ class ContributionListing:
         )
         y = _numbers(path, _places(header, ["y"]), rows, label=True)[:, 0] if "y" in header else None
         return cls(ids=ids or [], classes=classes, subjects=subjects, y=y)
+
+
+class Hasher(Protocol):
+    """What hashlib gives."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+    def digest(self) -> bytes: ...
+
+
+def hash_parts(hasher: Hasher, parts: Iterable[bytes | str | int]) -> None:
+    """Feed parts so that different sequences of parts never feed the same bytes: each behind its length."""
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
+        hasher.update(len(data).to_bytes(8, "big"))
+        hasher.update(data)
+
+
+def check_numeric_dtype(name: str, array: NDArray[Any]) -> None:
+    """Numbers, and nothing else: a model cannot be given text, dates or objects."""
+    kind = array.dtype.kind
+    if kind in "biufc":
+        return
+    text = kind in "US" or (kind == "O" and array.size > 0 and isinstance(array.flat[0], str))
+    if text and name.startswith("y"):
+        raise CorpusError("corpus.labels-are-text", f"{name} holds text, and a loss needs numbers", LABELS_REMEDY)
+    if text:
+        remedy = "encode it with a public table (a fixed vocabulary, a code list), not with one made from the data"
+        raise CorpusError("corpus.inputs-are-text", f"{name} holds text, and a model needs numbers", remedy)
+    if kind in "Mm":
+        problem = f"{name} holds dates"
+        raise CorpusError("corpus.inputs-are-dates", problem, f"turn them into numbers: {name}.astype('int64')")
+    problem = f"{name} has dtype {array.dtype}: Python objects or records, not numbers"
+    remedy = "give arrays of one shape and a numeric dtype: np.stack(list_of_arrays)"
+    raise CorpusError("corpus.dtype-not-numeric", problem, remedy)
+
+
+def torch_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The kind of number that torch has for it."""
+    if dtype.kind == "f" and dtype.itemsize > 8:
+        return np.dtype(np.float64)
+    if dtype.kind == "c" and dtype.itemsize > 16:
+        return np.dtype(np.complex128)
+    return dtype.newbyteorder("=")
+
+
+def model_dtype(name: str, *, label: bool, asked: str | None = None) -> str:
+    """The dtype that a model expects, by name.
+
+    x: floating point becomes float32; small integers (bytes of images, counts, token ids) stay as they are;
+    `asked` overrides both. y: integers become int64, floating point float32 or a floating `asked`.
+    """
+    asked = None if label and asked is not None and "float" not in asked else asked
+    if "float" in name:
+        return asked or "float32"
+    if label:
+        return name if "complex" in name else "int64"
+    if name in ("uint16", "uint32", "uint64"):  # torch can do next to nothing with these
+        return asked or "int64"
+    return asked or name

@@ -1,4 +1,4 @@
-"""Contributions with one payload file each: found in a folder, inspected before anything is spent, read when sampled."""
+"""Contributions with one payload file each: found in a folder, inspected, admitted by what they hold. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lamina.admit.contribution_sources import ArrayHeader
 from lamina.admit.gate import WorkerProcess
 from lamina.admit.verdicts import PackedTexts
-from lamina.corpus.example_sources import (
+from lamina.corpus.files import (
     CHUNK_BYTES,
+    SAVEZ_REMEDY,
     Hasher,
-    Rows,
-    check_numeric_array,
-    hash_leaf,
+    array_of_objects,
+    check_numeric_dtype,
     hash_parts,
-    keyed_hasher,
-    take_rows,
-    to_model_dtype,
+    model_dtype,
+    payload_headers,
+    read_matrix,
+    torch_dtype,
 )
-from lamina.corpus.files import SAVEZ_REMEDY, array_of_objects, payload_arrays, payload_headers, read_matrix
 from lamina.errors import CorpusError
 
 PAYLOAD_SUFFIXES = ("npz", "csv")
@@ -126,15 +124,15 @@ def _payload_kind(folder: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExampleFormat:
-    """What all payloads have in common: shape and dtype of one example and of one label, columns of a CSV."""
+    """What all payloads have in common: shape and torch dtype of one example and of one label, columns of a CSV."""
 
-    x: Tensor  # no rows
-    y: Tensor | None
+    x: tuple[tuple[int, ...], str]
+    y: tuple[tuple[int, ...], str] | None
     header: tuple[str, ...] | None
 
     def text(self) -> str:
-        label = "no y" if self.y is None else f"y {tuple(self.y.shape[1:])} {self.y.dtype}"
-        return f"x {tuple(self.x.shape[1:])} {self.x.dtype}, {label}"
+        label = "no y" if self.y is None else f"y {self.y[0]} torch.{self.y[1]}"
+        return f"x {self.x[0]} torch.{self.x[1]}, {label}"
 
 
 class PayloadHeaders(NamedTuple):
@@ -151,7 +149,7 @@ class PayloadInspector:
     `headers` opens a payload; `format_of` is what follows from them, worked out once, since nearly all are the same.
     """
 
-    def __init__(self, labels: NDArray[Any] | None, dtype: torch.dtype | None) -> None:
+    def __init__(self, labels: NDArray[Any] | None, dtype: str | None) -> None:
         self._labels, self._dtype = labels, dtype
         self._formats: dict[PayloadHeaders, ExampleFormat] = {}
 
@@ -169,22 +167,17 @@ class PayloadInspector:
         """What a model is given. CorpusError if it cannot be given that."""
         if (known := self._formats.get(headers)) is not None:
             return known
-        try:
-            y = None if headers.y is None else _empty_tensor(*headers.y)
-            if self._labels is not None:
-                y = take_rows(self._labels[:0], np.empty(0, np.int64))
-            form = ExampleFormat(
-                x=to_model_dtype(_empty_tensor(*headers.x), label=False, dtype=self._dtype),
-                y=None if y is None else to_model_dtype(y, label=True, dtype=self._dtype),
-                header=headers.header,
-            )
-        except CorpusError:
-            raise
-        except Exception as error:  # numpy or torch
-            kinds = " and ".join(str(each[1]) for each in (headers.x, headers.y) if each is not None)
-            problem = f"arrays of {kinds} cannot be given to a model ({type(error).__name__})"
-            raise CorpusError("corpus.payload-unreadable", problem, SAVEZ_REMEDY) from None
+        y = headers.y if self._labels is None else (self._labels.shape[1:], self._labels.dtype)
+        form = ExampleFormat(
+            x=self._model_array("x", *headers.x),
+            y=None if y is None else self._model_array("y", *y),
+            header=headers.header,
+        )
         return self._formats.setdefault(headers, form)
+
+    def _model_array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, ...], str]:
+        check_numeric_dtype(name, np.empty(0, dtype))
+        return shape, model_dtype(torch_dtype(dtype).name, label=name == "y", asked=self._dtype)
 
     def _read(self, path: str, content: bytes | None) -> tuple[int, PayloadHeaders]:
         if is_csv(path):
@@ -204,10 +197,6 @@ class PayloadInspector:
             problem = f"'{path}' has y, and so has contributions.csv"
             raise CorpusError("corpus.column-given-twice", problem, "keep the labels in one of the two places")
         return count, PayloadHeaders(x, y)
-
-
-def _empty_tensor(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
-    return take_rows(check_numeric_array("x", np.empty((0, *shape), dtype=dtype)), np.empty(0, np.int64))
 
 
 def _rows_and_shape(path: str, name: str, header: ArrayHeader) -> tuple[int, tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -405,87 +394,3 @@ def _check_same_format(name: str, found: ExampleFormat, first_name: str, first: 
         found_columns, columns = ", ".join(found.header), ", ".join(first.header)
         problem = f"contribution {name!r} has columns {found_columns}; {first_name!r} has {columns}"
         raise CorpusError("corpus.formats-differ", problem, COLUMNS_REMEDY)
-
-
-CACHE_BYTES = 64 << 20  # bytes
-
-
-class PayloadSource:
-    """The examples of all contributions, id after id.
-
-    An .npz payload holds `x` with one example per row and perhaps `y`; a .csv payload is one example, the table
-    rows × columns. Every payload is looked at once, before, so that a wrong one is named before anything is spent;
-    while a batch is fetched no id is ever named. Payloads under a commitment are kept once they were read, as far as
-    CACHE_BYTES go.
-    """
-
-    def __init__(
-        self,
-        payloads: Payloads,
-        labels: NDArray[Any] | None,
-        *,
-        dtype: torch.dtype | None = None,
-        survey: PayloadSurvey | None = None,
-    ) -> None:
-        survey = survey_or_raise(payloads, PayloadInspector(labels, dtype)) if survey is None else survey
-        self._payloads, self._labels, self._dtype = payloads, labels, dtype
-        self._format, self.sizes = survey.format, survey.sizes
-        self._ends = np.cumsum(survey.sizes)
-        self._kept: dict[int, tuple[Any, Any]] = {}
-        self.forget()
-
-    def forget(self) -> None:
-        """Read every payload again, and compare it with its commitment again, when it is next wanted."""
-        self._kept.clear()
-        self._cache_room = CACHE_BYTES if self._payloads.frozen else 0
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def fetch(self, rows: Rows) -> tuple[Any, Any]:
-        """(x, y) of these examples. A payload is opened once, however many of its examples are wanted."""
-        owner = np.searchsorted(self._ends, rows, side="right")
-        x = self._format.x.new_empty((len(rows), *self._format.x.shape[1:]))
-        y = None if self._format.y is None else self._format.y.new_empty((len(rows), *self._format.y.shape[1:]))
-        for one in np.unique(owner).tolist():
-            at = np.flatnonzero(owner == one)
-            inside = rows[at] - (self._ends[one] - self.sizes[one])
-            try:
-                own_x, own_y = self._kept[one] if one in self._kept else self._read(one)
-                if len(own_x) != self.sizes[one]:
-                    raise ValueError("another number of examples")
-                x[at] = to_model_dtype(take_rows(own_x, inside), label=False, dtype=self._dtype)
-                if y is not None:
-                    y[at] = to_model_dtype(take_rows(own_y, inside), label=True, dtype=self._dtype)
-            except PayloadChanged:
-                raise
-            except (CorpusError, OSError, IndexError, RuntimeError, ValueError):
-                problem = f"a payload {self._payloads.where} is not what it was when the corpus was opened"
-                remedy = "leave the folder as it is during a run; opening the corpus again names the wrong payload"
-                raise PayloadChanged("corpus.payload-changed", problem, remedy) from None
-        return x, y
-
-    def _read(self, row: int) -> tuple[Any, Any]:
-        path, content = self._payloads.path(row), self._payloads.read(row)
-        wants_y = self._format.y is not None and self._labels is None
-        if is_csv(path):
-            x, y = read_matrix(path, content)[1][None], None
-        else:
-            found = payload_arrays(path, ["x", "y"] if wants_y else ["x"], content)
-            x, y = found["x"], found.get("y")
-        y = y if self._labels is None else np.repeat(self._labels[row : row + 1], len(x), axis=0)
-        if (size := x.nbytes + (0 if y is None else y.nbytes)) <= self._cache_room:
-            self._cache_room -= size
-            self._kept[row] = x, y
-        return x, y
-
-    def digest(self, key: bytes) -> bytes:
-        """Over ids, labels and every byte of every payload, or what vouches for them."""
-        hasher = keyed_hasher(key, "lamina/folder")
-        hash_parts(hasher, [str(self._dtype), len(self._payloads)])
-        hash_leaf(hasher, "labels", np.empty(0) if self._labels is None else self._labels)
-        self._payloads.feed(hasher)
-        return hasher.digest()
-
-    def __repr__(self) -> str:
-        return f"FolderSource({self._payloads!r})"

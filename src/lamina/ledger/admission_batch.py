@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.attestation import Descriptor
+from lamina.admit.attestation import Descriptor, window_rules
 from lamina.admit.key_ring import KeyEntry, KeyRing
 from lamina.admit.keys import PrivateKey
 from lamina.admit.verdicts import (
@@ -340,7 +340,7 @@ class AdmissionBatch:
             self._events = events
 
     def _refusal(self, entry: RegisterEntry, keys: KeyState, now: int) -> tuple[Reason, str] | None:
-        if now >= entry.expires:
+        if window_rules(now, 0, entry.expires)[1]:
             return Reason.EXPIRED, ""
         if (why := _key_refusal(keys, entry.kid, now, entry.issued)) is not None:
             return why
@@ -367,6 +367,8 @@ class AdmissionBatch:
         blobs = [each.attestation for each in signed]
 
         def note(rows: StoreWriter) -> None:
+            if any(window_rules(head_of(rows).time, 0, entry.expires)[1] for entry in self._new):
+                raise ConcurrentAppend  # it expired since: decide again
             rows.add_tokens(sorted(set(tokens) - rows.tokens(tokens)))
 
         append_if_size(self._ledger, self._size, records, blobs, note)

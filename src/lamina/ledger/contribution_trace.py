@@ -5,6 +5,7 @@ Eligible is not sampled: who took part in which step is known to nobody, and sta
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ from typing import Any, NamedTuple
 
 from lamina.account.accountants import pooled_epsilon
 from lamina.account.schedule import EventCounts
+from lamina.admit.attestation import Attestation, Descriptor, SignedTerms, commit
+from lamina.admit.contribution_sources import Contribution
 from lamina.admit.keys import format_utc
+from lamina.errors import LaminaError
 from lamina.ledger.governance_records import KeyChange, KeyEvent, Release
 from lamina.ledger.reader import LedgerReader
 from lamina.ledger.records import (
@@ -28,6 +32,7 @@ from lamina.ledger.records import (
 from lamina.ledger.schema import UNBOUNDED, nano_epsilon
 from lamina.ledger.show import epsilon_or_none, leaf_excerpt, leaf_to_dict
 from lamina.ledger.spending import Bound, adaptive_order, planned_charges, signed_spend, steps_by_kind
+from lamina.ledger.verify.contribution_checks import recorded_terms
 from lamina.plan.step_plan import StepPlan
 
 
@@ -107,6 +112,26 @@ class ContributionTrace:
             "withdrawn": None if gone is None else leaf_excerpt(gone, "reason", "effect", "request"),
             "releases": [leaf_excerpt(each, "manifest", "runs", "not_after") for each in self.releases],
         }
+
+
+def leaf_differences(record: ContributionRecord, given: Contribution) -> list[str]:
+    """What in a leaf is not what the contributor has: descriptor, attestation, payload if any. Empty: all is equal."""
+    if given.read_error is not None or given.descriptor is None or given.attestation is None:
+        return [str(given.read_error[1] if given.read_error else "descriptor or attestation is missing")]
+    try:
+        signed, claims = Descriptor.decode(given.descriptor), Attestation.decode(given.attestation)
+        payload = signed.commitment if given.payload is None else commit(signed.nonce, given.payload)
+    except LaminaError as error:
+        return [error.problem]
+    names = ("descriptor", "attestation", "key", "not_before", "expires", "anchor", "subject", "payload")
+    subject = None if record.subject is None else record.subject.hex()
+    here = (*(getattr(record, name) for name in names[:6]), subject, payload, *recorded_terms(record))
+    there = (
+        signed.digest(), hashlib.sha256(given.attestation).digest(), signed.contributor, signed.not_before,
+        signed.expires, signed.anchor, claims.tag, signed.commitment, *signed.terms,
+    )  # fmt: skip
+    found = zip((*names, *SignedTerms._fields), here, there, strict=True)
+    return [name for name, ours, theirs in found if ours != theirs]
 
 
 def trace_contribution(ledger: LedgerReader, leaf: Leaf) -> ContributionTrace:

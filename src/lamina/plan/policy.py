@@ -18,6 +18,7 @@ from lamina.errors import AccountingError, PlanError
 from lamina.plan.depth_profile import DepthProfile
 from lamina.plan.rules import MAX_INJECTION_PARTS, Injection, InjectionForm
 from lamina.plan.selection import did_you_mean
+from lamina.validate import read_text_file
 
 _STRICT = ConfigDict(
     strict=True, extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False, arbitrary_types_allowed=True
@@ -173,7 +174,7 @@ class Policy(BaseModel):
     def load(cls, path: str | Path) -> Policy:
         """Read a policy.toml."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text_file(path)
         except (OSError, UnicodeDecodeError) as error:
             problem = f"policy {str(path)!r} cannot be read: {error}"
             remedy = "give a TOML file; start from Policy.template_text()"

@@ -39,7 +39,7 @@ from lamina.sensitivity.example_gradients import (
 )
 from lamina.sensitivity.profile import GAUSSIAN, ActivationProfile, gaussian_batches, profile
 from lamina.sensitivity.trace import export, first_patients, map_arguments, trace
-from lamina.validate import short_repr
+from lamina.validate import read_text_file, short_repr
 
 MEASURE_KIND, MEASURE_VERSION = "lamina.measure", 1
 _OPTIONAL_ROWS = ("tight", "worst", "printed")
@@ -160,7 +160,7 @@ class Measure:
     def load(cls, path: str | Path) -> Measure:
         """Read what `save` wrote."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text_file(path)
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
                 "sensitivity.measure-unreadable", f"cannot read the measure {str(path)!r}: {error}", _WRITTEN

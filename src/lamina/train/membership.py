@@ -20,8 +20,9 @@ from typing import Any
 
 from lamina import cbor
 from lamina.admit.verdicts import PackedTexts, Reason
-from lamina.corpus.admitted import AdmittedCorpus, reasons_text
+from lamina.corpus.admitted import AdmittedCorpus
 from lamina.corpus.corpus import Corpus
+from lamina.corpus.payload_admission import reasons_text
 from lamina.errors import AdmissionError, EncodingError, LedgerError, StorageError, StoreLost
 from lamina.ledger.admission_batch import LedgerRegister
 from lamina.ledger.corpus_terms import policy_in_force

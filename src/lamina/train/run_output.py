@@ -141,12 +141,6 @@ def user_line(error: BaseException) -> str | None:
     return None
 
 
-def raising_line(error: BaseException) -> str:
-    """Where the error was raised, whosever line that is."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else "an unknown line"
-
-
 @contextmanager
 def user_code(what: str, remedy: str) -> Iterator[None]:
     """Turn what the user's code raises inside into a LaminaError that names its line; ours passes as it is.

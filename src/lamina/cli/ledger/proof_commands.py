@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from lamina.admit import keys
 from lamina.admit.keys import format_utc
-from lamina.cli.open_ledger import LEAF_HELP, contribution_digest, open_ledger, open_view
+from lamina.cli.open_ledger import LEAF_HELP, contribution_digest, open_ledger, open_view, print_compared
 from lamina.cli.terminal import (
     LEDGER_HELP,
     JsonOption,
@@ -80,8 +80,7 @@ def verify(
     place = existing_ledger(ledger)
     trusted = None if trust is None else Trust.load(trust)
     known = [KnownCheckpoint.load(path) for path in seen or ()]
-    if is_postgres_url(ledger):
-        _check_reachable(place, as_json)
+    _check_reachable(place, as_json)
     with progress_bar("replaying") as tick:
         found = audit(place, trust=trusted, seen=known, signatures=not no_signatures, progress=tick)
     name = printable_location(ledger)
@@ -92,10 +91,12 @@ def verify(
 
 
 def _check_reachable(place: str, as_json: bool) -> None:
-    """Exit with 2 if the database cannot be reached: that does not make the ledger wrong."""
+    """Exit with 2 if the database cannot be reached, or nothing is there: that does not make a ledger wrong."""
     try:
         make_store(place, readonly=True).close()
     except LedgerError as error:
+        if not is_postgres_url(place) and error.code != "store.no-ledger":
+            return
         print_refusal(error)
         if as_json:
             print_json(refusal_json(error))
@@ -258,6 +259,7 @@ def receipt(
     ),
     check: Annotated[Path | None, option("check a receipt instead; needs --trust, no ledger", metavar="PREFIX")] = None,
     trust: Annotated[Path | None, option("for --check: the ledger's keys, from elsewhere", metavar="KEYS")] = None,
+    folder: Annotated[Path | None, option("for --check: compare the record with this contribution")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a receipt: proof, under the newest checkpoint, that a record is in the ledger.
@@ -266,15 +268,19 @@ def receipt(
     pruned); PREFIX.cose, a COSE receipt (RFC 9942); and PREFIX.tlog-proof, the same as C2SP text with the cosignatures of
     witnesses. Keep them: after pruning, only a receipt proves the body.
 
+    A contribution that is given by its folder is compared with its record: descriptor, attestation, payload. Every
+    difference is named; the exit code is then 1.
+
     Examples:
 
       lamina ledger receipt ledger.db 9f86d081 -o mine
-      lamina ledger receipt --check mine --trust ledger.pub
+      lamina ledger receipt ledger.db contributions/p001 -o mine
+      lamina ledger receipt --check mine --trust ledger.pub --folder contributions/p001
     """
     if check is not None:
         if trust is None:
             raise typer.BadParameter("give the ledger's keys", param_hint="--trust")
-        _check_receipt(check, Trust.load(trust), as_json)
+        _check_receipt(check, Trust.load(trust), folder, as_json)
         return
     if ledger is None or name is None:
         raise typer.BadParameter("give a ledger and a leaf, or --check", param_hint="LEDGER")
@@ -292,10 +298,11 @@ def receipt(
         keys.write_new(_with_suffix(output, suffix), data, "the receipt", mode=0o644)
     size = Receipt.decode(parts[_COSE_SUFFIX]).size
     made = {"ledger": printable_location(ledger), "index": seq, "size": size, "files": written}
-    print_answer(made, f"receipt of leaf {seq} of {size:,}: {', '.join(written.values())}", as_json)
+    said = f"receipt of leaf {seq} of {size:,}: {', '.join(written.values())}"
+    print_compared(made, said, name, leaves.decode_leaf(StoredLeaf(leaf, body)).record, as_json)
 
 
-def _check_receipt(prefix: Path, trust: Trust, as_json: bool) -> None:
+def _check_receipt(prefix: Path, trust: Trust, folder: Path | None, as_json: bool) -> None:
     """Check both proofs by the trusted keys of their origin."""
     leaf, cose, text = (
         keys.read_small(_with_suffix(prefix, s), "the receipt", most=_MAX_FILE_BYTES)
@@ -324,7 +331,7 @@ def _check_receipt(prefix: Path, trust: Trust, as_json: bool) -> None:
     made = {"verified": True, "origin": found.origin, "index": found.index, "size": head.size}
     said = f"verified: leaf {found.index} of {head.size:,} in {found.origin}, {format_utc(kept.time)}"
     told = KIND_NAMES[kept.kind] if record is None else describe_leaf(record)
-    print_answer(made, f"{said}\n  {told}", as_json)
+    print_compared(made, f"{said}\n  {told}", folder, record and record.record, as_json)
 
 
 _ASK_AGAIN = "get the receipt again, and the keys from whoever is responsible for the ledger"

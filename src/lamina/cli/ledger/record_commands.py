@@ -19,7 +19,7 @@ import typer
 from lamina import cbor
 from lamina.admit import keys
 from lamina.admit.keys import PrivateKey, format_utc, parse_time, read_small
-from lamina.cli.open_ledger import DIGEST_HELP, contribution_digest, open_ledger, open_view
+from lamina.cli.open_ledger import DIGEST_HELP, contribution_digest, open_ledger, open_view, print_compared
 from lamina.cli.terminal import (
     JsonOption,
     KeyOption,
@@ -163,6 +163,9 @@ def trace(ledger: LedgerArgument, name: DigestArgument, as_json: JsonOption = Fa
     Lists the epochs in which it was eligible: admitted, neither withdrawn nor expired, when the members of a segment
     were fixed. Whether it was sampled is recorded nowhere. ε is what it has lost after that epoch, over all runs.
 
+    Given by its folder, the leaf is compared with descriptor, attestation and payload there, and every difference is
+    named. Exit code 1 if there is one.
+
     Examples:
 
       lamina ledger trace ledger.db 9f86d081
@@ -172,7 +175,7 @@ def trace(ledger: LedgerArgument, name: DigestArgument, as_json: JsonOption = Fa
     with open_view(ledger) as book:
         found = [traced(book, leaf) for leaf in find_contributions(book, contribution_digest(name))]
     machine = {"ledger": printable_location(ledger), "contributions": [each.to_dict() for each in found]}
-    print_answer(machine, "\n\n".join(map(trace_page, found)), as_json)
+    print_compared(machine, "\n\n".join(map(trace_page, found)), name, found[0].record, as_json)
 
 
 def trace_page(found: ContributionTrace) -> str:

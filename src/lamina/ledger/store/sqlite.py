@@ -147,7 +147,9 @@ class SqliteStore(Store):
         return LedgerError("store.no-ledger", f"there is no ledger '{self.path}'", "give the path of one, or create it")
 
     def _foreign(self) -> bool:
-        """Whether the file is the database of another program: looked at before anything is changed in it."""
+        """Whether it is something else than a ledger: looked at before anything is changed in it, or a pipe waited for."""
+        if not self.path.is_file():
+            return True
         with self.path.open("rb") as file:
             first = file.read(100)
         if len(first) < 100 or not first.startswith(b"SQLite format 3\0"):

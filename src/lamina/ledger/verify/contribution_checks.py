@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.admit.attestation import Attestation, SignedTerms
+from lamina.admit.attestation import CLOCK_SKEW, Attestation, SignedTerms, window_rules
 from lamina.admit.key_ring import KeyStatus
 from lamina.admit.keys import LAST_SECOND, PublicKey, format_utc
 from lamina.errors import AdmissionError, EncodingError
@@ -36,7 +36,6 @@ from lamina.ledger.records import (
     SegmentOutcome,
     decode_leaf,
 )
-from lamina.ledger.schema import CLOCK_SKEW
 from lamina.ledger.store.rows import StoredLeaf, StoreReader
 from lamina.ledger.verify.tree_checks import AggregateTallies, Finding, Trust, fail, fail_unreadable
 
@@ -363,13 +362,16 @@ _TERM_DIFFERS = {  # field of `SignedTerms` → what a leaf that says otherwise 
 _ANCHOR_DIFFERS = Violation("verify.attestation-anchor-differs", "its attestation has another anchor than the leaf")
 
 
+def recorded_terms(record: ContributionRecord) -> SignedTerms:
+    """The terms of use in a leaf, as an attestation has them."""
+    terms = record.terms
+    bound = terms.clip_norm, terms.noise_multiplier
+    return SignedTerms(terms.cls, terms.data_class, *bound, not terms.noise_multiplier, terms.profile)
+
+
 def _terms_difference(record: ContributionRecord, signed: Attestation) -> Violation | None:
     """Where the leaf does not repeat what was signed. Publicness first: who hides a private contribution hides its ε."""
-    terms = record.terms
-    said = SignedTerms(
-        terms.cls, terms.data_class, terms.clip_norm, terms.noise_multiplier, not terms.noise_multiplier, terms.profile
-    )
-    if said != signed.terms:
+    if (said := recorded_terms(record)) != signed.terms:
         for name, (code, what) in _TERM_DIFFERS.items():
             if (theirs := getattr(signed.terms, name)) != (ours := getattr(said, name)):
                 return Violation(code, f"{what}: {theirs!r}, in the leaf: {ours!r}")
@@ -449,10 +451,12 @@ class ContributionChecks:
         assert isinstance(record, Contribution)
         check_position(leaf, index, time, epoch)
         admitted = f"it was admitted at {format_utc(leaf.time)}"
-        if isinstance(record, ContributionRecord) and leaf.time + CLOCK_SKEW < record.not_before:
-            reason = f"{admitted}, before it was valid, at {format_utc(record.not_before)}"
+        begin = record.not_before if isinstance(record, ContributionRecord) else 0
+        early, expired = window_rules(leaf.time, begin, record.expires)
+        if early:
+            reason = f"{admitted}, before it was valid, at {format_utc(begin)}"
             fail(index, ContributionRecord, "verify.admitted-before-valid", reason)
-        if leaf.time >= record.expires + CLOCK_SKEW:
+        if expired:
             reason = f"{admitted}, after it expired, at {format_utc(record.expires)}"
             fail(index, ContributionRecord, "verify.admitted-after-expiry", reason)
         if isinstance(record, ContributionRecord):
@@ -471,10 +475,9 @@ class ContributionChecks:
         wrong = self._policy.bound_violation(*cls) if terms is None else self._terms_violation(terms)
         if wrong is not None or any(self._key_violation(kid, at) is not None for kid in group.kids for at in times):
             return np.ones(len(group.rows), dtype=np.bool_)
-        found: Flags = (
-            (group.seq != group.rows + first) | (group.epoch != epoch) | (group.time >= group.expires + CLOCK_SKEW)
-        )
-        return found if group.not_before is None else found | (group.time + CLOCK_SKEW < group.not_before)
+        early, expired = window_rules(group.time, 0 if group.not_before is None else group.not_before, group.expires)
+        found: Flags = (group.seq != group.rows + first) | (group.epoch != epoch) | early | expired
+        return found
 
     def _key_violation(self, kid: bytes, at: int) -> Violation | None:
         """Why a contributor's key does not count at `at`, as far as that shows without the attestation."""
