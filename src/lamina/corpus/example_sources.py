@@ -10,7 +10,6 @@ import hashlib
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -31,6 +30,7 @@ from lamina.corpus.files import (
     torch_dtype,
 )
 from lamina.corpus.payloads import PayloadChanged, PayloadInspector, Payloads, PayloadSurvey, is_csv, survey_or_raise
+from lamina.engine.probe import preserve_global_generators, seed_global_generators
 from lamina.engine.random_stream import StreamPurpose, step_key
 from lamina.errors import CorpusError
 
@@ -143,25 +143,6 @@ def seed_step(seed: bytes, *, step: int, purpose: StreamPurpose, rank: int = 0) 
     torch.default_generator.manual_seed(int.from_bytes(key[:8], "big") >> 1)
     np.random.seed(np.frombuffer(key, dtype=np.uint32))  # noqa: NPY002  # datasets draw from the global generator
     random.seed(key)
-
-
-def seed_global_generators(seed: int) -> None:
-    """The same public seed for all three."""
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
-    random.seed(seed)
-
-
-@contextmanager
-def preserve_global_generators() -> Iterator[None]:
-    """Leave the caller's global generators as they were."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        random.setstate(states[2])
 
 
 class ArraySource:

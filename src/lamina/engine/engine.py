@@ -21,7 +21,8 @@ from lamina.engine.clipping import BoxCollector, ClipBounds, Collector, NormColl
 from lamina.engine.layers.layer_rule import Target
 from lamina.engine.noise import NoiseSource, SecureNoise
 from lamina.engine.paper_step import PaperStep, UnclippedSums, warn_if_reproduction
-from lamina.engine.safety_checks import CheckedBatch, GradWriter, OwnershipCheck, check_batch, probe, refuse_float16
+from lamina.engine.probe import Measured, Probe
+from lamina.engine.safety_checks import CheckedBatch, GradWriter, OwnershipCheck, check_batch, refuse_float16
 from lamina.engine.slices import NO_MASKS, PlanSlices, RestoreUnreached, TensorMasks, trained_tensors
 from lamina.engine.step import ClippedSums, OpenStep, check_is_batch, parts_out_of_order_error, zero_sums
 from lamina.errors import CouplingError, EngineError
@@ -170,13 +171,18 @@ class Engine:
         `routed`: 0 where its class may not move a tensor or a part of it.
         """
         part = self._examine(losses, batch)
+        return zero_sums(self._tensors) if part is None else self._gradient_of(part, unit, routed=routed)
+
+    def _gradient_of(
+        self, part: CheckedBatch, unit: int, *, routed: bool, retain_graph: bool = False
+    ) -> dict[str, Tensor]:
         sums = zero_sums(self._tensors)
-        if part is not None:
-            bounds = torch.zeros(part.layout.units, len(self.plan.layers), dtype=torch.float64)
-            reach = self._limits.clip[part.classes[unit]] > 0
-            bounds[unit] = torch.where(reach, torch.inf, 0.0) if routed else torch.inf
-            masks = self._masks_for(part) if routed else NO_MASKS
-            self._collect(part, BoxCollector(part, self._trained, sums, masks, bounds=bounds, scale=1.0))
+        bounds = torch.zeros(part.layout.units, len(self.plan.layers), dtype=torch.float64)
+        reach = self._limits.clip[part.classes[unit]] > 0
+        bounds[unit] = torch.where(reach, torch.inf, 0.0) if routed else torch.inf
+        masks = self._masks_for(part) if routed else NO_MASKS
+        collector = BoxCollector(part, self._trained, sums, masks, bounds=bounds, scale=1.0)
+        self._collect(part, collector, retain_graph=retain_graph)
         return sums
 
     def clipped_sums(self, losses: Tensor | None, batch: Batch) -> dict[str, Tensor]:
@@ -225,14 +231,14 @@ class Engine:
             part = into.prepare(part)
             self._collect(part, self._limits.collector(part, into, reached, self._masks_for(part)))
 
-    def _collect(self, part: CheckedBatch, collector: Collector) -> None:
+    def _collect(self, part: CheckedBatch, collector: Collector, *, retain_graph: bool = False) -> None:
         """Run autograd for one collector; refuse gradients that anything else writes meanwhile."""
         before, slot = self._gradients.versions(), self._attachment.slot
         inputs = [p for name, p in self._tensors.items() if collector.reached[self._layer_of[name]]]
         slot.receiver = collector
         try:
             with torch.autocast("cpu", enabled=False):
-                torch.autograd.backward(part.losses, part.weights, inputs=inputs)
+                torch.autograd.backward(part.losses, part.weights, inputs=inputs, retain_graph=retain_graph)
             with torch.no_grad():
                 collector.finish()
         finally:
@@ -273,12 +279,24 @@ class Engine:
         self.budget.set_taken(step)
 
     def probe(self, losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any = None) -> None:
-        """Refuse a model or loss in which examples influence each other, on proxy data: see `probe`.
+        """Refuse a model or loss in which one example's loss or gradient depends on the other examples.
 
-        `losses_of(x, y)` computes one loss per example, model included.
+        `losses_of(x, y)` computes one loss per example, model included; x and y are at least four public or simulated
+        examples. The first, a middle and the last are watched, while the others are replaced, in another order or
+        fewer. This finds what the graph cannot show: a loss divided by the tokens of the batch, padding to the
+        longest, expert capacity, batch statistics. Random draws are replayed. See `lamina.engine.probe`.
         """
-        probe(self, losses_of, x, y)
+        Probe(self, x, y).run(losses_of)
         self.probed = True
+
+    def measure(self, losses: Tensor | None, batch: Batch, units: Sequence[int]) -> list[Measured]:
+        """Loss and unclipped gradient of some contributions: for probes on proxy data only."""
+        part, found = self._examine(losses, batch), []
+        assert part is not None
+        for unit in units:
+            mine = part.losses.detach()[part.layout.owner == unit].double()
+            found.append({"loss": mine.mean(), **self._gradient_of(part, unit, routed=False, retain_graph=True)})
+        return found
 
     def detach(self) -> None:
         """Give the model back as it was."""

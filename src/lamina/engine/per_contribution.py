@@ -25,6 +25,7 @@ from lamina.engine.layers.layer_rule import (
     Params,
     SavedTensors,
 )
+from lamina.engine.probe import ConstantDraws
 from lamina.errors import OwnershipError, UnsupportedLayer
 
 
@@ -160,7 +161,7 @@ class PerContributionForward(LayerForward):
         return pytree.tree_unflatten(joined, out_spec)
 
     def _check(self, leaves: Sequence[Any], batched: Sequence[bool], spec: Any, n: int) -> bool:
-        """One example at a time must give what the whole batch gives (dropout aside).
+        """One example at a time must give what the whole batch gives (random draws aside).
 
         Of an example so large that the order of a sum decides whether it overflows, it does not matter whether it did:
         then nothing is known of it, and False is returned. The others must not feel it.
@@ -189,11 +190,11 @@ class PerContributionForward(LayerForward):
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every module's mode is what it was."""
+    """Evaluation mode without gradients or random draws; afterwards every module's mode is what it was."""
     modes = [(m, m.training) for m in module.modules()]
     try:
         module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), ConstantDraws():
             yield
     finally:
         for m, mode in modes:

@@ -1,27 +1,22 @@
-"""Everything that is refused around a backward pass: losses, batch, graph, coupling, foreign `.grad`, the probe."""
+"""Everything that is refused around a backward pass: losses, batch, graph, coupling, foreign `.grad`."""
 
 from __future__ import annotations
 
 import secrets
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
-from lamina.engine.batch import Batch, RowLayout, take_rows
+from lamina.engine.batch import Batch, RowLayout
 from lamina.engine.layers.layer_rule import RuleCall, hidden_backward_error
 from lamina.errors import CouplingError, EngineError, OwnershipError, UnclippedGradient
 from lamina.plan.step_plan import StepPlan
-
-if TYPE_CHECKING:
-    from lamina.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -372,86 +367,3 @@ def refuse_float16(parameters: Mapping[str, Tensor]) -> None:
         if p.requires_grad and p.dtype == torch.float16:
             problem = f"'{name}' is float16, whose gradients overflow"
             raise EngineError("engine.float16-parameter", problem, "use bfloat16 or float32")
-
-
-_PROBE_TOLERANCE = 1e-3
-
-
-def probe(engine: Engine, losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any = None) -> None:
-    """Refuse a model or loss in which one example's loss or gradient depends on the other examples.
-
-    Tries the first, a middle and the last example, with the others replaced, in another order, all before it, all
-    behind it, or fewer. This catches what the graph cannot show: a loss divided by the tokens of the batch, padding
-    to the longest, expert capacity, batch statistics. Give public or simulated data with at least four examples;
-    dropout is switched off meanwhile.
-    """
-    n = len(Batch(x, y))
-    if n < 4:
-        problem = f"the probe got {n} examples"
-        raise EngineError("engine.probe-too-few-examples", problem, "give at least 4, public or simulated")
-    with _without_dropout(engine.model):
-        for place in (0, n // 2, n - 1):
-            reference = _loss_and_gradient_of(engine, losses_of, x, y, place)
-            for what, (x2, y2), there in _with_others_changed(x, y, n, place):
-                _refuse_if_moved(reference, _loss_and_gradient_of(engine, losses_of, x2, y2, there), what)
-
-
-def _with_others_changed(x: Any, y: Any, n: int, place: int) -> Iterator[tuple[str, Any, int]]:
-    """The batch with everybody but one example changed, and where that example then is."""
-    rest = torch.cat([torch.arange(place), torch.arange(place + 1, n)])
-    turned = rest.roll(1)
-    mine = torch.tensor([place])
-    changed = pytree.tree_map(lambda t: _perturb_others(t, place) if isinstance(t, Tensor) else t, (x, y))
-    yield "replaced", changed, place
-    yield "put in another order", take_rows((x, y), torch.cat([turned[:place], mine, turned[place:]])), place
-    yield "moved before it", take_rows((x, y), torch.cat([rest, mine])), n - 1
-    yield "moved behind it", take_rows((x, y), torch.cat([mine, rest])), 0
-    yield "fewer", take_rows((x, y), torch.cat([rest[: n // 2 - 1], mine])), n // 2 - 1
-
-
-def _loss_and_gradient_of(
-    engine: Engine, losses_of: Callable[[Any, Any], Tensor], x: Any, y: Any, place: int
-) -> dict[str, Tensor]:
-    with torch.enable_grad():
-        losses = losses_of(x, y)
-    batch = Batch(x, y)
-    check_losses(losses, batch.examples)
-    batch = Batch(x, y, cls=torch.zeros(len(batch), dtype=torch.long))
-    return {"loss": losses.detach()[place].double(), **engine.gradient_of(losses, batch, place, routed=False)}
-
-
-def _refuse_if_moved(reference: dict[str, Tensor], other: dict[str, Tensor], what: str) -> None:
-    for name, a in reference.items():
-        b = other[name]
-        scale = float(a.double().norm()) + 1e-6
-        moved = float((a.double() - b.double()).norm()) / scale
-        if not moved <= _PROBE_TOLERANCE:
-            thing = "loss" if name == "loss" else f"gradient of {name!r}"
-            problem = f"when the other examples were {what}, the {thing} of one moved by {moved:.2g} of its size"
-            remedy = "use no batch statistics, no loss over or divided by the batch, no padding without a mask"
-            raise CouplingError("engine.probe-found-coupling", problem, remedy)
-
-
-def _perturb_others(t: Tensor, place: int) -> Tensor:
-    """One example as it is, the others replaced by values of the same kind."""
-    other = t.flip(0).roll(1, 0)
-    if t.is_floating_point():
-        other = other * 1.7 + 0.3
-    other[place] = t[place]
-    return other
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Dropout off, everything else as in training."""
-    dropouts = [m for m in model.modules() if "Dropout" in type(m).__name__]
-    modes = [m.training for m in dropouts]
-    state = torch.get_rng_state()
-    try:
-        for m in dropouts:
-            m.training = False
-        yield
-    finally:
-        torch.set_rng_state(state)
-        for m, mode in zip(dropouts, modes, strict=True):
-            m.training = mode

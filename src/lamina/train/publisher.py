@@ -18,7 +18,7 @@ from torch import nn
 
 from lamina.account.accountants import cost, find_accountant
 from lamina.account.schedule import Schedule
-from lamina.corpus.example_sources import preserve_global_generators, seed_global_generators
+from lamina.engine.probe import preserve_global_generators, seed_global_generators
 from lamina.errors import RunError
 from lamina.plan.rules import FollowBudget
 from lamina.plan.step_plan import StepPlan

@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 from lamina.account.filters import PrivacyFilter
 from lamina.admit.keys import PrivateKey
 from lamina.corpus.corpus import Corpus
-from lamina.corpus.example_sources import preserve_global_generators, seed_step
+from lamina.corpus.example_sources import seed_step
 from lamina.corpus.payloads import PayloadChanged
 from lamina.corpus.sampler import Sampler, occurrence_caps
 from lamina.engine.batch import Batch
 from lamina.engine.engine import Engine
 from lamina.engine.noise import SecureNoise
+from lamina.engine.probe import preserve_global_generators
 from lamina.engine.random_stream import StreamPurpose
 from lamina.errors import RunError
 from lamina.ledger.writer import Ledger
@@ -81,7 +82,7 @@ class Trainer:
     segment          steps between two checkpoints
     max_occurrences  by class: how often one contribution may be used in all
     filters          by class: asked for a whole segment before it begins
-    augment          x -> x, drawing from the global generators
+    augment          x -> x, one example by itself, drawing from the global generators
     on_withdrawal    "finish" the segment in which somebody withdrew, or "abandon" it; both are charged
     hardened         float64 noise on a public grid: docs/decisions/noise.md
     probe            check on simulated input that examples do not influence each other
@@ -256,7 +257,7 @@ class Trainer:
     def _rehearse(self) -> None:
         if self.evaluate is not None:
             self.evaluate.run(self.model)
-        rehearse(self._engine, self._losses, self.corpus, self._targets.mask, probe=self.probe)
+        rehearse(self._engine, self._losses_augmented, self.corpus, self._targets.mask, probe=self.probe)
 
     def _run_segment(self, opened: AttemptOpened, segments: Segments) -> bool:
         """As `_run_steps`. A changed payload, or an error, shows who was sampled, so its segment is abandoned."""
@@ -326,8 +327,8 @@ class Trainer:
                 self._choose(sampler, seed, step)
             seed_step(seed, step=step, purpose=StreamPurpose.AUGMENT)
             batch = sampler.draw(step)
-            if self.augment is not None and len(batch):
-                batch = replace(batch, x=self.augment(batch.x))
+            if len(batch):
+                batch = replace(batch, x=self._augmented(batch.x))
             batch = self._targets.mask(batch)
             seed_step(seed, step=step, purpose=StreamPurpose.DROPOUT)
             return self._step(batch)
@@ -358,6 +359,12 @@ class Trainer:
         if self.state.ema is not None:
             self.state.ema.update()
         return loss
+
+    def _augmented(self, x: Any) -> Any:
+        return x if self.augment is None else self.augment(x)
+
+    def _losses_augmented(self, x: Any, y: Any) -> Tensor:
+        return self._losses(self._augmented(x), y)
 
     def _losses(self, x: Any, y: Any) -> Tensor:
         return self.loss_fn(self._output(x), x if y is None else y)

@@ -1,0 +1,289 @@
+"""The probe: whether the loss or the gradient of one contribution depends on the others of its batch.
+
+A probe is a sequence of small batches of public or simulated input. Whoever computes losses computes them for these
+batches, too, and hands them to the engine, which compares: nothing is charged and no gradient is written.
+
+Random draws (dropout, the sample of a variational autoencoder) are replayed: both sides of a comparison begin at the
+same state of every generator, and the others are replaced *where they are*, because moving or removing rows would
+shift the draws. A mask that the whole batch shares is then the same on both sides, and sound; draws whose number or
+place depends on what the others contain are not. To move and remove rows all the same, the draws of torch are made
+constant (`ConstantDraws`); where other generators are drawn from, rows are only replaced.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lamina.engine.batch import Batch, take_rows
+from lamina.errors import CouplingError, EngineError
+
+if TYPE_CHECKING:
+    from lamina.engine.engine import Engine
+
+_TOLERANCE = 1e-3
+_ROUNDS_WITH_DRAWS = 3  # mixup with a weight near 1, or of a row with itself, may hide one
+LEAST_EXAMPLES = 4
+
+
+class ConstantDraws(TorchDispatchMode):
+    """Makes the usual random draws of torch constant, equal for all rows, and leaves its generator alone."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense" and not isinstance(args[0], Tensor):
+            return args[0]  # a number in the graph, which torch hands over without its tensor
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        if name == "native_dropout":
+            return func(args[0], 0.0, *args[2:])
+        if name not in ("bernoulli", "bernoulli_", "uniform_", "normal_", "exponential_", "rand", "randn",
+                        "rand_like", "randn_like"):  # fmt: skip
+            return func(*args, **kwargs)
+        state = torch.get_rng_state()
+        drawn: Tensor = func(*args, **kwargs)
+        torch.set_rng_state(state)
+        if name.startswith("bernoulli"):
+            likely = args[1] if len(args) > 1 else kwargs.get("p", args[0] if name == "bernoulli" else 0.5)
+            return drawn.copy_(torch.as_tensor(likely) >= 0.5)
+        low = args[1] if len(args) > 1 and name == "uniform_" else 0.0
+        high = args[2] if len(args) > 2 and name == "uniform_" else 1.0
+        return drawn.fill_((low + high) / 2)
+
+
+def seed_global_generators(seed: int) -> None:
+    """The same public seed for torch's, numpy's and Python's global generators."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    random.seed(seed)
+
+
+@contextmanager
+def preserve_global_generators() -> Iterator[None]:
+    """Leave the caller's global generators as they were."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(states[2])
+
+
+def _generators_of(model: nn.Module) -> list[torch.Generator]:
+    return [g for m in model.modules() for g in vars(m).values() if isinstance(g, torch.Generator)]
+
+
+class ProbeBatch(Batch):
+    """A batch of a probe. It is never cut: `split` gives it whole."""
+
+    def split(self, parts: int) -> Iterator[Batch]:
+        yield self
+
+
+_REFERENCE, _BETWEEN, _AGAIN = "reference", "between", "again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeCase:
+    """One batch of a probe.
+
+    `what`    a reference to compare with; the same again, after a batch that came between; else what was done to the
+              others
+    `places`  of the watched contributions: where they are in the reference, and where here
+    """
+
+    what: str
+    batch: ProbeBatch
+    places: Mapping[int, int]
+    seed: int = 0
+    constant: bool = False  # under `ConstantDraws`
+
+
+Measured = dict[str, Tensor]  # the loss of one contribution, and its gradient by name of the tensor
+
+
+class Probe:
+    """One probe of one engine: `batches` hands out its batches, `receive` takes the losses of each."""
+
+    def __init__(self, engine: Engine, x: Any, y: Any = None) -> None:
+        self.engine, self.x, self.y = engine, x, y
+        self.n = Batch(x, y).examples
+        if self.n < LEAST_EXAMPLES:
+            problem = f"the probe got {self.n} examples"
+            raise EngineError("engine.probe-too-few-examples", problem, "give at least 4, public or simulated")
+        self.watched = (0, self.n // 2, self.n - 1)
+        self.complete = False
+        self.waiting: ProbeCase | None = None  # handed out, and its losses are still to come
+        self._generators = [g for m in engine.model.modules() for g in _attributes(m, torch.Generator).values()]
+        self._kept = _kept_tensors(engine.model)
+        self._states: list[Any] = []
+        self._drawn = False  # whether the last case drew at random
+        self._references: dict[tuple[int, bool], dict[int, Measured]] = {}
+
+    def run(self, losses_of: Callable[[Any, Any], Tensor]) -> None:
+        """The whole probe of a function that computes losses."""
+        for batch in self.batches():
+            with torch.enable_grad():
+                losses = losses_of(batch.x, batch.y)
+            self.receive(losses, batch)
+
+    def batches(self) -> Iterator[ProbeBatch]:
+        """Each batch, with the generators as it is to be computed. Ends early if nobody handed its losses in."""
+        own = [(g, g.get_state()) for g in self._generators]
+        try:
+            with preserve_global_generators():
+                for case in self._cases():
+                    self._seed(case.seed)
+                    self.waiting = case
+                    with ConstantDraws() if case.constant else nullcontext():
+                        yield case.batch
+                    if self.waiting is not None:
+                        return
+            self.complete = True
+        finally:
+            self.waiting = None
+            for generator, state in own:
+                generator.set_state(state)
+
+    def _cases(self) -> Iterator[ProbeCase]:
+        reference = self._case(_REFERENCE, torch.arange(self.n))
+        yield reference
+        drawn = self._drawn
+        yield replace(self._with_others_replaced(0), what=_BETWEEN)
+        yield replace(reference, what=_AGAIN, batch=self._batch(self.x, self.y))
+        for seed in range(_ROUNDS_WITH_DRAWS if drawn else 1):
+            if seed:
+                yield replace(reference, seed=seed, batch=self._batch(self.x, self.y))
+            for place in self.watched:
+                yield replace(self._with_others_replaced(place), seed=seed)
+        if drawn:
+            yield replace(reference, constant=True, batch=self._batch(self.x, self.y))
+            if self._drawn:
+                return
+        every = torch.arange(self.n)
+        for what, rows in (("put in another order", every.flip(0)), ("moved to its other side", every.roll(-1))):
+            yield replace(self._case(what, rows), constant=drawn)
+        for place in self.watched:
+            rest = every[every != place]
+            yield replace(self._case("fewer", torch.cat([rest[: self.n // 2 - 1], every[[place]]])), constant=drawn)
+
+    def _batch(self, x: Any, y: Any) -> ProbeBatch:
+        """A copy, because a loss may write to its input."""
+        x, y = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, (x, y))
+        return ProbeBatch(x, y, cls=torch.zeros(Batch(x, y).examples, dtype=torch.long))
+
+    def _case(self, what: str, rows: Tensor) -> ProbeCase:
+        there = {row: place for place, row in enumerate(rows.tolist())}
+        places = {place: there[place] for place in self.watched if place in there}
+        return ProbeCase(what=what, batch=self._batch(*take_rows((self.x, self.y), rows)), places=places)
+
+    def _with_others_replaced(self, place: int) -> ProbeCase:
+        def replaced(t: Any) -> Any:
+            return _replace_others(t, place) if isinstance(t, Tensor) else t
+
+        batch = self._batch(*pytree.tree_map(replaced, (self.x, self.y)))
+        return ProbeCase(what="replaced", batch=batch, places={place: place})
+
+    def _seed(self, seed: int) -> None:
+        seed_global_generators(seed)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        self._states = self._generator_states()
+
+    def _generator_states(self) -> list[Any]:
+        name, keys, *rest = np.random.get_state()  # noqa: NPY002
+        states = [g.get_state().numpy().tobytes() for g in (torch.default_generator, *self._generators)]
+        return [*states, name, np.asarray(keys).tobytes(), rest, random.getstate()]
+
+    def receive(self, losses: Tensor | None, batch: Batch) -> None:
+        """Compare what was computed for the batch that is waiting; `batch` may be one that was made from it."""
+        case, self.waiting = self.waiting, None
+        assert case is not None
+        self._drawn = self._generator_states() != self._states
+        if len(batch) != len(case.batch):
+            problem = f"the probe gave {len(case.batch)} contributions, and {len(batch)} came back"
+            remedy = "keep the contributions of a batch, or leave the probe out: corpus.batches(plan, probe=False)"
+            raise EngineError("engine.probe-batch-changed", problem, remedy)
+        measured = self.engine.measure(losses, batch, list(case.places.values()))
+        found = dict(zip(case.places, measured, strict=True))
+        if case.what == _REFERENCE:
+            self._references[case.seed, case.constant] = found
+            _refuse_not_finite(found)
+        elif case.what != _BETWEEN:
+            self._compare(case, found)
+
+    def _compare(self, case: ProbeCase, found: dict[int, Measured]) -> None:
+        reference = self._references[case.seed, case.constant]
+        for place, measured in found.items():
+            moved = _movement(reference[place], measured)
+            if moved is None:
+                continue
+            if case.what == _AGAIN:
+                raise self._not_repeatable(moved)
+            problem = f"when the other examples were {case.what}, {moved}"
+            remedy = "use no batch statistics, no loss over or divided by the batch, no padding without a mask"
+            raise CouplingError("engine.probe-found-coupling", problem, remedy)
+
+    def _not_repeatable(self, moved: str) -> CouplingError:
+        now = _kept_tensors(self.engine.model)
+        names = [name for name, written in now.items() if self._kept.get(name) != written]
+        what = f"{', '.join(map(repr, names[:3]))} may keep" if names else "model or loss keep"
+        problem = f"of the same batch, computed again after another one, {moved}: {what} data of one batch for the next"
+        remedy = (
+            "keep nothing between batches; draw at random from torch's global generator or one that a module holds, "
+            "not from another"
+        )
+        return CouplingError("engine.probe-not-repeatable", problem, remedy)
+
+
+def _attributes(module: nn.Module, kind: type) -> dict[str, Any]:
+    """What a module holds of a kind in plain attributes: no parameters, no buffers."""
+    held = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return {name: t for name, value in held.items() for t in pytree.tree_leaves(value) if isinstance(t, kind)}
+
+
+def _kept_tensors(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Identity and version of the tensors in plain attributes of modules."""
+    found = ((path, _attributes(module, Tensor)) for path, module in model.named_modules())
+    return {f"{path}.{name}".lstrip("."): (id(t), t._version) for path, held in found for name, t in held.items()}
+
+
+def _movement(reference: Measured, other: Measured) -> str | None:
+    """What moved, and by how much, if anything did."""
+    for name, a in reference.items():
+        moved = float((a.double() - other[name].double()).norm()) / (float(a.double().norm()) + 1e-6)
+        if not moved <= _TOLERANCE:
+            thing = "loss" if name == "loss" else f"gradient of {name!r}"
+            return f"the {thing} of one moved by {moved:.2g} of its size"
+    return None
+
+
+def _refuse_not_finite(found: dict[int, Measured]) -> None:
+    if not all(bool(torch.isfinite(t).all()) for measured in found.values() for t in measured.values()):
+        problem = "a loss or gradient of the probe's input is not finite, so nothing can be compared"
+        remedy = "probe with public data that the model is made for: engine.probe(losses_of, x, y)"
+        raise EngineError("engine.probe-not-finite", problem, remedy)
+
+
+def _replace_others(t: Tensor, place: int) -> Tensor:
+    """One example as it is, the others replaced by values of the same kind."""
+    other = t.flip(0).roll(1, 0)
+    if t.is_floating_point():
+        inside = bool(((t >= 0) & (t <= 1)).all())
+        other = other.square() * 0.9 + 0.05 if inside else other * 1.7 + 0.3
+    other[place] = t[place]
+    return other
