@@ -27,6 +27,7 @@ from lamina.engine.layers.layer_rule import (
 from lamina.engine.layers.linear import EmbeddingForward
 from lamina.engine.layers.stacked_experts import ExpertsForward, modules_in_expert_blocks
 from lamina.engine.per_contribution import BroadcastForward, FlattenedTokensForward, PerContributionForward
+from lamina.engine.safety_checks import BufferGuard
 from lamina.errors import CouplingError, EngineError, LaminaError, UnclippedGradient, UnsupportedLayer
 from lamina.plan.coverage import find_hazards, running_buffers
 
@@ -43,7 +44,7 @@ class Attachment:
 
     def __init__(
         self, model: nn.Module, targets: Mapping[str, Target | None], *,
-        rows: Mapping[str, str] | None = None, per_contribution: Sequence[str] = (),
+        buffers: BufferGuard, rows: Mapping[str, str] | None = None, per_contribution: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.model = model
         self.slot = ReceiverSlot()
@@ -57,6 +58,9 @@ class Attachment:
         note_batch_size, refuse = CopySafeHook(self._note_batch_size), CopySafeHook(refuse_hazards)
         self._handles = [model.register_forward_pre_hook(note_batch_size, prepend=True, with_kwargs=True)]
         self._handles.append(model.register_forward_hook(CopySafeHook(self._refuse_writes)))
+        check, accept = CopySafeHook(lambda *_: buffers.check(values=True)), CopySafeHook(lambda *_: buffers.accept())
+        self._handles.append(model.register_state_dict_pre_hook(check))
+        self._handles.append(model.register_load_state_dict_post_hook(accept))
         self._versions: dict[str, int] = {}
         for module in filter(running_buffers, model.modules()):
             self._handles.append(module.register_forward_pre_hook(refuse, prepend=True, with_kwargs=True))
@@ -273,16 +277,19 @@ def _refuse_spectral_norm(name: str, module: nn.Module) -> None:
 
 
 class CopySafeHook:
-    """A forward hook or pre-hook with keyword arguments. In a copy of the module it removes itself when called."""
+    """A hook of a module. In a copy of the module it removes itself when called."""
 
-    def __init__(self, call: Callable[[nn.Module, Any, Any], None] | None = None) -> None:
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
         self.call = call
 
-    def __call__(self, module: nn.Module, args: Any, more: Any) -> None:
+    def __call__(self, module: nn.Module, *args: Any) -> None:
         if self.call is not None:
-            self.call(module, args, more)
+            self.call(module, *args)
             return
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for hooks in (
+            module._forward_pre_hooks, module._forward_hooks, module._state_dict_pre_hooks,
+            module._load_state_dict_post_hooks,
+        ):  # fmt: skip
             for key in [key for key, hook in hooks.items() if hook is self]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)

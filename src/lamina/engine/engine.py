@@ -22,7 +22,14 @@ from lamina.engine.layers.layer_rule import Target
 from lamina.engine.noise import NoiseSource, SecureNoise
 from lamina.engine.paper_step import PaperStep, UnclippedSums, warn_if_reproduction
 from lamina.engine.probe import Measured, Probe
-from lamina.engine.safety_checks import CheckedBatch, GradWriter, OwnershipCheck, check_batch, refuse_float16
+from lamina.engine.safety_checks import (
+    BufferGuard,
+    CheckedBatch,
+    GradWriter,
+    OwnershipCheck,
+    check_batch,
+    refuse_float16,
+)
 from lamina.engine.slices import NO_MASKS, PlanSlices, RestoreUnreached, TensorMasks, trained_tensors
 from lamina.engine.step import ClippedSums, OpenStep, check_is_batch, parts_out_of_order_error, zero_sums
 from lamina.errors import CouplingError, EngineError
@@ -74,13 +81,15 @@ class Engine:
         self._elementwise = plan.clipping is Clipping.ELEMENTWISE
         self._bounds = ClipBounds(plan)
         self._ownership = OwnershipCheck()
-        self._gradients = GradWriter(self._tensors)
+        self._gradients, self._buffers = GradWriter(self._tensors), BufferGuard(model)
         self.detached = False
         self.probed = False
         self._open: OpenStep | None = None
         self._choice: OpenChoice | None = None
         targets = {name: Target(name, i) if name in self._tensors else None for name, i in self._layer_of.items()}
-        self._attachment = Attachment(model, targets, rows=rows, per_contribution=per_contribution)
+        self._attachment = Attachment(
+            model, targets, rows=rows, per_contribution=per_contribution, buffers=self._buffers
+        )
         restore = RestoreUnreached(self._tensors, self._slices.unreached)
         self._hooks = [
             register_optimizer_step_pre_hook(self._gradients.before_optimizer_step),
@@ -200,8 +209,10 @@ class Engine:
             remedy = "make a new one: lamina.Engine(model, plan)"
             raise EngineError("engine.detached", "this engine was detached from its model", remedy)
         self._gradients.check()
+        self._buffers.check(values=False)
         part = check_batch(losses, batch, self.plan, self._names)
         if part is not None and self._ownership.due(part.graph, part.layout.units):
+            self._buffers.check(values=True)
             for hazard in find_hazards(self.model):
                 raise CouplingError("engine.hazard-in-model", str(hazard), hazard.remedy)
             with torch.autocast("cpu", enabled=False):
@@ -288,6 +299,10 @@ class Engine:
         """
         Probe(self, x, y).run(losses_of)
         self.probed = True
+
+    def accept_buffers(self) -> None:
+        """The model's buffers were set from public data alone: from here on they must stay as they are."""
+        self._buffers.accept()
 
     def measure(self, losses: Tensor | None, batch: Batch, units: Sequence[int]) -> list[Measured]:
         """Loss and unclipped gradient of some contributions: for probes on proxy data only."""

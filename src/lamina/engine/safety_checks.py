@@ -1,4 +1,4 @@
-"""Everything that is refused around a backward pass: losses, batch, graph, coupling, foreign `.grad`."""
+"""Everything that is refused around a backward pass: losses, batch, graph, coupling, foreign `.grad`, buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lamina.engine.batch import Batch, RowLayout
@@ -354,6 +354,55 @@ class GradWriter:
             problem = f"'{name}'.grad holds a gradient that the engine did not write"
             remedy = "call optimizer.zero_grad(), and engine.backward(losses, batch) instead of loss.backward()"
             raise UnclippedGradient("engine.foreign-grad", problem, remedy)
+
+
+class BufferGuard:
+    """Refuses a step once a buffer of the model was written or replaced: what it holds was never noised.
+
+    All buffers count, of every type, whoever writes them. Between two looks a write shows by identity and version; a
+    write through `.data` shows by value only, and values are compared before the weights are handed out. A buffer that
+    was written is put back.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.accept()
+
+    def accept(self) -> None:
+        """Compare with the buffers as they are now."""
+        self._seen = {name: (b, b._version, b.detach().clone()) for name, b in self.model.named_buffers()}
+
+    def check(self, *, values: bool) -> None:
+        live = dict(self.model.named_buffers())
+        for name in dict.fromkeys((*self._seen, *live)):
+            now, (before, version, value) = live.get(name), self._seen.get(name, (None, 0, None))
+            if now is not None and now is before and now._version == version and not values:
+                continue
+            if now is not None and value is not None and _same_values(now, value):
+                self._seen[name] = (now, now._version, value)
+                continue
+            if before is not None and value is not None:
+                self._put_back(name, before, value)
+            problem = f"buffer '{name}' was written since the last step: it would carry private data without noise"
+            remedy = (
+                "train it by the optimiser, or compute it from public data before the engine is made; if public data "
+                "alone wrote it, call engine.accept_buffers() before the next forward pass"
+            )
+            raise CouplingError("engine.buffer-written", problem, remedy)
+
+    def _put_back(self, name: str, before: Tensor, value: Tensor) -> None:
+        path, _, local = name.rpartition(".")
+        with torch.no_grad():
+            before.copy_(value)
+        self.model.get_submodule(path)._buffers[local] = before
+        self._seen[name] = (before, before._version, value)
+
+
+def _same_values(now: Tensor, then: Tensor) -> bool:
+    if now.shape != then.shape:
+        return False
+    then = then.to(now.dtype)
+    return bool(((now == then) | ((now != now) & (then != then))).all())
 
 
 def tensors_of_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
