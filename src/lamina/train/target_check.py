@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lamina.corpus.corpus import Corpus
-from lamina.corpus.example_sources import ExampleSource, Rows, preserve_global_generators
+from lamina.corpus.example_sources import ExampleSource, Rows
 from lamina.engine.batch import Batch
+from lamina.engine.probe import preserve_global_generators
 
 MAX_ROWS, MAX_NUMBERS = 256, 1 << 22  # of the public output, and of the input that it is made from
 TARGETS_NOT_COMPARED = (

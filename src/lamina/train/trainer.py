@@ -290,7 +290,7 @@ class Trainer:
         with preserve_global_generators():
             try:
                 x, y = self.corpus.source.fetch(layout.rows_of(units.numpy()))
-                x = x if self.augment is None else self.augment(x)
+                x = self._augmented(x)
                 owner = torch.arange(len(units)).repeat_interleave(torch.from_numpy(layout.sizes(units.numpy())))
                 batch = self._targets.mask(Batch(x, y, unit=owner, cls=torch.zeros_like(units)))
                 self._engine.clipped_sums(self._losses(batch.x, batch.y), batch)
