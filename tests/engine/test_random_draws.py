@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from by_hand import QUIET, T, V, ids, of_logits
-from nets import Net
+from net_builders import Net
 from oracle import clip_by_hand, difference, losses_of, losses_of_output, plan_of, thresholds
 from refusals import raises_code
 from torch import Tensor, nn
